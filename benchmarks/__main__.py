@@ -10,6 +10,7 @@ from benchmarks.engine.commands import (
     perplexity_command,
     rows_command,
     same_bytes_command,
+    sampling_command,
 )
 from benchmarks.gpu.command import gpu_command
 from benchmarks.server.commands import load_command, overhead_command
@@ -22,6 +23,7 @@ app.command("changes")(changes_command)
 app.command("bad-drafters")(bad_drafters_command)
 app.command("gpu")(gpu_command)
 app.command("same-bytes")(same_bytes_command)
+app.command("sampling")(sampling_command)
 app.command("load")(load_command)
 app.command("overhead")(overhead_command)
 app.command("rows")(rows_command)

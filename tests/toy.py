@@ -324,6 +324,7 @@ def toy_engine(
     num_pages: int = 400,
     enable_prefix_caching: bool = True,
     drafter: Drafter | None = None,
+    drafters: Sequence[Drafter] = (),
     budget: int = 0,
     branching: int = 2,
     seed: int = 0,
@@ -342,7 +343,7 @@ def toy_engine(
         enable_prefix_caching=enable_prefix_caching,
         seed=seed,
         controller=controller,
-        drafters={drafter.name: drafter} if drafter else {},
+        drafters={each.name: each for each in ([drafter] if drafter else drafters)},
         clock=lambda: float(next(ticks)),
     )
 

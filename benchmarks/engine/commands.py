@@ -1,15 +1,19 @@
-"""`python -m benchmarks` rows, concurrency, head, drafting, perplexity and same-bytes: the command lines."""
+"""`python -m benchmarks` rows, concurrency, head, drafting, perplexity, same-bytes and sampling."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from paceline.bench.flags import JsonFile, Model, Quantization, Threads, Workloads, integers
 from paceline.config import DEFAULT_MODEL
+from paceline.errors import ConfigError
+from paceline.machine import find_gpu
+from paceline.options import check_integer
 
 TEMPERATURES = (0.0, 1.0)  # of same-bytes
 
@@ -182,5 +186,52 @@ def same_bytes_command(
             prefix_caching,
         )
     report.show(same_bytes_result(model, backend, lines))
+    if any(line.differing for line in lines):
+        raise typer.Exit(1)
+
+
+def sampling_command(
+    model: Model = DEFAULT_MODEL,
+    methods: Annotated[
+        str, typer.Option(help="Drafting methods, comma-separated, each beside the same one on the host.")
+    ] = "off,suffix",
+    concurrency: Annotated[int, typer.Option(help="Number of concurrent requests.")] = 16,
+    tokens: Annotated[int, typer.Option(help="Tokens per output.")] = 64,
+    rounds: Annotated[int, typer.Option(help="Number of runs of each line; the best counts.")] = 3,
+    quantization: Quantization = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Throughput with sampling options on the GPU, compared with the same options on the host."""
+    from benchmarks.engine.concurrency import short_prompts
+    from benchmarks.engine.sampling import build_pair, measure_sampling, options_for
+    from benchmarks.engine.views import sampling_result
+    from paceline.bench.loading import bench_config
+    from paceline.bench.report.output import Report
+    from paceline.bench.report.terminal import progress
+    from paceline.bench.text import text_ids
+    from paceline.build import build_engine, load_model
+
+    if gpu := find_gpu().missing:
+        raise ConfigError(
+            f"`python -m benchmarks sampling` needs a CUDA GPU, but {gpu}. On the CPU every token is sampled "
+            "by the host, so there is nothing to compare."
+        )
+    for name, number in (("--concurrency", concurrency), ("--tokens", tokens), ("--rounds", rounds)):
+        check_integer(ConfigError, name, number, 1, None)
+    report = Report(json_file)
+    names = [name.strip() for name in methods.split(",")]
+    configs = {
+        name: bench_config(model, quantization, None, concurrency, speculative_config=name, backend="cuda")
+        for name in names
+    }
+    loaded = load_model(configs[names[0]])
+    prompts = short_prompts(text_ids(loaded.tokenizer), concurrency)
+    pairs = {
+        name: build_pair(loaded.backend, partial(build_engine, config, loaded))
+        for name, config in configs.items()
+    }
+    with progress(len(options_for(concurrency)) * len(names)) as on_turn:
+        lines = measure_sampling(pairs, prompts, tokens, rounds, on_turn)
+    report.show(sampling_result(model, concurrency, tokens, rounds, lines))
     if any(line.differing for line in lines):
         raise typer.Exit(1)

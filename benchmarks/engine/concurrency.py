@@ -9,6 +9,7 @@ from functools import partial
 
 from paceline.bench.timing import OnTurn, Timing, take_turns
 from paceline.core.params import SamplingParams
+from paceline.core.request import Request
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.options import check_integer
@@ -99,15 +100,24 @@ def short_prompts(token_ids: Sequence[int], count: int) -> list[list[int]]:
     return [list(token_ids[start : start + PROMPT_TOKENS]) for start in range(0, stride * count, stride)]
 
 
-def _run(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, list[list[int]]]:
-    """Total seconds of the prompts, and each one's output."""
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+def run_requests(
+    engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+) -> tuple[float, list[Request]]:
+    """Seconds from the arrival of all prompts at once to the last token, and the finished requests."""
     start = time.perf_counter()
-    requests = [engine.add_request(prompt, params)[0] for prompt in prompts]
+    pairs = zip(prompts, params, strict=True)
+    requests = [engine.add_request(prompt, options)[0] for prompt, options in pairs]
     while engine.has_unfinished:
         engine.step()
     seconds = time.perf_counter() - start
     for request in requests:
         if request.error is not None:
             raise request.error
+    return seconds, requests
+
+
+def _run(engine: Engine, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[float, list[list[int]]]:
+    """Total seconds of the prompts, and each one's output."""
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    seconds, requests = run_requests(engine, prompts, [params] * len(prompts))
     return seconds, [request.output_token_ids for request in requests]

@@ -12,6 +12,7 @@ from benchmarks.engine.heads import HeadComparison
 from benchmarks.engine.quantization import Comparison
 from benchmarks.engine.rows import RowCosts
 from benchmarks.engine.same_bytes import Sameness
+from benchmarks.engine.sampling import TEMPERATURE, SamplingSpeed
 from paceline.bench.report.result import Finding, Result, Table
 
 
@@ -138,3 +139,30 @@ def same_bytes_result(model: str, backend: str, lines: Sequence[Sameness]) -> Re
     columns = ("draft", "at once", "temperature", "answers", "differ", "share", "first at token")
     facts = {"model": model, "backend": backend, "lines": [asdict(line) for line in lines]}
     return Result(title, [Table(title, columns, rows)], facts, timed=False)
+
+
+def sampling_result(
+    model: str, requests: int, tokens: int, rounds: int, lines: Sequence[SamplingSpeed]
+) -> Result:
+    """Tokens per second by sampling options and drafting method, on the device and through the host."""
+    title = (
+        f"{model}: {requests} requests of {tokens} tokens, T = {TEMPERATURE:g}, best of {rounds}, in turns"
+    )
+    rows = [
+        (line.options, line.method, f"{line.device:,.0f}", f"{line.host:,.0f}", f"{line.ratio:.2f}")
+        for line in lines
+    ]
+    columns = ("options of the requests", "draft", "device tok/s", "host tok/s", "device / host")
+    differing = sum([line.differing for line in lines])
+    text = (
+        f"{differing} answers differ between device and host: this is a bug, please report it."
+        if differing
+        else "All tokens and log-probabilities are the same on the device and on the host."
+    )
+    facts = {"model": model, "requests": requests, "tokens": tokens, "rounds": rounds}
+    return Result(
+        title,
+        [Table(title, columns, rows, text=("draft",))],
+        {**facts, "lines": [asdict(line) for line in lines]},
+        findings=[Finding(text, not differing)],
+    )

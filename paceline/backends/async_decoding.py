@@ -1,4 +1,4 @@
-"""Asynchronous decoding: what a backend's decoder is told and gives. See engine/device_executor.py."""
+"""Asynchronous decoding: the protocol of a backend's decoder. See engine/device_executor.py."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from paceline.backends.base import Backend, HeadRunner
 from paceline.core.arrays import BoolArray, Float32Array, Float64Array, Int32Array, UInt64Array
 from paceline.core.forward import KVPool
 from paceline.core.logit_edits import LogitEdits
-from paceline.core.request import SamplingNeeds
+from paceline.core.request import Request, SamplingNeeds
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,29 @@ class SlotInits:
     edits: Sequence[LogitEdits | None]  # [requests] None: logits stay as they are
     # [requests] all tokens of each, for passes that draft from texts; None: only the last two are needed
     texts: Sequence[Int32Array] | None = None
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], with_texts: bool) -> SlotInits:
+        """The present state of these requests; `with_texts`: with all their tokens."""
+        params = [request.params for request in requests]
+        return cls(
+            slots=np.array([request.slot for request in requests], dtype=np.int32),
+            tokens=np.array([[0, *request.token_ids[-2:]][-2:] for request in requests], dtype=np.int32),
+            lengths=np.array([request.num_computed for request in requests], dtype=np.int32),
+            limits=np.array([request.most_tokens - 1 for request in requests], dtype=np.int32),
+            seeds=np.array([request.seed for request in requests], dtype=np.uint64),
+            temperatures=np.array([options.temperature for options in params], dtype=np.float64),
+            takes_drafts=np.array([not request.undrafted for request in requests]),
+            truncation=np.array([options.truncation for options in params], dtype=np.float64),
+            logprobs=np.array([options.logprobs is not None for options in params]),
+            edits=[
+                request.sampler.logit_edits() if request.sampling_needs & SamplingNeeds.LOGIT_EDITS else None
+                for request in requests
+            ],
+            texts=[np.array(request.token_ids, dtype=np.int32) for request in requests]
+            if with_texts
+            else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -65,7 +90,7 @@ class DeviceDraft:
 
 @dataclass(frozen=True)
 class DecodeOutput:
-    """What a decode pass gave. The arrays are valid until the decoder's next but one."""
+    """The result of a decode pass. Its arrays are valid until the next but one is read."""
 
     tokens: Int32Array  # [slots, 1 + length of drafts] -1 where logits gave none
     counts: Int32Array  # [slots] how many of these are tokens
@@ -93,7 +118,7 @@ class AsyncDecoder(Protocol):
         ...
 
     def join(self, requests: SlotInits) -> None:
-        """Take over requests, or the present state of known ones."""
+        """Initialize the slots of requests, or overwrite the state of slots in use."""
         ...
 
     def launch(
@@ -116,20 +141,20 @@ class AsyncDecoder(Protocol):
         ...
 
     def read(self) -> DecodeOutput:
-        """What the oldest pass that was not read gave. Waits for it."""
+        """The result of the oldest pass that was not read. Waits for it."""
         ...
 
     def skip(self) -> None:
-        """Nobody will read the oldest pass that was not read."""
+        """Discard the oldest pass that was not read."""
         ...
 
     def drop(self) -> None:
-        """No pass that was launched until now will be read."""
+        """Discard all passes that were not read."""
         ...
 
     def prepare(self, draft: DeviceDraft | None) -> Mapping[int, float]:
-        """Have ready what the first passes would wait for.
+        """Warm up: capture and compile what the first passes would wait for.
 
-        Gives the seconds of passes by the number of their requests, for some numbers, if they were timed.
+        Returns the seconds of a pass by its number of requests, for some numbers; empty if none was timed.
         """
         ...

@@ -49,7 +49,7 @@ class Backend(Protocol):
     def device_memory(self, rows: int, longest: int) -> DeviceMemory | None:
         """The memory that pools are made in, if not the host's.
 
-        Buffers are counted for contexts of at most `longest` tokens and device passes of so many rows.
+        Buffers are counted for contexts of `longest` tokens and device passes of `rows` rows, at most.
         """
         return None
 
@@ -60,9 +60,9 @@ class Backend(Protocol):
         feature_layers: tuple[int, ...],
         kept: tuple[KeptFeatures, ...] = (),
     ) -> None:
-        """Have ready what the first passes over this pool, with contexts up to `longest`, would wait for.
+        """Warm up for passes over this pool with contexts up to `longest`: compile and allocate.
 
-        Nobody holds a page of the pool yet: what it holds afterwards is meaningless.
+        Call it before any page is in use: it overwrites the pool.
         """
         return  # not abstract
 
@@ -74,7 +74,7 @@ class Backend(Protocol):
         feature_layers: tuple[int, ...],
         kept: tuple[KeptFeatures, ...] = (),
     ) -> AsyncDecoder | None:
-        """A decoder of requests of at most `longest` tokens in so many slots; None if there is no such.
+        """A decoder with `slots` slots for requests of at most `longest` tokens; None if there is none.
 
         Passes that do not draft give the features of these layers, and leave to heads' pools what they keep.
         """
@@ -143,7 +143,7 @@ class HeadRunner(Protocol):
 
     page_size: int  # the target's
     max_rows: int
-    least_chance: float  # of a chain of guesses that is worth its rows here, if nobody says another
+    least_chance: float  # default: the least chance of a chain of guesses that is worth its rows here
     keeps_features: bool = False  # its pools keep the target's features: see KeptFeatures
 
     def make_pool(self, num_pages: int) -> KVPool:
@@ -160,7 +160,7 @@ class HeadRunner(Protocol):
     def bytes_per_page(self) -> int: ...
 
     def prepare(self, pool: KVPool) -> None:
-        """Have ready what the first passes over this pool would wait for. Nobody holds a page of it yet."""
+        """Warm up for passes over this pool: compile and allocate. Call it before any page is in use."""
         return  # not abstract
 
     def run(self, batch: HeadBatch) -> HeadOutput: ...
@@ -168,7 +168,7 @@ class HeadRunner(Protocol):
     def run_chains(
         self, batch: HeadBatch, most: Sequence[int], least_chance: float, noise: ChainNoise | None = None
     ) -> HeadChains:
-        """Chains of at most so many guesses behind each request, as head_chains.py defines them.
+        """Chains of at most `most` guesses after each request, as head_chains.py defines them.
 
         The logits of each request's last row are wanted, and its pages have room for the guesses.
         """

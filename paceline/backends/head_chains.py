@@ -23,7 +23,7 @@ def chains_by_passes(
     least_chance: float,
     noise: ChainNoise | None = None,
 ) -> HeadChains:
-    """A chain of at most so many drafted tokens after each request: the best token, then the next, ...
+    """A chain of at most `most` drafted tokens after each request: the best token, then the next, ...
 
     A token is kept if the chance of the chain up to it, the product of its tokens' chances, is at least
     `least_chance`; the chain is extended if it is EXTEND_FACTOR times that. `target_ids` [draft vocabulary]

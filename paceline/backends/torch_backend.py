@@ -7,6 +7,7 @@ request, no caching of intermediate work. See base.py for the contract it implem
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -102,10 +103,7 @@ class TorchBackend(Backend):
     def _rows(self, batch: ForwardBatch) -> Rows:
         """The batch as the model reads it: KV slots instead of pages, masks instead of parents."""
         views, new_slots = [], []
-        for request in range(batch.num_requests):
-            rows = slice(int(batch.row_offsets[request]), int(batch.row_offsets[request + 1]))
-            context = int(batch.context_lengths[request])
-            key_slots = kv_slots(batch.page_tables[request], context + rows.stop - rows.start)
+        for rows, context, key_slots in request_rows(batch):
             new_slots.append(key_slots[context:])
             masks = self._masks(batch.parents[rows], batch.positions[rows], context)
             views.append(RowView(rows, self._tensor(key_slots), masks))
@@ -153,6 +151,14 @@ def ancestors(parents: Int32Array) -> npt.NDArray[np.bool_]:
         if parent >= 0:
             table[row] |= table[parent]
     return table
+
+
+def request_rows(batch: ForwardBatch) -> Iterator[tuple[slice, int, Int32Array]]:
+    """Of each request: its rows, its context length, and the KV slots of its context and rows."""
+    for request in range(batch.num_requests):
+        rows = slice(int(batch.row_offsets[request]), int(batch.row_offsets[request + 1]))
+        context = int(batch.context_lengths[request])
+        yield rows, context, kv_slots(batch.page_tables[request], context + rows.stop - rows.start)
 
 
 def kv_slots(page_table: Int32Array, length: int) -> Int32Array:

@@ -16,8 +16,8 @@ from paceline.backends.torch_backend import (
     TorchBackend,
     TorchPool,
     ancestors,
-    kv_slots,
     make_torch_pool,
+    request_rows,
 )
 from paceline.core.arrays import Int32Array
 from paceline.core.forward import ForwardBatch
@@ -87,17 +87,13 @@ class TorchHeadRunner(HeadRunner):
     def _views(self, batch: ForwardBatch) -> tuple[list[RowView], Tensor]:
         """What the rows of each request see, and the KV slot of every row."""
         views, new_slots = [], []
-        for request in range(batch.num_requests):
-            rows = slice(int(batch.row_offsets[request]), int(batch.row_offsets[request + 1]))
-            context = int(batch.context_lengths[request])
-            key_slots = kv_slots(batch.page_tables[request], context + rows.stop - rows.start)
+        for rows, context, key_slots in request_rows(batch):
             new_slots.append(key_slots[context:])
             related = ancestors(batch.parents[rows])
             sees_context = np.ones((len(related), context - 1), dtype=np.bool_)
             mask = torch.from_numpy(np.concatenate((sees_context, related), axis=1)).to(self.device)
-            views.append(
-                RowView(rows, self._tensor(key_slots[1:]), {None: mask})
-            )  # a head has no row at KV index 0
+            seen_slots = self._tensor(key_slots[1:])  # a head has no row at KV index 0
+            views.append(RowView(rows, seen_slots, {None: mask}))
         return views, self._tensor(np.concatenate(new_slots))
 
     def _tensor(self, array: Int32Array) -> Tensor:

@@ -38,7 +38,7 @@ class MeasureConfig:
     small_repeats: int = 12  # of small passes; the fastest counts, because other load only slows them
     repeats: int = 3  # of larger passes, up to `large_pass` rows
     large_pass: int = 64  # rows above which a pass runs once: on a CPU it takes tenths of a second
-    max_seconds: float = 2.0  # for all of it: nobody waits longer for a server to start
+    max_seconds: float = 2.0  # in all: it delays the start of a server
 
 
 @dataclass(frozen=True)
@@ -143,9 +143,9 @@ class PlannerConfig:
     young_drafts: int = 40
     known_drafts: int = 100
     # steps that are planned in full
-    cascade_sample: int = 4  # one in so many asks the second of two drafters alone, to learn what it has
+    cascade_sample: int = 4  # one in this many asks the second of two drafters alone, to learn its worth
     cached_steps: int = 9  # that follow a planned one with the same plans: planning costs about a row
-    quiet_sample: int = 4  # one in so many updates the costs while nothing is drafted
+    quiet_sample: int = 4  # one in this many updates the costs while nothing is drafted
     # a choice is repeated when drafts bring less than expected
     max_shortfall: float = 10.0  # tokens, times the square root of the requests
     shortfall_fade: float = 0.97  # factor per step

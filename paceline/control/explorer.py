@@ -75,7 +75,7 @@ class Explorer:
         return self._winner is not None
 
     def next(self, step: int, requests: Sequence[Request]) -> tuple[int, str]:
-        """The index of a request, and a drafter to try for it: the last winner, or whoever's turn it is."""
+        """The index of a request, and a drafter to try for it: the last winner, or the next in turn."""
         if self._winner is not None:
             (request_id, child), drafter = self._winner
             self._winner = None

@@ -1,7 +1,7 @@
 """The guard: an A/B test of drafting against plain decoding, by measured tokens and seconds.
 
 Every so often a few steps are plain and are compared with the drafted steps before them. The cost and
-acceptance models can be wrong in ways that nobody thought of; this test cannot. Where drafting loses it is
+acceptance models can be wrong in unforeseen ways; this test cannot. Where drafting loses it is
 stopped, and tried again after ever longer times.
 """
 

@@ -26,7 +26,7 @@ class SegmentGains:
         self.poor: frozenset[str] = frozenset()
 
     def observe(self, segment: str, steps: int, accepted: int) -> None:
-        """Add the accepted tokens of so many steps; warn if the segment gains little after many."""
+        """Add the accepted tokens of this many steps; warn if the segment gains little after many."""
         config = CONFIG.segments
         if steps == 0:
             return

@@ -24,15 +24,14 @@ from paceline.core.features import Features
 from paceline.core.request import Request, SamplingNeeds
 from paceline.core.schedule import Scheduled
 from paceline.core.trees import PLAIN, DraftPlan
-from paceline.core.verdict import Logprob
+from paceline.engine.attached_head import AttachedHead
 from paceline.engine.drafting import Drafting
 from paceline.engine.optimistic import OptimisticDrafts
 from paceline.engine.pipeline import InFlight, Schedule, StepResult, StepTimer
 from paceline.engine.shadow import ShadowDrafts
 from paceline.engine.step_stats import Shape
-from paceline.engine.verification import chosen_verdict
+from paceline.engine.verification import chosen_logprobs, chosen_verdict
 from paceline.kv.cache import KVCache
-from paceline.verify.logprobs import logprobs_of_fields
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +60,7 @@ class DeviceExecutor:
         self._drafts: dict[DraftPlan, DeviceDraft] = {}
         self._passes: deque[tuple[list[Request], DraftPlan]] = deque()  # in flight
         self._joined: dict[Request, int] = {}  # requests in the decoder: their passes in flight
-        self._attached: dict[Request, None] = {}  # requests that a head drafts for on the device
-        self._attached_plan = PLAIN  # the plan of that head
+        self._head = AttachedHead(drafting)
         self._last_plan = PLAIN
         self._optimistic = OptimisticDrafts(drafting)
         self.shadow = ShadowDrafts(drafting)
@@ -108,14 +106,18 @@ class DeviceExecutor:
         draft = self.draft(plan)
         by_head = draft is not None and not draft.from_texts
         # another head than the one in use needs all tokens, so no pass may be in flight
-        return not by_head or not self._passes or self._attached_plan.drafter == plan.drafter
+        return not by_head or not self._passes or self._head.is_by(plan)
 
     def host_plan(self, request: Request, plan: DraftPlan) -> DraftPlan:
-        """The plan of a request in a host pass beside device passes: these use the head, if it is by one."""
-        return self._drafting.settled([request], [PLAIN])[0] if self._drafting.attaches(plan) else plan
+        """The plan of a request in a host pass beside device passes: plain unless drafters only read texts.
+
+        Others, such as a head, run on the device after the passes in flight, and the host would wait.
+        """
+        drafting = self._drafting
+        return plan if drafting.only_reads_texts(plan) else drafting.settled([request], [PLAIN])[0]
 
     def fitting(self, plan: DraftPlan, requests: int) -> DraftPlan:
-        """This plan, or the plain one if its buffers are too small for so many requests."""
+        """This plan, or the plain one if its buffers are too small for this many requests."""
         draft = self.draft(plan)
         fits = draft is None or draft.max_requests is None or requests <= draft.max_requests
         return plan if fits else PLAIN
@@ -142,17 +144,10 @@ class DeviceExecutor:
 
     def _attached_to(self, requests: Sequence[Request], plan: DraftPlan) -> bool:
         """Whether the plan's head, if it has one, drafts for all of these requests on the device now."""
-        if self._attached and plan.drafter != self._attached_plan.drafter:
-            self._detach()
+        if not self._head.is_by(plan):
+            self._head.detach()
         draft = self.draft(plan)
-        if draft is None or draft.from_texts:
-            return True
-        new = [request for request in requests if request not in self._attached and not request.undrafted]
-        if new and not self._drafting.attach(plan, new):
-            return False
-        self._attached.update(dict.fromkeys(new))
-        self._attached_plan = plan
-        return True
+        return draft is None or draft.from_texts or self._head.attach(requests, plan)
 
     def _reserved(self, requests: Sequence[Request], plan: DraftPlan) -> bool:
         """Whether the requests have pages for this pass and the next one."""
@@ -201,7 +196,7 @@ class DeviceExecutor:
         self._passes.append((requests, plan))
         if new:
             self._forget_finished()
-            decoder.join(_slot_inits(new, with_texts=decoder.supports_lookup and self._drafting.reads_texts))
+            decoder.join(SlotInits.of(new, with_texts=decoder.supports_lookup and self._drafting.reads_texts))
         for request in requests:
             self._joined[request] = self._joined.get(request, 0) + 1
         expected = None
@@ -232,7 +227,7 @@ class DeviceExecutor:
         for row, verdict in zip(rows, verdicts, strict=True):
             needs = requests[row].sampling_needs
             if needs & _LOGPROBS and output.logprobs is not None:
-                verdict.logprobs = _logprobs(requests[row], verdict.tokens, output.logprobs[row].tolist())
+                verdict.logprobs = chosen_logprobs(verdict, requests[row], output.logprobs[row].tolist())
             if needs & _LOGIT_EDITS:
                 for token in verdict.tokens:
                     requests[row].sampler.advance(token)
@@ -271,12 +266,8 @@ class DeviceExecutor:
     def prefill_ahead(self, parts: Sequence[Scheduled]) -> None:
         """Let the head in use prefill its keys and values after the pass that prefills these requests."""
         draft = self._drafts.get(self._last_plan)
-        if draft is None or draft.from_texts:
-            return
-        ending = [part.request for part in parts if part.num_tokens > 1 and part.reaches_end]
-        coming = [request for request in ending if not request.undrafted]
-        if coming:
-            self._drafting.prefill_ahead(self._last_plan, coming)
+        if draft is not None and not draft.from_texts:
+            self._head.prefill_ahead(parts, self._last_plan)
 
     def prepare(self, plan: DraftPlan) -> Mapping[int, float]:
         """Warm up: capture and compile for this plan. The seconds of its passes, by number of requests."""
@@ -286,17 +277,9 @@ class DeviceExecutor:
     def leave(self) -> None:
         """Host passes follow: forget the decoder's state of requests, which will be stale."""
         assert not self._passes
-        self._detach()
+        self._head.detach()
         self.shadow.clear()
         self._joined.clear()
-
-    def _detach(self) -> None:
-        """Return the requests that a head drafts for on the device to the host."""
-        if self._attached:
-            left = [request for request in self._attached if not request.finished]
-            self._drafting.detach(self._attached_plan, left)
-            self._attached.clear()
-        self._attached_plan = PLAIN
 
     def drop(self) -> None:
         """Forget the passes in flight: one of them failed."""
@@ -304,43 +287,14 @@ class DeviceExecutor:
             self._made.drop()
         self._passes.clear()
         self._joined.clear()
-        self._attached.clear()
+        self._head.drop()
 
     def _forget_finished(self) -> None:
         self._joined = {request: count for request, count in self._joined.items() if not request.finished}
-        self._attached = {request: None for request in self._attached if not request.finished}
+        self._head.forget_finished()
         self._optimistic.forget_finished()
 
 
 def common_plan(parts: Sequence[Scheduled]) -> DraftPlan:
     """The plan of a device pass: the same for all its requests that are drafted for."""
     return next((part.plan for part in parts if part.plan.budget), PLAIN)
-
-
-def _logprobs(
-    request: Request, tokens: Sequence[int], fields: Sequence[Sequence[float]]
-) -> tuple[dict[int, Logprob], ...]:
-    """The log-probabilities of the tokens that a request got in a pass, from the fields of its rows."""
-    count = request.params.logprobs or 0
-    return tuple([logprobs_of_fields(row, token, count) for row, token in zip(fields, tokens, strict=False)])
-
-
-def _slot_inits(requests: Sequence[Request], with_texts: bool) -> SlotInits:
-    """The decoder's initial state of requests; `with_texts`: with all their tokens, for prompt lookup."""
-    params = [request.params for request in requests]
-    return SlotInits(
-        slots=np.array([request.slot for request in requests], dtype=np.int32),
-        tokens=np.array([[0, *request.token_ids[-2:]][-2:] for request in requests], dtype=np.int32),
-        lengths=np.array([request.num_computed for request in requests], dtype=np.int32),
-        limits=np.array([request.most_tokens - 1 for request in requests], dtype=np.int32),
-        seeds=np.array([request.seed for request in requests], dtype=np.uint64),
-        temperatures=np.array([request_params.temperature for request_params in params], dtype=np.float64),
-        takes_drafts=np.array([not request.undrafted for request in requests]),
-        truncation=np.array([request_params.truncation for request_params in params], dtype=np.float64),
-        logprobs=np.array([request_params.logprobs is not None for request_params in params]),
-        edits=[
-            request.sampler.logit_edits() if request.sampling_needs & _LOGIT_EDITS else None
-            for request in requests
-        ],
-        texts=[np.array(request.token_ids, dtype=np.int32) for request in requests] if with_texts else None,
-    )

@@ -23,7 +23,7 @@ from paceline.core.schedule import Scheduled
 from paceline.core.stats import DraftCall
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees, Draws
 from paceline.core.verdict import Verdict
-from paceline.draft.base import DeviceDrafter, Drafter, drafts_on_device
+from paceline.draft.base import DeviceDrafter, Drafter, DrafterNeeds, drafts_on_device
 from paceline.draft.grammar import GrammarDrafter
 from paceline.kv.cache import KVCache
 
@@ -230,10 +230,11 @@ class Drafting:
         """Whether device passes may draft from the requests' own texts."""
         return not all(device.attaches for device in self._on_device.values())
 
-    def attaches(self, plan: DraftPlan) -> bool:
-        """Whether the plan's drafter is a head that requests are attached to on the device."""
-        device = self._on_device.get(plan.drafter or "")
-        return device is not None and device.attaches
+    def only_reads_texts(self, plan: DraftPlan) -> bool:
+        """Whether all drafters of this plan, of its `otherwise` too, need nothing but the requests' texts."""
+        if plan.drafter is not None and self._drafters[plan.drafter].needs != DrafterNeeds():
+            return False
+        return plan.otherwise is None or self.only_reads_texts(plan.otherwise)
 
     def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
         """How device passes draft by this plan; None if they cannot."""

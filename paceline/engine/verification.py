@@ -9,10 +9,10 @@ from paceline.core.forward import ForwardOutput
 from paceline.core.request import Request
 from paceline.core.schedule import Scheduled
 from paceline.core.trees import NO_TREE, DraftTrees, Draws
-from paceline.core.verdict import NOTHING, Verdict
+from paceline.core.verdict import NOTHING, Logprob, Verdict
 from paceline.engine.batch import prompt_rows
 from paceline.errors import BackendError
-from paceline.verify.logprobs import token_logprobs
+from paceline.verify.logprobs import logprobs_of_fields, token_logprobs
 from paceline.verify.sampling import Workspace, unusable_logits
 from paceline.verify.verdict import Case, Rule
 
@@ -106,3 +106,15 @@ def chosen_verdict(tokens: Sequence[int], request: Request) -> Verdict:
         position = len(request.token_ids) + len(tokens) - 1
         return Verdict((), (), error=unusable_logits(f"at position {position}"))
     return Verdict(tuple(range(len(tokens) - 1)), tuple(tokens))
+
+
+def chosen_logprobs(
+    verdict: Verdict, request: Request, fields: Sequence[Sequence[float]]
+) -> tuple[dict[int, Logprob], ...]:
+    """The log-probabilities of a verdict's tokens, from what a backend computed for the rows of its request.
+
+    `fields` [rows][fields of verify/logprobs.py]; rows after those of the tokens are not read.
+    """
+    count = request.params.logprobs or 0
+    pairs = zip(fields, verdict.tokens, strict=False)
+    return tuple([logprobs_of_fields(row, token, count) for row, token in pairs])

@@ -56,7 +56,7 @@ def _of_message(message: InputMessage, place: str, names: dict[str, str]) -> Ite
             case ThinkingBlock():
                 thoughts.append(block.thinking)
             case RedactedThinkingBlock():
-                pass  # encrypted: nobody here can read it
+                pass  # encrypted: it cannot be read here
             case ToolUseBlock():
                 names[block.id] = block.name
                 function = {"name": block.name, "arguments": block.input}

@@ -163,7 +163,7 @@ def test_methods_are_sent_to_a_paceline_server(monkeypatch: pytest.MonkeyPatch) 
     assert asked == {'"off"', '{"strict": true, "method": "ngram", "num_speculative_tokens": 3}'}
     assert {body["segment"] for body in server.seen} == {"short", "long"}
     salts = {(json.dumps(body["speculative"]), body["cache_salt"]) for body in server.seen}
-    assert len({salt for _, salt in salts}) == len(salts) == 4, "nobody finds what another left"
+    assert len({salt for _, salt in salts}) == len(salts) == 4, "no method finds prefixes that another left"
     assert not any("start them anew" in remark for remark in contest.remarks)
     assert [row.method for row in contest.rows[:2]] == list(methods)
     assert contest.rows[1].identical

@@ -84,7 +84,7 @@ def test_a_clock_counts_its_own_slices_without_excluded_time() -> None:
 
 
 def test_times_in_slices_are_those_of_each_alone() -> None:
-    """The others' work is on nobody's clock, whatever the profile."""
+    """The others' work is on no method's clock, whatever the profile."""
     for profile in (closed(2), Profile("due", None, (0.0, 0.01, 5.0, 5.01))):
         together = SlowSteps()
         runners = {"quick": together.runner("quick", 0.004), "slow": together.runner("slow", 0.05)}
@@ -128,7 +128,7 @@ def test_a_disturbed_pass_counts_as_long_as_usual() -> None:
         assert disturbances.in_step(passed(4, 0.010), none) == 0.0
     assert disturbances.in_step(passed(4, 0.012), none) == 0.0
     assert disturbances.in_step(passed(4, 0.060), none) == pytest.approx(0.050)
-    assert disturbances.in_step(passed(5, 0.060), none) == 0.0, "nobody knows what 5 rows take"
+    assert disturbances.in_step(passed(5, 0.060), none) == 0.0, "the time of 5 rows is unknown"
     assert disturbances.in_step(passed(4, 0.060, context=4000), none) == 0.0, "nor so long a context"
     for _ in range(40):  # the machine became slower for all
         disturbances.in_step(passed(4, 0.060), none)

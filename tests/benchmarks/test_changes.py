@@ -18,7 +18,7 @@ STEP = 0.01  # seconds
 
 
 def course(*phases: tuple[int, list[int]]) -> Course:
-    """Phases of so many requests, and the drafted tokens of their steps."""
+    """Phases of these numbers of requests, and the drafted tokens of their steps."""
     moments: list[Moment] = []
     for number, (requests, drafted) in enumerate(phases):
         for tokens in drafted:

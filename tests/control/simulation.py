@@ -169,7 +169,7 @@ class World:
     def _shadowed(
         self, step: int, running: Sequence[SimulatedRequest], plan: DraftPlan, rng: np.random.Generator
     ) -> ShadowFacts:
-        """How drafts that nobody verifies fare in a plain pass, of which each request gains one token."""
+        """How shadow drafts fare in a plain pass, in which each request gains one token."""
         drafter, length = self.drafters[plan.drafter or ""], plan.levels
         tries, hits = [0] * length, [0] * length
         for request in running[:8]:

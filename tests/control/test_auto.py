@@ -239,7 +239,7 @@ def test_arriving_requests_count_before_their_prefill():
 
 
 def test_less_is_explored_where_very_good_drafts_would_gain_little():
-    """Once drafters are known. What an unknown one would gain, nobody can say."""
+    """Once drafters are known: the gain of an unknown one cannot be estimated."""
 
     def probes(drafts: int) -> int:
         """Drafts that are tried in 1,500 steps."""

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import tokenizers
 
 from paceline import LLM
 from paceline.backends.cpu import CpuBackend
+from paceline.backends.options import BackendOptions
 from paceline.core.params import SamplingParams
 from paceline.core.trees import PLAIN
-from paceline.draft.base import DraftSampling
+from paceline.draft.base import DraftSampling, Target
 from paceline.draft.draft_cache import SharedPages
 from paceline.draft.draft_model import DraftModelDrafter
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
-from paceline.models.registry import load_checkpoint
+from paceline.models.registry import load_checkpoint, load_tokenizer
 from paceline.models.tokenizer import byte_alphabet
 from tests.draft.draft_models import MIXED, AgainstFresh, Plans, chain, same_ids, tree
 from tests.engine.test_exactness_cpu import Tokenizer
@@ -167,6 +170,25 @@ def test_a_draft_with_another_vocabulary_only_if_asked(folders):
     assert drafted.outputs[0].token_ids == generate(model, None).outputs[0].token_ids
     assert drafted.metrics.speculative.num_draft_tokens > 30
     assert drafted.metrics.speculative.failed_drafters == []
+
+
+def test_only_a_draft_that_knows_every_id_of_the_target_drafts_on_the_device(folders, monkeypatch):
+    """The device passes the target's ids to the draft model as they are."""
+    monkeypatch.setattr(CpuBackend, "drafts_on_device", True)
+    model, draft = folders
+    checkpoint, options = load_checkpoint(Path(model)), BackendOptions(backend="cpu", threads=1)
+    loaded = CpuBackend.load(checkpoint, quantization="int8", threads=1, max_rows=ROWS)
+    target = Target(
+        checkpoint.config, load_tokenizer(Path(model)), options, loaded, ROWS, DraftSampling.COUPLED
+    )
+    larger = replace(target, config=replace(checkpoint.config, vocab_size=VOCAB_SIZE + 1))
+
+    def drafts_on_device(beside: Target, **keys) -> bool:
+        return DraftModelDrafter.load(DraftModelDrafter.Options(**keys), beside).device is not None
+
+    assert drafts_on_device(target, model=model)
+    assert not drafts_on_device(larger, model=model)
+    assert not drafts_on_device(target, model=draft, use_heterogeneous_vocab=True)
 
 
 @pytest.mark.parametrize(

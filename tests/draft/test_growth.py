@@ -214,7 +214,7 @@ def test_drawn_tokens_are_never_left_out_and_trees_have_the_size_they_were_asked
     drawn = DrawnTree(context_of(request_of(temperature=1.0, seed=3)), plan, scoring)
     grown(drawn)
     assert len(drawn.finished().tokens) == 6
-    assert np.isnan(drawn.finished().chances).all(), "so that nobody leaves one out for being unlikely"
+    assert np.isnan(drawn.finished().chances).all(), "so that none is left out for being unlikely"
     if branching > 1:
         chosen = ChosenTree(context_of(request_of(temperature=0)), plan, scoring, coupled=True)
         grown(chosen)

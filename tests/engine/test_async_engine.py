@@ -194,7 +194,7 @@ def test_a_dead_engine_fails_all_requests_with_the_reason() -> None:
         assert front.failure is not None
         with pytest.raises(UnavailableError, match="restart"):
             await front.submit([4, 5], LONG, "late")
-        await front.drain()  # nobody is waited for
+        await front.drain()  # there is no request to wait for
 
     in_loop(work, engine)
 

@@ -259,7 +259,7 @@ def test_prefill_ahead_gets_the_requests_whose_prefill_ends_in_this_pass():
     drafter.truth |= {tuple(prompt(9, 20)): [], tuple(prompt(8, 6)): []}
     (late,) = engine.add_request(prompt(9, 20), params(9))
     drain(engine)
-    (early,) = engine.add_request(prompt(8, 6), params(9))  # nobody decodes
+    (early,) = engine.add_request(prompt(8, 6), params(9))  # no request decodes
     drain(engine)
     assert prefilled_ahead == [(late, 0), (early, 0)]
 
@@ -400,33 +400,3 @@ def test_a_head_is_attached_only_to_requests_without_a_pass_in_flight():
     assert len(attached) > len(added)  # again after plain passes
     assert [outcome(request) for request in added] == [expected(2), expected(9)]
     assert not any(request.failed_drafters for request in added)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"logprobs": 2, "logit_bias": {3: 1.5}}, {"bad_words": ["HI"]}, {"allowed_token_ids": range(9, 40)}],
-)
-def test_requests_that_need_the_host_leave_the_others_on_the_device(options) -> None:
-    """A constraint, banned tokens, or edits of logits with log-probabilities: decoded in host passes."""
-    backend = ToyBackend(on_device=True)
-    engine = toy_engine(backend, num_pages=400)
-    for number in range(3):
-        engine.add_request(prompt(number, 5), params(number, max_tokens=30, ignore_eos=True))
-    needy = params(3, max_tokens=9, ignore_eos=True, **options)
-    (on_host,) = engine.add_request(prompt(3, 5), needy)
-    drain(engine)
-    assert outcome(on_host) == alone(prompt(3, 5), needy)
-    assert backend.num_launched >= 29
-    rows_of_host_passes = [requests for requests, _ in backend.batches if requests == 1]
-    assert len(rows_of_host_passes) >= 8
-
-
-def test_host_passes_serve_all_if_most_requests_need_the_host() -> None:
-    backend = ToyBackend(on_device=True)
-    engine = toy_engine(backend, num_pages=400)
-    for number in range(3):
-        engine.add_request(prompt(number, 5), params(number, max_tokens=9, logprobs=2, logit_bias={3: 1.5}))
-    engine.add_request(prompt(3, 5), params(3, max_tokens=9, ignore_eos=True))
-    while any(request.num_output < 5 for request in engine.scheduler.running) or engine.scheduler.waiting:
-        engine.step()
-    assert backend.num_launched == 0

@@ -52,7 +52,7 @@ def run(controller: Controller | None, count: int = 1, tokens: int = 60):
 
 
 def test_shadow_drafts_count_what_verified_drafts_would():
-    """But for the last one, whose end nobody sees, and for the first, behind what was in flight."""
+    """Except the last one, whose end is not observed, and the first, after the passes in flight."""
     controller = Shadowing()
     (shadowed,), (drafted,) = run(controller), run(None)
     assert shadowed.output_token_ids == drafted.output_token_ids

@@ -127,4 +127,4 @@ def test_requests_preempted_in_the_middle_of_speculation(
         for child in outcome.children
         if child.num_preemptions and child.speculative.num_accepted_draft_tokens
     ]
-    assert preempted, "nobody was preempted who had speculated"
+    assert preempted, "no request that had speculated was preempted"

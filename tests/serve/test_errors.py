@@ -195,7 +195,7 @@ def test_a_full_queue_is_a_429_with_retry_after() -> None:
     assert error["param"] == "n"  # this could never run
 
     async def send_four() -> list[int]:
-        backend.open.clear()  # nobody ends before the fourth has come
+        backend.open.clear()  # no request ends before the fourth has arrived
         tasks = [asyncio.ensure_future(api.send("POST", PATHS[0], json=COMPLETION)) for _ in range(4)]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         backend.open.set()

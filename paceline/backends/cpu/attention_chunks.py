@@ -41,7 +41,7 @@ TASK_HEADS = 24  # heads, of one row or of several, for which a block is widened
 TILE_HEADS = 4  # heads of a tile: half of the 32 registers hold the sums of 4 heads and 16 positions
 # Rows of scratch for `attend`: results, widened blocks, and part of another row for the factors
 RESULT_ROWS = TASK_HEADS + CHUNK * PAGE + 1
-_WIDENING = 3  # widening a block costs as much as the work of so many heads on it
+_WIDENING = 3  # heads whose work on a block costs as much as widening it
 _MIX_COLUMNS = (4, 2, 1, 1)  # vectors of 16 columns side by side, for 1, 2, 3, ... heads
 
 _FLOAT, _I64 = ir.FloatType(), ir.IntType(64)

@@ -1,4 +1,4 @@
-"""Hidden features of a pass: for whoever asks, and for heads' pools.
+"""Hidden features of a pass: for callers that ask, and for heads' pools.
 
 KEPT_AT is a table of the parts of features that pools keep, three numbers each: the layer before which the
 residual stream is that part, the address of the part at KV slot 0, and the bytes between two slots. Features

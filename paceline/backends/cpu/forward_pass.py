@@ -126,7 +126,7 @@ def _enter(control, tasks, job, counter, embedding, scratch):  # type: ignore[no
 
 @compiled
 def _run_layer(control, tasks, job, layer, counter, scratch, only_keys):  # type: ignore[no-untyped-def]
-    """One transformer layer; `only_keys` if nobody asks for more than its keys and values."""
+    """One transformer layer; `only_keys`: compute only its keys and values, no output is asked."""
     threads, line = tasks[1], 64 * tasks[1]  # a counter is a cache line for each thread
     rows, records, state = field(job, ROWS), field(job, RECORDS_AT), field(job, STATE_AT)
     state_stride = 4 * field(job, HIDDEN_PADDED)

@@ -118,7 +118,7 @@ class CpuHeadRunner(CompiledModel, HeadRunner):
         return HeadChains(drafts, chances, self._lengths[:count])
 
     def _make_room(self, drafts: int) -> None:
-        """Allocate room for so many drafted tokens of all requests together."""
+        """Allocate room for this many drafted tokens, over all requests."""
         self._drafts, self._chances = np.empty(drafts, np.int32), np.empty(drafts, np.float32)
         self._job[fields.DRAFTS_AT] = address_of(self._drafts)
         self._job[fields.CHANCES_AT] = address_of(self._chances)

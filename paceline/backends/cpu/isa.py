@@ -36,16 +36,16 @@ class Isa:
     spread: EmitSpread
     dot_narrow: EmitDot  # weights in 0..15
     dot_wide: EmitDot  # weights of 8 bits, signed unless `offset_weights`
-    offset_weights: bool  # 8-bit weights are stored as w + 128, because the instruction wants them unsigned
-    columns: int  # outputs of one tile: as many as their sums fit into registers
-    tile_rows: int  # rows of the largest register tile
-    chunk_rows: int  # rows that meet some tiles before the next rows do; 0: all rows meet a tile
-    wide_registers: bool  # 16 lanes are one register, and there are 32 of them
-    slow_conversion: bool  # int to float costs more than a float addition; not with `offset_weights`
-    single_loads: bool  # a load of two registers, which LLVM prefers, takes longer than two loads
-    native_half: bool  # half <-> float conversions are instructions
-    slow_half: bool  # widening halves costs more than to multiply them
-    prefers_4bit: bool  # dots are so cheap that halving the weight bytes wins even for several rows
+    offset_weights: bool = False  # 8-bit weights are stored as w + 128: the instruction wants them unsigned
+    columns: int = 16  # outputs of one tile: as many as their sums fit into registers
+    tile_rows: int = 4  # rows of the largest register tile
+    chunk_rows: int = 0  # rows that meet some tiles before the next rows do; 0: all rows meet a tile
+    wide_registers: bool = False  # 16 lanes are one register, and there are 32 of them
+    slow_conversion: bool = False  # int to float costs more than a float addition; not with `offset_weights`
+    single_loads: bool = False  # a load of two registers, which LLVM prefers, takes longer than two loads
+    native_half: bool = True  # half <-> float conversions are instructions
+    slow_half: bool = False  # widening halves costs more than to multiply them
+    prefers_4bit: bool = False  # dots are so cheap that halving the weight bytes wins for several rows too
 
 
 def splat(builder: ir.IRBuilder, value: Any, vector: ir.VectorType) -> Any:
@@ -188,14 +188,8 @@ ISAS = {
             dot_narrow=_vnni_512,
             dot_wide=_vnni_512,
             offset_weights=True,
-            columns=16,
             tile_rows=8,
-            chunk_rows=0,
             wide_registers=True,
-            slow_conversion=False,
-            single_loads=False,
-            native_half=True,
-            slow_half=False,
             prefers_4bit=True,
         ),
         Isa(
@@ -205,14 +199,6 @@ ISAS = {
             dot_narrow=_by_parts(8, _vnni_256),
             dot_wide=_by_parts(8, _vnni_256),
             offset_weights=True,
-            columns=16,
-            tile_rows=4,
-            chunk_rows=0,
-            wide_registers=False,
-            slow_conversion=False,
-            single_loads=False,
-            native_half=True,
-            slow_half=False,
             prefers_4bit=True,
         ),
         Isa(
@@ -221,16 +207,6 @@ ISAS = {
             spread=_spread_word,
             dot_narrow=_by_parts(8, _avx2_narrow),
             dot_wide=_by_parts(8, _avx2_wide),
-            offset_weights=False,
-            columns=16,
-            tile_rows=4,
-            chunk_rows=0,
-            wide_registers=False,
-            slow_conversion=False,
-            single_loads=False,
-            native_half=True,
-            slow_half=False,
-            prefers_4bit=False,
         ),
         Isa(
             "sdot",
@@ -238,16 +214,11 @@ ISAS = {
             spread=_spread_lane,
             dot_narrow=_by_parts(4, _sdot),
             dot_wide=_by_parts(4, _sdot),
-            offset_weights=False,
             columns=8,
-            tile_rows=4,
             chunk_rows=16,
-            wide_registers=False,
             slow_conversion=True,
             single_loads=True,
-            native_half=True,
             slow_half=True,
-            prefers_4bit=False,
         ),
         Isa(
             "portable",
@@ -255,16 +226,7 @@ ISAS = {
             spread=_spread_word,
             dot_narrow=_portable,
             dot_wide=_portable,
-            offset_weights=False,
-            columns=16,
-            tile_rows=4,
-            chunk_rows=0,
-            wide_registers=False,
-            slow_conversion=False,
-            single_loads=False,
             native_half=False,
-            slow_half=False,
-            prefers_4bit=False,
         ),
     )
 }

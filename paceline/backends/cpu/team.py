@@ -80,8 +80,8 @@ def await_pass(control, index, seen):  # type: ignore[no-untyped-def]
         relax(0)
         spins += 1
         if spins > _SPINS_BEFORE_SLEEP:
-            # Whoever starts a pass raises the generation first and looks for sleepers second; so either
-            # we see the new generation here, or we are seen and woken. A wake too many does no harm.
+            # The thread that starts a pass first raises the generation, then looks for sleepers. So either we
+            # see the new generation here, or we are seen and woken. A wake too many does no harm.
             atomic_store(worker + _SLEEPS, 1)
             if atomic_load(control + GENERATION) == seen:
                 _sleep_on(worker + _SEMAPHORE)

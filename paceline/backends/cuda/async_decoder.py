@@ -6,12 +6,10 @@ requests. A pass by another loop than the last, or over other slots, first write
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -22,39 +20,22 @@ from paceline.backends.async_decoding import DecodeOutput, DeviceDraft, SlotInit
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
 from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork, ModelNetwork
 from paceline.backends.cuda.draft_shape import chain_shape
-from paceline.backends.cuda.graphs import Graphs, bucket, buckets
+from paceline.backends.cuda.graphs import bucket, buckets
 from paceline.backends.cuda.head import HeadPool
-from paceline.backends.cuda.kernels.logit_edits import EditState, make_edit_state
 from paceline.backends.cuda.model import Pool
+from paceline.backends.cuda.pass_buffers import Buffer, make_buffer
 from paceline.backends.cuda.shared_prefix import find_shared_prefixes, no_shared_prefix, uniform_rows
+from paceline.backends.cuda.slot_writer import SlotWriter
 from paceline.backends.cuda.tables import to_device
 from paceline.backends.cuda.weights import Weights
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import KeptFeatures
 from paceline.core.request import SamplingNeeds
-from paceline.core.truncation import KEEPS_ALL, NUM_FIELDS
 
 Int64Array = npt.NDArray[np.int64]
 
-logger = logging.getLogger(__name__)
-
 TIMED = 5  # steps per measurement
 BUFFERS = 4  # per loop: more than passes in flight, so none is overwritten unread
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """Host memory for the inputs and results of one pass. On a GPU it is pinned."""
-
-    results: torch.Tensor  # int32 [rows * (3 + length of drafts)] counts, found, tokens: see DecodeLoop
-    counts: Int32Array  # [rows] the same memory
-    found: Int32Array | None  # [rows] the same memory: tokens drafted, unless a head drafts
-    tokens: Int32Array  # [rows, 1 + length of drafts] the same memory: sampled tokens
-    features: torch.Tensor | None  # float32 [rows, width]
-    logprobs: torch.Tensor  # float64 [rows, 1 + length of drafts, fields of verify/logprobs.py]
-    host_drafts: torch.Tensor | None  # int32 [rows, 1 + most] optimistic drafts of the host, if it drafts
-    pages: torch.Tensor  # int64 [changes] indices into the page table, then page numbers
-    done: torch.cuda.Event | None  # None without a GPU, where work is synchronous
 
 
 @dataclass(frozen=True)
@@ -88,16 +69,12 @@ class CudaAsyncDecoder:
         self._feature_layers, self._kept = feature_layers, kept
         self._rows = bucket(slots)
         self._requests = make_requests(slots, longest, page_size, self.device)
-        # int64 [values of a slot, requests]
-        self._staged = torch.zeros((9 + NUM_FIELDS, self._rows), dtype=torch.int64, device=self.device)
-        self._graphs = Graphs(self.device)
+        self._writer = SlotWriter(self._requests, weights.config.vocab_size)
         self._pages = np.zeros(tuple(self._requests.pages.shape), dtype=np.int32)  # a copy of the device's
         # [slots] upper bound of the computed tokens, and those at `join`
         self._lengths, self._joined = np.zeros((2, slots), dtype=np.int32)
-        self._needs = np.zeros(slots, dtype=np.int64)  # [slots] SamplingNeeds
-        self._edits = _edit_state(slots, weights.config.vocab_size, self.device)
         self.supported_sampling = SamplingNeeds.TRUNCATION | SamplingNeeds.LOGPROBS
-        if self._edits is not None:
+        if self._writer.edits is not None:
             self.supported_sampling |= SamplingNeeds.LOGIT_EDITS
         self._loops: dict[DeviceDraft | None, Loop] = {}
         self._last: Loop | None = (
@@ -109,55 +86,9 @@ class CudaAsyncDecoder:
     @torch.inference_mode()
     def join(self, requests: SlotInits) -> None:
         """Initialize slots, or overwrite the state of slots in use."""
-        staged = np.stack(
-            (
-                requests.slots.astype(np.int64),
-                requests.lengths,
-                requests.limits,
-                requests.tokens[:, 0],
-                requests.tokens[:, 1],
-                requests.seeds.view(np.int64),
-                requests.temperatures.view(np.int64),
-                requests.takes_drafts,
-                requests.logprobs,
-                *requests.truncation.T.copy().view(np.int64),
-            )
-        )
-        count = bucket(len(requests.slots))
-        staged = staged[:, np.arange(count) % len(requests.slots)]  # duplicates are harmless
-        self._staged[:, :count].copy_(to_device(staged, self.device))
-        self._graphs.run(count, lambda: self._init_slots(count))
-        for slot, text in zip(requests.slots.tolist(), requests.texts or (), strict=False):
-            self._requests.tokens[slot, : len(text)] = to_device(text, self.device)
-        self._init_edits(requests)
-        self._needs[requests.slots] = _sampling_needs(requests)
+        self._writer.write(requests)
         self._lengths[requests.slots] = self._joined[requests.slots] = requests.lengths
         self._last = None
-
-    def _init_slots(self, count: int) -> None:
-        """Write the staged values of `count` requests to the device state."""
-        state = self._requests
-        numbers, options = self._staged[:9, :count], self._staged[9:, :count]
-        slots, lengths, limits, before, last, seeds, temperatures, takes, asks = numbers
-        state.lengths[slots] = lengths.int()
-        state.limits[slots] = limits.int()
-        state.tokens[slots, (lengths - 1).clamp(min=0)] = before.int()
-        state.tokens[slots, lengths] = last.int()
-        state.seeds[slots] = seeds
-        state.temperatures[slots] = temperatures.view(torch.float64)
-        state.takes_drafts[slots] = takes.int()
-        state.asks_logprobs[slots] = asks.int()
-        state.truncation[slots] = options.T.contiguous().view(torch.float64)
-
-    def _init_edits(self, requests: SlotInits) -> None:
-        """Write the logit edits of requests to their slots."""
-        if self._edits is None:
-            assert not any(requests.edits), "not declared as supported"
-            return
-        for slot, edits in zip(requests.slots.tolist(), requests.edits, strict=True):
-            self._edits.is_active[slot] = edits is not None
-            if edits is not None:
-                self._edits.init_slot(slot, edits)
 
     @torch.inference_mode()
     def launch(
@@ -183,8 +114,8 @@ class CudaAsyncDecoder:
             assert steps.host_drafts is not None
             buffer.host_drafts.numpy()[: len(slot_list)] = host_drafts  # rows after them are padding
             steps.host_drafts[:rows].copy_(buffer.host_drafts[:rows], non_blocking=True)
-        needs = int(np.bitwise_or.reduce(self._needs[index]))
-        steps.step(rows, needs, self._edits)
+        needs = int(np.bitwise_or.reduce(self._writer.needs[index]))
+        steps.step(rows, needs, self._writer.edits)
         used = 2 * loop.most + rows * loop.width
         buffer.results[:used].copy_(steps.results[:used], non_blocking=True)
         if buffer.features is not None:
@@ -230,8 +161,7 @@ class CudaAsyncDecoder:
     @torch.inference_mode()
     def prepare(self, draft: DeviceDraft | None) -> dict[int, float]:
         """Capture a graph for every bucket, over padding rows, and measure its seconds on a GPU."""
-        for count in buckets(self._rows):  # slot initializations; no slot is in use yet
-            self._graphs.run(count, partial(self._init_slots, count))
+        self._writer.prepare()
         loop, seconds = self._loop(draft), {}
         steps = loop.steps
         for rows in buckets(loop.most):
@@ -239,7 +169,7 @@ class CudaAsyncDecoder:
             steps.step(rows)
             if self.device.type == "cuda":
                 seconds[rows] = self._time(steps, rows)
-        steps.step(rows, int(self.supported_sampling), self._edits)  # compiles kernels for all sizes
+        steps.step(rows, int(self.supported_sampling), self._writer.edits)  # compiles kernels for all sizes
         steps.use_shared_prefix(no_shared_prefix(rows))
         steps.step(rows)  # compiles; other sizes are captured when first needed
         self._last = None
@@ -287,8 +217,7 @@ class CudaAsyncDecoder:
             host_drafts=0 if draft is None else draft.host_tokens,
         )
         buffers = deque(
-            self._buffer(steps, most, gives_features=keeps is None, gives_found=by_text)
-            for _ in range(BUFFERS)
+            make_buffer(steps, gives_features=keeps is None, gives_found=by_text) for _ in range(BUFFERS)
         )
         self._loops[draft] = Loop(steps, buffers, most, steps.output.shape[1])
         return self._loops[draft]
@@ -312,41 +241,3 @@ class CudaAsyncDecoder:
         else:  # too many for the pinned buffer
             there = to_device(changes, self.device)
         self._requests.pages.view(-1)[there[: len(indices)]] = there[len(indices) :].int()
-
-    def _buffer(self, steps: DecodeLoop, most: int, gives_features: bool, gives_found: bool) -> Buffer:
-        pinned = self.device.type == "cuda"
-
-        def like(values: torch.Tensor) -> torch.Tensor:
-            return torch.zeros(values.shape, dtype=values.dtype, pin_memory=pinned)
-
-        results = like(steps.results)
-        numbers = cast(Int32Array, results.numpy())
-        return Buffer(
-            results,
-            numbers[:most],
-            numbers[most : 2 * most] if gives_found else None,
-            numbers[2 * most :].reshape(most, -1),
-            like(steps.features) if gives_features and steps.features is not None else None,
-            like(steps.logprobs),
-            None if steps.host_drafts is None else like(steps.host_drafts),
-            torch.zeros(8 * most * steps.output.shape[1], dtype=torch.int64, pin_memory=pinned),
-            torch.cuda.Event() if pinned else None,  # type: ignore[no-untyped-call]
-        )
-
-
-def _edit_state(slots: int, vocab_size: int, device: torch.device) -> EditState | None:
-    """State for logit edits, 8 bytes per slot and token id; None if it does not fit: the host edits then."""
-    try:
-        return make_edit_state(slots, vocab_size, device)
-    except torch.OutOfMemoryError as error:
-        logger.warning("the host applies penalties and logit_bias, which makes them slower: %s", error)
-        return None
-
-
-def _sampling_needs(requests: SlotInits) -> Int64Array:
-    """The SamplingNeeds of each request: int64 [requests]."""
-    truncates = (requests.temperatures > 0) & (requests.truncation != KEEPS_ALL).any(1)
-    edits = np.array([edits is not None for edits in requests.edits])
-    needs: Int64Array = np.where(truncates, SamplingNeeds.TRUNCATION, 0)
-    needs |= np.where(edits, SamplingNeeds.LOGIT_EDITS, 0)
-    return needs | np.where(requests.logprobs, SamplingNeeds.LOGPROBS, 0)

@@ -230,7 +230,7 @@ class CudaBackend(Backend):
         feature_layers: tuple[int, ...],
         kept: tuple[KeptFeatures, ...] = (),
     ) -> CudaAsyncDecoder | None:
-        """A decoder of requests of at most `longest` tokens in so many slots.
+        """A decoder with `slots` slots for requests of at most `longest` tokens.
 
         None if features are wanted by the host and by a head at once: only a host pass does that.
         """
@@ -334,7 +334,7 @@ def _stored(tensor: Tensor) -> torch.Tensor:
     if kind is None:
         return torch.from_numpy(tensor.float32())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the file is mapped read-only, and nobody writes
+        warnings.simplefilter("ignore", UserWarning)  # the file is mapped read-only, and no code writes to it
         stored = torch.from_numpy(np.ascontiguousarray(tensor.blocks()))
     return stored.reshape(-1).view(kind).reshape(tensor.shape)
 

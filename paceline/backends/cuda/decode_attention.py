@@ -21,10 +21,10 @@ from paceline.backends.cuda.kernels.attention import (
     LANES,
     MERGE_FAN_IN,
     AttentionScratch,
-    RowTables,
     score_scale,
     tile_height,
 )
+from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.native import NativeKernel, float_bits, is_left_out, native_kernel, tensor_map
 from paceline.backends.cuda.weight_pipeline import (
     argument,

@@ -21,7 +21,7 @@ from paceline.backends.cuda.draft_shape import DraftShape, chain_shape, plan_ste
 from paceline.backends.cuda.graphs import Graphs
 from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.kernels.accept import accept_drafts, move_accepted
-from paceline.backends.cuda.kernels.attention import MAX_PATH, RowTables, UniformRows, tile_height
+from paceline.backends.cuda.kernels.attention import MAX_PATH, tile_height
 from paceline.backends.cuda.kernels.draft_sampling import (
     draft_candidates_for,
     score_draft_tokens,
@@ -30,6 +30,7 @@ from paceline.backends.cuda.kernels.draft_sampling import (
 from paceline.backends.cuda.kernels.features import store_features
 from paceline.backends.cuda.kernels.logit_edits import EditState, count_tokens
 from paceline.backends.cuda.kernels.prompt_lookup import prompt_lookup
+from paceline.backends.cuda.kernels.row_tables import RowTables, UniformRows
 from paceline.backends.cuda.kernels.step_rows import (
     CONTIGUOUS_UNTIL,
     LAST,
@@ -85,9 +86,10 @@ class DecodeLoop:
         """Steps of at most `max_rows` requests, plain if nothing drafts.
 
         With `given`, drafts have this shape: the host writes them to `drafted` before each step, or, for
-        chains, the step finds them by prompt lookup (`look_up`) or in `host_drafts` of so many tokens, as the
-        decoder's `launch` takes them. If no network drafts, `features` [rows of a pass, width] are the hidden
-        states of its rows at `feature_layers`; a head's pool stores them too, if `kept`.
+        chains, the step finds them by prompt lookup (`look_up`) or in the optimistic drafts of at most
+        `host_drafts` tokens that the decoder's `launch` takes. If no network drafts, `features` [rows of a
+        pass, width] are the hidden states of its rows at `feature_layers`; a head's pool stores them too, if
+        `kept`.
         """
         device, config = weights.device, weights.config
         self.weights, self.pool, self.requests, self.page_size = weights, pool, requests, page_size
@@ -184,14 +186,6 @@ class DecodeLoop:
     def _first_features(self, features: torch.Tensor) -> torch.Tensor:
         """The features of the roots, with which a head begins: float32 [requests, width]."""
         return features.view(-1, self.nodes, features.shape[1])[:, 0]
-
-    @torch.inference_mode()
-    def last_features(self, rows: int) -> torch.Tensor:
-        """The target's features of each request's last computed token, for another `begin`."""
-        assert self.draft is not None, "plain decoding keeps no features"
-        assert self.draft.features is not None, "a draft model reads no features"
-        last = self._rows.lines[LAST, :rows] + self._plan.first_row(1) * rows
-        return self.draft.features[self._rows.lines[SOURCES][last.long()].long()]
 
     def drafted(self, rows: int) -> torch.Tensor:
         """The tokens of a step's nodes: int32 [rows, nodes]. The first is the root, the last known token."""

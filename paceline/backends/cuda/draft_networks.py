@@ -14,8 +14,9 @@ import torch
 from paceline.backends.cuda.draft_shape import DraftShape
 from paceline.backends.cuda.head import feed_back, fuse, make_head_workspace, run_draft_lm_head, run_head_rows
 from paceline.backends.cuda.head_weights import HeadWeights
-from paceline.backends.cuda.kernels.attention import RowTables, tile_height
+from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.draft import pick_rows
+from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.model import Pool, make_workspace, run_layers, run_lm_head
 from paceline.backends.cuda.persistent import PersistentLayers
 from paceline.backends.cuda.weights import Weights

@@ -97,7 +97,7 @@ def run_fused_layer(
 
 @lru_cache
 def _all_fit_at_once(kernel: NativeKernel, programs: int) -> bool:
-    """Whether so many programs are resident at once: they wait for each other, so otherwise they deadlock."""
+    """Whether all programs are resident at once: they wait for each other, so otherwise they deadlock."""
     most = kernel.most_clusters((programs, 1), CLUSTER, THREADS)
     if most is None or 2 * most >= programs:
         return True
@@ -106,7 +106,7 @@ def _all_fit_at_once(kernel: NativeKernel, programs: int) -> bool:
 
 
 def _fits(layer: Layer, heads: NextQkv | None, programs: int) -> bool:
-    """Whether the kernel supports a layer of this kind with so many programs."""
+    """Whether the kernel supports a layer of this kind with this many programs."""
     split = [layer.output, layer.down] + ([] if heads is None else [heads.matrix])
     return (
         layer.mixture is None

@@ -21,13 +21,14 @@ from paceline.backends.cuda.head import (
     run_head_rows,
 )
 from paceline.backends.cuda.head_weights import HeadWeights, load_head_weights
-from paceline.backends.cuda.kernels.attention import RowTables, tile_height
+from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.draft import pick_rows
 from paceline.backends.cuda.kernels.draft_sampling import (
     draft_candidates_for,
     score_draft_tokens,
     write_draft_tokens,
 )
+from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.model import Pool
 from paceline.backends.cuda.tables import DeviceTables, rows_of, to_device
 from paceline.backends.head_chains import EXTEND_FACTOR, RIVALS

@@ -21,13 +21,14 @@ import torch
 
 from paceline.backends.cuda.decode_attention import attend
 from paceline.backends.cuda.fused_layer import LayerBuffers, NextQkv, run_fused_layer
-from paceline.backends.cuda.kernels.attention import AttentionScratch, RowTables, attention_scratch
+from paceline.backends.cuda.kernels.attention import AttentionScratch, attention_scratch
 from paceline.backends.cuda.kernels.experts import add_experts
 from paceline.backends.cuda.kernels.heads import project_heads
 from paceline.backends.cuda.kernels.linear import add_product, gate_up, project
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, padded_rows, scratch_for
 from paceline.backends.cuda.kernels.packing import FP8_GROUP
 from paceline.backends.cuda.kernels.routing import Routing, routing_for
+from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.kernels.rows import embed
 from paceline.backends.cuda.logits import run_logits
 from paceline.backends.cuda.weights import Layer, Weights, padded_size

@@ -22,16 +22,10 @@ from typing import Any
 
 import torch
 
-from paceline.backends.cuda.kernels.attention import (
-    BLOCK,
-    LANES,
-    MERGE_FAN_IN,
-    RowTables,
-    score_scale,
-    tile_height,
-)
+from paceline.backends.cuda.kernels.attention import BLOCK, LANES, MERGE_FAN_IN, score_scale, tile_height
 from paceline.backends.cuda.kernels.matrix import Matrix
 from paceline.backends.cuda.kernels.pdl import HOPPER
+from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.kernels.rows import embed
 from paceline.backends.cuda.model import Pool, Workspace
 from paceline.backends.cuda.native import float_bits, is_left_out

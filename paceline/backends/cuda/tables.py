@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.backends.cuda.kernels.attention import MAX_PATH, RowTables
+from paceline.backends.cuda.kernels.attention import MAX_PATH
+from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.core.arrays import Int32Array
 from paceline.core.forward import Choices, ForwardBatch
 from paceline.errors import BackendError
@@ -31,7 +32,7 @@ class Rows:
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A copy of an array on the device, made asynchronously: nobody waits for it."""
+    """A copy of an array on the device, made asynchronously: the host does not wait."""
     there = torch.from_numpy(values)
     return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.clone()
 

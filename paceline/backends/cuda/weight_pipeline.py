@@ -47,7 +47,7 @@ def num_multiprocessors(device: torch.device) -> int:
 def pipeline_kernel(
     file: str, name: str, rows: int, ring: tuple[int, int], device: torch.device
 ) -> NativeKernel | None:
-    """The compiled kernel of this name for so many rows; None if it is not available.
+    """The compiled kernel of this name for this many rows; None if it is not available.
 
     `ring` is the number of pipeline stages: cells of weights, and slots of rows.
     """
@@ -60,7 +60,7 @@ def pipeline_kernel(
 
 
 def wgmma_source(rows: int, name: str = "multiply", transposed: bool = False) -> str:
-    """The source of the WGMMA instruction for 64 columns and so many rows, which names all its registers.
+    """The source of the WGMMA instruction for 64 columns and this many rows, which names all its registers.
 
     `transposed`: the columns are contiguous in memory, not the depth.
     """

@@ -82,7 +82,9 @@ def _acceptances(rows: Sequence[Row]) -> list[Figure]:
             if row.acceptance_per_position
         }
         if series:
-            charts.append(Lines(traffic, ("drafted tokens", "% of drafts that kept so many"), series))
+            charts.append(
+                Lines(traffic, ("drafted tokens", "% of drafts that kept at least this many"), series)
+            )
     return [Figure("Acceptance by position", charts)] if charts else []
 
 

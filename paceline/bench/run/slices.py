@@ -57,7 +57,7 @@ class ContestantClock:
         self._before -= seconds
 
     def skip_to(self, moment: float) -> None:
-        """Advance to `moment`: nothing happens until then, so nobody needs to wait."""
+        """Advance to `moment`: nothing happens until then, so there is no wait."""
         self._before += max(0.0, moment - self.now())
 
 

@@ -100,7 +100,7 @@ def _position_table(contest: Contest) -> Table:
         return [f"{100 * share:.0f}" for share in row.acceptance_per_position[:places]]
 
     headings = [str(place + 1) for place in range(places)]
-    return _table("Drafted passes that accepted so many tokens or more, %", headings, contest.rows, cells)
+    return _table("Drafted passes that accepted at least n tokens, %", headings, contest.rows, cells)
 
 
 def _table(

@@ -103,7 +103,9 @@ async def _reach(
     """The contestants, the servers' model names, and remarks for the reader."""
     endpoints: dict[str, Endpoint] = {}
     names: list[str] = []
-    remarks = ["Let nobody else use the servers meanwhile: their counters would tell of others too."]
+    remarks = [
+        "No other client may use the servers during the run: their counters would include its requests."
+    ]
     for label, url in addresses.items():
         server = Server.at(url, api_key)
         name, ours = await served_model(server)

@@ -45,7 +45,7 @@ class ChainAcceptance:
         self._hits[:length] = fades * self._hits[:length] + shadow.hits[:length]
 
     def _fades(self, length: int, drafts: int) -> Float64Array:
-        """[length] factors on the counts for so many new drafts. Counts up to 1 do not fade to nothing."""
+        """[length] factors on the counts after `drafts` new ones. Counts up to 1 do not fade to nothing."""
         fade = CONFIG.chains.fade ** min(drafts, CONFIG.chains.max_fades)
         return np.where(self._tries[:length] > 1.0, fade, 1.0)
 

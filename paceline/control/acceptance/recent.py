@@ -42,7 +42,7 @@ class RecentDrafts:
     """The confidences of the last drafts, in a ring."""
 
     def __init__(self, kept: int, depth: int) -> None:
-        """Keeps so many drafts of `depth` nodes each."""
+        """Keeps this many drafts of `depth` nodes each."""
         self._ring = np.zeros((kept, depth))
         self._newest = 0
         self.count = 0

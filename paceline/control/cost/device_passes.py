@@ -18,7 +18,7 @@ class DevicePassCosts:
         self._seen: dict[Kind, tuple[float, int]] = {}  # mean seconds, and of how many passes
 
     def knows(self, plan: DraftPlan, requests: int, context: int) -> bool:
-        """Whether such a pass was ever timed, or one of so many requests at start-up."""
+        """Whether such a pass was ever timed, or one of this many requests at start-up."""
         return (plan, requests) in self._measured or (plan, requests, context) in self._seen
 
     def max_requests(self, plan: DraftPlan) -> float:

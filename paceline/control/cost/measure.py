@@ -60,7 +60,7 @@ def measure_steps(
 
 
 def _repeats(rows: int) -> int:
-    """How often a pass of so many rows is timed."""
+    """How often a pass of this many rows is timed."""
     config = CONFIG.measure
     if rows > config.large_pass:
         return 1

@@ -37,7 +37,7 @@ class PassPrices:
         self.listed: list[float] = self.seconds.tolist()  # the same as a list: faster to read one by one
 
     def row(self, rows: float) -> float:
-        """Seconds of one row beyond so many more rows, averaged over the next few."""
+        """Seconds of one row after this many more rows, averaged over the next few."""
         first = min(int(rows), len(self.listed) - 1)
         last = min(first + ROW_SPAN, len(self.listed) - 1)
         return (self.listed[last] - self.listed[first]) / max(1, last - first)

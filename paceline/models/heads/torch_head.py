@@ -157,7 +157,22 @@ class Head(nn.Module, ABC):
         return F.embedding(tokens, table)
 
 
-class Eagle3Head(Head):
+class NormedHead(Head):
+    """A head with a norm of its outputs before the lm_head."""
+
+    def __init__(self, config: HeadConfig, shared: Shared) -> None:
+        super().__init__(config, shared)
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+
+    def feed_back(self, outputs: Tensor) -> Tensor:
+        state: Tensor = self.norm(outputs) if self.config.norm_output else outputs
+        return state
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        return super().logits(self.norm(outputs))
+
+
+class Eagle3Head(NormedHead):
     """EAGLE-3: features of several layers, norms on both inputs, an output norm and a draft vocabulary."""
 
     def __init__(self, config: HeadConfig, shared: Shared) -> None:
@@ -169,7 +184,6 @@ class Eagle3Head(Head):
             self.fc_norm = nn.ModuleList(Norm(size, eps) for size in sizes)
         if config.norm_before_fc:
             self.input_norm = Norm(config.feature_width, eps)
-        self.norm = Norm(config.hidden_size, eps)
 
     def fuse(self, features: Tensor) -> Tensor:
         if self.config.fc_norm:
@@ -186,13 +200,6 @@ class Eagle3Head(Head):
         residual = normed_states if self.config.norm_before_residual else states
         output: Tensor = self.midlayer(residual, inputs, positions, attend)
         return output
-
-    def feed_back(self, outputs: Tensor) -> Tensor:
-        state: Tensor = self.norm(outputs) if self.config.norm_output else outputs
-        return state
-
-    def logits(self, outputs: Tensor) -> Tensor:
-        return super().logits(self.norm(outputs))
 
 
 class EagleHead(Head):
@@ -212,7 +219,7 @@ class EagleHead(Head):
         return output
 
 
-class MtpHead(Head):
+class MtpHead(NormedHead):
     """The MTP block of some targets: norms on both inputs, then a whole layer."""
 
     def __init__(self, config: HeadConfig, shared: Shared) -> None:
@@ -221,7 +228,6 @@ class MtpHead(Head):
         self.embedding_norm = Norm(hidden, eps)
         self.state_norm = Norm(hidden, eps)
         self.fc = nn.Linear(2 * hidden, hidden, bias=config.fc_bias)
-        self.norm = Norm(hidden, eps)
 
     def fuse(self, features: Tensor) -> Tensor:
         shared = self.shared
@@ -232,13 +238,6 @@ class MtpHead(Head):
         residual = self.fc(torch.cat(both, dim=-1))
         output: Tensor = self.midlayer(residual, self.midlayer.input_layernorm(residual), positions, attend)
         return output
-
-    def feed_back(self, outputs: Tensor) -> Tensor:
-        state: Tensor = self.norm(outputs) if self.config.norm_output else outputs
-        return state
-
-    def logits(self, outputs: Tensor) -> Tensor:
-        return super().logits(self.norm(outputs))
 
 
 _KINDS: dict[str, type[Head]] = {"eagle3": Eagle3Head, "eagle": EagleHead, "mtp": MtpHead}

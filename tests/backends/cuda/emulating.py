@@ -37,5 +37,5 @@ def compiled(files: Sequence[str], runs: str, numbers: Mapping[str, object], *op
         source.write_text(text)
         subprocess.run([*command, "-o", made, source], check=True, timeout=120)
         source.unlink()
-        made.rename(program)  # whole or not at all, whoever else compiles it
+        made.rename(program)  # whole or not at all: other processes may compile it too
     return program

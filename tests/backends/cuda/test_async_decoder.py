@@ -243,13 +243,13 @@ def test_edits_of_logits_are_those_of_the_request_in_the_slot(decoder, loops) ->
 
 
 def test_where_edits_do_not_fit_the_memory_the_host_makes_them(loops, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    from paceline.backends.cuda import async_decoder
+    from paceline.backends.cuda import slot_writer
 
     def too_large(*sizes: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate 300 MB")
 
     assert SamplingNeeds.LOGIT_EDITS in make_decoder().supported_sampling
-    monkeypatch.setattr(async_decoder, "make_edit_state", too_large)
+    monkeypatch.setattr(slot_writer, "make_edit_state", too_large)
     decoder = make_decoder()
     assert decoder.supported_sampling == SamplingNeeds.TRUNCATION | SamplingNeeds.LOGPROBS
     decoder.join(joining([2], [1]))

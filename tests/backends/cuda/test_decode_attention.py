@@ -31,7 +31,8 @@ def contexts(requests: int, most: int) -> list[int]:
 
 def uniform_tables(case: Case, counts: list[int] | None, settled: bool, is_chain: bool) -> Any:
     """Tables of a pass whose requests have as many rows; `counts` of each request mean something."""
-    from paceline.backends.cuda.kernels.attention import UniformRows, tile_height
+    from paceline.backends.cuda.kernels.attention import tile_height
+    from paceline.backends.cuda.kernels.row_tables import UniformRows
     from paceline.backends.cuda.tables import DeviceTables, rows_of
 
     heads, kv_heads, _ = case.shape

@@ -98,7 +98,8 @@ def test_gate_and_up_of_quantized_rows(device: torch.device, dtype: torch.dtype)
 
 
 def test_attention_is_quantized_by_parts_of_heads(device: torch.device, dtype: torch.dtype) -> None:
-    from paceline.backends.cuda.kernels.attention import RowTables, attend, attention_scratch
+    from paceline.backends.cuda.kernels.attention import attend, attention_scratch
+    from paceline.backends.cuda.kernels.row_tables import RowTables
 
     rows, heads, dim = 2, 2, 128
     torch.manual_seed(8)

@@ -16,7 +16,7 @@ from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.layout import expected_tensors
 
 LONGEST, PAGE_SIZE, STEPS = 256, 16, 3
-MANY_STEPS = 40  # graphs one after the other, as nobody looks at in between
+MANY_STEPS = 40  # graphs one after the other, with no synchronization in between
 # sizes that are cut as those of an 8B: heads, output and down in two splits, gate and up and the head in one
 CONFIG = ModelConfig(
     "qwen2", 17150, 2304, 3, 18, 9, 128, 2304, 1e-6, RopeConfig(1e4), LONGEST, True, qkv_bias=True

@@ -11,7 +11,7 @@ import torch
 
 from paceline.backends.cuda import decode_attention, fused_layer, logits, native, persistent
 from paceline.backends.cuda.kernels import attention
-from paceline.backends.cuda.kernels.attention import RowTables
+from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.native import KERNELS, leaving_out
 
 

@@ -34,7 +34,8 @@ import triton.language as tl
 
 from paceline.backends.cuda.kernels.fp8 import fp8_scales, scale_offset
 from paceline.backends.cuda.kernels.pdl import pdl_launch, pdl_wait, supports_pdl
-from paceline.backends.cuda.kernels.shared_prefix import SharedPrefixRows, attend_shared_prefix
+from paceline.backends.cuda.kernels.row_tables import RowTables
+from paceline.backends.cuda.kernels.shared_prefix import attend_shared_prefix
 from paceline.backends.cuda.kernels.softmax import BLOCK as BLOCK
 from paceline.backends.cuda.kernels.softmax import MAX_PATH as MAX_PATH
 from paceline.backends.cuda.kernels.softmax import MERGE_FAN_IN as MERGE_FAN_IN
@@ -60,31 +61,6 @@ _BLOCK, _MERGE_FAN_IN = tl.constexpr(BLOCK), tl.constexpr(MERGE_FAN_IN)
 
 
 @dataclass(frozen=True)
-class UniformRows:
-    """What is known before a pass in which every request has the same number of rows."""
-
-    tiles: int  # of each request
-    span: int  # most KV indices of a request that the step computes
-    settled: bool  # whether the context before a request's rows was written before the step
-
-
-@dataclass(frozen=True)
-class RowTables:
-    """The position, KV slot and visible KV indices of each row of a pass. All int32, on the device."""
-
-    positions: torch.Tensor  # [rows]
-    slot_mapping: torch.Tensor  # [rows] KV slot of its key and value; -1: the row is padding
-    contiguous_until: torch.Tensor  # [rows] positions below it are their own KV index
-    paths: torch.Tensor | None  # [rows, MAX_PATH] KV indices from `contiguous_until` on; None: no trees
-    tile_rows: torch.Tensor  # [tiles] the first row of each tile
-    tile_counts: torch.Tensor  # [tiles] its number of rows; 0: the tile is padding
-    tile_pages: torch.Tensor  # [tiles] offset of its request's page table in `pages`
-    pages: torch.Tensor  # [pages of all requests] page numbers
-    uniform: UniformRows | None = None  # None: requests have different numbers of rows
-    shared_prefix: SharedPrefixRows | None = None  # KV chunks that the shared-prefix kernel computes
-
-
-@dataclass(frozen=True)
 class AttentionScratch:
     """Partial results of the split-KV reduction. All layers, which run in turn, share one."""
 
@@ -102,7 +78,7 @@ def tile_height(heads: int, kv_heads: int) -> int:
 def attention_scratch(
     rows: int, heads: int, kv_heads: int, head_dim: int, longest: int, device: torch.device
 ) -> AttentionScratch:
-    """Scratch for passes of at most so many rows over contexts of at most `longest` tokens."""
+    """Scratch for passes of at most `rows` rows over contexts of at most `longest` tokens."""
     blocks = -(-longest // BLOCK)
     height = tile_height(heads, kv_heads)
     # the fewer tiles, the more programs split each, and each program stores a partial
@@ -342,7 +318,7 @@ def store_shared_partials(
     parts: int,
     earliest: int,
 ) -> None:
-    """Compute the shared KV chunks, as the first of so many partials of each row."""
+    """Compute the shared KV chunks, as the first of the `parts` partials of each row."""
     assert tables.shared_prefix is not None
     scale, partials_at = score_scale(query.shape[2]), (scratch.partial_acc, scratch.partial_stats, parts)
     attend_shared_prefix(

@@ -23,7 +23,7 @@ class DraftCandidates:
 
 
 def draft_candidates_for(rows: int, vocab_size: int, most: int, device: torch.device) -> DraftCandidates:
-    """Uninitialized candidates: the `most` best tokens of so many rows."""
+    """Uninitialized candidates: the `most` best tokens of each row."""
     blocks = -(-vocab_size // BLOCK)
     return DraftCandidates(
         torch.empty((rows, blocks, most), dtype=torch.float64, device=device),

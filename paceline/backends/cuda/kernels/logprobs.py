@@ -52,7 +52,7 @@ class LogprobBuffers:
 
 
 def logprob_buffers(rows: int, vocab_size: int, device: torch.device) -> LogprobBuffers:
-    """Uninitialized buffers for so many rows."""
+    """Uninitialized buffers for `rows` rows."""
     blocks = triton.cdiv(vocab_size, BLOCK)
 
     def room(*shape: int, kind: torch.dtype) -> torch.Tensor:

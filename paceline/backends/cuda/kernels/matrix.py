@@ -14,7 +14,7 @@ from paceline.backends.cuda.kernels.pdl import supports_pdl
 MIN_TOKENS = 16  # rows of a tile, at least
 MIN_COUNTERS = 512  # more than the units of fused_layer.py
 MAX_TOKENS = 128
-MANY_TILES = {4: 448, 2: 264}  # {tiles per program: with at least so many column tiles}, for full row tiles
+MANY_TILES = {4: 448, 2: 264}  # {tiles per program: with at least this many column tiles}, for full row tiles
 SHARED_BYTES = 208 << 10  # of a Hopper multiprocessor, less what epilogues need
 PACKED_PROGRAMS_EACH = 3  # programs per multiprocessor, where weights are packed
 MAX_PACKED_TOKENS = 64  # unpacking needs registers
@@ -121,7 +121,7 @@ class Normed:
 
 
 def scratch_for(matrices: list[Matrix], rows: int, device: torch.device) -> Scratch:
-    """Scratch for products of these matrices with at most so many rows."""
+    """Scratch for products of these matrices with at most `rows` rows."""
     split = [matrix for matrix in matrices if matrix.tiling.splits > 1]
     padded = padded_rows(rows)
     floats = max((m.tiling.splits * m.padded_width * padded for m in split), default=1)
@@ -138,7 +138,7 @@ def token_tile(rows: int) -> int:
 
 
 def padded_rows(rows: int) -> int:
-    """The rows of buffers for so many rows: kernels read and write whole tiles."""
+    """The rows of buffers for `rows` rows: kernels read and write whole tiles."""
     tile = token_tile(rows)
     return -(-rows // tile) * tile
 
@@ -162,7 +162,7 @@ class Launch:
 
 
 def launch_for(matrix: Matrix, rows: int, wide: bool = False) -> Launch:
-    """The launch of the product of this matrix with so many rows; `wide`: programs may have several tiles."""
+    """The launch of the product of this matrix with `rows` rows; `wide`: programs may have several tiles."""
     tiling, tokens, pdl = matrix.tiling, row_tile(matrix, rows), supports_pdl(matrix.weight.device)
     row_tiles = -(-rows // tokens)
     tiles = tiles_per_program(matrix, tokens, row_tiles) if wide else 1
@@ -185,7 +185,7 @@ def launch_for(matrix: Matrix, rows: int, wide: bool = False) -> Launch:
 
 
 def loops_over_splits(matrix: Matrix, tokens: int, row_tiles: int, tiles: int) -> bool:
-    """Whether a program of so many tiles loops over all splits: with many rows there are programs enough."""
+    """Whether a program of `tiles` tiles loops over all splits: with many rows there are programs enough."""
     tiling = matrix.tiling
     many = tokens == MAX_TOKENS and row_tiles > 1 and tiling.packing == "none"
     is_wide = tiles * tiling.columns == WIDE

@@ -45,7 +45,7 @@ class Routing:
 
 
 def routing_for(mixture: Mixture, rows: int, dtype: torch.dtype, device: torch.device) -> Routing:
-    """Buffers for passes of at most so many rows."""
+    """Buffers for passes of at most `rows` rows."""
     experts, pairs = mixture.experts, rows * mixture.chosen
 
     def zeros(*shape: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
@@ -70,7 +70,7 @@ def block_rows(mixture: Mixture, rows: int) -> int:
 
 
 def blocks_for(mixture: Mixture, rows: int, tokens: int) -> int:
-    """The most blocks that so many rows may need: each expert's last one may have a single row."""
+    """The most blocks that `rows` rows may need: each expert's last one may have a single row."""
     pairs = rows * mixture.chosen
     used = min(pairs, mixture.experts)
     return used + (pairs - used) // tokens

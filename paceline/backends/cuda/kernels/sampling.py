@@ -47,7 +47,7 @@ class Candidates:
 
 
 def candidates_for(rows: int, vocab_size: int, device: torch.device) -> Candidates:
-    """Uninitialized candidates of so many rows."""
+    """Uninitialized candidates of `rows` rows."""
     blocks = -(-vocab_size // BLOCK)
     return Candidates(
         torch.empty((rows, blocks), dtype=torch.float64, device=device),

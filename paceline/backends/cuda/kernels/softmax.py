@@ -19,7 +19,7 @@ _PATH_LENGTH = tl.constexpr(MAX_PATH)
 
 
 def rows_of_lanes(lanes: int, heads: int, kv_heads: int) -> int:
-    """The number of rows that fit so many lanes, each with the query heads that share a KV head."""
+    """The number of rows that fit this many lanes, each with the query heads that share a KV head."""
     return max(1, lanes // int(triton.next_power_of_2(heads // kv_heads)))
 
 

@@ -58,7 +58,7 @@ class TruncationBuffers:
 
 
 def truncation_buffers(rows: int, vocab_size: int, device: torch.device) -> TruncationBuffers:
-    """Uninitialized buffers for so many rows."""
+    """Uninitialized buffers for `rows` rows."""
 
     def room(*shape: int, kind: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=kind, device=device)

@@ -28,7 +28,7 @@ constexpr int CHUNKS = DIM / 8;  // of 16 bytes
 constexpr int LINES = PAGE < BLOCK ? PAGE : BLOCK, COPIES = BLOCK / LINES;  // lines of a TMA copy; copies of a window
 constexpr int FAR = 1 << 30;
 
-// The offset of a 16-byte chunk among so many lines, in WGMMA's 128-byte swizzle.
+// The offset of a 16-byte chunk among LINES lines, in WGMMA's 128-byte swizzle.
 template <int LINES> __device__ inline u32 swizzled_offset(int line, int chunk) {
     return (chunk / 8 * LINES + line) * 128 + (chunk % 8 ^ line % 8) * 16;
 }

@@ -18,7 +18,7 @@ __device__ inline void copy_16_or_zero(u32 to, const void* from, bool there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most so many committed groups of this thread are in flight.
+// Waits until at most GROUPS committed groups of this thread are in flight.
 template <int GROUPS> __device__ inline void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
 }

@@ -55,7 +55,7 @@ __device__ inline Part merge_partials(int parts, const Take& load) {
     return whole;
 }
 
-// Whether this program is the last of so many to arrive; then the counter is reset to zero.
+// Whether this program is the last of `programs` to arrive; then the counter is reset to zero.
 __device__ inline bool is_last_arrival(u32* counter, u32 programs) {
     u32 before = add_acq_rel(counter);
     if (before == programs - 1) *counter = 0;
