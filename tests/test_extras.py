@@ -21,7 +21,7 @@ PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 WITHOUT_TORCH = """
 import sys
-for name in ("torch", "triton", "transformers", "opentelemetry.exporter"):
+for name in ("torch", "triton", "transformers", "opentelemetry.exporter", "msgpack", "zmq"):
     sys.modules[name] = None  # an import of it fails
 """
 
@@ -74,6 +74,8 @@ def test_what_needs_torch_says_which_extra_to_install(tmp_path: Path) -> None:
         "run `pip install 'paceline[train]'`.",
         "paceline serve --otlp-endpoint http://localhost:4318": "`--otlp-endpoint` needs the module "
         "opentelemetry.exporter.otlp: run `pip install 'paceline[otel]'`.",
+        "paceline serve --kv-events-endpoint tcp://*:5557": "`--kv-events-endpoint` needs the module "
+        "msgpack: run `pip install 'paceline[gateway]'`.",
         "benchmarks gpu": "`python -m benchmarks gpu` needs the module torch: "
         "run `pip install 'paceline[gpu]'`.",
     }
@@ -112,7 +114,7 @@ def test_torch_is_an_extra_that_others_imply() -> None:
     extras = project["optional-dependencies"]
     assert extras["torch"] == ["torch>=2.11"]
     assert all("paceline[torch]" in extras[name] for name in ("gpu", "train"))
-    assert "paceline[gpu,train,otel]" in extras["dev"]
+    assert "paceline[gpu,train,otel,gateway]" in extras["dev"]
 
 
 def test_compilation_is_announced_before_it_begins(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from paceline.engine.engine import Delta, Engine
 from paceline.engine.outputs import RequestOutput, request_output, with_texts
 from paceline.engine.stream import Stream, Update
 from paceline.errors import OverloadedError, RequestError, UnavailableError
+from paceline.kv.cache import KVCache
 from paceline.models.detokenizer import Watch
 
 logger = logging.getLogger(__name__)
@@ -105,6 +106,11 @@ class AsyncEngine:
     def state(self) -> StepStats:
         """The current numbers of running and waiting requests, and the cache usage."""
         return self._engine.state()
+
+    @property
+    def kv(self) -> KVCache:
+        """The KV cache, to be read only: the engine's thread changes it."""
+        return self._engine.kv
 
     @property
     def unfinished(self) -> list[Request]:

@@ -16,10 +16,21 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 Key = tuple[int | str, tuple[int, ...]]  # parent's serial number (at the root: the salt), the page's tokens
+
+
+class PrefixCacheObserver(Protocol):
+    """Told of every page that enters or leaves the index, in order."""
+
+    def stored(self, serial: int, parent: int | str, tokens: tuple[int, ...]) -> None:
+        """A page was indexed under this serial number, after this parent."""
+
+    def removed(self, serial: int) -> None:
+        """The page with this serial number has left the index."""
 
 
 class PagePool:
@@ -36,6 +47,7 @@ class PagePool:
         self._keys: dict[int, Key] = {}  # of indexed pages
         self._serials: dict[int, int] = {}  # of indexed pages
         self._next_serial = 0
+        self._observer: PrefixCacheObserver | None = None
 
     @property
     def num_available(self) -> int:
@@ -45,6 +57,12 @@ class PagePool:
     @property
     def num_cached(self) -> int:
         return len(self._cached)
+
+    def observe(self, observer: PrefixCacheObserver) -> None:
+        """Tell an observer of all changes of the index, which is still empty."""
+        assert not self._index
+        assert self._observer is None
+        self._observer = observer
 
     def free_pages(self) -> list[int]:
         """The page numbers of free pages."""
@@ -96,6 +114,8 @@ class PagePool:
         self._keys[page] = key
         self._serials[page] = self._next_serial
         self._next_serial += 1
+        if self._observer is not None:
+            self._observer.stored(self._serials[page], parent, tokens)
 
     def serial(self, page: int) -> int | None:
         """The serial number of an indexed page; None if it is not indexed."""
@@ -103,7 +123,9 @@ class PagePool:
 
     def _unindex(self, page: int) -> None:
         del self._index[self._keys.pop(page)]
-        del self._serials[page]
+        serial = self._serials.pop(page)
+        if self._observer is not None:
+            self._observer.removed(serial)
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:

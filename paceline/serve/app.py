@@ -48,7 +48,7 @@ def make_app(
     routers += [health.router(service.engine), docs_page.router()]
     if metrics is not None:
         routers += [
-            metrics_page.router(metrics, service.engine),
+            metrics_page.router(metrics, service.engine, options.metrics_prefix),
             running.router(service.engine),
             live.router(),
         ]

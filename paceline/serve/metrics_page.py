@@ -17,20 +17,23 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from paceline.engine.async_engine import AsyncEngine
-from paceline.serve.metrics import HISTOGRAMS, DraftCounts, Metrics
-
-PREFIX = "paceline:"
-# `vllm bench serve` reads its four draft counters under this prefix
-VLLM = "vllm:"
+from paceline.serve.metrics import HISTOGRAMS, Metrics
+from paceline.serve.metrics_vllm import (
+    PREFIX,
+    VLLM_BENCH_NAMES,
+    VLLM_NAMES,
+    lora_requests_info,
+    vllm_alias,
+)
 
 Labels = dict[str, str]
 Samples = Iterable[tuple[Labels, float]]
 
 
-def router(metrics: Metrics, engine: AsyncEngine) -> APIRouter:
-    """The route of the metrics."""
+def router(metrics: Metrics, engine: AsyncEngine, prefix: str = "paceline") -> APIRouter:
+    """The route of the metrics. `prefix`: as in ServeOptions."""
     registry = CollectorRegistry()
-    registry.register(Page(metrics, engine))
+    registry.register(Page(metrics, engine, all_vllm_names=prefix == "vllm"))
     ProcessCollector(registry=registry)
     routes = APIRouter(tags=["Server"])
 
@@ -46,11 +49,21 @@ def router(metrics: Metrics, engine: AsyncEngine) -> APIRouter:
 class Page(Collector):
     """All metrics, rendered anew for each request."""
 
-    def __init__(self, metrics: Metrics, engine: AsyncEngine) -> None:
+    def __init__(self, metrics: Metrics, engine: AsyncEngine, all_vllm_names: bool = False) -> None:
         self._metrics = metrics
         self._engine = engine
+        self._all_vllm_names = all_vllm_names
 
     def collect(self) -> Iterator[Metric]:
+        aliases = VLLM_NAMES if self._all_vllm_names else VLLM_BENCH_NAMES
+        for family in self._families():
+            yield family
+            if family.name.removeprefix(PREFIX) in aliases:
+                yield vllm_alias(family, self._metrics.model_name)
+        if self._all_vllm_names:
+            yield lora_requests_info()
+
+    def _families(self) -> Iterator[Metric]:
         yield InfoMetricFamily(PREFIX + "server", "What is served, and how.", value=dict(self._metrics.info))
         yield from self._state()
         yield from self._steps()
@@ -74,6 +87,13 @@ class Page(Collector):
         }
         for name, (words, value) in gauges.items():
             yield self._gauge(name, words, [({}, value)])
+        kv = self._engine.kv
+        config = {
+            "block_size": str(kv.page_size),
+            "num_gpu_blocks": str(kv.pages.num_pages),
+            "enable_prefix_caching": str(kv.enable_prefix_caching),
+        }
+        yield self._gauge("cache_config_info", "1; the labels describe the KV cache.", [(config, 1.0)])
         words = "Prompt tokens looked up in the prefix cache."
         yield self._counter("prefix_cache_queries", words, [({}, state.prefix_queries)])
         words = "Prompt tokens found in the prefix cache."
@@ -115,48 +135,26 @@ class Page(Collector):
             yield family
 
     def _drafts(self) -> Iterator[Metric]:
-        """Drafts by segment, drafter and position, and their sums under vLLM's names."""
+        """Drafts by segment, drafter and position."""
         counts = [
             ({"segment": name, "drafter": drafter}, drafts)
             for name, segment in list(self._metrics.segments.items())
             for drafter, drafts in list(segment.drafts.items())
         ]
-        for prefix, counters in ((PREFIX, counts), (VLLM, [({}, _summed(drafts for _, drafts in counts))])):
-            yield self._counter(
-                "spec_decode_num_drafts",
-                "Drafts.",
-                [(labels, drafts.drafts) for labels, drafts in counters],
-                prefix,
-            )
-            yield self._counter(
-                "spec_decode_num_draft_tokens",
-                "Drafted tokens.",
-                [(labels, drafts.tokens) for labels, drafts in counters],
-                prefix,
-            )
-            yield self._counter(
-                "spec_decode_num_accepted_tokens",
-                "Drafted tokens that were accepted.",
-                [(labels, drafts.accepted) for labels, drafts in counters],
-                prefix,
-            )
-            yield self._counter(
-                "spec_decode_num_accepted_tokens_per_pos",
-                "Drafts that were accepted at this position; 0 is the first.",
-                [
-                    sample
-                    for labels, drafts in counters
-                    for sample in _per_position(labels, drafts.accepted_at())
-                ],
-                prefix,
-            )
-        for name, words in (
-            ("forced", "Drafted tokens that a grammar forces: no drafter guessed them."),
-            ("accepted_forced", "Forced tokens that were accepted."),
+        for name, field, words in (
+            ("drafts", "drafts", "Drafts."),
+            ("draft_tokens", "tokens", "Drafted tokens."),
+            ("accepted_tokens", "accepted", "Drafted tokens that were accepted."),
+            ("forced_tokens", "forced", "Drafted tokens that a grammar forces: no drafter guessed them."),
+            ("accepted_forced_tokens", "accepted_forced", "Forced tokens that were accepted."),
         ):
-            samples = [(labels, getattr(drafts, name)) for labels, drafts in counts]
-            yield self._counter(f"spec_decode_num_{name}_tokens", words, samples)
-        # not under vLLM's prefix: its bench would count these as draft tokens too
+            samples = [(labels, getattr(drafts, field)) for labels, drafts in counts]
+            yield self._counter(f"spec_decode_num_{name}", words, samples)
+        yield self._counter(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that were accepted at this position; 0 is the first.",
+            [sample for labels, drafts in counts for sample in _per_position(labels, drafts.accepted_at())],
+        )
         yield self._counter(
             "spec_decode_num_draft_tokens_per_pos",
             "Drafts that went to this position.",
@@ -183,26 +181,14 @@ class Page(Collector):
             family.add_sample(PREFIX + name, {"model_name": self._metrics.model_name, **labels}, value)
         return family
 
-    def _counter(self, name: str, words: str, samples: Samples, prefix: str = PREFIX) -> CounterMetricFamily:
-        family = CounterMetricFamily(prefix + name, words)
+    def _counter(self, name: str, words: str, samples: Samples) -> CounterMetricFamily:
+        family = CounterMetricFamily(PREFIX + name, words)
         for labels, value in samples:
             family.add_sample(
-                f"{prefix}{name}_total", {"model_name": self._metrics.model_name, **labels}, value
+                f"{PREFIX}{name}_total", {"model_name": self._metrics.model_name, **labels}, value
             )
         return family
 
 
 def _per_position(labels: Labels, counts: list[int]) -> Samples:
     return [({**labels, "position": str(position)}, count) for position, count in enumerate(counts)]
-
-
-def _summed(counts: Iterable[DraftCounts]) -> DraftCounts:
-    """The sums over several counters."""
-    total = DraftCounts()
-    for drafts in counts:
-        total.drafts += drafts.drafts
-        total.tokens += drafts.tokens
-        total.accepted += drafts.accepted
-        total.depths.update(dict(drafts.depths))
-        total.accepted_depths.update(dict(drafts.accepted_depths))
-    return total

@@ -8,10 +8,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.options import check_bool, check_integer, check_number, refuse_unknown
+from paceline.options import check_bool, check_choice, check_integer, check_number, refuse_unknown
+from paceline.serve.kv_events.options import KVEventsOptions
 from paceline.serve.tools.formats import named_format
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+METRICS_PREFIXES = ("paceline", "vllm")
 LOG_FORMATS = ("auto", "json", "text")
 KEY_VARIABLE = "PACELINE_API_KEY"
 _KEY = re.compile(r"[\x21-\x7e]{1,512}")
@@ -41,6 +43,11 @@ class ServeOptions:
     cors_origin: tuple[str, ...] = ()  # origins of web pages that may call this server
     tool_call_parser: str | None = None  # None: chosen by the model's chat template
     max_segments: int = 32  # segments with their own metrics; the others are counted as "other"
+    metrics_prefix: str = "paceline"  # vllm: the metrics that vLLM has too are also served under its names
+    kv_events_config: str | None = None  # vLLM's JSON; this or any of the following: publish KV events
+    kv_events_endpoint: str | None = None
+    kv_events_replay_endpoint: str | None = None
+    kv_events_topic: str | None = None
     otlp_endpoint: str | None = None  # collector of OpenTelemetry traces, by OTLP/HTTP; None: no traces
     root_path: str = ""  # path prefix under which a proxy serves this API
     log_level: str = "info"
@@ -78,12 +85,32 @@ class ServeOptions:
                 "otlp_endpoint must be the URL of an OTLP/HTTP collector, such as http://localhost:4318, "
                 f"got {self.otlp_endpoint!r}."
             )
+        check_choice(ConfigError, "metrics_prefix", self.metrics_prefix, METRICS_PREFIXES)
+        if (events := self.kv_events) and not events.publish_salted:
+            self._refuse_events_of_keys()
         if self.tool_call_parser is not None:
             named_format(self.tool_call_parser)
-        if self.log_level not in LOG_LEVELS:
-            raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}.")
-        if self.log_format not in LOG_FORMATS:
-            raise ConfigError(f"log_format must be one of {', '.join(LOG_FORMATS)}, got {self.log_format!r}.")
+        check_choice(ConfigError, "log_level", self.log_level, LOG_LEVELS)
+        check_choice(ConfigError, "log_format", self.log_format, LOG_FORMATS)
+
+    @property
+    def kv_events(self) -> KVEventsOptions | None:
+        """How KV events are published; None: they are not."""
+        return KVEventsOptions.from_flags(
+            self.kv_events_config,
+            endpoint=self.kv_events_endpoint,
+            replay_endpoint=self.kv_events_replay_endpoint,
+            topic=self.kv_events_topic,
+        )
+
+    def _refuse_events_of_keys(self) -> None:
+        """Each API key salts its prompts, and salted blocks are not published: there would be no events."""
+        if self.api_key and not self.share_cache_across_keys:
+            raise ConfigError(
+                "KV events leave out prompts with a cache salt, and each API key has its own. Let the "
+                "gateway check the keys, add --share-cache-across-keys, or publish their token ids too: "
+                "--kv-events-config '{\"publish_salted\": true}'."
+            )
 
     @staticmethod
     def from_flags(flags: dict[str, Any]) -> ServeOptions:

@@ -31,7 +31,7 @@ from paceline.build import Loaded, LoadedModel, build_engine, load_model
 from paceline.config import CacheOptions, EngineConfig
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
-from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.async_engine import AsyncEngine, Observer
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.extras import needs_extra
@@ -39,6 +39,7 @@ from paceline.models.registry import resolve
 from paceline.models.tokenizer import Tokenizer
 from paceline.serve.app import make_app
 from paceline.serve.connections import Connection, ConnectionLimits
+from paceline.serve.kv_events import observe, publishing
 from paceline.serve.logs import log_event, set_up_logs
 from paceline.serve.metrics import Metrics
 from paceline.serve.options import ServeOptions
@@ -46,6 +47,7 @@ from paceline.serve.service import Service
 from paceline.terminal.session import announce_compilation, note
 
 if TYPE_CHECKING:
+    from paceline.serve.kv_events.publisher import Publisher
     from paceline.serve.tracing import Tracing
 
 logger = logging.getLogger(__name__)
@@ -66,17 +68,20 @@ def serve(model: str, engine: dict[str, Any], server: dict[str, Any]) -> None:
     config = EngineConfig.from_options(model=model, **engine)
     if options.otlp_endpoint is not None:
         import_tracing()
-    listener = bind(options.host, options.port)
-    sys.setswitchinterval(SWITCH_SECONDS)
-    set_up_logs(options.log_level, options.log_format)
-    begun = time.monotonic()
-    loaded = load(config)
-    facts = describe(config, loaded)
-    allow_files(2 * options.max_connections)
-    announce(facts, time.monotonic() - begun)
-    names = model_names(model, options)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(run(loaded.engine, loaded.tokenizer, names, options, listener, facts))
+    if options.kv_events and not config.cache.enable_prefix_caching:
+        raise ConfigError("KV events tell of the prefix cache: leave out --no-enable-prefix-caching.")
+    with publishing(options.kv_events) as publisher:
+        listener = bind(options.host, options.port)
+        sys.setswitchinterval(SWITCH_SECONDS)
+        set_up_logs(options.log_level, options.log_format)
+        begun = time.monotonic()
+        loaded = load(config)
+        facts = describe(config, loaded)
+        allow_files(2 * options.max_connections)
+        announce(facts, time.monotonic() - begun)
+        names = model_names(model, options)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(run(loaded.engine, loaded.tokenizer, names, options, listener, facts, publisher))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -180,14 +185,19 @@ async def run(
     options: ServeOptions,
     listener: socket.socket,
     facts: Mapping[str, str],
+    publisher: Publisher | None = None,
 ) -> None:
-    """Serve a loaded model on a bound socket until a signal."""
+    """Serve a loaded model on a bound socket until a signal. The publisher gets KV events."""
     metrics = Metrics(names[0], options.max_segments, facts)
+    observers: list[Observer] = [metrics]
+    if publisher is not None:
+        observers.append(observe(engine.kv, publisher))
+        log_event(logger, "kv events", endpoint=publisher.endpoint, replay=publisher.replay_endpoint)
     front = AsyncEngine(
         engine,
         tokenizer,
         max_queue=options.max_queue,
-        observers=(metrics,),
+        observers=observers,
         stuck_after=options.stuck_timeout,
     )
     front.start()

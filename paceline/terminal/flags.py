@@ -218,6 +218,26 @@ SERVER: Group = (
     ),
     Flag("max_segments", int, 32, "Maximum number of traffic segments with metrics of their own."),
     Flag(
+        "metrics_prefix",
+        str,
+        "paceline",
+        "vllm: serve the metrics that vLLM has too also under its names, for gateways that read those.",
+    ),
+    Flag(
+        "kv_events_config",
+        str | None,
+        None,
+        "Publish what the prefix cache stores and evicts, by ZeroMQ: JSON as vLLM takes it.",
+    ),
+    Flag(
+        "kv_events_endpoint",
+        str | None,
+        None,
+        "The same without JSON: the address, such as tcp://*:5557. Whoever can connect reads the prompts.",
+    ),
+    Flag("kv_events_replay_endpoint", str | None, None, "Address at which missed KV events are replayed."),
+    Flag("kv_events_topic", str | None, None, "Topic of KV events; llm-d expects kv@POD_IP:PORT@MODEL."),
+    Flag(
         "otlp_endpoint",
         str | None,
         None,
@@ -272,6 +292,8 @@ SERVER = by_topic(
         "Limits and timeouts": "max_queue max_connections max_body_bytes request_timeout client_timeout "
         "timeout_keep_alive drain_timeout stuck_timeout",
         "Logs and metrics": "otlp_endpoint max_segments log_level log_format",
+        "Gateways": "metrics_prefix kv_events_config kv_events_endpoint kv_events_replay_endpoint "
+        "kv_events_topic",
     },
 )
 STRUCTURE = by_topic(STRUCTURE, {"Structured outputs": "json_schema json_object regex choice grammar"})

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.core.forward import ForwardBatch, ForwardOutput
 from paceline.engine.engine import Engine
@@ -22,6 +22,9 @@ from paceline.serve.logs import set_up_logs
 from paceline.serve.options import ServeOptions
 from paceline.serve.server import bind, run
 from tests.toy import ToyBackend, ToyTokenizer, roomy_engine, toy_engine
+
+if TYPE_CHECKING:
+    from paceline.serve.kv_events.publisher import Publisher
 
 PATIENCE = 30.0  # seconds after which waiting fails
 FACTS = {"version": "test"}
@@ -146,6 +149,7 @@ def serving(
     engine: Engine | None = None,
     send_buffer: int | None = None,
     new_loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    publisher: Publisher | None = None,
     facts: Mapping[str, str] = FACTS,
     **options: Any,
 ) -> Iterator[Client]:
@@ -160,8 +164,10 @@ def serving(
     port = listener.getsockname()[1]
     loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = []
 
+    served = ServeOptions(**options)
+
     async def main() -> None:
-        work = run(own, own.tokenizer, NAMES, ServeOptions(**options), listener, facts)  # type: ignore[arg-type]
+        work = run(own, own.tokenizer, NAMES, served, listener, facts, publisher)  # type: ignore[arg-type]
         task = asyncio.ensure_future(work)
         loops.append((asyncio.get_running_loop(), task))
         await asyncio.wait([task])

@@ -304,3 +304,24 @@ def test_the_controllers_decisions_are_counted():
     assert [sample.value for sample in pages["paceline:control_gain"]] == [1.4]
     assert [sample.value for sample in pages["paceline:control_regret_seconds"]] == [0.5]
     assert [sample.labels["segment"] for sample in pages["paceline:control_poor_segment"]] == ["poems"]
+
+
+def test_with_vllms_prefix_every_name_that_both_have_is_there_with_the_sums() -> None:
+    with serving(drafting_engine(), metrics_prefix="vllm") as client:
+        for number, prompt in enumerate(PROMPTS):
+            generate(client, prompt, segment=f"s{number % 2}")
+        text = client.get("/metrics").body.decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    for kind, names in VLLM_NAMES.items():
+        for name in names:
+            ours, theirs = families[f"paceline:{name}"], families[f"vllm:{name}"]
+            assert theirs.type == kind
+            assert sum(one.value for one in theirs.samples) == pytest.approx(
+                sum(one.value for one in ours.samples)
+            )
+            assert all({"segment", "drafter"}.isdisjoint(one.labels) for one in theirs.samples)
+            assert len({(one.name, *one.labels.items()) for one in theirs.samples}) == len(theirs.samples)
+    (cache,) = families["vllm:cache_config_info"].samples
+    assert (cache.labels["block_size"], cache.labels["num_gpu_blocks"]) == ("4", "400")
+    (adapters,) = families["vllm:lora_requests_info"].samples
+    assert adapters.labels["max_lora"] == "0"
