@@ -67,7 +67,7 @@ def shared_prefixes(count: int) -> list[FleetRequest]:
 
 
 def test_a_fleet_of_one_takes_the_time_of_one_server() -> None:
-    requests = fleet_requests(steady(20, 0.01), SharedPrefixes(2, 32))
+    requests = fleet_requests(steady(20, 0.003), SharedPrefixes(2, 32))
     run = run_fleet(world(), OFF, 1, "prefix", requests)
     clock = VirtualClock()
     limits = Limits(4, 47, max_num_seqs=8, max_num_batched_tokens=64)
@@ -86,8 +86,8 @@ def test_a_fleet_of_one_takes_the_time_of_one_server() -> None:
 
 def test_replicas_share_the_time_and_the_work() -> None:
     """Twice the requests at each moment on twice the replicas take the same times."""
-    one = run_fleet(world(), OFF, 1, "prefix", fleet_requests(steady(20, 0.01)))
-    twice = [arrival for arrival in steady(20, 0.01) for _ in range(2)]
+    one = run_fleet(world(), OFF, 1, "prefix", fleet_requests(steady(20, 0.003)))
+    twice = [arrival for arrival in steady(20, 0.003) for _ in range(2)]
     two = run_fleet(world(), OFF, 2, "prefix", fleet_requests(twice))
     assert two.requests == [20, 20]
     assert two.seconds == pytest.approx(one.seconds)
