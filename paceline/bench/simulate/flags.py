@@ -186,15 +186,16 @@ def simulate_command(
         simulate_arithmetic,
         simulate_engine,
     )
-    from paceline.bench.simulate.fleet_command import simulate_fleet
+    from paceline.bench.simulate.fleet_command import check_fleet_engine, simulate_fleet
 
     check_writable("--html", html)
     guesses = Guesses(alpha, gamma, draft_cost, row_cost)
     good = True
     if fleet["replicas"] is None:
         refuse_given(FLEET, fleet, "is of a fleet: add --replicas, such as 1..8, or leave it out.")
-    if check:
-        refuse_given(FLEET, fleet, "has no effect with --check: leave it out.")
+    if check and fleet["replicas"] is not None:
+        result, good = check_fleet_engine(model, machine, traffic, drafts, fleet)
+    elif check:
         result, good = check_engine(model, machine, traffic, drafts)
     elif fleet["replicas"] is not None:
         result = simulate_fleet(model, guesses, machine, traffic, drafts, fleet)

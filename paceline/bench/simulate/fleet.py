@@ -61,8 +61,8 @@ class FleetRun:
 
 
 @dataclass
-class _Replica:
-    """A server, with a clock of its own."""
+class Replica:
+    """An engine, with a clock of its own."""
 
     name: str
     engine: Engine
@@ -82,7 +82,7 @@ class _Replica:
 class Fleet:
     """Replicas that were never used, and the policy that chooses among them."""
 
-    replicas: list[_Replica]
+    replicas: list[Replica]
     routing: Routing
     reasons: Counter[str]
     _busy: list[tuple[float, int]] = field(default_factory=list)  # heap of the times of next steps
@@ -151,12 +151,7 @@ def run_fleet(
     """The requests through `num_replicas` replicas of the world's machine. `routing`: a key of ROUTINGS."""
     if routing == POOLED:
         world, num_replicas = _pooled(world, num_replicas), 1
-    longest = max(request.prompt_tokens + request.answer_tokens for request in requests)
-    if world.max_model_len is not None and longest > world.max_model_len:
-        raise ConfigError(
-            f"--trace has a request of {longest:,} tokens, but the model's context has "
-            f"{world.max_model_len:,}. Leave it out of the trace, or take another model."
-        )
+    longest = check_lengths(world, requests)
     limits = Limits(VOCABULARY, longest + 1, world.max_num_seqs, world.max_num_batched_tokens)
     kv_tokens = world.max_num_seqs * longest if world.server_kv_tokens is None else world.server_kv_tokens
     num_pages = kv_tokens // PAGE_SIZE
@@ -165,11 +160,22 @@ def run_fleet(
     for number in range(num_replicas):
         clock = VirtualClock()
         engine = simulated_engine(world, method, clock, limits, num_pages, reasons, True)
-        replicas.append(_Replica(f"{number:06}", engine, clock))
+        replicas.append(Replica(f"{number:06}", engine, clock))
         if method.label == AUTO:  # like a server that has run for a while: its controller knows its drafters
             _learn(engine, requests[:LEARNING])
     reasons.clear()
     return Fleet(replicas, ROUTINGS[routing](num_pages), reasons).run(requests)
+
+
+def check_lengths(world: World, requests: Sequence[FleetRequest]) -> int:
+    """The tokens of the longest request. ConfigError if the model's context has fewer."""
+    longest = max(request.prompt_tokens + request.answer_tokens for request in requests)
+    if world.max_model_len is not None and longest > world.max_model_len:
+        raise ConfigError(
+            f"--trace has a request of {longest:,} tokens, but the model's context has "
+            f"{world.max_model_len:,}. Leave it out of the trace, or take another model."
+        )
+    return longest
 
 
 ROUTINGS: Mapping[str, Callable[[int], Routing]] = {  # by the number of pages of a replica's KV cache

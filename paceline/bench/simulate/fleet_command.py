@@ -20,20 +20,24 @@ from paceline.bench.simulate.command import (
     refuse_given,
     without_advice,
 )
-from paceline.bench.simulate.flags import TRAFFIC
+from paceline.bench.simulate.flags import DRAFTS, FLEET, MACHINE, TRAFFIC
 from paceline.bench.simulate.fleet import ROUTINGS, FleetRun, run_fleet
-from paceline.bench.simulate.fleet_view import FleetRow, Found, fleet_result
+from paceline.bench.simulate.fleet_check import TOLERANCE, check_fleet
+from paceline.bench.simulate.fleet_view import FleetRow, Found, fleet_check_result, fleet_result
 from paceline.bench.simulate.prompts import FleetRequest, fleet_requests, parse_shared_prefixes
 from paceline.bench.simulate.run import Method, World, parse_methods
 from paceline.bench.simulate.view import Assumed
 from paceline.bench.timing import OnTurn
 from paceline.bench.traffic.traces import read_trace
+from paceline.config import DEFAULT_MODEL
 from paceline.draft.methods import AUTO
 from paceline.errors import ConfigError
 from paceline.options import check_choice, check_integer, check_number
 from paceline.terminal.flags import Options
 
 MAX_REPLICAS = 4096
+NEEDS_TRACE = "--replicas needs the requests of a --trace: a .csv or a .jsonl file."
+CHECK_TURNS = 4
 SHARES = (50, 95, 99)  # percentiles
 USED = ("slo", "threads", "max_num_batched_tokens")  # flags of TRAFFIC that a fleet takes
 
@@ -44,7 +48,7 @@ def simulate_fleet(
     """Fleets of the named machine on a trace. Everything is checked before a MODEL is measured."""
     low, high = parse_replicas(fleet["replicas"])
     if fleet["trace"] is None:
-        raise ConfigError("--replicas needs the requests of a --trace: a .csv or a .jsonl file.")
+        raise ConfigError(NEEDS_TRACE)
     unused = tuple(flag for flag in TRAFFIC if flag.name not in USED)
     refuse_given(unused, traffic, "has no effect with --replicas: the --trace says when and how long.")
     if model is None and machine["gpu"] is None and machine["bandwidth"] is None:
@@ -76,6 +80,26 @@ def simulate_fleet(
         ]
     title = f"{name}, {fleet['trace'].name}"
     return fleet_result(title, assumed, search.rows, found, traffic["slo"], requests[-1].due)
+
+
+def check_fleet_engine(
+    model: str | None, machine: Options, traffic: Options, drafts: Options, fleet: Options
+) -> tuple[Result, bool]:
+    """The simulated fleet beside one of real engines, and whether it is within the tolerance."""
+    low, high = parse_replicas(fleet["replicas"])
+    if low != high or len(_routings(fleet["routing"])) > 1:
+        raise ConfigError("--check compares one fleet: give one number of --replicas and one --routing.")
+    if fleet["trace"] is None:
+        raise ConfigError(NEEDS_TRACE)
+    other = {name: fleet[name] for name in ("max_num_seqs", "replica_price")}
+    unused = tuple(flag for flag in FLEET if flag.name in other)
+    for group, values in ((MACHINE, machine), (TRAFFIC, traffic), (DRAFTS, drafts), (unused, other)):
+        refuse_given(group, values, "has no effect with --check: leave it out.")
+    requests, name = _requests(fleet), model or DEFAULT_MODEL
+    with progress(CHECK_TURNS) as on_turn:
+        compared = check_fleet(name, low, fleet["routing"], requests, on_turn)
+    good = all(abs(figure.ratio - 1) <= TOLERANCE for figure in compared)
+    return fleet_check_result(f"{name}, {fleet['trace'].name}, {low} replicas", compared), good
 
 
 @dataclass

@@ -9,6 +9,7 @@ from paceline.bench.report.result import Figure, Finding, Lines, Point, Result, 
 from paceline.bench.run.speculation import OFF
 from paceline.bench.run.wording import shown, three
 from paceline.bench.simulate.capacity import GOOD_SHARE
+from paceline.bench.simulate.fleet_check import TOLERANCE, ComparedFleet
 from paceline.bench.simulate.view import Assumed
 
 
@@ -86,6 +87,19 @@ def fleet_result(
         series=list(dict.fromkeys(_series(row) for row in rows)),
         timed=False,
     )
+
+
+def fleet_check_result(name: str, compared: Sequence[ComparedFleet]) -> Result:
+    """Both figures, and their ratio."""
+    within = sum(abs(item.ratio - 1) <= TOLERANCE for item in compared)
+    title = f"{name}: {within} of {len(compared)} figures within {TOLERANCE:.0%}"
+    rows = [
+        (item.figure, f"{item.measured:,.1f}", f"{item.simulated:,.1f}", f"{item.ratio:.3f}")
+        for item in compared
+    ]
+    facts = {"fleet": name, "rows": [asdict(item) | {"ratio": item.ratio} for item in compared]}
+    columns = ("figure", "measured", "simulated", "ratio")
+    return Result(title, [Table(title, columns, rows)], facts, timed=False)
 
 
 def _table(title: str, rows: Sequence[FleetRow], judged: bool, priced: bool) -> Table:

@@ -190,7 +190,8 @@ def test_the_command_finds_the_smallest_fleet_of_each_method(
         (["--replicas", "2", "--rate", "4"], "--rate has no effect with --replicas"),
         (["--replicas", "2", "--max-num-seqs", "0"], "--max-num-seqs must be an integer from 1"),
         (["--replicas", "2", "--gpu-price", "1", "--replica-price", "1"], "leave --gpu-price out"),
-        (["--replicas", "2", "--check"], "--replicas has no effect with --check"),
+        (["--replicas", "2", "--check"], "--gpu has no effect with --check"),
+        (["--replicas", "1..2", "--check"], "--check compares one fleet"),
         ([], "--trace is of a fleet: add --replicas"),
     ],
 )
