@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -61,29 +61,47 @@ def check_fleet(
 ) -> list[ComparedFleet]:
     """Plain decoding by a fleet of real engines, and by the simulated fleet with prices measured just before
     and just after it."""
-    scheduler = SchedulerOptions()
-    config = bench_config(model_name, "auto", 1, scheduler.max_num_seqs)
+    config = bench_config(model_name, "auto", 1, SchedulerOptions().max_num_seqs)
     model = load_model(config)
-    engine = build_engine(replace(config, cache=CacheOptions()), model, cpu_time).engine
-    kv_tokens = engine.kv.pages.num_pages * engine.kv.page_size
-    world = World({}, {}, scheduler.max_num_batched_tokens, None, kv_tokens, scheduler.max_num_seqs)
-    world = replace(world, max_model_len=engine.limits.max_model_len)
+    world = replica_world(config, model)
     check_lengths(world, requests)
-    prices = [_prices(config, model)]
+    prices = [plain_prices(config, model)]
     on_turn("prices")
     measured = real_fleet(config, model, num_replicas, routing, requests)
     on_turn(f"{num_replicas} real engines")
-    prices.append(_prices(config, model))
+    prices.append(plain_prices(config, model))
     on_turn("prices")
+    return compare(figures(measured), world, prices, num_replicas, routing, requests)
+
+
+def replica_world(config: EngineConfig, model: LoadedModel) -> World:
+    """A replica with the default settings of a server; its prices are not measured yet."""
+    engine = build_engine(replace(config, cache=CacheOptions()), model).engine
+    return World(
+        {},
+        {},
+        max_num_batched_tokens=engine.limits.max_num_batched_tokens,
+        server_kv_tokens=engine.kv.pages.num_pages * engine.kv.page_size,
+        max_num_seqs=engine.limits.max_num_seqs,
+        max_model_len=engine.limits.max_model_len,
+    )
+
+
+def compare(
+    measured: Mapping[str, float],
+    world: World,
+    prices: Sequence[Prices],
+    num_replicas: int,
+    routing: str,
+    requests: Sequence[FleetRequest],
+) -> list[ComparedFleet]:
+    """The measured figures beside the mean of those simulated with each of the prices."""
     simulated = [
-        run_fleet(replace(world, prices={OFF: each}), Method(OFF), num_replicas, routing, requests)
+        figures(run_fleet(replace(world, prices={OFF: each}), Method(OFF), num_replicas, routing, requests))
         for each in prices
     ]
-    on_turn("simulation")
-    figures = [_figures(run) for run in simulated]
     return [
-        ComparedFleet(figure, value, fmean(one[figure] for one in figures))
-        for figure, value in _figures(measured).items()
+        ComparedFleet(name, value, fmean(one[name] for one in simulated)) for name, value in measured.items()
     ]
 
 
@@ -143,21 +161,22 @@ class _NoDisturbances(Disturbances):
         return 0.0
 
 
-def _prices(config: EngineConfig, model: LoadedModel) -> Prices:
-    """Prices of plain decoding, in CPU time."""
+def plain_prices(config: EngineConfig, model: LoadedModel, clock: Callable[[], float] = cpu_time) -> Prices:
+    """Prices of plain decoding, in CPU time or that of another clock."""
     chance = np.random.default_rng(0)
     ids = chance.integers(4, size=(PRICING_PROMPTS, PRICING_TOKENS)).tolist()
     params = SamplingParams(temperature=0, max_tokens=4 * PRICING_TOKENS, ignore_eos=True)
     tasks = [Task(str(number), "", prompt, params) for number, prompt in enumerate(ids)]
     steps: list[TimedStep] = []
-    engine = build_engine(config, model, cpu_time).engine
-    alone(watching(engine, tasks, _NoDisturbances(), steps, cpu_time))
-    meter = PassMeter(model.backend, model.config.max_position, cpu_time)
+    engine = build_engine(config, model, clock).engine
+    alone(watching(engine, tasks, _NoDisturbances(), steps, clock))
+    meter = PassMeter(model.backend, model.config.max_position, clock)
     alone(meter.slices())
     return measure_prices(meter.prices(), {OFF: steps}, [])[OFF]
 
 
-def _figures(run: FleetRun) -> dict[str, float]:
+def figures(run: FleetRun) -> dict[str, float]:
+    """What is compared."""
     first = [1e3 * answer.ttft for answer in run.answers]
     each = [1e3 * answer.tpot for answer in run.answers if answer.tpot is not None]
     return {
