@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -86,7 +87,11 @@ def load_model(config: EngineConfig) -> LoadedModel:
     )
 
 
-def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Loaded:
+def build_engine(
+    config: EngineConfig,
+    model: LoadedModel | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Loaded:
     """The configured engine, around `model` or around the model that the configuration names.
 
     Engines that share a model take turns: each finishes its pass before another starts one.
@@ -144,6 +149,7 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
         plans={**plans, **_on_demand_plans(config, on_demand)},
         rule=RULES[speculation.rule].verify,
         draft_forced=speculation.forced,
+        clock=clock,
     )
     return Loaded(engine, tokenizer, model.config, drafters)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -115,3 +116,24 @@ def overhead_command(
     facts = {"model": model, **asdict(settings(loaded.engine.backend)), "concurrency": concurrency}
     facts |= {"tokens_each": tokens, "rounds": rounds, "draft": draft}
     report.show(overhead_result(result, facts))
+
+
+def fleet_command(
+    trace: Annotated[Path, typer.Argument(help="Requests to replay, as of `paceline simulate --trace`.")],
+    model: Annotated[str, typer.Option(help="Model to serve.")] = DEFAULT_MODEL,
+    replicas: Annotated[int, typer.Option(help="Number of `paceline serve` processes of one thread.")] = 2,
+    limit: Annotated[int, typer.Option(help="Take only this many requests.")] = 40,
+    time_scale: Annotated[float, typer.Option(help="Factor on the times of the trace.")] = 1.0,
+    shared_prefixes: Annotated[str, typer.Option(help="Prefixes of prompts of a .csv.")] = "6x128",
+) -> None:
+    """Servers behind the prefix routing policy, beside the simulation of that fleet."""
+    from benchmarks.server.fleet import measure_fleet
+    from paceline.bench.report.terminal import print_result
+    from paceline.bench.simulate.fleet_view import fleet_check_result
+    from paceline.bench.simulate.prompts import fleet_requests, parse_shared_prefixes
+    from paceline.bench.traffic.traces import read_trace
+
+    arrivals = read_trace(trace, time_scale)[:limit]
+    shared = None if any(arrival.blocks for arrival in arrivals) else parse_shared_prefixes(shared_prefixes)
+    compared = measure_fleet(model, replicas, fleet_requests(arrivals, shared))
+    print_result(fleet_check_result(f"{model}, {trace.name}, {replicas} servers", compared))

@@ -15,11 +15,11 @@ RESAMPLES = 2000
 CONFIDENCE = 0.95
 
 
-def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """p50, p90 and p99 of the values; None if there are none."""
+def percentiles(values: Sequence[float], shares: Sequence[int] = PERCENTILES) -> dict[str, float] | None:
+    """p50, p90 and p99 of the values, or other percentiles; None if there are no values."""
     if not values:
         return None
-    return {f"p{share}": float(np.percentile(values, share)) for share in PERCENTILES}
+    return {f"p{share}": float(np.percentile(values, share)) for share in shares}
 
 
 def ratio_interval(over: Sequence[float], under: Sequence[float]) -> tuple[float, float] | None:

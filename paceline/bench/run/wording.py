@@ -40,7 +40,7 @@ def shown(value: float | None, form: str) -> str:
 
 
 def three(values: Mapping[str, float] | None) -> str:
-    """p50 / p90 / p99."""
+    """All percentiles, such as p50 / p90 / p99."""
     return "-" if values is None else _numbers(values.values())
 
 

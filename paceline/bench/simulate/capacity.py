@@ -1,4 +1,4 @@
-"""Capacity: the highest arrival rate at which requests still meet their latency objective."""
+"""Capacity: the highest arrival rate, or the smallest fleet, at which requests meet their objective."""
 
 from __future__ import annotations
 
@@ -71,3 +71,17 @@ def highest(fits: Callable[[float], bool], start: float) -> float:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def smallest(holds: Callable[[int], bool], low: int, high: int) -> int | None:
+    """The smallest number of replicas from `low` to `high` that holds, if larger fleets then do; None if
+    none does."""
+    size = low
+    while not holds(size):
+        if size == high:
+            return None
+        low, size = size + 1, min(2 * size, high)
+    while low < size:
+        middle = (low + size) // 2
+        low, size = (low, middle) if holds(middle) else (middle + 1, size)
+    return size

@@ -17,7 +17,7 @@ from paceline.bench.simulate.arithmetic import MAX_DRAFT_TOKENS, arithmetic
 from paceline.bench.simulate.capacity import LOAD_STEPS, SEARCH_TURNS, capacities, saturation
 from paceline.bench.simulate.check import TOLERANCE, check
 from paceline.bench.simulate.flags import DRAFTS, MACHINE, TRAFFIC
-from paceline.bench.simulate.run import arrivals, parse_methods, simulate
+from paceline.bench.simulate.run import Length, Method, World, arrivals, parse_methods, simulate
 from paceline.bench.simulate.sources import Drafters, of_alpha, of_bench, of_depths
 from paceline.bench.simulate.view import Assumed, arithmetic_result, check_result, simulated_result
 from paceline.bench.simulate.worlds import given_world, measured_world
@@ -47,7 +47,7 @@ class Guesses:
 def simulate_arithmetic(guesses: Guesses, engine: Sequence[Options]) -> Result:
     """The computed gain of chains. Flags that only the engine's simulation uses are refused."""
     for group, values in zip((MACHINE, TRAFFIC, DRAFTS), engine, strict=True):
-        _refuse_given(group, values, "needs a machine: name a MODEL, which is measured here, or a --gpu.")
+        refuse_given(group, values, "needs a machine: name a MODEL, which is measured here, or a --gpu.")
     computed = arithmetic(
         guesses.alpha,
         guesses.gamma,
@@ -65,10 +65,8 @@ def simulate_engine(
     drafts: Options,
 ) -> Result:
     """Each method at each concurrency and arrival rate, by the engine on the named machine."""
-    check_integer(ConfigError, "gamma", guesses.gamma, 1, MAX_DRAFT_TOKENS)
-    if guesses.row_cost is not None or (model is None and guesses.draft_cost is not None):
-        raise ConfigError("--row-cost and --draft-cost are for a machine without prices: leave them out.")
-    drafters, acceptance = _drafters(guesses.alpha, drafts)
+    check_guesses(model, guesses)
+    drafters, acceptance = given_drafters(guesses.alpha, drafts)
     usual = ",".join([OFF, AUTO, *(f"{name}:{guesses.gamma}" for name in drafters)])
     methods = parse_methods(drafts["methods"] or usual, list(drafters))
     profiles = [closed(number) for number in integers("--concurrency", traffic["concurrency"] or SIMULATED)]
@@ -76,20 +74,13 @@ def simulate_engine(
     objective = None if traffic["slo"] is None else parse_objective(traffic["slo"])
     if machine["gpu_price"] is not None:
         check_number(ConfigError, "--gpu-price", machine["gpu_price"], 0, 1e6)
-    if model is None:
-        name = " on ".join(part for part in (machine["preset"], machine["gpu"] or "a given machine") if part)
-        world, lengths = given_world(machine, traffic, drafters, methods, drafts["chances"])
-    else:
-        _refuse_given(MACHINE, machine, MEASURED)
-        name = model
-        cost = DRAFT_COST if guesses.draft_cost is None else guesses.draft_cost
-        world, lengths = measured_world(model, cost, traffic, drafters, methods, drafts["chances"])
+    name, world, lengths = find_world(model, guesses, machine, traffic, drafters, methods, drafts["chances"])
     assumed = Assumed(
         fmean(length.prompt for length in lengths), fmean(length.answer for length in lengths), acceptance
     )
     num_rates = 0 if traffic["rate"] is None else len(rates or LOAD_STEPS)
     turns = len(profiles) + num_rates + SEARCH_TURNS * (objective is not None)
-    with progress(turns * len(methods)) as on_turn, _without_advice():
+    with progress(turns * len(methods)) as on_turn, without_advice():
         simulation = simulate(world, methods, lengths, profiles, on_turn, objective)
         saturated = saturation(simulation, assumed.output_tokens)
         if num_rates:
@@ -103,6 +94,31 @@ def simulate_engine(
     return simulated_result(name, assumed, simulation, found, hourly, traffic["slo"])
 
 
+def check_guesses(model: str | None, guesses: Guesses) -> None:
+    """Raise ConfigError for guesses that a machine with prices does not need."""
+    check_integer(ConfigError, "gamma", guesses.gamma, 1, MAX_DRAFT_TOKENS)
+    if guesses.row_cost is not None or (model is None and guesses.draft_cost is not None):
+        raise ConfigError("--row-cost and --draft-cost are for a machine without prices: leave them out.")
+
+
+def find_world(
+    model: str | None,
+    guesses: Guesses,
+    machine: Options,
+    traffic: Options,
+    drafters: Drafters,
+    methods: Sequence[Method],
+    chances: bool,
+) -> tuple[str, World, list[Length]]:
+    """The machine that the flags name, measured here if it is a MODEL, its name, and lengths of requests."""
+    if model is None:
+        name = " on ".join(part for part in (machine["preset"], machine["gpu"] or "a given machine") if part)
+        return name, *given_world(machine, traffic, drafters, methods, chances)
+    refuse_given(MACHINE, machine, MEASURED)
+    cost = DRAFT_COST if guesses.draft_cost is None else guesses.draft_cost
+    return model, *measured_world(model, cost, traffic, drafters, methods, chances)
+
+
 def check_engine(
     model: str | None, machine: Options, traffic: Options, drafts: Options
 ) -> tuple[Result, bool]:
@@ -110,15 +126,15 @@ def check_engine(
     at_once = integers("--concurrency", traffic["concurrency"] or CHECKED)
     other = traffic | {"concurrency": None, "threads": None}
     for group, values in zip((MACHINE, TRAFFIC, DRAFTS), (machine, other, drafts), strict=True):
-        _refuse_given(group, values, "has no effect with --check: leave it out.")
-    with progress(COURSES * len(at_once)) as on_turn, _without_advice():
+        refuse_given(group, values, "has no effect with --check: leave it out.")
+    with progress(COURSES * len(at_once)) as on_turn, without_advice():
         results = check(model or DEFAULT_MODEL, at_once, traffic["threads"], on_turn)
     good = all(abs(result.ratio - 1) <= TOLERANCE for result in results)
     return check_result(model or DEFAULT_MODEL, results), good
 
 
 @contextmanager
-def _without_advice() -> Iterator[None]:
+def without_advice() -> Iterator[None]:
     """A context without the controller's advice about segments, which simulated traffic does not need."""
     logger = logging.getLogger("paceline.control.segments")
     before = logger.level
@@ -129,7 +145,7 @@ def _without_advice() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _drafters(alpha: float, drafts: Options) -> tuple[Drafters, str]:
+def given_drafters(alpha: float, drafts: Options) -> tuple[Drafters, str]:
     """Acceptance of drafts, from the one source that is given, and that source in words."""
     if drafts["from_file"] is not None and drafts["acceptance"] is not None:
         raise ConfigError("--from and --acceptance both say how drafts fare: give one of them.")
@@ -140,7 +156,7 @@ def _drafters(alpha: float, drafts: Options) -> tuple[Drafters, str]:
     return of_alpha(alpha), f"acceptance {alpha:g} per token (--alpha)"
 
 
-def _refuse_given(group: Group, values: Options, why: str) -> None:
+def refuse_given(group: Group, values: Options, why: str) -> None:
     """Raise ConfigError for flags that would have no effect."""
     for flag in group:
         if values[flag.name] != flag.default:

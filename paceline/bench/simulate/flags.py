@@ -61,8 +61,8 @@ TRAFFIC: Group = (
         "slo",
         str | None,
         None,
-        "Latency objective in milliseconds, such as ttft=500,tpot=50: find the highest request rate at which "
-        "90 % of requests meet it.",
+        "Latency objective in milliseconds, such as ttft=500,tpot=50: find the highest request rate, or the "
+        "smallest fleet, at which 90 % of requests meet it.",
     ),
     Flag("input_tokens", int, 512, "Tokens per prompt."),
     Flag("output_tokens", int, 128, "Tokens per answer."),
@@ -98,6 +98,38 @@ DRAFTS: Group = (
     Flag("chances", bool, True, "Drafters report their confidence.", "--chances/--no-chances"),
 )
 
+FLEET: Group = (
+    Flag(
+        "replicas",
+        str | None,
+        None,
+        "Simulate a fleet of this many replicas, or of a range such as 1..16: --slo finds the smallest.",
+    ),
+    Flag(
+        "trace",
+        Path | None,
+        None,
+        "Requests of the fleet: a .csv with TIMESTAMP, ContextTokens and GeneratedTokens, or a .jsonl with "
+        "timestamp, input_length, output_length and hash_ids.",
+    ),
+    Flag("time_scale", float, 1.0, "Factor on the times of --trace: 0.1 replays ten times as fast."),
+    Flag("limit", int | None, None, "Take only this many requests of --trace."),
+    Flag(
+        "shared_prefixes",
+        str | None,
+        None,
+        "Prefixes that prompts of a .csv begin with, such as 32x1024: 32 of 1,024 tokens. Default: none.",
+    ),
+    Flag(
+        "routing",
+        str,
+        "prefix",
+        "Routing policies to compare: prefix, least-loaded, random; pooled is one replica as large as all.",
+    ),
+    Flag("max_num_seqs", int | None, None, "Requests per pass of a replica. Default: 256, with a MODEL 16."),
+    Flag("replica_price", float | None, None, "Price of one replica for one hour. Default: by --gpu-price."),
+)
+
 MACHINE = by_topic(
     MACHINE,
     {
@@ -107,13 +139,17 @@ MACHINE = by_topic(
 )
 TRAFFIC = by_topic(TRAFFIC, {"Traffic": "input_tokens output_tokens workload threads max_num_batched_tokens"})
 DRAFTS = by_topic(DRAFTS, {"Drafts": "acceptance from_file methods chances"})
+FLEET = by_topic(
+    FLEET, {"Fleet": "replicas trace time_scale limit shared_prefixes routing max_num_seqs replica_price"}
+)
 
 
-@with_flags(machine=MACHINE, traffic=TRAFFIC, drafts=DRAFTS)
+@with_flags(machine=MACHINE, traffic=TRAFFIC, drafts=DRAFTS, fleet=FLEET)
 def simulate_command(
     machine: Options,
     traffic: Options,
     drafts: Options,
+    fleet: Options,
     model: Annotated[
         str | None, typer.Argument(help="A model to measure on this machine, instead of a --gpu.")
     ] = None,
@@ -139,17 +175,30 @@ def simulate_command(
     html: HtmlFile = None,
 ) -> None:
     """Simulate what drafting would gain: on a --gpu with a --model, on this machine with a MODEL, or with
-    neither by arithmetic."""
+    neither by arithmetic; and how many --replicas a --trace needs."""
     from paceline.bench.report.output import check_writable
     from paceline.bench.report.page import html_page
     from paceline.bench.report.terminal import print_result
-    from paceline.bench.simulate.command import Guesses, check_engine, simulate_arithmetic, simulate_engine
+    from paceline.bench.simulate.command import (
+        Guesses,
+        check_engine,
+        refuse_given,
+        simulate_arithmetic,
+        simulate_engine,
+    )
+    from paceline.bench.simulate.fleet_command import check_fleet_engine, simulate_fleet
 
     check_writable("--html", html)
     guesses = Guesses(alpha, gamma, draft_cost, row_cost)
     good = True
-    if check:
+    if fleet["replicas"] is None:
+        refuse_given(FLEET, fleet, "is of a fleet: add --replicas, such as 1..8, or leave it out.")
+    if check and fleet["replicas"] is not None:
+        result, good = check_fleet_engine(model, machine, traffic, drafts, fleet)
+    elif check:
         result, good = check_engine(model, machine, traffic, drafts)
+    elif fleet["replicas"] is not None:
+        result = simulate_fleet(model, guesses, machine, traffic, drafts, fleet)
     elif model is None and machine["gpu"] is None and machine["bandwidth"] is None:
         result = simulate_arithmetic(guesses, (machine, traffic, drafts))
     else:

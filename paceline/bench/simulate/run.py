@@ -67,6 +67,9 @@ class World:
     drafters: Mapping[str, Sequence[Acceptance]]  # per drafter, the acceptances that requests use in turn
     max_num_batched_tokens: int
     kv_tokens: int | None = None  # KV cache tokens that fit into memory; None: enough for all
+    server_kv_tokens: int | None = None  # KV cache tokens of a replica of a fleet; None: enough for all
+    max_num_seqs: int = 256  # requests per pass of a replica
+    max_model_len: int | None = None  # tokens of a request; None: any number
     tells_chances: bool = True
     num_gpus: int = 1  # what is paid for
 
@@ -167,33 +170,47 @@ def _runner(
 ) -> EngineRunner:
     """A new engine at time 0."""
     clock = VirtualClock()
-    prices = world.prices[method.label]
     max_rows = max(world.max_num_batched_tokens, concurrency)
     longest = max(len(task.token_ids) + (task.params.max_tokens or 1) for task in tasks)
-    pages_of_one = -(-longest // PAGE_SIZE) + 1
-    num_pages = concurrency * (pages_of_one + max_rows // PAGE_SIZE)
+    num_pages = concurrency * (-(-longest // PAGE_SIZE) + 1 + max_rows // PAGE_SIZE)
     if world.kv_tokens is not None:
         num_pages = min(num_pages, world.kv_tokens // PAGE_SIZE)
-    if num_pages < pages_of_one:
+    limits = Limits(VOCABULARY, longest + 1, max_num_seqs=concurrency, max_num_batched_tokens=max_rows)
+    engine = simulated_engine(world, method, clock, limits, num_pages, reasons)
+    return EngineRunner(engine, clock=clock)
+
+
+def simulated_engine(
+    world: World,
+    method: Method,
+    clock: VirtualClock,
+    limits: Limits,
+    num_pages: int,
+    reasons: Counter[str],
+    enable_prefix_caching: bool = False,
+) -> Engine:
+    """An engine whose passes and drafts only advance the clock; the controller's reasons are counted."""
+    longest = limits.max_model_len - 1
+    if num_pages <= -(-longest // PAGE_SIZE):
         raise ConfigError(
             f"a request of {longest} tokens does not fit: there is room for the keys and values of "
             f"{num_pages * PAGE_SIZE}. Make it shorter, or use fewer --bits, a larger --gpu or more of them."
         )
+    prices, max_rows = world.prices[method.label], limits.max_num_batched_tokens
     drafters = {
         name: SimulatedDrafter(name, acceptances, prices, clock, world.tells_chances)
         for name, acceptances in world.drafters.items()
     }
-    engine = Engine(
+    return Engine(
         SimulatedBackend(prices, clock, max_rows),
         CountingTokenizer(),
-        Limits(VOCABULARY, longest + 1, max_num_seqs=concurrency, max_num_batched_tokens=max_rows),
+        limits,
         num_pages=num_pages,
-        enable_prefix_caching=False,
+        enable_prefix_caching=enable_prefix_caching,
         controller=_controller(world, method, prices, max_rows, reasons),
         drafters=drafters,
         clock=clock,
     )
-    return EngineRunner(engine, clock=clock)
 
 
 def _controller(

@@ -53,6 +53,7 @@ def given_world(
         drafters=drafters,
         max_num_batched_tokens=_max_rows(traffic, GPU_ROWS),
         kv_tokens=prices.kv_tokens(),
+        server_kv_tokens=prices.kv_tokens(),
         num_gpus=num_gpus,
         tells_chances=chances,
     )
@@ -87,6 +88,7 @@ def measured_world(
     }
     for config, steps in watched.items():
         engine = build_engine(config_of(config), model).engine
+        kv_tokens = engine.kv.pages.num_pages * engine.kv.page_size
         alone(watching(engine, tasks, Disturbances(), steps))
     meter = PassMeter(model.backend, model.config.max_position)
     alone(meter.slices())
@@ -101,6 +103,9 @@ def measured_world(
         prices={label: priced[config if config in priced else OFF] for label, config in loads.items()},
         drafters=drafters,
         max_num_batched_tokens=rows,
+        server_kv_tokens=kv_tokens,
+        max_num_seqs=SchedulerOptions().max_num_seqs,
+        max_model_len=engine.limits.max_model_len,
         tells_chances=chances,
     )
     if traffic["workload"] is None:

@@ -1,0 +1,1 @@
+"""Several replicas as one server."""
