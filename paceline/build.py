@@ -64,15 +64,18 @@ class Loaded:
     drafters: Mapping[str, Drafter] = field(default_factory=dict)  # by method, the default first
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
-    """The model, tokenizer and backend of a configuration."""
+def load_model(config: EngineConfig, beside: Backend | None = None) -> LoadedModel:
+    """The model, tokenizer and backend of a configuration.
+
+    `beside` is a loaded backend whose passes take turns with those of this one.
+    """
     path = resolve(config.model.model)
     check_memory_limit(path, config.backend.threads or os.cpu_count() or 1)
     if config.model.tokenizer:
         checkpoint, tokenizer = load_checkpoint(path), load_tokenizer(resolve(config.model.tokenizer))
     else:
         checkpoint, tokenizer = load_with_tokenizer(path)
-    backend = load_backend(checkpoint, config.backend, config.scheduler.max_num_batched_tokens)
+    backend = load_backend(checkpoint, config.backend, config.scheduler.max_num_batched_tokens, beside)
     choice = config.backend.choice
     logger.info(
         "backend: %s on %s, %s weights (%s)", choice.name, choice.device, backend.weight_format, choice.why

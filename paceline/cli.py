@@ -44,6 +44,12 @@ MEMORY_REMEDY = (
 ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 Model = Annotated[str, typer.Argument(help="An alias, a .gguf file, a folder of safetensors or a hub id.")]
+OptionalModel = Annotated[
+    str | None,
+    typer.Argument(
+        help="An alias, a .gguf file, a folder of safetensors or a hub id.", show_default=DEFAULT_MODEL
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 System = Annotated[str | None, typer.Option("--system", help="System message of the chat.")]
 
@@ -166,8 +172,8 @@ def check(
 
 @app.command()
 @with_flags(server=SERVER, engine=(*by_topic(ENGINE, {"": "max_model_len max_num_seqs"}), SEED))
-def serve(server: Options, engine: Options, model: Model = DEFAULT_MODEL, config: ConfigFile = None) -> None:
-    """Serve a model over HTTP with the OpenAI API."""
+def serve(server: Options, engine: Options, model: OptionalModel = None, config: ConfigFile = None) -> None:
+    """Serve a model, or several with --routes, over HTTP with the OpenAI API."""
     with needs_extra("serve", "`paceline serve`"):
         from paceline.serve.server import serve
 

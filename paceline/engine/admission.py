@@ -142,14 +142,23 @@ def _checked_prompt(prompt_token_ids: Sequence[int], limits: Limits) -> list[int
     return prompt
 
 
-def prompt_too_long(count: int, limits: Limits, exact: bool = True) -> RequestError:
+class PromptTooLong(RequestError):
+    """A prompt does not fit into the context; it has at least `count` tokens."""
+
+    def __init__(self, message: str, count: int) -> None:
+        super().__init__(message)
+        self.count = count
+
+
+def prompt_too_long(count: int, limits: Limits, exact: bool = True) -> PromptTooLong:
     """The error for a prompt of `count` tokens; of more than `count`, if that is not exact."""
     excess = count - limits.max_model_len + 1
     less = f" by {excess} {'token' if excess == 1 else 'tokens'}" if exact else ""
-    return RequestError(
+    return PromptTooLong(
         f"the prompt has {'' if exact else 'more than '}{count} tokens and the context holds "
         f"{limits.max_model_len}, at least one of them output. Shorten the prompt{less}, or raise "
-        "max_model_len if the model allows it."
+        "max_model_len if the model allows it.",
+        count,
     )
 
 

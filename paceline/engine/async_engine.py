@@ -17,7 +17,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TypeAlias
 
 from paceline.constrain.compiler import Grammar
@@ -62,11 +62,12 @@ class AsyncEngine:
         max_queue: int,
         observers: Sequence[Observer] = (),
         stuck_after: float = STUCK_AFTER,
+        turn: AbstractContextManager[object] | None = None,
     ) -> None:
         """`max_queue` requests may wait; more are refused with OverloadedError.
 
         An engine that has work and finishes no step within `stuck_after` seconds counts as stuck until it
-        does; 0: never.
+        does; 0: never. Each step is within `turn`: see StepTurns.
         """
         self._engine = engine
         self._tokenizer = tokenizer
@@ -78,6 +79,7 @@ class AsyncEngine:
         self._draining = False
         self._dead: Exception | None = None
         self._stuck_after = stuck_after
+        self._turn = turn or nullcontext()
         self._busy_since: float | None = None  # start of the current step; None: idle
         self._watching: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
@@ -327,7 +329,8 @@ class AsyncEngine:
             self._in_loop(self._fail_all, UnavailableError("the engine has died; restart the server."))
 
     def _step(self) -> None:
-        deltas = self._engine.step()
+        with self._turn:
+            deltas = self._engine.step()
         for observer in self._observers:  # first: metrics count a token before its client sees it
             observer.step(self._engine.stats, deltas)
         updates = [(delta.request.request_id, self._update(delta)) for delta in deltas if _has_news(delta)]

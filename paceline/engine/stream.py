@@ -42,6 +42,11 @@ class Stream:
         self._arrived = arrived or asyncio.Event()
         self._failure: Exception | None = None
 
+    @property
+    def ended(self) -> bool:
+        """Whether the request has finished or failed: no more updates come."""
+        return self.output is not None or self._failure is not None
+
     async def __aenter__(self) -> Stream:
         return self
 
@@ -77,7 +82,7 @@ class Stream:
 
     def abort(self) -> None:
         """Abort the request if it is unfinished. It takes part in no further pass."""
-        if self.output is None and self._failure is None:
+        if not self.ended:
             self._abort(self)
 
     def accept(self, unavailable_drafter: str | None) -> None:

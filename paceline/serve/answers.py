@@ -14,7 +14,7 @@ from paceline.engine.stream import Update
 from paceline.errors import RequestError
 from paceline.serve.errors import FieldError
 from paceline.serve.generation import Generation
-from paceline.serve.protocol import Metrics, SamplingFields, usage, usage_of
+from paceline.serve.protocol import Metrics, Routed, SamplingFields, usage, usage_of
 from paceline.serve.service import Service
 from paceline.serve.sse import DONE, event, to_json, to_json_pieces
 
@@ -116,8 +116,16 @@ def check_prompt_logprobs(prompts: Sequence[Sequence[int]], params: SamplingPara
 class ChunkMaker:
     """Serializes the chunks of a stream: shared fields, one choice, and usage where it was requested."""
 
-    def __init__(self, head: dict[str, Any], fields: SamplingFields, num_prompt_tokens: int) -> None:
+    def __init__(
+        self,
+        head: dict[str, Any],
+        fields: SamplingFields,
+        num_prompt_tokens: int,
+        routed: Routed | None = None,
+    ) -> None:
+        """`routed`: see Metrics."""
         self._head = head
+        self._routed = routed
         self._before = f'data: {to_json(head)[:-1]},"choices":['  # the same in every chunk: serialized once
         self._fields = fields
         self._num_prompt_tokens = num_prompt_tokens
@@ -142,7 +150,7 @@ class ChunkMaker:
         if self._fields.wants_usage:
             data["usage"] = usage_of(generation.outputs)
         if self._fields.return_metrics:
-            data["metrics"] = Metrics.of(generation.outputs[0]).model_dump()
+            data["metrics"] = Metrics.of(generation.outputs[0], self._routed).model_dump()
         return (event({**self._head, "choices": [], **data}) if data else b"") + DONE
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -16,19 +17,30 @@ from paceline.serve import (
     live,
     messages,
     metrics_page,
-    models,
     responses,
     running,
     tokens,
     unknown_paths,
 )
+from paceline.serve import models as models_endpoint
+from paceline.serve.engines import EngineGroup
 from paceline.serve.errors import CLIENT_GONE, add_handlers
 from paceline.serve.head import HeadAsGet
 from paceline.serve.metrics import Metrics
 from paceline.serve.middleware import Gate, Requests, log_request
 from paceline.serve.options import ServeOptions
 from paceline.serve.record import RequestRecord
+from paceline.serve.routes.metrics import RouteMetrics, RoutePage
+from paceline.serve.routes.models import Models
 from paceline.serve.service import Service
+
+EXPOSED_HEADERS = (
+    "X-Request-Id",
+    "X-Client-Request-Id",
+    "X-Speculative-Fallback",
+    "X-Routed-Model",
+    "Retry-After",
+)
 
 
 def make_app(
@@ -37,43 +49,59 @@ def make_app(
     metrics: Metrics | None = None,
     on_finished: Sequence[Callable[[RequestRecord], None]] = (),
 ) -> FastAPI:
-    """The HTTP API over a running service. With `metrics`, also serves /metrics and the live page.
+    """The HTTP API over one running service; see make_models_app."""
+    return make_models_app(
+        Models.of(service), options or ServeOptions(), () if metrics is None else [metrics], on_finished
+    )
+
+
+def make_models_app(
+    models: Models,
+    options: ServeOptions,
+    metrics: Sequence[Metrics] = (),
+    on_finished: Sequence[Callable[[RequestRecord], None]] = (),
+) -> FastAPI:
+    """The HTTP API over running models. With `metrics`, one for each engine, also serves /metrics and the
+    live page; the first counts HTTP requests.
 
     `on_finished` are called with the record of each finished request, in the event loop.
     """
-    options = options or ServeOptions()
     app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None)
     add_handlers(app)
-    routers = [part.router(service) for part in (models, completions, chat, responses, messages, tokens)]
-    routers += [health.router(service.engine), docs_page.router()]
-    if metrics is not None:
+    endpoints = (models_endpoint, completions, chat, responses, messages, tokens)
+    routers = [endpoint.router(models) for endpoint in endpoints]
+    routers += [health.router(models.engines), docs_page.router()]
+    counting: list[Callable[[RequestRecord], None]] = []
+    if metrics:
+        route_metrics = RouteMetrics(models.table)
+        pages = metrics_page.model_pages(metrics, models.engines.engines, options.metrics_prefix)
         routers += [
-            metrics_page.router(metrics, service.engine, options.metrics_prefix),
-            running.router(service.engine),
+            metrics_page.router([*pages, RoutePage(route_metrics)]),
+            running.router(models.engines),
             live.router(),
         ]
+        counting = [partial(_count_answer, metrics[0]), route_metrics.finished]
     for router in routers:
         app.include_router(router)
     unknown_paths.add_handlers(app, routers)
-    add_middleware(app, service, options, [log_request, *_counting(metrics), *on_finished])
+    add_middleware(app, models.engines, options, [log_request, *counting, *on_finished])
     return app
 
 
-def _counting(metrics: Metrics | None) -> Iterator[Callable[[RequestRecord], None]]:
-    if metrics is not None:
-        yield lambda record: metrics.answered(record.route, record.status or CLIENT_GONE)
+def _count_answer(metrics: Metrics, record: RequestRecord) -> None:
+    metrics.answered(record.route, record.status or CLIENT_GONE)
 
 
 def add_middleware(
     app: FastAPI,
-    service: Service,
+    engines: EngineGroup,
     options: ServeOptions,
     on_finished: Sequence[Callable[[RequestRecord], None]],
 ) -> None:
     """Wrap the app in middleware. The last one added is the outermost."""
     app.add_middleware(
         Gate,
-        engine=service.engine,
+        engine=engines,
         keys=options.api_key,
         share_cache=options.share_cache_across_keys,
         max_body_bytes=options.max_body_bytes,
@@ -84,7 +112,7 @@ def add_middleware(
             allow_origins=options.cors_origin,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("X-Request-Id", "X-Client-Request-Id", "X-Speculative-Fallback", "Retry-After"),
+            expose_headers=EXPOSED_HEADERS,
         )
     app.add_middleware(HeadAsGet)
     app.add_middleware(Requests, timeout=options.request_timeout, on_finished=on_finished)

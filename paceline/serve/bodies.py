@@ -21,8 +21,9 @@ from paceline.errors import RequestError
 from paceline.options import unknown_option
 from paceline.serve.errors import ApiError, FieldError
 from paceline.serve.fields import Unsupported
+from paceline.serve.places import is_large
+from paceline.serve.routes.models import Models
 from paceline.serve.scanning import MAX_DEPTH, shape_of
-from paceline.serve.service import Service, is_large
 
 # Limits of one body. Each bounds how long parsing may hold the GIL.
 MAX_VALUES = 300_000  # JSON values: 64 prompts of 4,096 token ids and some; parsing takes 0.12 us each, 36 ms
@@ -47,7 +48,7 @@ _ABOUT = {
 }
 
 
-def json_route(service: Service) -> type[APIRoute]:
+def json_route(models: Models) -> type[APIRoute]:
     """The route class for JSON bodies; its errors name the field that is wrong.
 
     A request holds a place in the engine's queue until its handler has submitted or answered it.
@@ -66,10 +67,10 @@ def json_route(service: Service) -> type[APIRoute]:
                 _check_content_type(request)
                 read = _JsonRequest(request.scope, request.receive)
                 raw = await read.body()
-                with await service.reserve_place(len(raw)) as place:
+                with await models.places.reserve_place(len(raw)) as place:
                     request.state.place = place
                     if is_large(len(raw)):
-                        read.data = await service.in_thread(_read_alone, service, raw, model)
+                        read.data = await models.default.in_thread(_read_alone, models, raw, model)
                     else:
                         read.data = read_body(raw, model)
                     try:
@@ -91,9 +92,9 @@ class _JsonRequest(Request):
         return self.data
 
 
-def _read_alone(service: Service, raw: bytes, model: type[BaseModel]) -> BaseModel:
+def _read_alone(models: Models, raw: bytes, model: type[BaseModel]) -> BaseModel:
     """The validated model of a large body. One at a time: two would only alternate on the GIL."""
-    with service.reading:
+    with models.places.reading:
         return read_body(raw, model)
 
 

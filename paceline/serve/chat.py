@@ -25,28 +25,27 @@ from paceline.serve.errors import FieldError
 from paceline.serve.generation import Generation
 from paceline.serve.logprobs import chat_logprobs, prompt_logprobs
 from paceline.serve.protocol import Metrics, usage_of
-from paceline.serve.service import Service
+from paceline.serve.routes.models import Attempt, Models, user_text
+from paceline.serve.service import Prepared, Service
 from paceline.serve.sse import EventResponse
 from paceline.serve.tools import Arguments, CallStarted, Content, DistinctCalls, Event, ToolPlan, read_whole
 from paceline.serve.tools.chat_fields import chat_choice, chat_tools
 
 
-def router(service: Service) -> APIRouter:
+def router(models: Models) -> APIRouter:
     """The routes of chat completions."""
-    routes = APIRouter(route_class=json_route(service), tags=["OpenAI"])
+    routes = APIRouter(route_class=json_route(models), tags=["OpenAI"])
 
     @routes.post("/v1/chat/completions", response_model=ChatCompletion, responses=GENERATES)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """The next message of a conversation. With `stream`, chunks as server-sent events."""
-        model = service.check_model(body.model)
-        plan, params, prompt = await service.in_thread(_prepare, service, body)
-        request.state.record.warnings += _unread_variables(service, body)
-        generation = await service.start(request, [prompt], params, body, plan)
+        attempt = await models.generate(request, body.model, body, _prepare)
+        service, generation = attempt.service, attempt.generation
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
-        head = service.head(request, "chatcmpl", kind, model)
-        answer = _Answer(service, body, params, plan, head, request.state.record.warnings)
+        head = service.head(request, "chatcmpl", kind, attempt.asked)
+        answer = _Answer(attempt, body, head, request.state.record.warnings)
         if body.stream:
-            return EventResponse(answer.chunks(generation, prompt), generation.abort)
+            return EventResponse(answer.chunks(generation), generation.abort)
         (output,) = await service.finished(request, generation)
         size = size_of([output], prompt_ids=bool(body.return_token_ids))
         return await json_answer(service, lambda: answer.whole(output), size)
@@ -54,13 +53,13 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-def _prepare(service: Service, body: ChatRequest) -> tuple[ToolPlan, SamplingParams, list[int]]:
-    """The tool plan, the sampling parameters and the prompt's token ids of a request."""
+def _prepare(service: Service, body: ChatRequest) -> Prepared:
+    """The request as a model gets it."""
     plan, params = _plan(service, body)
     messages = [message.plain() for message in body.messages]
     prompt = service.encode_chat(messages, plan, **body.template_options())
     check_prompt_logprobs([prompt], params)
-    return plan, params, prompt
+    return Prepared([prompt], params, plan, user_text(messages), _unread_variables(service, body))
 
 
 def _unread_variables(service: Service, body: ChatRequest) -> list[str]:
@@ -96,10 +95,8 @@ def _plan(service: Service, body: ChatRequest) -> tuple[ToolPlan, SamplingParams
 class _Answer:
     """Builds the answer to one request, whole or as chunks."""
 
-    service: Service
+    attempt: Attempt[Prepared]
     body: ChatRequest
-    params: SamplingParams
-    plan: ToolPlan
     head: dict[str, Any]
     warnings: list[str]
 
@@ -111,13 +108,14 @@ class _Answer:
         if self.body.return_token_ids:
             body["prompt_token_ids"] = output.prompt_token_ids
         if self.body.return_metrics:
-            body["metrics"] = Metrics.of(output).model_dump()
+            body["metrics"] = Metrics.of(output, self.attempt.routed).model_dump()
         if self.warnings:
             body["warnings"] = self.warnings
         return body
 
-    async def chunks(self, generation: Generation, prompt: list[int]) -> AsyncIterator[bytes]:
-        maker = ChunkMaker(self.head, self.body, len(prompt))
+    async def chunks(self, generation: Generation) -> AsyncIterator[bytes]:
+        (prompt,) = self.attempt.prepared.prompts
+        maker = ChunkMaker(self.head, self.body, len(prompt), self.attempt.routed)
         prompt_ids = {"prompt_token_ids": prompt} if self.body.return_token_ids else {}
         parsers: dict[int, DistinctCalls] = {}
         async for batch in generation:
@@ -125,7 +123,7 @@ class _Answer:
             for index, update in batch:
                 maker.count(update)
                 if index not in parsers:
-                    parsers[index] = self.plan.parser()
+                    parsers[index] = self.attempt.prepared.plan.parser()
                     started = _delta(index, {"role": "assistant", "content": ""})
                     written.append(maker.chunk(started, **prompt_ids))
                 written += [maker.chunk(choice) for choice in self._deltas(index, update, parsers[index])]
@@ -151,7 +149,7 @@ class _Answer:
         return choices
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
-        parser = self.plan.parser()
+        parser = self.attempt.prepared.plan.parser()
         content, calls = read_whole(parser, completion.text)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
@@ -178,7 +176,7 @@ class _Answer:
         }
 
     def _logprobs(self, token_ids: list[int], entries: list[Any]) -> dict[str, Any]:
-        return chat_logprobs(token_ids, entries, self.body.top_logprobs or 0, self.service.tokenizer)
+        return chat_logprobs(token_ids, entries, self.body.top_logprobs or 0, self.attempt.service.tokenizer)
 
 
 def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:

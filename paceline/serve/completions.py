@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -28,7 +28,8 @@ from paceline.serve.fields import Bool, Int, Name, Unsupported
 from paceline.serve.generation import Generation
 from paceline.serve.logprobs import CompletionLogprobs, prompt_logprobs
 from paceline.serve.protocol import Metrics, SamplingFields, Usage, usage_of
-from paceline.serve.service import Service
+from paceline.serve.routes.models import Attempt, Models
+from paceline.serve.service import Prepared, Service
 from paceline.serve.sse import EventResponse
 
 MAX_OUTPUTS = MAX_N  # outputs per HTTP request, over all its prompts
@@ -113,29 +114,32 @@ class Completion(BaseModel):
     metrics: Metrics | None = None
 
 
-def router(service: Service) -> APIRouter:
+def router(models: Models) -> APIRouter:
     """The routes of completions."""
-    routes = APIRouter(route_class=json_route(service), tags=["OpenAI"])
+    routes = APIRouter(route_class=json_route(models), tags=["OpenAI"])
 
     @routes.post("/v1/completions", response_model=Completion, responses=GENERATES)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """How a prompt goes on. With `stream`, chunks as server-sent events."""
-        model = service.check_model(body.model)
-        params, prompts, echoed = await service.in_thread(_prepare, service, body)
-        head = service.head(request, "cmpl", "text_completion", model)
-        answer = _Answer(service, body, params, prompts, echoed, head)
-        generation = await service.start(request, prompts, params, body)
+        attempt = await models.generate(request, body.model, body, _prepare)
+        service, generation = attempt.service, attempt.generation
+        answer = _Answer(attempt, body, service.head(request, "cmpl", "text_completion", attempt.asked))
         if body.stream:
             return EventResponse(answer.chunks(generation), generation.abort)
         outputs = await service.finished(request, generation)
-        size = size_of(outputs, echoed, bool(body.return_token_ids))
+        size = size_of(outputs, attempt.prepared.echoed, bool(body.return_token_ids))
         return await json_answer(service, lambda: answer.whole(outputs), size)
 
     return routes
 
 
-def _prepare(service: Service, body: CompletionRequest) -> tuple[SamplingParams, list[list[int]], list[str]]:
-    """The sampling parameters, the prompts' token ids and, with echo, their texts."""
+@dataclass(frozen=True)
+class _Prepared(Prepared):
+    echoed: list[str] = field(default_factory=list)  # texts of the prompts; empty without echo
+
+
+def _prepare(service: Service, body: CompletionRequest) -> _Prepared:
+    """The request as a model gets it."""
     params = _params(body)
     prompts = service.encode(body.prompt, body.add_special_tokens is not False)
     check_prompt_logprobs(prompts, params)
@@ -143,7 +147,7 @@ def _prepare(service: Service, body: CompletionRequest) -> tuple[SamplingParams,
     if body.echo:
         decode = service.tokenizer.decode
         echoed = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in body.prompt]
-    return params, prompts, echoed
+    return _Prepared(prompts, params, echoed=echoed)
 
 
 def _params(body: CompletionRequest) -> SamplingParams:
@@ -176,36 +180,37 @@ def _params(body: CompletionRequest) -> SamplingParams:
 class _Answer:
     """Builds the answer to one request, whole or as chunks."""
 
-    service: Service
+    attempt: Attempt[_Prepared]
     body: CompletionRequest
-    params: SamplingParams
-    prompts: list[list[int]]
-    echoed: list[str]  # texts of the prompts; empty without echo
     head: dict[str, Any]
+
+    @property
+    def prepared(self) -> _Prepared:
+        return self.attempt.prepared
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         if self.body.max_tokens == 0:
             outputs = [_without_output(output) for output in outputs]
         choices = [
-            self._choice(number * self.params.n + completion.index, output, completion)
+            self._choice(number * self.prepared.params.n + completion.index, output, completion)
             for number, output in enumerate(outputs)
             for completion in output.outputs
         ]
         body = {**self.head, "choices": choices, "usage": usage_of(outputs)}
         if self.body.return_metrics:
-            body["metrics"] = Metrics.of(outputs[0]).model_dump()
+            body["metrics"] = Metrics.of(outputs[0], self.attempt.routed).model_dump()
         return body
 
     async def chunks(self, generation: Generation) -> AsyncIterator[bytes]:
-        maker = ChunkMaker(self.head, self.body, sum(map(len, self.prompts)))
-        count = len(self.prompts) * self.params.n
+        maker = ChunkMaker(self.head, self.body, sum(map(len, self.prepared.prompts)), self.attempt.routed)
+        count = len(self.prepared.prompts) * self.prepared.params.n
         logprobs = [self._logprobs() for _ in range(count)]
         untold = (
             set(range(count)) if self.body.return_token_ids else set()
         )  # choices without prompt_token_ids
         if self.body.echo:
             for index in range(count):  # one event each: an echoed prompt may be long
-                yield maker.chunk(_choice(index, self.echoed[index // self.params.n]))
+                yield maker.chunk(_choice(index, self.prepared.echoed[index // self.prepared.params.n]))
         async for batch in generation:
             written = []
             for index, update in batch:
@@ -220,7 +225,7 @@ class _Answer:
                     choice["token_ids"] = list(update.token_ids)
                 if index in untold:
                     untold.remove(index)
-                    choice["prompt_token_ids"] = self.prompts[index // self.params.n]
+                    choice["prompt_token_ids"] = self.prepared.prompts[index // self.prepared.params.n]
                 if _has_content(update) or (self.body.return_token_ids and update.token_ids):
                     written.append(maker.chunk(choice))
             yield b"".join(written)
@@ -229,7 +234,7 @@ class _Answer:
     def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
         choice = _choice(index, completion.text)
         if self.body.echo:
-            choice["text"] = self.echoed[index // self.params.n] + completion.text
+            choice["text"] = self.prepared.echoed[index // self.prepared.params.n] + completion.text
         if completion.logprobs is not None:
             tokens: list[int] = completion.token_ids
             entries: list[TokenLogprobs | None] = [*completion.logprobs]
@@ -246,7 +251,7 @@ class _Answer:
 
     def _logprobs(self) -> CompletionLogprobs:
         return CompletionLogprobs(
-            self.service.tokenizer, self.body.logprobs or 0, self.params.skip_special_tokens
+            self.attempt.service.tokenizer, self.body.logprobs or 0, self.prepared.params.skip_special_tokens
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from itertools import starmap
 
 from starlette.requests import Request
@@ -12,7 +13,7 @@ from starlette.requests import Request
 from paceline.constrain.compiler import Grammar
 from paceline.core.params import SamplingParams
 from paceline.engine.async_engine import AsyncEngine
-from paceline.engine.outputs import RequestOutput
+from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.stream import Stream, Update
 from paceline.models.detokenizer import Watch
 from paceline.serve.errors import FieldError
@@ -24,8 +25,10 @@ _SEGMENT = re.compile(r"[\w.:/-]{1,64}", re.ASCII)  # valid as a metric label
 class Generation:
     """The running outputs of a request. Output i of prompt p has the number p * n + i."""
 
-    def __init__(self, num_outputs: int) -> None:
+    def __init__(self, num_outputs: int, hide_logprobs: bool = False) -> None:
+        """`hide_logprobs`: they were not asked for by the client, and `judged_outputs` alone has them."""
         self._n = num_outputs
+        self._hide_logprobs = hide_logprobs
         self._arrived = asyncio.Event()  # set when any of the streams has an update
         self._streams: dict[int, Stream] = {}  # by prompt
 
@@ -38,9 +41,10 @@ class Generation:
         fields: SamplingFields,
         grammar: Grammar | None,
         watch: Callable[[], Watch] | None,
+        hide_logprobs: bool = False,
     ) -> Generation:
         """A generation whose prompts the engine has all accepted. If it refuses one, none runs."""
-        generation = Generation(params.n)
+        generation = Generation(params.n, hide_logprobs)
         request_id = request.state.request_id
         segment = segment_of(request, fields)
         # salts of keys have a fixed length, so no other key's cache_salt can lead to the same concatenation
@@ -71,6 +75,16 @@ class Generation:
     @property
     def outputs(self) -> list[RequestOutput]:
         """The finished outputs by prompt; complete once the iteration has ended."""
+        if not self._hide_logprobs:
+            return self.judged_outputs
+        return [
+            replace(output, outputs=[_without_logprobs(completion) for completion in output.outputs])
+            for output in self.judged_outputs
+        ]
+
+    @property
+    def judged_outputs(self) -> list[RequestOutput]:
+        """The same, with log-probabilities that the client did not ask for."""
         outputs = [self._streams[number].output for number in sorted(self._streams)]
         return [output for output in outputs if output is not None]
 
@@ -85,7 +99,7 @@ class Generation:
             # read before the updates: a stream's last update comes before its end
             ended = all(stream.output is not None for stream in self._streams.values())
             batch = [
-                (number * self._n + update.index, update)
+                (number * self._n + update.index, self._shown(update))
                 for number, stream in self._streams.items()
                 for update in stream.take()
             ]
@@ -102,6 +116,15 @@ class Generation:
             self._arrived.clear()
             await self._arrived.wait()
 
+    def _shown(self, update: Update) -> Update:
+        return replace(update, logprobs=None) if self._hide_logprobs else update
+
+    async def ended(self) -> None:
+        """Wait until all outputs have ended, and keep their updates: an iteration then has all at once."""
+        while not all(stream.ended for stream in self._streams.values()):
+            self._arrived.clear()
+            await self._arrived.wait()
+
     async def finished(self) -> list[RequestOutput]:
         """The outputs of all prompts, once all have finished."""
         async for _ in self:
@@ -112,6 +135,10 @@ class Generation:
         """Abort the outputs that still run. They take part in no further pass."""
         for stream in self._streams.values():
             stream.abort()
+
+
+def _without_logprobs(completion: CompletionOutput) -> CompletionOutput:
+    return replace(completion, logprobs=None, cumulative_logprob=None)
 
 
 def segment_of(request: Request, fields: SamplingFields) -> str:

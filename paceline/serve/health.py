@@ -8,8 +8,8 @@ from typing import Any, Literal
 from fastapi import APIRouter, Response
 from pydantic import BaseModel
 
-from paceline.engine.async_engine import AsyncEngine
 from paceline.serve.answers import ASKS
+from paceline.serve.engines import EngineGroup
 from paceline.serve.middleware import HEALTH, LOAD, PING
 
 
@@ -26,7 +26,7 @@ _UNWELL: dict[int | str, dict[str, Any]] = {
 }
 
 
-def router(engine: AsyncEngine) -> APIRouter:
+def router(engine: EngineGroup) -> APIRouter:
     """The routes that tell how the server is."""
     routes = APIRouter(tags=["Server"])
 
@@ -47,8 +47,8 @@ def router(engine: AsyncEngine) -> APIRouter:
     return routes
 
 
-def health_of(engine: AsyncEngine) -> Health:
-    """The engine's health."""
+def health_of(engine: EngineGroup) -> Health:
+    """The health of the engines: that of the worst."""
     if engine.failure is not None:
-        return Health(status="stuck" if engine.stuck else "dead")
+        return Health(status="dead" if engine.dead else "stuck")
     return Health(status="draining" if engine.draining else "ok")

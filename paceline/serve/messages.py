@@ -7,7 +7,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from paceline.core.params import SamplingParams
 from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.serve.answers import ALL_ERRORS, documented, json_response
 from paceline.serve.bodies import json_route
@@ -22,7 +21,8 @@ from paceline.serve.messages_protocol import (
     TokenCount,
 )
 from paceline.serve.protocol import Metrics
-from paceline.serve.service import Service
+from paceline.serve.routes.models import Attempt, Models, user_text
+from paceline.serve.service import Prepared, Service
 from paceline.serve.sse import EventResponse, event, to_json
 from paceline.serve.tokens import most_tokens
 from paceline.serve.tools import ToolPlan
@@ -30,9 +30,9 @@ from paceline.serve.tools import ToolPlan
 _PING = event({"type": "ping"}, name="ping")
 
 
-def router(service: Service) -> APIRouter:
+def router(models: Models) -> APIRouter:
     """The routes of messages."""
-    routes = APIRouter(route_class=json_route(service), tags=["Anthropic"])
+    routes = APIRouter(route_class=json_route(models), tags=["Anthropic"])
 
     @routes.post(
         "/v1/messages",
@@ -41,15 +41,12 @@ def router(service: Service) -> APIRouter:
     )
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """The next message of a conversation. With `stream`, events as server-sent events."""
-        model = service.check_model(body.model)
-        plan, params, prompt = await service.in_thread(_prepare, service, body)
-        warnings: list[str] = request.state.record.warnings
-        warnings += _unread_thinking(service, body)
-        generation = await service.start(request, [prompt], params, body, plan)
-        answer = _Answer(body, plan, model, f"msg_{request.state.request_id}", warnings)
+        attempt = await models.generate(request, body.model, body, _prepare)
+        generation = attempt.generation
+        answer = _Answer(body, attempt, f"msg_{request.state.request_id}", request.state.record.warnings)
         if body.stream:
-            return EventResponse(answer.events(generation, len(prompt)), generation.abort)
-        (output,) = await service.finished(request, generation)
+            return EventResponse(answer.events(generation), generation.abort)
+        (output,) = await attempt.service.finished(request, generation)
         return Response(answer.whole(output), media_type="application/json")
 
     @routes.post(
@@ -59,19 +56,21 @@ def router(service: Service) -> APIRouter:
     )
     async def count_tokens(body: CountTokensRequest) -> Response:
         """The number of tokens of a conversation as the model gets it."""
-        service.check_model(body.model)
+        service = models.reference(body.model)
         return json_response({"input_tokens": await service.in_thread(_count, service, body)})
 
     return routes
 
 
-def _prepare(service: Service, body: MessagesRequest) -> tuple[ToolPlan, SamplingParams, list[int]]:
-    """The tool plan, the sampling parameters and the prompt's token ids of a request."""
+def _prepare(service: Service, body: MessagesRequest) -> Prepared:
+    """The request as a model gets it."""
     plan = _plan(service, body)
     params = body.sampling_params(
         max_tokens=body.max_tokens, stop=body.stop_sequences, **plan.sampling_options()
     )
-    return plan, params, service.encode_chat(messages_of(body), plan, **body.template_options())
+    messages = messages_of(body)
+    prompt = service.encode_chat(messages, plan, **body.template_options())
+    return Prepared([prompt], params, plan, user_text(messages), _unread_thinking(service, body))
 
 
 def _unread_thinking(service: Service, body: MessagesRequest) -> list[str]:
@@ -97,16 +96,21 @@ class _Answer:
     """Builds the answer to one request, whole or as events."""
 
     def __init__(
-        self, body: MessagesRequest, plan: ToolPlan, model: str, message_id: str, warnings: Sequence[str]
+        self,
+        body: MessagesRequest,
+        attempt: Attempt[Prepared],
+        message_id: str,
+        warnings: Sequence[str],
     ) -> None:
-        self._parser = plan.parser()
+        self._attempt = attempt
+        self._parser = attempt.prepared.plan.parser()
         self._blocks = ContentBlocks()
         self._wants_metrics = bool(body.return_metrics)
         self._head: dict[str, Any] = {
             "id": message_id,
             "type": "message",
             "role": "assistant",
-            "model": model,
+            "model": attempt.asked,
             **({"warnings": warnings} if warnings else {}),
         }
 
@@ -119,10 +123,12 @@ class _Answer:
         end = {**self._stopped(completion), "usage": _usage(output), **self._metrics(output)}
         return f'{to_json(self._head | end)[:-1]},"content":{self._blocks.json()}}}'
 
-    async def events(self, generation: Generation, num_prompt_tokens: int) -> AsyncIterator[bytes]:
+    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
         """The events of a stream."""
         begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-        usage = _counts(num_prompt_tokens, cached=0, made=0)  # what was cached is known at the end
+        usage = _counts(
+            len(self._attempt.prepared.prompts[0]), cached=0, made=0
+        )  # what was cached is known at the end
         yield _event({"type": "message_start", "message": {**self._head, **begun, "usage": usage}}) + _PING
         async for batch in generation:
             parsed = [event for _, update in batch for event in self._parser.feed(update.text)]
@@ -143,7 +149,9 @@ class _Answer:
         return {"stop_reason": "tool_use" if self._parser.num_calls else "end_turn", "stop_sequence": None}
 
     def _metrics(self, output: RequestOutput) -> dict[str, Any]:
-        return {"metrics": Metrics.of(output).model_dump()} if self._wants_metrics else {}
+        if not self._wants_metrics:
+            return {}
+        return {"metrics": Metrics.of(output, self._attempt.routed).model_dump()}
 
 
 def _event(data: dict[str, Any]) -> bytes:

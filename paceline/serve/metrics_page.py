@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
@@ -22,7 +22,7 @@ from paceline.serve.metrics_vllm import (
     PREFIX,
     VLLM_BENCH_NAMES,
     VLLM_NAMES,
-    lora_requests_info,
+    LoraPage,
     vllm_alias,
 )
 
@@ -30,10 +30,10 @@ Labels = dict[str, str]
 Samples = Iterable[tuple[Labels, float]]
 
 
-def router(metrics: Metrics, engine: AsyncEngine, prefix: str = "paceline") -> APIRouter:
-    """The route of the metrics. `prefix`: as in ServeOptions."""
+def router(pages: Sequence[Collector]) -> APIRouter:
+    """The route of the metrics, on which several pages are one."""
     registry = CollectorRegistry()
-    registry.register(Page(metrics, engine, all_vllm_names=prefix == "vllm"))
+    registry.register(MergedPages(pages))
     ProcessCollector(registry=registry)
     routes = APIRouter(tags=["Server"])
 
@@ -46,8 +46,32 @@ def router(metrics: Metrics, engine: AsyncEngine, prefix: str = "paceline") -> A
     return routes
 
 
+def model_pages(metrics: Sequence[Metrics], engines: Sequence[AsyncEngine], prefix: str) -> list[Collector]:
+    """The pages of models, each with its metrics and its engine. `prefix`: as in ServeOptions."""
+    vllm = prefix == "vllm"
+    pages: list[Collector] = [Page(*each, all_vllm_names=vllm) for each in zip(metrics, engines, strict=True)]
+    return [*pages, LoraPage()] if vllm else pages
+
+
+class MergedPages(Collector):
+    """The metrics of several pages. Those of one name are one family: Prometheus refuses a second."""
+
+    def __init__(self, pages: Sequence[Collector]) -> None:
+        self._pages = pages
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for page in self._pages:
+            for family in page.collect():
+                if family.name in families:
+                    families[family.name].samples += family.samples
+                else:
+                    families[family.name] = family
+        yield from families.values()
+
+
 class Page(Collector):
-    """All metrics, rendered anew for each request."""
+    """All metrics of one model, rendered anew for each request."""
 
     def __init__(self, metrics: Metrics, engine: AsyncEngine, all_vllm_names: bool = False) -> None:
         self._metrics = metrics
@@ -60,8 +84,6 @@ class Page(Collector):
             yield family
             if family.name.removeprefix(PREFIX) in aliases:
                 yield vllm_alias(family, self._metrics.model_name)
-        if self._all_vllm_names:
-            yield lora_requests_info()
 
     def _families(self) -> Iterator[Metric]:
         yield InfoMetricFamily(PREFIX + "server", "What is served, and how.", value=dict(self._metrics.info))

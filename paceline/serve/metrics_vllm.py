@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from paceline.serve.metrics import HISTOGRAMS
 
@@ -46,10 +49,12 @@ def vllm_alias(family: Metric, model_name: str) -> Metric:
     return alias
 
 
-def lora_requests_info() -> Metric:
-    """What gateways read about LoRA adapters: there are none."""
-    name = VLLM + "lora_requests_info"
-    family = GaugeMetricFamily(name, "LoRA adapters of running and waiting requests: none.")
-    labels = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
-    family.add_sample(name, labels, 1.0)
-    return family
+class LoraPage(Collector):
+    """What gateways read about LoRA adapters: there are none, whatever the server's models."""
+
+    def collect(self) -> Iterator[Metric]:
+        name = VLLM + "lora_requests_info"
+        family = GaugeMetricFamily(name, "LoRA adapters of running and waiting requests: none.")
+        labels = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+        family.add_sample(name, labels, 1.0)
+        yield family

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from paceline import __version__
 from paceline.serve.answers import ASKS, documented
-from paceline.serve.service import Service
+from paceline.serve.routes.models import Models
 
 
 class Model(BaseModel):
@@ -17,7 +17,7 @@ class Model(BaseModel):
     object: Literal["model"]
     created: int
     owned_by: str
-    root: str  # the model's first name
+    root: str  # the model's first name; a virtual one's own
     parent: str | None
     max_model_len: int  # tokens of prompt and output together
 
@@ -31,14 +31,14 @@ class Version(BaseModel):
     version: str
 
 
-def router(service: Service) -> APIRouter:
+def router(served: Models) -> APIRouter:
     """The routes that describe the model."""
     routes = APIRouter()
 
     @routes.get("/v1/models", response_model=ModelList, responses=ASKS, tags=["OpenAI"])
     async def models() -> dict[str, Any]:
-        """The names of the served model."""
-        return {"object": "list", "data": [_model(service, name) for name in service.model_names]}
+        """The names of the served models, virtual ones included."""
+        return {"object": "list", "data": [_model(served, name) for name in served.table.names]}
 
     @routes.get(
         "/v1/models/{name:path}",
@@ -48,7 +48,7 @@ def router(service: Service) -> APIRouter:
     )
     async def model(name: str) -> dict[str, Any]:
         """One of them."""
-        return _model(service, service.check_model(name))
+        return _model(served, served.check(name))
 
     @routes.get("/version", response_model=Version, responses=ASKS, tags=["Server"])
     async def version() -> dict[str, Any]:
@@ -58,13 +58,14 @@ def router(service: Service) -> APIRouter:
     return routes
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
+def _model(served: Models, name: str) -> dict[str, Any]:
+    service = served.services.get(name)
     return {
         "id": name,
         "object": "model",
-        "created": service.created,
+        "created": (service or served.default).created,
         "owned_by": "paceline",
-        "root": service.model_names[0],
+        "root": name if service is None else service.model_names[0],
         "parent": None,
-        "max_model_len": service.limits.max_model_len,
+        "max_model_len": served.max_model_len(name),
     }

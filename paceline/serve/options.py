@@ -8,7 +8,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.options import check_bool, check_choice, check_integer, check_number, refuse_unknown
+from paceline.options import (
+    check_bool,
+    check_choice,
+    check_integer,
+    check_number,
+    check_text,
+    refuse_unknown,
+)
 from paceline.serve.kv_events.options import KVEventsOptions
 from paceline.serve.tools.formats import named_format
 
@@ -32,6 +39,7 @@ class ServeOptions:
     api_key: tuple[str, ...] = ()  # each of them is accepted; none: no key is needed
     share_cache_across_keys: bool = False  # false: each key has its own prefix cache and past responses
     served_model_name: tuple[str, ...] = ()  # names that clients may use; none: the model's own name
+    routes: str | None = None  # a routes file: several models, and virtual models over them
     max_queue: int = 256  # requests waiting for the engine; more get 429
     max_connections: int = 512  # more get 503
     max_body_bytes: int = 4 * 1024 * 1024  # of a request body; larger ones get 413
@@ -71,6 +79,8 @@ class ServeOptions:
         for name in self.served_model_name:
             if not name.strip() or len(name) > 256 or not name.isprintable():
                 raise ConfigError(f"served_model_name must be 1 to 256 printable characters, got {name!r}.")
+        if self.routes is not None:
+            check_text(ConfigError, "routes", self.routes, "Give the path of a TOML file.")
         for origin in self.cors_origin:
             if not _ORIGIN.fullmatch(origin):
                 raise ConfigError(

@@ -201,6 +201,15 @@ class SpeculativeDecoding(BaseModel):
         )
 
 
+class Routed(BaseModel):
+    """How a request to a virtual model got its answer."""
+
+    model: str  # the real model that answered
+    routes: list[str]  # the virtual models that it went through
+    escalations: int  # answers of smaller models that were not good enough
+    fallbacks: int  # models that had no room
+
+
 class Metrics(BaseModel):
     """Timings and counts of one request, returned with return_metrics. Times are in milliseconds."""
 
@@ -209,9 +218,10 @@ class Metrics(BaseModel):
     queue_time_ms: float | None
     num_preemptions: int
     speculative_decoding: SpeculativeDecoding
+    routed: Routed | None = None  # null: the client named a real model
 
     @staticmethod
-    def of(output: RequestOutput) -> Metrics:
+    def of(output: RequestOutput, routed: Routed | None = None) -> Metrics:
         """The metrics of a finished request."""
         times = output.metrics
         return Metrics(
@@ -220,6 +230,7 @@ class Metrics(BaseModel):
             queue_time_ms=_milliseconds(times.arrival_time, times.scheduled_time),
             num_preemptions=times.num_preemptions,
             speculative_decoding=SpeculativeDecoding.of(times.speculative),
+            routed=routed,
         )
 
 

@@ -16,6 +16,7 @@ from paceline.engine.outputs import RequestOutput
 
 if TYPE_CHECKING:
     from paceline.serve.generation import Generation
+    from paceline.serve.routes.trail import Trail
 
 _SANE_ID = re.compile(rb"[\w.:/+=@-]{1,128}")
 MAX_PATH = 200  # characters of a path in the log
@@ -42,6 +43,7 @@ class RequestRecord:
     user: str | None = None
     warnings: list[str] = field(default_factory=list)  # what the answer does not do, though it was asked for
     params: SamplingParams | None = None
+    trail: Trail | None = None  # how it came to the model that answers; None: it asks for none
     trace_headers: dict[str, str] = field(default_factory=dict)  # the client's W3C trace context
 
     @staticmethod
@@ -73,6 +75,8 @@ class RequestRecord:
             headers["X-Client-Request-Id"] = self.client_request_id
         if self.warnings:
             headers["X-Warnings"] = _header_value("; ".join(self.warnings))
+        if self.trail is not None and self.trail.is_routed:
+            headers["X-Routed-Model"] = _header_value(self.trail.model or "")
         if self._unavailable_drafter is not None:
             headers["X-Speculative-Fallback"] = (
                 f"{self._unavailable_drafter} is not loaded; drafted as by default"
@@ -100,6 +104,13 @@ class RequestRecord:
             "warnings": self.warnings or None,
             "unavailable_drafter": self._unavailable_drafter,
         }
+        if self.trail is not None and self.trail.visits:
+            facts |= {
+                "routes": self.trail.routes,
+                "routed_model": self.trail.model,
+                "escalations": self.trail.escalations,
+                "fallbacks": self.trail.fallbacks,
+            }
         return facts | (_figures(self.generation.outputs) if self.generation else {})
 
 

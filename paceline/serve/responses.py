@@ -20,38 +20,37 @@ from paceline.serve.protocol import Metrics
 from paceline.serve.responses_input import messages_of
 from paceline.serve.responses_output import OutputItems
 from paceline.serve.responses_protocol import ResponseObject, ResponseRequest
-from paceline.serve.service import Service
+from paceline.serve.routes.models import Attempt, Models, user_text
+from paceline.serve.service import Prepared, Service
 from paceline.serve.sse import EventResponse, event
 from paceline.serve.tools import ToolPlan
 
 logger = logging.getLogger(__name__)
 
 
-def router(service: Service) -> APIRouter:
+def router(models: Models) -> APIRouter:
     """The route of responses."""
-    routes = APIRouter(route_class=json_route(service), tags=["OpenAI"])
+    routes = APIRouter(route_class=json_route(models), tags=["OpenAI"])
 
     @routes.post("/v1/responses", response_model=ResponseObject, responses=GENERATES)
     async def responses(body: ResponseRequest, request: Request) -> Response:
         """The answer to an input. With `stream`, events as server-sent events."""
-        model = service.check_model(body.model)
-        plan, params, prompt = await service.in_thread(_prepare, service, body)
-        generation = await service.start(request, [prompt], params, body, plan)
-        response_id, warnings = f"resp_{request.state.request_id}", request.state.record.warnings
-        answer = _Answer(body, params, plan, model, response_id, warnings)
+        attempt = await models.generate(request, body.model, body, _prepare)
+        generation = attempt.generation
+        answer = _Answer(body, attempt, f"resp_{request.state.request_id}", request.state.record.warnings)
         if body.stream:
             return EventResponse(answer.events(generation), generation.abort)
-        (output,) = await service.finished(request, generation)
+        (output,) = await attempt.service.finished(request, generation)
         return json_response(answer.whole(output))
 
     return routes
 
 
-def _prepare(service: Service, body: ResponseRequest) -> tuple[ToolPlan, SamplingParams, list[int]]:
-    """The tool plan, the sampling parameters and the prompt's token ids of a request."""
+def _prepare(service: Service, body: ResponseRequest) -> Prepared:
+    """The request as a model gets it."""
     messages = messages_of(body)
     plan, params = _plan(service, body)
-    return plan, params, service.encode_chat(messages, plan)
+    return Prepared([service.encode_chat(messages, plan)], params, plan, user_text(messages))
 
 
 def _plan(service: Service, body: ResponseRequest) -> tuple[ToolPlan, SamplingParams]:
@@ -67,13 +66,12 @@ class _Answer:
     def __init__(
         self,
         body: ResponseRequest,
-        params: SamplingParams,
-        plan: ToolPlan,
-        model: str,
+        attempt: Attempt[Prepared],
         response_id: str,
         warnings: list[str],
     ) -> None:
-        self._parser = plan.parser()
+        self._attempt = attempt
+        self._parser = attempt.prepared.plan.parser()
         self._items = OutputItems(_new_id)
         self._sequence = 0
         self._wants_metrics = bool(body.return_metrics)
@@ -81,8 +79,8 @@ class _Answer:
             "id": response_id,
             "object": "response",
             "created_at": int(time.time()),
-            "model": model,
-            **_echoed(body, params),
+            "model": attempt.asked,
+            **_echoed(body, attempt.prepared.params),
             **({"warnings": warnings} if warnings else {}),
         }
 
@@ -128,7 +126,7 @@ class _Answer:
         else:
             response["completed_at"] = int(time.time())
         if self._wants_metrics:
-            response["metrics"] = Metrics.of(output).model_dump()
+            response["metrics"] = Metrics.of(output, self._attempt.routed).model_dump()
         return response
 
     def _response(self, status: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`paceline serve`: load a model, warm it up, open the port, and serve until a signal.
+"""`paceline serve`: load models, open the port, and serve until a signal.
 
 The first SIGTERM, SIGINT or SIGHUP drains: new requests are refused, running ones finish. The second
 stops at once.
@@ -15,36 +15,32 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 import uvicorn.server
 
-from paceline import __version__
-from paceline.build import Loaded, LoadedModel, build_engine, load_model
-from paceline.config import CacheOptions, EngineConfig
-from paceline.core.params import SamplingParams
-from paceline.core.request import Request
 from paceline.engine.async_engine import AsyncEngine, Observer
 from paceline.engine.engine import Engine
+from paceline.engine.step_turns import StepTurns
 from paceline.errors import ConfigError
 from paceline.extras import needs_extra
-from paceline.models.registry import resolve
 from paceline.models.tokenizer import Tokenizer
-from paceline.serve.app import make_app
+from paceline.serve.app import make_models_app
 from paceline.serve.connections import Connection, ConnectionLimits
+from paceline.serve.engines import EngineGroup
 from paceline.serve.kv_events import observe, publishing
+from paceline.serve.loading import ServedModel, declared_models, load_models
 from paceline.serve.logs import log_event, set_up_logs
 from paceline.serve.metrics import Metrics
 from paceline.serve.options import ServeOptions
-from paceline.serve.service import Service
-from paceline.terminal.session import announce_compilation, note
+from paceline.serve.routes.file import RoutesFile, RouteTable
+from paceline.serve.routes.models import Models
+from paceline.serve.service import Service, new_workers
 
 if TYPE_CHECKING:
     from paceline.serve.kv_events.publisher import Publisher
@@ -58,30 +54,38 @@ OTHER_FILES = 256  # open files besides connections
 # How long a thread may hold the GIL while another waits. With Python's 5 ms, a pass that takes the GIL
 # ten times beside a thread that renders a template would take 50 ms longer.
 SWITCH_SECONDS = 0.001
-LIMITS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")  # that the log of a start shows
-WARM_TOKENS = 40  # length of the warm-up prompt: enough to run every kernel of a pass
 
 
-def serve(model: str, engine: dict[str, Any], server: dict[str, Any]) -> None:
-    """Serve a model until a signal. Mistakes in options are reported before anything is loaded."""
+def serve(model: str | None, engine: dict[str, Any], server: dict[str, Any]) -> None:
+    """Serve a model, or those of a routes file, until a signal. Mistakes in options are reported before
+    anything is loaded.
+    """
     options = ServeOptions.from_flags(server)
-    config = EngineConfig.from_options(model=model, **engine)
+    declared = declared_models(model, engine, options)
     if options.otlp_endpoint is not None:
         import_tracing()
-    if options.kv_events and not config.cache.enable_prefix_caching:
-        raise ConfigError("KV events tell of the prefix cache: leave out --no-enable-prefix-caching.")
+    check_events(options, declared)
     with publishing(options.kv_events) as publisher:
         listener = bind(options.host, options.port)
         sys.setswitchinterval(SWITCH_SECONDS)
         set_up_logs(options.log_level, options.log_format)
-        begun = time.monotonic()
-        loaded = load(config)
-        facts = describe(config, loaded)
+        models = load_models(declared)
         allow_files(2 * options.max_connections)
-        announce(facts, time.monotonic() - begun)
-        names = model_names(model, options)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(run(loaded.engine, loaded.tokenizer, names, options, listener, facts, publisher))
+            runner.run(run_models(models, declared.table, options, listener, publisher))
+
+
+def check_events(options: ServeOptions, declared: RoutesFile) -> None:
+    """Raise ConfigError if there can be no KV events of these models."""
+    if options.kv_events is None:
+        return
+    if options.routes is not None:
+        raise ConfigError(
+            "KV events are of one model, and a gateway could not tell several apart: leave them out, or "
+            "--routes."
+        )
+    if not all(entry.config.cache.enable_prefix_caching for entry in declared.models.values()):
+        raise ConfigError("KV events tell of the prefix cache: leave out --no-enable-prefix-caching.")
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -116,68 +120,6 @@ def allow_files(connections: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def load(config: EngineConfig) -> Loaded:
-    """The loaded model (downloaded if necessary), with its kernels compiled."""
-    resolve(config.model.model)
-    if config.backend.name == "cpu":
-        announce_compilation()
-    if sys.stderr.isatty():
-        note(f"loading {config.model.model}")
-    model = load_model(config)
-    warm_up(config, model)
-    loaded = build_engine(config, model)
-    loaded.engine.grammars.prepare()
-    loaded.engine.prepare()
-    return loaded
-
-
-def warm_up(config: EngineConfig, model: LoadedModel) -> None:
-    """Compile and run what passes and drafts need, in a separate engine: the real one stays untouched."""
-    small = replace(
-        config,
-        model=replace(config.model, max_model_len=None),
-        cache=CacheOptions(
-            kv_cache_memory_bytes=16 * model.backend.bytes_per_page(), enable_prefix_caching=False
-        ),
-    )
-    engine = build_engine(small, model).engine
-    length = min(WARM_TOKENS, engine.limits.max_model_len - 3)
-    requests: list[Request] = []
-    for params in (
-        SamplingParams(temperature=0, max_tokens=8, ignore_eos=True),
-        SamplingParams(top_p=0.9, top_k=20, seed=0, max_tokens=8, ignore_eos=True, logprobs=1),
-    ):
-        requests += engine.add_request([0] * length, params)
-    while engine.has_unfinished:
-        engine.step()
-    for request in requests:  # what fails now would fail for every client
-        if request.error is not None:
-            raise request.error
-
-
-def describe(config: EngineConfig, loaded: Loaded) -> dict[str, Any]:
-    """What is served and how, for the log and the metrics."""
-    limits = loaded.engine.limits
-    return {
-        "version": __version__,
-        "model": Path(config.model.model).name,
-        "backend": config.backend.name,
-        "quantization": loaded.engine.backend.weight_format,
-        "drafters": ",".join(loaded.drafters) or "off",
-        "draft_control": "auto" if config.speculative.speculation().auto else "fixed",
-        "max_model_len": str(limits.max_model_len),
-        "max_num_seqs": str(limits.max_num_seqs),
-        "max_num_batched_tokens": str(limits.max_num_batched_tokens),
-    }
-
-
-def announce(facts: Mapping[str, str], seconds: float) -> None:
-    """Log the model and its drafters. `load_model` has logged the backend; the URL follows."""
-    limits: dict[str, Any] = {name: facts[name] for name in LIMITS}
-    log_event(logger, "model", name=facts["model"], **limits, seconds=round(seconds, 1))
-    log_event(logger, "drafter", name=facts["drafters"], control=facts["draft_control"])
-
-
 async def run(
     engine: Engine,
     tokenizer: Tokenizer,
@@ -187,33 +129,57 @@ async def run(
     facts: Mapping[str, str],
     publisher: Publisher | None = None,
 ) -> None:
-    """Serve a loaded model on a bound socket until a signal. The publisher gets KV events."""
-    metrics = Metrics(names[0], options.max_segments, facts)
-    observers: list[Observer] = [metrics]
+    """Serve one loaded model on a bound socket until a signal. The publisher gets KV events."""
+    model = ServedModel(names, engine, tokenizer, facts)
+    await run_models([model], RouteTable.of(*names), options, listener, publisher)
+
+
+async def run_models(
+    served: Sequence[ServedModel],
+    table: RouteTable,
+    options: ServeOptions,
+    listener: socket.socket,
+    publisher: Publisher | None = None,
+) -> None:
+    """Serve loaded models, and routes over them, on a bound socket until a signal.
+
+    The publisher gets KV events, of one model only.
+    """
+    workers = new_workers()
+    metrics = [Metrics(model.names[0], options.max_segments, model.facts) for model in served]
+    observers: list[list[Observer]] = [[counters] for counters in metrics]
     if publisher is not None:
-        observers.append(observe(engine.kv, publisher))
+        (model,), (own,) = served, observers
+        own.append(observe(model.engine.kv, publisher))
         log_event(logger, "kv events", endpoint=publisher.endpoint, replay=publisher.replay_endpoint)
-    front = AsyncEngine(
-        engine,
-        tokenizer,
-        max_queue=options.max_queue,
-        observers=observers,
-        stuck_after=options.stuck_timeout,
-    )
-    front.start()
-    service = Service(front, tokenizer, names, options.tool_call_parser)
+    turns = StepTurns() if len(served) > 1 else None
+    services: dict[str, Service] = {}
+    for model, observing in zip(served, observers, strict=True):
+        front = AsyncEngine(
+            model.engine,
+            model.tokenizer,
+            max_queue=options.max_queue if model.max_queue is None else model.max_queue,
+            observers=observing,
+            stuck_after=options.stuck_timeout,
+            turn=None if turns is None else turns.join(),
+        )
+        parser = model.tool_call_parser or options.tool_call_parser
+        service = Service(front, model.tokenizer, model.names, parser, workers=workers)
+        services |= dict.fromkeys(model.names, service)
+    models = Models(services, table)
+    models.engines.start()
     with ExitStack() as stack:
         on_finished = []
         if options.otlp_endpoint is not None:
-            tracing = import_tracing()(options.otlp_endpoint, names[0], front.now)
+            tracing = import_tracing()(options.otlp_endpoint, table.default, models.engines.now)
             stack.callback(tracing.close)
             on_finished.append(tracing.request_ended)
-        app = make_app(service, options, metrics, on_finished)
+        app = make_models_app(models, options, metrics, on_finished)
         try:
-            await Server(app, front, options, metrics).serve([listener])
+            await Server(app, models.engines, options, metrics[0]).serve([listener])
         finally:
-            await front.stop()
-            service.workers.shutdown(wait=False, cancel_futures=True)
+            await models.engines.stop()
+            workers.shutdown(wait=False, cancel_futures=True)
     log_event(logger, "stopped")
 
 
@@ -227,7 +193,7 @@ def import_tracing() -> type[Tracing]:
 class Server(uvicorn.Server):
     """uvicorn with its own drain: the port stays open until the running requests have finished."""
 
-    def __init__(self, app: Any, engine: AsyncEngine, options: ServeOptions, metrics: Metrics) -> None:
+    def __init__(self, app: Any, engine: EngineGroup, options: ServeOptions, metrics: Metrics) -> None:
         limits = ConnectionLimits(
             options.max_connections, options.client_timeout, partial(metrics.answered, "")
         )
@@ -311,14 +277,6 @@ class Server(uvicorn.Server):
 def _url(host: str, listener: socket.socket) -> str:
     port = listener.getsockname()[1]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def model_names(model: str, options: ServeOptions) -> tuple[str, ...]:
-    """Names that clients may use for the model. A file or folder gives its base name, never its path."""
-    if options.served_model_name:
-        return options.served_model_name
-    path = Path(model).expanduser()
-    return (path.resolve().name.removesuffix(".gguf") if path.exists() else model,)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ParamSpec, TypeVar, Unpack
 
@@ -29,7 +27,7 @@ from paceline.engine.outputs import RequestOutput
 from paceline.errors import OverloadedError
 from paceline.models.chat import TemplateOptions
 from paceline.models.tokenizer import Tokenizer, TooManyTokens
-from paceline.serve.errors import ApiError, ClientGone
+from paceline.serve.errors import ClientGone
 from paceline.serve.generation import Generation
 from paceline.serve.protocol import SamplingFields
 from paceline.serve.sse import disconnected
@@ -41,14 +39,22 @@ Result = TypeVar("Result")
 WORKERS = 6  # threads for bodies, templates, tokenizing and grammars
 COMPILERS = 2  # grammars compiled at a time
 COMPILER_WAIT = 10.0  # seconds that a request waits for its turn to compile
-READERS = 2  # large bodies handled at a time
-LARGE_BODY = 16 * 1024  # bytes; a smaller body is parsed within a few milliseconds, whatever it contains
-MAX_WAITING_BYTES = 64 * 1024 * 1024  # of large bodies that wait for their turn; above this, 429
 
 
-def is_large(size: int) -> bool:
-    """Whether a body of `size` bytes is parsed in a worker thread."""
-    return size > LARGE_BODY
+def new_workers() -> ThreadPoolExecutor:
+    """The worker threads of a server; all its models share them."""
+    return ThreadPoolExecutor(WORKERS, thread_name_prefix="paceline-serve")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A request as one model gets it."""
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    plan: ToolPlan = NO_TOOLS
+    user_text: str | None = None  # of the user's messages; None: the prompts are what the user wrote
+    warnings: list[str] = field(default_factory=list)  # what has no effect with this model
 
 
 @dataclass
@@ -60,13 +66,8 @@ class Service:
     model_names: tuple[str, ...]  # names that clients may use; answers carry the first
     tool_call_parser: str | None = None  # None: chosen by the model's chat template
     created: int = field(default_factory=lambda: int(time.time()))
-    workers: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(WORKERS, thread_name_prefix="paceline-serve")
-    )
+    workers: ThreadPoolExecutor = field(default_factory=new_workers)
     compilers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(COMPILERS))
-    readers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READERS))
-    reading: threading.Lock = field(default_factory=threading.Lock)  # held while a large body is parsed
-    waiting_bytes: int = 0  # of large bodies that wait for their turn
 
     @property
     def limits(self) -> Limits:
@@ -77,35 +78,6 @@ class Service:
     def toolbox(self) -> Toolbox:
         """Tool calling for this model."""
         return Toolbox(self.tokenizer, self.tool_call_parser)
-
-    def check_model(self, name: str | None) -> str:
-        """The name to answer with. Raises ApiError 404 if the request names another model."""
-        if name is not None and name not in self.model_names:
-            served = " or ".join(map(repr, self.model_names))
-            message = f"the model {name[:200]!r} is not served here; use {served}."
-            raise ApiError(404, message, "model", "model_not_found")
-        return name or self.model_names[0]
-
-    async def reserve_place(self, size: int) -> ExitStack:
-        """A place in the engine's queue for a request with a body of `size` bytes, held until it is closed.
-
-        It counts as one waiting request. Only READERS large bodies are handled at a time, so that small ones
-        do not wait behind them. Raises OverloadedError if there is no room.
-        """
-        with ExitStack() as place:
-            place.enter_context(self.engine.preparing())
-            if is_large(size):
-                if self.waiting_bytes and self.waiting_bytes + size > MAX_WAITING_BYTES:
-                    raise OverloadedError(
-                        "too many large bodies wait to be read. Send the request again later."
-                    )
-                self.waiting_bytes += size
-                try:
-                    await self.readers.acquire()
-                finally:
-                    self.waiting_bytes -= size
-                place.callback(self.readers.release)
-            return place.pop_all()
 
     async def in_thread(
         self, function: Callable[Parameters, Result], *args: Parameters.args, **options: Parameters.kwargs
@@ -159,20 +131,24 @@ class Service:
         return prompt
 
     async def start(
-        self,
-        request: Request,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        fields: SamplingFields,
-        plan: ToolPlan = NO_TOOLS,
+        self, request: Request, prepared: Prepared, fields: SamplingFields, judged: bool = False
     ) -> Generation:
-        """A running generation. Pass it to `finished` or to an EventResponse; both end it."""
+        """A running generation. Pass it to `finished` or to an EventResponse; both end it.
+
+        `judged`: it needs log-probabilities, also if the client asked for none and is sent none.
+        """
+        params, plan = prepared.params, prepared.plan
+        hidden = judged and params.logprobs is None
+        if hidden:
+            params = replace(params, logprobs=0)
         grammar = None
         if params.structure is not None:
             grammar, warnings = await self._compile(plan, params.structure)
             request.state.record.warnings += warnings
         request.state.place.close()  # from here it counts in the engine's queue
-        return await Generation.start(self.engine, request, prompts, params, fields, grammar, plan.watch)
+        return await Generation.start(
+            self.engine, request, prepared.prompts, params, fields, grammar, plan.watch, hidden
+        )
 
     async def _compile(
         self, plan: ToolPlan, structure: StructuredOutputsParams

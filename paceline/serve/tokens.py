@@ -13,6 +13,7 @@ from paceline.serve.bodies import json_route
 from paceline.serve.chat_protocol import Message, TemplateFields
 from paceline.serve.errors import FieldError
 from paceline.serve.fields import Body, Bool, Items, Name, TokenIds
+from paceline.serve.routes.models import Models
 from paceline.serve.service import Service
 from paceline.serve.sse import to_json
 from paceline.serve.tools.chat_fields import FunctionTool, chat_tools
@@ -61,25 +62,26 @@ class TokenizerInfo(BaseModel):
     model_max_length: int  # tokens of prompt and output together
 
 
-def router(service: Service) -> APIRouter:
+def router(models: Models) -> APIRouter:
     """The routes of the tokenizer."""
-    routes = APIRouter(route_class=json_route(service), tags=["Tokens"])
+    routes = APIRouter(route_class=json_route(models), tags=["Tokens"])
 
     @routes.post("/tokenize", response_model=Tokens, responses=READS)
     async def tokenize(body: TokenizeRequest) -> Response:
         """The token ids of a prompt, or of a conversation as the model gets it."""
-        service.check_model(body.model)
+        service = models.reference(body.model)
         return await service.in_thread(_tokenized, service, body)
 
     @routes.post("/detokenize", response_model=Text, responses=READS)
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids, special tokens included."""
-        service.check_model(body.model)
+        service = models.reference(body.model)
         return await service.in_thread(_detokenized, service, body)
 
     @routes.get("/tokenizer_info", response_model=TokenizerInfo, responses=ASKS)
     async def tokenizer_info() -> Response:
         """The tokenizer's special tokens and chat template."""
+        service = models.default
         return json_response(
             {
                 "tokenizer_class": TOKENIZER_CLASS,

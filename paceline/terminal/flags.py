@@ -186,6 +186,7 @@ SERVER: Group = (
         "--share-cache-across-keys",
     ),
     Flag("served_model_name", list[str] | None, None, "Name of the model in the API. May be repeated."),
+    Flag("routes", str | None, None, "TOML file of several models and of routes over them. Leave MODEL out."),
     Flag("max_queue", int, 256, "Maximum number of waiting requests; others get 429."),
     Flag("max_connections", int, 512, "Maximum number of connections; others get 503."),
     Flag(

@@ -11,7 +11,9 @@ import httpx
 
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.engine import Engine
-from paceline.serve.app import make_app
+from paceline.serve.app import make_models_app
+from paceline.serve.options import ServeOptions
+from paceline.serve.routes.models import Models
 from paceline.serve.service import Service
 from tests.toy import ToyTokenizer, toy_engine
 
@@ -26,7 +28,8 @@ class Api:
         self._runner = asyncio.Runner()
         self.front = AsyncEngine(self.engine, ToyTokenizer(), max_queue=max_queue)
         self.service = Service(self.front, ToyTokenizer(), ("toy", "toy-too"))  # type: ignore[arg-type]
-        self.app = make_app(self.service)
+        self.models = Models.of(self.service)
+        self.app = make_models_app(self.models, ServeOptions())
 
         async def start() -> None:
             self.front.start()

@@ -13,8 +13,8 @@ import pytest
 from pydantic import BaseModel
 
 from paceline.errors import OverloadedError
-from paceline.serve import answers, bodies, service
-from paceline.serve.service import LARGE_BODY
+from paceline.serve import answers, bodies, places, service
+from paceline.serve.places import LARGE_BODY
 from tests.serve.api import Api
 from tests.serve.running import PATIENCE, Client, read_answer, serving, until
 from tests.toy import toy_engine
@@ -80,23 +80,23 @@ def test_bodies_being_parsed_count_against_the_queue(monkeypatch: Any) -> None:
 
 
 def test_waiting_large_bodies_are_bounded_in_bytes(api: Api, monkeypatch: Any) -> None:
-    monkeypatch.setattr(service, "MAX_WAITING_BYTES", 3 * MEBIBYTE)
+    monkeypatch.setattr(places, "MAX_WAITING_BYTES", 3 * MEBIBYTE)
 
     async def work() -> None:
-        places = [await api.service.reserve_place(MEBIBYTE) for _ in range(service.READERS)]
-        waiting = [asyncio.ensure_future(api.service.reserve_place(MEBIBYTE)) for _ in range(3)]
+        taken = [await api.models.places.reserve_place(MEBIBYTE) for _ in range(places.READERS)]
+        waiting = [asyncio.ensure_future(api.models.places.reserve_place(MEBIBYTE)) for _ in range(3)]
         await asyncio.sleep(0)
         with pytest.raises(OverloadedError):
-            await api.service.reserve_place(MEBIBYTE)
-        (await api.service.reserve_place(LARGE_BODY)).close()  # small ones do not wait
-        for place in places:
+            await api.models.places.reserve_place(MEBIBYTE)
+        (await api.models.places.reserve_place(LARGE_BODY)).close()  # small ones do not wait
+        for place in taken:
             place.close()
         for one in waiting:
             (await one).close()
 
     api.run(work)
     assert api.front.num_requests == 0
-    assert api.service.waiting_bytes == 0
+    assert api.models.places.waiting_bytes == 0
 
 
 @pytest.mark.parametrize("size", [10, 2 * LARGE_BODY])

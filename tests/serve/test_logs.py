@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from paceline.serve.loading import announce
 from paceline.serve.logs import log_event, set_up_logs
-from paceline.serve.server import announce
 from tests.serve.running import Client, serving, until
 from tests.toy import ENDLESS, ToyBackend, toy_engine
 

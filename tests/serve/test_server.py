@@ -13,8 +13,9 @@ from paceline.build import build_engine
 from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError
+from paceline.serve.loading import load, model_names
 from paceline.serve.options import ServeOptions
-from paceline.serve.server import allow_files, load, model_names
+from paceline.serve.server import allow_files
 from tests.draft.test_draft_model_cpu import save_model
 
 

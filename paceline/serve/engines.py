@@ -1,0 +1,64 @@
+"""EngineGroup: the engines of a server's models, for what concerns the whole server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from paceline.core.request import Request
+from paceline.engine.async_engine import AsyncEngine
+
+
+class EngineGroup:
+    """Several engines as one: they start, drain and stop together."""
+
+    def __init__(self, engines: Sequence[AsyncEngine]) -> None:
+        self.engines = tuple(engines)
+
+    @property
+    def num_requests(self) -> int:
+        """The number of unfinished outputs and of requests being prepared, of all engines."""
+        return sum(engine.num_requests for engine in self.engines)
+
+    @property
+    def draining(self) -> bool:
+        """Whether no engine takes requests, because they are stopping."""
+        return all(engine.draining for engine in self.engines)
+
+    @property
+    def failure(self) -> str | None:
+        """Why one of them takes no more requests; None while all are healthy."""
+        return next((engine.failure for engine in self.engines if engine.failure is not None), None)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether one of them has work and finishes no step."""
+        return any(engine.stuck for engine in self.engines)
+
+    @property
+    def dead(self) -> bool:
+        """Whether one of them has died."""
+        return any(engine.failure is not None and not engine.stuck for engine in self.engines)
+
+    @property
+    def unfinished(self) -> list[Request]:
+        """The requests that run or wait, to be read only; the oldest first."""
+        requests = [request for engine in self.engines for request in engine.unfinished]
+        return requests if len(self.engines) == 1 else sorted(requests, key=lambda each: each.arrival_time)
+
+    def now(self) -> float:
+        """The present time on the clock of the requests' times."""
+        return self.engines[0].now()
+
+    def start(self) -> None:
+        """Start all engines, in the event loop that will use them."""
+        for engine in self.engines:
+            engine.start()
+
+    async def drain(self) -> None:
+        """Accept no new requests, and return when all running and waiting ones have finished."""
+        await asyncio.gather(*(engine.drain() for engine in self.engines))
+
+    async def stop(self) -> None:
+        """Stop all engines: unfinished requests fail, and drafters save their state."""
+        await asyncio.gather(*(engine.stop() for engine in self.engines))

@@ -1,0 +1,98 @@
+"""Places: how requests are admitted before the model that they ask for is known."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from paceline.engine.async_engine import AsyncEngine
+from paceline.errors import OverloadedError
+
+READERS = 2  # large bodies handled at a time
+LARGE_BODY = 16 * 1024  # bytes; a smaller body is parsed within a few milliseconds, whatever it contains
+MAX_WAITING_BYTES = 64 * 1024 * 1024  # of large bodies that wait for their turn; above this, 429
+
+
+def is_large(size: int) -> bool:
+    """Whether a body of `size` bytes is parsed in a worker thread."""
+    return size > LARGE_BODY
+
+
+class Place:
+    """A request's place in one engine's queue until it is submitted, and its turn if its body is large."""
+
+    def __init__(self) -> None:
+        self._queue = ExitStack()
+        self._reader = ExitStack()
+
+    def __enter__(self) -> Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def move_to(self, engine: AsyncEngine) -> None:
+        """Take a place in the queue of this engine, instead of the present one. OverloadedError: it is full,
+        and the request has no place."""
+        self._queue.close()
+        self._queue.enter_context(engine.preparing())
+
+    def hold(self, reader: asyncio.Semaphore) -> None:
+        """Release this semaphore, which the caller has acquired, with the place."""
+        self._reader.callback(reader.release)
+
+    def close(self) -> None:
+        """Give the place up: the request was submitted, or has ended."""
+        self._queue.close()
+        self._reader.close()
+
+
+@dataclass
+class Places:
+    """Admits requests to a server. Its engines count each as a waiting request."""
+
+    engines: Sequence[AsyncEngine]
+    readers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READERS))
+    reading: threading.Lock = field(default_factory=threading.Lock)  # held while a large body is parsed
+    waiting_bytes: int = 0  # of large bodies that wait for their turn
+
+    async def reserve_place(self, size: int) -> Place:
+        """A place for a request with a body of `size` bytes, held until it is closed.
+
+        Which model it asks for is not known yet, so it takes a place at the first engine that has one. Only
+        READERS large bodies are handled at a time, so that small ones do not wait behind them. Raises
+        OverloadedError if there is no room.
+        """
+        place = self._first_free()
+        try:
+            if is_large(size):
+                await self._wait_for_reader(size)
+                place.hold(self.readers)
+        except BaseException:
+            place.close()
+            raise
+        return place
+
+    def _first_free(self) -> Place:
+        *others, last = self.engines
+        place = Place()
+        for engine in others:
+            try:
+                place.move_to(engine)
+                return place
+            except OverloadedError:
+                continue
+        place.move_to(last)
+        return place
+
+    async def _wait_for_reader(self, size: int) -> None:
+        if self.waiting_bytes and self.waiting_bytes + size > MAX_WAITING_BYTES:
+            raise OverloadedError("too many large bodies wait to be read. Send the request again later.")
+        self.waiting_bytes += size
+        try:
+            await self.readers.acquire()
+        finally:
+            self.waiting_bytes -= size

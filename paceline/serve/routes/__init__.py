@@ -1,0 +1,1 @@
+"""Virtual models: rules, weights, cascades and fallbacks over the models that one server has loaded."""
