@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from paceline.core.request import Request
 from paceline.engine.async_engine import AsyncEngine
@@ -14,6 +15,10 @@ class EngineGroup:
 
     def __init__(self, engines: Sequence[AsyncEngine]) -> None:
         self.engines = tuple(engines)
+        self._draining = False
+        self._num_routing = 0  # requests on their way to the model that answers them
+        self._none_routing = asyncio.Event()
+        self._none_routing.set()
 
     @property
     def num_requests(self) -> int:
@@ -22,8 +27,8 @@ class EngineGroup:
 
     @property
     def draining(self) -> bool:
-        """Whether no engine takes requests, because they are stopping."""
-        return all(engine.draining for engine in self.engines)
+        """Whether new requests are refused, because the server is stopping."""
+        return self._draining or all(engine.draining for engine in self.engines)
 
     @property
     def failure(self) -> str | None:
@@ -50,13 +55,30 @@ class EngineGroup:
         """The present time on the clock of the requests' times."""
         return self.engines[0].now()
 
+    @contextmanager
+    def routing(self) -> Iterator[None]:
+        """The time in which a request may still be submitted to one engine after the other."""
+        self._num_routing += 1
+        self._none_routing.clear()
+        try:
+            yield
+        finally:
+            self._num_routing -= 1
+            if not self._num_routing:
+                self._none_routing.set()
+
     def start(self) -> None:
         """Start all engines, in the event loop that will use them."""
         for engine in self.engines:
             engine.start()
 
     async def drain(self) -> None:
-        """Accept no new requests, and return when all running and waiting ones have finished."""
+        """Accept no new requests, and return when all running and waiting ones have finished.
+
+        A cascade may still ask its next model: engines refuse requests only when nothing is being routed.
+        """
+        self._draining = True
+        await self._none_routing.wait()
         await asyncio.gather(*(engine.drain() for engine in self.engines))
 
     async def stop(self) -> None:

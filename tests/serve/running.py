@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkProcess
@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.core.forward import ForwardBatch, ForwardOutput
 from paceline.engine.engine import Engine
+from paceline.serve.loading import ServedModel
 from paceline.serve.logs import set_up_logs
 from paceline.serve.options import ServeOptions
-from paceline.serve.server import bind, run
+from paceline.serve.routes.file import RouteTable
+from paceline.serve.server import bind, run, run_models
 from tests.toy import ToyBackend, ToyTokenizer, roomy_engine, toy_engine
 
 if TYPE_CHECKING:
@@ -151,23 +153,25 @@ def serving(
     new_loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
     publisher: Publisher | None = None,
     facts: Mapping[str, str] = FACTS,
+    models: tuple[Sequence[ServedModel], RouteTable] | None = None,
     **options: Any,
 ) -> Iterator[Client]:
     """A client of a server in a thread of this process, within the context.
 
     With a small `send_buffer`, the system buffers little of what a client does not read. `facts` describe it.
+    `models` with their routes are served instead of one engine.
     """
-    own = engine or roomy_engine()
+    served, table = models or _one_model(engine or roomy_engine(), facts)
     listener = bind("127.0.0.1", 0)
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     port = listener.getsockname()[1]
     loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = []
 
-    served = ServeOptions(**options)
+    how = ServeOptions(**options)
 
     async def main() -> None:
-        work = run(own, own.tokenizer, NAMES, served, listener, facts, publisher)  # type: ignore[arg-type]
+        work = run_models(served, table, how, listener, publisher)
         task = asyncio.ensure_future(work)
         loops.append((asyncio.get_running_loop(), task))
         await asyncio.wait([task])
@@ -186,6 +190,10 @@ def serving(
         loop, task = loops[0]
         loop.call_soon_threadsafe(task.cancel)
         thread.join()
+
+
+def _one_model(engine: Engine, facts: Mapping[str, str]) -> tuple[list[ServedModel], RouteTable]:
+    return [ServedModel(NAMES, engine, engine.tokenizer, facts)], RouteTable.of(*NAMES)  # type: ignore[arg-type]
 
 
 def _is_open(port: int) -> bool:

@@ -15,26 +15,27 @@ from paceline.bench.run.wording import LATENCIES, speedup_of, three, traffic_of,
 def contest_figures(contest: Contest) -> list[Figure]:
     """All figures for which there is data."""
     return [
-        *_speeds(contest.rows),
+        *_speeds(contest.rows, contest.reference),
         *_concurrencies(contest.rows),
         *_latencies(contest.rows),
         *_acceptances(contest.rows),
     ]
 
 
-def _speeds(rows: Sequence[Row]) -> list[Figure]:
+def _speeds(rows: Sequence[Row], reference: str) -> list[Figure]:
     def speedup(row: Row) -> Mark | None:
         value, interval = speedup_of(row)
-        if value is None or row.method == OFF:
+        if value is None or row.method == reference:
             return None
         low, high = interval or (value, value)
-        return Mark(row.method, with_interval(row), row.method, value, low, high)
+        return Mark(row.method, with_interval(row, reference), row.method, value, low, high)
 
     def speed(row: Row) -> Mark:
         value = row.tokens_per_second
         return Mark(row.method, f"{value:,.0f}", row.method, value, 0, value)
 
-    compared = _ranges("Speedup", "times as fast as plain decoding, with 95 % confidence", rows, speedup, 1.0)
+    known = "plain decoding" if reference == OFF else reference
+    compared = _ranges("Speedup", f"times as fast as {known}, with 95 % confidence", rows, speedup, 1.0)
     return compared + _ranges("Throughput", "output tokens per second, all requests together", rows, speed)
 
 

@@ -115,6 +115,12 @@ def serve_command(
         list[str] | None,
         typer.Option(help="Drafting methods to request (paceline servers only). May be repeated."),
     ] = None,
+    models: Annotated[
+        str | None,
+        typer.Option(
+            help="Models and routes of one server to compare, the reference first: large,small,careful."
+        ),
+    ] = None,
     rounds: Rounds = None,
     slo: Objective = None,
     json_file: JsonFile = None,
@@ -124,8 +130,12 @@ def serve_command(
     from paceline.bench.servers.contest import parse_addresses
 
     parse_addresses("URL", url)  # so that errors name this command's argument
+    if model is not None and models is not None:
+        raise ConfigError("--model and --models are both given: leave one out.")
+    names = tuple(name.strip() for name in (models or "").split(",") if name.strip())
     here = {flag.name: flag.default for flag in HERE}
-    _run(load, arrivals, {**asked, "endpoint": url}, here, model, methods, rounds, slo, json_file, html)
+    servers = {**asked, "endpoint": url}
+    _run(load, arrivals, servers, here, model, methods, rounds, slo, json_file, html, names)
 
 
 def _run(
@@ -139,6 +149,7 @@ def _run(
     slo: str | None,
     json_file: Path | None,
     html: Path | None,
+    models: tuple[str, ...] = (),
 ) -> None:
     """Measure and report. Exit status 1 if outputs differ or violate their schema."""
     from paceline.bench.peers.lookup import parse_peers
@@ -166,6 +177,7 @@ def _run(
         device=here["device"],
         peers=parse_peers([name for name in here["against"].split(",") if name], here["peer_python"] or []),
         objective=None if slo is None else parse_objective(slo),
+        models=models,
     )
     contest = _measure(options, servers, model)
     report.show(contest_result(contest))
@@ -184,7 +196,7 @@ def _measure(options: SpeculationOptions, servers: Options, model: str | None) -
             return run_contest(options, on_turn)
     addresses = parse_addresses("--endpoint", servers["endpoint"])
     metrics = parse_addresses("--metrics", servers["metrics"] or [])
-    with progress(options.num_turns(len(options.methods) or len(addresses))) as on_turn:
+    with progress(options.num_turns(len(options.methods or options.models) or len(addresses))) as on_turn:
         return run_served(options, addresses, metrics, servers["api_key"], model, on_turn)
 
 

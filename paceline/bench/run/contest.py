@@ -51,11 +51,19 @@ class SpeculationOptions:
     device: str = ""  # empty: the backend's default
     peers: tuple[PeerOptions, ...] = ()
     objective: Objective | None = None
+    models: tuple[str, ...] = ()  # of a paceline server, the reference first: contestants instead of methods
 
     def __post_init__(self) -> None:
         check_integer(ConfigError, "--rounds", self.rounds, 1, None)
         if self.temperature is not None:
             check_number(ConfigError, "--temperature", self.temperature, 0, 100)
+        if self.models and (len(self.models) < 2 or len(set(self.models)) < len(self.models)):
+            raise ConfigError(
+                "--models compares several models of one server, the reference first: give for example "
+                f"large,small,careful; got {','.join(self.models)!r}."
+            )
+        if self.models and self.methods:
+            raise ConfigError("--models and --methods are different comparisons: leave one out.")
         for profile in self.profiles:
             for workload in self.workloads:
                 profile.check_room(len(workload.prompts), workload.name)
@@ -86,6 +94,7 @@ class Contest:
     inexact: frozenset[str] = frozenset()  # methods that preserve the distribution, not the tokens
     endpoints: Mapping[str, str] = field(default_factory=dict)  # addresses of servers by label
     remarks: tuple[str, ...] = ()  # further remarks for the reader
+    reference: str = OFF  # the contestant that others are compared with
     sliced: bool = True  # methods run concurrently in slices, not in whole turns
     runs: list[Runs] = field(default_factory=list)  # all answers, by workload and profile; not in the JSON
 
@@ -108,6 +117,7 @@ class Contest:
             "threads": self.threads,
             "quantization": self.quantization,
             "endpoints": dict(self.endpoints),
+            "reference": self.reference,
             "rounds": options.rounds,
             "temperature": options.temperature,
             "constrain": options.constrain,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -19,7 +20,8 @@ class Row:
     """One method on one segment of a workload. Field names are those of the JSON.
 
     Times are means over the rounds; speedups are ratios of sums, above 1 if faster than plain decoding.
-    They are None if plain decoding was not measured.
+    They are None if plain decoding was not measured. With several models of a server as contestants, the
+    first one stands where plain decoding does.
     """
 
     workload: str
@@ -63,23 +65,27 @@ class Row:
     identical: bool | None  # token for token as plain decoding, in every round
     differing_prompts: list[str]
     failed_drafters: list[str]
+    equal_share: float | None  # of prompts whose answers equal plain decoding's; None: it was not measured
+    answered_by: dict[str, float]  # share of answers by model, for a route; else empty
 
 
-def rows(workload: str, runs: Runs, objective: Objective | None = None) -> list[Row]:
-    """The rows of a workload: per segment and, if there are several, over all; plain decoding first."""
+def rows(workload: str, runs: Runs, objective: Objective | None = None, reference: str = OFF) -> list[Row]:
+    """The rows of a workload: per segment and, if there are several, over all; the reference first.
+
+    `reference` is what the others are compared with: plain decoding, or the first of several models.
+    """
     segments = list(dict.fromkeys(task.segment for group in runs.groups for task in group))
     caches = list(dict.fromkeys(cache for cache, _ in runs.turns))
     methods = list(dict.fromkeys(method for _, method in runs.turns))
     workload_rows = []
     for segment in [*segments, *([ALL] if len(segments) > 1 else [])]:
         for cache in caches:
-            off = _part(runs, cache, OFF, segment) if (cache, OFF) in runs.turns else None
+            off = _part(runs, cache, reference, segment) if (cache, reference) in runs.turns else None
             for method in methods:
                 part = _part(runs, cache, method, segment)
                 names = (workload, segment, cache, method)
-                workload_rows.append(
-                    _row(names, runs, part, off, _differing(runs, method, segment), objective)
-                )
+                differing = _differing(runs, method, segment, reference)
+                workload_rows.append(_row(names, runs, part, off, differing, objective))
     return workload_rows
 
 
@@ -134,12 +140,12 @@ def _only(turn: Turn, indices: Sequence[int], segment: str) -> Turn:
     return Turn(turn.seconds, [turn.answers[index] for index in indices], turn.acceptance_of.get(segment))
 
 
-def _differing(runs: Runs, method: str, segment: str) -> list[str] | None:
-    """The prompts whose tokens differ, in any round, from those of plain decoding's first round."""
+def _differing(runs: Runs, method: str, segment: str, reference: str) -> list[str] | None:
+    """The prompts whose tokens differ, in any round, from those of the reference's first round."""
     first = next(iter(runs.turns))[0]
-    if (first, OFF) not in runs.turns:
+    if (first, reference) not in runs.turns:
         return None
-    truths = _part(runs, first, OFF, segment).turns
+    truths = _part(runs, first, reference, segment).turns
     names = [task.id for group in runs.groups for task in group if segment in (ALL, task.segment)]
     truth = [answer for turns in truths for answer in turns[0].answers]
     differing = set()
@@ -215,7 +221,15 @@ def _row(
         identical=None if differing is None else not differing,
         differing_prompts=differing or [],
         failed_drafters=sorted({name for answer in answers for name in answer.failed_drafters}),
+        equal_share=None if differing is None else 1 - len(differing) * part.rounds / len(every),
+        answered_by=_answered_by(answers),
     )
+
+
+def _answered_by(answers: Sequence[Answer]) -> dict[str, float]:
+    """The share of the answers by the model that a route led to; empty without a route."""
+    models = Counter(answer.answered_by for answer in answers if answer.answered_by is not None)
+    return {model: count / len(answers) for model, count in models.most_common()}
 
 
 def _latencies(answers: Sequence[Answer]) -> dict[str, dict[str, float] | None]:

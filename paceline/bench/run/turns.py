@@ -39,6 +39,7 @@ class Answer:
     finished: bool = True  # ended by itself, not by max_tokens
     valid: bool | None = None  # whether it conforms to its schema; None: it has none
     error: str | None = None  # why there is no complete answer
+    answered_by: str | None = None  # the model that a route led to; None: no route did
 
     @property
     def ttft(self) -> float:

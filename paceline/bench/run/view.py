@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from paceline.bench.peers.lookup import LOOKUP_TOKENS, PeerRow
@@ -30,6 +31,7 @@ def contest_result(contest: Contest) -> Result:
     """The result of our methods and of peers."""
     tables = [
         _speed_table(contest),
+        *_answer_tables(contest),
         *_latency_tables(contest),
         _draft_table(contest),
         _position_table(contest),
@@ -52,7 +54,7 @@ def _speed_table(contest: Contest) -> Table:
         median = shown(row.median_decode_speedup_vs_off, ".2f")
         return (
             f"{row.tokens_per_second:,.0f}",
-            with_interval(row),
+            with_interval(row, contest.reference),
             f"{row.decode_tokens_per_second:,.0f}",
             f"{shown(row.decode_speedup_vs_off, '.2f')} ({median})",
             sameness(row, contest.inexact),
@@ -60,6 +62,19 @@ def _speed_table(contest: Contest) -> Table:
 
     headings = ("tok/s", "speedup\n(95 %)", "decode\ntok/s", "decode\nspeedup\n(median)", "tokens")
     return _table(title(contest.options), headings, contest.rows, cells)
+
+
+def _answer_tables(contest: Contest) -> list[Table]:
+    """Of several models: how many answers equal the reference's, and who gave those of routes."""
+    if contest.reference == OFF:
+        return []
+
+    def cells(row: Row) -> Sequence[str]:
+        models = ", ".join(f"{model} {share:.0%}" for model, share in row.answered_by.items())
+        return shown(row.equal_share, ".0%"), models or row.method
+
+    headings = (f"equal to\n{contest.reference}", "answered by")
+    return [replace(_table("Answers, by model", headings, contest.rows, cells), text=headings[1:])]
 
 
 def _latency_tables(contest: Contest) -> list[Table]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from paceline.bench.report.result import Finding
@@ -60,10 +61,10 @@ def speedup_of(row: Row) -> tuple[float | None, tuple[float, float] | None]:
     return row.speedup_vs_off, row.speedup_interval
 
 
-def with_interval(row: Row) -> str:
+def with_interval(row: Row, reference: str = OFF) -> str:
     """A row's speedup with its confidence interval."""
     value, interval = speedup_of(row)
-    if value is None or interval is None or row.method == OFF:
+    if value is None or interval is None or row.method == reference:
         return shown(value, ".2f")
     return f"{value:.2f} ({interval[0]:.2f}-{interval[1]:.2f})"
 
@@ -77,7 +78,9 @@ def sameness(row: Row, inexact: frozenset[str]) -> str:
 
 
 def verdict(contest: Contest) -> Finding:
-    """Whether outputs were identical, in one sentence."""
+    """Whether outputs were identical, in one sentence; of several models, how many were equal."""
+    if contest.reference != OFF:
+        return Finding(_equal_shares(contest))
     compared = [row for row in contest.rows if row.identical is not None and row.method != OFF]
     if not compared:
         return Finding("Outputs were not compared: off was not measured.")
@@ -89,6 +92,18 @@ def verdict(contest: Contest) -> Finding:
         )
     text = f"{differing:,} of {prompts:,} outputs differ from plain decoding."
     return Finding(text, good=contest.identical)
+
+
+def _equal_shares(contest: Contest) -> str:
+    """The share of each model's answers that equal the reference's, over all traffic."""
+    prompts: Counter[str] = Counter()
+    differing: Counter[str] = Counter()
+    for row in contest.rows:
+        if row.method != contest.reference and row.segment != "all":
+            prompts[row.method] += row.prompts
+            differing[row.method] += len(row.differing_prompts)
+    shares = [f"{name} {1 - differing[name] / count:.0%}" for name, count in prompts.items()]
+    return f"Answers equal to those of {contest.reference}: {', '.join(shares)}."
 
 
 def notes(contest: Contest) -> list[str]:
@@ -114,9 +129,9 @@ def _meaning(contest: Contest) -> list[str]:
         )
     if any(row.speedup_vs_off is not None for row in contest.rows):
         lines.append(
-            "Speedups are relative to off: of tokens per second, or of end-to-end latency in open profiles. "
-            "In brackets: the 95 % confidence interval (bootstrap over prompts) and, for decoding (after the "
-            "first token), the median of the turns' ratios."
+            f"Speedups are relative to {contest.reference}: of tokens per second, or of end-to-end latency "
+            "in open profiles. In brackets: the 95 % confidence interval (bootstrap over prompts) and, for "
+            "decoding (after the first token), the median of the turns' ratios."
         )
     lines.append(
         "length: mean acceptance length, the tokens per drafted pass including the bonus token; drafted: "
@@ -134,18 +149,24 @@ def _meaning(contest: Contest) -> list[str]:
     return lines
 
 
+def _why_inexact(contest: Contest) -> str:
+    """Why the outputs of some contestants may differ from plain decoding's."""
+    names = ", ".join(sorted(contest.inexact))
+    if contest.endpoints:
+        return (
+            f"{names}: a server of another engine. If its texts differ from off's, its drafting or its "
+            "batching changed them."
+        )
+    return (
+        f"{names}: this verification rule preserves the distribution of plain decoding, not its tokens; "
+        "that is not a bug."
+    )
+
+
 def _warnings(contest: Contest) -> list[str]:
     lines = []
-    if contest.inexact and contest.endpoints:
-        lines.append(
-            f"{', '.join(sorted(contest.inexact))}: a server of another engine. If its texts differ "
-            "from off's, its drafting or its batching changed them."
-        )
-    elif contest.inexact:
-        lines.append(
-            f"{', '.join(sorted(contest.inexact))}: this verification rule preserves the distribution of "
-            "plain decoding, not its tokens; that is not a bug."
-        )
+    if contest.reference == OFF and contest.inexact:
+        lines.append(_why_inexact(contest))
     few = {
         f"{traffic_of(row)}: only {row.prompts} prompts, so at most {row.prompts} ran concurrently."
         for row in contest.rows

@@ -60,18 +60,19 @@ def run_served(
 ) -> Contest:
     """All rows, measured on servers. `model` is their name of the model; None: each server's first.
 
-    With methods in the options (paceline servers only), each method is a contestant on the one server;
-    otherwise each server is.
+    With methods or models in the options (paceline servers only), each of them is a contestant on the one
+    server; otherwise each server is.
     """
-    if options.methods and len(addresses) > 1:
-        raise ConfigError("--methods are of one server: leave them out, or name one --endpoint only.")
+    for flag, given in {"--methods": options.methods, "--models": options.models}.items():
+        if given and len(addresses) > 1:
+            raise ConfigError(f"{flag} are of one server: leave them out, or name one server only.")
     unknown = set(metrics) - set(addresses)
     if unknown:
         raise ConfigError(
             f"--metrics names {sorted(unknown)[0]!r}, but --endpoint does not: name them alike."
         )
     endpoints, names, remarks = asyncio.run(_reach(options, addresses, metrics, api_key))
-    name = model or names[0]
+    name = ", ".join(options.models) or model or names[0]
     options = replace(options, model=name)
     numbers, run_id = count(), uuid.uuid4().hex
 
@@ -80,7 +81,14 @@ def run_served(
 
     makers = {label: partial(make, label) for label in endpoints}
     foreign = frozenset(label for label, endpoint in endpoints.items() if not endpoint.ours)
-    contest = Contest(options, inexact=foreign, endpoints=addresses, remarks=tuple(remarks))
+    reference = options.models[0] if options.models else OFF
+    contest = Contest(
+        options,
+        inexact=foreign | set(options.models[1:]),  # other models answer otherwise
+        endpoints=addresses,
+        remarks=tuple(remarks),
+        reference=reference,
+    )
     for workload in options.workloads:
         tasks = [
             served_task(prompt, name, number, options.temperature_of(prompt), options.constrain)
@@ -90,7 +98,7 @@ def run_served(
             runs = measure_workload(
                 makers, tasks, rounds=options.rounds, profile=profile, passes=(SERVER,), on_turn=on_turn
             )
-            contest.rows.extend(rows(workload.name, runs, options.objective))
+            contest.rows.extend(rows(workload.name, runs, options.objective, reference))
     return contest
 
 
@@ -125,9 +133,12 @@ async def _reach(
             "Other servers than paceline's keep prefixes and past responses from run to run: start them anew "
             "for each. A paceline server keeps every method and round apart, by a cache_salt."
         )
-    if not options.methods:
+    if not (options.methods or options.models):
         return endpoints, names, remarks
     (endpoint,) = endpoints.values()
+    if options.models:
+        by_model = {name: replace(endpoint, extra={"model": name}) for name in options.models}
+        return by_model, names, remarks
     if not endpoint.ours:
         raise ConfigError(
             "--methods chooses what a paceline drafts for each request, and this server is none. Start one "

@@ -26,7 +26,7 @@ WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A contestant: a server, or one method of a paceline server."""
+    """A contestant: a server, or one method or model of a paceline server."""
 
     server: Server
     metrics: Server | None  # its path is that of the metrics page; None: acceptance is unknown
@@ -176,6 +176,7 @@ def read_answer(answer: client.Answer, task: ServedTask, arrival: float) -> Answ
         text=answer.text,
         finished=answer.finish_reason == "stop",
         valid=fits_schema(answer.text, task.structure),
+        answered_by=answer.headers.get("x-routed-model"),
     )
 
 

@@ -111,7 +111,8 @@ class Models:
         `prepare` tokenizes the body for a model; it runs in a worker thread.
         """
         asked = self.check(name)
-        return await _Routing(self, request, body, prepare, asked).answer(asked)
+        with self.engines.routing():
+            return await _Routing(self, request, body, prepare, asked).answer(asked)
 
 
 class _Routing(Generic[Body, PreparedT]):

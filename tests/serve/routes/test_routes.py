@@ -280,6 +280,31 @@ def test_a_full_queue_falls_back_and_a_full_server_refuses() -> None:
         api.close()
 
 
+def test_a_draining_server_lets_a_cascade_ask_its_next_model() -> None:
+    api = TwoModels({"careful": ROUTES["careful"]})
+
+    async def work() -> None:
+        body = {"model": "careful", "prompt": "x", "max_tokens": 2, "temperature": 0}
+        api.small_backend.open.clear()
+        running = asyncio.ensure_future(api.send("POST", "/v1/completions", json=body))
+        while not api.fronts[0].unfinished:
+            await asyncio.sleep(0.001)
+        drained = asyncio.ensure_future(api.models.engines.drain())
+        while not api.models.engines.draining:
+            await asyncio.sleep(0.001)
+        refused = await api.send("POST", "/v1/completions", json=body)
+        assert refused.status_code == 503
+        api.small_backend.open.set()
+        answer = await running
+        assert (answer.status_code, answer.headers["x-routed-model"]) == (200, "large")
+        await drained
+
+    try:
+        api.run(work)
+    finally:
+        api.close()
+
+
 class Contexts:
     """Several contexts of one kind at once."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import httpx
@@ -11,6 +12,7 @@ import numpy.typing as npt
 
 from paceline.control.controller import FixedController
 from paceline.core.arrays import Float32Array
+from paceline.core.forward import ForwardBatch, ForwardOutput
 from paceline.engine.admission import Limits
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.engine import Engine
@@ -24,13 +26,23 @@ from paceline.serve.routes.kinds import Route
 from paceline.serve.routes.models import Models
 from paceline.serve.service import Service
 from tests.serve.api import Api
-from tests.serve.echo import END, EchoBackend, byte_tokenizer
+from tests.serve.echo import EchoBackend, byte_tokenizer
 
 SMALL_CONTEXT, LARGE_CONTEXT = 120, 400
+PATIENCE = 30.0  # seconds after which waiting fails
 
 
 class Unsure(EchoBackend):
-    """Echoes, but with a low probability if the text has a question mark."""
+    """Echoes, but with a low probability if the text has a question mark. A test can stop it by `open`."""
+
+    def __init__(self, tokenizer: Tokenizer, max_rows: int) -> None:
+        super().__init__(tokenizer, max_rows)
+        self.open = threading.Event()
+        self.open.set()
+
+    def forward(self, batch: ForwardBatch) -> ForwardOutput:
+        assert self.open.wait(PATIENCE)
+        return super().forward(batch)
 
     def logits_of(self, tokens: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Float32Array:
         logits = super().logits_of(tokens, positions)
@@ -48,9 +60,9 @@ class Shouting(EchoBackend):
         return logits
 
 
-def engine_of(kind: type[EchoBackend], tokenizer: Tokenizer, context: int) -> Engine:
+def engine_of(backend: EchoBackend, tokenizer: Tokenizer, context: int) -> Engine:
     return Engine(
-        kind(tokenizer, max_rows=256),
+        backend,
         tokenizer,
         Limits(tokenizer.vocab_size, context, 16, 256),
         num_pages=1000,
@@ -66,8 +78,9 @@ class TwoModels(Api):
 
     def __init__(self, routes: dict[str, Route], default: str = "small", small_queue: int = 100) -> None:
         tokenizer = byte_tokenizer()
-        small = engine_of(Unsure, tokenizer, SMALL_CONTEXT)
-        large = engine_of(Shouting, tokenizer, LARGE_CONTEXT)
+        self.small_backend = Unsure(tokenizer, max_rows=256)
+        small = engine_of(self.small_backend, tokenizer, SMALL_CONTEXT)
+        large = engine_of(Shouting(tokenizer, max_rows=256), tokenizer, LARGE_CONTEXT)
         self._runner = asyncio.Runner()
         turns = StepTurns()
         metrics = [Metrics(name, 8, {"model_name": name}) for name in ("small", "large")]
@@ -118,6 +131,3 @@ class TwoModels(Api):
             service.workers.shutdown()
         self._runner.close()
         assert self.models.engines.num_requests == 0
-
-
-__all__ = ["END", "LARGE_CONTEXT", "SMALL_CONTEXT", "TwoModels"]
