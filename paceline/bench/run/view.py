@@ -57,7 +57,7 @@ def _speed_table(contest: Contest) -> Table:
             with_interval(row, contest.reference),
             f"{row.decode_tokens_per_second:,.0f}",
             f"{shown(row.decode_speedup_vs_off, '.2f')} ({median})",
-            sameness(row, contest.inexact),
+            sameness(row, contest.inexact, contest.reference),
         )
 
     headings = ("tok/s", "speedup\n(95 %)", "decode\ntok/s", "decode\nspeedup\n(median)", "tokens")

@@ -69,12 +69,12 @@ def with_interval(row: Row, reference: str = OFF) -> str:
     return f"{value:.2f} ({interval[0]:.2f}-{interval[1]:.2f})"
 
 
-def sameness(row: Row, inexact: frozenset[str]) -> str:
-    """Whether a row's tokens equal those of plain decoding."""
+def sameness(row: Row, inexact: frozenset[str], reference: str = OFF) -> str:
+    """Whether a row's tokens equal those of the reference."""
     differing = len(row.differing_prompts)
     if differing:
         return f"{differing} other" if row.method in inexact else f"{differing} DIFFER"
-    return "same" if row.identical and row.method != OFF else f"{row.output_tokens:,}"
+    return "same" if row.identical and row.method != reference else f"{row.output_tokens:,}"
 
 
 def verdict(contest: Contest) -> Finding:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from paceline.serve.routes.kinds import CascadeRoute, FallbackRoute, Rule, RuleRoute, WeightRoute
+from paceline.serve.service import Service
 from tests.serve.routes.two_models import SMALL_CONTEXT, TwoModels
 
 ROUTES = {
@@ -178,6 +180,37 @@ def test_an_answer_that_fails_is_escalated(api: TwoModels) -> None:
     before = api.samples()["escalations_total", 'route="careful"']
     api.ask("careful", failing)
     assert api.samples()["escalations_total", 'route="careful"'] == before + 1
+
+
+def test_warnings_are_those_of_the_model_that_answers(api: TwoModels) -> None:
+    fields = {"chat_template_kwargs": {"mood": "good"}}
+    for text in ("a statement", "a question?"):
+        (warning,) = api.ask("careful", text, **fields).json()["warnings"]
+        assert "mood" in warning
+
+
+def test_a_request_waits_in_the_queue_of_the_model_that_it_is_prepared_for(
+    api: TwoModels, monkeypatch: Any
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    encode = Service.encode
+
+    def held(service: Service, *arguments: Any) -> Any:
+        begun.set()
+        assert go_on.wait(30)
+        return encode(service, *arguments)
+
+    monkeypatch.setattr(Service, "encode", held)
+
+    async def work() -> None:
+        body = {"model": "large", "prompt": "x", "max_tokens": 1}
+        answer = asyncio.ensure_future(api.send("POST", "/v1/completions", json=body))
+        await asyncio.to_thread(begun.wait, 30)
+        assert [front.num_requests for front in api.fronts] == [0, 1]
+        go_on.set()
+        assert (await answer).status_code == 200
+
+    api.run(work)
 
 
 def test_virtual_models_may_name_each_other(api: TwoModels) -> None:
