@@ -157,6 +157,13 @@ def test_models_are_declared_in_one_place_only(paceline: Any, tmp_path: Path) ->
     assert (code, "--served-model-name is given beside --routes" in message) == (2, True)
 
 
+def test_kv_events_are_of_one_model(paceline: Any, tmp_path: Path) -> None:
+    file = tmp_path / "routes.toml"
+    file.write_text(MODELS)
+    code, _, message = paceline("serve", "--routes", file, "--kv-events-endpoint", "tcp://*:5557")
+    assert (code, "KV events are of one model" in message) == (2, True)
+
+
 def test_a_missing_model_is_reported_before_another_is_loaded(
     paceline: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:

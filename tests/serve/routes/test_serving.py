@@ -57,6 +57,22 @@ def test_both_models_answer_and_the_server_is_one(client: Client) -> None:
     assert page.count("# TYPE paceline:http_requests_total counter") == 1
 
 
+def test_every_series_is_there_once_also_under_names_of_vllm() -> None:
+    tokenizer = byte_tokenizer()
+    served = [
+        ServedModel(
+            (name,), engine_of(Shouting(tokenizer, 256), tokenizer, 64), tokenizer, {"model_name": name}
+        )
+        for name in ("a", "b")
+    ]
+    with serving(models=(served, RouteTable.of("a", "b")), metrics_prefix="vllm") as client:
+        lines = client.get("/metrics").body.decode().splitlines()
+    series = [line.rpartition(" ")[0] for line in lines if line and not line.startswith("#")]
+    assert len(set(series)) == len(series)
+    for name in ("a", "b"):
+        assert f'vllm:num_requests_running{{model_name="{name}"}}' in series
+
+
 def test_a_client_that_leaves_before_its_answer_is_judged_ends_it(client: Client, small: Unsure) -> None:
     small.open.clear()
     body = {"model": "careful", "prompt": "x", "stream": True}
