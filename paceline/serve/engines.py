@@ -11,7 +11,7 @@ from paceline.engine.async_engine import AsyncEngine
 
 
 class EngineGroup:
-    """Several engines as one: they start, drain and stop together."""
+    """Several engines as one: they drain and stop together."""
 
     def __init__(self, engines: Sequence[AsyncEngine]) -> None:
         self.engines = tuple(engines)
@@ -66,11 +66,6 @@ class EngineGroup:
             self._num_routing -= 1
             if not self._num_routing:
                 self._none_routing.set()
-
-    def start(self) -> None:
-        """Start all engines, in the event loop that will use them."""
-        for engine in self.engines:
-            engine.start()
 
     async def drain(self) -> None:
         """Accept no new requests, and return when all running and waiting ones have finished.

@@ -145,7 +145,6 @@ async def run_models(
 
     The publisher gets KV events, of one model only.
     """
-    workers = new_workers()
     metrics = [Metrics(model.names[0], options.max_segments, model.facts) for model in served]
     observers: list[list[Observer]] = [[counters] for counters in metrics]
     if publisher is not None:
@@ -153,6 +152,7 @@ async def run_models(
         own.append(observe(model.engine.kv, publisher))
         log_event(logger, "kv events", endpoint=publisher.endpoint, replay=publisher.replay_endpoint)
     turns = StepTurns() if len(served) > 1 else None
+    workers = new_workers()
     services: dict[str, Service] = {}
     for model, observing in zip(served, observers, strict=True):
         front = AsyncEngine(
@@ -163,23 +163,34 @@ async def run_models(
             stuck_after=options.stuck_timeout,
             turn=None if turns is None else turns.join(),
         )
+        front.start()
         parser = model.tool_call_parser or options.tool_call_parser
         service = Service(front, model.tokenizer, model.names, parser, workers=workers)
         services |= dict.fromkeys(model.names, service)
-    models = Models(services, table)
-    models.engines.start()
+    try:
+        await serve_models(Models(services, table), options, listener, metrics)
+    finally:
+        workers.shutdown(wait=False, cancel_futures=True)
+
+
+async def serve_models(
+    models: Models, options: ServeOptions, listener: socket.socket, metrics: Sequence[Metrics]
+) -> None:
+    """Serve models whose engines are started, on a bound socket until a signal. One of `metrics` is of each
+    engine.
+    """
+    engines = models.engines
     with ExitStack() as stack:
         on_finished = []
         if options.otlp_endpoint is not None:
-            tracing = import_tracing()(options.otlp_endpoint, table.default, models.engines.now)
+            tracing = import_tracing()(options.otlp_endpoint, models.table.default, engines.now)
             stack.callback(tracing.close)
             on_finished.append(tracing.request_ended)
         app = make_models_app(models, options, metrics, on_finished)
         try:
-            await Server(app, models.engines, options, metrics[0]).serve([listener])
+            await Server(app, engines, options, metrics[0]).serve([listener])
         finally:
-            await models.engines.stop()
-            workers.shutdown(wait=False, cancel_futures=True)
+            await engines.stop()
     log_event(logger, "stopped")
 
 

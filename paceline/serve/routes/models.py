@@ -6,7 +6,7 @@ engines run in this process or elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -89,9 +89,10 @@ class Models:
     def reference(self, name: str | None) -> Service:
         """The service whose tokenizer counts for a name: of those it may lead to, the one with the longest
         context, and the first of several."""
-        return self.services[self._reference_model(self.check(name))]
+        return self.services[self.reference_model(self.check(name))]
 
-    def _reference_model(self, name: str) -> str:
+    def reference_model(self, name: str) -> str:
+        """The name of that service's model."""
         reachable = self.table.reachable(name)
         return max(reachable, key=lambda model: self.services[model].limits.max_model_len)
 
@@ -212,7 +213,7 @@ class _Routing(Generic[Body, PreparedT]):
         segment = segment_of(self._request, self._body)
         if not route.reads_prompt:
             return RequestFacts(segment)
-        model = self._models._reference_model(name)
+        model = self._models.reference_model(name)
         prepared = await self._prepare_for(model)
         service = self._models.services[model]
         text = prepared.user_text
@@ -238,7 +239,7 @@ def _decoded(service: Service, prepared: Prepared) -> str:
     return "\n".join(service.tokenizer.decode(prompt) for prompt in prepared.prompts)
 
 
-def user_text(messages: Any) -> str:
+def user_text(messages: Sequence[Mapping[str, Any]]) -> str:
     """The texts of a conversation's user messages."""
     contents = [message.get("content") or "" for message in messages if message["role"] == "user"]
     return "\n".join(

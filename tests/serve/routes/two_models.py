@@ -96,7 +96,8 @@ class TwoModels(Api):
         self.app = make_models_app(self.models, ServeOptions(), metrics)
 
         async def start() -> None:
-            self.models.engines.start()
+            for front in self.fronts:
+                front.start()
 
         self._runner.run(start())
 
