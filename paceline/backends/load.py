@@ -20,8 +20,7 @@ def load_backend(
 
     `beside` is a loaded backend whose passes take turns with those of this one.
     """
-    blocks = checkpoint.config.beyond_llama()
-    if blocks and options.name != "torch":
+    if options.name != "torch" and (blocks := checkpoint.config.beyond_llama()):
         raise BackendError(
             f"This {checkpoint.config.family} model has {', '.join(blocks)}, for which the {options.name} "
             "backend has no kernels. Use the torch backend: --backend torch."
