@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeAlias
 
@@ -169,8 +169,10 @@ class AsyncEngine:
         grammar: Grammar | None = None,
         watch: Callable[[], Watch] | None = None,
         arrived: asyncio.Event | None = None,
+        resume: Mapping[int, Sequence[int]] | None = None,
     ) -> Stream:
-        """The stream of a request that the engine has accepted. `arrived`: see Stream; `watch`: see Engine.
+        """The stream of a request that the engine has accepted. For `arrived`, see Stream; for `watch` and
+        `resume`, Engine.
 
         `grammar` is the result of `compile` for the params' structured_outputs, which would take too long in
         the engine's thread. RequestError if the request cannot be served, OverloadedError if too many wait,
@@ -194,6 +196,7 @@ class AsyncEngine:
                     cache_salt=cache_salt,
                     grammar=grammar,
                     watch=watch,
+                    resume=resume,
                 )
                 self._children[request_id] = children
                 self._in_loop(stream.accept, children[0].unavailable_drafter)

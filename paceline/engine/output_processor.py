@@ -34,7 +34,7 @@ class OutputProcessor:
             self.end(request, "error", error=verdict.error)
             return Delta(request, request.detokenizer.take(), ())
         before, reason = request.num_output, None
-        if before == 0 and tokens:
+        if request.first_token_time is None and tokens:
             request.first_token_time = self._clock()
         may_end = before + len(tokens) >= request.max_output or not request.ending_ids.isdisjoint(tokens)
         if may_end or request.detokenizer.may_stop:
