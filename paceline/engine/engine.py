@@ -97,6 +97,11 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     @property
+    def plans(self) -> Mapping[str, DraftPlan]:
+        """The default plan of each drafter that requests may name."""
+        return self._plans
+
+    @property
     def asked_drafter(self) -> str | None:
         """The drafter that is running now; any thread may ask."""
         return self._drafting.asked

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from fastapi import APIRouter, Response
 from pydantic import BaseModel
 
-from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.client import EngineClient
 from paceline.serve.answers import ASKS
 from paceline.serve.middleware import HEALTH, LOAD, PING
 
@@ -26,7 +26,7 @@ _UNWELL: dict[int | str, dict[str, Any]] = {
 }
 
 
-def router(engine: AsyncEngine) -> APIRouter:
+def router(engine: EngineClient) -> APIRouter:
     """The routes that tell how the server is."""
     routes = APIRouter(tags=["Server"])
 
@@ -47,7 +47,7 @@ def router(engine: AsyncEngine) -> APIRouter:
     return routes
 
 
-def health_of(engine: AsyncEngine) -> Health:
+def health_of(engine: EngineClient) -> Health:
     """The engine's health."""
     if engine.failure is not None:
         return Health(status="stuck" if engine.stuck else "dead")

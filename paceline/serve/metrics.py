@@ -164,6 +164,10 @@ class Metrics:
         for draft in stats.drafts:
             drafts = self._segment(draft.segment).drafts
             (drafts.get(draft.drafter) or drafts.setdefault(draft.drafter, DraftCounts())).add(draft)
+        self.advanced(deltas)
+
+    def advanced(self, deltas: Sequence[Delta]) -> None:
+        """Count what requests have got. A server whose steps are elsewhere counts only this."""
         now = self._clock()
         for delta in deltas:
             if delta.token_ids:

@@ -16,7 +16,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.client import EngineClient
 from paceline.serve.metrics import HISTOGRAMS, DraftCounts, Metrics
 
 PREFIX = "paceline:"
@@ -27,7 +27,7 @@ Labels = dict[str, str]
 Samples = Iterable[tuple[Labels, float]]
 
 
-def router(metrics: Metrics, engine: AsyncEngine) -> APIRouter:
+def router(metrics: Metrics, engine: EngineClient) -> APIRouter:
     """The route of the metrics."""
     registry = CollectorRegistry()
     registry.register(Page(metrics, engine))
@@ -46,7 +46,7 @@ def router(metrics: Metrics, engine: AsyncEngine) -> APIRouter:
 class Page(Collector):
     """All metrics, rendered anew for each request."""
 
-    def __init__(self, metrics: Metrics, engine: AsyncEngine) -> None:
+    def __init__(self, metrics: Metrics, engine: EngineClient) -> None:
         self._metrics = metrics
         self._engine = engine
 

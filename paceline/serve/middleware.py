@@ -22,7 +22,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.client import EngineClient
 from paceline.serve.errors import RETRY_AFTER, describe, error_body, error_response
 from paceline.serve.logs import current_request, log_event
 from paceline.serve.record import RequestRecord
@@ -111,7 +111,7 @@ class Gate:
     """Checks the API key, that the server is not draining, and the size of the body."""
 
     def __init__(
-        self, app: ASGIApp, engine: AsyncEngine, keys: Sequence[str], share_cache: bool, max_body_bytes: int
+        self, app: ASGIApp, engine: EngineClient, keys: Sequence[str], share_cache: bool, max_body_bytes: int
     ) -> None:
         self._app = app
         self._engine = engine

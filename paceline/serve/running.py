@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from paceline.core.request import Request, Status
-from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.client import EngineClient
 from paceline.serve.middleware import REQUESTS
 
 
@@ -31,7 +31,7 @@ class RunningRequests(BaseModel):
     requests: list[RunningRequest]  # the oldest first
 
 
-def router(engine: AsyncEngine) -> APIRouter:
+def router(engine: EngineClient) -> APIRouter:
     """The route of the list."""
     routes = APIRouter(tags=["Server"])
 
