@@ -61,6 +61,7 @@ class Loaded:
     tokenizer: Tokenizer
     model_config: ModelConfig
     drafters: Mapping[str, Drafter] = field(default_factory=dict)  # by method, the default first
+    fingerprint: str = ""  # of the weights
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -145,7 +146,7 @@ def build_engine(config: EngineConfig, model: LoadedModel | None = None) -> Load
         rule=RULES[speculation.rule].verify,
         draft_forced=speculation.forced,
     )
-    return Loaded(engine, tokenizer, model.config, drafters)
+    return Loaded(engine, tokenizer, model.config, drafters, model.fingerprint)
 
 
 def _speculation(config: EngineConfig, model: LoadedModel) -> Speculation:

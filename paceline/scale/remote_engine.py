@@ -290,8 +290,8 @@ class RemoteEngine:
         key = f"{self._name}-{self._num_attempts}"
         if run.num_tokens and run.form != self._form:
             raise UnavailableError(
-                f"the answer was begun with weights of another form ({run.form}, now {self._form}) and cannot "
-                "go on. Send the request again."
+                f"the answer was begun with weights of another form ({run.form}; now they are {self._form}). "
+                "Send the request again."
             )
         request = replace(
             first,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import socket
 from collections.abc import Mapping
 
 from paceline.engine.async_engine import AsyncEngine
@@ -96,7 +98,12 @@ class ReplicaWorker:
         """What the ingress shows of this replica."""
         state = self._engine.state
         names = "running waiting kv_usage prefix_queries prefix_hits"
-        return {"failure": self._engine.failure, **{name: getattr(state, name) for name in names.split()}}
+        return {
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "failure": self._engine.failure,
+            **{name: getattr(state, name) for name in names.split()},
+        }
 
     def _received(self, messages: list[Message]) -> None:
         for kind, key in messages:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from paceline import __version__
@@ -31,15 +32,25 @@ from paceline.serve.record import RequestRecord
 from paceline.serve.service import Service
 
 
+@dataclass(frozen=True)
+class Pages:
+    """What a server shows of engines that run elsewhere."""
+
+    metrics: metrics_page.Reader  # for /metrics
+    routers: Sequence[APIRouter]  # of further paths
+
+
 def make_app(
     service: Service,
     options: ServeOptions | None = None,
     metrics: Metrics | None = None,
     on_finished: Sequence[Callable[[RequestRecord], None]] = (),
+    pages: Pages | None = None,
 ) -> FastAPI:
     """The HTTP API over a running service. With `metrics`, also serves /metrics and the live page.
 
-    `on_finished` are called with the record of each finished request, in the event loop.
+    `on_finished` are called with the record of each finished request, in the event loop. `pages` are those of
+    a server whose engine runs elsewhere.
     """
     options = options or ServeOptions()
     app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None)
@@ -48,9 +59,10 @@ def make_app(
     routers += [health.router(service.engine), docs_page.router()]
     if metrics is not None:
         routers += [
-            metrics_page.router(metrics, service.engine),
+            metrics_page.router(pages.metrics if pages else metrics_page.reader(metrics, service.engine)),
             running.router(service.engine),
             live.router(),
+            *(pages.routers if pages else ()),
         ]
     for router in routers:
         app.include_router(router)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
@@ -16,6 +18,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from paceline.core.stats import StepStats
 from paceline.engine.client import EngineClient
 from paceline.serve.metrics import HISTOGRAMS, DraftCounts, Metrics
 
@@ -27,28 +30,75 @@ Labels = dict[str, str]
 Samples = Iterable[tuple[Labels, float]]
 
 
-def router(metrics: Metrics, engine: EngineClient) -> APIRouter:
-    """The route of the metrics."""
+@dataclass(frozen=True)
+class View:
+    """What a page of metrics shows."""
+
+    metrics: Metrics
+    state: StepStats  # of the engine, now
+    healthy: bool
+    labels: Labels = field(default_factory=dict)  # of all samples
+
+
+Reader: TypeAlias = Callable[[], Awaitable[Sequence[View]]]
+
+
+def reader(metrics: Metrics, engine: EngineClient) -> Reader:
+    """Reads the metrics of an engine in this process."""
+
+    async def read() -> Sequence[View]:
+        return [View(metrics, engine.state, engine.failure is None)]
+
+    return read
+
+
+def render(views: Sequence[View], with_process: bool = True) -> Response:
+    """The text of a page; of several views, samples of one metric come together."""
     registry = CollectorRegistry()
-    registry.register(Page(metrics, engine))
-    ProcessCollector(registry=registry)
+    registry.register(Merged([Page(view) for view in views]))
+    if with_process:
+        ProcessCollector(registry=registry)
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def router(read: Reader) -> APIRouter:
+    """The route of the metrics."""
     routes = APIRouter(tags=["Server"])
 
     @routes.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def page() -> Response:
         """What the server did, for Prometheus."""
-        text = await asyncio.to_thread(generate_latest, registry)
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
+        return await asyncio.to_thread(render, await read())
 
     return routes
+
+
+class Merged(Collector):
+    """Pages as one, each with its own labels: the samples of one metric come together."""
+
+    def __init__(self, pages: Sequence[Page]) -> None:
+        self._pages = pages
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for page in self._pages:
+            for family in page.collect():
+                merged = families.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                merged.samples += [
+                    sample._replace(labels={**sample.labels, **page.labels}) for sample in family.samples
+                ]
+        yield from families.values()
 
 
 class Page(Collector):
     """All metrics, rendered anew for each request."""
 
-    def __init__(self, metrics: Metrics, engine: EngineClient) -> None:
-        self._metrics = metrics
-        self._engine = engine
+    def __init__(self, view: View) -> None:
+        self.labels = view.labels
+        self._view = view
+        self._metrics = view.metrics
 
     def collect(self) -> Iterator[Metric]:
         yield InfoMetricFamily(PREFIX + "server", "What is served, and how.", value=dict(self._metrics.info))
@@ -65,12 +115,12 @@ class Page(Collector):
 
     def _state(self) -> Iterator[Metric]:
         """The engine's current state."""
-        state = self._engine.state
+        state = self._view.state
         gauges = {
             "num_requests_running": ("Outputs that take part in passes.", state.running),
             "num_requests_waiting": ("Outputs that wait for their first pass.", state.waiting),
             "kv_cache_usage_perc": ("Share of pages that requests hold; 1 is all.", state.kv_usage),
-            "engine_healthy": ("1 while the engine is well.", float(self._engine.failure is None)),
+            "engine_healthy": ("1 while the engine is well.", float(self._view.healthy)),
         }
         for name, (words, value) in gauges.items():
             yield self._gauge(name, words, [({}, value)])
@@ -200,9 +250,5 @@ def _summed(counts: Iterable[DraftCounts]) -> DraftCounts:
     """The sums over several counters."""
     total = DraftCounts()
     for drafts in counts:
-        total.drafts += drafts.drafts
-        total.tokens += drafts.tokens
-        total.accepted += drafts.accepted
-        total.depths.update(dict(drafts.depths))
-        total.accepted_depths.update(dict(drafts.accepted_depths))
+        total.merge(drafts)
     return total

@@ -32,12 +32,13 @@ from paceline.config import CacheOptions, EngineConfig
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.client import EngineClient
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.extras import needs_extra
 from paceline.models.registry import resolve
 from paceline.models.tokenizer import Tokenizer
-from paceline.serve.app import make_app
+from paceline.serve.app import Pages, make_app
 from paceline.serve.connections import Connection, ConnectionLimits
 from paceline.serve.logs import log_event, set_up_logs
 from paceline.serve.metrics import Metrics
@@ -75,7 +76,7 @@ def serve(model: str, engine: dict[str, Any], server: dict[str, Any]) -> None:
     allow_files(2 * options.max_connections)
     announce(facts, time.monotonic() - begun)
     names = model_names(model, options)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         runner.run(run(loaded.engine, loaded.tokenizer, names, options, listener, facts))
 
 
@@ -191,6 +192,19 @@ async def run(
         stuck_after=options.stuck_timeout,
     )
     front.start()
+    await serve_client(front, tokenizer, names, options, listener, metrics)
+
+
+async def serve_client(
+    front: EngineClient,
+    tokenizer: Tokenizer,
+    names: tuple[str, ...],
+    options: ServeOptions,
+    listener: socket.socket,
+    metrics: Metrics,
+    pages: Pages | None = None,
+) -> None:
+    """Serve an engine that is started, wherever it runs, on a bound socket until a signal."""
     service = Service(front, tokenizer, names, options.tool_call_parser)
     with ExitStack() as stack:
         on_finished = []
@@ -198,7 +212,7 @@ async def run(
             tracing = import_tracing()(options.otlp_endpoint, names[0], front.now)
             stack.callback(tracing.close)
             on_finished.append(tracing.request_ended)
-        app = make_app(service, options, metrics, on_finished)
+        app = make_app(service, options, metrics, on_finished, pages)
         try:
             await Server(app, front, options, metrics).serve([listener])
         finally:
@@ -217,7 +231,7 @@ def import_tracing() -> type[Tracing]:
 class Server(uvicorn.Server):
     """uvicorn with its own drain: the port stays open until the running requests have finished."""
 
-    def __init__(self, app: Any, engine: AsyncEngine, options: ServeOptions, metrics: Metrics) -> None:
+    def __init__(self, app: Any, engine: EngineClient, options: ServeOptions, metrics: Metrics) -> None:
         limits = ConnectionLimits(
             options.max_connections, options.client_timeout, partial(metrics.answered, "")
         )
@@ -311,7 +325,7 @@ def model_names(model: str, options: ServeOptions) -> tuple[str, ...]:
     return (path.resolve().name.removesuffix(".gguf") if path.exists() else model,)
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
     except ModuleNotFoundError:  # uvloop is not available on every platform
