@@ -130,8 +130,9 @@ async def make_ingress(
     """A started engine whose requests run on the replicas, and the counters of its requests."""
     description = await replicas.describe()
     announce(description.facts, 0.0)
-    metrics = Metrics(name, options.max_segments, description.facts)
     low, high = scale.bounds
+    facts = {**description.facts, "replicas": f"{low}:{high}" if low < high else str(high)}
+    metrics = Metrics(name, options.max_segments, facts)
     remote = RemoteOptions(options.max_queue, high, low, scale.replica_timeout, config.seed)
     front = RemoteEngine(replicas, description, tokenizer, remote, (metrics,))
     await front.start(host)

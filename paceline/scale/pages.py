@@ -14,6 +14,7 @@ from paceline.scale.remote_engine import RemoteEngine
 from paceline.serve.app import Pages
 from paceline.serve.metrics import Metrics
 from paceline.serve.metrics_page import View, render
+from paceline.serve.middleware import REPLICA_METRICS, REPLICAS
 
 STATE = ("running", "waiting", "kv_usage", "prefix_queries", "prefix_hits")
 
@@ -91,12 +92,12 @@ def pages(own: Metrics, engine: RemoteEngine, snapshots: Snapshots) -> Pages:
     fleet = FleetMetrics(own, engine, snapshots)
     routes = APIRouter(tags=["Server"])
 
-    @routes.get("/metrics/replicas", response_class=Response)
+    @routes.get(REPLICA_METRICS, response_class=Response)
     async def by_replica() -> Response:
         """The metrics of each replica, with its name as a label."""
         return await asyncio.to_thread(render, await fleet.by_replica(), with_process=False)
 
-    @routes.get("/replicas")
+    @routes.get(REPLICAS)
     async def replicas() -> ReplicaStates:
         """The replicas that answer."""
         now = asyncio.get_running_loop().time()

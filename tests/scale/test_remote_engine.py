@@ -13,7 +13,7 @@ from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.client import EngineClient
 from paceline.engine.outputs import RequestOutput
 from paceline.errors import OverloadedError, RequestError, UnavailableError
-from paceline.scale import remote_engine
+from paceline.scale.dispatch import MAX_FRUITLESS
 from tests.engine.test_exactness import prompt
 from tests.scale.fake import FakeReplica, Fleet
 from tests.toy import toy_engine
@@ -146,7 +146,7 @@ def test_without_any_replica_requests_wait_for_the_next_one(truth: list[Any]) ->
 
 def test_a_request_that_kills_every_replica_fails_in_the_end() -> None:
     async def main() -> None:
-        async with fleet(count=remote_engine.MAX_FRUITLESS + 3) as there:
+        async with fleet(count=MAX_FRUITLESS + 3) as there:
             for replica in there.replicas.all:
                 replica.worker._run = lambda request, connection, by=replica: by.kill()  # type: ignore
             stream = await there.engine.submit([3, 4], SamplingParams(max_tokens=2), "poison")
