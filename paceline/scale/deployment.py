@@ -29,7 +29,7 @@ from paceline.serve.server import describe, load
 
 UNLIMITED = 100_000  # requests of a replica: the ingress limits them
 CHECK_SECONDS = 2.0  # between two health checks
-CHECK_TIMEOUT = 10.0  # of a health check; three that fail in a row replace the replica
+CHECK_TIMEOUT = 5.0  # of a health check; three that fail in a row replace the replica
 
 
 @dataclass(frozen=True)

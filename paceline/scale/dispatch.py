@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -155,32 +155,28 @@ class Dispatcher:
 
     def received(self, link: Link, messages: list[Message]) -> None:
         """Pass a replica's messages to their requests."""
-        deltas: list[Delta] = []
         for kind, *arguments in messages:
             run = self._runs.get(arguments[0])
-            if run is not None and run.ended is not None:
+            if run is not None and run.ended is not None and not run.ended.done():
                 try:
-                    deltas += self._handle(link, run, run.ended, kind, arguments)
+                    self._handle(link, run, run.ended, kind, arguments)
                 except Lost as reason:
                     self._lose(run, str(reason))
-        if deltas:
-            for observer in self._observers:
-                observer.advanced(deltas)
 
     def _handle(
         self, link: Link, run: RemoteRun, ended: asyncio.Future[None], kind: str, arguments: list[Any]
-    ) -> Iterable[Delta]:
-        """The deltas of a message about a request."""
-        if ended.done():
-            return ()
+    ) -> None:
+        """Take a message about a request."""
         if kind == "started":
             run.replica, run.form = link.replica, link.form
             run.restart()
         elif kind == "tokens" and (news := run.add(TokenUpdate(*arguments))) is not None:
-            run.stream.put(news[1])
+            delta, update = news
+            for observer in self._observers:  # first: metrics count a token before its client sees it
+                observer.advanced([delta])
+            run.stream.put(update)
             if run.finished and run.cut_short:
                 ended.set_result(None)
-            return (news[0],)
         elif kind == "ended":
             run.finish(arguments[1])
             ended.set_result(None)
@@ -193,4 +189,3 @@ class Dispatcher:
                 self.links.avoid(link.replica)
                 raise Lost(f"replica {link.replica} is stopping")
             ended.set_exception(error)
-        return ()

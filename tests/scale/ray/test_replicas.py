@@ -49,15 +49,6 @@ def test_killed_under_fifty_streaming_clients(server: Server, truth: Answers) ->
     server.wait_for_replicas(2, without=frozenset([victim]))
 
 
-def test_hung_under_fifty_streaming_clients(server: Server, truth: Answers) -> None:
-    server.wait_for_replicas(2)
-    resumed, victim = server.get("/replicas")["resumed"], server.replicas()[0]["pid"]
-    clients = Clients(server.url)
-    assert asyncio.run(disturbed(clients, lambda: pause(victim), after=1500)) == truth
-    assert server.get("/replicas")["resumed"] > resumed
-    server.wait_for_replicas(2, without=frozenset([victim]))  # the health check has replaced it
-
-
 def test_rolling_restart_under_fifty_streaming_clients(server: Server, truth: Answers) -> None:
     server.wait_for_replicas(2)
     before = frozenset(replica["pid"] for replica in server.replicas())
@@ -84,6 +75,15 @@ def test_metrics_are_added_up_and_told_apart(server: Server, truth: Answers) -> 
 def value(page: str, name: str) -> float:
     lines = [line for line in page.splitlines() if line.startswith(name)]
     return sum(float(line.split()[-1]) for line in lines)
+
+
+def test_hung_under_fifty_streaming_clients(server: Server, truth: Answers) -> None:
+    server.wait_for_replicas(2)
+    resumed, victim = server.get("/replicas")["resumed"], server.replicas()[0]["pid"]
+    clients = Clients(server.url)
+    assert asyncio.run(disturbed(clients, lambda: pause(victim), after=1500)) == truth
+    assert server.get("/replicas")["resumed"] > resumed
+    server.wait_for_replicas(2, without=frozenset([victim]))  # the health check has replaced it
 
 
 def test_a_burst_scales_from_one_to_two_and_back(tmp_path: Path, truth: Answers) -> None:
