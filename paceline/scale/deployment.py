@@ -20,6 +20,7 @@ from paceline.build import Loaded
 from paceline.config import EngineConfig
 from paceline.engine.async_engine import AsyncEngine
 from paceline.scale.options import ScaleOptions
+from paceline.scale.watchdog import Watchdog
 from paceline.scale.wire import Address, Description, RemoteRequest
 from paceline.scale.worker import ReplicaWorker
 from paceline.serve.logs import set_up_logs
@@ -28,6 +29,7 @@ from paceline.serve.options import ServeOptions
 from paceline.serve.server import describe, load
 
 UNLIMITED = 100_000  # requests of a replica: the ingress limits them
+HANG_TIMEOUTS = 4  # replica_timeouts without a turn of its event loop, after which a replica is killed
 CHECK_SECONDS = 2.0  # between two health checks
 CHECK_TIMEOUT = 5.0  # of a health check; three that fail in a row replace the replica
 
@@ -44,7 +46,7 @@ class Replica:
     """One engine in a Serve replica."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, model: str, engine: Mapping[str, Any], server: Mapping[str, Any]
+        self, model: str, engine: Mapping[str, Any], server: Mapping[str, Any], hang_timeout: float
     ) -> None:
         options = ServeOptions(**server)
         set_up_logs(options.log_level, "json")
@@ -62,6 +64,7 @@ class Replica:
         front.start()
         name = serve.get_replica_context().replica_id.unique_id
         self._worker = ReplicaWorker(front, name, description(loaded, facts))
+        self._watchdog = Watchdog(hang_timeout)
 
     async def serve(self, request: RemoteRequest) -> None:
         """Run a request; its tokens go to its ingress directly."""
@@ -92,6 +95,7 @@ class Replica:
     async def __del__(self) -> None:
         """For Serve, after the replica has drained: drafters save what they know."""
         if worker := self.__dict__.get("_worker"):
+            self._watchdog.stop()
             await worker.stop()
 
 
@@ -155,7 +159,7 @@ def replica_application(
         logging_config={"log_level": "WARNING", "enable_access_log": False},
         **options,
     )
-    return made.bind(model, dict(engine), passed)
+    return made.bind(model, dict(engine), passed, HANG_TIMEOUTS * scale.replica_timeout)
 
 
 class ServeReplicas:
