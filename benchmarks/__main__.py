@@ -12,7 +12,7 @@ from benchmarks.engine.commands import (
     same_bytes_command,
 )
 from benchmarks.gpu.command import gpu_command
-from benchmarks.server.commands import load_command, overhead_command
+from benchmarks.server.commands import load_command, overhead_command, replicas_command
 from paceline.cli import main
 from paceline.terminal.help import App
 
@@ -24,6 +24,7 @@ app.command("gpu")(gpu_command)
 app.command("same-bytes")(same_bytes_command)
 app.command("load")(load_command)
 app.command("overhead")(overhead_command)
+app.command("replicas")(replicas_command)
 app.command("rows")(rows_command)
 app.command("concurrency")(concurrency_command)
 app.command("drafting")(drafting_command)

@@ -35,7 +35,7 @@ class Resources:
 def import_ray() -> Any:
     """The module ray; ConfigError if it or Ray Serve is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anyone
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # do not hide GPUs from CPU actors
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would put engines behind all other processes
     with needs_extra("ray", "replicas (`--replicas`, `--autoscale`, `paceline scale`)"):
         import ray
         import ray.serve

@@ -132,7 +132,6 @@ def deployment_options(config: EngineConfig, server: ServeOptions, scale: ScaleO
         "target_ongoing_requests": target,
         "upscale_delay_s": scale.upscale_delay,
         "downscale_delay_s": scale.downscale_delay,
-        "metrics_interval_s": min(2.0, max(0.1, scale.upscale_delay / 2)),
         "look_back_period_s": min(10.0, max(0.5, scale.upscale_delay)),
     }
     return {**options, "autoscaling_config": autoscaling}
@@ -179,7 +178,8 @@ class ServeReplicas:
             raise
 
     async def introduce(self, address: Address) -> None:
-        await self._broadcast("introduce", address)
+        with suppress(Exception):  # one is gone, or slow: this is repeated
+            await self._broadcast("introduce", address)
 
     async def snapshots(self) -> Sequence[ReplicaSnapshot]:
         """What each replica has counted; none if one does not answer in time."""
