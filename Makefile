@@ -7,19 +7,21 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
 SERVING := $(VENV)/.serving
 READY := $(VENV)/.ready
+SCALED := $(VENV)/.scaled
 TIMES := $(VENV)/times
 
 # some machines set it: every process, of which tests start a hundred, would compile the package again
 unexport PYTHONDONTWRITEBYTECODE
 
 EVERYTHING := '.[serve,dev]'
+WITH_RAY := '.[serve,dev,ray]'
 
 # $(call timed,PART,COMMANDS): run commands, and note how long the part took. A comma would end an argument:
 # what has one goes into a variable.
 timed = @begin=$$(date +%s); ($(2)); status=$$?; \
 	printf '%-8s %5d s\n' $(1) $$(($$(date +%s) - begin)) >> $(TIMES); exit $$status
 
-.PHONY: install model serve test test-large lint types check tests fuzz clean
+.PHONY: install model serve test test-large test-scale lint types check tests fuzz clean
 
 # what serving needs: no torch, nothing for tests
 $(SERVING): pyproject.toml constraints.txt
@@ -67,6 +69,16 @@ test:
 # and what only repeats: more pairs of methods and requests, and a larger model if it was pulled
 test-large: export PACELINE_TEST_LARGE := 1
 test-large: test
+
+$(SCALED): $(READY)
+	@echo "paceline: installing Ray, about 35 packages more"
+	$(call timed,ray,$(PIP) $(WITH_RAY) && touch $(SCALED))
+
+# replicas on a real Ray cluster: they are killed, hung, restarted and scaled under load; about five minutes
+test-scale: export PACELINE_TEST_SCALE := 1
+test-scale: export OMP_NUM_THREADS := 1
+test-scale: $(SCALED) model
+	$(call timed,scale,$(BIN)/python -m pytest tests/scale/ray --durations 15)
 
 # property tests with fresh seeds, until the time is up or one fails: `make fuzz MINUTES=60`
 fuzz: install model

@@ -62,6 +62,7 @@ class Loaded:
     tokenizer: Tokenizer
     model_config: ModelConfig
     drafters: Mapping[str, Drafter] = field(default_factory=dict)  # by method, the default first
+    fingerprint: str = ""  # of the weights
 
 
 def load_model(config: EngineConfig, beside: Backend | None = None) -> LoadedModel:
@@ -154,7 +155,7 @@ def build_engine(
         draft_forced=speculation.forced,
         clock=clock,
     )
-    return Loaded(engine, tokenizer, model.config, drafters)
+    return Loaded(engine, tokenizer, model.config, drafters, model.fingerprint)
 
 
 def _speculation(config: EngineConfig, model: LoadedModel) -> Speculation:

@@ -20,6 +20,7 @@ from paceline.terminal.config_file import ConfigFile
 from paceline.terminal.flags import (
     ENGINE,
     SAMPLING,
+    SCALE,
     SEED,
     SERVER,
     STRUCTURE,
@@ -171,13 +172,21 @@ def check(
 
 
 @app.command()
-@with_flags(server=SERVER, engine=(*by_topic(ENGINE, {"": "max_model_len max_num_seqs"}), SEED))
-def serve(server: Options, engine: Options, model: OptionalModel = None, config: ConfigFile = None) -> None:
+@with_flags(server=SERVER, engine=(*by_topic(ENGINE, {"": "max_model_len max_num_seqs"}), SEED), scale=SCALE)
+def serve(
+    server: Options, engine: Options, scale: Options, model: OptionalModel = None, config: ConfigFile = None
+) -> None:
     """Serve a model, or several with --routes, over HTTP with the OpenAI API."""
+    from paceline.scale.options import ScaleOptions
+
     with needs_extra("serve", "`paceline serve`"):
         from paceline.serve.server import serve
+    if not ScaleOptions(**scale).wanted:
+        serve(model, engine, server)
+        return
+    from paceline.scale.command import serve_replicas
 
-    serve(model, engine, server)
+    serve_replicas(model or DEFAULT_MODEL, engine, server, scale)
 
 
 @app.command()
@@ -236,3 +245,6 @@ _mount(
     single=True,
 )
 _mount("train", "paceline.train.commands:app", "train", "Train a draft head on the target's own answers.")
+_mount(
+    "scale", "paceline.scale.commands:app", "serve", "Write the file that deploys replicas to a Ray cluster."
+)

@@ -11,7 +11,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.methods import PLAN_KEYS, find_method, method_names, parse_plan
-from paceline.errors import RequestError
+from paceline.errors import GrammarError, RequestError
 from paceline.models.detokenizer import Detokenizer, Watch
 from paceline.options import check_bool, nearest, unknown_option
 from paceline.verify.noise import derive_seed
@@ -60,6 +60,7 @@ def make_requests(
     watch: Callable[[], Watch] | None = None,
     segment: str = "",
     cache_salt: str = "",
+    resume: Mapping[int, Sequence[int]] | None = None,
 ) -> list[Request]:
     """One Request for each of the n outputs. `index` is the order of arrival.
 
@@ -67,7 +68,8 @@ def make_requests(
     requests in the same order gets the same answers. Child 0 has the request's seed, child i
     derive_seed(seed, i). `plans` has the default plan of each of the engine's drafters; the first is the
     default. `grammar` is the compiled structured_outputs of the params. `watch` makes what may end an output
-    by its text, besides stop strings.
+    by its text, besides stop strings. `resume` has, by child, the tokens that an unfinished output already
+    has: only these children are made, and they go on as if they had never been interrupted.
     """
     prompt = _checked_prompt(prompt_token_ids, limits)
     _check_ids(params, limits.vocab_size)
@@ -86,7 +88,7 @@ def make_requests(
     if grammar is not None or not params.ignore_eos:  # a grammar can force the end
         ending_ids |= tokenizer.eos_ids
     children: list[Request] = []
-    for child in range(params.n):
+    for child in range(params.n) if resume is None else _checked_children(resume, params.n):
         child_seed = derive_seed(seed, child) if child else seed
         constraint = None if grammar is None else grammar.start(params.ignore_eos)
         children.append(
@@ -106,10 +108,38 @@ def make_requests(
                 cache_salt=cache_salt,
                 plan=plan,
                 unavailable_drafter=unavailable,
-                leader=children[0] if child else None,
+                leader=children[0] if children else None,
             )
         )
+        if resume is not None:
+            _replay(children[-1], resume[child], limits.vocab_size)
     return children
+
+
+def _checked_children(resume: Mapping[int, Sequence[int]], count: int) -> list[int]:
+    """The children to resume, in order."""
+    children = sorted(resume)
+    if not children or children[0] < 0 or children[-1] >= count:
+        raise RequestError(f"resume names the outputs {children}, but must name some of 0 to {count - 1}.")
+    return children
+
+
+def _replay(request: Request, tokens: Sequence[int], vocab_size: int) -> None:
+    """Bring a new request to the state in which it has these output tokens; their text is not given again."""
+    remedy = "Resume an output with the tokens that it has got from the same request."
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"resume has token id {token}, which is outside the vocabulary. {remedy}")
+        ends = request.ends_by(token, request.num_output)
+        try:
+            request.sampler.advance(token)
+        except GrammarError as error:
+            raise RequestError(f"resume has tokens that the grammar forbids ({error}) {remedy}") from None
+        request.token_ids.append(token)
+        stop = request.detokenizer.append(token, request.num_output)
+        if ends or stop is not None or request.detokenizer.ended:
+            raise RequestError(f"resume has an output that has already ended. {remedy}")
+    request.detokenizer.take()
 
 
 def bad_word_tokens(words: Sequence[str], tokenizer: TextTokenizer) -> list[list[int]]:

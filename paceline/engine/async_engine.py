@@ -16,8 +16,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeAlias
 
 from paceline.constrain.compiler import Grammar
@@ -27,9 +27,10 @@ from paceline.core.stats import StepStats
 from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.engine.admission import Limits, TextTokenizer
 from paceline.engine.engine import Delta, Engine
+from paceline.engine.intake import Intake
 from paceline.engine.outputs import RequestOutput, request_output, with_texts
 from paceline.engine.stream import Stream, Update
-from paceline.errors import OverloadedError, RequestError, UnavailableError
+from paceline.errors import UnavailableError
 from paceline.kv.cache import KVCache
 from paceline.models.detokenizer import Watch
 
@@ -71,12 +72,12 @@ class AsyncEngine:
         """
         self._engine = engine
         self._tokenizer = tokenizer
-        self._max_requests = engine.limits.max_num_seqs + max_queue
+        room = engine.limits.max_num_seqs + max_queue
+        self._intake = Intake(lambda: room, lambda: self.failure)
         self._observers = tuple(observers)
         self._commands: deque[_Command] = deque()
         self._wake = threading.Event()
         self._stopping = False
-        self._draining = False
         self._dead: Exception | None = None
         self._stuck_after = stuck_after
         self._turn = turn or nullcontext()
@@ -84,10 +85,6 @@ class AsyncEngine:
         self._watching: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
         self._children: dict[str, list[Request]] = {}  # used by the engine's thread only
-        self._streams: dict[str, tuple[Stream, int]] = {}  # stream and n; used by the event loop only
-        self._num_preparing = 0  # used by the event loop only
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     @property
     def limits(self) -> Limits:
@@ -97,12 +94,12 @@ class AsyncEngine:
     @property
     def num_requests(self) -> int:
         """The number of unfinished outputs, and of requests being prepared."""
-        return sum(count for _, count in self._streams.values()) + self._num_preparing
+        return self._intake.num_requests
 
     @property
     def draining(self) -> bool:
         """Whether new requests are refused because the engine is stopping."""
-        return self._draining
+        return self._intake.draining
 
     @property
     def state(self) -> StepStats:
@@ -153,18 +150,12 @@ class AsyncEngine:
         if self._stuck_after:
             self._watching = asyncio.create_task(self._watch())
 
-    @contextmanager
-    def preparing(self) -> Iterator[None]:
+    def preparing(self) -> AbstractContextManager[None]:
         """Reserve a place in the queue while a request is read and tokenized. Exit before `submit`.
 
         OverloadedError if the queue is full.
         """
-        self._check_room(1)
-        self._num_preparing += 1
-        try:
-            yield
-        finally:
-            self._num_preparing -= 1
+        return self._intake.preparing()
 
     async def submit(
         self,
@@ -174,23 +165,23 @@ class AsyncEngine:
         *,
         segment: str = "",
         cache_salt: str = "",
+        session: str | None = None,
         grammar: Grammar | None = None,
         watch: Callable[[], Watch] | None = None,
         arrived: asyncio.Event | None = None,
+        resume: Mapping[int, Sequence[int]] | None = None,
     ) -> Stream:
-        """The stream of a request that the engine has accepted. `arrived`: see Stream; `watch`: see Engine.
+        """The stream of a request that the engine has accepted. For `arrived`, see Stream; for `watch` and
+        `resume`, Engine.
 
         `grammar` is the result of `compile` for the params' structured_outputs, which would take too long in
         the engine's thread. RequestError if the request cannot be served, OverloadedError if too many wait,
-        UnavailableError if the engine is stopping or dead.
+        UnavailableError if the engine is stopping or dead. `session` is for routers: here is one engine.
         """
         assert (grammar is None) == (params.structure is None)
-        self._check_open(params.n)
-        if request_id in self._streams:
-            raise RequestError(f"a request with id {request_id!r} is already running; give each its own id.")
+        self._intake.check_open(request_id, params.n)
         stream = Stream(request_id, self.abort, arrived)
-        self._streams[request_id] = (stream, params.n)
-        self._idle.clear()
+        self._intake.add(stream, params.n)
 
         def add() -> None:
             try:
@@ -202,6 +193,7 @@ class AsyncEngine:
                     cache_salt=cache_salt,
                     grammar=grammar,
                     watch=watch,
+                    resume=resume,
                 )
                 self._children[request_id] = children
                 self._in_loop(stream.accept, children[0].unavailable_drafter)
@@ -215,7 +207,7 @@ class AsyncEngine:
             self.abort(stream)
             raise
         except Exception:
-            self._forget(request_id)
+            self._intake.forget(request_id)
             raise
         return stream
 
@@ -229,18 +221,17 @@ class AsyncEngine:
             for observer in self._observers:
                 observer.aborted(aborted)
 
-        self._forget(request_id)
+        self._intake.forget(request_id)
         if self._dead is None:
             self._send(end)
 
     async def drain(self) -> None:
         """Accept no new requests, and return when all running and waiting ones have finished."""
-        self._draining = True
-        await self._idle.wait()
+        await self._intake.drain()
 
     async def stop(self) -> None:
         """Stop: unfinished requests fail, and drafters save their state."""
-        self._draining = True
+        self._intake.draining = True
         self._fail_all(UnavailableError("the server is stopping; send the request to another one."))
         self._stopping = True
         self._wake.set()
@@ -248,26 +239,6 @@ class AsyncEngine:
             await asyncio.to_thread(self._thread.join)
         if self._watching is not None:
             self._watching.cancel()
-
-    def _check_open(self, wanted: int) -> None:
-        failure = self.failure
-        if failure is not None:
-            raise UnavailableError(f"{failure}; restart the server.")
-        if self._draining:
-            raise UnavailableError("the server is stopping; send the request to another one.")
-        if wanted > self._max_requests:
-            raise RequestError(
-                f"n is {wanted}, but at most {self._max_requests} outputs may run and wait. Use a smaller n."
-            )
-        self._check_room(wanted)
-
-    def _check_room(self, wanted: int) -> None:
-        max_requests, num_requests = self._max_requests, self.num_requests
-        if num_requests + wanted > max_requests:
-            raise OverloadedError(
-                f"{num_requests} requests run or wait, and at most {max_requests} may. "
-                "Send the request again later."
-            )
 
     async def _watch(self) -> None:
         """The watchdog: log the stack each time the engine gets stuck, and when it recovers."""
@@ -284,15 +255,9 @@ class AsyncEngine:
                 logger.warning("the engine goes on")
             was_stuck = self.stuck
 
-    def _forget(self, request_id: str) -> None:
-        """In the event loop: drop a request's stream."""
-        self._streams.pop(request_id, None)
-        if not self._streams:
-            self._idle.set()
-
     def _fail_all(self, error: Exception) -> None:
         """In the event loop: abort all requests with this error."""
-        for stream, _ in list(self._streams.values()):
+        for stream in self._intake.streams:
             self.abort(stream)
             stream.fail(error)
 
@@ -368,12 +333,12 @@ class AsyncEngine:
     ) -> None:
         """In the event loop: pass a step's updates and outputs to their streams."""
         for request_id, update in updates:
-            if request_id in self._streams:  # else it was aborted while the pass ran
-                self._streams[request_id][0].put(update)
+            if (stream := self._intake.find(request_id)) is not None:  # else aborted while the pass ran
+                stream.put(update)
         for request_id, output in outputs:
-            if request_id in self._streams:
-                self._streams[request_id][0].end(output)
-                self._forget(request_id)
+            if (stream := self._intake.find(request_id)) is not None:
+                stream.end(output)
+                self._intake.forget(request_id)
 
 
 def _has_news(delta: Delta) -> bool:

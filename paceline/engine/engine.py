@@ -97,6 +97,11 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     @property
+    def plans(self) -> Mapping[str, DraftPlan]:
+        """The default plan of each drafter that requests may name."""
+        return self._plans
+
+    @property
     def asked_drafter(self) -> str | None:
         """The drafter that is running now; any thread may ask."""
         return self._drafting.asked
@@ -111,13 +116,18 @@ class Engine:
         cache_salt: str = "",
         grammar: Grammar | None = None,
         watch: Callable[[], Watch] | None = None,
+        resume: Mapping[int, Sequence[int]] | None = None,
     ) -> list[Request]:
         """The queued requests, one for each of the n outputs. RequestError if they cannot be served.
 
         `segment` names the kind of traffic, for statistics. Only requests with the same `cache_salt` share
         cached pages and past responses. `grammar` is the compiled structured_outputs of the params; without
-        it they are compiled here. `watch` makes, for each output, what may end it by its text.
+        it they are compiled here. `watch` makes, for each output, what may end it by its text. `resume` has,
+        by number, the tokens of unfinished outputs that another engine began: these are computed again and
+        go on, token for token, as they would have there. It needs the request's seed.
         """
+        if resume is not None and params.seed is None and not params.greedy:
+            raise RequestError("an output can be resumed only with its request's seed. Set seed.")
         name = str(self._num_arrived) if request_id is None else request_id
         if name in self._live:
             raise RequestError(f"a request with id {name!r} is already running; give each its own id.")
@@ -138,6 +148,7 @@ class Engine:
             watch=watch,
             segment=segment,
             cache_salt=cache_salt,
+            resume=resume,
         )
         self._num_arrived += 1
         self._live[name] = list(children)

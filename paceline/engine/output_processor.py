@@ -33,15 +33,9 @@ class OutputProcessor:
         if verdict.error is not None:
             self.end(request, "error", error=verdict.error)
             return Delta(request, request.detokenizer.take(), ())
-        before, reason = request.num_output, None
-        if before == 0 and tokens:
+        if request.first_token_time is None and tokens:
             request.first_token_time = self._clock()
-        may_end = before + len(tokens) >= request.max_output or not request.ending_ids.isdisjoint(tokens)
-        if may_end or request.detokenizer.may_stop:
-            tokens, reason = self._take_one_by_one(request, tokens)
-        else:
-            request.token_ids.extend(tokens)
-            request.detokenizer.extend(tokens)
+        tokens, reason = append_tokens(request, tokens)
         if verdict.logprobs:
             request.logprobs.extend(verdict.logprobs[: len(tokens)])
         self._commit(part, verdict.accepted[: len(tokens)], room)
@@ -66,30 +60,35 @@ class OutputProcessor:
             self._kv.commit(request.slot, request.token_ids, part.num_tokens, rows, room)
         request.num_computed += count
 
-    def _take_one_by_one(
-        self, request: Request, tokens: tuple[int, ...]
-    ) -> tuple[tuple[int, ...], str | None]:
-        """The tokens up to the one that ends the request, and the finish reason, None if it goes on."""
-        for count, token in enumerate(tokens, start=1):
-            reason = self._take_token(request, token)
-            if reason is not None:
-                return tokens[:count], reason
-        return tokens, None
 
-    def _take_token(self, request: Request, token: int) -> str | None:
-        """The finish reason after appending one token; None if the request goes on."""
-        request.token_ids.append(token)
-        num_output = request.num_output
-        if token in request.ending_ids:
-            if request.params.include_stop_str_in_output:
-                request.detokenizer.append(token, num_output)
-            if token in request.params.stop_ids:
-                request.stop_reason = token
-            return "stop"
-        stop = request.detokenizer.append(token, num_output)
-        if stop is not None:
-            request.stop_reason = stop
-            return "stop"
-        if request.detokenizer.ended:
-            return "stop"
-        return "length" if num_output >= request.max_output else None
+def append_tokens(request: Request, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
+    """The tokens up to the one that ends the request, now appended to it, and the finish reason or None."""
+    may_end = request.num_output + len(tokens) >= request.max_output
+    if not (may_end or request.detokenizer.may_stop) and request.ending_ids.isdisjoint(tokens):
+        request.token_ids.extend(tokens)
+        request.detokenizer.extend(tokens)
+        return tokens, None
+    for count, token in enumerate(tokens, start=1):
+        reason = _append_token(request, token)
+        if reason is not None:
+            return tokens[:count], reason
+    return tokens, None
+
+
+def _append_token(request: Request, token: int) -> str | None:
+    """The finish reason after appending one token; None if the request goes on."""
+    request.token_ids.append(token)
+    num_output = request.num_output
+    if token in request.ending_ids:
+        if request.params.include_stop_str_in_output:
+            request.detokenizer.append(token, num_output)
+        if token in request.params.stop_ids:
+            request.stop_reason = token
+        return "stop"
+    stop = request.detokenizer.append(token, num_output)
+    if stop is not None:
+        request.stop_reason = stop
+        return "stop"
+    if request.detokenizer.ended:
+        return "stop"
+    return "length" if num_output >= request.max_output else None

@@ -110,7 +110,8 @@ def request_output(
 def _completion(request: Request, tokenizer: TextTokenizer) -> CompletionOutput:
     tokens = request.output_token_ids
     asked = request.params.logprobs is not None
-    chosen = [entry[token].logprob for entry, token in zip(request.logprobs, tokens, strict=False)]
+    sampled = tokens[len(tokens) - len(request.logprobs) :]  # here; a resumed output brought others along
+    chosen = [entry[token].logprob for entry, token in zip(request.logprobs, sampled, strict=True)]
     return CompletionOutput(
         index=request.child,
         text=request.detokenizer.text,

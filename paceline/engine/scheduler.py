@@ -121,7 +121,7 @@ class Scheduler:
             self.waiting.popleft()
             request.slot, request.num_computed = opened
             if request.num_preemptions == 0:
-                request.num_cached_tokens = request.num_computed
+                request.num_cached_tokens = min(request.num_computed, len(request.prompt_token_ids))
             request.status = Status.RUNNING
             insort(self.running, request, key=lambda running: running.arrival_order)
             tokens = self._chunk(request, rows)
@@ -133,8 +133,9 @@ class Scheduler:
         leader = request.leader
         if leader is None or not self._kv.enable_prefix_caching:
             return False
-        shares = len(request.prompt_token_ids) > self._kv.page_size
-        return shares and leader.status is Status.RUNNING and leader.num_output == 0
+        prompt = len(request.prompt_token_ids)
+        shares = prompt > self._kv.page_size
+        return shares and leader.status is Status.RUNNING and leader.num_computed < prompt
 
     def _shrink_drafts(self, parts: list[Scheduled]) -> None:
         """Fit the plans into the rows, pages and context that are left, in order of arrival."""

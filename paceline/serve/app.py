@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from paceline import __version__
@@ -43,15 +44,28 @@ EXPOSED_HEADERS = (
 )
 
 
+@dataclass(frozen=True)
+class Pages:
+    """What a server shows of engines that run elsewhere."""
+
+    metrics: metrics_page.Reader  # for /metrics
+    routers: Sequence[APIRouter]  # of further paths
+
+
 def make_app(
     service: Service,
     options: ServeOptions | None = None,
     metrics: Metrics | None = None,
     on_finished: Sequence[Callable[[RequestRecord], None]] = (),
+    pages: Pages | None = None,
 ) -> FastAPI:
     """The HTTP API over one running service; see make_models_app."""
     return make_models_app(
-        Models.of(service), options or ServeOptions(), () if metrics is None else [metrics], on_finished
+        Models.of(service),
+        options or ServeOptions(),
+        () if metrics is None else [metrics],
+        on_finished,
+        pages,
     )
 
 
@@ -60,11 +74,13 @@ def make_models_app(
     options: ServeOptions,
     metrics: Sequence[Metrics] = (),
     on_finished: Sequence[Callable[[RequestRecord], None]] = (),
+    pages: Pages | None = None,
 ) -> FastAPI:
     """The HTTP API over running models. With `metrics`, one for each engine, also serves /metrics and the
     live page; the first counts HTTP requests.
 
-    `on_finished` are called with the record of each finished request, in the event loop.
+    `on_finished` are called with the record of each finished request, in the event loop. `pages` are those of
+    a server whose engine runs elsewhere.
     """
     app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None)
     add_handlers(app)
@@ -74,11 +90,14 @@ def make_models_app(
     counting: list[Callable[[RequestRecord], None]] = []
     if metrics:
         route_metrics = RouteMetrics(models.table)
-        pages = metrics_page.model_pages(metrics, models.engines.engines, options.metrics_prefix)
+        route_page, prefix = RoutePage(route_metrics), options.metrics_prefix
+        read = metrics_page.reader(metrics, models.engines.engines, prefix, route_page)
+        read = pages.metrics if pages else read
         routers += [
-            metrics_page.router([*pages, RoutePage(route_metrics)]),
+            metrics_page.router(read),
             running.router(models.engines),
             live.router(),
+            *(pages.routers if pages else ()),
         ]
         counting = [partial(_count_answer, metrics[0]), route_metrics.finished]
     for router in routers:

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from paceline.core.request import Request
-from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.client import EngineClient
 
 
 class EngineGroup:
     """Several engines as one: they drain and stop together."""
 
-    def __init__(self, engines: Sequence[AsyncEngine]) -> None:
+    def __init__(self, engines: Sequence[EngineClient]) -> None:
         self.engines = tuple(engines)
         self._draining = False
         self._num_routing = 0  # requests on their way to the model that answers them

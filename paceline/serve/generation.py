@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from paceline.constrain.compiler import Grammar
 from paceline.core.params import SamplingParams
-from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.client import EngineClient
 from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.stream import Stream, Update
 from paceline.models.detokenizer import Watch
@@ -34,7 +34,7 @@ class Generation:
 
     @staticmethod
     async def start(
-        engine: AsyncEngine,
+        engine: EngineClient,
         request: Request,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
@@ -58,6 +58,7 @@ class Generation:
                 f"{request_id}-{number}" if len(prompts) > 1 else request_id,
                 segment=segment,
                 cache_salt=cache_salt,
+                session=fields.user,
                 grammar=grammar,
                 watch=watch,
                 arrived=generation._arrived,

@@ -7,6 +7,7 @@ for small models.
 
 from __future__ import annotations
 
+import copy
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -96,6 +97,13 @@ class DraftCounts:
         self.depths[draft.depth] += 1
         self.accepted_depths[draft.accepted] += 1
 
+    def merge(self, other: DraftCounts) -> None:
+        """Add the counts of another."""
+        for name in ("drafts", "tokens", "accepted", "forced", "accepted_forced"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.depths.update(dict(other.depths))  # a copy: the engine's thread may be counting
+        self.accepted_depths.update(dict(other.accepted_depths))
+
     def tried_at(self) -> list[int]:
         """[d] the number of drafts with at least d + 1 levels."""
         return self._reached(dict(self.depths))  # a copy: the engine's thread may be counting
@@ -164,6 +172,10 @@ class Metrics:
         for draft in stats.drafts:
             drafts = self._segment(draft.segment).drafts
             (drafts.get(draft.drafter) or drafts.setdefault(draft.drafter, DraftCounts())).add(draft)
+        self.advanced(deltas)
+
+    def advanced(self, deltas: Sequence[Delta]) -> None:
+        """Count what requests have got. A server whose steps are elsewhere counts only this."""
         now = self._clock()
         for delta in deltas:
             if delta.token_ids:
@@ -222,6 +234,31 @@ class Metrics:
             label = name if num_named < self._max_segments else OTHER
             counts = self.segments.setdefault(label, SegmentCounts())
         return counts
+
+    # --- of several servers ---
+
+    def snapshot(self) -> Metrics:
+        """A copy that can travel. Any thread may ask."""
+        while True:
+            try:
+                twin = copy.copy(self)
+                twin._last_token_at = {}
+                return copy.deepcopy(twin)
+            except RuntimeError:  # the engine's thread has added a key meanwhile
+                continue
+
+    def add_steps(self, other: Metrics) -> None:
+        """Add the passes and drafts of another server, but not its requests."""
+        for name in ("steps", "failed_steps", "rows", "preemptions", "draft_failures"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.decisions.update(other.decisions)
+        self.control = other.control or self.control
+        for part, seconds in other.step_seconds.items():
+            self.step_seconds[part] += seconds
+        for segment, counts in other.segments.items():
+            drafts = self._segment(segment).drafts
+            for drafter, counted in counts.drafts.items():
+                drafts.setdefault(drafter, DraftCounts()).merge(counted)
 
     # --- in the event loop ---
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
@@ -16,7 +18,10 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from paceline.core.stats import StepStats
 from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.client import EngineClient
+from paceline.kv.cache import KVCache
 from paceline.serve.metrics import HISTOGRAMS, Metrics
 from paceline.serve.metrics_vllm import (
     PREFIX,
@@ -28,29 +33,62 @@ from paceline.serve.metrics_vllm import (
 
 Labels = dict[str, str]
 Samples = Iterable[tuple[Labels, float]]
+Reader: TypeAlias = Callable[[], Awaitable[Sequence[Collector]]]  # the pages of metrics, as they are now
 
 
-def router(pages: Sequence[Collector]) -> APIRouter:
-    """The route of the metrics, on which several pages are one."""
+@dataclass(frozen=True)
+class View:
+    """What a page shows of one engine."""
+
+    metrics: Metrics
+    state: StepStats  # of the engine, now
+    healthy: bool
+    labels: Labels = field(default_factory=dict)  # of all samples
+    cache: KVCache | None = None  # of an engine in this process
+
+
+def reader(
+    metrics: Sequence[Metrics], engines: Sequence[EngineClient], prefix: str, *others: Collector
+) -> Reader:
+    """Reads the metrics of models, each with its engine, and other pages. `prefix`: as in ServeOptions."""
+
+    async def read() -> Sequence[Collector]:
+        pages: list[Collector] = [
+            Page(
+                View(
+                    counted,
+                    engine.state,
+                    engine.failure is None,
+                    cache=engine.kv if isinstance(engine, AsyncEngine) else None,
+                ),
+                prefix,
+            )
+            for counted, engine in zip(metrics, engines, strict=True)
+        ]
+        return [*pages, *([LoraPage()] if prefix == "vllm" else ()), *others]
+
+    return read
+
+
+def render(pages: Sequence[Collector], with_process: bool = True) -> Response:
+    """The text of pages; samples of one metric come together."""
     registry = CollectorRegistry()
     registry.register(MergedPages(pages))
-    ProcessCollector(registry=registry)
+    if with_process:
+        ProcessCollector(registry=registry)
+    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def router(read: Reader) -> APIRouter:
+    """The route of the metrics."""
     routes = APIRouter(tags=["Server"])
 
     @routes.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def page() -> Response:
         """What the server did, for Prometheus."""
-        text = await asyncio.to_thread(generate_latest, registry)
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
+        return await asyncio.to_thread(render, await read())
 
     return routes
-
-
-def model_pages(metrics: Sequence[Metrics], engines: Sequence[AsyncEngine], prefix: str) -> list[Collector]:
-    """The pages of models, each with its metrics and its engine. `prefix`: as in ServeOptions."""
-    vllm = prefix == "vllm"
-    pages: list[Collector] = [Page(*each, all_vllm_names=vllm) for each in zip(metrics, engines, strict=True)]
-    return [*pages, LoraPage()] if vllm else pages
 
 
 class MergedPages(Collector):
@@ -71,14 +109,21 @@ class MergedPages(Collector):
 
 
 class Page(Collector):
-    """All metrics of one model, rendered anew for each request."""
+    """All metrics of one engine. `prefix`: as in ServeOptions."""
 
-    def __init__(self, metrics: Metrics, engine: AsyncEngine, all_vllm_names: bool = False) -> None:
-        self._metrics = metrics
-        self._engine = engine
-        self._all_vllm_names = all_vllm_names
+    def __init__(self, view: View, prefix: str) -> None:
+        self._view = view
+        self._metrics = view.metrics
+        self._all_vllm_names = prefix == "vllm"
 
     def collect(self) -> Iterator[Metric]:
+        for family in self._with_aliases():
+            family.samples = [
+                sample._replace(labels={**sample.labels, **self._view.labels}) for sample in family.samples
+            ]
+            yield family
+
+    def _with_aliases(self) -> Iterator[Metric]:
         aliases = VLLM_NAMES if self._all_vllm_names else VLLM_BENCH_NAMES
         for family in self._families():
             yield family
@@ -100,22 +145,22 @@ class Page(Collector):
 
     def _state(self) -> Iterator[Metric]:
         """The engine's current state."""
-        state = self._engine.state
+        state = self._view.state
         gauges = {
             "num_requests_running": ("Outputs that take part in passes.", state.running),
             "num_requests_waiting": ("Outputs that wait for their first pass.", state.waiting),
             "kv_cache_usage_perc": ("Share of pages that requests hold; 1 is all.", state.kv_usage),
-            "engine_healthy": ("1 while the engine is well.", float(self._engine.failure is None)),
+            "engine_healthy": ("1 while the engine is well.", float(self._view.healthy)),
         }
         for name, (words, value) in gauges.items():
             yield self._gauge(name, words, [({}, value)])
-        kv = self._engine.kv
-        config = {
-            "block_size": str(kv.page_size),
-            "num_gpu_blocks": str(kv.pages.num_pages),
-            "enable_prefix_caching": str(kv.enable_prefix_caching),
-        }
-        yield self._gauge("cache_config_info", "1; the labels describe the KV cache.", [(config, 1.0)])
+        if (kv := self._view.cache) is not None:
+            config = {
+                "block_size": str(kv.page_size),
+                "num_gpu_blocks": str(kv.pages.num_pages),
+                "enable_prefix_caching": str(kv.enable_prefix_caching),
+            }
+            yield self._gauge("cache_config_info", "1; the labels describe the KV cache.", [(config, 1.0)])
         words = "Prompt tokens looked up in the prefix cache."
         yield self._counter("prefix_cache_queries", words, [({}, state.prefix_queries)])
         words = "Prompt tokens found in the prefix cache."
@@ -163,14 +208,14 @@ class Page(Collector):
             for name, segment in list(self._metrics.segments.items())
             for drafter, drafts in list(segment.drafts.items())
         ]
-        for name, field, words in (
+        for name, part, words in (
             ("drafts", "drafts", "Drafts."),
             ("draft_tokens", "tokens", "Drafted tokens."),
             ("accepted_tokens", "accepted", "Drafted tokens that were accepted."),
             ("forced_tokens", "forced", "Drafted tokens that a grammar forces: no drafter guessed them."),
             ("accepted_forced_tokens", "accepted_forced", "Forced tokens that were accepted."),
         ):
-            samples = [(labels, getattr(drafts, field)) for labels, drafts in counts]
+            samples = [(labels, getattr(drafts, part)) for labels, drafts in counts]
             yield self._counter(f"spec_decode_num_{name}", words, samples)
         yield self._counter(
             "spec_decode_num_accepted_tokens_per_pos",

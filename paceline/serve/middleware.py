@@ -32,7 +32,16 @@ logger = logging.getLogger(__name__)
 
 HEALTH, PING, METRICS, LOAD, DOCS = "/health", "/ping", "/metrics", "/load", "/docs"
 REQUESTS, PAGE, STATIC = "/requests", "/", "/static/"
-WATCHING = (HEALTH, PING, METRICS, LOAD, REQUESTS)  # answered while the server drains
+REPLICAS, REPLICA_METRICS = "/replicas", "/metrics/replicas"  # of a server of replicas
+WATCHING = (
+    HEALTH,
+    PING,
+    METRICS,
+    LOAD,
+    REQUESTS,
+    REPLICAS,
+    REPLICA_METRICS,
+)  # while the server drains, too
 OPEN = (HEALTH, PING, DOCS, PAGE)  # anyone may read these: they hold nothing of the server
 EVENTS = "text/event-stream"
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.client import EngineClient
 from paceline.errors import OverloadedError
 
 READERS = 2  # large bodies handled at a time
@@ -34,7 +34,7 @@ class Place:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def move_to(self, engine: AsyncEngine) -> None:
+    def move_to(self, engine: EngineClient) -> None:
         """Take a place in the queue of this engine, instead of the present one. OverloadedError: it is full,
         and the request has no place."""
         self._queue.close()
@@ -54,7 +54,7 @@ class Place:
 class Places:
     """Admits requests to a server. Its engines count each as a waiting request."""
 
-    engines: Sequence[AsyncEngine]
+    engines: Sequence[EngineClient]
     readers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READERS))
     reading: threading.Lock = field(default_factory=threading.Lock)  # held while a large body is parsed
     waiting_bytes: int = 0  # of large bodies that wait for their turn

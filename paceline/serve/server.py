@@ -30,7 +30,7 @@ from paceline.engine.step_turns import StepTurns
 from paceline.errors import ConfigError
 from paceline.extras import needs_extra
 from paceline.models.tokenizer import Tokenizer
-from paceline.serve.app import make_models_app
+from paceline.serve.app import Pages, make_models_app
 from paceline.serve.connections import Connection, ConnectionLimits
 from paceline.serve.engines import EngineGroup
 from paceline.serve.kv_events import observe, publishing
@@ -71,7 +71,7 @@ def serve(model: str | None, engine: dict[str, Any], server: dict[str, Any]) -> 
         set_up_logs(options.log_level, options.log_format)
         models = load_models(declared)
         allow_files(2 * options.max_connections)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
             runner.run(run_models(models, declared.table, options, listener, publisher))
 
 
@@ -174,10 +174,14 @@ async def run_models(
 
 
 async def serve_models(
-    models: Models, options: ServeOptions, listener: socket.socket, metrics: Sequence[Metrics]
+    models: Models,
+    options: ServeOptions,
+    listener: socket.socket,
+    metrics: Sequence[Metrics],
+    pages: Pages | None = None,
 ) -> None:
-    """Serve models whose engines are started, on a bound socket until a signal. One of `metrics` is of each
-    engine.
+    """Serve models whose engines are started, wherever they run, on a bound socket until a signal. One of
+    `metrics` is of each engine; `pages` are those of engines elsewhere.
     """
     engines = models.engines
     with ExitStack() as stack:
@@ -186,7 +190,7 @@ async def serve_models(
             tracing = import_tracing()(options.otlp_endpoint, models.table.default, engines.now)
             stack.callback(tracing.close)
             on_finished.append(tracing.request_ended)
-        app = make_models_app(models, options, metrics, on_finished)
+        app = make_models_app(models, options, metrics, on_finished, pages)
         try:
             await Server(app, engines, options, metrics[0]).serve([listener])
         finally:
@@ -290,7 +294,7 @@ def _url(host: str, listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
     except ModuleNotFoundError:  # uvloop is not available on every platform

@@ -22,7 +22,7 @@ from paceline.constrain.compiler import Grammar
 from paceline.core.params import SamplingParams
 from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.engine.admission import Limits, prompt_too_long
-from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.client import EngineClient
 from paceline.engine.outputs import RequestOutput
 from paceline.errors import OverloadedError
 from paceline.models.chat import TemplateOptions
@@ -61,7 +61,7 @@ class Prepared:
 class Service:
     """One served model."""
 
-    engine: AsyncEngine
+    engine: EngineClient
     tokenizer: Tokenizer
     model_names: tuple[str, ...]  # names that clients may use; answers carry the first
     tool_call_parser: str | None = None  # None: chosen by the model's chat template

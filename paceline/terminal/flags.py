@@ -250,6 +250,26 @@ SERVER: Group = (
     Flag("log_format", str, "auto", "json, text, or auto: text on a terminal."),
 )
 
+SCALE: Group = (
+    Flag("replicas", int | None, None, "Number of replicas, on Ray Serve. Default: one engine, without Ray."),
+    Flag("autoscale", str | None, None, "MIN:MAX replicas, by load, on Ray Serve."),
+    Flag(
+        "ray_address",
+        str | None,
+        None,
+        "Ray cluster to use: HOST:PORT or auto. Default: one is started on this machine.",
+    ),
+    Flag("replica_timeout", float, 5.0, "Seconds without a word from a replica: its requests go to others."),
+    Flag(
+        "target_ongoing_requests",
+        float | None,
+        None,
+        "Requests per replica that --autoscale aims at. Default: half of --max-num-seqs.",
+    ),
+    Flag("upscale_delay", float, 5.0, "Seconds of high load before --autoscale adds a replica."),
+    Flag("downscale_delay", float, 60.0, "Seconds of low load before --autoscale removes one."),
+)
+
 STRUCTURE: Group = (
     Flag("json_schema", str | None, None, "JSON schema of the answer: JSON, or a file."),
     Flag("json_object", bool, False, "Answer with any JSON object.", "--json-object"),
@@ -295,6 +315,13 @@ SERVER = by_topic(
         "Logs and metrics": "otlp_endpoint max_segments log_level log_format",
         "Gateways": "metrics_prefix kv_events_config kv_events_endpoint kv_events_replay_endpoint "
         "kv_events_topic",
+    },
+)
+SCALE = by_topic(
+    SCALE,
+    {
+        "Replicas": "replicas autoscale ray_address replica_timeout target_ongoing_requests upscale_delay "
+        "downscale_delay"
     },
 )
 STRUCTURE = by_topic(STRUCTURE, {"Structured outputs": "json_schema json_object regex choice grammar"})

@@ -16,7 +16,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.stats import ControlFacts, DraftFacts, StepStats
 from paceline.engine.engine import Engine
 from paceline.serve.metrics import HISTOGRAMS, OTHER, Histogram, Metrics
-from paceline.serve.metrics_page import Page
+from paceline.serve.metrics_page import Page, View
 from paceline.terminal.flags import SERVER
 from tests.serve.running import Client, serving
 from tests.toy import ENDLESS, ScriptedDrafter, ToyBackend, ToyTokenizer, drain, roomy_engine, toy_engine
@@ -298,7 +298,7 @@ def test_the_controllers_decisions_are_counted():
     for reason in ("gain", "gain", "pair"):
         facts = ControlFacts(reason, regret=0.5, gain=1.4, poor_segments=frozenset({"poems"}))
         metrics.step(StepStats(control=facts), [])
-    pages = {metric.name: metric.samples for metric in Page(metrics, engine)._decisions()}
+    pages = {metric.name: metric.samples for metric in Page(View(metrics, StepStats(), True))._decisions()}
     steps = {sample.labels["reason"]: sample.value for sample in pages["paceline:control_steps"]}
     assert steps == {"gain": 2, "pair": 1}
     assert [sample.value for sample in pages["paceline:control_gain"]] == [1.4]

@@ -4,7 +4,7 @@ import { draw, follow } from "./chart.js";
 import { element, show } from "./dom.js";
 import { History } from "./history.js";
 import { parse } from "./metrics.js";
-import { CHARTS, showDrafters, showErrors, showNumbers, showPositions, showRequests, showSegments, showServer } from "./panels.js";
+import { CHARTS, showDrafters, showErrors, showNumbers, showPositions, showReplicas, showRequests, showSegments, showServer } from "./panels.js";
 
 const PERIOD = 1000;  // milliseconds
 const history = new History();
@@ -36,6 +36,7 @@ async function refresh() {
   showNumbers(history);
   drawCharts();
   showRequests(running);
+  if (latest.get("server_info")?.[0]?.labels.replicas) showReplicas(await (await read("replicas")).json());
   showDrafters(latest);
   showPositions(latest);
   showSegments(history);

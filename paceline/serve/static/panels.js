@@ -98,6 +98,20 @@ function table(columns, rows) {
 }
 
 const nothing = words => element("p", { class: "empty" }, words);
+export function showReplicas({ replicas, resumed }) {
+  document.getElementById("replicas-card").hidden = false;
+  const rows = replicas.length ? table([
+    ["replica", replica => replica.replica],
+    ["host", replica => replica.host, "text"],
+    ["process", replica => String(replica.pid)],
+    ["running", replica => whole(replica.running)],
+    ["waiting", replica => whole(replica.waiting)],
+    ["KV cache", replica => percent(replica.kv_cache_usage)],
+    ["last heard", replica => `${duration(replica.silent_seconds)} ago`],
+  ], replicas) : nothing("No replica answers.");
+  show("replicas", rows, ...(resumed ? [nothing(`${whole(resumed)} times an answer went on after its replica was lost`)] : []));
+}
+
 const SHOWN = 20;  // requests in the list
 
 export function showRequests(requests) {

@@ -1,0 +1,111 @@
+"""A Ray cluster to deploy to: one that is there, or one that is started on this machine and stopped again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.backends.options import BackendOptions
+from paceline.errors import ConfigError
+from paceline.extras import needs_extra
+from paceline.machine import find_gpu
+from paceline.scale.options import ScaleOptions
+
+CONNECT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What each replica gets."""
+
+    cpus: int
+    gpus: int
+
+    def for_actor(self) -> dict[str, float]:
+        return {"num_cpus": self.cpus, "num_gpus": self.gpus}
+
+
+def import_ray() -> Any:
+    """The module ray; ConfigError if it or Ray Serve is not installed."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anyone
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would put engines behind all other processes
+    with needs_extra("ray", "replicas (`--replicas`, `--autoscale`, `paceline scale`)"):
+        import ray
+        import ray.serve
+    return ray
+
+
+@contextmanager
+def cluster(scale: ScaleOptions) -> Iterator[Any]:
+    """The module ray, connected to the cluster. ConfigError if the address cannot be reached."""
+    ray = import_ray()
+    quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "namespace": "paceline"}
+    if scale.ray_address is None:
+        ray.init(address="local", include_dashboard=False, num_cpus=len(os.sched_getaffinity(0)), **quiet)
+    else:
+        _check_reachable(scale.ray_address)
+        try:
+            ray.init(address=scale.ray_address, **quiet)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise _unreachable(scale.ray_address, error) from error
+    logging.getLogger("ray").setLevel(logging.WARNING)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    with suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # Ray's aborts
+    try:
+        yield ray
+    finally:
+        with suppress(Exception):
+            ray.shutdown()
+
+
+def machine_resources() -> dict[str, float]:
+    """What this machine has, in Ray's words, for when no cluster is there to ask."""
+    return {"CPU": len(os.sched_getaffinity(0)), "GPU": 1 if find_gpu().usable else 0}
+
+
+def _check_reachable(address: str) -> None:
+    """ConfigError if nothing listens at HOST:PORT. Ray itself would try for half a minute."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address == "auto":
+        return
+    if not host or not port.isdigit():
+        raise ConfigError(f"ray_address must be HOST:PORT or auto, got {address!r}.")
+    try:
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise _unreachable(address, error) from error
+
+
+def _unreachable(address: str, error: Exception) -> ConfigError:
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return ConfigError(
+        f"no Ray cluster answers at {address} ({reason}). Start one with `ray start --head`, or leave out "
+        "--ray-address to start one on this machine."
+    )
+
+
+def replica_resources(backend: BackendOptions, scale: ScaleOptions, total: dict[str, float]) -> Resources:
+    """What each replica gets of a cluster with `total` resources. ConfigError if that is not enough."""
+    _, high = scale.bounds
+    cpus, gpus = int(total.get("CPU", 0)), int(total.get("GPU", 0))
+    needs_gpu = backend.choice.name == "cuda" or backend.choice.device.startswith("cuda")
+    share = Resources(1, 1) if needs_gpu else Resources(backend.threads or max(1, cpus // high), 0)
+    for name, wanted, available, remedy in (
+        ("GPU", high * share.gpus, gpus, "or more GPUs"),
+        ("CPU", high * share.cpus, cpus, "fewer --threads, or more CPUs"),
+    ):
+        if wanted > available:
+            each = share.gpus if name == "GPU" else share.cpus
+            raise ConfigError(
+                f"{high} replicas with {each} {name}{'s' * (each > 1)} each need {wanted} {name}s, but the "
+                f"cluster has {available}. Use fewer replicas, {remedy}."
+            )
+    return share

@@ -1,0 +1,152 @@
+"""`paceline serve --replicas N`: the ingress in this process, the engines on Ray Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from paceline.config import EngineConfig
+from paceline.errors import ConfigError
+from paceline.models.registry import load_tokenizer, resolve
+from paceline.models.tokenizer import Tokenizer
+from paceline.scale.cluster import cluster, import_ray, replica_resources
+from paceline.scale.options import ScaleOptions
+from paceline.scale.pages import pages
+from paceline.scale.remote_engine import RemoteEngine, RemoteOptions
+from paceline.serve.loading import announce, model_names
+from paceline.serve.logs import log_event, set_up_logs
+from paceline.serve.metrics import Metrics
+from paceline.serve.options import ServeOptions
+from paceline.serve.routes.models import Models
+from paceline.serve.server import (
+    SWITCH_SECONDS,
+    allow_files,
+    bind,
+    import_tracing,
+    loop_factory,
+    serve_models,
+)
+from paceline.serve.service import Service
+
+if TYPE_CHECKING:
+    from paceline.scale.deployment import ServeReplicas
+
+logger = logging.getLogger(__name__)
+
+APPLICATION = "paceline"
+
+
+def serve_replicas(
+    model: str, engine: dict[str, Any], server: dict[str, Any], scale_flags: dict[str, Any]
+) -> None:
+    """Serve a model on replicas until a signal. Mistakes are reported before anything is loaded."""
+    options, scale = ServeOptions.from_flags(server), ScaleOptions(**scale_flags)
+    check_alone(options)
+    config = EngineConfig.from_options(model=model, **engine)
+    import_ray()
+    if options.otlp_endpoint is not None:
+        import_tracing()
+    listener = bind(options.host, options.port)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    set_up_logs(options.log_level, options.log_format)
+    tokenizer = load_tokenizer(resolve(config.model.tokenizer or config.model.model))
+    allow_files(2 * options.max_connections)
+    begun = time.monotonic()
+    with cluster(scale) as ray:
+        share = replica_resources(config.backend, scale, ray.cluster_resources())
+        if share.gpus == 0:
+            engine = {**engine, "threads": share.cpus}
+        replicas = _deploy(model, engine, options, scale, share.for_actor())
+        host = "127.0.0.1" if scale.ray_address is None else ray.util.get_node_ip_address()
+        log_event(logger, "replicas", count=scale.bounds[1], seconds=round(time.monotonic() - begun, 1))
+        try:
+            with asyncio.Runner(loop_factory=loop_factory()) as runner:
+                runner.run(run(replicas, tokenizer, model, config, options, scale, listener, host))
+        finally:
+            _remove()
+
+
+def _deploy(
+    model: str,
+    engine: dict[str, Any],
+    options: ServeOptions,
+    scale: ScaleOptions,
+    resources: dict[str, float],
+) -> ServeReplicas:
+    """The replicas, running. ConfigError if they do not come up."""
+    from ray import serve
+
+    from paceline.scale.deployment import ServeReplicas, replica_application
+
+    serve.start(http_options={"location": "NoServer"}, logging_config={"log_level": "WARNING"})
+    if APPLICATION in serve.status().applications:
+        raise ConfigError(
+            f"the cluster already runs an application named {APPLICATION!r}. Use another cluster, or remove "
+            "it with `serve shutdown`."
+        )
+    application = replica_application(model, engine, options, scale, resources)
+    try:
+        handle = serve.run(application, name=APPLICATION, route_prefix=None)
+    except RuntimeError as error:
+        serve.delete(APPLICATION)
+        raise ConfigError(f"the replicas did not start: {error}") from error
+    return ServeReplicas(handle, scale.replica_timeout)
+
+
+def _remove() -> None:
+    from ray import serve
+
+    serve.delete(APPLICATION)
+
+
+def check_alone(options: ServeOptions) -> None:
+    """Raise ConfigError for options of one process that replicas do not have."""
+    for name, given in (("--routes", options.routes), ("--kv-events-endpoint", options.kv_events)):
+        if given is not None:
+            raise ConfigError(f"{name} is for a server of one process: leave it out, or --replicas.")
+
+
+async def run(
+    replicas: ServeReplicas,
+    tokenizer: Tokenizer,
+    model: str,
+    config: EngineConfig,
+    options: ServeOptions,
+    scale: ScaleOptions,
+    listener: socket.socket,
+    host: str,
+) -> None:
+    """Serve replicas on a bound socket until a signal."""
+    names = model_names(model, options)
+    front, metrics = await make_ingress(replicas, tokenizer, names[0], config, options, scale, host)
+    shown = pages(metrics, front, replicas.snapshots, options.metrics_prefix)
+    service = Service(front, tokenizer, names, options.tool_call_parser)
+    try:
+        await serve_models(Models.of(service), options, listener, [metrics], shown)
+    finally:
+        service.workers.shutdown(wait=False, cancel_futures=True)
+
+
+async def make_ingress(
+    replicas: ServeReplicas,
+    tokenizer: Tokenizer,
+    name: str,
+    config: EngineConfig,
+    options: ServeOptions,
+    scale: ScaleOptions,
+    host: str,
+) -> tuple[RemoteEngine, Metrics]:
+    """A started engine whose requests run on the replicas, and the counters of its requests."""
+    description = await replicas.describe()
+    announce(description.facts, 0.0)
+    low, high = scale.bounds
+    facts = {**description.facts, "replicas": f"{low}:{high}" if low < high else str(high)}
+    metrics = Metrics(name, options.max_segments, facts)
+    remote = RemoteOptions(options.max_queue, high, low, scale.replica_timeout, config.seed)
+    front = RemoteEngine(replicas, description, tokenizer, remote, (metrics,))
+    await front.start(host)
+    return front, metrics

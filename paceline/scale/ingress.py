@@ -1,0 +1,97 @@
+"""The HTTP API as a Serve deployment, for clusters where no `paceline serve` process stands in front."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from paceline.config import EngineConfig, option_names
+from paceline.errors import ConfigError
+from paceline.models.registry import load_tokenizer, resolve
+from paceline.options import unknown_option
+from paceline.scale.cluster import import_ray, machine_resources, replica_resources
+from paceline.scale.command import make_ingress
+from paceline.scale.options import ScaleOptions
+from paceline.scale.pages import pages
+from paceline.serve.app import make_app
+from paceline.serve.loading import model_names
+from paceline.serve.logs import set_up_logs
+from paceline.serve.options import ServeOptions
+from paceline.serve.service import Service
+
+OptionGroups = tuple[dict[str, Any], ServeOptions, ScaleOptions]
+
+
+def split_options(options: Mapping[str, Any]) -> OptionGroups:
+    """Options by whom they concern: engine, server, replicas. ConfigError for an unknown one."""
+    server_names = {item.name for item in fields(ServeOptions)}
+    scale_names = {item.name for item in fields(ScaleOptions)}
+    engine: dict[str, Any] = {}
+    server: dict[str, Any] = {}
+    scale: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in scale_names:
+            scale[name] = value
+        elif name in server_names:
+            server[name] = value
+        elif name in option_names():
+            engine[name] = value
+        else:
+            known = [*option_names(), *server_names, *scale_names]
+            raise ConfigError(unknown_option(name, known, "a deployment"))
+    return engine, ServeOptions.from_flags(server), ScaleOptions(**scale)
+
+
+def make_application(model: str, options: Mapping[str, Any]) -> Any:
+    """The application of replicas and ingress. ConfigError before anything is loaded."""
+    ray = import_ray()
+    from paceline.scale.deployment import replica_application
+
+    engine, server, scale = split_options(options)
+    config = EngineConfig.from_options(model=model, **engine)
+    total = ray.cluster_resources() if ray.is_initialized() else machine_resources()
+    share = replica_resources(config.backend, scale, total)
+    if share.gpus == 0:
+        engine["threads"] = share.cpus
+    replicas = replica_application(model, engine, server, scale, share.for_actor())
+    made = ray.serve.deployment(ray.serve.ingress(_asgi)(Ingress)).options(
+        name="Ingress",
+        num_replicas=1,
+        max_ongoing_requests=server.max_connections,
+        graceful_shutdown_timeout_s=server.drain_timeout,
+        ray_actor_options={"num_cpus": 0},
+        logging_config={"log_level": "WARNING", "enable_access_log": False},
+    )
+    return made.bind(replicas, model, engine, server, scale)
+
+
+async def _asgi(scope: Any, receive: Any, send: Any) -> None:
+    """The app of the Ingress in whose process this runs."""
+    from ray import serve
+
+    ingress = serve.get_replica_context().servable_object
+    await ingress.app(scope, receive, send)
+
+
+class Ingress:
+    """The HTTP API over a handle to the replicas."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, handle: Any, model: str, engine: Mapping[str, Any], options: ServeOptions, scale: ScaleOptions
+    ) -> None:
+        import ray
+
+        from paceline.scale.deployment import ServeReplicas
+
+        set_up_logs(options.log_level, "json")
+        config = EngineConfig.from_options(model=model, **engine)
+        source = config.model.tokenizer or config.model.model
+        tokenizer = await asyncio.to_thread(lambda: load_tokenizer(resolve(source)))
+        replicas, names = ServeReplicas(handle, scale.replica_timeout), model_names(model, options)
+        host = ray.util.get_node_ip_address()
+        self.engine, metrics = await make_ingress(replicas, tokenizer, names[0], config, options, scale, host)
+        service = Service(self.engine, tokenizer, names, options.tool_call_parser)
+        shown = pages(metrics, self.engine, replicas.snapshots, options.metrics_prefix)
+        self.app = make_app(service, options, metrics, (), shown)

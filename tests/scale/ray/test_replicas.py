@@ -1,0 +1,122 @@
+"""Replicas that die, hang, restart or scale under load: every answer is, byte for byte, one process's."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+
+from tests.scale.ray.harness import (
+    MODEL,
+    Answers,
+    Clients,
+    Server,
+    disturbed,
+    free_port,
+    kill,
+    pause,
+)
+
+RESTART = """
+import sys
+import ray
+from ray import serve
+from paceline.scale.deployment import replica_application
+from paceline.scale.options import ScaleOptions
+from paceline.serve.options import ServeOptions
+
+ray.init(address="auto", namespace="paceline")
+engine = {"threads": 1, "max_num_seqs": 15}  # another engine, so that Serve replaces all replicas
+app = replica_application(sys.argv[1], engine, ServeOptions(), ScaleOptions(replicas=2), {"num_cpus": 1})
+serve.run(app, name="paceline", route_prefix=None)
+"""
+
+
+def test_the_answers_are_those_of_one_process(server: Server, truth: Answers) -> None:
+    server.wait_for_replicas(2)
+    assert asyncio.run(Clients(server.url).run()) == truth
+
+
+def test_killed_under_fifty_streaming_clients(server: Server, truth: Answers) -> None:
+    server.wait_for_replicas(2)
+    victim = server.replicas()[0]["pid"]
+    clients = Clients(server.url)
+    assert asyncio.run(disturbed(clients, lambda: kill(victim), after=1500)) == truth
+    assert server.get("/replicas")["resumed"] > 0
+    server.wait_for_replicas(2, without=frozenset([victim]))
+
+
+def test_rolling_restart_under_fifty_streaming_clients(server: Server, truth: Answers) -> None:
+    server.wait_for_replicas(2)
+    before = frozenset(replica["pid"] for replica in server.replicas())
+
+    def restart() -> None:
+        subprocess.run([sys.executable, "-c", RESTART, MODEL], check=True, timeout=300)
+
+    assert asyncio.run(disturbed(Clients(server.url), restart, after=1500)) == truth
+    server.wait_for_replicas(2, without=before)
+    assert asyncio.run(Clients(server.url).run()) == truth
+
+
+def test_metrics_are_added_up_and_told_apart(server: Server, truth: Answers) -> None:
+    asyncio.run(Clients(server.url, 8).run())
+    total = httpx.get(server.url + "/metrics").text
+    apart = httpx.get(server.url + "/metrics/replicas").text
+    assert value(total, "paceline:request_success_total") >= 8
+    steps = [line for line in apart.splitlines() if line.startswith("paceline:engine_steps_total")]
+    assert len(steps) == 2
+    assert all('replica="' in line for line in steps)
+    assert value(total, "paceline:engine_steps_total") >= sum(float(line.split()[-1]) for line in steps)
+
+
+def value(page: str, name: str) -> float:
+    lines = [line for line in page.splitlines() if line.startswith(name)]
+    return sum(float(line.split()[-1]) for line in lines)
+
+
+def test_hung_under_fifty_streaming_clients(server: Server, truth: Answers) -> None:
+    server.wait_for_replicas(2)
+    resumed, victim = server.get("/replicas")["resumed"], server.replicas()[0]["pid"]
+    clients = Clients(server.url)
+    assert asyncio.run(disturbed(clients, lambda: pause(victim), after=1500)) == truth
+    assert server.get("/replicas")["resumed"] > resumed
+    server.wait_for_replicas(2, without=frozenset([victim]))  # the health check has replaced it
+
+
+def test_a_burst_scales_from_one_to_two_and_back(tmp_path: Path, truth: Answers) -> None:
+    flags = "--autoscale 1:2 --threads 1 --target-ongoing-requests 4 --upscale-delay 1 --downscale-delay 2"
+    with Server(tmp_path, *flags.split()) as server:
+        server.wait_for_replicas(1)
+        clients, seen = Clients(server.url, 32), []
+
+        async def main() -> None:
+            while len(seen) < 2:  # until the second replica is there
+                answers = await Clients(server.url, 32).run()
+                assert answers == truth[:32]
+                seen[:] = await asyncio.to_thread(server.replicas)
+            assert await clients.run() == truth[:32]
+
+        asyncio.run(asyncio.wait_for(main(), 300))
+        server.wait_for_replicas(1)
+
+
+def test_an_address_without_a_cluster_is_refused_at_once(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "paceline", "serve", MODEL, "--port", "0", "--replicas", "2"]
+    ended = subprocess.run(
+        [*command, "--ray-address", address], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 2
+    assert f"no Ray cluster answers at {address}" in ended.stderr
+
+
+def test_more_cpus_than_there_are_is_refused_before_loading(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "paceline", "serve", MODEL, "--port", "0", "--threads", "1"]
+    ended = subprocess.run(
+        [*command, "--replicas", "1000"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ended.returncode == 2
+    assert "1000 replicas with 1 CPU each need 1000 CPUs" in ended.stderr

@@ -1,0 +1,107 @@
+"""The HTTP API over replicas: the answers, pages and metrics of one server."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import httpx
+
+from paceline.engine.async_engine import AsyncEngine
+from paceline.scale.pages import pages
+from paceline.scale.remote_engine import RemoteEngine, RemoteOptions
+from paceline.serve.app import make_app
+from paceline.serve.metrics import Metrics
+from paceline.serve.service import Service
+from tests.scale.fake import FakeReplicas
+from tests.toy import toy_engine
+from tests.toy_tokenizer import ToyTokenizer
+
+TOKENIZER: Any = ToyTokenizer()
+BODIES: list[dict[str, Any]] = [
+    {"prompt": "one", "max_tokens": 12, "temperature": 0, "logprobs": 2},
+    {"prompt": ["two", "three"], "max_tokens": 9, "n": 2, "seed": 4, "echo": True},
+    {"prompt": "four", "max_tokens": 20, "temperature": 0.7, "stop": "A", "user": "someone"},
+    {"prompt": "five", "max_tokens": 5, "top_k": -7},
+    {"prompt": "six", "max_tokens": 10_000},
+    {"prompt": "seven", "speculative": "magic"},
+]
+
+
+class Counted(NamedTuple):
+    replica: str
+    metrics: Metrics
+
+
+async def ask(app: Any, method: str, path: str, body: Any = None) -> httpx.Response:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://toy") as client:
+        return await client.request(method, path, json=body)
+
+
+async def answers(app: Any) -> list[Any]:
+    """Status and body of each answer, without what is different for each: ids and times."""
+    found = []
+    for body in BODIES:
+        response = await ask(app, "POST", "/v1/completions", body)
+        content = response.json()
+        found.append((response.status_code, {**content, "id": "", "created": 0, "metrics": None}))
+    return found
+
+
+def test_the_api_over_replicas_answers_as_over_one_engine() -> None:
+    async def main() -> None:
+        front = AsyncEngine(toy_engine(max_model_len=400), TOKENIZER, max_queue=100)
+        front.start()
+        expected = await answers(make_app(Service(front, TOKENIZER, ("toy",))))
+        await front.stop()
+        statuses = [status for status, _ in expected]
+        assert statuses == [200, 200, 200, 400, 200, 400]
+
+        replicas = FakeReplicas(lambda: toy_engine(max_model_len=400), TOKENIZER, 2)
+        own = Metrics("toy", 4, {"model": "toy"})
+        description = replicas.all[0].worker.description
+        engine = RemoteEngine(replicas, description, TOKENIZER, RemoteOptions(replicas=2), (own,))
+        await engine.start("127.0.0.1")
+        counted = {replica.name: Metrics("toy", 4, {}) for replica in replicas.all}
+        for replica in replicas.all:
+            replica.engine._observers = (counted[replica.name],)
+
+        async def snapshots() -> Sequence[Counted]:
+            return [Counted(name, metrics.snapshot()) for name, metrics in counted.items()]
+
+        shown = pages(own, engine, snapshots)
+        app = make_app(Service(engine, TOKENIZER, ("toy",)), None, own, (), shown)
+        assert await answers(app) == expected
+        await check_pages(app, counted)
+        await engine.stop()
+        for replica in replicas.all:
+            await replica.engine.stop()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+async def check_pages(app: Any, counted: dict[str, Metrics]) -> None:
+    """What is shown adds up."""
+    total = (await ask(app, "GET", "/metrics")).text
+    apart = (await ask(app, "GET", "/metrics/replicas")).text
+    steps = {name: metrics.steps for name, metrics in counted.items()}
+    assert all(steps.values())
+    assert values(total, "paceline:engine_steps_total") == [sum(steps.values())]
+    assert values(apart, "paceline:engine_steps_total") == list(steps.values())
+    for name in steps:
+        assert f'replica="{name}"' in apart
+    assert sum(values(total, "paceline:request_success_total")) == 1 + 4 + 1 + 1  # each output once
+    assert len(re.findall("# TYPE paceline:engine_steps_total", apart)) == 1
+    states = (await ask(app, "GET", "/replicas")).json()
+    assert [state["replica"] for state in states["replicas"]] == list(steps)
+    assert states["resumed"] == 0
+    assert (await ask(app, "GET", "/health")).json() == {"status": "ok"}
+    assert (await ask(app, "GET", "/load")).json() == {"server_load": 0}
+    assert (await ask(app, "GET", "/requests")).json() == {"requests": []}
+
+
+def values(page: str, name: str) -> list[float]:
+    return [float(line.split()[-1]) for line in page.splitlines() if line.startswith(name + "{")]
