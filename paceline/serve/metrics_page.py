@@ -111,7 +111,7 @@ class MergedPages(Collector):
 class Page(Collector):
     """All metrics of one engine. `prefix`: as in ServeOptions."""
 
-    def __init__(self, view: View, prefix: str) -> None:
+    def __init__(self, view: View, prefix: str = "paceline") -> None:
         self._view = view
         self._metrics = view.metrics
         self._all_vllm_names = prefix == "vllm"

@@ -72,7 +72,7 @@ def test_the_api_over_replicas_answers_as_over_one_engine() -> None:
         async def snapshots() -> Sequence[Counted]:
             return [Counted(name, metrics.snapshot()) for name, metrics in counted.items()]
 
-        shown = pages(own, engine, snapshots)
+        shown = pages(own, engine, snapshots, "paceline")
         app = make_app(Service(engine, TOKENIZER, ("toy",)), None, own, (), shown)
         assert await answers(app) == expected
         await check_pages(app, counted)
