@@ -176,15 +176,20 @@ class ToyBackend(Backend):
         pool.positions[written] = batch.positions[start:end]
         return kv_slots
 
-    def _path(self, batch: ForwardBatch, request: int, row: int) -> list[int]:
+    def _path(self, batch: ForwardBatch, request: int, row: int) -> npt.NDArray[np.int64]:
         """KV indices of a row's committed context, its ancestors and itself, in order."""
-        start, context = int(batch.row_offsets[request]), int(batch.context_lengths[request])
+        start, end = int(batch.row_offsets[request]), int(batch.row_offsets[request + 1])
+        context = int(batch.context_lengths[request])
+        parents = batch.parents[start:end].tolist()
         ancestors = []
         local = row - start
         while local >= 0:
             ancestors.append(context + local)
-            local = int(batch.parents[start + local])
-        return [*range(context), *reversed(ancestors)]
+            local = parents[local]
+        path = np.arange(context + len(ancestors))
+        if len(ancestors) != row - start + 1:  # else all rows up to this one: most paths are chains
+            path[context:] = ancestors[::-1]
+        return path
 
     def _check(self, batch: ForwardBatch) -> None:
         assert 0 < batch.num_rows <= self.max_rows
@@ -202,21 +207,19 @@ class ToyBackend(Backend):
             assert (np.diff(batch.choices.rows) > 0).all()
             assert not set(batch.choices.rows.tolist()) & set(batch.logit_rows.tolist())
         assert ((batch.tokens >= 0) & (batch.tokens < self.vocab)).all()
-        written: set[int] = set()
-        for request in range(batch.num_requests):
-            start, end = batch.row_offsets[request], batch.row_offsets[request + 1]
-            context = int(batch.context_lengths[request])
-            parents = batch.parents[start:end]
-            assert ((parents >= -1) & (parents < np.arange(end - start))).all()
-            depth = np.zeros(end - start, dtype=np.int64)
-            for local in range(1, end - start):
-                depth[local] = depth[parents[local]] + 1 if parents[local] >= 0 else 0
-            assert (batch.positions[start:end] == context + depth).all()
-            for index in range(context, context + end - start):
-                page = int(batch.page_tables[request, index // self.page_size])
-                kv_slot = page * self.page_size + index % self.page_size
-                assert kv_slot not in written, "two rows write to one KV slot"
-                written.add(kv_slot)
+        written: list[int] = []
+        offsets, contexts = batch.row_offsets.tolist(), batch.context_lengths.tolist()
+        for request, context in enumerate(contexts):
+            start, end = offsets[request], offsets[request + 1]
+            positions: list[int] = []
+            for local, parent in enumerate(batch.parents[start:end].tolist()):
+                assert -1 <= parent < local
+                positions.append(positions[parent] + 1 if parent >= 0 else context)
+            assert batch.positions[start:end].tolist() == positions
+            indices = np.arange(context, context + end - start)
+            pages = batch.page_tables[request][indices // self.page_size]
+            written += (pages * self.page_size + indices % self.page_size).tolist()
+        assert len(set(written)) == len(written), "two rows write to one KV slot"
 
 
 class OneByOne(ToyBackend):
@@ -377,7 +380,6 @@ def scribble_free_pages(engine: Engine) -> None:
     """Fill all free pages with garbage."""
     pool = engine._pool
     assert isinstance(pool, ToyPool)
-    for page in engine.kv.pages.free_pages():
-        kv_slots = slice(page * engine.kv.page_size, (page + 1) * engine.kv.page_size)
-        pool.tokens[kv_slots] = -999
-        pool.positions[kv_slots] = -999
+    pages = engine.kv.pages.free_pages()
+    for stored in (pool.tokens, pool.positions):
+        stored.reshape(-1, engine.kv.page_size)[pages] = -999

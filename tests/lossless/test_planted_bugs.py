@@ -61,7 +61,11 @@ def few(cases: list[Case], truth: Truth) -> list[Case]:
         "summarize": "T 1, min_p, bias",
     }
     prompts = {case.name: case for case in cases}
-    chosen = [replace(prompts[name], sampling=sampling) for name, sampling in wanted.items()]
+    # bugs are planted in what follows a prompt: the end of one, more than a page, is enough
+    chosen = [
+        replace(prompts[name], sampling=sampling, prompt=prompts[name].prompt[-24:])
+        for name, sampling in wanted.items()
+    ]
     for case in chosen:
         truth.of(case)
     return chosen

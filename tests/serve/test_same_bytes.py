@@ -30,11 +30,11 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.8, "seed": 12, "top_k": 30, "top_p": 0.9},
     {"temperature": 1.0, "seed": 13, "min_p": 0.05, "repetition_penalty": 1.1},
     {"temperature": 0.8, "seed": 14, "presence_penalty": 0.5, "frequency_penalty": 0.3},
-    {"temperature": 0, "logit_bias": {"28": -5, "1003": -5}, "min_tokens": 20},
+    {"temperature": 0, "logit_bias": {"28": -5, "1003": -5}, "min_tokens": 16},
     {"temperature": 0.8, "seed": 15, "stop": ["return", "\n\n\n"], "ignore_eos": True},
     {"temperature": 0.8, "seed": 16, "stop_token_ids": [198], "skip_special_tokens": False},
 ]
-TOKENS = 24
+TOKENS = 18  # more than a page
 SPECULATIVE = ["off", "suffix", {"method": "ngram", "num_speculative_tokens": 4}]
 
 

@@ -21,6 +21,7 @@ from tests.backends.cpu.subject import (
     plant,
 )
 from tests.backends.driver import run
+from tests.large import repeated
 
 # The numbers of threads that are held to the truth; float32 weights take 0.5 GB for each.
 REAL_MODELS = {"native": (1, 3), "int8": (1, 2), "none": (1, 2)}
@@ -35,7 +36,7 @@ def real(request: pytest.FixtureRequest, checkpoint_of: Callable[[str], Checkpoi
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("chunk", [7, 17, LENGTH])
+@pytest.mark.parametrize("chunk", [7, LENGTH, *repeated(17)])  # small models try twelve sizes
 def test_a_real_token_in_a_prefill_chunk(real: Subject, chunk: int) -> None:
     for backend in real.backends.values():
         assert_chunks_are_true(real, backend, chunk)
