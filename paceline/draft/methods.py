@@ -76,6 +76,12 @@ METHODS: dict[str, Method] = {
     "eagle": Method(
         "paceline.draft.eagle", "EagleDrafter", num_speculative_tokens=7, trees=True, argument=PATH
     ),
+    "dflash": Method(
+        "paceline.draft.block", "DFlashDrafter", num_speculative_tokens=7, trees=True, argument=PATH
+    ),
+    "dspark": Method(
+        "paceline.draft.block", "DSparkDrafter", num_speculative_tokens=7, trees=True, argument=PATH
+    ),
     "medusa": Method(
         "paceline.draft.medusa", "MedusaDrafter", num_speculative_tokens=5, trees=True, argument=PATH
     ),
