@@ -35,8 +35,6 @@ from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import BLOCK_CONFIGS, DFLASH, DSPARK, VOCAB
 from tests.tiny import save_checkpoint
 
-NAMES = ("dflash", "jetspec", "dspark")
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
@@ -125,8 +123,14 @@ def checked_drafter(name, checkpoint, backend, sampling, folder, min_prob=None) 
     return drafter
 
 
-@pytest.mark.parametrize("sampling", list(DraftSampling))
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    [
+        ("dflash", DraftSampling.GREEDY),
+        ("jetspec", DraftSampling.COUPLED),
+        *(("dspark", sampling) for sampling in DraftSampling),
+    ],
+)
 @torch.inference_mode()
 def test_every_tree_is_that_of_the_plain_network(name, sampling, checkpoint, backend, plain, tmp_path):
     drafter = checked_drafter(name, checkpoint, backend, sampling, tmp_path)
@@ -159,11 +163,11 @@ def greedy_request(tokens: list[int]) -> Request:
 
 def test_a_tree_has_the_best_paths_of_all():
     rng = np.random.default_rng(1)
-    logits = 2 * rng.standard_normal((4, VOCAB, VOCAB)).astype(np.float32)  # [level, token before, token]
+    logits = rng.standard_normal((4, VOCAB, VOCAB)).astype(np.float32)  # [level, token before, token]
     request = greedy_request([5, 6, 7])
-    plan = DraftPlan("dspark", 12, branching=3, depth=4)
+    plan = DraftPlan("dspark", 40, branching=3, depth=4)
     scoring = Scoring(trimmed_vocabulary(None, VOCAB), Workspace(VOCAB))
-    context = Context(request, request.token_ids, np.zeros(0, np.int32), 12)
+    context = Context(request, request.token_ids, np.zeros(0, np.int32), 40)
     tree = ChosenTree(context, plan, scoring, coupled=False, best_first=True)
     for level in logits:
         tree.grow(level[[7 if node == ROOT else tree.tokens[node] for node in tree.frontier]])
@@ -174,7 +178,7 @@ def test_a_tree_has_the_best_paths_of_all():
         while parent >= 0:
             path, parent = (finished.tokens[parent], *path), finished.parents[parent]
         paths.add(path)
-    assert paths == set(best_paths(logits, 7, budget=12, branching=3))
+    assert paths == set(best_paths(logits, 7, budget=40, branching=3))
 
 
 def best_paths(logits: np.ndarray, anchor: int, budget: int, branching: int) -> list[tuple[int, ...]]:
