@@ -47,7 +47,7 @@ def load_block_runner(
     if load is None:
         raise ConfigError(
             f"the {options.name} backend does not run {checkpoint.config.kind} heads yet, only "
-            f"{', '.join(_BLOCK_LOADERS)} does. Use --backend torch, or an eagle3 head."
+            f"{' and '.join(_BLOCK_LOADERS)} do. Use --backend torch, or an eagle3 head."
         )
     return load(checkpoint, options, max_rows, beside)
 
@@ -152,7 +152,18 @@ def _load_torch_block(
     return TorchBlockRunner.load(checkpoint, beside, max_rows)
 
 
+def _load_cpu_block(
+    checkpoint: HeadCheckpoint, options: BackendOptions, max_rows: int, beside: Backend
+) -> BlockRunner:
+    from paceline.backends.cpu import CpuBackend
+    from paceline.backends.cpu.block_runner import CpuBlockRunner
+
+    assert isinstance(beside, CpuBackend), "the options name the backend that the target runs on"
+    return CpuBlockRunner(checkpoint, beside, max_rows, options.quantization)
+
+
 _BLOCK_LOADERS: dict[str, Callable[[HeadCheckpoint, BackendOptions, int, Backend], BlockRunner]] = {
+    "cpu": _load_cpu_block,
     "torch": _load_torch_block,
 }
 
