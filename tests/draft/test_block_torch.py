@@ -20,6 +20,7 @@ from paceline.draft.block import BlockDrafter, DFlashDrafter, DSparkDrafter
 from paceline.draft.draft_cache import Context
 from paceline.draft.growth import ROOT, ChosenTree, Scoring, make_tree, merged
 from paceline.draft.head_options import EagleOptions
+from paceline.draft.methods import check_backend, parse_speculative_config
 from paceline.draft.vocabulary import trimmed_vocabulary
 from paceline.errors import PacelineError
 from paceline.models.heads.checkpoint import write_head
@@ -225,17 +226,18 @@ def generate(model, speculative_config, backend="torch"):
     return llm.generate([list(range(3, 60))] * 3, params, use_tqdm=False)
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("config", [DFLASH, DSPARK], ids=["dflash", "dspark"])
-def test_same_bytes_as_chain_and_tree_at_every_temperature(model, config, tmp_path):
+def test_same_bytes_as_chain_and_tree_at_every_temperature(model, config, backend, tmp_path):
     write_head(random_checkpoint(config), tmp_path, "speculators")
-    method = {"method": config.kind, "model": str(tmp_path)}
-    expected = [output.outputs[0].token_ids for output in generate(model, None)]
+    method = {"method": config.kind, "model": str(tmp_path), "min_prob": 0}
+    expected = [output.outputs[0].token_ids for output in generate(model, None, backend)]
     for given in (
-        f"{config.kind}:{tmp_path}",
+        method,
         {**method, "num_speculative_tokens": 8, "branching": 3},
         {"method": "hybrid", "fallback": method, "combine": "tree", "branching": 2},
     ):
-        outputs = generate(model, given)
+        outputs = generate(model, given, backend)
         assert [output.outputs[0].token_ids for output in outputs] == expected
         for output in outputs:
             assert output.metrics.speculative.num_draft_tokens > 20
@@ -253,5 +255,10 @@ def test_a_head_that_cannot_be_used_is_refused_with_the_reason(model, tmp_path):
     ):
         with pytest.raises(PacelineError, match=message):
             generate(model, config)
-    with pytest.raises(PacelineError, match="cpu backend does not run dspark heads yet"):
-        generate(model, head, backend="cpu")
+
+
+def test_a_backend_that_cannot_run_a_method_is_named_before_anything_is_loaded():
+    speculation = parse_speculative_config("suffix,dspark:folder")
+    check_backend(speculation, "cpu")
+    with pytest.raises(PacelineError, match=r"the cuda backend does not run dspark .* --backend torch"):
+        check_backend(speculation, "cuda")
