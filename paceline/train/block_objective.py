@@ -27,7 +27,7 @@ from paceline.train.examples import Examples
 from paceline.train.losses import LOSSES, DraftIds, StepLosses
 from paceline.train.new_head import choose_draft_ids, copy_output, load_weights, shared_weights
 from paceline.train.objective import NEW, Int32Array, WriteHead, float16_weights, precision_of
-from paceline.train.options import BlockOptions
+from paceline.train.options import BlockOptions, DSparkOptions
 from paceline.train.sequences import target_states
 
 TITLES = {"dflash": "A DFlash draft head", "dspark": "A DSpark draft head", "jetspec": "A JetSpec draft head"}
@@ -39,15 +39,14 @@ class BlockObjective:
 
     def __init__(
         self,
-        recipe: str,
         target: Transformer,
         examples: Examples,
         options: BlockOptions,
         name: TargetName | None = None,
         init_from: HeadCheckpoint | None = None,
     ) -> None:
-        """A new head of the recipe dflash, dspark or jetspec, or the one of `init_from`."""
-        self.method, self.title = "dspark" if recipe == "dspark" else "dflash", TITLES[recipe]
+        """A new head, or the one of `init_from`."""
+        self.method, self.title = _kind(options), TITLES[options.recipe]
         self.target, self.name = target, name
         self.start = NEW if init_from is None else str(init_from.source)
         if init_from is None:
@@ -55,7 +54,7 @@ class BlockObjective:
             self.draft_ids = choose_draft_ids(counts, options.draft_vocab_size)
             # an id that no answer has, so that MASK is told from every anchor
             mask = int(np.flatnonzero(counts == counts.min())[-1])
-            config = block_config(recipe, target.config, options, mask, name)
+            config = block_config(target.config, options, mask, name)
             self.network = new_block_head(config, target, self.draft_ids, options.seed)
         else:
             self.network, self.draft_ids = _head_from(init_from, target, self.method)
@@ -89,23 +88,29 @@ class BlockObjective:
         return f"{len(block.layers)} layers, hidden {config.hidden_size}, blocks of {block.size} slots"
 
 
+def _kind(options: BlockOptions) -> str:
+    """The kind of the head, which is also the method that drafts with it."""
+    return "dspark" if isinstance(options, DSparkOptions) else "dflash"
+
+
 def block_config(
-    recipe: str, target: ModelConfig, options: BlockOptions, mask: int, name: TargetName | None
+    target: ModelConfig, options: BlockOptions, mask: int, name: TargetName | None
 ) -> HeadConfig:
     """The config of a new head, whose layers are as wide as those of its target."""
-    is_dspark = recipe == "dspark"
+    rank = options.markov_rank if isinstance(options, DSparkOptions) else 0
+    is_dspark = rank > 0
     usual = usual_block_layers(max(4, target.num_layers), options.features)
     block = BlockConfig(
         size=options.block_size,
         mask_token_id=mask,
-        layers=(BlockAttention(None, recipe == "jetspec"),) * options.layers,
+        layers=(BlockAttention(None, options.recipe == "jetspec"),) * options.layers,
         sample_from_anchor=is_dspark,
-        markov_rank=options.markov_rank if is_dspark else 0,
+        markov_rank=rank,
         confidence=is_dspark,
         confidence_with_markov=is_dspark,
     )
     return HeadConfig(
-        kind="dspark" if is_dspark else "dflash",
+        kind=_kind(options),
         vocab_size=target.vocab_size,
         draft_vocab_size=min(options.draft_vocab_size, target.vocab_size),
         hidden_size=target.hidden_size,

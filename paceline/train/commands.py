@@ -14,6 +14,7 @@ from paceline.terminal.help import App
 
 if TYPE_CHECKING:
     from paceline.train.make_answers import AnswerOptions
+    from paceline.train.options import BlockOptions
 
 app = App(help="Train a draft head on the target's own answers.", no_args_is_help=True)
 
@@ -178,7 +179,11 @@ def dspark_command(
     evaluate: Evaluate = 40,
 ) -> None:
     """Train a DSpark head: one pass guesses a block; each guess depends on the token before."""
-    _train_block("dspark", answering, training, seed, out, model, data, init_from, device, evaluate)
+    from paceline.train.options import DSparkOptions
+
+    _train_block(
+        DSparkOptions(**training, **seed), answering, seed, out, model, data, init_from, device, evaluate
+    )
 
 
 @app.command("dflash")
@@ -195,7 +200,11 @@ def dflash_command(
     evaluate: Evaluate = 40,
 ) -> None:
     """Train a DFlash head: one pass guesses a block, whose slots see each other in both directions."""
-    _train_block("dflash", answering, training, seed, out, model, data, init_from, device, evaluate)
+    from paceline.train.options import BlockOptions
+
+    _train_block(
+        BlockOptions(**training, **seed), answering, seed, out, model, data, init_from, device, evaluate
+    )
 
 
 @app.command("jetspec")
@@ -212,13 +221,16 @@ def jetspec_command(
     evaluate: Evaluate = 40,
 ) -> None:
     """Train a JetSpec head: a DFlash head whose slots see only those before; for trees."""
-    _train_block("jetspec", answering, training, seed, out, model, data, init_from, device, evaluate)
+    from paceline.train.options import JetSpecOptions
+
+    _train_block(
+        JetSpecOptions(**training, **seed), answering, seed, out, model, data, init_from, device, evaluate
+    )
 
 
 def _train_block(
-    recipe: str,
+    options: BlockOptions,
     answering: Options,
-    training: Options,
     seed: Options,
     out: Path,
     model: str,
@@ -231,18 +243,12 @@ def _train_block(
     from paceline.models.heads.checkpoint import load_head
     from paceline.train.block_objective import BlockObjective
     from paceline.train.job import Job, train
-    from paceline.train.options import BlockOptions
 
-    options = BlockOptions(**training, **seed)
-    method = "dspark" if recipe == "dspark" else "dflash"
+    method = "dspark" if options.recipe == "dspark" else "dflash"
     first = load_head(_init_from(init_from, method, model)) if init_from is not None else None
     answer_options = _answer_options(answering, seed, has_files=bool(data))
     job = Job(model, data or [], out, device, evaluate, answer_options)
-    train(
-        job,
-        options,
-        lambda target, examples, name: BlockObjective(recipe, target, examples, options, name, first),
-    )
+    train(job, options, lambda target, examples, name: BlockObjective(target, examples, options, name, first))
 
 
 @app.command("medusa")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -23,9 +24,10 @@ from paceline.draft.head_options import EagleOptions
 from paceline.draft.methods import check_backend, parse_speculative_config
 from paceline.draft.vocabulary import trimmed_vocabulary
 from paceline.errors import PacelineError
-from paceline.models.heads.checkpoint import write_head
+from paceline.models.heads.checkpoint import HeadCheckpoint, write_head
 from paceline.models.heads.torch_block import block_mask
 from paceline.models.registry import load_checkpoint
+from paceline.models.safetensors_writer import encode
 from paceline.models.transformer import attend
 from paceline.verify.sampling import Sampler, Workspace
 from tests.backends.driver import drive, run
@@ -56,7 +58,11 @@ class AgainstWhole(BlockDrafter):
     """Compares every proposal with that of the network over the request's whole sequence, without pages."""
 
     backend: TorchBackend
-    compared = 0
+    compared = accepted = 0
+
+    def observe(self, requests, verdicts, features) -> None:
+        super().observe(requests, verdicts, features)
+        self.accepted += sum(len(verdict.accepted) for verdict in verdicts)
 
     def propose(self, requests: Sequence, plans: Sequence[DraftPlan]) -> DraftTrees:
         proposed = super().propose(requests, plans)
@@ -115,11 +121,24 @@ class AgainstDSpark(AgainstWhole, DSparkDrafter):
     pass
 
 
-def checked_drafter(name, checkpoint, backend, sampling, folder, min_prob=None) -> AgainstWhole:
-    write_head(random_checkpoint(BLOCK_CONFIGS[name]), folder, "vllm")
+def knowing_head(outputs: Sequence[Sequence[int]]) -> HeadCheckpoint:
+    """A DSpark head whose Markov head knows which tokens follow each other in these outputs."""
+    block = replace(DSPARK.block, markov_rank=VOCAB, confidence=False, confidence_with_markov=False)
+    head = random_checkpoint(replace(DSPARK, draft_vocab_size=VOCAB, block=block))
+    follows = np.zeros((VOCAB, VOCAB), np.float32)
+    for tokens in outputs:
+        for before, after in pairwise(tokens):
+            follows[after, before] += 9.0
+    known = {"markov_w1.weight": np.eye(VOCAB, dtype=np.float32), "markov_w2.weight": follows}
+    return replace(
+        head, tensors={**head.tensors, **{f"markov_head.{k}": encode(v) for k, v in known.items()}}
+    )
+
+
+def checked_drafter(name, checkpoint, backend, sampling, folder, head=None) -> AgainstWhole:
+    write_head(head or random_checkpoint(BLOCK_CONFIGS[name]), folder, "vllm")
     kind = AgainstDSpark if name == "dspark" else AgainstDFlash
-    options = EagleOptions(str(folder), min_prob=min_prob)
-    drafter = kind.load(options, target_of(checkpoint, backend, sampling))
+    drafter = kind.load(EagleOptions(str(folder)), target_of(checkpoint, backend, sampling))
     drafter.backend = backend
     return drafter
 
@@ -148,11 +167,14 @@ def test_every_tree_is_that_of_the_plain_network(name, sampling, checkpoint, bac
 )
 @torch.inference_mode()
 def test_trees_do_not_depend_on_earlier_plans_and_drafts(setting, checkpoint, backend, plain, tmp_path):
-    drafter = checked_drafter("dspark", checkpoint, backend, DraftSampling.COUPLED, tmp_path, min_prob=0.2)
+    drafter = checked_drafter(
+        "dspark", checkpoint, backend, DraftSampling.COUPLED, tmp_path, knowing_head(plain)
+    )
     plans = (DraftPlan("dspark", 3), DraftPlan("dspark", 6, 3), PLAIN)
     outputs, engine = run_engine(backend, drafter, *plans, times=2, **setting)
     assert outputs == plain
-    assert drafter.compared > 30
+    assert drafter.compared > 15
+    assert drafter.accepted > 50
     assert engine.scheduler.num_preemptions > 0 if "num_pages" in setting else engine.kv.prefix_hits > 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,9 @@ from paceline.models.transformer import Transformer, attend
 from paceline.train import block as block_module
 from paceline.train.batches import Batch
 from paceline.train.block import block_losses, random_anchors, run_blocks
+from paceline.train.block_objective import block_config, new_block_head
 from paceline.train.losses import DraftIds, cross_entropy, l1_mixture
+from paceline.train.options import BlockOptions, DSparkOptions, JetSpecOptions
 from paceline.train.sequences import target_states
 from tests import tiny
 from tests.models.heads.tiny_heads import BLOCK_CONFIGS, random_tensors
@@ -120,6 +123,27 @@ def test_anchors_are_before_answered_tokens_and_the_same_each_time(batch: Batch)
         chosen = [anchor for anchor in anchors[row].tolist() if anchor >= 0]
         assert len(chosen) == len(set(chosen)) == -(-(length - answer) // 2)
         assert all(max(1, answer - 1) <= anchor < length - 1 for anchor in chosen)
+
+
+def test_recipes_give_the_heads_of_their_papers(target: Transformer) -> None:
+    made = {
+        options.recipe: block_config(target.config, options, mask=7, name=None)
+        for options in (BlockOptions(), JetSpecOptions(), DSparkOptions(layers=2, features=9))
+    }
+    assert {recipe: config.kind for recipe, config in made.items()} == {
+        "dflash": "dflash",
+        "jetspec": "dflash",
+        "dspark": "dspark",
+    }
+    assert [made[recipe].block.num_drafts for recipe in made] == [7, 7, 7]
+    assert [made[recipe].block.layers[0].causal for recipe in made] == [False, True, False]
+    assert made["dspark"].block.markov_rank == 256
+    assert made["dspark"].block.confidence
+    layers = made["dspark"].feature_layers
+    assert sorted(set(layers)) == list(layers)
+    assert max(layers) <= target.config.num_layers
+    head = new_block_head(made["dspark"], target, np.arange(8192)[: tiny.VOCAB_SIZE].astype(np.int32), 0)
+    assert head.guesses(torch.zeros(60), torch.tensor(3)).abs().sum() == 0, "a new Markov head adds something"
 
 
 def test_padding_changes_neither_loss_nor_gradient(target: Transformer, batch: Batch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from typing import Any
 
@@ -193,6 +194,20 @@ def test_files_with_a_prefix_are_read(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     assert_equal(head, load_head(tmp_path))
+
+
+def test_paceline_export_prints_the_command_of_the_other_engine(tmp_path, paceline):
+    write_head(random_checkpoint(DSPARK), tmp_path / "ours", "vllm")
+    given = ("export", tmp_path / "ours", tmp_path / "theirs", "--target", "a/target", "--format")
+    code, printed, _ = paceline(*given, "speculators")
+    assert code == 0
+    config = json.loads(shlex.split(printed.splitlines()[1])[-1])
+    assert (config["method"], config["num_speculative_tokens"]) == ("dspark", 4)
+    assert_equal(random_checkpoint(DSPARK), load_head(tmp_path / "theirs"))
+    code, printed, _ = paceline(*given, "sglang", "--force")
+    assert printed.splitlines()[1].endswith(
+        f"--speculative-algorithm DSPARK --speculative-draft-model-path {tmp_path / 'theirs'}"
+    )
 
 
 def test_a_config_says_what_other_engines_look_for(tmp_path):
