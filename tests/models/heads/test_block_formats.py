@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.errors import CheckpointError, ConfigError, UnsupportedModelError
+from paceline.errors import CheckpointError, ConfigError, HeadMismatchError, UnsupportedModelError
 from paceline.models.heads.block_formats import read_block_config
 from paceline.models.heads.checkpoint import load_head, write_head
 from paceline.models.heads.config import BlockAttention, BlockConfig, TargetName, usual_block_layers
+from paceline.models.heads.fingerprint import check_target
+from paceline.models.registry import load_checkpoint
 from paceline.models.safetensors_writer import encode
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.test_formats import assert_equal
-from tests.models.heads.tiny_heads import BLOCK_CONFIGS, DFLASH, DSPARK, random_tensors
+from tests.models.heads.tiny_heads import BLOCK_CONFIGS, DFLASH, DSPARK, EAGLE3, random_tensors
+from tests.tiny import save_checkpoint
 
 EXPORTED = ("dflash", "jetspec", "dspark", "dspark, plain confidence", "dspark without heads")
 FULL = BlockAttention()
@@ -162,6 +165,17 @@ def test_causal_heads_and_windows():
 def test_what_cannot_be_run_is_refused_with_the_reason(changes, error, message):
     with pytest.raises(error, match=message):
         read({**QWEN3_8B, **changes})
+
+
+def test_heads_of_others_for_targets_that_interleave_rope_are_refused(tmp_path):
+    target = load_checkpoint(save_checkpoint("llama", tmp_path)).config
+    check_target(DFLASH, target, "", "head")
+    glm = replace(target, family="glm4")
+    with pytest.raises(HeadMismatchError, match="interleave the rotary embedding"):
+        check_target(DFLASH, glm, "", "head")
+    trained_here = replace(DFLASH, target=TargetName("0" * 16))
+    check_target(trained_here, glm, "0" * 16, "head")
+    check_target(replace(EAGLE3, feature_layers=(1, 2)), glm, "", "head")
 
 
 def test_an_embedding_of_mask_lies_beside_the_weights(tmp_path):
