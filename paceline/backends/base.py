@@ -138,8 +138,16 @@ class HeadChains:
     lengths: Int32Array  # [requests]
 
 
-class HeadRunner(Protocol):
-    """A loaded draft head that can run passes beside its target. Runners derive from this class."""
+@dataclass(frozen=True)
+class BlockGuesses:
+    """What slots of blocks guess. The arrays are valid until the next pass."""
+
+    logits: Float32Array  # [slots, draft vocabulary]
+    confidences: Float32Array | None  # [slots] chance that the guess is accepted; None: the head has none
+
+
+class HeadStorage(Protocol):
+    """The pools of a loaded draft head, beside those of its target."""
 
     page_size: int  # the target's
     max_rows: int
@@ -163,6 +171,10 @@ class HeadRunner(Protocol):
         """Warm up for passes over this pool: compile and allocate. Call it before any page is in use."""
         return  # not abstract
 
+
+class HeadRunner(HeadStorage, Protocol):
+    """A loaded draft head that can run passes beside its target. Runners derive from this class."""
+
     def run(self, batch: HeadBatch) -> HeadOutput: ...
 
     def run_chains(
@@ -172,6 +184,29 @@ class HeadRunner(Protocol):
 
         The logits of each request's last row are wanted, and its pages have room for the guesses.
         """
+        ...
+
+
+class BlockRunner(HeadStorage, Protocol):
+    """A loaded parallel head: one pass guesses a block of tokens. Runners derive from this class.
+
+    KV index j has the keys and values of token j, from the target's feature of that token, in every layer of
+    the head. Those of a block's slots are not stored.
+    """
+
+    def write_context(self, batch: HeadBatch) -> None:
+        """Write the keys and values of committed tokens. Row j reads the feature of its own token."""
+        ...
+
+    def run_blocks(self, blocks: ForwardBatch) -> None:
+        """Run the blocks of requests: a request's rows are its anchor, its last token, and MASK tokens.
+
+        `context_lengths` counts the tokens before the anchor; all of them are written.
+        """
+        ...
+
+    def guess(self, slots: Int32Array, previous: Int32Array) -> BlockGuesses:
+        """The guesses of rows of the last `run_blocks`, given the target's ids of the tokens before them."""
         ...
 
 

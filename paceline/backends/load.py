@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.backends.base import Backend, HeadRunner, MedusaRunner
+from paceline.backends.base import Backend, BlockRunner, HeadRunner, MedusaRunner
 from paceline.backends.options import BackendOptions
-from paceline.errors import BackendError
+from paceline.errors import BackendError, ConfigError
 from paceline.extras import needs_extra
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.checkpoint import HeadCheckpoint
@@ -37,6 +37,19 @@ def load_head_runner(
     that the head shares with it.
     """
     return _HEAD_LOADERS[options.name](checkpoint, options, max_rows, beside)
+
+
+def load_block_runner(
+    checkpoint: HeadCheckpoint, options: BackendOptions, max_rows: int, beside: Backend
+) -> BlockRunner:
+    """A runner of the parallel head beside the loaded target. ConfigError if the backend has none."""
+    load = _BLOCK_LOADERS.get(options.name)
+    if load is None:
+        raise ConfigError(
+            f"the {options.name} backend does not run {checkpoint.config.kind} heads yet, only "
+            f"{' and '.join(_BLOCK_LOADERS)} do. Use --backend torch, or an eagle3 head."
+        )
+    return load(checkpoint, options, max_rows, beside)
 
 
 def load_medusa_runner(
@@ -126,6 +139,32 @@ _HEAD_LOADERS: dict[str, Callable[[HeadCheckpoint, BackendOptions, int, Backend]
     "cpu": _load_cpu_head,
     "torch": _load_torch_head,
     "cuda": _load_cuda_head,
+}
+
+
+def _load_torch_block(
+    checkpoint: HeadCheckpoint, options: BackendOptions, max_rows: int, beside: Backend
+) -> BlockRunner:
+    from paceline.backends.torch_backend import TorchBackend
+    from paceline.backends.torch_block_runner import TorchBlockRunner
+
+    assert isinstance(beside, TorchBackend), "the options name the backend that the target runs on"
+    return TorchBlockRunner.load(checkpoint, beside, max_rows)
+
+
+def _load_cpu_block(
+    checkpoint: HeadCheckpoint, options: BackendOptions, max_rows: int, beside: Backend
+) -> BlockRunner:
+    from paceline.backends.cpu import CpuBackend
+    from paceline.backends.cpu.block_runner import CpuBlockRunner
+
+    assert isinstance(beside, CpuBackend), "the options name the backend that the target runs on"
+    return CpuBlockRunner(checkpoint, beside, max_rows, options.quantization)
+
+
+_BLOCK_LOADERS: dict[str, Callable[[HeadCheckpoint, BackendOptions, int, Backend], BlockRunner]] = {
+    "cpu": _load_cpu_block,
+    "torch": _load_torch_block,
 }
 
 

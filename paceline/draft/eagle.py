@@ -13,45 +13,29 @@ the host has nothing to decide between these passes, and the runner does all of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.async_decoding import DeviceDraft
 from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner
-from paceline.core.features import Features
-from paceline.core.forward import KeptFeatures
+from paceline.backends.options import BackendOptions
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Target
+from paceline.draft.base import DraftSampling, Target
 from paceline.draft.draft_cache import Context
 from paceline.draft.draft_pass import Part, Passes
-from paceline.draft.growth import GrowingTree, Scoring, make_tree, merged
-from paceline.draft.head_options import EagleOptions, find_head
+from paceline.draft.growth import GrowingTree, make_tree, merged
+from paceline.draft.head_drafter import HeadShape, PagedHeadDrafter
 from paceline.draft.head_pages import HeadPages
-from paceline.draft.vocabulary import Vocabulary, trimmed_vocabulary
-from paceline.errors import ConfigError
-from paceline.models.heads.checkpoint import HeadCheckpoint, load_head
-from paceline.models.heads.fingerprint import check_target
-from paceline.verify.sampling import Workspace
+from paceline.models.heads.checkpoint import HeadCheckpoint
 
 if TYPE_CHECKING:
     from paceline.core.request import Request
-    from paceline.core.verdict import Verdict
     from paceline.kv.cache import KVCache
 
 Float32Array = npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class HeadShape:
-    """What a drafter must know about its head."""
-
-    feature_layers: tuple[int, ...]  # the target's hidden states that it reads, in this order
-    feature_width: int  # numbers per token, of all these layers
-    vocabulary: Vocabulary
-    longest: int  # tokens of its context
 
 
 class HeadPasses(Passes[HeadOutput]):
@@ -115,7 +99,7 @@ class GuessedTree:
         return [self._states[self.tree.parents[node]] for node in part.nodes]
 
 
-class HeadDrafter(Drafter):
+class HeadDrafter(PagedHeadDrafter[HeadRunner]):
     """Drafts with a head that a HeadRunner runs beside the target."""
 
     attaches = True
@@ -123,49 +107,19 @@ class HeadDrafter(Drafter):
     def __init__(
         self, runner: HeadRunner, shape: HeadShape, sampling: DraftSampling, least_chance: float = 0.0
     ) -> None:
-        """A chain ends where the head gives it a chance below `least_chance`."""
-        self.needs = DrafterNeeds(bytes_per_page=runner.bytes_per_page())
-        if not runner.keeps_features:
-            feature_bytes = HeadPages.feature_bytes_per_page(runner.page_size, shape.feature_width)
-            self.needs = DrafterNeeds(shape.feature_layers, runner.bytes_per_page() + feature_bytes)
-        self.least_chance = least_chance
-        self.draft_ids = shape.vocabulary.target_ids
+        super().__init__(runner, shape, sampling, least_chance)
         on_device = runner.keeps_features and sampling is not DraftSampling.INDEPENDENT
         self.device = self if on_device else None
-        self._runner = runner
-        self._shape = shape
-        self._sampling = sampling
-        self._seen_layers: tuple[int, ...] = ()  # feature layers of the last pass
-        self._parts = np.empty(0, dtype=np.int64)  # [layers] the index of each layer of the head among them
-        self._scoring = Scoring(shape.vocabulary, Workspace(shape.vocabulary.target_size), least_chance)
 
     @classmethod
-    def beside(
-        cls, head: HeadCheckpoint, target: Target, quantization: str | None, min_prob: float | None
-    ) -> Self:
-        """The drafter with a loaded head, on the target's backend."""
+    def load_runner(cls, head: HeadCheckpoint, options: BackendOptions, target: Target) -> HeadRunner:
         from paceline.backends.load import load_head_runner
 
-        backend_options = target.backend
-        if quantization is not None:
-            backend_options = replace(backend_options, quantization=quantization)
-        runner = load_head_runner(head, backend_options, target.max_rows, target.loaded)
-        shape = HeadShape(
-            feature_layers=head.config.layers_of(target.config.num_layers),
-            feature_width=head.config.feature_width,
-            vocabulary=trimmed_vocabulary(head.draft_ids, target.config.vocab_size),
-            longest=head.config.max_position,
-        )
-        least_chance = runner.least_chance if min_prob is None else min_prob
-        return cls(runner, shape, target.sampling, least_chance)
+        return load_head_runner(head, options, target.max_rows, target.loaded)
 
     def bind(self, kv: KVCache) -> None:
-        self._kv = kv
-        self._pages = HeadPages(kv, self._runner, self._shape.longest, self._shape.feature_width)
+        super().bind(kv)
         self._passes = HeadPasses(self._runner, self._pages)
-
-    def prepare(self) -> None:
-        self._runner.prepare(self._pages.pool)
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         contexts = self._pages.open(requests, [plan.budget for plan in plans])
@@ -214,10 +168,6 @@ class HeadDrafter(Drafter):
                 chances[number] = chain_chances[: len(chain)]
         return DraftTrees.chains(proposed, chances)
 
-    def kept(self) -> KeptFeatures | None:
-        keeps = self._runner.keeps_features
-        return KeptFeatures(self._pages.pool, self._shape.feature_layers) if keeps else None
-
     def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
         if plan.branching != 1:
             return None
@@ -234,40 +184,11 @@ class HeadDrafter(Drafter):
     def detach(self, requests: Sequence[Request], unsure: int) -> None:
         self._passes.detach(requests, unsure)
 
-    def backlog(self, request: Request) -> int:
-        return self._pages.backlog(request)
-
-    def observe(
-        self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
-    ) -> None:
-        if self._runner.keeps_features:
-            return  # passes write them to its pool
-        assert features is not None, "the engine provides what DrafterNeeds ask for"
-        if features.layers != self._seen_layers:
-            self._seen_layers = features.layers
-            parts = [features.layers.index(layer) for layer in self.needs.feature_layers]
-            self._parts = np.array(parts, dtype=np.int64)
-        self._pages.put(features.committed_spans(requests, verdicts), features.values, self._parts)
-
 
 class EagleDrafter(HeadDrafter):
     """EAGLE-1 and 2: a head that reads the target's last hidden state."""
 
     name = "eagle"
-    Options = EagleOptions
-
-    @classmethod
-    def load(cls, options: EagleOptions, target: Target) -> Self:
-        """The drafter with the head that the options name."""
-        head = load_head(find_head(options, cls.name, target))
-        config = head.config
-        if config.kind != cls.name:
-            raise ConfigError(
-                f"{head.source} is an {config.kind} head, but the method is {cls.name}: "
-                f"set method to {config.kind!r}."
-            )
-        check_target(config, target.config, target.fingerprint, str(head.source), options.any_target)
-        return cls.beside(head, target, options.quantization, options.min_prob)
 
 
 class Eagle3Drafter(EagleDrafter):

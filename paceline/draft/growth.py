@@ -36,6 +36,7 @@ from paceline.verify.sampling import Sampler, Workspace
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
 
+LEAST_CONFIDENCE = 1e-9  # a lower one has no logarithm worth a name
 _ALL_IDS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)  # the logits are those of all ids
 
 
@@ -46,6 +47,7 @@ class Scoring:
     vocabulary: Vocabulary
     workspace: Workspace
     least_chance: float = 0.0  # a chain ends where its chance is lower; trees use their whole budget
+    extend_factor: float = EXTEND_FACTOR  # times that: a less likely chain is not extended
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,11 @@ class GrowingTree(ABC):
         return len(nodes)
 
     @abstractmethod
-    def grow(self, logits: Float32Array) -> None:
-        """Add the children of the frontier, given its logits: [frontier, vocabulary of the draft]."""
+    def grow(self, logits: Float32Array, confidences: Float32Array | None = None) -> None:
+        """Add the children of the frontier, given its logits: [frontier, vocabulary of the draft].
+
+        `confidences` [frontier]: chances that the best child is accepted, as a head estimates them itself.
+        """
 
     @abstractmethod
     def finished(self) -> FinishedTree:
@@ -150,11 +155,13 @@ class GrowingTree(ABC):
         return self._samplers[node]
 
 
-def make_tree(context: Context, plan: DraftPlan, scoring: Scoring, sampling: DraftSampling) -> GrowingTree:
-    """A growing tree for a request: drawn or chosen, as the sampling asks."""
+def make_tree(
+    context: Context, plan: DraftPlan, scoring: Scoring, sampling: DraftSampling, best_first: bool = False
+) -> GrowingTree:
+    """A growing tree for a request: drawn or chosen, as the sampling asks. `best_first`: see ChosenTree."""
     if sampling is DraftSampling.INDEPENDENT and not context.request.sampler.greedy:
         return DrawnTree(context, plan, scoring)
-    return ChosenTree(context, plan, scoring, coupled=sampling is DraftSampling.COUPLED)
+    return ChosenTree(context, plan, scoring, sampling is DraftSampling.COUPLED, best_first)
 
 
 def merged(trees: Sequence[GrowingTree | None]) -> DraftTrees:
@@ -177,31 +184,39 @@ class ChosenTree(GrowingTree):
     """A tree of the likeliest tokens, or with `coupled` of the likeliest under the target's noise.
 
     A dynamic tree, as in EAGLE-2: the best `branching` nodes of each level get children, and the best
-    `budget` of all nodes are proposed.
+    `budget` of all nodes are proposed. With `best_first`, for drafters whose children cost no pass, as in
+    JetSpec: every node that can still be proposed gets children. Scores only fall along a path, so this is
+    the tree of the best `budget` nodes of all.
     """
 
-    def __init__(self, context: Context, plan: DraftPlan, scoring: Scoring, coupled: bool) -> None:
+    def __init__(
+        self, context: Context, plan: DraftPlan, scoring: Scoring, coupled: bool, best_first: bool = False
+    ) -> None:
         super().__init__(context, plan, scoring)
         self._coupled = coupled
+        self._width = plan.budget if best_first else plan.branching  # nodes of a level that get children
         self._scores: list[float] = []  # [nodes] log of the chance that the path is accepted
         self._is_scored = True  # False: the scores were not computed
         least_chance = plan.least_chance or (scoring.least_chance if plan.branching == 1 else 0.0)
         self._least_score = math.log(least_chance) if least_chance > 0.0 else -math.inf
 
-    def grow(self, logits: Float32Array) -> None:
+    def grow(self, logits: Float32Array, confidences: Float32Array | None = None) -> None:
         level = len(self.tokens)
         try:
-            for node, row in zip(self.frontier, logits, strict=True):
-                for token, score in self._candidates(node, row):
+            for number, (node, row) in enumerate(zip(self.frontier, logits, strict=True)):
+                confidence = None if confidences is None else float(confidences[number])
+                for token, score in self._candidates(node, row, confidence):
                     self._add(node, token)
                     self._scores.append(score + (0.0 if node == ROOT else self._scores[node]))
         except BackendError:  # logits that allow no guess
             self.frontier = []
             return
         best = [node for node in self._best() if node >= level and self._goes_on(node)]
-        self.frontier = sorted(best[: self._plan.branching])
+        self.frontier = sorted(best[: self._width])
 
-    def _candidates(self, node: int, row: Float32Array) -> list[tuple[int, float]]:
+    def _candidates(
+        self, node: int, row: Float32Array, confidence: float | None = None
+    ) -> list[tuple[int, float]]:
         """The children of a node, each with the log of its chance, from a row of the draft model's logits."""
         depth, request = self._depth(node), self.context.request
         sampler, vocabulary = self._sampler(node), self._scoring.vocabulary
@@ -216,11 +231,12 @@ class ChosenTree(GrowingTree):
         if (
             count == 1
             and len(ids_of_logits) == 0
-            and self._least_score == -math.inf
+            and (self._least_score == -math.inf or confidence is not None)
             and (coupled or sampler.greedy)
         ):
-            self._is_scored = False  # scores are not needed: the token of the best candidate, but faster
-            return [(sampler.sample(*query, workspace), 0.0)]
+            # scores are known or not needed: the token of the best candidate, but faster
+            self._is_scored = confidence is not None
+            return [(sampler.sample(*query, workspace), _log(confidence) if confidence is not None else 0.0)]
         # The target adds the same noise: its token is probably among the likeliest under that noise.
         num_candidates = count + RIVALS if coupled else count
         ids, chances = sampler.candidates(*query, num_candidates, coupled, workspace, ids_of_logits)
@@ -229,10 +245,13 @@ class ChosenTree(GrowingTree):
         if coupled:
             chances += gumbel(np.uint64(sampler.seed), np.uint64(query[1]), ids)
             chances -= np.logaddexp.reduce(chances)
+        if count == 1 and confidence is not None:
+            chances[:1] = _log(confidence)
         return list(zip(ids[:count].tolist(), chances[:count].tolist(), strict=True))
 
     def _goes_on(self, node: int) -> bool:
-        return self._scores[node] >= self._least_score + math.log(EXTEND_FACTOR) and super()._goes_on(node)
+        least_score = self._least_score + math.log(self._scoring.extend_factor)
+        return self._scores[node] >= least_score and super()._goes_on(node)
 
     def _best(self) -> list[int]:
         """The nodes to propose, best first; ties go to the shallower node, so ancestors are included."""
@@ -252,6 +271,10 @@ class ChosenTree(GrowingTree):
         return FinishedTree(tokens, parents, chances, [-1] * len(nodes), ())
 
 
+def _log(chance: float) -> float:
+    return math.log(max(chance, LEAST_CONFIDENCE))
+
+
 class DrawnTree(GrowingTree):
     """A tree drawn at random from the draft model's distributions, siblings without replacement.
 
@@ -268,7 +291,7 @@ class DrawnTree(GrowingTree):
         self._shape = shape or static_shape(plan.budget, plan.branching, plan.levels)
         self._numbers = {ROOT: ROOT}  # node: its number in the shape
 
-    def grow(self, logits: Float32Array) -> None:
+    def grow(self, logits: Float32Array, confidences: Float32Array | None = None) -> None:
         level = len(self.tokens)
         try:
             for node, row in zip(self.frontier, logits, strict=True):

@@ -13,7 +13,7 @@ from paceline.draft.draft_cache import Context, SharedPages, Span
 from paceline.kv.cache import KVCache
 
 if TYPE_CHECKING:
-    from paceline.backends.base import HeadRunner
+    from paceline.backends.base import HeadStorage
     from paceline.core.request import Request
 
 Int32Array = npt.NDArray[np.int32]
@@ -25,14 +25,18 @@ Float32Array = npt.NDArray[np.float32]
 class HeadPages(SharedPages):
     """The slots of a head on the target's pages: the slot that reads token j is at KV index j.
 
-    It also reads the feature of token j - 1. The features of all tokens are stored beside their pages, so
-    slots are computed only when a request is drafted for, and any request that shares a page can compute
-    them. A missing feature reads as zeros: worse guesses, nothing wrong. Where the runner's pool stores the
-    features itself, it gets their KV slots instead.
+    It also reads the feature of token j - 1, so the first slot is at KV index 1; the slots of a parallel head
+    read the feature of token j, and the first is at 0. The features of all tokens are stored beside their
+    pages, so slots are computed only when a request is drafted for, and any request that shares a page can
+    compute them. A missing feature reads as zeros: worse guesses, nothing wrong. Where the runner's pool
+    stores the features itself, it gets their KV slots instead.
     """
 
-    def __init__(self, kv: KVCache, runner: HeadRunner, longest: int, width: int) -> None:
+    def __init__(
+        self, kv: KVCache, runner: HeadStorage, longest: int, width: int, first_index: int = 1
+    ) -> None:
         """`longest` is the head's context in tokens, `width` the numbers of a token's feature."""
+        self._first_index = first_index  # KV index of the first slot; what is before counts as computed
         super().__init__(kv, runner, longest)
         num_slots = 0 if runner.keeps_features else kv.pages.num_pages * kv.page_size
         # [KV slots, width] bfloat16, the upper halves of float32; memory is allocated on first use
@@ -58,11 +62,11 @@ class HeadPages(SharedPages):
         return [context for context in contexts if context is not None and len(context.tokens) > 1]
 
     def computed(self, contexts: Sequence[Context]) -> list[int]:
-        return [max(computed, 1) for computed in super().computed(contexts)]  # KV index 0 has no slot
+        return [max(computed, self._first_index) for computed in super().computed(contexts)]
 
     def keep(self, spans: Sequence[Span]) -> None:
-        # KV index 0 has no slot: it counts as computed
-        super().keep([(context, 0 if start == 1 else start, end) for context, start, end in spans])
+        first = self._first_index
+        super().keep([(context, 0 if start == first else start, end) for context, start, end in spans])
 
     def put(self, spans: Int64Array, values: Float32Array, parts: Int64Array) -> None:
         """Store features of a pass: `spans` as of Features.committed_spans, `parts` the layers of a row."""

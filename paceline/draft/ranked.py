@@ -49,7 +49,7 @@ class RankedTree(ChosenTree):
         self._inner = {path[:-1] for path in paths}  # paths with children
         self._paths: dict[int, Path] = {ROOT: ()}
 
-    def grow(self, logits: Float32Array) -> None:
+    def grow(self, logits: Float32Array, confidences: Float32Array | None = None) -> None:
         level = len(self.tokens)
         try:
             for node, row in zip(self.frontier, logits, strict=True):

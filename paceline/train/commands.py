@@ -1,4 +1,4 @@
-"""`paceline train eagle3|medusa|answers`."""
+"""`paceline train eagle3|dspark|dflash|jetspec|medusa|answers`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from paceline.terminal.help import App
 
 if TYPE_CHECKING:
     from paceline.train.make_answers import AnswerOptions
+    from paceline.train.options import BlockOptions
 
 app = App(help="Train a draft head on the target's own answers.", no_args_is_help=True)
 
@@ -59,7 +60,7 @@ TRAINING: Group = (
         "loss",
         str,
         "kl",
-        "Loss: kl, or lk, which adds the overlap of distributions, for temperatures around 1.",
+        "Loss: kl; lk, which adds the overlap of distributions, for temperatures around 1; or l1, DSpark's.",
     ),
     Flag("draft_vocab_size", int, 8192, "Tokens that the head can predict: the most frequent ones."),
     Flag(
@@ -100,6 +101,19 @@ MEDUSA: Group = (
     *having(TRAINING, learning_rate=1e-3),
     Flag("heads", int, 5, "Number of heads; each predicts one token further ahead."),
     Flag("layers", int, 1, "Residual blocks per head."),
+)
+BLOCK: Group = (
+    *having(TRAINING, step_decay=0.78),
+    Flag("layers", int, 5, "Layers of the head."),
+    Flag("block_size", int, 8, "Slots of a block, the last known token included."),
+    Flag("features", int, 5, "Hidden states of the target that the head reads."),
+    Flag("anchors", float, 0.25, "Blocks in training per answered token."),
+    Flag("intermediate_size", int | None, None, "Size of the head's MLPs. Default: the target's."),
+)
+BLOCK = by_topic(BLOCK, {"Head": "draft_vocab_size layers block_size features intermediate_size anchors"})
+DSPARK: Group = (
+    *having(BLOCK, loss="l1", block_size=7),
+    *by_topic((Flag("markov_rank", int, 256, "Rank of the Markov head."),), {"Head": "markov_rank"}),
 )
 EAGLE3 = by_topic(EAGLE3, {"Head": "draft_vocab_size unroll intermediate_size fc_norm norm_output"})
 MEDUSA = by_topic(MEDUSA, {"Head": "draft_vocab_size heads layers"})
@@ -149,6 +163,92 @@ def eagle3_command(
     train(
         job, options, lambda target, examples, name: Eagle3Objective(target, examples, options, name, first)
     )
+
+
+@app.command("dspark")
+@with_flags(answering=ANSWERS, training=DSPARK, seed=SEED)
+def dspark_command(
+    answering: Options,
+    training: Options,
+    seed: Options,
+    out: Out,
+    model: Model = DEFAULT_MODEL,
+    data: Data = None,
+    init_from: InitFrom = None,
+    device: Device = "auto",
+    evaluate: Evaluate = 40,
+) -> None:
+    """Train a DSpark head: one pass guesses a block; each guess depends on the token before."""
+    from paceline.train.options import DSparkOptions
+
+    _train_block(
+        DSparkOptions(**training, **seed), answering, seed, out, model, data, init_from, device, evaluate
+    )
+
+
+@app.command("dflash")
+@with_flags(answering=ANSWERS, training=BLOCK, seed=SEED)
+def dflash_command(
+    answering: Options,
+    training: Options,
+    seed: Options,
+    out: Out,
+    model: Model = DEFAULT_MODEL,
+    data: Data = None,
+    init_from: InitFrom = None,
+    device: Device = "auto",
+    evaluate: Evaluate = 40,
+) -> None:
+    """Train a DFlash head: one pass guesses a block, whose slots see each other in both directions."""
+    from paceline.train.options import BlockOptions
+
+    _train_block(
+        BlockOptions(**training, **seed), answering, seed, out, model, data, init_from, device, evaluate
+    )
+
+
+@app.command("jetspec")
+@with_flags(answering=ANSWERS, training=BLOCK, seed=SEED)
+def jetspec_command(
+    answering: Options,
+    training: Options,
+    seed: Options,
+    out: Out,
+    model: Model = DEFAULT_MODEL,
+    data: Data = None,
+    init_from: InitFrom = None,
+    device: Device = "auto",
+    evaluate: Evaluate = 40,
+) -> None:
+    """Train a JetSpec head: a DFlash head whose slots see only those before; for trees."""
+    from paceline.train.options import JetSpecOptions
+
+    _train_block(
+        JetSpecOptions(**training, **seed), answering, seed, out, model, data, init_from, device, evaluate
+    )
+
+
+def _train_block(
+    options: BlockOptions,
+    answering: Options,
+    seed: Options,
+    out: Path,
+    model: str,
+    data: list[Path] | None,
+    init_from: str | None,
+    device: str,
+    evaluate: int,
+) -> None:
+    """Train a parallel head."""
+    from paceline.models.heads.checkpoint import load_head
+    from paceline.train.block_objective import BlockObjective
+    from paceline.train.job import Job, train
+
+    method = "dspark" if options.recipe == "dspark" else "dflash"
+    first = load_head(_init_from(init_from, method, model)) if init_from is not None else None
+    answer_options = _answer_options(answering, seed, has_files=bool(data))
+    job = Job(model, data or [], out, device, evaluate, answer_options)
+    train(job, options, lambda target, examples, name: BlockObjective(target, examples, options, name, first))
 
 
 @app.command("medusa")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from paceline.draft.methods import METHODS
 from paceline.errors import ConfigError
 from paceline.models.registry import load_checkpoint, resolve
 from paceline.terminal.session import Interrupt, announce_compilation, note
@@ -213,7 +214,7 @@ def _measure(
 
     def config_of(draft: Any) -> EngineConfig:
         return EngineConfig.from_options(
-            model=str(model), **_engine_options(device), speculative_config=draft
+            model=str(model), **_engine_options(device, objective.method), speculative_config=draft
         )
 
     loaded = load_model(config_of("off"))
@@ -234,9 +235,10 @@ def _measure(
     return measured
 
 
-def _engine_options(device: str) -> dict[str, Any]:
-    """Engine options for a device; on a GPU without Triton, the torch backend has to do."""
-    if device == "cpu" or find_spec("triton") is not None:
+def _engine_options(device: str, method: str) -> dict[str, Any]:
+    """Engine options for a device; the torch backend where the cuda backend lacks Triton or the method."""
+    runs_on_cuda = find_spec("triton") is not None and "cuda" not in METHODS[method].not_on
+    if device == "cpu" or runs_on_cuda:
         return {"device": device}
     return {"backend": "torch", "device": device}
 

@@ -46,7 +46,16 @@ def lk_hybrid(logits: Tensor, probabilities: Tensor) -> Tensor:
     return share * divergence + (1 - share) * (1 - overlap)
 
 
-LOSSES: dict[str, Loss] = {"kl": cross_entropy, "lk": lk_hybrid}
+def l1_mixture(logits: Tensor, probabilities: Tensor) -> Tensor:
+    """0.1 cross-entropy + 0.9 L1 distance, as DSpark's authors weigh them.
+
+    Half of the L1 distance is the probability that a sampled token is rejected.
+    """
+    distance = (logits.softmax(-1) - probabilities).abs().sum(-1)
+    return 0.1 * cross_entropy(logits, probabilities) + 0.9 * distance
+
+
+LOSSES: dict[str, Loss] = {"kl": cross_entropy, "lk": lk_hybrid, "l1": l1_mixture}
 
 
 @dataclass(frozen=True)
@@ -106,7 +115,7 @@ def distillation_losses(
     chunk = max(1, LOGITS_AT_ONCE[final.device.type] // (steps * len(draft_ids.ids)))
     for start in range(0, len(teachers), chunk):
         part = slice(start, start + chunk)
-        predictions = _target_predictions(draft_ids, final[part])
+        predictions = target_predictions(draft_ids, final[part])
         # the logits of all steps would not fit into memory: recomputed in the backward pass
         sums = sums + checkpoint(
             sum_up, scores, loss, predictions, students[:, part], counts[:, part], use_reentrant=False
@@ -124,7 +133,8 @@ class TargetPredictions:
 
 
 @torch.no_grad()
-def _target_predictions(draft_ids: DraftIds, final: Tensor) -> TargetPredictions:
+def target_predictions(draft_ids: DraftIds, final: Tensor) -> TargetPredictions:
+    """The target's predictions at tokens with these final hidden states: [teachers, hidden]."""
     scores = F.linear(final, draft_ids.target_head)  # [teachers, vocabulary]
     best = draft_ids.inverse[scores.argmax(-1)]
     return TargetPredictions(scores[:, draft_ids.ids].float().softmax(-1), best)

@@ -10,7 +10,7 @@ from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.config import HeadConfig, TargetName, usual_feature_layers
-from paceline.models.heads.torch_head import Head, Shared, make_head
+from paceline.models.heads.torch_head import BesideTarget, Head, Shared, make_head
 from paceline.models.transformer import Transformer
 from paceline.train.options import Eagle3Options
 
@@ -65,10 +65,15 @@ def new_head(config: HeadConfig, target: Transformer, draft_ids: Int32Array, see
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = make_head(config, shared_weights(target))  # on the CPU: the same weights on every device
+    copy_output(head, target, draft_ids)
+    return head.to(target.embedding.device)
+
+
+def copy_output(head: BesideTarget, target: Transformer, draft_ids: Int32Array) -> None:
+    """Start from the target's output norm and output weights."""
     with torch.no_grad():
         head.get_parameter("norm.weight").copy_(target.norm.weight)
         head.get_parameter("lm_head.weight").copy_(target.head[torch.from_numpy(draft_ids).long()])
-    return head.to(target.embedding.device)
 
 
 def head_from(checkpoint: HeadCheckpoint, target: Transformer) -> tuple[Head, Int32Array]:
@@ -76,6 +81,13 @@ def head_from(checkpoint: HeadCheckpoint, target: Transformer) -> tuple[Head, In
     config = checkpoint.config
     if config.kind != "eagle3":
         raise ConfigError(f"{checkpoint.source} is a head of kind {config.kind!r}; give one of kind eagle3.")
+    head = make_head(config, shared_weights(target))
+    return head, load_weights(head, checkpoint, target)
+
+
+def load_weights(head: BesideTarget, checkpoint: HeadCheckpoint, target: Transformer) -> Int32Array:
+    """Load a checkpoint into its network, on the target's device. Returns the token ids that it predicts."""
+    config = checkpoint.config
     if (config.vocab_size, config.target_hidden_size) != (
         target.config.vocab_size,
         target.config.hidden_size,
@@ -85,10 +97,9 @@ def head_from(checkpoint: HeadCheckpoint, target: Transformer) -> tuple[Head, In
             f"{config.target_hidden_size}, but this one has {target.config.vocab_size} and "
             f"{target.config.hidden_size}. Give a head that was trained for it."
         )
-    head = make_head(config, shared_weights(target))
     tensors = {name: torch.from_numpy(tensor.float32()) for name, tensor in checkpoint.tensors.items()}
     head.load_state_dict(tensors, strict=True)
-    same_ids = np.arange(config.draft_vocab_size, dtype=np.int32)
-    return head.to(
-        target.embedding.device
-    ), same_ids if checkpoint.draft_ids is None else checkpoint.draft_ids
+    head.to(target.embedding.device)
+    if checkpoint.draft_ids is None:
+        return np.arange(config.draft_vocab_size, dtype=np.int32)
+    return checkpoint.draft_ids

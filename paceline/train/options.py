@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from paceline.errors import ConfigError
 from paceline.options import check_integer, check_number, refuse_unknown
@@ -71,6 +72,49 @@ class Eagle3Options(TrainOptions):
         check_integer(ConfigError, "unroll", self.unroll, 1, None)
         if self.intermediate_size is not None:
             check_integer(ConfigError, "intermediate_size", self.intermediate_size, 1, None)
+
+
+@refuse_unknown(ConfigError)
+@dataclass(frozen=True)
+class BlockOptions(TrainOptions):
+    """Options of a DFlash head, and those that all parallel heads have."""
+
+    recipe: ClassVar[str] = "dflash"
+    step_decay: float = 0.78  # exp(-1/4)
+    layers: int = 5
+    block_size: int = 8  # slots of a block, the anchor included
+    features: int = 5  # hidden states of the target that the head reads
+    anchors: float = 0.25  # blocks per answered token
+    intermediate_size: int | None = None  # of the head's MLPs; None: the target's
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, low, high in (("layers", 1, 64), ("block_size", 2, 64), ("features", 1, 64)):
+            check_integer(ConfigError, name, getattr(self, name), low, high)
+        check_number(ConfigError, "anchors", self.anchors, 0.0, 1.0, low_open=True)
+        if self.intermediate_size is not None:
+            check_integer(ConfigError, "intermediate_size", self.intermediate_size, 1, None)
+
+
+class JetSpecOptions(BlockOptions):
+    """Options of a JetSpec head: a DFlash head whose slots see only those before them."""
+
+    recipe = "jetspec"
+
+
+@refuse_unknown(ConfigError)
+@dataclass(frozen=True)
+class DSparkOptions(BlockOptions):
+    """Options of a DSpark head."""
+
+    recipe: ClassVar[str] = "dspark"
+    loss: str = "l1"
+    block_size: int = 7
+    markov_rank: int = 256  # of what the token before adds to the logits
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer(ConfigError, "markov_rank", self.markov_rank, 1, 4096)
 
 
 @refuse_unknown(ConfigError)

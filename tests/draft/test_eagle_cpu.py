@@ -18,6 +18,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling, Target
 from paceline.draft.eagle import Eagle3Drafter, EagleDrafter, HeadDrafter
+from paceline.draft.head_drafter import PagedHeadDrafter
 from paceline.draft.head_options import EagleOptions
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
@@ -46,13 +47,14 @@ def backend(checkpoint):
     return CpuBackend.load(checkpoint, quantization="int8", threads=1, max_rows=ROWS)
 
 
-class AgainstFresh(HeadDrafter):
+class AgainstFresh(PagedHeadDrafter):
     """Compares every proposal, bit for bit, with that of a drafter to which the request is new.
 
     That one grows trees pass by pass, also where a chain can be had in one call.
     """
 
     backend: CpuBackend
+    fresh_kind: type[PagedHeadDrafter] = HeadDrafter
     compared = 0
 
     def propose(self, wanted: Sequence, plans: Sequence[DraftPlan]) -> DraftTrees:
@@ -71,7 +73,7 @@ class AgainstFresh(HeadDrafter):
     def _expected(self, request, plan: DraftPlan) -> DraftTrees:
         kv = KVCache(16, self.backend.page_size, max_sequences=1, max_length=16 * self.backend.page_size)
         pool = kv.add_pool(self.backend)
-        fresh = HeadDrafter(self._runner, self._shape, self._sampling, self._scoring.least_chance)
+        fresh = self.fresh_kind(self._runner, self._shape, self._sampling, self._scoring.least_chance)
         fresh.bind(kv)
         slot, _ = kv.open(request.token_ids)
         kv.reserve(slot, len(request.token_ids) + plan.budget)

@@ -19,9 +19,9 @@ from paceline.models.heads.medusa import load_medusa
 from paceline.models.registry import load_checkpoint
 from paceline.terminal.flags import Group
 from paceline.train import job
-from paceline.train.commands import ANSWERS, EAGLE3, MEDUSA, SEED
+from paceline.train.commands import ANSWERS, BLOCK, DSPARK, EAGLE3, MEDUSA, SEED
 from paceline.train.make_answers import AnswerOptions
-from paceline.train.options import Eagle3Options, MedusaOptions, TrainOptions
+from paceline.train.options import BlockOptions, DSparkOptions, Eagle3Options, MedusaOptions, TrainOptions
 from tests.models.files import config_of, random_tensors, write_gguf
 
 Run = Callable[..., tuple[int, str, str]]
@@ -87,6 +87,21 @@ def test_the_same_answers_become_medusa_heads(
     heads = load_medusa(out)
     assert (heads.config.num_heads, heads.config.draft_vocab_size) == (2, 50)
     assert "# Medusa draft heads for tiny.gguf" in (out / "README.md").read_text()
+
+
+def test_the_same_answers_become_a_parallel_head(
+    paceline: Run, tiny_gguf: Path, prompts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "head"
+    options = (*SMALL_LOOP, "--layers", "1", "--block-size", "3", "--features", "2", "--evaluate", "2")
+    code, table, stderr = paceline("train", "dspark", tiny_gguf, "--data", prompts, "--out", out, *options)
+    assert code == 0, stderr
+    assert "untrained" in table
+    head = load_head(out)
+    assert head.config.block is not None
+    assert (head.config.block.size, head.config.draft_vocab_size) == (3, 50)
+    assert f"--draft dspark:{out}" in stderr
+    assert "1 layers, hidden" in (out / "README.md").read_text()
 
 
 def test_answers_of_one_machine_train_a_head_on_another(
@@ -195,7 +210,10 @@ def test_mistakes_are_reported_before_anything_runs(
     assert not (tmp_path / "head").exists()
 
 
-@pytest.mark.parametrize(("flags", "options"), [(EAGLE3, Eagle3Options), (MEDUSA, MedusaOptions)])
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [(EAGLE3, Eagle3Options), (BLOCK, BlockOptions), (DSPARK, DSparkOptions), (MEDUSA, MedusaOptions)],
+)
 def test_flags_have_the_names_and_defaults_of_the_options(flags: Group, options: type[TrainOptions]) -> None:
     training = {field.name: field.default for field in dataclasses.fields(options)}
     assert {flag.name: flag.default for flag in (*flags, *SEED)} == training

@@ -7,6 +7,8 @@
     [embedding, state] -> mix -> the residual, and the layer's input                       EAGLE-1 and 2
     [norm(embedding), norm(state)] -> mix -> the residual                                  MTP
 
+    features of the target -> norms -> reduce -> norm -> keys and values of every layer    DFlash and DSpark
+
 Norms and matrices that a head lacks are addresses 0.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.job import (
+    CONTEXT_NORM_AT,
     EPSILON_AT,
     FEATURE_NORMS_AT,
     FEATURE_PADDED,
@@ -63,6 +66,19 @@ def enter_rows(tasks, job, counter, rows, scratch):  # type: ignore[no-untyped-d
             write_records(values, padded // GROUP, field(job, RECORDS_AT), rows, row, field(job, QUANTIZED))
         else:
             copy_row(values, field(job, STATE_AT) + 4 * padded * row, padded)
+
+
+@compiled
+def norm_context(tasks, job, counter, rows, scratch):  # type: ignore[no-untyped-def]
+    """Records of the normed state, which all layers of a parallel head read."""
+    padded, norm = field(job, HIDDEN_PADDED), field(job, CONTEXT_NORM_AT)
+    while True:
+        row, _ = take(tasks, counter, rows, 1)
+        if row >= rows:
+            return
+        state = field(job, STATE_AT) + 4 * padded * row
+        normalize(state, norm, scratch, field(job, HIDDEN), padded, load_float(field(job, EPSILON_AT)))
+        write_records(scratch, padded // GROUP, field(job, RECORDS_AT), rows, row, field(job, QUANTIZED))
 
 
 @compiled

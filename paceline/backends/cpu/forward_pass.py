@@ -8,7 +8,7 @@ from __future__ import annotations
 from paceline.backends.cpu.atomics import atomic_load
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.draft_chains import choose_drafts, extend_chains
-from paceline.backends.cpu.entry import enter_rows, join_rows
+from paceline.backends.cpu.entry import enter_rows, join_rows, norm_context
 from paceline.backends.cpu.experts import (
     combine_rows,
     gate_experts,
@@ -19,6 +19,7 @@ from paceline.backends.cpu.experts import (
 )
 from paceline.backends.cpu.features import are_wanted, save_features
 from paceline.backends.cpu.job import (
+    CONTEXT_NORM_AT,
     COUNTERS_AT,
     COUNTERS_PER_LAYER,
     DOWN,
@@ -116,6 +117,10 @@ def _enter(control, tasks, job, counter, embedding, scratch):  # type: ignore[no
         if matrix != 0:
             project(tasks, job, counter + line, matrix, records, rows, state, stride, bias, 0)
             barrier(control, threads)
+    if field(job, CONTEXT_NORM_AT) != 0:
+        norm_context(tasks, job, counter + 2 * line, rows, scratch)
+        barrier(control, threads)
+        return
     join_rows(tasks, job, counter + 2 * line, rows, embedding, scratch)
     barrier(control, threads)
     matrix = field(job, MIX_AT)
@@ -182,9 +187,11 @@ def _run_pass(control, index, threads, job):  # type: ignore[no-untyped-def]
     counter += line * ENTRY_COUNTERS
     outputs = field(job, OUTPUTS)
     silent = outputs == 0 and not are_wanted(job, layers)
+    is_context = field(job, INPUTS_AT) != 0 and field(job, CONTEXT_NORM_AT) != 0  # of a parallel head
     for layer in range(layers):
         save_features(tasks, job, counter, rows, layer)
-        _run_layer(control, tasks, job, layer, counter + line, scratch, silent and layer == layers - 1)
+        only_keys = is_context or (silent and layer == layers - 1)
+        _run_layer(control, tasks, job, layer, counter + line, scratch, only_keys)
         counter += line * COUNTERS_PER_LAYER
     save_features(tasks, job, counter, rows, layers)
     if outputs > 0:

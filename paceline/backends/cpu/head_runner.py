@@ -7,7 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner, first_slots
+from paceline.backends.base import (
+    ChainNoise,
+    HeadBatch,
+    HeadChains,
+    HeadOutput,
+    HeadRunner,
+    HeadStorage,
+    first_slots,
+)
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.attention_tiles import PAGE
 from paceline.backends.cpu.backend import CpuBackend
@@ -29,8 +37,8 @@ from paceline.errors import BackendError, ConfigError
 from paceline.models.heads.checkpoint import HeadCheckpoint
 
 
-class CpuHeadRunner(CompiledModel, HeadRunner):
-    """A HeadRunner that shares the threads, and some weights, of a CpuBackend."""
+class CpuHead(CompiledModel, HeadStorage):
+    """A head that shares the threads, and some weights, of a CpuBackend; its pools keep features."""
 
     least_chance = 0.35  # best tokens per second on chat, math and code: docs/lab/2026-11-15-draft-heads.md
     keeps_features = True
@@ -53,15 +61,13 @@ class CpuHeadRunner(CompiledModel, HeadRunner):
         kept = "none" if beside.quantization == "none" else "int8" if quantization == "int8" else "int4"
         workspace = HeadWorkspace(head, beside.workspace, kept, max_rows)
         super().__init__(workspace, beside)
-        # inputs of a pass, each part of a row padded: the target's features, and the head's own states
+        # inputs of a pass, each part of a row padded: the target's features
         self._num_features, self._feature_width = head.config.num_features, head.config.target_hidden_size
         features = (max_rows, self._num_features, workspace.feature_padded)
         self._features = np.zeros(features, dtype=np.float32)
-        self._fed_back = np.zeros((max_rows, 1, workspace.hidden), dtype=np.float32)
-        self._features_at, self._fed_back_at = address_of(self._features), address_of(self._fed_back)
+        self._features_at = address_of(self._features)
         self._states = np.empty((max_rows, workspace.hidden), dtype=np.float32)  # returned, by output
         self._job[fields.STATES_AT] = address_of(self._states)
-        self._prepare_chains(head)
 
     def bytes_per_page(self) -> int:
         """Bytes of keys, values and features of 16 tokens."""
@@ -75,6 +81,28 @@ class CpuHeadRunner(CompiledModel, HeadRunner):
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
         assert isinstance(pool, CpuPool)
         pool.features[destination] = pool.features[source]
+
+    def _fill(self, inputs: Float32Array, batch: HeadBatch) -> None:
+        """Give the rows of a pass their states: [rows, parts, padded width]."""
+        if batch.places is not None:
+            assert isinstance(batch.rows.pool, CpuPool)
+            _read_features(batch.rows.pool.features, batch.places, inputs)
+            return
+        rows = batch.rows.num_rows
+        apart = batch.states.reshape(rows, inputs.shape[1], -1)
+        inputs[:rows, :, : apart.shape[2]] = apart
+
+
+class CpuHeadRunner(CpuHead, HeadRunner):
+    """A HeadRunner: each pass drafts one token of each chain or path."""
+
+    def __init__(
+        self, head: HeadCheckpoint, beside: CpuBackend, max_rows: int, quantization: str = "auto"
+    ) -> None:
+        super().__init__(head, beside, max_rows, quantization)
+        self._fed_back = np.zeros((max_rows, 1, self.workspace.hidden), dtype=np.float32)  # its own states
+        self._fed_back_at = address_of(self._fed_back)
+        self._prepare_chains(head)
 
     def prepare(self, pool: KVPool) -> None:
         """Touch the memory of the pool and, by a pass of the most rows, of the buffers."""
@@ -125,14 +153,7 @@ class CpuHeadRunner(CompiledModel, HeadRunner):
 
     def _run_head(self, batch: HeadBatch) -> Float32Array:
         """Run a pass over given states: the logits of the wanted rows, valid until the next one."""
-        rows = batch.rows.num_rows
-        inputs = self._features if batch.from_target else self._fed_back
-        if batch.places is not None:
-            assert isinstance(batch.rows.pool, CpuPool)
-            _read_features(batch.rows.pool.features, batch.places, inputs)
-        else:
-            apart = batch.states.reshape(rows, inputs.shape[1], -1)
-            inputs[:rows, :, : apart.shape[2]] = apart
+        self._fill(self._features if batch.from_target else self._fed_back, batch)
         self._job[fields.INPUTS_AT] = self._features_at if batch.from_target else self._fed_back_at
         self._job[fields.FROM_TARGET] = batch.from_target
         return self._run(batch.rows, batch.rows.logit_rows)

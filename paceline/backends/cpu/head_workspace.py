@@ -1,6 +1,8 @@
-"""The job of a draft head: that of a model with one layer, and the entry that entry.py describes."""
+"""The job of a draft head: that of a model with its layers, and the entry that entry.py describes."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +21,7 @@ Float32Array = npt.NDArray[np.float32]
 # Prefixes of tensor names in a head, and in a model
 _NAMES = {
     "midlayer.": "model.layers.0.",
+    "layers.": "model.layers.",
     "norm.": "model.norm.",
     "lm_head.": "lm_head.",
     "embed_tokens.": "model.embed_tokens.",
@@ -40,7 +43,7 @@ class HeadWorkspace(Workspace):
             packed["lm_head.weight"] = target.lm_head
         joined = 2 * round_up(config.hidden_size, GROUP)
         super().__init__(
-            _as_model(head, target.config.max_position),
+            _as_model(head, target.config.max_position + (config.block.size if config.block else 0)),
             quantization,
             target.threads,
             rows,
@@ -48,12 +51,18 @@ class HeadWorkspace(Workspace):
             entry_width=max(joined, config.num_features * self.feature_padded),
         )
         job = self.job
-        job[fields.FIRST_INDEX] = 1
+        job[fields.FIRST_INDEX] = 0 if config.block else 1
         job[fields.FEATURES], job[fields.FEATURE_WIDTH] = config.num_features, config.target_hidden_size
         job[fields.FEATURE_PADDED] = self.feature_padded
         if config.fc_bias:
             job[fields.ENTRY_BIAS_AT] = self._keep(_padded(head.tensors["fc.bias"]))
-        enter = {"eagle3": self._enter_eagle3, "eagle": self._enter_eagle, "mtp": self._enter_mtp}
+        enter = {
+            "eagle3": self._enter_eagle3,
+            "eagle": self._enter_eagle,
+            "mtp": self._enter_mtp,
+            "dflash": self._enter_block,
+            "dspark": self._enter_block,
+        }
         enter[config.kind](head, quantization)
 
     def _enter_eagle3(self, head: HeadCheckpoint, quantization: str) -> None:
@@ -82,6 +91,13 @@ class HeadWorkspace(Workspace):
         job[fields.NORMED_STATES] = head.config.norm_output
         self._read_last_state(head.config.norm_features)
 
+    def _enter_block(self, head: HeadCheckpoint, quantization: str) -> None:
+        config, job, tensors = head.config, self.job, head.tensors
+        job[fields.REDUCE_AT] = self._fused(tensors["fc.weight"], config.num_features, quantization)
+        job[fields.INPUT_EPSILON_AT] = job[fields.EPSILON_AT]
+        job[fields.CONTEXT_NORM_AT] = self._keep(_padded(tensors["hidden_norm.weight"]))
+        job[fields.NORMED_STATES] = True
+
     def _read_last_state(self, normed: bool) -> None:
         """Take the target's last state as it is, or after the target's final norm."""
         epsilon = np.array([self._target.config.rms_norm_eps], dtype=np.float32)
@@ -96,23 +112,24 @@ class HeadWorkspace(Workspace):
 
 
 def _as_model(head: HeadCheckpoint, max_position: int) -> Checkpoint:
-    """The layer of a head, its norm and LM head, as a model of one layer."""
+    """The layers of a head, its norm and LM head, as a model."""
     config = head.config
+    num_layers = len(config.block.layers) if config.block else 1
     tensors = {
         theirs + name.removeprefix(ours): tensor
         for name, tensor in head.tensors.items()
         for ours, theirs in _NAMES.items()
         if name.startswith(ours)
     }
-    for part in "qkv":
-        name = f"model.layers.0.self_attn.{part}_proj.weight"
+    for layer, part in product(range(num_layers), "qkv"):
+        name = f"model.layers.{layer}.self_attn.{part}_proj.weight"
         parts = tensors[name].shape[1] // config.hidden_size  # the state alone, or the embedding before it
         tensors[name] = encode(_padded(tensors[name], parts))
     as_model = ModelConfig(
         family=config.kind,
         vocab_size=config.draft_vocab_size,
         hidden_size=config.hidden_size,
-        num_layers=1,
+        num_layers=num_layers,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -122,6 +139,7 @@ def _as_model(head: HeadCheckpoint, max_position: int) -> Checkpoint:
         max_position=max_position,
         tie_embeddings=False,
         qkv_bias=config.qkv_bias,
+        qk_norm=config.qk_norm,
     )
     return Checkpoint(as_model, tensors, head.source)
 

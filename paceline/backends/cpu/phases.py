@@ -13,6 +13,7 @@ from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.job import (
     ATTENTION_AT,
     ATTENTION_PADDED,
+    BLOCK_ROWS,
     CHAIN_AT,
     CONTEXT_AT,
     COSINES_AT,
@@ -207,7 +208,7 @@ def _list_blocks(job, layer, row, request, head, first, last, blocks, spare):  #
 def _rows_together(job, row, rows, most, window):  # type: ignore[no-untyped-def]
     """How many rows from `row` on, up to `most`, are successive positions of one request's chain."""
     request = load_int32(field(job, REQUEST_AT) + 4 * row)
-    if window > 0 or not load_int32(field(job, CHAIN_AT) + 4 * request):
+    if window > 0 or field(job, BLOCK_ROWS) or not load_int32(field(job, CHAIN_AT) + 4 * request):
         return 1
     count = 1
     while (
@@ -245,6 +246,8 @@ def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-u
             together = _rows_together(job, row, end, most, window)
             request = load_int32(field(job, REQUEST_AT) + 4 * row)
             last = field(job, FIRST_INDEX) + load_int32(field(job, POSITIONS_AT) + 4 * row)
+            if field(job, BLOCK_ROWS):  # up to the end of the block
+                last = load_int32(field(job, CONTEXT_AT) + 4 * request) + field(job, BLOCK_ROWS) - 1
             first = field(job, FIRST_INDEX)
             if window > 0:
                 first = max(first, last - window + 1)

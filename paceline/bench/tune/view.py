@@ -13,8 +13,15 @@ from paceline.draft.methods import METHODS
 from paceline.models.heads.shipped import SHIPPED_HEAD
 
 # SGLang's names of the methods that it has
-SGLANG_NAMES = {"ngram": "NGRAM", "eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE"}
-VLLM_METHODS = ("ngram", "suffix", "eagle", "eagle3", "medusa", "draft_model")
+SGLANG_NAMES = {
+    "ngram": "NGRAM",
+    "eagle": "EAGLE",
+    "eagle3": "EAGLE3",
+    "dflash": "DFLASH",
+    "dspark": "DSPARK",
+    "draft_model": "STANDALONE",
+}
+VLLM_METHODS = ("ngram", "suffix", "eagle", "eagle3", "dflash", "dspark", "medusa", "draft_model")
 
 
 def tune_result(tuning: Tuning) -> Result:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,12 @@ from paceline.errors import CheckpointError, ConfigError, ModelError
 from paceline.extras import needs_extra
 from paceline.models.checkpoint import Tensor
 from paceline.models.files import damaged, read_json
+from paceline.models.heads.block_formats import (
+    BLOCK_FORMATS,
+    block_tensor_name,
+    is_block_config,
+    read_block_config,
+)
 from paceline.models.heads.config import HeadConfig, TargetName, expected_tensors
 from paceline.models.heads.formats import COPIES, FORMATS, our_name, read_config
 from paceline.models.safetensors_files import SafeTensor, read_metadata, read_safetensors
@@ -23,6 +29,7 @@ from paceline.models.safetensors_writer import encode_flags, encode_integers, wr
 Int32Array = npt.NDArray[np.int32]
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+MASK_EMBEDDING = "mask_embedding.pt"  # beside the weights of some parallel heads: a tensor [hidden]
 TORCH_KINDS = {
     "torch.float32": "F32",
     "torch.float16": "F16",
@@ -49,12 +56,16 @@ def load_head(path: Path) -> HeadCheckpoint:
     """The head in a folder, or in a file next to its config.json, in any supported format."""
     folder = path if path.is_dir() else path.parent
     weights = path if path.is_file() else _find_weights(folder)
-    found = {our_name(name): tensor for name, tensor in read_weights(weights).items()}
+    values = read_json(folder / "config.json")
+    is_block = is_block_config(values)
+    rename, read = (block_tensor_name, read_block_config) if is_block else (our_name, read_config)
+    found = {rename(name): tensor for name, tensor in read_weights(weights).items()}
     found = {name: tensor for name, tensor in found.items() if name not in COPIES}
+    if is_block and (folder / MASK_EMBEDDING).is_file():
+        found["mask_embedding"] = _read_mask_embedding(folder / MASK_EMBEDDING)
     offsets, mask = found.pop("d2t", None), found.pop("t2d", None)
     source = f"{folder.name}/config.json"
-    shapes = {name: tensor.shape for name, tensor in found.items()}
-    config = read_config(read_json(folder / "config.json"), source, shapes)
+    config = read(values, source, {name: tensor.shape for name, tensor in found.items()})
     if config.kind == "eagle":  # an lm_head in its file is a copy of the target's
         found.pop("lm_head.weight", None)
         config = replace(config, draft_vocab_size=config.vocab_size, own_lm_head=False)
@@ -69,7 +80,8 @@ def write_head(head: HeadCheckpoint, folder: Path, form: str, target: str = "") 
         raise ConfigError(f"{form!r} is no format of heads. Use one of {', '.join(FORMATS)}.")
     file_format = FORMATS[form]
     trained_for = head.config.target
-    values = file_format.config(head.config, target or (trained_for.name if trained_for else ""))
+    config_of = file_format.config if head.config.block is None else BLOCK_FORMATS[form]
+    values = config_of(head.config, target or (trained_for.name if trained_for else ""))
     values["torch_dtype"] = DTYPES[head.tensors["fc.weight"].kind]
     layer = file_format.layer if head.config.kind == "eagle3" else "layers.0."
     tensors = {_their_name(name, layer): cast(SafeTensor, tensor) for name, tensor in head.tensors.items()}
@@ -110,25 +122,40 @@ def read_weights(path: Path) -> dict[str, SafeTensor]:
     """The tensors of a file under their names in it."""
     if path.suffix == ".safetensors":
         return read_safetensors(path, integers=True)
+    content = _read_pickle(path)
+    if not isinstance(content, dict):
+        raise damaged(path, "it is no table of tensors")
+    return {name: _torch_tensor(value, name, path) for name, value in content.items()}
+
+
+def _read_mask_embedding(path: Path) -> SafeTensor:
+    """The embedding of MASK, which its authors store as one tensor, perhaps with leading axes of one."""
+    tensor = _torch_tensor(_read_pickle(path), "mask_embedding", path)
+    return replace(tensor, shape=tensor.shape[-1:])
+
+
+def _read_pickle(path: Path) -> Any:
+    """The tensors that torch saved to a file; its code is never run."""
     with needs_extra("torch", f"the draft head {path}, a pickle of torch,", ModelError):
         import torch  # here, because only older heads need it
 
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle may raise anything; its code is never run
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle may raise anything
         raise damaged(path, f"it is no file of tensors ({str(error)[:200]})") from error
-    if not isinstance(content, dict) or not all(
-        isinstance(value, torch.Tensor) for value in content.values()
-    ):
+
+
+def _torch_tensor(value: Any, name: str, path: Path) -> SafeTensor:
+    """A tensor of torch as one of a safetensors file."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
         raise damaged(path, "it is no table of tensors")
-    tensors = {}
-    for name, value in content.items():
-        kind = TORCH_KINDS.get(str(value.dtype))
-        if kind is None or value.ndim == 0 or value.numel() == 0:
-            raise damaged(path, f"the tensor {name} is a {value.dtype} of shape {list(value.shape)}")
-        data = value.contiguous().view(torch.uint8).numpy()
-        tensors[name] = SafeTensor(tuple(value.shape), kind, data.reshape(-1, data.shape[-1]))
-    return tensors
+    kind = TORCH_KINDS.get(str(value.dtype))
+    if kind is None or value.ndim == 0 or value.numel() == 0:
+        raise damaged(path, f"the tensor {name} is a {value.dtype} of shape {list(value.shape)}")
+    data = value.detach().contiguous().view(torch.uint8).numpy()
+    return SafeTensor(tuple(value.shape), kind, data.reshape(-1, data.shape[-1]))
 
 
 def read_target_name(path: Path) -> TargetName | None:

@@ -19,6 +19,15 @@ Tensors have these names, whatever file they came from (H, Ht: hidden sizes of h
     norm.weight                                 [H]                     eagle: none
     lm_head.weight                              [draft vocabulary, H]   absent: the target's
     embed_tokens.weight                         [vocabulary, H]         absent: the target's
+
+A parallel head (dflash, dspark) guesses a whole block in one pass; see torch_block.py:
+
+    fc.weight, hidden_norm.weight, norm.weight  [H, features * Ht], [H], [H]
+    layers.{i}.*                                as midlayer.* of an mtp head
+    layers.{i}.self_attn.{q,k}_norm.weight      [head_dim]              with qk_norm
+    mask_embedding                              [H]                     absent: that of the mask token
+    markov_head.markov_{w1,w2}.weight           [vocabulary, rank], [draft vocabulary, rank]
+    confidence_head.proj.{weight,bias}          [1, H or H + rank], [1]
 """
 
 from __future__ import annotations
@@ -38,10 +47,40 @@ class TargetName:
 
 
 @dataclass(frozen=True)
+class BlockAttention:
+    """What a slot of a block sees in one layer, besides the context and itself."""
+
+    window: int | None = None  # number of last positions, its own included; None: all
+    causal: bool = False  # only the slots before it; False: the whole block
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """What a parallel head has beside the fields of every head.
+
+    The block [anchor, MASK, ...] starts at the last known token, the anchor.
+    """
+
+    size: int  # slots of a block, the anchor included
+    mask_token_id: int
+    layers: tuple[BlockAttention, ...]  # one per layer
+    sample_from_anchor: bool = False  # slot k guesses the token after position k; False: that at position k
+    mask_embedding: bool = False  # the head has an embedding of its own for MASK
+    markov_rank: int = 0  # logits depend on the token before, by a product of this rank; 0: they do not
+    confidence: bool = False  # it estimates the chance that a guess is accepted
+    confidence_with_markov: bool = False  # from the token before, too
+
+    @property
+    def num_drafts(self) -> int:
+        """The tokens that a block guesses."""
+        return self.size if self.sample_from_anchor else self.size - 1
+
+
+@dataclass(frozen=True)
 class HeadConfig:
     """Everything that a runner or the training must know about a head."""
 
-    kind: str  # eagle3 | eagle | mtp
+    kind: str  # eagle3 | eagle | mtp | dflash | dspark
     vocab_size: int  # the target's: ids that it reads
     draft_vocab_size: int  # ids that it guesses
     hidden_size: int
@@ -61,8 +100,10 @@ class HeadConfig:
     norm_before_residual: bool = False  # the residual stream starts from the normed state
     norm_features: bool = False  # of an mtp head: it reads the target's last state after the final norm
     qkv_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over head_dim on queries and keys, before rope
     own_embedding: bool = False  # False: the target's
     own_lm_head: bool = True  # False: the target's
+    block: BlockConfig | None = None  # of a parallel head
     target: TargetName | None = None  # None: its file does not say
 
     @property
@@ -88,10 +129,26 @@ def usual_feature_layers(num_layers: int) -> tuple[int, ...]:
     return (2, num_layers // 2, num_layers - 3)
 
 
+def usual_block_layers(num_layers: int, count: int) -> tuple[int, ...]:
+    """The `count` hidden states that a parallel head reads by default, spread over the target's layers."""
+    if count == 1:
+        return (num_layers // 2 + 1,)
+    # rounded as by the authors: after adding the first layer's number, halves to even
+    return tuple(1 + round(1 + index * (num_layers - 4) / (count - 1)) for index in range(count))
+
+
 def expected_tensors(config: HeadConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The name and shape of every tensor of a head of this config, without those of the target."""
+    yield from _block_tensors(config, config.block) if config.block else _slot_tensors(config)
+    if config.own_lm_head:
+        yield "lm_head.weight", (config.draft_vocab_size, config.hidden_size)
+    if config.own_embedding:
+        yield "embed_tokens.weight", (config.vocab_size, config.hidden_size)
+
+
+def _slot_tensors(config: HeadConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Those of a head that guesses one token in each pass."""
     hidden, target_hidden = config.hidden_size, config.target_hidden_size
-    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     eagle3 = config.kind == "eagle3"
     yield "fc.weight", (hidden, config.feature_width if eagle3 else hidden + target_hidden)
     if config.fc_bias:
@@ -104,14 +161,7 @@ def expected_tensors(config: HeadConfig) -> Iterator[tuple[str, tuple[int, ...]]
     if config.kind == "mtp":
         yield "embedding_norm.weight", (hidden,)
         yield "state_norm.weight", (hidden,)
-    for projection, size in (("q", query_size), ("k", kv_size), ("v", kv_size)):
-        yield f"midlayer.self_attn.{projection}_proj.weight", (size, 2 * hidden if eagle3 else hidden)
-        if config.qkv_bias:
-            yield f"midlayer.self_attn.{projection}_proj.bias", (size,)
-    yield "midlayer.self_attn.o_proj.weight", (hidden, query_size)
-    yield "midlayer.mlp.gate_proj.weight", (config.intermediate_size, hidden)
-    yield "midlayer.mlp.up_proj.weight", (config.intermediate_size, hidden)
-    yield "midlayer.mlp.down_proj.weight", (hidden, config.intermediate_size)
+    yield from _layer_tensors(config, "midlayer.", 2 * hidden if eagle3 else hidden)
     if config.kind != "eagle":
         yield "midlayer.input_layernorm.weight", (hidden,)
     if eagle3:
@@ -119,7 +169,39 @@ def expected_tensors(config: HeadConfig) -> Iterator[tuple[str, tuple[int, ...]]
     yield "midlayer.post_attention_layernorm.weight", (hidden,)
     if config.kind != "eagle":
         yield "norm.weight", (hidden,)
-    if config.own_lm_head:
-        yield "lm_head.weight", (config.draft_vocab_size, hidden)
-    if config.own_embedding:
-        yield "embed_tokens.weight", (config.vocab_size, hidden)
+
+
+def _block_tensors(config: HeadConfig, block: BlockConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Those of a parallel head."""
+    hidden, rank = config.hidden_size, block.markov_rank
+    yield "fc.weight", (hidden, config.feature_width)
+    yield "hidden_norm.weight", (hidden,)
+    yield "norm.weight", (hidden,)
+    for layer in range(len(block.layers)):
+        yield from _layer_tensors(config, f"layers.{layer}.", hidden)
+        yield f"layers.{layer}.input_layernorm.weight", (hidden,)
+        yield f"layers.{layer}.post_attention_layernorm.weight", (hidden,)
+    if block.mask_embedding:
+        yield "mask_embedding", (hidden,)
+    if rank:
+        yield "markov_head.markov_w1.weight", (config.vocab_size, rank)
+        yield "markov_head.markov_w2.weight", (config.draft_vocab_size, rank)
+    if block.confidence:
+        yield "confidence_head.proj.weight", (1, hidden + (rank if block.confidence_with_markov else 0))
+        yield "confidence_head.proj.bias", (1,)
+
+
+def _layer_tensors(config: HeadConfig, layer: str, inputs: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Those of one decoder layer whose attention reads `inputs` numbers, without its norms."""
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    for projection, size in (("q", query_size), ("k", kv_size), ("v", kv_size)):
+        yield f"{layer}self_attn.{projection}_proj.weight", (size, inputs)
+        if config.qkv_bias:
+            yield f"{layer}self_attn.{projection}_proj.bias", (size,)
+        if config.qk_norm and projection != "v":
+            yield f"{layer}self_attn.{projection}_norm.weight", (config.head_dim,)
+    yield f"{layer}self_attn.o_proj.weight", (hidden, query_size)
+    yield f"{layer}mlp.gate_proj.weight", (intermediate, hidden)
+    yield f"{layer}mlp.up_proj.weight", (intermediate, hidden)
+    yield f"{layer}mlp.down_proj.weight", (hidden, intermediate)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from paceline.errors import ConfigError
 from paceline.models.heads.checkpoint import WEIGHTS, load_head, write_head
+from paceline.models.heads.config import HeadConfig
 from paceline.models.heads.formats import SPECULATIVE_TOKENS
 from paceline.models.heads.registry import resolve_head
 
-SGLANG_ALGORITHMS = {"eagle3": "EAGLE3", "eagle": "EAGLE"}
+SGLANG_ALGORITHMS = {"eagle3": "EAGLE3", "eagle": "EAGLE", "dflash": "DFLASH", "dspark": "DSPARK"}
 
 
 def export_head(name: str, folder: Path, form: str, target: str = "", force: bool = False) -> str:
@@ -31,25 +32,33 @@ def export_head(name: str, folder: Path, form: str, target: str = "", force: boo
             f"{folder} has a {taken[0]} already: give another folder, or --force to overwrite it."
         )
     write_head(head, folder, form, target)
-    return LAUNCH[form](head.config.kind, target or "TARGET", folder)
+    return LAUNCH[form](head.config, target or "TARGET", folder)
 
 
-def _vllm(kind: str, target: str, folder: Path) -> str:
-    config = {"method": kind, "model": str(folder), "num_speculative_tokens": SPECULATIVE_TOKENS}
+def _num_drafts(config: HeadConfig) -> int:
+    return SPECULATIVE_TOKENS if config.block is None else config.block.num_drafts
+
+
+def _vllm(head: HeadConfig, target: str, folder: Path) -> str:
+    config = {"method": head.kind, "model": str(folder), "num_speculative_tokens": _num_drafts(head)}
     return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(config))}"
 
 
-def _sglang(kind: str, target: str, folder: Path) -> str:
-    return (
+def _sglang(head: HeadConfig, target: str, folder: Path) -> str:
+    command = (
         f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm "
-        f"{SGLANG_ALGORITHMS[kind]} --speculative-draft-model-path {shlex.quote(str(folder))} "
-        f"--speculative-num-steps {SPECULATIVE_TOKENS} --speculative-eagle-topk 1 "
+        f"{SGLANG_ALGORITHMS[head.kind]} --speculative-draft-model-path {shlex.quote(str(folder))}"
+    )
+    if head.block is not None:  # the length is that of its block
+        return command
+    return (
+        f"{command} --speculative-num-steps {SPECULATIVE_TOKENS} --speculative-eagle-topk 1 "
         f"--speculative-num-draft-tokens {SPECULATIVE_TOKENS + 1}"
     )
 
 
-# by format: the command for a kind of head, a target and the head's folder
-LAUNCH: dict[str, Callable[[str, str, Path], str]] = {
+# by format: the command for a head, a target and the head's folder
+LAUNCH: dict[str, Callable[[HeadConfig, str, Path], str]] = {
     "sglang": _sglang,
     "vllm": _vllm,
     "speculators": _vllm,

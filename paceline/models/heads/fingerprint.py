@@ -7,6 +7,7 @@ import hashlib
 from paceline.errors import HeadMismatchError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import ModelConfig
+from paceline.models.families import FAMILIES
 from paceline.models.heads.config import HeadConfig, TargetName
 from paceline.models.safetensors_writer import encode
 
@@ -49,6 +50,13 @@ def check_target(
         raise HeadMismatchError(
             f"the head {source} has no embedding of its own, and its hidden size {head.hidden_size} is not "
             f"the target's, {target.hidden_size}. Fetch the head again, with all of its files."
+        )
+    family = FAMILIES.get(target.family)
+    if head.block is not None and head.target is None and family and family.files.interleaved_rope:
+        # it pairs dimensions as the target's files do, which its own file does not say, and not as we do
+        raise HeadMismatchError(
+            f"the head {source} is for a {target.family} model, whose files interleave the rotary embedding; "
+            f"{head.kind} heads of others for it are not read. Train one for it with paceline."
         )
     check_fingerprint(head.target, fingerprint, source, any_target)
 

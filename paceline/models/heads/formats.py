@@ -18,6 +18,7 @@ from paceline.models.heads.config import HeadConfig
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
+SPECULATORS_VERSION = "0.9.0"
 SPECULATIVE_TOKENS = 5  # the recommendation that a speculators file carries
 
 # prefixes of names in files -> ours
@@ -81,6 +82,11 @@ def _refuse_unsupported(layer: Fields) -> None:
         raise UnsupportedModelError(
             f"{layer.source}: the head has {layer.values['num_hidden_layers']} layers; only one is supported."
         )
+    refuse_activation(layer)
+
+
+def refuse_activation(layer: Fields) -> None:
+    """UnsupportedModelError if the MLPs of a head have another activation than silu."""
     if (activation := layer.text("hidden_act", "silu")) != "silu":
         raise UnsupportedModelError(f"{layer.source}: hidden_act {activation!r} is not supported, only silu.")
 
@@ -132,23 +138,43 @@ def _speculators_config(config: HeadConfig, target: str) -> dict[str, object]:
         )
     return {
         "architectures": ["Eagle3Speculator"],
-        "model_type": "speculators",
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.9.0",
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [
-                {"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS, "accept_tolerance": 0.0}
-            ],
-            "verifier": {"name_or_path": target or None, "architectures": []},
-        },
+        **speculators_part("eagle3", target, SPECULATIVE_TOKENS),
+        "speculators_version": SPECULATORS_VERSION,
         "transformer_layer_config": _llama_fields(config),
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
         LAYER_IDS: None if config.feature_layers is None else list(config.feature_layers),
         "tie_word_embeddings": False,
         **{name: getattr(config, name) for name in FLAGS},
+    }
+
+
+def speculators_part(method: str, target: str, tokens: int) -> dict[str, object]:
+    """What the configs of all speculators have: `tokens` is the recommended length of a draft."""
+    return {
+        "model_type": "speculators",
+        "speculators_model_type": method,
+        "speculators_config": {
+            "algorithm": method,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {"proposal_type": "greedy", "speculative_tokens": tokens, "accept_tolerance": 0.0}
+            ],
+            "verifier": {"name_or_path": target or None, "architectures": []},
+        },
+    }
+
+
+def qwen_fields(config: HeadConfig) -> dict[str, object]:
+    """The config.json keys of a qwen3 with the layers of a parallel head."""
+    assert config.block is not None
+    layers = len(config.block.layers)
+    return {
+        **_llama_fields(config),
+        "model_type": "qwen3",
+        "num_hidden_layers": layers,
+        "layer_types": ["full_attention"] * layers,
+        "attention_bias": config.qkv_bias,
     }
 
 

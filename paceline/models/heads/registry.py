@@ -10,7 +10,7 @@ from paceline.models.heads.shipped import DEFAULT_METHOD, SHIPPED, SHIPPED_HEAD,
 from paceline.models.hub import HUB_NAME
 from paceline.models.registry import resolve
 
-METHODS = ("eagle3", "eagle", "medusa")  # that have heads in files of their own
+METHODS = ("eagle3", "eagle", "dflash", "dspark", "medusa")  # that have heads in files of their own
 
 
 def resolve_head(name: str, method: str = DEFAULT_METHOD, fingerprint: str | None = None) -> Path:

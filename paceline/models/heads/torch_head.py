@@ -67,21 +67,36 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(input_size, kv_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(input_size, kv_size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        self.qk_norm = config.qk_norm
+        if config.qk_norm:
+            self.q_norm = Norm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = Norm(config.head_dim, config.rms_norm_eps)
         self.register_buffer(
             "frequencies", torch.from_numpy(rope_frequencies(config.rope, config.head_dim)), persistent=False
         )
         self.frequencies: Tensor  # float32 [head_dim // 2]
 
     def forward(self, inputs: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        shape = (*inputs.shape[:-1], -1, self.head_dim)
-        # Angles stay float32 in every dtype: bfloat16 cannot count positions above 256.
-        angles = (positions.float()[..., None] * self.frequencies.float())[..., None, :]
-        rotation = angles.cos().to(inputs.dtype), angles.sin().to(inputs.dtype)
-        query = rotate(self.q_proj(inputs).view(shape), rotation)
-        key = rotate(self.k_proj(inputs).view(shape), rotation)
-        mixed = attend(query, key, self.v_proj(inputs).view(shape))
+        query = self._split(self.q_proj(inputs))
+        query = rotate(self.q_norm(query) if self.qk_norm else query, self._rotation(positions, inputs.dtype))
+        mixed = attend(query, *self.keys_values(inputs, positions))
         output: Tensor = self.o_proj(mixed.flatten(-2))
         return output
+
+    def keys_values(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The rotated keys, and the values, of inputs [..., input size] at positions [...]."""
+        key = self._split(self.k_proj(inputs))
+        key = rotate(self.k_norm(key) if self.qk_norm else key, self._rotation(positions, inputs.dtype))
+        return key, self._split(self.v_proj(inputs))
+
+    def _split(self, projected: Tensor) -> Tensor:
+        """[..., heads * head_dim] as [..., heads, head_dim]."""
+        return projected.view(*projected.shape[:-1], -1, self.head_dim)
+
+    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        # Angles stay float32 in every dtype: bfloat16 cannot count positions above 256.
+        angles = (positions.float()[..., None] * self.frequencies.float())[..., None, :]
+        return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 class MLP(nn.Module):
@@ -97,7 +112,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """The one decoder layer of a head. Norms of its input are applied by the head."""
+    """A decoder layer of a head. Norms of its input are applied by the head."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -117,14 +132,17 @@ class Layer(nn.Module):
         return output
 
 
-class Head(nn.Module, ABC):
-    """The base of all kinds of heads. `make_head` makes the right one."""
+class BesideTarget(nn.Module):
+    """A network with an embedding and an LM head, its own or the target's."""
 
     def __init__(self, config: HeadConfig, shared: Shared) -> None:
         super().__init__()
         self.config = config
         self.shared = shared  # not parameters of this module: neither trained nor saved
-        self.midlayer = Layer(config)
+
+    def make_tables(self) -> None:
+        """Create the tables that are the head's own; after its layers, so that a seed gives the same ones."""
+        config = self.config
         if config.own_lm_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         if config.own_embedding:
@@ -135,6 +153,23 @@ class Head(nn.Module, ABC):
         for module in self.modules():
             if isinstance(module, (Norm, MLP)):
                 module.compile(dynamic=True)
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Scores over the draft vocabulary [..., draft vocabulary]."""
+        return F.linear(outputs, self.lm_head.weight if self.config.own_lm_head else self.shared.lm_head)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        table = self.embed_tokens.weight if self.config.own_embedding else self.shared.embedding
+        return F.embedding(tokens, table)
+
+
+class Head(BesideTarget, ABC):
+    """The base of all heads that guess one token in each pass. `make_head` makes the right one."""
+
+    def __init__(self, config: HeadConfig, shared: Shared) -> None:
+        super().__init__(config, shared)
+        self.midlayer = Layer(config)
+        self.make_tables()
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
@@ -147,14 +182,6 @@ class Head(nn.Module, ABC):
     def feed_back(self, outputs: Tensor) -> Tensor:
         """The state that the slot after a guess reads."""
         return outputs
-
-    def logits(self, outputs: Tensor) -> Tensor:
-        """Scores over the draft vocabulary [..., draft vocabulary]."""
-        return F.linear(outputs, self.lm_head.weight if self.config.own_lm_head else self.shared.lm_head)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        table = self.embed_tokens.weight if self.config.own_embedding else self.shared.embedding
-        return F.embedding(tokens, table)
 
 
 class NormedHead(Head):

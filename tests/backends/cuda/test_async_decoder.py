@@ -356,7 +356,8 @@ def random_head(backend):  # type: ignore[no-untyped-def]
     """A drafter with a random head for a tiny model."""
     from paceline.backends.cuda.head_runner import CudaHeadRunner
     from paceline.backends.cuda.head_weights import load_head_weights
-    from paceline.draft.eagle import Eagle3Drafter, HeadShape
+    from paceline.draft.eagle import Eagle3Drafter
+    from paceline.draft.head_drafter import HeadShape
 
     size = backend.config.hidden_size
     rope = RopeConfig(500.0)

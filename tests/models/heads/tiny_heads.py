@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from paceline.models.config import RopeConfig
-from paceline.models.heads.config import HeadConfig, expected_tensors
+from paceline.models.heads.config import BlockAttention, BlockConfig, HeadConfig, expected_tensors
 from paceline.models.heads.torch_head import Head, Shared, make_head
 
 VOCAB = 173
@@ -48,6 +48,34 @@ CONFIGS = {
     "eagle with bias": replace(EAGLE, fc_bias=True),
     "mtp": MTP,
     "mtp, norms elsewhere": replace(MTP, norm_output=False, norm_features=True, qkv_bias=False),
+}
+
+
+_FULL, _MASK = (BlockAttention(),) * 2, 171
+DFLASH = replace(
+    EAGLE3,
+    kind="dflash",
+    feature_layers=(1, 3),
+    qk_norm=True,
+    draft_vocab_size=VOCAB,
+    own_lm_head=False,
+    block=BlockConfig(5, _MASK, _FULL),
+)
+_SPARK = BlockConfig(4, _MASK, _FULL, True, markov_rank=9, confidence=True, confidence_with_markov=True)
+DSPARK = replace(DFLASH, kind="dspark", draft_vocab_size=91, own_lm_head=True, block=_SPARK)
+
+BLOCK_CONFIGS = {
+    "dflash": DFLASH,
+    "jetspec": replace(DFLASH, block=BlockConfig(5, _MASK, (BlockAttention(None, True),) * 2)),
+    "windows": replace(
+        DFLASH, block=BlockConfig(5, _MASK, (BlockAttention(6), BlockAttention(), BlockAttention(3, True)))
+    ),
+    "own mask": replace(
+        DFLASH, qk_norm=False, qkv_bias=True, block=BlockConfig(5, 10**6, _FULL, mask_embedding=True)
+    ),
+    "dspark": DSPARK,
+    "dspark, plain confidence": replace(DSPARK, block=replace(_SPARK, confidence_with_markov=False)),
+    "dspark without heads": replace(DSPARK, block=BlockConfig(4, _MASK, _FULL, True)),
 }
 
 

@@ -1,0 +1,130 @@
+"""What all drafters share that run a learned head beside the target: loading, pages and features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+
+import numpy as np
+
+from paceline.backends.base import HeadStorage
+from paceline.backends.options import BackendOptions
+from paceline.core.features import Features
+from paceline.core.forward import KeptFeatures
+from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Target
+from paceline.draft.growth import Scoring
+from paceline.draft.head_options import EagleOptions, find_head
+from paceline.draft.head_pages import HeadPages
+from paceline.draft.vocabulary import Vocabulary, trimmed_vocabulary
+from paceline.errors import ConfigError
+from paceline.models.heads.checkpoint import HeadCheckpoint, load_head
+from paceline.models.heads.config import BlockConfig
+from paceline.models.heads.fingerprint import check_target
+from paceline.verify.sampling import Workspace
+
+if TYPE_CHECKING:
+    from paceline.core.request import Request
+    from paceline.core.verdict import Verdict
+    from paceline.kv.cache import KVCache
+
+Runner = TypeVar("Runner", bound=HeadStorage)
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """What a drafter must know about its head."""
+
+    feature_layers: tuple[int, ...]  # the target's hidden states that it reads, in this order
+    feature_width: int  # numbers per token, of all these layers
+    vocabulary: Vocabulary
+    longest: int  # tokens of its context
+    block: BlockConfig | None = None  # of a parallel head
+
+
+class PagedHeadDrafter(Drafter, Generic[Runner]):
+    """Drafts with a head whose keys and values, and features, lie beside the target's pages."""
+
+    Options: ClassVar[type[Any]] = EagleOptions
+    first_index = 1  # KV index of the head's first slot, see HeadPages
+
+    def __init__(
+        self, runner: Runner, shape: HeadShape, sampling: DraftSampling, least_chance: float = 0.0
+    ) -> None:
+        """A chain ends where the head gives it a chance below `least_chance`."""
+        self.needs = DrafterNeeds(bytes_per_page=runner.bytes_per_page())
+        if not runner.keeps_features:
+            feature_bytes = HeadPages.feature_bytes_per_page(runner.page_size, shape.feature_width)
+            self.needs = DrafterNeeds(shape.feature_layers, runner.bytes_per_page() + feature_bytes)
+        self.least_chance = least_chance
+        self.draft_ids = shape.vocabulary.target_ids
+        self.device = None
+        self._runner = runner
+        self._shape = shape
+        self._sampling = sampling
+        self._seen_layers: tuple[int, ...] = ()  # feature layers of the last pass
+        self._parts = np.empty(0, dtype=np.int64)  # [layers] the index of each layer of the head among them
+        self._scoring = Scoring(shape.vocabulary, Workspace(shape.vocabulary.target_size), least_chance)
+
+    @classmethod
+    def load_runner(cls, head: HeadCheckpoint, options: BackendOptions, target: Target) -> Runner:
+        """A runner of the head on the target's backend."""
+        raise NotImplementedError
+
+    @classmethod
+    def load(cls, options: Any, target: Target) -> Self:
+        """The drafter with the head that the options name."""
+        head = load_head(find_head(options, cls.name, target))
+        config = head.config
+        if config.kind != cls.name:
+            raise ConfigError(
+                f"{head.source} is an {config.kind} head, but the method is {cls.name}: "
+                f"set method to {config.kind!r}."
+            )
+        check_target(config, target.config, target.fingerprint, str(head.source), options.any_target)
+        return cls.beside(head, target, options.quantization, options.min_prob)
+
+    @classmethod
+    def beside(
+        cls, head: HeadCheckpoint, target: Target, quantization: str | None, min_prob: float | None
+    ) -> Self:
+        """The drafter with a loaded head, on the target's backend."""
+        backend_options = target.backend
+        if quantization is not None:
+            backend_options = replace(backend_options, quantization=quantization)
+        runner = cls.load_runner(head, backend_options, target)
+        shape = HeadShape(
+            feature_layers=head.config.layers_of(target.config.num_layers),
+            feature_width=head.config.feature_width,
+            vocabulary=trimmed_vocabulary(head.draft_ids, target.config.vocab_size),
+            longest=head.config.max_position,
+            block=head.config.block,
+        )
+        least_chance = runner.least_chance if min_prob is None else min_prob
+        return cls(runner, shape, target.sampling, least_chance)
+
+    def bind(self, kv: KVCache) -> None:
+        shape = self._shape
+        self._pages = HeadPages(kv, self._runner, shape.longest, shape.feature_width, self.first_index)
+
+    def prepare(self) -> None:
+        self._runner.prepare(self._pages.pool)
+
+    def backlog(self, request: Request) -> int:
+        return self._pages.backlog(request)
+
+    def kept(self) -> KeptFeatures | None:
+        keeps = self._runner.keeps_features
+        return KeptFeatures(self._pages.pool, self._shape.feature_layers) if keeps else None
+
+    def observe(
+        self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
+    ) -> None:
+        if self._runner.keeps_features:
+            return  # passes write them to its pool
+        assert features is not None, "the engine provides what DrafterNeeds ask for"
+        if features.layers != self._seen_layers:
+            self._seen_layers = features.layers
+            parts = [features.layers.index(layer) for layer in self.needs.feature_layers]
+            self._parts = np.array(parts, dtype=np.int64)
+        self._pages.put(features.committed_spans(requests, verdicts), features.values, self._parts)

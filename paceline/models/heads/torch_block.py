@@ -1,0 +1,135 @@
+"""The network of parallel heads (DFlash, DSpark, JetSpec) in torch: the reference, and what is trained.
+
+    features of the context --context--> c --keys_values--> keys and values of every layer, computed once
+    [anchor, MASK, ..., MASK] --forward--> outputs --logits(previous tokens)--> one guess per slot
+
+No layer runs over the context: each layer takes its keys and values from the same c. The slots of the block
+attend to the context and to each other, in both directions or (JetSpec) only backwards.
+
+    DFlash    slot k guesses the token at its own position; the anchor's slot guesses nothing
+    DSpark    slot k guesses the token after its position; the logits also depend on the token at it:
+              logits + W2 W1[token]; sigmoid(w [output, W1[token]]) estimates the chance of acceptance
+
+As in torch_head.py, what a slot attends to is up to the caller, and the leading axes are free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from paceline.models.heads.config import HeadConfig
+from paceline.models.heads.torch_head import BesideTarget, Layer, Norm, Shared
+
+# As Attend, with the number of the layer first
+AttendInLayer = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class MarkovHead(nn.Module):
+    """What the token before adds to the logits: a product of low rank."""
+
+    def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+
+    def forward(self, previous: Tensor) -> Tensor:
+        output: Tensor = self.markov_w2(self.markov_w1(previous))
+        return output
+
+
+class ConfidenceHead(nn.Module):
+    """The chance that a slot's guess is accepted, before the sigmoid."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(inputs, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.proj(inputs)[..., 0]
+        return output
+
+
+class BlockHead(BesideTarget):
+    """A head that guesses a block of tokens in one pass."""
+
+    def __init__(self, config: HeadConfig, shared: Shared) -> None:
+        super().__init__(config, shared)
+        assert config.block is not None, "the config is that of a parallel head"
+        self.block = block = config.block
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(config.feature_width, hidden, bias=False)
+        self.hidden_norm = Norm(hidden, eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in block.layers)
+        self.norm = Norm(hidden, eps)
+        self.make_tables()
+        if block.mask_embedding:
+            self.mask_embedding = nn.Parameter(torch.zeros(hidden))
+        if block.markov_rank:
+            self.markov_head = MarkovHead(config.vocab_size, config.draft_vocab_size, block.markov_rank)
+        if block.confidence:
+            extra = block.markov_rank if block.confidence_with_markov else 0
+            self.confidence_head = ConfidenceHead(hidden + extra)
+
+    def context(self, features: Tensor) -> Tensor:
+        """What all layers read of the context: [..., H] of the target's features [..., features * Ht]."""
+        state: Tensor = self.hidden_norm(self.fc(features))
+        return state
+
+    def keys_values(self, layer: int, context: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of one layer [..., kv_heads, head_dim] at context positions [...]."""
+        attention = self._layer(layer).self_attn
+        return attention.keys_values(context, positions)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: AttendInLayer) -> Tensor:
+        """The outputs [..., H] of the slots of blocks, given their tokens [...] and positions [...]."""
+        hidden = self._embed_slots(tokens)
+        for number in range(len(self.layers)):
+            layer = self._layer(number)
+            hidden = layer(hidden, layer.input_layernorm(hidden), positions, partial(attend, number))
+        output: Tensor = self.norm(hidden)
+        return output
+
+    def guesses(self, outputs: Tensor, previous: Tensor) -> Tensor:
+        """Logits over the draft vocabulary; `previous` [...] are the tokens before the guessed ones."""
+        logits = self.logits(outputs)
+        return logits + self.markov_head(previous) if self.block.markov_rank else logits
+
+    def confidence(self, outputs: Tensor, previous: Tensor) -> Tensor | None:
+        """Logits [...] of the chance that each guess is accepted; None if the head does not estimate it."""
+        if not self.block.confidence:
+            return None
+        if self.block.confidence_with_markov:
+            outputs = torch.cat((outputs, self.markov_head.markov_w1(previous)), dim=-1)
+        estimate: Tensor = self.confidence_head(outputs)
+        return estimate
+
+    def _layer(self, number: int) -> Layer:
+        layer = self.layers[number]
+        assert isinstance(layer, Layer)
+        return layer
+
+    def _embed_slots(self, tokens: Tensor) -> Tensor:
+        if not self.block.mask_embedding:
+            return self.embed(tokens)
+        is_mask = tokens == self.block.mask_token_id
+        embedded = self.embed(torch.where(is_mask, 0, tokens))  # its id may be outside of the vocabulary
+        return torch.where(is_mask[..., None], self.mask_embedding.to(embedded.dtype), embedded)
+
+
+def block_mask(head: BlockHead, layer: int, distance: Tensor, in_block: Tensor) -> Tensor:
+    """Which keys the slots of a block see in a layer.
+
+    `distance` is the slot's position minus the key's, `in_block` whether the key is of the slot's block, not
+    of the context; both have a key for each entry of their last axis.
+    """
+    attention = head.block.layers[layer]
+    seen = torch.ones_like(in_block)
+    if attention.causal:
+        seen &= ~in_block | (distance >= 0)
+    if attention.window is not None:
+        seen &= distance < attention.window
+    return seen

@@ -1,0 +1,141 @@
+"""Training of parallel heads: blocks behind random anchors of each sequence, all at once.
+
+    keys of the context        keys of the block
+    tokens before the anchor   its own slots        a block never sees another, nor later tokens
+
+Step k of a block guesses the token k + 1 after the anchor, and is compared with the target's distribution at
+the token before that, restricted to the draft vocabulary. The token before is the true one (teacher forcing).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from paceline.models.heads.torch_block import BlockHead, block_mask
+from paceline.train.batches import Batch
+from paceline.train.losses import (
+    LOGITS_AT_ONCE,
+    DraftIds,
+    Loss,
+    StepLosses,
+    TargetPredictions,
+    target_predictions,
+)
+from paceline.train.sequences import TargetStates
+
+
+def random_anchors(batch: Batch, share: float, seed: int) -> Tensor:
+    """The tokens at which blocks start: int64 [batch, anchors], -1 where a sequence has fewer.
+
+    They follow from the seed and the tokens, so that a resumed run draws the same ones. The token after an
+    anchor is an answered one.
+    """
+    first, count = batch.answers - 1, batch.lengths - batch.answers
+    generator = torch.Generator().manual_seed(seed + int(batch.tokens.sum()))
+    order = torch.rand(batch.tokens.shape, generator=generator).to(batch.tokens.device)
+    place = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    usable = (place >= first[:, None].clamp(min=1)) & (place < (first + count)[:, None])
+    order = order.masked_fill(~usable, -1.0)
+    wanted = (count * share).ceil().long().clamp(min=1)
+    chosen = order.topk(int(wanted.max()), dim=1)
+    is_wanted = torch.arange(chosen.indices.shape[1], device=place.device) < wanted[:, None]
+    return torch.where(is_wanted & (chosen.values >= 0), chosen.indices, -1)
+
+
+def run_blocks(head: BlockHead, features: Tensor, tokens: Tensor, anchors: Tensor) -> Tensor:
+    """The outputs of blocks that start at these anchors: [batch, anchors, slots, hidden].
+
+    features is [batch, tokens, width], tokens int64 [batch, tokens], anchors int64 [batch, anchors].
+    """
+    size, length = head.block.size, tokens.shape[1]
+    anchors = anchors.clamp(min=0)
+    context = head.context(features)
+    place = torch.arange(length, device=tokens.device)
+    slots = anchors[..., None] + torch.arange(size, device=tokens.device)  # [batch, anchors, size]
+    inputs = torch.full_like(slots, head.block.mask_token_id)
+    inputs[..., 0] = tokens.gather(1, anchors)
+    to_context = slots[..., None] - place  # [batch, anchors, size, tokens]
+    within = slots[..., :, None] - slots[..., None, :]  # [batch, anchors, size, size]
+    before = (place < anchors[..., None])[:, :, None].expand(to_context.shape)
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = head.keys_values(layer, context, place.expand(tokens.shape))
+        grouped = query.view(*query.shape[:3], key.shape[3], -1, key.shape[4])  # [b, a, slot, kv, group, dim]
+        far = torch.einsum("baqhgd,bkhd->bahgqk", grouped, keys).float()
+        near = torch.einsum("baqhgd,bakhd->bahgqk", grouped, key).float()
+        sees_far = before & block_mask(head, layer, to_context, torch.zeros_like(before))
+        sees_near = block_mask(head, layer, within, torch.ones_like(within, dtype=torch.bool))
+        mask = torch.cat((sees_far, sees_near), dim=-1)[:, :, None, None]
+        scores = torch.cat((far, near), dim=-1) * key.shape[4] ** -0.5
+        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(value.dtype)
+        mixed = torch.einsum("bahgqk,bkhd->baqhgd", weights[..., :length], values)
+        mixed = mixed + torch.einsum("bahgqk,bakhd->baqhgd", weights[..., length:], value)
+        return mixed.reshape(query.shape)
+
+    outputs: Tensor = head(inputs, slots, attend)
+    return outputs
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """The guesses of blocks that are compared with the target, flat."""
+
+    outputs: Tensor  # [guesses, hidden]
+    previous: Tensor  # int64 [guesses] the tokens before the guessed ones
+    teachers: Tensor  # int64 [guesses] the same tokens by number, sequences concatenated
+    steps: Tensor  # int64 [guesses] tokens from the anchor to that token
+
+    def part(self, where: slice) -> Guesses:
+        return Guesses(self.outputs[where], self.previous[where], self.teachers[where], self.steps[where])
+
+
+def guesses_of(head: BlockHead, outputs: Tensor, batch: Batch, anchors: Tensor) -> Guesses:
+    """The guesses of blocks with these outputs: those whose token is part of its sequence."""
+    steps = torch.arange(head.block.num_drafts, device=outputs.device)
+    before = anchors[..., None] + steps  # [batch, anchors, steps] the token before the guessed one
+    counts = (anchors[..., None] >= 0) & (before + 1 < batch.lengths[:, None, None])
+    first = torch.arange(len(anchors), device=outputs.device)[:, None, None] * batch.tokens.shape[1]
+    teachers = (first + before)[counts]
+    slots = outputs if head.block.sample_from_anchor else outputs[:, :, 1:]
+    return Guesses(
+        slots[counts], batch.tokens.flatten()[teachers], teachers, steps.expand(before.shape)[counts]
+    )
+
+
+def block_losses(
+    head: BlockHead, draft_ids: DraftIds, target: TargetStates, batch: Batch, anchors: Tensor, loss: Loss
+) -> StepLosses:
+    """Losses of the blocks at these anchors, per token ahead."""
+    outputs = run_blocks(head, target.features, batch.tokens, anchors)
+    guesses, final = guesses_of(head, outputs, batch, anchors), target.final.flatten(0, 1)
+    num_steps = head.block.num_drafts
+    sums = torch.zeros(2, num_steps, device=final.device)
+    chunk = max(1, LOGITS_AT_ONCE[final.device.type] // len(draft_ids.ids))
+    for start in range(0, len(guesses.steps), chunk):
+        part = guesses.part(slice(start, start + chunk))
+        teachers, which = torch.unique(part.teachers, return_inverse=True)
+        predictions = target_predictions(draft_ids, final[teachers])
+        predictions = TargetPredictions(predictions.probabilities[which], predictions.best[which])
+        # the logits of all blocks would not fit into memory: recomputed in the backward pass
+        sums = sums + checkpoint(_chunk_sums, head, loss, part, predictions, use_reentrant=False)
+    number = torch.bincount(guesses.steps, minlength=num_steps).clamp(min=1)
+    return StepLosses(sums[0] / number, (sums[1] / number).detach())
+
+
+def _chunk_sums(head: BlockHead, loss: Loss, part: Guesses, predictions: TargetPredictions) -> Tensor:
+    """Loss and number of matches, summed by step: [2, steps]."""
+    logits = head.guesses(part.outputs, part.previous).float()
+    losses = loss(logits, predictions.probabilities)
+    confidence = head.confidence(part.outputs, part.previous)
+    if confidence is not None:
+        distance = (logits.detach().softmax(-1) - predictions.probabilities).abs().sum(-1)
+        accepted = 1 - distance / 2  # the chance that rejection sampling accepts the guess
+        losses = losses + F.binary_cross_entropy_with_logits(confidence.float(), accepted, reduction="none")
+    matches = logits.argmax(-1) == predictions.best
+    sums = torch.zeros(2, head.block.num_drafts, device=logits.device)
+    return sums.index_add(1, part.steps, torch.stack((losses, matches.float())))

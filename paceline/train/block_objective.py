@@ -1,0 +1,154 @@
+"""BlockObjective: a parallel head (DFlash, JetSpec or DSpark) in training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from paceline.errors import ConfigError
+from paceline.models.config import ModelConfig
+from paceline.models.heads.checkpoint import HeadCheckpoint, write_head
+from paceline.models.heads.config import (
+    BlockAttention,
+    BlockConfig,
+    HeadConfig,
+    TargetName,
+    usual_block_layers,
+)
+from paceline.models.heads.torch_block import BlockHead
+from paceline.models.transformer import Transformer
+from paceline.train.batches import Batch
+from paceline.train.block import block_losses, random_anchors
+from paceline.train.examples import Examples
+from paceline.train.losses import LOSSES, DraftIds, StepLosses
+from paceline.train.new_head import choose_draft_ids, copy_output, load_weights, shared_weights
+from paceline.train.objective import NEW, Int32Array, WriteHead, float16_weights, precision_of
+from paceline.train.options import BlockOptions, DSparkOptions
+from paceline.train.sequences import target_states
+
+TITLES = {"dflash": "A DFlash draft head", "dspark": "A DSpark draft head", "jetspec": "A JetSpec draft head"}
+SMALL = 0.1  # of the embeddings of a new Markov head, which adds nothing at first
+
+
+class BlockObjective:
+    """Trains a parallel head on blocks behind random anchors; see block.py."""
+
+    def __init__(
+        self,
+        target: Transformer,
+        examples: Examples,
+        options: BlockOptions,
+        name: TargetName | None = None,
+        init_from: HeadCheckpoint | None = None,
+    ) -> None:
+        """A new head, or the one of `init_from`."""
+        self.method, self.title = _kind(options), TITLES[options.recipe]
+        self.target, self.name = target, name
+        self.start = NEW if init_from is None else str(init_from.source)
+        if init_from is None:
+            counts = examples.answer_counts()
+            self.draft_ids = choose_draft_ids(counts, options.draft_vocab_size)
+            # an id that no answer has, so that MASK is told from every anchor
+            mask = int(np.flatnonzero(counts == counts.min())[-1])
+            config = block_config(target.config, options, mask, name)
+            self.network = new_block_head(config, target, self.draft_ids, options.seed)
+        else:
+            self.network, self.draft_ids = _head_from(init_from, target, self.method)
+        self.num_steps = self.network.block.num_drafts
+        self._loss, self._anchors, self._seed = LOSSES[options.loss], options.anchors, options.seed
+        device = target.embedding.device
+        if device.type == "cuda":
+            self.network.compile_small_steps()
+        self._ids = DraftIds(torch.from_numpy(self.draft_ids).long().to(device), target.head)
+        self._layers = self.network.config.layers_of(target.config.num_layers)
+
+    def losses(self, batch: Batch) -> StepLosses:
+        """The losses of a batch, per token ahead."""
+        states = target_states(self.target, batch.tokens, self._layers)
+        anchors = random_anchors(batch, self._anchors, self._seed)
+        with precision_of(self.target):
+            return block_losses(self.network, self._ids, states, batch, anchors, self._loss)
+
+    def calibrate(self, batches: Iterable[Batch]) -> None:
+        """Nothing to do: trees are shaped by the head's confidence."""
+
+    def snapshot(self) -> WriteHead:
+        """A function that writes the head as it is now, in the format of its authors."""
+        config = replace(self.network.config, target=self.name)
+        head = HeadCheckpoint(config, float16_weights(self.network), self.draft_ids, Path())
+        return lambda folder: write_head(head, folder, "vllm")
+
+    def size(self) -> str:
+        """The head's size, for its card."""
+        config, block = self.network.config, self.network.block
+        return f"{len(block.layers)} layers, hidden {config.hidden_size}, blocks of {block.size} slots"
+
+
+def _kind(options: BlockOptions) -> str:
+    """The kind of the head, which is also the method that drafts with it."""
+    return "dspark" if isinstance(options, DSparkOptions) else "dflash"
+
+
+def block_config(
+    target: ModelConfig, options: BlockOptions, mask: int, name: TargetName | None
+) -> HeadConfig:
+    """The config of a new head, whose layers are as wide as those of its target."""
+    rank = options.markov_rank if isinstance(options, DSparkOptions) else 0
+    is_dspark = rank > 0
+    usual = usual_block_layers(max(4, target.num_layers), options.features)
+    block = BlockConfig(
+        size=options.block_size,
+        mask_token_id=mask,
+        layers=(BlockAttention(None, options.recipe == "jetspec"),) * options.layers,
+        sample_from_anchor=is_dspark,
+        markov_rank=rank,
+        confidence=is_dspark,
+        confidence_with_markov=is_dspark,
+    )
+    return HeadConfig(
+        kind=_kind(options),
+        vocab_size=target.vocab_size,
+        draft_vocab_size=min(options.draft_vocab_size, target.vocab_size),
+        hidden_size=target.hidden_size,
+        target_hidden_size=target.hidden_size,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        intermediate_size=options.intermediate_size or target.intermediate_size,
+        rms_norm_eps=target.rms_norm_eps,
+        rope=target.rope,
+        max_position=target.max_position,
+        # a target with few layers has fewer at these places
+        feature_layers=tuple(sorted({min(layer, target.num_layers) for layer in usual})),
+        qk_norm=True,
+        block=block,
+        target=name,
+    )
+
+
+def new_block_head(config: HeadConfig, target: Transformer, draft_ids: Int32Array, seed: int) -> BlockHead:
+    """A head with random weights, and with the target's output norm and output weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = BlockHead(config, shared_weights(target))  # on the CPU: the same weights on every device
+    copy_output(head, target, draft_ids)
+    if head.block.markov_rank:
+        with torch.no_grad():
+            head.markov_head.markov_w1.weight.mul_(SMALL)
+            head.markov_head.markov_w2.weight.zero_()
+    return head.to(target.embedding.device)
+
+
+def _head_from(checkpoint: HeadCheckpoint, target: Transformer, kind: str) -> tuple[BlockHead, Int32Array]:
+    """The head of a checkpoint, ready for training, and the token ids that it predicts."""
+    if checkpoint.config.kind != kind or not checkpoint.config.own_lm_head:
+        raise ConfigError(
+            f"{checkpoint.source} is a head of kind {checkpoint.config.kind!r}; give one of kind {kind} that "
+            "has its own lm_head, as paceline trains them."
+        )
+    head = BlockHead(checkpoint.config, shared_weights(target))
+    return head, load_weights(head, checkpoint, target)
