@@ -32,7 +32,7 @@ from paceline.errors import PacelineError
 from paceline.kv.hashing import page_hashes
 from paceline.scale.routing import PrefixRouting, RoutingOptions
 
-FIRST_ID = 100  # of the model's ordinary tokens: simulated prompts have four different ones
+FIRST_ID = 32  # of the model's ordinary tokens: simulated prompts have four different ones
 
 
 def measure_fleet(model_name: str, count: int, requests: Sequence[FleetRequest]) -> list[ComparedFleet]:

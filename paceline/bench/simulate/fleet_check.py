@@ -1,8 +1,9 @@
 """Validation of the fleet simulation: the same requests through replicas that compute.
 
 Each replica is a real engine of one thread. Its clock counts the CPU time of its own steps, so replicas that
-take turns in this process run side by side in their own time, and other programs do not count. Routing,
-scheduling and prefix caching are the same code in both fleets; what is compared is what passes cost.
+take turns in this process run side by side in their own time, and time that other programs take does not
+count (what they do to the caches does). Routing, scheduling and prefix caching are the same code in both
+fleets; what is compared is what passes cost.
 """
 
 from __future__ import annotations

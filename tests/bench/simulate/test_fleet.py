@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from paceline.bench.run.engine_runner import EngineRunner, Task
-from paceline.bench.simulate import fleet
+from paceline.bench.simulate import fleet, fleet_check
 from paceline.bench.simulate.capacity import smallest
 from paceline.bench.simulate.fleet import run_fleet
+from paceline.bench.simulate.fleet_check import ComputeClock
 from paceline.bench.simulate.prices import Call, PassSize
 from paceline.bench.simulate.prompts import FleetRequest, SharedPrefixes, fleet_requests
 from paceline.bench.simulate.run import Method, World, simulated_engine
@@ -231,3 +232,30 @@ def test_a_fleet_needs_a_machine_and_a_trace(tmp_path: Path) -> None:
 def test_a_request_longer_than_the_context_is_refused() -> None:
     with pytest.raises(ConfigError, match="a request of 46 tokens, but the model's context has 45"):
         run_fleet(world(max_model_len=45), OFF, 1, "prefix", fleet_requests(steady(1, 1.0)))
+
+
+def test_a_fleet_of_real_engines_runs_beside_the_simulated_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tiny_gguf: Path
+) -> None:
+    """How close the times are is not tested: that would time a busy machine."""
+    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens", *(f"{number},48,4" for number in range(8))]
+    (tmp_path / "trace.csv").write_text("\n".join(lines))
+    arguments = ["simulate", str(tiny_gguf), "--trace", str(tmp_path / "trace.csv"), "--json", "--check"]
+    app([*arguments, "--replicas", "2", "--shared-prefixes", "2x32"], standalone_mode=False)
+    rows = {row["figure"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert all(row["measured"] > 0 and row["simulated"] > 0 for row in rows.values())
+    hits = rows["prefix cache hits (%)"]
+    assert hits["measured"] == hits["simulated"] == pytest.approx(100 * 6 / 8 * 32 / 48)
+    (tmp_path / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,9999,1\n")
+    with pytest.raises(ConfigError, match="the model's context has"):
+        app([*arguments, "--replicas", "2"], standalone_mode=False)
+
+
+def test_a_compute_clock_counts_cpu_time_only_while_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent = iter([10.0, 10.5, 12.0])
+    monkeypatch.setattr(fleet_check, "cpu_time", lambda: next(spent))
+    clock = ComputeClock()
+    clock.advance(3.0)
+    with clock.counting():  # from 10
+        assert clock() == 3.5
+    assert clock() == 5.0  # until 12
