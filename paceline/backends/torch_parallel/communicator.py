@@ -9,13 +9,13 @@ from typing import Any
 import torch
 import torch.distributed
 
-from paceline.errors import BackendError
+from paceline.errors import BackendLostError
 
 _DISTRIBUTED: Any = torch.distributed  # stores and groups are not in its stubs
 LOOPBACK = "127.0.0.1"  # all ranks are on one machine, and nobody else may connect
 
 
-class RankLostError(BackendError):
+class RankLostError(BackendLostError):
     """Another rank is gone, or does not answer."""
 
 

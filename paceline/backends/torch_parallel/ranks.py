@@ -31,7 +31,7 @@ import torch
 from paceline.backends.torch_parallel.communicator import GroupCommunicator, RankLostError
 from paceline.backends.torch_pool import TorchPool
 from paceline.core.forward import ForwardBatch
-from paceline.errors import BackendError
+from paceline.errors import BackendLostError
 
 TIMEOUT = 120.0  # seconds that a rank waits for the others in a pass; they compute the same at the same time
 START_TIMEOUT = 1800.0  # seconds to read the weights, perhaps from a slow disk
@@ -103,10 +103,10 @@ class Ranks:
 
     @contextmanager
     def run(self, model: int, method: str, *arguments: Any) -> Iterator[None]:
-        """A context in which all ranks run a method of a model. BackendError if one is gone."""
+        """A context in which all ranks run a method of a model. BackendLostError if one is gone."""
         with self._lock:
             if self._failure is not None:
-                raise BackendError(self._failure)
+                raise BackendLostError(self._failure)
             released = tuple(self._released)
             del self._released[: len(released)]
             call = Call(model, method, tuple(map(_portable, arguments)), released)
@@ -124,7 +124,7 @@ class Ranks:
                 raise
 
     def wait_for_answers(self, timeout: float = START_TIMEOUT) -> None:
-        """Wait until every rank has done what it was told. BackendError if one could not."""
+        """Wait until every rank has done what it was told. BackendLostError if one could not."""
         with self._lock:
             deadline = time.monotonic() + timeout
             for rank, peer in enumerate(self._peers, start=1):
@@ -138,12 +138,12 @@ class Ranks:
                     raise self._fail(f"rank {rank}: {error}", certain=True)
 
     def close(self) -> None:
-        """Stop the other ranks. What comes after is a BackendError."""
+        """Stop the other ranks. What comes after is a BackendLostError."""
         with self._lock:
             self._failure = self._failure or "The other ranks of this model were stopped; load it again."
             self._end()
 
-    def _fail(self, symptom: str, certain: bool = False) -> BackendError:
+    def _fail(self, symptom: str, certain: bool = False) -> BackendLostError:
         """The error for a rank that is gone; the others end, as they have only parts of the model.
 
         `certain`: the symptom is the cause. Otherwise the first rank that has ended may say more.
@@ -154,7 +154,7 @@ class Ranks:
             "model and are stopped: restart the engine."
         )
         self._end()
-        return BackendError(self._failure)
+        return BackendLostError(self._failure)
 
     def _cause(self) -> str | None:
         """Why a rank ended, by its last message or its exit status."""
