@@ -37,6 +37,10 @@ class BackendError(PacelineError):
     """A backend is not available on this machine or failed during a pass."""
 
 
+class BackendLostError(BackendError):
+    """A backend can run no more passes, as a part of it is gone: the engine ends."""
+
+
 class GrammarError(BackendError):
     """The grammar of a running request cannot go on: it needs more than its limits allow."""
 

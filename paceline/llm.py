@@ -30,8 +30,8 @@ class ChatTokenizer(TextTokenizer, PromptTokenizer, Protocol):
 class LLM:
     """A loaded model that generates text.
 
-    Options: tokenizer, max_model_len, backend, dtype, quantization, device, threads, exact,
-    kv_cache_memory_bytes, gpu_memory_utilization, enable_prefix_caching, max_num_seqs,
+    Options: tokenizer, max_model_len, backend, dtype, quantization, device, threads, tensor_parallel_size,
+    exact, kv_cache_memory_bytes, gpu_memory_utilization, enable_prefix_caching, max_num_seqs,
     max_num_batched_tokens, speculative_config, share_suffix_cache, seed. paceline/config.py describes each;
     unknown ones raise ConfigError.
     """

@@ -261,8 +261,9 @@ def test_every_sampling_flag_reaches_the_request(monkeypatch, paceline, toy):
 
 
 def test_engine_flags_reach_the_engine(paceline, toy):
-    flags = shlex.split("""--backend torch --dtype bfloat16 --device cuda --threads 2 --max-model-len 64
-        --max-num-seqs 3 --max-num-batched-tokens 32 --no-enable-prefix-caching --draft suffix,ngram
+    flags = shlex.split("""--backend torch --dtype bfloat16 --device cuda --threads 2
+        --tensor-parallel-size 2 --max-model-len 64 --max-num-seqs 3
+        --max-num-batched-tokens 32 --no-enable-prefix-caching --draft suffix,ngram
         --share-suffix-cache prompts""")
     code, _, _ = paceline("generate", "a-model", "--prompt", "a", *flags)
     assert code == 0
@@ -273,6 +274,7 @@ def test_engine_flags_reach_the_engine(paceline, toy):
         "quantization": "auto",
         "device": "cuda",
         "threads": 2,
+        "tensor_parallel_size": 2,
         "exact": False,
         "tokenizer": None,
         "max_model_len": 64,

@@ -7,7 +7,8 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from paceline.models.transformer import MLP, Layer, Norm, RMSNorm, Rotation, Transformer, rotate
+from paceline.models.blocks import MLP, RMSNorm
+from paceline.models.transformer import Layer, Norm, Rotation, Transformer, rotate
 
 
 class PlainDecode:

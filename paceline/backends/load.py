@@ -84,7 +84,13 @@ def _load_torch(
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     dtype = "float32" if options.dtype == "auto" else options.dtype
-    return TorchBackend.load(checkpoint, device=options.choice.device, dtype=dtype, max_rows=max_rows)
+    return TorchBackend.load(
+        checkpoint,
+        device=options.choice.device,
+        dtype=dtype,
+        max_rows=max_rows,
+        tensor_parallel_size=options.tensor_parallel_size,
+    )
 
 
 def _load_cuda(

@@ -11,6 +11,7 @@ from paceline.options import check_bool, check_choice, check_integer, check_text
 
 BACKENDS = ("auto", "cpu", "torch", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+ONE_DEVICE = {"cpu": "one CPU", "cuda": "one GPU"}  # backends without tensor parallelism
 CUDA_QUANTIZATIONS = ("auto", "none", "native", "fp8", "int8", "int4")
 
 
@@ -23,7 +24,8 @@ class BackendOptions:
     dtype: str = "auto"  # of the torch backend, where auto is float32, and of cuda, where it is bfloat16
     quantization: str = "auto"  # of cpu: auto | native | int8 | none (float32); of cuda: CUDA_QUANTIZATIONS
     device: str = "auto"  # auto: the backend's own; cpu | cuda | cuda:N
-    threads: int | None = None  # None: one for each core
+    threads: int | None = None  # None: one for each core. Of each rank, if there are several
+    tensor_parallel_size: int = 1  # ranks that share the model, each a process; torch only
     exact: bool = False  # refuse what cannot promise the same bytes alone and among others, drafted or not
 
     def __post_init__(self) -> None:
@@ -34,6 +36,12 @@ class BackendOptions:
         if self.threads is not None:
             check_integer(ConfigError, "threads", self.threads, 1, 1024)
         check_bool(ConfigError, "exact", self.exact)
+        check_integer(ConfigError, "tensor_parallel_size", self.tensor_parallel_size, 1, None)
+        if self.tensor_parallel_size > 1 and self.name in ONE_DEVICE:
+            raise ConfigError(
+                f"tensor_parallel_size is {self.tensor_parallel_size}, but the {self.name} backend runs on "
+                f"{ONE_DEVICE[self.name]}; leave it out, or use backend='torch'."
+            )
         if self.backend == "cpu" and self.device not in ("auto", "cpu"):
             raise ConfigError(
                 f"the cpu backend cannot run on device {self.device!r}; use backend='cuda', or leave one out."
@@ -68,6 +76,10 @@ class BackendOptions:
     @cached_property
     def choice(self) -> Choice:
         """The backend and the device that run, and why. Backend and device are inferred from each other."""
+        if self.backend == "auto" and self.tensor_parallel_size > 1:
+            found = "cuda" if find_gpu().usable else "cpu"
+            device = found if self.device == "auto" else self.device
+            return Choice("torch", device, "the backend that has tensor parallelism")
         if self.backend != "auto":
             own = {"cuda": "cuda"}.get(self.backend, "cpu")
             return Choice(self.backend, own if self.device == "auto" else self.device, "as asked for")

@@ -6,33 +6,25 @@ request, no caching of intermediate work. See base.py for the contract it implem
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import cast
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from paceline.backends.base import Backend
+from paceline.backends.torch_choosing import choose
+from paceline.backends.torch_loading import find_devices, find_dtype, load_pieces
+from paceline.backends.torch_parallel.ranks import Ranks, start_ranks
+from paceline.backends.torch_pool import PAGE_SIZE, TorchPool, make_cache
 from paceline.core.arrays import Int32Array
 from paceline.core.forward import ForwardBatch, ForwardOutput, KVPool
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.transformer import KeyValues, Rows, RowView, Take, Transformer
-
-PAGE_SIZE = 16
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class TorchPool:
-    """Keys and values of `num_pages` pages in torch tensors."""
-
-    num_pages: int
-    bytes_per_page: int
-    cache: KeyValues  # keys and values, each [layers, num_pages * PAGE_SIZE, kv_heads, head_dim]
+from paceline.models.tensor_parallel import check_size
+from paceline.models.transformer import Rows, RowView, Transformer
 
 
 class TorchBackend(Backend):
@@ -42,29 +34,49 @@ class TorchBackend(Backend):
     page_size = PAGE_SIZE
     batch_invariant = False  # the matrix products of torch may sum in another order for other row counts
     supports_features = True
+    chooses = True
 
-    def __init__(self, model: Transformer, max_rows: int) -> None:
+    def __init__(
+        self, model: Transformer, max_rows: int, ranks: Ranks | None = None, number: int = 0
+    ) -> None:
+        """`ranks` are the other ranks of the model, which run what this one runs; they name it `number`."""
         self.model = model
         self.max_rows = max_rows
-        self.device = model.embedding.device
-        self.dtype = model.embedding.dtype
+        self.device, self.dtype = model.device, model.dtype
         self.weight_format = str(self.dtype).removeprefix("torch.")
+        self._ranks = ranks
+        self._number = number
 
     @classmethod
     def load(
-        cls, checkpoint: Checkpoint, *, device: str = "cpu", dtype: str = "float32", max_rows: int = 512
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        max_rows: int = 512,
+        tensor_parallel_size: int = 1,
     ) -> TorchBackend:
-        """A backend with the checkpoint's weights on `device`, in `dtype`."""
+        """A backend with the checkpoint's weights on `device`, in `dtype`; other ranks are new processes."""
         if max_rows < 1:
             raise BackendError(f"max_rows is {max_rows}, but a pass needs at least 1 row; give 1 or more.")
-        take = _take_from(checkpoint, _find_device(device), _find_dtype(dtype))
+        kind, devices = find_dtype(dtype), find_devices(device, tensor_parallel_size)
+        check_size(checkpoint.config, tensor_parallel_size)
+        if tensor_parallel_size == 1:
+            return cls(load_pieces(checkpoint, devices[0], kind), max_rows)
+        ranks, communicator = start_ranks(checkpoint.source, devices, dtype, max_rows)
         try:
-            return cls(Transformer(checkpoint.config, take), max_rows)
-        except torch.OutOfMemoryError as error:
-            raise BackendError(
-                f"The model does not fit into the memory of {device} as {dtype}; "
-                "choose bfloat16, a device with more memory, or a smaller model."
-            ) from error
+            model = load_pieces(checkpoint, devices[0], kind, communicator)
+            ranks.wait_for_answers()
+        except BaseException:
+            ranks.close()
+            raise
+        return cls(model, max_rows, ranks)
+
+    def close(self) -> None:
+        """Stop the other ranks."""
+        if self._ranks is not None:
+            self._ranks.close()
 
     def bytes_per_page(self) -> int:
         config = self.model.config
@@ -72,33 +84,76 @@ class TorchBackend(Backend):
         return per_token * PAGE_SIZE
 
     def make_pool(self, num_pages: int) -> TorchPool:
-        """Zeroed storage for `num_pages` pages of keys and values of this model."""
-        config = self.model.config
-        shape = (config.num_layers, num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)
-        return make_torch_pool(shape, self.dtype, self.device)
+        """Zeroed storage for `num_pages` pages of keys and values of this model; each rank has its heads."""
+        config, parallel = self.model.config, self.model.parallel
+        heads, slots = config.num_kv_heads // parallel.pieces, num_pages * PAGE_SIZE
+        shape = (config.num_layers, len(parallel.own_pieces), slots, heads, config.head_dim)
+        number = self._new_number()
+        with self._everywhere("make_pool", number, num_pages):
+            cache = make_cache(shape, self.dtype, self.device)
+        pool = TorchPool(num_pages, self.bytes_per_page(), cache, number)
+        if self._ranks is not None:
+            self._ranks.wait_for_answers()  # not every rank may have memory for it
+            self._ranks.release_with(pool)
+        return pool
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        """Logits of the wanted rows and, if asked, features of all rows."""
+        """Logits of the wanted rows and, if asked, features of all rows and tokens that are chosen here."""
         assert batch.num_rows <= self.max_rows, f"{batch.num_rows} rows, but max_rows is {self.max_rows}"
-        cache = cast(TorchPool, batch.pool).cache
-        hidden, wanted = self.model.hidden_states(self._rows(batch), cache, batch.feature_layers)
-        logits = self.model.logits(hidden[self._tensor(batch.logit_rows)])
+        pool = cast(TorchPool, batch.pool)
+        with self._everywhere("forward", batch):
+            hidden, wanted = self.model.hidden_states(self._rows(batch), pool.cache, batch.feature_layers)
+            logits, chosen = self._outputs(hidden, batch)
         features = torch.cat(wanted, dim=-1).float().cpu().numpy() if wanted else None
-        return ForwardOutput(logits.float().cpu().numpy(), features)
+        return ForwardOutput(logits.float().cpu().numpy(), features, chosen)
+
+    def _outputs(self, hidden: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, Int32Array | None]:
+        """The logits [outputs, vocab] of the wanted rows, and the tokens [choices] that are chosen here."""
+        lm_head, choices, wanted = self.model.lm_head, batch.choices, len(batch.logit_rows)
+        rows = batch.logit_rows if choices is None else np.concatenate((batch.logit_rows, choices.rows))
+        parts = self.model.logit_parts(hidden[self._tensor(rows)])
+        logits = lm_head.parallel.join([part[:wanted] for part in parts], lm_head.size)
+        if choices is None:
+            return logits, None
+        positions = batch.positions[choices.rows] + 1
+        return logits, choose(lm_head, [part[wanted:] for part in parts], choices, positions)
 
     def first_layers(self, count: int) -> TorchBackend:
         """The same model without its later layers, over the same pools."""
-        return TorchBackend(self.model.first_layers(count), self.max_rows)
+        number = self._new_number()
+        with self._everywhere("first_layers", number, count):
+            return TorchBackend(self.model.first_layers(count), self.max_rows, self._ranks, number)
 
     @torch.inference_mode()
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
         """Copy keys and values from KV slots to others; all sources are read first."""
         cache = cast(TorchPool, pool).cache
         read, write = self._tensor(source), self._tensor(destination)
-        for stored in (cache.keys, cache.values):
-            # indexing by a tensor copies what it reads, so that no write can disturb it
-            stored[:, write] = stored[:, read]
+        with self._everywhere("move", pool, source, destination):
+            for stored in (cache.keys, cache.values):
+                # indexing by a tensor copies what it reads, so that no write can disturb it
+                stored[:, :, write] = stored[:, :, read]
+
+    @torch.inference_mode()
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The embeddings [tokens, hidden], for heads that share them."""
+        with self._everywhere("embed", tokens):
+            return self.model.vocabulary.embed(tokens)
+
+    @torch.inference_mode()
+    def scores(self, normed: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, vocab] of normed states [rows, hidden], for heads that share the output matrix."""
+        with self._everywhere("scores", normed):
+            return self.model.lm_head.logits(normed)
+
+    def _everywhere(self, method: str, *arguments: Any) -> AbstractContextManager[None]:
+        """A context in which the other ranks run the same method of this model."""
+        return nullcontext() if self._ranks is None else self._ranks.run(self._number, method, *arguments)
+
+    def _new_number(self) -> int:
+        """A number by which the ranks name a pool or a model."""
+        return 0 if self._ranks is None else self._ranks.new_number()
 
     def _rows(self, batch: ForwardBatch) -> Rows:
         """The batch as the model reads it: KV slots instead of pages, masks instead of parents."""
@@ -130,20 +185,6 @@ class TorchBackend(Backend):
         return torch.from_numpy(array.astype(np.int64)).to(self.device)
 
 
-def make_torch_pool(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> TorchPool:
-    """Zeroed storage of keys and values: [layers, slots, kv_heads, head_dim]."""
-    num_pages = shape[1] // PAGE_SIZE
-    total = 2 * math.prod(shape) * dtype.itemsize
-    try:
-        cache = KeyValues(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
-    except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors
-        raise BackendError(
-            f"No memory for a KV pool of {num_pages} pages ({total / 1e9:.1f} GB) on {device}; "
-            "ask for fewer pages, shorter contexts or bfloat16."
-        ) from error
-    return TorchPool(num_pages, total // num_pages, cache)
-
-
 def ancestors(parents: Int32Array) -> npt.NDArray[np.bool_]:
     """Which rows of a tree each row descends from, itself included (the tree mask): bool [rows, rows]."""
     table = np.eye(len(parents), dtype=np.bool_)
@@ -165,35 +206,3 @@ def kv_slots(page_table: Int32Array, length: int) -> Int32Array:
     """KV slots of KV indices 0 to length - 1 of a request: int32 [length]."""
     index = np.arange(length, dtype=np.int32)
     return page_table[index // PAGE_SIZE] * PAGE_SIZE + index % PAGE_SIZE
-
-
-def _take_from(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Take:
-    """A reader of single tensors, so that no second copy of all weights ever exists."""
-
-    def take(name: str) -> torch.Tensor:
-        return torch.from_numpy(checkpoint.tensors[name].float32()).to(device=device, dtype=dtype)
-
-    return take
-
-
-def _find_dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise BackendError(f"The torch backend has no dtype {name!r}; choose one of {', '.join(DTYPES)}.")
-    return DTYPES[name]
-
-
-def _find_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise BackendError(
-            f"The torch backend knows no device {name!r}; choose cpu, cuda or cuda:N."
-        ) from error
-    if device.type not in ("cpu", "cuda"):
-        raise BackendError(f"The torch backend does not run on {name!r}; choose cpu, cuda or cuda:N.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise BackendError(
-            f"Device {name!r} was asked for, but torch {torch.__version__} sees {torch.cuda.device_count()} "
-            "CUDA devices; choose device cpu, or install a torch build with CUDA and its driver."
-        )
-    return device

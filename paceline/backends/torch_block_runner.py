@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from paceline.backends.base import BlockGuesses, BlockRunner, HeadBatch
-from paceline.backends.torch_backend import PAGE_SIZE, TorchBackend, TorchPool, kv_slots, make_torch_pool
+from paceline.backends.torch_backend import TorchBackend, kv_slots
+from paceline.backends.torch_head_runner import RankedTarget
+from paceline.backends.torch_pool import PAGE_SIZE, TorchPool, make_cache
 from paceline.core.arrays import Int32Array
 from paceline.core.forward import ForwardBatch
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.torch_block import BlockHead, block_mask
-from paceline.models.heads.torch_head import Shared
 from paceline.models.transformer import attend
 
 
@@ -35,9 +36,7 @@ class TorchBlockRunner(BlockRunner):
     @classmethod
     def load(cls, checkpoint: HeadCheckpoint, beside: TorchBackend, max_rows: int) -> TorchBlockRunner:
         """A runner with the checkpoint's weights, in the dtype and on the device of the target."""
-        model = beside.model
-        shared = Shared(model.embedding, model.head, model.norm.weight, model.norm.eps)
-        head = BlockHead(checkpoint.config, shared).requires_grad_(False)
+        head = BlockHead(checkpoint.config, RankedTarget(beside)).requires_grad_(False)
         tensors = {name: torch.from_numpy(tensor.float32()) for name, tensor in checkpoint.tensors.items()}
         head.load_state_dict(tensors)
         return cls(head.to(device=beside.device, dtype=beside.dtype), max_rows)
@@ -45,7 +44,7 @@ class TorchBlockRunner(BlockRunner):
     def make_pool(self, num_pages: int) -> TorchPool:
         config = self.head.config
         shape = (len(self.head.layers), num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)
-        return make_torch_pool(shape, self.dtype, self.device)
+        return TorchPool(num_pages, self.bytes_per_page(), make_cache(shape, self.dtype, self.device))
 
     def bytes_per_page(self) -> int:
         config = self.head.config

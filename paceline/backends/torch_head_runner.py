@@ -11,19 +11,27 @@ from torch import Tensor
 
 from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner
 from paceline.backends.head_chains import chains_by_passes
-from paceline.backends.torch_backend import (
-    PAGE_SIZE,
-    TorchBackend,
-    TorchPool,
-    ancestors,
-    make_torch_pool,
-    request_rows,
-)
+from paceline.backends.torch_backend import TorchBackend, ancestors, request_rows
+from paceline.backends.torch_pool import PAGE_SIZE, TorchPool, make_cache
 from paceline.core.arrays import Int32Array
 from paceline.core.forward import ForwardBatch
 from paceline.models.heads.checkpoint import HeadCheckpoint
-from paceline.models.heads.torch_head import Head, Shared, make_head
+from paceline.models.heads.torch_head import Head, make_head
 from paceline.models.transformer import KeyValues, RowView, attend
+
+
+class RankedTarget:
+    """A target's embedding and output matrix, computed by all of its ranks; the head runs on rank 0."""
+
+    def __init__(self, target: TorchBackend) -> None:
+        self._target = target
+        self.norm, self.norm_eps = target.model.norm.weight, target.model.norm.eps
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self._target.embed(tokens)
+
+    def scores(self, normed: Tensor) -> Tensor:
+        return self._target.scores(normed)
 
 
 class TorchHeadRunner(HeadRunner):
@@ -43,9 +51,7 @@ class TorchHeadRunner(HeadRunner):
     @classmethod
     def load(cls, checkpoint: HeadCheckpoint, beside: TorchBackend, max_rows: int) -> TorchHeadRunner:
         """A runner with the checkpoint's weights, in the dtype and on the device of the target."""
-        model = beside.model
-        shared = Shared(model.embedding, model.head, model.norm.weight, model.norm.eps)
-        head = make_head(checkpoint.config, shared).requires_grad_(False)
+        head = make_head(checkpoint.config, RankedTarget(beside)).requires_grad_(False)
         tensors = {name: torch.from_numpy(tensor.float32()) for name, tensor in checkpoint.tensors.items()}
         head.load_state_dict(tensors)
         return cls(head.to(device=beside.device, dtype=beside.dtype), max_rows, checkpoint.draft_ids)
@@ -53,7 +59,7 @@ class TorchHeadRunner(HeadRunner):
     def make_pool(self, num_pages: int) -> TorchPool:
         config = self.head.config
         shape = (1, num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)
-        return make_torch_pool(shape, self.dtype, self.device)
+        return TorchPool(num_pages, self.bytes_per_page(), make_cache(shape, self.dtype, self.device))
 
     def bytes_per_page(self) -> int:
         config = self.head.config

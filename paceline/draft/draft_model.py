@@ -32,7 +32,7 @@ class DraftModelOptions:
     quantization: str | None = None  # None: the target's
     max_model_len: int | None = None  # tokens; None: the draft model's context. Longer requests get no drafts
     use_heterogeneous_vocab: bool = False  # draft with the tokens that two different vocabularies share
-    draft_tensor_parallel_size: int = 1
+    draft_tensor_parallel_size: int = 1  # 1: it runs on the target's first device; or as the target
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -45,10 +45,7 @@ class DraftModelOptions:
         if self.max_model_len is not None:
             check_integer(ConfigError, "max_model_len of the draft model", self.max_model_len, 2, None)
         check_bool(ConfigError, "use_heterogeneous_vocab", self.use_heterogeneous_vocab)
-        remedy = "A draft model runs on one device; leave it out."
-        check_integer(
-            ConfigError, "draft_tensor_parallel_size", self.draft_tensor_parallel_size, 1, 1, remedy
-        )
+        check_integer(ConfigError, "draft_tensor_parallel_size", self.draft_tensor_parallel_size, 1, None)
 
 
 class DraftModelDrafter(ModelDrafter):
@@ -81,6 +78,13 @@ class DraftModelDrafter(ModelDrafter):
         from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
 
         assert options.model is not None
+        size, ranks = options.draft_tensor_parallel_size, target.backend.tensor_parallel_size
+        if size not in (1, ranks):
+            allowed = f"Use {ranks}, or 1." if ranks > 1 else "Leave it out."
+            raise ConfigError(
+                f"draft_tensor_parallel_size is {size}, but the target's tensor_parallel_size is {ranks}. "
+                f"{allowed}"
+            )
         path = resolve(options.model)
         checkpoint = load_checkpoint(path)
         config = checkpoint.config
@@ -100,6 +104,10 @@ class DraftModelDrafter(ModelDrafter):
             vocabulary = common_vocabulary(*pair, options.model)
             make_cache = partial(SharedPages, longest=longest)
         backend_options = target.backend
+        if size != backend_options.tensor_parallel_size:
+            backend_options = replace(
+                backend_options, backend=backend_options.name, tensor_parallel_size=size
+            )
         if options.quantization is not None:
             backend_options = replace(backend_options, quantization=options.quantization)
         backend = load_backend(checkpoint, backend_options, target.max_rows, beside=target.loaded)

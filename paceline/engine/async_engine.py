@@ -30,7 +30,7 @@ from paceline.engine.engine import Delta, Engine
 from paceline.engine.intake import Intake
 from paceline.engine.outputs import RequestOutput, request_output, with_texts
 from paceline.engine.stream import Stream, Update
-from paceline.errors import UnavailableError
+from paceline.errors import PacelineError, UnavailableError
 from paceline.kv.cache import KVCache
 from paceline.models.detokenizer import Watch
 
@@ -125,7 +125,8 @@ class AsyncEngine:
     def failure(self) -> str | None:
         """Why the engine accepts no more requests; None while it is healthy."""
         if self._dead is not None:
-            return f"the engine has died: {type(self._dead).__name__}"
+            known = f": {self._dead}" if isinstance(self._dead, PacelineError) else ""
+            return f"the engine has died: {type(self._dead).__name__}{known}"
         if self.stuck:
             return f"the engine has ended no step for more than {self._stuck_after:g} seconds"
         return None

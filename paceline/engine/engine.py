@@ -28,7 +28,7 @@ from paceline.engine.pipeline import InFlight, Pipeline, Schedule, StepResult, S
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.step_stats import add_pass
 from paceline.engine.verification import Verification
-from paceline.errors import RequestError
+from paceline.errors import BackendLostError, RequestError
 from paceline.kv.cache import KVCache
 from paceline.models.detokenizer import Watch
 from paceline.verify.pathwise import verify_pathwise
@@ -236,6 +236,8 @@ class Engine:
         """The deltas of a pass: wait for it, advance its requests, let drafters and controller observe it."""
         try:
             result = done.wait(timer)
+        except BackendLostError:  # no pass can follow: the engine ends
+            raise
         except Exception as error:  # only this pass is lost
             return self._fail(self._lost_with(done), error)
         advance, lookahead = self._processor.advance, self._device.lookahead

@@ -51,6 +51,10 @@ class Tensor(Protocol):
         """The stored bytes, one line per row of the matrix: uint8 [rows, bytes per row]."""
         ...
 
+    def take_rows(self, part: slice) -> Tensor:
+        """These rows of a matrix, or values of a vector; still mapped, so only they are ever read."""
+        ...
+
 
 @dataclass(frozen=True)
 class Checkpoint:

@@ -82,6 +82,10 @@ class RowsOf:
         """The stored bytes: uint8 [rows, bytes per row]."""
         return self.tensor.blocks()[self.rows]
 
+    def take_rows(self, part: slice) -> RowsOf:
+        """Some of these rows."""
+        return RowsOf(self.tensor, self.rows[part])
+
 
 @dataclass(frozen=True)
 class Shifted:
@@ -102,6 +106,10 @@ class Shifted:
     def blocks(self) -> npt.NDArray[np.uint8]:
         """The stored bytes: uint8 [1, bytes]."""
         return self.float32().view(np.uint8).reshape(1, -1)
+
+    def take_rows(self, part: slice) -> Shifted:
+        """Some of these values."""
+        return Shifted(self.tensor.take_rows(part), self.offset)
 
 
 def our_name(name: str, layout: FileLayout, has_other_models: bool = False) -> str | None:

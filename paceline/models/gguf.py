@@ -61,6 +61,13 @@ class GgufTensor:
         data = self.data.reshape(len(order), -1)
         return GgufTensor(self.shape, self.kind, data, order)
 
+    def take_rows(self, part: slice) -> GgufTensor:
+        """These rows of a matrix, or values of a vector of floats, mapped."""
+        shape = (part.stop - part.start, *self.shape[1:])
+        if self.row_order is not None:
+            return GgufTensor(shape, self.kind, self.data, self.row_order[part])
+        return GgufTensor(shape, self.kind, self.data.reshape(self.shape[0], -1)[part])
+
     def slices(self) -> list[GgufTensor]:
         """The matrices of a stack [count, rows, columns], as one tensor each."""
         count, rows, _ = self.shape

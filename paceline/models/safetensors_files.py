@@ -54,6 +54,11 @@ class SafeTensor:
         """The stored bytes: uint8 [rows, bytes per row]."""
         return self.data
 
+    def take_rows(self, part: slice) -> SafeTensor:
+        """These rows of a matrix, or values of a vector, mapped."""
+        shape = (part.stop - part.start, *self.shape[1:])
+        return SafeTensor(shape, self.kind, self.data.reshape(self.shape[0], -1)[part])
+
 
 def safetensors_checkpoint(folder: Path) -> Checkpoint:
     """The model in a folder, its config and tensors checked against each other."""

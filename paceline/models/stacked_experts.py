@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -55,6 +55,10 @@ class ExpertPart:
         values = self.float32()
         return values.reshape(-1, values.shape[-1]).view(np.uint8)
 
+    def take_rows(self, part: slice) -> ExpertPart:
+        """Some rows of the matrix, which are stored as columns: the whole expert is read for them."""
+        return replace(self, columns=_narrowed(self.columns, self.stacked.shape[-1], part))
+
 
 @dataclass(frozen=True)
 class Mxfp4Part:
@@ -82,6 +86,16 @@ class Mxfp4Part:
     def blocks(self) -> npt.NDArray[np.uint8]:
         """The bytes of the values: uint8 [out, bytes per row]."""
         return self.float32().view(np.uint8)
+
+    def take_rows(self, part: slice) -> Mxfp4Part:
+        """Some rows of the matrix."""
+        return replace(self, rows=_narrowed(self.rows, self.packed.shape[1], part))
+
+
+def _narrowed(chosen: slice, length: int, part: slice) -> slice:
+    """A part of what a slice chooses out of so many."""
+    narrowed = range(length)[chosen][part]
+    return slice(narrowed.start, narrowed.stop, narrowed.step)
 
 
 def single_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

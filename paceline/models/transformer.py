@@ -4,7 +4,8 @@ Families differ only by what ModelConfig declares: biases, norms and where they 
 experts. A pass takes rows, not sequences: each row has its position, and a RowView has the keys that the
 rows of one request see. So prefill, decoding and draft trees are the same code.
 
-The weights have the names and shapes of checkpoint.py; constructors take each of them once.
+The weights have the names and shapes of checkpoint.py; constructors take each of them once. A matrix is one
+tensor, or as many as the model has pieces: see tensor_parallel.py.
 """
 
 from __future__ import annotations
@@ -12,16 +13,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
-from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
+from paceline.models.blocks import (
+    MLP,
+    NORMS,
+    FeedForward,
+    Linear,
+    MixtureOfExperts,
+    RMSNorm,
+    Take,
+    Vocabulary,
+    no_norm,
+    take_pieces,
+)
+from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.rope import rope_frequencies
+from paceline.models.tensor_parallel import WHOLE, TensorParallel
 
-# The named tensor of the checkpoint, in the model's dtype and on its device.
-Take = Callable[[str], torch.Tensor]
 # Cosine and sine of every row's angles, each [rows, 1, rotated values // 2], the same for all heads.
 Rotation = tuple[torch.Tensor, torch.Tensor]
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys and values
@@ -41,8 +51,8 @@ class RowView:
 class KeyValues:
     """Keys and values of every layer, addressed by KV slot (page * page_size + offset)."""
 
-    keys: torch.Tensor  # [layers, slots, kv_heads, head_dim]
-    values: torch.Tensor  # [layers, slots, kv_heads, head_dim]
+    keys: torch.Tensor  # [layers, own pieces, slots, kv_heads // pieces, head_dim]
+    values: torch.Tensor  # [layers, own pieces, slots, kv_heads // pieces, head_dim]
 
 
 @dataclass(frozen=True)
@@ -55,176 +65,77 @@ class Rows:
     views: Sequence[RowView]  # one per request
 
 
-class FeedForward(Protocol):
-    """What follows attention in a layer: one MLP or a mixture of them."""
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-
-class Linear:
-    """A matrix [out, in], with or without a bias [out]."""
-
-    def __init__(self, take: Take, name: str, bias: bool = False) -> None:
-        self.weight = take(f"{name}.weight")
-        self.bias = take(f"{name}.bias") if bias else None
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, self.weight, self.bias)
-
-
-class RMSNorm:
-    """Scale the last axis to a root mean square of one, then by a learned weight."""
-
-    def __init__(self, take: Take, name: str, eps: float) -> None:
-        self.weight = take(f"{name}.weight")
-        self.eps = eps
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        wide = hidden.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(hidden.dtype)
-
-
-class LayerNorm(RMSNorm):
-    """The same of the distance from the mean, without a bias."""
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        wide = hidden.float()
-        return super().__call__((wide - wide.mean(-1, keepdim=True)).to(hidden.dtype))
-
-
-def no_norm(hidden: torch.Tensor) -> torch.Tensor:
-    """In place of a norm that a family does not have."""
-    return hidden
-
-
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return F.silu(gate) * up
-
-
-def geglu_tanh(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """With GELU by its tanh approximation."""
-    return F.gelu(gate, approximate="tanh") * up
-
-
-def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """That of gpt-oss: both sides are kept within 7."""
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return gate * torch.sigmoid(gate * 1.702) * (up + 1)
-
-
-NORMS = {"rms": RMSNorm, "layer": LayerNorm}
-ACTIVATIONS = {"silu": swiglu, "gelu_tanh": geglu_tanh, "clamped_silu": clamped_swiglu}
-
-
-class MLP:
-    """The gated feed-forward block: down(activation(gate(x), up(x)))."""
-
-    def __init__(self, take: Take, name: str, activation: str = "silu", biases: bool = False) -> None:
-        self.activation = ACTIVATIONS[activation]
-        self.gate = Linear(take, f"{name}.gate_proj", biases)
-        self.up = Linear(take, f"{name}.up_proj", biases)
-        self.down = Linear(take, f"{name}.down_proj", biases)
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.down(self.activation(self.gate(hidden), self.up(hidden)))
-
-
-class MixtureOfExperts:
-    """Each row goes through its best experts, weighted by the router, and the shared one if there is any."""
-
-    def __init__(self, take: Take, name: str, moe: MoeConfig, activation: str) -> None:
-        self.moe = moe
-        self.router = Linear(take, f"{name}.gate", moe.biases)
-        self.correction = take(f"{name}.gate.e_score_correction_bias") if moe.correction_bias else None
-        self.experts = [
-            MLP(take, f"{name}.experts.{expert}", activation, moe.biases) for expert in range(moe.num_experts)
-        ]
-        self.shared = (
-            MLP(take, f"{name}.shared_experts", activation) if moe.shared_intermediate_size else None
-        )
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        weights, chosen = self._route(hidden)
-        output = torch.zeros_like(hidden)
-        for expert in sorted(set(chosen.flatten().tolist())):
-            rows, rank = torch.where(chosen == expert)
-            share = weights[rows, rank, None].to(hidden.dtype)
-            output[rows] += share * self.experts[expert](hidden[rows])
-        return output if self.shared is None else output + self.shared(hidden)
-
-    def _route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weights and numbers of the chosen experts: [rows, experts_per_token] each."""
-        moe, scores = self.moe, self.router(hidden).float()  # [rows, experts]
-        scores = scores.softmax(-1) if moe.scoring == "softmax" else scores.sigmoid()
-        if self.correction is None and moe.groups == 1:
-            weights, chosen = scores.topk(moe.experts_per_token)
-        else:
-            chosen = self._preferences(scores).topk(moe.experts_per_token).indices
-            weights = scores.gather(1, chosen)
-        if moe.normalize_weights:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights * moe.weight_scale, chosen
-
-    def _preferences(self, scores: torch.Tensor) -> torch.Tensor:
-        """What experts are chosen by [rows, experts]: corrected scores, of the best groups only.
-
-        A group is as good as its two best experts together.
-        """
-        moe = self.moe
-        corrected = scores if self.correction is None else scores + self.correction.float()
-        grouped = corrected.view(len(scores), moe.groups, -1)
-        best = grouped.topk(2).values.sum(-1).topk(moe.chosen_groups).indices  # [rows, chosen groups]
-        is_chosen = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter(
-            1, best, True
-        )
-        return grouped.masked_fill(~is_chosen[:, :, None], float("-inf")).view(scores.shape)
-
-
 class Attention:
-    """Grouped-query attention of rows over the keys of their views."""
+    """Grouped-query attention of rows over the keys of their views. A piece has some KV heads, and all of
+    the query heads that share them."""
 
-    def __init__(self, take: Take, name: str, config: ModelConfig, layer: int) -> None:
-        self.config, self.layer = config, layer
-        self.query = Linear(take, f"{name}.q_proj", config.qkv_bias)
-        self.key = Linear(take, f"{name}.k_proj", config.qkv_bias)
-        self.value = Linear(take, f"{name}.v_proj", config.qkv_bias)
-        self.output = Linear(take, f"{name}.o_proj", config.output_bias)
+    def __init__(
+        self, take: Take, name: str, config: ModelConfig, layer: int, parallel: TensorParallel = WHOLE
+    ) -> None:
+        self.config, self.layer, self.parallel = config, layer, parallel
+        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.query = Linear(take, f"{name}.q_proj", query_size, config.qkv_bias, parallel)
+        self.key = Linear(take, f"{name}.k_proj", kv_size, config.qkv_bias, parallel)
+        self.value = Linear(take, f"{name}.v_proj", kv_size, config.qkv_bias, parallel)
+        self.output = Linear(take, f"{name}.o_proj", config.hidden_size, config.output_bias, parallel)
         has_norms = config.qk_norm or config.joint_qk_norm
         self.query_norm = RMSNorm(take, f"{name}.q_norm", config.rms_norm_eps) if has_norms else no_norm
         self.key_norm = RMSNorm(take, f"{name}.k_norm", config.rms_norm_eps) if has_norms else no_norm
-        self.sinks = take(f"{name}.sinks") if config.attention_sinks else None
+        self.sinks: list[torch.Tensor | None] = [None for _ in parallel.own_pieces]
+        if config.attention_sinks:
+            self.sinks = [*take_pieces(take, f"{name}.sinks", config.num_heads, parallel)]
 
-    def heads(self, hidden: torch.Tensor, rotation: Rotation | None) -> Heads:
-        """Queries, keys and values of [..., hidden]: [..., heads, head_dim] each, with norms and rope."""
+    def heads(self, hidden: torch.Tensor, rotation: Rotation | None) -> list[Heads]:
+        """Queries, keys and values of [..., hidden], with norms and rope: [..., heads, head_dim] each.
+
+        One of each for every piece that this rank has.
+        """
         shape = (*hidden.shape[:-1], -1, self.config.head_dim)
-        query, key, value = self.query(hidden), self.key(hidden), self.value(hidden)
-        if self.config.joint_qk_norm:
-            query, key = self.query_norm(query).view(shape), self.key_norm(key).view(shape)
-        else:
-            query, key = self.query_norm(query.view(shape)), self.key_norm(key.view(shape))
-        return rotate(query, rotation), rotate(key, rotation), value.view(shape)
+        queries = self._normed(self.query, self.query_norm, hidden)
+        keys = self._normed(self.key, self.key_norm, hidden)
+        return [
+            (rotate(query, rotation), rotate(key, rotation), value.view(shape))
+            for query, key, value in zip(queries, keys, self.value.parts(hidden), strict=True)
+        ]
 
-    def attend_rows(self, heads: Heads, rows: Rows, cache: KeyValues) -> torch.Tensor:
+    def _normed(self, linear: Linear, norm: Norm, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """The heads [..., heads, head_dim] of each own piece, normed one by one or all at once."""
+        shape = (*hidden.shape[:-1], -1, self.config.head_dim)
+        parts = linear.parts(hidden)
+        if not self.config.joint_qk_norm:
+            return [norm(part.view(shape)) for part in parts]
+        whole = norm(self.parallel.join(parts, linear.size))
+        own = self.parallel.rows(linear.size)
+        return [whole[..., columns].contiguous().view(shape) for columns in own]
+
+    def attend_rows(self, pieces: list[Heads], rows: Rows, cache: KeyValues) -> torch.Tensor:
         """Store keys and values, and mix the values that each row sees: [rows, heads, head_dim]."""
+        stored = zip(cache.keys[self.layer], cache.values[self.layer], self.sinks, strict=True)
+        mixed = [
+            self._mix(heads, rows, KeyValues(keys, values), sinks).flatten(1)
+            for heads, (keys, values, sinks) in zip(pieces, stored, strict=True)
+        ]
+        return self.parallel.join(mixed, self.query.size).view(len(mixed[0]), -1, self.config.head_dim)
+
+    def _mix(self, heads: Heads, rows: Rows, stored: KeyValues, sinks: torch.Tensor | None) -> torch.Tensor:
+        """The mixed values [rows, heads, head_dim] of one piece; `stored` are its [slots, ...]."""
         query, key, value = heads
-        keys, values = cache.keys[self.layer], cache.values[self.layer]
         # Written before anything is read: the rows of a request see each other through the cache.
-        keys[rows.slot_mapping] = key
-        values[rows.slot_mapping] = value
+        stored.keys[rows.slot_mapping] = key
+        stored.values[rows.slot_mapping] = value
         mixed = torch.empty_like(query)
         window = self.config.window(self.layer)
         for view in rows.views:
-            own = query[view.rows], keys[view.key_slots], values[view.key_slots], view.masks[window]
+            seen = stored.keys[view.key_slots], stored.values[view.key_slots], view.masks[window]
             scale, cap = self.config.attention_scale, self.config.attention_softcap
-            mixed[view.rows] = attend(*own, scale, cap, self.sinks)
+            mixed[view.rows] = attend(query[view.rows], *seen, scale, cap, sinks)
         return mixed
 
 
 class Layer:
     """Attention, then a feed-forward block, each added to the residual stream."""
 
-    def __init__(self, take: Take, config: ModelConfig, layer: int) -> None:
+    def __init__(self, take: Take, config: ModelConfig, layer: int, parallel: TensorParallel = WHOLE) -> None:
         name, placement = f"model.layers.{layer}", config.norm_placement
         self.is_parallel, self.residual_scale = placement == "parallel", config.residual_scale
 
@@ -234,24 +145,29 @@ class Layer:
             return NORMS[config.norm](take, f"{name}.{part}", config.rms_norm_eps) if has_it else no_norm
 
         self.attention_norm = norm("input_layernorm", "pre", "sandwich", "parallel")
-        self.attention = Attention(take, f"{name}.self_attn", config, layer)
+        self.attention = Attention(take, f"{name}.self_attn", config, layer, parallel)
         self.attention_output_norm = norm("attention_output_norm", "post", "sandwich")
         self.feed_forward_norm = norm("post_attention_layernorm", "pre", "sandwich")
         self.feed_forward: FeedForward
         if config.moe and layer in config.moe.layers:
-            self.feed_forward = MixtureOfExperts(take, f"{name}.mlp", config.moe, config.activation)
+            self.feed_forward = MixtureOfExperts(
+                take, f"{name}.mlp", config.hidden_size, config.moe, config.activation, parallel
+            )
         else:
-            self.feed_forward = MLP(take, f"{name}.mlp", config.activation)
+            sizes = config.hidden_size, config.intermediate_size
+            self.feed_forward = MLP(take, f"{name}.mlp", *sizes, config.activation, parallel=parallel)
         self.feed_forward_output_norm = norm("feed_forward_output_norm", "post", "sandwich")
 
     def __call__(
         self, hidden: torch.Tensor, rows: Rows, rotation: Rotation | None, cache: KeyValues
     ) -> torch.Tensor:
-        return self.after(hidden, self.attention.attend_rows(self.before(hidden, rotation), rows, cache))
+        heads = self.attention.heads(self.attention_norm(hidden), rotation)
+        return self.after(hidden, self.attention.attend_rows(heads, rows, cache))
 
     def before(self, hidden: torch.Tensor, rotation: Rotation | None) -> Heads:
-        """Queries, keys and values of [..., hidden]."""
-        return self.attention.heads(self.attention_norm(hidden), rotation)
+        """Queries, keys and values of [..., hidden], of a model in one piece."""
+        (heads,) = self.attention.heads(self.attention_norm(hidden), rotation)
+        return heads
 
     def after(self, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         """The layer's output, from its input and the mixed values [..., heads, head_dim]."""
@@ -271,17 +187,34 @@ class Layer:
 
 
 class Transformer:
-    """A whole decoder: token rows in, hidden states and logits out."""
+    """A whole decoder, or a rank's pieces of one: token rows in, hidden states and logits out."""
 
-    def __init__(self, config: ModelConfig, take: Take) -> None:
-        self.config = config
-        self.embedding = take("model.embed_tokens.weight")
-        self.layers = [Layer(take, config, layer) for layer in range(config.num_layers)]
+    def __init__(self, config: ModelConfig, take: Take, parallel: TensorParallel = WHOLE) -> None:
+        self.config, self.parallel = config, parallel
+        self.vocabulary = Vocabulary(take, "model.embed_tokens.weight", config.vocab_size, parallel)
+        self.layers = [Layer(take, config, layer, parallel) for layer in range(config.num_layers)]
         self.norm = NORMS[config.norm](take, "model.norm", config.rms_norm_eps)
-        self.head = self.embedding if config.tie_embeddings else take("lm_head.weight")
+        self.lm_head = (
+            self.vocabulary
+            if config.tie_embeddings
+            else Vocabulary(take, "lm_head.weight", config.vocab_size, parallel)
+        )
+        self.dtype, self.device = self.norm.weight.dtype, self.norm.weight.device
         ropes = {config.rope_of(layer) for layer in range(config.num_layers)} - {None}
         # float32 [rotated values of a head // 2] each
         self.frequencies = {rope: self._frequencies(rope) for rope in ropes if rope is not None}
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """The whole embedding [vocab, hidden] of a model in one piece."""
+        (table,) = self.vocabulary.tables
+        return table
+
+    @property
+    def head(self) -> torch.Tensor:
+        """The whole output matrix [vocab, hidden] of a model in one piece."""
+        (table,) = self.lm_head.tables
+        return table
 
     def first_layers(self, count: int) -> Transformer:
         """The model of the first `count` layers, with the same weights."""
@@ -308,15 +241,19 @@ class Transformer:
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """The residual stream at the bottom [..., hidden] of token ids."""
-        hidden, scale = self.embedding[tokens], self.config.embedding_scale
+        hidden, scale = self.vocabulary.embed(tokens), self.config.embedding_scale
         # the factor is rounded first, as models were trained with it
         return hidden if scale == 1 else hidden * torch.tensor(scale, dtype=hidden.dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores over the vocabulary [rows, vocab] of last hidden states [rows, hidden]."""
-        logits = F.linear(self.norm(hidden), self.head)
-        logits = logits if self.config.logits_scale == 1 else logits * self.config.logits_scale
-        return soft_cap(logits, self.config.logits_softcap)
+        return self.parallel.join(self.logit_parts(hidden), self.config.vocab_size)
+
+    def logit_parts(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """The logits [rows, piece] of each piece of the vocabulary that this rank has."""
+        scale, cap = self.config.logits_scale, self.config.logits_softcap
+        parts = self.lm_head.parts(self.norm(hidden))
+        return [soft_cap(part if scale == 1 else part * scale, cap) for part in parts]
 
     def rotations(self, positions: torch.Tensor) -> dict[RopeConfig | None, Rotation | None]:
         """The rotation of each row by its position, for every rope that a layer has."""
@@ -326,13 +263,13 @@ class Transformer:
         # Angles stay float32 in every dtype: bfloat16 cannot count positions above 256.
         angles, dtype = (
             (positions.float()[:, None] * self.frequencies[rope])[:, None, :],
-            self.embedding.dtype,
+            self.dtype,
         )
         factor = rope.attention_factor
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
     def _frequencies(self, rope: RopeConfig) -> torch.Tensor:
-        return torch.from_numpy(rope_frequencies(rope, self.config.head_dim)).to(self.embedding.device)
+        return torch.from_numpy(rope_frequencies(rope, self.config.head_dim)).to(self.device)
 
 
 def rotate(heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:

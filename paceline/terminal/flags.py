@@ -76,6 +76,12 @@ ENGINE: Group = (
     ),
     Flag("threads", int | None, None, "Number of CPU cores to use. Default: all."),
     Flag(
+        "tensor_parallel_size",
+        int,
+        1,
+        "Processes that share the model, with the bytes of one (torch backend only).",
+    ),
+    Flag(
         "exact",
         bool,
         False,
@@ -291,7 +297,7 @@ def by_topic(group: Group, topics: Mapping[str, str]) -> Group:
 ENGINE = by_topic(
     ENGINE,
     {
-        "Model and backend": "backend dtype quantization device threads exact tokenizer",
+        "Model and backend": "backend dtype quantization device threads tensor_parallel_size exact tokenizer",
         "Memory and batching": "max_model_len max_num_seqs max_num_batched_tokens kv_cache_memory_bytes "
         "gpu_memory_utilization enable_prefix_caching",
         "Speculation": "log_decisions share_suffix_cache",

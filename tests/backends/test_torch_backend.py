@@ -162,9 +162,9 @@ def test_cuda_computes_what_transformers_does(pair: Pair) -> None:
 
 def test_move_reads_every_source_before_it_writes(llama: TorchBackend) -> None:
     pool = llama.make_pool(1)
-    pool.cache.keys[:] = torch.arange(16)[None, :, None, None]
+    pool.cache.keys[:] = torch.arange(16)[None, None, :, None, None]
     llama.move(pool, np.array([0, 1, 2], np.int32), np.array([1, 2, 0], np.int32))
-    assert pool.cache.keys[-1, :4, 0, 0].tolist() == [2, 0, 1, 3]
+    assert pool.cache.keys[-1, -1, :4, 0, 0].tolist() == [2, 0, 1, 3]
 
 
 def test_a_pool_tells_its_true_size(llama: TorchBackend) -> None:
@@ -206,7 +206,7 @@ def test_a_model_too_large_for_its_device_says_what_to_do(
     def out_of_memory(*arguments: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("paceline.backends.torch_backend.Transformer", out_of_memory)
+    monkeypatch.setattr("paceline.backends.torch_loading.Transformer", out_of_memory)
     with pytest.raises(BackendError, match=r"does not fit into the memory of cpu.*choose bfloat16"):
         TorchBackend.load(checkpoint)
 

@@ -126,6 +126,10 @@ def test_a_finer_copy_drafts_the_same_with_and_without_a_past(target, finer, pla
 def save_model(folder, family="qwen2", tokens=()):
     """A checkpoint with a byte-level vocabulary, in which these ids have other tokens."""
     save_checkpoint(family, folder)
+    return save_tokenizer(folder, tokens)
+
+
+def save_tokenizer(folder, tokens=()):
     letters = sorted(byte_alphabet())[:VOCAB_SIZE]
     for token, text in dict(tokens).items():
         letters[token] = text
@@ -199,7 +203,7 @@ def test_only_a_draft_that_knows_every_id_of_the_target_drafts_on_the_device(fol
         ({"model": "m", "quantization": 8}, "quantization must be a text"),
         ({"model": "m", "max_model_len": 1}, "max_model_len of the draft model must be an integer from 2 up"),
         ({"model": "m", "use_heterogeneous_vocab": 1}, "use_heterogeneous_vocab must be True or False"),
-        ({"model": "m", "draft_tensor_parallel_size": 2}, "runs on one device; leave it out"),
+        ({"model": "m", "draft_tensor_parallel_size": 0}, "must be an integer from 1 up"),
         ({"model": "m", "maxmodel_len": 9}, "did you mean 'max_model_len'"),
     ],
 )
@@ -207,6 +211,12 @@ def test_wrong_options_are_refused_with_the_remedy(options, message):
     with pytest.raises(ConfigError) as error:
         DraftModelDrafter.Options(**options)
     assert message in str(error.value)
+
+
+def test_a_draft_has_as_many_ranks_as_its_target_or_one(folders):
+    model, draft = folders
+    with pytest.raises(ConfigError, match=r"draft_tensor_parallel_size is 2.*is 1\. Leave it out\."):
+        generate(model, {"model": draft, "draft_tensor_parallel_size": 2})
 
 
 def test_a_context_longer_than_the_drafts_own_is_refused(folders):

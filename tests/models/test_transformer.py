@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.models.blocks import MLP, MixtureOfExperts, RMSNorm
 from paceline.models.config import MoeConfig, RopeConfig
 from paceline.models.rope import rope_frequencies
-from paceline.models.transformer import MLP, MixtureOfExperts, RMSNorm, attend, rotate
+from paceline.models.transformer import attend, rotate
 from tests.tiny import FAMILIES
 
 LLAMA3 = RopeConfig(theta=500.0, scaling="llama3", factor=8.0, original_max_position=64)
@@ -74,8 +75,8 @@ def test_attention_mixes_the_visible_values_of_the_shared_key_head() -> None:
 @pytest.mark.parametrize("normalize", [True, False])
 def test_a_row_is_the_weighted_sum_of_its_most_probable_experts(normalize: bool) -> None:
     moe = MoeConfig(5, 2, 7, normalize, frozenset({0}))
-    block = MixtureOfExperts(take, "mlp", moe)
-    experts = [MLP(take, f"mlp.experts.{expert}") for expert in range(5)]
+    block = MixtureOfExperts(take, "mlp", 6, moe, "silu")
+    experts = [MLP(take, f"mlp.experts.{expert}", 6, 7) for expert in range(5)]
     hidden = normal(9, 6)
     for row, output in zip(hidden, block(hidden), strict=True):
         probabilities = (take("mlp.gate.weight") @ row).softmax(0)

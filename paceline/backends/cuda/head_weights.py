@@ -11,10 +11,10 @@ from paceline.backends.cuda.kernels.draft import NO_RESIDUAL, NORMED_RESIDUAL, S
 from paceline.backends.cuda.kernels.matrix import Matrix, tile_matrix, tile_pair
 from paceline.backends.cuda.weights import Layer, Weights, heads_matrix, padded_size, tiling_for
 from paceline.core.arrays import Int32Array
+from paceline.models.blocks import Take
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.config import HeadConfig
 from paceline.models.rope import rope_frequencies
-from paceline.models.transformer import Take
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import torch
 from paceline.backends.cuda.kernels.matrix import Matrix, Tiling, tile_heads, tile_matrix, tile_pair
 from paceline.backends.cuda.kernels.packing import BLOCKS, FP8_GROUP, SCALE_WORDS, depth_of, step_of
 from paceline.backends.cuda.kernels.routing import Mixture
+from paceline.models.blocks import Take
 from paceline.models.config import ModelConfig
 from paceline.models.rope import rope_frequencies
-from paceline.models.transformer import Take
 
 TILE = 64  # both sides of matrices are padded to multiples of it
 PROGRAMS = 132  # multiprocessors of an H100 or H200; a constant, because it decides the bits

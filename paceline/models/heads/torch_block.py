@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.models.heads.config import HeadConfig
-from paceline.models.heads.torch_head import BesideTarget, Layer, Norm, Shared
+from paceline.models.heads.torch_head import BesideTarget, Layer, Norm, TargetWeights
 
 # As Attend, with the number of the layer first
 AttendInLayer = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -56,7 +56,7 @@ class ConfidenceHead(nn.Module):
 class BlockHead(BesideTarget):
     """A head that guesses a block of tokens in one pass."""
 
-    def __init__(self, config: HeadConfig, shared: Shared) -> None:
+    def __init__(self, config: HeadConfig, shared: TargetWeights) -> None:
         super().__init__(config, shared)
         assert config.block is not None, "the config is that of a parallel head"
         self.block = block = config.block

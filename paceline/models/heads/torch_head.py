@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,14 +30,40 @@ from paceline.models.transformer import rotate
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+class TargetWeights(Protocol):
+    """What a head uses of its target. The ranks of a target may share the work."""
+
+    @property
+    def norm(self) -> Tensor:
+        """The weight [hidden] of the final norm."""
+        ...
+
+    @property
+    def norm_eps(self) -> float: ...
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The embeddings [..., hidden] of tokens [...]."""
+        ...
+
+    def scores(self, normed: Tensor) -> Tensor:
+        """The target's logits [..., vocabulary] of normed states [..., hidden]."""
+        ...
+
+
 @dataclass(frozen=True)
 class Shared:
-    """Weights of the target that a head uses; they are not trained with it."""
+    """Weights of the target that a head uses, all in one place; they are not trained with it."""
 
     embedding: Tensor  # [vocabulary, hidden]
     lm_head: Tensor  # [vocabulary, hidden]
     norm: Tensor  # [hidden] the final norm
     norm_eps: float
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.embedding)
+
+    def scores(self, normed: Tensor) -> Tensor:
+        return F.linear(normed, self.lm_head)
 
 
 class Norm(nn.Module):
@@ -135,7 +162,7 @@ class Layer(nn.Module):
 class BesideTarget(nn.Module):
     """A network with an embedding and an LM head, its own or the target's."""
 
-    def __init__(self, config: HeadConfig, shared: Shared) -> None:
+    def __init__(self, config: HeadConfig, shared: TargetWeights) -> None:
         super().__init__()
         self.config = config
         self.shared = shared  # not parameters of this module: neither trained nor saved
@@ -156,17 +183,20 @@ class BesideTarget(nn.Module):
 
     def logits(self, outputs: Tensor) -> Tensor:
         """Scores over the draft vocabulary [..., draft vocabulary]."""
-        return F.linear(outputs, self.lm_head.weight if self.config.own_lm_head else self.shared.lm_head)
+        if not self.config.own_lm_head:
+            return self.shared.scores(outputs)
+        return F.linear(outputs, self.lm_head.weight)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        table = self.embed_tokens.weight if self.config.own_embedding else self.shared.embedding
-        return F.embedding(tokens, table)
+        if not self.config.own_embedding:
+            return self.shared.embed(tokens)
+        return F.embedding(tokens, self.embed_tokens.weight)
 
 
 class Head(BesideTarget, ABC):
     """The base of all heads that guess one token in each pass. `make_head` makes the right one."""
 
-    def __init__(self, config: HeadConfig, shared: Shared) -> None:
+    def __init__(self, config: HeadConfig, shared: TargetWeights) -> None:
         super().__init__(config, shared)
         self.midlayer = Layer(config)
         self.make_tables()
@@ -187,7 +217,7 @@ class Head(BesideTarget, ABC):
 class NormedHead(Head):
     """A head with a norm of its outputs before the lm_head."""
 
-    def __init__(self, config: HeadConfig, shared: Shared) -> None:
+    def __init__(self, config: HeadConfig, shared: TargetWeights) -> None:
         super().__init__(config, shared)
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)
 
@@ -202,7 +232,7 @@ class NormedHead(Head):
 class Eagle3Head(NormedHead):
     """EAGLE-3: features of several layers, norms on both inputs, an output norm and a draft vocabulary."""
 
-    def __init__(self, config: HeadConfig, shared: Shared) -> None:
+    def __init__(self, config: HeadConfig, shared: TargetWeights) -> None:
         super().__init__(config, shared)
         eps = config.rms_norm_eps
         self.fc = nn.Linear(config.feature_width, config.hidden_size, bias=config.fc_bias)
@@ -232,7 +262,7 @@ class Eagle3Head(NormedHead):
 class EagleHead(Head):
     """EAGLE-1 and 2: predicts the target's last hidden state, so the target's lm_head gives the logits."""
 
-    def __init__(self, config: HeadConfig, shared: Shared) -> None:
+    def __init__(self, config: HeadConfig, shared: TargetWeights) -> None:
         super().__init__(config, shared)
         inputs = config.hidden_size + config.target_hidden_size
         self.fc = nn.Linear(inputs, config.hidden_size, bias=config.fc_bias)
@@ -249,7 +279,7 @@ class EagleHead(Head):
 class MtpHead(NormedHead):
     """The MTP block of some targets: norms on both inputs, then a whole layer."""
 
-    def __init__(self, config: HeadConfig, shared: Shared) -> None:
+    def __init__(self, config: HeadConfig, shared: TargetWeights) -> None:
         super().__init__(config, shared)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.embedding_norm = Norm(hidden, eps)
@@ -270,6 +300,6 @@ class MtpHead(NormedHead):
 _KINDS: dict[str, type[Head]] = {"eagle3": Eagle3Head, "eagle": EagleHead, "mtp": MtpHead}
 
 
-def make_head(config: HeadConfig, shared: Shared) -> Head:
+def make_head(config: HeadConfig, shared: TargetWeights) -> Head:
     """The network of a head with newly initialized parameters; `shared` are weights of its target."""
     return _KINDS[config.kind](config, shared)

@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from paceline.models.blocks import FeedForward, MixtureOfExperts
 from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
 from paceline.models.layout import expected_tensors
-from paceline.models.transformer import FeedForward, MixtureOfExperts, Transformer
+from paceline.models.transformer import Transformer
 
 EPS, EXPERTS, MAX_ROWS = 1e-5, 5, 128
 

@@ -1,0 +1,81 @@
+"""A checkpoint's weights as a torch model: on which devices, in which dtype, and which rows of them."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.errors import BackendError
+from paceline.models.blocks import Take
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.tensor_parallel import Communicator, SingleRank, TensorParallel, count_pieces
+from paceline.models.transformer import Transformer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_pieces(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, ranks: Communicator | None = None
+) -> Transformer:
+    """The model, or a rank's pieces of it; it has as many pieces for one rank as for eight."""
+    config = checkpoint.config
+    parallel = TensorParallel(count_pieces(config.num_kv_heads), ranks or SingleRank())
+    try:
+        return Transformer(config, _take_from(checkpoint, device, dtype), parallel)
+    except torch.OutOfMemoryError as error:
+        raise BackendError(
+            f"The model does not fit into the memory of {device} as {str(dtype).removeprefix('torch.')}; "
+            "choose bfloat16, a device with more memory, more devices (tensor_parallel_size), or a smaller "
+            "model."
+        ) from error
+
+
+def _take_from(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Take:
+    """A reader of single tensors, or of some rows of them: no second copy of all weights ever exists."""
+
+    def take(name: str, rows: slice | None = None) -> torch.Tensor:
+        tensor = checkpoint.tensors[name]
+        values = (tensor if rows is None else tensor.take_rows(rows)).float32()
+        # a copy, which torch aligns: a product may add in another order where its data is aligned otherwise
+        return torch.from_numpy(values).to(device=device, dtype=dtype, copy=True)
+
+    return take
+
+
+def find_dtype(name: str) -> torch.dtype:
+    """The dtype of this name. BackendError if the torch backend does not have it."""
+    if name not in DTYPES:
+        raise BackendError(f"The torch backend has no dtype {name!r}; choose one of {', '.join(DTYPES)}.")
+    return DTYPES[name]
+
+
+def find_devices(name: str, count: int = 1) -> list[torch.device]:
+    """The device of each rank: as many GPUs, or one CPU for all. BackendError if one is missing."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise BackendError(
+            f"The torch backend knows no device {name!r}; choose cpu, cuda or cuda:N."
+        ) from error
+    if device.type not in ("cpu", "cuda"):
+        raise BackendError(f"The torch backend does not run on {name!r}; choose cpu, cuda or cuda:N.")
+    if device.type == "cpu":
+        return [device] * count
+    found = torch.cuda.device_count()
+    if (device.index or 0) >= found:
+        raise BackendError(
+            f"Device {name!r} was asked for, but torch {torch.__version__} sees {found} "
+            "CUDA devices; choose device cpu, or install a torch build with CUDA and its driver."
+        )
+    if count == 1:
+        return [device]
+    if ":" in name:
+        raise BackendError(
+            f"Device {name!r} is one GPU, but tensor_parallel_size is {count}; choose device cuda, and set "
+            "CUDA_VISIBLE_DEVICES to use certain GPUs."
+        )
+    if count > found:
+        raise BackendError(
+            f"tensor_parallel_size is {count}, but torch sees {found} CUDA devices; use at most {found}, "
+            "or device cpu."
+        )
+    return [torch.device("cuda", index) for index in range(count)]

@@ -1,0 +1,66 @@
+"""Gathering across processes with torch.distributed: NCCL between GPUs, gloo otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+
+from paceline.errors import BackendLostError
+
+_DISTRIBUTED: Any = torch.distributed  # stores and groups are not in its stubs
+LOOPBACK = "127.0.0.1"  # all ranks are on one machine, and nobody else may connect
+
+
+class RankLostError(BackendLostError):
+    """Another rank is gone, or does not answer."""
+
+
+class GroupCommunicator:
+    """One rank of a process group of its own: torch's default group stays the user's."""
+
+    def __init__(self, rank: int, devices: Sequence[torch.device], store: str, timeout: float) -> None:
+        """Meet the other ranks, one for each of `devices`, by a file; all wait `timeout` seconds at most."""
+        self.rank, self.size = rank, len(devices)
+        self._device = devices[rank]
+        # NCCL refuses two ranks on one GPU
+        self._on_device = self._device.type == "cuda" and len(set(devices)) == len(devices)
+        meeting = _DISTRIBUTED.FileStore(store, self.size)
+        meeting.set_timeout(timedelta(seconds=timeout))
+        make = _nccl_group if self._on_device else _gloo_group
+        try:
+            self._group = make(meeting, rank, self.size, timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise RankLostError(f"rank {rank} of {self.size} did not find the others: {error}") from error
+
+    def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        if not own.numel():
+            return [own] * self.size
+        # as bytes: gloo does not have every dtype, and bits are all that matters
+        sent = own.contiguous().view(torch.uint8)
+        if not self._on_device:
+            sent = sent.cpu()
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        try:
+            self._group.allgather([received], [sent]).wait()
+        except RuntimeError as error:
+            raise RankLostError(f"rank {self.rank} lost another rank: {error}") from error
+        return [part.to(self._device).view(own.dtype) for part in received]
+
+
+def _gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    group = _DISTRIBUTED.ProcessGroupGloo
+    options = group._Options()
+    options._devices = [group.create_device(hostname=LOOPBACK)]
+    options._timeout = timeout
+    return group(store, rank, size, options)
+
+
+def _nccl_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    group = _DISTRIBUTED.ProcessGroupNCCL
+    options = group.Options()
+    options._timeout = timeout
+    return group(store, rank, size, options)

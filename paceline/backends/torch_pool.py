@@ -1,0 +1,35 @@
+"""KV pools of the torch backend."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from paceline.errors import BackendError
+from paceline.models.transformer import KeyValues
+
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class TorchPool:
+    """Keys and values of `num_pages` pages in torch tensors."""
+
+    num_pages: int
+    bytes_per_page: int  # of all ranks
+    cache: KeyValues  # of num_pages * PAGE_SIZE slots
+    number: int = 0  # by which the ranks name it
+
+
+def make_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> KeyValues:
+    """Zeroed storage of keys and values: [..., slots, kv_heads, head_dim]."""
+    try:
+        return KeyValues(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+    except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors
+        total = 2 * math.prod(shape) * dtype.itemsize
+        raise BackendError(
+            f"No memory for a KV pool of {shape[-3] // PAGE_SIZE} pages ({total / 1e9:.1f} GB) on {device}; "
+            "ask for fewer pages, shorter contexts or bfloat16."
+        ) from error
