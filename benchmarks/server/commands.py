@@ -163,6 +163,7 @@ def replicas_command(
             speeds = " ".join(f"{speed:.0f}" for speed in side.tokens_per_second)
             first = [1e3 * percentile(side.first_text, share) for share in (0.5, 0.99)]
             typer.echo(
-                f"{name:27} best {max(side.tokens_per_second):.0f} tokens/s ({speeds}); first text "
-                f"p50 {first[0]:.1f} ms, p99 {first[1]:.1f} ms"
+                f"{name:27} best {max(side.tokens_per_second):.0f} tokens/s ({speeds}), "
+                f"{max(side.tokens_per_cpu_second):.0f} per CPU second; first text p50 {first[0]:.1f} ms, "
+                f"p99 {first[1]:.1f} ms"
             )

@@ -8,7 +8,9 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.server.process import ServerProcess
@@ -100,27 +102,47 @@ class Side:
     """One contestant."""
 
     tokens_per_second: list[float]  # of each turn
+    tokens_per_cpu_second: list[float]  # of the server and all processes that it started
     first_text: list[float]  # seconds, of a request alone
 
 
 def measure_sides(model: str, turns: int, clients: int, tokens: int, probes: int) -> tuple[Side, Side]:
     """One process with two threads, and two replicas with one thread each, both running, in turns."""
-    alone, replicas = Side([], []), Side([], [])
+    alone, replicas = Side([], [], []), Side([], [], [])
     with ServerProcess(model, "--threads", "2") as one, ServerProcess(model, *REPLICAS) as two:
         wait_for_two(two.server)
         for turn in range(turns + 1):  # the first one warms up
-            for side, server in ((alone, one.server), (replicas, two.server)):
-                begun = time.monotonic()
-                answers = asyncio.run(ask_all(server, clients, tokens))
-                speed = sum(answer.completion_tokens for answer in answers) / (time.monotonic() - begun)
+            for side, started in ((alone, one), (replicas, two)):
+                begun, used = time.monotonic(), cpu_seconds(started.process.pid)
+                answers = asyncio.run(ask_all(started.server, clients, tokens))
+                count = sum(answer.completion_tokens for answer in answers)
                 if turn:
-                    side.tokens_per_second.append(speed)
+                    side.tokens_per_second.append(count / (time.monotonic() - begun))
+                    side.tokens_per_cpu_second.append(count / (cpu_seconds(started.process.pid) - used))
         for number in range(probes):
             for side, server in ((alone, one.server), (replicas, two.server)):
                 answer = asyncio.run(post(server, "/v1/completions", body(1000 + number, 1)))
                 if answer.first_text_seconds is not None:
                     side.first_text.append(answer.first_text_seconds)
     return alone, replicas
+
+
+def cpu_seconds(root: int) -> float:
+    """CPU time of a process and of all that descend from it, those that have ended included."""
+    ticks: dict[int, int] = {}
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError):
+                values = (folder / "stat").read_text().rpartition(")")[2].split()
+                ticks[int(folder.name)] = sum(map(int, values[11:15]))  # utime, stime, cutime, cstime
+                children.setdefault(int(values[1]), []).append(int(folder.name))
+    total, waiting = 0, [root]
+    while waiting:
+        process = waiting.pop()
+        total += ticks.get(process, 0)
+        waiting += children.get(process, [])
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 def percentile(values: Sequence[float], share: float) -> float:

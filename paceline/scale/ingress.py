@@ -12,7 +12,7 @@ from paceline.errors import ConfigError
 from paceline.models.registry import load_tokenizer, resolve
 from paceline.options import unknown_option
 from paceline.scale.cluster import import_ray, machine_resources, replica_resources
-from paceline.scale.command import make_ingress
+from paceline.scale.command import check_alone, make_ingress
 from paceline.scale.options import ScaleOptions
 from paceline.scale.pages import pages
 from paceline.serve.app import make_app
@@ -50,13 +50,14 @@ def make_application(model: str, options: Mapping[str, Any]) -> Any:
     from paceline.scale.deployment import replica_application
 
     engine, server, scale = split_options(options)
+    check_alone(server)
     config = EngineConfig.from_options(model=model, **engine)
     total = ray.cluster_resources() if ray.is_initialized() else machine_resources()
     share = replica_resources(config.backend, scale, total)
     if share.gpus == 0:
         engine["threads"] = share.cpus
     replicas = replica_application(model, engine, server, scale, share.for_actor())
-    made = ray.serve.deployment(ray.serve.ingress(_asgi)(Ingress)).options(
+    made = ray.serve.deployment(ray.serve.ingress()(Ingress)).options(
         name="Ingress",
         num_replicas=1,
         max_ongoing_requests=server.max_connections,
@@ -65,14 +66,6 @@ def make_application(model: str, options: Mapping[str, Any]) -> Any:
         logging_config={"log_level": "WARNING", "enable_access_log": False},
     )
     return made.bind(replicas, model, engine, server, scale)
-
-
-async def _asgi(scope: Any, receive: Any, send: Any) -> None:
-    """The app of the Ingress in whose process this runs."""
-    from ray import serve
-
-    ingress = serve.get_replica_context().servable_object
-    await ingress.app(scope, receive, send)
 
 
 class Ingress:
@@ -94,4 +87,8 @@ class Ingress:
         self.engine, metrics = await make_ingress(replicas, tokenizer, names[0], config, options, scale, host)
         service = Service(self.engine, tokenizer, names, options.tool_call_parser)
         shown = pages(metrics, self.engine, replicas.snapshots, options.metrics_prefix)
-        self.app = make_app(service, options, metrics, (), shown)
+        self.http_app = make_app(service, options, metrics, (), shown)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """For Serve: the app, once this is initialized."""
+        return self.http_app
