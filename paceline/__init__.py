@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError
@@ -33,6 +34,11 @@ _HOMES = {
     "RequestOutput": "paceline.engine.outputs",
     "CompletionOutput": "paceline.engine.outputs",
 }
+
+if isa := os.environ.get("PACELINE_ISA"):  # before numba is imported, which reads its target once
+    from paceline.machine import force_isa
+
+    force_isa(isa)
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 from paceline.backends.options import BackendOptions
 from paceline.config import DEFAULT_MODEL
+from paceline.core.verdict import Logprob
 from paceline.errors import BackendError, PacelineError
 from paceline.extras import needs_extra
 from paceline.home import paceline_home
@@ -20,6 +22,9 @@ from paceline.machine import find_gpu
 from paceline.terminal.session import announce_compilation
 
 GPU_TEST = "kernels on the GPU"
+DIGEST_TEST = "same bits as other CPUs"
+# Digests of what the cpu backend gives for the first prompt below; every machine gives the same
+MODEL_DIGESTS = {DEFAULT_MODEL: "3e8699c39f11ea2a"}
 PACKAGES = ("paceline", "numpy", "numba", "llvmlite", "tokenizers", "safetensors", "torch", "triton")
 # CPU features that decide which kernels are compiled
 FEATURES: tuple[str, ...] = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512vnni")
@@ -63,7 +68,8 @@ def check(model: str | None = None, with_torch: bool = False) -> Report:
     facts["models"] = models()
     if with_torch:
         facts["torch"] = torch_facts()
-    tests = [_guarded(GPU_TEST, gpu_outcome), _guarded("model", lambda: model_outcome(model))]
+    tests = [_guarded(DIGEST_TEST, digest_outcome), _guarded(GPU_TEST, gpu_outcome)]
+    tests.append(_guarded("model", lambda: model_outcome(model)))
     return Report(facts, [*kernel_outcomes(), *tests])
 
 
@@ -176,6 +182,13 @@ def kernel_outcomes() -> Iterator[Outcome]:
         yield _guarded(f"kernel {name}", lambda case=case: compare(case))  # type: ignore[misc]
 
 
+def digest_outcome() -> str:
+    """Summary of the digest of a fixed generation."""
+    from paceline.check_digest import compare_digest
+
+    return compare_digest()
+
+
 def gpu_outcome() -> str:
     """Summary of the cuda backend's kernels compared with torch; skipped without a GPU."""
     gpu = find_gpu()
@@ -189,7 +202,8 @@ def gpu_outcome() -> str:
 def model_outcome(model: str | None) -> str:
     """Summary of a model's outputs alone, repeated and batched; skipped if there is no model.
 
-    All three runs must agree in every token and in every bit of every log-probability.
+    All three runs must agree in every token and in every bit of every log-probability, and with the digest of
+    the model, if it is a known one.
     """
     from paceline.core.params import SamplingParams
     from paceline.llm import LLM
@@ -205,7 +219,16 @@ def model_outcome(model: str | None) -> str:
     for where, other in (("a second time", again), ("among other requests", crowd)):
         if (other.token_ids, other.logprobs) != (alone.token_ids, alone.logprobs):
             raise BackendError(f"{where} it gave {other.text!r}, or other bits; alone {alone.text!r}")
-    return f"{model or DEFAULT_MODEL} gives the same bits alone, again and among other requests"
+    name, found = model or DEFAULT_MODEL, _digest(alone.token_ids, alone.logprobs)
+    if found != MODEL_DIGESTS.get(name, found):
+        raise BackendError(f"{name} has digest {found}, not {MODEL_DIGESTS[name]} as on other machines")
+    return f"{name} gives the same bits alone, again and among other requests; digest {found}"
+
+
+def _digest(tokens: list[int], logprobs: list[dict[int, Logprob]] | None) -> str:
+    """A digest of the tokens of an output and of the bits of their log-probabilities."""
+    bits = [{token: one.logprob.hex() for token, one in sorted(step.items())} for step in logprobs or []]
+    return hashlib.sha256(repr((list(tokens), bits)).encode()).hexdigest()[:16]
 
 
 class Skipped(Exception):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ from paceline.backends.base import Backend
 from paceline.backends.load import load_backend
 from paceline.backends.options import BackendOptions
 from paceline.core.arrays import Float32Array, Int32Array
-from paceline.core.forward import ForwardBatch, KVPool
+from paceline.core.forward import chain_batch
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.config import ModelConfig, RopeConfig
@@ -67,7 +66,7 @@ def _random_tensors(random: np.random.Generator) -> dict[str, Tensor]:
 def _alone(backend: Backend, tokens: Int32Array) -> Float32Array:
     """The logits of a prompt in one pass."""
     pages = -(-len(tokens) // backend.page_size)
-    batch = _batch(backend.make_pool(pages), [(tokens, 0, 0)], pages)
+    batch = chain_batch(backend.make_pool(pages), [(tokens, 0, 0)], pages)
     return backend.forward(batch).logits.copy()
 
 
@@ -75,22 +74,7 @@ def _in_chunks(backend: Backend, tokens: Int32Array) -> Float32Array:
     """The same in two passes, the second of them beside another request."""
     pages = -(-len(tokens) // backend.page_size)
     pool = backend.make_pool(2 * pages)
-    first = backend.forward(_batch(pool, [(tokens[:SPLIT], 0, 0)], pages)).logits.copy()
+    first = backend.forward(chain_batch(pool, [(tokens[:SPLIT], 0, 0)], pages)).logits.copy()
     other = tokens[::-1][:SPLIT].copy()
-    both = _batch(pool, [(other, 0, 1), (tokens[SPLIT:], SPLIT, 0)], pages)
+    both = chain_batch(pool, [(other, 0, 1), (tokens[SPLIT:], SPLIT, 0)], pages)
     return np.concatenate((first, backend.forward(both).logits[SPLIT:]))
-
-
-def _batch(pool: KVPool, parts: Sequence[tuple[Int32Array, int, int]], pages: int) -> ForwardBatch:
-    """A pass over `parts`: tokens, tokens before them, and the number of the request."""
-    counts = [len(tokens) for tokens, _, _ in parts]
-    return ForwardBatch(
-        tokens=np.concatenate([tokens for tokens, _, _ in parts]).astype(np.int32),
-        positions=np.concatenate([before + np.arange(len(t)) for t, before, _ in parts]).astype(np.int32),
-        parents=np.concatenate([np.arange(count) - 1 for count in counts]).astype(np.int32),
-        row_offsets=np.cumsum([0, *counts]).astype(np.int32),
-        context_lengths=np.array([before for _, before, _ in parts], dtype=np.int32),
-        page_tables=np.array([number * pages + np.arange(pages) for _, _, number in parts], dtype=np.int32),
-        logit_rows=np.arange(sum(counts), dtype=np.int32),
-        pool=pool,
-    )

@@ -16,6 +16,7 @@ from paceline.bench.simulate.flags import simulate_command
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import PacelineError
 from paceline.extras import needs_extra
+from paceline.machine import force_isa
 from paceline.terminal.config_file import ConfigFile
 from paceline.terminal.flags import (
     ENGINE,
@@ -158,9 +159,18 @@ def check(
         typer.Option(help="Model to test; downloaded if necessary."),
     ] = None,
     with_torch: Annotated[bool, typer.Option("--torch", help="Also show the devices of torch.")] = False,
+    isa: Annotated[
+        str | None,
+        typer.Option(
+            help="Instruction set of the CPU kernels: avx512vnni, avxvnni, avx512, avx2, neon or portable. "
+            "Default: the best of this CPU. For other commands, set PACELINE_ISA."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show this machine and the chosen kernels, and test that they are correct."""
+    if isa is not None:
+        force_isa(isa)
     from paceline.check import check, show
 
     report = check(model, with_torch)

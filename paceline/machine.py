@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
+import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -15,6 +17,22 @@ ARM_PARTS = {
     "0xd40": "Arm Neoverse-V1",
     "0xd49": "Arm Neoverse-N2",
     "0xd4f": "Arm Neoverse-V2",
+}
+
+ISA_VARIABLE = "PACELINE_ISA"  # of the environment: the instruction set that CPU kernels are compiled for
+EMULATED = "-emulated"  # after the name of an instruction set: its kernels, by plain instructions, for tests
+_AVX2 = "+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt"
+_AVX512 = f"{_AVX2},+avx512f,+avx512bw,+avx512dq,+avx512vl"
+# The CPU that numba compiles for, and its features, by family of CPUs and instruction set; none: as it is
+NUMBA_TARGETS: dict[str, dict[str, tuple[str, str] | None]] = {
+    "x86": {
+        "avx512vnni": ("cascadelake", f"{_AVX512},+avx512vnni"),
+        "avxvnni": ("haswell", f"{_AVX2},+avxvnni"),
+        "avx512": ("skylake-avx512", _AVX512),
+        "avx2": ("haswell", _AVX2),
+        "portable": ("x86-64", "+sse2"),
+    },
+    "arm": {"neon": None, "portable": ("generic", "+neon")},
 }
 
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")  # of NVIDIA's driver, and of a GPU in Windows' Linux
@@ -77,6 +95,26 @@ def has_amx(cpuinfo: str | None = None) -> bool:
     """Whether the CPU has AMX (int8 matrix tiles), by the text of /proc/cpuinfo."""
     text = _read("/proc/cpuinfo") if cpuinfo is None else cpuinfo
     return re.search(r"^flags\s*:.*\bamx_int8\b", text, re.MULTILINE) is not None
+
+
+def family(machine: str) -> str:
+    """The family of CPUs of a machine as Python's platform module names it: x86, arm or ""."""
+    name = machine.lower()
+    return "x86" if name in ("x86_64", "amd64") else "arm" if name in ("aarch64", "arm64") else ""
+
+
+def force_isa(name: str) -> None:
+    """Make numba compile for a machine that has this instruction set and nothing better.
+
+    Call it before anything is compiled. The CPU backend checks the name, and that this CPU can run it.
+    """
+    os.environ[ISA_VARIABLE] = name
+    target = NUMBA_TARGETS.get(family(platform.machine()), {}).get(name)
+    if target is None:
+        return
+    os.environ["NUMBA_CPU_NAME"], os.environ["NUMBA_CPU_FEATURES"] = target
+    if numba := sys.modules.get("numba"):  # it has read its environment already
+        numba.config.CPU_NAME, numba.config.CPU_FEATURES = target
 
 
 def _read(path: str) -> str:

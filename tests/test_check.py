@@ -6,16 +6,19 @@ import json
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from paceline import LLM, check_gpu, check_kernels
 from paceline import check as check_room
 from paceline.backends import options
+from paceline.backends.cpu import workspace
 from paceline.backends.cpu.packing import choose_format
 from paceline.backends.cpu.tiles import FORMAT_NAMES
 from paceline.backends.load import load_backend
 from paceline.backends.options import BackendOptions
 from paceline.check import Outcome, Report, check
+from paceline.check_digest import compare_digest, generation_digest
 from paceline.check_kernels import CASES, compare
 from paceline.cli import main
 from paceline.errors import BackendError
@@ -70,6 +73,28 @@ def test_a_kernel_whose_rows_depend_on_each_other_is_noticed(plant):
         compare(CASES["float32"])
 
 
+def test_the_digest_of_a_fixed_generation_is_that_of_every_machine():
+    assert compare_digest() == "digest a4ad3130dd0ba6e9, as on every machine"
+    assert generation_digest(threads=1) == "a4ad3130dd0ba6e9"
+
+
+def test_other_bits_than_those_of_other_machines_are_noticed(plant):
+    right = workspace.rope_tables
+
+    def wrong_in_the_last_bit(rope, head_dim, positions):
+        cosines, sines = right(rope, head_dim, positions)
+        return np.nextafter(cosines, np.float32(0)), sines
+
+    plant(workspace, "rope_tables", wrong_in_the_last_bit)
+    with pytest.raises(BackendError, match="not a4ad3130dd0ba6e9 as on other machines"):
+        compare_digest()
+
+
+@pytest.mark.real
+def test_the_default_model_has_the_digest_of_every_machine():
+    assert check_room.model_outcome(None).endswith("digest 3e8699c39f11ea2a")
+
+
 def test_the_report_tells_machine_kernels_versions_and_models(empty_home, tmp_path):
     report = check()
     assert set(report.facts) == {"machine", "gpu", "kernels", "versions", "models"}
@@ -77,7 +102,8 @@ def test_the_report_tells_machine_kernels_versions_and_models(empty_home, tmp_pa
     assert report.facts["models"]["home"] == str(tmp_path)
     assert report.facts["models"]["smollm2-135m"] == "not fetched"
     assert report.facts["kernels"]["cache"].startswith("cold")
-    assert [outcome.status for outcome in report.outcomes] == ["ok"] * len(CASES) + ["skipped", "skipped"]
+    statuses = [outcome.status for outcome in report.outcomes]
+    assert statuses == [*["ok"] * len(CASES), "ok", "skipped", "skipped"]
     assert report.passed
 
 

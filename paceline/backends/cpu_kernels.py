@@ -7,11 +7,13 @@ at the file of the function itself: a change of an inlined intrinsic in another 
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 import numba
 
 from paceline.kernel_cache import kernels_folder
+from paceline.machine import EMULATED, ISA_VARIABLE
 
 
 def cache_folder() -> Path:
@@ -28,4 +30,7 @@ def _sources_fingerprint() -> str:
     for path in [*sorted((backends / "cpu").glob("*.py")), *called]:
         digest.update(path.read_bytes())
     digest.update(numba.__version__.encode())
+    asked = os.environ.get(ISA_VARIABLE, "")
+    if asked.endswith(EMULATED):  # every other instruction set has a numba target of its own
+        digest.update(asked.encode())
     return digest.hexdigest()[:16]

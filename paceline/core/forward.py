@@ -103,3 +103,21 @@ class DeviceMemory:
 def chain_parents(row_counts: Sequence[int]) -> Int32Array:
     """The parents of rows that are chains of the given lengths, one per request."""
     return np.concatenate([np.arange(-1, count - 1, dtype=np.int32) for count in row_counts])
+
+
+def chain_batch(pool: KVPool, parts: Sequence[tuple[Int32Array, int, int]], pages: int) -> ForwardBatch:
+    """A pass over chains: tokens, how many tokens are before them, and the number of the request.
+
+    Request n has the `pages` pages from n * pages on. Every row has logits.
+    """
+    counts = [len(tokens) for tokens, _, _ in parts]
+    return ForwardBatch(
+        tokens=np.concatenate([tokens for tokens, _, _ in parts]).astype(np.int32),
+        positions=np.concatenate([before + np.arange(len(t)) for t, before, _ in parts]).astype(np.int32),
+        parents=chain_parents(counts),
+        row_offsets=np.cumsum([0, *counts]).astype(np.int32),
+        context_lengths=np.array([before for _, before, _ in parts], dtype=np.int32),
+        page_tables=np.array([number * pages + np.arange(pages) for _, _, number in parts], dtype=np.int32),
+        logit_rows=np.arange(sum(counts), dtype=np.int32),
+        pool=pool,
+    )

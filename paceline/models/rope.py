@@ -1,7 +1,13 @@
-"""Rotary position embedding: the frequencies of a RopeConfig."""
+"""Rotary position embedding: the frequencies of a RopeConfig, and tables of cosines and sines.
+
+The C library and numpy's vector units each round powers, sines and cosines in their own way, and one bit of
+an angle changes logits. Here they are computed by operations that IEEE 754 defines to the last bit, so that
+every CPU has the same tables.
+"""
 
 from __future__ import annotations
 
+import decimal
 import math
 
 import numpy as np
@@ -10,6 +16,14 @@ import numpy.typing as npt
 from paceline.models.config import RopeConfig
 
 Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
+
+# pi / 2 in three parts: the first two have 33 bits, so their products with counts up to 2 ** 20 are exact
+HALF_PI = (1.57079632673412561417, 6.07710050630396597660e-11, 2.02226624879595063154e-21)
+# sin(r) = r - r^3/3! + ..., cos(r) = 1 - r^2/2! + ... with |r| <= pi / 4: these terms reach 1e-17
+SINE = [(-1) ** term / math.factorial(2 * term + 1) for term in range(9)]
+COSINE = [(-1) ** term / math.factorial(2 * term) for term in range(9)]
+_TABLE_VALUES = 1 << 15  # computed at a time: they stay in the L2 cache
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float32Array:
@@ -17,7 +31,8 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float32Array:
     head_dim = rope.dim or head_dim
     # float32 from the first step, because models were trained with this rounding
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    frequencies: Float32Array = 1 / np.power(rope.theta, exponents, dtype=np.float32)
+    powers = np.array([_power(rope.theta, float(exponent)) for exponent in exponents], dtype=np.float32)
+    frequencies: Float32Array = np.float32(1) / powers
     if rope.frequency_divisors:
         divisors: Float32Array = np.array(rope.frequency_divisors, dtype=np.float32)
         return frequencies / divisors
@@ -28,6 +43,52 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float32Array:
     if rope.scaling == "yarn":
         return _yarn_frequencies(rope, frequencies, head_dim)
     return frequencies
+
+
+def rope_tables(rope: RopeConfig, head_dim: int, positions: int) -> tuple[Float32Array, Float32Array]:
+    """Cosines and sines of all angles, times yarn's factor: float32 [positions, rotated values // 2] each."""
+    frequencies, factor = rope_frequencies(rope, head_dim), np.float32(rope.attention_factor)
+    cosines = np.empty((positions, len(frequencies)), dtype=np.float32)
+    sines = np.empty_like(cosines)
+    step = max(1, _TABLE_VALUES // max(1, len(frequencies)))
+    for start in range(0, positions, step):
+        rows = slice(start, min(start + step, positions))
+        angles = np.arange(rows.start, rows.stop, dtype=np.float32)[:, None] * frequencies
+        cosines[rows], sines[rows] = cosine_and_sine(angles.astype(np.float64))
+    return cosines * factor, sines * factor
+
+
+def cosine_and_sine(angles: Float64Array) -> tuple[Float64Array, Float64Array]:
+    """Cosines and sines of angles up to a million, accurate to about 1e-16."""
+    quarters = np.rint(angles / (math.pi / 2))
+    rest = angles
+    for part in HALF_PI:
+        rest = rest - quarters * part
+    square = rest * rest
+    sine, cosine = _series(SINE, square) * rest, _series(COSINE, square)
+    turn = quarters.astype(np.int64) & 3
+    swapped = (turn & 1) == 1
+    first, second = np.where(swapped, sine, cosine), np.where(swapped, cosine, sine)
+    return np.where((turn == 1) | (turn == 2), -first, first), np.where(turn >= 2, -second, second)
+
+
+def _series(coefficients: list[float], square: Float64Array) -> Float64Array:
+    total = np.full_like(square, coefficients[-1])
+    for coefficient in coefficients[-2::-1]:
+        total = total * square + coefficient
+    return total
+
+
+def _power(base: float, exponent: float) -> float:
+    """base ** exponent, rounded once."""
+    with decimal.localcontext(prec=40):
+        return float(decimal.Decimal(base) ** decimal.Decimal(exponent))
+
+
+def _logarithm(value: float) -> float:
+    """The natural logarithm, rounded once."""
+    with decimal.localcontext(prec=40):
+        return float(decimal.Decimal(value).ln())
 
 
 def _llama3_frequencies(rope: RopeConfig, frequencies: Float32Array) -> Float32Array:
@@ -45,7 +106,7 @@ def _yarn_frequencies(rope: RopeConfig, frequencies: Float32Array, head_dim: int
     def index_of(rotations: float) -> float:
         """The (fractional) index of the frequency that turns so often within the original context."""
         wave = rope.original_max_position / (rotations * 2 * math.pi)
-        return head_dim * math.log(wave) / (2 * math.log(rope.theta))
+        return head_dim * _logarithm(wave) / (2 * _logarithm(rope.theta))
 
     low, high = index_of(rope.beta_fast), index_of(rope.beta_slow)
     if rope.truncate:
@@ -61,6 +122,6 @@ def yarn_attention_factor(factor: float, mscale: float = 0.0, mscale_all_dim: fl
     """The factor of cosines and sines that yarn has if a configuration does not say."""
 
     def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
+        return 0.1 * weight * _logarithm(factor) + 1 if factor > 1 else 1.0
 
     return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1)

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from paceline.backends.cpu.isa import ISA
 from paceline.build import LoadedModel, build_engine
 from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams
@@ -85,8 +84,7 @@ def drafters(draft_model: str | None, medusa: str | None = None) -> Configs:
 
     The draft model is quantized otherwise than the target: it errs.
     """
-    other = "int8" if ISA.prefers_4bit else "native"
-    draft = {"method": "draft_model", "model": draft_model, "quantization": other}
+    draft = {"method": "draft_model", "model": draft_model, "quantization": "int8"}
     fallback = {"method": "ngram"} if draft_model is None else draft
     configs: Configs = {
         "ngram": {"method": "ngram"},

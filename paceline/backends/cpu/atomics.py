@@ -5,7 +5,8 @@ from __future__ import annotations
 from llvmlite import ir
 from numba import types
 
-from paceline.backends.cpu.isa import I32, ISA, call
+from paceline.backends.cpu.emit import I32, call
+from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.simd import operation, pointer_at
 
 _I64 = ir.IntType(64)
@@ -32,7 +33,7 @@ def atomic_store(builder, address, value):  # type: ignore[no-untyped-def]
 @operation(types.void, types.int64)
 def relax(builder, _count):  # type: ignore[no-untyped-def]
     """Tell the core that this is a spin loop."""
-    if ISA.name in ("avx512-vnni", "avx-vnni", "avx2"):
+    if ISA.family == "x86":
         call(builder, "llvm.x86.sse2.pause", ir.VoidType())
-    elif ISA.name == "sdot":
+    elif ISA.family == "arm":
         call(builder, "llvm.aarch64.isb", ir.VoidType(), I32(15))  # takes about as long as x86's pause

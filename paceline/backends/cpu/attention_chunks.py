@@ -20,7 +20,7 @@ from numba.core import cgutils
 from paceline.backends.cpu.attention import softmax
 from paceline.backends.cpu.attention_tiles import PAGE
 from paceline.backends.cpu.compiled import compiled, kernel, switch
-from paceline.backends.cpu.isa import I32, call, join, load_as_written, splat
+from paceline.backends.cpu.emit import I32, call, join, load_as_written, splat
 from paceline.backends.cpu.simd import (
     LANES,
     caller,

@@ -15,7 +15,8 @@ from numba import types
 from numba.core import cgutils
 
 from paceline.backends.cpu.compiled import kernel, switch
-from paceline.backends.cpu.isa import ISA, call, splat
+from paceline.backends.cpu.emit import call, splat
+from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.simd import LANES, caller, halves_at, read_at, write_at
 
 PAGE = 16  # positions of a page
@@ -120,7 +121,7 @@ def _emit_mix(half: bool, heads: int, columns: int, builder: ir.IRBuilder, args:
             write_at(builder, target, value, 4)
 
 
-_HALVES = (0, 1) if ISA.native_half else (0,)
+_HALVES = (0, 1)
 _HEADS = range(1, MAX_HEADS + 1)
 # query, query_stride, keys, width, scores, stride, factor
 _SCORE_ARGUMENTS = (*[types.int64] * 6, types.float32)

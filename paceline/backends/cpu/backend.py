@@ -12,7 +12,6 @@ from paceline.backends.base import Backend
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.compiled_model import CompiledModel, CpuPool
 from paceline.backends.cpu.features import KEPT_FIELDS
-from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.packing import address_of
 from paceline.backends.cpu.team import default_threads
 from paceline.backends.cpu.workspace import Workspace
@@ -57,7 +56,7 @@ class CpuBackend(CompiledModel, Backend):
         `beside` is a backend whose threads it shares: their passes must take turns.
 
         `quantization`: "native" keeps a GGUF file's own 4-bit blocks and makes the rest int8, "int8" makes
-        everything int8, "none" is float32; "auto" takes what is fastest on this CPU.
+        everything int8, "none" is float32; "auto" is "native".
         """
         if quantization not in QUANTIZATIONS:
             raise ConfigError(
@@ -75,7 +74,7 @@ class CpuBackend(CompiledModel, Backend):
                 "use the torch backend: backend='torch'."
             )
         if quantization == "auto":
-            quantization = "native" if ISA.prefers_4bit else "int8"
+            quantization = "native"
         workspace = Workspace(checkpoint, quantization, threads or default_threads(), max_rows)
         return cls(workspace, quantization, beside)
 

@@ -39,7 +39,7 @@ from paceline.backends.cpu.job import (
 )
 from paceline.backends.cpu.matmul import DESCRIPTOR, multiply_rows
 from paceline.backends.cpu.phases import gate_unit
-from paceline.backends.cpu.rows import normalize
+from paceline.backends.cpu.rows import normalize, record_stride
 from paceline.backends.cpu.simd import (
     exponential,
     fma,
@@ -146,7 +146,7 @@ def gather_rows(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
         first, count = load_int64(span), load_int64(span + 8)
         block = field(job, EXPERT_RECORDS_AT) + first * groups * size
         for group in range(groups):
-            source = field(job, RECORDS_AT) + (group * rows + pair // chosen) * size
+            source = field(job, RECORDS_AT) + (group * record_stride(rows) + pair // chosen) * size
             target = block + (group * count + load_int64(choice + 8) - first) * size
             for offset in range(0, size, 8):
                 store_int64(target + offset, load_int64(source + offset))
@@ -168,7 +168,7 @@ def gate_experts(tasks, job, counter, layer, scratch):  # type: ignore[no-untype
         gates = field(job, EXPERT_MATRICES_AT) + DESCRIPTOR * 3 * (layer * experts + expert)
         records = field(job, EXPERT_RECORDS_AT) + first * groups * size
         out = field(job, EXPERT_WIDE_RECORDS_AT) + (first * units + unit * rows) * size
-        gate_unit(job, unit, gates, gates + DESCRIPTOR, records, rows, out, scratch)
+        gate_unit(job, unit, gates, gates + DESCRIPTOR, records, rows, rows, out, scratch)
 
 
 @compiled

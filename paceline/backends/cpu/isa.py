@@ -1,30 +1,26 @@
-"""Which dot-product instruction this CPU has, and how to emit it.
+"""Which dot-product instruction this CPU has, and what suits the kernels around it.
 
 A kernel asks for one thing: for 8 or 16 output columns at once, add to as many int32 accumulators
-the dot product of 4 int8 weights and 4 int8 activations. Each instruction set below answers with its
-own instruction; all give the same integers.
+the dot product of 4 int8 weights and 4 int8 activations (dots.py). Every line of the table below answers
+with its own instruction; all give the same integers, and every kernel the same bits.
 
-The choice follows numba's own compile target, so that `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES`
-force another one, and numba's cache never mixes them.
+The choice follows numba's own compile target. `PACELINE_ISA` sets a lower one (machine.py), and so do numba's
+`NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES`; numba's cache never mixes them.
 """
 
 from __future__ import annotations
 
+import os
 import platform
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-from llvmlite import binding, ir
+from llvmlite import binding
 from numba.core.registry import cpu_target
 
-I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-SUMS = ir.VectorType(I32, 16)
-
-# emit(builder, address, index, kind: <n x i32> or <n x float>) -> word `index` at the address, in all lanes
-EmitSpread = Callable[[ir.IRBuilder, Any, int, ir.VectorType], Any]
-# emit(builder, sums: <n x i32>, weights: <4 n x i8> as [n columns][4 k], activations: <n x i32>) -> <n x i32>
-EmitDot = Callable[[ir.IRBuilder, Any, Any, Any], Any]
+from paceline.backends.cpu import dots
+from paceline.backends.cpu.dots import Dot, EmitSpread
+from paceline.errors import ConfigError
+from paceline.machine import EMULATED, ISA_VARIABLE, family
 
 
 @dataclass(frozen=True)
@@ -33,189 +29,78 @@ class Isa:
 
     name: str
     description: str
+    family: str  # of CPUs: x86, arm, or "" for all
+    needs: frozenset[str]  # LLVM's names of the features it uses
     spread: EmitSpread
-    dot_narrow: EmitDot  # weights in 0..15
-    dot_wide: EmitDot  # weights of 8 bits, signed unless `offset_weights`
+    dot_narrow: Dot  # weights in 0..15
+    dot_wide: Dot  # weights of 8 bits, signed unless `offset_weights`
     offset_weights: bool = False  # 8-bit weights are stored as w + 128: the instruction wants them unsigned
     columns: int = 16  # outputs of one tile: as many as their sums fit into registers
     tile_rows: int = 4  # rows of the largest register tile
-    chunk_rows: int = 0  # rows that meet some tiles before the next rows do; 0: all rows meet a tile
     wide_registers: bool = False  # 16 lanes are one register, and there are 32 of them
     slow_conversion: bool = False  # int to float costs more than a float addition; not with `offset_weights`
     single_loads: bool = False  # a load of two registers, which LLVM prefers, takes longer than two loads
     native_half: bool = True  # half <-> float conversions are instructions
     slow_half: bool = False  # widening halves costs more than to multiply them
-    prefers_4bit: bool = False  # dots are so cheap that halving the weight bytes wins for several rows too
 
 
-def splat(builder: ir.IRBuilder, value: Any, vector: ir.VectorType) -> Any:
-    undefined = ir.Constant(vector, ir.Undefined)
-    first = builder.insert_element(undefined, value, I32(0))
-    mask = ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count)
-    return builder.shuffle_vector(first, undefined, mask)
+_PAIRS = Dot(dots.add_pairs, dots.join_pairs)
 
-
-def _part(builder: ir.IRBuilder, vector: Any, start: int, count: int) -> Any:
-    """Lanes start..start + count of a vector."""
-    lanes = ir.Constant(ir.VectorType(I32, count), list(range(start, start + count)))
-    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), lanes)
-
-
-def join(builder: ir.IRBuilder, parts: list[Any]) -> Any:
-    """One vector out of equal parts, a power of two of them."""
-    while len(parts) > 1:
-        lanes = ir.Constant(ir.VectorType(I32, 2 * parts[0].type.count), list(range(2 * parts[0].type.count)))
-        parts = [builder.shuffle_vector(a, b, lanes) for a, b in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
-
-
-def call(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: Any) -> Any:
-    kind = ir.FunctionType(result, [argument.type for argument in arguments])
-    function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
-    return builder.call(function, arguments)
-
-
-class _VolatileLoad(ir.instructions.LoadInstr):  # type: ignore[misc]
-    """A load that LLVM neither merges with another nor moves out of a loop."""
-
-    def descr(self, buf: list[str]) -> None:
-        parts: list[str] = []
-        super().descr(parts)
-        buf.append("".join(parts).replace("load", "load volatile", 1))
-
-
-def load_as_written(builder: ir.IRBuilder, pointer: Any, kind: ir.Type) -> Any:
-    """The value at a pointer, by a load of its own: see Isa.single_loads."""
-    value = _VolatileLoad(builder.block, pointer, typ=kind)
-    value.align = 4
-    builder._insert(value)
-    return value
-
-
-def _spread_word(builder: ir.IRBuilder, address: Any, index: int, kind: ir.VectorType) -> Any:
-    """A load that fills all lanes."""
-    pointer = builder.inttoptr(builder.add(address, I64(4 * index)), kind.element.as_pointer())
-    value = builder.load(pointer)
-    value.align = 4
-    return splat(builder, value, kind)
-
-
-def _spread_lane(builder: ir.IRBuilder, address: Any, index: int, kind: ir.VectorType) -> Any:
-    """One lane of a load of 4 words. Arm's dots and multiplications read it there, so it costs nothing."""
-    four = ir.VectorType(kind.element, 4)
-    words = builder.load(builder.inttoptr(builder.add(address, I64(index // 4 * 16)), four.as_pointer()))
-    words.align = 4
-    lanes = ir.Constant(ir.VectorType(I32, kind.count), [index % 4] * kind.count)
-    return builder.shuffle_vector(words, ir.Constant(four, ir.Undefined), lanes)
-
-
-def _by_parts(lanes: int, dot: EmitDot) -> EmitDot:
-    """The dot over all columns by an instruction that does `lanes` columns."""
-
-    def emit(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
-        parts = []
-        for start in range(0, sums.type.count, lanes):
-            part_weights = _part(builder, weights, 4 * start, 4 * lanes)
-            part_activations = _part(builder, activations, start, lanes)
-            parts.append(dot(builder, _part(builder, sums, start, lanes), part_weights, part_activations))
-        return join(builder, parts)
-
-    return emit
-
-
-def _vnni_512(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
-    words = builder.bitcast(weights, SUMS)
-    return call(builder, "llvm.x86.avx512.vpdpbusd.512", SUMS, sums, words, activations)
-
-
-def _vnni_256(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
-    eight = ir.VectorType(I32, 8)
-    words = builder.bitcast(weights, eight)
-    return call(builder, "llvm.x86.avx512.vpdpbusd.256", eight, sums, words, activations)
-
-
-def _avx2_pairs(builder: ir.IRBuilder, sums: Any, unsigned: Any, signed: Any) -> Any:
-    """u8 x s8 by two multiply-adds; |u8| <= 127 here, so the 16-bit pair sums cannot saturate."""
-    bytes32, words16 = ir.VectorType(I8, 32), ir.VectorType(I16, 16)
-    pairs = call(
-        builder,
-        "llvm.x86.avx2.pmadd.ub.sw",
-        words16,
-        builder.bitcast(unsigned, bytes32),
-        builder.bitcast(signed, bytes32),
-    )
-    ones = ir.Constant(words16, [1] * 16)
-    return builder.add(sums, call(builder, "llvm.x86.avx2.pmadd.wd", ir.VectorType(I32, 8), pairs, ones))
-
-
-def _avx2_narrow(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
-    return _avx2_pairs(builder, sums, weights, activations)
-
-
-def _avx2_wide(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
-    """s8 x s8: move the weight's sign to the activation, then |weight| is unsigned."""
-    bytes32 = ir.VectorType(I8, 32)
-    spread = builder.bitcast(activations, bytes32)
-    magnitude = call(builder, "llvm.x86.avx2.psign.b", bytes32, weights, weights)
-    signed = call(builder, "llvm.x86.avx2.psign.b", bytes32, spread, weights)
-    return _avx2_pairs(builder, sums, magnitude, signed)
-
-
-def _sdot(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
-    four, spread = ir.VectorType(I32, 4), builder.bitcast(activations, weights.type)
-    return call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", four, sums, weights, spread)
-
-
-def _portable(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
-    """Plain LLVM: widen, multiply, add the four products of each column."""
-    words = ir.VectorType(I16, weights.type.count)
-    spread = builder.bitcast(activations, weights.type)
-    products = builder.mul(builder.sext(weights, words), builder.sext(spread, words))
-    for k in range(4):
-        lanes = ir.Constant(sums.type, list(range(k, words.count, 4)))
-        column = builder.shuffle_vector(products, ir.Constant(words, ir.Undefined), lanes)
-        sums = builder.add(sums, builder.sext(column, sums.type))
-    return sums
-
-
+# Best first
 ISAS = {
     isa.name: isa
     for isa in (
         Isa(
-            "avx512-vnni",
+            "avx512vnni",
             "x86 AVX-512 VNNI (vpdpbusd, 512 bits)",
-            spread=_spread_word,
-            dot_narrow=_vnni_512,
-            dot_wide=_vnni_512,
+            family="x86",
+            needs=frozenset({"avx512vnni", "avx512bw", "avx512vl", "f16c"}),
+            spread=dots.spread_word,
+            dot_narrow=Dot(dots.vnni),
+            dot_wide=Dot(dots.vnni),
             offset_weights=True,
             tile_rows=8,
             wide_registers=True,
-            prefers_4bit=True,
         ),
         Isa(
-            "avx-vnni",
+            "avxvnni",
             "x86 AVX-VNNI (vpdpbusd, 256 bits)",
-            spread=_spread_word,
-            dot_narrow=_by_parts(8, _vnni_256),
-            dot_wide=_by_parts(8, _vnni_256),
+            family="x86",
+            needs=frozenset({"avxvnni", "f16c", "fma"}),
+            spread=dots.spread_word,
+            dot_narrow=Dot(dots.by_parts(8, dots.vnni)),
+            dot_wide=Dot(dots.by_parts(8, dots.vnni)),
             offset_weights=True,
-            prefers_4bit=True,
+        ),
+        Isa(
+            "avx512",
+            "x86 AVX-512 (vpmaddubsw, 512 bits)",
+            family="x86",
+            needs=frozenset({"avx512bw", "avx512vl", "f16c"}),
+            spread=dots.spread_word,
+            dot_narrow=_PAIRS,
+            dot_wide=Dot(dots.avx512_signed),
+            tile_rows=8,
+            wide_registers=True,
         ),
         Isa(
             "avx2",
-            "x86 AVX2 (vpmaddubsw)",
-            spread=_spread_word,
-            dot_narrow=_by_parts(8, _avx2_narrow),
-            dot_wide=_by_parts(8, _avx2_wide),
+            "x86 AVX2 (vpmaddubsw, 256 bits)",
+            family="x86",
+            needs=frozenset({"avx2", "f16c", "fma"}),
+            spread=dots.spread_word,
+            dot_narrow=_PAIRS,
+            dot_wide=Dot(dots.avx2_signed),
         ),
         Isa(
-            "sdot",
-            "Arm dot product (sdot)",
-            spread=_spread_lane,
-            dot_narrow=_by_parts(4, _sdot),
-            dot_wide=_by_parts(4, _sdot),
+            "neon",
+            "Arm NEON with dot product (sdot)",
+            family="arm",
+            needs=frozenset({"dotprod"}),
+            spread=dots.spread_lane,
+            dot_narrow=Dot(dots.by_parts(4, dots.sdot)),
+            dot_wide=Dot(dots.by_parts(4, dots.sdot)),
             columns=8,
-            chunk_rows=16,
             slow_conversion=True,
             single_loads=True,
             slow_half=True,
@@ -223,9 +108,11 @@ ISAS = {
         Isa(
             "portable",
             "plain LLVM vectors",
-            spread=_spread_word,
-            dot_narrow=_portable,
-            dot_wide=_portable,
+            family="",
+            needs=frozenset(),
+            spread=dots.spread_word,
+            dot_narrow=Dot(dots.plain),
+            dot_wide=Dot(dots.plain),
             native_half=False,
         ),
     )
@@ -252,27 +139,57 @@ def target_features() -> frozenset[str]:
     # On Arm, LLVM's list of the host's features leaves dotprod out: it follows from the CPU's name, and
     # only what LLVM makes of a dot product tells. To ask for `sdot` in vain would end the process.
     probe = binding.parse_assembly(_SUM_OF_PRODUCTS)
-    if _is_arm(platform.machine()) and "sdot" in codegen._tm.emit_assembly(probe):
+    if family(platform.machine()) == "arm" and "sdot" in codegen._tm.emit_assembly(probe):
         features.add("dotprod")
     return frozenset(features)
 
 
-def _is_arm(machine: str) -> bool:
-    return machine.lower() in ("aarch64", "arm64")
+def usable(features: frozenset[str], machine: str) -> list[Isa]:
+    """The instruction sets for a machine ("x86_64", "aarch64", ...) with these LLVM features, best first."""
+    return [isa for isa in ISAS.values() if isa.family in ("", family(machine)) and isa.needs <= features]
 
 
-def select(features: frozenset[str], machine: str) -> Isa:
-    """The best instruction set for a machine ("x86_64", "aarch64", ...) with these LLVM features."""
-    x86 = machine.lower() in ("x86_64", "amd64")
-    if x86 and {"avx512vnni", "avx512bw", "avx512vl", "f16c"} <= features:
-        return ISAS["avx512-vnni"]
-    if x86 and {"avxvnni", "f16c", "fma"} <= features:
-        return ISAS["avx-vnni"]
-    if x86 and {"avx2", "f16c", "fma"} <= features:
-        return ISAS["avx2"]
-    if _is_arm(machine) and "dotprod" in features:
-        return ISAS["sdot"]
-    return ISAS["portable"]
+def select(features: frozenset[str], machine: str, asked: str = "") -> Isa:
+    """The best instruction set for a machine with these LLVM features, which must be the one asked for."""
+    best = usable(features, machine)[0]
+    if asked == "":
+        return best
+    name = asked.removesuffix(EMULATED)
+    if name == "amx":
+        raise ConfigError("There are no AMX kernels: a CPU with AMX runs 'avx512vnni'. Use that instead.")
+    if name not in ISAS:
+        raise ConfigError(f"{ISA_VARIABLE} is {asked!r}; use one of {', '.join(ISAS)}, or leave it out.")
+    if name != asked:
+        return emulated(ISAS[name])
+    # on Arm LLVM does not list all of the host's features, and nothing but the host's are compiled for
+    host = host_features() | (features if family(machine) == "arm" else frozenset())
+    names = [isa.name for isa in usable(host, machine)]
+    if asked not in names:
+        lacks = ", ".join(sorted(ISAS[asked].needs - host)) or f"the {ISAS[asked].family} architecture"
+        raise ConfigError(
+            f"{ISA_VARIABLE} is {asked!r}, but this CPU lacks {lacks}; use one of {', '.join(names)}, "
+            f"or leave it out for the best."
+        )
+    if asked != best.name:
+        raise ConfigError(
+            f"{ISA_VARIABLE}={asked} came too late: numba already compiles for {best.name}. Set it in the "
+            "environment of the process, and leave NUMBA_CPU_NAME and NUMBA_CPU_FEATURES out."
+        )
+    return best
 
 
-ISA = select(target_features(), platform.machine())
+def emulated(isa: Isa) -> Isa:
+    """The same kernels with plain LLVM instead of the instructions: every machine can test them."""
+    wide = Dot(dots.plain_unsigned if isa.offset_weights else dots.plain)
+    name, description = isa.name + EMULATED, f"{isa.description}, emulated"
+    return replace(
+        isa, name=name, description=description, family="", dot_narrow=Dot(dots.plain), dot_wide=wide
+    )
+
+
+def host_features() -> frozenset[str]:
+    """The features of this CPU as LLVM lists them, whatever numba compiles for."""
+    return frozenset(name for name, present in binding.get_host_cpu_features().items() if present)
+
+
+ISA = select(target_features(), platform.machine(), os.environ.get(ISA_VARIABLE, ""))

@@ -35,11 +35,11 @@ _LARGEST = TILE_ROWS[-1]
 
 
 @compiled
-def multiply_rows(run_tile, matrix, tile, records, rows, first_row, count, out, out_stride, bias, added):  # type: ignore[no-untyped-def]
+def multiply_rows(run_tile, matrix, tile, records, stride, first_row, count, out, out_stride, bias, added):  # type: ignore[no-untyped-def]
     """Rows first_row..first_row + count of the records times tile `tile` of a matrix.
 
-    `run_tile` is the address of that kernel. Writes 16 floats a row to `out`, or adds them; see
-    tiles.py for the last four arguments.
+    `run_tile` is the address of that kernel; two groups are `stride` records apart. Writes 16 floats a row to
+    `out`, or adds them; see tiles.py for the last four arguments.
     """
     weight_format, groups = load_int64(matrix + 8), load_int64(matrix + 16)
     weights = load_int64(matrix) + tile * load_int64(matrix + 32)
@@ -54,7 +54,7 @@ def multiply_rows(run_tile, matrix, tile, records, rows, first_row, count, out, 
             step,
             weights,
             place,
-            rows * size,
+            stride * size,
             groups,
             target,
             out_stride,

@@ -13,7 +13,8 @@ from llvmlite import ir
 from numba import types
 
 from paceline.backends.cpu.compiled import compiled
-from paceline.backends.cpu.isa import I8, I32, ISA, splat
+from paceline.backends.cpu.emit import I8, I32, splat
+from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.simd import (
     LANES,
     add,

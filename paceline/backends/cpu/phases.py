@@ -9,7 +9,6 @@ from paceline.backends.cpu.attention import copy_key_value, write_key_value
 from paceline.backends.cpu.attention_choice import RESULT_ROWS, TASK_HEADS, attend, rows_of_task
 from paceline.backends.cpu.attention_tiles import PAGE
 from paceline.backends.cpu.compiled import compiled
-from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.job import (
     ATTENTION_AT,
     ATTENTION_PADDED,
@@ -61,6 +60,7 @@ from paceline.backends.cpu.rows import (
     normalize,
     normalize_head,
     read_matrix_row,
+    record_stride,
     rotate,
     write_record,
     write_records,
@@ -68,8 +68,7 @@ from paceline.backends.cpu.rows import (
 from paceline.backends.cpu.simd import load_float, load_int32, load_int64, store_float, store_int64
 from paceline.backends.cpu.tiles import COLUMNS, GROUP, RECORD
 
-_CHUNK_ROWS = ISA.chunk_rows
-_GATED_ROWS = ISA.chunk_rows or 64  # rows of gates and ups in scratch memory
+CHUNK_ROWS = 16  # that meet some tiles before the next rows do: their records stay in the L1 or L2 cache
 
 
 @compiled
@@ -92,7 +91,7 @@ def normalize_rows(tasks, job, counter, rows, norm, gathered, scratch):  # type:
         if weight != 0:
             after = scratch
             normalize(before, weight, after, field(job, HIDDEN), padded, epsilon)
-        write_records(after, padded // GROUP, records, rows, row, field(job, QUANTIZED))
+        write_records(after, padded // GROUP, records, record_stride(rows), row, field(job, QUANTIZED))
         if states != 0:
             told = after if field(job, NORMED_STATES) else before
             copy_row(told, states + 4 * padded * row, padded)
@@ -101,20 +100,19 @@ def normalize_rows(tasks, job, counter, rows, norm, gathered, scratch):  # type:
 @compiled
 def project(tasks, job, counter, matrix, records, rows, out, out_stride, bias, added):  # type: ignore[no-untyped-def]
     """Tiles of one matrix: out = records @ matrix + bias, or with `added` out += that."""
-    tiles, run_tile = load_int64(matrix + 24), field(job, RUN_TILE)
+    tiles, run_tile, stride = load_int64(matrix + 24), field(job, RUN_TILE), record_stride(rows)
     chunk = max(1, min(16, tiles // (8 * tasks[1])))
     while True:
         first, last = take(tasks, counter, tiles, chunk)
         if first >= tiles:
             return
-        step = _CHUNK_ROWS if _CHUNK_ROWS > 0 else rows
-        for row in range(0, rows, step):
-            count = min(step, rows - row)
+        for row in range(0, rows, CHUNK_ROWS):
+            count = min(CHUNK_ROWS, rows - row)
             for tile in range(first, last):
                 tile_bias = bias + 4 * COLUMNS * tile if bias != 0 else 0
                 place = out + row * out_stride + 4 * COLUMNS * tile
                 multiply_rows(
-                    run_tile, matrix, tile, records, rows, row, count, place, out_stride, tile_bias, added
+                    run_tile, matrix, tile, records, stride, row, count, place, out_stride, tile_bias, added
                 )
 
 
@@ -273,29 +271,32 @@ def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-u
 @compiled
 def quantize_rows(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
     """The attention's output into records."""
-    padded = field(job, ATTENTION_PADDED)
+    padded, stride = field(job, ATTENTION_PADDED), record_stride(rows)
     while True:
         row, _ = take(tasks, counter, rows, 1)
         if row >= rows:
             return
         source = field(job, ATTENTION_AT) + 4 * padded * row
-        write_records(source, padded // GROUP, field(job, RECORDS_AT), rows, row, field(job, QUANTIZED))
+        write_records(source, padded // GROUP, field(job, RECORDS_AT), stride, row, field(job, QUANTIZED))
 
 
 @compiled
-def gate_unit(job, unit, gates, ups, records, rows, out, scratch):  # type: ignore[no-untyped-def]
-    """32 columns of the gate and up projections of all rows, SwiGLU, and their records at `out`."""
+def gate_unit(job, unit, gates, ups, records, stride, rows, out, scratch):  # type: ignore[no-untyped-def]
+    """32 columns of the gate and up projections of all rows, SwiGLU, and their records at `out`.
+
+    Two groups of the records that are read are `stride` records apart.
+    """
     quantized, run_tile = field(job, QUANTIZED), field(job, RUN_TILE)
     size = RECORD if quantized else 4 * GROUP
-    ups_at = scratch + _GATED_ROWS * 4 * GROUP
-    for start in range(0, rows, _GATED_ROWS):
-        count = min(_GATED_ROWS, rows - start)
+    ups_at = scratch + CHUNK_ROWS * 4 * GROUP
+    for start in range(0, rows, CHUNK_ROWS):
+        count = min(CHUNK_ROWS, rows - start)
         for part in range(GROUP // COLUMNS):
             tile, place = GROUP // COLUMNS * unit + part, 4 * COLUMNS * part
             multiply_rows(
-                run_tile, gates, tile, records, rows, start, count, scratch + place, 4 * GROUP, 0, 0
+                run_tile, gates, tile, records, stride, start, count, scratch + place, 4 * GROUP, 0, 0
             )
-            multiply_rows(run_tile, ups, tile, records, rows, start, count, ups_at + place, 4 * GROUP, 0, 0)
+            multiply_rows(run_tile, ups, tile, records, stride, start, count, ups_at + place, 4 * GROUP, 0, 0)
         for row in range(count):
             values = scratch + 4 * GROUP * row
             gate(values, ups_at + 4 * GROUP * row)
@@ -306,13 +307,13 @@ def gate_unit(job, unit, gates, ups, records, rows, out, scratch):  # type: igno
 def gate_rows(tasks, job, counter, rows, gates, ups, scratch):  # type: ignore[no-untyped-def]
     """Gate, up and SwiGLU of all rows, 32 columns a task."""
     size = RECORD if field(job, QUANTIZED) else 4 * GROUP
-    units = field(job, INTERMEDIATE) // GROUP
+    units, stride = field(job, INTERMEDIATE) // GROUP, record_stride(rows)
     while True:
         unit, _ = take(tasks, counter, units, 1)
         if unit >= units:
             return
-        out = field(job, WIDE_RECORDS_AT) + unit * rows * size
-        gate_unit(job, unit, gates, ups, field(job, RECORDS_AT), rows, out, scratch)
+        out = field(job, WIDE_RECORDS_AT) + unit * stride * size
+        gate_unit(job, unit, gates, ups, field(job, RECORDS_AT), stride, rows, out, scratch)
 
 
 @compiled

@@ -2,7 +2,7 @@
 
 Every function here reads and writes one row only, in a fixed order, so its result cannot depend on other
 rows. `records` are the quantized activations described in tiles.py: the record of group g and row r is at
-records + (g * rows + r) * size.
+records + (g * record_stride(rows) + r) * size.
 """
 
 from __future__ import annotations
@@ -61,12 +61,18 @@ def write_record(values, record, quantized):  # type: ignore[no-untyped-def]
     store_int32(record + GROUP + 8, -OFFSET * total)
 
 
+@compiled(inline=True)
+def record_stride(rows):  # type: ignore[no-untyped-def]
+    """Records from one group to the next: odd, because at powers of two groups would share cache sets."""
+    return rows | 1
+
+
 @compiled
-def write_records(values, groups, records, rows, row, quantized):  # type: ignore[no-untyped-def]
-    """Store a row of `groups` groups of floats as records."""
+def write_records(values, groups, records, stride, row, quantized):  # type: ignore[no-untyped-def]
+    """Store a row of `groups` groups of floats as records; two groups are `stride` records apart."""
     size = RECORD if quantized else 4 * GROUP
     for group in range(groups):
-        write_record(values + 128 * group, records + (group * rows + row) * size, quantized)
+        write_record(values + 128 * group, records + (group * stride + row) * size, quantized)
 
 
 @compiled

@@ -33,7 +33,9 @@ from numba import types
 from numba.core import cgutils
 
 from paceline.backends.cpu.compiled import Emit
-from paceline.backends.cpu.isa import I8, I32, ISA, EmitDot, Isa, call, join, load_as_written
+from paceline.backends.cpu.dots import Dot
+from paceline.backends.cpu.emit import I8, I32, call, join, load_as_written
+from paceline.backends.cpu.isa import ISA, Isa
 from paceline.backends.cpu.simd import halves_at
 
 INT8, INT4, INT4K, FLOAT32 = 0, 1, 2, 3  # weight formats
@@ -144,7 +146,7 @@ class _Tile:
         return halves_at(self.builder, self.builder.add(address, _I64(offset)), self.width)
 
     def dots(
-        self, group: Any, weights: Callable[[int], Any], emit: EmitDot, offset: bool
+        self, group: Any, weights: Callable[[int], Any], dot: Dot, offset: bool
     ) -> Iterator[tuple[int, Any]]:
         """Each row with its exact integer dot products of one group, as floats.
 
@@ -152,7 +154,7 @@ class _Tile:
         """
         every = list(range(self.rows))
         for rows in [[row] for row in every] if self.isa.wide_registers else [every]:
-            chains = {row: self.start(group, row, offset) for row in rows}
+            chains = {row: self.start(group, row, dot, offset) for row in rows}
             for step in range(GROUP // 4):
                 if step == GROUP // 8:
                     self.forget()
@@ -160,13 +162,14 @@ class _Tile:
                 for row in rows:
                     values = self.spread(group, row, step, self.ints)
                     chain = step % len(chains[row])
-                    chains[row][chain] = emit(self.builder, chains[row][chain], vector, values)
+                    chains[row][chain] = dot.step(self.builder, chains[row][chain], vector, values)
             for row in rows:
-                yield row, self.as_floats(functools.reduce(self.builder.add, chains[row]))
+                sums = functools.reduce(self.builder.add, chains[row])
+                yield row, self.as_floats(dot.finish(self.builder, sums) if dot.finish else sums)
 
-    def start(self, group: Any, row: int, offset: bool) -> list[Any]:
+    def start(self, group: Any, row: int, dot: Dot, offset: bool) -> list[Any]:
         """What the chains of additions start from."""
-        zero = self.constant(self.ints, 0)
+        zero = dot.zero(self.width)
         if offset:  # weights are w + 128: start from -128 * sum of the activations
             first = self.spread(group, row, _OFFSET, self.ints)
         else:

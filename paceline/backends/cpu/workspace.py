@@ -12,17 +12,17 @@ import numpy.typing as npt
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.attention_choice import RESULT_ROWS, TASK_HEADS, run_mix, run_score
 from paceline.backends.cpu.attention_tiles import PAGE
-from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.matmul import run_tile
 from paceline.backends.cpu.packing import PackedMatrix, address_of, pack_matrices
+from paceline.backends.cpu.phases import CHUNK_ROWS
+from paceline.backends.cpu.rows import record_stride
 from paceline.backends.cpu.sampling import run_gumbel_argmax
 from paceline.backends.cpu.simd import LANES
 from paceline.backends.cpu.tiles import GROUP, RECORD
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import ModelConfig, MoeConfig
-from paceline.models.rope import rope_frequencies
+from paceline.models.rope import rope_tables
 
-_SCRATCH_ROWS = 64  # rows a thread multiplies before it consumes the result; see phases.py
 _LAYER = "model.layers.{}."
 _ATTENTION = tuple(f"self_attn.{part}_proj" for part in "qkvo")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -55,7 +55,7 @@ class Workspace:
         self._kept: list[npt.NDArray[np.generic]] = []  # keeps alive what the job's addresses point into
         self.job = np.zeros(fields.JOB_SIZE, dtype=np.int64)
         self.quantized = quantization != "none"
-        self.half_kv = self.quantized and ISA.native_half
+        self.half_kv = self.quantized
         self.hidden = round_up(self.config.hidden_size, GROUP)
         self.max_pages = round_up(self.config.max_position, PAGE) // PAGE  # of one request
         self._record = RECORD if self.quantized else 4 * GROUP
@@ -141,15 +141,12 @@ class Workspace:
             *self._layer_names("input_layernorm.weight", "post_attention_layernorm.weight"),
             "model.norm.weight",
         ]
-        frequencies = rope_frequencies(config.rope, config.head_dim)
-        angles = np.arange(config.max_position, dtype=np.float32)[:, None] * frequencies
+        cosines, sines = rope_tables(config.rope, config.head_dim, config.max_position)
         windows = [config.window(layer) or 0 for layer in range(config.num_layers)]
         job[fields.EPSILON_AT] = self._keep(np.array([config.rms_norm_eps], dtype=np.float32))
         self._norms = [self._norm(name) for name in names]  # addresses
         job[fields.NORMS_AT] = self._keep(np.array(self._norms, dtype=np.int64))
-        job[fields.COSINES_AT], job[fields.SINES_AT] = (
-            self._keep(table(angles) * np.float32(config.rope.attention_factor)) for table in (np.cos, np.sin)
-        )
+        job[fields.COSINES_AT], job[fields.SINES_AT] = self._keep(cosines), self._keep(sines)
         job[fields.WINDOWS_AT] = self._keep(np.array(windows, dtype=np.int64))
         job[fields.MATRICES_AT] = self._descriptors(_matrix_names(config))
         if config.qk_norm:
@@ -181,10 +178,10 @@ class Workspace:
         job[fields.STATE_AT] = self._buffer(rows, self.hidden)
         job[fields.QKV_AT], job[fields.QKV_STRIDE] = self._buffer(rows, qkv), 4 * qkv
         job[fields.ATTENTION_AT], job[fields.ATTENTION_PADDED] = self._buffer(rows, attention), attention
-        groups = max(self.hidden, attention, self._entry_width) // GROUP
-        job[fields.RECORDS_AT] = self._buffer(groups, rows, self._record, dtype=np.uint8)
+        groups, stride = max(self.hidden, attention, self._entry_width) // GROUP, record_stride.py_func(rows)
+        job[fields.RECORDS_AT] = self._buffer(groups, stride, self._record, dtype=np.uint8)
         wide = int(job[fields.INTERMEDIATE]) // GROUP
-        job[fields.WIDE_RECORDS_AT] = self._buffer(wide, rows, self._record, dtype=np.uint8)
+        job[fields.WIDE_RECORDS_AT] = self._buffer(wide, stride, self._record, dtype=np.uint8)
         scratch = round_up(self._scratch_bytes(), 64)
         job[fields.SCRATCH_BYTES] = scratch
         job[fields.SCRATCH_AT] = self._buffer(self.threads, scratch, dtype=np.uint8)
@@ -207,7 +204,7 @@ class Workspace:
         attention += 64 + 4 * RESULT_ROWS * (config.head_dim + 15)
         attention += (self.rows // PAGE + 2) * self.block_bytes
         routing = 4 * self.hidden + 4 * ((config.moe.num_experts if config.moe else 0) + LANES)
-        return max(attention, 2 * _SCRATCH_ROWS * 4 * GROUP, routing, 4 * self._entry_width)
+        return max(attention, 2 * CHUNK_ROWS * 4 * GROUP, routing, 4 * self._entry_width)
 
     def _set_experts(self, moe: MoeConfig) -> None:
         config, job, pairs = self.config, self.job, self.rows * moe.experts_per_token

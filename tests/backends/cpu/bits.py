@@ -9,13 +9,14 @@ import numpy as np
 
 from paceline.backends.cpu import CpuBackend
 from paceline.backends.cpu.isa import ISA
+from paceline.check_digest import generation_digest
 from tests.backends.cpu.checkpoints import blocks_checkpoint, uneven_checkpoint
 from tests.backends.driver import drive
 
 
 def digests() -> dict[str, str]:
     """A digest of the logits of a prefill, a tree and a decode, for each model and quantization."""
-    found = {}
+    found = {"paceline check": generation_digest()}
     for checkpoint in (blocks_checkpoint(), uneven_checkpoint()):
         for quantization in ("native", "int8", "none"):
             backend = CpuBackend.load(checkpoint, quantization=quantization, threads=2, max_rows=48)

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from paceline.backends.cpu import CpuBackend
-from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.packing import pack
 from paceline.backends.torch_backend import TorchBackend
 from paceline.errors import BackendError, ConfigError
@@ -201,7 +200,7 @@ def test_quantization_rounds_weights_activations_and_the_cache_and_nothing_else(
     }
     rounded = TorchBackend.load(replace(checkpoint, tensors=tensors))
     monkeypatch.setattr(transformer, "F", SimpleNamespace(linear=_linear_of_rounded, silu=F.silu))
-    monkeypatch.setattr(transformer, "attend", _attend_to_halves if ISA.native_half else transformer.attend)
+    monkeypatch.setattr(transformer, "attend", _attend_to_halves)
     # one rounding that falls the other way, after the last bit of a sum did, disturbs all later rows:
     # so short prompts, and the median
     expected = [drive(rounded, pages_each=1)[0].run(prompt) for prompt in prompts]
@@ -241,9 +240,9 @@ def test_any_number_of_threads_gives_the_same_bits_every_time(
             assert_same_bits(got, want)
 
 
-def test_auto_is_one_of_the_others(checkpoint: Checkpoint) -> None:
+def test_auto_keeps_the_blocks_of_the_file(checkpoint: Checkpoint) -> None:
     backend = CpuBackend.load(checkpoint, threads=1, max_rows=4)
-    assert backend.quantization in ("native", "int8")
+    assert backend.quantization == "native"
     assert (backend.name, backend.batch_invariant, backend.supports_features) == ("cpu", True, True)
 
 

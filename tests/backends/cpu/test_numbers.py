@@ -7,11 +7,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from llvmlite import ir
+from numba import types
 
 from paceline.backends.cpu import CpuBackend
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.rows import gate, normalize, normalize_head, rotate, write_record
-from paceline.backends.cpu.simd import exponential, load, store
+from paceline.backends.cpu.simd import (
+    exponential,
+    float_to_half_bits,
+    load,
+    operation,
+    store,
+    store_halves,
+    write_at,
+)
+from paceline.backends.cpu.simd import floats as simd_floats
 from paceline.backends.cpu.tiles import GROUP, RECORD
 from paceline.models.checkpoint import Checkpoint
 from tests.backends.cpu.checkpoints import floats
@@ -52,6 +63,41 @@ def _gate(gates, ups):  # type: ignore[no-untyped-def]
 
 def random_floats(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+# Half floats --------------------------------------------------------------------------------------
+
+
+@operation(types.void, types.int64, simd_floats)
+def _store_plain_halves(builder, address, value):  # type: ignore[no-untyped-def]
+    bits = float_to_half_bits(builder, value, ir.VectorType(ir.IntType(32), 16))
+    write_at(builder, address, builder.trunc(bits, ir.VectorType(ir.IntType(16), 16)), 2)
+
+
+@compiled
+def _to_halves(values, plain, native, count):  # type: ignore[no-untyped-def]
+    for i in range(0, count, 16):
+        _store_plain_halves(plain + 2 * i, load(values + 4 * i))
+        store_halves(native + 2 * i, load(values + 4 * i))
+
+
+def test_halves_without_an_instruction_are_those_of_numpy_and_of_the_instruction() -> None:
+    every = np.arange(0x10000, dtype=np.uint16).view(np.float16)
+    every = every[~np.isnan(every)].astype(np.float32)
+    random = np.random.default_rng(3).integers(0, 2**32, 2**16, dtype=np.uint32).view(np.float32)
+    with np.errstate(over="ignore"):
+        middles = (every[:-1] + every[1:]) / 2  # ties, and their neighbours
+        values = np.concatenate([every, middles, np.nextafter(middles, 9), np.nextafter(middles, -9), random])
+        values = values[~np.isnan(values)]
+        values = np.concatenate([values, np.full(-len(values) % 16, np.inf, np.float32)])
+        expected = values.astype(np.float16)
+    plain, native = np.zeros((2, len(values)), np.float16)
+    _to_halves(values.ctypes.data, plain.ctypes.data, native.ctypes.data, len(values))
+    np.testing.assert_array_equal(plain.view(np.uint16), expected.view(np.uint16))
+    np.testing.assert_array_equal(native.view(np.uint16), expected.view(np.uint16))
+    nans = np.full(16, np.nan, np.float32)
+    _to_halves(nans.ctypes.data, plain.ctypes.data, native.ctypes.data, 16)
+    np.testing.assert_array_equal(plain[:16].view(np.uint16), native[:16].view(np.uint16))
 
 
 # The exponential -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A machine with less than this one runs the same passes and gives the same bits."""
+"""Every CPU gives the same bits: kernels for lesser and other machines are held to those of this one."""
 
 from __future__ import annotations
 
@@ -11,24 +11,72 @@ from pathlib import Path
 
 import pytest
 
+from paceline.backends.cpu.isa import ISA, host_features, select, usable
+from paceline.errors import ConfigError
+from paceline.machine import EMULATED, ISA_VARIABLE
 from tests.backends.cpu.bits import digests
+from tests.large import repeated
 
-# What numba is told to compile for. The portable pass keeps keys and values as floats, not as halves,
-# so that it is the same only where nothing is quantized.
-AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c,+avx,+bmi,+bmi2,+popcnt"}
-PORTABLE = {"NUMBA_CPU_NAME": "x86-64", "NUMBA_CPU_FEATURES": "+sse2"}
-MACHINES = {"avx2": (AVX2, ("native", "int8", "none")), "portable": (PORTABLE, ("none",))}
+ROOT = Path(__file__).parents[3]
+X86 = platform.machine().lower() in ("x86_64", "amd64")
+HERE = [isa.name for isa in usable(host_features(), platform.machine()) if isa is not ISA]
+# What this machine lacks, by plain instructions. Compiling all kernels for each takes a minute.
+ELSEWHERE = [name + EMULATED for name in ("neon", "avx512vnni", "avxvnni")]
 
 
-@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="forces an x86 machine")
-@pytest.mark.parametrize("isa", MACHINES)
+def in_another_process(isa: str, *command: str) -> subprocess.CompletedProcess[str]:
+    """A Python command with kernels for this instruction set."""
+    environment = {**os.environ, ISA_VARIABLE: isa}
+    return subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800
+    )
+
+
+@pytest.mark.parametrize("isa", [*HERE, *repeated(*ELSEWHERE)])
 def test_another_instruction_set_gives_the_same_bits(isa: str) -> None:
-    machine, quantizations = MACHINES[isa]
-    root = Path(__file__).parents[3]
-    command = [sys.executable, "-m", "tests.backends.cpu.bits"]
-    done = subprocess.run(command, cwd=root, env={**os.environ, **machine}, capture_output=True, text=True)
+    done = in_another_process(isa, "-m", "tests.backends.cpu.bits")
     assert done.returncode == 0, done.stderr
-    there, here = json.loads(done.stdout), digests()
+    there = json.loads(done.stdout)
     assert there["isa"] == isa
-    same = {name for name in here if here[name] == there["digests"][name]}
-    assert same >= {name for name in here if name.endswith(quantizations)}
+    assert there["digests"] == digests()
+
+
+FEATURES = {
+    "avx512vnni": {"avx2", "fma", "f16c", "avx512bw", "avx512vl", "avx512vnni", "avxvnni"},
+    "avxvnni": {"avx2", "fma", "f16c", "avxvnni"},
+    "avx512": {"avx2", "fma", "f16c", "avx512bw", "avx512vl"},
+    "avx2": {"avx2", "fma", "f16c"},
+    "portable": {"avx2", "fma"},
+}
+
+
+@pytest.mark.parametrize("isa", FEATURES)
+def test_the_best_instruction_set_is_chosen(isa: str) -> None:
+    assert select(frozenset(FEATURES[isa]), "x86_64").name == isa
+    assert select(frozenset({*FEATURES[isa], "dotprod"}), "aarch64").name == "neon"
+    assert select(frozenset(FEATURES[isa]), "riscv64").name == "portable"
+
+
+@pytest.mark.skipif(not X86, reason="asks for what x86 lacks")
+@pytest.mark.parametrize(
+    ("isa", "message"),
+    [
+        ("neon", "this CPU lacks dotprod; use one of .*portable, or leave it out"),
+        ("amx", "no AMX kernels: a CPU with AMX runs 'avx512vnni'"),
+        ("sse9", "use one of avx512vnni, avxvnni, avx512, avx2, neon, portable"),
+    ],
+)
+def test_an_instruction_set_that_is_not_there_is_refused_with_the_remedy(isa: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        select(frozenset(), "x86_64", isa)
+
+
+def test_a_variable_that_numba_has_not_seen_is_refused() -> None:
+    with pytest.raises(ConfigError, match=f"came too late: numba already compiles for {ISA.name}"):
+        select(ISA.needs, platform.machine(), "portable")
+
+
+def test_the_command_line_refuses_before_it_compiles() -> None:
+    done = in_another_process("", "-m", "paceline", "check", "--isa", "sse9")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: PACELINE_ISA is 'sse9'; use one of avx512vnni")

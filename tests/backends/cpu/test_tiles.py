@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from paceline.backends.cpu.compiled import compiled, switch
-from paceline.backends.cpu.isa import ISA, ISAS, Isa, target_features
+from paceline.backends.cpu.isa import ISA, ISAS, Isa, emulated, target_features
 from paceline.backends.cpu.tiles import (
     COLUMNS,
     FLOAT32,
@@ -23,23 +24,21 @@ from paceline.backends.cpu.tiles import (
     TILE_ARGUMENTS,
     emit_tile,
 )
+from paceline.machine import family
 from tests.backends.cpu.numbers import assert_same_bits, fma
 
 GROUPS = 16  # two of the largest blocks
 ROWS = 8
 
-# Sets of LLVM features of which one must be there; without it the CPU would stop at the first tile.
-NEEDS: dict[str, list[set[str]]] = {
-    "avx512-vnni": [{"avx512vnni", "avx512bw"}],
-    "avx-vnni": [{"avxvnni"}, {"avx512vnni", "avx512vl"}],  # the same instruction, encoded in two ways
-    "avx2": [{"avx2", "fma"}],
-    "sdot": [{"dotprod"}],
-    "portable": [set()],
-}
+# those this machine may lack, and their kernels by plain instructions, which it never lacks
+EMULATED = [emulated(ISAS[name]) for name in ("avx512vnni", "avxvnni", "neon")]
 
 
 def can_run(isa: Isa) -> bool:
-    return any(needed <= target_features() for needed in NEEDS[isa.name])
+    # without the instructions the CPU would stop at the first tile; 256-bit `vpdpbusd` is encoded in two ways
+    needed = isa.needs if isa.family in ("", family(platform.machine())) else {"another machine"}
+    same = {"avx512vnni", "avx512vl"} if isa.name == "avxvnni" else needed
+    return isa not in ISAS.values() or needed <= target_features() or same <= target_features()
 
 
 def tile_rows(isa: Isa) -> list[int]:
@@ -49,7 +48,7 @@ def tile_rows(isa: Isa) -> list[int]:
 
 def cases() -> list[object]:
     found = []
-    for isa in ISAS.values():
+    for isa in (*ISAS.values(), *EMULATED):
         marks = pytest.mark.skipif(not can_run(isa), reason=f"this CPU has no {isa.name}")
         for weight_format, name in FORMAT_NAMES.items():
             for rows in tile_rows(isa):
@@ -188,7 +187,7 @@ def expected(weight_format: int) -> np.ndarray:
 @functools.cache
 def kernel(isa_name: str, weight_format: int) -> Callable[..., None]:
     """All tested tiles of a format, by their number of rows."""
-    isa = ISAS[isa_name]
+    isa = {isa.name: isa for isa in (*ISAS.values(), *EMULATED)}[isa_name]
     tiles = {(rows,): emit_tile(weight_format, rows, isa) for rows in tile_rows(isa)}
     tile = switch(1, TILE_ARGUMENTS, tiles)
 

@@ -1,0 +1,81 @@
+"""Code for CPUs that are not here: LLVM compiles it, with the instructions it is meant to have."""
+
+from __future__ import annotations
+
+import pytest
+from llvmlite import binding, ir
+
+from paceline.backends.cpu.isa import ISAS
+from paceline.backends.cpu.tiles import FORMAT_NAMES, INT8, TILE_ARGUMENTS, emit_tile
+
+ARM, APPLE, X86 = "aarch64-linux-gnu", "arm64-apple-darwin", "x86_64-linux-gnu"
+
+
+def assembly(code: str, triple: str, cpu: str) -> str:
+    """LLVM code compiled for a CPU."""
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    machine = binding.Target.from_triple(triple).create_target_machine(cpu=cpu, opt=3)
+    module = binding.parse_assembly(f'target triple = "{triple}"\n{code}')
+    module.verify()
+    return str(machine.emit_assembly(module))
+
+
+def tile_code(isa: str, weight_format: int, rows: int) -> str:
+    """A function that is one tile."""
+    module = ir.Module("tile")
+    kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * len(TILE_ARGUMENTS))
+    function = ir.Function(module, kind, "tile")
+    builder = ir.IRBuilder(function.append_basic_block())
+    emit_tile(weight_format, rows, ISAS[isa])(builder, list(function.args))
+    builder.ret_void()
+    return "\n".join(line for line in str(module).splitlines() if not line.startswith("target "))
+
+
+@pytest.mark.parametrize("weight_format", FORMAT_NAMES, ids=FORMAT_NAMES.values())
+@pytest.mark.parametrize(
+    ("isa", "triple", "cpu", "instructions"),
+    [
+        ("neon", ARM, "neoverse-n1", ("sdot",)),
+        ("neon", APPLE, "apple-m1", ("sdot",)),
+        ("avx512vnni", X86, "cascadelake", ("vpdpbusd", "zmm")),
+        ("avxvnni", X86, "alderlake", ("vpdpbusd", "ymm")),
+        ("avx512", X86, "skylake-avx512", ("vpmaddubsw", "zmm")),
+        ("avx2", X86, "haswell", ("vpmaddubsw", "ymm")),
+    ],
+)
+def test_tiles_have_the_instruction_of_their_cpu(
+    isa: str, triple: str, cpu: str, instructions: tuple[str, ...], weight_format: int
+) -> None:
+    code = assembly(tile_code(isa, weight_format, ISAS[isa].tile_rows), triple, cpu)
+    if FORMAT_NAMES[weight_format] == "float32":
+        instructions = ("fmla",) if isa == "neon" else ("vfmadd",)
+    for instruction in instructions:
+        assert instruction in code
+
+
+def test_a_group_of_4_bit_weights_is_summed_in_16_bits() -> None:
+    """A multiplication fewer for every 4 k, of 8: see dots.py."""
+    narrow = assembly(tile_code("avx2", 1, 1), X86, "haswell")
+    wide = assembly(tile_code("avx2", INT8, 1), X86, "haswell")
+    assert [code.count("vpmaddwd") for code in (narrow, wide)] == [2, 16]  # 2 x 8 columns
+
+
+PRODUCT_AND_SUM = """
+define {kind} @product_and_sum({kind} %a, {kind} %b, {kind} %c) {{
+  %product = fmul {kind} %a, %b
+  %sum = fadd {kind} %product, %c
+  ret {kind} %sum
+}}
+"""
+
+
+@pytest.mark.parametrize("kind", ["float", "double", "<4 x float>", "<2 x double>"])
+@pytest.mark.parametrize(
+    ("triple", "cpu"), [(ARM, "neoverse-n1"), (APPLE, "apple-m1"), (X86, "skylake-avx512")]
+)
+def test_no_cpu_contracts_a_product_and_a_sum(triple: str, cpu: str, kind: str) -> None:
+    code = assembly(PRODUCT_AND_SUM.format(kind=kind), triple, cpu)
+    assert "mul" in code
+    assert "add" in code
+    assert not any(fused in code for fused in ("fmadd", "fmla"))
