@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import asdict
 from functools import partial
 from typing import Annotated
@@ -23,6 +24,9 @@ def rows_command(
     rows: Annotated[str, typer.Option(help="Numbers of rows.")] = "1,2,3,4,5,6,7,8,12,16,24,32,48,64",
     context: Annotated[int, typer.Option(help="Committed tokens before the rows.")] = 64,
     rounds: Annotated[int, typer.Option(help="Number of runs per number of rows.")] = 20,
+    cpu_time: Annotated[
+        bool, typer.Option("--cpu-time", help="Count CPU seconds, for busy machines; needs --threads 1.")
+    ] = False,
     threads: Threads = None,
     quantization: Quantization = "auto",
     json_file: JsonFile = None,
@@ -37,11 +41,17 @@ def rows_command(
 
     report = Report(json_file)
     counts = sorted({1, *integers("--rows", rows)})
+    if cpu_time and threads != 1:  # several threads spin while they wait for each other
+        raise ConfigError("--cpu-time counts what one thread computes; add --threads 1.")
+    clock = time.process_time if cpu_time else time.perf_counter
     loaded = load_backend_for_bench(model, quantization, threads, max_rows=counts[-1])
     ids = text_ids(loaded.tokenizer)
     with progress(rounds * len(counts)) as on_turn:
-        costs = measure_rows(loaded.backend, ids, loaded.max_position, counts, context, rounds, on_turn)
+        costs = measure_rows(
+            loaded.backend, ids, loaded.max_position, counts, context, rounds, on_turn, clock
+        )
     facts = {"model": model, **asdict(settings(loaded.backend)), "context": context, "rounds": rounds}
+    facts["clock"] = clock.__name__
     report.show(rows_result(costs, facts))
 
 

@@ -46,11 +46,12 @@ def measure_rows(
     context: int = 64,
     rounds: int = 20,
     on_turn: OnTurn = lambda _: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> RowCosts:
     """Times of one request's pass over a chain of n rows with logits for all, for each n and always for 1.
 
     `context` tokens are committed before; the rows never are, so every pass is the same. The numbers of
-    rows take turns, after one untimed pass each.
+    rows take turns, after one untimed pass each. `clock` tells the seconds.
     """
     for count in counts:
         check_integer(ConfigError, "a number of rows", count, 1, backend.max_rows)
@@ -62,17 +63,17 @@ def measure_rows(
     pool = backend.make_pool(-(-length // backend.page_size))
     for start in range(0, context, backend.max_rows):
         backend.forward(_chain(tokens, start, min(backend.max_rows, context - start), pool, all_logits=False))
-    jobs = {count: _timed_pass(backend, _chain(tokens, context, count, pool)) for count in distinct}
+    jobs = {count: _timed_pass(backend, _chain(tokens, context, count, pool), clock) for count in distinct}
     take_turns(jobs, 1)
     seconds = take_turns(jobs, rounds, lambda done: on_turn(f"rows: {done}"))
     return RowCosts({count: Timing(tuple(times)) for count, times in seconds.items()})
 
 
-def _timed_pass(backend: Backend, batch: ForwardBatch) -> Callable[[], float]:
+def _timed_pass(backend: Backend, batch: ForwardBatch, clock: Callable[[], float]) -> Callable[[], float]:
     def run() -> float:
-        start = time.perf_counter()
+        start = clock()
         backend.forward(batch)
-        return time.perf_counter() - start
+        return clock() - start
 
     return run
 
