@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,9 +218,9 @@ def _linear_of_rounded(
 
 
 def _attend_to_halves(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *others: Any
 ) -> torch.Tensor:
-    return attend(query, keys.half().float(), values.half().float(), mask)
+    return attend(query, keys.half().float(), values.half().float(), *others)
 
 
 @pytest.mark.parametrize("quantization", ["native", "int8", "none"])
