@@ -73,13 +73,14 @@ def enter_rows(tasks, job, counter, rows, scratch):  # type: ignore[no-untyped-d
 def norm_context(tasks, job, counter, rows, scratch):  # type: ignore[no-untyped-def]
     """Records of the normed state, which all layers of a parallel head read."""
     padded, norm = field(job, HIDDEN_PADDED), field(job, CONTEXT_NORM_AT)
+    records, stride = field(job, RECORDS_AT), record_stride(rows)
     while True:
         row, _ = take(tasks, counter, rows, 1)
         if row >= rows:
             return
         state = field(job, STATE_AT) + 4 * padded * row
         normalize(state, norm, scratch, field(job, HIDDEN), padded, load_float(field(job, EPSILON_AT)))
-        write_records(scratch, padded // GROUP, field(job, RECORDS_AT), rows, row, field(job, QUANTIZED))
+        write_records(scratch, padded // GROUP, records, stride, row, field(job, QUANTIZED))
 
 
 @compiled
