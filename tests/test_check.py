@@ -13,6 +13,7 @@ from paceline import LLM, check_gpu, check_kernels
 from paceline import check as check_room
 from paceline.backends import options
 from paceline.backends.cpu import workspace
+from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.packing import choose_format
 from paceline.backends.cpu.tiles import FORMAT_NAMES
 from paceline.backends.load import load_backend
@@ -73,6 +74,13 @@ def test_a_kernel_whose_rows_depend_on_each_other_is_noticed(plant):
         compare(CASES["float32"])
 
 
+# Kernels that have run on real CPUs. Those of others have only been emulated: `paceline check` tells there.
+compared = pytest.mark.xfail(
+    ISA.name not in ("avx512", "avx2", "portable"), reason="never run on such a CPU", strict=False
+)
+
+
+@compared
 def test_the_digest_of_a_fixed_generation_is_that_of_every_machine():
     assert compare_digest() == "digest a4ad3130dd0ba6e9, as on every machine"
     assert generation_digest(threads=1) == "a4ad3130dd0ba6e9"
@@ -86,13 +94,13 @@ def test_other_bits_than_those_of_other_machines_are_noticed(plant):
         return np.nextafter(cosines, np.float32(0)), sines
 
     plant(workspace, "rope_tables", wrong_in_the_last_bit)
-    with pytest.raises(BackendError, match="not a4ad3130dd0ba6e9 as on other machines"):
-        compare_digest()
+    assert "not a4ad3130dd0ba6e9 as on other machines" in compare_digest()
 
 
+@compared
 @pytest.mark.real
 def test_the_default_model_has_the_digest_of_every_machine():
-    assert check_room.model_outcome(None).endswith("digest 3e8699c39f11ea2a")
+    assert check_room.model_outcome(None).endswith("digest 3e8699c39f11ea2a, as on every machine")
 
 
 def test_the_report_tells_machine_kernels_versions_and_models(empty_home, tmp_path):
