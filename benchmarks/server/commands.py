@@ -157,7 +157,7 @@ def replicas_command(
             f"{one.resumed} resumed, {one.seconds:.1f} s"
         )
     if turns:
-        names = ("one process, 2 threads", "2 replicas, 1 thread each")
+        names = ("one process, 2 threads (1)", "2 replicas, 1 thread each")
         sides = measure_sides(model, turns, 16, max_tokens, probes)
         for name, side in zip(names, sides, strict=True):
             speeds = " ".join(f"{speed:.0f}" for speed in side.tokens_per_second)

@@ -107,7 +107,10 @@ class Side:
 
 
 def measure_sides(model: str, turns: int, clients: int, tokens: int, probes: int) -> tuple[Side, Side]:
-    """One process with two threads, and two replicas with one thread each, both running, in turns."""
+    """One process with two threads, and two replicas with one thread each, both running, in turns.
+
+    First texts are those of one process with one thread, which computes a prompt as long as a replica does.
+    """
     alone, replicas = Side([], [], []), Side([], [], [])
     with ServerProcess(model, "--threads", "2") as one, ServerProcess(model, *REPLICAS) as two:
         wait_for_two(two.server)
@@ -119,11 +122,12 @@ def measure_sides(model: str, turns: int, clients: int, tokens: int, probes: int
                 if turn:
                     side.tokens_per_second.append(count / (time.monotonic() - begun))
                     side.tokens_per_cpu_second.append(count / (cpu_seconds(started.process.pid) - used))
-        for number in range(probes):
-            for side, server in ((alone, one.server), (replicas, two.server)):
-                answer = asyncio.run(post(server, "/v1/completions", body(1000 + number, 1)))
-                if answer.first_text_seconds is not None:
-                    side.first_text.append(answer.first_text_seconds)
+        with ServerProcess(model, *ALONE) as single:
+            for number in range(probes):
+                for side, server in ((alone, single.server), (replicas, two.server)):
+                    answer = asyncio.run(post(server, "/v1/completions", body(1000 + number, 1)))
+                    if answer.first_text_seconds is not None:
+                        side.first_text.append(answer.first_text_seconds)
     return alone, replicas
 
 
