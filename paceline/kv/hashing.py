@@ -1,7 +1,7 @@
 """Hashes of prompt prefixes, page by page: equal hashes in every process mean equal tokens from the root.
 
-The prefix cache itself needs no hash: its index is exact. These are for whoever has to know, without its
-pages, what a cache holds.
+The prefix cache itself needs no hash: its index is exact. A router that does not have the
+pages compares these.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Mxfp4Part:
 
 
 def _narrowed(chosen: slice, length: int, part: slice) -> slice:
-    """A part of what a slice chooses out of so many."""
+    """The indices `part` of those that `chosen` takes of `length`, as one slice."""
     narrowed = range(length)[chosen][part]
     return slice(narrowed.start, narrowed.stop, narrowed.step)
 

@@ -90,14 +90,14 @@ WHOLE = TensorParallel()
 
 
 def count_pieces(num_kv_heads: int) -> int:
-    """The pieces of a model with so many KV heads: a rank has whole pieces, a piece has whole KV heads."""
+    """The pieces of a model: a rank has whole pieces, and a piece has whole KV heads."""
     if num_kv_heads <= MAX_PIECES or num_kv_heads % 2:
         return num_kv_heads
     return gcd(num_kv_heads, MAX_PIECES)
 
 
 def check_size(config: ModelConfig, size: int) -> None:
-    """ConfigError if a model cannot be shared by so many ranks."""
+    """ConfigError if a model cannot be shared by this number of ranks."""
     pieces = count_pieces(config.num_kv_heads)
     if pieces % size:
         possible = ", ".join(str(count) for count in range(1, pieces + 1) if pieces % count == 0)

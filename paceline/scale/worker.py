@@ -84,7 +84,7 @@ class ReplicaWorker:
             self._connections.pop(address, None)
             for ingress, run in self._runs.values():
                 if ingress == address:
-                    run.cancel()  # nobody reads what it would say
+                    run.cancel()  # its ingress is gone, and with it the client
 
         connection.listening = asyncio.create_task(listen())
         return connection

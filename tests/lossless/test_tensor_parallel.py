@@ -39,7 +39,7 @@ PROMPTS = [[*range(3, 40), 5, 6, 7, 5, 6], [9, 8, 9, 8, 9, 8], list(range(100, 1
 
 @contextmanager
 def model_on(path: Path, ranks: int, dtype: str, device: str = "cpu") -> Iterator[LoadedModel]:
-    """A model shared by so many ranks, which are threads."""
+    """A model shared by ranks that are threads."""
     checkpoint, tokenizer = load_with_tokenizer(path)
     with sharded(checkpoint, ranks, dtype, device) as backend:
         yield LoadedModel(

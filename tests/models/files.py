@@ -136,7 +136,7 @@ def write_gguf(
 ) -> Path:
     """The path, holding the tensors (matrices as `kind`), the metadata and a byte-level tokenizer.
 
-    `tensors_each`: in parts of so many tensors, which have names of their own.
+    `tensors_each`: in parts of this number of tensors, which have names of their own; 0: in one file.
     """
     values = MODELS[model]
     architecture = ARCHITECTURES[values["model_type"]]

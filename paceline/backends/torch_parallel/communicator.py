@@ -12,7 +12,7 @@ import torch.distributed
 from paceline.errors import BackendLostError
 
 _DISTRIBUTED: Any = torch.distributed  # stores and groups are not in its stubs
-LOOPBACK = "127.0.0.1"  # all ranks are on one machine, and nobody else may connect
+LOOPBACK = "127.0.0.1"  # all ranks are on one machine, and no other machine may connect
 
 
 class RankLostError(BackendLostError):

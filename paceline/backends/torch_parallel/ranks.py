@@ -60,7 +60,7 @@ class Call:
     model: int
     method: str
     arguments: tuple[Any, ...]  # pools as PoolNumber
-    released: tuple[int, ...]  # pools that nobody uses any more
+    released: tuple[int, ...]  # pools that are no longer in use
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def start_ranks(
         peers[-1].connection.send(
             Orders(rank, source, tuple(devices), dtype, max_rows, torch.get_num_threads(), store, timeout)
         )
-    ranks.wait_for_answers()  # they have imported torch: now nobody waits for another
+    ranks.wait_for_answers()  # they have imported torch: from here on no rank waits for the start of another
     return ranks, GroupCommunicator(0, devices, store, timeout)
 
 

@@ -83,7 +83,7 @@ def thread_ranks(size: int, device: str = "cpu") -> list[ThreadRank]:
 def sharded(
     checkpoint: Checkpoint, size: int, dtype: str = "float32", device: str = "cpu", max_rows: int = 512
 ) -> Iterator[TorchBackend]:
-    """Rank 0 of so many; the others are threads that run what processes would run."""
+    """Rank 0 of `size`; the others are threads that run what processes would run."""
     communicators: Sequence[ThreadRank] = thread_ranks(size, device)
     models = [
         load_pieces(checkpoint, torch.device(device), find_dtype(dtype), communicator)

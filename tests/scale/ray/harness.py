@@ -114,7 +114,7 @@ class Server:
             time.sleep(0.3)
 
     def wait_for_replicas(self, count: int, without: frozenset[int] = frozenset()) -> None:
-        """Wait until so many replicas answer, none of them one of these processes."""
+        """Wait until this number of replicas answer, none of them one of these processes."""
 
         def there() -> bool:
             pids = {replica["pid"] for replica in self.replicas()}
