@@ -31,14 +31,14 @@ WHOLE_FOLDER = "."
 UNREACHABLE = {"OfflineModeIsEnabled", "ConnectError", "ConnectionError", "ConnectTimeout"}
 # by the name of the client's exception, the narrower first: what to do
 REMEDIES = {
+    "OfflineModeIsEnabled": "it is not in the cache, and HF_HUB_OFFLINE forbids to ask the hub. Unset it, or "
+    "fetch it first",
     "GatedRepoError": "it needs its authors' permission. Ask for it at https://huggingface.co/{repository}, "
     "then set HF_TOKEN to a token of your account",
     "RepositoryNotFoundError": "there is no such repository, or it is private. Check its name; for a private "
     "one set HF_TOKEN to a token of your account",
     "LocalEntryNotFoundError": "it is not in the cache, and the hub cannot be reached. Check the network and "
     "HF_ENDPOINT, or fetch it on another machine and give the folder",
-    "OfflineModeIsEnabled": "it is not in the cache, and HF_HUB_OFFLINE forbids to ask the hub. Unset it, or "
-    "fetch it first",
 }
 
 
@@ -55,6 +55,8 @@ def fetch_from_hub(name: str) -> Path:
         raise
     except Exception as error:  # the client raises many types, also those of its HTTP library
         kinds = _kinds(error)
+        if kinds & UNREACHABLE:
+            kinds.add("LocalEntryNotFoundError")  # what the client says where it has tried the cache itself
         remedy = next((text for kind, text in REMEDIES.items() if kind in kinds), None)
         what = remedy or f"{str(error)[:300]}. Check the name, the network and the disk"
         what = what.replace("{repository}", repository)
@@ -88,7 +90,7 @@ def _choose(repository: str, files: Sequence[str], wanted: str | None) -> str:
 def _cached(hub: Any, repository: str) -> Path | None:
     """The folder of the newest revision in the client's cache, if it has any."""
     try:
-        cached = hub.scan_cache_dir().repos
+        cached = hub.scan_cache_dir(hub.constants.HF_HUB_CACHE).repos
     except hub.errors.CacheNotFound:
         return None
     revisions = [own for repo in cached if repo.repo_id == repository for own in repo.revisions]

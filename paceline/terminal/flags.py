@@ -240,7 +240,7 @@ SERVER: Group = (
         "kv_events_endpoint",
         str | None,
         None,
-        "The same without JSON: the address, such as tcp://*:5557. Any process that connects reads the prompts.",
+        "The same without JSON: the address, such as tcp://*:5557. What connects there reads the prompts.",
     ),
     Flag("kv_events_replay_endpoint", str | None, None, "Address at which missed KV events are replayed."),
     Flag("kv_events_topic", str | None, None, "Topic of KV events; llm-d expects kv@POD_IP:PORT@MODEL."),

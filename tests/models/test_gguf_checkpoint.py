@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import CheckpointError, UnsupportedModelError
+from paceline.models import gguf as gguf_files
 from paceline.models.gguf import GgufFile, read_gguf
 from paceline.models.gguf_checkpoint import gguf_checkpoint, interleaved_row_order
 from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
@@ -67,6 +68,23 @@ def test_parts_that_do_not_fit_together_are_reported(tmp_path: Path) -> None:
         read_gguf(parts[0])
     parts[1].write_bytes(kept)
     read_gguf(parts[0])
+
+
+@pytest.mark.parametrize("problem", ["another part has the tensor", "it says that its parts have"])
+def test_parts_that_share_or_lack_tensors_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str
+) -> None:
+    parts = parts_of(tmp_path)
+    read = gguf_files._read_part
+    others = read(parts[0]).tensors if "another" in problem else {}
+
+    def with_other_tensors(path: Path) -> GgufFile:
+        """The last part has the tensors of the first, or none."""
+        return replace(read(path), tensors=others) if path == parts[-1] else read(path)
+
+    monkeypatch.setattr(gguf_files, "_read_part", with_other_tensors)
+    with pytest.raises(CheckpointError, match=problem):
+        read_gguf(parts[0])
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -117,7 +117,24 @@ def test_a_fetched_model_is_served_from_the_cache_when_the_hub_is_away(
     folder = resolve(model)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert resolve(model) == folder
-    with pytest.raises(ModelError, match="not in the cache"):
+    with pytest.raises(ModelError, match="not in the cache, and HF_HUB_OFFLINE forbids"):
+        resolve("org/other")
+
+
+def test_a_hub_that_cannot_be_reached_is_no_riddle(
+    hub: type[StandIn], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import httpx
+    import huggingface_hub
+
+    def unreachable(*asked: object) -> list[str]:
+        """As after the client's own retries, which take half a minute."""
+        raise httpx.ConnectError("Name or service not known")
+
+    folder = resolve(model)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", unreachable)
+    assert resolve(model) == folder
+    with pytest.raises(ModelError, match=r"the hub cannot be reached. Check the network and HF_ENDPOINT"):
         resolve("org/other")
 
 
