@@ -45,7 +45,7 @@ WARM_UP = 4  # steps
 def bandwidth(device: torch.device) -> float:
     """Bytes per second read by a reduction of a large array on this device."""
     data = torch.ones(1 << 30, dtype=torch.int32, device=device)
-    return data.nbytes / (1e-3 * min(_timed(lambda: data.max()) for _ in range(10)))
+    return data.nbytes / (1e-3 * min(timed(lambda: data.max()) for _ in range(10)))
 
 
 def random_weights(config: ModelConfig, device: torch.device) -> Callable[[str], torch.Tensor]:
@@ -237,7 +237,7 @@ def time_steps(step: Callable[[], None], count: int, blocks: int = 5) -> float:
     return float(np.median(times))
 
 
-def _timed(work: Callable[[], object]) -> float:
+def timed(work: Callable[[], object]) -> float:
     """Milliseconds of work on the device."""
     torch.cuda.synchronize()
     start = time.perf_counter()
