@@ -63,6 +63,19 @@ class Loaded:
     model_config: ModelConfig
     drafters: Mapping[str, Drafter] = field(default_factory=dict)  # by method, the default first
     fingerprint: str = ""  # of the weights
+    target: Target | None = None  # what drafters see of the model
+    speculation: Speculation | None = None
+
+    def load_head(self, method: str, path: Path) -> Drafter:
+        """A drafter with the head in this folder, for Engine.replace_head. Any thread may call this.
+
+        The other options of the method are those of the running one. PacelineError if it cannot be loaded.
+        """
+        configured = None if self.speculation is None else self.speculation.drafters.get(method)
+        if self.target is None or configured is None or "model" not in vars(configured.options):
+            raise ConfigError(f"the method {method} is not configured, or reads no head: use eagle3.")
+        options = replace(configured.options, model=str(path))
+        return load_drafter(method, replace(configured, options=options), self.target)
 
 
 def load_model(config: EngineConfig, beside: Backend | None = None) -> LoadedModel:
@@ -156,7 +169,7 @@ def build_engine(
         draft_forced=speculation.forced,
         clock=clock,
     )
-    return Loaded(engine, tokenizer, model.config, drafters, model.fingerprint)
+    return Loaded(engine, tokenizer, model.config, drafters, model.fingerprint, target, speculation)
 
 
 def _speculation(config: EngineConfig, model: LoadedModel) -> Speculation:

@@ -153,6 +153,7 @@ class HeadStorage(Protocol):
     max_rows: int
     least_chance: float  # default: the least chance of a chain of guesses that is worth its rows here
     keeps_features: bool = False  # its pools keep the target's features: see KeptFeatures
+    replaceable: bool = True  # another runner of a head of the same sizes can take over its pool
 
     def make_pool(self, num_pages: int) -> KVPool:
         """Storage for `num_pages` pages of keys and values of the head."""

@@ -185,6 +185,17 @@ class Drafter(Protocol):
         """Drop the state of a request that has ended."""
         return  # not abstract
 
+    def replace_head(self, other: Drafter) -> None:
+        """Draft with the head of `other` from now on; called between steps, while requests run.
+
+        `other` is another drafter of the method, not bound, and given up to this one. ConfigError, and
+        nothing has changed, if the head cannot be replaced by that one.
+        """
+        raise ConfigError(
+            f"the method {self.name} has no head that can be replaced while requests run. Use eagle3, eagle, "
+            "dflash or dspark, or restart with the other head."
+        )
+
     def kept(self) -> KeptFeatures | None:
         """The features that passes write to its pool; None: it reads them in `observe`."""
         return None

@@ -33,7 +33,6 @@ from paceline.models.heads.config import BlockConfig
 
 if TYPE_CHECKING:
     from paceline.core.request import Request
-    from paceline.kv.cache import KVCache
 
 
 class BlockPasses(Passes[None]):
@@ -68,6 +67,7 @@ class BlockDrafter(PagedHeadDrafter[BlockRunner]):
     """Drafts with a parallel head."""
 
     first_index = 0
+    _passes: BlockPasses
 
     def __init__(
         self, runner: BlockRunner, shape: HeadShape, sampling: DraftSampling, least_chance: float = 0.0
@@ -83,9 +83,8 @@ class BlockDrafter(PagedHeadDrafter[BlockRunner]):
 
         return load_block_runner(head, options, target.max_rows, target.loaded)
 
-    def bind(self, kv: KVCache) -> None:
-        super().bind(kv)
-        self._passes = BlockPasses(self._runner, self._pages, self._block)
+    def _make_passes(self) -> BlockPasses:
+        return BlockPasses(self._runner, self._pages, self._block)
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         contexts = self._pages.open(requests, [plan.budget for plan in plans])

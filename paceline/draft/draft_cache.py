@@ -138,6 +138,12 @@ class SharedPages:
     def forget(self, request: Request) -> None:
         self._drafted.pop(request, None)
 
+    def replace_owner(self, owner: PoolOwner, successor: PoolOwner) -> None:
+        """Give the pool to another draft model of the same sizes: nothing in it counts as computed."""
+        self._kv.replace_owner(owner, successor)
+        self._generations[:] = -1
+        self._drafted.clear()
+
     def _mark(self, pages: Int32Array, start: int, end: int) -> None:
         """Record that tokens start to end - 1 of these pages are computed, as all before them are."""
         counts = self._counts, self._generations, self._kv.pages.generations

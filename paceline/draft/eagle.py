@@ -33,7 +33,6 @@ from paceline.models.heads.checkpoint import HeadCheckpoint
 
 if TYPE_CHECKING:
     from paceline.core.request import Request
-    from paceline.kv.cache import KVCache
 
 Float32Array = npt.NDArray[np.float32]
 
@@ -103,6 +102,7 @@ class HeadDrafter(PagedHeadDrafter[HeadRunner]):
     """Drafts with a head that a HeadRunner runs beside the target."""
 
     attaches = True
+    _passes: HeadPasses
 
     def __init__(
         self, runner: HeadRunner, shape: HeadShape, sampling: DraftSampling, least_chance: float = 0.0
@@ -117,9 +117,8 @@ class HeadDrafter(PagedHeadDrafter[HeadRunner]):
 
         return load_head_runner(head, options, target.max_rows, target.loaded)
 
-    def bind(self, kv: KVCache) -> None:
-        super().bind(kv)
-        self._passes = HeadPasses(self._runner, self._pages)
+    def _make_passes(self) -> HeadPasses:
+        return HeadPasses(self._runner, self._pages)
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         contexts = self._pages.open(requests, [plan.budget for plan in plans])

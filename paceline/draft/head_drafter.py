@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast
 
 import numpy as np
 
@@ -40,6 +40,14 @@ class HeadShape:
     vocabulary: Vocabulary
     longest: int  # tokens of its context
     block: BlockConfig | None = None  # of a parallel head
+    layers: int = 1  # with keys and values
+    kv_heads: int = 1
+    head_dim: int = 1
+
+    def stored(self) -> dict[str, object]:
+        """What a pool of its keys, values and features depends on, by name."""
+        names = ("feature_layers", "feature_width", "longest", "block", "layers", "kv_heads", "head_dim")
+        return {name: getattr(self, name) for name in names}
 
 
 class PagedHeadDrafter(Drafter, Generic[Runner]):
@@ -99,6 +107,9 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
             vocabulary=trimmed_vocabulary(head.draft_ids, target.config.vocab_size),
             longest=head.config.max_position,
             block=head.config.block,
+            layers=len(head.config.block.layers) if head.config.block else 1,
+            kv_heads=head.config.num_kv_heads,
+            head_dim=head.config.head_dim,
         )
         least_chance = runner.least_chance if min_prob is None else min_prob
         return cls(runner, shape, target.sampling, least_chance)
@@ -106,6 +117,35 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
     def bind(self, kv: KVCache) -> None:
         shape = self._shape
         self._pages = HeadPages(kv, self._runner, shape.longest, shape.feature_width, self.first_index)
+        self._passes = self._make_passes()
+
+    def _make_passes(self) -> Any:
+        """The passes of the head over its pages."""
+        raise NotImplementedError
+
+    def replace_head(self, other: Drafter) -> None:
+        """As for any Drafter. The pool stays, with the features of all committed tokens: keys and values are
+        computed again from these, of each request when it is next drafted for."""
+        if other.name != self.name:
+            raise ConfigError(
+                f"a {self.name} head cannot be replaced by one of {other.name}: restart with the other head."
+            )
+        other = cast("Self", other)
+        if not self._runner.replaceable:
+            raise ConfigError(
+                f"the head of {self.name} cannot be replaced on this backend, whose captured graphs read its "
+                "weights. Restart with the other head, or use the cpu or torch backend."
+            )
+        sizes, wanted = other._shape.stored(), self._shape.stored()
+        if differing := [name for name in wanted if sizes[name] != wanted[name]]:
+            raise ConfigError(
+                f"the new {self.name} head does not fit the pages of the present one: {differing[0]} is "
+                f"{sizes[differing[0]]}, not {wanted[differing[0]]}. Restart with the other head."
+            )
+        self._pages.replace_owner(self._runner, other._runner)
+        self._runner, self._shape = other._runner, other._shape
+        self._scoring, self.draft_ids, self.least_chance = other._scoring, other.draft_ids, other.least_chance
+        self._passes = self._make_passes()
 
     def prepare(self) -> None:
         self._runner.prepare(self._pages.pool)

@@ -25,6 +25,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.stats import StepStats
 from paceline.core.structured_outputs import StructuredOutputsParams
+from paceline.draft.base import Drafter
 from paceline.engine.admission import Limits, TextTokenizer
 from paceline.engine.engine import Delta, Engine
 from paceline.engine.intake import Intake
@@ -225,6 +226,31 @@ class AsyncEngine:
         self._intake.forget(request_id)
         if self._dead is None:
             self._send(end)
+
+    async def replace_head(self, name: str, drafter: Drafter) -> None:
+        """Replace a head between two passes; returns when it is done. See Engine.replace_head."""
+        done: asyncio.Future[None] = self._loop.create_future()
+
+        def settle(error: Exception | None) -> None:
+            if done.cancelled():
+                return
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+
+        def swap() -> None:
+            try:
+                self._engine.replace_head(name, drafter)
+            except Exception as error:  # a head that does not fit: the present one stays
+                self._in_loop(settle, error)
+            else:
+                self._in_loop(settle, None)
+
+        if self._dead is not None or self._stopping:
+            raise UnavailableError("the engine has ended: a head cannot be replaced. Restart the server.")
+        self._send(swap)
+        await done
 
     async def drain(self) -> None:
         """Accept no new requests, and return when all running and waiting ones have finished."""

@@ -25,6 +25,7 @@ from paceline.core.trees import PLAIN, DraftPlan, DraftTrees, Draws
 from paceline.core.verdict import Verdict
 from paceline.draft.base import DeviceDrafter, Drafter, DrafterNeeds, drafts_on_device
 from paceline.draft.grammar import GrammarDrafter
+from paceline.errors import ConfigError
 from paceline.kv.cache import KVCache
 
 logger = logging.getLogger(__name__)
@@ -283,6 +284,12 @@ class Drafting:
             for request in requests:
                 with self._guard(name, [request]):
                     drafter.forget(request)
+
+    def replace_head(self, name: str, other: Drafter) -> None:
+        """Let the drafter of this name draft with the head of another one; ConfigError if it cannot."""
+        if name not in self._drafters:
+            raise ConfigError(f"no drafter {name} is loaded; there are {', '.join(self._drafters)}.")
+        self._drafters[name].replace_head(other)
 
     def close(self) -> None:
         """Let drafters save what must survive the engine."""

@@ -165,6 +165,15 @@ class Engine:
         self._drafting.forget(aborted)
         return aborted
 
+    def replace_head(self, name: str, drafter: Drafter) -> None:
+        """Draft with the head of `drafter` from the next step on, where the drafter `name` drafts.
+
+        `drafter` is another one of the same method, see Loaded.load_head. Requests that run go on: what the
+        new head must know of them is computed when they are next drafted for. ConfigError, and nothing has
+        changed, if the head does not fit or the backend cannot replace one.
+        """
+        self._drafting.replace_head(name, drafter)
+
     def prepare(self) -> None:
         """Warm up: compile and allocate what the first steps would wait for. Call it before any request."""
         layers, kept_features = self._drafting.feature_layers, self._drafting.kept_features

@@ -73,6 +73,10 @@ class KVCache:
         """The pool that an owner has added."""
         return next(pool for pool_owner, pool in self._pools if pool_owner is owner)
 
+    def replace_owner(self, owner: PoolOwner, successor: PoolOwner) -> None:
+        """Let `successor` move the rows of the pool that `owner` has added, from now on."""
+        self._pools = [(successor if each is owner else each, pool) for each, pool in self._pools]
+
     @property
     def usage(self) -> float:
         """The fraction of pages that sequences hold."""

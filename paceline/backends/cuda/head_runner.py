@@ -46,6 +46,7 @@ class CudaHeadRunner(HeadRunner):
     page_size = PAGE_SIZE
     least_chance = 0.0  # rows cost next to nothing on a GPU
     keeps_features = True
+    replaceable = False  # captured graphs read its weights
 
     def __init__(self, weights: HeadWeights, max_rows: int) -> None:
         device = weights.norm.device
