@@ -8,6 +8,7 @@ examples.py       that file: token ids, and where the answer begins
 sampler.py        many answers at once in torch, for a GPU
 sequences.py      the target over whole sequences: the features that a head learns from
 losses.py         distance between the head's and the target's distributions
+acceptance.py     replayed chains: how many of a head's guesses the answers on record accept
 objective.py      the protocol of a trainable head: eagle3_objective.py, medusa.py
 eagle3.py         the draft steps of an EAGLE-3 head, unrolled over every slot at once
 trainer.py        the loop: batches, optimizer, checkpoints, exact resume

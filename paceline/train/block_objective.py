@@ -21,6 +21,7 @@ from paceline.models.heads.config import (
 )
 from paceline.models.heads.torch_block import BlockHead
 from paceline.models.transformer import Transformer
+from paceline.train.acceptance import accepted_by_blocks
 from paceline.train.batches import Batch
 from paceline.train.block import block_losses, random_anchors
 from paceline.train.examples import Examples
@@ -72,6 +73,13 @@ class BlockObjective:
         anchors = random_anchors(batch, self._anchors, self._seed)
         with precision_of(self.target):
             return block_losses(self.network, self._ids, states, batch, anchors, self._loss)
+
+    @torch.no_grad()
+    def accepted(self, batch: Batch) -> torch.Tensor:
+        """Accepted guesses of a chain after each token: int64 [batch, tokens]; see acceptance.py."""
+        states = target_states(self.target, batch.tokens, self._layers)
+        with precision_of(self.target):
+            return accepted_by_blocks(self.network, states.features, self._ids, batch)
 
     def calibrate(self, batches: Iterable[Batch]) -> None:
         """Nothing to do: trees are shaped by the head's confidence."""

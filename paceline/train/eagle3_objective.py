@@ -11,8 +11,9 @@ import torch
 from paceline.models.heads.checkpoint import HeadCheckpoint, write_head
 from paceline.models.heads.config import TargetName
 from paceline.models.transformer import Transformer
+from paceline.train.acceptance import accepted_by_steps
 from paceline.train.batches import Batch
-from paceline.train.eagle3 import step_losses
+from paceline.train.eagle3 import step_losses, unroll
 from paceline.train.examples import Examples
 from paceline.train.losses import LOSSES, DraftIds, StepLosses
 from paceline.train.new_head import choose_draft_ids, head_config, head_from, new_head
@@ -64,6 +65,14 @@ class Eagle3Objective:
                 self.num_steps,
                 self._loss,
             )
+
+    @torch.no_grad()
+    def accepted(self, batch: Batch) -> torch.Tensor:
+        """Accepted guesses of a chain after each token: int64 [batch, tokens]; see acceptance.py."""
+        states = target_states(self.target, batch.tokens, self._layers)
+        with precision_of(self.target):
+            outputs = unroll(self.network, states.features, batch.tokens, self.num_steps)
+            return accepted_by_steps(outputs, self.network.logits, self._ids, batch)
 
     def calibrate(self, batches: Iterable[Batch]) -> None:
         """Nothing to do: trees are shaped by the head's confidence."""

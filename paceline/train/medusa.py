@@ -24,6 +24,7 @@ from paceline.models.heads.config import TargetName
 from paceline.models.heads.medusa import MedusaCheckpoint, MedusaConfig, write_medusa
 from paceline.models.heads.torch_medusa import TorchMedusa
 from paceline.models.transformer import Transformer
+from paceline.train.acceptance import accepted_by_steps
 from paceline.train.batches import Batch
 from paceline.train.examples import Examples
 from paceline.train.losses import LOSSES, DraftIds, StepLosses, distillation_losses
@@ -75,6 +76,13 @@ class MedusaObjective:
             return distillation_losses(
                 inputs, self.network.scores, self._ids, states.final, batch.answers, batch.lengths, self._loss
             )
+
+    @torch.no_grad()
+    def accepted(self, batch: Batch) -> torch.Tensor:
+        """Accepted guesses of a chain after each token: int64 [batch, tokens]; see acceptance.py."""
+        states = target_states(self.target, batch.tokens, (self.target.config.num_layers,))
+        with precision_of(self.target):
+            return accepted_by_steps([states.final] * self.num_steps, self.network.scores, self._ids, batch)
 
     @torch.no_grad()
     def calibrate(self, batches: Iterable[Batch]) -> None:

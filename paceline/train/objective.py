@@ -42,6 +42,10 @@ class Objective(Protocol):
         """The losses of a batch, per token ahead."""
         ...
 
+    def accepted(self, batch: Batch) -> torch.Tensor:
+        """Accepted guesses of a chain after each token: int64 [batch, tokens]; see acceptance.py."""
+        ...
+
     def calibrate(self, batches: Iterable[Batch]) -> None:
         """Called after training with the held-out batches, for what depends on the head's accuracy."""
         ...

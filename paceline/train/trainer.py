@@ -53,16 +53,17 @@ class Trainer:
         objective: Objective,
         examples: Examples,
         options: TrainOptions,
-        folder: Path,
+        folder: Path | None,
         processes: Processes | None = None,
         *,
         spent: float = 0.0,
         data: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Checkpoints are written to `folder`, and resumed from there.
+        """Checkpoints are written to `folder`, and resumed from there; None: there are none.
 
         `spent`: seconds of `minutes` that this process has used so far; `data`: what the examples come
-        from. A run is resumed with the same data only.
+        from. A run is resumed with the same data only. `minutes` are those of `clock`.
         """
         self.objective, self.options, self.examples = objective, options, examples
         self.processes = processes or SingleProcess()
@@ -76,34 +77,40 @@ class Trainer:
         self.weights = torch.tensor(weights, device=self.device)
         self._data = dict(data or {})
         self._times: deque[float] = deque(maxlen=TIMED_RECORDS + 1)  # seconds at the latest records
-        self.path = folder / CHECKPOINT
+        self.path = None if folder is None else folder / CHECKPOINT
         self.progress = Progress()
-        if self.path.is_file():
-            self._load()
+        self._clock = clock
+        if self.path is not None and self.path.is_file():
+            self._load(self.path)
         self.progress.seconds += spent
 
-    def train(self, on_progress: OnProgress = lambda progress: True) -> Progress:
-        """Train to the end, or until `on_progress`, called after every record, returns False.
+    def train(
+        self,
+        on_progress: OnProgress = lambda progress: True,
+        may_step: Callable[[], bool] = lambda: True,
+    ) -> Progress:
+        """Train to the end, or until `on_progress` or `may_step` returns False.
 
-        The first call is before the first step.
+        `on_progress` is called after every record, and once before the first step; `may_step` before every
+        step.
         """
         progress, options = self.progress, self.options
-        started = time.monotonic() - progress.seconds
+        started = self._clock() - progress.seconds
         pace = progress.pace or self._first_step()
         batches = all_batches(self.examples, self.chosen, pace.batch_tokens, options.seed)
         losses: list[StepLosses] = []
-        progress.seconds = saved = time.monotonic() - started
+        progress.seconds = saved = self._clock() - started
         rank, number = self.processes.rank, self.processes.number
         go_on = self._agree_to(on_progress(progress))
         for indices in islice(batches, progress.step * number + rank, None, number):
-            if not go_on or progress.step >= progress.total:
+            if not go_on or progress.step >= progress.total or not self._agree_to(may_step()):
                 break
             losses.append(self.step(indices))
             progress.step += 1
             if progress.step % pace.record_every == 0:
                 self._add_record(losses)
                 losses = []
-                progress.seconds = time.monotonic() - started
+                progress.seconds = self._clock() - started
                 self._plan(pace)
                 go_on = self._agree_to(on_progress(progress))
             # only after a record, so that the history has no gap after a resume
@@ -112,7 +119,7 @@ class Trainer:
                 saved = progress.seconds
         if losses:
             self._add_record(losses)
-        progress.seconds = time.monotonic() - started
+        progress.seconds = self._clock() - started
         self.save()
         return progress
 
@@ -132,10 +139,10 @@ class Trainer:
         )
         times: list[float] = []
         while len(times) < PROBES and sum(times) < PROBE_SECONDS:
-            start = time.monotonic()
+            start = self._clock()
             losses = self._backward(batch)
             untrained = self._record([losses])  # waits for the device
-            times.append(time.monotonic() - start)
+            times.append(self._clock() - start)
         self.optimizer.zero_grad(set_to_none=True)
         left = None if options.minutes is None else self._end() - progress.seconds - sum(times)
         pace = choose_pace(batch.tokens.numel() / min(times), options.batch_tokens, left)
@@ -208,7 +215,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write the checkpoint; the old one stays until the new one is complete."""
-        if self.processes.rank != 0:
+        if self.processes.rank != 0 or self.path is None:
             return
         tensors = {f"head.{name}": parameter.detach() for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
@@ -225,8 +232,8 @@ class Trainer:
             finally:
                 unfinished.unlink(missing_ok=True)
 
-    def _load(self) -> None:
-        with safetensors.safe_open(str(self.path), framework="pt", device="cpu") as file:
+    def _load(self, path: Path) -> None:
+        with safetensors.safe_open(str(path), framework="pt", device="cpu") as file:
             facts = json.loads(file.metadata()["facts"])
             self._check_run(facts["run"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)

@@ -152,12 +152,10 @@ def test_a_run_ends_within_a_step_of_its_minutes(
     target: Transformer,
     examples: Examples,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     spent: float,
     step_seconds: float,
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(trainer_module, "time", clock)
 
     class Slow(Trainer):
         def _backward(self, batch: Batch) -> StepLosses:
@@ -165,7 +163,8 @@ def test_a_run_ends_within_a_step_of_its_minutes(
             return super()._backward(batch)
 
     options = Eagle3Options(**{**vars(OPTIONS), "max_steps": None, "minutes": 1.0})
-    run = Slow(Eagle3Objective(target, examples, options), examples, options, tmp_path, spent=spent)
+    objective = Eagle3Objective(target, examples, options)
+    run = Slow(objective, examples, options, tmp_path, spent=spent, clock=clock.monotonic)
     totals: list[int] = []
 
     def show(progress: Progress) -> bool:

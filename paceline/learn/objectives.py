@@ -1,0 +1,63 @@
+"""The objective that trains an existing head further: which kinds of heads can learn from traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from paceline.errors import ConfigError
+from paceline.models.heads.checkpoint import HeadCheckpoint
+from paceline.models.heads.config import TargetName
+from paceline.models.transformer import Transformer
+from paceline.train.block_objective import BlockObjective
+from paceline.train.eagle3_objective import Eagle3Objective
+from paceline.train.examples import Examples
+from paceline.train.objective import Objective
+from paceline.train.options import BlockOptions, DSparkOptions, Eagle3Options, TrainOptions
+
+NO_EXAMPLES: Any = None  # an existing head has its draft vocabulary: none is chosen from examples
+Make = Callable[[Transformer, Examples, Any, TargetName, HeadCheckpoint], Objective]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of head that can be trained further."""
+
+    options: type[TrainOptions]
+    make: Make
+
+
+KINDS: dict[str, Kind] = {
+    "eagle3": Kind(Eagle3Options, Eagle3Objective),
+    "dflash": Kind(BlockOptions, BlockObjective),
+    "dspark": Kind(DSparkOptions, BlockObjective),
+}
+
+
+def options_for(head: HeadCheckpoint, **given: Any) -> TrainOptions:
+    """The training options of this kind of head; ConfigError if it cannot be trained further."""
+    kind = _kind_of(head)
+    return kind.options(**{name: value for name, value in given.items() if name in _names(kind)})
+
+
+def objective_for(
+    head: HeadCheckpoint, target: Transformer, name: TargetName, options: TrainOptions | None = None
+) -> Objective:
+    """The head, ready to be trained or to be scored on this target."""
+    kind = _kind_of(head)
+    return kind.make(target, NO_EXAMPLES, options or kind.options(), name, head)
+
+
+def _kind_of(head: HeadCheckpoint) -> Kind:
+    kind = KINDS.get(head.config.kind)
+    if kind is None:
+        raise ConfigError(
+            f"{head.source} is a head of kind {head.config.kind!r}, which cannot learn from traffic: serve "
+            f"a head of kind {', '.join(KINDS)}."
+        )
+    return kind
+
+
+def _names(kind: Kind) -> set[str]:
+    return {field.name for field in fields(kind.options)}

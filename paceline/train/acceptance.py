@@ -1,0 +1,83 @@
+"""What a head in training would draft: replayed chains, counted against the answers on record.
+
+A guess counts only if all guesses before it were right, and then a chain has read the true tokens. So feeding
+the true tokens, which runs all drafts of a sequence at once, gives exactly the lengths of chains that are
+drafted one after the other; test_acceptance.py compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.models.heads.torch_block import BlockHead
+from paceline.train.batches import Batch
+from paceline.train.block import run_blocks
+from paceline.train.losses import LOGITS_AT_ONCE, DraftIds, Scores
+
+BLOCKS_AT_ONCE = 32  # per sequence
+
+
+def draft_starts(batch: Batch) -> Tensor:
+    """Where a draft may start, by its last known token: bool [batch, tokens].
+
+    The first answered token is sampled without a draft, and after the last one there is nothing to guess.
+    """
+    place = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    return (place >= batch.answers[:, None]) & (place < batch.lengths[:, None] - 1)
+
+
+def accepted_by_steps(outputs: Sequence[Tensor], scores: Scores, draft_ids: DraftIds, batch: Batch) -> Tensor:
+    """Accepted guesses of a chain after each last known token: int64 [batch, tokens], 0 where none starts.
+
+    `outputs` are those of each step [batch, tokens, hidden]: step k of slot i guesses token i + 2 + k.
+    """
+    flat = [output.flatten(0, 1) for output in outputs]
+
+    def guess(starts: Tensor) -> Tensor:
+        students = torch.stack([output[(starts - 1).clamp(min=0)] for output in flat])
+        return scores(students).argmax(-1)
+
+    return _accepted(guess, len(outputs), draft_ids, batch)
+
+
+def accepted_by_blocks(head: BlockHead, features: Tensor, draft_ids: DraftIds, batch: Batch) -> Tensor:
+    """The same, of a head that guesses a block at once: each last known token is the anchor of one."""
+    steps, width = head.block.num_drafts, batch.tokens.shape[1]
+    guessed = torch.zeros(steps, *batch.tokens.shape, dtype=torch.int64, device=batch.tokens.device)
+    for first in range(int(batch.answers.min()), width, BLOCKS_AT_ONCE):
+        anchors = torch.arange(first, min(first + BLOCKS_AT_ONCE, width), device=batch.tokens.device)
+        outputs = run_blocks(head, features, batch.tokens, anchors.expand(len(batch.tokens), -1))
+        slots = outputs if head.block.sample_from_anchor else outputs[:, :, 1:]
+        before = (anchors[:, None] + torch.arange(steps, device=anchors.device)).clamp(max=width - 1)
+        logits = head.guesses(slots.flatten(0, 2), batch.tokens[:, before].flatten())
+        best = logits.argmax(-1).view(len(batch.tokens), len(anchors), steps)
+        guessed[:, :, anchors] = best.permute(2, 0, 1)
+    return _accepted(lambda starts: guessed.flatten(1)[:, starts], steps, draft_ids, batch)
+
+
+def _accepted(guess: Callable[[Tensor], Tensor], steps: int, draft_ids: DraftIds, batch: Batch) -> Tensor:
+    """Count the leading right guesses; `guess` gives draft ids [steps, starts] of chains that start there."""
+    tokens, width = batch.tokens, batch.tokens.shape[1]
+    lengths = torch.zeros(tokens.numel(), dtype=torch.int64, device=tokens.device)
+    starts = torch.nonzero(draft_starts(batch).flatten()).flatten()
+    ahead = torch.arange(1, steps + 1, device=tokens.device)[:, None]
+    chunk = max(1, LOGITS_AT_ONCE[tokens.device.type] // (steps * len(draft_ids.ids)))
+    for part in starts.split(chunk):
+        wanted = part + ahead  # [steps, starts] places of the guessed tokens
+        inside = part % width + ahead < batch.lengths[part // width]
+        true = tokens.flatten()[wanted.clamp(max=tokens.numel() - 1)]
+        right = (draft_ids.ids[guess(part)] == true) & inside
+        lengths[part] = right.long().cumprod(0).sum(0)
+    return lengths.view(tokens.shape)
+
+
+def passes(accepted: Sequence[int]) -> int:
+    """Passes that give one token after each of these starts; accepted[i]: guesses that are right after i."""
+    place = count = 0
+    while place < len(accepted):
+        place += accepted[place] + 1
+        count += 1
+    return count

@@ -1,0 +1,102 @@
+"""Replayed chains have the lengths of chains that are drafted token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.models.transformer import Transformer
+from paceline.train import acceptance
+from paceline.train.acceptance import accepted_by_blocks, accepted_by_steps, passes
+from paceline.train.batches import Batch
+from paceline.train.eagle3 import unroll
+from paceline.train.losses import DraftIds
+from paceline.train.sequences import target_states
+from tests import tiny
+from tests.train.heads import DRAFT_IDS, random_head
+from tests.train.test_block import block_head, output_of
+from tests.train.test_eagle3 import STEPS, drafted
+
+
+def batch_of(guess: list[list[int]], answers: list[int]) -> Batch:
+    """The sequences as a batch, padded with zeros."""
+    lengths = torch.tensor([len(ids) for ids in guess])
+    tokens = torch.zeros(len(guess), int(lengths.max()), dtype=torch.int64)
+    for row, ids in enumerate(guess):
+        tokens[row, : len(ids)] = torch.tensor(ids)
+    return Batch(tokens, torch.tensor(answers), lengths)
+
+
+def random_sequences() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(tiny.VOCAB_SIZE, (length,), generator=generator).tolist() for length in (12, 9)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [1, 1 << 26])
+def test_an_eagle3_chain_is_accepted_as_far_as_it_drafts_the_answer(
+    target: Transformer, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acceptance, "LOGITS_AT_ONCE", {"cpu": chunk})
+    head, sequences = random_head(target), random_sequences()
+    for row in sequences:  # let each sequence go on for some tokens as a chain of the head would
+        for last in (4, 7):
+            features = target_states(target, torch.tensor([row]), (1, 2, 3)).features[0]
+            output = drafted(head, features, row[: last + 1], last - 1)[0]
+            row[last + 1] = int(DRAFT_IDS[head.logits(output).argmax()])
+    batch = batch_of(sequences, [3, 2])
+    features = target_states(target, batch.tokens, (1, 2, 3)).features
+    outputs = unroll(head, features, batch.tokens, STEPS)
+    accepted = accepted_by_steps(outputs, head.logits, DraftIds(DRAFT_IDS, target.head), batch)
+    expected = torch.zeros_like(accepted)
+    for row, ids in enumerate(sequences):
+        for last in range(int(batch.answers[row]), len(ids) - 1):
+            chain = drafted(head, features[row], ids, last - 1)
+            for step, output in enumerate(chain[:STEPS]):
+                right = last + 1 + step < len(ids)
+                right = right and int(DRAFT_IDS[head.logits(output).argmax()]) == ids[last + 1 + step]
+                if not right:
+                    break
+                expected[row, last] += 1
+    assert accepted.tolist() == expected.tolist()
+    assert expected.sum() >= 3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_a_block_is_accepted_as_far_as_it_guesses_the_answer(
+    target: Transformer, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acceptance, "BLOCKS_AT_ONCE", 5)
+    head, sequences = block_head(name, target), random_sequences()
+    layers = head.config.feature_layers
+    assert layers is not None
+
+    def guesses(row: list[int], anchor: int) -> list[int]:
+        features = target_states(target, torch.tensor([row]), layers).features[0]
+        slots = output_of(head, features, torch.tensor(row), anchor)
+        slots = slots if head.block.sample_from_anchor else slots[1:]
+        before = torch.tensor([*row, 0, 0, 0, 0, 0, 0, 0, 0])[anchor : anchor + head.block.num_drafts]
+        return [
+            int(DRAFT_IDS[head.guesses(slot[None], token[None])[0].argmax()])
+            for slot, token in zip(slots, before, strict=False)
+        ]
+
+    for row in sequences:
+        for last in (4, 5):
+            row[last + 1] = guesses(row, last)[0]
+    batch = batch_of(sequences, [3, 2])
+    features = target_states(target, batch.tokens, layers).features
+    accepted = accepted_by_blocks(head, features, DraftIds(DRAFT_IDS, target.head), batch)
+    for row, ids in enumerate(sequences):
+        for last in range(int(batch.answers[row]), len(ids) - 1):
+            right = [a == b for a, b in zip(guesses(ids, last), ids[last + 1 :], strict=False)]
+            expected = right.index(False) if False in right else len(right)
+            assert int(accepted[row, last]) == expected
+    assert accepted.sum() >= 2
+
+
+def test_a_pass_gives_what_is_accepted_and_one_token_more() -> None:
+    assert passes([0, 0, 0]) == 3
+    assert passes([2, 0, 0, 1, 0]) == 2  # the second pass starts after the three tokens of the first
+    assert passes([]) == 0
