@@ -24,12 +24,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline.models.config import ModelConfig
+
+
+class Stored(NamedTuple):
+    """What a file holds of a tensor."""
+
+    kind: str  # F32, F16, BF16, Q4_K, FP8, AWQ 4-bit, ...
+    nbytes: int  # scales and zero points included
 
 
 class Tensor(Protocol):
@@ -40,7 +47,12 @@ class Tensor(Protocol):
 
     @property
     def kind(self) -> str:
-        """F32, F16, BF16, or a GGML block format such as Q4_K."""
+        """What `blocks` gives: F32, F16, BF16, or a GGML block format such as Q4_K."""
+        ...
+
+    @property
+    def stored(self) -> Stored:
+        """What the file holds, which may be another form than `kind`."""
         ...
 
     def float32(self) -> npt.NDArray[np.float32]:
@@ -48,7 +60,7 @@ class Tensor(Protocol):
         ...
 
     def blocks(self) -> npt.NDArray[np.uint8]:
-        """The stored bytes, one line per row of the matrix: uint8 [rows, bytes per row]."""
+        """The bytes in the form `kind`, one line per row of the matrix: uint8 [rows, bytes per row]."""
         ...
 
     def take_rows(self, part: slice) -> Tensor:
@@ -65,3 +77,4 @@ class Checkpoint:
     source: Path
     # the tensors of a block for multi-token prediction, if its files have one, under the family's own names
     mtp: Mapping[str, Tensor] = field(default_factory=dict)
+    quantization: str = ""  # of its safetensors, in words; empty: none

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.models.checkpoint import Checkpoint
+from paceline.models.needs import backend_needs
 from paceline.models.registry import (
     ALIASES,
     DEFAULT_MODEL,
@@ -59,12 +60,13 @@ def show_command(
     ] = DEFAULT_MODEL,
     as_json: AsJson = False,
 ) -> None:
-    """Show the configuration, the tensors and the tokenizer of a model."""
+    """Show what a model is, what its files hold, and what each backend needs to run it."""
     path = resolve(model)
     checkpoint, tokenizer = load_with_tokenizer(path)
     facts: dict[str, dict[str, object]] = {
         "config": dataclasses.asdict(checkpoint.config),
         "tensors": _tensor_facts(checkpoint),
+        "weights_in_memory": backend_needs(checkpoint),
         "tokenizer": _tokenizer_facts(tokenizer),
     }
     if as_json:
@@ -84,12 +86,14 @@ def _tensor_facts(checkpoint: Checkpoint) -> dict[str, object]:
     sizes: Counter[str] = Counter()
     parameters = 0
     for tensor in checkpoint.tensors.values():
-        counts[tensor.kind] += 1
-        sizes[tensor.kind] += tensor.blocks().nbytes
+        counts[tensor.stored.kind] += 1
+        sizes[tensor.stored.kind] += tensor.stored.nbytes
         parameters += math.prod(tensor.shape)
     kinds: dict[str, object] = {
         kind: {"tensors": counts[kind], "bytes": sizes[kind]} for kind in sorted(counts)
     }
+    if checkpoint.quantization:
+        kinds["quantization"] = checkpoint.quantization
     return {**kinds, "total": {"tensors": counts.total(), "bytes": sizes.total()}, "parameters": parameters}
 
 

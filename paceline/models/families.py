@@ -38,6 +38,7 @@ from paceline.models.family_fields import (
 )
 from paceline.models.fields import Fields
 from paceline.models.file_layouts import GLM_NORMS, LLAMA_FILES, POST_NORMS, SANDWICH_NORMS, FileLayout
+from paceline.models.quantized.method import METHODS, REMEDY
 
 MAX_LAYERS = 10_000
 MAX_CONTEXT = 1 << 24  # tokens; backends have tables of this size. The longest published is 10 million
@@ -140,10 +141,9 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
     if fields.flag("use_bidirectional_attention", False):
         raise UnsupportedModelError(f"{fields.source}: bidirectional attention is not supported.")
     method = fields.group("quantization_config").text("quant_method", "none")
-    if fields.has("quantization_config") and method not in family.quantizations:
+    if fields.has("quantization_config") and method not in (*family.quantizations, *METHODS):
         raise UnsupportedModelError(
-            f"{fields.source}: quantized safetensors (quantization_config) are not supported. "
-            f"Use the unquantized model, or a GGUF file of it."
+            f"{fields.source}: quant_method {method!r} is not supported, only {', '.join(METHODS)}. {REMEDY}"
         )
 
 
@@ -168,7 +168,7 @@ class Family:
     mtp: str = ""
     activation_name: str = "hidden_act"
     eps_name: str = "rms_norm_eps"
-    quantizations: tuple[str, ...] = ()  # of its safetensors that are read, as quantization_config names them
+    quantizations: tuple[str, ...] = ()  # that its safetensors may have beside quantized.method.METHODS
     defaults: Mapping[str, object] = field(default_factory=dict)  # transformers' for keys that a config lacks
 
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from paceline.models.checkpoint import Tensor
+from paceline.models.checkpoint import Stored, Tensor
 from paceline.models.config import ModelConfig
 from paceline.models.gguf_blocks import dequantize
 from paceline.models.stacked_experts import single_experts
 
 # mixtral's names of experts -> ours
-MIXTRAL_EXPERT = re.compile(r"(.*)\.block_sparse_moe\.experts\.(\d+)\.w([123])\.weight")
+MIXTRAL_EXPERT = re.compile(r"(.*)\.block_sparse_moe\.experts\.(\d+)\.w([123])\.(\w+)")
 MIXTRAL_PARTS = {"1": "gate", "2": "down", "3": "up"}
 # the language model of files that hold other models too, as transformers 5 and 4 name it
 TEXT_PREFIXES = (
@@ -72,6 +72,13 @@ class RowsOf:
     def kind(self) -> str:
         return self.tensor.kind
 
+    @property
+    def stored(self) -> Stored:
+        """What the file holds of it."""
+        return Stored(
+            self.tensor.stored.kind, self.tensor.stored.nbytes * len(self.rows) // self.tensor.shape[0]
+        )
+
     def float32(self) -> npt.NDArray[np.float32]:
         """The values as float32, a new array of `shape`."""
         if len(self.shape) == 1:
@@ -94,6 +101,11 @@ class Shifted:
     tensor: Tensor
     offset: float
     kind: str = "F32"
+
+    @property
+    def stored(self) -> Stored:
+        """What the file holds of it."""
+        return self.tensor.stored
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -120,7 +132,7 @@ def our_name(name: str, layout: FileLayout, has_other_models: bool = False) -> s
         for prefix, ours in TEXT_PREFIXES:
             name = ours + name.removeprefix(prefix) if name.startswith(prefix) else name
     if match := MIXTRAL_EXPERT.fullmatch(name):
-        return f"{match[1]}.mlp.experts.{match[2]}.{MIXTRAL_PARTS[match[3]]}_proj.weight"
+        return f"{match[1]}.mlp.experts.{match[2]}.{MIXTRAL_PARTS[match[3]]}_proj.{match[4]}"
     parts = [layout.renamed.get(part, part) for part in name.split(".")]
     return ".".join(parts).replace(".block_sparse_moe.gate.", ".mlp.gate.")
 

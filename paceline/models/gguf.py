@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import CheckpointError, UnsupportedModelError
+from paceline.models.checkpoint import Stored
 from paceline.models.files import damaged, map_file
 from paceline.models.gguf_blocks import FORMATS, FORMATS_BY_NUMBER, BlockFormat, Bytes, dequantize
 
@@ -47,6 +48,11 @@ class GgufTensor:
     kind: str
     data: Bytes  # [rows, bytes per row], a view of the mapped file
     row_order: npt.NDArray[np.intp] | None = None  # [rows] the stored row of each row; None: as stored
+
+    @property
+    def stored(self) -> Stored:
+        """What the file holds of it."""
+        return Stored(self.kind, self.data.nbytes)
 
     def float32(self) -> npt.NDArray[np.float32]:
         """The values as float32, a new array of `shape`."""

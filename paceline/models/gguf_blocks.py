@@ -39,22 +39,28 @@ def dequantize(kind: str, blocks: Bytes) -> Floats:
     rows, row_bytes = blocks.shape
     row_values = row_bytes // form.block_bytes * form.block_size
     values = np.empty((rows, row_values), dtype=np.float32)
-    step = max(1, CHUNK_VALUES // max(1, row_values))
 
-    def decode_rows(start: int) -> None:
-        chunk = np.ascontiguousarray(blocks[start : start + step]).reshape(-1, form.block_bytes)
+    def decode(part: slice) -> None:
+        chunk = np.ascontiguousarray(blocks[part]).reshape(-1, form.block_bytes)
         # a damaged scale may be infinite or NaN: it must show as such a value, not as a warning
         with np.errstate(all="ignore"):
-            form.decode(chunk, values[start : start + step].reshape(-1, form.block_size))
+            form.decode(chunk, values[part].reshape(-1, form.block_size))
 
-    starts = range(0, rows, step)
-    if len(starts) < 4:
-        for start in starts:
-            decode_rows(start)
+    by_rows(values.shape, decode)
+    return values
+
+
+def by_rows(shape: tuple[int, ...], work: Callable[[slice], None], least: int = 1) -> None:
+    """Call `work` for some rows after others of a matrix of this shape, with threads if there are many."""
+    rows, columns = shape
+    step = max(least, CHUNK_VALUES // max(1, columns))
+    parts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+    if len(parts) < 4:
+        for part in parts:
+            work(part)
     else:  # numpy releases the GIL while it computes
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(decode_rows, starts))
-    return values
+            list(pool.map(work, parts))
 
 
 def _half(blocks: Bytes, start: int) -> Floats:

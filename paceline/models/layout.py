@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.checkpoint import Tensor
 from paceline.models.config import ModelConfig, MoeConfig
+from paceline.models.gguf_blocks import FORMATS
+from paceline.models.quantized.method import REMEDY
 
 # written by some converters; we compute them
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.masked_bias")
@@ -101,6 +103,11 @@ def select_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], source: P
             raise CheckpointError(
                 f"{source.name}: tensor {name} has shape {list(tensors[name].shape)}; its configuration "
                 f"asks for {list(shape)}. They do not belong together: fetch the model again."
+            )
+        if tensors[name].kind not in FORMATS:
+            raise UnsupportedModelError(
+                f"{source.name}: tensor {name} is stored as {tensors[name].kind}, and no "
+                f"quantization_config says how to read that. {REMEDY}"
             )
         selected[name] = tensors[name]
     allowed = {"lm_head.weight"} if config.tie_embeddings else set()

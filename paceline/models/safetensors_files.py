@@ -19,18 +19,21 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.errors import CheckpointError, UnsupportedModelError
-from paceline.models.checkpoint import Checkpoint, Tensor
+from paceline.models.checkpoint import Checkpoint, Stored, Tensor
 from paceline.models.families import FAMILIES, model_config
 from paceline.models.file_layouts import converted, our_name
 from paceline.models.files import MAX_JSON_BYTES, damaged, map_file, parse_json, read_json
 from paceline.models.gguf_blocks import FORMATS, Bytes, dequantize
 from paceline.models.layout import select_tensors
+from paceline.models.quantized.method import read_quantization
+from paceline.models.quantized.modules import dequantized
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_DIMENSIONS = 8  # of a tensor; multiplying very many forged lengths would take for ever
 KINDS = ("F32", "F16", "BF16")
-INTEGER_KINDS = {"I64": "<i8", "I32": "<i4", "U8": "|u1", "BOOL": "|b1"}  # only where a reader asks for them
+# only where a reader asks for them; the values of F8_E4M3 are bytes that mean something only with a scale
+INTEGER_KINDS = {"I64": "<i8", "I32": "<i4", "I8": "|i1", "U8": "|u1", "BOOL": "|b1", "F8_E4M3": "|u1"}
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,11 @@ class SafeTensor:
     shape: tuple[int, ...]
     kind: str
     data: Bytes  # [rows, bytes per row], a view of the mapped file
+
+    @property
+    def stored(self) -> Stored:
+        """What the file holds of it."""
+        return Stored(self.kind, self.data.nbytes)
 
     def float32(self) -> npt.NDArray[np.float32]:
         """The values as float32, a new array of `shape`."""
@@ -64,9 +72,10 @@ def safetensors_checkpoint(folder: Path) -> Checkpoint:
     """The model in a folder, its config and tensors checked against each other."""
     values = read_json(folder / "config.json")
     config = model_config(values, f"{folder.name}/config.json")
+    quantization = read_quantization(values, f"{folder.name}/config.json")
     layout, tensors = FAMILIES[config.family].files, dict[str, Tensor]()
     for path, names in _files(folder).items():
-        found = read_safetensors(path, integers=layout.stacked_experts)
+        found = read_safetensors(path, integers=layout.stacked_experts or quantization is not None)
         for name in names if names is not None else found:
             if name not in found:
                 raise damaged(path, f"it lacks the tensor {name}, which {INDEX_FILE} says is in it")
@@ -74,10 +83,13 @@ def safetensors_checkpoint(folder: Path) -> Checkpoint:
                 raise damaged(path, f"the tensor {name} is there twice")
             if ours is not None:
                 tensors[ours] = found[name]
+    if quantization is not None:
+        tensors = dequantized(tensors, quantization)
     tensors = dict(converted(tensors, layout, config))
     prefix = FAMILIES[config.family].mtp.format(layers=config.num_layers)
     mtp = {name: tensors.pop(name) for name in list(tensors) if prefix and name.startswith(prefix)}
-    return Checkpoint(config, select_tensors(config, tensors, folder), folder, mtp)
+    words = "" if quantization is None else quantization.words
+    return Checkpoint(config, select_tensors(config, tensors, folder), folder, mtp, words)
 
 
 def read_safetensors(path: Path, integers: bool = False) -> dict[str, SafeTensor]:

@@ -13,6 +13,7 @@ Files in MXFP4 have, instead of a matrix [experts, in, out], its transpose in gr
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -20,8 +21,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from paceline.models.checkpoint import Tensor
-from paceline.models.gguf_blocks import dequantize
+from paceline.models.checkpoint import Stored, Tensor
+from paceline.models.gguf_blocks import FORMATS, dequantize
 
 STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias|_blocks)?")
 MXFP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
@@ -37,6 +38,11 @@ class ExpertPart:
     expert: int
     columns: slice  # of `out`
     kind: str = "F32"
+
+    @property
+    def stored(self) -> Stored:
+        """What the file holds of it."""
+        return Stored(self.stacked.kind, math.prod(self.shape) * FORMATS[self.stacked.kind].block_bytes)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -69,6 +75,11 @@ class Mxfp4Part:
     expert: int
     rows: slice  # of `out`
     kind: str = "F32"
+
+    @property
+    def stored(self) -> Stored:
+        """What the file holds of it."""
+        return Stored("MXFP4", math.prod(self.shape) * 17 // 32)  # 16 bytes and a scale for 32 values
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ def test_show_reports_config_tensors_and_tokenizer(tmp_path: Path) -> None:
     assert facts["tensors"]["total"]["tensors"] == len(random_tensors(config_of("mixtral")))
     assert set(facts["tensors"]) == {"F32", "Q8_0", "total", "parameters"}
     assert facts["tokenizer"] == {"vocab_size": 80, "bos_id": 0, "eos_ids": [0, 1], "chat_template": True}
+    assert set(facts["weights_in_memory"]) == {"cpu", "torch", "cuda", "kv_values_per_token"}
     assert "Q8_0" in run("show", str(path))
 
 

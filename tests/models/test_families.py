@@ -153,7 +153,7 @@ def test_experts_are_read_for_both_families() -> None:
         ({"use_bidirectional_attention": True}, "bidirectional"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
         ({"partial_rotary_factor": 0.5}, "partial"),
-        ({"quantization_config": {"quant_method": "awq"}}, "GGUF"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "GGUF"),
         ({"head_dim": 7}, "odd"),
     ],
 )

@@ -106,12 +106,12 @@ def pack_rows(tensor: Tensor, matrix: PackedMatrix, start: int, stop: int) -> No
 
     Several threads can pack parts of one matrix: what takes time runs without the GIL.
     """
-    blocks = tensor.blocks()
+    blocks = tensor.take_rows(slice(start, stop)).blocks()
     step = max(1, _SLAB_VALUES // matrix.padded_depth // GROUP) * GROUP
     pack_slab = _FROM_BLOCKS.get((tensor.kind, matrix.weight_format))
     scratch = np.zeros((0 if pack_slab else step, matrix.padded_depth), dtype=np.float32)
     for first in range(start, stop, step):
-        part = blocks[first : min(first + step, stop)]
+        part = blocks[first - start : min(first + step, stop) - start]
         count = -(-len(part) // GROUP) * GROUP  # outputs become the groups of the next layer's input
         tiles = matrix.data[first // COLUMNS : (first + count) // COLUMNS]
         if pack_slab is not None:
@@ -121,7 +121,7 @@ def pack_rows(tensor: Tensor, matrix: PackedMatrix, start: int, stop: int) -> No
             _decode(tensor.kind, part, scratch[: len(part), : matrix.depth])
             scratch[len(part) : count] = 0
             _FROM_FLOATS[matrix.weight_format](scratch[:count], tiles)
-    release_pages(blocks[start:stop])
+    release_pages(blocks)
 
 
 def _decode(kind: str, blocks: Bytes, out: npt.NDArray[np.float32]) -> None:

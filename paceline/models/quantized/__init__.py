@@ -1,0 +1,1 @@
+"""Safetensors that are already quantized: FP8, AWQ, GPTQ and compressed-tensors."""

@@ -1,0 +1,222 @@
+"""Quantized safetensors: each format is read as it is defined, and what is not read is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from paceline.backends.cpu import CpuBackend
+from paceline.errors import CheckpointError, ModelError, UnsupportedModelError
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.families import model_config
+from paceline.models.gguf_blocks import dequantize
+from paceline.models.needs import backend_needs
+from paceline.models.registry import load_checkpoint
+from tests.backends.driver import drive
+from tests.models.files import SIZES, random_tensors
+from tests.models.quantized import packers
+from tests.models.quantized.packers import Packed, compressed
+
+# 160 is more than one FP8 block and no whole number of them
+VALUES = SIZES | {"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 1}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+
+Format = tuple[dict[str, Any], Callable[[torch.Tensor], Packed]]
+FORMATS: dict[str, Format] = {
+    "fp8-tensor": (FP8, lambda matrix: packers.fp8(matrix, "tensor")),
+    "fp8-channel": (
+        compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+        lambda matrix: packers.fp8(matrix, "channel"),
+    ),
+    "fp8-block": (FP8 | {"weight_block_size": [128, 128]}, lambda matrix: packers.fp8(matrix, "block")),
+    "int8": (compressed("int-quantized", num_bits=8, strategy="channel"), packers.int8),
+    "w4a16": (compressed("pack-quantized"), lambda matrix: packers.packed(matrix, 4, True)),
+    "w4a16-zeros": (compressed("pack-quantized"), lambda matrix: packers.packed(matrix, 4, False)),
+    "w8a16": (compressed("pack-quantized", num_bits=8), lambda matrix: packers.packed(matrix, 8, True)),
+    "w8a16-zeros": (
+        compressed("pack-quantized", num_bits=8),
+        lambda matrix: packers.packed(matrix, 8, False),
+    ),
+    "w4a16-order": (
+        compressed("pack-quantized", actorder="group"),
+        lambda matrix: packers.packed(matrix, 4, True, packers.shuffled(packers.runs(matrix.shape[1]))),
+    ),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "GEMM"}, packers.awq),
+    "gptq": (GPTQ, lambda matrix: packers.gptq(matrix, 4, True, False, 1)),
+    "gptq-order": (GPTQ | {"desc_act": True}, lambda matrix: packers.gptq(matrix, 4, False, True, 1)),
+    "gptq-v2-8-bits": (
+        GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2"},
+        lambda matrix: packers.gptq(matrix, 8, False, False, 0),
+    ),
+    "gptq-2-bits": (GPTQ | {"bits": 2}, lambda matrix: packers.gptq(matrix, 2, False, False, 1)),
+}
+# formats whose matrices are blocks of GGUF, value for value
+BLOCKS = {"w4a16": "Q4_0", "gptq": "Q4_0", "w8a16": "Q8_0", "int8": "Q8_0"}
+
+
+def write(
+    folder: Path,
+    config: dict[str, Any],
+    pack: Callable[[torch.Tensor], Packed],
+    sizes: dict[str, Any] = VALUES,
+) -> dict[str, torch.Tensor]:
+    """Write a tiny model whose layers' matrices are packed; the values that they hold, by name."""
+    stored, expected = {}, {}
+    for name, array in random_tensors(model_config(sizes, "config.json")).items():
+        tensor = torch.from_numpy(array)
+        expected[name] = stored[name] = tensor
+        if name.endswith("_proj.weight"):
+            tensors, expected[name] = pack(tensor)
+            del stored[name]
+            stored |= {f"{name.removesuffix('weight')}{part}": value for part, value in tensors.items()}
+    save(folder, stored, config, sizes)
+    return expected
+
+
+def save(
+    folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any], sizes: dict[str, Any] = VALUES
+) -> None:
+    (folder / "config.json").write_text(json.dumps(sizes | {"quantization_config": config}))
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_quantized_model_is_read_bit_for_bit(name: str, tmp_path: Path) -> None:
+    config, pack = FORMATS[name]
+    expected = write(tmp_path, config, pack)
+    found = load_checkpoint(tmp_path).tensors
+    assert set(found) == set(expected)
+    for key, values in expected.items():
+        tensor = found[key]
+        np.testing.assert_array_equal(tensor.float32(), values.numpy())
+        np.testing.assert_array_equal(dequantize(tensor.kind, tensor.blocks()).reshape(tensor.shape), values)
+        part = slice(3, 29)  # across words, groups and tiles
+        np.testing.assert_array_equal(tensor.take_rows(part).float32(), values[part].numpy())
+        if key.endswith("up_proj.weight"):
+            assert tensor.kind == BLOCKS.get(name, "F32")
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "awq", "gptq"])
+def test_it_runs_as_the_same_values_in_float32_do(name: str, tmp_path: Path) -> None:
+    expected = write(tmp_path, *FORMATS[name])
+    dense = tmp_path / "dense"
+    dense.mkdir()
+    (dense / "config.json").write_text(json.dumps(VALUES))
+    safetensors.torch.save_file(expected, dense / "model.safetensors")
+    logits = [_logits(load_checkpoint(folder)) for folder in (tmp_path, dense)]
+    np.testing.assert_array_equal(*logits)
+
+
+def _logits(checkpoint: Checkpoint) -> np.ndarray:
+    """What the cpu backend gives for a prompt, with its weights in float32."""
+    (request,) = drive(CpuBackend.load(checkpoint, quantization="none", threads=1, max_rows=8), pages_each=1)
+    return request.run([5, 9, 2, 7])
+
+
+def test_fp8_blocks_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    # of whole blocks: transformers divides a matrix evenly among its scales
+    expected = write(tmp_path, *FORMATS["fp8-block"], VALUES | {"intermediate_size": 256})
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=FineGrainedFP8Config(dequantize=True), dtype=torch.float32
+    )
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(tensor, expected[name])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"quant_method": "bitsandbytes"},
+            "'bitsandbytes' is not supported, only fp8, awq, gptq, compressed",
+        ),
+        ({"quant_method": "awq", "version": "gemv"}, "AWQ of 4 bits in the order 'gemv'"),
+        (GPTQ | {"bits": 3}, "GPTQ of 3 bits"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+        (compressed("marlin-24"), "format marlin-24 are not read"),
+        (
+            compressed("pack-quantized") | {"sparsity_config": {"format": "sparse-24-bitmask"}},
+            "sparse weights",
+        ),
+        (compressed("dense") | {"transform_config": {"config_groups": {"u": {}}}}, "rotated"),
+        (FP8 | {"weight_block_size": [128]}, "only of two sizes"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save(tmp_path, {}, config)
+    with pytest.raises(UnsupportedModelError, match=message) as error:
+        load_checkpoint(tmp_path)
+    assert "GGUF" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "change"),
+    [
+        (
+            "fp8-block",
+            "weight_scale_inv",
+            lambda scale: scale[:, :0].clone() if scale.shape[1] > 1 else scale[:0],
+        ),
+        ("fp8-channel", "weight_scale", None),
+        ("awq", "qzeros", lambda words: words[:, 1:].clone()),
+        ("gptq", "g_idx", lambda groups: groups + 7),
+        ("w4a16", "weight_shape", lambda shape: shape * 2),
+        ("w4a16", "weight_packed", lambda words: words.float()),
+        ("int8", "weight_scale", lambda scale: scale[1:].clone()),
+    ],
+)
+def test_parts_that_do_not_fit_each_other_are_damage(
+    name: str, part: str, change: Callable[[torch.Tensor], torch.Tensor] | None, tmp_path: Path
+) -> None:
+    write(tmp_path, *FORMATS[name])
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    key = f"model.layers.0.mlp.up_proj.{part}"
+    damaged = tensors.pop(key)
+    save(tmp_path, tensors | ({key: change(damaged)} if change else {}), FORMATS[name][0])
+    with pytest.raises(CheckpointError, match="fetch"):
+        load_checkpoint(tmp_path)
+
+
+def test_scales_of_activations_and_of_keys_and_values_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = write(tmp_path, *FORMATS["fp8-tensor"])
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.self_attn"
+    tensors |= {f"{name}.q_proj.input_scale": torch.ones(()), f"{name}.k_scale": torch.ones(())}
+    save(tmp_path, tensors, FORMATS["fp8-tensor"][0])
+    assert set(load_checkpoint(tmp_path).tensors) == set(expected)
+    assert "the KV cache is not quantized" in caplog.text
+
+
+def test_what_it_needs_is_counted_from_what_backends_keep(tmp_path: Path) -> None:
+    sizes, needs = {}, {}
+    for name in ("gptq", "awq"):
+        folder = tmp_path / name
+        folder.mkdir()
+        write(folder, *FORMATS[name])
+        checkpoint = load_checkpoint(folder)
+        stored = [tensor.stored for tensor in checkpoint.tensors.values()]
+        sizes[name] = sum(entry.nbytes for entry in stored if entry.kind.endswith("4-bit"))
+        needs[name] = backend_needs(checkpoint)
+    matrices = 3 * 64 * 160 + 2 * 64 * 32 + 2 * 64 * 16
+    assert sizes["awq"] == matrices * (4 + 20 / 32) / 8  # a float16 scale and 4 bits of zero for 32 values
+    assert needs["gptq"]["cpu"] < needs["awq"]["cpu"]  # keeps its 4 bits, the other becomes int8
+    assert needs["gptq"]["torch"] == needs["awq"]["torch"]
+
+
+def test_without_a_quantization_config_codes_are_no_weights(tmp_path: Path) -> None:
+    write(tmp_path, *FORMATS["int8"])
+    (tmp_path / "config.json").write_text(json.dumps(VALUES))
+    with pytest.raises(ModelError, match="I8"):
+        load_checkpoint(tmp_path)
