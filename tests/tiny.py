@@ -104,6 +104,21 @@ FAMILIES = {
     ),
 }
 
+MLA = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 18,
+    "qk_rope_head_dim": 10,
+    "qk_nope_head_dim": 14,
+    "v_head_dim": 9,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_group": 3,
+    "topk_group": 2,
+    "moe_intermediate_size": 19,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 0.7,
+}
+
 # families with blocks that only the torch backend has
 TORCH_FAMILIES = {
     "phi3-partial-rope": Family("Phi3Config", {"pad_token_id": 0, "rope_parameters": PARTIAL_ROPE}),
@@ -160,6 +175,20 @@ TORCH_FAMILIES = {
             "routed_scaling_factor": 1.5,
             "use_qk_norm": True,
         },
+    ),
+    "deepseek-v2": Family(
+        "DeepseekV2Config",
+        MLA
+        | {
+            "q_lora_rank": None,
+            "first_k_dense_replace": 1,
+            "topk_method": "group_limited_greedy",
+            "rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.9},
+        },
+    ),
+    "deepseek-v3": Family(
+        "DeepseekV3Config",
+        MLA | {"q_lora_rank": 18, "first_k_dense_replace": 2, "rms_norm_eps": 1e-4, "attention_bias": True},
     ),
     "gpt-oss": Family(
         "GptOssConfig",

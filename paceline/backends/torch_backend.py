@@ -80,8 +80,7 @@ class TorchBackend(Backend):
 
     def bytes_per_page(self) -> int:
         config = self.model.config
-        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
-        return per_token * PAGE_SIZE
+        return PAGE_SIZE * config.num_layers * config.kv_values * self.dtype.itemsize
 
     def make_pool(self, num_pages: int) -> TorchPool:
         """Zeroed storage for `num_pages` pages of keys and values of this model; each rank has its heads."""
@@ -90,7 +89,7 @@ class TorchBackend(Backend):
         shape = (config.num_layers, len(parallel.own_pieces), slots, heads, config.head_dim)
         number = self._new_number()
         with self._everywhere("make_pool", number, num_pages):
-            cache = make_cache(shape, self.dtype, self.device)
+            cache = make_cache(shape, self.dtype, self.device, config.stored_value_dim)
         pool = TorchPool(num_pages, self.bytes_per_page(), cache, number)
         if self._ranks is not None:
             self._ranks.wait_for_answers()  # not every rank may have memory for it

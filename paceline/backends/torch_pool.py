@@ -23,12 +23,15 @@ class TorchPool:
     number: int = 0  # by which the ranks name it
 
 
-def make_cache(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> KeyValues:
-    """Zeroed storage of keys and values: [..., slots, kv_heads, head_dim]."""
+def make_cache(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, value_dim: int | None = None
+) -> KeyValues:
+    """Zeroed storage of keys [..., slots, kv_heads, head_dim] and values, whose last size is `value_dim`."""
+    shapes = shape, (*shape[:-1], shape[-1] if value_dim is None else value_dim)
     try:
-        return KeyValues(*(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)))
+        return KeyValues(*(torch.zeros(size, dtype=dtype, device=device) for size in shapes))
     except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors
-        total = 2 * math.prod(shape) * dtype.itemsize
+        total = sum(math.prod(size) for size in shapes) * dtype.itemsize
         raise BackendError(
             f"No memory for a KV pool of {shape[-3] // PAGE_SIZE} pages ({total / 1e9:.1f} GB) on {device}; "
             "ask for fewer pages, shorter contexts or bfloat16."

@@ -181,12 +181,14 @@ class MixtureOfExperts:
     def _preferences(self, scores: torch.Tensor) -> torch.Tensor:
         """What experts are chosen by [rows, experts]: corrected scores, of the best groups only.
 
-        A group is as good as its two best experts together.
+        A group is as good as its best experts together.
         """
         moe = self.moe
         corrected = scores if self.correction is None else scores + self.correction.float()
         grouped = corrected.view(len(scores), moe.groups, -1)
-        best = grouped.topk(2).values.sum(-1).topk(moe.chosen_groups).indices  # [rows, chosen groups]
+        best = (
+            grouped.topk(moe.group_experts).values.sum(-1).topk(moe.chosen_groups).indices
+        )  # [rows, chosen groups]
         is_chosen = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter(
             1, best, True
         )

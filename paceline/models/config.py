@@ -41,6 +41,7 @@ class MoeConfig:
     correction_bias: bool = False  # a bias of scores that decides which experts are chosen, not their weights
     groups: int = 1  # experts are in groups, and only those of the best `chosen_groups` are chosen
     chosen_groups: int = 1
+    group_experts: int = 2  # the best of a group, by whose sum groups are compared
     weight_scale: float = 1.0  # factor of the chosen experts' weights
     shared_intermediate_size: int = 0  # of an MLP that every row goes through beside its experts; 0: none
     biases: bool = False  # of the router and of the experts' projections
@@ -54,6 +55,19 @@ class MoeConfig:
             "experts with biases": self.biases,
         }
         return [name for name, is_used in blocks.items() if is_used]
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention: see latent.py. Sizes are of a head unless they are of a latent."""
+
+    rank: int  # of the latent of keys and values
+    query_rank: int  # of the latent of queries; 0: they are projected at once
+    rope_dim: int  # the rotated part of a query, and of the key that all heads share
+    nope_dim: int  # the other part of a query
+    value_dim: int
+    biases: bool = False  # of the projections to latents
+    interleaved: bool = True  # the two parts of a rotated pair are neighbours in files
 
 
 @dataclass(frozen=True)
@@ -91,6 +105,17 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and MLP add to the residual stream
     logits_scale: float = 1.0
+    latent: LatentConfig | None = None  # then there is one KV head, of the latent and the shared key
+
+    @property
+    def kv_values(self) -> int:
+        """The numbers of a token that a layer's KV cache holds; a latent is key and value at once."""
+        return self.num_kv_heads * (self.head_dim + self.stored_value_dim)
+
+    @property
+    def stored_value_dim(self) -> int:
+        """The size of a value in the KV cache; 0: it is a part of its key."""
+        return 0 if self.latent else self.head_dim
 
     def window(self, layer: int) -> int | None:
         """The number of last positions, its own included, that a token of `layer` attends to; None: all."""
@@ -112,6 +137,7 @@ class ModelConfig:
             "a scaled attention": self.attention_scale != 0,
             "soft-capped scores": bool(self.attention_softcap or self.logits_softcap),
             "attention sinks": self.attention_sinks,
+            "latent attention": self.latent is not None,
             "scaled residuals": (self.embedding_scale, self.residual_scale, self.logits_scale) != (1, 1, 1),
         }
         own = [name for name, is_used in blocks.items() if is_used]

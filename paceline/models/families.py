@@ -15,6 +15,7 @@ from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
 from paceline.models.family_fields import (
     Windows,
     cohere2_blocks,
+    deepseek_v2_experts,
     gemma2_blocks,
     gemma3_blocks,
     glm4_experts,
@@ -22,6 +23,7 @@ from paceline.models.family_fields import (
     gpt_oss_blocks,
     gpt_oss_experts,
     granite_blocks,
+    latent_blocks,
     ministral_windows,
     mistral_windows,
     mixtral_experts,
@@ -206,6 +208,14 @@ _OLMO2 = Family(
     defaults={"rms_norm_eps": 1e-5},
 )
 
+_DEEPSEEK_V3 = Family(
+    moe=glm4_experts,
+    more=latent_blocks,
+    mtp="model.layers.{layers}.",
+    defaults={"n_routed_experts": 256, "moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4}
+    | {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "max_position_embeddings": 4096},
+)
+
 FAMILIES = {
     "llama": Family(optional_bias="qkvo"),
     "mistral": Family(windows=mistral_windows, defaults={"num_key_value_heads": 8}),
@@ -251,6 +261,14 @@ FAMILIES = {
         mtp="model.layers.{layers}.",
         defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
     ),
+    "deepseek_v2": Family(
+        moe=deepseek_v2_experts,
+        more=latent_blocks,
+        defaults={"n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2}
+        | {"first_k_dense_replace": 0, "norm_topk_prob": False, "max_position_embeddings": 2048},
+    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _DEEPSEEK_V3,
     "gpt_oss": Family(
         optional_bias="qkvo",
         windows=pattern_windows(2, 128),

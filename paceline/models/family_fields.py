@@ -10,9 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import UnsupportedModelError
-from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
+from paceline.models.config import LatentConfig, ModelConfig, MoeConfig, RopeConfig
 from paceline.models.fields import Fields
-from paceline.models.rope import yarn_attention_factor
+from paceline.models.rope import yarn_attention_factor, yarn_mscale
 
 MAX_EXPERTS = 10_000
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -163,6 +163,46 @@ def glm4_experts(fields: Fields, num_layers: int) -> MoeConfig:
         weight_scale=fields.number("routed_scaling_factor", 1.0),
         shared_intermediate_size=width * fields.integer("n_shared_experts", 1, least=0),
     )
+
+
+def deepseek_v2_experts(fields: Fields, num_layers: int) -> MoeConfig:
+    """Experts by softmax scores, of all groups or of those with the best single expert."""
+    method, moe = fields.text("topk_method", "greedy"), glm4_experts(fields, num_layers)
+    if method not in ("greedy", "group_limited_greedy") or moe.normalize_weights:
+        raise UnsupportedModelError(
+            f"{fields.source}: topk_method {method!r} with norm_topk_prob {moe.normalize_weights} is not "
+            f"supported, only greedy and group_limited_greedy without it. Use another model."
+        )
+    groups = {"groups": 1, "chosen_groups": 1} if method == "greedy" else {"group_experts": 1}
+    return replace(moe, scoring="softmax", correction_bias=False, **groups)
+
+
+def latent_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Latent attention: one KV head, of the shared rotated key and the latent."""
+    latent = LatentConfig(
+        rank=fields.integer("kv_lora_rank", 512),
+        query_rank=fields.integer("q_lora_rank") if fields.has("q_lora_rank") else 0,
+        rope_dim=fields.integer("qk_rope_head_dim", 64),
+        nope_dim=fields.integer("qk_nope_head_dim", 128),
+        value_dim=fields.integer("v_head_dim", 128),
+        biases=fields.flag("attention_bias", False),
+        interleaved=fields.flag("rope_interleave", True),
+    )
+    if latent.rope_dim % 2:
+        raise fields.wrong("qk_rope_head_dim", "an even number")
+    scaling = fields.group("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
+    scale = (latent.rope_dim + latent.nope_dim) ** -0.5
+    if config.rope.scaling != "none" and scaling.has("mscale_all_dim"):
+        # yarn's factor here is of the scores, so of queries and keys: once for each
+        scale *= yarn_mscale(config.rope.factor, scaling.number("mscale_all_dim")) ** 2
+    return {
+        "num_kv_heads": 1,
+        "head_dim": latent.rope_dim + latent.rank,
+        "rope": replace(config.rope, dim=latent.rope_dim),
+        "attention_scale": scale,
+        "output_bias": latent.biases,
+        "latent": latent,
+    }
 
 
 def glm4_moe_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:

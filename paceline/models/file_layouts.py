@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.models.checkpoint import Stored, Tensor
-from paceline.models.config import ModelConfig
+from paceline.models.config import LatentConfig, ModelConfig
 from paceline.models.gguf_blocks import dequantize
 from paceline.models.stacked_experts import single_experts
 
@@ -148,6 +148,8 @@ def converted(
                 part = Shifted(part, layout.norm_offset)
             if layout.interleaved_rope and re.search(r"\.[qk]_proj\.", own_name):
                 part = RowsOf(part, half_split_rows(part.shape[0], config))
+            if config.latent and (rows := latent_rows(own_name, part.shape[0], config.latent)) is not None:
+                part = RowsOf(part, rows)
             yield own_name, part
 
 
@@ -180,3 +182,24 @@ def half_split_rows(rows: int, config: ModelConfig) -> npt.NDArray[np.intp]:
     rotated = config.rope.dim or config.head_dim
     pairs = stored[:, :rotated].reshape(len(stored), rotated // 2, 2).swapaxes(1, 2)
     return np.concatenate((pairs.reshape(len(stored), rotated), stored[:, rotated:]), axis=1).ravel()
+
+
+def latent_rows(name: str, rows: int, latent: LatentConfig) -> npt.NDArray[np.intp] | None:
+    """The stored row of each row of a projection of MLA, whose rotated rows are stored last; None: all stay.
+
+    The rotated ones come first, half-split (see half_split_rows):
+
+        stored    x y  0a 0b 1a 1b          ours    0a 1a 0b 1b  x y
+    """
+    match = re.search(r"\.self_attn\.(q_proj|q_b_proj|kv_a_proj_with_mqa)\.", name)
+    if match is None:
+        return None
+    other = latent.rank if match[1] == "kv_a_proj_with_mqa" else latent.nope_dim
+    if rows % (other + latent.rope_dim):
+        return None  # a wrong size is reported by the check of names and shapes
+    stored = np.arange(rows, dtype=np.intp).reshape(-1, other + latent.rope_dim)
+    rotated = stored[:, other:]
+    if latent.interleaved:
+        pairs = rotated.reshape(len(stored), latent.rope_dim // 2, 2)
+        rotated = pairs.swapaxes(1, 2).reshape(len(stored), latent.rope_dim)
+    return np.concatenate((rotated, stored[:, :other]), axis=1).ravel()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.checkpoint import Tensor
-from paceline.models.config import ModelConfig, MoeConfig
+from paceline.models.config import LatentConfig, ModelConfig, MoeConfig
 from paceline.models.gguf_blocks import FORMATS
 from paceline.models.quantized.method import REMEDY
 
@@ -43,10 +43,14 @@ def _layer_tensors(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple
     query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
     for name in NORMS[config.norm_placement]:
         yield f"{name}.weight", (hidden,)
-    for projection, size in (("q", query_size), ("k", kv_size), ("v", kv_size)):
-        yield f"self_attn.{projection}_proj.weight", (size, hidden)
-        if config.qkv_bias:
-            yield f"self_attn.{projection}_proj.bias", (size,)
+    if config.latent:
+        yield from _latent_tensors(config, config.latent)
+        query_size = config.num_heads * config.latent.value_dim
+    else:
+        for projection, size in (("q", query_size), ("k", kv_size), ("v", kv_size)):
+            yield f"self_attn.{projection}_proj.weight", (size, hidden)
+            if config.qkv_bias:
+                yield f"self_attn.{projection}_proj.bias", (size,)
     yield "self_attn.o_proj.weight", (hidden, query_size)
     if config.output_bias:
         yield "self_attn.o_proj.bias", (hidden,)
@@ -59,6 +63,23 @@ def _layer_tensors(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple
         yield from _mlp_tensors("mlp", hidden, config.intermediate_size)
         return
     yield from _moe_tensors(config.moe, hidden)
+
+
+def _latent_tensors(config: ModelConfig, latent: LatentConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, rank = config.hidden_size, latent.rank
+    sizes = {"kv_a_proj_with_mqa": latent.rope_dim + rank}
+    if latent.query_rank:
+        sizes["q_a_proj"] = latent.query_rank
+        yield "self_attn.q_a_layernorm.weight", (latent.query_rank,)
+    query = "q_b_proj" if latent.query_rank else "q_proj"
+    queries = config.num_heads * (latent.rope_dim + latent.nope_dim)
+    yield f"self_attn.{query}.weight", (queries, latent.query_rank or hidden)
+    for name, size in sizes.items():
+        yield f"self_attn.{name}.weight", (size, hidden)
+        if latent.biases:
+            yield f"self_attn.{name}.bias", (size,)
+    yield "self_attn.kv_a_layernorm.weight", (rank,)
+    yield "self_attn.kv_b_proj.weight", (config.num_heads * (latent.nope_dim + latent.value_dim), rank)
 
 
 def _moe_tensors(moe: MoeConfig, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -22,13 +22,8 @@ def backend_needs(checkpoint: Checkpoint) -> dict[str, object]:
     for name, (dtype, size) in DTYPE_BYTES.items():
         runs = name == "torch" or not blocks
         needs[name] = f"{_gigabytes(values * size)} as {dtype}" if runs else refused
-    return needs | {"kv_values_per_token": kv_values(checkpoint)}
-
-
-def kv_values(checkpoint: Checkpoint) -> int:
-    """The numbers that the KV cache holds for a token: keys and values of all layers."""
     config = checkpoint.config
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    return needs | {"kv_values_per_token": config.num_layers * config.kv_values}
 
 
 def _cpu_bytes(tensor: Tensor) -> float:

@@ -120,8 +120,11 @@ def _yarn_frequencies(rope: RopeConfig, frequencies: Float32Array, head_dim: int
 
 def yarn_attention_factor(factor: float, mscale: float = 0.0, mscale_all_dim: float = 0.0) -> float:
     """The factor of cosines and sines that yarn has if a configuration does not say."""
+    if mscale and mscale_all_dim:
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
+    return yarn_mscale(factor, 1)
 
-    def scale(weight: float) -> float:
-        return 0.1 * weight * _logarithm(factor) + 1 if factor > 1 else 1.0
 
-    return scale(mscale) / scale(mscale_all_dim) if mscale and mscale_all_dim else scale(1)
+def yarn_mscale(factor: float, weight: float) -> float:
+    """How much larger queries and keys are in a context that is `factor` times as long."""
+    return 0.1 * weight * _logarithm(factor) + 1 if factor > 1 else 1.0

@@ -29,6 +29,7 @@ from paceline.models.blocks import (
     take_pieces,
 )
 from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.latent import LatentProjections
 from paceline.models.rope import rope_frequencies
 from paceline.models.tensor_parallel import WHOLE, TensorParallel
 
@@ -52,7 +53,7 @@ class KeyValues:
     """Keys and values of every layer, addressed by KV slot (page * page_size + offset)."""
 
     keys: torch.Tensor  # [layers, own pieces, slots, kv_heads // pieces, head_dim]
-    values: torch.Tensor  # [layers, own pieces, slots, kv_heads // pieces, head_dim]
+    values: torch.Tensor  # [layers, own pieces, slots, kv_heads // pieces, stored_value_dim]
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,20 @@ class Attention:
         self, take: Take, name: str, config: ModelConfig, layer: int, parallel: TensorParallel = WHOLE
     ) -> None:
         self.config, self.layer, self.parallel = config, layer, parallel
+        self._take_projections(take, name, config, parallel)
+        self.output = Linear(take, f"{name}.o_proj", config.hidden_size, config.output_bias, parallel)
+        self.sinks: list[torch.Tensor | None] = [None for _ in parallel.own_pieces]
+        if config.attention_sinks:
+            self.sinks = [*take_pieces(take, f"{name}.sinks", config.num_heads, parallel)]
+
+    def _take_projections(self, take: Take, name: str, config: ModelConfig, parallel: TensorParallel) -> None:
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.query = Linear(take, f"{name}.q_proj", query_size, config.qkv_bias, parallel)
         self.key = Linear(take, f"{name}.k_proj", kv_size, config.qkv_bias, parallel)
         self.value = Linear(take, f"{name}.v_proj", kv_size, config.qkv_bias, parallel)
-        self.output = Linear(take, f"{name}.o_proj", config.hidden_size, config.output_bias, parallel)
         has_norms = config.qk_norm or config.joint_qk_norm
         self.query_norm = RMSNorm(take, f"{name}.q_norm", config.rms_norm_eps) if has_norms else no_norm
         self.key_norm = RMSNorm(take, f"{name}.k_norm", config.rms_norm_eps) if has_norms else no_norm
-        self.sinks: list[torch.Tensor | None] = [None for _ in parallel.own_pieces]
-        if config.attention_sinks:
-            self.sinks = [*take_pieces(take, f"{name}.sinks", config.num_heads, parallel)]
 
     def heads(self, hidden: torch.Tensor, rotation: Rotation | None) -> list[Heads]:
         """Queries, keys and values of [..., hidden], with norms and rope: [..., heads, head_dim] each.
@@ -123,13 +127,44 @@ class Attention:
         # Written before anything is read: the rows of a request see each other through the cache.
         stored.keys[rows.slot_mapping] = key
         stored.values[rows.slot_mapping] = value
-        mixed = torch.empty_like(query)
-        window = self.config.window(self.layer)
-        for view in rows.views:
-            seen = stored.keys[view.key_slots], stored.values[view.key_slots], view.masks[window]
-            scale, cap = self.config.attention_scale, self.config.attention_softcap
-            mixed[view.rows] = attend(query[view.rows], *seen, scale, cap, sinks)
-        return mixed
+        window, scale, cap = self.config.window(self.layer), *self._scaling
+        mixed = [
+            attend(
+                query[view.rows], *self._seen(stored, view.key_slots), view.masks[window], scale, cap, sinks
+            )
+            for view in rows.views
+        ]
+        return torch.cat(mixed)
+
+    @property
+    def _scaling(self) -> tuple[float, float]:
+        return self.config.attention_scale, self.config.attention_softcap
+
+    def _seen(self, stored: KeyValues, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values [keys, kv_heads, ...] of these slots."""
+        return stored.keys[slots], stored.values[slots]
+
+
+class LatentAttention(Attention):
+    """Attention over the latents of tokens, which are keys and values at once: see latent.py."""
+
+    def _take_projections(self, take: Take, name: str, config: ModelConfig, parallel: TensorParallel) -> None:
+        assert config.latent is not None
+        self.latent = LatentProjections(take, name, config, config.latent)
+
+    def heads(self, hidden: torch.Tensor, rotation: Rotation | None) -> list[Heads]:
+        """Queries and keys [..., heads, rope + rank], with rope, and empty values."""
+        keys = rotate(self.latent.keys(hidden), rotation)
+        return [(rotate(self.latent.queries(hidden), rotation), keys, keys[..., :0])]
+
+    def attend_rows(self, pieces: list[Heads], rows: Rows, cache: KeyValues) -> torch.Tensor:
+        """Store latents, mix those that each row sees, and give their values: [rows, heads, value_dim]."""
+        (heads,), (keys,), (values,) = pieces, cache.keys[self.layer], cache.values[self.layer]
+        return self.latent.values(self._mix(heads, rows, KeyValues(keys, values), None))
+
+    def _seen(self, stored: KeyValues, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = stored.keys[slots]
+        return keys, keys[..., -self.latent.latent.rank :]
 
 
 class Layer:
@@ -145,7 +180,8 @@ class Layer:
             return NORMS[config.norm](take, f"{name}.{part}", config.rms_norm_eps) if has_it else no_norm
 
         self.attention_norm = norm("input_layernorm", "pre", "sandwich", "parallel")
-        self.attention = Attention(take, f"{name}.self_attn", config, layer, parallel)
+        kind = LatentAttention if config.latent else Attention
+        self.attention = kind(take, f"{name}.self_attn", config, layer, parallel)
         self.attention_output_norm = norm("attention_output_norm", "post", "sandwich")
         self.feed_forward_norm = norm("post_attention_layernorm", "pre", "sandwich")
         self.feed_forward: FeedForward
@@ -301,9 +337,10 @@ def attend(
     cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Values mixed by softmax(query · key): [rows, heads, head_dim].
+    """Values mixed by softmax(query · key): [rows, heads, value_dim].
 
-    query is [rows, heads, head_dim], keys and values [keys, kv_heads, head_dim], mask [rows, keys].
+    query is [rows, heads, head_dim], keys [keys, kv_heads, head_dim], values [keys, kv_heads, value_dim],
+    mask [rows, keys].
     Neighbouring query heads share a key head. `scale`, `cap` and `sinks` [heads]: see ModelConfig.
     """
     num_rows, num_heads, head_dim = query.shape
@@ -314,4 +351,4 @@ def attend(
         sink = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sink), dim=-1)
     weights = scores.softmax(-1)[..., : len(keys)].to(values.dtype)
-    return torch.einsum("hgrk,khd->rhgd", weights, values).reshape(num_rows, num_heads, head_dim)
+    return torch.einsum("hgrk,khd->rhgd", weights, values).reshape(num_rows, num_heads, -1)

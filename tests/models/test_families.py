@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paceline.errors import CheckpointError, UnsupportedModelError
@@ -141,6 +142,19 @@ def test_experts_are_read_for_both_families() -> None:
         config("qwen3_moe", num_experts=..., num_local_experts=3).moe,
     ]
     assert [entry.layers for entry in layers if entry] == [{1}, {1}, {0, 1}]
+
+
+def test_latent_attention_keeps_one_small_head_per_token() -> None:
+    scaling = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
+    scaling |= {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+    sizes = {"num_attention_heads": 128, "num_key_value_heads": 128, "head_dim": ..., "hidden_size": 7168}
+    sizes |= {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+    found = config("llama", model_type="deepseek_v3", rope_scaling=scaling, rope_theta=10000, **sizes)
+    assert (found.num_kv_heads, found.head_dim, found.kv_values) == (1, 576, 576)
+    assert found.attention_scale == pytest.approx(192**-0.5 * (0.1 * np.log(40) + 1) ** 2)
+    assert found.rope.attention_factor == 1  # the scores have it, and not the angles
+    with pytest.raises(UnsupportedModelError, match="topk_method 'noaux_tc'"):
+        config("llama", model_type="deepseek_v2", topk_method="noaux_tc")
 
 
 @pytest.mark.parametrize(
