@@ -173,8 +173,8 @@ def deepseek_v2_experts(fields: Fields, num_layers: int) -> MoeConfig:
             f"{fields.source}: topk_method {method!r} with norm_topk_prob {moe.normalize_weights} is not "
             f"supported, only greedy and group_limited_greedy without it. Use another model."
         )
-    groups = {"groups": 1, "chosen_groups": 1} if method == "greedy" else {"group_experts": 1}
-    return replace(moe, scoring="softmax", correction_bias=False, **groups)
+    moe = replace(moe, scoring="softmax", correction_bias=False, group_experts=1)
+    return replace(moe, groups=1, chosen_groups=1) if method == "greedy" else moe
 
 
 def latent_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:

@@ -44,19 +44,20 @@ class LatentProjections:
         self.key_norm = RMSNorm(take, f"{name}.kv_a_layernorm", NORM_EPS)
         both = take(f"{name}.kv_b_proj.weight").view(config.num_heads, -1, latent.rank)
         # [heads, nope, rank] and [heads, value, rank]
-        self.to_keys, self.to_values = both.split((latent.nope_dim, latent.value_dim), dim=1)
+        self.to_keys, self.to_values = both[:, : latent.nope_dim], both[:, latent.nope_dim :]
 
     def queries(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., heads, rope + rank], not rotated yet."""
         if self.query_latent is not None:
             hidden = self.query_norm(self.query_latent(hidden))
         queries = self.query(hidden).view(*hidden.shape[:-1], self.num_heads, -1)
-        rotated, other = queries.split((self.latent.rope_dim, self.latent.nope_dim), dim=-1)
+        rotated, other = queries[..., : self.latent.rope_dim], queries[..., self.latent.rope_dim :]
         return torch.cat((rotated, torch.einsum("...hn,hnl->...hl", other, self.to_keys)), dim=-1)
 
     def keys(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., 1, rope + rank], not rotated yet."""
-        rotated, latent = self.key(hidden).split((self.latent.rope_dim, self.latent.rank), dim=-1)
+        keys = self.key(hidden)
+        rotated, latent = keys[..., : self.latent.rope_dim], keys[..., self.latent.rope_dim :]
         return torch.cat((rotated, self.key_norm(latent)), dim=-1)[..., None, :]
 
     def values(self, latents: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ def config(model: str, **changes: Any) -> ModelConfig:
 def test_the_families_are_those_we_promise() -> None:
     first = {"llama", "mistral", "ministral", "qwen2", "mimo", "qwen3", "qwen3_moe", "mixtral"}
     later = {"gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "granite", "smollm3", "glm4", "cohere2"}
-    later |= {"glm4_moe", "gpt_oss"}
+    later |= {"glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "kimi_k2"}
     assert set(FAMILIES) == first | later
 
 
