@@ -14,12 +14,13 @@ import typer
 from paceline import __version__
 from paceline.bench.simulate.flags import simulate_command
 from paceline.config import DEFAULT_MODEL
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 from paceline.extras import needs_extra
 from paceline.machine import force_isa
 from paceline.terminal.config_file import ConfigFile
 from paceline.terminal.flags import (
     ENGINE,
+    LEARN,
     SAMPLING,
     SCALE,
     SEED,
@@ -182,9 +183,19 @@ def check(
 
 
 @app.command()
-@with_flags(server=SERVER, engine=(*by_topic(ENGINE, {"": "max_model_len max_num_seqs"}), SEED), scale=SCALE)
+@with_flags(
+    server=SERVER,
+    engine=(*by_topic(ENGINE, {"": "max_model_len max_num_seqs"}), SEED),
+    learn=LEARN,
+    scale=SCALE,
+)
 def serve(
-    server: Options, engine: Options, scale: Options, model: OptionalModel = None, config: ConfigFile = None
+    server: Options,
+    engine: Options,
+    learn: Options,
+    scale: Options,
+    model: OptionalModel = None,
+    config: ConfigFile = None,
 ) -> None:
     """Serve a model, or several with --routes, over HTTP with the OpenAI API."""
     from paceline.scale.options import ScaleOptions
@@ -192,8 +203,10 @@ def serve(
     with needs_extra("serve", "`paceline serve`"):
         from paceline.serve.server import serve
     if not ScaleOptions(**scale).wanted:
-        serve(model, engine, server)
+        serve(model, engine, server, learn)
         return
+    if learn["learn"]:
+        raise ConfigError("--learn is for one engine: leave out --replicas and --autoscale.")
     from paceline.scale.command import serve_replicas
 
     serve_replicas(model or DEFAULT_MODEL, engine, server, scale)
@@ -255,6 +268,7 @@ _mount(
     single=True,
 )
 _mount("train", "paceline.train.commands:app", "train", "Train a draft head on the target's own answers.")
+_mount("learn", "paceline.learn.commands:app", "train", "Learn from the traffic that a server has kept.")
 _mount(
     "scale", "paceline.scale.commands:app", "serve", "Write the file that deploys replicas to a Ray cluster."
 )

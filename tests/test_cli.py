@@ -15,9 +15,10 @@ import pytest
 from paceline import LLM, SamplingParams, __version__
 from paceline.cli import main
 from paceline.config import EngineConfig
+from paceline.learn.options import LearnOptions
 from paceline.serve.options import ServeOptions
 from paceline.terminal import generate as generate_room
-from paceline.terminal.flags import ENGINE, SAMPLING, SEED, SERVER
+from paceline.terminal.flags import ENGINE, LEARN, SAMPLING, SEED, SERVER
 from tests.models.files import config_of, random_tensors, write_gguf
 from tests.toy import ToyBackend, ToyTokenizer, toy_engine
 
@@ -106,8 +107,9 @@ def test_flags_have_the_names_and_defaults_of_the_python_api():
     del options["model"]  # the argument
     assert {flag.name: flag.default for flag in ENGINE} == options
     assert SEED.default == config.seed
-    server = {name: value or None if value == () else value for name, value in vars(ServeOptions()).items()}
-    assert {flag.name: flag.default for flag in SERVER} == server
+    for group, record in ((SERVER, ServeOptions()), (LEARN, LearnOptions())):
+        values = {name: value or None if value == () else value for name, value in vars(record).items()}
+        assert {flag.name: flag.default for flag in group} == values
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ class Stream:
         self._updates: deque[Update] = deque()
         self._arrived = arrived or asyncio.Event()
         self._failure: Exception | None = None
+        self._when_finished: Callable[[RequestOutput], None] | None = None
 
     @property
     def ended(self) -> bool:
@@ -80,6 +81,13 @@ class Stream:
         assert self.output is not None
         return self.output
 
+    def when_finished(self, call: Callable[[RequestOutput], None]) -> None:
+        """Call a function with the output once all n outputs have finished; never if it is aborted."""
+        if self.output is not None:
+            call(self.output)
+        else:
+            self._when_finished = call
+
     def abort(self) -> None:
         """Abort the request if it is unfinished. It takes part in no further pass."""
         if not self.ended:
@@ -100,6 +108,8 @@ class Stream:
         """For the engine: the request has finished."""
         self.output = output
         self._arrived.set()
+        if self._when_finished is not None:
+            self._when_finished(output)
 
     def fail(self, error: Exception) -> None:
         """For the engine: the request has failed."""

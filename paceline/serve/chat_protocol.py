@@ -144,9 +144,6 @@ class ChatRequest(TemplateFields, SamplingFields):
         Literal["auto", "default"] | None, Unsupported("is not served: there is one tier. Leave it out")
     ] = None
     # not supported: only neutral values are accepted
-    store: Annotated[
-        Literal[False] | None, Unsupported("is not served: nothing is kept. Set it to false")
-    ] = None
     modalities: Annotated[Items[Literal["text"]] | None, _ONLY_TEXT] = None
     audio: Annotated[None, _ONLY_TEXT] = None
     functions: Annotated[None, _USE_TOOLS] = None

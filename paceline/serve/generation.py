@@ -6,7 +6,9 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import starmap
+from typing import TypeAlias
 
 from starlette.requests import Request
 
@@ -15,9 +17,12 @@ from paceline.core.params import SamplingParams
 from paceline.engine.client import EngineClient
 from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.stream import Stream, Update
+from paceline.learn.collector import Origin
 from paceline.models.detokenizer import Watch
 from paceline.serve.errors import FieldError
 from paceline.serve.protocol import SamplingFields
+
+OnFinished: TypeAlias = Callable[[RequestOutput, Origin], None]
 
 _SEGMENT = re.compile(r"[\w.:/-]{1,64}", re.ASCII)  # valid as a metric label
 
@@ -42,8 +47,12 @@ class Generation:
         grammar: Grammar | None,
         watch: Callable[[], Watch] | None,
         hide_logprobs: bool = False,
+        on_finished: OnFinished | None = None,
     ) -> Generation:
-        """A generation whose prompts the engine has all accepted. If it refuses one, none runs."""
+        """A generation whose prompts the engine has all accepted. If it refuses one, none runs.
+
+        `on_finished` is called for each prompt whose outputs have finished.
+        """
         generation = Generation(params.n, hide_logprobs)
         request_id = request.state.request_id
         segment = segment_of(request, fields)
@@ -63,6 +72,11 @@ class Generation:
                 watch=watch,
                 arrived=generation._arrived,
             )
+            if on_finished is not None:
+                origin = Origin(
+                    params, segment, fields.cache_salt or "", request.state.key_id, fields.store is not False
+                )
+                generation._streams[number].when_finished(partial(on_finished, origin=origin))
 
         try:  # concurrently, so that all prompts start in the same pass
             results = await asyncio.gather(*starmap(submit, enumerate(prompts)), return_exceptions=True)

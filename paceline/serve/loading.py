@@ -41,6 +41,7 @@ class ServedModel:
     facts: Mapping[str, str]  # that describe it, for the metrics
     max_queue: int | None = None  # None: the server's
     tool_call_parser: str | None = None  # None: the server's
+    loaded: Loaded | None = None  # what it was made from, to learn with it
 
 
 def declared_models(model: str | None, engine: Mapping[str, Any], options: ServeOptions) -> RoutesFile:
@@ -76,7 +77,7 @@ def load_models(declared: RoutesFile) -> list[ServedModel]:
             facts["model_name"] = names[0]
         announce(facts, time.monotonic() - begun)
         queue, parser = entry.max_queue, entry.tool_call_parser
-        served.append(ServedModel(names, loaded.engine, loaded.tokenizer, facts, queue, parser))
+        served.append(ServedModel(names, loaded.engine, loaded.tokenizer, facts, queue, parser, loaded))
     return served
 
 

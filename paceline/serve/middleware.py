@@ -124,7 +124,7 @@ class Gate:
     ) -> None:
         self._app = app
         self._engine = engine
-        self._keys = [_digest(key.encode()) for key in keys]
+        self._keys = [key_digest(key.encode()) for key in keys]
         # per key, for the engine's caches; random, so that they reveal nothing about the key
         self._salts = ["" if share_cache else secrets.token_hex(16) for _ in keys]
         self._max_body_bytes = max_body_bytes
@@ -134,8 +134,9 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        salt = self._salt_of_key(headers)
-        scope.setdefault("state", {})["key_salt"] = salt
+        salt, key_id = self._known_key(headers)
+        state = scope.setdefault("state", {})
+        state["key_salt"], state["key_id"] = salt, key_id
         refusal = self._refuse(scope, has_key=salt is not None)
         if refusal is None:
             first = await self._read(headers, receive)
@@ -160,16 +161,18 @@ class Gate:
             return _refusal(scope, 503, message, "service_unavailable_error", "draining", goodbye)
         return None
 
-    def _salt_of_key(self, headers: Headers) -> str | None:
-        """The cache salt of the request's key; None for an unknown key, "" if the server has no keys.
+    def _known_key(self, headers: Headers) -> tuple[str | None, str]:
+        """The cache salt of the request's key, and its digest, which is the same after a restart.
+
+        A salt of None: an unknown key. Both are empty if the server has no keys.
 
         Constant time, so that comparing reveals nothing about the keys.
         """
         if not self._keys:
-            return ""
-        digest = _digest(_given_key(headers).encode("latin-1"))
+            return "", ""
+        digest = key_digest(_given_key(headers).encode("latin-1"))
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
-        return self._salts[matches.index(True)] if any(matches) else None
+        return (self._salts[matches.index(True)], digest.hex()) if any(matches) else (None, "")
 
     async def _read(self, headers: Headers, receive: Receive) -> Message | None:
         """The whole body as one message, or the disconnect message; None if the body is too large."""
@@ -198,7 +201,7 @@ def _given_key(headers: Headers) -> str:
     return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "").strip()
 
 
-def _digest(key: bytes) -> bytes:
+def key_digest(key: bytes) -> bytes:
     """A digest: all have one length, so that a comparison does not reveal the length of a key."""
     return hashlib.sha256(key).digest()
 

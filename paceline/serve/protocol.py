@@ -17,7 +17,7 @@ from paceline.core.params import MAX_N, SamplingParams
 from paceline.core.truncation import OPTIONS, Option
 from paceline.engine.outputs import RequestOutput, SpeculativeMetrics
 from paceline.serve.errors import FieldError
-from paceline.serve.fields import Body, Bool, Float, Int, Items, Name, Seed, TokenIds
+from paceline.serve.fields import Body, Bool, Float, Int, Items, Name, Seed, TokenIds, Unsupported
 from paceline.serve.neutral import NeutralFields
 from paceline.serve.structure_fields import StructureFields
 
@@ -116,6 +116,10 @@ class SamplingFields(StructureFields, NeutralFields, TruncationFields):
     stream: Bool | None = None
     stream_options: StreamOptions | None = None
     user: Name | None = None  # hashed in the log
+    # false: not kept by --learn. Nothing can be fetched later, so true is refused
+    store: Annotated[
+        Literal[False] | None, Unsupported("is not served: no answer can be fetched later. Set it to false")
+    ] = None
 
     def sampling_params(self, **others: Any) -> SamplingParams:
         """The engine's parameters: the fields that were set, and `others`."""

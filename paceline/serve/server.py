@@ -29,11 +29,13 @@ from paceline.engine.engine import Engine
 from paceline.engine.step_turns import StepTurns
 from paceline.errors import ConfigError
 from paceline.extras import needs_extra
+from paceline.learn.collector import Collector
 from paceline.models.tokenizer import Tokenizer
 from paceline.serve.app import Pages, make_models_app
 from paceline.serve.connections import Connection, ConnectionLimits
 from paceline.serve.engines import EngineGroup
 from paceline.serve.kv_events import observe, publishing
+from paceline.serve.learning import collecting, learn_options
 from paceline.serve.loading import ServedModel, declared_models, load_models
 from paceline.serve.logs import log_event, set_up_logs
 from paceline.serve.metrics import Metrics
@@ -56,12 +58,15 @@ OTHER_FILES = 256  # open files besides connections
 SWITCH_SECONDS = 0.001
 
 
-def serve(model: str | None, engine: dict[str, Any], server: dict[str, Any]) -> None:
+def serve(
+    model: str | None, engine: dict[str, Any], server: dict[str, Any], learn: dict[str, Any] | None = None
+) -> None:
     """Serve a model, or those of a routes file, until a signal. Mistakes in options are reported before
     anything is loaded.
     """
     options = ServeOptions.from_flags(server)
     declared = declared_models(model, engine, options)
+    learning = learn_options(learn or {}, options, declared)
     if options.otlp_endpoint is not None:
         import_tracing()
     check_events(options, declared)
@@ -71,8 +76,11 @@ def serve(model: str | None, engine: dict[str, Any], server: dict[str, Any]) -> 
         set_up_logs(options.log_level, options.log_format)
         models = load_models(declared)
         allow_files(2 * options.max_connections)
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(run_models(models, declared.table, options, listener, publisher))
+        with (
+            collecting(learning, options, models) as collector,
+            asyncio.Runner(loop_factory=loop_factory()) as runner,
+        ):
+            runner.run(run_models(models, declared.table, options, listener, publisher, collector))
 
 
 def check_events(options: ServeOptions, declared: RoutesFile) -> None:
@@ -140,10 +148,11 @@ async def run_models(
     options: ServeOptions,
     listener: socket.socket,
     publisher: Publisher | None = None,
+    collector: Collector | None = None,
 ) -> None:
     """Serve loaded models, and routes over them, on a bound socket until a signal.
 
-    The publisher gets KV events, of one model only.
+    The publisher gets KV events, and the collector finished requests, of one model only.
     """
     metrics = [Metrics(model.names[0], options.max_segments, model.facts) for model in served]
     observers: list[list[Observer]] = [[counters] for counters in metrics]
@@ -165,7 +174,10 @@ async def run_models(
         )
         front.start()
         parser = model.tool_call_parser or options.tool_call_parser
-        service = Service(front, model.tokenizer, model.names, parser, workers=workers)
+        on_finished = None if collector is None else collector.offer
+        service = Service(
+            front, model.tokenizer, model.names, parser, on_finished=on_finished, workers=workers
+        )
         services |= dict.fromkeys(model.names, service)
     try:
         await serve_models(Models(services, table), options, listener, metrics)

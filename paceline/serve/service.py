@@ -28,7 +28,7 @@ from paceline.errors import OverloadedError
 from paceline.models.chat import TemplateOptions
 from paceline.models.tokenizer import Tokenizer, TooManyTokens
 from paceline.serve.errors import ClientGone
-from paceline.serve.generation import Generation
+from paceline.serve.generation import Generation, OnFinished
 from paceline.serve.protocol import SamplingFields
 from paceline.serve.sse import disconnected
 from paceline.serve.tools.toolbox import NO_TOOLS, Toolbox, ToolPlan
@@ -66,6 +66,7 @@ class Service:
     model_names: tuple[str, ...]  # names that clients may use; answers carry the first
     tool_call_parser: str | None = None  # None: chosen by the model's chat template
     created: int = field(default_factory=lambda: int(time.time()))
+    on_finished: OnFinished | None = None  # gets every finished output, to learn from it
     workers: ThreadPoolExecutor = field(default_factory=new_workers)
     compilers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(COMPILERS))
 
@@ -147,7 +148,15 @@ class Service:
             request.state.record.warnings += warnings
         request.state.place.close()  # from here it counts in the engine's queue
         return await Generation.start(
-            self.engine, request, prepared.prompts, params, fields, grammar, plan.watch, hidden
+            self.engine,
+            request,
+            prepared.prompts,
+            params,
+            fields,
+            grammar,
+            plan.watch,
+            hidden,
+            self.on_finished,
         )
 
     async def _compile(

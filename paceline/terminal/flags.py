@@ -256,6 +256,33 @@ SERVER: Group = (
     Flag("log_format", str, "auto", "json, text, or auto: text on a terminal."),
 )
 
+LEARN: Group = (
+    Flag("learn", bool, False, "Keep finished requests, and train the draft head on them.", "--learn"),
+    Flag(
+        "learn_dir",
+        str | None,
+        None,
+        "Folder of what is kept and learned. Default: in PACELINE_HOME, one per model.",
+    ),
+    Flag("learn_share", float, 1.0, "Share of the finished requests to keep."),
+    Flag("learn_max_bytes", int, 256 * 1024 * 1024, "Maximum bytes of kept requests; the oldest go first."),
+    Flag("learn_max_age", float, 14.0, "Days after which a kept request is deleted."),
+    Flag(
+        "learn_salts",
+        str,
+        "off",
+        "Requests with a cache_salt, or of one of several API keys: off (not kept), shared (kept, and the "
+        "head of all trains on them) or own (kept, and it does not).",
+    ),
+    Flag("learn_skip_key", list[str] | None, None, "API key whose requests are not kept. May be repeated."),
+    Flag(
+        "learn_redact",
+        str | None,
+        None,
+        "MODULE:FUNCTION that gets each row, and returns what is kept of it, or None.",
+    ),
+)
+
 SCALE: Group = (
     Flag("replicas", int | None, None, "Number of replicas, on Ray Serve. Default: one engine, without Ray."),
     Flag("autoscale", str | None, None, "MIN:MAX replicas, by load, on Ray Serve."),
@@ -321,6 +348,13 @@ SERVER = by_topic(
         "Logs and metrics": "otlp_endpoint max_segments log_level log_format",
         "Gateways": "metrics_prefix kv_events_config kv_events_endpoint kv_events_replay_endpoint "
         "kv_events_topic",
+    },
+)
+LEARN = by_topic(
+    LEARN,
+    {
+        "Learning": "learn learn_dir learn_share learn_max_bytes learn_max_age learn_salts learn_skip_key "
+        "learn_redact"
     },
 )
 SCALE = by_topic(

@@ -65,7 +65,7 @@ def _accepted(guess: Callable[[Tensor], Tensor], steps: int, draft_ids: DraftIds
     starts = torch.nonzero(draft_starts(batch).flatten()).flatten()
     ahead = torch.arange(1, steps + 1, device=tokens.device)[:, None]
     chunk = max(1, LOGITS_AT_ONCE[tokens.device.type] // (steps * len(draft_ids.ids)))
-    for part in starts.split(chunk):
+    for part in torch.split(starts, chunk):
         wanted = part + ahead  # [steps, starts] places of the guessed tokens
         inside = part % width + ahead < batch.lengths[part // width]
         true = tokens.flatten()[wanted.clamp(max=tokens.numel() - 1)]

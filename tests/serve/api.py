@@ -12,6 +12,7 @@ import httpx
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.engine import Engine
 from paceline.serve.app import make_models_app
+from paceline.serve.generation import OnFinished
 from paceline.serve.options import ServeOptions
 from paceline.serve.routes.models import Models
 from paceline.serve.service import Service
@@ -23,11 +24,14 @@ Result = TypeVar("Result")
 class Api:
     """A client of an app whose engine runs until `close`."""
 
-    def __init__(self, engine: Engine | None = None, max_queue: int = 100) -> None:
+    def __init__(
+        self, engine: Engine | None = None, max_queue: int = 100, on_finished: OnFinished | None = None
+    ) -> None:
         self.engine = engine or toy_engine(max_model_len=400)
         self._runner = asyncio.Runner()
         self.front = AsyncEngine(self.engine, ToyTokenizer(), max_queue=max_queue)
-        self.service = Service(self.front, ToyTokenizer(), ("toy", "toy-too"))  # type: ignore[arg-type]
+        names = ("toy", "toy-too")
+        self.service = Service(self.front, ToyTokenizer(), names, on_finished=on_finished)  # type: ignore[arg-type]
         self.models = Models.of(self.service)
         self.app = make_models_app(self.models, ServeOptions())
 

@@ -170,7 +170,7 @@ def test_what_clients_send_without_meaning_it_is_taken(api: Api) -> None:
         ({"top_logprobs": 2}, "top_logprobs", "logprobs to true"),
         ({"logprobs": 2}, "logprobs", "boolean"),
         ({"max_tokens": 0}, "max_tokens", "got 0"),
-        ({"store": True}, "store", "nothing is kept"),
+        ({"store": True}, "store", "no answer can be fetched later"),
         ({"audio": {"voice": "x"}}, "audio", "text only"),
         ({"modalities": ["audio"]}, "modalities", "text only"),
         ({"functions": [{}]}, "functions", "use tools"),

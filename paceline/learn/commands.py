@@ -1,0 +1,235 @@
+"""`paceline learn status|show|train|export|clear`."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.config import DEFAULT_MODEL
+from paceline.errors import ConfigError
+from paceline.learn.folder import LearnFolder
+from paceline.learn.rows import Damage, TrafficRow
+from paceline.learn.split import side_of
+from paceline.learn.store import StoreCount, TrafficStore
+from paceline.terminal.help import App
+from paceline.terminal.session import note
+
+app = App(help="Learn from the traffic that a server with --learn has kept.", no_args_is_help=True)
+
+NOTHING_GAINED = 3  # exit status of a training without a candidate
+STOPPED = 143  # exit status after SIGTERM, as of a shell
+
+Model = Annotated[str, typer.Argument(help="The target: an alias, a .gguf file, a folder or a hub id.")]
+Folder = Annotated[Path, typer.Argument(help="The folder of --learn-dir.")]
+From = Annotated[Path, typer.Option("--from", help="The folder of --learn-dir.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("status")
+def status_command(folder: Folder, as_json: AsJson = False) -> None:
+    """Say what the folder holds: rows, and the candidate if there is one."""
+    from paceline.learn.fine_tune import read_candidate
+
+    store = TrafficStore(_store(folder))
+    count, candidate = store.count(), read_candidate(LearnFolder(folder).candidate)
+    if as_json:
+        facts = {
+            "target": asdict(store.target),
+            "traffic": asdict(count),
+            "candidate": None if candidate is None else asdict(candidate),
+        }
+        typer.echo(json.dumps(facts, indent=1))
+        return
+    typer.echo(f"target     {store.target.name} ({store.target.fingerprint})")
+    for line in _lines(count):
+        typer.echo(line)
+    if candidate is not None:
+        gains = ", ".join(
+            f"{name} rows {before:.2f} to {candidate.after[name]:.2f}"
+            for name, before in candidate.before.items()
+        )
+        typer.echo(f"candidate  {candidate.method}, {candidate.steps} steps; tokens per pass: {gains}")
+
+
+@app.command("show")
+def show_command(
+    folder: Folder,
+    last: Annotated[int, typer.Option(help="Number of rows, the newest.")] = 10,
+    text: Annotated[
+        str | None, typer.Option(help="Model whose tokenizer spells the ids; they are shown as text.")
+    ] = None,
+) -> None:
+    """Print the newest rows that were kept, one JSON object per line."""
+    from collections import deque
+
+    from paceline.models.registry import load_tokenizer, resolve
+
+    tokenizer = None if text is None else load_tokenizer(resolve(text))
+    for row in deque(TrafficStore(_store(folder)).rows(), maxlen=last):
+        facts = {**asdict(row), "side": side_of(row.prompt_ids).value}
+        if tokenizer is not None:
+            facts["prompt"] = tokenizer.decode(list(facts.pop("prompt_ids")), skip_special_tokens=False)
+            facts["output"] = tokenizer.decode(list(facts.pop("output_ids")), skip_special_tokens=False)
+        typer.echo(json.dumps(facts, ensure_ascii=False))
+
+
+@app.command("train")
+def train_command(
+    source: From,
+    out: Annotated[Path, typer.Option(help="Folder of the candidate.")],
+    model: Model = DEFAULT_MODEL,
+    head: Annotated[str, typer.Option(help="Head to train further: its folder, or shipped.")] = "shipped",
+    minutes: Annotated[float | None, typer.Option(help="Minutes of work; waiting does not count.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of optimizer steps, instead of minutes.")] = None,
+    since: Annotated[
+        str,
+        typer.Option(help="Rows from this time on are new, the others are replayed: 2026-11-17T09:30."),
+    ] = "0",
+    replay: Annotated[float, typer.Option(help="Share of old rows among those trained on.")] = 0.25,
+    generic: Annotated[
+        list[Path] | None,
+        typer.Option(help="File of `paceline train answers` that counts as old rows. May be repeated."),
+    ] = None,
+    salt: Annotated[
+        str, typer.Option(help="Rows of this salt (its hash), or all. Default: rows without a salt.")
+    ] = "",
+    learning_rate: Annotated[float, typer.Option(help="Maximum learning rate, after the warm-up.")] = 3e-4,
+    batch_tokens: Annotated[
+        int | None, typer.Option(help="Tokens per step. Default: by the speed of a first step.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda if available.")] = "auto",
+    gpu_share: Annotated[float, typer.Option(help="Share of the time of a GPU to take.")] = 0.1,
+    threads: Annotated[int, typer.Option(help="Number of CPU cores to use.")] = 1,
+    pause: Annotated[Path | None, typer.Option(help="While this file exists, no step begins.")] = None,
+    end_with_parent: Annotated[
+        bool, typer.Option("--end-with-parent", help="End when the process that started this one ends.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a head further on kept traffic, and write it if it drafts better on rows that were held back."""
+    from paceline.learn.fine_tune import FineTuneOptions, fine_tune
+    from paceline.learn.report import Reporter, lower_priority
+    from paceline.learn.selection import Selection
+    from paceline.learn.yielding import Yielding, stopped_by_signals
+    from paceline.models.heads.fingerprint import target_fingerprint
+    from paceline.models.heads.registry import resolve_head
+    from paceline.models.registry import load_checkpoint, resolve
+    from paceline.train.job import chosen_device
+
+    options = FineTuneOptions(
+        steps=steps,
+        minutes=minutes,
+        learning_rate=learning_rate,
+        batch_tokens=batch_tokens,
+        gpu_share=gpu_share,
+    )
+    selection = Selection(_timestamp(since), replay, salt)
+    on_device = chosen_device(device)
+    share = 1.0 if on_device == "cpu" else gpu_share
+    yielding = Yielding(pause, share, end_with_parent)
+    report = Reporter(as_json)
+    lower_priority(threads)
+    checkpoint = load_checkpoint(resolve(model))
+    parent = resolve_head(head, fingerprint=target_fingerprint(checkpoint))
+    with stopped_by_signals(yielding):
+        candidate = fine_tune(
+            checkpoint,
+            _store(source),
+            parent,
+            out,
+            options,
+            selection,
+            generic or (),
+            on_device,
+            yielding,
+            report.scored,
+        )
+    report.ended(candidate, out)
+    if candidate is None:
+        raise typer.Exit(STOPPED)
+    if not candidate.gains:
+        raise typer.Exit(NOTHING_GAINED)
+
+
+@app.command("export")
+def export_command(
+    folder: Folder,
+    out: Annotated[Path, typer.Option(help="File of answers to write.")],
+    salt: Annotated[
+        str, typer.Option(help="Rows of this salt (its hash), or all. Default: rows without a salt.")
+    ] = "",
+) -> None:
+    """Write the kept rows as a file of answers, which every `paceline train` command takes as --data."""
+    from paceline.learn.selection import usable
+    from paceline.train.examples import Example, ExampleWriter
+
+    if out.exists():
+        raise ConfigError(f"{out} is there already: give another --out.")
+    store = TrafficStore(_store(folder))
+    damage = Damage()
+    rows = [row for row in store.rows(damage=damage) if usable(row, salt, 1 << 30)]
+    writer = ExampleWriter(out, store.vocab_size, {"traffic": store.target.fingerprint})
+    writer.append(
+        Example(
+            _example_id(row, number), row.segment, [*row.prompt_ids, *row.output_ids], len(row.prompt_ids)
+        )
+        for number, row in enumerate(rows)
+    )
+    writer.close()
+    skipped = damage.stretches + damage.cut_off
+    note(f"{len(rows)} answers: {out}" + (f"; {skipped} damaged records were skipped" if skipped else ""))
+
+
+@app.command("clear")
+def clear_command(folder: Folder) -> None:
+    """Delete all kept rows, also while a server runs. Heads that were trained on them stay."""
+    store = TrafficStore(_store(folder))
+    store.clear()
+    note(f"No rows are left in {store.folder}.")
+
+
+def _store(folder: Path) -> Path:
+    """The store in a folder of --learn-dir, or that folder itself if it is a store."""
+    inside = LearnFolder(folder).traffic
+    return inside if inside.exists() else folder
+
+
+def _lines(count: StoreCount) -> list[str]:
+    lines = [f"rows       {count.rows}, {count.bytes / 1e6:.1f} MB"]
+    if count.oldest is not None and count.newest is not None:
+        lines.append(f"from       {_local(count.oldest)} to {_local(count.newest)}")
+    skipped = count.damage.stretches + count.damage.cut_off
+    return [*lines, f"damaged    {skipped} records, which are skipped"] if skipped else lines
+
+
+def _local(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+
+
+def _example_id(row: TrafficRow, number: int) -> str:
+    """An id whose part before # names the prompt: all answers to it are held out together, or none."""
+    import hashlib
+
+    prompt = hashlib.blake2b(repr(row.prompt_ids).encode(), digest_size=8).hexdigest()
+    return f"{prompt}#{number}"
+
+
+def _timestamp(text: str) -> float:
+    """The seconds since 1970 of a time as --since takes it."""
+    try:
+        return float(text)
+    except ValueError:
+        pass
+    for form in ("%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M", "%Y-%m-%d"):
+        try:
+            return time.mktime(time.strptime(text, form))
+        except ValueError:
+            continue
+    raise ConfigError(
+        f"--since must be a time such as 2026-11-17T09:30, or seconds since 1970, got {text!r}."
+    )

@@ -1,0 +1,76 @@
+"""EarlyStop: keep the weights that draft best on rows that are held back, and end when they get no better."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from paceline.learn.selection import NEW, OLD
+from paceline.train.acceptance import passes
+from paceline.train.batches import collate, epoch_batches
+from paceline.train.examples import Examples
+from paceline.train.objective import Objective, WriteHead
+
+EVALUATIONS = 8  # in a run, besides the one before it
+PATIENCE = 3  # evaluations in a row without a gain end the run
+MAX_LOSS = 0.01  # of tokens per pass on old rows: more is forgetting (the bar is 2 %)
+BATCH_TOKENS = 1024  # of an evaluation
+
+Scores = Mapping[str, float]  # tokens per pass, by group of rows
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A head on its way, with what it is worth."""
+
+    step: int
+    scores: Scores
+    write: WriteHead
+
+
+@torch.no_grad()
+def tokens_per_pass(objective: Objective, examples: Examples) -> float:
+    """What chains of this head gain on these rows; 1 is plain decoding."""
+    device = objective.target.embedding.device
+    everything = torch.arange(len(examples)).numpy()
+    tokens = verified = 0
+    for indices in epoch_batches(examples, everything, BATCH_TOKENS, 0, 0):
+        batch = collate(examples, indices, device)
+        accepted = objective.accepted(batch).tolist()
+        for row, answer, length in zip(accepted, batch.answers.tolist(), batch.lengths.tolist(), strict=True):
+            tokens += length - 1 - answer
+            verified += passes(row[answer : length - 1])
+    return tokens / max(1, verified)
+
+
+class EarlyStop:
+    """Measures a head while it trains."""
+
+    def __init__(self, objective: Objective, groups: Mapping[str, Examples]) -> None:
+        """`groups`: rows that are never trained on. The head as it is now is the one to beat."""
+        self._objective, self._groups = objective, groups
+        self.before = self._measured(0)
+        self.best = self.before
+        self.last = self.before
+        self._without_gain = 0
+
+    def evaluate(self, step: int) -> bool:
+        """Measure the head after this step. Returns whether to go on."""
+        self.last = kept = self._measured(step)
+        if is_better(kept.scores, self.best.scores, self.before.scores):
+            self.best, self._without_gain = kept, 0
+        else:
+            self._without_gain += 1
+        return self._without_gain < PATIENCE
+
+    def _measured(self, step: int) -> Kept:
+        scores = {name: tokens_per_pass(self._objective, group) for name, group in self._groups.items()}
+        return Kept(step, scores, self._objective.snapshot())
+
+
+def is_better(scores: Scores, best: Scores, before: Scores) -> bool:
+    """Whether a head with these scores is better on new rows than the best one, and has forgotten little."""
+    forgotten = OLD in scores and scores[OLD] < (1 - MAX_LOSS) * before[OLD]
+    return scores[NEW] > best[NEW] and not forgotten

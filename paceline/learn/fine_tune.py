@@ -1,0 +1,210 @@
+"""fine_tune: from a store of traffic and a head to a candidate that may replace it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.learn.early_stop import EVALUATIONS, EarlyStop, Kept
+from paceline.learn.objectives import objective_for, options_for
+from paceline.learn.rows import TrafficRow
+from paceline.learn.selection import Selection, choose, examples_of, generic_rows
+from paceline.learn.store import TrafficStore
+from paceline.learn.yielding import Yielding
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.heads.checkpoint import WEIGHTS, HeadCheckpoint, load_head
+from paceline.models.heads.config import TargetName
+from paceline.models.heads.fingerprint import check_target, target_fingerprint
+from paceline.options import check_integer, check_number, refuse_unknown
+from paceline.train.disk import make_folder, writing
+from paceline.train.examples import Examples
+from paceline.train.options import TrainOptions
+from paceline.train.progress import Progress
+from paceline.train.sequences import load_target
+from paceline.train.trainer import Trainer
+
+CANDIDATE = "candidate.json"  # named so last: without it, there is no candidate
+UNFINISHED = "candidate.json.unfinished"
+OnScores = Callable[[Progress, Kept], None]
+
+
+@refuse_unknown(ConfigError)
+@dataclass(frozen=True)
+class FineTuneOptions:
+    """How a head is trained further. The trainer's other options are those of `paceline train`."""
+
+    steps: int | None = None
+    minutes: float | None = None  # of work: waiting does not count
+    learning_rate: float = 3e-4
+    batch_tokens: int | None = None  # per step; None: by the speed of the device
+    seed: int = 0
+    gpu_share: float = 0.1  # of the time of a GPU; a CPU is shared by the system, at low priority
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.minutes is None):
+            raise ConfigError("Say how long to train: give either --steps or --minutes.")
+        if self.steps is not None:
+            check_integer(ConfigError, "steps", self.steps, 1, None)
+        check_number(ConfigError, "gpu_share", self.gpu_share, 0.0, 1.0, low_open=True)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A head that was trained further, with its evidence; candidate.json has the same fields."""
+
+    method: str
+    target: str  # fingerprint
+    parent: str  # fingerprint of the head that it was trained from
+    rows: Mapping[str, int]
+    steps: int  # of the weights that are kept
+    seconds: float  # of training, waiting not counted
+    before: Mapping[str, float]  # tokens per pass of the parent on held-back rows, by group
+    after: Mapping[str, float]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def gains(self) -> bool:
+        """Whether the training has gained anything."""
+        return self.steps > 0
+
+
+def fine_tune(
+    checkpoint: Checkpoint,
+    store: Path,
+    head: Path,
+    out: Path,
+    options: FineTuneOptions,
+    selection: Selection | None = None,
+    generic: Sequence[Path] = (),
+    device: str = "cpu",
+    yielding: Yielding | None = None,
+    on_scores: OnScores = lambda progress, kept: None,
+) -> Candidate | None:
+    """Train the head on the store's rows, and write what drafts best on held-back rows to `out`.
+
+    None if it was stopped. A candidate that does not gain is not written. ConfigError if the store or the
+    head is another target's, if there are too few rows, or if the loss is not a number.
+    """
+    selection, yielding = selection or Selection(), yielding or Yielding()
+    config = checkpoint.config
+    name = TargetName(target_fingerprint(checkpoint), checkpoint.source.name)
+    traffic = TrafficStore(store, name, config.vocab_size)
+    parent = load_head(head)
+    check_target(parent.config, config, name.fingerprint, str(head))
+    learning = _train_options(parent, options, selection)
+    old = generic_rows(generic, config.vocab_size, selection.max_length)
+    chosen = choose(traffic.rows(), old, selection)
+    remove_candidate(out, head)
+    make_folder(out)
+    on_device = torch.device(device)
+    dtype = torch.bfloat16 if on_device.type == "cuda" else torch.float32
+    objective = objective_for(parent, load_target(checkpoint, on_device, dtype), name, learning)
+
+    def examples(rows: Sequence[TrafficRow]) -> Examples:
+        return examples_of(rows, config.vocab_size, selection.max_length)
+
+    stopping = EarlyStop(objective, {group: examples(rows) for group, rows in chosen.stop.items()})
+    trainer = Trainer(objective, examples(chosen.train), learning, None, clock=yielding.now)
+    progress = _train(trainer, stopping, yielding, on_scores)
+    if yielding.stopped:
+        return None
+    best = stopping.best
+    candidate = Candidate(
+        method=objective.method,
+        target=name.fingerprint,
+        parent=head_fingerprint(head),
+        rows=chosen.counts,
+        steps=best.step,
+        seconds=round(progress.seconds, 1),
+        before=dict(stopping.before.scores),
+        after=dict(best.scores),
+        options={**asdict(options), **asdict(selection), "steps_done": progress.step},
+    )
+    if candidate.gains:
+        _write(candidate, best, out)
+    return candidate
+
+
+def _train_options(head: HeadCheckpoint, options: FineTuneOptions, selection: Selection) -> TrainOptions:
+    """The trainer's options. Its own held-out rows are none: the early stop has others."""
+    return options_for(
+        head,
+        max_steps=options.steps,
+        minutes=options.minutes,
+        learning_rate=options.learning_rate,
+        batch_tokens=options.batch_tokens,
+        seed=options.seed,
+        max_length=selection.max_length,
+        held_out=0.0,
+    )
+
+
+def _train(trainer: Trainer, stopping: EarlyStop, yielding: Yielding, on_scores: OnScores) -> Progress:
+    """Train until the steps are done, nothing is gained any more, or `yielding` stops it."""
+
+    def on_progress(progress: Progress) -> bool:
+        if progress.step == 0:
+            on_scores(progress, stopping.before)
+            return True
+        due = progress.step - stopping.last.step >= progress.total / EVALUATIONS
+        if not due and not trainer.finished:
+            return True
+        go_on = stopping.evaluate(progress.step)
+        on_scores(progress, stopping.last)
+        return go_on
+
+    progress = trainer.train(on_progress, yielding.may_step)
+    if trainer.finished and stopping.last.step < progress.step:  # the last steps made no record
+        on_progress(progress)
+    return progress
+
+
+def head_fingerprint(head: Path) -> str:
+    """A hash of a head's files, by which a candidate names its parent."""
+    folder = head if head.is_dir() else head.parent
+    digest = hashlib.sha256()
+    for name in ("config.json", *WEIGHTS):
+        if (folder / name).is_file():
+            digest.update((folder / name).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def read_candidate(folder: Path) -> Candidate | None:
+    """The candidate in a folder; None if there is none, or its trainer was killed while it wrote."""
+    try:
+        return Candidate(**json.loads((folder / CANDIDATE).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def remove_candidate(folder: Path, parent: Path) -> None:
+    """Delete a candidate, whole or not; ConfigError if the folder has a head that is none.
+
+    Its note goes last, so that after a kill it is still known for a candidate.
+    """
+    notes = [folder / CANDIDATE, folder / UNFINISHED]
+    if not any(note.exists() for note in notes):
+        if folder.resolve() == parent.resolve() or (folder / WEIGHTS[0]).exists():
+            raise ConfigError(f"{folder} has a head that is no candidate: give another --out.")
+        return
+    with writing(folder, "Give another folder with --out."):
+        if notes[0].exists():
+            os.replace(*notes)
+        for name in (WEIGHTS[0], "config.json", UNFINISHED):
+            (folder / name).unlink(missing_ok=True)
+
+
+def _write(candidate: Candidate, best: Kept, out: Path) -> None:
+    """Write the head and then its note: a kill leaves no candidate, or a whole one."""
+    with writing(out, "Make room, and train again."):
+        (out / UNFINISHED).write_text(json.dumps(asdict(candidate), indent=1) + "\n")
+        best.write(out)
+        os.replace(out / UNFINISHED, out / CANDIDATE)

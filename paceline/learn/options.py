@@ -1,0 +1,66 @@
+"""LearnOptions: the --learn flags of `paceline serve`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TypeAlias
+
+from paceline.errors import ConfigError
+from paceline.home import paceline_home
+from paceline.learn.rows import TrafficRow
+from paceline.learn.store import DAY, StoreLimits
+from paceline.options import check_bool, check_choice, check_integer, check_number, refuse_unknown
+
+SALTS = ("off", "shared", "own")
+Decode: TypeAlias = Callable[[Sequence[int]], str]
+Redact: TypeAlias = Callable[[TrafficRow, Decode], TrafficRow | None]
+
+
+@refuse_unknown(ConfigError)
+@dataclass(frozen=True)
+class LearnOptions:
+    """What a server keeps of its traffic to learn from. Off: nothing."""
+
+    learn: bool = False
+    learn_dir: str | None = None  # None: in PACELINE_HOME, a folder for each model
+    learn_share: float = 1.0  # of the finished requests
+    learn_max_bytes: int = 256 * 1024 * 1024  # on disk
+    learn_max_age: float = 14.0  # days
+    learn_salts: str = "off"  # requests with a salt: not kept; kept for all; kept, each for its own head
+    learn_skip_key: tuple[str, ...] = ()  # API keys whose requests are not kept
+    learn_redact: str | None = None  # MODULE:FUNCTION that every row goes through before it is kept
+
+    def __post_init__(self) -> None:
+        check_bool(ConfigError, "learn", self.learn)
+        check_number(ConfigError, "learn_share", self.learn_share, 0.0, 1.0, low_open=True)
+        check_integer(ConfigError, "learn_max_bytes", self.learn_max_bytes, 1 << 16, None)
+        check_number(ConfigError, "learn_max_age", self.learn_max_age, 0.0, 36500.0, low_open=True)
+        check_choice(ConfigError, "learn_salts", self.learn_salts, SALTS)
+
+    @property
+    def limits(self) -> StoreLimits:
+        """The limits of the store."""
+        return StoreLimits(self.learn_max_bytes, self.learn_max_age * DAY, self.learn_share)
+
+    def folder(self, fingerprint: str) -> Path:
+        """The folder for what is learned with the target of this fingerprint."""
+        if self.learn_dir is not None:
+            return Path(self.learn_dir).expanduser()
+        return paceline_home() / "learn" / fingerprint
+
+    def redact(self) -> Redact | None:
+        """The function that rows go through; ConfigError if it cannot be imported."""
+        if self.learn_redact is None:
+            return None
+        module, _, name = self.learn_redact.partition(":")
+        try:
+            found: Redact = getattr(import_module(module), name)
+        except Exception as error:  # whatever a module of a user raises while it is imported
+            raise ConfigError(
+                f"--learn-redact must be MODULE:FUNCTION that Python can import, got {self.learn_redact!r} "
+                f"({type(error).__name__}: {error}). Is its folder in PYTHONPATH?"
+            ) from error
+        return found

@@ -1,0 +1,53 @@
+"""What `paceline learn train` prints: lines for a person, or JSON for the server that started it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+from paceline.learn.early_stop import Kept
+from paceline.learn.fine_tune import Candidate
+from paceline.terminal.session import note
+from paceline.train.progress import Progress
+
+
+class Reporter:
+    """Prints each measurement, and the end."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+
+    def scored(self, progress: Progress, kept: Kept) -> None:
+        """A head was measured on held-back rows."""
+        loss = progress.history[-1].loss if progress.history else None
+        if self._as_json:
+            self._print(step=kept.step, total=progress.total, loss=loss, tokens_per_pass=dict(kept.scores))
+            return
+        scores = ", ".join(f"{value:.3f} on {name} rows" for name, value in kept.scores.items())
+        note(f"step {kept.step} of {progress.total}: loss {loss:.3f}, tokens per pass {scores}")
+
+    def ended(self, candidate: Candidate | None, out: Path) -> None:
+        """The training has ended; None: it was stopped."""
+        if self._as_json:
+            gains = candidate is not None and candidate.gains
+            self._print(candidate=str(out) if gains else None, stopped=candidate is None)
+        elif candidate is None:
+            note("Stopped: there is no candidate.")
+        elif not candidate.gains:
+            note("The head drafts no better than before on rows that were held back: there is no candidate.")
+        else:
+            note(f"The candidate is in {out}: {candidate.steps} steps, {candidate.seconds:.0f} s.")
+
+    def _print(self, **facts: Any) -> None:
+        typer.echo(json.dumps(facts))
+
+
+def lower_priority(threads: int) -> None:
+    """Let everything else on this machine go first: nice 19, and few threads."""
+    os.nice(19)
+    torch.set_num_threads(threads)

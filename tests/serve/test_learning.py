@@ -1,0 +1,81 @@
+"""`paceline serve --learn`: what is kept of requests to every endpoint, and what is refused at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.learn.collector import Collector, Policy
+from paceline.learn.store import StoreLimits, TrafficStore
+from paceline.models.heads.config import TargetName
+from paceline.serve.learning import learn_options
+from paceline.serve.loading import declared_models
+from paceline.serve.options import ServeOptions
+from tests.serve.api import Api
+
+CHAT = {"model": "toy", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4, "temperature": 0}
+REQUESTS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": {"model": "toy", "prompt": ["abc", "bcd"], "max_tokens": 4, "temperature": 0},
+    "/v1/responses": {"model": "toy", "input": "abc", "max_output_tokens": 4, "temperature": 0},
+    "/v1/messages": CHAT,
+}
+
+
+class Learning:
+    """An API whose finished requests go to a store."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = TrafficStore(folder, TargetName("f00d", "toy"), 1000, StoreLimits())
+        self.collector = Collector(self.store, Policy())
+        self.api = Api(on_finished=self.collector.offer)
+
+    def close(self) -> None:
+        self.api.close()
+        self.collector.close()
+
+
+@pytest.fixture
+def learning(tmp_path: Path) -> Iterator[Learning]:
+    made = Learning(tmp_path)
+    yield made
+    made.close()
+
+
+def test_requests_of_every_endpoint_are_kept_unless_their_body_forbids_it(learning: Learning) -> None:
+    for path, body in REQUESTS.items():
+        learning.api.post(path, body)
+        learning.api.post(path, {**body, "store": False})
+        learning.api.post(path, {**body, "cache_salt": "mine"})
+    learning.api.chunks("/v1/chat/completions", {**CHAT, "segment": "sql"})
+    learning.collector.close()
+    rows = list(learning.store.rows())
+    assert len(rows) == len(REQUESTS) + 1 + 1  # two prompts of completions, and the stream
+    assert rows[-1].segment == "sql"
+    assert learning.collector.counts.refused == 2 * (len(REQUESTS) + 1)
+    answer = learning.api.post("/v1/completions", {**REQUESTS["/v1/completions"], "return_token_ids": True})
+    assert list(rows[1].prompt_ids) == answer["choices"][0]["prompt_token_ids"]
+    assert list(rows[1].output_ids) == answer["choices"][0]["token_ids"]
+
+
+def test_what_cannot_be_learned_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    def refused(match: str, engine: dict[str, Any] | None = None, **server: Any) -> None:
+        options = ServeOptions(**server)
+        declared = declared_models("smollm2-135m", engine or {}, options)
+        with pytest.raises(ConfigError, match=match):
+            learn_options({"learn": True, "learn_dir": str(tmp_path)}, options, declared)
+
+    refused("here is none: give --draft eagle3:PATH", {"speculative_config": "off"})
+    refused("here is none", {"speculative_config": "ngram"})
+    refused("--learn-salts shared", api_key=("one", "two"))
+
+
+def test_one_api_key_separates_nothing_and_off_is_the_default(tmp_path: Path) -> None:
+    options = ServeOptions(api_key=("one",))
+    declared = declared_models("smollm2-135m", {}, options)
+    assert learn_options({"learn": True}, options, declared).learn
+    assert not learn_options({}, options, declared).learn
