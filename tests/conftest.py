@@ -6,6 +6,8 @@ import gc
 import io
 import sys
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +24,12 @@ from paceline.backends.options import BackendOptions
 from paceline.cli import main
 from paceline.config import EngineConfig
 from paceline.engine import engine as engine_room
+from paceline.models import registry
 from paceline.models.checkpoint import Checkpoint
+from paceline.models.gguf import GgufFile, read_gguf
 from paceline.models.registry import ALIASES, DEFAULT_MODEL, model_path
+from paceline.models.tokenizer import Tokenizer
+from paceline.models.tokenizer_gguf import gguf_tokenizer
 from paceline.terminal import chat as chat_room
 from paceline.terminal import generate as generate_room
 from tests.planted import Plant
@@ -109,6 +115,28 @@ def real_weights_are_packed_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(build, "load_backend", load_once)
         patches.setattr(loading, "load_backend", load_once)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def the_real_file_is_read_once() -> Iterator[None]:
+    """Engines in this process share what was read of the real model's file: names, vocabulary, merges."""
+    real_model = model_path(ALIASES[DEFAULT_MODEL])
+
+    @cache
+    def read() -> tuple[GgufFile, Tokenizer]:
+        file = read_gguf(real_model)
+        return file, gguf_tokenizer(file)
+
+    def read_once(path: Path) -> GgufFile:
+        return read()[0] if path == real_model else read_gguf(path)
+
+    def tokenizer_once(file: GgufFile) -> Tokenizer:
+        return read()[1] if file.path == real_model else gguf_tokenizer(file)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(registry, "read_gguf", read_once)
+        patches.setattr(registry, "gguf_tokenizer", tokenizer_once)
         yield
 
 

@@ -75,7 +75,7 @@ class DraftModelDrafter(ModelDrafter):
     def load(cls, options: DraftModelOptions, target: Target) -> DraftModelDrafter:
         """The drafter with the model that the options name, on the target's backend."""
         from paceline.backends.load import load_backend
-        from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
+        from paceline.models.registry import load_with_tokenizer, resolve
 
         assert options.model is not None
         size, ranks = options.draft_tensor_parallel_size, target.backend.tensor_parallel_size
@@ -85,8 +85,7 @@ class DraftModelDrafter(ModelDrafter):
                 f"draft_tensor_parallel_size is {size}, but the target's tensor_parallel_size is {ranks}. "
                 f"{allowed}"
             )
-        path = resolve(options.model)
-        checkpoint = load_checkpoint(path)
+        checkpoint, tokenizer = load_with_tokenizer(resolve(options.model))
         config = checkpoint.config
         longest = options.max_model_len or config.max_position
         if longest > config.max_position:
@@ -94,7 +93,7 @@ class DraftModelDrafter(ModelDrafter):
                 f"max_model_len of the draft model is {longest}, but its context is {config.max_position}. "
                 f"Use at most {config.max_position}; requests that outgrow it go on without drafts."
             )
-        pair = target.tokenizer, load_tokenizer(path), target.config.vocab_size, config.vocab_size
+        pair = target.tokenizer, tokenizer, target.config.vocab_size, config.vocab_size
         vocabulary: Vocabulary
         make_cache: Callable[[KVCache, Backend], DraftCache]
         if options.use_heterogeneous_vocab:
