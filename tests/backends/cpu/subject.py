@@ -29,7 +29,8 @@ TREES = {
 class Subject:
     """One model, packed for several numbers of threads, and its truth."""
 
-    def __init__(self, backends: dict[int, CpuBackend], prompt: list[int]) -> None:
+    def __init__(self, backends: dict[int, CpuBackend], prompt: list[int], name: str = "") -> None:
+        self.name = name
         self.backends = backends  # by number of threads
         self.prompt = prompt
         self._alone = drive(backends[1], PAGES)[0]
@@ -139,10 +140,13 @@ def crowd(subject: Subject, backend: CpuBackend, count: int) -> list[Driven]:
     return requests
 
 
-def load(checkpoint: Checkpoint, quantization: str, threads: Sequence[int], max_rows: int) -> Subject:
+def load(
+    checkpoint: Checkpoint, quantization: str, threads: Sequence[int], max_rows: int, name: str = ""
+) -> Subject:
     backends = {
         count: CpuBackend.load(checkpoint, quantization=quantization, threads=count, max_rows=max_rows)
         for count in threads
     }
     vocab_size = checkpoint.config.vocab_size
-    return Subject(backends, np.random.default_rng(17).integers(0, vocab_size, LENGTH).tolist())
+    prompt = np.random.default_rng(17).integers(0, vocab_size, LENGTH).tolist()
+    return Subject(backends, prompt, name)

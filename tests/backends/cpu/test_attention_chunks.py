@@ -18,12 +18,12 @@ GUARD = 77.0  # what lies beside the results
 attend_at_once, attend_in_chunks = attention.attend, attention_chunks.attend
 
 
-@compiled
+@compiled(cached=True)
 def _at_once(*arguments):  # type: ignore[no-untyped-def]
     attend_at_once(*arguments)
 
 
-@compiled
+@compiled(cached=True)
 def _in_chunks(*arguments):  # type: ignore[no-untyped-def]
     attend_in_chunks(*arguments)
 

@@ -30,33 +30,33 @@ from tests.backends.cpu.numbers import assert_same_bits, fma, quantize
 from tests.backends.driver import drive, run
 
 
-@compiled
+@compiled(cached=True)
 def _exponentials(values, out, count):  # type: ignore[no-untyped-def]
     for i in range(0, count, 16):
         store(out + 4 * i, exponential(load(values + 4 * i)))
 
 
-@compiled
+@compiled(cached=True)
 def _record(values, record, quantized):  # type: ignore[no-untyped-def]
     write_record(values, record, quantized)
 
 
-@compiled
+@compiled(cached=True)
 def _rotate(values, cosines, sines, half):  # type: ignore[no-untyped-def]
     rotate(values, cosines, sines, half)
 
 
-@compiled
+@compiled(cached=True)
 def _normalize(values, weight, out, width, padded, epsilon):  # type: ignore[no-untyped-def]
     normalize(values, weight, out, width, padded, epsilon)
 
 
-@compiled
+@compiled(cached=True)
 def _normalize_head(values, weight, width, epsilon):  # type: ignore[no-untyped-def]
     normalize_head(values, weight, width, epsilon)
 
 
-@compiled
+@compiled(cached=True)
 def _gate(gates, ups):  # type: ignore[no-untyped-def]
     gate(gates, ups)
 
@@ -74,7 +74,7 @@ def _store_plain_halves(builder, address, value):  # type: ignore[no-untyped-def
     write_at(builder, address, builder.trunc(bits, ir.VectorType(ir.IntType(16), 16)), 2)
 
 
-@compiled
+@compiled(cached=True)
 def _to_halves(values, plain, native, count):  # type: ignore[no-untyped-def]
     for i in range(0, count, 16):
         _store_plain_halves(plain + 2 * i, load(values + 4 * i))

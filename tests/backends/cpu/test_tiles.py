@@ -189,13 +189,12 @@ def kernel(isa_name: str, weight_format: int) -> Callable[..., None]:
     """All tested tiles of a format, by their number of rows."""
     isa = {isa.name: isa for isa in (*ISAS.values(), *EMULATED)}[isa_name]
     tiles = {(rows,): emit_tile(weight_format, rows, isa) for rows in tile_rows(isa)}
-    tile = switch(1, TILE_ARGUMENTS, tiles)
-
-    @compiled
-    def run(rows, weights, records, group_stride, groups, out, out_stride, bias, added):  # type: ignore[no-untyped-def]
-        tile(rows, weights, records, group_stride, groups, out, out_stride, bias, added)
-
-    return run  # type: ignore[no-any-return]
+    name = f"{isa_name}_{FORMAT_NAMES[weight_format]}".replace("-", "_")
+    arguments = "rows, weights, records, group_stride, groups, out, out_stride, bias, added"
+    # by its name, and without a closure, it is found in the cache by the next run
+    scope = {"tile": switch(1, TILE_ARGUMENTS, tiles), "__name__": __name__}
+    exec(compile(f"def {name}({arguments}):\n    tile({arguments})", __file__, "exec"), scope)
+    return compiled(scope[name], cached=True)  # type: ignore[no-any-return]
 
 
 def multiply(

@@ -10,7 +10,7 @@ from paceline.backends.cpu.rows import read_matrix_row
 from paceline.backends.cpu.tiles import COLUMNS, GROUP, tile_bytes
 
 
-@compiled
+@compiled(cached=True)
 def _unpack(address, weight_format, groups, size, rows, out):  # type: ignore[no-untyped-def]
     for row in range(rows):
         read_matrix_row(address, weight_format, groups, size, row, out + 4 * GROUP * groups * row)
