@@ -26,6 +26,7 @@ GROUPS = {
         "tests/train/test_sequences.py",
     ),
     "server": (  # one server of the real model
+        "tests/serve/test_client_matrix.py",
         "tests/serve/test_openai_client.py",
         "tests/serve/test_openai_tools.py",
         "tests/serve/test_same_bytes.py",

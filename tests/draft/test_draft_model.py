@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from paceline.core.params import SamplingParams
@@ -19,6 +21,7 @@ from tests.draft.draft_models import (
     tree,
 )
 from tests.engine.test_exactness import prompt, requests, result
+from tests.large import in_turn
 from tests.toy import ToyBackend, toy_engine
 from tests.toy import drain as drain_plain
 
@@ -57,8 +60,10 @@ def test_a_chain_of_the_target_itself_is_accepted_whole(alone, budget):
     assert accepted == drafted > 100
 
 
-@pytest.mark.parametrize("plan", [chain(5), tree(8, 3), tree(12, 2, depth=3)], ids=str)
-@pytest.mark.parametrize("sampling", list(DraftSampling))
+@pytest.mark.parametrize(
+    ("plan", "sampling"),
+    in_turn({"chain": chain(5), "tree": tree(8, 3), "flat tree": tree(12, 2, depth=3)}, DraftSampling),
+)
 def test_every_proposal_is_that_of_the_reference(alone, plan, sampling):
     drafter = toy_drafter(HazyToy(max_rows=128), sampling, kind=AgainstReference)
     added = together(drafting_engine(drafter, plan), drafter)
@@ -68,19 +73,17 @@ def test_every_proposal_is_that_of_the_reference(alone, plan, sampling):
     assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("sampling", list(DraftSampling))
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {},
-        {"rows": 17, "max_num_seqs": 7},
-        {"num_pages": 26, "max_model_len": 100},
-        {"num_pages": 26, "max_model_len": 100, "enable_prefix_caching": False},
-        {"backend": ToyBackend(page_size=1, max_rows=128), "num_pages": 1600},
-        {"backend": ToyBackend(page_size=16, max_rows=128), "num_pages": 100},
-    ],
-    ids=["roomy", "small passes", "preemption", "no prefix cache", "pages of 1", "pages of 16"],
-)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "small passes": {"rows": 17, "max_num_seqs": 7},
+    "preemption": {"num_pages": 26, "max_model_len": 100},
+    "no prefix cache": {"num_pages": 26, "max_model_len": 100, "enable_prefix_caching": False},
+    "pages of 1": {"backend": ToyBackend(page_size=1, max_rows=128), "num_pages": 1600},
+    "pages of 16": {"backend": ToyBackend(page_size=16, max_rows=128), "num_pages": 100},
+}
+
+
+@pytest.mark.parametrize(("setting", "sampling"), in_turn(SETTINGS, DraftSampling))
 def test_with_plans_that_change_from_step_to_step(alone, setting, sampling):
     page_size = setting["backend"].page_size if "backend" in setting else 4
     backend = HazyToy(max_rows=setting.get("rows", 128), page_size=page_size)

@@ -20,6 +20,7 @@ from tests.draft.draft_models import MIXED, chain, drafting_engine, tree
 from tests.draft.test_draft_model import alone, counts  # noqa: F401
 from tests.draft.test_vocabulary import Texts
 from tests.engine.test_exactness import prompt, requests, result
+from tests.large import in_turn
 from tests.toy import VOCAB, ToyBackend, drain
 
 UNSHARED = {token for token in range(VOCAB) if token % 7 == 3}
@@ -80,13 +81,15 @@ def test_a_chain_is_right_until_the_target_says_what_is_not_shared():
     assert request.speculative.num_accepted_draft_tokens > 40
 
 
-@pytest.mark.parametrize("sampling", list(DraftSampling))
-@pytest.mark.parametrize(
-    "setting",
-    [{}, {"rows": 17, "max_num_seqs": 7}, {"num_pages": 26, "max_model_len": 100}],
-    ids=["roomy", "small passes", "few pages"],
-)
-def test_the_same_bytes_under_plans_that_change(alone, sampling, setting):  # noqa: F811
+SETTINGS: dict[str, dict[str, int]] = {
+    "roomy": {},
+    "small passes": {"rows": 17, "max_num_seqs": 7},
+    "few pages": {"num_pages": 26, "max_model_len": 100},
+}
+
+
+@pytest.mark.parametrize(("setting", "sampling"), in_turn(SETTINGS, DraftSampling))
+def test_the_same_bytes_under_plans_that_change(alone, setting, sampling):  # noqa: F811
     drafter = translating_drafter(sampling, max_rows=setting.get("rows", 128))
     engine = drafting_engine(drafter, *MIXED, **setting)
     for _ in range(2):

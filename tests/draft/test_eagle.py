@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling
 from tests.draft.draft_models import Plans
 from tests.engine.test_exactness import prompt, requests, result
+from tests.large import in_turn
 from tests.models.heads.toy_head import chain, drain, eagle_engine, toy_eagle, tree
 from tests.toy import VOCAB, ToyBackend, toy_engine
 from tests.toy import drain as drain_plain
@@ -55,19 +57,17 @@ def test_a_chain_of_a_head_that_knows_the_target_is_accepted_whole(alone, budget
     assert accepted == drafted > 100
 
 
-@pytest.mark.parametrize("sampling", list(DraftSampling))
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {},
-        {"rows": 17, "max_num_seqs": 7},
-        {"num_pages": 26, "max_model_len": 100},
-        {"num_pages": 26, "max_model_len": 100, "enable_prefix_caching": False},
-        {"backend": ToyBackend(page_size=1, max_rows=128), "num_pages": 1600},
-        {"backend": ToyBackend(page_size=16, max_rows=128), "num_pages": 100},
-    ],
-    ids=["roomy", "small passes", "preemption", "no prefix cache", "pages of 1", "pages of 16"],
-)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "roomy": {},
+    "small passes": {"rows": 17, "max_num_seqs": 7},
+    "preemption": {"num_pages": 26, "max_model_len": 100},
+    "no prefix cache": {"num_pages": 26, "max_model_len": 100, "enable_prefix_caching": False},
+    "pages of 1": {"backend": ToyBackend(page_size=1, max_rows=128), "num_pages": 1600},
+    "pages of 16": {"backend": ToyBackend(page_size=16, max_rows=128), "num_pages": 100},
+}
+
+
+@pytest.mark.parametrize(("setting", "sampling"), in_turn(SETTINGS, DraftSampling))
 def test_no_slot_reads_a_wrong_feature_with_plans_that_change_from_step_to_step(alone, setting, sampling):
     """The toy head raises if it does, and then its requests are marked."""
     drafter = toy_eagle(setting.get("backend"), sampling)

@@ -30,6 +30,7 @@ from tests.backends.driver import Driven, run
 from tests.draft.draft_models import Plans
 from tests.draft.test_draft_model_cpu import requests, results, save_model
 from tests.engine.test_exactness_cpu import Tokenizer
+from tests.large import in_turn
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import CONFIGS, EAGLE3
 from tests.tiny import VOCAB_SIZE, save_checkpoint
@@ -125,20 +126,19 @@ def plain(backend):
     return results(run_engine(backend, None, PLAIN)[0])
 
 
-@pytest.mark.parametrize("sampling", list(DraftSampling))
-@pytest.mark.parametrize(
-    ("name", "setting"),
-    [
-        ("eagle3", {"rows": 24, "max_num_seqs": 4}),
-        ("all flags", {"num_pages": 14}),
-        ("eagle", {"num_pages": 14}),
-    ],
-    ids=["eagle3 with chunks and prefix hits", "flags with preemption", "eagle with preemption"],
-)
-@pytest.mark.parametrize("min_prob", [0.0, 1e-4], ids=["full chains", "chains that end"])
+HEADS = {
+    "eagle3 with chunks and prefix hits": ("eagle3", {"rows": 24, "max_num_seqs": 4}),
+    "flags with preemption": ("all flags", {"num_pages": 14}),
+    "eagle with preemption": ("eagle", {"num_pages": 14}),
+}
+CHAINS = {"full chains": 0.0, "chains that end": 1e-4}
+
+
+@pytest.mark.parametrize(("head", "sampling", "min_prob"), in_turn(HEADS, DraftSampling, CHAINS))
 def test_proposals_do_not_depend_on_the_past_nor_bytes_on_proposals(
-    name, setting, min_prob, sampling, checkpoint, backend, plain, tmp_path
+    head, sampling, min_prob, checkpoint, backend, plain, tmp_path
 ):
+    name, setting = head
     config = replace(CONFIGS[name], norm_before_residual=False)  # which SGLang's format cannot say
     write_head(random_checkpoint(config), tmp_path, "sglang")
     kind = Against1 if config.kind == "eagle" else Against3

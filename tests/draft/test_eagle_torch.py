@@ -35,6 +35,7 @@ from tests.draft.draft_models import Plans, path_of
 from tests.draft.test_draft_model_cpu import save_model
 from tests.engine.test_exactness_cpu import Tokenizer
 from tests.engine.test_exactness_cpu import requests as all_requests
+from tests.large import in_turn
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import CONFIGS, EAGLE3
 from tests.tiny import VOCAB_SIZE, save_checkpoint
@@ -151,8 +152,7 @@ def plain(backend):
     return run_engine(backend, None, PLAIN)[0]
 
 
-@pytest.mark.parametrize("sampling", list(DraftSampling))
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(("name", "sampling"), in_turn({name: name for name in HEADS}, DraftSampling))
 @torch.inference_mode()
 def test_every_tree_is_that_of_the_plain_network(name, sampling, checkpoint, backend, plain, tmp_path):
     drafter = checked_drafter(name, checkpoint, backend, sampling, tmp_path)

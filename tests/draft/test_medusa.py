@@ -31,6 +31,7 @@ from tests.draft.draft_models import Plans
 from tests.draft.test_draft_model_cpu import save_model
 from tests.engine.test_exactness_cpu import Tokenizer
 from tests.engine.test_exactness_cpu import requests as all_requests
+from tests.large import in_turn
 from tests.models.heads.test_medusa_heads import CONFIG, random_medusa
 from tests.tiny import VOCAB_SIZE, save_checkpoint
 
@@ -102,18 +103,17 @@ def run_engine(backend, drafter, *plans, num_pages=100, rows=ROWS, max_num_seqs=
     return [request.output_token_ids for request in added], engine
 
 
-@pytest.mark.parametrize("sampling", list(DraftSampling))
-@pytest.mark.parametrize(
-    ("ids", "paths"),
-    [
-        (None, ()),
-        (np.arange(2, 173, 2, dtype=np.int32), ()),
-        (None, ((0,), (1,), (0, 0), (2,), (1, 0), (0, 1), (0, 0, 0), (1, 0, 1))),
-    ],
-    ids=["all tokens", "trimmed", "calibrated"],
-)
+VOCABULARIES_AND_PATHS = {
+    "all tokens": (None, ()),
+    "trimmed": (np.arange(2, 173, 2, dtype=np.int32), ()),
+    "calibrated": (None, ((0,), (1,), (0, 0), (2,), (1, 0), (0, 1), (0, 0, 0), (1, 0, 1))),
+}
+
+
+@pytest.mark.parametrize(("made", "sampling"), in_turn(VOCABULARIES_AND_PATHS, DraftSampling))
 @torch.inference_mode()
-def test_every_tree_follows_from_the_last_state(ids, paths, sampling, checkpoint, backend, tmp_path):
+def test_every_tree_follows_from_the_last_state(made, sampling, checkpoint, backend, tmp_path):
+    ids, paths = made
     config = CONFIG if ids is None else replace(CONFIG, draft_vocab_size=len(ids))
     write_medusa(replace(random_medusa(config, ids), paths=paths), tmp_path)
     norm = checkpoint.tensors["model.norm.weight"].float32()

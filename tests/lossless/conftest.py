@@ -31,6 +31,7 @@ def model() -> LoadedModel:
 
 @pytest.fixture(scope="package")
 def model_of_two_threads() -> LoadedModel:
+    """The model for `make test-large`."""
     return load_model(EngineConfig.from_options(model=MODEL, threads=2))
 
 

@@ -23,9 +23,10 @@ pytestmark = pytest.mark.real
 
 
 @pytest.fixture(scope="module")
-def engine(model_of_two_threads: LoadedModel, configs: Configs) -> Iterator[Engine]:
-    """All drafters, two threads, prefix reuse on; its caches fill while the tests run."""
-    made = make_engine(MODEL, model_of_two_threads, configs.values())
+def engine(request: pytest.FixtureRequest, configs: Configs) -> Iterator[Engine]:
+    """All drafters, prefix reuse on; its caches fill while the tests run."""
+    model = request.getfixturevalue("model_of_two_threads" if LARGE else "model")
+    made = make_engine(MODEL, model, configs.values())
     yield made
     made.close()
 

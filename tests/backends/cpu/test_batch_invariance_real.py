@@ -24,10 +24,10 @@ from tests.backends.driver import run
 from tests.large import repeated
 
 # The numbers of threads that are held to the truth; float32 weights take 0.5 GB for each.
-REAL_MODELS = {"native": (1, 3), "int8": (1, 2), "none": (1, 2)}
+REAL_MODELS = {"native": (1, 2), "int8": (1, 2), "none": (1, 2)}
 
 
-@pytest.fixture(scope="module", params=REAL_MODELS)
+@pytest.fixture(scope="module", params=["native", "int8", *repeated("none")])
 def real(request: pytest.FixtureRequest, checkpoint_of: Callable[[str], Checkpoint]) -> Iterator[Subject]:
     made = load(checkpoint_of("smollm2-135m"), request.param, REAL_MODELS[request.param], max_rows=192)
     yield made
