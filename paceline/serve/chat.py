@@ -28,7 +28,16 @@ from paceline.serve.protocol import Metrics, usage_of
 from paceline.serve.routes.models import Attempt, Models, user_text
 from paceline.serve.service import Prepared, Service
 from paceline.serve.sse import EventResponse
-from paceline.serve.tools import Arguments, CallStarted, Content, DistinctCalls, Event, ToolPlan, read_whole
+from paceline.serve.tools import (
+    Arguments,
+    CallStarted,
+    Content,
+    Event,
+    OutputParser,
+    Reasoning,
+    ToolPlan,
+    read_output,
+)
 from paceline.serve.tools.chat_fields import chat_choice, chat_tools
 
 
@@ -59,6 +68,7 @@ def _prepare(service: Service, body: ChatRequest) -> Prepared:
     messages = [message.plain() for message in body.messages]
     prompt = service.encode_chat(messages, plan, **body.template_options())
     check_prompt_logprobs([prompt], params)
+    plan = service.toolbox.reading(plan, prompt, params)
     return Prepared([prompt], params, plan, user_text(messages), _unread_variables(service, body))
 
 
@@ -117,7 +127,7 @@ class _Answer:
         (prompt,) = self.attempt.prepared.prompts
         maker = ChunkMaker(self.head, self.body, len(prompt), self.attempt.routed)
         prompt_ids = {"prompt_token_ids": prompt} if self.body.return_token_ids else {}
-        parsers: dict[int, DistinctCalls] = {}
+        parsers: dict[int, OutputParser] = {}
         async for batch in generation:
             written = []
             for index, update in batch:
@@ -130,12 +140,12 @@ class _Answer:
             yield b"".join(written)
         yield maker.end(generation)
 
-    def _deltas(self, index: int, update: Update, parser: DistinctCalls) -> list[dict[str, Any]]:
+    def _deltas(self, index: int, update: Update, parser: OutputParser) -> list[dict[str, Any]]:
         """The deltas of an update: content, tool calls and, at the end, the finish reason."""
         events = parser.feed(update.text)
         if update.finish_reason is not None:
             events += parser.finish()
-        choices = [_delta(index, delta) for delta in map(_as_delta, events) if delta]
+        choices = [_delta(index, delta) for delta in map(self._as_delta, events) if delta]
         if update.token_ids and (update.logprobs or self.body.return_token_ids):
             choices = choices or [_delta(index, {})]
         if update.logprobs:
@@ -150,8 +160,10 @@ class _Answer:
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
         parser = self.attempt.prepared.plan.parser()
-        content, calls = read_whole(parser, completion.text)
+        content, calls, reasoning = read_output(parser, completion.text)
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reasoning and self.body.include_reasoning is not False:
+            message["reasoning_content"] = reasoning
         if calls:
             message["content"] = content or None
             message["tool_calls"] = [
@@ -178,23 +190,25 @@ class _Answer:
     def _logprobs(self, token_ids: list[int], entries: list[Any]) -> dict[str, Any]:
         return chat_logprobs(token_ids, entries, self.body.top_logprobs or 0, self.attempt.service.tokenizer)
 
+    def _as_delta(self, event: Event) -> dict[str, Any] | None:
+        match event:
+            case Content(text=text):
+                return {"content": text}
+            case Reasoning(text=text):
+                return None if self.body.include_reasoning is False else {"reasoning_content": text}
+            case CallStarted(index=index, id=call_id, name=name):
+                function = {"name": name, "arguments": ""}
+                call = {"index": index, "id": call_id, "type": "function", "function": function}
+                return {"tool_calls": [call]}
+            case Arguments(index=index, text=text):
+                return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+            case _:
+                return None  # OpenAI's deltas do not mark the end of a call
+
 
 def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _as_delta(event: Event) -> dict[str, Any] | None:
-    match event:
-        case Content(text=text):
-            return {"content": text}
-        case CallStarted(index=index, id=call_id, name=name):
-            function = {"name": name, "arguments": ""}
-            return {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
-        case Arguments(index=index, text=text):
-            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
-        case _:
-            return None  # OpenAI's deltas do not mark the end of a call
-
-
-def _finish_reason(reason: str, parser: DistinctCalls) -> str:
+def _finish_reason(reason: str, parser: OutputParser) -> str:
     return "tool_calls" if reason == "stop" and parser.num_calls else reason

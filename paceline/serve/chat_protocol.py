@@ -167,9 +167,7 @@ class ChatRequest(TemplateFields, SamplingFields):
     add_special_tokens: Annotated[
         Literal[False] | None, Unsupported("is not served here: the chat template writes them")
     ] = None
-    include_reasoning: Annotated[
-        Literal[True] | None, Unsupported("is not served: what the model thinks is part of its content")
-    ] = None
+    include_reasoning: Bool | None = None  # false: what the model thought is left out of the answer
 
 
 class TopLogprob(BaseModel):
@@ -191,6 +189,7 @@ class AnswerMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None = None
+    reasoning_content: str | None = None  # what the model thought before
     tool_calls: list[CalledTool] | None = None
 
 

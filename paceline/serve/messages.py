@@ -70,6 +70,7 @@ def _prepare(service: Service, body: MessagesRequest) -> Prepared:
     )
     messages = messages_of(body)
     prompt = service.encode_chat(messages, plan, **body.template_options())
+    plan = service.toolbox.reading(plan, prompt, params)
     return Prepared([prompt], params, plan, user_text(messages), _unread_thinking(service, body))
 
 

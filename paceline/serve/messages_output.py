@@ -1,7 +1,7 @@
 """The content blocks of /v1/messages, and the stream events that announce them.
 
-content_block_start    a text, or a call of a tool
-content_block_delta    ... text_delta or input_json_delta
+content_block_start    what the model thought, a text, or a call of a tool
+content_block_delta    ... thinking_delta, text_delta or input_json_delta
 content_block_stop
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from paceline.serve.sse import to_json
-from paceline.serve.tools import Arguments, CallEnded, CallStarted, Content, Event
+from paceline.serve.tools import Arguments, CallEnded, CallStarted, Content, Event, Reasoning
 
 WireEvent: TypeAlias = dict[str, Any]
 
@@ -35,7 +35,14 @@ class ContentBlocks:
     def take(self, event: Event) -> Iterator[WireEvent]:
         """Add one parser event."""
         match event:
+            case Reasoning(text=text):
+                if not self._open:
+                    yield self._start({"type": "thinking", "thinking": "", "signature": ""})
+                self._blocks[-1]["thinking"] += text
+                yield self._delta({"type": "thinking_delta", "thinking": text})
             case Content(text=text):
+                if self._open and self._blocks[-1]["type"] == "thinking":
+                    yield from self._stop()
                 if not self._open:
                     yield self._start({"type": "text", "text": ""})
                 self._blocks[-1]["text"] += text

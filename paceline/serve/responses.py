@@ -50,7 +50,9 @@ def _prepare(service: Service, body: ResponseRequest) -> Prepared:
     """The request as a model gets it."""
     messages = messages_of(body)
     plan, params = _plan(service, body)
-    return Prepared([service.encode_chat(messages, plan)], params, plan, user_text(messages))
+    prompt = service.encode_chat(messages, plan)
+    plan = service.toolbox.reading(plan, prompt, params)
+    return Prepared([prompt], params, plan, user_text(messages))
 
 
 def _plan(service: Service, body: ResponseRequest) -> tuple[ToolPlan, SamplingParams]:

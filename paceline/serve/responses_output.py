@@ -1,6 +1,8 @@
 """The output items of /v1/responses, and the stream events that announce them.
 
-response.output_item.added              a message or a function call
+response.output_item.added              reasoning, a message or a function call
+  response.reasoning_text.delta ...
+  response.reasoning_text.done
   response.content_part.added           a message's text
     response.output_text.delta ...
     response.output_text.done
@@ -15,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
-from paceline.serve.tools import Arguments, CallEnded, CallStarted, Content, Event
+from paceline.serve.tools import Arguments, CallEnded, CallStarted, Content, Event, Reasoning
 
 WireEvent: TypeAlias = dict[str, Any]
 
@@ -32,14 +34,21 @@ class OutputItems:
     def take(self, event: Event) -> Iterator[WireEvent]:
         """Add one parser event."""
         match event:
+            case Reasoning(text=text):
+                if not self._open:
+                    yield from self._start_reasoning()
+                self._last["content"][0]["text"] += text
+                yield self._of_part("response.reasoning_text.delta", delta=text)
             case Content(text=text):
+                if self._open and self._last["type"] == "reasoning":
+                    yield from self._end_open("completed")
                 if not self._open:
                     yield from self._start_message()
                 self._last["content"][0]["text"] += text
                 yield self._of_part("response.output_text.delta", delta=text, logprobs=[])
             case CallStarted(id=call_id, name=name):
                 if self._open:
-                    yield from self._end_message("completed")
+                    yield from self._end_open("completed")
                 yield from self._start_call(call_id, name)
             case Arguments(text=text):
                 self._last["arguments"] += text
@@ -52,7 +61,7 @@ class OutputItems:
         if not self.items:
             yield from self._start_message()
         if self._open:
-            yield from self._end_message("incomplete" if cut_off else "completed")
+            yield from self._end_open("incomplete" if cut_off else "completed")
 
     @property
     def _last(self) -> dict[str, Any]:
@@ -64,8 +73,17 @@ class OutputItems:
         self._last["content"].append({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
         yield self._of_part("response.content_part.added", part=dict(self._last["content"][0]))
 
-    def _end_message(self, status: str) -> Iterator[WireEvent]:
+    def _start_reasoning(self) -> Iterator[WireEvent]:
+        item = {"type": "reasoning", "id": self._new_id("rs"), "status": "in_progress", "summary": []}
+        yield self._start({**item, "content": [{"type": "reasoning_text", "text": ""}]})
+
+    def _end_open(self, status: str) -> Iterator[WireEvent]:
+        """End a message, or the reasoning before it."""
         part = self._last["content"][0]
+        if self._last["type"] == "reasoning":
+            yield self._of_part("response.reasoning_text.done", text=part["text"])
+            yield self._end(status)
+            return
         yield self._of_part("response.output_text.done", text=part["text"], logprobs=[])
         yield self._of_part("response.content_part.done", part=dict(part))
         yield self._end(status)

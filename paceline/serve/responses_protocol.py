@@ -250,6 +250,14 @@ class OutputCall(BaseModel):
     status: Status
 
 
+class OutputReasoning(BaseModel):
+    type: Literal["reasoning"]
+    id: str
+    status: Status
+    summary: list[Any]
+    content: list[dict[str, Any]]
+
+
 class CachedTokens(BaseModel):
     cached_tokens: int
     cache_write_tokens: int
@@ -280,7 +288,7 @@ class ResponseObject(BaseModel):
     error: dict[str, Any] | None
     incomplete_details: IncompleteDetails | None
     model: str
-    output: list[OutputMessage | OutputCall]
+    output: list[OutputMessage | OutputCall | OutputReasoning]
     usage: ResponseUsage | None
     instructions: str | None
     max_output_tokens: int | None

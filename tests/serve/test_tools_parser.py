@@ -18,12 +18,13 @@ from paceline.serve.tools import (
     Content,
     DistinctCalls,
     Event,
+    Reasoning,
     ToolCall,
     ToolFormat,
     ToolParser,
     read_whole,
 )
-from paceline.serve.tools.formats import CALL_START, FENCE_END, FENCE_NAME_END, FENCE_START
+from paceline.serve.tools.formats import FENCE_END, FENCE_NAME_END, FENCE_START
 
 WEATHER = ("weather", '{"city": "Bern", "days": [1, 2]}')
 NOW = ("now", "{}")
@@ -45,7 +46,9 @@ def joined(events: list[Event]) -> list[tuple[object, ...]]:
                 fact = ("arguments", index, text)
             case CallEnded(index=index, complete=complete):
                 fact = ("end", index, complete)
-        if facts and fact[0] in ("content", "arguments") and facts[-1][:2] == fact[:2]:
+            case Reasoning(text=text):
+                fact = ("reasoning", None, text)
+        if facts and fact[0] in ("content", "reasoning", "arguments") and facts[-1][:2] == fact[:2]:
             fact = (fact[0], fact[1], f"{facts.pop()[2]}{fact[2]}")
         facts.append(fact)
     return facts
@@ -223,9 +226,11 @@ def as_pattern(format: ToolFormat, facts: list[tuple[object, ...]]) -> str:
     What is not in an event is what the format says, and white space before a call.
     """
     quoted = re.escape
-    starts = [r"\s*" + quoted(format.opening), quoted(format.between + CALL_START), quoted(FENCE_START)]
-    ends = [quoted("}" + format.end), quoted("}"), quoted(FENCE_END)]
-    cut_ends = [quoted(end[:size]) for end in ("}" + format.end, FENCE_END) for size in range(len(end))]
+    starts = [r"\s*" + quoted(format.opening)]
+    starts += [quoted(format.between + format.call_start), quoted(FENCE_START)]
+    last = format.call_end + format.end
+    ends = [quoted(last), quoted(format.call_end), quoted(FENCE_END)]
+    cut_ends = [quoted(end[:size]) for end in (last, FENCE_END) for size in range(len(end))]
     name_ends = (format.name_end, FENCE_NAME_END)
     cut_name_ends = [quoted(end[:size]) for end in name_ends for size in range(len(end))]
     pattern = ""

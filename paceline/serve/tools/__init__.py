@@ -4,8 +4,9 @@
     plan = toolbox.plan(tools, choice)                 # per request
     messages, shown = toolbox.conversation(messages, plan)  # input of the chat template
     SamplingParams(..., **plan.sampling_options())     # the grammar that makes every call valid
+    plan = toolbox.reading(plan, prompt, params)       # how the answer to this prompt is read
     parser = plan.parser()                             # per output
-    parser.feed(text), ..., parser.finish()            # events: content, calls, arguments
+    parser.feed(text), ..., parser.finish()            # events: reasoning, content, calls, arguments
     engine.submit(..., watch=plan.watch)               # an identical repeat of a call ends the output
 
 Independent of HTTP.
@@ -19,10 +20,14 @@ from paceline.serve.tools.parser import (
     CallStarted,
     Content,
     Event,
+    OutputParser,
+    Reasoning,
     ToolCall,
     ToolParser,
+    read_output,
     read_whole,
 )
+from paceline.serve.tools.reasoning import ReasoningFormat, ReasoningParser, choose_reasoning
 from paceline.serve.tools.repeats import DistinctCalls
 from paceline.serve.tools.toolbox import Toolbox, ToolPlan
 
@@ -34,6 +39,10 @@ __all__ = [
     "Content",
     "DistinctCalls",
     "Event",
+    "OutputParser",
+    "Reasoning",
+    "ReasoningFormat",
+    "ReasoningParser",
     "Tool",
     "ToolCall",
     "ToolChoice",
@@ -42,5 +51,7 @@ __all__ = [
     "ToolPlan",
     "Toolbox",
     "check_tools",
+    "choose_reasoning",
+    "read_output",
     "read_whole",
 ]

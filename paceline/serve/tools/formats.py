@@ -1,8 +1,10 @@
 """How models write tool calls. Each format is one entry of FORMATS, purely data.
 
-A call is a JSON object with name and arguments; formats differ in the text around it:
+A call is a name and a JSON object of arguments; formats differ in the text around them:
 
-    begin {"name": "f", "arguments": {...}} between {"name": "g", "arguments": {...}} end
+    begin call_start f name_end {...} call_end between call_start g name_end {...} call_end end
+
+In most, a call is a JSON object itself: {"name": "f", "arguments": {...}}.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ class ToolFormat:
     between: str  # between two calls
     end: str  # after the last call
     marker: str  # the part of `begin` that occurs only before calls; "": calls can only start the output
-    arguments_key: str
     tokens: tuple[str, ...]  # texts that are single tokens in some vocabularies
     clues: tuple[str, ...]  # a chat template that contains all of these uses this format
     instructions: str  # system message if the template lacks tools; {tools} becomes their JSON
     result: str  # user message with a call's result if it does; {content} becomes the result
+    call_start: str = '{"name": "'
+    name_end: str = '", "arguments": '  # its first character is in no name
+    call_end: str = "}"
     id_prefix: str = "call_"
     id_digits: int = 24
     fenced: bool = False  # models may also write a call as a fenced JSON block, see FENCE_START
@@ -34,12 +38,7 @@ class ToolFormat:
     @property
     def opening(self) -> str:
         """The start of the first call, up to its name."""
-        return self.begin + CALL_START
-
-    @property
-    def name_end(self) -> str:
-        """The text between a call's name and its arguments."""
-        return f'", "{self.arguments_key}": '
+        return self.begin + self.call_start
 
     def new_id(self) -> str:
         """A new unique call id."""
@@ -47,11 +46,11 @@ class ToolFormat:
 
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
         """The text of calls, each given as name and arguments (JSON)."""
-        written = [CALL_START + name + self.name_end + arguments + "}" for name, arguments in calls]
+        written = [
+            self.call_start + name + self.name_end + arguments + self.call_end for name, arguments in calls
+        ]
         return self.begin + self.between.join(written) + self.end
 
-
-CALL_START = '{"name": "'
 
 # how Qwen2.5-Coder starts an unconstrained call, whatever its template says
 FENCE_START = '```json\n{\n  "name": "'
@@ -66,13 +65,23 @@ _INSTRUCTIONS = """You can call functions to help with the user's request. These
 To call one, write a JSON object with its name and its arguments, like this:
 """
 
+_DEEPSEEK_TOKENS = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
+_DEEPSEEK_RESULT = (
+    "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>{content}<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"
+)
+
 FORMATS = {
     "hermes": ToolFormat(
         begin="<tool_call>\n",
         between="\n</tool_call>\n<tool_call>\n",
         end="\n</tool_call>",
         marker="<tool_call>",
-        arguments_key="arguments",
         tokens=("<tool_call>", "</tool_call>"),
         clues=("<tool_call>",),
         instructions=_INSTRUCTIONS
@@ -85,7 +94,6 @@ FORMATS = {
         between=", ",
         end="]",
         marker="[TOOL_CALLS]",
-        arguments_key="arguments",
         tokens=("[TOOL_CALLS]",),
         clues=("[TOOL_CALLS]",),
         instructions=_INSTRUCTIONS
@@ -94,12 +102,42 @@ FORMATS = {
         id_prefix="",
         id_digits=9,  # the only length that its template accepts
     ),
+    "deepseek_v3": ToolFormat(
+        begin="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        between="\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        end="<｜tool▁calls▁end｜>",
+        marker="<｜tool▁calls▁begin｜>",
+        tokens=_DEEPSEEK_TOKENS,
+        clues=("<｜tool▁sep｜>", "```json"),
+        instructions=_INSTRUCTIONS
+        + "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>function name\n```json\n"
+        + '{"argument name": "value"}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        result=_DEEPSEEK_RESULT,
+        call_start="",
+        name_end="\n```json\n",
+        call_end="\n```<｜tool▁call▁end｜>",
+    ),
+    "deepseek_v31": ToolFormat(
+        begin="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+        between="<｜tool▁call▁begin｜>",
+        end="<｜tool▁calls▁end｜>",
+        marker="<｜tool▁calls▁begin｜>",
+        tokens=_DEEPSEEK_TOKENS,
+        clues=("<｜tool▁sep｜>",),
+        instructions=_INSTRUCTIONS
+        + "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function name<｜tool▁sep｜>"
+        + '{"argument name": "value"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        result=_DEEPSEEK_RESULT,
+        call_start="",
+        name_end="<｜tool▁sep｜>",
+        call_end="<｜tool▁call▁end｜>",
+    ),
     "llama3_json": ToolFormat(
         begin="",
         between="; ",
         end="",
         marker="",
-        arguments_key="parameters",
+        name_end='", "parameters": ',
         tokens=(),
         clues=("<|python_tag|>", '"parameters": '),
         instructions=_INSTRUCTIONS

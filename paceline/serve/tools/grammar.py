@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from paceline.serve.tools.declared import Tool, ToolChoice
-from paceline.serve.tools.formats import CALL_START, FENCE_END, FENCE_NAME_END, FENCE_START, ToolFormat
+from paceline.serve.tools.formats import FENCE_END, FENCE_NAME_END, FENCE_START, ToolFormat
 
 
 class Vocabulary(Protocol):
@@ -63,8 +63,9 @@ def answer_grammar(
             f"marked[lazy]: /(?s:.*){_escaped(format.marker)}/",
         ]
         lines += _fenced(tools) if format.fenced else []
-    heads = [_literal(CALL_START + tool.name + format.name_end, {}) for tool in tools]
-    lines.append("call: " + " | ".join(f'{head} arguments_{n} "}}"' for n, head in enumerate(heads)))
+    heads = [_literal(format.call_start + tool.name + format.name_end, special) for tool in tools]
+    call_end = _literal(format.call_end, special)
+    lines.append("call: " + " | ".join(f"{head} arguments_{n} {call_end}" for n, head in enumerate(heads)))
     lines += [f"arguments_{n}: {_json(tool.schema())}" for n, tool in enumerate(tools)]
     return "\n".join(lines) + "\n"
 

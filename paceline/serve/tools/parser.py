@@ -10,14 +10,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
-from paceline.serve.tools.formats import CALL_START, FENCE_END, FENCE_NAME_END, FENCE_START, ToolFormat
+from paceline.serve.tools.formats import FENCE_END, FENCE_NAME_END, FENCE_START, ToolFormat
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
     """Text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """What the model thought before its answer."""
 
     text: str
 
@@ -47,7 +54,7 @@ class CallEnded:
     complete: bool
 
 
-Event: TypeAlias = Content | CallStarted | Arguments | CallEnded
+Event: TypeAlias = Content | Reasoning | CallStarted | Arguments | CallEnded
 
 
 @dataclass(frozen=True)
@@ -78,8 +85,9 @@ class ToolParser:
         self._read_rest = self._read_plain  # the reader of what follows the calls
         if format is not None:
             self._opening, self._name_end, self._new_id = format.opening, format.name_end, format.new_id
-            self._next_call = "}" + format.between + CALL_START
-            self._end = "}" + format.end
+            self._call_end = format.call_end
+            self._next_call = format.call_end + format.between + format.call_start
+            self._end = format.call_end + format.end
             self._read = self._read_start
             if anywhere and format.marker:
                 self._read = self._read_fence if format.fenced else self._read_text
@@ -151,13 +159,13 @@ class ToolParser:
             self._skip(len(text))
             self._hold(start - len(text) + len(self._opening))
             return True
-        text = self._buffer[: len(self._buffer) - _overlap(self._buffer, self._opening)].rstrip()
+        text = self._buffer[: len(self._buffer) - overlap(self._buffer, self._opening)].rstrip()
         self._content(text)
         self._skip(len(text))
         return False
 
     def _read_name(self) -> bool:
-        end = self._buffer.find('"')
+        end = self._buffer.find(self._name_end[0])
         if end < 0:
             return False
         self._start_call(self._buffer[:end])
@@ -203,7 +211,7 @@ class ToolParser:
         """How many characters after a call's arguments belong to the call."""
         if self._end.startswith(text):  # cut off
             return len(text)
-        return next((len(end) for end in (self._end, "}") if text.startswith(end)), 0)
+        return next((len(end) for end in (self._end, self._call_end) if text.startswith(end)), 0)
 
     def _hold(self, count: int) -> None:
         """Move the start of a call from the buffer to `_held`, where it stays until the name is complete."""
@@ -240,14 +248,39 @@ class EventParser(Protocol):
     def finish(self) -> list[Event]: ...
 
 
+class OutputParser(EventParser, Protocol):
+    """What reads one output for a client."""
+
+    @property
+    def num_calls(self) -> int: ...
+
+    @property
+    def repeated(self) -> bool: ...
+
+
+class ReadOutput(NamedTuple):
+    """A complete output."""
+
+    content: str
+    calls: list[ToolCall]
+    reasoning: str
+
+
 def read_whole(parser: EventParser, text: str) -> tuple[str, list[ToolCall]]:
     """The content and the calls of a complete output."""
-    content = ""
+    return read_output(parser, text)[:2]
+
+
+def read_output(parser: EventParser, text: str) -> ReadOutput:
+    """The content, the calls and the reasoning of a complete output."""
+    content = reasoning = ""
     calls: list[ToolCall] = []
     for event in [*parser.feed(text), *parser.finish()]:
         match event:
             case Content(text=piece):
                 content += piece
+            case Reasoning(text=piece):
+                reasoning += piece
             case CallStarted(id=call_id, name=name):
                 calls.append(ToolCall(call_id, name, "", complete=False))
             case Arguments(text=piece):
@@ -256,7 +289,7 @@ def read_whole(parser: EventParser, text: str) -> tuple[str, list[ToolCall]]:
             case CallEnded(complete=complete):
                 last = calls[-1]
                 calls[-1] = ToolCall(last.id, last.name, last.arguments, complete)
-    return content, calls
+    return ReadOutput(content, calls, reasoning)
 
 
 class _JsonEnd:
@@ -288,7 +321,7 @@ class _JsonEnd:
         return None
 
 
-def _overlap(text: str, opening: str) -> int:
+def overlap(text: str, opening: str) -> int:
     """The length of the longest suffix of `text` that is a prefix of `opening`."""
     for length in range(min(len(text), len(opening) - 1), 0, -1):
         if text.endswith(opening[:length]):

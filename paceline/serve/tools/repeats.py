@@ -17,7 +17,12 @@ class DistinctCalls:
         self._complete: list[tuple[str, str]] = []  # name and arguments of the calls so far
         self._name = self._arguments = ""  # of the call being read
         self._held: list[Event] = []  # events of that call, while it may become a repeat
-        self.repeated = False  # a call was repeated: nothing follows
+        self._repeated = False
+
+    @property
+    def repeated(self) -> bool:
+        """Whether a call was repeated: nothing follows."""
+        return self._repeated
 
     @property
     def num_calls(self) -> int:
@@ -35,11 +40,11 @@ class DistinctCalls:
     def _distinct(self, events: list[Event]) -> list[Event]:
         certain: list[Event] = []
         for event in events:
-            if self.repeated:
+            if self._repeated:
                 break
             self._held.append(event)
             if self._completes_repeat(event):
-                self.repeated = True
+                self._repeated = True
                 self._held = []
             elif not self._may_repeat(event):
                 certain += self._take_held()

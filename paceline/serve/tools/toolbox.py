@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from paceline.constrain.compiler import Grammar
+from paceline.core.params import SamplingParams
 from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.errors import PacelineError, RequestError
 from paceline.models.detokenizer import Watch
@@ -17,11 +18,13 @@ from paceline.serve.tools.conversation import with_instructions, with_objects, w
 from paceline.serve.tools.declared import Tool, ToolChoice, check_tools
 from paceline.serve.tools.formats import ToolFormat, choose_format
 from paceline.serve.tools.grammar import answer_grammar, special_tokens
-from paceline.serve.tools.parser import ToolParser
+from paceline.serve.tools.parser import OutputParser, ToolParser
+from paceline.serve.tools.reasoning import ReasoningFormat, ReasoningParser, choose_reasoning
 from paceline.serve.tools.repeats import DistinctCalls
 
 Message = Mapping[str, Any]
 
+PROMPT_END = 16  # tokens in which a template may begin the reasoning, white space after it included
 BLAME_SECONDS = 1.0  # seconds to find the tool that makes a grammar fail
 
 _PROBE_TOOL = Tool("probe_tool", "a description", {"type": "object", "properties": {}})
@@ -59,6 +62,8 @@ class ToolPlan:
     keep_special_tokens: bool = False  # the parser needs them in the text
     may_loosen: bool = False  # the answer need not call a tool: a schema that cannot be followed is no error
     content_schema: Mapping[str, Any] | None = None  # of an answer that calls nothing
+    reasoning: ReasoningFormat | None = None  # None: an answer has no reasoning
+    is_reasoning: bool = False  # the prompt has begun the reasoning
     grammar_of: Callable[[Sequence[Tool]], str] = field(default=_no_calls, compare=False)
 
     def sampling_options(self) -> dict[str, Any]:
@@ -122,9 +127,12 @@ class ToolPlan:
         source = self.grammar_of([tool for tool in tools if tool.name in self.names])
         return compiler(StructuredOutputsParams(grammar=source), lenient=True), warnings
 
-    def parser(self) -> DistinctCalls:
+    def parser(self) -> OutputParser:
         """A parser for one output, which leaves out what follows the first repeat of a call."""
-        return DistinctCalls(ToolParser(self.format, self.calls_after_text, self.names))
+        parser = DistinctCalls(ToolParser(self.format, self.calls_after_text, self.names))
+        if self.reasoning is None:
+            return parser
+        return ReasoningParser(parser, self.reasoning, self.is_reasoning)
 
     @property
     def watch(self) -> Callable[[], Watch] | None:
@@ -161,6 +169,11 @@ class Toolbox:
         self._tokenizer = tokenizer
         self.format = choose_format(tokenizer.chat_template, tool_call_parser)
         self._special = special_tokens(self.format, tokenizer)
+        self.reasoning = choose_reasoning(tokenizer.chat_template)
+        marks = (self.reasoning.begin, self.reasoning.end) if self.reasoning else ()
+        self._has_special_marks = any(
+            token is not None and tokenizer.is_special(token) for token in map(tokenizer.id_of, marks)
+        )
 
     def plan(
         self,
@@ -176,7 +189,8 @@ class Toolbox:
         choice = choice or ToolChoice()
         check_tools(tools, choice)
         if not tools or choice.mode == "none":
-            return NO_TOOLS if content_schema is None else ToolPlan(structure={"json": content_schema})
+            structure = None if content_schema is None else {"json": content_schema}
+            return ToolPlan(structure=structure, keep_special_tokens=self._has_special_marks)
         if content_schema is not None and choice.mode == "auto" and not self.format.marker:
             raise RequestError(
                 "tools cannot be beside a JSON format of the answer with this model: nothing tells its calls "
@@ -193,11 +207,23 @@ class Toolbox:
             structure={"grammar": grammar_of(callable_tools)},
             calls_after_text=choice.mode == "auto" and content_schema is None,
             names=tuple(tool.name for tool in callable_tools),
-            keep_special_tokens=bool(self._special),
+            keep_special_tokens=bool(self._special) or self._has_special_marks,
             may_loosen=choice.mode == "auto",
             content_schema=content_schema,
             grammar_of=grammar_of,
         )
+
+    def reading(self, plan: ToolPlan, prompt: Sequence[int], params: SamplingParams) -> ToolPlan:
+        """The plan with how the answer to a prompt is read.
+
+        An answer that is held to a structure from its first token has no reasoning.
+        """
+        is_free = params.structured_outputs is None or (plan.format is not None and plan.calls_after_text)
+        if self.reasoning is None or not is_free:
+            return plan
+        end = self._tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
+        is_reasoning = end.rstrip().endswith(self.reasoning.begin)
+        return replace(plan, reasoning=self.reasoning, is_reasoning=is_reasoning)
 
     def conversation(
         self, messages: Sequence[Message], plan: ToolPlan = NO_TOOLS
