@@ -65,6 +65,7 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
             feature_bytes = HeadPages.feature_bytes_per_page(runner.page_size, shape.feature_width)
             self.needs = DrafterNeeds(shape.feature_layers, runner.bytes_per_page() + feature_bytes)
         self.least_chance = least_chance
+        self.replaceable = runner.replaceable
         self.draft_ids = shape.vocabulary.target_ids
         self.device = None
         self._runner = runner
@@ -131,7 +132,7 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
                 f"a {self.name} head cannot be replaced by one of {other.name}: restart with the other head."
             )
         other = cast("Self", other)
-        if not self._runner.replaceable:
+        if not self.replaceable:
             raise ConfigError(
                 f"the head of {self.name} cannot be replaced on this backend, whose captured graphs read its "
                 "weights. Restart with the other head, or use the cpu or torch backend."

@@ -4,4 +4,10 @@ folder.py      what is where in the folder of --learn-dir
 rows.py        a finished request as it is kept
 store.py       the rows on disk: bounded in bytes and age, safe against kills and damage
 split.py       which rows train a head, and which judge it
+score.py       held-back rows drafted again, with the present head and a candidate
+gate.py        whether the candidate gains, by these scores
+trial.py       the same by live steps, in turns
+history.py     the heads that have served, and which one serves
+jobs.py        training and scoring as processes of a server
+learner.py     the loop over all of these, beside a server that serves
 """

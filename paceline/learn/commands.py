@@ -1,4 +1,4 @@
-"""`paceline learn status|show|train|export|clear`."""
+"""`paceline learn status|show|train|export|clear`; head_commands.py has score, promote and rollback."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import typer
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import ConfigError
 from paceline.learn.folder import LearnFolder
+from paceline.learn.head_commands import add_head_commands
 from paceline.learn.rows import Damage, TrafficRow
 from paceline.learn.split import side_of
 from paceline.learn.store import StoreCount, TrafficStore
@@ -20,6 +21,7 @@ from paceline.terminal.help import App
 from paceline.terminal.session import note
 
 app = App(help="Learn from the traffic that a server with --learn has kept.", no_args_is_help=True)
+add_head_commands(app)
 
 NOTHING_GAINED = 3  # exit status of a training without a candidate
 STOPPED = 143  # exit status after SIGTERM, as of a shell

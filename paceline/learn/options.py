@@ -31,6 +31,9 @@ class LearnOptions:
     learn_max_age: float = 14.0  # days
     learn_salts: str = "off"  # requests with a salt: not kept; kept for all; kept, each for its own head
     learn_skip_key: tuple[str, ...] = ()  # API keys whose requests are not kept
+    learn_min_rows: int = 200  # new rows before a training
+    learn_minutes: float = 20.0  # of a training, without the time that it waits
+    learn_max_running: int = 2  # requests; with more, or with any that waits, training waits too
     learn_redact: str | None = None  # MODULE:FUNCTION that every row goes through before it is kept
 
     def __post_init__(self) -> None:
@@ -38,6 +41,9 @@ class LearnOptions:
         check_number(ConfigError, "learn_share", self.learn_share, 0.0, 1.0, low_open=True)
         check_integer(ConfigError, "learn_max_bytes", self.learn_max_bytes, 1 << 16, None)
         check_number(ConfigError, "learn_max_age", self.learn_max_age, 0.0, 36500.0, low_open=True)
+        check_integer(ConfigError, "learn_min_rows", self.learn_min_rows, 1, None)
+        check_number(ConfigError, "learn_minutes", self.learn_minutes, 0.0, 1e6, low_open=True)
+        check_integer(ConfigError, "learn_max_running", self.learn_max_running, 0, None)
         check_choice(ConfigError, "learn_salts", self.learn_salts, SALTS)
 
     @property

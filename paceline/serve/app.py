@@ -15,6 +15,7 @@ from paceline.serve import (
     completions,
     docs_page,
     health,
+    learning_page,
     live,
     messages,
     metrics_page,
@@ -27,6 +28,7 @@ from paceline.serve import models as models_endpoint
 from paceline.serve.engines import EngineGroup
 from paceline.serve.errors import CLIENT_GONE, add_handlers
 from paceline.serve.head import HeadAsGet
+from paceline.serve.learning_page import Learning, LearnPage
 from paceline.serve.metrics import Metrics
 from paceline.serve.middleware import Gate, Requests, log_request
 from paceline.serve.options import ServeOptions
@@ -75,12 +77,13 @@ def make_models_app(
     metrics: Sequence[Metrics] = (),
     on_finished: Sequence[Callable[[RequestRecord], None]] = (),
     pages: Pages | None = None,
+    learning: Learning | None = None,
 ) -> FastAPI:
     """The HTTP API over running models. With `metrics`, one for each engine, also serves /metrics and the
     live page; the first counts HTTP requests.
 
     `on_finished` are called with the record of each finished request, in the event loop. `pages` are those of
-    a server whose engine runs elsewhere.
+    a server whose engine runs elsewhere, `learning` what one that learns shows of it.
     """
     app = FastAPI(title="paceline", version=__version__, docs_url=None, redoc_url=None)
     add_handlers(app)
@@ -91,12 +94,14 @@ def make_models_app(
     if metrics:
         route_metrics = RouteMetrics(models.table)
         route_page, prefix = RoutePage(route_metrics), options.metrics_prefix
-        read = metrics_page.reader(metrics, models.engines.engines, prefix, route_page)
+        others = [route_page, *([LearnPage(learning)] if learning else ())]
+        read = metrics_page.reader(metrics, models.engines.engines, prefix, *others)
         read = pages.metrics if pages else read
         routers += [
             metrics_page.router(read),
             running.router(models.engines),
             live.router(),
+            *([learning_page.router(learning)] if learning else ()),
             *(pages.routers if pages else ()),
         ]
         counting = [partial(_count_answer, metrics[0]), route_metrics.finished]

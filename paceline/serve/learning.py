@@ -12,9 +12,13 @@ from paceline.build import Loaded
 from paceline.errors import ConfigError
 from paceline.learn.collector import Collector, Policy
 from paceline.learn.folder import LearnFolder
+from paceline.learn.jobs import ProcessJobs
 from paceline.learn.options import LearnOptions
+from paceline.learn.selection import ALL_SALTS
+from paceline.learn.status import LearnerConfig
 from paceline.learn.store import TrafficStore
 from paceline.models.heads.config import TargetName
+from paceline.serve.learner import LearningModel, history_of
 from paceline.serve.loading import ServedModel
 from paceline.serve.logs import log_event
 from paceline.serve.middleware import key_digest
@@ -72,17 +76,18 @@ def trainable_method(loaded: Loaded) -> str:
 
 @contextmanager
 def collecting(
-    learning: LearnOptions, options: ServeOptions, models: Sequence[ServedModel]
-) -> Iterator[Collector | None]:
-    """A context with the collector of the served model's traffic; None without --learn."""
+    learning: LearnOptions, options: ServeOptions, declared: RoutesFile, models: Sequence[ServedModel]
+) -> Iterator[LearningModel | None]:
+    """A context with the served model as one that learns; None without --learn."""
     if not learning.learn:
         yield None
         return
-    (model,) = models
+    ((model,), (entry,)) = models, declared.models.values()
     assert model.loaded is not None
     method = trainable_method(model.loaded)
     target = TargetName(model.loaded.fingerprint, model.names[0])
     folder = LearnFolder(learning.folder(target.fingerprint))
+    history = history_of(model.loaded, method, folder.heads)
     store = TrafficStore(folder.traffic, target, model.loaded.model_config.vocab_size, learning.limits)
     policy = Policy(
         salts=learning.learn_salts,
@@ -92,8 +97,12 @@ def collecting(
     )
     collector = Collector(store, policy, learning.redact(), model.tokenizer.decode)
     log_event(logger, "learning", folder=str(folder.root), method=method, share=learning.learn_share)
+    device = ("--device", entry.config.backend.choice.device)
+    salt = ("--salt", ALL_SALTS if learning.learn_salts == "shared" else "")
+    jobs = ProcessJobs(folder, entry.config.model.model, learning.learn_minutes, salt, device)
+    config = LearnerConfig(min_rows=learning.learn_min_rows, max_running=learning.learn_max_running)
     try:
-        yield collector
+        yield LearningModel(model.loaded, method, collector, history, jobs, config)
     finally:
         collector.close()
 

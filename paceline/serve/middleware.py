@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 HEALTH, PING, METRICS, LOAD, DOCS = "/health", "/ping", "/metrics", "/load", "/docs"
 REQUESTS, PAGE, STATIC = "/requests", "/", "/static/"
+LEARN = "/learn"  # of a server that learns
 REPLICAS, REPLICA_METRICS = "/replicas", "/metrics/replicas"  # of a server of replicas
 WATCHING = (
     HEALTH,
@@ -39,6 +40,7 @@ WATCHING = (
     METRICS,
     LOAD,
     REQUESTS,
+    LEARN,
     REPLICAS,
     REPLICA_METRICS,
 )  # while the server drains, too

@@ -29,13 +29,14 @@ from paceline.engine.engine import Engine
 from paceline.engine.step_turns import StepTurns
 from paceline.errors import ConfigError
 from paceline.extras import needs_extra
-from paceline.learn.collector import Collector
 from paceline.models.tokenizer import Tokenizer
 from paceline.serve.app import Pages, make_models_app
 from paceline.serve.connections import Connection, ConnectionLimits
 from paceline.serve.engines import EngineGroup
 from paceline.serve.kv_events import observe, publishing
+from paceline.serve.learner import LearningModel
 from paceline.serve.learning import collecting, learn_options
+from paceline.serve.learning_page import Learning
 from paceline.serve.loading import ServedModel, declared_models, load_models
 from paceline.serve.logs import log_event, set_up_logs
 from paceline.serve.metrics import Metrics
@@ -77,10 +78,10 @@ def serve(
         models = load_models(declared)
         allow_files(2 * options.max_connections)
         with (
-            collecting(learning, options, models) as collector,
+            collecting(learning, options, declared, models) as learner,
             asyncio.Runner(loop_factory=loop_factory()) as runner,
         ):
-            runner.run(run_models(models, declared.table, options, listener, publisher, collector))
+            runner.run(run_models(models, declared.table, options, listener, publisher, learner))
 
 
 def check_events(options: ServeOptions, declared: RoutesFile) -> None:
@@ -148,11 +149,11 @@ async def run_models(
     options: ServeOptions,
     listener: socket.socket,
     publisher: Publisher | None = None,
-    collector: Collector | None = None,
+    learner: LearningModel | None = None,
 ) -> None:
     """Serve loaded models, and routes over them, on a bound socket until a signal.
 
-    The publisher gets KV events, and the collector finished requests, of one model only.
+    The publisher gets KV events, and the learner finished requests, of one model only.
     """
     metrics = [Metrics(model.names[0], options.max_segments, model.facts) for model in served]
     observers: list[list[Observer]] = [[counters] for counters in metrics]
@@ -160,6 +161,8 @@ async def run_models(
         (model,), (own,) = served, observers
         own.append(observe(model.engine.kv, publisher))
         log_event(logger, "kv events", endpoint=publisher.endpoint, replay=publisher.replay_endpoint)
+    if learner is not None:
+        observers[0].append(learner.meter)
     turns = StepTurns() if len(served) > 1 else None
     workers = new_workers()
     services: dict[str, Service] = {}
@@ -174,14 +177,17 @@ async def run_models(
         )
         front.start()
         parser = model.tool_call_parser or options.tool_call_parser
-        on_finished = None if collector is None else collector.offer
+        on_finished = None if learner is None else learner.collector.offer
         service = Service(
             front, model.tokenizer, model.names, parser, on_finished=on_finished, workers=workers
         )
         services |= dict.fromkeys(model.names, service)
+        learning = None if learner is None else learner.start(front, model.names[0])
     try:
-        await serve_models(Models(services, table), options, listener, metrics)
+        await serve_models(Models(services, table), options, listener, metrics, learning=learning)
     finally:
+        if learner is not None:
+            await learner.stop()
         workers.shutdown(wait=False, cancel_futures=True)
 
 
@@ -191,9 +197,11 @@ async def serve_models(
     listener: socket.socket,
     metrics: Sequence[Metrics],
     pages: Pages | None = None,
+    learning: Learning | None = None,
 ) -> None:
     """Serve models whose engines are started, wherever they run, on a bound socket until a signal. One of
-    `metrics` is of each engine; `pages` are those of engines elsewhere.
+    `metrics` is of each engine; `pages` are those of engines elsewhere; `learning` is what one that learns
+    shows of it.
     """
     engines = models.engines
     with ExitStack() as stack:
@@ -202,7 +210,7 @@ async def serve_models(
             tracing = import_tracing()(options.otlp_endpoint, models.table.default, engines.now)
             stack.callback(tracing.close)
             on_finished.append(tracing.request_ended)
-        app = make_models_app(models, options, metrics, on_finished, pages)
+        app = make_models_app(models, options, metrics, on_finished, pages, learning)
         try:
             await Server(app, engines, options, metrics[0]).serve([listener])
         finally:

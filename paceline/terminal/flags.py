@@ -275,6 +275,14 @@ LEARN: Group = (
         "head of all trains on them) or own (kept, and it does not).",
     ),
     Flag("learn_skip_key", list[str] | None, None, "API key whose requests are not kept. May be repeated."),
+    Flag("learn_min_rows", int, 200, "New requests to keep before the head is trained on them."),
+    Flag("learn_minutes", float, 20.0, "Minutes of a training, without the time that it waits."),
+    Flag(
+        "learn_max_running",
+        int,
+        2,
+        "Training waits while more requests run than this, or while any waits.",
+    ),
     Flag(
         "learn_redact",
         str | None,
@@ -354,7 +362,7 @@ LEARN = by_topic(
     LEARN,
     {
         "Learning": "learn learn_dir learn_share learn_max_bytes learn_max_age learn_salts learn_skip_key "
-        "learn_redact"
+        "learn_min_rows learn_minutes learn_max_running learn_redact"
     },
 )
 SCALE = by_topic(

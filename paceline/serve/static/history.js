@@ -6,7 +6,7 @@ export const WINDOW = 120;  // seconds that charts show
 const RATE_SECONDS = 3;  // rates are means over this time
 const LATENCY_SECONDS = 10;  // quantiles are of this time: a few requests must fall into it
 const DRAFTED = new Set(["gain", "probe"]);  // reasons of steps in which something is drafted: docs/design/control.md
-const WATCHED = new Set(["/metrics", "/requests", "/replicas", "/health", "/", "/static/{name}"]);  // this page's own requests
+const WATCHED = new Set(["/metrics", "/requests", "/replicas", "/learn", "/health", "/", "/static/{name}"]);  // this page's own requests
 
 export class History {
   #samples = [];  // { at, read }, oldest first

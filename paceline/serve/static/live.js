@@ -3,6 +3,7 @@
 import { draw, follow } from "./chart.js";
 import { element, show } from "./dom.js";
 import { History } from "./history.js";
+import { showLearning } from "./learning.js";
 import { parse } from "./metrics.js";
 import { CHARTS, showDrafters, showErrors, showNumbers, showPositions, showReplicas, showRequests, showSegments, showServer } from "./panels.js";
 
@@ -37,6 +38,7 @@ async function refresh() {
   drawCharts();
   showRequests(running);
   if (latest.get("server_info")?.[0]?.labels.replicas) showReplicas(await (await read("replicas")).json());
+  if (latest.has("learn_head")) showLearning(await (await read("learn")).json());
   showDrafters(latest);
   showPositions(latest);
   showSegments(history);

@@ -1,0 +1,95 @@
+"""`paceline learn score|promote|rollback`: the heads of a folder of --learn-dir."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.config import DEFAULT_MODEL
+from paceline.errors import ConfigError
+from paceline.learn.folder import LearnFolder
+from paceline.learn.history import History
+from paceline.terminal.help import App
+from paceline.terminal.session import note
+
+Model = Annotated[str, typer.Argument(help="The target: an alias, a .gguf file, a folder or a hub id.")]
+Dir = Annotated[Path, typer.Option("--dir", help="The server's --learn-dir.")]
+Traffic = Annotated[Path, typer.Option("--from", help="The folder of --learn-dir.")]
+HeadFolder = Annotated[Path, typer.Option("--head", help="Folder of the present head.")]
+Candidate = Annotated[Path, typer.Option("--candidate", help="Folder of the head to compare with it.")]
+Out = Annotated[Path, typer.Option("--out", help="File for the scores of each row, as JSON.")]
+
+STOPPED = 143  # exit status of a command that was ended
+FIRST = Path()  # the head that a server was started with is not in its folder
+
+
+def add_head_commands(app: App) -> None:
+    """Add the commands to `paceline learn`."""
+    app.command()(score)
+    app.command()(promote)
+    app.command()(rollback)
+
+
+def score(
+    source: Traffic,
+    head: HeadFolder,
+    candidate: Candidate,
+    out: Out,
+    model: Model = DEFAULT_MODEL,
+    salt: Annotated[
+        str, typer.Option(help="Rows of this salt (its hash), or all. Default: rows without a salt.")
+    ] = "",
+    pause: Annotated[Path | None, typer.Option(help="While this file exists, no row is replayed.")] = None,
+    end_with_parent: Annotated[
+        bool, typer.Option("--end-with-parent", help="End when the process that started this one ends.")
+    ] = False,
+) -> None:
+    """Replay held-back answers with two heads, and compare the passes that each would have needed."""
+    from paceline.learn.gate import judge
+    from paceline.learn.report import lower_priority
+    from paceline.learn.score import score_heads
+    from paceline.learn.yielding import Yielding
+
+    lower_priority(threads=1)
+    may_go_on = Yielding(pause, end_with_parent=end_with_parent).may_step
+    scores = score_heads(model, LearnFolder(source).traffic, (head, candidate), may_go_on, salt)
+    if scores is None:
+        raise typer.Exit(STOPPED)
+    present, new = scores
+    rows = {"present": [asdict(row) for row in present], "candidate": [asdict(row) for row in new]}
+    unfinished = out.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(rows))
+    os.replace(unfinished, out)
+    verdict = judge(present, new)
+    note(f"{'passes' if verdict.passes else 'is refused'}: {verdict.reason}")
+
+
+def promote(
+    number: Annotated[int, typer.Argument(help="Number of the head; 0 is the one the server began with.")],
+    folder: Dir,
+) -> None:
+    """Let a head serve from now on. A server that runs with this folder follows within seconds."""
+    history = _history(folder)
+    head = history.promote(number)
+    history.note("promoted by hand", head=head.number)
+    note(f"Head {head.number} serves.")
+
+
+def rollback(folder: Dir) -> None:
+    """Let the head serve again that served before. A server that runs with this folder follows in seconds."""
+    history = _history(folder)
+    before, head = history.current().number, history.rollback()
+    history.note("rolled back by hand", head=head.number)
+    note(f"Head {head.number} serves again, in place of {before}.")
+
+
+def _history(folder: Path) -> History:
+    heads = LearnFolder(folder).heads
+    if not heads.is_dir():
+        raise ConfigError(f"{folder} has no heads yet: give the --learn-dir of a server that has learned.")
+    return History(heads, FIRST)

@@ -1,0 +1,137 @@
+"""Jobs: training and scoring in processes of their own.
+
+A process that is killed, runs out of memory or crashes in a candidate's files gives no result, and nothing
+else happens. Each runs at the lowest priority and ends when the server does, even if that is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from paceline.learn.folder import LearnFolder
+from paceline.learn.gate import RowScore
+
+logger = logging.getLogger(__name__)
+
+CANDIDATE = "candidate.json"  # the last file that the trainer writes
+NOTHING_BETTER = 3  # exit status of a trainer that found no better head
+LAST_LINES = 400  # characters of stderr in a warning
+
+
+class Jobs(Protocol):
+    """The work that other processes do. They may be killed at any time, and then give nothing."""
+
+    steps: int  # of all trainings so far
+
+    async def train(self, present: Path, since: float) -> Path | None:
+        """The folder of a new candidate, trained from the present head; None if there is none.
+
+        Rows since this time, in seconds since 1970, are new; older ones are replayed.
+        """
+        ...
+
+    async def score(self, present: Path, candidate: Path) -> tuple[list[RowScore], list[RowScore]] | None:
+        """The scores of both heads on the same held-back rows; None if they could not be scored."""
+        ...
+
+    def pause(self, wanted: bool) -> None:
+        """Let the processes wait, or go on."""
+        ...
+
+    def discard(self, candidate: Path) -> None:
+        """Delete a candidate that was judged."""
+        ...
+
+
+class ProcessJobs:
+    """Starts `paceline learn train` and `paceline learn score`, one at a time."""
+
+    def __init__(
+        self,
+        folder: LearnFolder,
+        model: str,
+        minutes: float,
+        both: Sequence[str] = (),
+        train: Sequence[str] = (),
+    ) -> None:
+        """A training takes so many minutes of work. `both` are further arguments of both commands, `train`
+        of the training."""
+        self._folder, self._model, self._minutes = folder, model, minutes
+        self._both, self._train = tuple(both), tuple(train)
+        self.steps = 0
+
+    async def train(self, present: Path, since: float) -> Path | None:
+        out = self._folder.candidate
+        shutil.rmtree(out, ignore_errors=True)  # of a run that was killed
+        how = ("--since", str(since), "--minutes", str(self._minutes), "--json", *self._train)
+        status = await self._run("train", present, "--out", str(out), *how)
+        whole = status == 0 and (out / CANDIDATE).is_file()
+        if status not in (0, NOTHING_BETTER):
+            raise OSError(f"the trainer has ended with status {status}")
+        return out if whole else None
+
+    async def score(self, present: Path, candidate: Path) -> tuple[list[RowScore], list[RowScore]] | None:
+        out = self._folder.root / "scores.json"
+        out.unlink(missing_ok=True)
+        status = await self._run("score", present, "--candidate", str(candidate), "--out", str(out))
+        if status != 0:
+            return None
+        try:
+            scores = json.loads(out.read_text())
+            old, new = (
+                [RowScore.from_json(row) for row in scores[name]] for name in ("present", "candidate")
+            )
+            return old, new
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("learn: the scores cannot be read: %s", error)
+            return None
+
+    def pause(self, wanted: bool) -> None:
+        with suppress(OSError):  # a full disk: training goes on, at the lowest priority
+            if wanted:
+                self._folder.pause.touch()
+            else:
+                self._folder.pause.unlink(missing_ok=True)
+
+    def discard(self, candidate: Path) -> None:
+        shutil.rmtree(candidate, ignore_errors=True)
+
+    async def _run(self, command: str, present: Path, *arguments: str) -> int:
+        """The exit status of a command over the stored traffic; it is ended if this is cancelled."""
+        traffic = ("--from", str(self._folder.root), "--head", str(present))
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "paceline", "learn", command, self._model, *traffic, *arguments),
+            *("--pause", str(self._folder.pause), "--end-with-parent", *self._both),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            _, errors = await asyncio.gather(self._count(process.stdout), process.stderr.read())
+            await process.wait()
+        except asyncio.CancelledError:
+            with suppress(ProcessLookupError):
+                process.kill()
+            raise
+        status = process.returncode or 0
+        if status not in (0, NOTHING_BETTER):
+            tail = errors.decode(errors="replace").strip()[-LAST_LINES:]
+            logger.warning("learn: `paceline learn %s` has ended with status %d: %s", command, status, tail)
+        return status
+
+    async def _count(self, records: asyncio.StreamReader) -> None:
+        """Count the steps that a trainer reports, one JSON object per line."""
+        before = self.steps
+        async for line in records:
+            with suppress(ValueError, TypeError, KeyError):
+                self.steps = before + int(json.loads(line)["step"])

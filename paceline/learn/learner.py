@@ -1,0 +1,283 @@
+"""Learner: the loop that trains, judges, swaps and watches, beside a server that goes on serving.
+
+    enough new rows -> train -> score in the shadow -> gate -> trial on live traffic -> promote -> watch
+                                                    \\ rejected        \\ rejected         \\ rolled back
+
+One cycle at a time. Everything that takes long is another process or waits for live steps; the only thing it
+does to the engine is to replace its head between two steps, which cannot change a byte of the output.
+Nothing is kept in memory that a restart needs: a server that is killed serves History.current() again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline.core.stats import StepStats
+from paceline.draft.base import Drafter
+from paceline.errors import PacelineError
+from paceline.learn.gate import Verdict, judge, tokens_per_pass
+from paceline.learn.history import Head, History
+from paceline.learn.jobs import Jobs
+from paceline.learn.status import LearnerConfig, LearnStatus
+from paceline.learn.trial import Meter, Outcome, Turn, log_speedup, outcome
+
+logger = logging.getLogger(__name__)
+
+
+class HeadEngine(Protocol):
+    """The part of an AsyncEngine that the Learner uses."""
+
+    @property
+    def state(self) -> StepStats: ...
+
+    async def replace_head(self, name: str, drafter: Drafter) -> None: ...
+
+
+class Learner:
+    """Runs `run` as a task of the event loop of an engine."""
+
+    def __init__(
+        self,
+        engine: HeadEngine,
+        method: str,
+        load: Callable[[Path], Drafter],
+        history: History,
+        jobs: Jobs,
+        meter: Meter,
+        num_rows: Callable[[], int],
+        config: LearnerConfig | None = None,
+        *,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`load` gives a drafter of `method` with the head in a folder, and is called in a thread of its own.
+
+        `meter` observes the engine; `num_rows` is the number of rows collected since the start.
+        """
+        self._engine, self._method, self._load, self._history = engine, method, load, history
+        self._jobs, self._meter, self._num_rows = jobs, meter, num_rows
+        self._config = config or LearnerConfig()
+        self._sleep, self._clock = sleep, clock
+        self.status = LearnStatus(curve=deque(maxlen=self._config.max_points))
+        self._in_engine = 0  # number of the head that drafts now; the engine starts with the first
+        self._promoted = 0  # number that `current` had when we looked last
+        self._trained_rows = 0  # collected when the last training began
+        self._expected: float | None = None  # tokens per draft of the head since it was promoted
+        self._low_points = 0  # of the curve, in a row
+        self._overruled = False  # somebody changed `current` by hand
+
+    async def run(self) -> None:
+        """Serve the current head, then learn until cancelled. What goes wrong costs a cycle."""
+        await self._follow()
+        while True:
+            await self._wait()
+            try:
+                if self._num_rows() - self._trained_rows >= self._config.min_rows:
+                    await self._cycle()
+                elif self._low_points >= self._config.watch_points:
+                    await self._recheck()
+            except Exception as error:  # a bug of ours too: learning must never end serving
+                self.status.failures += 1
+                logger.warning("learn: this cycle has failed, the present head stays: %s", error)
+                await self._serve(self._history.current())
+            self.status.phase = "collecting"
+
+    # --- a cycle ---
+
+    async def _cycle(self) -> None:
+        """Train a candidate, judge it, and let it serve if it gains."""
+        self._trained_rows, self._overruled = self._num_rows(), False
+        present = self._history.current()
+        self.status.phase = "training"
+        self.status.trainings += 1
+        since = float(self._history.card(present.number).get("time", 0.0))
+        candidate = await self._during(self._jobs.train(present.path, since))
+        if candidate is None:
+            self._tell("no candidate", head=present.number)
+            return
+        try:
+            await self._judge(present, candidate)
+        finally:
+            self._jobs.discard(candidate)
+
+    async def _judge(self, present: Head, candidate: Path) -> None:
+        self.status.phase = "scoring"
+        scores = await self._during(self._jobs.score(present.path, candidate))
+        if scores is None:
+            self._reject("it could not be scored", {})
+            return
+        old, new = scores
+        self.status.present_tokens_per_pass = tokens_per_pass(old)
+        self.status.candidate_tokens_per_pass = tokens_per_pass(new)
+        verdict = judge(old, new, config=self._config.gate)
+        if not verdict.passes or self._overruled:
+            self._reject(verdict.reason if not self._overruled else "overruled by hand", verdict.evidence())
+            return
+        try:
+            drafter = await asyncio.to_thread(self._load, candidate)
+        except Exception as error:  # whatever is wrong with a candidate, the present head serves
+            self._reject(f"it cannot be loaded: {error}", verdict.evidence())
+            return
+        await self._try(present, candidate, drafter, verdict)
+
+    async def _try(self, present: Head, candidate: Path, drafter: Drafter, verdict: Verdict) -> None:
+        """The trial on live traffic; promotes the candidate or rejects it."""
+        self.status.phase = "trial"
+        old = await asyncio.to_thread(self._load, present.path)
+        result, live = await self._compare(old, drafter)
+        evidence = {**verdict.evidence(), "trial": asdict(result)}
+        if self._overruled or not result.better:
+            if not self._overruled:
+                await self._engine.replace_head(self._method, old)
+            self._reject("overruled by hand" if self._overruled else _told("it loses", result), evidence)
+            return
+        head = self._history.add(candidate, evidence)
+        self._history.promote(head.number)
+        self._in_engine = self._promoted = self.status.head = head.number
+        self._expected, self._low_points = live.tokens_per_draft(), 0
+        self.status.swaps += 1
+        self.status.gain = result.speedup
+        self._tell("promoted", head=head.number, reason=_told("it gains", result), evidence=evidence)
+
+    async def _compare(self, old: Drafter, new: Drafter) -> tuple[Outcome, Turn]:
+        """The outcome of a trial, and the last turn of the new head, which drafts when this returns."""
+        config, speedups = self._config.trial, list[float]()
+        while True:
+            turns = [await self._turn(drafter) for drafter in (old, new)]
+            speedup = log_speedup(*turns)
+            speedups += [] if speedup is None else [speedup]
+            result = outcome(speedups, config)
+            if result.better is not None or self._overruled:
+                return result, turns[1]
+
+    async def _turn(self, drafter: Drafter) -> Turn:
+        """What a head does in one turn of a trial."""
+        config = self._config.trial
+        if not self._overruled:
+            await self._engine.replace_head(self._method, drafter)
+        self._meter.take(skip=config.skipped_steps)
+        while self._meter.steps < config.turn_steps and not self._overruled:
+            await self._wait(watching=False)
+        return self._meter.take()
+
+    # --- watching ---
+
+    async def _recheck(self) -> None:
+        """The live acceptance has fallen: compare with the head before, and roll back if that is faster.
+
+        The traffic may have changed instead, and then both heads are worse: so a fall alone proves nothing.
+        """
+        present, before = self._history.current(), self._history.previous()
+        self._low_points, self._overruled, self._expected = 0, False, None
+        if before is None:
+            return
+        self.status.phase = "trial"
+        new, old = [await asyncio.to_thread(self._load, head.path) for head in (present, before)]
+        result, live = await self._compare(new, old)
+        if self._overruled:
+            return
+        if result.better:
+            head = self._history.rollback()
+            self._in_engine = self._promoted = self.status.head = head.number
+            self.status.rollbacks += 1
+            self._tell("rolled back", head=head.number, reason=_told("the head before gains", result))
+            return
+        await self._engine.replace_head(self._method, new)
+        self._expected = live.tokens_per_draft()
+        self._tell("kept", head=present.number, reason=_told("the head before loses", result))
+
+    def _watch(self) -> None:
+        """Add a point to the curve of live acceptance, and count points that are too low."""
+        if self._meter.steps < self._config.watch_steps:
+            return
+        turn = self._meter.take()
+        by_segment = {segment: turn.tokens_per_draft(segment) or 0.0 for segment in turn.drafted}
+        self.status.curve.append((self._clock(), self._in_engine, by_segment))
+        length = turn.tokens_per_draft()
+        if length is None or self._in_engine == 0:
+            return
+        if self._expected is None:
+            self._expected = length
+        low = length < (1 - self._config.watch_drop) * self._expected
+        self._low_points = self._low_points + 1 if low else 0
+
+    # --- waiting ---
+
+    async def _during(self, job: Any) -> Any:
+        """The result of a job; meanwhile load pauses it, and commands are followed."""
+        task = asyncio.ensure_future(job)
+        try:
+            while not task.done():
+                await self._wait()
+                self.status.training_steps = self._jobs.steps
+            return task.result()
+        finally:
+            task.cancel()
+            await asyncio.wait([task])  # its process has ended
+            self._jobs.pause(False)
+
+    async def _wait(self, watching: bool = True) -> None:
+        """One poll: sleep, follow commands by hand, pause under load, and watch unless a trial does."""
+        await self._sleep(self._config.poll_seconds)
+        await self._follow()
+        state = self._engine.state
+        self.status.paused = state.waiting > 0 or state.running > self._config.max_running
+        self._jobs.pause(self.status.paused)
+        if watching:
+            self._watch()
+
+    async def _follow(self) -> None:
+        """Serve what `current` says, if somebody has changed it by hand or this is the start."""
+        head = self._history.current()
+        if head.number == self._promoted:
+            return
+        by_hand, before = self.status.phase, self._promoted
+        await self._serve(head)
+        self._overruled = by_hand != "collecting"
+        if head.number != before and self._in_engine == head.number:
+            self._tell("serves", head=head.number, reason="it is the current head of the folder")
+
+    async def _serve(self, head: Head) -> None:
+        """Let this head draft, or the one before it if it cannot be loaded, and so on down to the first."""
+        while True:
+            try:
+                drafter = await asyncio.to_thread(self._load, head.path)
+                await self._engine.replace_head(self._method, drafter)
+                break
+            except (PacelineError, OSError, ValueError) as error:
+                logger.warning("learn: head %d cannot be used: %s", head.number, error)
+                if head.number == 0:  # the engine goes on with the one that it has
+                    break
+                head = self._history.rollback()
+        self._in_engine = self._promoted = self.status.head = head.number
+        self._expected, self._low_points = None, 0
+
+    # --- what is told ---
+
+    def _reject(self, reason: str, evidence: Mapping[str, Any]) -> None:
+        self.status.rejected += 1
+        self._tell("rejected", head=self._in_engine, reason=reason, evidence=dict(evidence))
+
+    def _tell(self, decision: str, **facts: Any) -> None:
+        """Log a decision with its reason, and keep it with all its evidence."""
+        logger.info(
+            "learn: %s, head %04d: %s", decision, facts["head"], facts.get("reason", "nothing better")
+        )
+        try:
+            self._history.note(decision, **facts)
+        except OSError as error:  # a full disk: the log above has it
+            logger.warning("learn: the decision could not be written: %s", error)
+
+
+def _told(what: str, result: Outcome) -> str:
+    return (
+        f"{what} on live traffic: {result.speedup:.3f} times the tokens per second "
+        f"({result.low:.3f} to {result.high:.3f}, {result.pairs} pairs of turns)"
+    )

@@ -1,0 +1,125 @@
+"""Scores in the shadow: held-back answers, drafted again with a head beside the serving one.
+
+The target's features of prompt and answer come from one pass, and the head drafts after every answered token;
+see train/acceptance.py. The passes are those that plain chains of the head would have needed, greedy and at
+full length, whatever drafted when the answer was served: so two heads are compared on the same terms.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from paceline.errors import CheckpointError
+from paceline.learn.gate import RowScore
+from paceline.learn.objectives import objective_for
+from paceline.learn.rows import TrafficRow
+from paceline.learn.selection import usable
+from paceline.learn.split import Side, side_of
+from paceline.learn.store import TrafficStore
+from paceline.models.heads.checkpoint import HeadCheckpoint, load_head
+from paceline.models.heads.config import TargetName
+from paceline.models.heads.fingerprint import check_target, target_fingerprint
+from paceline.models.registry import load_checkpoint, resolve
+from paceline.models.transformer import Transformer
+from paceline.train.batches import Batch
+from paceline.train.objective import Objective
+from paceline.train.sequences import load_target
+
+MAX_ROWS = 256  # that a candidate is judged by
+MAX_LENGTH = 1024  # tokens of prompt and answer; longer answers are cut
+
+
+def check_finite(head: HeadCheckpoint) -> None:
+    """CheckpointError if a weight of the head is not a finite number."""
+    for name, tensor in head.tensors.items():
+        if not np.isfinite(tensor.float32()).all():
+            raise CheckpointError(
+                f"{head.source}: the tensor {name} has weights that are not finite. Train it again."
+            )
+
+
+def gate_rows(rows: Iterable[TrafficRow], most: int = MAX_ROWS, salt: str = "") -> list[TrafficRow]:
+    """The rows that judge candidates: one per prompt, the newest ones, and as many from all the time before.
+
+    Rows come the oldest first. What no draft can shorten, does not fit or has another salt is left out.
+    """
+    by_prompt: dict[tuple[int, ...], TrafficRow] = {}
+    for row in rows:
+        if usable(row, salt, MAX_LENGTH) and side_of(row.prompt_ids) is Side.GATE:
+            by_prompt.pop(row.prompt_ids, None)  # the newest answer, at the newest place
+            by_prompt[row.prompt_ids] = row
+    found = list(by_prompt.values())
+    if len(found) <= most:
+        return found
+    older, newest = found[: -(most // 2)], found[-(most // 2) :]
+    chosen = np.linspace(0, len(older) - 1, most - len(newest)).round().astype(int)
+    return [*(older[index] for index in chosen), *newest]
+
+
+def replay_acceptance(
+    target: Transformer,
+    name: TargetName,
+    head: HeadCheckpoint,
+    rows: Sequence[TrafficRow],
+    may_go_on: Callable[[], bool] = lambda: True,
+) -> list[RowScore] | None:
+    """The score of each row with this head; None if `may_go_on`, asked before each, says no.
+
+    The same head and rows give the same scores.
+    """
+    check_finite(head)
+    objective = objective_for(head, target, name)
+    scores = [score_row(objective, row) for row in rows if may_go_on()]
+    return scores if len(scores) == len(rows) else None
+
+
+def score_heads(
+    model: str,
+    traffic: Path,
+    heads: Sequence[Path],
+    may_go_on: Callable[[], bool] = lambda: True,
+    salt: str = "",
+) -> list[list[RowScore]] | None:
+    """The scores of each of the heads on the same stored rows, of a salt as for training; None as above.
+
+    PacelineError if a head or the traffic is of another target than `model`, or cannot be read.
+    """
+    checkpoint = load_checkpoint(resolve(model))
+    name = TargetName(target_fingerprint(checkpoint), checkpoint.source.name)
+    loaded = [load_head(head) for head in heads]
+    for head in loaded:
+        check_target(head.config, checkpoint.config, name.fingerprint, str(head.source))
+    store = TrafficStore(traffic, name, checkpoint.config.vocab_size)
+    rows = gate_rows(store.rows(), salt=salt)
+    target = load_target(checkpoint, torch.device("cpu"), torch.float32)
+    scores = [replay_acceptance(target, name, head, rows, may_go_on) for head in loaded]
+    return [each for each in scores if each is not None] if None not in scores else None
+
+
+def score_row(objective: Objective, row: TrafficRow) -> RowScore:
+    """The score of one row; alone in its batch, so that it does not depend on other rows."""
+    first = len(row.prompt_ids)
+    ids = torch.tensor([[*row.prompt_ids, *row.output_ids][:MAX_LENGTH]])
+    batch = Batch(ids, torch.tensor([first]), torch.tensor([ids.shape[1]]))
+    device = objective.target.embedding.device
+    batch = Batch(batch.tokens.to(device), batch.answers.to(device), batch.lengths.to(device))
+    accepted: list[int] = objective.accepted(batch)[0, first : ids.shape[1] - 1].tolist()
+    offered, right = [0] * objective.num_steps, [0] * objective.num_steps
+    place = passes = 0
+    while place < len(accepted):  # the walk of train.acceptance.passes, with counts by position
+        length = accepted[place]
+        for position in range(min(length + 1, objective.num_steps)):
+            offered[position] += 1
+            right[position] += position < length
+        place += length + 1
+        passes += 1
+    return RowScore(_hash(row.prompt_ids), row.segment, len(accepted), passes, tuple(offered), tuple(right))
+
+
+def _hash(ids: Sequence[int]) -> str:
+    return hashlib.blake2b(np.array(ids, dtype="<i4").tobytes(), digest_size=8).hexdigest()

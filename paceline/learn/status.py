@@ -1,0 +1,44 @@
+"""When the Learner does what, and what it has done."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from paceline.learn.gate import GateConfig
+from paceline.learn.trial import TrialConfig
+
+
+@dataclass(frozen=True)
+class LearnerConfig:
+    """When the Learner does what."""
+
+    min_rows: int = 200  # new rows before a head is trained on them
+    poll_seconds: float = 2.0  # between two looks at load, processes and commands
+    max_running: int = 2  # requests: with more, or with any that waits, training pauses
+    watch_steps: int = 512  # decode steps of a point of the curve of live acceptance
+    watch_drop: float = 0.1  # of the tokens per draft since the swap: then the head before it is tried again
+    watch_points: int = 3  # in a row that must show the drop
+    max_points: int = 2000  # of the curve in memory
+    gate: GateConfig = field(default_factory=GateConfig)
+    trial: TrialConfig = field(default_factory=TrialConfig)
+
+
+@dataclass
+class LearnStatus:
+    """What the Learner has done, for metrics and the live page."""
+
+    phase: str = "collecting"  # or training, scoring, trial
+    head: int = 0  # number of the head that serves
+    trainings: int = 0
+    training_steps: int = 0
+    rejected: int = 0  # candidates: by the gate, by the trial, or because they could not be used
+    swaps: int = 0  # promotions, by itself or by hand
+    rollbacks: int = 0
+    failures: int = 0  # trainings and scorings without a result
+    present_tokens_per_pass: float | None = None  # replayed, of the last candidate that was judged
+    candidate_tokens_per_pass: float | None = None
+    gain: float | None = None  # speedup of the last promotion, measured by its trial
+    paused: bool = False
+    # (time, number of the head, tokens per draft by segment), the oldest first
+    curve: deque[tuple[float, int, dict[str, float]]] = field(default_factory=deque)

@@ -1,0 +1,140 @@
+"""The trial: two heads take turns on live traffic, and their tokens per second are compared.
+
+One head at a time, because two would need twice the memory of a head and of its pages. A turn is a number of
+decode steps, so an idle server takes longer. Steps with as many requests are compared with each other: the
+load of the two turns need not be the same. It is the A/B test of the controller's guard, with another head in
+the place of plain decoding.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.core.request import Request
+from paceline.core.stats import StepStats
+from paceline.engine.output_processor import Delta
+
+
+@dataclass(frozen=True)
+class TrialConfig:
+    """How long a trial takes."""
+
+    turn_steps: int = 128  # decode steps with drafts of a head, in each of its turns
+    skipped_steps: int = 8  # at the start of a turn: requests catch up with the new head
+    min_pairs: int = 4  # turns of each head before anything is decided
+    max_pairs: int = 12
+
+
+@dataclass
+class Sums:
+    """Steps with the same number of requests."""
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Turn:
+    """What a head did in its turn."""
+
+    by_requests: dict[int, Sums] = field(default_factory=dict)  # requests in the pass: its steps
+    drafted: dict[str, list[int]] = field(default_factory=dict)  # segment: drafts, accepted tokens
+    steps: int = 0
+
+    def tokens_per_draft(self, segment: str | None = None) -> float | None:
+        """Accepted tokens of a draft, and the one after them; None if nothing was drafted."""
+        chosen = self.drafted.values() if segment is None else [self.drafted.get(segment, [0, 0])]
+        drafts, accepted = (sum(each) for each in zip(*chosen, strict=True)) if self.drafted else (0, 0)
+        return 1 + accepted / drafts if drafts else None
+
+
+class Meter:
+    """An Observer of the engine that sums up the steps in which a drafter drafted."""
+
+    def __init__(self, drafter: str) -> None:
+        self._drafter = drafter
+        self._lock = threading.Lock()
+        self._turn = Turn()
+        self._skip = 0
+
+    def step(self, stats: StepStats, deltas: Sequence[Delta]) -> None:
+        drafts = [draft for draft in stats.drafts if draft.drafter == self._drafter]
+        if not drafts or stats.failed or stats.prefill_tokens:
+            return
+        with self._lock:
+            if self._skip:
+                self._skip -= 1
+                return
+            turn = self._turn
+            sums = turn.by_requests.setdefault(stats.requests, Sums())
+            sums.steps += 1
+            sums.tokens += stats.new_tokens
+            sums.seconds += stats.total_time
+            for draft in drafts:
+                counts = turn.drafted.setdefault(draft.segment, [0, 0])
+                counts[0] += 1
+                counts[1] += draft.accepted
+            turn.steps += 1
+
+    def aborted(self, requests: Sequence[Request]) -> None:
+        return
+
+    @property
+    def steps(self) -> int:
+        """Steps that the present turn has counted."""
+        return self._turn.steps
+
+    def take(self, skip: int = 0) -> Turn:
+        """The steps since the last time; the next `skip` ones are not counted. Any thread may ask."""
+        with self._lock:
+            turn, self._turn, self._skip = self._turn, Turn(), skip
+        return turn
+
+
+def log_speedup(before: Turn, after: Turn) -> float | None:
+    """The logarithm of the tokens per second of `after` over those of `before`, at the same loads.
+
+    None if no load occurred in both.
+    """
+    total = weight = 0.0
+    for requests, old in before.by_requests.items():
+        new = after.by_requests.get(requests)
+        if new is None or min(old.tokens, new.tokens) == 0 or min(old.seconds, new.seconds) <= 0:
+            continue
+        share = min(old.steps, new.steps)
+        total += share * math.log(new.tokens / new.seconds * old.seconds / old.tokens)
+        weight += share
+    return total / weight if weight else None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Whether the second head of a trial is the faster one; None: not known yet."""
+
+    better: bool | None
+    pairs: int
+    speedup: float = 1.0
+    low: float = 0.0
+    high: float = math.inf
+
+
+def outcome(speedups: Sequence[float], config: TrialConfig) -> Outcome:
+    """The outcome of a trial after these pairs of turns, given as log speedups.
+
+    A significant gain or loss ends it; at the last pair the mean decides.
+    """
+    pairs = len(speedups)
+    if pairs < max(2, config.min_pairs):
+        return Outcome(None, pairs)
+    mean = statistics.fmean(speedups)
+    error = statistics.stdev(speedups) / math.sqrt(pairs)
+    low, high = mean - 2 * error, mean + 2 * error
+    better = True if low > 0 else False if high < 0 else None
+    if better is None and pairs >= config.max_pairs:
+        better = mean > 0
+    return Outcome(better, pairs, math.exp(mean), math.exp(low), math.exp(high))

@@ -1,0 +1,285 @@
+"""The loop: a head serves only after it has gained in the shadow and live, and whatever fails, one serves.
+
+The engine is a stand-in whose speed depends on the head in it. A poll of the Learner is some of its steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.core.stats import DraftFacts, StepStats
+from paceline.errors import CheckpointError
+from paceline.learn.gate import RowScore
+from paceline.learn.history import History
+from paceline.learn.learner import Learner
+from paceline.learn.status import LearnerConfig
+from paceline.learn.trial import Meter, TrialConfig
+
+CONFIG = LearnerConfig(
+    min_rows=10,
+    max_running=2,
+    watch_steps=20,
+    watch_points=2,
+    trial=TrialConfig(turn_steps=10, skipped_steps=2, min_pairs=3, max_pairs=5),
+)
+FIRST = 2.0  # tokens per draft of the head that the server starts with
+
+
+@dataclass
+class World:
+    """An engine, its heads and the processes, all in one. A head's file says how long its drafts are."""
+
+    folder: Path
+    trained: list[Any] = field(default_factory=list)  # what each training gives: a length, None or an error
+    replayed: float | None = None  # tokens per pass of the candidate in the shadow; None: as it is live
+    factor: float = 1.0  # of all lengths: the traffic
+    live: dict[str, float] = field(default_factory=dict)  # lengths of heads that are not what they were
+    collected: int = 10
+    running: int = 1
+    swaps: list[str] = field(default_factory=list)  # contents of the heads, in the order they came in
+    paused: list[bool] = field(default_factory=list)
+    on_poll: Callable[[World], None] = lambda world: None
+    polls: int = 0
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        first = self.folder / "first"
+        first.mkdir()
+        (first / "model.safetensors").write_text(str(FIRST))
+        self.history = History(self.folder / "heads", first)
+        self.meter = Meter("eagle3")
+        self.in_use = str(FIRST)
+
+    # the engine
+
+    @property
+    def state(self) -> StepStats:
+        return StepStats(running=self.running)
+
+    async def replace_head(self, name: str, drafter: Any) -> None:
+        assert name == "eagle3"
+        self.in_use = drafter
+        self.swaps.append(drafter)
+
+    def step(self) -> None:
+        tokens = round(1000 * self.factor * self.live.get(self.in_use, float(self.in_use)))
+        draft = DraftFacts("r", "chat", "eagle3", nodes=tokens, depth=tokens, accepted=tokens - 1)
+        self.meter.step(StepStats(requests=1, new_tokens=tokens, forward_time=1.0, drafts=(draft,)), ())
+
+    # the processes
+
+    async def train(self, present: Path, since: float) -> Path | None:
+        result = self.trained.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        if result is None:
+            return None
+        candidate = self.folder / "candidate"
+        candidate.mkdir()
+        (candidate / "model.safetensors").write_text(str(result))
+        return candidate
+
+    async def score(self, present: Path, candidate: Path) -> Any:
+        old, new = ((head / "model.safetensors").read_text() for head in (present, candidate))
+        if new == "crashes":
+            return None
+        replayed = float(new) if self.replayed is None else self.replayed
+        rows = [
+            [RowScore(str(row), "chat", 60, round(60 / length) + row % 3) for row in range(40)]
+            for length in (float(old), replayed)
+        ]
+        return rows[0], rows[1]
+
+    def pause(self, wanted: bool) -> None:
+        self.paused.append(wanted)
+
+    def discard(self, candidate: Path) -> None:
+        shutil.rmtree(candidate)
+
+    # the loop
+
+    def load(self, path: Path) -> Any:
+        content = (path / "model.safetensors").read_text()
+        if content == "damaged":
+            raise CheckpointError("it is damaged")
+        return content
+
+    async def sleep(self, seconds: float) -> None:
+        self.polls += 1
+        self.on_poll(self)
+        for _ in range(6):
+            self.step()
+        await asyncio.sleep(0)
+
+    def run(self, polls: int = 100) -> Learner:
+        """The Learner after so many polls."""
+
+        def end(world: World) -> None:
+            on_poll(world)
+            if world.polls >= polls:
+                task.cancel()
+
+        async def main() -> None:
+            nonlocal task
+            task = asyncio.ensure_future(learner.run())
+            await asyncio.wait([task])
+
+        on_poll, self.on_poll, self.polls = self.on_poll, end, 0
+        task: asyncio.Future[None]
+        learner = Learner(
+            self,
+            "eagle3",
+            self.load,
+            self.history,
+            self,
+            self.meter,
+            lambda: self.collected,
+            CONFIG,
+            sleep=self.sleep,
+            clock=lambda: 0.0,
+        )
+        asyncio.run(main())
+        self.on_poll = on_poll
+        return learner
+
+    @property
+    def decisions(self) -> list[str]:
+        return [line["decision"] for line in self.history.decisions()]
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_a_head_that_gains_serves_and_says_why(world, caplog):
+    caplog.set_level(logging.INFO)
+    world.trained = [2.6]
+    learner = world.run()
+    assert world.in_use == "2.6"
+    assert world.history.current().number == 1
+    assert world.decisions == ["promoted"]
+    assert (learner.status.swaps, learner.status.head, learner.status.rejected) == (1, 1, 0)
+    assert learner.status.gain == pytest.approx(1.3)
+    assert "1.300 times the tokens per second" in caplog.text
+    evidence = world.history.card(1)["evidence"]
+    assert evidence["gains"][0]["low"] > 1
+    assert evidence["trial"]["better"] is True
+    assert not (world.folder / "candidate").exists()
+
+
+@pytest.mark.parametrize(
+    ("trained", "replayed", "reason"),
+    [
+        (1.2, None, "no significant gain"),  # trained on rubbish
+        (2.0, None, "no significant gain"),
+        ("crashes", None, "could not be scored"),  # the process that scores it dies
+        ("damaged", 3.0, "cannot be loaded: it is damaged"),
+    ],
+)
+def test_a_head_that_does_not_gain_or_cannot_be_used_is_never_in_the_engine(world, trained, replayed, reason):
+    world.trained, world.replayed = [trained], replayed
+    learner = world.run()
+    assert world.swaps == []
+    assert world.decisions == ["rejected"]
+    assert reason in world.history.decisions()[0]["reason"]
+    assert (learner.status.rejected, world.history.current().number) == (1, 0)
+    assert not (world.folder / "candidate").exists()
+
+
+def test_a_head_that_gains_in_the_shadow_and_loses_live_goes_again(world):
+    world.trained, world.replayed = [1.7], 2.6
+    learner = world.run()
+    assert "1.7" in world.swaps
+    assert world.in_use == str(FIRST)
+    assert world.history.current().number == 0
+    assert "loses on live traffic" in world.history.decisions()[0]["reason"]
+    assert learner.status.rejected == 1
+
+
+def test_a_trainer_that_dies_or_finds_nothing_costs_a_cycle_only(world):
+    world.trained = [OSError("killed"), None, 2.6]
+    world.on_poll = lambda world: setattr(world, "collected", world.collected + bool(world.trained))
+    learner = world.run(200)
+    assert world.in_use == "2.6"
+    assert learner.status.trainings == 3
+    assert learner.status.failures == 1
+    assert world.decisions == ["no candidate", "promoted"]
+
+
+def test_a_live_loss_is_rolled_back_by_itself(world):
+    world.trained = [2.6]
+
+    def spoil(world: World) -> None:
+        if world.polls > 60:  # this head is no longer good, the one before is
+            world.live = {"2.6": 1.5}
+
+    world.on_poll = spoil
+    learner = world.run(150)
+    assert world.decisions == ["promoted", "rolled back"]
+    assert (learner.status.rollbacks, world.history.current().number, world.in_use) == (1, 0, str(FIRST))
+
+
+def test_traffic_that_makes_both_heads_worse_rolls_nothing_back(world):
+    world.trained = [2.6]
+    world.on_poll = lambda world: setattr(world, "factor", 0.7 if world.polls > 60 else 1.0)
+    learner = world.run(150)
+    assert world.decisions == ["promoted", "kept"]
+    assert (learner.status.rollbacks, world.in_use) == (0, "2.6")
+
+
+def test_a_restart_serves_the_current_head_and_a_damaged_one_is_passed_over(world):
+    world.trained = [2.6]
+    world.run()
+    world.collected, world.in_use = 0, str(FIRST)  # a new process
+    assert (world.run(5).status.head, world.in_use) == (1, "2.6")
+    (world.folder / "heads/0001/model.safetensors").write_text("9.9")  # not what the card says
+    world.in_use = str(FIRST)
+    assert (world.run(5).status.head, world.in_use) == (0, str(FIRST))
+
+
+def test_a_rollback_by_hand_is_followed_while_the_server_runs(world):
+    world.trained = [2.6]
+
+    def by_hand(world: World) -> None:
+        if world.polls == 90:
+            world.history.rollback()
+
+    world.on_poll = by_hand
+    learner = world.run()
+    assert (learner.status.head, world.in_use) == (0, str(FIRST))
+    assert world.decisions == ["promoted", "serves"]
+
+
+def test_a_promotion_by_hand_during_a_trial_ends_it(world):
+    other = world.folder / "other"
+    other.mkdir()
+    (other / "model.safetensors").write_text("2.2")
+    number = world.history.add(other, {}).number
+    world.trained = [2.6]
+
+    def by_hand(world: World) -> None:
+        if "2.6" in world.swaps and "2.2" not in world.swaps:
+            world.history.promote(number)
+
+    world.on_poll = by_hand
+    world.run()
+    assert world.in_use == "2.2"
+    assert world.history.current().number == number
+    assert world.decisions == ["serves", "rejected"]
+
+
+def test_training_pauses_while_requests_run(world):
+    world.trained, world.running = [2.6], CONFIG.max_running + 1
+    learner = world.run(6)
+    assert learner.status.paused
+    assert world.paused[:2] == [True, True]
+    assert world.paused[-1] is False or learner.status.phase != "collecting"

@@ -1,0 +1,140 @@
+"""A server that learns follows its folder while requests run, shows what it does, and says what cannot."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.testclient import TestClient
+
+from paceline.build import Loaded, build_engine
+from paceline.config import EngineConfig
+from paceline.core.params import SamplingParams
+from paceline.engine.async_engine import AsyncEngine
+from paceline.errors import ConfigError, UnavailableError
+from paceline.learn.collector import Collector, Policy
+from paceline.learn.folder import LearnFolder
+from paceline.learn.history import History
+from paceline.learn.jobs import ProcessJobs
+from paceline.learn.status import LearnerConfig, LearnStatus
+from paceline.learn.store import TrafficStore
+from paceline.models.heads.checkpoint import write_head
+from paceline.models.heads.config import TargetName
+from paceline.serve.learner import LearningModel, history_of
+from paceline.serve.learning_page import Learning, LearnPage, router
+from tests.draft.test_draft_model_cpu import save_model
+from tests.models.heads.driver import random_checkpoint
+from tests.models.heads.tiny_heads import EAGLE3
+
+PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=60, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model(folder)
+    for seed in (3, 4):
+        write_head(random_checkpoint(EAGLE3, seed), folder / f"head{seed}", "sglang")
+    return folder
+
+
+def load(folder: Path, draft: object) -> Loaded:
+    options = {"backend": "torch", "threads": 1, "max_model_len": 200}
+    return build_engine(EngineConfig.from_options(model=str(folder), speculative_config=draft, **options))
+
+
+def eagle3(folder: Path) -> Loaded:
+    return load(folder, {"method": "eagle3", "model": str(folder / "head3"), "any_target": True})
+
+
+def test_a_head_promoted_by_hand_serves_while_requests_run_and_no_byte_changes(folder, tmp_path):
+    alone = load(folder, "off").engine
+    (request,) = alone.add_request(list(range(3, 40)), PARAMS)
+    while alone.has_unfinished:
+        alone.step()
+    loaded = eagle3(folder)
+    store = TrafficStore(tmp_path / "traffic", TargetName("f00d", "tiny"), 173)
+    learning = LearningModel(
+        loaded,
+        "eagle3",
+        Collector(store, Policy()),
+        history_of(loaded, "eagle3", tmp_path / "heads"),
+        ProcessJobs(LearnFolder(tmp_path), str(folder), 1.0),
+        LearnerConfig(poll_seconds=0.001),
+    )
+    number = learning.history.add(folder / "head4", {}).number
+
+    async def main() -> tuple[list[int], LearnStatus]:
+        front = AsyncEngine(loaded.engine, loaded.tokenizer, max_queue=9, observers=[learning.meter])
+        front.start()
+        shown = learning.start(front, "tiny")
+        try:
+            stream = await front.submit(list(range(3, 40)), PARAMS, "r")
+            learning.history.promote(number)
+            while shown.status.head != number:
+                await asyncio.sleep(0.001)
+            tokens = [token async for update in stream for token in update.token_ids]
+            with pytest.raises(ConfigError, match="no drafter medusa is loaded"):
+                await front.replace_head("medusa", loaded.drafters["eagle3"])
+            return tokens, shown.status
+        finally:
+            await learning.stop()
+            learning.collector.close()
+            await front.stop()
+            with pytest.raises(UnavailableError):
+                await front.replace_head("eagle3", loaded.drafters["eagle3"])
+
+    tokens, status = asyncio.run(main())
+    assert tokens == request.output_token_ids
+    assert status.head == number
+    assert [line["decision"] for line in learning.history.decisions()] == ["serves"]
+
+
+def test_a_head_that_a_backend_cannot_replace_is_refused_at_the_start(folder, tmp_path):
+    loaded = eagle3(folder)
+    assert history_of(loaded, "eagle3", tmp_path).current().path == folder / "head3"
+    loaded.drafters["eagle3"].replaceable = False  # as beside a cuda backend
+    with pytest.raises(ConfigError, match="captured graphs read the weights"):
+        history_of(loaded, "eagle3", tmp_path)
+
+
+@pytest.fixture
+def shown(tmp_path: Path) -> Learning:
+    history = History(tmp_path, tmp_path, clock=lambda: 7.0)
+    history.note("promoted", head=2, reason="it gains", evidence={"rows": "many"})
+    status = LearnStatus(head=2, swaps=2, training_steps=90, gain=1.25, present_tokens_per_pass=2.0)
+    status.curve = deque([(5.0, 0, {"sql": 2.0}), (6.0, 2, {"sql": 2.5, "chat": 1.5})])
+    return Learning("tiny", status, history, lambda: 321)
+
+
+def test_metrics_tell_rows_swaps_and_acceptance(shown):
+    registry = CollectorRegistry()
+    registry.register(LearnPage(shown))
+    text = generate_latest(registry).decode()
+    for line in (
+        'paceline:learn_rows_total{model_name="tiny"} 321.0',
+        'paceline:learn_training_steps_total{model_name="tiny"} 90.0',
+        'paceline:learn_swaps_total{model_name="tiny"} 2.0',
+        'paceline:learn_head{model_name="tiny"} 2.0',
+        'paceline:learn_gain{model_name="tiny"} 1.25',
+        'paceline:learn_replayed_tokens_per_pass{head="present",model_name="tiny"} 2.0',
+        'paceline:learn_live_tokens_per_draft{model_name="tiny",segment="sql"} 2.5',
+    ):
+        assert line in text
+    assert 'head="candidate"' not in text  # not known yet
+    untold = replace(shown, status=LearnStatus())
+    assert list(LearnPage(untold).collect())
+
+
+def test_the_page_reads_the_curve_and_the_decisions(shown):
+    app = FastAPI()
+    app.include_router(router(shown))
+    state = TestClient(app).get("/learn").json()
+    assert [point["head"] for point in state["curve"]] == [0, 2]
+    assert state["curve"][1]["tokens_per_draft"] == {"sql": 2.5, "chat": 1.5}
+    assert state["decisions"] == [{"time": 7.0, "decision": "promoted", "head": 2, "reason": "it gains"}]
