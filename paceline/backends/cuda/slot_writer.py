@@ -21,6 +21,8 @@ Int64Array = npt.NDArray[np.int64]
 
 logger = logging.getLogger(__name__)
 
+NUMBERS = 10  # values of a slot before its truncation options
+
 
 class SlotWriter:
     """Writes requests to slots: one copy to the device, then one graph that spreads the values."""
@@ -29,7 +31,7 @@ class SlotWriter:
         slots, self._device = len(state.lengths), state.lengths.device
         self._state, self._rows = state, bucket(slots)
         # int64 [values of a slot, requests]
-        self._staged = torch.zeros((9 + NUM_FIELDS, self._rows), dtype=torch.int64, device=self._device)
+        self._staged = torch.zeros((NUMBERS + NUM_FIELDS, self._rows), dtype=torch.int64, device=self._device)
         self._graphs = Graphs(self._device)
         self.needs = np.zeros(slots, dtype=np.int64)  # [slots] SamplingNeeds
         self.edits = _edit_state(slots, vocab_size, self._device)  # None: the host edits logits
@@ -47,6 +49,7 @@ class SlotWriter:
                 requests.temperatures.view(np.int64),
                 requests.takes_drafts,
                 requests.logprobs,
+                [edits is not None for edits in requests.edits],
                 *requests.truncation.T.copy().view(np.int64),
             )
         )
@@ -67,8 +70,8 @@ class SlotWriter:
     def _init_slots(self, count: int) -> None:
         """Write the staged values of `count` requests to the device state."""
         state = self._state
-        numbers, options = self._staged[:9, :count], self._staged[9:, :count]
-        slots, lengths, limits, before, last, seeds, temperatures, takes, asks = numbers
+        numbers, options = self._staged[:NUMBERS, :count], self._staged[NUMBERS:, :count]
+        slots, lengths, limits, before, last, seeds, temperatures, takes, asks, edited = numbers
         state.lengths[slots] = lengths.int()
         state.limits[slots] = limits.int()
         state.tokens[slots, (lengths - 1).clamp(min=0)] = before.int()
@@ -78,15 +81,14 @@ class SlotWriter:
         state.takes_drafts[slots] = takes.int()
         state.asks_logprobs[slots] = asks.int()
         state.truncation[slots] = options.T.contiguous().view(torch.float64)
+        if self.edits is not None:
+            self.edits.is_active[slots] = edited.int()
 
     def _init_edits(self, requests: SlotInits) -> None:
-        """Write the logit edits of requests to their slots."""
-        if self.edits is None:
-            assert not any(requests.edits), "not declared as supported"
-            return
+        """Write the logit edits of the requests that have some to their slots."""
         for slot, edits in zip(requests.slots.tolist(), requests.edits, strict=True):
-            self.edits.is_active[slot] = edits is not None
             if edits is not None:
+                assert self.edits is not None, "not declared as supported"
                 self.edits.init_slot(slot, edits)
 
 

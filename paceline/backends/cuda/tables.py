@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,9 @@ from paceline.errors import BackendError
 LINES = 14  # of max_rows numbers each, before the pages: 8 of rows, 5 of outputs, and sources
 SEEDS, TEMPERATURES, POSITIONS = 8, 10, 12  # lines of outputs; the first two are 64-bit: two lines each
 SOURCES = 13
+# A copy waits on the device for the passes launched before it. With one buffer the host would wait for them
+# too before it could write the next batch.
+STAGING_BUFFERS = 4
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,27 @@ def _paths(
     return contiguous_until.astype(np.int32), paths
 
 
+class _Staging:
+    """Pinned memory of the host, from which a batch is copied to the device."""
+
+    def __init__(self, size: int, pinned: bool) -> None:
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+        self._sent = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+
+    def free_numbers(self) -> Int32Array:
+        """The memory, once its last copy has ended."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        numbers: Int32Array = self._host.numpy()
+        return numbers
+
+    def send(self, to: torch.Tensor) -> None:
+        """Copy the first numbers to the device; the host does not wait."""
+        to.copy_(self._host[: len(to)], non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+
+
 class DeviceTables:
     """The inputs of a pass on the device, at fixed addresses."""
 
@@ -95,11 +120,9 @@ class DeviceTables:
         self.max_pages = max_pages
         pinned = device.type == "cuda"
         size = LINES * max_rows + max_pages
-        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
-        self._numbers = self._host.numpy()  # the same memory
+        self._staging = deque(_Staging(size, pinned) for _ in range(STAGING_BUFFERS))
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._paths = torch.zeros((max_rows, MAX_PATH), dtype=torch.int32, device=device)
-        self._sent = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
 
     def send(self, batch: ForwardBatch, rows: Rows, sources: Int32Array | None = None) -> None:
         """Copy a batch to the device; rows and tiles after its last are padding.
@@ -111,9 +134,10 @@ class DeviceTables:
                 f"a pass has {len(rows.pages)} pages in its page tables, but the cuda backend has room for "
                 f"{self.max_pages}; lower max_num_seqs or max_model_len."
             )
-        if self._sent is not None:
-            self._sent.synchronize()  # the last batch may still be copied from the same memory
-        lines = self._numbers[: LINES * self.max_rows].reshape(LINES, self.max_rows)
+        staging = self._staging[0]
+        self._staging.rotate(-1)
+        numbers = staging.free_numbers()
+        lines = numbers[: LINES * self.max_rows].reshape(LINES, self.max_rows)
         lines[:] = 0
         lines[2] = -1
         values = (
@@ -131,10 +155,8 @@ class DeviceTables:
         if batch.choices is not None:
             self._add_choices(lines, batch, batch.choices)
         used = LINES * self.max_rows + len(rows.pages)
-        self._numbers[LINES * self.max_rows : used] = rows.pages
-        self._device[:used].copy_(self._host[:used], non_blocking=True)
-        if self._sent is not None:
-            self._sent.record()
+        numbers[LINES * self.max_rows : used] = rows.pages
+        staging.send(self._device[:used])
         if rows.paths is not None:
             self._paths[: len(rows.paths)].copy_(torch.from_numpy(rows.paths))
 
