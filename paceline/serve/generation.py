@@ -6,7 +6,6 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import starmap
 from typing import TypeAlias
 
@@ -76,7 +75,7 @@ class Generation:
                 origin = Origin(
                     params, segment, fields.cache_salt or "", request.state.key_id, fields.store is not False
                 )
-                generation._streams[number].when_finished(partial(on_finished, origin=origin))
+                generation._streams[number].when_finished(lambda output: on_finished(output, origin))
 
         try:  # concurrently, so that all prompts start in the same pass
             results = await asyncio.gather(*starmap(submit, enumerate(prompts)), return_exceptions=True)

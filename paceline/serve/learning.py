@@ -32,7 +32,9 @@ TRAINABLE = ("eagle3", "dflash", "dspark")  # methods whose heads can be trained
 
 def learn_options(flags: Mapping[str, Any], options: ServeOptions, declared: RoutesFile) -> LearnOptions:
     """The options of --learn; ConfigError, before anything is loaded, if nothing could be learned."""
-    given = {name: tuple(value or ()) if name == "learn_skip_key" else value for name, value in flags.items()}
+    given: dict[str, Any] = {
+        name: tuple(value or ()) if name == "learn_skip_key" else value for name, value in flags.items()
+    }
     learning = LearnOptions(**given)
     if not learning.learn:
         return learning

@@ -1,0 +1,198 @@
+"""Training on stored traffic: what a candidate needs, and everything that must leave none."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.learn.early_stop import is_better
+from paceline.learn.fine_tune import FineTuneOptions, fine_tune, head_fingerprint, read_candidate
+from paceline.learn.rows import TrafficRow
+from paceline.learn.selection import NEW, OLD, Selection, choose, generic_rows
+from paceline.learn.split import Side, side_of
+from paceline.learn.store import StoreLimits, TrafficStore
+from paceline.learn.yielding import Yielding
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.heads.checkpoint import load_head, write_head
+from paceline.models.heads.config import TargetName
+from paceline.models.safetensors_writer import encode
+from paceline.train.examples import Example, ExampleWriter
+from tests import tiny
+
+OPTIONS = FineTuneOptions(steps=24, batch_tokens=256, learning_rate=2e-2)
+
+FEW, ONE_STEP = replace(OPTIONS, steps=3), replace(OPTIONS, steps=1)
+
+
+def test_a_candidate_drafts_better_on_rows_that_it_never_saw(
+    checkpoint: Checkpoint, traffic: Path, head: Path, tmp_path: Path
+) -> None:
+    seen: list[int] = []
+    candidate = fine_tune(
+        checkpoint, traffic, head, tmp_path / "c", OPTIONS, on_scores=lambda _, kept: seen.append(kept.step)
+    )
+    assert candidate is not None
+    assert candidate.gains
+    assert candidate.after[NEW] > 1.05 * candidate.before[NEW]
+    assert seen[:3] == [0, 3, 6]
+    assert candidate == read_candidate(tmp_path / "c")
+    assert candidate.parent == head_fingerprint(head) != head_fingerprint(tmp_path / "c")
+    assert load_head(tmp_path / "c").config.target == load_head(head).config.target
+    again = fine_tune(
+        checkpoint, traffic, tmp_path / "c", tmp_path / "d", ONE_STEP
+    )  # a candidate's candidate
+    assert again is not None
+    assert again.before[NEW] == pytest.approx(candidate.after[NEW], rel=0.05)
+
+
+def stopped_after(steps: int) -> Yielding:
+    """Stops before the step after these."""
+
+    class Counting(Yielding):
+        steps_left = steps
+
+        def may_step(self) -> bool:
+            self.steps_left -= 1
+            if self.steps_left < 0:
+                self.stop()
+            return super().may_step()
+
+    return Counting()
+
+
+def test_a_stopped_training_leaves_no_candidate(
+    checkpoint: Checkpoint, traffic: Path, head: Path, tmp_path: Path
+) -> None:
+    assert fine_tune(checkpoint, traffic, head, tmp_path, OPTIONS, yielding=stopped_after(2)) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_head_with_nan_ends_with_an_error_and_no_candidate(
+    checkpoint: Checkpoint, traffic: Path, head: Path, tmp_path: Path
+) -> None:
+    broken = load_head(head)
+    weight = broken.tensors["fc.weight"].float32().copy()
+    weight[0, 0] = np.nan
+    broken = replace(broken, tensors={**broken.tensors, "fc.weight": encode(weight, "F16")})
+    write_head(broken, tmp_path / "nan", "sglang")
+    with pytest.raises(ConfigError, match="The loss is nan"):
+        fine_tune(checkpoint, traffic, tmp_path / "nan", tmp_path / "c", OPTIONS)
+    assert read_candidate(tmp_path / "c") is None
+
+
+def test_a_kill_while_the_head_is_written_leaves_no_candidate(
+    checkpoint: Checkpoint, traffic: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("paceline.train.eagle3_objective.Eagle3Objective.snapshot", lambda self: killed)
+        with pytest.raises(KeyboardInterrupt):
+            fine_tune(checkpoint, traffic, head, tmp_path, FEW)
+    assert read_candidate(tmp_path) is None
+    assert fine_tune(checkpoint, traffic, head, tmp_path, FEW) == read_candidate(tmp_path)  # and goes on
+
+
+def test_what_is_not_this_targets_is_refused_by_name(
+    checkpoint: Checkpoint, traffic: Path, head: Path, tmp_path: Path
+) -> None:
+    other = TrafficStore(tmp_path / "other", TargetName("beef", "another"), tiny.VOCAB_SIZE, StoreLimits())
+    with pytest.raises(ConfigError, match="traffic of another"):
+        fine_tune(checkpoint, other.folder, head, tmp_path / "c", OPTIONS)
+    copy = shutil.copytree(head, tmp_path / "copy")
+    with pytest.raises(ConfigError, match="no candidate: give another --out"):
+        fine_tune(checkpoint, traffic, head, copy, OPTIONS)
+    assert load_head(copy).draft_ids is not None
+    with pytest.raises(ConfigError, match="either --steps or --minutes"):
+        FineTuneOptions()
+
+
+def test_the_gates_rows_are_never_chosen_and_no_prompt_is_on_two_sides(rows: list[TrafficRow]) -> None:
+    chosen = choose(rows, [], Selection(since=1060.0, replay=0.25))
+    groups = {"train": chosen.train, **chosen.stop}
+    assert not any(side_of(row.prompt_ids) is Side.GATE for group in groups.values() for row in group)
+    assert all(side_of(row.prompt_ids) is Side.TRAIN for row in chosen.train)
+    assert all(row.time >= 1060.0 for row in chosen.stop[NEW])
+    assert all(row.time < 1060.0 for row in chosen.stop[OLD])
+    old = [row for row in chosen.train if row.time < 1060.0]
+    assert len(old) == chosen.replayed == len(chosen.train) // 4
+
+
+def test_salted_rows_train_only_where_they_are_asked_for(rows: list[TrafficRow]) -> None:
+    salted = [replace(row, salt="5a17") for row in rows]
+    with pytest.raises(ConfigError, match="too few rows"):
+        choose(salted, [], Selection())
+    for salt in ("5a17", "all"):
+        assert len(choose(salted, [], Selection(salt=salt)).train) > 50
+    with pytest.raises(ConfigError, match="too few rows"):
+        choose(salted, [], Selection(salt="other"))
+
+
+def test_generic_answers_count_as_old_rows(rows: list[TrafficRow], tmp_path: Path) -> None:
+    writer = ExampleWriter(tmp_path / "a.jsonl", tiny.VOCAB_SIZE, {})
+    writer.append(
+        Example(f"{number}#0", "g", [*row.prompt_ids, *row.output_ids], len(row.prompt_ids))
+        for number, row in enumerate(rows[:60])
+    )
+    generic = generic_rows([tmp_path / "a.jsonl"], tiny.VOCAB_SIZE, 1024)
+    chosen = choose(rows[60:], generic, Selection())
+    assert {row.segment for row in chosen.stop[OLD]} == {"g"}
+    assert 0 < chosen.replayed <= len(chosen.train) // 4
+    with pytest.raises(ConfigError, match="--generic"):
+        generic_rows([tmp_path / "a.jsonl"], tiny.VOCAB_SIZE + 1, 1024)
+
+
+@pytest.mark.parametrize(
+    ("scores", "better"),
+    [((2.0, 2.0), True), ((1.4, 9.0), False), ((2.0, 1.99), True), ((2.0, 1.97), False)],
+)
+def test_better_is_better_on_new_rows_without_forgetting_old_ones(
+    scores: Sequence[float], better: bool
+) -> None:
+    best, before = {NEW: 1.5, OLD: 2.2}, {NEW: 1.0, OLD: 2.0}
+    assert is_better(dict(zip((NEW, OLD), scores, strict=True)), best, before) is better
+
+
+class World:
+    """A clock that only sleeping and working move, and a file that vanishes after some sleeps."""
+
+    def __init__(self, pause: Path | None = None, looks: int = 0) -> None:
+        self.now, self.pause, self.looks = 0.0, pause, looks
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.looks -= 1
+        if self.pause is not None and self.looks <= 0:
+            self.pause.unlink(missing_ok=True)
+
+
+def test_no_step_begins_while_the_pause_file_exists_and_waiting_is_no_work(tmp_path: Path) -> None:
+    pause = tmp_path / "pause"
+    world = World(pause, looks=5)
+    yielding = Yielding(pause, clock=lambda: world.now, sleep=world.sleep)
+    assert yielding.may_step()
+    assert world.now == 0.0
+    pause.touch()
+    assert yielding.may_step()
+    assert world.now == pytest.approx(1.0)
+    assert yielding.now() == pytest.approx(0.0)
+    pause.touch()
+    yielding.stop()
+    assert not yielding.may_step()
+
+
+def test_a_share_of_the_time_is_taken_by_waiting_after_each_step() -> None:
+    world = World()
+    yielding = Yielding(share=0.1, clock=lambda: world.now, sleep=world.sleep)
+    for _ in range(5):
+        assert yielding.may_step()
+        world.now += 2.0  # the step
+    assert yielding.now() / world.now == pytest.approx(10 / 82)
