@@ -33,6 +33,8 @@ class ToolFormat:
     call_end: str = "}"
     id_prefix: str = "call_"
     id_digits: int = 24
+    single: bool = False  # an answer has one call at most
+    channels: bool = False  # an answer is messages with headers, of which calls are one kind
     fenced: bool = False  # models may also write a call as a fenced JSON block, see FENCE_START
 
     @property
@@ -131,6 +133,22 @@ FORMATS = {
         call_start="",
         name_end="<｜tool▁sep｜>",
         call_end="<｜tool▁call▁end｜>",
+    ),
+    "harmony": ToolFormat(
+        begin="<|channel|>commentary to=functions.",
+        between="<|call|><|start|>assistant<|channel|>commentary to=functions.",
+        end="<|call|>",
+        marker="<|channel|>commentary to=",
+        tokens=("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>"),
+        clues=("<|channel|>", "<|message|>"),
+        instructions=_INSTRUCTIONS
+        + "<|channel|>commentary to=functions.name <|constrain|>json<|message|>"
+        + '{"argument name": "value"}<|call|>',
+        result="The function's result: {content}",
+        call_start="",
+        name_end=" <|constrain|>json<|message|>",
+        call_end="",
+        channels=True,
     ),
     "llama3_json": ToolFormat(
         begin="",

@@ -46,8 +46,11 @@ def answer_grammar(
     special_tokens.
     """
     begin, between, end = (_literal(text, special) for text in (format.begin, format.between, format.end))
-    lines = [f"calls: call {end}" if choice.single else f"calls: call ({between} call)* {end}"]
-    if choice.mode == "required":
+    is_single = choice.single or format.single
+    lines = [f"calls: call {end}" if is_single else f"calls: call ({between} call)* {end}"]
+    if format.channels and "<|channel|>" in special:
+        lines += _channels(begin, choice, content, special)
+    elif choice.mode == "required":
         lines.append(f"start: {begin} calls")
     elif content is not None:
         lines += [f"start: content | {begin} calls", f"content: {_json(content)}"]
@@ -68,6 +71,27 @@ def answer_grammar(
     lines.append("call: " + " | ".join(f"{head} arguments_{n} {call_end}" for n, head in enumerate(heads)))
     lines += [f"arguments_{n}: {_json(tool.schema())}" for n, tool in enumerate(tools)]
     return "\n".join(lines) + "\n"
+
+
+def _channels(
+    begin: str, choice: ToolChoice, content: Mapping[str, Any] | None, special: Mapping[str, int]
+) -> list[str]:
+    """Rules for an answer of messages: thoughts and remarks, then the final one or calls."""
+
+    def header(channel: str) -> str:
+        return _literal(f"<|channel|>{channel}<|message|>", special)
+
+    following = _literal("<|end|><|start|>assistant", special)
+    final = "TEXT?" if content is None else "content"
+    last = f"{begin} calls" if choice.mode == "required" else f"{begin} calls | {header('final')} {final}"
+    plain = "" if choice.mode == "required" else " | TEXT?" if content is None else " | content"
+    return [
+        f"start: message* last{plain}",
+        f"message: ({header('analysis')} | {header('commentary')}) TEXT? {following}",
+        f"last: {last}",
+        "TEXT: /(?s:.+)/",
+        *([] if content is None else [f"content: {_json(content)}"]),
+    ]
 
 
 def _fenced(tools: Sequence[Tool]) -> list[str]:

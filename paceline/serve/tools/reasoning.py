@@ -7,42 +7,18 @@ the marks is dropped, as it is before a call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.serve.tools.parser import Content, Event, OutputParser, Reasoning, overlap
 
 
-@dataclass(frozen=True)
-class ReasoningFormat:
-    """The marks around reasoning; a chat template that contains both uses them."""
-
-    begin: str
-    end: str
-
-
-REASONING_FORMATS = (
-    ReasoningFormat("<think>", "</think>"),  # Qwen, DeepSeek, GLM, SmolLM, Kimi
-    ReasoningFormat("[THINK]", "[/THINK]"),  # Mistral
-)
-
-
-def choose_reasoning(template: str | None) -> ReasoningFormat | None:
-    """The marks that a chat template uses; None: its model does not reason aloud."""
-    for candidate in REASONING_FORMATS:
-        if template and candidate.begin in template and candidate.end in template:
-            return candidate
-    return None
-
-
-class ReasoningParser:
+class _TellingParser:
     """The events of another parser, with the content that is reasoning as such."""
 
-    def __init__(self, parser: OutputParser, format: ReasoningFormat, is_open: bool) -> None:
-        """`is_open`: the prompt ends with the mark that begins reasoning."""
-        self._parser, self._format = parser, format
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
         self._buffer = ""  # content that is not told apart yet
-        self._read = self._read_reasoning if is_open else self._read_start
-        self._has_begun = False  # some reasoning was given
 
     @property
     def num_calls(self) -> int:
@@ -67,10 +43,32 @@ class ReasoningParser:
         for event in events:
             if isinstance(event, Content):
                 self._buffer += event.text
-                told += self._read()
+                told += self._tell()
             else:  # a call ends reasoning, even without its mark
                 told += [*self._rest(), event]
         return told
+
+    def _tell(self) -> list[Event]:
+        """The events of what can be told in the buffer, which then has the rest."""
+        raise NotImplementedError
+
+    def _rest(self) -> list[Event]:
+        """What is held back, whatever it is; what follows is content."""
+        raise NotImplementedError
+
+
+class ReasoningParser(_TellingParser):
+    """Reasoning between two marks, at the start of an output."""
+
+    def __init__(self, parser: OutputParser, format: ReasoningFormat, is_open: bool) -> None:
+        """`is_open`: the prompt ends with the mark that begins reasoning."""
+        super().__init__(parser)
+        self._format = format
+        self._read = self._read_reasoning if is_open else self._read_start
+        self._has_begun = False  # some reasoning was given
+
+    def _tell(self) -> list[Event]:
+        return self._read()
 
     # Each reader consumes what it can of the buffer; the last one passes everything on.
 
@@ -106,9 +104,109 @@ class ReasoningParser:
         return self._rest()
 
     def _rest(self) -> list[Event]:
-        """What is held back, whatever it is; content follows."""
         text, is_reasoning = self._buffer, self._read == self._read_reasoning
         self._buffer, self._read = "", self._read_plain
         if not text:
             return []
         return [Reasoning(text) if is_reasoning else Content(text)]
+
+
+class ChannelParser(_TellingParser):
+    """The messages of gpt-oss' harmony format: reasoning is what it writes in the channel analysis.
+
+        <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>
+
+    Headers are dropped, also one that is cut off; what has no header is content. A blank line separates two
+    messages of one kind.
+    """
+
+    def __init__(self, parser: OutputParser, format: ReasoningFormat, is_open: bool) -> None:
+        super().__init__(parser)
+        self._kind: type[Content | Reasoning] | None = None  # of the message being read; None: its header
+        self._is_new = True  # nothing of the message was given
+        self._given: set[type[Content | Reasoning]] = set()
+
+    def _tell(self) -> list[Event]:
+        events: list[Event] = []
+        while self._buffer:
+            is_certain = self._read_header() if self._kind is None else self._read_message(events)
+            if not is_certain:
+                break
+        return events
+
+    def _read_header(self) -> bool:
+        header, mark, rest = self._buffer.partition("<|message|>")
+        if mark and header.startswith(HEADER_MARKS):
+            self._begin(Reasoning if "<|channel|>analysis" in header else Content, rest)
+            return True
+        if end := next((end for end in END_MARKS if self._buffer.startswith(end)), ""):
+            self._buffer = self._buffer.removeprefix(end)
+            return True
+        if self._buffer.startswith(HEADER_MARKS) or any(m.startswith(self._buffer) for m in MARKS):
+            return False
+        self._begin(Content, self._buffer)
+        return True
+
+    def _read_message(self, events: list[Event]) -> bool:
+        found = [(at, mark) for mark in MARKS if (at := self._buffer.find(mark)) >= 0]
+        if not found:
+            held = max(overlap(self._buffer, mark) for mark in MARKS)
+            size = len(self._buffer) - held
+            events += self._message(self._buffer[:size])
+            self._buffer = self._buffer[size:]
+            return False
+        at, mark = min(found)
+        events += self._message(self._buffer[:at])
+        self._buffer = self._buffer[at + (len(mark) if mark in END_MARKS else 0) :]
+        self._kind = None
+        return True
+
+    def _begin(self, kind: type[Content | Reasoning], rest: str) -> None:
+        self._kind, self._buffer, self._is_new = kind, rest, True
+
+    def _message(self, text: str) -> list[Event]:
+        """The next piece of the message."""
+        if not text or self._kind is None:
+            return []
+        if self._is_new and self._kind in self._given:
+            text = "\n\n" + text
+        self._is_new = False
+        self._given.add(self._kind)
+        return [self._kind(text)]
+
+    def _rest(self) -> list[Event]:
+        events = self._message(self._buffer)
+        if self._kind is None and not self._buffer.startswith(HEADER_MARKS):
+            self._begin(Content, self._buffer)
+            events = self._message(self._buffer)
+        self._buffer, self._kind = "", None
+        return events
+
+
+HEADER_MARKS = ("<|start|>", "<|channel|>")
+END_MARKS = ("<|end|>", "<|call|>", "<|return|>")
+MARKS = HEADER_MARKS + END_MARKS
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """The marks around reasoning, and what reads it; a chat template that contains both uses them."""
+
+    begin: str
+    end: str
+    reader: Callable[[OutputParser, ReasoningFormat, bool], OutputParser] = ReasoningParser
+
+
+REASONING_FORMATS = (
+    ReasoningFormat("<|channel|>", "<|message|>", ChannelParser),  # gpt-oss
+    ReasoningFormat("<think>", "</think>"),  # Qwen, DeepSeek, GLM, SmolLM, Kimi
+    ReasoningFormat("[THINK]", "[/THINK]"),  # Mistral
+)
+
+
+def choose_reasoning(template: str | None) -> ReasoningFormat | None:
+    """The marks that a chat template uses; None: its model does not reason aloud."""
+    for candidate in REASONING_FORMATS:
+        if template and candidate.begin in template and candidate.end in template:
+            return candidate
+    return None

@@ -19,7 +19,7 @@ from paceline.serve.tools.declared import Tool, ToolChoice, check_tools
 from paceline.serve.tools.formats import ToolFormat, choose_format
 from paceline.serve.tools.grammar import answer_grammar, special_tokens
 from paceline.serve.tools.parser import OutputParser, ToolParser
-from paceline.serve.tools.reasoning import ReasoningFormat, ReasoningParser, choose_reasoning
+from paceline.serve.tools.reasoning import ReasoningFormat, choose_reasoning
 from paceline.serve.tools.repeats import DistinctCalls
 
 Message = Mapping[str, Any]
@@ -132,7 +132,7 @@ class ToolPlan:
         parser = DistinctCalls(ToolParser(self.format, self.calls_after_text, self.names))
         if self.reasoning is None:
             return parser
-        return ReasoningParser(parser, self.reasoning, self.is_reasoning)
+        return self.reasoning.reader(parser, self.reasoning, self.is_reasoning)
 
     @property
     def watch(self) -> Callable[[], Watch] | None:
@@ -169,6 +169,8 @@ class Toolbox:
         self._tokenizer = tokenizer
         self.format = choose_format(tokenizer.chat_template, tool_call_parser)
         self._special = special_tokens(self.format, tokenizer)
+        if tokenizer.id_of(self.format.end) in tokenizer.eos_ids:  # the call itself ends the answer
+            self.format = replace(self.format, end="", single=True)
         self.reasoning = choose_reasoning(tokenizer.chat_template)
         marks = (self.reasoning.begin, self.reasoning.end) if self.reasoning else ()
         self._has_special_marks = any(
@@ -216,14 +218,14 @@ class Toolbox:
     def reading(self, plan: ToolPlan, prompt: Sequence[int], params: SamplingParams) -> ToolPlan:
         """The plan with how the answer to a prompt is read.
 
-        An answer that is held to a structure from its first token has no reasoning.
+        What is held to a structure from its first token is no reasoning, even if the prompt has begun some.
         """
-        is_free = params.structured_outputs is None or (plan.format is not None and plan.calls_after_text)
-        if self.reasoning is None or not is_free:
+        if self.reasoning is None:
             return plan
+        is_free = params.structured_outputs is None or (plan.format is not None and plan.calls_after_text)
         end = self._tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
-        is_reasoning = end.rstrip().endswith(self.reasoning.begin)
-        return replace(plan, reasoning=self.reasoning, is_reasoning=is_reasoning)
+        is_open = is_free and end.rstrip().endswith(self.reasoning.begin)
+        return replace(plan, reasoning=self.reasoning, is_reasoning=is_open)
 
     def conversation(
         self, messages: Sequence[Message], plan: ToolPlan = NO_TOOLS
