@@ -31,6 +31,7 @@ from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.kv.sizing import available_memory, check_memory_limit, size_cache
+from paceline.kv.states import states_memory
 from paceline.models.checkpoint import Tensor
 from paceline.models.config import ModelConfig
 from paceline.models.heads.fingerprint import target_fingerprint
@@ -145,6 +146,7 @@ def build_engine(
             config.model.max_model_len or model.config.max_position,
         ),
         utilization=config.cache.gpu_memory_utilization,
+        states_bytes=states_memory(backend.bytes_per_state, config.scheduler.max_num_seqs),
     )
     limits = Limits(
         model.config.vocab_size,

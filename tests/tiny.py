@@ -205,6 +205,33 @@ TORCH_FAMILIES = {
         {"sliding_window": 9, "layer_types": [SLIDING, FULL, SLIDING], "pad_token_id": 0, "logit_scale": 0.3},
     ),
 }
+DELTA_NET: dict[str, Any] = {
+    "rms_norm_eps": 1e-2,  # what a state gives may be near 0, and its norm would enlarge rounding errors
+    "head_dim": 12,
+    "layer_types": ["linear_attention", FULL, "linear_attention"],
+    "linear_key_head_dim": 18,
+    "linear_value_head_dim": 22,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
+}
+SHARED_EXPERT: dict[str, Any] = {
+    "num_experts": 5,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 37,
+    "shared_expert_intermediate_size": 23,
+}
+# families with recurrent layers, which only the torch backend has
+HYBRIDS = {
+    "lfm2": Family(
+        "Lfm2Config",
+        {"layer_types": ["conv", FULL, "conv"], "block_multiple_of": 7, "conv_bias": True},
+    ),
+    "qwen3-next": Family("Qwen3NextConfig", DELTA_NET | SHARED_EXPERT | {"mlp_only_layers": [1]}),
+    "qwen3-5": Family("Qwen3_5TextConfig", DELTA_NET),
+    "qwen3-5-moe": Family("Qwen3_5MoeTextConfig", DELTA_NET | SHARED_EXPERT),
+}
+TORCH_FAMILIES |= HYBRIDS
 
 
 def random_model(family: str) -> PreTrainedModel:
@@ -220,8 +247,11 @@ def random_model(family: str) -> PreTrainedModel:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            # scaled so that logits spread over several units: a wrong bias or mask shows at once
-            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.25 * noise)
+            # scaled so that logits spread over several units: a wrong bias or mask shows at once; norms
+            # are around what they begin with, which is 0 where they are stored without their 1
+            around = parameter.mean() if "norm" in name else 0
+            scale = 0.2 if "norm" in name else 1.0 if "conv1d" in name else 0.25
+            parameter.copy_(around + scale * noise)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.25 * torch.randn(buffer.shape, generator=generator))

@@ -7,8 +7,9 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
+from paceline.models.attention import Norm, Rotation, rotate
 from paceline.models.blocks import MLP, RMSNorm
-from paceline.models.transformer import Layer, Norm, Rotation, Transformer, rotate
+from paceline.models.transformer import Layer, Transformer
 
 
 class PlainDecode:

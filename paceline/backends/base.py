@@ -5,17 +5,20 @@ The engine speaks numpy and never sees a backend's own arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from paceline.core.arrays import Float32Array, Float64Array, Int32Array, UInt64Array
-from paceline.core.forward import DeviceMemory, ForwardBatch, ForwardOutput, KeptFeatures, KVPool
+from paceline.core.forward import DeviceMemory, ForwardBatch, ForwardOutput, KeptFeatures, KVPool, StatePool
 
 if TYPE_CHECKING:
     from paceline.backends.async_decoding import AsyncDecoder
+
+
+NO_STATES = "a backend that declares no bytes_per_state has no states"
 
 
 class Backend(Protocol):
@@ -32,6 +35,7 @@ class Backend(Protocol):
     weight_format: str = "float32"  # of the linear layers, as a user names it: a quantization, or a dtype
     chooses: bool = False  # it takes a batch's choices
     drafts_on_device: bool = False  # make_async_decoder takes drafts
+    bytes_per_state: int = 0  # of the recurrent layers' states of one request; 0: no layer is recurrent
 
     def make_pool(self, num_pages: int) -> KVPool:
         """Storage for `num_pages` pages of keys and values of this model."""
@@ -95,6 +99,24 @@ class Backend(Protocol):
         before any destination is written.
         """
         ...
+
+    def make_states(self, count: int) -> StatePool:
+        """Storage for `count` states of this model's recurrent layers."""
+        raise AssertionError(NO_STATES)
+
+    def copy_state(self, states: StatePool, source: int, destination: int) -> None:
+        """Give a slot the state of another one."""
+        raise AssertionError(NO_STATES)
+
+    def advance_state(
+        self, states: StatePool, slot: int, rows: Sequence[int], checkpoints: Mapping[int, int]
+    ) -> None:
+        """Replace the state of a slot by that after the accepted rows of its request in the last pass.
+
+        `rows` are local and ascending, a path below the committed tokens. `checkpoints`: a number of rows
+        after which the state is stored in a further slot too.
+        """
+        raise AssertionError(NO_STATES)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ request, no caching of intermediate work. See base.py for the contract it implem
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -18,21 +18,22 @@ from paceline.backends.base import Backend
 from paceline.backends.torch_choosing import choose
 from paceline.backends.torch_loading import find_devices, find_dtype, load_pieces
 from paceline.backends.torch_parallel.ranks import Ranks, start_ranks
-from paceline.backends.torch_pool import PAGE_SIZE, TorchPool, make_cache
+from paceline.backends.torch_pool import PAGE_SIZE, TorchPool, TorchStates, make_cache
 from paceline.core.arrays import Int32Array
-from paceline.core.forward import ForwardBatch, ForwardOutput, KVPool
+from paceline.core.forward import ForwardBatch, ForwardOutput, KVPool, StatePool
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint
+from paceline.models.recurrent import StateRows, StateView
+from paceline.models.rows import Rows, RowView
 from paceline.models.tensor_parallel import check_size
-from paceline.models.transformer import Rows, RowView, Transformer
+from paceline.models.transformer import Transformer
 
 
 class TorchBackend(Backend):
-    """A model run by torch: the same algebra, but not bit-identical across batch shapes."""
+    """A model run by torch: the same algebra, but bit-identical across batch shapes only row by row."""
 
     name = "torch"
     page_size = PAGE_SIZE
-    batch_invariant = False  # the matrix products of torch may sum in another order for other row counts
     supports_features = True
     chooses = True
 
@@ -41,9 +42,12 @@ class TorchBackend(Backend):
     ) -> None:
         """`ranks` are the other ranks of the model, which run what this one runs; they name it `number`."""
         self.model = model
+        # the matrix products of torch may sum in another order for other row counts
+        self.batch_invariant = model.row_by_row
         self.max_rows = max_rows
         self.device, self.dtype = model.device, model.dtype
         self.weight_format = str(self.dtype).removeprefix("torch.")
+        self.bytes_per_state = sum(mixer.bytes_per_state for mixer in model.recurrences)
         self._ranks = ranks
         self._number = number
 
@@ -56,14 +60,18 @@ class TorchBackend(Backend):
         dtype: str = "float32",
         max_rows: int = 512,
         tensor_parallel_size: int = 1,
+        row_by_row: bool = False,
     ) -> TorchBackend:
-        """A backend with the checkpoint's weights on `device`, in `dtype`; other ranks are new processes."""
+        """A backend with the checkpoint's weights on `device`, in `dtype`; other ranks are new processes.
+
+        `row_by_row`, on one device: bitwise batch invariant, and as slow as one pass for each row.
+        """
         if max_rows < 1:
             raise BackendError(f"max_rows is {max_rows}, but a pass needs at least 1 row; give 1 or more.")
         kind, devices = find_dtype(dtype), find_devices(device, tensor_parallel_size)
         check_size(checkpoint.config, tensor_parallel_size)
         if tensor_parallel_size == 1:
-            return cls(load_pieces(checkpoint, devices[0], kind), max_rows)
+            return cls(load_pieces(checkpoint, devices[0], kind, row_by_row=row_by_row), max_rows)
         ranks, communicator = start_ranks(checkpoint.source, devices, dtype, max_rows)
         try:
             model = load_pieces(checkpoint, devices[0], kind, communicator)
@@ -80,13 +88,14 @@ class TorchBackend(Backend):
 
     def bytes_per_page(self) -> int:
         config = self.model.config
-        return PAGE_SIZE * config.num_layers * config.kv_values * self.dtype.itemsize
+        per_token = config.kv_values * self.dtype.itemsize  # of a layer
+        return len(config.attention_layers) * per_token * PAGE_SIZE
 
     def make_pool(self, num_pages: int) -> TorchPool:
         """Zeroed storage for `num_pages` pages of keys and values of this model; each rank has its heads."""
         config, parallel = self.model.config, self.model.parallel
         heads, slots = config.num_kv_heads // parallel.pieces, num_pages * PAGE_SIZE
-        shape = (config.num_layers, len(parallel.own_pieces), slots, heads, config.head_dim)
+        shape = (len(config.attention_layers), len(parallel.own_pieces), slots, heads, config.head_dim)
         number = self._new_number()
         with self._everywhere("make_pool", number, num_pages):
             cache = make_cache(shape, self.dtype, self.device, config.stored_value_dim)
@@ -134,6 +143,22 @@ class TorchBackend(Backend):
                 # indexing by a tensor copies what it reads, so that no write can disturb it
                 stored[:, :, write] = stored[:, :, read]
 
+    def make_states(self, count: int) -> TorchStates:
+        """Zeroed storage for `count` states of the recurrent layers."""
+        return TorchStates(count, self.model.make_states(count))
+
+    @torch.inference_mode()
+    def copy_state(self, states: StatePool, source: int, destination: int) -> None:
+        """Give a slot the state of another one."""
+        cast(TorchStates, states).states.copy(source, destination)
+
+    @torch.inference_mode()
+    def advance_state(
+        self, states: StatePool, slot: int, rows: Sequence[int], checkpoints: Mapping[int, int]
+    ) -> None:
+        """Step along the accepted rows of a request, from what the last pass left."""
+        self.model.advance(cast(TorchStates, states).states, slot, rows, checkpoints)
+
     @torch.inference_mode()
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """The embeddings [tokens, hidden], for heads that share them."""
@@ -166,6 +191,7 @@ class TorchBackend(Backend):
             positions=self._tensor(batch.positions),
             slot_mapping=self._tensor(np.concatenate(new_slots)),
             views=views,
+            recurrent=state_rows(batch) if self.bytes_per_state else None,
         )
 
     def _masks(
@@ -182,6 +208,21 @@ class TorchBackend(Backend):
 
     def _tensor(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self.device)
+
+
+def state_rows(batch: ForwardBatch) -> StateRows:
+    """The batch as recurrent layers read it. What the last pass left in the pool of states is forgotten."""
+    views = []
+    for request in range(batch.num_requests):
+        rows = slice(int(batch.row_offsets[request]), int(batch.row_offsets[request + 1]))
+        slot = None if batch.states is None else int(batch.states.slots[request])
+        first = slot if batch.context_lengths[request] else None
+        views.append(StateView(rows, batch.parents[rows].tolist(), first))
+    if batch.states is None:
+        return StateRows(views, None)
+    states = cast(TorchStates, batch.states.pool).states
+    states.begin_pass(dict(zip(batch.states.slots.tolist(), views, strict=True)))
+    return StateRows(views, states)
 
 
 def ancestors(parents: Int32Array) -> npt.NDArray[np.bool_]:

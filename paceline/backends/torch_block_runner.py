@@ -15,9 +15,9 @@ from paceline.backends.torch_head_runner import RankedTarget
 from paceline.backends.torch_pool import PAGE_SIZE, TorchPool, make_cache
 from paceline.core.arrays import Int32Array
 from paceline.core.forward import ForwardBatch
+from paceline.models.attention import attend
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.torch_block import BlockHead, block_mask
-from paceline.models.transformer import attend
 
 
 class TorchBlockRunner(BlockRunner):

@@ -15,9 +15,10 @@ from paceline.backends.torch_backend import TorchBackend, ancestors, request_row
 from paceline.backends.torch_pool import PAGE_SIZE, TorchPool, make_cache
 from paceline.core.arrays import Int32Array
 from paceline.core.forward import ForwardBatch
+from paceline.models.attention import attend
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.torch_head import Head, make_head
-from paceline.models.transformer import KeyValues, RowView, attend
+from paceline.models.rows import KeyValues, RowView
 
 
 class RankedTarget:

@@ -14,13 +14,17 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_pieces(
-    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, ranks: Communicator | None = None
+    checkpoint: Checkpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks: Communicator | None = None,
+    row_by_row: bool = False,
 ) -> Transformer:
     """The model, or a rank's pieces of it; it has as many pieces for one rank as for eight."""
     config = checkpoint.config
     parallel = TensorParallel(count_pieces(config.num_kv_heads), ranks or SingleRank())
     try:
-        return Transformer(config, _take_from(checkpoint, device, dtype), parallel)
+        return Transformer(config, _take_from(checkpoint, device, dtype), parallel, row_by_row)
     except torch.OutOfMemoryError as error:
         raise BackendError(
             f"The model does not fit into the memory of {device} as {str(dtype).removeprefix('torch.')}; "

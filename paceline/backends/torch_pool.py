@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from paceline.errors import BackendError
-from paceline.models.transformer import KeyValues
+from paceline.models.recurrent import States
+from paceline.models.rows import KeyValues
 
 PAGE_SIZE = 16
 
@@ -21,6 +22,14 @@ class TorchPool:
     bytes_per_page: int  # of all ranks
     cache: KeyValues  # of num_pages * PAGE_SIZE slots
     number: int = 0  # by which the ranks name it
+
+
+@dataclass(frozen=True)
+class TorchStates:
+    """States of recurrent layers in torch tensors."""
+
+    num_states: int
+    states: States
 
 
 def make_cache(

@@ -35,6 +35,24 @@ class KVPool(Protocol):
     def bytes_per_page(self) -> int: ...
 
 
+class StatePool(Protocol):
+    """A backend's storage for the states of recurrent layers, addressed by slot. Opaque to the engine."""
+
+    @property
+    def num_states(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class RequestStates:
+    """Where the requests of a pass have the states of recurrent layers after their committed tokens.
+
+    The pass reads them and changes none: `Backend.advance_state` does, when the accepted path is known.
+    """
+
+    pool: StatePool
+    slots: Int32Array  # [requests] not read for requests without committed tokens
+
+
 @dataclass(frozen=True)
 class Choices:
     """Rows whose next token the backend samples itself, so that their logits stay on the device.
@@ -72,6 +90,8 @@ class ForwardBatch:
     feature_layers: tuple[int, ...] = ()
     choices: Choices | None = None  # only for a backend that samples; none of its rows is among logit_rows
     kept_features: tuple[KeptFeatures, ...] = ()  # features to write to heads' pools
+    # for a model with recurrent layers; None: all requests begin with their first token
+    states: RequestStates | None = None
 
     @property
     def num_requests(self) -> int:

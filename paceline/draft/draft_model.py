@@ -87,6 +87,11 @@ class DraftModelDrafter(ModelDrafter):
             )
         checkpoint, tokenizer = load_with_tokenizer(resolve(options.model))
         config = checkpoint.config
+        if config.recurrent is not None:
+            raise ConfigError(
+                f"the draft model {options.model} is a {config.family} model with recurrent layers, whose "
+                "states cannot be taken back after a rejected draft. Use a draft model without such layers."
+            )
         longest = options.max_model_len or config.max_position
         if longest > config.max_position:
             raise ConfigError(

@@ -45,6 +45,11 @@ class LayerSkipDrafter(ModelDrafter):
     def load(cls, options: LayerSkipOptions, target: Target) -> LayerSkipDrafter:
         """The drafter with the first layers of the loaded target."""
         config = target.config
+        if config.recurrent is not None:
+            raise ConfigError(
+                f"this {config.family} model has recurrent layers, whose states layerskip cannot take back "
+                "after a rejected draft. Use another method, such as suffix."
+            )
         exit_layer = options.exit_layer or usual_exit_layer(config.num_layers)
         remedy = f"The target has {config.num_layers} layers, of which the first draft."
         check_integer(ConfigError, "exit_layer", exit_layer, 1, config.num_layers, remedy)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.core.arrays import Int32Array
-from paceline.core.forward import Choices, ForwardBatch, KeptFeatures, KVPool
+from paceline.core.forward import Choices, ForwardBatch, KeptFeatures, KVPool, RequestStates
 from paceline.core.request import Request
 from paceline.core.schedule import Scheduled
 from paceline.core.trees import DraftTrees
@@ -88,6 +88,7 @@ class BatchBuilder:
             feature_layers=feature_layers,
             choices=self._choices(choices),
             kept_features=kept_features,
+            states=_states(parts, kv),
         )
 
     def _choose(self, request: Request, first: int, end: int, choices: int) -> int:
@@ -130,6 +131,14 @@ def prompt_rows(part: Scheduled) -> tuple[int, int]:
     first = max(len(request.prompt_logprobs) - 1, 0) - request.num_computed
     end = min(part.num_tokens, len(request.prompt_token_ids) - 1 - request.num_computed)
     return max(first, 0), max(end - max(first, 0), 0)
+
+
+def _states(parts: Sequence[Scheduled], kv: KVCache) -> RequestStates | None:
+    """Where the parts' states are, if the model has recurrent layers."""
+    if kv.states is None:
+        return None
+    slots = np.array([part.request.slot for part in parts], dtype=np.int32)
+    return RequestStates(kv.states.pool, slots)
 
 
 def _page_tables(parts: Sequence[Scheduled], kv: KVCache, pages: int) -> Int32Array:

@@ -68,6 +68,8 @@ class Engine:
         self.stats = StepStats()  # of the last step
         self.grammars = GrammarCompiler(tokenizer, limits.vocab_size)  # any thread may use it
         self._pool = self.kv.add_pool(backend)
+        if backend.bytes_per_state:
+            self.kv.add_states(backend)
         self._seed = seed
         self._controller = controller or FixedController()
         self._drafting = Drafting(drafters or {}, limits.vocab_size, self.kv, draft_forced, clock)

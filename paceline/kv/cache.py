@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from paceline.core.forward import KVPool
 from paceline.kv.pages import PagePool, page_tokens, pages_for
+from paceline.kv.states import SequenceStates, StateOwner
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -39,6 +40,7 @@ class _Sequence:
     pages: list[int] = field(default_factory=list)
     length: int = 0  # committed tokens
     indexed: int = 0  # full pages already in the prefix cache
+    matched: int = 0  # pages of the prompt that were in the prefix cache, with a state after them or not
 
 
 class KVCache:
@@ -59,6 +61,7 @@ class KVCache:
         self.page_tables = np.full((max_sequences, pages_for(max_length, page_size)), -1, dtype=np.int32)
         self.prefix_queries = 0  # tokens looked up in the prefix cache
         self.prefix_hits = 0  # tokens found there
+        self.states: SequenceStates | None = None  # of recurrent layers
         self._pools: list[tuple[PoolOwner, KVPool]] = []
         self._sequences: dict[int, _Sequence] = {}
         self._free_slots = list(range(max_sequences - 1, -1, -1))
@@ -68,6 +71,10 @@ class KVCache:
         pool = owner.make_pool(self.pages.num_pages)
         self._pools.append((owner, pool))
         return pool
+
+    def add_states(self, owner: StateOwner) -> None:
+        """Keep the states of a model with recurrent layers, which limit what of a prefix is used again."""
+        self.states = SequenceStates(owner, len(self.page_tables))
 
     def pool_of(self, owner: PoolOwner) -> KVPool:
         """The pool that an owner has added."""
@@ -104,6 +111,9 @@ class KVCache:
             return None
         reuse = reuse and self.enable_prefix_caching
         found = self._find_prefix(token_ids, salt) if reuse else []
+        matched = len(found)
+        while self.states is not None and found and self.pages.serial(found[-1]) not in self.states:
+            found.pop()  # no state is known after this page
         fresh = pages_for(len(token_ids), self.page_size) - len(found)
         if fresh > self.pages.num_available - sum(self.pages.is_cached(page) for page in found):
             return None
@@ -111,9 +121,11 @@ class KVCache:
             self.pages.hold(page)
         slot = self._free_slots.pop()
         cached = len(found) * self.page_size
-        sequence = _Sequence(salt, found, length=cached, indexed=len(found))
+        sequence = _Sequence(salt, found, length=cached, indexed=len(found), matched=matched)
         self._sequences[slot] = sequence
         self.page_tables[slot, : len(found)] = found
+        if self.states is not None and found:
+            self.states.restore(slot, self._serial(found[-1]))
         self.reserve(slot, len(token_ids))
         if reuse:
             self.prefix_queries += len(token_ids)
@@ -157,10 +169,16 @@ class KVCache:
             self.page_tables[slot, len(sequence.pages)] = -1
         if self.enable_prefix_caching and sequence.length >= (sequence.indexed + 1) * self.page_size:
             self._index_full_pages(slot, sequence, token_ids)
+        if self.states is not None:
+            rows = [*range(in_place), *accepted_rows]
+            borders = self._new_borders(sequence, len(rows))
+            self.states.advance(slot, rows, borders, is_running=len(rows) < self.page_size)
 
     def release(self, slot: int, forget: bool = False) -> None:
         """Free a slot. Its full pages stay in the prefix cache, unless `forget` (after an error)."""
         sequence = self._sequences.pop(slot)
+        if self.states is not None:
+            self.states.release(slot)
         for page in reversed(sequence.pages):  # last first: descendants are evicted before their ancestors
             self.pages.drop(page, forget)
         self.page_tables[slot, : len(sequence.pages)] = -1
@@ -199,6 +217,24 @@ class KVCache:
                 sequence.pages[number] = existing
                 self.page_tables[slot, number] = existing
             sequence.indexed = number + 1
+
+    def _new_borders(self, sequence: _Sequence, count: int) -> dict[int, int]:
+        """After how many of the last `count` tokens a state is worth keeping, and the serial number of the
+        page that ends there: where pages of others were matched, and after the last full page."""
+        before = sequence.length - count
+        pages = {sequence.matched, sequence.length // self.page_size}
+        ends = [end for end in sorted(pages) if before < end * self.page_size <= sequence.length]
+        return {
+            end * self.page_size - before: self._serial(sequence.pages[end - 1])
+            for end in ends
+            if end <= sequence.indexed and self.pages.serial(sequence.pages[end - 1]) is not None
+        }
+
+    def _serial(self, page: int) -> int:
+        """The serial number of an indexed page."""
+        serial = self.pages.serial(page)
+        assert serial is not None
+        return serial
 
     def _compact(self, sequence: _Sequence, in_place: int, accepted_rows: Sequence[int]) -> None:
         """Copy the accepted rows to where the committed sequence continues, in all pools."""

@@ -36,14 +36,21 @@ def size_cache(
     available_bytes: int,
     device: DeviceMemory | None = None,
     utilization: float = 1.0,
+    states_bytes: int = 0,
 ) -> CacheSize:
     """The number of pages and the context length that they allow.
 
     With `memory_bytes`: what fits in it. Without, on a device: what `utilization` of its memory leaves. On
     the host: one full context and at least 16k tokens, but at most 512 MB (unless max_model_len asks for
     more) and a quarter of the available memory. Without max_model_len, the context is the model's, or what
-    fits.
+    fits. `states_bytes` of the host's memory are for the states of recurrent layers.
     """
+    if device is None and states_bytes > available_bytes:
+        raise ConfigError(
+            f"the recurrent layers' states of all requests need {states_bytes:,} bytes, but "
+            f"{available_bytes:,} bytes of memory are available. Lower max_num_seqs."
+        )
+    available_bytes -= states_bytes
     if max_model_len is not None and max_model_len > model_context:
         raise ConfigError(
             f"max_model_len is {max_model_len}, but this model's context is {model_context}. "

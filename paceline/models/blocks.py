@@ -155,6 +155,7 @@ class MixtureOfExperts:
         ]
         shared = moe.shared_intermediate_size
         self.shared = mlp("shared_experts", shared, False) if shared else None
+        self.shared_gate = Linear(take, f"{name}.shared_expert_gate", 1) if moe.shared_gate else None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         weights, chosen = self._route(hidden)
@@ -163,7 +164,12 @@ class MixtureOfExperts:
             rows, rank = torch.where(chosen == expert)
             share = weights[rows, rank, None].to(hidden.dtype)
             output[rows] += share * self.experts[expert](hidden[rows])
-        return output if self.shared is None else output + self.shared(hidden)
+        return output if self.shared is None else output + self._shared(self.shared, hidden)
+
+    def _shared(self, shared: MLP, hidden: torch.Tensor) -> torch.Tensor:
+        """What every row gets, whatever its experts."""
+        output = shared(hidden)
+        return output if self.shared_gate is None else output * torch.sigmoid(self.shared_gate(hidden))
 
     def _route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The weights and numbers of the chosen experts: [rows, experts_per_token] each."""

@@ -45,6 +45,7 @@ class MoeConfig:
     weight_scale: float = 1.0  # factor of the chosen experts' weights
     shared_intermediate_size: int = 0  # of an MLP that every row goes through beside its experts; 0: none
     biases: bool = False  # of the router and of the experts' projections
+    shared_gate: bool = False  # the shared MLP's output is scaled by the sigmoid of a learned score
 
     def beyond_llama(self) -> list[str]:
         """What of it only the torch backend has, in words."""
@@ -68,6 +69,26 @@ class LatentConfig:
     value_dim: int
     biases: bool = False  # of the projections to latents
     interleaved: bool = True  # the two parts of a rotated pair are neighbours in files
+
+
+@dataclass(frozen=True)
+class RecurrentConfig:
+    """Layers that carry a state from token to token instead of attending to keys and values."""
+
+    kind: str  # a key of recurrent.RECURRENCES: short_conv | gated_delta
+    layers: frozenset[int]
+    conv_kernel: int  # tokens that the causal convolution sees, the row's own included
+    conv_bias: bool = False  # of the convolution and of the projections around it
+    # gated_delta: each key head is shared by value_heads // key_heads neighbouring value heads
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0  # of a head
+    value_dim: int = 0  # of a head
+
+    @property
+    def conv_size(self) -> int:
+        """The channels of gated_delta's convolution: queries, keys and values of all heads."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -117,6 +138,23 @@ class ModelConfig:
         """The size of a value in the KV cache; 0: it is a part of its key."""
         return 0 if self.latent else self.head_dim
 
+    attention_gate: bool = False  # mixed values are scaled by the sigmoid of a further projection
+    recurrent: RecurrentConfig | None = None
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether `layer` has a state instead of keys and values."""
+        return self.recurrent is not None and layer in self.recurrent.layers
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """The layers that have keys and values, in order: KV pools have no others."""
+        return [layer for layer in range(self.num_layers) if not self.is_recurrent(layer)]
+
+    @property
+    def recurrent_layers(self) -> list[int]:
+        """The layers that have states, in order."""
+        return [layer for layer in range(self.num_layers) if self.is_recurrent(layer)]
+
     def window(self, layer: int) -> int | None:
         """The number of last positions, its own included, that a token of `layer` attends to; None: all."""
         return self.sliding_windows[layer] if self.sliding_windows else None
@@ -138,6 +176,8 @@ class ModelConfig:
             "soft-capped scores": bool(self.attention_softcap or self.logits_softcap),
             "attention sinks": self.attention_sinks,
             "latent attention": self.latent is not None,
+            "gated attention": self.attention_gate,
+            "recurrent layers": self.recurrent is not None,
             "scaled residuals": (self.embedding_scale, self.residual_scale, self.logits_scale) != (1, 1, 1),
         }
         own = [name for name, is_used in blocks.items() if is_used]

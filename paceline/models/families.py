@@ -39,7 +39,15 @@ from paceline.models.family_fields import (
     windows_everywhere,
 )
 from paceline.models.fields import Fields
-from paceline.models.file_layouts import GLM_NORMS, LLAMA_FILES, POST_NORMS, SANDWICH_NORMS, FileLayout
+from paceline.models.file_layouts import (
+    GLM_NORMS,
+    LFM2_NAMES,
+    LLAMA_FILES,
+    POST_NORMS,
+    SANDWICH_NORMS,
+    FileLayout,
+)
+from paceline.models.hybrid_fields import lfm2_blocks, qwen_hybrid_blocks, qwen_hybrid_experts
 from paceline.models.quantized.method import METHODS, REMEDY
 
 MAX_LAYERS = 10_000
@@ -207,6 +215,22 @@ _OLMO2 = Family(
     files=FileLayout(POST_NORMS),
     defaults={"rms_norm_eps": 1e-5},
 )
+_QWEN3_5_SIZES: dict[str, object] = {"head_dim": 256, "partial_rotary_factor": 0.25}
+_QWEN3_5 = Family(
+    optional_bias="qkvo",
+    qk_norm=True,
+    partial_rope=True,
+    more=qwen_hybrid_blocks,
+    files=FileLayout({"shared_expert": "shared_experts"}, norm_offset=1.0, gated_queries=True),
+    mtp="mtp.",
+    defaults=_QWEN3_5_SIZES,
+)
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    moe=qwen_hybrid_experts,
+    defaults=_QWEN3_5_SIZES
+    | {"moe_intermediate_size": 512, "intermediate_size": 5632, "norm_topk_prob": True},
+)
 
 _DEEPSEEK_V3 = Family(
     moe=glm4_experts,
@@ -290,4 +314,14 @@ FAMILIES = {
         defaults={"layer_norm_eps": 1e-5, "tie_word_embeddings": True},
     ),
     "ministral": Family(windows=ministral_windows, defaults={"num_key_value_heads": 8}),
+    "lfm2": Family(
+        qk_norm=True,
+        more=lfm2_blocks,
+        files=FileLayout(LFM2_NAMES),
+        eps_name="norm_eps",
+        defaults={"norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1e6, "tie_word_embeddings": True},
+    ),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5_MOE,
+    "qwen3_next": _QWEN3_5_MOE,
 }

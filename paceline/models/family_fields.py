@@ -104,17 +104,17 @@ def qwen_windows(fields: Fields, num_layers: int) -> Windows:
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
-def layer_kinds(fields: Fields, num_layers: int) -> list[str] | None:
-    """The kind of attention of every layer, if the configuration lists them."""
+def layer_kinds(fields: Fields, num_layers: int, other: str = SLIDING) -> list[str] | None:
+    """The kind of every layer, full attention or the `other` one, if the configuration lists them."""
     kinds = fields.values.get("layer_types")
     if kinds is None:
         return None
     if (
         not isinstance(kinds, list)
         or len(kinds) != num_layers
-        or not all(kind in (SLIDING, FULL) for kind in kinds)
+        or not all(kind in (other, FULL) for kind in kinds)
     ):
-        raise fields.wrong("layer_types", f"{num_layers} entries, each {FULL} or {SLIDING}")
+        raise fields.wrong("layer_types", f"{num_layers} entries, each {FULL} or {other}")
     return kinds
 
 

@@ -14,9 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.models.checkpoint import Stored, Tensor
-from paceline.models.config import LatentConfig, ModelConfig
+from paceline.models.config import LatentConfig, ModelConfig, RecurrentConfig
 from paceline.models.gguf_blocks import dequantize
 from paceline.models.stacked_experts import single_experts
+
+FusedRows = Mapping[str, npt.NDArray[np.intp]]  # the name of a matrix -> its rows in the stored one
 
 # mixtral's names of experts -> ours
 MIXTRAL_EXPERT = re.compile(r"(.*)\.block_sparse_moe\.experts\.(\d+)\.w([123])\.(\w+)")
@@ -27,7 +29,7 @@ TEXT_PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
-OTHER_MODELS = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\..*")
+OTHER_MODELS = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*")
 # norms that are not in files under the names of checkpoint.py
 SANDWICH_NORMS = {
     "post_attention_layernorm": "attention_output_norm",
@@ -42,6 +44,19 @@ GLM_NORMS = {
     "post_self_attn_layernorm": "attention_output_norm",
     "post_mlp_layernorm": "feed_forward_output_norm",
 }
+LFM2_NAMES = {
+    "operator_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "embedding_norm": "norm",
+    "q_layernorm": "q_norm",
+    "k_layernorm": "k_norm",
+    "out_proj": "o_proj",
+    "feed_forward": "mlp",
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
+}
+WHOLE_NORM = ".linear_attn.norm."  # a norm that is stored whole, whatever `norm_offset` says
 
 
 @dataclass(frozen=True)
@@ -52,6 +67,7 @@ class FileLayout:
     norm_offset: float = 0.0  # what is missing in the stored weights of norms
     interleaved_rope: bool = False  # the two parts of a rotated pair are neighbours
     stacked_experts: bool = False  # as gpt-oss has them
+    gated_queries: bool = False  # q_proj has, for every head, its query's rows and then its gate's
 
 
 LLAMA_FILES = FileLayout()
@@ -142,9 +158,11 @@ def converted(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file, already under our names, as backends read them."""
     single = single_experts(tensors) if layout.stacked_experts else tensors.items()
+    fused = fused_rows(config, layout.gated_queries)
     for name, tensor in single:
-        for own_name, part in _split(name, tensor, config):
-            if layout.norm_offset and own_name.rsplit(".", 2)[-2].endswith("norm"):
+        for own_name, part in _split(name, tensor, fused):
+            is_norm = own_name.rsplit(".", 2)[-2].endswith("norm") and WHOLE_NORM not in own_name
+            if layout.norm_offset and is_norm:
                 part = Shifted(part, layout.norm_offset)
             if layout.interleaved_rope and re.search(r"\.[qk]_proj\.", own_name):
                 part = RowsOf(part, half_split_rows(part.shape[0], config))
@@ -153,21 +171,53 @@ def converted(
             yield own_name, part
 
 
-def _split(name: str, tensor: Tensor, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def _split(name: str, tensor: Tensor, fused: Mapping[str, FusedRows]) -> Iterator[tuple[str, Tensor]]:
     """The tensor, or, if it is several matrices stored as one, each of them."""
-    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    sizes = {
-        "qkv_proj": {"q_proj": query, "k_proj": key, "v_proj": key},
-        "gate_up_proj": {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
-    }
-    joined = next((part for part in name.split(".") if part in sizes), None)
-    if joined is None or sum(sizes[joined].values()) != tensor.shape[0]:
+    joined = next((part for part in name.split(".") if part in fused), None)
+    if joined is None or sum(len(rows) for rows in fused[joined].values()) != tensor.shape[0]:
         yield name, tensor  # a wrong size is reported by the check of names and shapes
         return
-    begin = 0
-    for part, size in sizes[joined].items():
-        yield name.replace(joined, part), RowsOf(tensor, np.arange(begin, begin + size))
-        begin += size
+    for part, rows in fused[joined].items():
+        yield name.replace(joined, part), RowsOf(tensor, rows)
+
+
+def fused_rows(config: ModelConfig, gated_queries: bool = False) -> dict[str, FusedRows]:
+    """Of each matrix that may be several stored as one: the rows of each of them."""
+    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    fused = {
+        "qkv_proj": grouped_rows(1, {"q_proj": query, "k_proj": key, "v_proj": key}),
+        "gate_up_proj": grouped_rows(
+            1, {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+        ),
+    }
+    if gated_queries:
+        parts = {"q_proj": config.head_dim, "gate_proj": config.head_dim}
+        fused["q_proj"] = grouped_rows(config.num_heads, parts)
+    if config.recurrent is not None and config.recurrent.kind == "gated_delta":
+        fused |= _delta_rows(config.recurrent)
+    return fused
+
+
+def _delta_rows(recurrent: RecurrentConfig) -> dict[str, FusedRows]:
+    """The two matrices of qwen3_next, in which the parts of each key head lie together."""
+    heads, shared_by = recurrent.key_heads, recurrent.value_heads // recurrent.key_heads
+    values = shared_by * recurrent.value_dim
+    parts = {"q": recurrent.key_dim, "k": recurrent.key_dim, "v": values, "z": values}
+    rows = grouped_rows(heads, parts)
+    joined = np.concatenate([rows[part] for part in "qkv"])
+    return {
+        "in_proj_qkvz": {"in_proj_qkv": joined, "in_proj_z": rows["z"]},
+        "in_proj_ba": grouped_rows(heads, {"in_proj_b": shared_by, "in_proj_a": shared_by}),
+    }
+
+
+def grouped_rows(groups: int, parts: Mapping[str, int]) -> FusedRows:
+    """The stored rows of each part; every group has so many of each, one part after the other."""
+    ends = np.cumsum([0, *parts.values()])
+    stored = np.arange(groups * ends[-1], dtype=np.intp).reshape(groups, -1)
+    return {
+        part: stored[:, begin:end].ravel() for part, begin, end in zip(parts, ends, ends[1:], strict=False)
+    }
 
 
 def half_split_rows(rows: int, config: ModelConfig) -> npt.NDArray[np.intp]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.checkpoint import Tensor
-from paceline.models.config import LatentConfig, ModelConfig, MoeConfig
+from paceline.models.config import LatentConfig, ModelConfig, MoeConfig, RecurrentConfig
 from paceline.models.gguf_blocks import FORMATS
 from paceline.models.quantized.method import REMEDY
 
@@ -39,10 +39,22 @@ def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def _layer_tensors(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, head_dim = config.hidden_size, config.head_dim
-    query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    hidden = config.hidden_size
     for name in NORMS[config.norm_placement]:
         yield f"{name}.weight", (hidden,)
+    if config.recurrent is not None and layer in config.recurrent.layers:
+        yield from RECURRENT_TENSORS[config.recurrent.kind](config.recurrent, hidden)
+    else:
+        yield from _attention_tensors(config)
+    if config.moe is None or layer not in config.moe.layers:
+        yield from _mlp_tensors("mlp", hidden, config.intermediate_size)
+        return
+    yield from _moe_tensors(config.moe, hidden)
+
+
+def _attention_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, head_dim = config.hidden_size, config.head_dim
+    query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
     if config.latent:
         yield from _latent_tensors(config, config.latent)
         query_size = config.num_heads * config.latent.value_dim
@@ -59,10 +71,37 @@ def _layer_tensors(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple
         yield "self_attn.k_norm.weight", (kv_size if config.joint_qk_norm else head_dim,)
     if config.attention_sinks:
         yield "self_attn.sinks", (config.num_heads,)
-    if config.moe is None or layer not in config.moe.layers:
-        yield from _mlp_tensors("mlp", hidden, config.intermediate_size)
-        return
-    yield from _moe_tensors(config.moe, hidden)
+    if config.attention_gate:
+        yield "self_attn.gate_proj.weight", (query_size, hidden)
+        if config.qkv_bias:
+            yield "self_attn.gate_proj.bias", (query_size,)
+
+
+def _short_conv_tensors(config: RecurrentConfig, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, rows, rest in (
+        ("in_proj", 3 * hidden, (hidden,)),
+        ("conv", hidden, (1, config.conv_kernel)),
+        ("o_proj", hidden, (hidden,)),
+    ):
+        yield f"conv.{name}.weight", (rows, *rest)
+        if config.conv_bias:
+            yield f"conv.{name}.bias", (rows,)
+
+
+def _gated_delta_tensors(config: RecurrentConfig, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    value_size = config.value_heads * config.value_dim
+    yield "linear_attn.in_proj_qkv.weight", (config.conv_size, hidden)
+    yield "linear_attn.in_proj_z.weight", (value_size, hidden)
+    yield "linear_attn.in_proj_a.weight", (config.value_heads, hidden)
+    yield "linear_attn.in_proj_b.weight", (config.value_heads, hidden)
+    yield "linear_attn.conv1d.weight", (config.conv_size, 1, config.conv_kernel)
+    yield "linear_attn.A_log", (config.value_heads,)
+    yield "linear_attn.dt_bias", (config.value_heads,)
+    yield "linear_attn.norm.weight", (config.value_dim,)
+    yield "linear_attn.out_proj.weight", (hidden, value_size)
+
+
+RECURRENT_TENSORS = {"short_conv": _short_conv_tensors, "gated_delta": _gated_delta_tensors}
 
 
 def _latent_tensors(config: ModelConfig, latent: LatentConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -92,6 +131,8 @@ def _moe_tensors(moe: MoeConfig, hidden: int) -> Iterator[tuple[str, tuple[int, 
         yield from _mlp_tensors(f"mlp.experts.{expert}", hidden, moe.intermediate_size, moe.biases)
     if moe.shared_intermediate_size:
         yield from _mlp_tensors("mlp.shared_experts", hidden, moe.shared_intermediate_size)
+    if moe.shared_gate:
+        yield "mlp.shared_expert_gate.weight", (1, hidden)
 
 
 def _mlp_tensors(

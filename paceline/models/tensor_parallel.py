@@ -98,6 +98,11 @@ def count_pieces(num_kv_heads: int) -> int:
 
 def check_size(config: ModelConfig, size: int) -> None:
     """ConfigError if a model cannot be shared by this number of ranks."""
+    if config.recurrent is not None and size > 1:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but this {config.family} model has recurrent layers, "
+            "which only one device can run. Use 1."
+        )
     pieces = count_pieces(config.num_kv_heads)
     if pieces % size:
         possible = ", ".join(str(count) for count in range(1, pieces + 1) if pieces % count == 0)

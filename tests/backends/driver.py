@@ -7,14 +7,31 @@ from collections.abc import Sequence
 import numpy as np
 
 from paceline.backends.base import Backend
-from paceline.core.forward import Choices, ForwardBatch, ForwardOutput, KeptFeatures, KVPool, chain_parents
+from paceline.core.forward import (
+    Choices,
+    ForwardBatch,
+    ForwardOutput,
+    KeptFeatures,
+    KVPool,
+    RequestStates,
+    StatePool,
+    chain_parents,
+)
 
 
 class Driven:
     """One request: its pages, how much of it is committed, and the rows it wants to run next."""
 
-    def __init__(self, backend: Backend, pool: KVPool, pages: Sequence[int]) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        pool: KVPool,
+        pages: Sequence[int],
+        states: StatePool | None = None,
+        slot: int = 0,
+    ) -> None:
         self.backend, self.pool = backend, pool
+        self.states, self.slot = states, slot  # of recurrent layers
         self.pages = np.array(pages, dtype=np.int32)
         self.context_length = 0
         self.tokens: Sequence[int] = ()
@@ -42,6 +59,8 @@ class Driven:
         source = [self.place(self.context_length + row) for row in rows]
         destination = [self.place(self.context_length + depth) for depth in range(len(rows))]
         self.backend.move(self.pool, np.array(source, np.int32), np.array(destination, np.int32))
+        if self.states is not None:
+            self.backend.advance_state(self.states, self.slot, list(rows), {})
         self.context_length += len(rows)
 
     def run(self, tokens: Sequence[int], parents: Sequence[int] | None = None) -> np.ndarray:
@@ -59,7 +78,8 @@ def drive(backend: Backend, pages_each: int, count: int = 1) -> list[Driven]:
     """Requests with `pages_each` pages each, scattered over one pool in no order."""
     pool = backend.make_pool(pages_each * count)
     pages = np.random.default_rng(5).permutation(pages_each * count).reshape(count, pages_each)
-    return [Driven(backend, pool, row) for row in pages]
+    states = backend.make_states(count) if backend.bytes_per_state else None
+    return [Driven(backend, pool, row, states, slot) for slot, row in enumerate(pages)]
 
 
 def run(
@@ -72,6 +92,7 @@ def run(
     """One pass over the rows all requests ask for; without `logit_rows`, logits of every row."""
     offsets = np.cumsum([0, *(len(request.tokens) for request in requests)], dtype=np.int32)
     wanted = range(offsets[-1]) if logit_rows is None else logit_rows
+    states, slots = requests[0].states, np.array([request.slot for request in requests], np.int32)
     return requests[0].backend.forward(
         ForwardBatch(
             tokens=np.concatenate([request.tokens for request in requests]).astype(np.int32),
@@ -85,5 +106,6 @@ def run(
             feature_layers=feature_layers,
             choices=choices,
             kept_features=kept,
+            states=None if states is None else RequestStates(states, slots),
         )
     )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paceline.backends.torch_head_runner import TorchHeadRunner
-from paceline.models.transformer import attend
+from paceline.models.attention import attend
 from tests.models.heads.driver import drive_heads, run_heads
 from tests.models.heads.tiny_heads import CONFIGS, VOCAB, random_shared, torch_head
 

@@ -24,11 +24,11 @@ from paceline.draft.head_options import EagleOptions
 from paceline.draft.methods import check_backend, parse_speculative_config
 from paceline.draft.vocabulary import trimmed_vocabulary
 from paceline.errors import PacelineError
+from paceline.models.attention import attend
 from paceline.models.heads.checkpoint import HeadCheckpoint, write_head
 from paceline.models.heads.torch_block import block_mask
 from paceline.models.registry import load_checkpoint
 from paceline.models.safetensors_writer import encode
-from paceline.models.transformer import attend
 from paceline.verify.sampling import Sampler, Workspace
 from tests.backends.driver import drive, run
 from tests.draft.requests import make_request

@@ -24,12 +24,12 @@ from paceline.draft.head_options import EagleOptions
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.errors import PacelineError
+from paceline.models.attention import attend
 from paceline.models.heads import shipped
 from paceline.models.heads.checkpoint import HeadCheckpoint, write_head
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import target_fingerprint
 from paceline.models.registry import load_checkpoint
-from paceline.models.transformer import attend
 from tests.backends.driver import drive, run
 from tests.draft.draft_models import Plans, path_of
 from tests.draft.test_draft_model_cpu import save_model

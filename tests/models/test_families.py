@@ -27,6 +27,7 @@ def test_the_families_are_those_we_promise() -> None:
     first = {"llama", "mistral", "ministral", "qwen2", "mimo", "qwen3", "qwen3_moe", "mixtral"}
     later = {"gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "granite", "smollm3", "glm4", "cohere2"}
     later |= {"glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "kimi_k2"}
+    later |= {"lfm2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
     assert set(FAMILIES) == first | later
 
 
@@ -124,6 +125,25 @@ def test_blocks_that_only_the_torch_backend_has_are_named() -> None:
     ]
     assert "sandwich norms" in config("llama", model_type="gemma2", sliding_window=16).beyond_llama()
     assert config("llama", model_type="phi3", partial_rotary_factor=0.5).beyond_llama() == ["partial RoPE"]
+
+
+def test_recurrent_layers_are_those_that_do_not_attend() -> None:
+    lfm2 = config("llama", model_type="lfm2", full_attn_idxs=[1], conv_L_cache=4, block_multiple_of=16)
+    assert lfm2.recurrent is not None
+    assert (lfm2.recurrent.layers, lfm2.recurrent.conv_kernel) == ({0}, 4)
+    assert (lfm2.attention_layers, lfm2.recurrent_layers) == ([1], [0])
+    assert lfm2.intermediate_size == 16 * -(-(MODELS["llama"]["intermediate_size"] * 2 // 3) // 16)
+    assert config("llama", model_type="lfm2").recurrent_layers == []
+    kinds = ["full_attention", "linear_attention"]
+    qwen = config("llama", model_type="qwen3_5_text", layer_types=kinds, head_dim=16)
+    assert (qwen.recurrent_layers, qwen.attention_gate, qwen.rope.dim) == ([1], True, 4)
+    assert qwen.beyond_llama() == ["partial RoPE", "gated attention", "recurrent layers"]
+    interval = config("llama", model_type="qwen3_5_text", full_attention_interval=2, head_dim=16)
+    assert interval.recurrent_layers == [0]
+    with pytest.raises(CheckpointError, match="layer_types"):
+        config("llama", model_type="lfm2", layer_types=["conv", "sliding_attention"])
+    with pytest.raises(CheckpointError, match="linear_num_value_heads"):
+        config("llama", model_type="qwen3_5_text", head_dim=16, linear_num_value_heads=15)
 
 
 def test_experts_are_read_for_both_families() -> None:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.models.attention import attend, rotate
 from paceline.models.blocks import MLP, MixtureOfExperts, RMSNorm
 from paceline.models.config import MoeConfig, RopeConfig
 from paceline.models.rope import rope_frequencies
-from paceline.models.transformer import attend, rotate
 from tests.tiny import FAMILIES
 
 LLAMA3 = RopeConfig(theta=500.0, scaling="llama3", factor=8.0, original_max_position=64)

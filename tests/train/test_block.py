@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.models.attention import attend
 from paceline.models.heads.torch_block import BlockHead, block_mask
 from paceline.models.heads.torch_head import Shared
-from paceline.models.transformer import Transformer, attend
+from paceline.models.transformer import Transformer
 from paceline.train import block as block_module
 from paceline.train.batches import Batch
 from paceline.train.block import block_losses, random_anchors, run_blocks

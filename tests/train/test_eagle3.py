@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from paceline.models.attention import attend
 from paceline.models.heads.torch_head import Head
-from paceline.models.transformer import Transformer, attend
+from paceline.models.transformer import Transformer
 from paceline.train import losses as losses_module
 from paceline.train.eagle3 import step_losses, unroll
 from paceline.train.losses import DraftIds

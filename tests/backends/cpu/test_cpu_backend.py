@@ -17,8 +17,8 @@ from paceline.backends.cpu.packing import pack
 from paceline.backends.torch_backend import TorchBackend
 from paceline.errors import BackendError, ConfigError
 from paceline.models import blocks, transformer
+from paceline.models.attention import attend
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.transformer import attend
 from tests.backends.cpu.checkpoints import floats
 from tests.backends.cpu.numbers import assert_same_bits, quantize
 from tests.backends.cpu.unpacking import unpack

@@ -1,0 +1,177 @@
+"""Attention: rows mix the values of the keys that they see. Every backend is tested against this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from paceline.models.blocks import Linear, RMSNorm, Take, no_norm, take_pieces
+from paceline.models.config import ModelConfig
+from paceline.models.latent import LatentProjections
+from paceline.models.rows import KeyValues, Rows
+from paceline.models.tensor_parallel import WHOLE, TensorParallel
+
+# Cosine and sine of every row's angles, each [rows, 1, rotated values // 2], the same for all heads.
+Rotation = tuple[torch.Tensor, torch.Tensor]
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys and values
+Norm = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Attention:
+    """Grouped-query attention of rows over the keys of their views. A piece has some KV heads, and all of
+    the query heads that share them."""
+
+    def __init__(
+        self, take: Take, name: str, config: ModelConfig, layer: int, parallel: TensorParallel = WHOLE
+    ) -> None:
+        self.config, self.layer, self.parallel = config, layer, parallel
+        self.kv_layer = config.attention_layers.index(layer)
+        self._take_projections(take, name, config, parallel)
+        self.output = Linear(take, f"{name}.o_proj", config.hidden_size, config.output_bias, parallel)
+        self.sinks: list[torch.Tensor | None] = [None for _ in parallel.own_pieces]
+        if config.attention_sinks:
+            self.sinks = [*take_pieces(take, f"{name}.sinks", config.num_heads, parallel)]
+        self.gate: Linear | None = None
+        if config.attention_gate:
+            size = config.num_heads * config.head_dim
+            self.gate = Linear(take, f"{name}.gate_proj", size, config.qkv_bias, parallel)
+
+    def mix(
+        self, normed: torch.Tensor, rows: Rows, rotation: Rotation | None, cache: KeyValues
+    ) -> torch.Tensor:
+        """Attention of all rows, projected: [rows, hidden]."""
+        mixed = self.attend_rows(self.heads(normed, rotation), rows, cache).flatten(1)
+        return self.output(mixed if self.gate is None else mixed * torch.sigmoid(self.gate(normed)))
+
+    def _take_projections(self, take: Take, name: str, config: ModelConfig, parallel: TensorParallel) -> None:
+        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.query = Linear(take, f"{name}.q_proj", query_size, config.qkv_bias, parallel)
+        self.key = Linear(take, f"{name}.k_proj", kv_size, config.qkv_bias, parallel)
+        self.value = Linear(take, f"{name}.v_proj", kv_size, config.qkv_bias, parallel)
+        has_norms = config.qk_norm or config.joint_qk_norm
+        self.query_norm = RMSNorm(take, f"{name}.q_norm", config.rms_norm_eps) if has_norms else no_norm
+        self.key_norm = RMSNorm(take, f"{name}.k_norm", config.rms_norm_eps) if has_norms else no_norm
+
+    def heads(self, hidden: torch.Tensor, rotation: Rotation | None) -> list[Heads]:
+        """Queries, keys and values of [..., hidden], with norms and rope: [..., heads, head_dim] each.
+
+        One of each for every piece that this rank has.
+        """
+        shape = (*hidden.shape[:-1], -1, self.config.head_dim)
+        queries = self._normed(self.query, self.query_norm, hidden)
+        keys = self._normed(self.key, self.key_norm, hidden)
+        return [
+            (rotate(query, rotation), rotate(key, rotation), value.view(shape))
+            for query, key, value in zip(queries, keys, self.value.parts(hidden), strict=True)
+        ]
+
+    def _normed(self, linear: Linear, norm: Norm, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """The heads [..., heads, head_dim] of each own piece, normed one by one or all at once."""
+        shape = (*hidden.shape[:-1], -1, self.config.head_dim)
+        parts = linear.parts(hidden)
+        if not self.config.joint_qk_norm:
+            return [norm(part.view(shape)) for part in parts]
+        whole = norm(self.parallel.join(parts, linear.size))
+        own = self.parallel.rows(linear.size)
+        return [whole[..., columns].contiguous().view(shape) for columns in own]
+
+    def attend_rows(self, pieces: list[Heads], rows: Rows, cache: KeyValues) -> torch.Tensor:
+        """Store keys and values, and mix the values that each row sees: [rows, heads, head_dim]."""
+        stored = zip(cache.keys[self.kv_layer], cache.values[self.kv_layer], self.sinks, strict=True)
+        mixed = [
+            self._mix(heads, rows, KeyValues(keys, values), sinks).flatten(1)
+            for heads, (keys, values, sinks) in zip(pieces, stored, strict=True)
+        ]
+        return self.parallel.join(mixed, self.query.size).view(len(mixed[0]), -1, self.config.head_dim)
+
+    def _mix(self, heads: Heads, rows: Rows, stored: KeyValues, sinks: torch.Tensor | None) -> torch.Tensor:
+        """The mixed values [rows, heads, head_dim] of one piece; `stored` are its [slots, ...]."""
+        query, key, value = heads
+        # Written before anything is read: the rows of a request see each other through the cache.
+        stored.keys[rows.slot_mapping] = key
+        stored.values[rows.slot_mapping] = value
+        window, scale, cap = self.config.window(self.layer), *self._scaling
+        mixed = [
+            attend(
+                query[view.rows], *self._seen(stored, view.key_slots), view.masks[window], scale, cap, sinks
+            )
+            for view in rows.views
+        ]
+        return torch.cat(mixed)
+
+    @property
+    def _scaling(self) -> tuple[float, float]:
+        return self.config.attention_scale, self.config.attention_softcap
+
+    def _seen(self, stored: KeyValues, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values [keys, kv_heads, ...] of these slots."""
+        return stored.keys[slots], stored.values[slots]
+
+
+class LatentAttention(Attention):
+    """Attention over the latents of tokens, which are keys and values at once: see latent.py."""
+
+    def _take_projections(self, take: Take, name: str, config: ModelConfig, parallel: TensorParallel) -> None:
+        assert config.latent is not None
+        self.latent = LatentProjections(take, name, config, config.latent)
+
+    def heads(self, hidden: torch.Tensor, rotation: Rotation | None) -> list[Heads]:
+        """Queries and keys [..., heads, rope + rank], with rope, and empty values."""
+        keys = rotate(self.latent.keys(hidden), rotation)
+        return [(rotate(self.latent.queries(hidden), rotation), keys, keys[..., :0])]
+
+    def attend_rows(self, pieces: list[Heads], rows: Rows, cache: KeyValues) -> torch.Tensor:
+        """Store latents, mix those that each row sees, and give their values: [rows, heads, value_dim]."""
+        (heads,), (keys,), (values,) = pieces, cache.keys[self.kv_layer], cache.values[self.kv_layer]
+        return self.latent.values(self._mix(heads, rows, KeyValues(keys, values), None))
+
+    def _seen(self, stored: KeyValues, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = stored.keys[slots]
+        return keys, keys[..., -self.latent.latent.rank :]
+
+
+def rotate(heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
+    """Heads [..., heads, head_dim] rotated by their positions.
+
+    Of the first `rotated` values, element i pairs with i + rotated // 2; the others stay as they are.
+    """
+    if rotation is None:
+        return heads
+    cosine, sine = rotation
+    rotated = 2 * cosine.shape[-1]
+    first, second = heads[..., :rotated].chunk(2, dim=-1)
+    return torch.cat(
+        (first * cosine - second * sine, second * cosine + first * sine, heads[..., rotated:]), dim=-1
+    )
+
+
+def soft_cap(scores: torch.Tensor, cap: float) -> torch.Tensor:
+    """Scores kept between -cap and cap; a cap of 0 changes nothing."""
+    return cap * torch.tanh(scores / cap) if cap else scores
+
+
+def attend(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float = 0.0,
+    cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Values mixed by softmax(query · key): [rows, heads, value_dim].
+
+    query is [rows, heads, head_dim], keys [keys, kv_heads, head_dim], values [keys, kv_heads, value_dim],
+    mask [rows, keys].
+    Neighbouring query heads share a key head. `scale`, `cap` and `sinks` [heads]: see ModelConfig.
+    """
+    num_rows, num_heads, head_dim = query.shape
+    grouped = query.view(num_rows, keys.shape[1], -1, head_dim)  # [rows, kv_heads, group, head_dim]
+    scores = torch.einsum("rhgd,khd->hgrk", grouped, keys) * (scale or head_dim**-0.5)
+    scores = soft_cap(scores, cap).float().masked_fill(~mask, float("-inf"))
+    if sinks is not None:  # one key more, which is dropped after the softmax
+        sink = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sink), dim=-1)
+    weights = scores.softmax(-1)[..., : len(keys)].to(values.dtype)
+    return torch.einsum("hgrk,khd->rhgd", weights, values).reshape(num_rows, num_heads, -1)

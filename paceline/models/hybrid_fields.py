@@ -1,0 +1,73 @@
+"""Readers of a config.json's recurrent layers, and of what else families with such layers have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from paceline.models.config import ModelConfig, MoeConfig, RecurrentConfig
+from paceline.models.family_fields import FULL, layer_kinds, qwen_experts
+from paceline.models.fields import Fields
+
+MAX_KERNEL = 64  # tokens that a convolution sees
+MAX_HEADS = 10_000
+LINEAR = "linear_attention"
+
+
+def lfm2_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Short convolutions in the layers that do not attend, and the size of the MLP."""
+    attending = fields.values.get("full_attn_idxs")
+    if attending is None:
+        attending = list(range(config.num_layers))
+    if not isinstance(attending, list) or not all(type(layer) is int for layer in attending):
+        raise fields.wrong("full_attn_idxs", "a list of layer numbers")
+    usual = [FULL if layer in attending else "conv" for layer in range(config.num_layers)]
+    recurrent = RecurrentConfig(
+        kind="short_conv",
+        layers=_layers_of(layer_kinds(fields, config.num_layers, other="conv") or usual),
+        conv_kernel=fields.integer("conv_L_cache", 3, least=2, most=MAX_KERNEL),
+        conv_bias=fields.flag("conv_bias", False),
+    )
+    size = fields.integer("block_ff_dim", config.intermediate_size)
+    return {"recurrent": recurrent, "intermediate_size": _lfm2_size(fields, size)}
+
+
+def _lfm2_size(fields: Fields, size: int) -> int:
+    """The MLP's size: two thirds of the configured one, in whole multiples, unless it says otherwise."""
+    if not fields.flag("block_auto_adjust_ff_dim", True):
+        return size
+    size, multiple = int(2 * size / 3), fields.integer("block_multiple_of", 256)
+    if "block_ffn_dim_multiplier" in fields.values and not fields.has("block_ffn_dim_multiplier"):
+        return size  # null: neither a factor nor rounding
+    size = int(fields.number("block_ffn_dim_multiplier", 1.0) * size)
+    return multiple * -(-size // multiple)
+
+
+def qwen_hybrid_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Gated delta nets in three of four layers, or where layer_types says so; attention has a gate."""
+    every = fields.integer("full_attention_interval", 4)
+    usual = [FULL if (layer + 1) % every == 0 else LINEAR for layer in range(config.num_layers)]
+    recurrent = RecurrentConfig(
+        kind="gated_delta",
+        layers=_layers_of(layer_kinds(fields, config.num_layers, other=LINEAR) or usual),
+        conv_kernel=fields.integer("linear_conv_kernel_dim", 4, least=2, most=MAX_KERNEL),
+        key_heads=fields.integer("linear_num_key_heads", 16, most=MAX_HEADS),
+        value_heads=fields.integer("linear_num_value_heads", 32, most=MAX_HEADS),
+        key_dim=fields.integer("linear_key_head_dim", 128),
+        value_dim=fields.integer("linear_value_head_dim", 128),
+    )
+    if recurrent.value_heads % recurrent.key_heads:
+        raise fields.wrong("linear_num_value_heads", f"a multiple of the {recurrent.key_heads} key heads")
+    return {"recurrent": recurrent, "attention_gate": True}
+
+
+def qwen_hybrid_experts(fields: Fields, num_layers: int) -> MoeConfig:
+    """Experts as in qwen3_moe, beside a shared one with a gate."""
+    moe = qwen_experts(fields, num_layers)
+    shared = fields.integer("shared_expert_intermediate_size", 512)
+    return replace(moe, shared_intermediate_size=shared, shared_gate=True)
+
+
+def _layers_of(kinds: list[str]) -> frozenset[int]:
+    """The layers that do not attend."""
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind != FULL)

@@ -1,0 +1,55 @@
+"""Exactness of models with recurrent layers: every pass row by row, equal bits whatever else happens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.backends.torch_backend import TorchBackend
+from paceline.models.registry import load_checkpoint
+from tests.backends.driver import drive
+from tests.engine.test_exactness_cpu import requests, run
+from tests.tiny import VOCAB_SIZE, save_checkpoint
+from tests.toy import ScriptedDrafter
+
+WANTED = [*requests()][:5]  # prompts of 1 to 33 tokens, and 6 to 10 more
+
+
+@pytest.fixture(scope="module", params=["lfm2", "qwen3-next"])
+def backend(request, tmp_path_factory):
+    checkpoint = load_checkpoint(save_checkpoint(request.param, tmp_path_factory.mktemp(request.param)))
+    return TorchBackend.load(checkpoint, max_rows=64, row_by_row=True)
+
+
+@pytest.fixture(scope="module")
+def alone(backend):
+    return [run(backend, [one])[0][0] for one in WANTED]
+
+
+def test_a_row_has_the_same_bits_in_a_chunk_in_a_tree_and_alone(backend):
+    prompt = np.random.default_rng(1).integers(0, VOCAB_SIZE, 40).tolist()
+    whole, single, drafting = drive(backend, pages_each=6, count=3)
+    at_once = whole.extend(prompt)
+    assert np.array_equal(at_once, np.concatenate([single.extend([token]) for token in prompt]))
+    drafting.extend(prompt[:20])
+    # the true continuation is every second node; its siblings are wrong
+    tokens = [token for right in prompt[20:] for token in (right, (right + 1) % VOCAB_SIZE)]
+    parents = [2 * (node // 2) - 2 if node > 1 else -1 for node in range(len(tokens))]
+    assert np.array_equal(drafting.run(tokens, parents)[::2], at_once[20:])
+    drafting.commit(range(0, 30, 2))
+    assert np.array_equal(drafting.extend(prompt[35:]), at_once[35:])
+
+
+def test_same_bytes_in_small_chunks_with_preemption_and_prefix_hits(backend, alone):
+    results, engine = run(backend, [*WANTED, *WANTED], num_pages=3, max_num_seqs=4, rows=7)
+    assert results == alone + alone
+    assert engine.scheduler.num_preemptions > 0
+    results, engine = run(backend, [*WANTED, *WANTED], max_num_seqs=3)
+    assert results == alone + alone
+    assert engine.kv.prefix_hits > 0
+
+
+@pytest.mark.parametrize("style", ["partly", "tree"])
+def test_same_bytes_with_drafts(backend, alone, style):
+    truth = {tuple(ids): alone[number][0] for number, (ids, _) in enumerate(WANTED)}
+    assert run(backend, WANTED, drafter=ScriptedDrafter(truth, style))[0] == alone
