@@ -7,7 +7,7 @@ have instead, and `converted` gives their tensors as backends read them, still m
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,8 +17,6 @@ from paceline.models.checkpoint import Stored, Tensor
 from paceline.models.config import LatentConfig, ModelConfig, RecurrentConfig
 from paceline.models.gguf_blocks import dequantize
 from paceline.models.stacked_experts import single_experts
-
-FusedRows = Mapping[str, npt.NDArray[np.intp]]  # the name of a matrix -> its rows in the stored one
 
 # mixtral's names of experts -> ours
 MIXTRAL_EXPERT = re.compile(r"(.*)\.block_sparse_moe\.experts\.(\d+)\.w([123])\.(\w+)")
@@ -158,7 +156,7 @@ def converted(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file, already under our names, as backends read them."""
     single = single_experts(tensors) if layout.stacked_experts else tensors.items()
-    fused = fused_rows(config, layout.gated_queries)
+    fused = fused_matrices(config, layout.gated_queries)
     for name, tensor in single:
         for own_name, part in _split(name, tensor, fused):
             is_norm = own_name.rsplit(".", 2)[-2].endswith("norm") and WHOLE_NORM not in own_name
@@ -171,52 +169,63 @@ def converted(
             yield own_name, part
 
 
-def _split(name: str, tensor: Tensor, fused: Mapping[str, FusedRows]) -> Iterator[tuple[str, Tensor]]:
+@dataclass(frozen=True)
+class Fused:
+    """Matrices that are stored as one: every group has so many rows of each, one after the other."""
+
+    parts: Sequence[tuple[str, int]]  # names and rows of a group; those of one name are joined in order
+    groups: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.groups * sum(rows for _, rows in self.parts)
+
+    def rows(self) -> dict[str, npt.NDArray[np.intp]]:
+        """The stored rows of each matrix."""
+        stored, begin = np.arange(self.size, dtype=np.intp).reshape(self.groups, -1), 0
+        found = dict[str, npt.NDArray[np.intp]]()
+        for name, rows in self.parts:
+            own = stored[:, begin : begin + rows].ravel()
+            found[name] = np.concatenate((found[name], own)) if name in found else own
+            begin += rows
+        return found
+
+
+def _split(name: str, tensor: Tensor, fused: Mapping[str, Fused]) -> Iterator[tuple[str, Tensor]]:
     """The tensor, or, if it is several matrices stored as one, each of them."""
     joined = next((part for part in name.split(".") if part in fused), None)
-    if joined is None or sum(len(rows) for rows in fused[joined].values()) != tensor.shape[0]:
+    if joined is None or fused[joined].size != tensor.shape[0]:
         yield name, tensor  # a wrong size is reported by the check of names and shapes
         return
-    for part, rows in fused[joined].items():
+    for part, rows in fused[joined].rows().items():
         yield name.replace(joined, part), RowsOf(tensor, rows)
 
 
-def fused_rows(config: ModelConfig, gated_queries: bool = False) -> dict[str, FusedRows]:
-    """Of each matrix that may be several stored as one: the rows of each of them."""
+def fused_matrices(config: ModelConfig, gated_queries: bool) -> dict[str, Fused]:
+    """Of each matrix that may be several stored as one: which."""
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     fused = {
-        "qkv_proj": grouped_rows(1, {"q_proj": query, "k_proj": key, "v_proj": key}),
-        "gate_up_proj": grouped_rows(
-            1, {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+        "qkv_proj": Fused((("q_proj", query), ("k_proj", key), ("v_proj", key))),
+        "gate_up_proj": Fused(
+            (("gate_proj", config.intermediate_size), ("up_proj", config.intermediate_size))
         ),
     }
     if gated_queries:
-        parts = {"q_proj": config.head_dim, "gate_proj": config.head_dim}
-        fused["q_proj"] = grouped_rows(config.num_heads, parts)
-    if config.recurrent is not None and config.recurrent.kind == "gated_delta":
-        fused |= _delta_rows(config.recurrent)
+        parts = ("q_proj", config.head_dim), ("gate_proj", config.head_dim)
+        fused["q_proj"] = Fused(parts, config.num_heads)
+    if config.recurrent is not None and config.recurrent.key_heads:
+        fused |= _fused_delta(config.recurrent)
     return fused
 
 
-def _delta_rows(recurrent: RecurrentConfig) -> dict[str, FusedRows]:
+def _fused_delta(recurrent: RecurrentConfig) -> dict[str, Fused]:
     """The two matrices of qwen3_next, in which the parts of each key head lie together."""
     heads, shared_by = recurrent.key_heads, recurrent.value_heads // recurrent.key_heads
-    values = shared_by * recurrent.value_dim
-    parts = {"q": recurrent.key_dim, "k": recurrent.key_dim, "v": values, "z": values}
-    rows = grouped_rows(heads, parts)
-    joined = np.concatenate([rows[part] for part in "qkv"])
+    keys, values = recurrent.key_dim, shared_by * recurrent.value_dim
+    qkv = [("in_proj_qkv", size) for size in (keys, keys, values)]
     return {
-        "in_proj_qkvz": {"in_proj_qkv": joined, "in_proj_z": rows["z"]},
-        "in_proj_ba": grouped_rows(heads, {"in_proj_b": shared_by, "in_proj_a": shared_by}),
-    }
-
-
-def grouped_rows(groups: int, parts: Mapping[str, int]) -> FusedRows:
-    """The stored rows of each part; every group has so many of each, one part after the other."""
-    ends = np.cumsum([0, *parts.values()])
-    stored = np.arange(groups * ends[-1], dtype=np.intp).reshape(groups, -1)
-    return {
-        part: stored[:, begin:end].ravel() for part, begin, end in zip(parts, ends, ends[1:], strict=False)
+        "in_proj_qkvz": Fused((*qkv, ("in_proj_z", values)), heads),
+        "in_proj_ba": Fused((("in_proj_b", shared_by), ("in_proj_a", shared_by)), heads),
     }
 
 

@@ -23,7 +23,7 @@ def backend_needs(checkpoint: Checkpoint) -> dict[str, object]:
         runs = name == "torch" or not blocks
         needs[name] = f"{_gigabytes(values * size)} as {dtype}" if runs else refused
     config = checkpoint.config
-    return needs | {"kv_values_per_token": config.num_layers * config.kv_values}
+    return needs | {"kv_values_per_token": len(config.attention_layers) * config.kv_values}
 
 
 def _cpu_bytes(tensor: Tensor) -> float:
