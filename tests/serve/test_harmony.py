@@ -33,7 +33,7 @@ def harmony_tokenizer(*ends: str) -> Tokenizer:
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(byte_alphabet(), []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens([*FORMATS["harmony"].tokens, RETURN])
+    backend.add_special_tokens([*FORMATS["openai"].tokens, RETURN])
     return Tokenizer(backend, {}, [backend.token_to_id(end) for end in ends], TEMPLATE)
 
 
@@ -117,7 +117,7 @@ def test_the_grammar_takes_messages_and_valid_calls() -> None:
 
 def test_several_calls_where_a_call_does_not_end_the_answer() -> None:
     tokenizer = harmony_tokenizer(RETURN)
-    two = FORMATS["harmony"].write([("weather", '{"city": "Bern"}')] * 2)
+    two = FORMATS["openai"].write([("weather", '{"city": "Bern"}')] * 2)
     assert accepts(two, ToolChoice(), tokenizer)
     assert not accepts(two, ToolChoice(single=True), tokenizer)
 

@@ -30,7 +30,9 @@ WEATHER = ("weather", '{"city": "Bern", "days": [1, 2]}')
 NOW = ("now", "{}")
 TRICKY = ("echo", '{"text": "}}] \\" {\\"name\\": \\"x\\" </tool_call>\\\\"}')
 
-every_format = pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+JSON_FORMATS = {name: format for name, format in FORMATS.items() if format.pairs is None}
+
+every_format = pytest.mark.parametrize("format", JSON_FORMATS.values(), ids=JSON_FORMATS)
 
 
 def joined(events: list[Event]) -> list[tuple[object, ...]]:
@@ -213,7 +215,7 @@ TOOLS = ("weather", "weathers")
 @st.composite
 def answers(draw: st.DrawFn) -> tuple[str, str]:
     """A format's name and a text: content, calls and content, cut off anywhere."""
-    name = draw(st.sampled_from(sorted(FORMATS)))
+    name = draw(st.sampled_from(sorted(JSON_FORMATS)))
     calls = draw(calls_of)
     written = FORMATS[name].write(calls) if calls else draw(st.sampled_from(["", FENCED]))
     whole = draw(texts) + written + draw(texts)
@@ -275,7 +277,7 @@ def test_any_division_into_pieces_gives_the_same_events(
     assert re.fullmatch(as_pattern(format, at_once), text, re.DOTALL)
 
 
-@given(name=st.sampled_from(sorted(FORMATS)), text=texts, calls=calls_of.filter(bool), after=texts)
+@given(name=st.sampled_from(sorted(JSON_FORMATS)), text=texts, calls=calls_of.filter(bool), after=texts)
 def test_calls_after_text_are_read_back(
     name: str, text: str, calls: list[tuple[str, str]], after: str
 ) -> None:

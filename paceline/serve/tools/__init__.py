@@ -13,8 +13,7 @@ Independent of HTTP.
 """
 
 from paceline.serve.tools.declared import Tool, ToolChoice, check_tools
-from paceline.serve.tools.formats import FORMATS, ToolFormat
-from paceline.serve.tools.parser import (
+from paceline.serve.tools.events import (
     Arguments,
     CallEnded,
     CallStarted,
@@ -23,10 +22,11 @@ from paceline.serve.tools.parser import (
     OutputParser,
     Reasoning,
     ToolCall,
-    ToolParser,
     read_output,
     read_whole,
 )
+from paceline.serve.tools.formats import FORMATS, ToolFormat
+from paceline.serve.tools.parser import ToolParser
 from paceline.serve.tools.reasoning import ReasoningFormat, ReasoningParser, choose_reasoning
 from paceline.serve.tools.repeats import DistinctCalls
 from paceline.serve.tools.toolbox import Toolbox, ToolPlan

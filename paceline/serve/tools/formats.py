@@ -4,7 +4,8 @@ A call is a name and a JSON object of arguments; formats differ in the text arou
 
     begin call_start f name_end {...} call_end between call_start g name_end {...} call_end end
 
-In most, a call is a JSON object itself: {"name": "f", "arguments": {...}}.
+In most, a call is a JSON object itself: {"name": "f", "arguments": {...}}. In some, arguments are no JSON but
+pairs of a name and a value: see arguments.Pairs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError
+from paceline.serve.tools.arguments import Pairs
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class ToolFormat:
     call_end: str = "}"
     id_prefix: str = "call_"
     id_digits: int = 24
+    pairs: Pairs | None = None  # how arguments are written that are no JSON
     single: bool = False  # an answer has one call at most
     channels: bool = False  # an answer is messages with headers, of which calls are one kind
     fenced: bool = False  # models may also write a call as a fenced JSON block, see FENCE_START
@@ -49,7 +52,12 @@ class ToolFormat:
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
         """The text of calls, each given as name and arguments (JSON)."""
         written = [
-            self.call_start + name + self.name_end + arguments + self.call_end for name, arguments in calls
+            self.call_start
+            + name
+            + self.name_end
+            + (self.pairs.write(arguments) if self.pairs else arguments)
+            + self.call_end
+            for name, arguments in calls
         ]
         return self.begin + self.between.join(written) + self.end
 
@@ -90,6 +98,38 @@ FORMATS = {
         + '<tool_call>\n{"name": "function name", "arguments": {"argument name": "value"}}\n</tool_call>',
         result="<tool_response>\n{content}\n</tool_response>",
         fenced=True,
+    ),
+    "qwen3_coder": ToolFormat(
+        begin="<tool_call>\n<function=",
+        between="\n<tool_call>\n<function=",
+        end="",
+        marker="<tool_call>",
+        tokens=("<tool_call>", "</tool_call>"),
+        clues=("<function=", "<parameter="),
+        instructions=_INSTRUCTIONS
+        + "<tool_call>\n<function=function name>\n<parameter=argument name>\nvalue\n</parameter>\n"
+        + "</function>\n</tool_call>",
+        result="<tool_response>\n{content}\n</tool_response>",
+        call_start="",
+        name_end=">\n",
+        call_end="</function>\n</tool_call>",
+        pairs=Pairs("<parameter=", ">\n", "\n</parameter>\n"),
+    ),
+    "glm45": ToolFormat(
+        begin="<tool_call>",
+        between="\n<tool_call>",
+        end="",
+        marker="<tool_call>",
+        tokens=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        clues=("<arg_key>", "<arg_value>"),
+        instructions=_INSTRUCTIONS
+        + "<tool_call>function name\n<arg_key>argument name</arg_key>\n<arg_value>value</arg_value>\n"
+        + "</tool_call>",
+        result="<tool_response>\n{content}\n</tool_response>",
+        call_start="",
+        name_end="\n",
+        call_end="</tool_call>",
+        pairs=Pairs("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
     ),
     "mistral": ToolFormat(
         begin="[TOOL_CALLS] [",
@@ -134,7 +174,7 @@ FORMATS = {
         name_end="<｜tool▁sep｜>",
         call_end="<｜tool▁call▁end｜>",
     ),
-    "harmony": ToolFormat(
+    "openai": ToolFormat(  # gpt-oss' harmony
         begin="<|channel|>commentary to=functions.",
         between="<|call|><|start|>assistant<|channel|>commentary to=functions.",
         end="<|call|>",
@@ -177,7 +217,8 @@ def choose_format(template: str | None, name: str | None = None) -> ToolFormat:
     """The format named `name`; else the one that the chat template uses; else the default."""
     if name is not None:
         return named_format(name)
-    for candidate in FORMATS.values():
-        if template and all(clue in template for clue in candidate.clues):
-            return candidate
-    return FORMATS[DEFAULT_FORMAT]
+    known = [
+        entry for entry in FORMATS.values() if template and all(clue in template for clue in entry.clues)
+    ]
+    # some formats have the marks of another one and more
+    return max(known, key=lambda entry: len(entry.clues), default=FORMATS[DEFAULT_FORMAT])

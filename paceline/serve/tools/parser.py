@@ -7,79 +7,34 @@ give the text, except for white space before a call, which is dropped.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Collection, Mapping
 
+from paceline.serve.tools.arguments import ArgumentsReader, JsonReader, PairReader
+from paceline.serve.tools.events import Arguments, CallEnded, CallStarted, Content, Event
 from paceline.serve.tools.formats import FENCE_END, FENCE_NAME_END, FENCE_START, ToolFormat
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """Text for the user."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    """What the model thought before its answer."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallStarted:
-    """A call whose name is known. Calls are numbered from 0; one ends before the next starts."""
-
-    index: int
-    id: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """The next piece of a call's arguments, as JSON text."""
-
-    index: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallEnded:
-    """A call is complete, or was cut off."""
-
-    index: int
-    complete: bool
-
-
-Event: TypeAlias = Content | Reasoning | CallStarted | Arguments | CallEnded
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A whole call. `arguments` is valid JSON unless the call was cut off."""
-
-    id: str
-    name: str
-    arguments: str
-    complete: bool
 
 
 class ToolParser:
     """Parses one output. With `format` None, all of it is content."""
 
-    def __init__(self, format: ToolFormat | None, anywhere: bool = True, names: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        format: ToolFormat | None,
+        anywhere: bool = True,
+        names: Collection[str] = (),
+        texts: Mapping[str, Collection[str]] | None = None,
+    ) -> None:
         """`anywhere`: calls may follow text. Otherwise an output is entirely calls or entirely content.
 
         `names`: the tools' names. A fenced JSON block is a call only if it names one of them.
+        `texts`: for each tool, the arguments whose values are texts, where a format does not tell.
         """
         self._names = names
         self._buffer = ""  # text not parsed yet
         self._held = ""  # text before the buffer: part of a call once its name is complete, otherwise content
         self._index = -1  # of the last call
-        self._json = _JsonEnd()
+        self._pairs, self._texts = format and format.pairs, texts or {}
+        self._arguments: ArgumentsReader = JsonReader()
         self._events: list[Event] = []
         self._read: Callable[[], bool] = self._read_plain
         self._read_rest = self._read_plain  # the reader of what follows the calls
@@ -108,6 +63,8 @@ class ToolParser:
     def finish(self) -> list[Event]:
         """The remaining events. A call that was cut off ends with what there is of it."""
         if self._read in (self._read_name_end, self._read_arguments):
+            if self._read == self._read_arguments:
+                self._argument(self._arguments.rest(self._buffer))
             self._end_call(complete=False)
         else:
             if self._read == self._read_after:
@@ -186,14 +143,12 @@ class ToolParser:
         return True
 
     def _read_arguments(self) -> bool:
-        end = self._json.find(self._buffer)
-        text = self._buffer if end is None else self._buffer[:end]
-        self._events.append(Arguments(self._index, text))
-        self._skip(len(text))
-        if end is None:
-            return False
-        self._end_call(complete=True)
-        return True
+        read = self._arguments.read(self._buffer)
+        self._argument(read.json)
+        self._skip(read.size)
+        if read.is_end:
+            self._end_call(complete=True)
+        return read.is_end
 
     def _read_after(self) -> bool:
         """The separator before the next call, or the end of the last; anything else is text."""
@@ -222,7 +177,11 @@ class ToolParser:
     def _start_call(self, name: str) -> None:
         self._index += 1
         self._events.append(CallStarted(self._index, self._new_id(), name))
-        self._json = _JsonEnd()
+        self._arguments = PairReader(self._pairs, self._texts.get(name, ())) if self._pairs else JsonReader()
+
+    def _argument(self, text: str) -> None:
+        if text:
+            self._events.append(Arguments(self._index, text))
 
     def _end_call(self, complete: bool) -> None:
         self._events.append(CallEnded(self._index, complete))
@@ -238,87 +197,6 @@ class ToolParser:
     def _take(self) -> list[Event]:
         events, self._events = self._events, []
         return events
-
-
-class EventParser(Protocol):
-    """What reads an output piece by piece."""
-
-    def feed(self, text: str) -> list[Event]: ...
-
-    def finish(self) -> list[Event]: ...
-
-
-class OutputParser(EventParser, Protocol):
-    """What reads one output for a client."""
-
-    @property
-    def num_calls(self) -> int: ...
-
-    @property
-    def repeated(self) -> bool: ...
-
-
-class ReadOutput(NamedTuple):
-    """A complete output."""
-
-    content: str
-    calls: list[ToolCall]
-    reasoning: str
-
-
-def read_whole(parser: EventParser, text: str) -> tuple[str, list[ToolCall]]:
-    """The content and the calls of a complete output."""
-    return read_output(parser, text)[:2]
-
-
-def read_output(parser: EventParser, text: str) -> ReadOutput:
-    """The content, the calls and the reasoning of a complete output."""
-    content = reasoning = ""
-    calls: list[ToolCall] = []
-    for event in [*parser.feed(text), *parser.finish()]:
-        match event:
-            case Content(text=piece):
-                content += piece
-            case Reasoning(text=piece):
-                reasoning += piece
-            case CallStarted(id=call_id, name=name):
-                calls.append(ToolCall(call_id, name, "", complete=False))
-            case Arguments(text=piece):
-                last = calls[-1]
-                calls[-1] = ToolCall(last.id, last.name, last.arguments + piece, complete=False)
-            case CallEnded(complete=complete):
-                last = calls[-1]
-                calls[-1] = ToolCall(last.id, last.name, last.arguments, complete)
-    return ReadOutput(content, calls, reasoning)
-
-
-class _JsonEnd:
-    """Finds the end of a JSON object that arrives in pieces."""
-
-    _TELLING = re.compile(r'["\\{}\[\]]')
-
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = False
-        self._escaped = False  # the next character is escaped
-
-    def find(self, piece: str) -> int | None:
-        """The index after the object's last character, if that is in this piece."""
-        place = 1 if self._escaped and piece else 0
-        self._escaped = self._escaped and not piece
-        while match := self._TELLING.search(piece, place):
-            place = match.end()
-            character = match.group()
-            if character == '"':
-                self._in_string = not self._in_string
-            elif character == "\\":  # only inside strings
-                self._escaped = place == len(piece)
-                place += 1
-            elif not self._in_string:
-                self._depth += 1 if character in "{[" else -1
-                if self._depth == 0:
-                    return place
-        return None
 
 
 def overlap(text: str, opening: str) -> int:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.serve.tools.parser import Content, Event, OutputParser, Reasoning, overlap
+from paceline.serve.tools.events import Content, Event, OutputParser, Reasoning
+from paceline.serve.tools.parser import overlap
 
 
 class _TellingParser:

@@ -6,7 +6,8 @@ the first repeat ends the answer: the engine stops there (`ToolPlan.watch`), and
 
 from __future__ import annotations
 
-from paceline.serve.tools.parser import Arguments, CallEnded, CallStarted, Event, ToolParser
+from paceline.serve.tools.events import Arguments, CallEnded, CallStarted, Event
+from paceline.serve.tools.parser import ToolParser
 
 
 class DistinctCalls:

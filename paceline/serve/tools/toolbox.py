@@ -14,11 +14,13 @@ from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.errors import PacelineError, RequestError
 from paceline.models.detokenizer import Watch
 from paceline.models.tokenizer import Tokenizer
+from paceline.serve.tools.arguments import text_parameters
 from paceline.serve.tools.conversation import with_instructions, with_objects, with_spelled_calls
 from paceline.serve.tools.declared import Tool, ToolChoice, check_tools
+from paceline.serve.tools.events import OutputParser
 from paceline.serve.tools.formats import ToolFormat, choose_format
 from paceline.serve.tools.grammar import answer_grammar, special_tokens
-from paceline.serve.tools.parser import OutputParser, ToolParser
+from paceline.serve.tools.parser import ToolParser
 from paceline.serve.tools.reasoning import ReasoningFormat, choose_reasoning
 from paceline.serve.tools.repeats import DistinctCalls
 
@@ -129,7 +131,8 @@ class ToolPlan:
 
     def parser(self) -> OutputParser:
         """A parser for one output, which leaves out what follows the first repeat of a call."""
-        parser = DistinctCalls(ToolParser(self.format, self.calls_after_text, self.names))
+        texts = {tool.name: text_parameters(tool.schema()) for tool in self.tools}
+        parser = DistinctCalls(ToolParser(self.format, self.calls_after_text, self.names, texts))
         if self.reasoning is None:
             return parser
         return self.reasoning.reader(parser, self.reasoning, self.is_reasoning)
