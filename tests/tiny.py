@@ -119,7 +119,7 @@ MLA = {
     "routed_scaling_factor": 0.7,
 }
 
-# families with blocks that only the torch backend has
+# families with blocks that llama does not have, for which a backend may have no kernels
 TORCH_FAMILIES = {
     "phi3-partial-rope": Family("Phi3Config", {"pad_token_id": 0, "rope_parameters": PARTIAL_ROPE}),
     "gemma2": Family(

@@ -11,6 +11,7 @@ from paceline.extras import needs_extra
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.medusa import MedusaCheckpoint, NumpyMedusa
+from paceline.models.needs import missing_blocks
 
 
 def load_backend(
@@ -20,7 +21,7 @@ def load_backend(
 
     `beside` is a loaded backend whose passes take turns with those of this one.
     """
-    if options.name != "torch" and (blocks := checkpoint.config.beyond_llama()):
+    if blocks := missing_blocks(checkpoint.config, options.name):
         raise BackendError(
             f"This {checkpoint.config.family} model has {', '.join(blocks)}, for which the {options.name} "
             "backend has no kernels. Use the torch backend: --backend torch."

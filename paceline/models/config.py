@@ -1,7 +1,7 @@
 """ModelConfig: the architecture of a model, as every backend reads it.
 
 Families differ only by the fields below; there is one transformer, not one per family. The defaults are
-llama's. `beyond_llama` names the blocks of a model that not every backend has.
+llama's. `beyond_llama` names the blocks that not every backend has; needs.py says which has which.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ class MoeConfig:
     shared_gate: bool = False  # the shared MLP's output is scaled by the sigmoid of a learned score
 
     def beyond_llama(self) -> list[str]:
-        """What of it only the torch backend has, in words."""
+        """What of it the mixtures of llama's shape do not have, in words."""
         blocks = {
             f"a {self.scoring} router": self.scoring != "softmax" or self.correction_bias or self.groups > 1,
             "scaled experts": self.weight_scale != 1,
             "shared experts": self.shared_intermediate_size > 0,
+            "gated shared experts": self.shared_gate,
             "experts with biases": self.biases,
         }
         return [name for name, is_used in blocks.items() if is_used]
@@ -164,7 +165,7 @@ class ModelConfig:
         return self.layer_ropes[layer] if self.layer_ropes else self.rope
 
     def beyond_llama(self) -> list[str]:
-        """The blocks of this model that only the torch backend has, in words."""
+        """The blocks of this model that llama does not have, in words. The torch backend has all of them."""
         blocks = {
             f"{self.activation} activations": self.activation != "silu",
             "LayerNorm": self.norm != "rms",

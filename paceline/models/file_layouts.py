@@ -158,11 +158,12 @@ def converted(
     single = single_experts(tensors) if layout.stacked_experts else tensors.items()
     fused = fused_matrices(config, layout.gated_queries)
     for name, tensor in single:
-        for own_name, part in _split(name, tensor, fused):
+        for own_name, part in split_joined(name, tensor, fused):
             is_norm = own_name.rsplit(".", 2)[-2].endswith("norm") and WHOLE_NORM not in own_name
             if layout.norm_offset and is_norm:
                 part = Shifted(part, layout.norm_offset)
-            if layout.interleaved_rope and re.search(r"\.[qk]_proj\.", own_name):
+            is_rotated = layout.interleaved_rope and re.search(r"\.[qk]_proj\.", own_name)
+            if is_rotated and part.shape[0] % config.head_dim == 0:  # else the check of shapes reports it
                 part = RowsOf(part, half_split_rows(part.shape[0], config))
             if config.latent and (rows := latent_rows(own_name, part.shape[0], config.latent)) is not None:
                 part = RowsOf(part, rows)
@@ -191,7 +192,7 @@ class Fused:
         return found
 
 
-def _split(name: str, tensor: Tensor, fused: Mapping[str, Fused]) -> Iterator[tuple[str, Tensor]]:
+def split_joined(name: str, tensor: Tensor, fused: Mapping[str, Fused]) -> Iterator[tuple[str, Tensor]]:
     """The tensor, or, if it is several matrices stored as one, each of them."""
     joined = next((part for part in name.split(".") if part in fused), None)
     if joined is None or fused[joined].size != tensor.shape[0]:

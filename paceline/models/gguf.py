@@ -75,8 +75,8 @@ class GgufTensor:
         return GgufTensor(shape, self.kind, self.data.reshape(self.shape[0], -1)[part])
 
     def slices(self) -> list[GgufTensor]:
-        """The matrices of a stack [count, rows, columns], as one tensor each."""
-        count, rows, _ = self.shape
+        """The matrices of a stack [count, rows, columns], or the rows of a matrix, as one tensor each."""
+        count, rows = self.shape[0], len(self.data) // self.shape[0]
         return [
             GgufTensor(self.shape[1:], self.kind, self.data[i * rows : (i + 1) * rows]) for i in range(count)
         ]

@@ -188,6 +188,36 @@ def _decode_q6_k(blocks: Bytes, out: Floats) -> None:
     np.multiply(scale, quants.reshape(-1, 16, 16), out=out.reshape(-1, 16, 16))
 
 
+def _looked_up(table: npt.NDArray[np.int8], packed: Bytes) -> npt.NDArray[np.int8]:
+    """The table's entries for the nibbles of each 16 bytes, low halves first: [n, values]."""
+    return table[_nibbles(packed, 16).reshape(len(packed), -1)]
+
+
+def _decode_iq4_nl(blocks: Bytes, out: Floats) -> None:
+    np.multiply(_half(blocks, 0), _looked_up(IQ4_VALUES, blocks[:, 2:]), out=out)
+
+
+def _decode_iq4_xs(blocks: Bytes, out: Floats) -> None:
+    """Scales of 6 bits: four low bits in pairs, then two high bits of all 8 in one 16-bit number."""
+    low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=2).reshape(-1, 8)
+    word = np.ascontiguousarray(blocks[:, 2:4]).view("<u2")
+    high = (word >> (2 * np.arange(8, dtype=np.uint16))).astype(np.uint8) & 3
+    scale = _half(blocks, 0) * _signed(low | (high << np.uint8(4)), 32)
+    quants = _looked_up(IQ4_VALUES, blocks[:, 8:]).reshape(-1, 8, 32)
+    np.multiply(scale[:, :, None], quants, out=out.reshape(-1, 8, 32))
+
+
+def _decode_mxfp4(blocks: Bytes, out: Floats) -> None:
+    """The scale is half a power of two, because the table has the doubles of 4-bit floats."""
+    exponent = blocks[:, :1].astype(np.int32)
+    np.ldexp(_looked_up(MXFP4_DOUBLES, blocks[:, 1:]).astype(np.float32), exponent - 128, out=out)
+
+
+IQ4_VALUES = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.int8
+)
+MXFP4_DOUBLES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.int8)
+
 FORMATS = {
     form.kind: form
     for form in (
@@ -204,6 +234,9 @@ FORMATS = {
         BlockFormat("Q4_K", 12, 256, 144, _decode_q4_k),
         BlockFormat("Q5_K", 13, 256, 176, _decode_q5_k),
         BlockFormat("Q6_K", 14, 256, 210, _decode_q6_k),
+        BlockFormat("IQ4_NL", 20, 32, 18, _decode_iq4_nl),
+        BlockFormat("IQ4_XS", 23, 256, 136, _decode_iq4_xs),
+        BlockFormat("MXFP4", 39, 32, 17, _decode_mxfp4),
     )
 }
 FORMATS_BY_NUMBER = {form.number: form for form in FORMATS.values()}

@@ -27,6 +27,13 @@ _SIGNS_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2_SPLIT = _CONTRACTIONS_AND_WORDS + r"\p{N}" + _SIGNS_AND_SPACES
 LLAMA3_SPLIT = _CONTRACTIONS_AND_WORDS + r"\p{N}{1,3}" + _SIGNS_AND_SPACES
 
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_BEFORE_WORD, _CONTRACTION = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+GPT4O_SPLIT = (  # words begin anew where a large letter follows a small one
+    f"{_BEFORE_WORD}{_UPPER}*{_LOWER}+{_CONTRACTION}{_BEFORE_WORD}{_UPPER}+{_LOWER}*{_CONTRACTION}"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
 
 @dataclass(frozen=True)
 class PreTokenizer:
@@ -35,6 +42,7 @@ class PreTokenizer:
     split: str | None  # a pattern; None: GPT-2's
     add_bos: bool = False  # the default, if the file has no add_bos_token
     whole_words_first: bool = False  # a word that is a token is used as it is, without merging
+    digits_first: bool = False  # each digit is a word, whatever the pattern says
 
 
 PRE_TOKENIZERS = {
@@ -46,10 +54,27 @@ PRE_TOKENIZERS = {
     "qwen2": PreTokenizer(QWEN2_SPLIT),
     "deepseek-r1-qwen": PreTokenizer(QWEN2_SPLIT),
     "llama-bpe": PreTokenizer(LLAMA3_SPLIT, add_bos=True, whole_words_first=True),
+    "dbrx": PreTokenizer(LLAMA3_SPLIT),  # OLMo 2, Phi 4
+    "glm4": PreTokenizer(LLAMA3_SPLIT),
+    "olmo": PreTokenizer(GPT2_SPLIT),
+    "refact": PreTokenizer(GPT2_SPLIT, digits_first=True),  # Granite
+    "command-r": PreTokenizer(GPT2_SPLIT, digits_first=True),
+    "gpt-4o": PreTokenizer(GPT4O_SPLIT),  # gpt-oss
 }
 
 # files name one end token; these control tokens end an answer too, in models that have them
-END_OF_ANSWER = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>")
+END_OF_ANSWER = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<|return|>",
+    "<|call|>",
+)
+END_OF_PART = "<|end|>"  # ends an answer, too, but only a part of it in models that have `<|return|>`
 
 
 def gguf_tokenizer(file: GgufFile) -> Tokenizer:
@@ -65,7 +90,8 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     backend = BUILDERS[kind](vocabulary)
     backend.add_special_tokens(vocabulary.added(CONTROL, special=True))
     backend.add_tokens(vocabulary.added(USER_DEFINED, special=False))
-    eos_ids = {vocabulary.tokens.index(text) for text in END_OF_ANSWER if text in vocabulary.control}
+    ends = [*END_OF_ANSWER, *([] if "<|return|>" in vocabulary.control else [END_OF_PART])]
+    eos_ids = {vocabulary.tokens.index(text) for text in ends if text in vocabulary.control}
     for name in ("eos", "eot", "eom"):
         if (token_id := vocabulary.special_id(name)) is not None:
             eos_ids.add(token_id)
@@ -142,11 +168,12 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     merges = [(left, right) for left, right in (line.split(" ") for line in lines)]
     backend = tokenizers.Tokenizer(vocabulary.bpe(merges, ignore_merges=style.whole_words_first))
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=style.split is None)
-    if style.split is None:
-        backend.pre_tokenizer = to_bytes
-    else:
-        words = pre_tokenizers.Split(tokenizers.Regex(style.split), behavior="isolated")
-        backend.pre_tokenizer = pre_tokenizers.Sequence([words, to_bytes])
+    steps: list[pre_tokenizers.PreTokenizer] = []
+    if style.digits_first:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if style.split is not None:
+        steps.append(pre_tokenizers.Split(tokenizers.Regex(style.split), behavior="isolated"))
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, to_bytes]) if steps else to_bytes
     backend.decoder = decoders.ByteLevel()
     if (processor := vocabulary.bos_processor(default=style.add_bos)) is not None:
         backend.post_processor = processor

@@ -15,16 +15,15 @@ from paceline.train.sequences import load_target
 from tests.tiny import TORCH_FAMILIES, save_checkpoint
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cuda"])
 @pytest.mark.parametrize("family", TORCH_FAMILIES)
-def test_backends_without_kernels_name_the_blocks_and_the_remedy(
-    family: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_cuda_backend_names_the_blocks_it_lacks_and_the_remedy(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = load_checkpoint(save_checkpoint(family, tmp_path))
     monkeypatch.setattr("paceline.backends.load._LOADERS", {})  # none is reached
     blocks = ", ".join(checkpoint.config.beyond_llama())
-    with pytest.raises(BackendError, match=rf"has {blocks}, for which the {backend} .* --backend torch"):
-        load_backend(checkpoint, BackendOptions(backend), 16)
+    with pytest.raises(BackendError, match=rf"has {blocks}, for which the cuda .* --backend torch"):
+        load_backend(checkpoint, BackendOptions("cuda"), 16)
 
 
 def test_heads_are_not_trained_for_them(tmp_path: Path) -> None:

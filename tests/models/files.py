@@ -29,6 +29,7 @@ SIZES: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 5000.0,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SIZES, "tie_word_embeddings": True},
     "llama-biased": {"model_type": "llama", **SIZES, "attention_bias": True},
@@ -44,9 +45,78 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "norm_topk_prob": True,
     },
+    "gemma2": {
+        "model_type": "gemma2",
+        **SIZES,
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text",
+        **SIZES,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 8,
+        "rope_local_base_freq": 700.0,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+    },
+    "phi3": {"model_type": "phi3", **SIZES},
+    "olmo2": {"model_type": "olmo2", **SIZES},
+    "olmo3": {
+        "model_type": "olmo3",
+        **SIZES,
+        "sliding_window": 16,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "rope_parameters": YARN,
+    },
+    "granite": {
+        "model_type": "granite",
+        **SIZES,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.25,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 8.0,
+    },
+    "smollm3": {"model_type": "smollm3", **SIZES, "num_hidden_layers": 4},
+    "glm4": {"model_type": "glm4", **SIZES, "partial_rotary_factor": 0.5},
+    "cohere2": {
+        "model_type": "cohere2",
+        **SIZES,
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.25,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+    },
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        **SIZES,
+        "sliding_window": 16,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "rope_parameters": YARN | {"truncate": False},
+    },
 }
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2"}
-ARCHITECTURES |= {"qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES |= {"qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss"}
+ARCHITECTURES |= {"olmo3": "olmo2"} | {
+    name: name for name in ("gemma2", "phi3", "olmo2", "granite", "smollm3", "glm4", "cohere2")
+}
+INTERLEAVED = ("llama", "granite", "smollm3", "glm4", "cohere2")  # architectures
+# config key -> what writes it
+WRITERS = {
+    "attn_logit_softcapping": "add_attn_logit_softcapping",
+    "final_logit_softcapping": "add_final_logit_softcapping",
+    "embedding_multiplier": "add_embedding_scale",
+    "attention_multiplier": "add_attention_scale",
+    "residual_multiplier": "add_residual_scale",
+    "logits_scaling": "add_logit_scale",
+    "logit_scale": "add_logit_scale",
+    "layer_norm_eps": "add_layer_norm_eps",
+    "rope_local_base_freq": "add_rope_freq_base_swa",
+    "sliding_window_pattern": "add_sliding_window_pattern",
+}
 
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -65,6 +135,17 @@ GGUF_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "attention_output_norm": "post_attention_norm",
+    "feed_forward_output_norm": "post_ffw_norm",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+    "self_attn.sinks": "attn_sinks",
+}
+OTHER_NAMES = {"gpt_oss": {"post_attention_layernorm": "post_attention_norm"}}
+# matrices that a family's files hold as one
+JOINED = {
+    "phi3": {"self_attn.qkv_proj": "qkv", "mlp.gate_up_proj": ("gate", "up")},
+    "glm4": {"mlp.gate_up_proj": ("gate", "up")},
 }
 
 
@@ -98,10 +179,27 @@ def write_folder(folder: Path, model: str, tensors: Tensors, shards: int = 1) ->
     return folder
 
 
-def interleave(tensor: np.ndarray, heads: int) -> np.ndarray:
-    """Rows as llama.cpp's converter stores q and k: the two parts of a rotated pair side by side."""
-    halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
-    return halves.swapaxes(1, 2).reshape(tensor.shape)
+def interleave(tensor: np.ndarray, heads: int, share: float = 1.0) -> np.ndarray:
+    """Rows as llama.cpp's files store q and k: the two parts of a rotated pair side by side.
+
+    `share` of each head is rotated; the rest stays.
+    """
+    apart = tensor.reshape(heads, -1, *tensor.shape[1:])
+    rotated = int(share * apart.shape[1])
+    halves = apart[:, :rotated].reshape(heads, 2, rotated // 2, *tensor.shape[1:])
+    pairs = halves.swapaxes(1, 2).reshape(heads, rotated, *tensor.shape[1:])
+    return np.concatenate((pairs, apart[:, rotated:]), axis=1).reshape(tensor.shape)
+
+
+def joined(model: str, tensors: Tensors) -> Tensors:
+    """The tensors with those matrices as one that a family's files have so."""
+    together = dict(tensors)
+    for layer in range(MODELS[model]["num_hidden_layers"]):
+        for name, parts in JOINED.get(MODELS[model]["model_type"], {}).items():
+            whole = f"model.layers.{layer}.{name}.weight"
+            own = [together.pop(whole.replace(name.split(".")[1], f"{part}_proj")) for part in parts]
+            together[whole] = np.concatenate(own)
+    return together
 
 
 def gguf_tensors(model: str, tensors: Tensors) -> Tensors:
@@ -110,18 +208,20 @@ def gguf_tensors(model: str, tensors: Tensors) -> Tensors:
     stored: Tensors = {}
     experts: dict[str, list[np.ndarray]] = {}
     heads = {"attn_q": values["num_attention_heads"], "attn_k": values["num_key_value_heads"]}
-    for name, tensor in tensors.items():
-        if match := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.\d+\.(\w+)_proj\.weight", name):
-            experts.setdefault(f"blk.{match[1]}.ffn_{match[2]}_exps.weight", []).append(tensor)
+    names = GGUF_NAMES | OTHER_NAMES.get(values["model_type"], {})
+    for name, tensor in joined(model, tensors).items():
+        if match := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.\d+\.(\w+)_proj\.(weight|bias)", name):
+            experts.setdefault(f"blk.{match[1]}.ffn_{match[2]}_exps.{match[3]}", []).append(tensor)
             continue
+        name = name.replace(".sinks", ".sinks.weight")
         match = re.fullmatch(r"(model\.layers)\.(\d+)\.(.*)\.(weight|bias)|(.*)\.(weight)", name)
         assert match is not None
         if match[5]:
             stored[f"{GGUF_NAMES[match[5]]}.weight"] = tensor
             continue
-        part = GGUF_NAMES[match[3]]
-        if ARCHITECTURES[values["model_type"]] == "llama" and part in heads:
-            tensor = interleave(tensor, heads[part])
+        part = names[match[3]]
+        if ARCHITECTURES[values["model_type"]] in INTERLEAVED and part in heads:
+            tensor = interleave(tensor, heads[part], values.get("partial_rotary_factor", 1.0))
         stored[f"blk.{match[2]}.{part}.{match[4]}"] = tensor
     return stored | {name: np.stack(parts) for name, parts in experts.items()}
 
@@ -149,10 +249,24 @@ def write_gguf(
     writer.add_head_count_kv(values["num_key_value_heads"])
     writer.add_key_length(values["head_dim"])
     writer.add_value_length(values["head_dim"])
-    writer.add_layer_norm_rms_eps(values["rms_norm_eps"])
+    if "layer_norm_eps" not in values:
+        writer.add_layer_norm_rms_eps(values["rms_norm_eps"])
     writer.add_rope_freq_base(values["rope_theta"])
     if values.get("sliding_window"):
         writer.add_sliding_window(values["sliding_window"])
+    for key, method in WRITERS.items():
+        if key in values:
+            getattr(writer, method)(values[key])
+    if "layer_types" in values:
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in values["layer_types"]])
+    if "partial_rotary_factor" in values:
+        writer.add_rope_dimension_count(int(values["partial_rotary_factor"] * values["head_dim"]))
+    if scaling := values.get("rope_parameters"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling["rope_type"]))
+        writer.add_rope_scaling_factor(scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(scaling.get("original_max_position_embeddings", 0))
+    if architecture == "gpt-oss":
+        writer.add_expert_feed_forward_length(values["intermediate_size"])
     if experts := values.get("num_experts", values.get("num_local_experts")):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(values["num_experts_per_tok"])
@@ -161,7 +275,7 @@ def write_gguf(
     add_tokenizer(writer, values["vocab_size"])
     quantization = gguf.GGMLQuantizationType[kind]
     for name, tensor in (gguf_tensors(model, tensors) | (extra or {})).items():
-        if tensor.ndim == 1 or kind == "F32":
+        if tensor.ndim == 1 or kind == "F32" or name.endswith(".bias"):
             writer.add_tensor(name, tensor)
         else:
             writer.add_tensor(name, gguf.quants.quantize(tensor, quantization), raw_dtype=quantization)

@@ -13,9 +13,9 @@ import pytest
 from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models import gguf as gguf_files
 from paceline.models.gguf import GgufFile, read_gguf
-from paceline.models.gguf_checkpoint import gguf_checkpoint, interleaved_row_order
+from paceline.models.gguf_checkpoint import gguf_checkpoint
 from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
-from tests.models.files import MODELS, config_of, interleave, random_tensors, write_gguf
+from tests.models.files import MODELS, config_of, random_tensors, write_gguf
 
 
 def converted(folder: Path, model: str, kind: str = "F32", **extra: np.ndarray) -> GgufFile:
@@ -98,12 +98,6 @@ def test_blocks_have_the_row_order_of_the_values(tmp_path: Path, model: str) -> 
         np.testing.assert_array_equal(decoded.reshape(rows.shape), rows, err_msg=name)
 
 
-@pytest.mark.parametrize(("heads", "head_dim"), [(1, 2), (3, 64), (9, 10)])
-def test_the_row_order_undoes_interleaving(heads: int, head_dim: int) -> None:
-    rows = np.arange(heads * head_dim * 3).reshape(-1, 3)
-    np.testing.assert_array_equal(interleave(rows, heads)[interleaved_row_order(heads, head_dim)], rows)
-
-
 def test_llama_3_frequency_divisors_come_from_their_tensor(tmp_path: Path) -> None:
     divisors = np.array([1, 1, 2.5, 8], dtype=np.float32)
     file = converted(tmp_path, "llama", rope_freqs__weight=divisors)
@@ -127,7 +121,7 @@ def test_linear_rope_scaling_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("general.architecture", "gemma3", "architecture 'gemma3' is not supported. Supported are llama"),
+        ("general.architecture", "mamba", "architecture 'mamba' is not supported. Supported are llama"),
         ("llama.rope.scaling.type", "longrope", "longrope"),
         ("llama.rope.dimension_count", 4, "rope.dimension_count is 4"),
         ("llama.attention.value_length", 16, "value_length is 16"),

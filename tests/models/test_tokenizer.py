@@ -205,6 +205,16 @@ def test_sentencepiece_adds_the_begin_token_and_spells_bytes(tmp_path: Path) -> 
     assert ours.decode(ids) == "the ü"
 
 
+def test_sentencepiece_without_a_space_before_the_text(tmp_path: Path) -> None:
+    """As Gemma's files ask for."""
+    file = read_gguf(write_sentencepiece(tmp_path / "spm.gguf"))
+    file.metadata["tokenizer.ggml.add_space_prefix"] = False
+    ours = gguf_tokenizer(file)
+    ids = ours.encode("the the")
+    assert b"".join(ours.token_bytes(token_id) for token_id in ids[1:]) == b"the the"
+    assert ours.decode(ids) == "the the"
+
+
 def test_sentencepiece_without_byte_tokens_is_refused(tmp_path: Path) -> None:
     file = read_gguf(write_sentencepiece(tmp_path / "spm.gguf"))
     file.metadata["tokenizer.ggml.tokens"][5] = "other"  # type: ignore[index]
@@ -233,6 +243,38 @@ def test_llama_3_vocabularies_start_with_their_begin_token(file: GgufFile) -> No
     assert gguf_tokenizer(file).encode("abc", add_special_tokens=False) == [79]
     file.metadata["tokenizer.ggml.add_bos_token"] = False
     assert gguf_tokenizer(file).encode("abc") == [79]
+
+
+@pytest.mark.parametrize(
+    ("pre", "pair", "is_one_word"),
+    [
+        ("gpt-2", "12", True),
+        ("olmo", "aB", True),
+        ("refact", "12", False),  # each digit is a word
+        ("command-r", "12", False),
+        ("dbrx", "12", True),
+        ("glm4", "aB", True),
+        ("gpt-4o", "aB", False),  # a word begins with a large letter after a small one
+        ("gpt-4o", "Ba", True),
+    ],
+)
+def test_pre_tokenizers_say_what_may_be_merged(
+    file: GgufFile, pre: str, pair: str, is_one_word: bool
+) -> None:
+    tokens = [*file.metadata["tokenizer.ggml.tokens"][:-1], pair]  # type: ignore[index]
+    changed = {"tokens": tokens, "merges": [f"{pair[0]} {pair[1]}"], "pre": pre}
+    file.metadata.update({f"tokenizer.ggml.{key}": value for key, value in changed.items()})
+    ours = gguf_tokenizer(file)
+    assert ours.encode(pair) == ([79] if is_one_word else [tokens.index(letter) for letter in pair])
+
+
+def test_a_part_of_an_answer_does_not_end_it_in_models_that_say_return(file: GgufFile) -> None:
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+    tokens[:2] = ["<|end|>", "<end_of_turn>"]  # type: ignore[index]
+    del file.metadata["tokenizer.ggml.eos_token_id"]
+    assert gguf_tokenizer(file).eos_ids == {0, 1}
+    tokens[1] = "<|return|>"  # type: ignore[index]
+    assert gguf_tokenizer(file).eos_ids == {1}
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,6 @@ in scratch memory, in the order of its own path, and then read like any other.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from paceline.backends.cpu.attention_tiles import (
@@ -28,6 +26,7 @@ from paceline.backends.cpu.attention_tiles import (
     call_score,
 )
 from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.rows import soft_cap
 from paceline.backends.cpu.simd import (
     add,
     exponential,
@@ -50,18 +49,28 @@ from paceline.backends.cpu.simd import (
 
 
 @compiled
-def softmax(scores, first, last):  # type: ignore[no-untyped-def]
-    """Replace the scores of positions first..last by exponentials, and return their sum. Blocks of 16."""
+def softmax(scores, first, last, cap, sink):  # type: ignore[no-untyped-def]
+    """Replace the scores of positions first..last by exponentials, and return their sum. Blocks of 16.
+
+    A `cap` above 0 is that of scores; `sink` is the address of a score that only the sum has, or 0.
+    """
     begin, end = first // PAGE, last // PAGE
     start = scores + 64 * begin
+    if cap > 0:
+        soft_cap(start, cap, PAGE * (end - begin + 1))
     store(start, keep_lanes(load(start), first - begin * PAGE, PAGE - 1))
     finish = scores + 64 * end
     store(finish, keep_lanes(load(finish), 0, last - end * PAGE))
-    maximum = load(start)
+    maximum, alone = load(start), spread(np.float32(-np.inf))
+    if sink != 0:
+        alone = keep_lanes(spread(load_float(sink)), 0, 0)
+        maximum = larger(maximum, alone)
     for block in range(begin + 1, end + 1):
         maximum = larger(maximum, load(scores + 64 * block))
     top = spread(-largest_lane(maximum))
     total = spread(np.float32(0))
+    if sink != 0:
+        total = exponential(add(alone, top))
     for block in range(begin, end + 1):
         value = exponential(add(load(scores + 64 * block), top))
         store(scores + 64 * block, value)
@@ -92,19 +101,19 @@ def rows_of_task(rows, parts, shared, threads):  # type: ignore[no-untyped-def]
 
 @compiled
 def attend(  # type: ignore[no-untyped-def]
-    run_score, run_mix, half, queries, each, rows, width, blocks, first, last, scores, stride, result,
-    out, out_row,
+    run_score, run_mix, half, queries, each, rows, width, blocks, first, last, factor, cap, sinks, scores,
+    stride, result, out, out_row,
 ):  # fmt: skip
     """Attention of `rows` rows at successive positions, for `each` heads of a row that share a KV head.
 
     The first row attends to positions first..last, each next one to one more. Several rows have at most
     MAX_HEADS heads in total.
-    `run_score` and `run_mix` are the addresses of those kernels.
+    `run_score` and `run_mix` are the addresses of those kernels. Scores are multiplied by `factor`; see
+    `softmax` for `cap`, and for `sinks`, one for each of a row's heads.
     Entry b of `blocks` is the address of the keys of positions 16 b to 16 b + 15, followed by the values.
     Heads are contiguous in `queries`, row by row; rows of `out` are `out_row` bytes apart; `scores` has
     `stride` bytes for each of up to MAX_HEADS heads, `result` one head's padded width for each.
     """
-    factor = np.float32(1.0 / math.sqrt(width))
     size = 2 if half else 4
     padded = (width + 15) // 16 * 16
     head, heads = 0, each * rows
@@ -116,7 +125,8 @@ def attend(  # type: ignore[no-untyped-def]
             run_score, half, count, query, width, blocks, first // PAGE, final // PAGE, scores, stride, factor
         )
         for i in range(count):
-            total = softmax(scores + stride * i, first, last + (head + i) // each)
+            sink = sinks + 4 * ((head + i) % each) if sinks != 0 else 0
+            total = softmax(scores + stride * i, first, last + (head + i) // each, cap, sink)
             store_float(result + 4 * i, np.float32(1) / total)
         mixed = result + 64
         column = 0

@@ -8,7 +8,6 @@ Each score and each output column is the same chain of fused multiply-adds as th
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -236,14 +235,13 @@ def _mix_chunk(  # type: ignore[no-untyped-def]
 
 @compiled
 def attend(  # type: ignore[no-untyped-def]
-    run_score, run_mix, half, queries, each, rows, width, blocks, first, last, scores, stride, result,
-    out, out_row,
+    run_score, run_mix, half, queries, each, rows, width, blocks, first, last, factor, cap, sinks, scores,
+    stride, result, out, out_row,
 ):  # fmt: skip
     """Attention as `attend` of attention.py gives it, for up to TASK_HEADS heads, or any number of one row.
 
     After the results of TASK_HEADS heads, `result` has room for CHUNK blocks of widened keys or values.
     """
-    factor = np.float32(1.0 / math.sqrt(width))
     size = 2 if half else 4
     padded = (width + 15) // 16 * 16
     final = last + rows - 1
@@ -269,7 +267,8 @@ def attend(  # type: ignore[no-untyped-def]
                 store(result + 4 * (head * padded + d), spread(np.float32(0)))
         sums = floats + 4 * PAGE * CHUNK * padded
         for head in range(total_heads):
-            total = softmax(scores + stride * head, first, last + head // heads)
+            sink = sinks + 4 * (start + head % heads) if sinks != 0 else 0
+            total = softmax(scores + stride * head, first, last + head // heads, cap, sink)
             store_float(sums + 4 * head, np.float32(1) / total)
         for chunk in range(begin, end + 1, CHUNK):
             chunk_end = min(chunk + CHUNK - 1, end)

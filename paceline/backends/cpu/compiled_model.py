@@ -12,10 +12,11 @@ from paceline.backends.cpu.attention import copy_key_value
 from paceline.backends.cpu.attention_tiles import PAGE
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.forward_pass import run_passes
+from paceline.backends.cpu.model_weights import round_up
 from paceline.backends.cpu.packing import address_of
 from paceline.backends.cpu.team import Team
 from paceline.backends.cpu.tiles import GROUP
-from paceline.backends.cpu.workspace import Workspace, round_up
+from paceline.backends.cpu.workspace import Workspace
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch, KVPool
 from paceline.errors import BackendError

@@ -38,7 +38,7 @@ from paceline.backends.cpu.job import (
     field,
     take,
 )
-from paceline.backends.cpu.phases import read_embedding
+from paceline.backends.cpu.residual import read_embedding
 from paceline.backends.cpu.rows import copy_row, normalize, record_stride, write_records
 from paceline.backends.cpu.simd import load_float, load_int32
 from paceline.backends.cpu.tiles import GROUP, RECORD

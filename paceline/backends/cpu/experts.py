@@ -15,98 +15,39 @@ import numpy as np
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.job import (
     CHOICES_AT,
-    EPSILON_AT,
+    EXPERT_BIASES_AT,
     EXPERT_MATRICES_AT,
     EXPERT_RECORDS_AT,
     EXPERT_WIDE_RECORDS_AT,
     EXPERT_WIDTH,
     EXPERTS,
     EXPERTS_PER_TOKEN,
-    HIDDEN,
     HIDDEN_PADDED,
-    NORMALIZE_SHARES,
-    NORMS_AT,
     PAIR_OUTPUTS_AT,
     QUANTIZED,
     RECORDS_AT,
-    ROUTERS_AT,
     RUN_TILE,
     SHARES_AT,
     SPANS_AT,
-    STATE_AT,
     field,
     take,
 )
 from paceline.backends.cpu.matmul import DESCRIPTOR, multiply_rows
 from paceline.backends.cpu.phases import gate_unit
-from paceline.backends.cpu.rows import normalize, record_stride
+from paceline.backends.cpu.routing import PAIR
+from paceline.backends.cpu.rows import record_stride
 from paceline.backends.cpu.simd import (
-    exponential,
     fma,
     load,
     load_float,
     load_int64,
     spread,
     store,
-    store_float,
     store_int64,
-    sum_lanes,
 )
 from paceline.backends.cpu.tiles import COLUMNS, GROUP, RECORD
 
-_PAIR = 16  # bytes of a pair in CHOICES: expert, index
 _SPAN = 16  # bytes of an expert in SPANS: first index, number of pairs
-
-
-@compiled
-def route_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-untyped-def]
-    """Each row's experts and their shares: the most probable of a softmax over the router's scores."""
-    padded, experts, chosen = field(job, HIDDEN_PADDED), field(job, EXPERTS), field(job, EXPERTS_PER_TOKEN)
-    epsilon = load_float(field(job, EPSILON_AT))
-    weight = load_int64(field(job, NORMS_AT) + 8 * (2 * layer + 1))
-    router = field(job, ROUTERS_AT) + 4 * padded * experts * layer
-    scores = scratch + 4 * padded
-    while True:
-        row, _ = take(tasks, counter, rows, 1)
-        if row >= rows:
-            return
-        state = field(job, STATE_AT) + 4 * padded * row
-        normalize(state, weight, scratch, field(job, HIDDEN), padded, epsilon)
-        top = np.float32(-np.inf)
-        for expert in range(experts):
-            total = spread(np.float32(0))
-            for k in range(0, padded, 16):
-                total = fma(load(scratch + 4 * k), load(router + 4 * (padded * expert + k)), total)
-            score = sum_lanes(total)
-            store_float(scores + 4 * expert, score)
-            top = max(top, score)
-        sum_of_all = np.float32(0)
-        for expert in range(experts):
-            store(scores + 4 * experts, exponential(spread(load_float(scores + 4 * expert) - top)))
-            value = load_float(scores + 4 * experts)
-            store_float(scores + 4 * expert, value)
-            sum_of_all += value
-        _choose(job, row, experts, chosen, scores, sum_of_all)
-
-
-@compiled
-def _choose(job, row, experts, chosen, scores, sum_of_all):  # type: ignore[no-untyped-def]
-    """The `chosen` largest of the scores, in descending order, ties to the lower expert."""
-    pairs, shares = field(job, CHOICES_AT) + _PAIR * chosen * row, field(job, SHARES_AT) + 4 * chosen * row
-    sum_of_chosen = np.float32(0)
-    for rank in range(chosen):
-        best, best_score = 0, np.float32(-1)
-        for expert in range(experts):
-            score = load_float(scores + 4 * expert)
-            if score > best_score:
-                best, best_score = expert, score
-        store_float(scores + 4 * best, np.float32(-2))  # taken
-        store_int64(pairs + _PAIR * rank, best)
-        store_float(shares + 4 * rank, best_score)
-        sum_of_chosen += best_score
-    total = sum_of_chosen if field(job, NORMALIZE_SHARES) else sum_of_all
-    for rank in range(chosen):
-        store_float(shares + 4 * rank, load_float(shares + 4 * rank) / total)
 
 
 @compiled
@@ -119,7 +60,7 @@ def sort_pairs(tasks, job, rows):  # type: ignore[no-untyped-def]
     for expert in range(experts):
         store_int64(spans + _SPAN * expert + 8, 0)
     for pair in range(pairs):
-        count = spans + _SPAN * load_int64(choices + _PAIR * pair) + 8
+        count = spans + _SPAN * load_int64(choices + PAIR * pair) + 8
         store_int64(count, load_int64(count) + 1)
     place = 0
     for expert in range(experts):
@@ -127,8 +68,8 @@ def sort_pairs(tasks, job, rows):  # type: ignore[no-untyped-def]
         place += load_int64(spans + _SPAN * expert + 8)
         store_int64(spans + _SPAN * expert + 8, 0)
     for pair in range(pairs):
-        span = spans + _SPAN * load_int64(choices + _PAIR * pair)
-        store_int64(choices + _PAIR * pair + 8, load_int64(span) + load_int64(span + 8))
+        span = spans + _SPAN * load_int64(choices + PAIR * pair)
+        store_int64(choices + PAIR * pair + 8, load_int64(span) + load_int64(span + 8))
         store_int64(span + 8, load_int64(span + 8) + 1)
 
 
@@ -141,7 +82,7 @@ def gather_rows(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
         pair, _ = take(tasks, counter, rows * chosen, 1)
         if pair >= rows * chosen:
             return
-        choice = field(job, CHOICES_AT) + _PAIR * pair
+        choice = field(job, CHOICES_AT) + PAIR * pair
         span = field(job, SPANS_AT) + _SPAN * load_int64(choice)
         first, count = load_int64(span), load_int64(span + 8)
         block = field(job, EXPERT_RECORDS_AT) + first * groups * size
@@ -153,8 +94,15 @@ def gather_rows(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _biases(job, layer, expert):  # type: ignore[no-untyped-def]
+    """The address of an expert's biases of gate, up and down, padded as their matrices are; 0: none."""
+    table, width = field(job, EXPERT_BIASES_AT), 2 * field(job, EXPERT_WIDTH) + field(job, HIDDEN_PADDED)
+    return table + 4 * width * (layer * field(job, EXPERTS) + expert) if table != 0 else 0
+
+
+@compiled
 def gate_experts(tasks, job, counter, layer, scratch):  # type: ignore[no-untyped-def]
-    """Gate, up and SwiGLU of every expert for its own rows, 32 columns a task."""
+    """Gate, up and activation of every expert for its own rows, 32 columns a task."""
     experts, units = field(job, EXPERTS), field(job, EXPERT_WIDTH) // GROUP
     groups = field(job, HIDDEN_PADDED) // GROUP
     size = RECORD if field(job, QUANTIZED) else 4 * GROUP
@@ -166,9 +114,11 @@ def gate_experts(tasks, job, counter, layer, scratch):  # type: ignore[no-untype
         span = field(job, SPANS_AT) + _SPAN * expert
         first, rows = load_int64(span), load_int64(span + 8)
         gates = field(job, EXPERT_MATRICES_AT) + DESCRIPTOR * 3 * (layer * experts + expert)
+        biases = _biases(job, layer, expert)
+        up_biases = biases + 4 * field(job, EXPERT_WIDTH) if biases != 0 else 0
         records = field(job, EXPERT_RECORDS_AT) + first * groups * size
         out = field(job, EXPERT_WIDE_RECORDS_AT) + (first * units + unit * rows) * size
-        gate_unit(job, unit, gates, gates + DESCRIPTOR, records, rows, rows, out, scratch)
+        gate_unit(job, unit, gates, gates + DESCRIPTOR, biases, up_biases, records, rows, rows, out, scratch)
 
 
 @compiled
@@ -189,22 +139,27 @@ def project_experts(tasks, job, counter, layer):  # type: ignore[no-untyped-def]
         matrix = table + DESCRIPTOR * (3 * expert + 2)
         records = field(job, EXPERT_WIDE_RECORDS_AT) + first * units * size
         out = field(job, PAIR_OUTPUTS_AT) + 4 * (padded * first + COLUMNS * tile)
-        multiply_rows(field(job, RUN_TILE), matrix, tile, records, rows, 0, rows, out, 4 * padded, 0, 0)
+        bias = _biases(job, layer, expert)
+        if bias != 0:
+            bias += 4 * (2 * field(job, EXPERT_WIDTH) + COLUMNS * tile)
+        multiply_rows(field(job, RUN_TILE), matrix, tile, records, rows, 0, rows, out, 4 * padded, bias, 0)
 
 
 @compiled
-def combine_rows(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
-    """Add each row's experts to the residual stream, the most probable first."""
+def combine_rows(tasks, job, counter, rows, out, added):  # type: ignore[no-untyped-def]
+    """The sum of each row's experts, the most probable first, into `out`, or with `added` onto it."""
     padded, chosen = field(job, HIDDEN_PADDED), field(job, EXPERTS_PER_TOKEN)
     while True:
         row, _ = take(tasks, counter, rows, 1)
         if row >= rows:
             return
-        state = field(job, STATE_AT) + 4 * padded * row
+        target = out + 4 * padded * row
         for k in range(0, padded, 16):
             total = spread(np.float32(0))
             for pair in range(row * chosen, (row + 1) * chosen):
-                place = load_int64(field(job, CHOICES_AT) + _PAIR * pair + 8)
+                place = load_int64(field(job, CHOICES_AT) + PAIR * pair + 8)
                 share = spread(load_float(field(job, SHARES_AT) + 4 * pair))
                 total = fma(share, load(field(job, PAIR_OUTPUTS_AT) + 4 * (padded * place + k)), total)
-            store(state + 4 * k, fma(spread(np.float32(1)), load(state + 4 * k), total))
+            if added:
+                total = fma(spread(np.float32(1)), load(target + 4 * k), total)
+            store(target + 4 * k, total)

@@ -1,6 +1,6 @@
 """The whole forward pass as one compiled function that all threads of a team run together.
 
-A pass is a list of phases, each followed by a barrier; phases.py and experts.py hold them.
+A pass is a list of phases, each followed by a barrier; residual.py, phases.py and experts.py hold them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from paceline.backends.cpu.experts import (
     gate_experts,
     gather_rows,
     project_experts,
-    route_rows,
     sort_pairs,
 )
 from paceline.backends.cpu.features import are_wanted, save_features
 from paceline.backends.cpu.job import (
+    BRANCH_AT,
     CONTEXT_NORM_AT,
     COUNTERS_AT,
     COUNTERS_PER_LAYER,
@@ -42,6 +42,7 @@ from paceline.backends.cpu.job import (
     OUTPUT,
     OUTPUT_BIAS_AT,
     OUTPUTS,
+    PARALLEL,
     QKV_AT,
     QKV_BIAS_AT,
     QKV_STRIDE,
@@ -56,15 +57,16 @@ from paceline.backends.cpu.job import (
     field,
 )
 from paceline.backends.cpu.matmul import DESCRIPTOR
-from paceline.backends.cpu.phases import (
-    attend_rows,
+from paceline.backends.cpu.phases import attend_rows, gate_rows, project, rope_and_store
+from paceline.backends.cpu.residual import (
+    add_branch,
     embed_rows,
-    gate_rows,
+    finish_logits,
+    has_raw_logits,
     normalize_rows,
-    project,
     quantize_rows,
-    rope_and_store,
 )
+from paceline.backends.cpu.routing import route_rows
 from paceline.backends.cpu.sampling import sample_tokens
 from paceline.backends.cpu.simd import load_int64
 from paceline.backends.cpu.team import JOB, STOP, await_pass, barrier, start_pass
@@ -72,19 +74,19 @@ from paceline.backends.cpu.tiles import COLUMNS
 
 
 @compiled
-def _run_mlp(control, tasks, job, matrices, counter, scratch):  # type: ignore[no-untyped-def]
-    """Gate, up and down projections of all rows."""
+def _run_mlp(control, tasks, job, matrices, counter, scratch, out, added):  # type: ignore[no-untyped-def]
+    """Gate, up and down projections of all rows, into `out` or onto it."""
     rows, line = field(job, ROWS), 64 * tasks[1]
     gate_rows(tasks, job, counter, rows, matrices + DESCRIPTOR * GATE, matrices + DESCRIPTOR * UP, scratch)
     barrier(control, tasks[1])
-    wide, state, stride = field(job, WIDE_RECORDS_AT), field(job, STATE_AT), 4 * field(job, HIDDEN_PADDED)
-    project(tasks, job, counter + line, matrices + DESCRIPTOR * DOWN, wide, rows, state, stride, 0, 1)
+    wide, stride = field(job, WIDE_RECORDS_AT), 4 * field(job, HIDDEN_PADDED)
+    project(tasks, job, counter + line, matrices + DESCRIPTOR * DOWN, wide, rows, out, stride, 0, added)
     barrier(control, tasks[1])
 
 
 @compiled
-def _run_experts(control, tasks, job, layer, counter, scratch):  # type: ignore[no-untyped-def]
-    """The experts of all rows."""
+def _run_experts(control, tasks, job, layer, counter, scratch, out, added):  # type: ignore[no-untyped-def]
+    """The experts of all rows, into `out` or onto it."""
     rows, threads, line = field(job, ROWS), tasks[1], 64 * tasks[1]
     route_rows(tasks, job, counter, rows, layer, scratch)
     barrier(control, threads)
@@ -96,7 +98,7 @@ def _run_experts(control, tasks, job, layer, counter, scratch):  # type: ignore[
     barrier(control, threads)
     project_experts(tasks, job, counter + line * 3, layer)
     barrier(control, threads)
-    combine_rows(tasks, job, counter + line * 4, rows)
+    combine_rows(tasks, job, counter + line * 4, rows, out, added)
     barrier(control, threads)
 
 
@@ -165,16 +167,27 @@ def _run_layer(control, tasks, job, layer, counter, scratch, only_keys):  # type
     bias = field(job, OUTPUT_BIAS_AT)
     if bias != 0:
         bias += state_stride * layer
+    branch, parallel = field(job, BRANCH_AT), field(job, PARALLEL)
+    out, added = (branch, 0) if branch != 0 else (state, 1)
     matrix = matrices + DESCRIPTOR * OUTPUT
-    project(tasks, job, counter + line * 7, matrix, records, rows, state, state_stride, bias, 1)
+    project(tasks, job, counter + line * 7, matrix, records, rows, out, state_stride, bias, added)
     barrier(control, threads)
+    if branch != 0 and not parallel:
+        add_branch(tasks, job, counter + line * 14, rows, 2 * layer, scratch)
+        barrier(control, threads)
 
     normalize_rows(tasks, job, counter + line * 8, rows, 2 * layer + 1, 0, scratch)
     barrier(control, threads)
+    added = added or parallel
     if load_int64(field(job, HAS_EXPERTS_AT) + 8 * layer):
-        _run_experts(control, tasks, job, layer, counter + line * 9, scratch)
+        _run_experts(control, tasks, job, layer, counter + line * 9, scratch, out, added)
+        if load_int64(matrices + DESCRIPTOR * GATE) != 0:  # an expert that all rows share
+            _run_mlp(control, tasks, job, matrices, counter + line * 16, scratch, out, 1)
     else:
-        _run_mlp(control, tasks, job, matrices, counter + line * 9, scratch)
+        _run_mlp(control, tasks, job, matrices, counter + line * 9, scratch, out, added)
+    if branch != 0:
+        add_branch(tasks, job, counter + line * 15, rows, 2 * layer + 1, scratch)
+        barrier(control, threads)
 
 
 @compiled
@@ -200,9 +213,12 @@ def _run_pass(control, index, threads, job):  # type: ignore[no-untyped-def]
         records, logits, stride = field(job, RECORDS_AT), field(job, LOGITS_AT), field(job, LOGITS_STRIDE)
         head = embedding + DESCRIPTOR
         project(tasks, job, counter + 2 * line, head, records, outputs, logits, stride, 0, 0)
+        if has_raw_logits(job):
+            barrier(control, threads)
+            finish_logits(tasks, job, counter + 3 * line, outputs, COLUMNS * load_int64(head + 24))
     if field(job, NUM_CHOSEN) > 0:
         barrier(control, threads)
-        sample_tokens(tasks, job, counter + 3 * line)
+        sample_tokens(tasks, job, counter + 4 * line)
     barrier(control, threads)
 
 

@@ -8,9 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.cpu import job as fields
+from paceline.backends.cpu.model_weights import round_up
 from paceline.backends.cpu.packing import PackedMatrix, pack
 from paceline.backends.cpu.tiles import GROUP
-from paceline.backends.cpu.workspace import Workspace, round_up
+from paceline.backends.cpu.workspace import Workspace
 from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.config import ModelConfig
 from paceline.models.heads.checkpoint import HeadCheckpoint

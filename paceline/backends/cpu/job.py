@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from paceline.backends.cpu.atomics import atomic_add
 from paceline.backends.cpu.compiled import compiled
-from paceline.backends.cpu.simd import load_int64
+from paceline.backends.cpu.simd import load_float, load_int64
 
 # The job: index of each field. Sizes are counts; names in *_AT are addresses.
 (
     # the model, set once
-    LAYERS, HIDDEN, HIDDEN_PADDED, HEADS, KV_HEADS, HEAD_WIDTH, INTERMEDIATE, QUANTIZED, HALF_KV, EPSILON_AT,
-    FIRST_INDEX, MATRICES_AT, NORMS_AT, HEAD_NORMS_AT, QKV_BIAS_AT, OUTPUT_BIAS_AT, COSINES_AT, SINES_AT,
-    WINDOWS_AT,
+    LAYERS, HIDDEN, HIDDEN_PADDED, HEADS, KV_HEADS, HEAD_WIDTH, QUANTIZED, HALF_KV, EPSILON_AT,
+    FIRST_INDEX, MATRICES_AT, NORMS_AT, HEAD_NORMS_AT, QKV_BIAS_AT, OUTPUT_BIAS_AT, ROPES_AT, WINDOWS_AT,
+    # blocks that llama does not have, 0 for it: addresses of norms of what attention and MLP add, two a
+    # layer; sinks of each layer's heads; whether norms subtract the mean, attention and MLP read the same
+    # norm, the QK norm is over all heads at once; the MLP's activation, of rows.ACTIVATIONS
+    OUTPUT_NORMS_AT, SINKS_AT, CENTERED, PARALLEL, JOINT_QK_NORM, ACTIVATION,
+    SCALES_AT,
     # buffers, set once
-    STATE_AT, QKV_AT, QKV_STRIDE, ATTENTION_AT, ATTENTION_PADDED, RECORDS_AT, WIDE_RECORDS_AT, SCRATCH_AT,
-    SCRATCH_BYTES, COUNTERS_AT,
+    STATE_AT, BRANCH_AT, QKV_AT, QKV_STRIDE, ATTENTION_AT, ATTENTION_PADDED, RECORDS_AT, WIDE_RECORDS_AT,
+    SCRATCH_AT, SCRATCH_BYTES, COUNTERS_AT,
     # experts: sizes, tables and buffers; EXPERTS is 0 in a dense model
     EXPERTS, EXPERTS_PER_TOKEN, EXPERT_WIDTH, NORMALIZE_SHARES, HAS_EXPERTS_AT, ROUTERS_AT,
     EXPERT_MATRICES_AT, CHOICES_AT, SHARES_AT, SPANS_AT, EXPERT_RECORDS_AT, EXPERT_WIDE_RECORDS_AT,
     PAIR_OUTPUTS_AT,
+    # of some mixtures, else 0: sigmoid scores, what corrects them in the choice, groups of experts, how many
+    # of them are chosen and by how many of their best; biases of routers and of experts
+    SIGMOID_SCORES, CORRECTIONS_AT, EXPERT_GROUPS, CHOSEN_GROUPS, GROUP_EXPERTS, ROUTER_BIASES_AT,
+    EXPERT_BIASES_AT,
     # the entry of a draft head, see entry.py; a model has no inputs but its tokens
     FEATURES, FEATURE_WIDTH, FEATURE_PADDED, FEATURE_NORMS_AT, INPUT_NORM_AT, INPUT_EPSILON_AT, REDUCE_AT,
     MIX_AT, ENTRY_BIAS_AT, JOIN_NORMS_AT, NORMED_RESIDUAL, NORMED_STATES,
@@ -40,18 +48,30 @@ from paceline.backends.cpu.simd import load_int64
     MAX_DRAFTS, DRAFTS_WANTED_AT, DRAFTS_AT, CHANCES_AT, NUM_DRAFTS_AT, CHOSEN_AT, CHOSEN_CHANCES_AT,
     NEXT_ROWS_AT, NEXT_ROWS_STRIDE,
     JOB_SIZE,
-) = range(108)  # fmt: skip
+) = range(121)  # fmt: skip
 
 # Matrices of a layer, in the order of the descriptor table; behind all layers: the embedding and the head.
 Q, K, V, OUTPUT, GATE, UP, DOWN, LAYER_MATRICES = range(8)
-COUNTERS_PER_LAYER = 15
+COUNTERS_PER_LAYER = 19
 ENTRY_COUNTERS = 4
+LAST_COUNTERS = 5
+# The floats at SCALES_AT: of scores and the cap of scores, of embeddings, of what is added to the residual
+# stream, of logits and the cap of logits, of experts' shares. A cap of 0: none.
+SCORE_SCALE, SCORE_CAP, EMBEDDING_SCALE, RESIDUAL_SCALE, LOGITS_SCALE, LOGITS_CAP, SHARE_SCALE = range(7)
+# Bytes of a layer in ROPES: addresses of cosines and sines, rotated pairs of a head (0: no rope)
+ROPE = 24
 
 
 @compiled(inline=True)
 def field(job, index):  # type: ignore[no-untyped-def]
     """A field of the job."""
     return load_int64(job + 8 * index)
+
+
+@compiled(inline=True)
+def scale_of(job, index):  # type: ignore[no-untyped-def]
+    """One of the model's factors and caps."""
+    return load_float(field(job, SCALES_AT) + 4 * index)
 
 
 @compiled

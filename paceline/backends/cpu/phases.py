@@ -1,4 +1,6 @@
-"""The phases of a dense layer. In each, threads take tasks until none is left; a barrier follows.
+"""The phases of a dense layer that do not touch the residual stream, which residual.py has.
+
+In each, threads take tasks until none is left; a barrier follows.
 
 No task's result depends on the thread that ran it, or on other tasks.
 """
@@ -10,27 +12,22 @@ from paceline.backends.cpu.attention_choice import RESULT_ROWS, TASK_HEADS, atte
 from paceline.backends.cpu.attention_tiles import PAGE
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.job import (
+    ACTIVATION,
     ATTENTION_AT,
     ATTENTION_PADDED,
     BLOCK_ROWS,
     CHAIN_AT,
     CONTEXT_AT,
-    COSINES_AT,
     EPSILON_AT,
     FIRST_INDEX,
     HALF_KV,
     HEAD_NORMS_AT,
     HEAD_WIDTH,
     HEADS,
-    HIDDEN,
-    HIDDEN_PADDED,
-    INTERMEDIATE,
+    JOINT_QK_NORM,
     KV_AT,
     KV_HEADS,
-    LOGIT_ROWS_AT,
     MAX_PAGES,
-    NORMED_STATES,
-    NORMS_AT,
     NUM_PAGES,
     PAGES_AT,
     PARENTS_AT,
@@ -40,61 +37,34 @@ from paceline.backends.cpu.job import (
     QUANTIZED,
     RECORDS_AT,
     REQUEST_AT,
+    ROPE,
+    ROPES_AT,
     ROW_START_AT,
     RUN_MIX,
     RUN_SCORE,
     RUN_TILE,
-    SINES_AT,
-    STATE_AT,
-    STATES_AT,
-    TOKENS_AT,
+    SCORE_CAP,
+    SCORE_SCALE,
+    SINKS_AT,
     WIDE_RECORDS_AT,
     WINDOWS_AT,
     field,
+    scale_of,
     take,
 )
 from paceline.backends.cpu.matmul import multiply_rows
 from paceline.backends.cpu.rows import (
-    copy_row,
     gate,
     normalize,
     normalize_head,
-    read_matrix_row,
     record_stride,
     rotate,
     write_record,
-    write_records,
 )
 from paceline.backends.cpu.simd import load_float, load_int32, load_int64, store_float, store_int64
 from paceline.backends.cpu.tiles import COLUMNS, GROUP, RECORD
 
 CHUNK_ROWS = 16  # that meet some tiles before the next rows do: their records stay in the L1 or L2 cache
-
-
-@compiled
-def normalize_rows(tasks, job, counter, rows, norm, gathered, scratch):  # type: ignore[no-untyped-def]
-    """Norm of the residual stream into records; of the rows that want logits only, if `gathered`.
-
-    A draft head may lack a norm, and gives back the states of the gathered rows.
-    """
-    padded, state, records = field(job, HIDDEN_PADDED), field(job, STATE_AT), field(job, RECORDS_AT)
-    weight = load_int64(field(job, NORMS_AT) + 8 * norm)
-    epsilon = load_float(field(job, EPSILON_AT))
-    states = field(job, STATES_AT) if gathered else 0
-    while True:
-        row, _ = take(tasks, counter, rows, 1)
-        if row >= rows:
-            return
-        source = load_int32(field(job, LOGIT_ROWS_AT) + 4 * row) if gathered else row
-        before = state + 4 * padded * source
-        after = before
-        if weight != 0:
-            after = scratch
-            normalize(before, weight, after, field(job, HIDDEN), padded, epsilon)
-        write_records(after, padded // GROUP, records, record_stride(rows), row, field(job, QUANTIZED))
-        if states != 0:
-            told = after if field(job, NORMED_STATES) else before
-            copy_row(told, states + 4 * padded * row, padded)
 
 
 @compiled
@@ -139,14 +109,29 @@ def kv_index(job, request, row):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _norm_heads(job, values, heads, norm):  # type: ignore[no-untyped-def]
+    """The QK norm of a row's heads in place, one by one or all at once, if the model has one."""
+    norms, width = field(job, HEAD_NORMS_AT), field(job, HEAD_WIDTH)
+    if norms == 0:
+        return
+    epsilon = load_float(field(job, EPSILON_AT))
+    if field(job, JOINT_QK_NORM):
+        weight = norms + 4 * field(job, ATTENTION_PADDED) * norm
+        columns = (heads * width + GROUP - 1) // GROUP * GROUP
+        normalize(values, weight, values, heads * width, columns, epsilon)
+        return
+    for head in range(heads):
+        normalize_head(values + 4 * head * width, norms + 4 * width * norm, width, epsilon)
+
+
+@compiled
 def rope_and_store(tasks, job, counter, rows, layer):  # type: ignore[no-untyped-def]
     """QK norms and RoPE of queries and keys; stores keys and values in their pages."""
     heads, kv_heads, width = field(job, HEADS), field(job, KV_HEADS), field(job, HEAD_WIDTH)
-    half, half_kv = width // 2, field(job, HALF_KV)
+    half_kv, rope = field(job, HALF_KV), field(job, ROPES_AT) + ROPE * layer
+    pairs = load_int64(rope + 16)
     query_columns = (heads * width + GROUP - 1) // GROUP * GROUP
     key_columns = (kv_heads * width + GROUP - 1) // GROUP * GROUP
-    head_norms = field(job, HEAD_NORMS_AT)
-    epsilon = load_float(field(job, EPSILON_AT))
     while True:
         task, _ = take(tasks, counter, rows * 2, 1)
         if task >= rows * 2:
@@ -154,24 +139,21 @@ def rope_and_store(tasks, job, counter, rows, layer):  # type: ignore[no-untyped
         row = task // 2
         qkv = field(job, QKV_AT) + row * field(job, QKV_STRIDE)
         position = load_int32(field(job, POSITIONS_AT) + 4 * row)
-        cosines = field(job, COSINES_AT) + 4 * half * position
-        sines = field(job, SINES_AT) + 4 * half * position
+        cosines, sines = load_int64(rope) + 4 * pairs * position, load_int64(rope + 8) + 4 * pairs * position
         if task % 2 == 0:
+            _norm_heads(job, qkv, heads, 2 * layer)
             for head in range(heads):
-                query = qkv + 4 * head * width
-                if head_norms != 0:
-                    normalize_head(query, head_norms + 4 * width * (2 * layer), width, epsilon)
-                rotate(query, cosines, sines, half)
+                rotate(qkv + 4 * head * width, cosines, sines, pairs)
         else:
             request = load_int32(field(job, REQUEST_AT) + 4 * row)
             index = kv_index(job, request, row)
             page = page_of(job, request, index)
+            keys = qkv + 4 * query_columns
+            _norm_heads(job, keys, kv_heads, 2 * layer + 1)
             for head in range(kv_heads):
-                key = qkv + 4 * (query_columns + head * width)
-                if head_norms != 0:
-                    normalize_head(key, head_norms + 4 * width * (2 * layer + 1), width, epsilon)
-                rotate(key, cosines, sines, half)
-                value = qkv + 4 * (query_columns + key_columns + head * width)
+                key = keys + 4 * head * width
+                rotate(key, cosines, sines, pairs)
+                value = key + 4 * key_columns
                 address = _block_address(job, layer, page, head)
                 write_key_value(key, value, index % PAGE, address, width, half_kv)
 
@@ -231,6 +213,8 @@ def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-u
     queries = result + 64 + 4 * RESULT_ROWS * (width + 15)
     spare = queries + 4 * TASK_HEADS * width
     window = load_int64(field(job, WINDOWS_AT) + 8 * layer)
+    factor, cap = scale_of(job, SCORE_SCALE), scale_of(job, SCORE_CAP)
+    sinks = field(job, SINKS_AT)
     out_row = 4 * field(job, ATTENTION_PADDED)
     parts, run_score, run_mix = heads // each, field(job, RUN_SCORE), field(job, RUN_MIX)
     groups = (rows + most - 1) // most
@@ -261,74 +245,51 @@ def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-u
                         store_float(queries + 4 * (other * each * width + d), load_float(source + 4 * d))
                 query = queries
             out = field(job, ATTENTION_AT) + row * out_row + 4 * head * width
+            own_sinks = sinks + 4 * (heads * layer + head) if sinks != 0 else 0
             attend(
-                run_score, run_mix, half_kv, query, each, together, width, blocks, first, last, scores,
-                stride, result, out, out_row,
+                run_score, run_mix, half_kv, query, each, together, width, blocks, first, last, factor, cap,
+                own_sinks, scores, stride, result, out, out_row,
             )  # fmt: skip
             row += together
 
 
 @compiled
-def quantize_rows(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
-    """The attention's output into records."""
-    padded, stride = field(job, ATTENTION_PADDED), record_stride(rows)
-    while True:
-        row, _ = take(tasks, counter, rows, 1)
-        if row >= rows:
-            return
-        source = field(job, ATTENTION_AT) + 4 * padded * row
-        write_records(source, padded // GROUP, field(job, RECORDS_AT), stride, row, field(job, QUANTIZED))
+def gate_unit(  # type: ignore[no-untyped-def]
+    job, unit, gates, ups, gate_biases, up_biases, records, stride, rows, out, scratch
+):
+    """32 columns of the gate and up projections of all rows, activated, and their records at `out`.
 
-
-@compiled
-def gate_unit(job, unit, gates, ups, records, stride, rows, out, scratch):  # type: ignore[no-untyped-def]
-    """32 columns of the gate and up projections of all rows, SwiGLU, and their records at `out`.
-
-    Two groups of the records that are read are `stride` records apart.
+    Two groups of the records that are read are `stride` records apart; biases may be 0.
     """
-    quantized, run_tile = field(job, QUANTIZED), field(job, RUN_TILE)
+    quantized, run_tile, activation = field(job, QUANTIZED), field(job, RUN_TILE), field(job, ACTIVATION)
     size = RECORD if quantized else 4 * GROUP
     ups_at = scratch + CHUNK_ROWS * 4 * GROUP
     for start in range(0, rows, CHUNK_ROWS):
         count = min(CHUNK_ROWS, rows - start)
         for part in range(GROUP // COLUMNS):
             tile, place = GROUP // COLUMNS * unit + part, 4 * COLUMNS * part
+            gate_bias = gate_biases + 4 * COLUMNS * tile if gate_biases != 0 else 0
             multiply_rows(
-                run_tile, gates, tile, records, stride, start, count, scratch + place, 4 * GROUP, 0, 0
+                run_tile, gates, tile, records, stride, start, count, scratch + place, 4 * GROUP, gate_bias, 0
             )
-            multiply_rows(run_tile, ups, tile, records, stride, start, count, ups_at + place, 4 * GROUP, 0, 0)
+            up_bias = up_biases + 4 * COLUMNS * tile if up_biases != 0 else 0
+            multiply_rows(
+                run_tile, ups, tile, records, stride, start, count, ups_at + place, 4 * GROUP, up_bias, 0
+            )
         for row in range(count):
             values = scratch + 4 * GROUP * row
-            gate(values, ups_at + 4 * GROUP * row)
+            gate(values, ups_at + 4 * GROUP * row, activation)
             write_record(values, out + (start + row) * size, quantized)
 
 
 @compiled
 def gate_rows(tasks, job, counter, rows, gates, ups, scratch):  # type: ignore[no-untyped-def]
-    """Gate, up and SwiGLU of all rows, 32 columns a task."""
+    """Gate, up and activation of all rows, 32 columns a task."""
     size = RECORD if field(job, QUANTIZED) else 4 * GROUP
-    units, stride = field(job, INTERMEDIATE) // GROUP, record_stride(rows)
+    units, stride = COLUMNS * load_int64(gates + 24) // GROUP, record_stride(rows)
     while True:
         unit, _ = take(tasks, counter, units, 1)
         if unit >= units:
             return
         out = field(job, WIDE_RECORDS_AT) + unit * stride * size
-        gate_unit(job, unit, gates, ups, field(job, RECORDS_AT), stride, rows, out, scratch)
-
-
-@compiled
-def read_embedding(embedding, token, out):  # type: ignore[no-untyped-def]
-    """The embedding of a token, from the descriptor of the matrix of all."""
-    groups, size = load_int64(embedding + 16), load_int64(embedding + 32)
-    read_matrix_row(load_int64(embedding), load_int64(embedding + 8), groups, size, token, out)
-
-
-@compiled
-def embed_rows(tasks, job, counter, rows, embedding):  # type: ignore[no-untyped-def]
-    """The embedding of each row's token into the residual stream."""
-    while True:
-        row, _ = take(tasks, counter, rows, 1)
-        if row >= rows:
-            return
-        out = field(job, STATE_AT) + 4 * field(job, HIDDEN_PADDED) * row
-        read_embedding(embedding, load_int32(field(job, TOKENS_AT) + 4 * row), out)
+        gate_unit(job, unit, gates, ups, 0, 0, field(job, RECORDS_AT), stride, rows, out, scratch)

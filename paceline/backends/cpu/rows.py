@@ -1,4 +1,4 @@
-"""Operations on one row: embedding, norm, quantization, RoPE, SwiGLU.
+"""Operations on one row: embedding, norm, quantization, RoPE, the MLP's activation, soft caps.
 
 Every function here reads and writes one row only, in a fixed order, so its result cannot depend on other
 rows. `records` are the quantized activations described in tiles.py: the record of group g and row r is at
@@ -20,6 +20,7 @@ from paceline.backends.cpu.simd import (
     exponential,
     fma,
     fma_float,
+    larger,
     largest_magnitude,
     load,
     load_byte,
@@ -27,6 +28,7 @@ from paceline.backends.cpu.simd import (
     load_half,
     multiply,
     scaled_to_nearest,
+    smaller,
     spread,
     store,
     store_bytes,
@@ -37,6 +39,9 @@ from paceline.backends.cpu.simd import (
 )
 from paceline.backends.cpu.tiles import COLUMNS, FLOAT32, GROUP, INT4, INT4K, INT8, RECORD
 
+# Activations of the MLP's gate, by ModelConfig.activation
+SILU, GELU_TANH, CLAMPED_SILU = 0, 1, 2
+ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH, "clamped_silu": CLAMPED_SILU}
 OFFSET = 128 if ISA.offset_weights else 0
 
 
@@ -89,6 +94,20 @@ def normalize(values, weight, out, width, padded, epsilon):  # type: ignore[no-u
 
 
 @compiled
+def center(values, out, width, padded):  # type: ignore[no-untyped-def]
+    """out = values minus their mean, of a row of `width` floats that is padded with zeros to `padded`."""
+    total = spread(np.float32(0))
+    for k in range(0, padded, 16):
+        total = add(total, load(values + 4 * k))
+    minus = -sum_lanes(total) / np.float32(width)
+    whole = width // 16 * 16
+    for k in range(0, whole, 16):
+        store(out + 4 * k, add(load(values + 4 * k), spread(minus)))
+    for k in range(whole, padded):
+        store_float(out + 4 * k, load_float(values + 4 * k) + minus if k < width else np.float32(0))
+
+
+@compiled
 def copy_row(values, out, padded):  # type: ignore[no-untyped-def]
     """out = values."""
     for k in range(0, padded, 16):
@@ -100,6 +119,30 @@ def add_row(values, other, padded):  # type: ignore[no-untyped-def]
     """values += other."""
     for k in range(0, padded, 16):
         store(values + 4 * k, add(load(values + 4 * k), load(other + 4 * k)))
+
+
+@compiled
+def add_scaled_row(values, other, factor, padded):  # type: ignore[no-untyped-def]
+    """values += factor * other."""
+    for k in range(0, padded, 16):
+        store(values + 4 * k, fma(load(other + 4 * k), spread(factor), load(values + 4 * k)))
+
+
+@compiled
+def scale_row(values, factor, padded):  # type: ignore[no-untyped-def]
+    """values *= factor."""
+    for k in range(0, padded, 16):
+        store(values + 4 * k, multiply(load(values + 4 * k), spread(factor)))
+
+
+@compiled
+def soft_cap(values, cap, padded):  # type: ignore[no-untyped-def]
+    """values = cap * tanh(values / cap), where tanh(y) is 1 - 2 / (1 + exp(2 y))."""
+    one, minus_two = spread(np.float32(1)), spread(np.float32(-2) * cap)
+    inverse = spread(np.float32(2) / cap)
+    for k in range(0, padded, 16):
+        grown = add(one, exponential(multiply(load(values + 4 * k), inverse)))
+        store(values + 4 * k, add(spread(cap), divide(minus_two, grown)))
 
 
 @compiled
@@ -131,13 +174,26 @@ def normalize_head(values, weight, width, epsilon):  # type: ignore[no-untyped-d
 
 
 @compiled
-def gate(gates, ups):  # type: ignore[no-untyped-def]
-    """SwiGLU of 32 columns, in place of the gates: silu(gate) * up."""
+def gate(gates, ups, activation):  # type: ignore[no-untyped-def]
+    """The MLP's activation of 32 columns, in place of the gates: activation(gate) * up.
+
+    All are gate * sigmoid(y) for some y: SiLU's is the gate, that of GELU by tanh a polynomial of it.
+    """
     for k in range(0, GROUP, 16):
-        value = load(gates + 4 * k)
+        value, up = load(gates + 4 * k), load(ups + 4 * k)
         minus = multiply(value, spread(np.float32(-1)))
-        silu = divide(value, add(spread(np.float32(1)), exponential(minus)))
-        store(gates + 4 * k, multiply(silu, load(ups + 4 * k)))
+        if activation == GELU_TANH:
+            # -2 sqrt(2 / pi) (gate + 0.044715 gate ** 3)
+            square = multiply(value, value)
+            cubic = fma(square, spread(np.float32(-0.07135481282)), spread(np.float32(-1.5957691216)))
+            minus = multiply(value, cubic)
+        elif activation == CLAMPED_SILU:
+            value = smaller(value, spread(np.float32(7)))
+            minus = multiply(value, spread(np.float32(-1.702)))
+            clamped = larger(smaller(up, spread(np.float32(7))), spread(np.float32(-7)))
+            up = add(clamped, spread(np.float32(1)))
+        activated = divide(value, add(spread(np.float32(1)), exponential(minus)))
+        store(gates + 4 * k, multiply(activated, up))
 
 
 @compiled

@@ -305,6 +305,12 @@ def larger(builder, a, b):  # type: ignore[no-untyped-def]
     return call(builder, "llvm.maximum.v16f32", _FLOATS, a, b)
 
 
+@operation(floats, floats, floats)
+def smaller(builder, a, b):  # type: ignore[no-untyped-def]
+    """The smaller of each lane; NaN where either is NaN."""
+    return call(builder, "llvm.minimum.v16f32", _FLOATS, a, b)
+
+
 @operation(types.float32, floats, floats)
 def largest_magnitude(builder, a, b):  # type: ignore[no-untyped-def]
     """The largest absolute value of the lanes of a and b; NaN if there is one.

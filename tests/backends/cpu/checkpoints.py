@@ -9,13 +9,14 @@ import gguf
 import numpy as np
 
 from paceline.models.checkpoint import Checkpoint, Tensor
-from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
 from paceline.models.gguf import GgufTensor
 from paceline.models.gguf_blocks import FORMATS
 from paceline.models.layout import expected_tensors
 
 # Where a block has its half floats: the scale, and the scale of the minimums where there are any.
 HALVES_AT = {"Q4_0": (0,), "Q8_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2)}
+HALVES_AT |= {"IQ4_NL": (0,), "IQ4_XS": (0,), "MXFP4": ()}
 HALVES_AT |= {"Q2_K": (80, 82), "Q3_K": (108,), "Q5_K": (0, 2), "Q6_K": (208,)}
 
 ROPE = RopeConfig(theta=1000.0)
@@ -57,6 +58,48 @@ UNEVEN = ModelConfig(
     **SIZES,
 )
 
+# Blocks that no family has together: norms after experts, sinks under a soft cap, a part of a head turned
+ALL_BLOCKS = ModelConfig(
+    family="glm4_moe",
+    vocab_size=90,
+    hidden_size=52,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=12,
+    intermediate_size=70,
+    tie_embeddings=True,
+    qkv_bias=True,
+    output_bias=True,
+    joint_qk_norm=True,
+    sliding_windows=(9, None),
+    activation="gelu_tanh",
+    attention_sinks=True,
+    norm="layer",
+    norm_placement="sandwich",
+    layer_ropes=(RopeConfig(theta=500.0, dim=8), None),
+    attention_scale=0.4,
+    attention_softcap=3.0,
+    logits_softcap=4.0,
+    embedding_scale=3.0,
+    residual_scale=0.7,
+    logits_scale=1.5,
+    moe=MoeConfig(
+        num_experts=6,
+        experts_per_token=2,
+        intermediate_size=40,
+        normalize_weights=False,
+        layers=frozenset({1}),
+        scoring="sigmoid",
+        correction_bias=True,
+        groups=3,
+        chosen_groups=2,
+        weight_scale=1.3,
+        shared_intermediate_size=100,
+        biases=True,
+    ),
+    **SIZES,
+)
+
 
 def floats(values: np.ndarray) -> GgufTensor:
     """An array as a tensor of a file."""
@@ -76,6 +119,8 @@ def random_blocks(kind: str, rows: int, depth: int, seed: int = 3) -> GgufTensor
     if form.block_size == 1:
         return quantized(random.standard_normal((rows, depth), dtype=np.float32), kind)
     blocks = random.integers(0, 256, (rows, depth // form.block_size, form.block_bytes)).astype(np.uint8)
+    if kind == "MXFP4":  # its scale is an exponent, less 127
+        blocks[:, :, 0] = random.integers(103, 132, blocks.shape[:2])
     for place in HALVES_AT[kind]:
         # from the smallest halves there are to large ones, of both signs
         scales = 2.0 ** random.uniform(-24, 4, blocks.shape[:2]) * random.choice([-1, 1], blocks.shape[:2])
@@ -118,3 +163,8 @@ def blocks_checkpoint() -> Checkpoint:
 def uneven_checkpoint() -> Checkpoint:
     """A model whose sizes all leave half of their last group empty."""
     return _checkpoint(UNEVEN, {})
+
+
+def all_blocks_checkpoint() -> Checkpoint:
+    """A model with the blocks that families have beyond llama's, most of them at once."""
+    return _checkpoint(ALL_BLOCKS, {})

@@ -9,20 +9,20 @@ import pytest
 
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.registry import load_checkpoint, resolve
-from tests.backends.cpu.checkpoints import blocks_checkpoint, uneven_checkpoint
-from tests.tiny import FAMILIES, save_checkpoint
+from tests.backends.cpu.checkpoints import all_blocks_checkpoint, blocks_checkpoint, uneven_checkpoint
+from tests.tiny import FAMILIES, TORCH_FAMILIES, save_checkpoint
 
 
 @pytest.fixture(scope="session")
 def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
     """A checkpoint by name: a tiny family, one of checkpoints.py, or a real model's alias."""
-    made = {"blocks": blocks_checkpoint, "uneven": uneven_checkpoint}
+    made = {"blocks": blocks_checkpoint, "uneven": uneven_checkpoint, "all blocks": all_blocks_checkpoint}
 
     @functools.cache
     def load(name: str) -> Checkpoint:
         if name in made:
             return made[name]()
-        if name in FAMILIES:
+        if name in FAMILIES | TORCH_FAMILIES:
             return load_checkpoint(save_checkpoint(name, tmp_path_factory.mktemp(name)))
         return load_checkpoint(resolve(name))
 

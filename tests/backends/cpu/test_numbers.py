@@ -7,12 +7,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from llvmlite import ir
 from numba import types
 
 from paceline.backends.cpu import CpuBackend
 from paceline.backends.cpu.compiled import compiled
-from paceline.backends.cpu.rows import gate, normalize, normalize_head, rotate, write_record
+from paceline.backends.cpu.rows import (
+    ACTIVATIONS,
+    center,
+    gate,
+    normalize,
+    normalize_head,
+    rotate,
+    soft_cap,
+    write_record,
+)
 from paceline.backends.cpu.simd import (
     exponential,
     float_to_half_bits,
@@ -24,6 +34,7 @@ from paceline.backends.cpu.simd import (
 )
 from paceline.backends.cpu.simd import floats as simd_floats
 from paceline.backends.cpu.tiles import GROUP, RECORD
+from paceline.models import blocks, transformer
 from paceline.models.checkpoint import Checkpoint
 from tests.backends.cpu.checkpoints import floats
 from tests.backends.cpu.numbers import assert_same_bits, fma, quantize
@@ -57,8 +68,18 @@ def _normalize_head(values, weight, width, epsilon):  # type: ignore[no-untyped-
 
 
 @compiled(cached=True)
-def _gate(gates, ups):  # type: ignore[no-untyped-def]
-    gate(gates, ups)
+def _center(values, out, width, padded):  # type: ignore[no-untyped-def]
+    center(values, out, width, padded)
+
+
+@compiled(cached=True)
+def _soft_cap(values, cap, padded):  # type: ignore[no-untyped-def]
+    soft_cap(values, cap, padded)
+
+
+@compiled(cached=True)
+def _gate(gates, ups, activation):  # type: ignore[no-untyped-def]
+    gate(gates, ups, activation)
 
 
 def random_floats(*shape: int, seed: int = 0) -> np.ndarray:
@@ -228,27 +249,49 @@ def test_rms_norm_of_a_head(width: int) -> None:
     assert values[width] == after
 
 
-def swiglu(gates: np.ndarray, ups: np.ndarray) -> np.ndarray:
+def gated(gates: np.ndarray, ups: np.ndarray, activation: str) -> np.ndarray:
     out = gates.astype(np.float32).copy()
-    _gate(out.ctypes.data, ups.astype(np.float32).ctypes.data)
+    _gate(out.ctypes.data, ups.astype(np.float32).ctypes.data, ACTIVATIONS[activation])
     return out
 
 
-def test_swiglu() -> None:
-    gates, ups = random_floats(GROUP, seed=7) * 6, random_floats(GROUP, seed=8)
-    wide = gates.astype(np.float64)
-    np.testing.assert_allclose(swiglu(gates, ups), wide / (1 + np.exp(-wide)) * ups, rtol=2e-6)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_are_those_of_torch(activation: str) -> None:
+    gates, ups = random_floats(GROUP, seed=7) * 6, random_floats(GROUP, seed=8) * 6
+    wide = [torch.from_numpy(values.astype(np.float64)) for values in (gates, ups)]
+    expected = blocks.ACTIVATIONS[activation](*wide).numpy()
+    np.testing.assert_allclose(gated(gates, ups, activation), expected, rtol=2e-6, atol=1e-7)
 
 
-def test_swiglu_of_extremes() -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_activations_of_extremes(activation: str) -> None:
     gates = np.zeros(GROUP, np.float32)
     gates[:6] = [np.nan, np.inf, -200, 200, -3e38, 3e38]
-    found = swiglu(gates, np.ones(GROUP, np.float32))
+    found = gated(gates, np.ones(GROUP, np.float32), activation)
     assert np.isnan(found[0])
     assert found[1] == np.inf
     np.testing.assert_allclose(found[2:5], [0, 200, 0], atol=3)
     assert found[5] > 1e38
     assert not np.any(found[6:])
+
+
+def test_a_soft_cap_is_that_of_torch() -> None:
+    values = np.concatenate(
+        (random_floats(58) * 40, np.array([0, -1e-3, 500, -500, np.inf, -np.inf]))
+    ).astype(np.float32)
+    expected = transformer.soft_cap(torch.from_numpy(values).double(), 30.0).numpy()
+    _soft_cap(values.ctypes.data, np.float32(30), len(values))
+    np.testing.assert_allclose(values, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [64, 70, 5])
+def test_centering_subtracts_the_mean_and_leaves_the_padding_zero(width: int) -> None:
+    padded = -(-width // GROUP) * GROUP
+    values, out = np.zeros(padded, np.float32), np.full(padded, np.nan, np.float32)
+    values[:width] = random_floats(width, seed=3) + 2
+    _center(values.ctypes.data, out.ctypes.data, width, padded)
+    np.testing.assert_allclose(out[:width], values[:width] - values[:width].mean(dtype=np.float64), atol=1e-6)
+    assert not np.any(out[width:])
 
 
 # What is no number -------------------------------------------------------------------------------------

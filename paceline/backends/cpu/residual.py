@@ -1,0 +1,158 @@
+"""The phases that read and write the residual stream: embedding, norms, what blocks add to it, logits.
+
+Attention and MLP add straight to the stream where nothing comes between. In models with norms after them,
+with a factor of what they add, or where both read the same norm, they write into a buffer, the branch, which
+is added row by row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.job import (
+    ATTENTION_AT,
+    ATTENTION_PADDED,
+    BRANCH_AT,
+    CENTERED,
+    EMBEDDING_SCALE,
+    EPSILON_AT,
+    HIDDEN,
+    HIDDEN_PADDED,
+    LOGIT_ROWS_AT,
+    LOGITS_AT,
+    LOGITS_CAP,
+    LOGITS_SCALE,
+    LOGITS_STRIDE,
+    NORMED_STATES,
+    NORMS_AT,
+    OUTPUT_NORMS_AT,
+    QUANTIZED,
+    RECORDS_AT,
+    RESIDUAL_SCALE,
+    STATE_AT,
+    STATES_AT,
+    TOKENS_AT,
+    field,
+    scale_of,
+    take,
+)
+from paceline.backends.cpu.rows import (
+    add_scaled_row,
+    center,
+    copy_row,
+    normalize,
+    read_matrix_row,
+    record_stride,
+    scale_row,
+    soft_cap,
+    write_records,
+)
+from paceline.backends.cpu.simd import load_float, load_int32, load_int64
+from paceline.backends.cpu.tiles import GROUP
+
+LOGIT_COLUMNS = 4096  # of a task
+
+
+@compiled
+def read_embedding(embedding, token, out):  # type: ignore[no-untyped-def]
+    """The embedding of a token, from the descriptor of the matrix of all."""
+    groups, size = load_int64(embedding + 16), load_int64(embedding + 32)
+    read_matrix_row(load_int64(embedding), load_int64(embedding + 8), groups, size, token, out)
+
+
+@compiled
+def embed_rows(tasks, job, counter, rows, embedding):  # type: ignore[no-untyped-def]
+    """The embedding of each row's token into the residual stream."""
+    padded, factor = field(job, HIDDEN_PADDED), scale_of(job, EMBEDDING_SCALE)
+    while True:
+        row, _ = take(tasks, counter, rows, 1)
+        if row >= rows:
+            return
+        out = field(job, STATE_AT) + 4 * padded * row
+        read_embedding(embedding, load_int32(field(job, TOKENS_AT) + 4 * row), out)
+        if factor != 1:
+            scale_row(out, factor, padded)
+
+
+@compiled
+def norm_row(job, values, weight, out):  # type: ignore[no-untyped-def]
+    """Where the norm of a row is: `out`, or the row itself if the model lacks this norm (weight 0)."""
+    width, padded = field(job, HIDDEN), field(job, HIDDEN_PADDED)
+    if weight == 0:
+        return values
+    if field(job, CENTERED):
+        center(values, out, width, padded)
+        values = out
+    normalize(values, weight, out, width, padded, load_float(field(job, EPSILON_AT)))
+    return out
+
+
+@compiled
+def normalize_rows(tasks, job, counter, rows, norm, gathered, scratch):  # type: ignore[no-untyped-def]
+    """Norm of the residual stream into records; of the rows that want logits only, if `gathered`.
+
+    A draft head gives back the states of the gathered rows.
+    """
+    padded, state, records = field(job, HIDDEN_PADDED), field(job, STATE_AT), field(job, RECORDS_AT)
+    weight = load_int64(field(job, NORMS_AT) + 8 * norm)
+    states = field(job, STATES_AT) if gathered else 0
+    while True:
+        row, _ = take(tasks, counter, rows, 1)
+        if row >= rows:
+            return
+        source = load_int32(field(job, LOGIT_ROWS_AT) + 4 * row) if gathered else row
+        before = state + 4 * padded * source
+        after = norm_row(job, before, weight, scratch)
+        write_records(after, padded // GROUP, records, record_stride(rows), row, field(job, QUANTIZED))
+        if states != 0:
+            told = after if field(job, NORMED_STATES) else before
+            copy_row(told, states + 4 * padded * row, padded)
+
+
+@compiled
+def quantize_rows(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
+    """The attention's output into records."""
+    padded, stride = field(job, ATTENTION_PADDED), record_stride(rows)
+    while True:
+        row, _ = take(tasks, counter, rows, 1)
+        if row >= rows:
+            return
+        source = field(job, ATTENTION_AT) + 4 * padded * row
+        write_records(source, padded // GROUP, field(job, RECORDS_AT), stride, row, field(job, QUANTIZED))
+
+
+@compiled
+def add_branch(tasks, job, counter, rows, norm, scratch):  # type: ignore[no-untyped-def]
+    """Add the branch of each row, normed and scaled as the model asks, to the residual stream."""
+    padded, factor = field(job, HIDDEN_PADDED), scale_of(job, RESIDUAL_SCALE)
+    weight = load_int64(field(job, OUTPUT_NORMS_AT) + 8 * norm)
+    while True:
+        row, _ = take(tasks, counter, rows, 1)
+        if row >= rows:
+            return
+        added = norm_row(job, field(job, BRANCH_AT) + 4 * padded * row, weight, scratch)
+        add_scaled_row(field(job, STATE_AT) + 4 * padded * row, added, factor, padded)
+
+
+@compiled
+def has_raw_logits(job):  # type: ignore[no-untyped-def]
+    """Whether the LM head's outputs are not logits yet: they are scaled or capped."""
+    return scale_of(job, LOGITS_SCALE) != np.float32(1) or scale_of(job, LOGITS_CAP) > 0
+
+
+@compiled
+def finish_logits(tasks, job, counter, rows, columns):  # type: ignore[no-untyped-def]
+    """The scale and the soft cap of logits [rows, columns], some columns a task."""
+    factor, cap = scale_of(job, LOGITS_SCALE), scale_of(job, LOGITS_CAP)
+    parts = (columns + LOGIT_COLUMNS - 1) // LOGIT_COLUMNS
+    while True:
+        task, _ = take(tasks, counter, rows * parts, 1)
+        if task >= rows * parts:
+            return
+        first = task % parts * LOGIT_COLUMNS
+        values = field(job, LOGITS_AT) + field(job, LOGITS_STRIDE) * (task // parts) + 4 * first
+        count = min(LOGIT_COLUMNS, columns - first)
+        scale_row(values, factor, count)
+        if cap > 0:
+            soft_cap(values, cap, count)
