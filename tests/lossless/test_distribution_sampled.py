@@ -1,4 +1,4 @@
-"""The compiled rules with the engine's own noise: chi-squared of 200,000 texts over 16 tokens.
+"""The compiled rules with the engine's own noise: chi-squared of 100,000 texts over 16 tokens, and of more in `make test-large`.
 
 Seeds are fixed, so the numbers are always the same. Noise that is used twice is planted, and is seen.
 """
@@ -11,11 +11,12 @@ import pytest
 from paceline.verify.kernels import uniforms
 from paceline.verify.noise import lane
 from paceline.verify.rule_kernels import decide_by_block, decide_by_rejection, decide_by_traversal
+from tests.large import LARGE
 from tests.lossless.enumeration import drawn_chain
 from tests.lossless.simulation import Noise, adversarial_tables, deviation, simulate
 
 D, C = "drawn", "chosen"
-TRIALS = 200_000
+TRIALS = 200_000 if LARGE else 100_000
 TABLES = adversarial_tables(1)
 CHAIN = drawn_chain(3)
 MIXED = ((-1, D), (-1, C), (0, D), (0, D), (1, D))
@@ -52,10 +53,18 @@ class OneDrawForAllNodes(Noise):
         return super().draft(0, 0)
 
 
-@pytest.mark.parametrize("noise", [OneCoinForAllNodes, LastTokenByACoin, CoinOfTheDraw, OneDrawForAllNodes])
+@pytest.mark.parametrize(
+    ("noise", "trials"),
+    [
+        (OneCoinForAllNodes, 60_000),  # block verification hardly shows it
+        (LastTokenByACoin, 20_000),
+        (CoinOfTheDraw, 20_000),
+        (OneDrawForAllNodes, 20_000),
+    ],
+)
 @pytest.mark.parametrize(("decide", "shape"), CASES)
-def test_noise_used_twice_in_a_step_is_seen(decide, shape, noise):
-    assert deviation(TABLES, simulate(decide, TABLES, shape, 60_000, 2, noise)) > 10
+def test_noise_used_twice_in_a_step_is_seen(decide, shape, noise, trials):
+    assert deviation(TABLES, simulate(decide, TABLES, shape, trials, 2, noise)) > 10
 
 
 class KeyedByOwnPosition(Noise):
@@ -68,5 +77,5 @@ class KeyedByOwnPosition(Noise):
 
 def test_noise_of_a_thrown_away_token_used_again_in_the_next_step_is_seen():
     """Why noise is keyed by the first new position: block verification looks at tokens it throws away."""
-    again = simulate(decide_by_block, TABLES, drawn_chain(2), 600_000, 2, KeyedByOwnPosition)
+    again = simulate(decide_by_block, TABLES, drawn_chain(2), 450_000, 2, KeyedByOwnPosition)
     assert deviation(TABLES, again) > 15
