@@ -87,8 +87,11 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def imported_modules_stay_frozen() -> Iterator[None]:
-    """Engines unfreeze what others froze: each would search all modules for garbage, for half a second."""
-    collecting = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
+    """Engines unfreeze what others froze: each would search all modules for garbage, for half a second.
+
+    They search only what is new: modules are imported by tests too, torch's compiler among them.
+    """
+    collecting = SimpleNamespace(collect=lambda: gc.collect(1), freeze=lambda: None, unfreeze=lambda: None)
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(engine_room, "gc", collecting)
         yield

@@ -29,6 +29,7 @@ from tests.control.simulation import (
     gpu_seconds,
     rate,
 )
+from tests.large import in_turn
 
 
 def controller(world: World, **options: object) -> AutoController:
@@ -100,12 +101,17 @@ def test_never_asks_below_the_drafters_own_threshold():
     assert longest(0.6) == 2  # 0.8 ** 2 is more than that, 0.8 ** 3 is not
 
 
-@pytest.mark.parametrize("pass_seconds", [cpu_seconds, gpu_seconds])
-@pytest.mark.parametrize("concurrency", [1, 4, 16])
-@pytest.mark.parametrize(("right", "per_level"), [(0.1, 0.0008), (0.6, 0.0), (0.8, 0.0008)])
-def test_never_below_plain_decoding_and_near_the_best_fixed_length(
-    pass_seconds, concurrency, right, per_level
-):
+CROWDS = {
+    f"{concurrency} requests, {right} right": (concurrency, right, per_level)
+    for concurrency in (1, 4, 16)
+    for right, per_level in ((0.1, 0.0008), (0.6, 0.0), (0.8, 0.0008))
+}
+PASSES = {"cpu": cpu_seconds, "gpu": gpu_seconds}
+
+
+@pytest.mark.parametrize(("crowd", "pass_seconds"), in_turn(CROWDS, PASSES))
+def test_never_below_plain_decoding_and_near_the_best_fixed_length(crowd, pass_seconds):
+    concurrency, right, per_level = crowd
     world = World(
         {"d": SimulatedDrafter(lambda step: right, seconds_per_level=per_level)},
         pass_seconds=pass_seconds,
@@ -124,8 +130,10 @@ def large_model_seconds(rows: float) -> float:
     return max(0.0123, 0.000059 * rows) + 0.001 + 0.000009 * rows
 
 
-@pytest.mark.parametrize("concurrency", [4, 16, 64, 96, 128, 256])
-@pytest.mark.parametrize("right", [0.5, 0.85])
+@pytest.mark.parametrize(
+    ("concurrency", "right"),
+    in_turn({str(count): count for count in (4, 16, 64, 96, 128, 256)}, {"half": 0.5, "most": 0.85}),
+)
 def test_with_many_requests_it_is_near_the_best_fixed_length_after_a_hundred_steps(right, concurrency):
     """What passes of more than 64 rows cost was never measured: it must learn that from a few steps."""
     per_call, per_level = 0.0001, 0.00064

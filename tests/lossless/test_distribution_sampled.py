@@ -1,4 +1,4 @@
-"""The compiled rules with the engine's own noise: chi-squared of 100,000 texts over 16 tokens, and of more in `make test-large`.
+"""The compiled rules with the engine's own noise: chi-squared of 100,000 texts over 16 tokens.
 
 Seeds are fixed, so the numbers are always the same. Noise that is used twice is planted, and is seen.
 """
