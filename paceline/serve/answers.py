@@ -62,7 +62,11 @@ def documented(
     events: dict[int | str, dict[str, Any]] = {
         200: {"content": {"text/event-stream": {"schema": event}}}  # the schema of one event
     }
-    return (events if stream else {}) | {status: {**_ERRORS[status], "model": form} for status in statuses}
+    # FastAPI builds a validator for each model that it is given: one makes the schema that the others name
+    named = {"content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{form.__name__}"}}}}
+    first = statuses[0]
+    errors = {own: {**_ERRORS[own], **({"model": form} if own == first else named)} for own in statuses}
+    return (events if stream else {}) | errors
 
 
 GENERATES = documented(*ALL_ERRORS, stream=True)
