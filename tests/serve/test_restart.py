@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from benchmarks.server.process import ServerProcess
+from paceline import LLM, SamplingParams
 from paceline.bench.servers.client import Server, post
 
 pytestmark = pytest.mark.real
 
-BODY = {"prompt": "one two three one two three one", "max_tokens": 24, "temperature": 0.8, "seed": 9}
+BODY: dict[str, Any] = {
+    "prompt": "one two three one two three one",
+    "max_tokens": 24,
+    "temperature": 0.8,
+    "seed": 9,
+}
 
 
 def answer(server: Server) -> str:
@@ -26,25 +33,25 @@ def answer(server: Server) -> str:
 
 def test_the_server_restarts_after_a_kill_during_answers(tmp_path: Path) -> None:
     kept = tmp_path / "past.npz"
-    drafts = json.dumps({"method": "suffix", "suffix_cache_path": str(kept)})
-
-    def start() -> ServerProcess:
-        return ServerProcess("--threads", "1", "--speculative-config", drafts)
-
-    first = start()
-    text = answer(first.server)
-    assert answer(first.server) == text  # now from the prefix cache, and drafted from the past answer
-    assert first.stop() == 0
+    drafts = {"method": "suffix", "suffix_cache_path": str(kept)}
+    offline = LLM(threads=1, speculative_config=drafts)
+    params = SamplingParams(**{name: value for name, value in BODY.items() if name != "prompt"})
+    text = offline.generate(BODY["prompt"], params, use_tqdm=False)[0].outputs[0].text
+    offline.close()
     written = kept.read_bytes()
 
-    second = start()
-    assert answer(second.server) == text
+    def start() -> ServerProcess:
+        return ServerProcess("--threads", "1", "--speculative-config", json.dumps(drafts))
+
+    first = start()
+    assert answer(first.server) == text  # drafted from the past answer
+    assert answer(first.server) == text  # and from the prefix cache
     endless = {**BODY, "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{second.url}/v1/completions", json=endless) as stream:
+    with httpx.stream("POST", f"{first.url}/v1/completions", json=endless) as stream:
         next(stream.iter_lines())
-        second.kill()
+        first.kill()
     assert kept.read_bytes() == written
     assert list(tmp_path.iterdir()) == [kept]
 
-    with start() as third:
-        assert answer(third.server) == text
+    with start() as second:
+        assert answer(second.server) == text
