@@ -29,6 +29,7 @@ from tests.draft.test_draft_model_cpu import ROWS, run, save_model
 from tests.draft.test_draft_model_cpu import results as all_results
 from tests.engine.test_exactness import requests, result
 from tests.engine.test_exactness_cpu import Tokenizer
+from tests.large import in_turn
 from tests.tiny import SIZES, VOCAB_SIZE, save_checkpoint
 from tests.toy import VOCAB, ToyBackend, toy_engine
 from tests.toy import drain as drain_plain
@@ -105,18 +106,18 @@ def without_later_layers(checkpoint, count):
     return replace(checkpoint, config=config, tensors=tensors)
 
 
+CASES = {
+    "coupled, chunks and prefix hits": (DraftSampling.COUPLED, 2, {"rows": 24, "max_num_seqs": 4}),
+    "greedy, preemption": (DraftSampling.GREEDY, 1, {"num_pages": 14}),
+    "drawn, preemption": (DraftSampling.INDEPENDENT, 2, {"num_pages": 14}),
+}
+
+
 @pytest.mark.parametrize(
-    ("sampling", "exit_layer", "setting"),
-    [
-        (DraftSampling.COUPLED, 2, {"rows": 24, "max_num_seqs": 4}),
-        (DraftSampling.GREEDY, 1, {"num_pages": 14}),
-        (DraftSampling.INDEPENDENT, 2, {"num_pages": 14}),
-    ],
-    ids=["coupled, chunks and prefix hits", "greedy, preemption", "drawn, preemption"],
+    ("backend", "case"), in_turn({name: name for name in BACKENDS}, CASES), indirect=["backend"]
 )
-def test_layerskip_drafts_as_a_model_of_its_layers_and_changes_no_byte(
-    checkpoint, backend, plain, exit_layer, setting, sampling
-):
+def test_layerskip_drafts_as_a_model_of_its_layers_and_changes_no_byte(checkpoint, backend, plain, case):
+    sampling, exit_layer, setting = case
     drafter = drafter_of(backend, checkpoint, exit_layer, sampling, AgainstFewerLayers)
     few = BACKENDS[backend.name](without_later_layers(checkpoint, exit_layer))
     pages = partial(SharedPages, longest=256)
