@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from paceline.bench.flags import HtmlFile, JsonFile, Model, Quantization, Threads, Workloads, integers
+from paceline.bench.flags import HtmlFile, JsonFile, Model, Quantization, Threads, Workloads
 from paceline.config import DEFAULT_MODEL
+from paceline.terminal.flags import integers
 
 WRITING = "writing"  # always included: the hardest to draft for
 SMALL, WHOLE = (4, 64), (16, 128)  # prompts per cell, and tokens per answer

@@ -10,11 +10,12 @@ from typing import Annotated
 
 import typer
 
-from paceline.bench.flags import JsonFile, Model, Quantization, Threads, Workloads, integers
+from paceline.bench.flags import JsonFile, Model, Quantization, Threads, Workloads
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import ConfigError
 from paceline.machine import find_gpu
 from paceline.options import check_integer
+from paceline.terminal.flags import integers
 
 TEMPERATURES = (0.0, 1.0)  # of same-bytes
 

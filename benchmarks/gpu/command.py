@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from benchmarks.gpu.peers import peers_note
-from paceline.bench.flags import JsonFile, integers
+from paceline.bench.flags import JsonFile
 from paceline.bench.report.result import Result, Table
 from paceline.errors import ConfigError
 from paceline.extras import needs_extra
+from paceline.terminal.flags import integers
 
 if TYPE_CHECKING:
     from benchmarks.gpu.plan import Measured

@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from benchmarks.growth.measure import CURVES, DEFAULT_SIZES, Grown, measure_growth
-from paceline.bench.flags import HtmlFile, JsonFile, Model, Quantization, Threads, integers
+from paceline.bench.flags import HtmlFile, JsonFile, Model, Quantization, Threads
 from paceline.bench.report.result import Figure, Lines, Result, Table
 from paceline.config import DEFAULT_MODEL
+from paceline.terminal.flags import integers
 
 SERIES = ("measured", "floor of memory", "floor of arithmetic")
 NOTES = (

@@ -56,19 +56,6 @@ class MainCommandGroup(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-def integers(option: str, text: str) -> list[int]:
-    """The positive integers of a list such as 1,4,16."""
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise ConfigError(
-            f"{option} must be positive numbers with commas between, such as 1,4,16; got {text!r}."
-        )
-    return numbers
-
-
 def numbers(option: str, text: str) -> list[float]:
     """The positive numbers of a list such as 0.5,2,8."""
     try:

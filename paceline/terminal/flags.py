@@ -22,6 +22,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from paceline.core.truncation import KEEPS_ALL, OPTIONS
+from paceline.errors import ConfigError
 
 Options: TypeAlias = dict[str, Any]
 Command = Callable[..., None]
@@ -410,3 +411,16 @@ def with_flags(**groups: Group) -> Callable[[Command], Command]:
         return collected
 
     return decorate
+
+
+def integers(option: str, text: str) -> list[int]:
+    """The positive integers of a list such as 1,4,16."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(
+            f"{option} must be positive numbers with commas between, such as 1,4,16; got {text!r}."
+        )
+    return numbers

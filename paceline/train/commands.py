@@ -1,4 +1,4 @@
-"""`paceline train eagle3|dspark|dflash|jetspec|medusa|answers`."""
+"""`paceline train eagle3|dspark|dflash|jetspec|medusa|answers|plan`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import ConfigError
-from paceline.terminal.flags import PROMPT_FILE, Flag, Group, Options, by_topic, having, with_flags
+from paceline.terminal.flags import PROMPT_FILE, Flag, Group, Options, by_topic, having, integers, with_flags
 from paceline.terminal.help import App
 
 if TYPE_CHECKING:
@@ -277,6 +277,41 @@ def medusa_command(
     train(
         job, options, lambda target, examples, name: MedusaObjective(target, examples, options, name, first)
     )
+
+
+@app.command("plan")
+@with_flags(seed=SEED)
+def plan_command(
+    seed: Options,
+    data: Annotated[
+        list[Path],
+        typer.Option(*PROMPT_FILE, help="Answers, as `paceline train answers` writes them. May be repeated."),
+    ],
+    model: Model = DEFAULT_MODEL,
+    layers: Annotated[str, typer.Option(help="Sizes of heads to try, in layers.")] = "1,2,5",
+    steps: Annotated[str, typer.Option(help="Optimizer steps of the pilots of each size.")] = "100,200,400",
+    epochs: Annotated[str, typer.Option(help="Passes over all answers to plan for.")] = "1,3,10",
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at once that the head is to serve.")] = 1,
+    batch_tokens: Annotated[
+        int, typer.Option(min=16, help="Tokens per optimizer step, padding included.")
+    ] = 4096,
+    draft_vocab_size: Annotated[int, typer.Option(min=1, help="Tokens that the heads can predict.")] = 8192,
+    max_length: Annotated[int, typer.Option(min=4, help="Tokens per example; longer ones are cut.")] = 1024,
+    device: Device = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+) -> None:
+    """Predict what a DSpark head would gain here, and what its training would take, from short pilots."""
+    from paceline.train.options import DSparkOptions
+    from paceline.train.plan.job import PlanJob, plan
+    from paceline.train.plan.pilots import PilotPlan
+
+    options = DSparkOptions(
+        batch_tokens=batch_tokens, draft_vocab_size=draft_vocab_size, max_length=max_length, **seed
+    )
+    pilots = PilotPlan(integers("--layers", layers), integers("--steps", steps))
+    if len(set(pilots.steps)) < 2:
+        raise ConfigError(f"--steps needs two numbers or more, such as 100,200,400; got {steps!r}.")
+    plan(PlanJob(model, data, pilots, integers("--epochs", epochs), concurrency, device, json_file), options)
 
 
 def _init_from(name: str, method: str, model: str) -> Path:

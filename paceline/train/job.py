@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,6 +29,9 @@ from paceline.train.progress import Stopped
 from paceline.train.run import Start, Trained, train_head
 from paceline.train.show import answering_progress, duration, show_measured, training_progress
 from paceline.train.trainer import CHECKPOINT
+
+if TYPE_CHECKING:
+    from paceline.llm import LLM
 
 ANSWERING_SHARE = 1 / 3  # of `minutes`, at most
 MIN_MEASURING = 5.0  # seconds, whatever is left of `minutes`
@@ -202,28 +205,13 @@ def _measure(
 
     `seconds`: with as many of the prompts as that gives.
     """
-    from paceline.build import build_engine, load_model
-    from paceline.config import EngineConfig
-    from paceline.llm import LLM
     from paceline.train.evaluation import contestants, held_out_prompts, tokens_per_pass
 
     prompts = held_out_prompts(trained.examples, trained.held_out_examples, number, seed)
     if not prompts:
         return {}
     objective = trained.objective
-
-    def config_of(draft: Any) -> EngineConfig:
-        return EngineConfig.from_options(
-            model=str(model), **_engine_options(device, objective.method), speculative_config=draft
-        )
-
-    loaded = load_model(config_of("off"))
-
-    def load(draft: dict[str, Any]) -> LLM:
-        built = build_engine(config_of(draft), loaded)
-        built.engine.prepare()
-        return LLM.from_engine(built.engine, built.tokenizer)
-
+    load = engine_loader(model, device, objective.method)
     note(f"measuring the head in the engine, on {len(prompts)} held-out prompts at most")
     with TemporaryDirectory() as before:
         trained.write_untrained(Path(before))
@@ -233,6 +221,27 @@ def _measure(
     if left_out := [method for method in compared if method not in measured]:
         note(f"--minutes are over. Not measured: {', '.join(left_out)}; the same command measures all.")
     return measured
+
+
+def engine_loader(model: Path, device: str, method: str) -> Callable[[Any], LLM]:
+    """A function that gives an engine for a speculative configuration; all share the model's weights."""
+    from paceline.build import build_engine, load_model
+    from paceline.config import EngineConfig
+    from paceline.llm import LLM
+
+    def config_of(draft: Any) -> EngineConfig:
+        return EngineConfig.from_options(
+            model=str(model), **_engine_options(device, method), speculative_config=draft
+        )
+
+    loaded = load_model(config_of("off"))
+
+    def load(draft: Any) -> LLM:
+        built = build_engine(config_of(draft), loaded)
+        built.engine.prepare()
+        return LLM.from_engine(built.engine, built.tokenizer)
+
+    return load
 
 
 def _engine_options(device: str, method: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
 
-from paceline.bench.flags import integers, numbers
+from paceline.bench.flags import numbers
 from paceline.bench.report.result import Result
 from paceline.bench.report.terminal import progress
 from paceline.bench.run.figures import parse_objective
@@ -26,7 +26,7 @@ from paceline.config import DEFAULT_MODEL
 from paceline.draft.methods import AUTO
 from paceline.errors import ConfigError
 from paceline.options import check_integer, check_number
-from paceline.terminal.flags import Group, Options
+from paceline.terminal.flags import Group, Options, integers
 
 DRAFT_COST, ROW_COST = 0.1, 0.05  # in one-row passes of the target
 COURSES = 9  # of a check at each concurrency, roughly: for the progress bar

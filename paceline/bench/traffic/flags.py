@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.bench.flags import integers
 from paceline.errors import ConfigError
-from paceline.terminal.flags import PROMPT_FILE, Flag, Group, Options, by_topic
+from paceline.terminal.flags import PROMPT_FILE, Flag, Group, Options, by_topic, integers
 
 if TYPE_CHECKING:
     from paceline.bench.traffic.profiles import Profile

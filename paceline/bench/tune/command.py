@@ -8,17 +8,10 @@ from typing import Annotated
 
 import typer
 
-from paceline.bench.flags import (
-    HtmlFile,
-    JsonFile,
-    Model,
-    Quantization,
-    Threads,
-    integers,
-)
+from paceline.bench.flags import HtmlFile, JsonFile, Model, Quantization, Threads
 from paceline.bench.traffic.flags import WORKLOAD, load_workloads
 from paceline.config import DEFAULT_MODEL
-from paceline.terminal.flags import Options, with_flags
+from paceline.terminal.flags import Options, integers, with_flags
 
 
 @with_flags(load=WORKLOAD)

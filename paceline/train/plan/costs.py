@@ -1,0 +1,68 @@
+"""Seconds of the engine's steps, plain and with a head, at a concurrency."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from paceline.core.params import SamplingParams
+from paceline.llm import LLM
+from paceline.train.objective import WriteHead
+from paceline.train.plan.choose import StepCosts
+
+PROMPT_TOKENS = 128
+STEPS = 24  # timed steps of a round, if the context has room for them
+ROUNDS = 4
+
+Load = Callable[[Any], LLM]  # an LLM for a speculative configuration
+
+
+def measure_steps(load: Load, heads: Mapping[int, WriteHead], method: str, concurrency: int) -> StepCosts:
+    """The best of several rounds, in turns, after an untimed one.
+
+    A step with a head drafts its whole block for every request.
+    """
+    with TemporaryDirectory() as folder:
+        engines = {0: load("off")}
+        for layers, write in heads.items():
+            write(path := Path(folder) / str(layers))
+            engines[layers] = load({"method": method, "model": str(path)})
+        jobs = {layers: _timed(llm, concurrency) for layers, llm in engines.items()}
+        rounds = [{layers: job() for layers, job in jobs.items()} for _ in range(1 + ROUNDS)]
+        best = {layers: min(seconds[layers] for seconds in rounds[1:]) for layers in jobs}
+        for llm in engines.values():
+            llm.close()
+    return StepCosts(best.pop(0), best)
+
+
+def _timed(llm: LLM, concurrency: int) -> Callable[[], float]:
+    """A function that generates for so many requests and returns the mean seconds of a step."""
+    limits = llm.engine.limits
+    length = min(PROMPT_TOKENS, limits.max_model_len // 4)
+    random = np.random.default_rng(0)
+    prompts = random.integers(0, limits.vocab_size, (concurrency, length)).tolist()
+    # a step gives more than one token where guesses are right; random texts seldom let them be
+    params = SamplingParams(temperature=0.0, max_tokens=limits.max_model_len - length, ignore_eos=True)
+
+    def run() -> float:
+        engine = llm.engine
+        requests = [request for prompt in prompts for request in engine.add_request(prompt, params)]
+        while any(request.num_pending > 1 or not request.num_output for request in requests):
+            engine.step()
+        steps, start = 0, time.perf_counter()
+        while steps < STEPS and not any(request.finished for request in requests):
+            engine.step()
+            steps += 1
+        seconds = (time.perf_counter() - start) / max(1, steps)
+        for request in requests:
+            engine.abort(request.request_id)
+        while engine.has_unfinished:
+            engine.step()
+        return seconds
+
+    return run

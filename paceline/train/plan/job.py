@@ -1,0 +1,121 @@
+"""`paceline train plan`: train pilots, fit the law, time steps, and recommend a head."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from paceline.errors import ConfigError
+from paceline.models.heads.config import TargetName
+from paceline.models.heads.fingerprint import target_fingerprint
+from paceline.models.registry import load_checkpoint, resolve
+from paceline.terminal.session import note
+from paceline.train.examples import Examples, is_answers, read_examples
+from paceline.train.job import chosen_device, engine_loader
+from paceline.train.options import DSparkOptions
+from paceline.train.plan.choose import Choice, StepCosts, choices
+from paceline.train.plan.costs import measure_steps
+from paceline.train.plan.law import Law, Pilot
+from paceline.train.plan.pilots import PilotPlan, run_pilots
+from paceline.train.sequences import load_target
+
+METHOD = "dspark"
+
+
+@dataclass(frozen=True)
+class PlanJob:
+    """The options of the command."""
+
+    model: str
+    answers: Sequence[Path]
+    pilots: PilotPlan
+    epochs: Sequence[int]  # of the training that is planned
+    concurrency: int  # requests at once that the head is to serve
+    device: str
+    json_file: Path | None = None
+
+
+def plan(job: PlanJob, options: DSparkOptions) -> list[Choice]:
+    """The heads that could be trained, the fastest first; also shown on the terminal."""
+    for path in job.answers:
+        if not is_answers(path):
+            raise ConfigError(
+                f"{path} has prompts, not answers. Let the model answer them first: "
+                f"paceline train answers {job.model} --data {path} --out answers.jsonl"
+            )
+    model, device = resolve(job.model), chosen_device(job.device)
+    checkpoint, examples = load_checkpoint(model), read_examples(job.answers, options.max_length)
+    dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    target = load_target(checkpoint, torch.device(device), dtype)
+    name = TargetName(target_fingerprint(checkpoint), checkpoint.source.name)
+    pilots, heads = run_pilots(target, examples, options, name, job.pilots, _tell)
+    del target
+    law = Law(pilots, options.seed)
+    note(f"timing the engine's steps, {job.concurrency} requests at once")
+    costs = measure_steps(engine_loader(model, device, METHOD), heads, METHOD, job.concurrency)
+    found = choices(law, pilots, costs, int(examples.answer_counts().sum()), job.epochs)
+    _show(job, examples, pilots, law, costs, found)
+    return found
+
+
+def _tell(pilot: Pilot) -> None:
+    note(
+        f"pilot: {pilot.layers} layers, {pilot.tokens:,} tokens: {pilot.length:.2f} tokens a pass, "
+        f"{1e6 * pilot.seconds_per_token:.0f} µs a token"
+    )
+
+
+def _show(
+    job: PlanJob,
+    examples: Examples,
+    pilots: Sequence[Pilot],
+    law: Law,
+    costs: StepCosts,
+    found: Sequence[Choice],
+) -> None:
+    """Two tables, the recommendation, and the JSON file."""
+    trained = Table("layers", "tokens", "tokens a pass", "by the law", title="Pilots")
+    for pilot in pilots:
+        fitted = law.predict(pilot.layers, pilot.tokens).length
+        trained.add_row(str(pilot.layers), f"{pilot.tokens:,}", f"{pilot.length:.2f}", f"{fitted:.2f}")
+    console = Console()
+    console.print(trained)
+    columns = ("layers", "epochs", "tokens a pass", "90 % interval", "step ms", "times plain", "hours")
+    planned = Table(*columns, "with twice the data", title="Heads trained on all of the data")
+    for choice in found:
+        acceptance = choice.acceptance
+        planned.add_row(
+            str(choice.layers),
+            str(choice.epochs),
+            f"{acceptance.length:.2f}",
+            f"{acceptance.low:.2f} to {acceptance.high:.2f}",
+            f"{1e3 * costs.drafted[choice.layers]:.2f}",
+            f"{choice.speedup:.2f}",
+            f"{choice.hours:.2f}",
+            f"{100 * (choice.more_data - 1):+.1f} %",
+        )
+    console.print(planned)
+    best = found[0]
+    files = " ".join(f"--data {path}" for path in job.answers)
+    note(
+        f"A plain step takes {1e3 * costs.plain:.2f} ms with {job.concurrency} requests. Every step is "
+        "assumed to draft a whole block; `auto` drafts less where that is faster.\n"
+        f"Recommended: paceline train {METHOD} {job.model} {files} --layers {best.layers} "
+        f"--epochs {best.epochs} --out HEAD"
+    )
+    if job.json_file is not None:
+        facts: dict[str, Any] = {
+            "answers": len(examples),
+            "pilots": [asdict(pilot) for pilot in pilots],
+            "plain_seconds": costs.plain,
+            "drafted_seconds": dict(costs.drafted),
+            "choices": [asdict(choice) for choice in found],
+        }
+        job.json_file.write_text(json.dumps(facts, indent=2) + "\n")

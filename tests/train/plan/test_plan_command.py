@@ -1,0 +1,67 @@
+"""`paceline train plan`, from answers to a recommendation, on a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.models.registry import load_checkpoint
+from paceline.train.commands import app
+from paceline.train.examples import Example, ExampleWriter
+from tests.bench.cli import run
+from tests.models.files import config_of, random_tensors, write_gguf
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama of two layers with a context of 128 and a tokenizer of bytes."""
+    path = tmp_path_factory.mktemp("plan") / "tiny.gguf"
+    return write_gguf(path, "llama", random_tensors(config_of("llama")))
+
+
+@pytest.fixture
+def answers(model: Path, tmp_path: Path) -> Path:
+    vocab_size = load_checkpoint(model).config.vocab_size
+    writer = ExampleWriter(tmp_path / "answers.jsonl", vocab_size, {"model": "tiny"})
+    random = np.random.default_rng(0)
+    rows = random.integers(0, vocab_size, (60, 24)).tolist()
+    writer.append(Example(f"{number}#0", "letters", ids, 6) for number, ids in enumerate(rows))
+    writer.close()
+    return writer.path
+
+
+def test_pilots_become_a_recommendation(model: Path, answers: Path, tmp_path: Path) -> None:
+    sizes = ("--layers", "1,2", "--steps", "2,4", "--epochs", "1,2", "--batch-tokens", "256")
+    facts_file = tmp_path / "plan.json"
+    output = run(
+        *("plan", str(model), "--data", str(answers), *sizes, "--draft-vocab-size", "64"),
+        *("--device", "cpu", "--json", str(facts_file)),
+        app=app,
+    )
+    facts = json.loads(facts_file.read_text())
+    assert [(pilot["layers"], len(pilot["survival"])) for pilot in facts["pilots"]] == [
+        (1, 7), (1, 7), (2, 7), (2, 7),
+    ]  # fmt: skip
+    assert {(choice["layers"], choice["epochs"]) for choice in facts["choices"]} == {
+        (1, 1), (1, 2), (2, 1), (2, 2),
+    }  # fmt: skip
+    assert set(facts["drafted_seconds"]) == {"1", "2"}
+    best = facts["choices"][0]
+    assert f"--layers {best['layers']}" in output.replace("\n", " ")
+    assert facts["choices"] == sorted(facts["choices"], key=lambda choice: -choice["speedup"])
+
+
+def test_prompts_are_not_answers(model: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "Hello"}\n')
+    with pytest.raises(ConfigError, match=r"has prompts, not answers\. Let the model answer them first"):
+        run("plan", str(model), "--data", str(prompts), app=app)
+
+
+def test_one_amount_of_data_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--steps needs two numbers or more"):
+        run("plan", "nothing", "--data", str(tmp_path), "--steps", "100", app=app)
