@@ -231,6 +231,20 @@ HYBRIDS = {
     "qwen3-5": Family("Qwen3_5TextConfig", DELTA_NET),
     "qwen3-5-moe": Family("Qwen3_5MoeTextConfig", DELTA_NET | SHARED_EXPERT),
 }
+MAMBA: dict[str, Any] = {
+    "rms_norm_eps": 1e-2,
+    "layer_types": ["linear_attention", FULL, "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 11,
+    "shared_intermediate_size": 23,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.4,
+}
+HYBRIDS |= {
+    "granite-hybrid": Family("GraniteMoeHybridConfig", MAMBA | {"num_local_experts": 0}),
+    "granite-hybrid-moe": Family("GraniteMoeHybridConfig", MAMBA | {"num_local_experts": 5}),
+}
 TORCH_FAMILIES |= HYBRIDS
 
 

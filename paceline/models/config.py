@@ -55,6 +55,7 @@ class MoeConfig:
             "shared experts": self.shared_intermediate_size > 0,
             "gated shared experts": self.shared_gate,
             "experts with biases": self.biases,
+            "a gated shared expert": self.shared_gate,
         }
         return [name for name, is_used in blocks.items() if is_used]
 
@@ -76,11 +77,12 @@ class LatentConfig:
 class RecurrentConfig:
     """Layers that carry a state from token to token instead of attending to keys and values."""
 
-    kind: str  # a key of recurrent.RECURRENCES: short_conv | gated_delta
+    kind: str  # a key of recurrent.RECURRENCES: short_conv | gated_delta | mamba2
     layers: frozenset[int]
     conv_kernel: int  # tokens that the causal convolution sees, the row's own included
-    conv_bias: bool = False  # of the convolution and of the projections around it
-    # gated_delta: each key head is shared by value_heads // key_heads neighbouring value heads
+    conv_bias: bool = False  # of the convolution; of short_conv, also of the projections around it
+    # each key head is shared by value_heads // key_heads neighbouring value heads; Mamba calls key heads
+    # groups, and key_dim the size of the state
     key_heads: int = 0
     value_heads: int = 0
     key_dim: int = 0  # of a head
@@ -88,7 +90,7 @@ class RecurrentConfig:
 
     @property
     def conv_size(self) -> int:
-        """The channels of gated_delta's convolution: queries, keys and values of all heads."""
+        """The channels of the convolution: queries, keys and values of all heads."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
 

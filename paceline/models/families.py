@@ -41,13 +41,19 @@ from paceline.models.family_fields import (
 from paceline.models.fields import Fields
 from paceline.models.file_layouts import (
     GLM_NORMS,
+    GRANITE_HYBRID_NAMES,
     LFM2_NAMES,
     LLAMA_FILES,
     POST_NORMS,
     SANDWICH_NORMS,
     FileLayout,
 )
-from paceline.models.hybrid_fields import lfm2_blocks, qwen_hybrid_blocks, qwen_hybrid_experts
+from paceline.models.hybrid_fields import (
+    granite_hybrid_blocks,
+    lfm2_blocks,
+    qwen_hybrid_blocks,
+    qwen_hybrid_experts,
+)
 from paceline.models.quantized.method import METHODS, REMEDY
 
 MAX_LAYERS = 10_000
@@ -314,6 +320,11 @@ FAMILIES = {
         defaults={"layer_norm_eps": 1e-5, "tie_word_embeddings": True},
     ),
     "ministral": Family(windows=ministral_windows, defaults={"num_key_value_heads": 8}),
+    "granitemoehybrid": Family(
+        optional_bias="qkvo",
+        more=granite_hybrid_blocks,
+        files=FileLayout(GRANITE_HYBRID_NAMES),
+    ),
     "lfm2": Family(
         qk_norm=True,
         more=lfm2_blocks,

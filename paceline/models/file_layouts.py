@@ -16,7 +16,7 @@ import numpy.typing as npt
 from paceline.models.checkpoint import Stored, Tensor
 from paceline.models.config import LatentConfig, ModelConfig, RecurrentConfig
 from paceline.models.gguf_blocks import dequantize
-from paceline.models.stacked_experts import single_experts
+from paceline.models.stacked_experts import experts_of_rows, single_experts
 
 # mixtral's names of experts -> ours
 MIXTRAL_EXPERT = re.compile(r"(.*)\.block_sparse_moe\.experts\.(\d+)\.w([123])\.(\w+)")
@@ -53,6 +53,14 @@ LFM2_NAMES = {
     "w1": "gate_proj",
     "w2": "down_proj",
     "w3": "up_proj",
+}
+GRANITE_HYBRID_NAMES = {
+    "shared_mlp": "mlp.shared_experts",
+    "block_sparse_moe": "mlp",
+    "router": "gate",
+    "layer": "",
+    "input_linear": "gate_up_proj",
+    "output_linear": "down_proj",
 }
 WHOLE_NORM = ".linear_attn.norm."  # a norm that is stored whole, whatever `norm_offset` says
 
@@ -148,16 +156,18 @@ def our_name(name: str, layout: FileLayout, has_other_models: bool = False) -> s
     if match := MIXTRAL_EXPERT.fullmatch(name):
         return f"{match[1]}.mlp.experts.{match[2]}.{MIXTRAL_PARTS[match[3]]}_proj.{match[4]}"
     parts = [layout.renamed.get(part, part) for part in name.split(".")]
-    return ".".join(parts).replace(".block_sparse_moe.gate.", ".mlp.gate.")
+    return ".".join(part for part in parts if part).replace(".block_sparse_moe.gate.", ".mlp.gate.")
 
 
 def converted(
     tensors: Mapping[str, Tensor], layout: FileLayout, config: ModelConfig
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file, already under our names, as backends read them."""
-    single = single_experts(tensors) if layout.stacked_experts else tensors.items()
+    single = single_experts(tensors) if layout.stacked_experts else experts_of_rows(tensors)
     fused = fused_matrices(config, layout.gated_queries)
-    for name, tensor in single:
+    for stored_name, tensor in single:
+        # where there are no experts, the MLP beside them is the only one
+        name = stored_name if config.moe else stored_name.replace(".mlp.shared_experts.", ".mlp.")
         for own_name, part in split_joined(name, tensor, fused):
             is_norm = own_name.rsplit(".", 2)[-2].endswith("norm") and WHOLE_NORM not in own_name
             if layout.norm_offset and is_norm:
@@ -176,16 +186,22 @@ class Fused:
 
     parts: Sequence[tuple[str, int]]  # names and rows of a group; those of one name are joined in order
     groups: int = 1
+    any_size: bool = False  # the numbers of rows are shares of whatever is stored
 
     @property
     def size(self) -> int:
         return self.groups * sum(rows for _, rows in self.parts)
 
-    def rows(self) -> dict[str, npt.NDArray[np.intp]]:
-        """The stored rows of each matrix."""
-        stored, begin = np.arange(self.size, dtype=np.intp).reshape(self.groups, -1), 0
+    def fits(self, stored: int) -> bool:
+        """Whether a matrix of so many rows can be this."""
+        return stored % self.size == 0 if self.any_size else stored == self.size
+
+    def rows(self, count: int) -> dict[str, npt.NDArray[np.intp]]:
+        """The rows of each matrix, out of `count` stored ones."""
+        stored, begin = np.arange(count, dtype=np.intp).reshape(self.groups, -1), 0
         found = dict[str, npt.NDArray[np.intp]]()
-        for name, rows in self.parts:
+        for name, share in self.parts:
+            rows = share * count // self.size
             own = stored[:, begin : begin + rows].ravel()
             found[name] = np.concatenate((found[name], own)) if name in found else own
             begin += rows
@@ -195,10 +211,10 @@ class Fused:
 def split_joined(name: str, tensor: Tensor, fused: Mapping[str, Fused]) -> Iterator[tuple[str, Tensor]]:
     """The tensor, or, if it is several matrices stored as one, each of them."""
     joined = next((part for part in name.split(".") if part in fused), None)
-    if joined is None or fused[joined].size != tensor.shape[0]:
+    if joined is None or not fused[joined].fits(tensor.shape[0]):
         yield name, tensor  # a wrong size is reported by the check of names and shapes
         return
-    for part, rows in fused[joined].rows().items():
+    for part, rows in fused[joined].rows(tensor.shape[0]).items():
         yield name.replace(joined, part), RowsOf(tensor, rows)
 
 
@@ -207,9 +223,7 @@ def fused_matrices(config: ModelConfig, gated_queries: bool) -> dict[str, Fused]
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     fused = {
         "qkv_proj": Fused((("q_proj", query), ("k_proj", key), ("v_proj", key))),
-        "gate_up_proj": Fused(
-            (("gate_proj", config.intermediate_size), ("up_proj", config.intermediate_size))
-        ),
+        "gate_up_proj": Fused((("gate_proj", 1), ("up_proj", 1)), any_size=True),
     }
     if gated_queries:
         parts = ("q_proj", config.head_dim), ("gate_proj", config.head_dim)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
+from paceline.errors import UnsupportedModelError
 from paceline.models.config import ModelConfig, MoeConfig, RecurrentConfig
-from paceline.models.family_fields import FULL, layer_kinds, qwen_experts
+from paceline.models.family_fields import (
+    FULL,
+    granite_blocks,
+    layer_kinds,
+    mixtral_experts,
+    qwen_experts,
+)
 from paceline.models.fields import Fields
 
 MAX_KERNEL = 64  # tokens that a convolution sees
 MAX_HEADS = 10_000
 LINEAR = "linear_attention"
+NO_STEP_LIMITS = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # as transformers 4 and 5 write it
 
 
 def lfm2_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
@@ -41,6 +50,46 @@ def _lfm2_size(fields: Fields, size: int) -> int:
         return size  # null: neither a factor nor rounding
     size = int(fields.number("block_ffn_dim_multiplier", 1.0) * size)
     return multiple * -(-size // multiple)
+
+
+def granite_hybrid_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Granite's factors; Mamba2 in most layers, and usually no rope; a shared MLP, with experts or alone."""
+    if fields.flag("mamba_proj_bias", False) or fields.values.get("time_step_limit") not in NO_STEP_LIMITS:
+        raise UnsupportedModelError(
+            f"{fields.source}: mamba_proj_bias and a time_step_limit are not supported; use a model without."
+        )
+    heads, shared = fields.integer("mamba_n_heads", 128), fields.integer("shared_intermediate_size", 1024)
+    recurrent = RecurrentConfig(
+        kind="mamba2",
+        layers=_mamba_layers(fields, config.num_layers),
+        conv_kernel=fields.integer("mamba_d_conv", 4, least=2, most=MAX_KERNEL),
+        conv_bias=fields.flag("mamba_conv_bias", True),
+        key_heads=fields.integer("mamba_n_groups", 1, most=heads),
+        value_heads=heads,
+        key_dim=fields.integer("mamba_d_state", 256),
+        value_dim=fields.integer("mamba_expand", 2) * config.hidden_size // heads,
+    )
+    if heads % recurrent.key_heads:
+        raise fields.wrong("mamba_n_heads", f"a multiple of the {recurrent.key_heads} groups")
+    has_rope = fields.has("position_embedding_type") and fields.text("position_embedding_type") == "rope"
+    blocks = granite_blocks(fields, config) | {"recurrent": recurrent}
+    if not has_rope:
+        blocks["layer_ropes"] = (None,) * config.num_layers
+    if not fields.integer("num_local_experts", 8, least=0):
+        return blocks | {"intermediate_size": shared}
+    return blocks | {
+        "moe": replace(mixtral_experts(fields, config.num_layers), shared_intermediate_size=shared)
+    }
+
+
+def _mamba_layers(fields: Fields, num_layers: int) -> frozenset[int]:
+    """transformers 5 names the kinds of layers as for other families; 4 and the hub's files differently."""
+    names = {"mamba": LINEAR, "attention": FULL}
+    kinds = fields.values.get("layer_types") or [LINEAR] * num_layers
+    if isinstance(kinds, list):
+        kinds = [names.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
+    own = Fields({"layer_types": kinds}, fields.source)
+    return _layers_of(layer_kinds(own, num_layers, other=LINEAR) or [])
 
 
 def qwen_hybrid_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:

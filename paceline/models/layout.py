@@ -101,7 +101,23 @@ def _gated_delta_tensors(config: RecurrentConfig, hidden: int) -> Iterator[tuple
     yield "linear_attn.out_proj.weight", (hidden, value_size)
 
 
-RECURRENT_TENSORS = {"short_conv": _short_conv_tensors, "gated_delta": _gated_delta_tensors}
+def _mamba2_tensors(config: RecurrentConfig, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    value_size = config.value_heads * config.value_dim
+    yield "mamba.in_proj.weight", (value_size + config.conv_size + config.value_heads, hidden)
+    yield "mamba.conv1d.weight", (config.conv_size, 1, config.conv_kernel)
+    if config.conv_bias:
+        yield "mamba.conv1d.bias", (config.conv_size,)
+    for name in ("A_log", "D", "dt_bias"):
+        yield f"mamba.{name}", (config.value_heads,)
+    yield "mamba.norm.weight", (value_size,)
+    yield "mamba.out_proj.weight", (hidden, value_size)
+
+
+RECURRENT_TENSORS = {
+    "short_conv": _short_conv_tensors,
+    "gated_delta": _gated_delta_tensors,
+    "mamba2": _mamba2_tensors,
+}
 
 
 def _latent_tensors(config: ModelConfig, latent: LatentConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

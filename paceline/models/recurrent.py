@@ -250,6 +250,51 @@ class GatedDeltaNet:
         return query / sizes.key_dim**0.5, key, value.view(sizes.value_heads, -1)
 
 
+class Mamba2:
+    """A matrix per head that decays and takes up the token's input: a selective state space.
+
+    Dao and Gu, arXiv 2405.21060. Implements Recurrence.
+    """
+
+    def __init__(self, take: Take, name: str, config: ModelConfig, recurrent: RecurrentConfig) -> None:
+        self.recurrent, self.eps = recurrent, config.rms_norm_eps
+        name, heads = f"{name}.mamba", recurrent.value_heads
+        self.widths = [heads * recurrent.value_dim, recurrent.conv_size, heads]  # gate, convolution, steps
+        self.input = Linear(take, f"{name}.in_proj", sum(self.widths))
+        self.convolution = CausalConvolution(take, f"{name}.conv1d", recurrent.conv_bias)
+        self.rates = take(f"{name}.A_log").float().exp()  # [value heads]
+        self.step_bias = take(f"{name}.dt_bias").float()  # [value heads]
+        self.passed = take(f"{name}.D").float()[:, None]  # the share of its input that a head passes on
+        self.norm = take(f"{name}.norm.weight").float()  # [value heads * value dim]
+        self.output = Linear(take, f"{name}.out_proj", config.hidden_size)
+        self.shapes: Shapes = (self.convolution.shape, (heads, recurrent.value_dim, recurrent.key_dim))
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.input(hidden)
+
+    def step(self, state: State, row: torch.Tensor) -> tuple[State, torch.Tensor]:
+        gate, values, steps = torch.split(row.float(), self.widths)
+        seen, mixed = self.convolution.step(state[0], values)
+        value, key, query = self._heads(F.silu(mixed))
+        steps = F.softplus(steps + self.step_bias)  # [value heads]
+        decay = torch.exp(-self.rates * steps)
+        added = (value * steps[:, None])[:, :, None] * key[:, None, :]
+        memory = state[1] * decay[:, None, None] + added  # [value heads, value dim, key dim]
+        read = (memory * query[:, None, :]).sum(-1) + self.passed * value
+        gated = read.flatten() * F.silu(gate)
+        return (seen, memory), self.norm * (gated * torch.rsqrt(gated.square().mean() + self.eps))
+
+    def _heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Values [value heads, value dim], keys and queries [value heads, key dim]; Mamba's x, B and C."""
+        sizes, key_size = self.recurrent, self.recurrent.key_heads * self.recurrent.key_dim
+        value, key, query = torch.split(mixed, [len(mixed) - 2 * key_size, key_size, key_size])
+        shared_by = sizes.value_heads // sizes.key_heads
+        key, query = (
+            part.view(sizes.key_heads, -1).repeat_interleave(shared_by, dim=0) for part in (key, query)
+        )
+        return value.view(sizes.value_heads, -1), key, query
+
+
 def unit_length(vectors: torch.Tensor) -> torch.Tensor:
     """Vectors [..., size] divided by their lengths."""
     return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + 1e-6)
@@ -258,4 +303,5 @@ def unit_length(vectors: torch.Tensor) -> torch.Tensor:
 RECURRENCES: dict[str, Callable[[Take, str, ModelConfig, RecurrentConfig], Recurrence]] = {
     "short_conv": ShortConvolution,
     "gated_delta": GatedDeltaNet,
+    "mamba2": Mamba2,
 }

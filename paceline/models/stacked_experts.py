@@ -25,6 +25,7 @@ from paceline.models.checkpoint import Stored, Tensor
 from paceline.models.gguf_blocks import FORMATS, dequantize
 
 STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias|_blocks)?")
+ROWS_OF_EXPERTS = re.compile(r"(.*\.mlp)(?:\.experts)?\.(gate_up_proj|down_proj)(?:\.weight)?")
 MXFP4_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
 MXFP4_VALUES = np.concatenate((MXFP4_VALUES, -MXFP4_VALUES))  # the highest bit is the sign
 MXFP4_BIAS = 127
@@ -101,6 +102,57 @@ class Mxfp4Part:
     def take_rows(self, part: slice) -> Mxfp4Part:
         """Some rows of the matrix."""
         return replace(self, rows=_narrowed(self.rows, self.packed.shape[1], part))
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """One expert's matrix out of a stacked tensor [experts, out, in]; implements checkpoint.Tensor."""
+
+    stacked: Tensor
+    expert: int
+    rows: slice  # of `out`
+    kind: str = "F32"
+
+    @property
+    def stored(self) -> Stored:
+        """What the file holds of it."""
+        share = math.prod(self.shape) / math.prod(self.stacked.shape)
+        return Stored(self.stacked.stored.kind, int(self.stacked.stored.nbytes * share))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(range(*self.rows.indices(self.stacked.shape[1]))), self.stacked.shape[2])
+
+    def float32(self) -> npt.NDArray[np.float32]:
+        """The values as float32: a new array [out, in]."""
+        own = self.stacked.take_rows(slice(self.expert, self.expert + 1)).float32()
+        return np.ascontiguousarray(own.reshape(self.stacked.shape[1:])[self.rows])
+
+    def blocks(self) -> npt.NDArray[np.uint8]:
+        """The bytes of the values: uint8 [out, bytes per row]."""
+        return self.float32().view(np.uint8)
+
+    def take_rows(self, part: slice) -> ExpertRows:
+        """Some rows of the matrix."""
+        return replace(self, rows=_narrowed(self.rows, self.stacked.shape[1], part))
+
+
+def experts_of_rows(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors; experts that are stored as one tensor [experts, out, in] come one by one.
+
+    Gates are the first half of the rows of gate_up_proj.
+    """
+    for name, tensor in tensors.items():
+        match = ROWS_OF_EXPERTS.fullmatch(name)
+        if match is None or len(tensor.shape) != 3:
+            yield name, tensor
+            continue
+        prefix, joined = match.groups()
+        half = tensor.shape[1] // 2
+        parts = {"gate": slice(0, half), "up": slice(half, None)}
+        for part, rows in (parts if joined == "gate_up_proj" else {"down": slice(None)}).items():
+            for expert in range(tensor.shape[0]):
+                yield f"{prefix}.experts.{expert}.{part}_proj.weight", ExpertRows(tensor, expert, rows)
 
 
 def _narrowed(chosen: slice, length: int, part: slice) -> slice:

@@ -15,7 +15,7 @@ from tests.toy import ScriptedDrafter
 WANTED = [*requests()][:5]  # prompts of 1 to 33 tokens, and 6 to 10 more
 
 
-@pytest.fixture(scope="module", params=["lfm2", "qwen3-next"])
+@pytest.fixture(scope="module", params=["lfm2", "qwen3-next", "granite-hybrid"])
 def backend(request, tmp_path_factory):
     checkpoint = load_checkpoint(save_checkpoint(request.param, tmp_path_factory.mktemp(request.param)))
     return TorchBackend.load(checkpoint, max_rows=64, row_by_row=True)

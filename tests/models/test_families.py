@@ -27,7 +27,7 @@ def test_the_families_are_those_we_promise() -> None:
     first = {"llama", "mistral", "ministral", "qwen2", "mimo", "qwen3", "qwen3_moe", "mixtral"}
     later = {"gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "granite", "smollm3", "glm4", "cohere2"}
     later |= {"glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "kimi_k2"}
-    later |= {"lfm2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+    later |= {"granitemoehybrid", "lfm2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
     assert set(FAMILIES) == first | later
 
 
@@ -140,6 +140,17 @@ def test_recurrent_layers_are_those_that_do_not_attend() -> None:
     assert qwen.beyond_llama() == ["partial RoPE", "gated attention", "recurrent layers"]
     interval = config("llama", model_type="qwen3_5_text", full_attention_interval=2, head_dim=16)
     assert interval.recurrent_layers == [0]
+    mamba = {"mamba_n_heads": 4, "layer_types": ["mamba", "attention"], "position_embedding_type": "rope"}
+    granite = config("llama", model_type="granitemoehybrid", **mamba, shared_intermediate_size=48)
+    assert (granite.recurrent_layers, granite.layer_ropes) == ([0], ())
+    assert granite.moe is not None
+    assert granite.moe.shared_intermediate_size == 48
+    dense = mamba | {"num_local_experts": 0, "position_embedding_type": "nope"}
+    dense_granite = config("llama", model_type="granitemoehybrid", **dense, shared_intermediate_size=48)
+    assert (dense_granite.moe, dense_granite.intermediate_size) == (None, 48)
+    assert dense_granite.layer_ropes == (None, None)
+    with pytest.raises(UnsupportedModelError, match="time_step_limit"):
+        config("llama", model_type="granitemoehybrid", **mamba, time_step_limit=[0.001, 0.1])
     with pytest.raises(CheckpointError, match="layer_types"):
         config("llama", model_type="lfm2", layer_types=["conv", "sliding_attention"])
     with pytest.raises(CheckpointError, match="linear_num_value_heads"):

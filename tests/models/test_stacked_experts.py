@@ -87,3 +87,28 @@ def test_the_block_after_the_last_layer_is_no_part_of_a_glm4_model(tmp_path: Pat
     found = load_checkpoint(folder)
     assert list(found.mtp) == ["model.layers.3.eh_proj.weight"]
     assert not any(name.startswith("model.layers.3.") for name in found.tensors)
+
+
+def test_published_qwen3_5_files_have_experts_as_one_tensor_beside_a_vision_model(tmp_path: Path) -> None:
+    expected = load_checkpoint(save_checkpoint("qwen3-5-moe", tmp_path / "single"))
+    model = random_model("qwen3-5-moe")  # whose own parameters are stacked
+    stored = {
+        name.replace("model.", "model.language_model."): weight.contiguous()
+        for name, weight in model.state_dict().items()
+    }
+    stored |= {"model.visual.patch_embed.weight": torch.zeros(2), "mtp.fc.weight": torch.zeros(2)}
+    folder = tmp_path / "stacked"
+    folder.mkdir()
+    safetensors.torch.save_file(stored, folder / "model.safetensors")
+    text = json.loads((tmp_path / "single" / "config.json").read_text())
+    config = {"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {}}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = load_checkpoint(folder)
+    assert found.config == expected.config
+    assert found.tensors.keys() == expected.tensors.keys()
+    assert list(found.mtp) == ["mtp.fc.weight"]
+    for name, tensor in expected.tensors.items():
+        np.testing.assert_array_equal(found.tensors[name].float32(), tensor.float32())
+    up = found.tensors["model.layers.0.mlp.experts.1.up_proj.weight"]
+    np.testing.assert_array_equal(up.take_rows(slice(3, 9)).float32(), up.float32()[3:9])
+    assert up.blocks().tobytes() == up.float32().tobytes()
