@@ -14,6 +14,7 @@ from benchmarks.engine.commands import (
 )
 from benchmarks.gpu.command import gpu_command
 from benchmarks.growth.command import growth_command
+from benchmarks.learning.command import learning_command
 from benchmarks.server.commands import fleet_command, load_command, overhead_command, replicas_command
 from paceline.cli import main
 from paceline.terminal.help import App
@@ -29,6 +30,7 @@ app.command("load")(load_command)
 app.command("overhead")(overhead_command)
 app.command("fleet")(fleet_command)
 app.command("replicas")(replicas_command)
+app.command("learning")(learning_command)
 app.command("rows")(rows_command)
 app.command("growth")(growth_command)
 app.command("concurrency")(concurrency_command)

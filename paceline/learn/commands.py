@@ -92,7 +92,7 @@ def train_command(
         str,
         typer.Option(help="Rows from this time on are new, the others are replayed: 2026-11-17T09:30."),
     ] = "0",
-    replay: Annotated[float, typer.Option(help="Share of old rows among those trained on.")] = 0.25,
+    replay: Annotated[float, typer.Option(help="Share of old rows among those trained on.")] = 0.4,
     generic: Annotated[
         list[Path] | None,
         typer.Option(help="File of `paceline train answers` that counts as old rows. May be repeated."),
@@ -100,7 +100,7 @@ def train_command(
     salt: Annotated[
         str, typer.Option(help="Rows of this salt (its hash), or all. Default: rows without a salt.")
     ] = "",
-    learning_rate: Annotated[float, typer.Option(help="Maximum learning rate, after the warm-up.")] = 3e-4,
+    learning_rate: Annotated[float, typer.Option(help="Maximum learning rate, after the warm-up.")] = 1e-4,
     batch_tokens: Annotated[
         int | None, typer.Option(help="Tokens per step. Default: by the speed of a first step.")
     ] = None,

@@ -12,6 +12,7 @@ from paceline.train.acceptance import passes
 from paceline.train.batches import collate, epoch_batches
 from paceline.train.examples import Examples
 from paceline.train.objective import Objective, WriteHead
+from paceline.train.progress import Progress
 
 EVALUATIONS = 8  # in a run, besides the one before it
 PATIENCE = 3  # evaluations in a row without a gain end the run
@@ -55,6 +56,17 @@ class EarlyStop:
         self.best = self.before
         self.last = self.before
         self._without_gain = 0
+        self._tokens = sum(len(group.tokens) for group in groups.values())
+
+    def is_due(self, progress: Progress) -> bool:
+        """Whether to measure now: at most EVALUATIONS times, and on fewer tokens than were trained on since.
+
+        A token costs about twice as much in training, so training gets two thirds of the time.
+        """
+        steps = progress.step - self.last.step
+        assert progress.pace is not None
+        trained = steps * progress.pace.batch_tokens
+        return steps >= progress.total / EVALUATIONS and trained >= self._tokens
 
     def evaluate(self, step: int) -> bool:
         """Measure the head after this step. Returns whether to go on."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from paceline.errors import ConfigError
-from paceline.learn.early_stop import EVALUATIONS, EarlyStop, Kept
+from paceline.learn.early_stop import EarlyStop, Kept
 from paceline.learn.objectives import objective_for, options_for
 from paceline.learn.rows import TrafficRow
 from paceline.learn.selection import Selection, choose, examples_of, generic_rows
@@ -43,7 +43,7 @@ class FineTuneOptions:
 
     steps: int | None = None
     minutes: float | None = None  # of work: waiting does not count
-    learning_rate: float = 3e-4
+    learning_rate: float = 1e-4
     batch_tokens: int | None = None  # per step; None: by the speed of the device
     seed: int = 0
     gpu_share: float = 0.1  # of the time of a GPU; a CPU is shared by the system, at low priority
@@ -154,8 +154,7 @@ def _train(trainer: Trainer, stopping: EarlyStop, yielding: Yielding, on_scores:
         if progress.step == 0:
             on_scores(progress, stopping.before)
             return True
-        due = progress.step - stopping.last.step >= progress.total / EVALUATIONS
-        if not due and not trainer.finished:
+        if not stopping.is_due(progress) and not trainer.finished:
             return True
         go_on = stopping.evaluate(progress.step)
         on_scores(progress, stopping.last)

@@ -16,7 +16,7 @@ from paceline.train.examples import Examples, read_examples
 NEW, OLD = "new", "old"  # rows since the last training, and rows against forgetting
 ALL_SALTS = "all"
 MIN_TRAIN, MIN_STOP = 16, 4  # rows
-MAX_STOP = 64  # rows of a group; they are measured several times
+MAX_STOP = 32  # rows of a group; they are measured several times
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Selection:
     """What is chosen of a store."""
 
     since: float = 0.0  # rows that finished at this time or later are new
-    replay: float = 0.25  # share of old rows among those trained on, if there are as many
+    replay: float = 0.4  # share of old rows among those trained on, if there are as many
     salt: str = ""  # rows of this salt's hash; empty: rows without a salt; all: every row
     max_rows: int = 20_000  # new ones; the newest are taken
     max_length: int = 1024  # tokens of prompt and answer; what is longer is cut off

@@ -22,7 +22,7 @@ class Curve:
     """One line of a panel."""
 
     label: str
-    points: list[tuple[int, float]]  # (step, value)
+    points: list[tuple[int, float]]  # (place across, value)
     colour: str
     dashed: bool = False
 
@@ -58,13 +58,18 @@ def plot(history: Sequence[Record], held_out: Sequence[Record] = ()) -> str:
             curves("training", 0, lambda record: record.expected_length, "held out"),
         ),
     ]
+    return picture(panels)
+
+
+def picture(panels: Sequence[tuple[str, Sequence[Curve]]], across: str = "step") -> str:
+    """Panels below each other as an SVG: titles and curves over what `across` names."""
     size = f"0 0 {WIDTH} {len(panels) * HEIGHT}"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{size}" font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{len(panels) * HEIGHT}" fill="#ffffff"/>',
     ]
     for row, (title, lines_of) in enumerate(panels):
-        lines += [f'<g transform="translate(0 {row * HEIGHT})">', *_panel(title, lines_of), "</g>"]
+        lines += [f'<g transform="translate(0 {row * HEIGHT})">', *_panel(title, lines_of, across), "</g>"]
     return "\n".join([*lines, "</svg>", ""])
 
 
@@ -88,7 +93,7 @@ def _ticks(low: float, high: float) -> list[float]:
     return [step * number for number in range(first, max(end, first + 1) + 1)]
 
 
-def _panel(title: str, curves: Sequence[Curve]) -> list[str]:
+def _panel(title: str, curves: Sequence[Curve], name: str) -> list[str]:
     """Axes with ticks, curves over the steps, and a legend."""
     points = [point for curve in curves for point in curve.points]
     last = max(1, *(step for step, _ in points))
@@ -113,7 +118,7 @@ def _panel(title: str, curves: Sequence[Curve]) -> list[str]:
         lines.append(f'<text x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{step:.0f}</text>')
     lines.append(f'<path d="M{LEFT} {TOP}V{bottom}H{right}" fill="none" stroke="{GREY}"/>')
     middle = (LEFT + right) / 2
-    lines.append(f'<text x="{middle:.0f}" y="{bottom + 34}" text-anchor="middle">step</text>')
+    lines.append(f'<text x="{middle:.0f}" y="{bottom + 34}" text-anchor="middle">{name}</text>')
     for curve in curves:
         place = " ".join(f"{x_of(step):.1f},{y_of(value):.1f}" for step, value in curve.points)
         if place:

@@ -1,0 +1,82 @@
+"""`python -m benchmarks learning`: the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.bench.flags import JsonFile, Model, Threads
+from paceline.config import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from benchmarks.learning.shift import Shift, Window
+
+MIN_GAIN, MAX_LOSS = 1.25, 0.98  # the bars: on the new domain, and on the old traffic
+
+
+def learning_command(
+    model: Model = DEFAULT_MODEL,
+    domain: Annotated[str, typer.Option(help="What the traffic shifts to: tools or sql.")] = "tools",
+    window: Annotated[int, typer.Option(help="Requests that are measured together.")] = 24,
+    before: Annotated[int, typer.Option(help="Windows of chat, before the shift.")] = 4,
+    shifted: Annotated[int, typer.Option(help="Windows of the new domain.")] = 10,
+    after: Annotated[int, typer.Option(help="Windows of chat, after the second shift.")] = 4,
+    train_rows: Annotated[int, typer.Option(help="New rows that start a training.")] = 120,
+    minutes: Annotated[float, typer.Option(help="Minutes of each training.")] = 5.0,
+    threads: Threads = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Folder of traffic and heads. Default: deleted at the end.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="File to draw tokens per pass over time to.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """What does a head gain that learns the traffic, when the traffic shifts to a new domain and back?"""
+    from benchmarks.learning.shift import OLD_DOMAIN, ShiftOptions, run_shift
+
+    options = ShiftOptions(
+        model, domain, window, before, shifted, after, train_rows, minutes, threads=threads
+    )
+    with TemporaryDirectory() as temporary:
+        shift = run_shift(options, folder or Path(temporary), _show)
+    gain, kept = shift.gain(domain), shift.gain(OLD_DOMAIN, last=after or before)
+    same = all(each.same for each in shift.windows)
+    typer.echo(
+        f"{domain}, last windows: {gain:.3f} of the static head (bar {MIN_GAIN}); {OLD_DOMAIN} after it: "
+        f"{kept:.3f} (bar {MAX_LOSS}); {shift.seconds:.0f} s; answers {'equal' if same else 'NOT EQUAL'}"
+    )
+    if json_file is not None:
+        json_file.write_text(json.dumps(shift.facts(), indent=1) + "\n")
+    if svg is not None:
+        svg.write_text(_picture(shift))
+    raise typer.Exit(0 if same else 1)
+
+
+def _show(window: Window) -> None:
+    reason = window.verdict.get("reason", "")
+    typer.echo(
+        f"{window.requests:5} requests  {window.domain:6} static {window.static:.3f}  "
+        f"learning {window.learning:.3f}  {'SWAPPED: ' if window.swapped else ''}{reason}"
+    )
+
+
+def _picture(shift: Shift) -> str:
+    """Tokens per pass of both heads over the requests, with the swaps."""
+    from paceline.train.plot import COLOURS, GREY, Curve, picture
+
+    windows = shift.windows
+    curves = [
+        Curve("static head", [(each.requests, each.static) for each in windows], COLOURS[1]),
+        Curve("learning head", [(each.requests, each.learning) for each in windows], COLOURS[0]),
+    ]
+    values = [value for each in windows for value in (each.static, each.learning)]
+    swaps = [each.requests for each in windows if each.swapped]
+    for number, requests in enumerate(swaps):
+        ends = [(requests, min(values)), (requests, max(values))]
+        curves.append(Curve("" if number else "swap", ends, GREY, dashed=True))
+    options = shift.options
+    title = f"tokens per pass: chat, then {options.domain} from request {options.before * options.window} on"
+    return picture([(title, curves)], "requests, each a prompt that was never sent before")
