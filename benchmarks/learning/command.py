@@ -51,7 +51,7 @@ def learning_command(
     if json_file is not None:
         json_file.write_text(json.dumps(shift.facts(), indent=1) + "\n")
     if svg is not None:
-        svg.write_text(_picture(shift))
+        svg.write_text(picture_of(shift))
     raise typer.Exit(0 if same else 1)
 
 
@@ -63,7 +63,7 @@ def _show(window: Window) -> None:
     )
 
 
-def _picture(shift: Shift) -> str:
+def picture_of(shift: Shift) -> str:
     """Tokens per pass of both heads over the requests, with the swaps."""
     from paceline.train.plot import COLOURS, GREY, Curve, picture
 

@@ -1,8 +1,8 @@
 """The shift: chat, then a new domain, then chat again; a static head beside one that learns.
 
 Every request is a prompt that was never sent before. Both heads draft the same requests, and both answers
-must be equal. What the learning head answered is collected; when there are enough new rows, a process trains a
-candidate, the gate judges it on rows that it was not trained on, and it is swapped in if it gains.
+must be equal. What the learning head answered is collected; when there are enough new rows, a process trains
+a candidate, the gate judges it on rows that it was not trained on, and it is swapped in if it gains.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def run_shift(
     phases = [OLD_DOMAIN] * options.before + [options.domain] * options.shifted + [OLD_DOMAIN] * options.after
     for number, domain in enumerate(phases):
         if number == options.before:
-            learner.since = time.time()  # what came before is old traffic
+            learner.begin()
         chats = conversations(domain, sent.get(domain, 0), options.window)
         sent[domain] = sent.get(domain, 0) + len(chats)
         first, second = (each.answer(chats, options.max_tokens) for each in (static, learning))
@@ -150,12 +150,16 @@ class Learner:
             self._folder.traffic, target, loaded.model_config.vocab_size, StoreLimits()
         )
         self._collector = Collector(self._store, Policy())
+        usual = ("--nice", "0")  # the traffic waits for the training here
         threads = ("--threads", str(options.threads)) if options.threads else ()
-        self._jobs = ProcessJobs(self._folder, options.model, options.minutes, train=threads)
+        self._jobs = ProcessJobs(self._folder, options.model, options.minutes, usual, threads)
         self._present = resolve_head("shipped", METHOD, loaded.fingerprint)
         self._swaps = 0
-        self.since = time.time()
-        self._new_rows = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Count new rows from now on: what came before is old traffic."""
+        self._since, self._new_rows = time.time(), 0
 
     def collect(self, outputs: Sequence[RequestOutput], domain: str) -> None:
         """Keep finished requests."""
@@ -169,7 +173,7 @@ class Learner:
         if self._new_rows < self._options.train_rows:
             return None
         began, self._new_rows = time.time(), 0
-        candidate = asyncio.run(self._jobs.train(self._present, self.since))
+        candidate = asyncio.run(self._jobs.train(self._present, self._since))
         if candidate is None:
             return Verdict(False, "the trainer found nothing better")
         scores = asyncio.run(self._jobs.score(self._present, candidate))
@@ -180,7 +184,7 @@ class Learner:
             self._swaps += 1
             self._present = candidate.rename(self._folder.root / f"head-{self._swaps}")
             self._contestant.use(self._present)
-            self.since = began
+            self._since = began
         return verdict
 
     def close(self) -> None:

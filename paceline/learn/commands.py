@@ -27,7 +27,7 @@ NOTHING_GAINED = 3  # exit status of a training without a candidate
 STOPPED = 143  # exit status after SIGTERM, as of a shell
 
 Model = Annotated[str, typer.Argument(help="The target: an alias, a .gguf file, a folder or a hub id.")]
-Folder = Annotated[Path, typer.Argument(help="The folder of --learn-dir.")]
+Folder = Annotated[Path, typer.Option("--dir", help="The folder of --learn-dir.")]
 From = Annotated[Path, typer.Option("--from", help="The folder of --learn-dir.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -107,6 +107,7 @@ def train_command(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda if available.")] = "auto",
     gpu_share: Annotated[float, typer.Option(help="Share of the time of a GPU to take.")] = 0.1,
     threads: Annotated[int, typer.Option(help="Number of CPU cores to use.")] = 1,
+    nice: Annotated[int, typer.Option(help="Priority: 19 gives way to everything, 0 is the usual one.")] = 19,
     pause: Annotated[Path | None, typer.Option(help="While this file exists, no step begins.")] = None,
     end_with_parent: Annotated[
         bool, typer.Option("--end-with-parent", help="End when the process that started this one ends.")
@@ -135,7 +136,7 @@ def train_command(
     share = 1.0 if on_device == "cpu" else gpu_share
     yielding = Yielding(pause, share, end_with_parent)
     report = Reporter(as_json)
-    lower_priority(threads)
+    lower_priority(threads, nice)
     checkpoint = load_checkpoint(resolve(model))
     parent = resolve_head(head, fingerprint=target_fingerprint(checkpoint))
     with stopped_by_signals(yielding):

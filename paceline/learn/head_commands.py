@@ -48,6 +48,7 @@ def score(
     end_with_parent: Annotated[
         bool, typer.Option("--end-with-parent", help="End when the process that started this one ends.")
     ] = False,
+    nice: Annotated[int, typer.Option(help="Priority: 19 gives way to everything, 0 is the usual one.")] = 19,
 ) -> None:
     """Replay held-back answers with two heads, and compare the passes that each would have needed."""
     from paceline.learn.gate import judge
@@ -55,7 +56,7 @@ def score(
     from paceline.learn.score import score_heads
     from paceline.learn.yielding import Yielding
 
-    lower_priority(threads=1)
+    lower_priority(threads=1, nice=nice)
     may_go_on = Yielding(pause, end_with_parent=end_with_parent).may_step
     scores = score_heads(model, LearnFolder(source).traffic, (head, candidate), may_go_on, salt)
     if scores is None:

@@ -15,6 +15,8 @@ from paceline.learn.fine_tune import Candidate
 from paceline.terminal.session import note
 from paceline.train.progress import Progress
 
+LOWEST = 19  # priority, which gives way to every other process
+
 
 class Reporter:
     """Prints each measurement, and the end."""
@@ -47,7 +49,7 @@ class Reporter:
         typer.echo(json.dumps(facts))
 
 
-def lower_priority(threads: int) -> None:
-    """Let everything else on this machine go first: nice 19, and few threads."""
-    os.nice(19)
+def lower_priority(threads: int, nice: int = LOWEST) -> None:
+    """Let other processes on this machine go first, by their priority and by few threads."""
+    os.nice(nice)
     torch.set_num_threads(threads)

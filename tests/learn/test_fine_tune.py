@@ -145,7 +145,7 @@ def test_generic_answers_count_as_old_rows(rows: list[TrafficRow], tmp_path: Pat
     generic = generic_rows([tmp_path / "a.jsonl"], tiny.VOCAB_SIZE, 1024)
     chosen = choose(rows[60:], generic, Selection())
     assert {row.segment for row in chosen.stop[OLD]} == {"g"}
-    assert 0 < chosen.replayed <= len(chosen.train) // 4
+    assert chosen.replayed == int(0.4 * len(chosen.train))
     with pytest.raises(ConfigError, match="--generic"):
         generic_rows([tmp_path / "a.jsonl"], tiny.VOCAB_SIZE + 1, 1024)
 

@@ -1,0 +1,34 @@
+"""`python -m benchmarks learning`: its traffic, and what is drawn of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.learning.command import picture_of
+from benchmarks.learning.domains import DOMAINS, conversations
+from benchmarks.learning.shift import Shift, ShiftOptions, Window
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_every_prompt_is_sent_once_and_is_the_same_on_every_machine(domain: str) -> None:
+    first, second = conversations(domain, 0, 120), conversations(domain, 120, 120)
+    assert conversations(domain, 60, 120) == [*first[60:], *second[:60]]
+    assert len({str(chat) for chat in [*first, *second]}) == 240
+    assert all(chat[-1]["role"] == "user" for chat in first)
+
+
+def test_the_gain_is_of_the_last_windows_and_swaps_are_drawn() -> None:
+    windows = [
+        Window("chat", 10, 2.0, 2.0, True),
+        Window("tools", 20, 2.0, 2.0, True, swapped=True),
+        Window("tools", 30, 2.0, 3.0, True),
+        Window("tools", 40, 2.0, 2.5, True),
+        Window("chat", 50, 2.0, 1.98, True),
+    ]
+    shift = Shift(ShiftOptions("m", before=1, window=10), windows, 1.0)
+    assert shift.gain("tools", last=2) == pytest.approx(1.375)
+    assert shift.gain("chat", last=1) == pytest.approx(0.99)
+    drawing = picture_of(shift)
+    assert drawing.startswith("<svg")
+    assert drawing.count("<polyline") == 3
+    assert "swap" in drawing

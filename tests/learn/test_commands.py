@@ -1,0 +1,87 @@
+"""`paceline learn`: what is kept can be seen, carried elsewhere and deleted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from paceline.errors import ConfigError
+from paceline.learn.commands import NOTHING_GAINED, app
+from paceline.learn.early_stop import EarlyStop
+from paceline.learn.fine_tune import read_candidate
+from paceline.learn.folder import LearnFolder
+from paceline.learn.rows import TrafficRow
+from paceline.models.checkpoint import Checkpoint
+from paceline.train.examples import read_examples
+
+
+def run(*arguments: str) -> Result:
+    result = CliRunner().invoke(app, arguments)
+    if isinstance(result.exception, ConfigError):
+        raise result.exception
+    return result
+
+
+@pytest.fixture
+def folder(traffic: Path, tmp_path: Path) -> Path:
+    """A folder of --learn-dir."""
+    shutil.copytree(traffic, LearnFolder(tmp_path / "learned").traffic)
+    return tmp_path / "learned"
+
+
+def test_status_and_show_tell_what_is_kept(folder: Path, rows: list[TrafficRow]) -> None:
+    assert f"rows       {len(rows)}," in run("status", "--dir", str(folder)).stdout
+    facts = json.loads(run("status", "--dir", str(folder), "--json").stdout)
+    assert facts["traffic"]["rows"] == len(rows)
+    assert facts["candidate"] is None
+    shown = [
+        json.loads(line) for line in run("show", "--dir", str(folder), "--last", "2").stdout.splitlines()
+    ]
+    assert [tuple(row["prompt_ids"]) for row in shown] == [row.prompt_ids for row in rows[-2:]]
+    assert {"side", "sampling", "segment", "time"} <= shown[0].keys()
+
+
+def test_exported_rows_are_answers_that_every_training_reads(
+    folder: Path, rows: list[TrafficRow], tmp_path: Path
+) -> None:
+    out = tmp_path / "answers.jsonl"
+    run("export", "--dir", str(folder), "--out", str(out))
+    examples = read_examples([out], 1024)
+    assert len(examples) == sum(len(row.output_ids) >= 2 for row in rows)
+    with pytest.raises(ConfigError, match="there already"):
+        run("export", "--dir", str(folder), "--out", str(out))
+
+
+def test_cleared_rows_are_gone(folder: Path) -> None:
+    run("clear", "--dir", str(folder))
+    assert json.loads(run("status", "--dir", str(folder), "--json").stdout)["traffic"]["rows"] == 0
+
+
+def test_a_folder_without_traffic_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--learn-dir of a server"):
+        run("status", "--dir", str(tmp_path))
+
+
+def test_train_reports_as_json_and_ends_with_3_if_nothing_is_gained(
+    checkpoint: Checkpoint, folder: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.learn.report.lower_priority", lambda threads, nice: None)
+    out = tmp_path / "candidate"
+    arguments = (
+        *("train", str(checkpoint.source), "--from", str(folder), "--head", str(head), "--out", str(out)),
+        *("--steps", "2", "--batch-tokens", "256", "--device", "cpu", "--json"),
+    )
+    monkeypatch.setattr(EarlyStop, "evaluate", lambda self, step: False)  # no step gains anything
+    result = run(*arguments)
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert result.exit_code == NOTHING_GAINED
+    assert lines[0]["step"] == 0
+    assert set(lines[0]["tokens_per_pass"]) == {"new"}
+    assert lines[-1] == {"candidate": None, "stopped": False}
+    assert read_candidate(out) is None
+    with pytest.raises(ConfigError, match="either --steps or --minutes"):
+        run(*arguments, "--minutes", "1")
