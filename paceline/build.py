@@ -36,6 +36,7 @@ from paceline.models.checkpoint import Tensor
 from paceline.models.config import ModelConfig
 from paceline.models.heads.fingerprint import target_fingerprint
 from paceline.models.heads.shipped import default_method, known_drafts
+from paceline.models.lora import load_adapter
 from paceline.models.registry import load_checkpoint, load_tokenizer, load_with_tokenizer, resolve
 from paceline.models.tokenizer import Tokenizer
 from paceline.verify.rules import RULES
@@ -91,7 +92,11 @@ def load_model(config: EngineConfig, beside: Backend | None = None) -> LoadedMod
         checkpoint, tokenizer = load_checkpoint(path), load_tokenizer(resolve(config.model.tokenizer))
     else:
         checkpoint, tokenizer = load_with_tokenizer(path)
-    backend = load_backend(checkpoint, config.backend, config.scheduler.max_num_batched_tokens, beside)
+    adapters = [
+        load_adapter(name, folder, checkpoint.config) for name, folder in config.model.adapters.items()
+    ]
+    rows = config.scheduler.max_num_batched_tokens
+    backend = load_backend(checkpoint, config.backend, rows, beside, adapters)
     choice = config.backend.choice
     logger.info(
         "backend: %s on %s, %s weights (%s)", choice.name, choice.device, backend.weight_format, choice.why

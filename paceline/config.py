@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.backends.options import BackendOptions
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from paceline.draft.methods import Speculation
 
 DEFAULT_MODEL = "smollm2-135m"
+ADAPTER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 @refuse_unknown(ConfigError)
@@ -31,13 +35,29 @@ class ModelOptions:
     model: str = DEFAULT_MODEL  # an alias, a folder of safetensors, a .gguf file or a hub id
     tokenizer: str | None = None  # None: the model's own
     max_model_len: int | None = None  # None: the model's context, or what fits into the KV cache
+    lora_modules: Sequence[str] | None = None  # NAME=FOLDER of each LoRA adapter; torch only
 
     def __post_init__(self) -> None:
         check_text(ConfigError, "model", self.model)
+        _ = self.adapters  # report a mistake before a model is loaded
         if self.tokenizer is not None:
             check_text(ConfigError, "tokenizer", self.tokenizer)
         if self.max_model_len is not None:
             check_integer(ConfigError, "max_model_len", self.max_model_len, 2, None)
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """The folder of each adapter, by name."""
+        found: dict[str, Path] = {}
+        for entry in self.lora_modules or ():
+            name, equals, folder = entry.partition("=")
+            if not equals or not folder or not ADAPTER_NAME.fullmatch(name) or name in found:
+                raise ConfigError(
+                    f"lora_modules has {entry[:120]!r}; expected NAME=FOLDER, with a name of its own of "
+                    "letters, digits, '_', '.' and '-'."
+                )
+            found[name] = Path(folder).expanduser()
+        return found
 
 
 @refuse_unknown(ConfigError)

@@ -5,7 +5,7 @@ The engine speaks numpy and never sees a backend's own arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,6 +35,7 @@ class Backend(Protocol):
     weight_format: str = "float32"  # of the linear layers, as a user names it: a quantization, or a dtype
     chooses: bool = False  # it takes a batch's choices
     drafts_on_device: bool = False  # make_async_decoder takes drafts
+    adapters: Collection[str] = ()  # names of loaded LoRA adapters, which a batch may ask for
     bytes_per_state: int = 0  # of the recurrent layers' states of one request; 0: no layer is recurrent
 
     def make_pool(self, num_pages: int) -> KVPool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from paceline.backends.base import Backend, BlockRunner, HeadRunner, MedusaRunner
 from paceline.backends.options import BackendOptions
@@ -11,16 +11,28 @@ from paceline.extras import needs_extra
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.medusa import MedusaCheckpoint, NumpyMedusa
+from paceline.models.lora import Adapter
 from paceline.models.needs import missing_blocks
 
 
 def load_backend(
-    checkpoint: Checkpoint, options: BackendOptions, max_rows: int, beside: Backend | None = None
+    checkpoint: Checkpoint,
+    options: BackendOptions,
+    max_rows: int,
+    beside: Backend | None = None,
+    adapters: Sequence[Adapter] = (),
 ) -> Backend:
     """The backend that the options name, with the checkpoint's weights.
 
     `beside` is a loaded backend whose passes take turns with those of this one.
     """
+    if adapters:
+        if options.name != "torch":
+            raise BackendError(
+                f"The {options.name} backend does not run adapters. Use --backend torch, or merge the "
+                "adapter into the model."
+            )
+        return _load_torch(checkpoint, options, max_rows, beside, adapters)
     if blocks := missing_blocks(checkpoint.config, options.name):
         raise BackendError(
             f"This {checkpoint.config.family} model has {', '.join(blocks)}, for which the {options.name} "
@@ -75,7 +87,11 @@ def _load_cpu(
 
 
 def _load_torch(
-    checkpoint: Checkpoint, options: BackendOptions, max_rows: int, beside: Backend | None
+    checkpoint: Checkpoint,
+    options: BackendOptions,
+    max_rows: int,
+    beside: Backend | None,
+    adapters: Sequence[Adapter] = (),
 ) -> Backend:
     with needs_extra("torch", "the torch backend", BackendError):
         import torch  # here, because it takes seconds and the cpu backend does not need it
@@ -91,6 +107,7 @@ def _load_torch(
         dtype=dtype,
         max_rows=max_rows,
         tensor_parallel_size=options.tensor_parallel_size,
+        adapters=adapters,
     )
 
 

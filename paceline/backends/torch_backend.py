@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from paceline.backends.adapter_groups import forward_by_adapter
 from paceline.backends.base import Backend
 from paceline.backends.torch_choosing import choose
 from paceline.backends.torch_loading import find_devices, find_dtype, load_pieces
@@ -22,7 +23,9 @@ from paceline.backends.torch_pool import PAGE_SIZE, TorchPool, TorchStates, make
 from paceline.core.arrays import Int32Array
 from paceline.core.forward import ForwardBatch, ForwardOutput, KVPool, StatePool
 from paceline.errors import BackendError
+from paceline.models.adapted import with_adapter
 from paceline.models.checkpoint import Checkpoint
+from paceline.models.lora import Adapter
 from paceline.models.recurrent import StateRows, StateView
 from paceline.models.rows import Rows, RowView
 from paceline.models.tensor_parallel import check_size
@@ -48,6 +51,7 @@ class TorchBackend(Backend):
         self.device, self.dtype = model.device, model.dtype
         self.weight_format = str(self.dtype).removeprefix("torch.")
         self.bytes_per_state = sum(mixer.bytes_per_state for mixer in model.recurrences)
+        self.adapters: dict[str, Transformer] = {}  # the model with each
         self._ranks = ranks
         self._number = number
 
@@ -61,6 +65,7 @@ class TorchBackend(Backend):
         max_rows: int = 512,
         tensor_parallel_size: int = 1,
         row_by_row: bool = False,
+        adapters: Sequence[Adapter] = (),
     ) -> TorchBackend:
         """A backend with the checkpoint's weights on `device`, in `dtype`; other ranks are new processes.
 
@@ -71,7 +76,11 @@ class TorchBackend(Backend):
         kind, devices = find_dtype(dtype), find_devices(device, tensor_parallel_size)
         check_size(checkpoint.config, tensor_parallel_size)
         if tensor_parallel_size == 1:
-            return cls(load_pieces(checkpoint, devices[0], kind, row_by_row=row_by_row), max_rows)
+            backend = cls(load_pieces(checkpoint, devices[0], kind, row_by_row=row_by_row), max_rows)
+            backend.adapters = {entry.name: with_adapter(backend.model, entry) for entry in adapters}
+            return backend
+        if adapters:
+            raise BackendError("Adapters are not served with tensor_parallel_size above 1; leave one out.")
         ranks, communicator = start_ranks(checkpoint.source, devices, dtype, max_rows)
         try:
             model = load_pieces(checkpoint, devices[0], kind, communicator)
@@ -109,9 +118,15 @@ class TorchBackend(Backend):
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Logits of the wanted rows and, if asked, features of all rows and tokens that are chosen here."""
         assert batch.num_rows <= self.max_rows, f"{batch.num_rows} rows, but max_rows is {self.max_rows}"
-        pool = cast(TorchPool, batch.pool)
+        if batch.adapters:
+            return forward_by_adapter(batch, lambda name, part: self._forward(self.adapters.get(name), part))
+        return self._forward(None, batch)
+
+    def _forward(self, adapted: Transformer | None, batch: ForwardBatch) -> ForwardOutput:
+        """A pass of the model, or of the model with an adapter."""
+        pool, model = cast(TorchPool, batch.pool), adapted or self.model
         with self._everywhere("forward", batch):
-            hidden, wanted = self.model.hidden_states(self._rows(batch), pool.cache, batch.feature_layers)
+            hidden, wanted = model.hidden_states(self._rows(batch), pool.cache, batch.feature_layers)
             logits, chosen = self._outputs(hidden, batch)
         features = torch.cat(wanted, dim=-1).float().cpu().numpy() if wanted else None
         return ForwardOutput(logits.float().cpu().numpy(), features, chosen)

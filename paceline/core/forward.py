@@ -92,6 +92,7 @@ class ForwardBatch:
     kept_features: tuple[KeptFeatures, ...] = ()  # features to write to heads' pools
     # for a model with recurrent layers; None: all requests begin with their first token
     states: RequestStates | None = None
+    adapters: tuple[str, ...] = ()  # [requests] names of backend.adapters, "" for none; (): none at all
 
     @property
     def num_requests(self) -> int:

@@ -96,6 +96,7 @@ class Request:
     arrival_time: float
     segment: str = ""  # the kind of traffic it belongs to, for statistics
     cache_salt: str = ""  # only requests of the same salt share cached pages and past responses
+    adapter: str = ""  # the backend's adapter that it runs with; "": none
     plan: DraftPlan | None = None  # the plan that its options ask for; None: the controller decides
     unavailable_drafter: str | None = None  # that its options name, but the engine has not loaded
     leader: Request | None = None  # child 0: the others wait for its prompt's pages, to share them

@@ -60,6 +60,7 @@ def make_requests(
     watch: Callable[[], Watch] | None = None,
     segment: str = "",
     cache_salt: str = "",
+    adapter: str = "",
     resume: Mapping[int, Sequence[int]] | None = None,
 ) -> list[Request]:
     """One Request for each of the n outputs. `index` is the order of arrival.
@@ -105,7 +106,9 @@ def make_requests(
                 detokenizer=Detokenizer(tokenizer, params, None if watch is None else watch()),
                 arrival_time=now,
                 segment=segment,
-                cache_salt=cache_salt,
+                # the keys and values, and the answers, of an adapter are its own
+                cache_salt=f"{adapter}\0{cache_salt}" if adapter else cache_salt,
+                adapter=adapter,
                 plan=plan,
                 unavailable_drafter=unavailable,
                 leader=children[0] if children else None,

@@ -89,6 +89,7 @@ class BatchBuilder:
             choices=self._choices(choices),
             kept_features=kept_features,
             states=_states(parts, kv),
+            adapters=_adapters(parts),
         )
 
     def _choose(self, request: Request, first: int, end: int, choices: int) -> int:
@@ -131,6 +132,12 @@ def prompt_rows(part: Scheduled) -> tuple[int, int]:
     first = max(len(request.prompt_logprobs) - 1, 0) - request.num_computed
     end = min(part.num_tokens, len(request.prompt_token_ids) - 1 - request.num_computed)
     return max(first, 0), max(end - max(first, 0), 0)
+
+
+def _adapters(parts: Sequence[Scheduled]) -> tuple[str, ...]:
+    """The adapter of each part's request, if there is any."""
+    names = tuple(part.request.adapter for part in parts)
+    return names if any(names) else ()
 
 
 def _states(parts: Sequence[Scheduled], kv: KVCache) -> RequestStates | None:

@@ -58,6 +58,7 @@ class EngineClient(Protocol):
         *,
         segment: str = "",
         cache_salt: str = "",
+        adapter: str = "",
         session: str | None = None,
         grammar: Grammar | None = None,
         watch: Callable[[], Watch] | None = None,

@@ -116,6 +116,7 @@ class Engine:
         *,
         segment: str = "",
         cache_salt: str = "",
+        adapter: str = "",
         grammar: Grammar | None = None,
         watch: Callable[[], Watch] | None = None,
         resume: Mapping[int, Sequence[int]] | None = None,
@@ -123,13 +124,16 @@ class Engine:
         """The queued requests, one for each of the n outputs. RequestError if they cannot be served.
 
         `segment` names the kind of traffic, for statistics. Only requests with the same `cache_salt` share
-        cached pages and past responses. `grammar` is the compiled structured_outputs of the params; without
-        it they are compiled here. `watch` makes, for each output, what may end it by its text. `resume` has,
-        by number, the tokens of unfinished outputs that another engine began: these are computed again and
-        go on, token for token, as they would have there. It needs the request's seed.
+        cached pages and past responses. `adapter` is one of the backend's, "" for none. `grammar` is the
+        compiled structured_outputs of the params; without it they are compiled here. `watch` makes, for each
+        output, what may end it by its text. `resume` has, by number, the tokens of unfinished outputs that
+        another engine began: these are computed again and go on, token for token, as they would have there.
+        It needs the request's seed.
         """
         if resume is not None and params.seed is None and not params.greedy:
             raise RequestError("an output can be resumed only with its request's seed. Set seed.")
+        if adapter and adapter not in self.backend.adapters:
+            raise RequestError(f"there is no adapter {adapter[:80]!r}; load it with --lora-modules.")
         name = str(self._num_arrived) if request_id is None else request_id
         if name in self._live:
             raise RequestError(f"a request with id {name!r} is already running; give each its own id.")
@@ -150,6 +154,7 @@ class Engine:
             watch=watch,
             segment=segment,
             cache_salt=cache_salt,
+            adapter=adapter,
             resume=resume,
         )
         self._num_arrived += 1

@@ -137,12 +137,14 @@ class RemoteEngine:
         *,
         segment: str = "",
         cache_salt: str = "",
+        adapter: str = "",
         session: str | None = None,
         grammar: Grammar | None = None,
         watch: Callable[[], Watch] | None = None,
         arrived: asyncio.Event | None = None,
     ) -> Stream:
         """The stream of a request, checked as its replica would check it."""
+        assert not adapter, "replicas are not offered adapters"
         assert (grammar is None) == (params.structure is None)
         self._intake.check_open(request_id, params.n)
         description = self._description

@@ -47,6 +47,7 @@ class Generation:
         watch: Callable[[], Watch] | None,
         hide_logprobs: bool = False,
         on_finished: OnFinished | None = None,
+        adapter: str = "",
     ) -> Generation:
         """A generation whose prompts the engine has all accepted. If it refuses one, none runs.
 
@@ -66,6 +67,7 @@ class Generation:
                 f"{request_id}-{number}" if len(prompts) > 1 else request_id,
                 segment=segment,
                 cache_salt=cache_salt,
+                adapter=adapter,
                 session=fields.user,
                 grammar=grammar,
                 watch=watch,

@@ -52,12 +52,16 @@ def declared_models(model: str | None, engine: Mapping[str, Any], options: Serve
     if options.routes is None:
         name = model or DEFAULT_MODEL
         config = EngineConfig.from_options(model=name, **engine)
-        names = model_names(name, options)
+        names = with_adapters(model_names(name, options), config)
         return RoutesFile(RouteTable.of(*names), {names: ModelEntry(config)})
     if model is not None:
         raise ConfigError(
             f"the model {model!r} is given beside --routes, which declares the models: leave it out, or add "
             f"[models.NAME] with model = {model!r} to the file."
+        )
+    if engine.get("lora_modules"):
+        raise ConfigError(
+            "--lora-modules is given beside --routes, which cannot name adapters: leave it out."
         )
     if options.served_model_name:
         raise ConfigError("--served-model-name is given beside --routes, where each model has its name.")
@@ -144,6 +148,11 @@ def announce(facts: Mapping[str, str], seconds: float) -> None:
     limits: dict[str, Any] = {name: facts[name] for name in LIMITS}
     log_event(logger, "model", name=facts["model"], **limits, seconds=round(seconds, 1))
     log_event(logger, "drafter", name=facts["drafters"], control=facts["draft_control"])
+
+
+def with_adapters(names: tuple[str, ...], config: EngineConfig) -> tuple[str, ...]:
+    """The names, and those of the model with each of its adapters."""
+    return names + tuple(f"{name}:{adapter}" for name in names for adapter in config.model.adapters)
 
 
 def model_names(model: str, options: ServeOptions) -> tuple[str, ...]:

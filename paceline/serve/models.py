@@ -18,7 +18,7 @@ class Model(BaseModel):
     created: int
     owned_by: str
     root: str  # the model's first name; a virtual one's own
-    parent: str | None
+    parent: str | None  # the model that an adapter changes
     max_model_len: int  # tokens of prompt and output together
 
 
@@ -66,6 +66,6 @@ def _model(served: Models, name: str) -> dict[str, Any]:
         "created": (service or served.default).created,
         "owned_by": "paceline",
         "root": name if service is None else service.model_names[0],
-        "parent": None,
+        "parent": name.rpartition(":")[0] if service is not None and service.adapter_of(name) else None,
         "max_model_len": served.max_model_len(name),
     }

@@ -75,6 +75,11 @@ class Service:
         """Limits of the engine."""
         return self.engine.limits
 
+    def adapter_of(self, name: str) -> str:
+        """The adapter that a name of the model asks for; "": none."""
+        base, _, adapter = name.rpartition(":")
+        return adapter if base in self.model_names else ""
+
     @cached_property
     def toolbox(self) -> Toolbox:
         """Tool calling for this model."""
@@ -132,7 +137,12 @@ class Service:
         return prompt
 
     async def start(
-        self, request: Request, prepared: Prepared, fields: SamplingFields, judged: bool = False
+        self,
+        request: Request,
+        prepared: Prepared,
+        fields: SamplingFields,
+        judged: bool = False,
+        adapter: str = "",
     ) -> Generation:
         """A running generation. Pass it to `finished` or to an EventResponse; both end it.
 
@@ -156,7 +166,8 @@ class Service:
             grammar,
             plan.watch,
             hidden,
-            self.on_finished,
+            self.on_finished if not adapter else None,  # the model itself is what is learned
+            adapter,
         )
 
     async def _compile(

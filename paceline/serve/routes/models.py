@@ -162,7 +162,8 @@ class _Routing(Generic[Body, PreparedT]):
         state.place.move_to(service.engine)
         prepared = await self._prepare_for(name)
         state.record.warnings[:] = prepared.warnings  # without those of an earlier attempt
-        generation = await service.start(self._request, prepared, self._body, judged)
+        adapter = service.adapter_of(name)
+        generation = await service.start(self._request, prepared, self._body, judged, adapter)
         for visit in within:
             visit.attempts.append((name, generation))
         self._trail.model = name

@@ -1,0 +1,119 @@
+"""LoRA adapters: folders of peft, as pairs of small matrices that are added to a model's own.
+
+    W x  becomes  W x + scale * B (A x)        A [rank, in], B [out, rank]
+
+A folder has adapter_config.json and adapter_model.safetensors. Only what changes a matrix of the layers is
+read; what would change anything else (biases, embeddings, DoRA) is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import CheckpointError, UnsupportedModelError
+from paceline.models.config import ModelConfig
+from paceline.models.families import FAMILIES
+from paceline.models.fields import Fields
+from paceline.models.file_layouts import LLAMA_FILES
+from paceline.models.files import read_json
+from paceline.models.layout import expected_tensors
+from paceline.models.safetensors_files import SafeTensor, read_safetensors
+
+TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.(?:default\.)?weight")
+MODULE = re.compile(r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)")
+# options that make an adapter something else than the sum above, and the values that do not
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "bias": ("none",),
+    "use_dora": (False,),
+    "fan_in_fan_out": (False,),
+    "modules_to_save": ([],),
+    "alpha_pattern": ({},),
+    "trainable_token_indices": (),
+}
+
+
+@dataclass(frozen=True)
+class LoraMatrix:
+    """What an adapter adds to one matrix."""
+
+    down: npt.NDArray[np.float32]  # A [rank, in]
+    up: npt.NDArray[np.float32]  # B [out, rank], times the scale
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter of a model, by the names of the matrices it changes, without `.weight`."""
+
+    name: str
+    matrices: Mapping[str, LoraMatrix]
+
+
+def load_adapter(name: str, folder: Path, config: ModelConfig) -> Adapter:
+    """The adapter in a folder, checked against the model that it is for."""
+    fields = Fields(read_json(folder / "adapter_config.json"), f"{folder.name}/adapter_config.json")
+    _check_supported(fields, config)
+    alpha, by_root = fields.number("lora_alpha", 8.0), fields.flag("use_rslora", False)
+    sides: dict[str, dict[str, SafeTensor]] = {}
+    for stored, tensor in read_safetensors(folder / "adapter_model.safetensors").items():
+        match = TENSOR.fullmatch(stored)
+        if match is None or not MODULE.fullmatch(match["module"]):
+            raise UnsupportedModelError(
+                f"{folder.name}: the tensor {stored[:120]} is not supported; adapters may change the "
+                "projections of attention and of dense MLPs. Train it with other target_modules."
+            )
+        sides.setdefault(match["module"], {})[match["side"]] = tensor
+    shapes = dict(expected_tensors(config))
+    matrices = {}
+    for module, found in sides.items():
+        down, up = _checked(folder, module, found, shapes.get(f"{module}.weight"))
+        rank = down.shape[0]
+        scale = np.float32(alpha / (rank**0.5 if by_root else rank))
+        matrices[module] = LoraMatrix(down.float32(), up.float32() * scale)
+    if not matrices:
+        raise CheckpointError(f"{folder.name} changes no matrix. The file is incomplete: fetch it again.")
+    return Adapter(name, matrices)
+
+
+def _check_supported(fields: Fields, config: ModelConfig) -> None:
+    if fields.text("peft_type", "LORA") != "LORA":
+        raise UnsupportedModelError(
+            f"{fields.source}: peft_type {fields.text('peft_type')!r} is not supported, only LORA."
+        )
+    for option, neutral in NEUTRAL.items():
+        if fields.has(option) and fields.values[option] not in neutral:
+            raise UnsupportedModelError(
+                f"{fields.source}: {option} {str(fields.values[option])[:60]!r} is not supported. Merge the "
+                "adapter into the model, and serve that."
+            )
+    if FAMILIES[config.family].files != LLAMA_FILES or config.recurrent or config.latent:
+        raise UnsupportedModelError(
+            f"{fields.source}: adapters of {config.family} models are not supported. Merge the adapter into "
+            "the model, and serve that."
+        )
+
+
+def _checked(
+    folder: Path, module: str, found: Mapping[str, SafeTensor], shape: tuple[int, ...] | None
+) -> tuple[SafeTensor, SafeTensor]:
+    """Both sides of a matrix's change. CheckpointError if they do not fit the model."""
+    down, up = found.get("A"), found.get("B")
+    fits = (
+        down is not None
+        and up is not None
+        and shape is not None
+        and len(down.shape) == len(up.shape) == 2
+        and (up.shape[0], down.shape[1]) == shape
+        and up.shape[1] == down.shape[0]
+    )
+    if not fits or down is None or up is None:
+        raise CheckpointError(
+            f"{folder.name}: what is there for {module} does not fit this model's matrix "
+            f"{list(shape or ())}. The adapter belongs to another model: serve that one."
+        )
+    return down, up

@@ -1,0 +1,210 @@
+"""LoRA adapters: what merged weights would give, the same bytes alone, together and drafted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from paceline.backends.load import load_backend
+from paceline.backends.options import BackendOptions
+from paceline.backends.torch_backend import TorchBackend
+from paceline.build import LoadedModel, build_engine
+from paceline.config import EngineConfig
+from paceline.core.params import SamplingParams
+from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.engine import Engine
+from paceline.errors import BackendError, ConfigError, ModelError, RequestError
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.lora import Adapter, load_adapter
+from paceline.models.registry import load_with_tokenizer
+from paceline.models.safetensors_writer import encode
+from paceline.serve.app import make_app
+from paceline.serve.loading import with_adapters
+from paceline.serve.service import Service
+from tests.backends.driver import drive
+from tests.draft.test_draft_model_cpu import save_tokenizer
+from tests.lossless.subject import Outcome
+from tests.tiny import save_checkpoint
+
+PROMPT = [*range(3, 30), 5, 6, 7, 5, 6]
+MODULES = {
+    "a": ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"),
+    "b": ("self_attn.o_proj", "mlp.up_proj"),
+}
+RANK, ALPHA = 3, 12.0
+
+
+def write_adapter(folder: Path, checkpoint: Checkpoint, modules: Sequence[str], **options: Any) -> Path:
+    """A folder as peft saves it, with random matrices for these modules of every layer."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", **options}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    generator, tensors = torch.Generator().manual_seed(len(modules)), {}
+    for layer in range(checkpoint.config.num_layers):
+        for module in modules:
+            name = f"model.layers.{layer}.{module}"
+            out, inputs = checkpoint.tensors[f"{name}.weight"].shape
+            for side, shape in (("A", (RANK, inputs)), ("B", (out, RANK))):
+                values = 0.2 * torch.randn(shape, generator=generator)
+                tensors[f"base_model.model.{name}.lora_{side}.weight"] = values
+    safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("llama")
+    save_tokenizer(save_checkpoint("llama", root))
+    return root
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folder: Path) -> Checkpoint:
+    return load_with_tokenizer(folder)[0]
+
+
+@pytest.fixture(scope="module")
+def adapters(folder: Path, checkpoint: Checkpoint) -> list[Adapter]:
+    folders = {name: write_adapter(folder / name, checkpoint, modules) for name, modules in MODULES.items()}
+    return [load_adapter(name, saved, checkpoint.config) for name, saved in folders.items()]
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path, adapters: list[Adapter]) -> LoadedModel:
+    checkpoint, tokenizer = load_with_tokenizer(folder)
+    backend = TorchBackend.load(checkpoint, row_by_row=True, adapters=adapters)
+    return LoadedModel(backend, tokenizer, checkpoint.config)
+
+
+def merged(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
+    """The model with the adapter's products added to its matrices."""
+    tensors = dict(checkpoint.tensors)
+    for module, change in adapter.matrices.items():
+        name = f"{module}.weight"
+        tensors[name] = encode(tensors[name].float32() + change.up @ change.down)
+    return replace(checkpoint, tensors=tensors)
+
+
+def test_an_adapter_gives_the_logits_of_merged_weights(
+    checkpoint: Checkpoint, adapters: list[Adapter], model: LoadedModel
+) -> None:
+    assert isinstance(model.backend, TorchBackend)
+    for adapter in adapters:
+        ours = TorchBackend(model.backend.adapters[adapter.name], 64)
+        logits = [
+            drive(backend, pages_each=3)[0].run(PROMPT)
+            for backend in (ours, TorchBackend.load(merged(checkpoint, adapter)))
+        ]
+        np.testing.assert_allclose(*logits, rtol=0, atol=1e-4)
+        plain = drive(TorchBackend.load(checkpoint), pages_each=3)[0].run(PROMPT)
+        assert np.abs(plain - logits[0]).max() > 0.1
+
+
+def make_engine(model: LoadedModel, folder: Path, method: Any) -> Engine:
+    config = EngineConfig.from_options(
+        model=str(folder),
+        speculative_config=method,
+        backend="torch",
+        threads=1,
+        max_model_len=64,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+    )
+    return build_engine(config, model).engine
+
+
+def answers(engine: Engine, names: Sequence[str], temperature: float) -> list[str]:
+    """What requests with these adapters become that run together, each asked twice."""
+    params = SamplingParams(max_tokens=10, ignore_eos=True, temperature=temperature, seed=3, logprobs=1)
+    outcomes = []
+    for name in [*names, *names]:
+        outcomes.append(Outcome(engine.add_request(PROMPT, params, adapter=name)))
+        engine.step()
+    while engine.has_unfinished:
+        engine.step()
+    engine.close()
+    return [repr(outcome.bytes()) for outcome in outcomes]
+
+
+@pytest.mark.parametrize(("method", "temperature"), [("off", 0.8), ("ngram", 0), ("suffix", 0.8)])
+def test_alone_together_and_drafted_the_bytes_are_the_same(
+    model: LoadedModel, folder: Path, method: str, temperature: float
+) -> None:
+    names = ["", "a", "b"]
+    alone = [answers(make_engine(model, folder, "off"), [name], temperature)[0] for name in names]
+    assert len(set(alone)) == 3
+    assert answers(make_engine(model, folder, method), names, temperature) == alone * 2
+
+
+def test_pages_are_shared_within_an_adapter_only(model: LoadedModel, folder: Path) -> None:
+    engine, cached = make_engine(model, folder, "off"), []
+    for name in ("", "a", "a", "b"):
+        (request,) = engine.add_request(PROMPT, SamplingParams(max_tokens=2, temperature=0), adapter=name)
+        while engine.has_unfinished:
+            engine.step()
+        cached.append(request.num_cached_tokens > 0)
+    engine.close()
+    assert cached == [False, False, True, False]
+
+
+def test_a_request_names_the_adapter_after_the_model(model: LoadedModel, folder: Path) -> None:
+    async def main() -> list[str]:
+        engine = make_engine(model, folder, "off")
+        front = AsyncEngine(engine, model.tokenizer, max_queue=9)
+        front.start()
+        config = EngineConfig.from_options(
+            model=str(folder), lora_modules=[f"a={folder / 'a'}", f"b={folder / 'b'}"]
+        )
+        service = Service(front, model.tokenizer, with_adapters(("m",), config))
+        transport = httpx.ASGITransport(make_app(service))
+        body = {
+            "prompt": PROMPT,
+            "temperature": 0,
+            "max_tokens": 6,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        async with httpx.AsyncClient(transport=transport, base_url="http://m", timeout=60) as client:
+            listed = (await client.get("/v1/models")).json()["data"]
+            assert [(entry["id"], entry["parent"]) for entry in listed] == [
+                ("m", None),
+                ("m:a", "m"),
+                ("m:b", "m"),
+            ]
+            assert (await client.post("/v1/completions", json=body | {"model": "m:c"})).status_code == 404
+            asked = [
+                client.post("/v1/completions", json=body | {"model": name}) for name in ("m", "m:a", "m:b")
+            ]
+            found = [answer.json()["choices"][0]["token_ids"] for answer in await asyncio.gather(*asked)]
+        await front.stop()
+        service.workers.shutdown()
+        return [str(ids) for ids in found]
+
+    assert len(set(asyncio.run(main()))) == 3
+
+
+def test_what_cannot_be_served_is_refused(
+    model: LoadedModel, folder: Path, checkpoint: Checkpoint, adapters: list[Adapter], tmp_path: Path
+) -> None:
+    with pytest.raises(RequestError, match="no adapter 'c'; load it with --lora-modules"):
+        make_engine(model, folder, "off").add_request(PROMPT, SamplingParams(), adapter="c")
+    with pytest.raises(BackendError, match=r"cpu backend does not run adapters\. Use --backend torch"):
+        load_backend(checkpoint, BackendOptions("cpu"), 16, None, adapters)
+    with pytest.raises(ConfigError, match="expected NAME=FOLDER"):
+        EngineConfig.from_options(model=str(folder), lora_modules=["sql"])
+    dora = write_adapter(tmp_path / "dora", checkpoint, MODULES["a"], use_dora=True)
+    with pytest.raises(ModelError, match=r"use_dora 'True' is not supported\. Merge"):
+        load_adapter("dora", dora, checkpoint.config)
+    other = replace(checkpoint.config, hidden_size=64)
+    with pytest.raises(ModelError, match="belongs to another model"):
+        load_adapter("a", folder / "a", other)
