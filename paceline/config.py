@@ -35,7 +35,7 @@ class ModelOptions:
     model: str = DEFAULT_MODEL  # an alias, a folder of safetensors, a .gguf file or a hub id
     tokenizer: str | None = None  # None: the model's own
     max_model_len: int | None = None  # None: the model's context, or what fits into the KV cache
-    lora_modules: Sequence[str] | None = None  # NAME=FOLDER of each LoRA adapter; torch only
+    lora_modules: Sequence[str] = ()  # NAME=FOLDER of each LoRA adapter; torch only
 
     def __post_init__(self) -> None:
         check_text(ConfigError, "model", self.model)
@@ -49,7 +49,7 @@ class ModelOptions:
     def adapters(self) -> dict[str, Path]:
         """The folder of each adapter, by name."""
         found: dict[str, Path] = {}
-        for entry in self.lora_modules or ():
+        for entry in self.lora_modules:
             name, equals, folder = entry.partition("=")
             if not equals or not folder or not ADAPTER_NAME.fullmatch(name) or name in found:
                 raise ConfigError(

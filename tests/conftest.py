@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ from paceline.engine import engine as engine_room
 from paceline.models import registry
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.gguf import GgufFile, read_gguf
+from paceline.models.lora import Adapter
 from paceline.models.registry import ALIASES, DEFAULT_MODEL, model_path
 from paceline.models.tokenizer import Tokenizer
 from paceline.models.tokenizer_gguf import gguf_tokenizer
@@ -106,10 +107,14 @@ def real_weights_are_packed_once() -> Iterator[None]:
     real_model, loaded = model_path(ALIASES[DEFAULT_MODEL]), dict[Any, Backend]()
 
     def load_once(
-        checkpoint: Checkpoint, options: BackendOptions, max_rows: int, beside: Backend | None = None
+        checkpoint: Checkpoint,
+        options: BackendOptions,
+        max_rows: int,
+        beside: Backend | None = None,
+        adapters: Sequence[Adapter] = (),
     ) -> Backend:
-        if checkpoint.source != real_model or options.name != "cpu":
-            return load_backend(checkpoint, options, max_rows, beside)
+        if checkpoint.source != real_model or options.name != "cpu" or adapters:
+            return load_backend(checkpoint, options, max_rows, beside, adapters)
         key = checkpoint.source, options, max_rows, beside
         if key not in loaded:
             loaded[key] = load_backend(checkpoint, options, max_rows, beside)

@@ -105,7 +105,8 @@ def _remove() -> None:
 
 def check_alone(options: ServeOptions) -> None:
     """Raise ConfigError for options of one process that replicas do not have."""
-    for name, given in (("--routes", options.routes), ("--kv-events-endpoint", options.kv_events)):
+    alone = {"--routes": options.routes, "--kv-events-endpoint": options.kv_events}
+    for name, given in (alone | {"--lora-modules": options.lora_modules or None}).items():
         if given is not None:
             raise ConfigError(f"{name} is for a server of one process: leave it out, or --replicas.")
 

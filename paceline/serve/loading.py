@@ -51,7 +51,7 @@ def declared_models(model: str | None, engine: Mapping[str, Any], options: Serve
     """
     if options.routes is None:
         name = model or DEFAULT_MODEL
-        config = EngineConfig.from_options(model=name, **engine)
+        config = EngineConfig.from_options(model=name, lora_modules=options.lora_modules, **engine)
         names = with_adapters(model_names(name, options), config)
         return RoutesFile(RouteTable.of(*names), {names: ModelEntry(config)})
     if model is not None:
@@ -59,7 +59,7 @@ def declared_models(model: str | None, engine: Mapping[str, Any], options: Serve
             f"the model {model!r} is given beside --routes, which declares the models: leave it out, or add "
             f"[models.NAME] with model = {model!r} to the file."
         )
-    if engine.get("lora_modules"):
+    if options.lora_modules:
         raise ConfigError(
             "--lora-modules is given beside --routes, which cannot name adapters: leave it out."
         )

@@ -39,6 +39,7 @@ class ServeOptions:
     api_key: tuple[str, ...] = ()  # each of them is accepted; none: no key is needed
     share_cache_across_keys: bool = False  # false: each key has its own prefix cache and past responses
     served_model_name: tuple[str, ...] = ()  # names that clients may use; none: the model's own name
+    lora_modules: tuple[str, ...] = ()  # NAME=FOLDER of adapters of the model, served as MODEL:NAME
     routes: str | None = None  # a routes file: several models, and virtual models over them
     max_queue: int = 256  # requests waiting for the engine; more get 429
     max_connections: int = 512  # more get 503

@@ -89,12 +89,6 @@ ENGINE: Group = (
         "Refuse settings that do not give byte-identical output: the torch backend, sampled verification.",
         "--exact",
     ),
-    Flag(
-        "lora_modules",
-        list[str] | None,
-        None,
-        "NAME=FOLDER of a LoRA adapter, for requests of MODEL:NAME (torch backend only). May be repeated.",
-    ),
     Flag("tokenizer", str | None, None, "Model to take the tokenizer from. Default: the model itself."),
     Flag(
         "max_model_len",
@@ -199,6 +193,12 @@ SERVER: Group = (
         "--share-cache-across-keys",
     ),
     Flag("served_model_name", list[str] | None, None, "Name of the model in the API. May be repeated."),
+    Flag(
+        "lora_modules",
+        list[str] | None,
+        None,
+        "NAME=FOLDER of a LoRA adapter, for requests of MODEL:NAME (torch backend only). May be repeated.",
+    ),
     Flag("routes", str | None, None, "TOML file of several models and of routes over them. Leave MODEL out."),
     Flag("max_queue", int, 256, "Maximum number of waiting requests; others get 429."),
     Flag("max_connections", int, 512, "Maximum number of connections; others get 503."),
@@ -339,8 +339,7 @@ def by_topic(group: Group, topics: Mapping[str, str]) -> Group:
 ENGINE = by_topic(
     ENGINE,
     {
-        "Model and backend": "backend dtype quantization device threads tensor_parallel_size exact "
-        "lora_modules tokenizer",
+        "Model and backend": "backend dtype quantization device threads tensor_parallel_size exact tokenizer",
         "Memory and batching": "max_model_len max_num_seqs max_num_batched_tokens kv_cache_memory_bytes "
         "gpu_memory_utilization enable_prefix_caching",
         "Speculation": "log_decisions share_suffix_cache",
