@@ -55,23 +55,17 @@ class ProcessJobs:
     """Starts `paceline learn train` and `paceline learn score`, one at a time."""
 
     def __init__(
-        self,
-        folder: LearnFolder,
-        model: str,
-        minutes: float,
-        both: Sequence[str] = (),
-        train: Sequence[str] = (),
+        self, folder: LearnFolder, model: str, train: Sequence[str], both: Sequence[str] = ()
     ) -> None:
-        """A training takes so many minutes of work. `both` are further arguments of both commands, `train`
-        of the training."""
-        self._folder, self._model, self._minutes = folder, model, minutes
+        """`train` are further arguments of the training, such as its length; `both` of both commands."""
+        self._folder, self._model = folder, model
         self._both, self._train = tuple(both), tuple(train)
         self.steps = 0
 
     async def train(self, present: Path, since: float) -> Path | None:
         out = self._folder.candidate
         shutil.rmtree(out, ignore_errors=True)  # of a run that was killed
-        how = ("--since", str(since), "--minutes", str(self._minutes), "--json", *self._train)
+        how = ("--since", str(since), "--json", *self._train)
         status = await self._run("train", present, "--out", str(out), *how)
         whole = status == 0 and (out / CANDIDATE).is_file()
         if status not in (0, NOTHING_BETTER):
@@ -119,10 +113,10 @@ class ProcessJobs:
             assert process.stderr is not None
             _, errors = await asyncio.gather(self._count(process.stdout), process.stderr.read())
             await process.wait()
-        except asyncio.CancelledError:
-            with suppress(ProcessLookupError):
+        finally:
+            if process.returncode is None:  # cancelled
                 process.kill()
-            raise
+                await process.wait()
         status = process.returncode or 0
         if status not in (0, NOTHING_BETTER):
             tail = errors.decode(errors="replace").strip()[-LAST_LINES:]

@@ -100,7 +100,7 @@ class Learner:
         since = float(self._history.card(present.number).get("time", 0.0))
         candidate = await self._during(self._jobs.train(present.path, since))
         if candidate is None:
-            self._tell("no candidate", head=present.number)
+            await self._tell("no candidate", head=present.number)
             return
         try:
             await self._judge(present, candidate)
@@ -111,19 +111,21 @@ class Learner:
         self.status.phase = "scoring"
         scores = await self._during(self._jobs.score(present.path, candidate))
         if scores is None:
-            self._reject("it could not be scored", {})
+            await self._reject("it could not be scored", {})
             return
         old, new = scores
         self.status.present_tokens_per_pass = tokens_per_pass(old)
         self.status.candidate_tokens_per_pass = tokens_per_pass(new)
         verdict = judge(old, new, config=self._config.gate)
         if not verdict.passes or self._overruled:
-            self._reject(verdict.reason if not self._overruled else "overruled by hand", verdict.evidence())
+            await self._reject(
+                verdict.reason if not self._overruled else "overruled by hand", verdict.evidence()
+            )
             return
         try:
             drafter = await asyncio.to_thread(self._load, candidate)
         except Exception as error:  # whatever is wrong with a candidate, the present head serves
-            self._reject(f"it cannot be loaded: {error}", verdict.evidence())
+            await self._reject(f"it cannot be loaded: {error}", verdict.evidence())
             return
         await self._try(present, candidate, drafter, verdict)
 
@@ -136,15 +138,17 @@ class Learner:
         if self._overruled or not result.better:
             if not self._overruled:
                 await self._engine.replace_head(self._method, old)
-            self._reject("overruled by hand" if self._overruled else _told("it loses", result), evidence)
+            await self._reject(
+                "overruled by hand" if self._overruled else _told("it loses", result), evidence
+            )
             return
-        head = self._history.add(candidate, evidence)
-        self._history.promote(head.number)
+        head = await asyncio.to_thread(self._history.add, candidate, evidence)
+        self._promoted = self._history.promote(head.number).number
         self._in_engine = self._promoted = self.status.head = head.number
         self._expected, self._low_points = live.tokens_per_draft(), 0
         self.status.swaps += 1
         self.status.gain = result.speedup
-        self._tell("promoted", head=head.number, reason=_told("it gains", result), evidence=evidence)
+        await self._tell("promoted", head=head.number, reason=_told("it gains", result), evidence=evidence)
 
     async def _compare(self, old: Drafter, new: Drafter) -> tuple[Outcome, Turn]:
         """The outcome of a trial, and the last turn of the new head, which drafts when this returns."""
@@ -187,11 +191,11 @@ class Learner:
             head = self._history.rollback()
             self._in_engine = self._promoted = self.status.head = head.number
             self.status.rollbacks += 1
-            self._tell("rolled back", head=head.number, reason=_told("the head before gains", result))
+            await self._tell("rolled back", head=head.number, reason=_told("the head before gains", result))
             return
         await self._engine.replace_head(self._method, new)
         self._expected = live.tokens_per_draft()
-        self._tell("kept", head=present.number, reason=_told("the head before loses", result))
+        await self._tell("kept", head=present.number, reason=_told("the head before loses", result))
 
     def _watch(self) -> None:
         """Add a point to the curve of live acceptance, and count points that are too low."""
@@ -242,7 +246,7 @@ class Learner:
         await self._serve(head)
         self._overruled = by_hand != "collecting"
         if head.number != before and self._in_engine == head.number:
-            self._tell("serves", head=head.number, reason="it is the current head of the folder")
+            await self._tell("serves", head=head.number, reason="it is the current head of the folder")
 
     async def _serve(self, head: Head) -> None:
         """Let this head draft, or the one before it if it cannot be loaded, and so on down to the first."""
@@ -261,17 +265,17 @@ class Learner:
 
     # --- what is told ---
 
-    def _reject(self, reason: str, evidence: Mapping[str, Any]) -> None:
+    async def _reject(self, reason: str, evidence: Mapping[str, Any]) -> None:
         self.status.rejected += 1
-        self._tell("rejected", head=self._in_engine, reason=reason, evidence=dict(evidence))
+        await self._tell("rejected", head=self._in_engine, reason=reason, evidence=dict(evidence))
 
-    def _tell(self, decision: str, **facts: Any) -> None:
+    async def _tell(self, decision: str, **facts: Any) -> None:
         """Log a decision with its reason, and keep it with all its evidence."""
         logger.info(
             "learn: %s, head %04d: %s", decision, facts["head"], facts.get("reason", "nothing better")
         )
         try:
-            self._history.note(decision, **facts)
+            await asyncio.to_thread(self._history.note, decision, **facts)
         except OSError as error:  # a full disk: the log above has it
             logger.warning("learn: the decision could not be written: %s", error)
 

@@ -99,9 +99,9 @@ def collecting(
     )
     collector = Collector(store, policy, learning.redact(), model.tokenizer.decode)
     log_event(logger, "learning", folder=str(folder.root), method=method, share=learning.learn_share)
-    device = ("--device", entry.config.backend.choice.device)
     salt = ("--salt", ALL_SALTS if learning.learn_salts == "shared" else "")
-    jobs = ProcessJobs(folder, entry.config.model.model, learning.learn_minutes, salt, device)
+    train = ("--minutes", str(learning.learn_minutes), "--device", entry.config.backend.choice.device)
+    jobs = ProcessJobs(folder, entry.config.model.model, train, salt)
     config = LearnerConfig(min_rows=learning.learn_min_rows, max_running=learning.learn_max_running)
     try:
         yield LearningModel(model.loaded, method, collector, history, jobs, config)

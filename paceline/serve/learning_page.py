@@ -58,7 +58,7 @@ def router(learning: Learning) -> APIRouter:
     routes = APIRouter(tags=["Server"])
 
     @routes.get(LEARN)
-    async def learn() -> LearnState:
+    def learn() -> LearnState:
         """What a server with --learn has learned: heads, decisions, and acceptance over time."""
         status = learning.status
         shown = {"time", "decision", "head", "reason"}

@@ -157,7 +157,7 @@ def test_processes_that_crash_give_nothing_and_are_told(learned, monkeypatch, ca
     monkeypatch.setattr(jobs.sys, "executable", str(python))
 
     def run(model: str) -> jobs.ProcessJobs:
-        return jobs.ProcessJobs(learned, model, 1.0)
+        return jobs.ProcessJobs(learned, model, ())
 
     present = tmp_path / "present"
     assert asyncio.run(run("crash").score(present, learned.candidate)) is None
@@ -170,7 +170,7 @@ def test_processes_that_crash_give_nothing_and_are_told(learned, monkeypatch, ca
 
 
 def test_pausing_is_a_file_that_the_trainer_sees(learned):
-    work = jobs.ProcessJobs(learned, "model", 1.0)
+    work = jobs.ProcessJobs(learned, "model", ())
     work.pause(True)
     work.pause(True)
     assert learned.pause.exists()

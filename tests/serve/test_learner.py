@@ -64,7 +64,7 @@ def test_a_head_promoted_by_hand_serves_while_requests_run_and_no_byte_changes(f
         "eagle3",
         Collector(store, Policy()),
         history_of(loaded, "eagle3", tmp_path / "heads"),
-        ProcessJobs(LearnFolder(tmp_path), str(folder), 1.0),
+        ProcessJobs(LearnFolder(tmp_path), str(folder), ()),
         LearnerConfig(poll_seconds=0.001),
     )
     number = learning.history.add(folder / "head4", {}).number
