@@ -14,6 +14,7 @@ from paceline.config import DEFAULT_MODEL
 from paceline.errors import ConfigError
 from paceline.learn.folder import LearnFolder
 from paceline.learn.head_commands import add_head_commands
+from paceline.learn.history import History
 from paceline.learn.rows import Damage, TrafficRow
 from paceline.learn.split import side_of
 from paceline.learn.store import StoreCount, TrafficStore
@@ -24,6 +25,7 @@ app = App(help="Learn from the traffic that a server with --learn has kept.", no
 add_head_commands(app)
 
 NOTHING_GAINED = 3  # exit status of a training without a candidate
+SHOWN_DECISIONS = 10
 STOPPED = 143  # exit status after SIGTERM, as of a shell
 
 Model = Annotated[str, typer.Argument(help="The target: an alias, a .gguf file, a folder or a hub id.")]
@@ -34,16 +36,19 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command("status")
 def status_command(folder: Folder, as_json: AsJson = False) -> None:
-    """Say what the folder holds: rows, and the candidate if there is one."""
+    """Say what the folder holds: rows, the candidate if there is one, the head that serves, decisions."""
     from paceline.learn.fine_tune import read_candidate
 
     store = TrafficStore(_store(folder))
     count, candidate = store.count(), read_candidate(LearnFolder(folder).candidate)
+    history = History(LearnFolder(folder).heads, first=folder)
     if as_json:
         facts = {
             "target": asdict(store.target),
             "traffic": asdict(count),
             "candidate": None if candidate is None else asdict(candidate),
+            "head": history.current().number,
+            "decisions": history.decisions(),
         }
         typer.echo(json.dumps(facts, indent=1))
         return
@@ -56,6 +61,10 @@ def status_command(folder: Folder, as_json: AsJson = False) -> None:
             for name, before in candidate.before.items()
         )
         typer.echo(f"candidate  {candidate.method}, {candidate.steps} steps; tokens per pass: {gains}")
+    typer.echo(f"head       {history.current().number or '0, the one that the server was started with'}")
+    for made in history.decisions()[-SHOWN_DECISIONS:]:
+        told = f"{made['decision']}, head {made['head']}: {made.get('reason', '')}"
+        typer.echo(f"{_local(made['time'])}  {told}")
 
 
 @app.command("show")

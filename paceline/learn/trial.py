@@ -3,7 +3,8 @@
 One head at a time, because two would need twice the memory of a head and of its pages. A turn is a number of
 decode steps, so an idle server takes longer. Steps with as many requests are compared with each other: the
 load of the two turns need not be the same. It is the A/B test of the controller's guard, with another head in
-the place of plain decoding.
+the place of plain decoding. Times are those of median steps: on a machine with other work, means of a hundred
+steps differ by more than two heads do.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from dataclasses import dataclass, field
 from paceline.core.request import Request
 from paceline.core.stats import StepStats
 from paceline.engine.output_processor import Delta
+
+MIN_SECONDS = 1e-9  # of a step, for clocks that stand still
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,13 @@ class TrialConfig:
 class Sums:
     """Steps with the same number of requests."""
 
-    steps: int = 0
     tokens: int = 0
-    seconds: float = 0.0
+    seconds: list[float] = field(default_factory=list)  # of each step
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second, by the median step: a step that waited for a core says nothing about a head."""
+        return self.tokens / len(self.seconds) / statistics.median(self.seconds)
 
 
 @dataclass
@@ -72,9 +79,8 @@ class Meter:
                 return
             turn = self._turn
             sums = turn.by_requests.setdefault(stats.requests, Sums())
-            sums.steps += 1
             sums.tokens += stats.new_tokens
-            sums.seconds += stats.total_time
+            sums.seconds.append(max(stats.total_time, MIN_SECONDS))
             for draft in drafts:
                 counts = turn.drafted.setdefault(draft.segment, [0, 0])
                 counts[0] += 1
@@ -104,10 +110,10 @@ def log_speedup(before: Turn, after: Turn) -> float | None:
     total = weight = 0.0
     for requests, old in before.by_requests.items():
         new = after.by_requests.get(requests)
-        if new is None or min(old.tokens, new.tokens) == 0 or min(old.seconds, new.seconds) <= 0:
+        if new is None or min(old.tokens, new.tokens) == 0:
             continue
-        share = min(old.steps, new.steps)
-        total += share * math.log(new.tokens / new.seconds * old.seconds / old.tokens)
+        share = min(len(old.seconds), len(new.seconds))
+        total += share * math.log(new.speed / old.speed)
         weight += share
     return total / weight if weight else None
 

@@ -120,6 +120,9 @@ def test_turns_are_compared_at_the_same_load():
     live(meter, 2, tokens=3, seconds=0.01)
     live(meter, 10, tokens=3, seconds=0.02, requests=8)  # most steps are larger now: no gain by that
     assert log_speedup(before, meter.take()) == pytest.approx(math.log(1.5))
+    live(meter, 9, tokens=3, seconds=0.01)
+    live(meter, 1, tokens=3, seconds=5.0)  # it waited for a core
+    assert log_speedup(before, meter.take()) == pytest.approx(math.log(1.5))
     live(meter, 5, tokens=3, seconds=0.01, requests=3)
     assert log_speedup(before, meter.take()) is None
 
