@@ -16,6 +16,7 @@ from paceline.models.family_fields import FULL, SLIDING
 from paceline.models.fields import Fields
 
 Values = dict[str, object]
+MAX_MTP_LAYERS = 64  # models have one or a few
 
 # our config key <- metadata key, without the architecture's prefix
 CONFIG_KEYS = {
@@ -49,6 +50,7 @@ BLOCK_NAMES = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
+WITHOUT_SUFFIX = ("attn_sinks", "exp_probs_b")  # parts whose names here end before .weight or .bias
 _JOINED_MLP = {"ffn_up": "mlp.gate_up_proj"}
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping"}
 _CAPS |= {"final_logit_softcapping": "final_logit_softcapping"}
@@ -136,7 +138,17 @@ def _glm4(fields: Fields) -> Values:
         raise UnsupportedModelError(
             f"{fields.source}: rotary embedding of several sections is not supported."
         )
-    return {}
+    return _without_mtp(fields)
+
+
+def _without_mtp(fields: Fields) -> Values:
+    """The layers of the model itself: files count those of multi-token prediction, too."""
+    return {"num_hidden_layers": fields.integer("block_count") - mtp_layers(fields)}
+
+
+def mtp_layers(fields: Fields) -> int:
+    """How many of the last layers are for multi-token prediction, which GGUF files are not used for."""
+    return fields.integer("nextn_predict_layers", 0, least=0, most=MAX_MTP_LAYERS)
 
 
 def _gpt_oss(fields: Fields) -> Values:
@@ -167,6 +179,25 @@ ARCHITECTURES = {
     ),
     "smollm3": Architecture("smollm3", interleaved_rope=True),
     "glm4": Architecture("glm4", interleaved_rope=True, names=_JOINED_MLP, more=_glm4),
+    "glm4moe": Architecture(
+        "glm4_moe",
+        keys={
+            "n_routed_experts": "expert_count",
+            "n_shared_experts": "expert_shared_count",
+            "first_k_dense_replace": "leading_dense_block_count",
+            "routed_scaling_factor": "expert_weights_scale",
+            "n_group": "expert_group_count",
+            "topk_group": "expert_group_used_count",
+        },
+        names={
+            "post_attention_norm": "post_attention_layernorm",
+            "exp_probs_b": "mlp.gate.e_score_correction_bias",
+            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+            "ffn_up_shexp": "mlp.shared_experts.up_proj",
+            "ffn_down_shexp": "mlp.shared_experts.down_proj",
+        },
+        more=_glm4,
+    ),
     "cohere2": Architecture(
         "cohere2",
         interleaved_rope=True,

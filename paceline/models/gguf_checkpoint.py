@@ -15,7 +15,13 @@ from paceline.models.fields import Fields
 from paceline.models.file_layouts import fused_matrices, half_split_rows, split_joined
 from paceline.models.files import damaged
 from paceline.models.gguf import GgufFile, GgufTensor
-from paceline.models.gguf_architectures import ARCHITECTURES, BLOCK_NAMES, CONFIG_KEYS
+from paceline.models.gguf_architectures import (
+    ARCHITECTURES,
+    BLOCK_NAMES,
+    CONFIG_KEYS,
+    WITHOUT_SUFFIX,
+    mtp_layers,
+)
 from paceline.models.layout import select_tensors
 from paceline.models.rope import yarn_attention_factor
 
@@ -67,6 +73,7 @@ def _config(file: GgufFile) -> ModelConfig:
     values["norm_topk_prob"] = fields.flag("expert_weights_norm", True)
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
     values["attention_bias"] = "blk.0.attn_output.bias" in file.tensors
+    values["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
     if "token_embd.weight" not in file.tensors:
         raise damaged(file.path, "the tensor token_embd.weight is missing")
     values["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
@@ -138,8 +145,9 @@ def _renamed(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, GgufTen
     architecture = str(file.metadata["general.architecture"])
     known = ARCHITECTURES[architecture]
     names = {**BLOCK_NAMES, **known.names}
+    unused = _mtp_prefixes(file, architecture, config)
     for name, tensor in file.tensors.items():
-        if name == "rope_freqs.weight":
+        if name == "rope_freqs.weight" or name.startswith(unused):
             continue
         if name in TOP_NAMES:
             yield TOP_NAMES[name], tensor
@@ -153,7 +161,7 @@ def _renamed(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, GgufTen
         elif (match := BLOCK_NAME.fullmatch(name)) and match[2] in names:
             if known.interleaved_rope and match[2] in ("attn_q", "attn_k"):
                 tensor = _half_split(file, name, tensor, config)
-            suffix = "" if match[2] == "attn_sinks" else f".{match[3]}"
+            suffix = "" if match[2] in WITHOUT_SUFFIX else f".{match[3]}"
             yield f"model.layers.{match[1]}.{names[match[2]]}{suffix}", tensor
         elif name.startswith("rope_factors_"):
             raise UnsupportedModelError(
@@ -165,6 +173,13 @@ def _renamed(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, GgufTen
                 f"{file.path.name}: tensor {name!r} is not one that {architecture} models have. "
                 f"The file holds another kind of model, or was made by a converter we do not know."
             )
+
+
+def _mtp_prefixes(file: GgufFile, architecture: str, config: ModelConfig) -> tuple[str, ...]:
+    """How the names of tensors for multi-token prediction begin: their layers follow the model's."""
+    name = "nextn_predict_layers"
+    count = mtp_layers(Fields({name: file.metadata.get(f"{architecture}.{name}")}, file.path.name))
+    return tuple(f"blk.{config.num_layers + layer}." for layer in range(count))
 
 
 def _half_split(file: GgufFile, name: str, tensor: GgufTensor, config: ModelConfig) -> GgufTensor:

@@ -81,6 +81,18 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "smollm3": {"model_type": "smollm3", **SIZES, "num_hidden_layers": 4},
     "glm4": {"model_type": "glm4", **SIZES, "partial_rotary_factor": 0.5},
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        **SIZES,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "partial_rotary_factor": 0.5,
+        "use_qk_norm": True,
+    },
     "cohere2": {
         "model_type": "cohere2",
         **SIZES,
@@ -100,6 +112,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2"}
 ARCHITECTURES |= {"qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss"}
+ARCHITECTURES |= {"glm4_moe": "glm4moe"}
 ARCHITECTURES |= {"olmo3": "olmo2"} | {
     name: name for name in ("gemma2", "phi3", "olmo2", "granite", "smollm3", "glm4", "cohere2")
 }
@@ -116,6 +129,9 @@ WRITERS = {
     "layer_norm_eps": "add_layer_norm_eps",
     "rope_local_base_freq": "add_rope_freq_base_swa",
     "sliding_window_pattern": "add_sliding_window_pattern",
+    "n_shared_experts": "add_expert_shared_count",
+    "first_k_dense_replace": "add_leading_dense_block_count",
+    "routed_scaling_factor": "add_expert_weights_scale",
 }
 
 GGUF_NAMES = {
@@ -140,8 +156,10 @@ GGUF_NAMES = {
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
     "self_attn.sinks": "attn_sinks",
+    "mlp.gate.e_score_correction": "exp_probs_b",
+    **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
 }
-OTHER_NAMES = {"gpt_oss": {"post_attention_layernorm": "post_attention_norm"}}
+OTHER_NAMES = {name: {"post_attention_layernorm": "post_attention_norm"} for name in ("gpt_oss", "glm4_moe")}
 # matrices that a family's files hold as one
 JOINED = {
     "phi3": {"self_attn.qkv_proj": "qkv", "mlp.gate_up_proj": ("gate", "up")},
@@ -213,7 +231,7 @@ def gguf_tensors(model: str, tensors: Tensors) -> Tensors:
         if match := re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.\d+\.(\w+)_proj\.(weight|bias)", name):
             experts.setdefault(f"blk.{match[1]}.ffn_{match[2]}_exps.{match[3]}", []).append(tensor)
             continue
-        name = name.replace(".sinks", ".sinks.weight")
+        name = name.replace(".sinks", ".sinks.weight").replace("_correction_bias", "_correction.bias")
         match = re.fullmatch(r"(model\.layers)\.(\d+)\.(.*)\.(weight|bias)|(.*)\.(weight)", name)
         assert match is not None
         if match[5]:
@@ -267,7 +285,8 @@ def write_gguf(
         writer.add_rope_scaling_orig_ctx_len(scaling.get("original_max_position_embeddings", 0))
     if architecture == "gpt-oss":
         writer.add_expert_feed_forward_length(values["intermediate_size"])
-    if experts := values.get("num_experts", values.get("num_local_experts")):
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    if experts := next((values[name] for name in names if name in values), None):
         writer.add_expert_count(experts)
         writer.add_expert_used_count(values["num_experts_per_tok"])
     if "moe_intermediate_size" in values:

@@ -98,6 +98,16 @@ def test_blocks_have_the_row_order_of_the_values(tmp_path: Path, model: str) -> 
         np.testing.assert_array_equal(decoded.reshape(rows.shape), rows, err_msg=name)
 
 
+def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
+    extra = {"blk__2__attn_norm__weight": np.ones(32), "blk__2__nextn__eh_proj__weight": np.ones((32, 64))}
+    extra = {name: values.astype(np.float32) for name, values in extra.items()}
+    file = converted(tmp_path, "glm4_moe", **extra)
+    with pytest.raises(CheckpointError, match="nextn"):
+        gguf_checkpoint(file)
+    file.metadata.update({"glm4moe.block_count": 3, "glm4moe.nextn_predict_layers": 1})
+    assert gguf_checkpoint(file).config.num_layers == 2
+
+
 def test_llama_3_frequency_divisors_come_from_their_tensor(tmp_path: Path) -> None:
     divisors = np.array([1, 1, 2.5, 8], dtype=np.float32)
     file = converted(tmp_path, "llama", rope_freqs__weight=divisors)
