@@ -186,10 +186,15 @@ def _list_blocks(job, layer, row, request, head, first, last, blocks, spare):  #
 
 @compiled
 def _rows_together(job, row, rows, most, window):  # type: ignore[no-untyped-def]
-    """How many rows from `row` on, up to `most`, are successive positions of one request's chain."""
+    """How many rows from `row` on, up to `most`, are successive positions of one request's chain.
+
+    All of them begin to see at the same position: where a window has moved on, each row is alone.
+    """
     request = load_int32(field(job, REQUEST_AT) + 4 * row)
-    if window > 0 or field(job, BLOCK_ROWS) or not load_int32(field(job, CHAIN_AT) + 4 * request):
+    if field(job, BLOCK_ROWS) or not load_int32(field(job, CHAIN_AT) + 4 * request):
         return 1
+    if window > 0:
+        most = min(most, window - load_int32(field(job, POSITIONS_AT) + 4 * row))
     count = 1
     while (
         count < most
