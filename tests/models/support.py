@@ -1,0 +1,168 @@
+"""What runs where: every family on every backend, tried with tiny checkpoints.
+
+`python -m tests.models.support` tries all of it and writes the table of docs/guides/models.md;
+`make test-large` compares. Plain decoding, chains and trees must give the same tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from paceline.backends.base import Backend
+from paceline.backends.load import load_backend
+from paceline.backends.options import BackendOptions
+from paceline.control.controller import FixedController
+from paceline.core.params import SamplingParams
+from paceline.core.trees import DraftPlan
+from paceline.draft.base import DraftSampling, Target
+from paceline.draft.layerskip import LayerSkipDrafter, LayerSkipOptions
+from paceline.engine.admission import Limits
+from paceline.engine.engine import Engine
+from paceline.errors import PacelineError
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.families import FAMILIES
+from paceline.models.gguf_architectures import ARCHITECTURES
+from paceline.models.needs import missing_blocks
+from paceline.models.registry import load_checkpoint
+from tests import tiny
+from tests.engine.test_exactness_cpu import Tokenizer
+from tests.toy import ScriptedDrafter
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "models.md"
+BEGIN, END = "<!-- what runs where: written by a test -->", "<!-- end -->"
+HEADINGS = ("`model_type`", "`torch`", "`cpu`", "`cuda`", "`layerskip`", "GGUF")
+NOT_TRIED = "not tried"
+ROWS = 64
+MAX_LEN = 160
+
+
+def table() -> list[str]:
+    """The lines of the table, one for each family."""
+    lines = [f"| {' | '.join(HEADINGS)} |", f"|{' --- |' * len(HEADINGS)}"]
+    for family in FAMILIES:
+        cells = [f"`{family}`", *(_cell(family, backend) for backend in ("torch", "cpu"))]
+        cells += [_on_cuda(family), _layerskip(family), "yes" if family in gguf_families() else "no"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def written_table(guide: str) -> list[str]:
+    """The lines of the table in the guide."""
+    return guide.split(BEGIN)[1].split(END)[0].strip().splitlines()
+
+
+def gguf_families() -> set[str]:
+    """The families that GGUF files are read of; some are stored as another architecture."""
+    return {known.family for known in ARCHITECTURES.values()} | {"mistral", "mixtral", "olmo3"}
+
+
+def checkpoints(family: str) -> list[Checkpoint]:
+    """All tiny checkpoints of a family."""
+    return [checkpoint for name, checkpoint in _all_checkpoints() if name == family]
+
+
+@cache
+def _all_checkpoints() -> list[tuple[str, Checkpoint]]:
+    """Every tiny checkpoint, with its model_type."""
+    found = []
+    for name in tiny.FAMILIES | tiny.TORCH_FAMILIES:
+        folder = tiny.save_checkpoint(name, Path(tempfile.mkdtemp()))
+        model_type = json.loads((folder / "config.json").read_text())["model_type"]
+        found.append((model_type, load_checkpoint(folder)))
+    return found
+
+
+def _cell(family: str, backend: str) -> str:
+    results = {_try(checkpoint, backend) for checkpoint in checkpoints(family)}
+    return " / ".join(sorted(results)) or NOT_TRIED
+
+
+def _try(checkpoint: Checkpoint, backend: str) -> str:
+    """`yes` if plain decoding, chains and trees give the same tokens; or why the model is refused."""
+    if refused := _refused(checkpoint, backend):
+        return refused
+    loaded = _loaded(checkpoint, backend)
+    plain = _tokens(loaded, None)
+    truth = dict(zip(_prompts(), plain, strict=True))
+    drafted = [_tokens(loaded, ScriptedDrafter(truth, style)) for style in ("partly", "tree")]
+    return "yes" if drafted == [plain, plain] else "**other tokens**"
+
+
+def _refused(checkpoint: Checkpoint, backend: str) -> str:
+    blocks = missing_blocks(checkpoint.config, backend)
+    return f"no: {', '.join(blocks)}" if blocks else ""
+
+
+def _on_cuda(family: str) -> str:
+    """Kernels are emulated where there is no GPU: tests/backends/cuda/test_backend.py tries these families."""
+    results = {_refused(checkpoint, "cuda") or "yes" for checkpoint in checkpoints(family)}
+    return (
+        "yes, some not"
+        if len(results) > 1
+        else "no"
+        if results - {"yes"}
+        else "yes"
+        if results
+        else NOT_TRIED
+    )
+
+
+def _layerskip(family: str) -> str:
+    results = {_try_layerskip(checkpoint) for checkpoint in checkpoints(family)}
+    return " / ".join(sorted(results)) or NOT_TRIED
+
+
+def _try_layerskip(checkpoint: Checkpoint) -> str:
+    backend = _loaded(checkpoint, "torch")
+    try:
+        options = BackendOptions(backend="torch")
+        target = Target(checkpoint.config, Tokenizer(), options, backend, ROWS, DraftSampling.COUPLED)
+        drafter = LayerSkipDrafter.load(LayerSkipOptions(1), target)
+    except PacelineError:
+        return "no"
+    return "yes" if _tokens(backend, drafter, "layerskip") == _tokens(backend, None) else "**other tokens**"
+
+
+def _loaded(checkpoint: Checkpoint, backend: str) -> Backend:
+    return load_backend(checkpoint, BackendOptions(backend=backend, threads=1), ROWS)
+
+
+def _prompts() -> list[tuple[int, ...]]:
+    random = np.random.default_rng(0)
+    return [tuple(random.integers(2, tiny.VOCAB_SIZE, length).tolist()) for length in (5, 17, 40)]
+
+
+def _tokens(backend: Backend, drafter: object, name: str = "scripted") -> list[list[int]]:
+    """The output tokens of the prompts, greedy and sampled."""
+    engine = Engine(
+        backend,
+        Tokenizer(),
+        Limits(tiny.VOCAB_SIZE, MAX_LEN, 4, ROWS),
+        num_pages=64,
+        controller=FixedController(DraftPlan(name, 5, branching=2)) if drafter else None,
+        drafters={name: drafter} if drafter else {},  # type: ignore[dict-item]
+    )
+    temperatures = (0.0, 0.8, 1.0)
+    requests = [
+        engine.add_request(
+            list(prompt), SamplingParams(temperature=temperature, seed=7, max_tokens=12, ignore_eos=True)
+        )[0]
+        for prompt, temperature in zip(_prompts(), temperatures, strict=True)
+    ]
+    while engine.has_unfinished:
+        engine.step()
+    assert all(request.error is None for request in requests), [request.error for request in requests]
+    return [request.output_token_ids for request in requests]
+
+
+if __name__ == "__main__":
+    guide = GUIDE.read_text()
+    before, rest = guide.split(BEGIN)
+    after = rest.split(END)[1]
+    GUIDE.write_text(before + BEGIN + "\n" + "\n".join(table()) + "\n" + END + after)
+    print("\n".join(written_table(GUIDE.read_text())))

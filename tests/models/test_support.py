@@ -1,0 +1,21 @@
+"""The table of what runs where, in docs/guides/models.md."""
+
+from __future__ import annotations
+
+from paceline.models.families import FAMILIES
+from tests.large import REPEATS
+from tests.models.support import GUIDE, NOT_TRIED, table, written_table
+
+
+def test_every_family_has_its_line() -> None:
+    lines = written_table(GUIDE.read_text())[2:]
+    assert [line.split("`")[1] for line in lines] == list(FAMILIES)
+    assert not any("**" in line for line in lines)
+    # transformers has no classes of these: one is a qwen2, the other a deepseek_v3
+    assert {line.split("`")[1] for line in lines if NOT_TRIED in line} == {"mimo", "kimi_k2"}
+
+
+@REPEATS
+def test_the_table_is_true() -> None:
+    """`python -m tests.models.support` writes it again."""
+    assert written_table(GUIDE.read_text()) == table()
