@@ -99,17 +99,9 @@ def _refused(checkpoint: Checkpoint, backend: str) -> str:
 
 
 def _on_cuda(family: str) -> str:
-    """Kernels are emulated where there is no GPU: tests/backends/cuda/test_backend.py tries these families."""
-    results = {_refused(checkpoint, "cuda") or "yes" for checkpoint in checkpoints(family)}
-    return (
-        "yes, some not"
-        if len(results) > 1
-        else "no"
-        if results - {"yes"}
-        else "yes"
-        if results
-        else NOT_TRIED
-    )
+    """Whether it has kernels; tests/backends/cuda/test_backend.py runs them, emulated without a GPU."""
+    results = {"no" if _refused(checkpoint, "cuda") else "yes" for checkpoint in checkpoints(family)}
+    return "some" if len(results) > 1 else results.pop() if results else NOT_TRIED
 
 
 def _layerskip(family: str) -> str:
