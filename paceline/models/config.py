@@ -55,7 +55,6 @@ class MoeConfig:
             "shared experts": self.shared_intermediate_size > 0,
             "gated shared experts": self.shared_gate,
             "experts with biases": self.biases,
-            "a gated shared expert": self.shared_gate,
         }
         return [name for name, is_used in blocks.items() if is_used]
 
