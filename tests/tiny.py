@@ -221,16 +221,6 @@ SHARED_EXPERT: dict[str, Any] = {
     "moe_intermediate_size": 37,
     "shared_expert_intermediate_size": 23,
 }
-# families with recurrent layers, which only the torch backend has
-HYBRIDS = {
-    "lfm2": Family(
-        "Lfm2Config",
-        {"layer_types": ["conv", FULL, "conv"], "block_multiple_of": 7, "conv_bias": True},
-    ),
-    "qwen3-next": Family("Qwen3NextConfig", DELTA_NET | SHARED_EXPERT | {"mlp_only_layers": [1]}),
-    "qwen3-5": Family("Qwen3_5TextConfig", DELTA_NET),
-    "qwen3-5-moe": Family("Qwen3_5MoeTextConfig", DELTA_NET | SHARED_EXPERT),
-}
 MAMBA: dict[str, Any] = {
     "rms_norm_eps": 1e-2,
     "layer_types": ["linear_attention", FULL, "linear_attention"],
@@ -241,9 +231,20 @@ MAMBA: dict[str, Any] = {
     "attention_multiplier": 0.2,
     "residual_multiplier": 0.4,
 }
-HYBRIDS |= {
-    "granite-hybrid": Family("GraniteMoeHybridConfig", MAMBA | {"num_local_experts": 0}),
-    "granite-hybrid-moe": Family("GraniteMoeHybridConfig", MAMBA | {"num_local_experts": 5}),
+# families with recurrent layers, which only the torch backend has
+HYBRIDS = {
+    "lfm2": Family(
+        "Lfm2Config",
+        {"layer_types": ["conv", FULL, "conv"], "block_multiple_of": 7, "conv_bias": True},
+    ),
+    "qwen3-5": Family("Qwen3_5TextConfig", DELTA_NET),
+    "qwen3-next": Family("Qwen3NextConfig", DELTA_NET | SHARED_EXPERT | {"mlp_only_layers": [1]}),
+    "granite-hybrid": Family("GraniteMoeHybridConfig", MAMBA | {"num_local_experts": 5}),
+}
+# combinations of what these have
+MORE_HYBRIDS = {
+    "qwen3-5-moe": Family("Qwen3_5MoeTextConfig", DELTA_NET | SHARED_EXPERT),
+    "granite-hybrid-dense": Family("GraniteMoeHybridConfig", MAMBA | {"num_local_experts": 0}),
 }
 TORCH_FAMILIES |= HYBRIDS
 
@@ -253,7 +254,7 @@ def random_model(family: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        (FAMILIES | TORCH_FAMILIES)[family].config(),
+        (FAMILIES | TORCH_FAMILIES | MORE_HYBRIDS)[family].config(),
         dtype=torch.float32,
         experts_implementation="eager",  # the fused one wants even sizes
     ).eval()

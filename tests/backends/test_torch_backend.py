@@ -15,7 +15,8 @@ from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.registry import load_checkpoint
 from tests.backends.driver import Driven, drive, run
-from tests.tiny import FAMILIES, TORCH_FAMILIES, VOCAB_SIZE, random_model, save_checkpoint
+from tests.large import repeated
+from tests.tiny import FAMILIES, MORE_HYBRIDS, TORCH_FAMILIES, VOCAB_SIZE, random_model, save_checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +50,7 @@ class Pair:
             return self.reference(torch.tensor([list(tokens)])).logits[0].numpy()
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *TORCH_FAMILIES])
+@pytest.fixture(scope="module", params=[*FAMILIES, *TORCH_FAMILIES, *repeated(*MORE_HYBRIDS)])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     checkpoint = load_checkpoint(save_checkpoint(request.param, tmp_path_factory.mktemp(request.param)))
     return Pair(random_model(request.param), checkpoint, TorchBackend.load(checkpoint))

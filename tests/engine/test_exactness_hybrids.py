@@ -6,19 +6,25 @@ import numpy as np
 import pytest
 
 from paceline.backends.torch_backend import TorchBackend
+from paceline.kv.states import SequenceStates
+from paceline.models.recurrent import RecurrentMixer
 from paceline.models.registry import load_checkpoint
 from tests.backends.driver import drive
 from tests.engine.test_exactness_cpu import requests, run
-from tests.tiny import VOCAB_SIZE, save_checkpoint
+from tests.large import repeated
+from tests.tiny import HYBRIDS, VOCAB_SIZE, save_checkpoint
 from tests.toy import ScriptedDrafter
 
 WANTED = [*requests()][:5]  # prompts of 1 to 33 tokens, and 6 to 10 more
 
 
-@pytest.fixture(scope="module", params=["lfm2", "qwen3-next", "granite-hybrid"])
+def load(family, folder):
+    return TorchBackend.load(load_checkpoint(save_checkpoint(family, folder)), max_rows=64, row_by_row=True)
+
+
+@pytest.fixture(scope="module", params=["qwen3-5", *repeated("lfm2", "qwen3-next", "granite-hybrid")])
 def backend(request, tmp_path_factory):
-    checkpoint = load_checkpoint(save_checkpoint(request.param, tmp_path_factory.mktemp(request.param)))
-    return TorchBackend.load(checkpoint, max_rows=64, row_by_row=True)
+    return load(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -26,18 +32,20 @@ def alone(backend):
     return [run(backend, [one])[0][0] for one in WANTED]
 
 
-def test_a_row_has_the_same_bits_in_a_chunk_in_a_tree_and_alone(backend):
-    prompt = np.random.default_rng(1).integers(0, VOCAB_SIZE, 40).tolist()
-    whole, single, drafting = drive(backend, pages_each=6, count=3)
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_row_has_the_same_bits_in_a_chunk_in_a_tree_and_alone(family, tmp_path):
+    backend = load(family, tmp_path)
+    prompt = np.random.default_rng(1).integers(0, VOCAB_SIZE, 28).tolist()
+    whole, single, drafting = drive(backend, pages_each=3, count=3)
     at_once = whole.extend(prompt)
     assert np.array_equal(at_once, np.concatenate([single.extend([token]) for token in prompt]))
-    drafting.extend(prompt[:20])
+    drafting.extend(prompt[:18])
     # the true continuation is every second node; its siblings are wrong
-    tokens = [token for right in prompt[20:] for token in (right, (right + 1) % VOCAB_SIZE)]
+    tokens = [token for right in prompt[18:] for token in (right, (right + 1) % VOCAB_SIZE)]
     parents = [2 * (node // 2) - 2 if node > 1 else -1 for node in range(len(tokens))]
-    assert np.array_equal(drafting.run(tokens, parents)[::2], at_once[20:])
-    drafting.commit(range(0, 30, 2))
-    assert np.array_equal(drafting.extend(prompt[35:]), at_once[35:])
+    assert np.array_equal(drafting.run(tokens, parents)[::2], at_once[18:])
+    drafting.commit(range(0, 14, 2))
+    assert np.array_equal(drafting.extend(prompt[25:]), at_once[25:])
 
 
 def test_same_bytes_in_small_chunks_with_preemption_and_prefix_hits(backend, alone):
@@ -53,3 +61,21 @@ def test_same_bytes_in_small_chunks_with_preemption_and_prefix_hits(backend, alo
 def test_same_bytes_with_drafts(backend, alone, style):
     truth = {tuple(ids): alone[number][0] for number, (ids, _) in enumerate(WANTED)}
     assert run(backend, WANTED, drafter=ScriptedDrafter(truth, style))[0] == alone
+
+
+def test_a_state_after_other_rows_than_the_accepted_ones_is_noticed(backend, alone, plant):
+    advance = RecurrentMixer.advance
+
+    def careless(self, states, slot, rows, checkpoints):
+        advance(self, states, slot, range(len(rows)), checkpoints)
+
+    plant(RecurrentMixer, "advance", careless)
+    truth = {tuple(ids): alone[number][0] for number, (ids, _) in enumerate(WANTED)}
+    assert run(backend, WANTED, drafter=ScriptedDrafter(truth, "tree"))[0] != alone
+    plant.assert_ran()
+
+
+def test_a_prefix_that_begins_without_its_state_is_noticed(backend, alone, plant):
+    plant(SequenceStates, "restore", lambda self, slot, serial: None)
+    assert run(backend, [*WANTED[3:], *WANTED[3:]], max_num_seqs=1)[0] != alone[3:] * 2
+    plant.assert_ran()
