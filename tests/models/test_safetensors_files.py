@@ -17,13 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import CheckpointError, PacelineError, UnsupportedModelError
-from paceline.models.families import model_config
+from paceline.models.families import FAMILIES, model_config
+from paceline.models.file_layouts import LLAMA_FILES
 from paceline.models.safetensors_files import read_safetensors, safetensors_checkpoint
 from tests.models.files import MODELS, config_of, random_tensors, write_folder
 
+# files that hold tensors as backends read them; the others are read from what transformers wrote
+PLAIN = [model for model, values in MODELS.items() if FAMILIES[values["model_type"]].files == LLAMA_FILES]
+
 
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", PLAIN)
 def test_a_saved_model_is_read_whole(tmp_path: Path, model: str, shards: int) -> None:
     tensors = random_tensors(config_of(model))
     checkpoint = safetensors_checkpoint(write_folder(tmp_path, model, tensors, shards))
