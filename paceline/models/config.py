@@ -92,6 +92,11 @@ class RecurrentConfig:
         """The channels of the convolution: queries, keys and values of all heads."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
+    def state_values(self, hidden_size: int) -> int:
+        """The numbers of a request's state in one layer; short_conv has a channel for each hidden value."""
+        seen = (self.conv_kernel - 1) * (self.conv_size or hidden_size)
+        return seen + self.value_heads * self.key_dim * self.value_dim
+
 
 @dataclass(frozen=True)
 class ModelConfig:

@@ -7,6 +7,7 @@ import pytest
 
 from paceline.backends.torch_backend import TorchBackend
 from paceline.kv.states import SequenceStates
+from paceline.models.needs import backend_needs
 from paceline.models.recurrent import RecurrentMixer
 from paceline.models.registry import load_checkpoint
 from tests.backends.driver import drive
@@ -35,6 +36,7 @@ def alone(backend):
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_a_row_has_the_same_bits_in_a_chunk_in_a_tree_and_alone(family, tmp_path):
     backend = load(family, tmp_path)
+    assert backend.bytes_per_state == backend_needs(load_checkpoint(tmp_path))["state_bytes_per_request"]
     prompt = np.random.default_rng(1).integers(0, VOCAB_SIZE, 28).tolist()
     whole, single, drafting = drive(backend, pages_each=3, count=3)
     at_once = whole.extend(prompt)
