@@ -57,13 +57,15 @@ class History:
 
     def current(self) -> Head:
         """The head to serve: the last one promoted whose files are intact."""
+        return next(self.succession())
+
+    def succession(self) -> Iterator[Head]:
+        """The heads whose files are intact: the current one, those that served before it, the first."""
         state = self._read()
         for number in (state.number, *reversed(state.before)):
             if number and (found := self.find(number)) is not None:
-                return found
-            if not number:
-                break
-        return Head(0, self._first)
+                yield found
+        yield Head(0, self._first)
 
     def find(self, number: int) -> Head | None:
         """The head of this number; None if it is not there or its files are damaged."""

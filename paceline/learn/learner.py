@@ -15,13 +15,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.core.stats import StepStats
 from paceline.draft.base import Drafter
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, UnavailableError
 from paceline.learn.gate import Verdict, judge, tokens_per_pass
 from paceline.learn.history import Head, History
 from paceline.learn.jobs import Jobs
@@ -74,7 +75,11 @@ class Learner:
         self._overruled = False  # somebody changed `current` by hand
 
     async def run(self) -> None:
-        """Serve the current head, then learn until cancelled. What goes wrong costs a cycle."""
+        """Serve the current head, then learn until cancelled or the engine ends. What fails costs a cycle."""
+        with suppress(UnavailableError):
+            await self._learn()
+
+    async def _learn(self) -> None:
         await self._follow()
         while True:
             await self._wait()
@@ -83,10 +88,12 @@ class Learner:
                     await self._cycle()
                 elif self._low_points >= self._config.watch_points:
                     await self._recheck()
+            except UnavailableError:
+                raise
             except Exception as error:  # a bug of ours too: learning must never end serving
                 self.status.failures += 1
                 logger.warning("learn: this cycle has failed, the present head stays: %s", error)
-                await self._serve(self._history.current())
+                await self._serve_current()
             self.status.phase = "collecting"
 
     # --- a cycle ---
@@ -242,25 +249,26 @@ class Learner:
         head = self._history.current()
         if head.number == self._promoted:
             return
-        by_hand, before = self.status.phase, self._promoted
-        await self._serve(head)
-        self._overruled = by_hand != "collecting"
-        if head.number != before and self._in_engine == head.number:
-            await self._tell("serves", head=head.number, reason="it is the current head of the folder")
+        self._overruled = self.status.phase != "collecting"
+        await self._serve_current()
+        await self._tell("serves", head=self._in_engine, reason=f"the folder says {head.number}")
 
-    async def _serve(self, head: Head) -> None:
-        """Let this head draft, or the one before it if it cannot be loaded, and so on down to the first."""
-        while True:
+    async def _serve_current(self) -> None:
+        """Let the current head draft, or the one before it if it cannot be used, and so on to the first.
+
+        What the folder says is current stays so: a head that could not be read may be read the next time.
+        """
+        self._promoted = self._history.current().number
+        for head in self._history.succession():
             try:
-                drafter = await asyncio.to_thread(self._load, head.path)
-                await self._engine.replace_head(self._method, drafter)
-                break
+                await self._engine.replace_head(self._method, await asyncio.to_thread(self._load, head.path))
+            except UnavailableError:
+                raise
             except (PacelineError, OSError, ValueError) as error:
                 logger.warning("learn: head %d cannot be used: %s", head.number, error)
-                if head.number == 0:  # the engine goes on with the one that it has
-                    break
-                head = self._history.rollback()
-        self._in_engine = self._promoted = self.status.head = head.number
+                continue
+            self._in_engine = self.status.head = head.number
+            break
         self._expected, self._low_points = None, 0
 
     # --- what is told ---

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from paceline.core.stats import DraftFacts, StepStats
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, UnavailableError
 from paceline.learn.gate import RowScore
 from paceline.learn.history import History
 from paceline.learn.learner import Learner
@@ -244,6 +244,19 @@ def test_a_restart_serves_the_current_head_and_a_damaged_one_is_passed_over(worl
     (world.folder / "heads/0001/model.safetensors").write_text("9.9")  # not what the card says
     world.in_use = str(FIRST)
     assert (world.run(5).status.head, world.in_use) == (0, str(FIRST))
+
+
+def test_an_engine_that_ends_in_a_trial_ends_learning_and_leaves_the_folder_as_it_is(world):
+    world.trained = [2.6]
+    world.run()
+
+    async def gone(name: str, drafter: Any) -> None:
+        raise UnavailableError("the engine has ended")
+
+    world.trained, world.collected, world.replace_head = [3.4], 30, gone
+    world.run()
+    assert world.history.current().number == 1
+    assert world.history.card(1)
 
 
 def test_a_rollback_by_hand_is_followed_while_the_server_runs(world):

@@ -78,7 +78,7 @@ def test_a_server_learns_its_traffic_though_its_first_trainer_is_killed(
         "eagle3",
         Collector(store, Policy()),
         history_of(loaded, "eagle3", folder.heads),
-        ProcessJobs(folder, str(tmp_path / "model"), TRAINING),
+        ProcessJobs(folder, str(tmp_path / "model"), TRAINING, ("--nice", "0")),
         CONFIG,
     )
 
