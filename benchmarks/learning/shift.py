@@ -152,7 +152,8 @@ class Learner:
         self._collector = Collector(self._store, Policy())
         usual = ("--nice", "0")  # the traffic waits for the training here
         threads = ("--threads", str(options.threads)) if options.threads else ()
-        self._jobs = ProcessJobs(self._folder, options.model, options.minutes, usual, threads)
+        train = ("--minutes", str(options.minutes), *threads)
+        self._jobs = ProcessJobs(self._folder, options.model, train, usual)
         self._present = resolve_head("shipped", METHOD, loaded.fingerprint)
         self._swaps = 0
         self.begin()
