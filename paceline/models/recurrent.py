@@ -130,7 +130,8 @@ class RecurrentMixer:
 
         `checkpoints`: the number of rows after which the state is stored too, and the slot for it.
         """
-        view, projected = states.views[slot], torch.cat(states.projected[self.index])
+        view, parts = states.views[slot], states.projected[self.index]
+        projected = parts[0] if len(parts) == 1 else torch.cat(parts)  # one part is not copied
         state = self._first(view, states, projected)
         for count, row in enumerate(rows, start=1):
             state, _ = self.recurrence.step(state, projected[view.rows.start + row])
