@@ -193,7 +193,7 @@ def test_a_file_cut_anywhere_never_loads(sound: bytes, folder: Path, data: st.Da
     assert not loads_or_says_why(use_whole_file, folder, sound[:length])
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_changed_bytes_load_or_are_reported(sound: bytes, folder: Path, data: st.DataObject) -> None:
     changed = bytearray(sound)
@@ -204,7 +204,7 @@ def test_changed_bytes_load_or_are_reported(sound: bytes, folder: Path, data: st
     loads_or_says_why(use_whole_file, folder, bytes(changed))
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_lying_numbers_load_or_are_reported(sound: bytes, folder: Path, data: st.DataObject) -> None:
     # overwrite a length, count, dimension or offset by another number

@@ -221,7 +221,7 @@ def test_a_file_cut_anywhere_never_loads(sound: Path, changed: Path, data: st.Da
     assert not loads_or_says_why(changed)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_changed_bytes_load_or_are_reported(sound: Path, changed: Path, data: st.DataObject) -> None:
     content = bytearray((sound / "model.safetensors").read_bytes())
@@ -232,7 +232,7 @@ def test_changed_bytes_load_or_are_reported(sound: Path, changed: Path, data: st
     loads_or_says_why(changed)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     shape=st.lists(st.integers(-2, 2**64), max_size=4),
     offsets=st.lists(st.one_of(st.integers(0, 64), st.integers(-(2**64), 2**64)), max_size=3),

@@ -53,7 +53,7 @@ def frequencies(logits, draws=4000, temperature=1.0, **options):
     seed=st.integers(0, 2**64 - 1),
     position=st.integers(0, 100_000),
 )
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_compiled_sampler_chooses_what_the_reference_chooses(
     size, spread, ties, masked, temperature, truncation, seed, position
 ):
