@@ -12,6 +12,7 @@ from xdist.workermanage import WorkerController
 GROUPS = {
     "lossless": (  # the real model, and the truth about its answers
         "tests/lossless/test_constrained.py",
+        "tests/lossless/test_head_swap.py",
         "tests/lossless/test_planted_bugs.py",
         "tests/lossless/test_resume.py",
         "tests/lossless/test_same_bytes.py",
