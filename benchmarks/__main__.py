@@ -12,7 +12,7 @@ from benchmarks.engine.commands import (
     same_bytes_command,
     sampling_command,
 )
-from benchmarks.gpu.command import gpu_command
+from benchmarks.gpu.command import gpu_command, gpu_engine_command
 from benchmarks.growth.command import growth_command
 from benchmarks.learning.command import learning_command
 from benchmarks.server.commands import fleet_command, load_command, overhead_command, replicas_command
@@ -24,6 +24,7 @@ app.command("grid")(grid_command)
 app.command("changes")(changes_command)
 app.command("bad-drafters")(bad_drafters_command)
 app.command("gpu")(gpu_command)
+app.command("gpu-engine")(gpu_engine_command)
 app.command("same-bytes")(same_bytes_command)
 app.command("sampling")(sampling_command)
 app.command("load")(load_command)

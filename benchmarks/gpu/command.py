@@ -16,6 +16,7 @@ from paceline.extras import needs_extra
 from paceline.terminal.flags import integers
 
 if TYPE_CHECKING:
+    from benchmarks.gpu.engine import Served
     from benchmarks.gpu.plan import Measured
     from benchmarks.gpu.power import Power
 
@@ -126,3 +127,58 @@ def _power(power: Power | None) -> tuple[str, str]:
     if power is None:
         return "", ""
     return f"{power.watts:.0f}", f"{power.megahertz:,.0f}" + "*" * (power.held_back > HELD_BACK)
+
+
+def gpu_engine_command(
+    shapes: Annotated[
+        str, typer.Option(help="Model shapes, with random weights.")
+    ] = "llama-3.1-8b,qwen2.5-1.5b",
+    prompts: Annotated[
+        str, typer.Option(help="Bursts to prefill: requests x tokens of each prompt, comma-separated.")
+    ] = "1x2048,1x8192,64x128,256x128",
+    decodes: Annotated[
+        str, typer.Option(help="Bursts that also decode --output-tokens; empty: none.")
+    ] = "128x128,256x128",
+    output_tokens: Annotated[int, typer.Option(help="Tokens of each answer of --decodes.")] = 256,
+    rows: Annotated[int, typer.Option(help="Rows of a pass, at most: max_num_batched_tokens.")] = 2048,
+    runs: Annotated[int, typer.Option(help="Timed runs, of which the median counts.")] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """Whole requests through the engine on a CUDA device: prefill and decoding, with random weights."""
+    with needs_extra("gpu", "`python -m benchmarks gpu-engine`"):
+        from benchmarks.gpu.engine import measure_engine, parse_burst
+    from paceline.bench.report.output import Report
+
+    report = Report(json_file)
+    bursts = [parse_burst(own, 1) for own in prompts.split(",") if own.strip()]
+    bursts += [parse_burst(own, output_tokens) for own in decodes.split(",") if own.strip()]
+    lines: list[Served] = []
+    for shape in shapes.split(","):
+        lines += measure_engine(shape.strip(), bursts, rows, runs, lambda line: typer.echo(line, err=True))
+    report.show(engine_result(lines))
+
+
+def engine_result(lines: Sequence[Served]) -> Result:
+    """Milliseconds to the first tokens and per token, by shape and burst."""
+    title = "Requests through the engine, random weights, greedy"
+    columns = ["shape", "requests", "prompt", "output", "rows", "first tokens, ms", "prompt tokens/s"]
+    columns += ["ms/token", "after the first"]
+    rows = [
+        (
+            line.shape,
+            *(str(own) for own in (line.burst.requests, line.burst.prompt_tokens, line.burst.output_tokens)),
+            str(line.rows),
+            f"{line.first_token:.1f}",
+            f"{1e3 * line.burst.requests * line.burst.prompt_tokens / line.first_token:,.0f}",
+            f"{line.step:.2f}",
+            "" if line.decode_step is None else f"{line.decode_step:.2f}",
+        )
+        for line in lines
+    ]
+    notes = (
+        "All requests of a line arrive at once. First tokens: until the last request has its first token. "
+        "ms/token: all tokens of the burst, prefill included, divided by the tokens of one answer.",
+    )
+    return Result(
+        title, [Table(title, columns, rows)], {"lines": [asdict(line) for line in lines]}, notes=notes
+    )
