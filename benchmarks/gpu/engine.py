@@ -23,7 +23,7 @@ from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.errors import BackendError, ConfigError
 
-WARM_UP = 2  # runs that are not timed
+WARM_UP = 2  # runs that are not timed: the first compiles kernels and captures graphs
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,6 @@ def measure_engine(
     lines = []
     for burst in bursts:
         engine = make_engine(backend, burst, rows)
-        engine.prepare()
         times = [serve(engine, burst, seed) for seed in range(WARM_UP + runs)][WARM_UP:]
         first, last = (1e3 * float(np.median(part)) for part in zip(*times, strict=True))
         engine.close()
