@@ -17,6 +17,7 @@ from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.features import store_features
 from paceline.backends.cuda.kernels.packing import block_lines
+from paceline.backends.cuda.kernels.prefill_attention import prefill_height
 from paceline.backends.cuda.kernels.sampling import candidates_for, gumbel_argmax, take_best
 from paceline.backends.cuda.model import (
     Pool,
@@ -33,9 +34,9 @@ from paceline.backends.cuda.shared_prefix import (
     find_shared_prefixes,
     no_shared_prefix,
 )
-from paceline.backends.cuda.tables import DeviceTables, rows_of
+from paceline.backends.cuda.tables import DeviceTables, prefill_requests, rows_of
 from paceline.backends.cuda.weights import Weights, load_weights, packing_for
-from paceline.core.arrays import Int32Array
+from paceline.core.arrays import BoolArray, Int32Array
 from paceline.core.forward import Choices, DeviceMemory, ForwardBatch, ForwardOutput, KeptFeatures, KVPool
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint, Tensor
@@ -138,13 +139,17 @@ class CudaBackend(Backend):
         """Launch a pass; the returned function waits for its output."""
         counts, begins = np.diff(batch.row_offsets), np.arange(batch.num_requests, dtype=np.int32)
         begins *= batch.page_tables.shape[1]
-        pass_rows = PassRows(batch.page_tables, begins, batch.context_lengths, counts, batch.row_offsets[:-1])
         sizes = self.config.num_heads, self.config.num_kv_heads
-        return self._begin(batch, find_shared_prefixes(pass_rows, PAGE_SIZE, *sizes))
+        large = prefill_requests(batch, *sizes)
+        contexts = np.where(large, 0, batch.context_lengths)  # these read their own contexts
+        pass_rows = PassRows(batch.page_tables, begins, contexts, counts, batch.row_offsets[:-1])
+        return self._begin(batch, large, find_shared_prefixes(pass_rows, PAGE_SIZE, *sizes))
 
     @torch.inference_mode()
-    def _begin(self, batch: ForwardBatch, found: SharedPrefix | None) -> Callable[[], ForwardOutput]:
-        """The same, with the KV chunks that its rows share."""
+    def _begin(
+        self, batch: ForwardBatch, large: BoolArray, found: SharedPrefix | None
+    ) -> Callable[[], ForwardOutput]:
+        """The same, with the requests that the prefill kernel attends for, and the KV chunks rows share."""
         assert batch.num_rows <= self.max_rows, f"{batch.num_rows} rows, but max_rows is {self.max_rows}"
         pool = cast(Pool, batch.pool)
         rows, wanted = bucket(batch.num_rows), len(batch.logit_rows)
@@ -152,10 +157,14 @@ class CudaBackend(Backend):
         layers = tuple(dict.fromkeys(layers))  # the returned ones first
         outputs = wanted + (0 if batch.choices is None else len(batch.choices.rows))
         self._make_room(int(batch.positions.max()) + 1)
-        height = tile_height(self.config.num_heads, self.config.num_kv_heads)
-        self._tables.send(batch, rows_of(batch, PAGE_SIZE, height))
+        sizes = self.config.num_heads, self.config.num_kv_heads
+        height, large_height = tile_height(*sizes), prefill_height(*sizes)
+        self._tables.send(batch, rows_of(batch, PAGE_SIZE, height, large, large_height))
+        # a request with a whole tile has at most twice as many tiles as rows fill
+        prefill_tiles = min(rows, 2 * rows // large_height) if large.any() else 0
+        others = not large.all()
         if found is not None:
-            self._shared_prefix.send(found, -(-np.diff(batch.row_offsets) // height))
+            self._shared_prefix.send(found, np.where(large, 0, -(-np.diff(batch.row_offsets) // height)))
         shared_prefix = None if found is None else self._shared_prefix.rows()
         features = self._feature_room(len(layers)) if layers else None
         keeps = [
@@ -165,7 +174,7 @@ class CudaBackend(Backend):
         def body() -> None:
             tokens, tables = (
                 self._tables.tokens(rows),
-                replace(self._tables.tables(rows), shared_prefix=shared_prefix),
+                replace(self._tables.tables(rows, prefill_tiles, others), shared_prefix=shared_prefix),
             )
             run_layers(self.weights, self._workspace, tokens, tables, pool, PAGE_SIZE, features, layers)
             for kept, parts in keeps:
@@ -182,7 +191,8 @@ class CudaBackend(Backend):
 
         addresses = (pool.keys.data_ptr(), pool.values.data_ptr(), pool.num_pages)
         heads = tuple((kept.features.data_ptr(), len(kept.features)) for kept, _ in keeps)
-        self._graphs.run(("body", rows, layers, addresses, heads, shared_prefix is not None), body)
+        kinds = prefill_tiles > 0, others, shared_prefix is not None
+        self._graphs.run(("body", rows, layers, addresses, heads, kinds), body)
         if outputs:
             self._graphs.run(("head", bucket(outputs)), head)
         width = len(batch.feature_layers) * self.config.hidden_size
@@ -214,7 +224,8 @@ class CudaBackend(Backend):
             for rows in buckets(min(self.max_rows, longest, pool.num_pages * PAGE_SIZE)):
                 self.forward(_chain(pool, rows, feature_layers, kept))
             # compiles the shared-prefix kernels; graphs are captured when first needed
-            self._begin(_chain(pool, rows, feature_layers, kept), no_shared_prefix(1))()
+            none_large = np.zeros(1, np.bool_)
+            self._begin(_chain(pool, rows, feature_layers, kept), none_large, no_shared_prefix(1))()
         except torch.OutOfMemoryError as error:
             raise BackendError(
                 f"The buffers for contexts of {longest} tokens do not fit into the memory of {self.device} "

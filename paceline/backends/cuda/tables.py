@@ -11,14 +11,16 @@ import numpy.typing as npt
 import torch
 
 from paceline.backends.cuda.kernels.attention import MAX_PATH
+from paceline.backends.cuda.kernels.prefill_attention import PrefillTiles, prefill_height
 from paceline.backends.cuda.kernels.row_tables import RowTables
-from paceline.core.arrays import Int32Array
+from paceline.core.arrays import BoolArray, Int32Array
 from paceline.core.forward import Choices, ForwardBatch
 from paceline.errors import BackendError
 
-LINES = 14  # of max_rows numbers each, before the pages: 8 of rows, 5 of outputs, and sources
+LINES = 17  # of max_rows numbers each, before the pages: 8 of rows, 5 of outputs, sources, 3 of prefill tiles
 SEEDS, TEMPERATURES, POSITIONS = 8, 10, 12  # lines of outputs; the first two are 64-bit: two lines each
-SOURCES = 13
+SOURCES, PREFILL = 13, 14
+MIN_PREFILL_PROGRAMS = 128  # of the prefill kernel, about one per multiprocessor: fewer split KV positions
 # A copy waits on the device for the passes launched before it. With one buffer the host would wait for them
 # too before it could write the next batch.
 STAGING_BUFFERS = 4
@@ -32,6 +34,7 @@ class Rows:
     contiguous_until: Int32Array  # [rows] positions below it are their own KV index
     paths: Int32Array | None  # [rows, MAX_PATH] KV indices from `contiguous_until` on; None: no trees
     tiles: Int32Array  # [3, tiles] first row, number of rows, offset of its request's pages
+    prefill_tiles: Int32Array  # [3, tiles] likewise, of the requests that the prefill kernel attends for
     pages: Int32Array  # [pages of all requests]
 
 
@@ -41,27 +44,61 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.clone()
 
 
-def rows_of(batch: ForwardBatch, page_size: int, height: int) -> Rows:
-    """The rows of a batch, in tiles of at most `height` rows of one request."""
-    counts = np.diff(batch.row_offsets)
-    request = np.repeat(np.arange(batch.num_requests, dtype=np.int32), counts)
-    local = np.arange(batch.num_rows, dtype=np.int32) - batch.row_offsets[request]
+def prefill_requests(batch: ForwardBatch, heads: int, kv_heads: int) -> BoolArray:
+    """Which requests the prefill kernel attends for: [requests].
+
+    Those with a tile of contiguous rows at least, if together they are enough to occupy the device.
+    """
+    counts, height = np.diff(batch.row_offsets), prefill_height(heads, kv_heads)
+    large = counts >= height
+    if large.any():
+        request, local = _owners(batch)
+        branching = batch.context_lengths[request] + local != batch.positions
+        large[request[branching]] = False
+    programs = int((-(-counts[large] // height)).sum()) * kv_heads
+    return large if programs >= MIN_PREFILL_PROGRAMS else np.zeros_like(large)
+
+
+def rows_of(
+    batch: ForwardBatch,
+    page_size: int,
+    height: int,
+    large: BoolArray | None = None,
+    large_height: int = 1,
+) -> Rows:
+    """The rows of a batch, in tiles of at most `height` rows of one request.
+
+    Rows of the requests in `large` [requests] are in prefill tiles of at most `large_height` rows.
+    """
+    request, local = _owners(batch)
     index = batch.context_lengths[request] + local
     slot_mapping = batch.page_tables[request, index // page_size] * page_size + index % page_size
-    stride = batch.page_tables.shape[1]
-    per_request = -(-counts // height)
-    owner = np.repeat(np.arange(batch.num_requests), per_request)
-    number = np.arange(len(owner)) - (np.cumsum(per_request) - per_request)[owner]
-    begin = batch.row_offsets[owner] + number * height
-    tiles = np.stack([begin, np.minimum(batch.row_offsets[owner + 1] - begin, height), owner * stride])
+    large = np.zeros(batch.num_requests, np.bool_) if large is None else large
     contiguous_until, paths = _paths(batch, request, local, index)
     return Rows(
         slot_mapping.astype(np.int32),
         contiguous_until,
         paths,
-        tiles.astype(np.int32),
+        _tiles(batch, np.flatnonzero(~large), height),
+        _tiles(batch, np.flatnonzero(large), large_height),
         np.maximum(batch.page_tables.reshape(-1), 0),  # -1 is never read
     )
+
+
+def _owners(batch: ForwardBatch) -> tuple[Int32Array, Int32Array]:
+    """The request of each row, and its number among the rows of that request."""
+    request = np.repeat(np.arange(batch.num_requests, dtype=np.int32), np.diff(batch.row_offsets))
+    return request, np.arange(batch.num_rows, dtype=np.int32) - batch.row_offsets[request]
+
+
+def _tiles(batch: ForwardBatch, requests: npt.NDArray[np.int64], height: int) -> Int32Array:
+    """Tiles of at most `height` rows of these requests: first rows, numbers of rows, offsets of pages."""
+    per_request = -(-np.diff(batch.row_offsets)[requests] // height)
+    owner = np.repeat(requests, per_request)
+    number = np.arange(len(owner)) - np.repeat(np.cumsum(per_request) - per_request, per_request)
+    begin = batch.row_offsets[owner] + number * height
+    counts = np.minimum(batch.row_offsets[owner + 1] - begin, height)
+    return np.stack([begin, counts, owner * batch.page_tables.shape[1]]).astype(np.int32)
 
 
 def _paths(
@@ -150,6 +187,8 @@ class DeviceTables:
         )
         for line, value in zip(lines, values, strict=False):
             line[: len(value)] = value
+        for line, value in zip(lines[PREFILL:], rows.prefill_tiles, strict=True):
+            line[: len(value)] = value
         if sources is not None:
             lines[SOURCES, : len(sources)] = sources
         if batch.choices is not None:
@@ -189,17 +228,23 @@ class DeviceTables:
             self._line(POSITIONS, outputs),
         )
 
-    def tables(self, rows: int) -> RowTables:
-        """What the kernels read about the first rows."""
+    def tables(self, rows: int, prefill_tiles: int = 0, others: bool = True) -> RowTables:
+        """What the kernels read about the first rows, with the first prefill tiles.
+
+        Without `others`, all rows are in prefill tiles.
+        """
+        tiles = rows if others else 0
+        prefill = [self._line(PREFILL + number, prefill_tiles) for number in range(3)]
         return RowTables(
             self._line(1, rows),
             self._line(2, rows),
             self._line(3, rows),
             self._paths[:rows],
-            self._line(4, rows),
-            self._line(5, rows),
-            self._line(6, rows),
+            self._line(4, tiles),
+            self._line(5, tiles),
+            self._line(6, tiles),
             self._device[LINES * self.max_rows :],
+            prefill=PrefillTiles(*prefill) if prefill_tiles else None,
         )
 
     def _line(self, number: int, length: int) -> torch.Tensor:

@@ -56,20 +56,29 @@ class Case:
             pool[~by_page.flatten()] = math.nan  # whatever others have left there
 
     def run(
-        self, device: torch.device, dtype: torch.dtype, window: int | None = None, longest: int = 128
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        window: int | None = None,
+        longest: int = 128,
+        large: list[bool] | None = None,
     ) -> torch.Tensor:
-        """What the kernel gives: [rows, heads, head_dim]."""
+        """What the kernels give: [rows, heads, head_dim]. That of prefills attends for `large` requests."""
         from paceline.backends.cuda.kernels.attention import attend, attention_scratch, tile_height
+        from paceline.backends.cuda.kernels.prefill_attention import prefill_height
         from paceline.backends.cuda.tables import DeviceTables, rows_of
 
         heads, kv_heads, dim = self.shape
-        rows = self.batch.num_rows
+        rows, large = self.batch.num_rows, large or [False] * self.batch.num_requests
         tables = DeviceTables(rows + 3, self.batch.page_tables.size, device)
-        tables.send(self.batch, rows_of(self.batch, PAGE_SIZE, tile_height(heads, kv_heads)))
+        heights = tile_height(heads, kv_heads), prefill_height(heads, kv_heads)
+        own = rows_of(self.batch, PAGE_SIZE, heights[0], np.array(large), heights[1])
+        tables.send(self.batch, own)
         output = torch.full((rows, heads * dim), math.nan, dtype=dtype, device=device)
         scratch = attention_scratch(rows + 3, heads, kv_heads, dim, longest, device)
         query, keys, values = (x.to(device, dtype) for x in (self.query, self.keys, self.values))
-        attend(query, keys, values, tables.tables(rows + 3), window, PAGE_SIZE, output, scratch)
+        table = tables.tables(rows + 3, own.prefill_tiles.shape[1] + 1 if any(large) else 0, not all(large))
+        attend(query, keys, values, table, window, PAGE_SIZE, output, scratch)
         assert not scratch.counters.any()
         return output.view(rows, heads, dim).cpu()
 
@@ -136,6 +145,41 @@ def test_split_kv_does_not_change_bits(
     torch.testing.assert_close(shared.float(), case.expected(dtype), rtol=0, atol=1e-2)
     monkeypatch.setattr(attention, "PROGRAMS", 4)
     assert torch.equal(case.run(device, dtype, longest=1024), shared)
+
+
+@pytest.mark.parametrize(
+    ("contexts", "counts", "window"),
+    [((0, 64 * 64 + 62, 70), (36, 3, 1), None), ((600, 20), (5, 5), 70)],
+    ids=["several groups, and a row of the other kernel", "a window"],
+)
+def test_a_prefill_chunk_has_the_bits_of_single_rows(
+    device: torch.device,
+    dtype: torch.dtype,
+    contexts: tuple[int, ...],
+    counts: tuple[int, ...],
+    window: int | None,
+) -> None:
+    case = Case(list(contexts), [chain_parents([count]).tolist() for count in counts], 3, 1, 16)
+    alone = case.run(device, dtype, window, longest=4352)
+    prefilled = case.run(device, dtype, window, longest=4352, large=[count > 1 for count in counts])
+    if device.type == "cuda":
+        assert torch.equal(prefilled, alone)
+    torch.testing.assert_close(prefilled, alone, rtol=0, atol=1e-3)  # the interpreter sums as it likes
+    torch.testing.assert_close(prefilled.float(), case.expected(dtype, window), rtol=0, atol=1e-2)
+
+
+def test_requests_with_many_contiguous_rows_are_prefilled_if_they_occupy_the_device() -> None:
+    from paceline.backends.cuda.tables import prefill_requests
+
+    def large(counts: list[int]) -> list[bool]:
+        parents = [chain_parents([count]).tolist() if count != 9 else TREE for count in counts]
+        return prefill_requests(
+            Case([5] * len(counts), parents, 32, kv_heads, 2).batch, 32, kv_heads
+        ).tolist()
+
+    assert large([256]) == [True]
+    assert large([240]) == [False]  # 15 tiles of 16 rows and 8 KV heads leave multiprocessors idle
+    assert large([200, 1, 9, 100, 15]) == [True, False, False, True, False]
 
 
 def test_scratch_holds_the_partials_of_few_tiles_with_many_rows() -> None:

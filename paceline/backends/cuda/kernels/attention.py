@@ -11,7 +11,7 @@ boundaries, so the order in which a row is summed depends on its own position an
 
 Short contexts are split by blocks, to occupy many programs; long ones by KV chunks, so that there is little
 to merge. KV chunks that many rows share may have been computed before, by kernels/shared_prefix.py: then
-programs compute the rest.
+programs compute the rest. Tiles of prefill chunks are larger: see kernels/prefill_attention.py.
 
 A row of a draft tree sees its path from the root, whose KV indices need not be contiguous:
 
@@ -32,8 +32,8 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.fp8 import fp8_scales, scale_offset
 from paceline.backends.cuda.kernels.pdl import pdl_launch, pdl_wait, supports_pdl
+from paceline.backends.cuda.kernels.prefill_attention import attend_prefill
 from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.kernels.shared_prefix import attend_shared_prefix
 from paceline.backends.cuda.kernels.softmax import BLOCK as BLOCK
@@ -50,6 +50,7 @@ from paceline.backends.cuda.kernels.softmax import (
     store_partial,
     tree_block,
     visible_positions,
+    write_attention,
 )
 
 LANES = 16  # rows times query heads of a tile, at least
@@ -180,34 +181,6 @@ def _merge_if_last(merged, reduction, lines, partials_at, is_used, dim: tl.const
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _quantized(acc, row, head, is_used, scales_at, heads: tl.constexpr, dim: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Attention output [lanes, dim] scaled for e4m3; writes the scales."""
-    groups: tl.constexpr = dim // 64
-    parts = tl.reshape(acc, (acc.shape[0], groups, 64))
-    scales, inverse = fp8_scales(tl.max(tl.abs(parts), 2))
-    group = head[:, None] * groups + tl.arange(0, groups)[None, :]
-    offset = scale_offset(row[:, None], group, heads * groups)
-    tl.store(scales_at + offset, scales, mask=is_used[:, None])
-    return tl.reshape(parts * inverse[:, :, None], acc.shape)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _write(  # type: ignore[no-untyped-def]
-    merged, row, head, is_used, output, heads: tl.constexpr, dim: tl.constexpr, quantizes: tl.constexpr
-) -> None:
-    """Write the normalized attention output, quantized to e4m3 if asked."""
-    output_at, scales_at, stride = output
-    _, row_sum, acc = merged
-    part = tl.arange(0, acc.shape[1])
-    offsets = row.to(tl.int64)[:, None] * stride + head[:, None] * dim + part[None, :]
-    acc = acc / row_sum[:, None]
-    if quantizes:
-        acc = _quantized(acc, row, head, is_used, scales_at, heads, dim)
-    mask = is_used[:, None] & (part < dim)[None, :]
-    tl.store(output_at + offsets, acc.to(output_at.dtype.element_ty), mask=mask)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _attention_kernel(  # type: ignore[no-untyped-def]
     query_at,
     keys_at,
@@ -296,7 +269,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     reduction = (counters_at + number * kv_heads + head, oldest, begin, end, kv_splits)
     last, merged = _merge_if_last(merged, reduction, line * max_partials, partials_at, is_used, dim)
     if last:
-        _write(
+        write_attention(
             merged,
             row,
             query_head,
@@ -348,7 +321,13 @@ def attend(
     kv_heads = keys.shape[1]
     tiles = len(tables.tile_rows)
     height, parts = tile_height(heads, kv_heads), _max_partials(tiles, kv_heads, scratch.blocks)
-    pdl = supports_pdl(query.device)
+    pdl, scale = supports_pdl(query.device), score_scale(dim)
+    if tables.prefill is not None:
+        partials = scratch.partial_acc, scratch.partial_stats
+        paged = tables.prefill, tables.positions, tables.pages, window, page_size
+        attend_prefill(query, keys, values, *paged, output, partials, scale, earliest, scales)
+    if not tiles:
+        return
     if tables.shared_prefix is not None:
         assert window is None, "rows with windows do not see alike"
         store_shared_partials(query, keys, values, tables, page_size, scratch, parts, earliest)
@@ -373,7 +352,7 @@ def attend(
         output.stride(0),
         window or 0,
         earliest,
-        score_scale(dim),
+        scale,
         heads,
         kv_heads,
         dim,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.backends.cuda.kernels.prefill_attention import PrefillTiles
 from paceline.backends.cuda.kernels.shared_prefix import SharedPrefixRows
 
 
@@ -26,9 +27,10 @@ class RowTables:
     slot_mapping: torch.Tensor  # [rows] KV slot of its key and value; -1: the row is padding
     contiguous_until: torch.Tensor  # [rows] positions below it are their own KV index
     paths: torch.Tensor | None  # [rows, MAX_PATH] KV indices from `contiguous_until` on; None: no trees
-    tile_rows: torch.Tensor  # [tiles] the first row of each tile
+    tile_rows: torch.Tensor  # [tiles] the first row of each tile; empty: all rows are prefilled
     tile_counts: torch.Tensor  # [tiles] its number of rows; 0: the tile is padding
     tile_pages: torch.Tensor  # [tiles] offset of its request's page table in `pages`
     pages: torch.Tensor  # [pages of all requests] page numbers
     uniform: UniformRows | None = None  # None: requests have different numbers of rows
     shared_prefix: SharedPrefixRows | None = None  # KV chunks that the shared-prefix kernel computes
+    prefill: PrefillTiles | None = None  # tiles of the rows that the prefill kernel computes

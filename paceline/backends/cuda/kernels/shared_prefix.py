@@ -31,6 +31,7 @@ from paceline.backends.cuda.kernels.softmax import (
     rows_of_lanes,
     softmax_weights,
     store_partial,
+    sum_of_weights,
 )
 
 KV_CHUNK = BLOCK * MERGE_FAN_IN
@@ -55,22 +56,6 @@ class SharedPrefixRows:
 def rows_per_program(heads: int, kv_heads: int) -> int:
     """The number of rows of a program."""
     return rows_of_lanes(LANES, heads, kv_heads)
-
-
-@triton.jit
-def _sum_of_weights(weights):  # type: ignore[no-untyped-def]
-    """The sums of 64 weights of each lane, in the order of a tile of 16 lanes on four warps (attention.py).
-
-    There a thread has columns c, c + 1, c + 32 and c + 33, four threads have neighbours of eight, and a warp
-    has every fourth eight.
-    """
-    lanes: tl.constexpr = weights.shape[0]
-    by_thread = tl.reshape(weights, (lanes, 2, 2, 2, 4, 2))
-    even, odd = tl.split(by_thread)  # [lanes, 2, 2, 2, 4]
-    low_even, high_even = tl.split(tl.permute(even, (0, 2, 3, 4, 1)))
-    low_odd, high_odd = tl.split(tl.permute(odd, (0, 2, 3, 4, 1)))
-    sums = ((low_even + low_odd) + high_even) + high_odd  # [lanes, 2, 2, 4]
-    return tl.sum(tl.sum(tl.sum(sums, 3), 1), 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -124,7 +109,7 @@ def _shared_prefix_kernel(  # type: ignore[no-untyped-def]
             visible = tl.broadcast_to((column >= earliest)[None, :], (lanes, _BLOCK))
             row_max, weights = softmax_weights(tl.dot(query, tl.trans(key)), visible, scale)
             acc = tl.dot(weights.to(value.dtype), value)
-            merged = merge(merged, (row_max, _sum_of_weights(weights), acc))
+            merged = merge(merged, (row_max, sum_of_weights(weights), acc))
         store_partial(
             merged,
             (line * max_partials + kv_chunk).to(tl.int64),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from paceline.backends.cuda.kernels.fp8 import fp8_scales, scale_offset
 from paceline.backends.cuda.kernels.pdl import prefetch
 
 BLOCK = 64  # positions of a block
@@ -82,10 +83,31 @@ def visible_positions(column, sight):  # type: ignore[no-untyped-def]
 @triton.jit
 def softmax_weights(scores, visible, scale):  # type: ignore[no-untyped-def]
     """The largest visible score of each lane, and the weights exp2(score - largest), not normalized."""
-    scores = tl.where(visible, scores * scale, float("-inf"))
+    return weights_of(tl.where(visible, scores * scale, float("-inf")))
+
+
+@triton.jit
+def weights_of(scores):  # type: ignore[no-untyped-def]
+    """The same of scores that are scaled, and -inf where a position is not visible."""
     row_max = tl.max(scores, 1)
     safe = tl.where(row_max == float("-inf"), 0.0, row_max)  # no key is visible
     return row_max, tl.exp2(scores - safe[:, None])
+
+
+@triton.jit
+def sum_of_weights(weights):  # type: ignore[no-untyped-def]
+    """The sums of 64 weights of each lane, in the order of a tile of 16 lanes on four warps (attention.py).
+
+    There a thread has columns c, c + 1, c + 32 and c + 33, four threads have neighbours of eight, and a warp
+    has every fourth eight.
+    """
+    lanes: tl.constexpr = weights.shape[0]
+    by_thread = tl.reshape(weights, (lanes, 2, 2, 2, 4, 2))
+    even, odd = tl.split(by_thread)  # [lanes, 2, 2, 2, 4]
+    low_even, high_even = tl.split(tl.permute(even, (0, 2, 3, 4, 1)))
+    low_odd, high_odd = tl.split(tl.permute(odd, (0, 2, 3, 4, 1)))
+    sums = ((low_even + low_odd) + high_even) + high_odd  # [lanes, 2, 2, 4]
+    return tl.sum(tl.sum(tl.sum(sums, 3), 1), 1)
 
 
 @triton.jit
@@ -175,6 +197,17 @@ def store_partial(part, line, partials_at, is_used, dim: tl.constexpr) -> None: 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def load_partial(line, partials_at, is_used, dim: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A stored partial result; that of no keys where a lane is not used."""
+    partial_acc_at, partial_stats_at = partials_at
+    along = tl.arange(0, wide)
+    mask = is_used[:, None] & (along < dim)[None, :]
+    row_max = tl.load(partial_stats_at + line * 2, mask=is_used, other=float("-inf"))
+    row_sum = tl.load(partial_stats_at + line * 2 + 1, mask=is_used, other=0.0)
+    return row_max, row_sum, tl.load(partial_acc_at + line[:, None] * dim + along[None, :], mask, other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def merge_partials(  # type: ignore[no-untyped-def]
     lines,
     begin,
@@ -209,3 +242,31 @@ def merge_partials(  # type: ignore[no-untyped-def]
             inner = merge(inner, (row_max, row_sum, acc))
         merged = merge(merged, inner)
     return merged
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _quantized(acc, row, head, is_used, scales_at, heads: tl.constexpr, dim: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Attention output [lanes, dim] scaled for e4m3; writes the scales."""
+    groups: tl.constexpr = dim // 64
+    parts = tl.reshape(acc, (acc.shape[0], groups, 64))
+    scales, inverse = fp8_scales(tl.max(tl.abs(parts), 2))
+    group = head[:, None] * groups + tl.arange(0, groups)[None, :]
+    offset = scale_offset(row[:, None], group, heads * groups)
+    tl.store(scales_at + offset, scales, mask=is_used[:, None])
+    return tl.reshape(parts * inverse[:, :, None], acc.shape)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def write_attention(  # type: ignore[no-untyped-def]
+    merged, row, head, is_used, output, heads: tl.constexpr, dim: tl.constexpr, quantizes: tl.constexpr
+) -> None:
+    """Write the normalized attention output, quantized to e4m3 if asked."""
+    output_at, scales_at, stride = output
+    _, row_sum, acc = merged
+    part = tl.arange(0, acc.shape[1])
+    offsets = row.to(tl.int64)[:, None] * stride + head[:, None] * dim + part[None, :]
+    acc = acc / row_sum[:, None]
+    if quantizes:
+        acc = _quantized(acc, row, head, is_used, scales_at, heads, dim)
+    mask = is_used[:, None] & (part < dim)[None, :]
+    tl.store(output_at + offsets, acc.to(output_at.dtype.element_ty), mask=mask)

@@ -1,0 +1,209 @@
+"""Attention of prefill chunks: many rows of a request at once, in tiles that fill the tensor cores.
+
+kernels/attention.py has 16 lanes in a program, and several programs split the KV positions of a tile. With
+hundreds of rows there are programs enough, so here a program has 64 lanes (rows times the query heads of a KV
+head), reads all positions that its rows see, and merges what it has computed without help:
+
+    for each block of 64 positions: one softmax
+        merge it into its KV chunk
+        at the end of a KV chunk (8 blocks), merge that into its group
+        at the end of a group (8 KV chunks), merge that into the result of the groups before, kept in memory
+
+That is the order of kernels/attention.py, and so are the bits. Rows are contiguous: their positions are
+their KV indices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from paceline.backends.cuda.kernels.pdl import pdl_launch, pdl_wait, supports_pdl
+from paceline.backends.cuda.kernels.softmax import (
+    BLOCK,
+    MERGE_FAN_IN,
+    empty_softmax,
+    kv_slots_of,
+    load_kv,
+    load_partial,
+    merge,
+    rows_of_lanes,
+    store_partial,
+    sum_of_weights,
+    visible_positions,
+    weights_of,
+    write_attention,
+)
+
+LANES = 64  # rows times query heads of a program
+WARPS = 4
+STAGES = 3  # pipeline stages of the loop over blocks
+_BLOCK = tl.constexpr(BLOCK)
+
+
+@dataclass(frozen=True)
+class PrefillTiles:
+    """Tiles of contiguous rows, each of one request. All int32 [tiles], on the device."""
+
+    rows: torch.Tensor  # the first row of each
+    counts: torch.Tensor  # its number of rows; 0: the tile is padding
+    pages: torch.Tensor  # offset of its request's page table
+
+
+def prefill_height(heads: int, kv_heads: int) -> int:
+    """The number of rows of a tile."""
+    return rows_of_lanes(LANES, heads, kv_heads)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _merge_groups(part, lines, partials_at, is_used, has_earlier, dim: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A group's partial result merged into that of the groups before it, if there are any."""
+    row_max, row_sum, acc = part
+    if has_earlier:
+        earlier = load_partial(lines, partials_at, is_used, dim, acc.shape[1])
+        row_max, row_sum, acc = merge(earlier, (row_max, row_sum, acc))
+    return row_max, row_sum, acc
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _prefill_kernel(  # type: ignore[no-untyped-def]
+    query_at,
+    keys_at,
+    values_at,
+    output_at,
+    output_scales_at,
+    positions_at,
+    tile_rows_at,
+    tile_counts_at,
+    tile_pages_at,
+    pages_at,
+    partial_acc_at,
+    partial_stats_at,
+    output_stride,
+    window,  # 0: no window
+    earliest,
+    scale,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    dim: tl.constexpr,
+    wide: tl.constexpr,  # dim, rounded up to a power of two
+    height: tl.constexpr,  # rows of a tile
+    lanes: tl.constexpr,
+    page_size: tl.constexpr,
+    stages: tl.constexpr,
+    fan_in: tl.constexpr,
+    quantizes: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    # the last tiles of a request see most: they start first
+    head, number = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    pdl_launch(pdl)
+    first, count = tl.load(tile_rows_at + number), tl.load(tile_counts_at + number)
+    if count == 0:
+        pdl_wait(pdl)  # no program may end before earlier kernels
+        return
+    lane, part = tl.arange(0, lanes), tl.arange(0, wide)
+    in_tile, in_group = lane // (lanes // height), lane % (lanes // height)
+    group: tl.constexpr = heads // kv_heads
+    stride: tl.constexpr = kv_heads * dim
+    per_group: tl.constexpr = fan_in * fan_in  # blocks
+    query_head, is_used = head * group + in_group, (in_tile < count) & (in_group < group)
+    row = first + tl.minimum(in_tile, count - 1)
+    position = tl.load(positions_at + row)
+    oldest, newest, sight = tl.min(position, 0), tl.max(position, 0), (position, window, earliest)
+    lowest = tl.maximum(oldest - window + 1, 0) if window > 0 else 0
+    begin, end = lowest // (_BLOCK * fan_in) * fan_in, newest // _BLOCK + 1
+    whole = (oldest + 1) // _BLOCK  # all rows see all of the blocks below it, if there is no window
+    pages_at += tl.load(tile_pages_at + number)
+    pdl_wait(pdl)
+    line, partials_at = (row * heads + query_head).to(tl.int64), (partial_acc_at, partial_stats_at)
+    mask = is_used[:, None] & (part < dim)[None, :]
+    query = tl.load(query_at + line[:, None] * dim + part[None, :], mask=mask, other=0.0)
+    chunk_max, chunk_sum, chunk_acc = empty_softmax(lanes, wide)
+    group_max, group_sum, group_acc = empty_softmax(lanes, wide)
+    for index in tl.range(begin, end, num_stages=stages):
+        column = index * _BLOCK + tl.arange(0, _BLOCK)
+        seen = column <= newest
+        kv_slot = kv_slots_of(column, seen, pages_at, page_size)
+        key = load_kv(keys_at + head * dim, kv_slot, seen, stride, dim, wide)
+        value = load_kv(values_at + head * dim, kv_slot, seen, stride, dim, wide)
+        scores = tl.dot(query, tl.trans(key)) * scale
+        if (index >= whole) | (window > 0) | (index * _BLOCK < earliest):
+            scores = tl.where(visible_positions(column, sight), scores, float("-inf"))
+        row_max, weights = weights_of(scores)
+        row_sum, acc = sum_of_weights(weights), tl.dot(weights.to(value.dtype), value)
+        chunk_max, chunk_sum, chunk_acc = merge((chunk_max, chunk_sum, chunk_acc), (row_max, row_sum, acc))
+        if index % fan_in == fan_in - 1:
+            group_max, group_sum, group_acc = merge(
+                (group_max, group_sum, group_acc), (chunk_max, chunk_sum, chunk_acc)
+            )
+            chunk_max, chunk_sum, chunk_acc = empty_softmax(lanes, wide)
+            if (index % per_group == per_group - 1) & (index + 1 < end):
+                has_earlier = index // per_group > begin // per_group
+                whole_group = group_max, group_sum, group_acc
+                merged = _merge_groups(whole_group, line, partials_at, is_used, has_earlier, dim)
+                store_partial(merged, line, partials_at, is_used, dim)
+                group_max, group_sum, group_acc = empty_softmax(lanes, wide)
+    merged = merge((group_max, group_sum, group_acc), (chunk_max, chunk_sum, chunk_acc))
+    has_earlier = (end - 1) // per_group > begin // per_group
+    merged = _merge_groups(merged, line, partials_at, is_used, has_earlier, dim)
+    output = (output_at, output_scales_at, output_stride)
+    write_attention(merged, row, query_head, is_used, output, heads, dim, quantizes)
+
+
+def attend_prefill(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tiles: PrefillTiles,
+    positions: torch.Tensor,
+    pages: torch.Tensor,
+    window: int | None,
+    page_size: int,
+    output: torch.Tensor,
+    partials: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+    earliest: int,
+    scales: torch.Tensor | None,
+) -> None:
+    """Write the attention output of the rows of these tiles: the contract of kernels/attention.py.
+
+    `partials` are partial_acc and partial_stats, with a line for each row and head at least.
+    """
+    _, heads, dim = query.shape
+    kv_heads = keys.shape[1]
+    height, pdl = prefill_height(heads, kv_heads), supports_pdl(query.device)
+    _prefill_kernel[(kv_heads, len(tiles.rows))](
+        query,
+        keys,
+        values,
+        output,
+        scales,
+        positions,
+        tiles.rows,
+        tiles.counts,
+        tiles.pages,
+        pages,
+        *partials,
+        output.stride(0),
+        window or 0,
+        earliest,
+        scale,
+        heads,
+        kv_heads,
+        dim,
+        max(16, triton.next_power_of_2(dim)),
+        height,
+        height * triton.next_power_of_2(heads // kv_heads),
+        page_size,
+        STAGES,
+        MERGE_FAN_IN,
+        scales is not None,
+        pdl,
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+        launch_pdl=pdl,
+    )
