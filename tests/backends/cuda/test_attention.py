@@ -173,9 +173,8 @@ def test_requests_with_many_contiguous_rows_are_prefilled_if_they_occupy_the_dev
 
     def large(counts: list[int]) -> list[bool]:
         parents = [chain_parents([count]).tolist() if count != 9 else TREE for count in counts]
-        return prefill_requests(
-            Case([5] * len(counts), parents, 32, kv_heads, 2).batch, 32, kv_heads
-        ).tolist()
+        case = Case([5] * len(counts), parents, 32, 8, 2)
+        return [bool(own) for own in prefill_requests(case.batch, 32, 8)]
 
     assert large([256]) == [True]
     assert large([240]) == [False]  # 15 tiles of 16 rows and 8 KV heads leave multiprocessors idle

@@ -319,15 +319,14 @@ def attend(
     """
     _, heads, dim = query.shape
     kv_heads = keys.shape[1]
-    tiles = len(tables.tile_rows)
-    height, parts = tile_height(heads, kv_heads), _max_partials(tiles, kv_heads, scratch.blocks)
-    pdl, scale = supports_pdl(query.device), score_scale(dim)
+    tiles, pdl, scale = len(tables.tile_rows), supports_pdl(query.device), score_scale(dim)
     if tables.prefill is not None:
         partials = scratch.partial_acc, scratch.partial_stats
         paged = tables.prefill, tables.positions, tables.pages, window, page_size
         attend_prefill(query, keys, values, *paged, output, partials, scale, earliest, scales)
     if not tiles:
         return
+    height, parts = tile_height(heads, kv_heads), _max_partials(tiles, kv_heads, scratch.blocks)
     if tables.shared_prefix is not None:
         assert window is None, "rows with windows do not see alike"
         store_shared_partials(query, keys, values, tables, page_size, scratch, parts, earliest)
