@@ -21,6 +21,7 @@ from paceline.backends.cuda.kernels.prefill_attention import prefill_height
 from paceline.backends.cuda.kernels.sampling import candidates_for, gumbel_argmax, take_best
 from paceline.backends.cuda.model import (
     Pool,
+    Room,
     make_workspace,
     run_layers,
     run_lm_head,
@@ -46,7 +47,9 @@ PAGE_SIZE = 16
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 MAX_PAGES = 1 << 17  # of all requests of a pass together
-FIRST_LONGEST = 4096  # tokens of context that the first buffers hold; they grow when needed
+# what the first buffers hold; they grow when needed
+FIRST_LONGEST = 4096  # tokens of context
+FIRST_ROWS = 512  # with logits, or attended for by other kernels than that of prefills
 
 
 class CudaBackend(Backend):
@@ -66,8 +69,9 @@ class CudaBackend(Backend):
         self.max_rows = max_rows
         self.device = weights.device
         self.dtype = weights.dtype
-        self._longest = FIRST_LONGEST
-        self._workspace = make_workspace(weights, bucket(max_rows), self._longest)
+        some = min(bucket(max_rows), FIRST_ROWS)
+        self._room = Room(bucket(max_rows), FIRST_LONGEST, attending=some, outputs=some)
+        self._workspace = make_workspace(weights, self._room)
         self._tables = DeviceTables(bucket(max_rows), MAX_PAGES, self.device)
         self._shared_prefix = SharedPrefixTables(bucket(max_rows), self.device)
         self._graphs = Graphs(self.device)
@@ -156,7 +160,9 @@ class CudaBackend(Backend):
         layers = batch.feature_layers + tuple(layer for kept in batch.kept_features for layer in kept.layers)
         layers = tuple(dict.fromkeys(layers))  # the returned ones first
         outputs = wanted + (0 if batch.choices is None else len(batch.choices.rows))
-        self._make_room(int(batch.positions.max()) + 1)
+        few = np.flatnonzero(~large)
+        attending = int(batch.row_offsets[few[-1] + 1]) if len(few) else 0
+        self._make_room(int(batch.positions.max()) + 1, bucket(max(attending, 1)), bucket(max(outputs, 1)))
         sizes = self.config.num_heads, self.config.num_kv_heads
         height, large_height = tile_height(*sizes), prefill_height(*sizes)
         self._tables.send(batch, rows_of(batch, PAGE_SIZE, height, large, large_height))
@@ -205,9 +211,9 @@ class CudaBackend(Backend):
         """The GPU's memory, and the bytes of workspaces for `longest` tokens that are not allocated yet."""
         free, total = torch.cuda.mem_get_info(self.device)
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        here = workspace_bytes(self.weights, bucket(self.max_rows), longest)
-        now = workspace_bytes(self.weights, bucket(self.max_rows), self._longest)
-        ahead = workspace_bytes(self.weights, rows, longest)
+        here = workspace_bytes(self.weights, replace(self._room, longest=longest))
+        now = workspace_bytes(self.weights, self._room)
+        ahead = workspace_bytes(self.weights, Room.of(rows, longest))
         return DeviceMemory(total, free, max(0, here - now) + ahead)
 
     def prepare(
@@ -219,8 +225,8 @@ class CudaBackend(Backend):
     ) -> None:
         """Allocate buffers for contexts of `longest` tokens, compile kernels and capture all graphs."""
         try:
-            if longest > self._longest:
-                self._set_longest(longest)
+            if longest > self._room.longest:
+                self._set_room(replace(self._room, longest=longest))
             for rows in buckets(min(self.max_rows, longest, pool.num_pages * PAGE_SIZE)):
                 self.forward(_chain(pool, rows, feature_layers, kept))
             # compiles the shared-prefix kernels; graphs are captured when first needed
@@ -266,14 +272,18 @@ class CudaBackend(Backend):
             # indexing by a tensor copies what it reads, so that no write can disturb it
             stored[:, slots[1]] = stored[:, slots[0]]
 
-    def _make_room(self, length: int) -> None:
-        """Allocate buffers for contexts of this length."""
-        if length > self._longest:
-            self._set_longest(min(bucket(length) * 2, max(length, self.config.max_position)))
+    def _make_room(self, length: int, attending: int, outputs: int) -> None:
+        """Allocate buffers for contexts of this length, and for so many rows of these kinds."""
+        longest = length
+        if length > self._room.longest:
+            longest = min(bucket(length) * 2, max(length, self.config.max_position))
+        room = self._room.holding(Room(self._room.rows, longest, attending, outputs))
+        if room != self._room:
+            self._set_room(room)
 
-    def _set_longest(self, longest: int) -> None:
-        self._longest = longest
-        self._workspace = make_workspace(self.weights, bucket(self.max_rows), longest)
+    def _set_room(self, room: Room) -> None:
+        self._room = room
+        self._workspace = make_workspace(self.weights, room)
         self._graphs = Graphs(self.device)  # captured graphs hold addresses
 
     def _feature_room(self, count: int) -> torch.Tensor:
@@ -322,8 +332,9 @@ def _numbers(values: torch.Tensor | None) -> Any:
 def _chain(
     pool: KVPool, rows: int, feature_layers: tuple[int, ...], kept: tuple[KeptFeatures, ...]
 ) -> ForwardBatch:
-    """A pass over one request's first rows that samples a token after each."""
+    """A pass over one request's first rows that samples a token after each of the first of them."""
     count = np.arange(rows, dtype=np.int32)
+    sampled = count[:FIRST_ROWS]
     return ForwardBatch(
         tokens=np.zeros(rows, dtype=np.int32),
         positions=count,
@@ -334,7 +345,7 @@ def _chain(
         logit_rows=count[:0],
         pool=pool,
         feature_layers=feature_layers,
-        choices=Choices(count, np.zeros(rows, dtype=np.uint64), np.zeros(rows)),
+        choices=Choices(sampled, np.zeros(len(sampled), dtype=np.uint64), np.zeros(len(sampled))),
         kept_features=kept,
     )
 

@@ -49,7 +49,7 @@ from paceline.backends.cuda.kernels.step_rows import (
     begin_rows,
     make_requests,
 )
-from paceline.backends.cuda.model import Pool, make_workspace, run_layers, run_lm_head
+from paceline.backends.cuda.model import Pool, Room, make_workspace, run_layers, run_lm_head
 from paceline.backends.cuda.persistent import PersistentLayers
 from paceline.backends.cuda.shared_prefix import SharedPrefix, SharedPrefixTables
 from paceline.backends.cuda.step_sampler import StepSampler
@@ -132,7 +132,7 @@ class DecodeLoop:
         self._accepted, self._slots = integers(max_rows, shape.levels + 1), integers(max_rows)
         self._sampler = StepSampler(max_rows, self._shape, config.vocab_size, device)
         self.logprobs = self._sampler.logprobs
-        self._workspace = make_workspace(weights, max_rows * self.nodes, requests.tokens.shape[1])
+        self._workspace = make_workspace(weights, Room.of(max_rows * self.nodes, requests.tokens.shape[1]))
         self._megakernel = PersistentLayers(weights, self._workspace, pool, page_size)
         if draft is not None:
             rows = max_rows * max(len(table) for table in plan.children)

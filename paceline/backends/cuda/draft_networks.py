@@ -17,7 +17,7 @@ from paceline.backends.cuda.head_weights import HeadWeights
 from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.draft import pick_rows
 from paceline.backends.cuda.kernels.row_tables import RowTables
-from paceline.backends.cuda.model import Pool, make_workspace, run_layers, run_lm_head
+from paceline.backends.cuda.model import Pool, Room, make_workspace, run_layers, run_lm_head
 from paceline.backends.cuda.persistent import PersistentLayers
 from paceline.backends.cuda.weights import Weights
 
@@ -142,7 +142,7 @@ class ModelNetwork:
         self.tile_height = tile_height(config.num_heads, config.num_kv_heads)
         self.vocab_size = min(vocab_size, config.vocab_size)
         rows = max_requests * _most_rows(shape, self.catch_up_rows)
-        self._workspace = make_workspace(weights, rows, longest)
+        self._workspace = make_workspace(weights, Room.of(rows, longest))
         self._megakernel = PersistentLayers(weights, self._workspace, pool, page_size)
 
     def catch_up(self, rows: DraftRows, last: torch.Tensor) -> torch.Tensor:

@@ -63,10 +63,30 @@ class Workspace:
     routing: Routing | None  # of mixtures of experts
 
 
-def make_workspace(weights: Weights, max_rows: int, longest: int) -> Workspace:
-    """Buffers for passes of at most `max_rows` rows over contexts of at most `longest` tokens."""
+@dataclass(frozen=True)
+class Room:
+    """How much passes may need of a workspace."""
+
+    rows: int
+    longest: int  # tokens of a context
+    attending: int  # the first rows; all after them are in prefill tiles
+    outputs: int  # rows with logits
+
+    @classmethod
+    def of(cls, rows: int, longest: int) -> Room:
+        """Room for passes of so many rows of any kind."""
+        return cls(rows, longest, rows, rows)
+
+    def holding(self, other: Room) -> Room:
+        """Room for both."""
+        return Room(*(max(getattr(self, own.name), getattr(other, own.name)) for own in fields(self)))
+
+
+def make_workspace(weights: Weights, room: Room) -> Workspace:
+    """Buffers for passes that need this room."""
     config, device, dtype = weights.config, weights.device, weights.dtype
-    layer, rows = weights.layers[0], padded_rows(max_rows)
+    layer, rows = weights.layers[0], padded_rows(room.rows)
+    outputs, attending = padded_rows(room.outputs), padded_rows(room.attending)
     dense = [own for own in weights.layers if own.mixture is None]
     intermediate = max((own.gate_up.padded_width // 2 for own in dense), default=0)
     mixtures = [own.mixture for own in weights.layers if own.mixture is not None]
@@ -81,12 +101,12 @@ def make_workspace(weights: Weights, max_rows: int, longest: int) -> Workspace:
         scales = zeros(rows // 16, width // FP8_GROUP, 16, kind=torch.float32)
         return zeros(rows, width, kind=torch.float8_e4m3fn), scales
 
-    def normed(*readers: Matrix) -> Normed:
-        squares = zeros(rows, layer.output.tiles, kind=torch.float32)
+    def normed(*readers: Matrix, lines: int = rows) -> Normed:
+        squares = zeros(lines, layer.output.tiles, kind=torch.float32)
         fp8, scales = inputs(weights.hidden, *readers)
         fp8_inputs = (fp8, scales) if scales is not None else (None, None)
         return Normed(
-            zeros(rows, weights.hidden), squares, config.hidden_size, config.rms_norm_eps, *fp8_inputs
+            zeros(lines, weights.hidden), squares, config.hidden_size, config.rms_norm_eps, *fp8_inputs
         )
 
     attention_output, attention_scales = inputs(padded_size(config.num_heads * config.head_dim), layer.output)
@@ -100,20 +120,19 @@ def make_workspace(weights: Weights, max_rows: int, longest: int) -> Workspace:
         attention_scales=attention_scales,
         activated=activated,
         activated_scales=activated_scales,
-        selected=normed(),
-        logits=zeros(rows, config.vocab_size, kind=torch.float32),
+        selected=normed(lines=outputs),
+        logits=zeros(outputs, config.vocab_size, kind=torch.float32),
         scratch=scratch_for(weights.matrices, rows, device),
         attention=attention_scratch(
-            rows, config.num_heads, config.num_kv_heads, config.head_dim, longest, device
+            attending, config.num_heads, config.num_kv_heads, config.head_dim, room.longest, device, rows
         ),
         routing=routing_for(mixtures[0], rows, dtype, device) if mixtures else None,
     )
 
 
-def workspace_bytes(weights: Weights, max_rows: int, longest: int) -> int:
+def workspace_bytes(weights: Weights, room: Room) -> int:
     """The bytes of such a workspace, counted on torch's meta device."""
-    nowhere = replace(weights, norm=weights.norm.to("meta"))
-    return _bytes_of(make_workspace(nowhere, max_rows, longest))
+    return _bytes_of(make_workspace(replace(weights, norm=weights.norm.to("meta")), room))
 
 
 def _bytes_of(value: object) -> int:

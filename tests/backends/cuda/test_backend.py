@@ -150,14 +150,14 @@ def test_features_are_those_of_torch(folder: Path, device: torch.device, dtype: 
 
 
 def test_a_workspace_takes_the_memory_that_was_counted_before(folder: Path) -> None:
-    from paceline.backends.cuda.model import make_workspace, workspace_bytes
+    from paceline.backends.cuda.model import Room, make_workspace, workspace_bytes
     from paceline.backends.cuda.weights import load_weights
 
     checkpoint = load_checkpoint(save_checkpoint("llama", folder / "memory"))
     weights = load_weights(
         checkpoint.config, lambda name: torch.from_numpy(checkpoint.tensors[name].float32()).half()
     )
-    workspace = make_workspace(weights, 16, 640)
+    workspace = make_workspace(weights, Room.of(16, 640))
     attention = workspace.attention
     tensors = [
         workspace.hidden,
@@ -174,7 +174,7 @@ def test_a_workspace_takes_the_memory_that_was_counted_before(folder: Path) -> N
     ]
     for normed in (workspace.attention_input, workspace.feed_forward_input, workspace.selected):
         tensors += [normed.rows, normed.squares]
-    assert workspace_bytes(weights, 16, 640) == sum(tensor.nbytes for tensor in tensors)
+    assert workspace_bytes(weights, Room.of(16, 640)) == sum(tensor.nbytes for tensor in tensors)
 
 
 def test_weights_are_read_as_they_are_stored(folder: Path) -> None:

@@ -77,19 +77,29 @@ def tile_height(heads: int, kv_heads: int) -> int:
 
 
 def attention_scratch(
-    rows: int, heads: int, kv_heads: int, head_dim: int, longest: int, device: torch.device
+    rows: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    longest: int,
+    device: torch.device,
+    prefilled: int = 0,
 ) -> AttentionScratch:
-    """Scratch for passes of at most `rows` rows over contexts of at most `longest` tokens."""
+    """Scratch for passes of at most `rows` rows over contexts of at most `longest` tokens.
+
+    A pass may have up to `prefilled` rows, if those after the first `rows` are in prefill tiles.
+    """
     blocks = -(-longest // BLOCK)
     height = tile_height(heads, kv_heads)
     # the fewer tiles, the more programs split each, and each program stores a partial
     lines = max(
         count * heads * _max_partials(-(-count // height), kv_heads, blocks) for count in range(1, rows + 1)
     )
+    lines = max(lines, prefilled * heads)
     return AttentionScratch(
         torch.empty(lines * head_dim, dtype=torch.float32, device=device),
         torch.empty(lines * 2, dtype=torch.float32, device=device),
-        torch.zeros(rows * kv_heads, dtype=torch.int32, device=device),
+        torch.zeros(max(rows, prefilled) * kv_heads, dtype=torch.int32, device=device),
         blocks,
     )
 

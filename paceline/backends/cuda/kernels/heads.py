@@ -102,6 +102,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     packing: tl.constexpr,
     stages: tl.constexpr,
     tiles: tl.constexpr,  # 1: a tile is a head
+    rows_first: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
     pdl_sync(pdl)
@@ -127,6 +128,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
         stages,
         tiles,
         row_scales_at,
+        rows_first,
     )
     if last:
         total *= norm_factor(squares, size, eps)

@@ -50,6 +50,7 @@ def _project_kernel(  # type: ignore[no-untyped-def]
     packing: tl.constexpr,
     stages: tl.constexpr,
     tiles: tl.constexpr,
+    rows_first: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
     pdl_sync(pdl)
@@ -71,6 +72,8 @@ def _project_kernel(  # type: ignore[no-untyped-def]
         packing,
         stages,
         tiles,
+        None,
+        rows_first,
     )
     if last:
         total *= norm_factor(squares, size, eps)
@@ -106,6 +109,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     packing: tl.constexpr,
     stages: tl.constexpr,
     tiles: tl.constexpr,
+    rows_first: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
     pdl_sync(pdl)
@@ -129,6 +133,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         stages,
         tiles,
         row_scales_at,
+        rows_first,
     )
     if last:
         total *= norm_factor(squares, size, eps)
@@ -168,6 +173,7 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     packing: tl.constexpr,
     stages: tl.constexpr,
     tiles: tl.constexpr,
+    rows_first: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
     first = tl.program_id(1) * tiles
@@ -176,7 +182,8 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     norm = tl.load(norm_at + column).to(tl.float32)[:, None]
     pdl_sync(pdl)
     offset = token[None, :] * padded_width + column[:, None]
-    hidden = tl.load(hidden_at + offset)
+    if not rows_first:  # of many rows, products need the registers
+        hidden = tl.load(hidden_at + offset)
     last, total = matmul_tiles(
         rows_at,
         weight_at,
@@ -193,10 +200,13 @@ def _add_kernel(  # type: ignore[no-untyped-def]
         stages,
         tiles,
         row_scales_at,
+        rows_first,
     )
     if last:
         if has_bias:
             total += tl.load(bias_at + column).to(tl.float32)[:, None]
+        if rows_first:
+            hidden = tl.load(hidden_at + offset)
         hidden += total
         tl.store(hidden_at + offset, hidden)
         weighted = hidden * norm

@@ -34,21 +34,33 @@ def _matmul(  # type: ignore[no-untyped-def]
     step: tl.constexpr,
     tiles: tl.constexpr,
     stages: tl.constexpr,
+    rows_first: tl.constexpr,
 ):
-    """Weights of tiles times the rows `row` [tokens], `begin` to `end`: float32 [tiles * columns, tokens]."""
-    piece: tl.constexpr = 64 if tiles == 4 else step  # see matrix.stages_for
+    """Weights of tiles times the rows `row` [tokens], `begin` to `end`: float32 [tiles * columns, tokens].
+
+    With `rows_first` the rows are the left operand, and the product is transposed: the same sums.
+    """
+    piece: tl.constexpr = 64 if tiles == 4 or rows_first else step  # see matrix.stages_for
     column, along = tl.arange(0, tiles * columns), tl.arange(0, piece)
     line = column // columns * (columns * depth) + column % columns * step
-    weights = weight_at + line[:, None] + along[None, :]
-    rows = rows_at + row[None, :] * depth + along[:, None]
-    total = tl.zeros([tiles * columns, tokens], tl.float32)
+    if rows_first:
+        weights = weight_at + line[None, :] + along[:, None]
+        rows = rows_at + row[:, None] * depth + along[None, :]
+        total = tl.zeros([tokens, tiles * columns], tl.float32)
+    else:
+        weights = weight_at + line[:, None] + along[None, :]
+        rows = rows_at + row[None, :] * depth + along[:, None]
+        total = tl.zeros([tiles * columns, tokens], tl.float32)
     for at in tl.range(begin, end, piece, num_stages=stages):
         at = tl.multiple_of(at, 64)
         offset = at * columns
         if piece < step:
             offset = tl.multiple_of(at // step * (step * columns) + at % step, 64)
-        total = tl.dot(tl.load(weights + offset), tl.load(rows + at), total)
-    return total
+        if rows_first:
+            total = tl.dot(tl.load(rows + at), tl.load(weights + offset), total)
+        else:
+            total = tl.dot(tl.load(weights + offset), tl.load(rows + at), total)
+    return tl.trans(total) if rows_first else total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -87,6 +99,7 @@ def matmul_split(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     tiles: tl.constexpr = 1,
     row_scales_at=None,
+    rows_first: tl.constexpr = False,
 ):
     """One split of tiles times the rows `row` [tokens]: float32 [tiles * columns, tokens].
 
@@ -98,7 +111,9 @@ def matmul_split(  # type: ignore[no-untyped-def]
     first = (tile * tiles * columns).to(tl.int64)
     if packing == "none":
         tiles_at = weight_at + first * depth
-        total = _matmul(tiles_at, rows_at, row, depth, begin, end, columns, tokens, step, tiles, stages)
+        total = _matmul(
+            tiles_at, rows_at, row, depth, begin, end, columns, tokens, step, tiles, stages, rows_first
+        )
     elif packing == "e4m3":
         total = fp8_matmul(
             weight_at + first * depth,
@@ -161,6 +176,7 @@ def matmul_tiles(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     tiles: tl.constexpr = 1,
     row_scales_at=None,
+    rows_first: tl.constexpr = False,
 ):
     """Whether this program is its tiles' last, and, if it is, their sums: float32 [tiles * columns, tokens].
 
@@ -186,6 +202,7 @@ def matmul_tiles(  # type: ignore[no-untyped-def]
         stages,
         tiles,
         row_scales_at,
+        rows_first,
     )
     last = True
     if is_split_k:
@@ -211,6 +228,7 @@ def matmul_tiles(  # type: ignore[no-untyped-def]
                 stages,
                 tiles,
                 row_scales_at,
+                rows_first,
             )
     return last, apply_scales(total, scales_at, tile, columns, packing)
 

@@ -176,6 +176,7 @@ def launch_for(matrix: Matrix, rows: int, wide: bool = False) -> Launch:
         "packing": tiling.packing,
         "stages": stages_for(matrix, tokens, tiles),
         "tiles": tiles,
+        "rows_first": False,
         "pdl": pdl,
         "num_warps": tiling.warps * tiles,
         "enable_fp_fusion": False,
