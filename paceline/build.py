@@ -95,7 +95,7 @@ def load_model(config: EngineConfig, beside: Backend | None = None) -> LoadedMod
     adapters = [
         load_adapter(name, folder, checkpoint.config) for name, folder in config.model.adapters.items()
     ]
-    rows = config.scheduler.max_num_batched_tokens
+    rows = config.max_num_batched_tokens
     backend = load_backend(checkpoint, config.backend, rows, beside, adapters)
     choice = config.backend.choice
     logger.info(
@@ -128,7 +128,7 @@ def build_engine(
         tokenizer=tokenizer,
         backend=config.backend,
         loaded=backend,
-        max_rows=config.scheduler.max_num_batched_tokens,
+        max_rows=config.max_num_batched_tokens,
         sampling=speculation.sampling,
         fingerprint=model.fingerprint,
         final_norm=model.final_norm,
@@ -157,7 +157,7 @@ def build_engine(
         model.config.vocab_size,
         size.max_model_len,
         config.scheduler.max_num_seqs,
-        config.scheduler.max_num_batched_tokens,
+        config.max_num_batched_tokens,
         draft_trees=RULES[speculation.rule].trees,
     )
     on_demand = _on_demand(config, speculation, target)
@@ -212,7 +212,7 @@ def _on_demand(config: EngineConfig, speculation: Speculation, target: Target) -
 
 def _on_demand_plans(config: EngineConfig, names: Iterable[str]) -> dict[str, DraftPlan]:
     """The plans of requests that name such a method and nothing else; they fit into a pass."""
-    room = config.scheduler.max_num_batched_tokens - 1
+    room = config.max_num_batched_tokens - 1
     return {name: parse_plan(ConfigError, {}, None, name, trees=False).shrunk(room) for name in names}
 
 

@@ -76,16 +76,24 @@ class CacheOptions:
         check_bool(ConfigError, "enable_prefix_caching", self.enable_prefix_caching)
 
 
+USUAL_ROWS_PER_PASS = 512
+# A GPU needs more rows to use its tensor cores: the 8B prefills 2,048 in 0.8 of the time of four times 512.
+ROWS_PER_PASS = {"cuda": 2048}  # by backend
+
+
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
 class SchedulerOptions:
     """Size of a batch."""
 
     max_num_seqs: int = 16  # requests per pass
-    max_num_batched_tokens: int = 512  # rows per pass: decoded tokens, drafts and prefill chunks together
+    # rows per pass: decoded tokens, drafts and prefill chunks together; None: ROWS_PER_PASS of the backend
+    max_num_batched_tokens: int | None = None
 
     def __post_init__(self) -> None:
         check_integer(ConfigError, "max_num_seqs", self.max_num_seqs, 1, 4096)
+        if self.max_num_batched_tokens is None:
+            return
         check_integer(ConfigError, "max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
@@ -149,7 +157,6 @@ class EngineConfig:
     speculative: SpeculativeOptions = field(default_factory=SpeculativeOptions)
     seed: int = 0  # for requests without a seed
 
-    # for requests without a seed
     def __post_init__(self) -> None:
         check_integer(ConfigError, "seed", self.seed, 0, 2**64 - 1)
         if self.speculative.speculative_config is not None:
@@ -157,9 +164,15 @@ class EngineConfig:
         if self.backend.exact:
             self._check_rule()
 
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Rows per pass: as asked for, or the backend's usual number, with a row for every request."""
+        usual = ROWS_PER_PASS.get(self.backend.name, USUAL_ROWS_PER_PASS)
+        return self.scheduler.max_num_batched_tokens or max(usual, self.scheduler.max_num_seqs)
+
     def _check_room_for_drafts(self) -> None:
         """Raise ConfigError if a draft can never fit into a pass."""
-        rows = self.scheduler.max_num_batched_tokens
+        rows = self.scheduler.max_num_batched_tokens or USUAL_ROWS_PER_PASS
         for name, drafter in self.speculative.speculation().drafters.items():
             if drafter.plan.budget >= rows:
                 raise ConfigError(

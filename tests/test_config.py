@@ -33,7 +33,7 @@ def test_options_reach_the_slice_they_belong_to():
 def test_defaults():
     config = EngineConfig.from_options()
     assert config.model.model == "smollm2-135m"
-    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (16, 512)
+    assert (config.scheduler.max_num_seqs, config.max_num_batched_tokens) == (16, 512)
     assert config.backend.name == "cpu"
 
 

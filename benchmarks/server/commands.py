@@ -107,7 +107,7 @@ def overhead_command(
     config = bench_config(model, quantization, threads, concurrency, draft)
     scheduler = config.scheduler
     flags = ["--no-enable-prefix-caching", "--draft", draft, "--max-num-seqs", str(scheduler.max_num_seqs)]
-    flags += ["--max-num-batched-tokens", str(scheduler.max_num_batched_tokens)]
+    flags += ["--max-num-batched-tokens", str(config.max_num_batched_tokens)]
     with ServerProcess(model, *serve_flags(threads, quantization, flags)) as process:
         loaded = build_engine(config)
         prompts = short_prompts(text_ids(loaded.tokenizer), concurrency)

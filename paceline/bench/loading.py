@@ -14,7 +14,7 @@ from paceline.backends.base import Backend
 from paceline.backends.load import load_backend
 from paceline.backends.options import BackendOptions
 from paceline.build import Loaded, build_engine
-from paceline.config import EngineConfig, SchedulerOptions
+from paceline.config import USUAL_ROWS_PER_PASS, EngineConfig, SchedulerOptions
 from paceline.home import paceline_home
 from paceline.models.registry import load_with_tokenizer, resolve
 from paceline.models.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ def load_backend_for_bench(
     else:
         options = BackendOptions(backend="cpu", quantization=quantization, threads=threads)
     checkpoint, tokenizer = load_with_tokenizer(path)
-    rows = max(max_rows, SchedulerOptions().max_num_batched_tokens)
+    rows = max(max_rows, USUAL_ROWS_PER_PASS)
     backend = load_backend(checkpoint, options, rows)
     return LoadedBackend(backend, tokenizer, checkpoint.config.max_position)
 
@@ -81,7 +81,6 @@ def bench_config(
         threads=threads,
         enable_prefix_caching=False,
         max_num_seqs=max(max_num_seqs, defaults.max_num_seqs),
-        max_num_batched_tokens=max(max_num_seqs, defaults.max_num_batched_tokens),
         speculative_config=speculative_config,
     )
 

@@ -97,7 +97,12 @@ ENGINE: Group = (
         "Maximum tokens of prompt and output. Default: the model's.",
     ),
     Flag("max_num_seqs", int, 16, "Maximum number of concurrent requests; others wait."),
-    Flag("max_num_batched_tokens", int, 512, "Maximum number of tokens in one pass."),
+    Flag(
+        "max_num_batched_tokens",
+        int | None,
+        None,
+        "Maximum number of tokens in one pass. Default: 512, with the cuda backend 2048.",
+    ),
     Flag(
         "kv_cache_memory_bytes",
         int | None,

@@ -6,14 +6,16 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-LARGEST_STEP = 128
+STEP, LARGE_STEP = 128, 256  # of rows between sizes, up to MANY rows and beyond
+MANY = 512
 
 
 def bucket(count: int) -> int:
-    """The size that a pass of `count` rows is padded to: powers of two, then multiples of 128."""
-    if count <= LARGEST_STEP:
+    """The size that a pass of `count` rows is padded to: powers of two, then multiples of 128 or 256."""
+    if count <= STEP:
         return 1 << (count - 1).bit_length()
-    return -(-count // LARGEST_STEP) * LARGEST_STEP
+    step = STEP if count <= MANY else LARGE_STEP
+    return -(-count // step) * step
 
 
 def buckets(most: int) -> list[int]:

@@ -75,7 +75,7 @@ def check(
     for profile in map(closed, concurrency):
         tasks = compared[: max(MIN_TASKS, profile.concurrency or 1)]
         real, prices = _measure(makers, meter, tasks, pricing_tasks, profile, on_turn)
-        results += _compare(makers, real, prices, config_of(OFF).scheduler.max_num_batched_tokens, tasks)
+        results += _compare(makers, real, prices, config_of(OFF).max_num_batched_tokens, tasks)
     return results
 
 

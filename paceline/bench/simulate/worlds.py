@@ -17,7 +17,7 @@ from paceline.bench.simulate.run import Length, Method, World
 from paceline.bench.simulate.sources import CHAIN, Drafters
 from paceline.bench.traffic.workloads import load_workload
 from paceline.build import build_engine, load_model
-from paceline.config import SchedulerOptions
+from paceline.config import USUAL_ROWS_PER_PASS, SchedulerOptions
 from paceline.core.params import SamplingParams
 from paceline.draft.methods import AUTO, parse_speculative_config
 from paceline.errors import ConfigError
@@ -71,7 +71,7 @@ def measured_world(
     """This machine with measured prices, and the lengths of its requests. A drafter known only by its
     acceptance costs `draft_cost` one-row passes per level."""
     check_number(ConfigError, "draft_cost", draft_cost, 0.0, 1000.0)
-    rows = _max_rows(traffic, SchedulerOptions().max_num_batched_tokens)
+    rows = _max_rows(traffic, USUAL_ROWS_PER_PASS)
     length = _length(traffic)
     loaded = [drafter for drafter in drafters if drafter != CHAIN]
     for drafter in loaded:

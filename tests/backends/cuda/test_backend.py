@@ -189,6 +189,7 @@ def test_every_pass_has_its_bucket() -> None:
     from paceline.backends.cuda.graphs import bucket, buckets
 
     assert buckets(300) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300]
+    assert buckets(1100)[8:] == [256, 384, 512, 768, 1024, 1100]
     assert {bucket(rows) for rows in range(1, 301)} == {bucket(rows) for rows in buckets(300)}
 
 
