@@ -65,10 +65,8 @@ def test_of_many_rows_a_program_may_have_two_tiles_or_four(
     monkeypatch.setattr(matrix, "MANY_TILES", {4: 4, 2: 2})
     monkeypatch.setattr(matrix, "FEW_PROGRAMS", 0)
     case, rows = Case(device, dtype, splits=1, step=128), 70
-    assert [matrix.launch_for(own, rows, wide=True).options["tiles"] for own in (case.matrix, case.pair)] == [
-        2,
-        4,
-    ]
+    launches = [matrix.launch_for(own, rows, matrix.MAX_TILES) for own in (case.matrix, case.pair)]
+    assert [launch.options["tiles"] for launch in launches] == [2, 4]
     product = torch.full((128, WIDTH), torch.nan, device=device)
     linear.project(case.normed, case.matrix, product, rows, case.scratch)
     near(product[:rows], case.plain(rows) @ case.weight[:WIDTH].float().T + case.bias.float())
@@ -91,7 +89,7 @@ def test_of_many_rows_a_program_may_have_all_splits_of_two_tiles(
     norm, before = torch.randn(WIDTH, device=device).to(dtype), torch.randn(128, WIDTH, device=device)
     for enough, cut in ((2, (2, 1, 1)), (3, (2, 2, 2))):
         monkeypatch.setattr(matrix, "ENOUGH_PROGRAMS", enough)
-        assert matrix.launch_for(case.matrix, rows, wide=True).grid == cut
+        assert matrix.launch_for(case.matrix, rows, matrix.MAX_TILES).grid == cut
         squares = torch.full((128, case.matrix.tiles), torch.nan, device=device)
         normed = matrix.Normed(torch.zeros(128, WIDTH, device=device, dtype=dtype), squares, WIDTH, EPS)
         hidden = before.clone()
@@ -101,6 +99,35 @@ def test_of_many_rows_a_program_may_have_all_splits_of_two_tiles(
     near(
         hidden[:rows], (before + case.rows.float() @ case.weight[:WIDTH].float().T + case.bias.float())[:rows]
     )
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_of_many_rows_the_rows_are_the_left_operand(
+    splits: int, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its products are those of few rows; test_bits.py compares their bits at the sizes of real models."""
+    from paceline.backends.cuda.kernels import matrix
+    from paceline.backends.cuda.kernels.linear import add_product, gate_up
+
+    sizes = {"MAX_TOKENS": 64 if device.type == "cuda" else 16, "SMALL_BYTES": 0}
+    for name, number in (sizes | {"MANY_COLUMNS": 128, "MANY_WARPS": 4}).items():
+        monkeypatch.setattr(matrix, name, number)
+    case, rows, results = Case(device, dtype, splits=splits), sizes["MAX_TOKENS"] + 5, []
+    norm, before = torch.randn(WIDTH, device=device).to(dtype), torch.randn(128, WIDTH, device=device)
+    for enough, rows_first in ((1, True), (1000, False)):
+        monkeypatch.setattr(matrix, "ENOUGH_PROGRAMS", enough)
+        assert matrix.launch_for(case.pair, rows, matrix.MAX_TILES).options["rows_first"] == rows_first
+        mixed = torch.zeros((128, WIDTH), device=device, dtype=dtype)
+        gate_up(case.normed, case.pair, mixed, rows, case.scratch)
+        squares = torch.zeros((128, case.matrix.tiles), device=device)
+        normed = matrix.Normed(torch.zeros(128, WIDTH, device=device, dtype=dtype), squares, WIDTH, EPS)
+        hidden = before.clone()
+        add_product(case.rows, case.matrix, hidden, norm, normed, rows, case.scratch)
+        results.append([own[:rows] for own in (mixed, hidden, normed.rows, squares)])
+    for one, other in zip(*results, strict=True):
+        if device.type == "cuda":
+            assert torch.equal(one, other)
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)  # the interpreter sums as it likes
 
 
 def test_programs_of_a_small_matrix_share_the_rows_as_long_as_they_are_few(

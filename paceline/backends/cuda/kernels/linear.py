@@ -20,7 +20,7 @@ from paceline.backends.cuda.kernels.matmul import (
     program_tokens,
     sum_of_squares,
 )
-from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, launch_for
+from paceline.backends.cuda.kernels.matrix import MAX_TILES, Matrix, Normed, Scratch, launch_for
 from paceline.backends.cuda.kernels.pdl import pdl_sync
 
 
@@ -182,7 +182,7 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     norm = tl.load(norm_at + column).to(tl.float32)[:, None]
     pdl_sync(pdl)
     offset = token[None, :] * padded_width + column[:, None]
-    if not rows_first:  # of many rows, products need the registers
+    if not rows_first:  # of many rows, the product needs the registers
         hidden = tl.load(hidden_at + offset)
     last, total = matmul_tiles(
         rows_at,
@@ -220,7 +220,7 @@ def _add_kernel(  # type: ignore[no-untyped-def]
 
 def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scratch: Scratch) -> None:
     """Write norm(rows) @ weight.T + bias to `output` [rows, at least width]."""
-    launch, groups = launch_for(matrix, rows, wide=True), normed.squares.shape[1]
+    launch, groups = launch_for(matrix, rows, MAX_TILES), normed.squares.shape[1]
     _project_kernel[launch.grid](
         normed.rows,
         normed.squares,
@@ -254,7 +254,7 @@ def gate_up(
 
     With `scales`, as of Normed, the output is quantized to e4m3.
     """
-    launch, groups = launch_for(matrix, rows, wide=True), normed.squares.shape[1]
+    launch, groups = launch_for(matrix, rows, MAX_TILES), normed.squares.shape[1]
     _gate_up_kernel[launch.grid](
         *normed.read_by(matrix),
         normed.squares,
@@ -289,7 +289,7 @@ def add_product(
 
     Inputs in e4m3 have `scales`, as of Normed.
     """
-    launch = launch_for(matrix, rows, wide=normed.fp8 is None)
+    launch = launch_for(matrix, rows, MAX_TILES if normed.fp8 is None else 1)
     _add_kernel[launch.grid](
         inputs,
         scales,

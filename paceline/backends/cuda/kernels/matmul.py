@@ -5,6 +5,8 @@
                              order (split-K reduction). With many rows one program loops over the splits
     rows                     tiles of `tokens`; a tile of 16 costs hardly more than one of 1
 
+Products of many rows are bound by the tensor cores instead: `_matmul_many`, with the same sums.
+
 The weights are the left operand, so that their columns fill the larger side of the tensor core's
 instruction and rows the smaller one. They are stored in the order in which programs read them.
 
@@ -34,33 +36,21 @@ def _matmul(  # type: ignore[no-untyped-def]
     step: tl.constexpr,
     tiles: tl.constexpr,
     stages: tl.constexpr,
-    rows_first: tl.constexpr,
 ):
-    """Weights of tiles times the rows `row` [tokens], `begin` to `end`: float32 [tiles * columns, tokens].
-
-    With `rows_first` the rows are the left operand, and the product is transposed: the same sums.
-    """
-    piece: tl.constexpr = 64 if tiles == 4 or rows_first else step  # see matrix.stages_for
+    """Weights of tiles times the rows `row` [tokens], `begin` to `end`: float32 [tiles * columns, tokens]."""
+    piece: tl.constexpr = 64 if tiles == 4 else step  # see matrix.stages_for
     column, along = tl.arange(0, tiles * columns), tl.arange(0, piece)
     line = column // columns * (columns * depth) + column % columns * step
-    if rows_first:
-        weights = weight_at + line[None, :] + along[:, None]
-        rows = rows_at + row[:, None] * depth + along[None, :]
-        total = tl.zeros([tokens, tiles * columns], tl.float32)
-    else:
-        weights = weight_at + line[:, None] + along[None, :]
-        rows = rows_at + row[None, :] * depth + along[:, None]
-        total = tl.zeros([tiles * columns, tokens], tl.float32)
+    weights = weight_at + line[:, None] + along[None, :]
+    rows = rows_at + row[None, :] * depth + along[:, None]
+    total = tl.zeros([tiles * columns, tokens], tl.float32)
     for at in tl.range(begin, end, piece, num_stages=stages):
         at = tl.multiple_of(at, 64)
         offset = at * columns
         if piece < step:
             offset = tl.multiple_of(at // step * (step * columns) + at % step, 64)
-        if rows_first:
-            total = tl.dot(tl.load(rows + at), tl.load(weights + offset), total)
-        else:
-            total = tl.dot(tl.load(weights + offset), tl.load(rows + at), total)
-    return tl.trans(total) if rows_first else total
+        total = tl.dot(tl.load(weights + offset), tl.load(rows + at), total)
+    return total
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -99,7 +89,6 @@ def matmul_split(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     tiles: tl.constexpr = 1,
     row_scales_at=None,
-    rows_first: tl.constexpr = False,
 ):
     """One split of tiles times the rows `row` [tokens]: float32 [tiles * columns, tokens].
 
@@ -111,9 +100,7 @@ def matmul_split(  # type: ignore[no-untyped-def]
     first = (tile * tiles * columns).to(tl.int64)
     if packing == "none":
         tiles_at = weight_at + first * depth
-        total = _matmul(
-            tiles_at, rows_at, row, depth, begin, end, columns, tokens, step, tiles, stages, rows_first
-        )
+        total = _matmul(tiles_at, rows_at, row, depth, begin, end, columns, tokens, step, tiles, stages)
     elif packing == "e4m3":
         total = fp8_matmul(
             weight_at + first * depth,
@@ -160,6 +147,55 @@ def apply_scales(total, scales_at, tile, columns: tl.constexpr, packing: tl.cons
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _parking_place(columns: tl.constexpr, tokens: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The offsets of this program's sums in the scratch."""
+    number = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+    column, token = tl.arange(0, columns), tl.arange(0, tokens)
+    return number * (columns * tokens) + (token[:, None] * columns + column[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _matmul_many(  # type: ignore[no-untyped-def]
+    rows_at,
+    weight_at,
+    partial_at,
+    depth,
+    splits: tl.constexpr,
+    columns: tl.constexpr,
+    tokens: tl.constexpr,
+    step: tl.constexpr,
+    tiles: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """All splits of tiles times rows, which are the left operand here: float32 [tiles * columns, tokens].
+
+    The sums of a split wait in memory while the next is computed: registers hold one split.
+    """
+    wide: tl.constexpr = tiles * columns
+    piece: tl.constexpr = 64
+    column, along = tl.arange(0, wide), tl.arange(0, piece)
+    line = column // columns * (columns * depth) + column % columns * step
+    weights = weight_at + (tl.program_id(1) * wide).to(tl.int64) * depth + line[None, :] + along[:, None]
+    rows = rows_at + tl.arange(0, tokens)[:, None] * depth + along[None, :]
+    steps = depth // step
+    total = tl.zeros([tokens, wide], tl.float32)
+    for split in tl.range(0, splits):
+        begin, end = split * steps // splits * step, (split + 1) * steps // splits * step
+        own = tl.zeros([tokens, wide], tl.float32)
+        for at in tl.range(begin, end, piece, num_stages=stages):
+            at = tl.multiple_of(at, 64)
+            offset = tl.multiple_of(at // step * (step * columns) + at % step, 64)
+            own = tl.dot(tl.load(rows + at), tl.load(weights + offset), own)
+        if split > 0:
+            own += tl.load(partial_at + _parking_place(wide, tokens))
+        if split + 1 < splits:
+            tl.store(partial_at + _parking_place(wide, tokens), own)
+            tl.debug_barrier()
+        total = own
+    return tl.trans(total)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def matmul_tiles(  # type: ignore[no-untyped-def]
     rows_at,
     weight_at,
@@ -181,9 +217,14 @@ def matmul_tiles(  # type: ignore[no-untyped-def]
     """Whether this program is its tiles' last, and, if it is, their sums: float32 [tiles * columns, tokens].
 
     Programs are (row tile, column tiles, split); without `is_split_k` a program loops over all splits.
+    `rows_first`: rows are many, and not packed.
     """
     row_tile, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows_at += row_tile * tokens * depth
+    if rows_first:
+        return True, _matmul_many(
+            rows_at, weight_at, partial_at, depth, splits, columns, tokens, step, tiles, stages
+        )
     if packing == "e4m3":
         row_scales_at += row_tile * tokens * (depth // 64)
     total = matmul_split(
@@ -202,7 +243,6 @@ def matmul_tiles(  # type: ignore[no-untyped-def]
         stages,
         tiles,
         row_scales_at,
-        rows_first,
     )
     last = True
     if is_split_k:
@@ -228,7 +268,6 @@ def matmul_tiles(  # type: ignore[no-untyped-def]
                 stages,
                 tiles,
                 row_scales_at,
-                rows_first,
             )
     return last, apply_scales(total, scales_at, tile, columns, packing)
 

@@ -14,6 +14,8 @@ from paceline.backends.cuda.kernels.pdl import supports_pdl
 MIN_TOKENS = 16  # rows of a tile, at least
 MIN_COUNTERS = 512  # more than the units of fused_layer.py
 MAX_TOKENS = 128
+MAX_TILES = 4  # of a program
+MANY_COLUMNS, MANY_WARPS = 256, 8  # of a program that has MAX_TOKENS of many rows
 MANY_TILES = {4: 448, 2: 264}  # {tiles per program: with at least this many column tiles}, for full row tiles
 SHARED_BYTES = 208 << 10  # of a Hopper multiprocessor, less what epilogues need
 PACKED_PROGRAMS_EACH = 3  # programs per multiprocessor, where weights are packed
@@ -161,12 +163,15 @@ class Launch:
     options: dict[str, Any]  # compile-time options of a product's kernel
 
 
-def launch_for(matrix: Matrix, rows: int, wide: bool = False) -> Launch:
-    """The launch of the product of this matrix with `rows` rows; `wide`: programs may have several tiles."""
+def launch_for(matrix: Matrix, rows: int, most_tiles: int = 1) -> Launch:
+    """The launch of the product of this matrix with `rows` rows; programs have at most `most_tiles` tiles."""
     tiling, tokens, pdl = matrix.tiling, row_tile(matrix, rows), supports_pdl(matrix.weight.device)
     row_tiles = -(-rows // tokens)
-    tiles = tiles_per_program(matrix, tokens, row_tiles) if wide else 1
-    is_split_k = tiling.splits > 1 and not loops_over_splits(matrix, tokens, row_tiles, tiles)
+    tiles = MANY_COLUMNS // tiling.columns
+    rows_first = tiles <= most_tiles and has_many_rows(matrix, tokens, row_tiles, tiles)
+    if not rows_first:
+        tiles = tiles_per_program(matrix, tokens, row_tiles) if most_tiles == MAX_TILES else 1
+    is_split_k = tiling.splits > 1 and not (rows_first or loops_over_splits(matrix, tokens, row_tiles, tiles))
     options = {
         "splits": tiling.splits,
         "is_split_k": is_split_k,
@@ -174,15 +179,24 @@ def launch_for(matrix: Matrix, rows: int, wide: bool = False) -> Launch:
         "tokens": tokens,
         "step": tiling.step,
         "packing": tiling.packing,
-        "stages": stages_for(matrix, tokens, tiles),
+        "stages": stages_for(matrix, tokens, tiles, rows_first),
         "tiles": tiles,
-        "rows_first": False,
+        "rows_first": rows_first,
         "pdl": pdl,
-        "num_warps": tiling.warps * tiles,
+        "num_warps": MANY_WARPS if rows_first else tiling.warps * tiles,
         "enable_fp_fusion": False,
         "launch_pdl": pdl,
     }
     return Launch((row_tiles, matrix.tiles // tiles, tiling.splits if is_split_k else 1), options)
+
+
+def has_many_rows(matrix: Matrix, tokens: int, row_tiles: int, tiles: int) -> bool:
+    """Whether rows are the left operand: tensor cores are busy then, not memory.
+
+    A program has MAX_TOKENS rows and MANY_COLUMNS columns, and all splits.
+    """
+    many = tokens == MAX_TOKENS and row_tiles > 1 and matrix.tiling.packing == "none"
+    return many and matrix.tiles % tiles == 0 and matrix.tiles // tiles * row_tiles >= ENOUGH_PROGRAMS
 
 
 def loops_over_splits(matrix: Matrix, tokens: int, row_tiles: int, tiles: int) -> bool:
@@ -204,13 +218,15 @@ def tiles_per_program(matrix: Matrix, tokens: int, row_tiles: int) -> int:
     return next((count for count, many in MANY_TILES.items() if tiles >= many and tiles % count == 0), 1)
 
 
-def stages_for(matrix: Matrix, tokens: int, tiles: int = 1) -> int:
+def stages_for(matrix: Matrix, tokens: int, tiles: int = 1, rows_first: bool = False) -> int:
     """The number of pipeline stages in shared memory: what fits two programs per multiprocessor,
     or one with many rows or split-K, where there are fewer programs than multiprocessors.
     """
     is_short = matrix.tiling.packing == "e4m3"
     size = tiles * matrix.weight[0, 0].nbytes + tokens * matrix.tiling.step * (1 if is_short else 2)
-    if tiles == 4:  # only two whole steps would fit: iterations have a depth of 64 instead
+    if (
+        tiles == MAX_TILES or rows_first
+    ):  # only two whole steps would fit: iterations have a depth of 64 instead
         size = size * 64 // matrix.tiling.step
     alone = matrix.tiling.splits > 1 or tokens == MAX_TOKENS
     together = PACKED_PROGRAMS_EACH if matrix.tiling.packing != "none" else 1 if alone else 2
