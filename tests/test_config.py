@@ -37,6 +37,13 @@ def test_defaults():
     assert config.backend.name == "cpu"
 
 
+def test_a_gpu_has_larger_passes_unless_asked_otherwise():
+    def rows(**options):
+        return EngineConfig.from_options(backend="cuda", **options).max_num_batched_tokens
+
+    assert (rows(), rows(max_num_seqs=3000), rows(max_num_batched_tokens=300)) == (2048, 3000, 300)
+
+
 @pytest.mark.parametrize("method", ["suffix", "hybrid"])
 def test_share_suffix_cache_is_an_option_of_the_engine_or_of_the_method(method):
     entry = {"method": method, **({"fallback": {"method": "ngram"}} if method == "hybrid" else {})}

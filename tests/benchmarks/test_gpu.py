@@ -7,7 +7,7 @@ from datetime import date
 import pytest
 import torch
 
-from benchmarks.gpu.command import DEFAULT_METHODS, DEFAULT_SHAPES, WORDS, gpu_result
+from benchmarks.gpu.command import DEFAULT_METHODS, DEFAULT_SHAPES, WORDS, engine_result, gpu_result
 from benchmarks.gpu.peers import peer_milliseconds, peer_runs, peers_note
 from paceline.errors import BackendError, ConfigError
 
@@ -133,3 +133,17 @@ def test_runs_with_and_without_kernels_alternate(monkeypatch: pytest.MonkeyPatch
         ConfigError, match="knows no kernel 'atend'; choose from decode_attention, fused_layer"
     ):
         gpu.Setting(without=("atend",))
+
+
+def test_bursts_are_requests_times_prompt_tokens_and_times_are_shared_by_their_tokens() -> None:
+    from benchmarks.gpu.engine import Served, parse_burst
+
+    burst = parse_burst(" 64x128", 101)
+    assert (burst.requests, burst.prompt_tokens, burst.output_tokens) == (64, 128, 101)
+    for text in ("64", "x128", "0x5", "64x128x2"):
+        with pytest.raises(ConfigError, match="such as 64x128"):
+            parse_burst(text, 1)
+    table = engine_result([Served("llama-3.1-8b", burst, 2048, 200.0, 1200.0)]).tables[0]
+    row = dict(zip(table.columns, table.rows[0], strict=True))
+    assert row["prompt tokens/s"] == "40,960"
+    assert (row["ms/token"], row["after the first"]) == ("11.88", "10.00")
