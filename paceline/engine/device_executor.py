@@ -77,6 +77,11 @@ class DeviceExecutor:
                 self._not_sampled = ~int(self._made.supported_sampling)
         return self._made
 
+    @property
+    def needs_features(self) -> bool:
+        """Whether drafters read features of the target's passes: then each is read before the next."""
+        return bool(self._drafting.feature_layers or self._drafting.kept_features)
+
     def can_sample(self, request: Request) -> bool:
         """Whether the device can sample a request's next tokens."""
         needs = request.sampling_needs

@@ -54,23 +54,29 @@ class HostExecutor:
         timer.end("plan")
         layers, kept_features = self._drafting.feature_layers, self._drafting.kept_features
         batch = self._builder.build(parts, trees, self._kv, self._pool, layers, kept_features)
+        attended = int(np.diff(batch.row_offsets) @ batch.context_lengths)
         timer.end("build")
         output = self._backend.begin(batch)
 
         def wait(timer: StepTimer) -> StepResult:
             computed = output()
             timer.end("forward")
-            result = self._verified(parts, trees, batch, computed)
+            result = self._verified(parts, trees, batch, attended, computed)
             timer.end("verify")
             return result
 
         return InFlight(schedule, wait, skip=lambda: None)
 
     def _verified(
-        self, parts: list[Scheduled], trees: DraftTrees | None, batch: ForwardBatch, output: ForwardOutput
+        self,
+        parts: list[Scheduled],
+        trees: DraftTrees | None,
+        batch: ForwardBatch,
+        attended: int,
+        output: ForwardOutput,
     ) -> StepResult:
-        verdicts = self._verification.verdicts(parts, trees, output)
-        attended, features = int(np.diff(batch.row_offsets) @ batch.context_lengths), None
+        """The result of a pass. The batch's arrays are its own only if it has features: see overlap.py."""
+        verdicts, features = self._verification.verdicts(parts, trees, output), None
         if output.features is not None:
             features = _features(parts, batch, output)
         unfinished = [index for index, part in enumerate(parts) if not part.request.finished]

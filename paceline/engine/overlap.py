@@ -1,7 +1,8 @@
 """Overlap (asynchronous) scheduling: the next pass that can be launched before those in flight are read.
 
 Decoding requests are launched again before their last pass was read. New requests are prefilled in their own
-pass, queued after the passes in flight, and join the decode batch once it has been read. Requests that the
+pass, queued after the passes in flight, and join the decode batch once it has been read. Of a burst, the next
+prefill is launched before the first is read. Requests that the
 device cannot sample (constrained ones) decode in that host pass too, beside those that stay on the device.
 """
 
@@ -45,6 +46,8 @@ class OverlapScheduler:
         running = self._scheduler.running
         if not running or pipeline.num_decodes >= DEPTH or self._device.decoder() is None:
             return None
+        if (prefill := self._next_prefill(pipeline)) is not None:
+            return prefill
         host_is_due = self._counts_as_due(len(running))
         decoding = running
         if host_is_due or not pipeline.decodes(running):
@@ -71,6 +74,18 @@ class OverlapScheduler:
         admitted = self._device.admit(decoding, plan)
         parts = [Scheduled(request, 1, PLAIN if request.undrafted else plan) for request in admitted]
         return Schedule(parts, self._device, step_plan) if parts else None
+
+    def _next_prefill(self, pipeline: Pipeline) -> Schedule | None:
+        """A prefill of waiting requests after the one in flight, if all running requests are in that one.
+
+        The device does not wait for the host between the prefills of a burst then.
+        """
+        running = self._scheduler.running
+        is_alone = len(pipeline) == 1 and len(pipeline.on_host) == len(running)
+        if not is_alone or not self._scheduler.waiting or self._device.needs_features:
+            return None
+        parts = self._scheduler.schedule([PLAIN] * len(running), set(running))
+        return Schedule(parts, self._host) if parts else None
 
     def uses_device(self, requests: Sequence[Request]) -> bool:
         """Whether the device can sample the next tokens of most of these requests.

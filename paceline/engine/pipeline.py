@@ -96,15 +96,13 @@ class Pipeline:
 
     @property
     def on_host(self) -> list[Request]:
-        """The requests of the host pass in flight, if there is one."""
-        return next(
-            (
-                in_flight.schedule.requests
-                for in_flight in self._passes
-                if not in_flight.schedule.executor.on_device
-            ),
-            [],
-        )
+        """The requests of the host passes in flight: of one, or of several prefills."""
+        return [
+            part.request
+            for in_flight in self._passes
+            if not in_flight.schedule.executor.on_device
+            for part in in_flight.schedule.parts
+        ]
 
     def decodes(self, requests: Sequence[Request]) -> bool:
         """Whether all passes in flight are decode passes, and the last one has exactly these requests."""

@@ -17,8 +17,6 @@ from paceline.backends.cuda.kernels.matmul import (
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, launch_for
 from paceline.backends.cuda.kernels.pdl import pdl_sync
 
-MAX_HEADS = 2  # of a program
-
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _normed(one, two, factor, norm_at, half: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -66,39 +64,6 @@ def _store_heads(  # type: ignore[no-untyped-def]
         _store_halves(lines, one, two, inside & kept, half)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _finish_head(  # type: ignore[no-untyped-def]
-    total,
-    head,
-    place,
-    bias_at,
-    norms,
-    angles,
-    to,
-    has_bias: tl.constexpr,
-    has_norm: tl.constexpr,
-    heads: tl.constexpr,
-    kv_heads: tl.constexpr,
-    dim: tl.constexpr,
-) -> None:
-    """Add the bias to a head [columns, tokens], norm and rotate it, and store it."""
-    columns: tl.constexpr = total.shape[0]
-    tokens: tl.constexpr = total.shape[1]
-    half: tl.constexpr = dim // 2
-    token, position, kv_slot = place
-    if has_bias:
-        total += tl.load(bias_at + head * columns + tl.arange(0, columns)).to(tl.float32)[:, None]
-    one, two = halves(total, columns, tokens)
-    if head < heads + kv_heads:
-        if has_norm:
-            query_norm_at, key_norm_at, eps = norms
-            factor = tl.rsqrt(tl.reshape(sum_of_squares(total), (tokens,)) / dim + eps)[None, :]
-            one, two = _normed(one, two, factor, query_norm_at if head < heads else key_norm_at, half)
-        cosines_at, sines_at = angles
-        one, two = _rotated(one, two, position, cosines_at, sines_at, half)
-    _store_heads(one, two, head, token, kv_slot, to, heads, kv_heads, half)
-
-
 @triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
 def _heads_kernel(  # type: ignore[no-untyped-def]
     rows_at,
@@ -136,11 +101,13 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     step: tl.constexpr,
     packing: tl.constexpr,
     stages: tl.constexpr,
-    tiles: tl.constexpr,  # heads of a program: 1 or 2
-    rows_first: tl.constexpr,
+    tiles: tl.constexpr,  # 1: a tile is a head
+    rows_first: tl.constexpr,  # False
     pdl: tl.constexpr,
 ) -> None:
     pdl_sync(pdl)
+    head = tl.program_id(1)  # a tile is a head: queries, then keys, then values
+    half: tl.constexpr = dim // 2
     token = program_tokens(tokens)
     squares, real = load_squares(squares_at, token, groups, max_groups), token < row_count
     position = tl.load(positions_at + token, mask=real, other=0)
@@ -161,27 +128,18 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
         stages,
         tiles,
         row_scales_at,
-        rows_first,
     )
     if last:
         total *= norm_factor(squares, size, eps)
-        place = token, position, kv_slot
-        angles, norms = (cosines_at, sines_at), (query_norm_at, key_norm_at, eps)
-        to = query_at, keys_at, values_at
-        head = tl.program_id(1) * tiles
-        if tiles == 1:
-            _finish_head(
-                total, head, place, bias_at, norms, angles, to, has_bias, has_norm, heads, kv_heads, dim
-            )
-        else:
-            both = tl.permute(tl.reshape(total, (2, columns, tokens)), (1, 2, 0))
-            one, two = tl.split(both)
-            _finish_head(
-                one, head, place, bias_at, norms, angles, to, has_bias, has_norm, heads, kv_heads, dim
-            )
-            _finish_head(
-                two, head + 1, place, bias_at, norms, angles, to, has_bias, has_norm, heads, kv_heads, dim
-            )
+        if has_bias:
+            total += tl.load(bias_at + head * columns + tl.arange(0, columns)).to(tl.float32)[:, None]
+        one, two = halves(total, columns, tokens)
+        if head < heads + kv_heads:
+            if has_norm:
+                factor = tl.rsqrt(tl.reshape(sum_of_squares(total), (tokens,)) / dim + eps)[None, :]
+                one, two = _normed(one, two, factor, query_norm_at if head < heads else key_norm_at, half)
+            one, two = _rotated(one, two, position, cosines_at, sines_at, half)
+        _store_heads(one, two, head, token, kv_slot, (query_at, keys_at, values_at), heads, kv_heads, half)
 
 
 def project_heads(
@@ -204,7 +162,7 @@ def project_heads(
     the QK norms.
     """
     rows, groups = len(positions), normed.squares.shape[1]
-    launch = launch_for(matrix, rows, MAX_HEADS)
+    launch = launch_for(matrix, rows)
     query_norm, key_norm = norms or (None, None)
     _heads_kernel[launch.grid](
         *normed.read_by(matrix),

@@ -16,6 +16,7 @@ MIN_COUNTERS = 512  # more than the units of fused_layer.py
 MAX_TOKENS = 128
 MAX_TILES = 4  # of a program
 MANY_COLUMNS, MANY_WARPS = 256, 8  # of a program that has MAX_TOKENS of many rows
+MANY_DEPTH = 2200  # of a split, at least: its sums wait in memory
 MANY_TILES = {4: 448, 2: 264}  # {tiles per program: with at least this many column tiles}, for full row tiles
 SHARED_BYTES = 208 << 10  # of a Hopper multiprocessor, less what epilogues need
 PACKED_PROGRAMS_EACH = 3  # programs per multiprocessor, where weights are packed
@@ -193,9 +194,10 @@ def launch_for(matrix: Matrix, rows: int, most_tiles: int = 1) -> Launch:
 def has_many_rows(matrix: Matrix, tokens: int, row_tiles: int, tiles: int) -> bool:
     """Whether rows are the left operand: tensor cores are busy then, not memory.
 
-    A program has MAX_TOKENS rows and MANY_COLUMNS columns, and all splits.
+    A program has MAX_TOKENS rows and MANY_COLUMNS columns, and all splits, if these are deep.
     """
     many = tokens == MAX_TOKENS and row_tiles > 1 and matrix.tiling.packing == "none"
+    many &= matrix.tiling.splits == 1 or matrix.depth >= MANY_DEPTH * matrix.tiling.splits
     return many and matrix.tiles % tiles == 0 and matrix.tiles // tiles * row_tiles >= ENOUGH_PROGRAMS
 
 

@@ -40,7 +40,7 @@ from paceline.backends.cuda.kernels.softmax import (
 
 LANES = 64  # rows times query heads of a program
 WARPS = 4
-STAGES = 3  # pipeline stages of the loop over blocks
+STAGES = 2  # pipeline stages of the loop over blocks: more take the room of a second program
 _BLOCK = tl.constexpr(BLOCK)
 
 
