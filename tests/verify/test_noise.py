@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from paceline.verify import kernels
 from paceline.verify.floats import exp_reference, log_reference
-from paceline.verify.noise import derive_seed, gumbel_reference, noise_bits_reference, philox_reference
+from paceline.verify.noise import (
+    STREAM_SEEDS,
+    derive_seed,
+    gumbel_reference,
+    noise_bits_reference,
+    philox_reference,
+)
 
 SEEDS = st.integers(0, 2**64 - 1)
 
@@ -108,3 +114,9 @@ def test_derived_seeds_differ_and_repeat():
     assert len(set(seeds)) == 1000
     assert seeds == [derive_seed(0, index) for index in range(1000)]
     assert derive_seed(1, 0) != derive_seed(0, 0)
+
+
+@given(seed=SEEDS, index=st.integers(0, 2**40))
+def test_derived_seeds_are_the_noise_of_their_stream(seed: int, index: int) -> None:
+    bits = noise_bits_reference(seed, index, np.zeros(1, dtype=np.int64), lane=STREAM_SEEDS)
+    assert derive_seed(seed, index) == int(bits[0])
