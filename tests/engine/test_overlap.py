@@ -246,6 +246,17 @@ def test_decoding_continues_while_a_new_request_is_prefilled(drafting):
     assert late.output_token_ids == alone(prompt(9, 20), params(9))[0]
 
 
+def test_the_next_prefill_of_a_burst_is_launched_before_the_first_is_read():
+    backend = ToyBackend(on_device=True)
+    engine = toy_engine(backend, max_num_batched_tokens=8, max_num_seqs=8)
+    added = [engine.add_request(prompt(number, 8), params(number))[0] for number in range(4)]
+    deltas = engine.step()
+    assert [delta.request for delta in deltas] == added[:1]
+    assert [rows for _, rows in backend.batches] == [8, 8]
+    drain(engine)
+    assert [outcome(own) for own in added] == [alone(prompt(n, 8), params(n)) for n in range(4)]
+
+
 def test_prefill_ahead_gets_the_requests_whose_prefill_ends_in_this_pass():
     prefilled_ahead = []
 
