@@ -10,7 +10,7 @@ import torch
 
 from paceline.backends.torch_backend import ancestors
 from paceline.core.forward import ForwardBatch, chain_parents
-from paceline.models import transformer
+from paceline.models import attention as reference
 
 PAGE_SIZE = 16
 TREE = [-1, 0, 0, 1, 2, -1, 3, 4, 5]  # branches whose rows interleave: see test_torch_backend.py
@@ -83,7 +83,7 @@ class Case:
         return output.view(rows, heads, dim).cpu()
 
     def expected(self, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
-        """The same by models/transformer.py in float32."""
+        """The same by models/attention.py in float32."""
         parts = []
         query, keys, values = (x.to(dtype).float() for x in (self.query, self.keys, self.values))
         for request, context in enumerate(self.batch.context_lengths):
@@ -98,7 +98,7 @@ class Case:
                 at = np.concatenate((np.arange(context), self.batch.positions[own]))
                 visible &= self.batch.positions[own][:, None] - at < window
             shown = torch.from_numpy(visible)
-            parts.append(transformer.attend(query[own], keys[kv_slots], values[kv_slots], shown))
+            parts.append(reference.attend(query[own], keys[kv_slots], values[kv_slots], shown))
         return torch.cat(parts)
 
 
