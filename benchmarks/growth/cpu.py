@@ -14,7 +14,7 @@ from benchmarks.growth.measure import BackendPasses
 from paceline.backends.cpu.backend import CpuBackend
 from paceline.backends.cpu.packing import packed_shape
 from paceline.check_kernels import CASES, multiply, random_tensor
-from paceline.config import SchedulerOptions
+from paceline.config import USUAL_ROWS_PER_PASS
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.gguf import GgufTensor
 from paceline.models.layout import expected_tensors
@@ -30,7 +30,7 @@ PEAK_CASE = CASES["int4 (Q4_1)"]
 def cpu_subject(model: str, quantization: str, threads: int | None) -> BackendPasses:
     """The model as an engine would load it."""
     checkpoint, _ = load_with_tokenizer(resolve(model))
-    max_rows = SchedulerOptions().max_num_batched_tokens
+    max_rows = USUAL_ROWS_PER_PASS
     backend = CpuBackend.load(checkpoint, quantization=quantization, threads=threads, max_rows=max_rows)
     row, output, key = model_products(checkpoint.config)
     floor = Floor(

@@ -15,7 +15,7 @@ from benchmarks.growth.measure import BackendPasses
 from paceline.backends.cuda.backend import CudaBackend
 from paceline.backends.cuda.draft_shape import chain_shape
 from paceline.backends.cuda.weights import Weights, load_weights
-from paceline.config import SchedulerOptions
+from paceline.config import ROWS_PER_PASS
 from paceline.errors import BackendError, ConfigError
 
 LONGEST = 65536  # tokens of context: random weights do not care
@@ -27,7 +27,7 @@ class GpuPasses(BackendPasses):
     """Decode steps in captured graphs, as the engine runs them; trees and prompts as passes of their own."""
 
     def __init__(self, weights: Weights, floor: Floor) -> None:
-        max_rows = SchedulerOptions().max_num_batched_tokens
+        max_rows = ROWS_PER_PASS["cuda"]
         backend = CudaBackend(weights, max_rows=max_rows)
         super().__init__(backend, weights.config.vocab_size, weights.config.max_position, floor)
         self._weights = weights
@@ -59,7 +59,7 @@ def gpu_subject(shape: str) -> GpuPasses:
         key_products=key,
         bandwidth=bandwidth(device),
         products_per_second=products_per_second(device),
-        max_rows=SchedulerOptions().max_num_batched_tokens,
+        max_rows=ROWS_PER_PASS["cuda"],
     )
     return GpuPasses(weights, floor)
 
