@@ -110,7 +110,8 @@ def test_of_many_rows_the_rows_are_the_left_operand(
     from paceline.backends.cuda.kernels.linear import add_product, gate_up
 
     sizes = {"MAX_TOKENS": 64 if device.type == "cuda" else 16, "SMALL_BYTES": 0}
-    for name, number in (sizes | {"MANY_COLUMNS": 128, "MANY_WARPS": 4, "MANY_DEPTH": 1}).items():
+    sizes |= {"MANY_ROW_TILES": 2, "MANY_COLUMNS": 128, "MANY_WARPS": 4, "MANY_DEPTH": 1}
+    for name, number in sizes.items():
         monkeypatch.setattr(matrix, name, number)
     case, rows, results = Case(device, dtype, splits=splits), sizes["MAX_TOKENS"] + 5, []
     norm, before = torch.randn(WIDTH, device=device).to(dtype), torch.randn(128, WIDTH, device=device)

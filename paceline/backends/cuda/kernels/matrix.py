@@ -16,6 +16,7 @@ MIN_COUNTERS = 512  # more than the units of fused_layer.py
 MAX_TOKENS = 128
 MAX_TILES = 4  # of a program
 MANY_COLUMNS, MANY_WARPS = 256, 8  # of a program that has MAX_TOKENS of many rows
+MANY_ROW_TILES = 3  # at least
 MANY_DEPTH = 2200  # of a split, at least: its sums wait in memory
 MANY_TILES = {4: 448, 2: 264}  # {tiles per program: with at least this many column tiles}, for full row tiles
 SHARED_BYTES = 208 << 10  # of a Hopper multiprocessor, less what epilogues need
@@ -196,7 +197,7 @@ def has_many_rows(matrix: Matrix, tokens: int, row_tiles: int, tiles: int) -> bo
 
     A program has MAX_TOKENS rows and MANY_COLUMNS columns, and all splits, if these are deep.
     """
-    many = tokens == MAX_TOKENS and row_tiles > 1 and matrix.tiling.packing == "none"
+    many = tokens == MAX_TOKENS and row_tiles >= MANY_ROW_TILES and matrix.tiling.packing == "none"
     many &= matrix.tiling.splits == 1 or matrix.depth >= MANY_DEPTH * matrix.tiling.splits
     return many and matrix.tiles % tiles == 0 and matrix.tiles // tiles * row_tiles >= ENOUGH_PROGRAMS
 
