@@ -48,15 +48,16 @@ class GroupedWeight:
     def float32(self) -> Floats:
         """The values as float32, a new array of `shape`."""
         values = np.empty(self.shape, dtype=np.float32)
+        run = self._run()
 
         def decode(rows: slice) -> None:
-            part = self._in_file(rows)
-            codes = self.codes(part).astype(np.float32)
+            part, out = self._in_file(rows), values[rows].reshape(rows.stop - rows.start, -1, run)
+            out[:] = self.codes(part).reshape(out.shape)
             if self.zeros is not None:
-                codes -= self._spread(self.zeros(part))
+                out -= self._spread(self.zeros(part), run)
             # a damaged scale may be infinite or NaN: it must show as such a value, not as a warning
             with np.errstate(all="ignore"):
-                np.multiply(codes, self._spread(self.scales(part)), out=values[rows])
+                out *= self._spread(self.scales(part), run)
 
         by_rows(self.shape, decode, least=_ROWS)
         return values
@@ -96,6 +97,14 @@ class GroupedWeight:
     def _in_file(self, rows: slice) -> slice:
         return slice(self.first + rows.start, self.first + rows.stop)
 
-    def _spread(self, by_group: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Numbers [rows, groups] for every column: [rows, in], or [rows, 1] where there is one group."""
-        return by_group if by_group.shape[1] == 1 else by_group[:, self.column_groups]
+    def _run(self) -> int:
+        """The columns of a group, if all groups are as many neighbours; else 1."""
+        columns, last = len(self.column_groups), int(self.column_groups[-1])
+        run = columns // (last + 1)
+        is_even = (self.column_groups == np.arange(columns) // run).all() if run else False
+        return run if is_even and run * (last + 1) == columns else 1
+
+    def _spread(self, by_group: npt.NDArray[Any], run: int) -> npt.NDArray[Any]:
+        """Numbers [rows, groups] for runs of columns [rows, runs, run]: [rows, runs, 1]."""
+        by_run = by_group if by_group.shape[1] == 1 else by_group[:, self.column_groups[::run]]
+        return by_run[:, :, None]
