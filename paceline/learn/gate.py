@@ -143,19 +143,20 @@ def _gain(
     passes = np.array(list(by_prompt.values()), dtype=np.float64).reshape(-1, 2)
     low = high = ratio = 0.0
     if len(passes):
-        ratio = _ratio(passes.sum(0), cost)
+        ratio = float(_ratios(passes.sum(0), cost))
         # the same rows give the same verdict: nothing here is random but the choice of rows, by a fixed seed
         drawn = np.random.default_rng(0).integers(0, len(passes), (config.samples, len(passes)))
-        ratios = np.sort([_ratio(passes[rows].sum(0), cost) for rows in drawn])
+        ratios = _ratios(passes[drawn].sum(1), cost)
         tail = (1 - config.confidence) / 2
         low, high = (float(np.quantile(ratios, share)) for share in (tail, 1 - tail))
     before, after = tokens_per_pass(present), tokens_per_pass(candidate)
     return Gain(segment, len(passes), before, after, ratio, low, high)
 
 
-def _ratio(passes: Float64Array, cost: float) -> float:
-    """The gain in tokens per second, from the passes of the present head and of the candidate."""
-    return float(passes[0] / max(passes[1], 1.0) / cost)
+def _ratios(passes: Float64Array, cost: float) -> Float64Array:
+    """The gains in tokens per second, from passes of the present head and of the candidate: [..., 2]."""
+    gains: Float64Array = passes[..., 0] / np.maximum(passes[..., 1], 1.0) / cost
+    return gains
 
 
 def _told(gain: Gain) -> str:
