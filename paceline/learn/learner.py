@@ -69,6 +69,7 @@ class Learner:
         self.status = LearnStatus(curve=deque(maxlen=self._config.max_points))
         self._in_engine = 0  # number of the head that drafts now; the engine starts with the first
         self._promoted = 0  # number that `current` had when we looked last
+        self._began = 0.0  # time at which the last training began
         self._trained_rows = 0  # collected when the last training began
         self._expected: float | None = None  # tokens per draft of the head since it was promoted
         self._low_points = 0  # of the curve, in a row
@@ -104,7 +105,8 @@ class Learner:
         present = self._history.current()
         self.status.phase = "training"
         self.status.trainings += 1
-        since = float(self._history.card(present.number).get("time", 0.0))
+        self._began = self._clock()  # rows that come meanwhile are new for the next head
+        since = float(self._history.card(present.number).get("evidence", {}).get("trained", 0.0))
         candidate = await self._during(self._jobs.train(present.path, since))
         if candidate is None:
             await self._tell("no candidate", head=present.number)
@@ -141,7 +143,7 @@ class Learner:
         self.status.phase = "trial"
         old = await asyncio.to_thread(self._load, present.path)
         result, live = await self._compare(old, drafter)
-        evidence = {**verdict.evidence(), "trial": asdict(result)}
+        evidence = {**verdict.evidence(), "trial": asdict(result), "trained": self._began}
         if self._overruled or not result.better:
             if not self._overruled:
                 await self._engine.replace_head(self._method, old)

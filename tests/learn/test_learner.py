@@ -48,6 +48,7 @@ class World:
     paused: list[bool] = field(default_factory=list)
     on_poll: Callable[[World], None] = lambda world: None
     polls: int = 0
+    since: list[float] = field(default_factory=list)  # of each training
     steps: int = 0
 
     def __post_init__(self) -> None:
@@ -77,6 +78,7 @@ class World:
     # the processes
 
     async def train(self, present: Path, since: float) -> Path | None:
+        self.since.append(since)
         result = self.trained.pop(0)
         if isinstance(result, Exception):
             raise result
@@ -144,7 +146,7 @@ class World:
             lambda: self.collected,
             CONFIG,
             sleep=self.sleep,
-            clock=lambda: 0.0,
+            clock=lambda: float(self.polls),
         )
         asyncio.run(main())
         self.on_poll = on_poll
@@ -213,6 +215,20 @@ def test_a_trainer_that_dies_or_finds_nothing_costs_a_cycle_only(world):
     assert learner.status.trainings == 3
     assert learner.status.failures == 1
     assert world.decisions == ["no candidate", "promoted"]
+
+
+def test_rows_that_came_during_a_training_are_new_for_the_next_one(world):
+    world.trained = [2.6, None]
+
+    def more(world: World) -> None:
+        if world.decisions:
+            world.collected = 20
+
+    world.on_poll = more
+    world.run()
+    first, second = world.since
+    assert first == 0.0
+    assert second == 1.0  # when the first one began, and not when its head was promoted
 
 
 def test_a_live_loss_is_rolled_back_by_itself(world):
