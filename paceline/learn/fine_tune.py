@@ -96,7 +96,7 @@ def fine_tune(
     selection, yielding = selection or Selection(), yielding or Yielding()
     config = checkpoint.config
     name = TargetName(target_fingerprint(checkpoint), checkpoint.source.name)
-    traffic = TrafficStore(store, name, config.vocab_size)
+    traffic = TrafficStore(store, name)
     parent = load_head(head)
     check_target(parent.config, config, name.fingerprint, str(head))
     learning = _train_options(parent, options, selection)

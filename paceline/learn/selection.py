@@ -16,6 +16,7 @@ from paceline.train.examples import Examples, read_examples
 NEW, OLD = "new", "old"  # rows since the last training, and rows against forgetting
 ALL_SALTS = "all"
 MIN_TRAIN, MIN_STOP = 16, 4  # rows
+MIN_OLD = 8  # held-back old rows; fewer are too noisy to say that a head forgets
 MAX_STOP = 32  # rows of a group; they are measured several times
 
 
@@ -74,7 +75,9 @@ def choose(rows: Iterable[TrafficRow], generic: Sequence[TrafficRow], selection:
             f"of {len(groups[NEW])} that can be used. At least {MIN_TRAIN} and {MIN_STOP} are needed: let "
             "the server collect more, or give an earlier --since."
         )
-    return Chosen(new + replayed, {name: held for name, held in stop.items() if held}, len(replayed))
+    if len(stop[OLD]) < MIN_OLD:
+        del stop[OLD]
+    return Chosen(new + replayed, stop, len(replayed))
 
 
 def examples_of(rows: Sequence[TrafficRow], vocab_size: int, max_length: int) -> Examples:

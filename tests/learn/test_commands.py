@@ -37,7 +37,7 @@ def test_status_and_show_tell_what_is_kept(folder: Path, rows: list[TrafficRow])
     assert f"rows       {len(rows)}," in run("status", "--dir", str(folder)).stdout
     facts = json.loads(run("status", "--dir", str(folder), "--json").stdout)
     assert facts["traffic"]["rows"] == len(rows)
-    assert facts["candidate"] is None
+    assert (facts["candidate"], facts["head"], facts["decisions"]) == (None, 0, [])
     shown = [
         json.loads(line) for line in run("show", "--dir", str(folder), "--last", "2").stdout.splitlines()
     ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ from paceline.learn.rows import TrafficRow
 from paceline.learn.selection import NEW, OLD, Selection, choose, generic_rows
 from paceline.learn.split import Side, side_of
 from paceline.learn.store import StoreLimits, TrafficStore
-from paceline.learn.yielding import Yielding
+from paceline.learn.yielding import Yielding, stopped_by_signals
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.checkpoint import load_head, write_head
 from paceline.models.heads.config import TargetName
@@ -116,7 +118,7 @@ def test_what_is_not_this_targets_is_refused_by_name(
 
 
 def test_the_gates_rows_are_never_chosen_and_no_prompt_is_on_two_sides(rows: list[TrafficRow]) -> None:
-    chosen = choose(rows, [], Selection(since=1060.0, replay=0.25))
+    chosen = choose([*rows, *rows], [], Selection(since=1060.0, replay=0.25))
     groups = {"train": chosen.train, **chosen.stop}
     assert not any(side_of(row.prompt_ids) is Side.GATE for group in groups.values() for row in group)
     assert all(side_of(row.prompt_ids) is Side.TRAIN for row in chosen.train)
@@ -143,7 +145,8 @@ def test_generic_answers_count_as_old_rows(rows: list[TrafficRow], tmp_path: Pat
         for number, row in enumerate(rows[:60])
     )
     generic = generic_rows([tmp_path / "a.jsonl"], tiny.VOCAB_SIZE, 1024)
-    chosen = choose(rows[60:], generic, Selection())
+    assert OLD not in choose(rows[60:], generic[:10], Selection()).stop  # too few to say that it forgets
+    chosen = choose(rows[60:], [*generic, *generic], Selection())
     assert {row.segment for row in chosen.stop[OLD]} == {"g"}
     assert chosen.replayed == int(0.4 * len(chosen.train))
     with pytest.raises(ConfigError, match="--generic"):
@@ -187,6 +190,15 @@ def test_no_step_begins_while_the_pause_file_exists_and_waiting_is_no_work(tmp_p
     pause.touch()
     yielding.stop()
     assert not yielding.may_step()
+
+
+def test_sigterm_stops_before_the_next_step_and_only_there() -> None:
+    yielding, before = Yielding(), signal.getsignal(signal.SIGTERM)
+    with stopped_by_signals(yielding):
+        assert yielding.may_step()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not yielding.may_step()
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_share_of_the_time_is_taken_by_waiting_after_each_step() -> None:
