@@ -118,7 +118,7 @@ def test_what_is_not_this_targets_is_refused_by_name(
 
 
 def test_the_gates_rows_are_never_chosen_and_no_prompt_is_on_two_sides(rows: list[TrafficRow]) -> None:
-    chosen = choose([*rows, *rows], [], Selection(since=1060.0, replay=0.25))
+    chosen = choose(rows * 4, [], Selection(since=1060.0, replay=0.25))
     groups = {"train": chosen.train, **chosen.stop}
     assert not any(side_of(row.prompt_ids) is Side.GATE for group in groups.values() for row in group)
     assert all(side_of(row.prompt_ids) is Side.TRAIN for row in chosen.train)
@@ -146,7 +146,7 @@ def test_generic_answers_count_as_old_rows(rows: list[TrafficRow], tmp_path: Pat
     )
     generic = generic_rows([tmp_path / "a.jsonl"], tiny.VOCAB_SIZE, 1024)
     assert OLD not in choose(rows[60:], generic[:10], Selection()).stop  # too few to say that it forgets
-    chosen = choose(rows[60:], [*generic, *generic], Selection())
+    chosen = choose(rows[60:], generic * 4, Selection())
     assert {row.segment for row in chosen.stop[OLD]} == {"g"}
     assert chosen.replayed == int(0.4 * len(chosen.train))
     with pytest.raises(ConfigError, match="--generic"):
