@@ -57,6 +57,8 @@ settings.register_profile(
 )
 settings.load_profile("fixed")
 
+MANY_MODULES = 200
+
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all tests are imported: there is much, and all of it stays
@@ -96,6 +98,16 @@ def imported_modules_stay_frozen() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(engine_room, "gc", collecting)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules_that_tests_import_are_frozen_too() -> Iterator[None]:
+    """Every collection would search all of transformers and of torch's compiler once tests have used them."""
+    before = len(sys.modules)
+    yield
+    if len(sys.modules) - before > MANY_MODULES:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
