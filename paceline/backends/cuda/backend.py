@@ -35,7 +35,13 @@ from paceline.backends.cuda.shared_prefix import (
     find_shared_prefixes,
     no_shared_prefix,
 )
-from paceline.backends.cuda.tables import DeviceTables, prefill_requests, rows_of
+from paceline.backends.cuda.tables import (
+    FEW_ROWS,
+    DeviceTables,
+    max_prefill_tiles,
+    prefill_requests,
+    rows_of,
+)
 from paceline.backends.cuda.weights import Weights, load_weights, packing_for
 from paceline.core.arrays import BoolArray, Int32Array
 from paceline.core.forward import Choices, DeviceMemory, ForwardBatch, ForwardOutput, KeptFeatures, KVPool
@@ -49,7 +55,7 @@ STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 MAX_PAGES = 1 << 17  # of all requests of a pass together
 # what the first buffers hold; they grow when needed
 FIRST_LONGEST = 4096  # tokens of context
-FIRST_ROWS = 512  # with logits, or attended for by other kernels than that of prefills
+FIRST_ROWS = FEW_ROWS  # with logits, or attended for by other kernels than that of prefills
 
 
 class CudaBackend(Backend):
@@ -166,8 +172,7 @@ class CudaBackend(Backend):
         sizes = self.config.num_heads, self.config.num_kv_heads
         height, large_height = tile_height(*sizes), prefill_height(*sizes)
         self._tables.send(batch, rows_of(batch, PAGE_SIZE, height, large, large_height))
-        # a request with a whole tile has at most twice as many tiles as rows fill
-        prefill_tiles = min(rows, 2 * rows // large_height) if large.any() else 0
+        prefill_tiles = max_prefill_tiles(rows, large_height) if large.any() else 0
         others = not large.all()
         if found is not None:
             self._shared_prefix.send(found, np.where(large, 0, -(-np.diff(batch.row_offsets) // height)))

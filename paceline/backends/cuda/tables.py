@@ -20,6 +20,8 @@ from paceline.errors import BackendError
 LINES = 17  # of max_rows numbers each, before the pages: 8 of rows, 5 of outputs, sources, 3 of prefill tiles
 SEEDS, TEMPERATURES, POSITIONS = 8, 10, 12  # lines of outputs; the first two are 64-bit: two lines each
 SOURCES, PREFILL = 13, 14
+FEW_ROWS = 512  # the first rows of a pass, which any kernel may attend for
+SHORT_PREFILL_TILES = 128  # prefill tiles of requests with fewer rows than a tile has
 MIN_PREFILL_PROGRAMS = 128  # of the prefill kernel, about one per multiprocessor: fewer split KV positions
 # A copy waits on the device for the passes launched before it. With one buffer the host would wait for them
 # too before it could write the next batch.
@@ -47,16 +49,25 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 def prefill_requests(batch: ForwardBatch, heads: int, kv_heads: int) -> BoolArray:
     """Which requests the prefill kernel attends for: [requests].
 
-    Those with a tile of contiguous rows at least, if together they are enough to occupy the device.
+    Those with a tile of contiguous rows at least, if together they are enough to occupy the device, and those
+    with contiguous rows after the first FEW_ROWS, for which other kernels have no scratch.
     """
     counts, height = np.diff(batch.row_offsets), prefill_height(heads, kv_heads)
+    tiles, late = -(-counts // height), batch.row_offsets[1:] > FEW_ROWS
     large = counts >= height
-    if large.any():
+    if late.any() or large.any():
         request, local = _owners(batch)
-        branching = batch.context_lengths[request] + local != batch.positions
-        large[request[branching]] = False
-    programs = int((-(-counts[large] // height)).sum()) * kv_heads
-    return large if programs >= MIN_PREFILL_PROGRAMS else np.zeros_like(large)
+        branching = request[batch.context_lengths[request] + local != batch.positions]
+        late[branching] = large[branching] = False
+    if int(tiles[large].sum()) * kv_heads < MIN_PREFILL_PROGRAMS:
+        large = np.zeros_like(large)
+    fits = int(tiles[large | late].sum()) <= max_prefill_tiles(batch.num_rows, height)
+    return large | late if fits else large
+
+
+def max_prefill_tiles(rows: int, height: int) -> int:
+    """The most prefill tiles of a pass: rows fill half of those of requests with a whole tile."""
+    return min(rows, 2 * rows // height + SHORT_PREFILL_TILES)
 
 
 def rows_of(

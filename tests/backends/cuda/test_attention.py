@@ -179,6 +179,7 @@ def test_requests_with_many_contiguous_rows_are_prefilled_if_they_occupy_the_dev
     assert large([256]) == [True]
     assert large([240]) == [False]  # 15 tiles of 16 rows and 8 KV heads leave multiprocessors idle
     assert large([200, 1, 9, 100, 15]) == [True, False, False, True, False]
+    assert large([1, 9, 500, 3, 9]) == [False, False, True, True, False]  # there is scratch for 512 rows
 
 
 def test_scratch_holds_the_partials_of_few_tiles_with_many_rows() -> None:
