@@ -315,7 +315,9 @@ def main() -> None:
     questions = []
     if given.questions:
         try:
-            rows = [json.loads(line) for line in given.questions.read_text(encoding="utf-8").splitlines()]
+            rows = [
+                json.loads(line) for line in given.questions.read_text(encoding="utf-8").split("\n") if line
+            ]
             questions = [row["messages"] for row in rows if row.get("segment", "math") == "math"]
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             parser.error(f"--questions {given.questions}: {error!r}. Give one object with messages a line.")

@@ -9,13 +9,16 @@ the token before that, restricted to the draft vocabulary. The token before is t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from paceline.models.heads.config import BlockAttention
 from paceline.models.heads.torch_block import BlockHead, block_mask
 from paceline.train.batches import Batch
 from paceline.train.losses import (
@@ -26,7 +29,7 @@ from paceline.train.losses import (
     TargetPredictions,
     target_predictions,
 )
-from paceline.train.sequences import TargetStates
+from paceline.train.sequences import TargetStates, fused
 
 
 def random_anchors(batch: Batch, share: float, seed: int) -> Tensor:
@@ -59,26 +62,41 @@ def run_blocks(head: BlockHead, features: Tensor, tokens: Tensor, anchors: Tenso
     slots = anchors[..., None] + torch.arange(size, device=tokens.device)  # [batch, anchors, size]
     inputs = torch.full_like(slots, head.block.mask_token_id)
     inputs[..., 0] = tokens.gather(1, anchors)
-    to_context = slots[..., None] - place  # [batch, anchors, size, tokens]
-    within = slots[..., :, None] - slots[..., None, :]  # [batch, anchors, size, size]
-    before = (place < anchors[..., None])[:, :, None].expand(to_context.shape)
+    masks = _masks(head, anchors, place)
+    groups = head.config.num_heads // head.config.num_kv_heads
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         keys, values = head.keys_values(layer, context, place.expand(tokens.shape))
-        grouped = query.view(*query.shape[:3], key.shape[3], -1, key.shape[4])  # [b, a, slot, kv, group, dim]
-        far = torch.einsum("baqhgd,bkhd->bahgqk", grouped, keys).float()
-        near = torch.einsum("baqhgd,bakhd->bahgqk", grouped, key).float()
-        sees_far = before & block_mask(head, layer, to_context, torch.zeros_like(before))
-        sees_near = block_mask(head, layer, within, torch.ones_like(within, dtype=torch.bool))
-        mask = torch.cat((sees_far, sees_near), dim=-1)[:, :, None, None]
-        scores = torch.cat((far, near), dim=-1) * key.shape[4] ** -0.5
-        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1).to(value.dtype)
-        mixed = torch.einsum("bahgqk,bkhd->baqhgd", weights[..., :length], values)
-        mixed = mixed + torch.einsum("bahgqk,bakhd->baqhgd", weights[..., length:], value)
-        return mixed.reshape(query.shape)
+        # the keys of all blocks lie behind those of the context: [batch, heads, tokens + slots, head_dim]
+        joined = (torch.cat((far, near.flatten(1, 2)), 1) for far, near in ((keys, key), (values, value)))
+        every_key, every_value = (each.transpose(1, 2).repeat_interleave(groups, 1) for each in joined)
+        mixed = F.scaled_dot_product_attention(
+            query.flatten(1, 2).transpose(1, 2),
+            every_key,
+            every_value,
+            attn_mask=masks[head.block.layers[layer]],
+        )
+        return mixed.transpose(1, 2).reshape(query.shape)
 
     outputs: Tensor = head(inputs, slots, attend)
     return outputs
+
+
+def _masks(head: BlockHead, anchors: Tensor, place: Tensor) -> dict[BlockAttention, Tensor]:
+    """Which keys each slot sees, by what layers attend to: bool [batch, 1, slots, tokens + slots]."""
+    size = head.block.size
+    slots = (anchors[..., None] + torch.arange(size, device=place.device)).flatten(1)  # [batch, slots]
+    start = anchors.repeat_interleave(size, dim=1)[..., None]  # [batch, slots, 1] the anchor of each slot
+    block = torch.arange(slots.shape[1], device=place.device) // size
+    own = (block[:, None] == block).expand(len(slots), -1, -1)
+    in_block = torch.cat((torch.zeros_like(start, dtype=torch.bool).expand(-1, -1, len(place)), own), dim=-1)
+    seen = torch.cat((place < start, own), dim=-1)
+    keys = torch.cat((place.expand(len(slots), -1), slots), dim=1)
+    distance = slots[..., None] - keys[:, None]
+    return {
+        attention: (seen & block_mask(head, layer, distance, in_block))[:, None]
+        for layer, attention in enumerate(head.block.layers)
+    }
 
 
 @dataclass(frozen=True)
@@ -129,13 +147,29 @@ def block_losses(
 
 def _chunk_sums(head: BlockHead, loss: Loss, part: Guesses, predictions: TargetPredictions) -> Tensor:
     """Loss and number of matches, summed by step: [2, steps]."""
-    logits = head.guesses(part.outputs, part.previous).float()
-    losses = loss(logits, predictions.probabilities)
+    logits = head.guesses(part.outputs, part.previous)
     confidence = head.confidence(part.outputs, part.previous)
+    rows = _row_losses_for(logits.device.type)(loss, logits, confidence, predictions)
+    return torch.zeros(2, head.block.num_drafts, device=logits.device).index_add(1, part.steps, rows)
+
+
+RowLosses = Callable[[Loss, Tensor, Tensor | None, TargetPredictions], Tensor]
+
+
+@cache
+def _row_losses_for(device_type: str) -> RowLosses:
+    return fused(_row_losses) if device_type == "cuda" else _row_losses
+
+
+def _row_losses(
+    loss: Loss, logits: Tensor, confidence: Tensor | None, predictions: TargetPredictions
+) -> Tensor:
+    """The loss of each guess, and whether it is the target's best token: [2, guesses]."""
+    logits = logits.float()
+    losses = loss(logits, predictions.probabilities)
     if confidence is not None:
         distance = (logits.detach().softmax(-1) - predictions.probabilities).abs().sum(-1)
         accepted = 1 - distance / 2  # the chance that rejection sampling accepts the guess
         losses = losses + F.binary_cross_entropy_with_logits(confidence.float(), accepted, reduction="none")
     matches = logits.argmax(-1) == predictions.best
-    sums = torch.zeros(2, head.block.num_drafts, device=logits.device)
-    return sums.index_add(1, part.steps, torch.stack((losses, matches.float())))
+    return torch.stack((losses, matches.float()))

@@ -20,6 +20,7 @@ from paceline.models.heads.config import (
     usual_block_layers,
 )
 from paceline.models.heads.torch_block import BlockHead
+from paceline.models.heads.torch_head import normed
 from paceline.models.transformer import Transformer
 from paceline.train.acceptance import accepted_by_blocks
 from paceline.train.batches import Batch
@@ -32,6 +33,8 @@ from paceline.train.options import BlockOptions, DSparkOptions
 from paceline.train.sequences import target_states
 
 TITLES = {"dflash": "A DFlash draft head", "dspark": "A DSpark draft head", "jetspec": "A JetSpec draft head"}
+SAMPLES, SAMPLE_WIDTH = 8, 256  # texts, and their tokens, by which the sizes of features are measured
+MIN_SIZE = 0.02  # of a dimension, relative to its feature: those below carry little
 SMALL = 0.1  # of the embeddings of a new Markov head, which adds nothing at first
 
 
@@ -57,6 +60,8 @@ class BlockObjective:
             mask = int(np.flatnonzero(counts == counts.min())[-1])
             config = block_config(target.config, options, mask, name)
             self.network = new_block_head(config, target, self.draft_ids, options.seed)
+            if config.fc_norm:
+                equalize_features(self.network, target, examples)
         else:
             self.network, self.draft_ids = _head_from(init_from, target, self.method)
         self.num_steps = self.network.block.num_drafts
@@ -132,6 +137,7 @@ def block_config(
         max_position=target.max_position,
         # a target with few layers has fewer at these places
         feature_layers=tuple(sorted({min(layer, target.num_layers) for layer in usual})),
+        fc_norm=options.fc_norm,
         qk_norm=True,
         block=block,
         target=name,
@@ -149,6 +155,24 @@ def new_block_head(config: HeadConfig, target: Transformer, draft_ids: Int32Arra
             head.markov_head.markov_w1.weight.mul_(SMALL)
             head.markov_head.markov_w2.weight.zero_()
     return head.to(target.embedding.device)
+
+
+@torch.no_grad()
+def equalize_features(head: BlockHead, target: Transformer, examples: Examples) -> None:
+    """Start the norms of the features with weights after which every dimension is of about the same size.
+
+    A few dimensions of a target are a hundred times as large as most: without this they are all that a new
+    head learns from.
+    """
+    width = min(SAMPLE_WIDTH, len(examples.tokens))
+    starts = np.linspace(0, len(examples.tokens) - width, SAMPLES).astype(int)
+    tokens = torch.from_numpy(np.stack([examples.tokens[start : start + width] for start in starts])).long()
+    layers = head.config.layers_of(target.config.num_layers)
+    features = target_states(target, tokens.to(target.embedding.device), layers).features
+    for norm, feature in zip(head.fc_norm, features.chunk(len(layers), dim=-1), strict=True):
+        flat = feature[:, 1:].flatten(0, 1)  # the first token of a text is far larger than all others
+        size = normed(flat.float(), torch.ones_like(norm.weight), norm.eps).square().mean(0).sqrt()
+        norm.weight.copy_(1 / size.clamp(min=MIN_SIZE))
 
 
 def _head_from(checkpoint: HeadCheckpoint, target: Transformer, kind: str) -> tuple[BlockHead, Int32Array]:

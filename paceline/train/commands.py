@@ -74,13 +74,19 @@ TRAINING: Group = (
     Flag("warmup_steps", int, 100, "Steps until the maximum learning rate."),
     Flag("clip", float, 1.0, "Maximum norm of the gradient."),
     Flag("held_out", float, 0.02, "Fraction of the prompts held out for evaluation."),
+    Flag(
+        "average",
+        float,
+        0.0,
+        "Write an exponential moving average of the weights with this decay per step. 0: the last weights.",
+    ),
     Flag("checkpoint_every", int, 500, "Steps between two checkpoints; after 5 minutes in any case."),
 )
 ANSWERS = by_topic(ANSWERS, {"Answers": "temperatures max_prompt_tokens max_tokens self_written"})
 TRAINING = by_topic(
     TRAINING,
     {
-        "Optimizer": "batch_tokens max_length learning_rate warmup_steps clip checkpoint_every held_out",
+        "Optimizer": "batch_tokens max_length learning_rate warmup_steps clip average checkpoint_every held_out",
         "Loss": "step_decay loss",
     },
 )
@@ -103,14 +109,17 @@ MEDUSA: Group = (
     Flag("layers", int, 1, "Residual blocks per head."),
 )
 BLOCK: Group = (
-    *having(TRAINING, step_decay=0.78),
+    *having(TRAINING, step_decay=0.78, average=0.999),
     Flag("layers", int, 5, "Layers of the head."),
     Flag("block_size", int, 8, "Slots of a block, the last known token included."),
     Flag("features", int, 5, "Hidden states of the target that the head reads."),
     Flag("anchors", float, 0.25, "Blocks in training per answered token."),
     Flag("intermediate_size", int | None, None, "Size of the head's MLPs. Default: the target's."),
+    Flag("fc_norm", bool, True, "One norm per feature, as in EAGLE-3.1.", "--fc-norm/--no-fc-norm"),
 )
-BLOCK = by_topic(BLOCK, {"Head": "draft_vocab_size layers block_size features intermediate_size anchors"})
+BLOCK = by_topic(
+    BLOCK, {"Head": "draft_vocab_size layers block_size features intermediate_size fc_norm anchors"}
+)
 DSPARK: Group = (
     *having(BLOCK, loss="l1", block_size=7),
     *by_topic((Flag("markov_rank", int, 256, "Rank of the Markov head."),), {"Head": "markov_rank"}),

@@ -31,6 +31,7 @@ class TrainOptions:
     clip: float = 1.0  # maximum norm of the gradient
     held_out: float = 0.02  # fraction of the prompts held out for evaluation
     checkpoint_every: int = 500  # steps
+    average: float = 0.0  # decay per step of the average of the weights that is written; 0: the last ones
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -51,6 +52,7 @@ class TrainOptions:
         for name, high in (("step_decay", 1.0), ("learning_rate", 1.0), ("clip", 1e9)):
             check_number(ConfigError, name, getattr(self, name), 0.0, high, low_open=True)
         check_number(ConfigError, "held_out", self.held_out, 0.0, 0.5)
+        check_number(ConfigError, "average", self.average, 0.0, 0.99999)
         if self.minutes is not None:
             check_number(ConfigError, "minutes", self.minutes, 0.0, 1e6, low_open=True)
         if self.minutes is not None and self.max_steps is not None:
@@ -86,6 +88,8 @@ class BlockOptions(TrainOptions):
     features: int = 5  # hidden states of the target that the head reads
     anchors: float = 0.25  # blocks per answered token
     intermediate_size: int | None = None  # of the head's MLPs; None: the target's
+    fc_norm: bool = True  # one norm per feature, as EAGLE-3.1 has them
+    average: float = 0.999
 
     def __post_init__(self) -> None:
         super().__post_init__()

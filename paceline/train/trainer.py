@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from paceline.errors import ConfigError
+from paceline.train.average import WeightAverage
 from paceline.train.batches import Batch, Indices, all_batches, collate, epoch_batches, split
 from paceline.train.disk import writing
 from paceline.train.examples import Examples
@@ -73,6 +74,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
+        self.average = WeightAverage(self.parameters, options.average)
         weights = [options.step_decay**step for step in range(objective.num_steps)]
         self.weights = torch.tensor(weights, device=self.device)
         self._data = dict(data or {})
@@ -121,6 +123,8 @@ class Trainer:
             self._add_record(losses)
         progress.seconds = self._clock() - started
         self.save()
+        if self.finished:
+            self.average.apply()
         return progress
 
     @property
@@ -191,6 +195,7 @@ class Trainer:
         )
         torch.nn.utils.clip_grad_norm_(self.parameters.values(), options.clip)
         self.optimizer.step()
+        self.average.update(progress.step)
         return losses
 
     def _backward(self, batch: Batch) -> StepLosses:
@@ -221,6 +226,7 @@ class Trainer:
         for name, parameter in self.parameters.items():
             state = self.optimizer.state[parameter]
             tensors |= {f"{part}.{name}": state[part] for part in state}
+        tensors |= {f"average.{name}": tensor for name, tensor in self.average.tensors.items()}
         tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
         facts = {"run": self._run_facts(), "progress": self.progress.facts()}
         unfinished = self.path.with_suffix(".unfinished")
@@ -238,7 +244,8 @@ class Trainer:
             self._check_run(facts["run"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         self.objective.network.load_state_dict({name: tensors[f"head.{name}"] for name in self.parameters})
-        parts = {name.split(".", 1)[0] for name in tensors} - {"head"}
+        self.average.load({name: tensors[f"average.{name}"] for name in self.average.tensors})
+        parts = {name.split(".", 1)[0] for name in tensors} - {"head", "average"}
         state = {
             index: {part: tensors[f"{part}.{name}"] for part in parts}
             for index, name in enumerate(self.parameters)

@@ -70,9 +70,7 @@ class HeadWorkspace(Workspace):
         config, job, tensors = head.config, self.job, head.tensors
         job[fields.REDUCE_AT] = self._fused(tensors["fc.weight"], config.num_features, quantization)
         job[fields.INPUT_EPSILON_AT] = job[fields.EPSILON_AT]
-        if config.fc_norm:
-            norms = [_padded(tensors[f"fc_norm.{i}.weight"]) for i in range(config.num_features)]
-            job[fields.FEATURE_NORMS_AT] = self._keep(np.concatenate(norms))
+        self._norm_features(head)
         if config.norm_before_fc:
             job[fields.INPUT_NORM_AT] = self._keep(_padded(tensors["input_norm.weight"], config.num_features))
         norms = [_padded(tensors[f"midlayer.{name}.weight"]) for name in ("input_layernorm", "hidden_norm")]
@@ -96,8 +94,15 @@ class HeadWorkspace(Workspace):
         config, job, tensors = head.config, self.job, head.tensors
         job[fields.REDUCE_AT] = self._fused(tensors["fc.weight"], config.num_features, quantization)
         job[fields.INPUT_EPSILON_AT] = job[fields.EPSILON_AT]
+        self._norm_features(head)
         job[fields.CONTEXT_NORM_AT] = self._keep(_padded(tensors["hidden_norm.weight"]))
         job[fields.NORMED_STATES] = True
+
+    def _norm_features(self, head: HeadCheckpoint) -> None:
+        """Apply a norm to each of the target's hidden states, if the head has them."""
+        if head.config.fc_norm:
+            norms = [_padded(head.tensors[f"fc_norm.{i}.weight"]) for i in range(head.config.num_features)]
+            self.job[fields.FEATURE_NORMS_AT] = self._keep(np.concatenate(norms))
 
     def _read_last_state(self, normed: bool) -> None:
         """Take the target's last state as it is, or after the target's final norm."""

@@ -71,6 +71,7 @@ def read_block_config(values: Mapping[str, object], source: str, shapes: Shapes)
         rope=rope_config(layer, 10000.0),
         max_position=layer.integer("max_position_embeddings", 32768),
         feature_layers=_feature_layers(fields, num_features),
+        fc_norm=fields.flag("fc_norm", False),
         qkv_bias="layers.0.self_attn.q_proj.bias" in shapes,
         qk_norm="layers.0.self_attn.q_norm.weight" in shapes,
         own_embedding="embed_tokens.weight" in shapes,
@@ -163,6 +164,8 @@ def _plain_config(config: HeadConfig, target: str) -> dict[str, object]:
     }
     if config.own_lm_head:
         values["draft_vocab_size"] = config.draft_vocab_size
+    if config.fc_norm:
+        values["fc_norm"] = True
     if config.kind == "dflash":
         return values | {"dflash_config": special, "sample_from_anchor": block.sample_from_anchor}
     return values | special | _dspark_fields(block)
@@ -172,6 +175,10 @@ def _speculators_config(config: HeadConfig, target: str) -> dict[str, object]:
     block = _checked_block(config)
     if block.layers[0].causal:
         raise ConfigError("speculators does not know causal heads: export this head as vllm or sglang.")
+    if config.fc_norm:
+        raise ConfigError(
+            "speculators does not know parallel heads with norms of the features: train with --no-fc-norm."
+        )
     values = {
         "architectures": [{"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}[config.kind]],
         **speculators_part(config.kind, target, block.num_drafts),

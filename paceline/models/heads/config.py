@@ -23,6 +23,7 @@ Tensors have these names, whatever file they came from (H, Ht: hidden sizes of h
 A parallel head (dflash, dspark) guesses a whole block in one pass; see torch_block.py:
 
     fc.weight, hidden_norm.weight, norm.weight  [H, features * Ht], [H], [H]
+    fc_norm.{i}.weight                          [Ht]                    with fc_norm
     layers.{i}.*                                as midlayer.* of an mtp head
     layers.{i}.self_attn.{q,k}_norm.weight      [head_dim]              with qk_norm
     mask_embedding                              [H]                     absent: that of the mask token
@@ -153,9 +154,7 @@ def _slot_tensors(config: HeadConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "fc.weight", (hidden, config.feature_width if eagle3 else hidden + target_hidden)
     if config.fc_bias:
         yield "fc.bias", (hidden,)
-    if config.fc_norm:
-        for feature in range(config.num_features):
-            yield f"fc_norm.{feature}.weight", (target_hidden,)
+    yield from _feature_norms(config)
     if config.norm_before_fc:
         yield "input_norm.weight", (config.feature_width,)
     if config.kind == "mtp":
@@ -175,6 +174,7 @@ def _block_tensors(config: HeadConfig, block: BlockConfig) -> Iterator[tuple[str
     """Those of a parallel head."""
     hidden, rank = config.hidden_size, block.markov_rank
     yield "fc.weight", (hidden, config.feature_width)
+    yield from _feature_norms(config)
     yield "hidden_norm.weight", (hidden,)
     yield "norm.weight", (hidden,)
     for layer in range(len(block.layers)):
@@ -189,6 +189,12 @@ def _block_tensors(config: HeadConfig, block: BlockConfig) -> Iterator[tuple[str
     if block.confidence:
         yield "confidence_head.proj.weight", (1, hidden + (rank if block.confidence_with_markov else 0))
         yield "confidence_head.proj.bias", (1,)
+
+
+def _feature_norms(config: HeadConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The norms of the features, one for each."""
+    for feature in range(config.num_features if config.fc_norm else 0):
+        yield f"fc_norm.{feature}.weight", (config.target_hidden_size,)
 
 
 def _layer_tensors(config: HeadConfig, layer: str, inputs: int) -> Iterator[tuple[str, tuple[int, ...]]]:

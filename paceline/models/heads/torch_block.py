@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.models.heads.config import HeadConfig
-from paceline.models.heads.torch_head import BesideTarget, Layer, Norm, TargetWeights
+from paceline.models.heads.torch_head import BesideTarget, FeatureNorms, Layer, Norm, TargetWeights
 
 # As Attend, with the number of the layer first
 AttendInLayer = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -62,6 +62,8 @@ class BlockHead(BesideTarget):
         self.block = block = config.block
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(config.feature_width, hidden, bias=False)
+        if config.fc_norm:
+            self.fc_norm = FeatureNorms(config)
         self.hidden_norm = Norm(hidden, eps)
         self.layers = nn.ModuleList(Layer(config) for _ in block.layers)
         self.norm = Norm(hidden, eps)
@@ -76,7 +78,7 @@ class BlockHead(BesideTarget):
 
     def context(self, features: Tensor) -> Tensor:
         """What all layers read of the context: [..., H] of the target's features [..., features * Ht]."""
-        state: Tensor = self.hidden_norm(self.fc(features))
+        state: Tensor = self.hidden_norm(self.fc(self.fc_norm(features) if self.config.fc_norm else features))
         return state
 
     def keys_values(self, layer: int, context: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

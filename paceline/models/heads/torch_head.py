@@ -85,6 +85,19 @@ def normed(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (weight * scaled).to(hidden.dtype)
 
 
+class FeatureNorms(nn.ModuleList):
+    """A norm for each of the hidden states of a feature, which lie side by side."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__(
+            Norm(config.target_hidden_size, config.rms_norm_eps) for _ in range(config.num_features)
+        )
+
+    def forward(self, features: Tensor) -> Tensor:
+        parts = features.chunk(len(self), dim=-1)
+        return torch.cat([norm(part) for norm, part in zip(self, parts, strict=True)], dim=-1)
+
+
 class Attention(nn.Module):
     def __init__(self, config: HeadConfig, input_size: int) -> None:
         super().__init__()
@@ -237,15 +250,13 @@ class Eagle3Head(NormedHead):
         eps = config.rms_norm_eps
         self.fc = nn.Linear(config.feature_width, config.hidden_size, bias=config.fc_bias)
         if config.fc_norm:
-            sizes = [config.target_hidden_size] * config.num_features
-            self.fc_norm = nn.ModuleList(Norm(size, eps) for size in sizes)
+            self.fc_norm = FeatureNorms(config)
         if config.norm_before_fc:
             self.input_norm = Norm(config.feature_width, eps)
 
     def fuse(self, features: Tensor) -> Tensor:
         if self.config.fc_norm:
-            parts = features.chunk(self.config.num_features, dim=-1)
-            features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+            features = self.fc_norm(features)
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         state: Tensor = self.fc(features)

@@ -1,0 +1,41 @@
+"""WeightAverage: an exponential moving average of the weights in training.
+
+The last weights of a run follow the latest batches; their average guesses a little better and is what a run
+writes. Training itself goes on with the weights as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+WARMUP = 10  # steps: an average over more than have been done would keep the untrained weights
+
+
+class WeightAverage:
+    """The average of some parameters, by name; empty if the decay is 0."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
+        self._parameters, self._decay = parameters, decay
+        self.tensors = {name: each.detach().clone() for name, each in parameters.items()} if decay else {}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Move the average towards the parameters after this many steps."""
+        decay = min(self._decay, (1 + step) / (WARMUP + step))
+        for name, average in self.tensors.items():
+            average.lerp_(self._parameters[name], 1 - decay)
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Continue from the tensors of a checkpoint."""
+        for name, average in self.tensors.items():
+            average.copy_(tensors[name])
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Overwrite the parameters with their average."""
+        for name, average in self.tensors.items():
+            self._parameters[name].copy_(average)
