@@ -233,6 +233,12 @@ class BlockRunner(HeadStorage, Protocol):
         """The guesses of rows of the last `run_blocks`, given the target's ids of the tokens before them."""
         ...
 
+    def run_chains(
+        self, blocks: ForwardBatch, most: Sequence[int], least_chance: float, noise: ChainNoise
+    ) -> HeadChains:
+        """Run the blocks of requests, and draft a chain from each: see block_chains.py."""
+        ...
+
 
 class MedusaRunner(Protocol):
     """Loaded Medusa heads."""

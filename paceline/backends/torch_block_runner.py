@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import cast
 
@@ -9,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.backends.base import BlockGuesses, BlockRunner, HeadBatch
+from paceline.backends.base import BlockGuesses, BlockRunner, ChainNoise, HeadBatch, HeadChains
+from paceline.backends.block_chains import chains_by_guesses
 from paceline.backends.torch_backend import TorchBackend, kv_slots
 from paceline.backends.torch_head_runner import RankedTarget
 from paceline.backends.torch_pool import PAGE_SIZE, TorchPool, make_cache
@@ -26,8 +28,8 @@ class TorchBlockRunner(BlockRunner):
     page_size = PAGE_SIZE
     least_chance = 0.0  # on a GPU rows cost next to nothing
 
-    def __init__(self, head: BlockHead, max_rows: int) -> None:
-        self.head = head
+    def __init__(self, head: BlockHead, max_rows: int, draft_ids: Int32Array | None = None) -> None:
+        self.head, self._draft_ids = head, draft_ids
         self.max_rows = max_rows
         weight = head.fc.weight
         self.dtype, self.device = weight.dtype, weight.device
@@ -39,7 +41,7 @@ class TorchBlockRunner(BlockRunner):
         head = BlockHead(checkpoint.config, RankedTarget(beside)).requires_grad_(False)
         tensors = {name: torch.from_numpy(tensor.float32()) for name, tensor in checkpoint.tensors.items()}
         head.load_state_dict(tensors)
-        return cls(head.to(device=beside.device, dtype=beside.dtype), max_rows)
+        return cls(head.to(device=beside.device, dtype=beside.dtype), max_rows, checkpoint.draft_ids)
 
     def make_pool(self, num_pages: int) -> TorchPool:
         config = self.head.config
@@ -104,6 +106,15 @@ class TorchBlockRunner(BlockRunner):
         confidence = self.head.confidence(outputs, before)
         return BlockGuesses(
             logits, None if confidence is None else confidence.float().sigmoid().cpu().numpy()
+        )
+
+    def run_chains(
+        self, blocks: ForwardBatch, most: Sequence[int], least_chance: float, noise: ChainNoise
+    ) -> HeadChains:
+        """The best chain from each block."""
+        self.run_blocks(blocks)
+        return chains_by_guesses(
+            self.guess, blocks, self.head.block, self._draft_ids, most, least_chance, noise
         )
 
     def _tensor(self, array: Int32Array) -> Tensor:

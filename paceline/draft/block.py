@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.backends.base import BlockRunner, HeadBatch
+from paceline.backends.base import BlockRunner, HeadBatch, HeadChains
 from paceline.backends.options import BackendOptions
 from paceline.core.arrays import Float32Array
+from paceline.core.forward import ForwardBatch
 from paceline.core.tree_shapes import ROOT
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling, Target
 from paceline.draft.draft_cache import Context
 from paceline.draft.draft_pass import Part, Passes
 from paceline.draft.growth import GrowingTree, make_tree, merged
-from paceline.draft.head_drafter import HeadShape, PagedHeadDrafter
+from paceline.draft.head_drafter import HeadShape, PagedHeadDrafter, noise_of
 from paceline.draft.head_pages import HeadPages
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.config import BlockConfig
@@ -53,6 +54,15 @@ class BlockPasses(Passes[None]):
 
     def run_blocks(self, contexts: Sequence[Context]) -> None:
         """Run the block behind each context, whose tokens before the last are computed."""
+        self._runner.run_blocks(self._blocks(contexts))
+
+    def chains(self, contexts: Sequence[Context], lengths: Sequence[int], least_chance: float) -> HeadChains:
+        """A chain of the best guesses after each context, of at most its length; catches up first."""
+        self.compute(contexts)
+        most = [min(length, self._block.num_drafts) for length in lengths]
+        return self._runner.run_chains(self._blocks(contexts), most, least_chance, noise_of(contexts))
+
+    def _blocks(self, contexts: Sequence[Context]) -> ForwardBatch:
         masks = [self._block.mask_token_id] * (self._block.size - 1)
         chain = range(-1, self._block.size - 1)
         parts = [
@@ -60,7 +70,7 @@ class BlockPasses(Passes[None]):
             for context in contexts
         ]
         # the slots of a block have no pages: the tables reach to the anchor
-        self._runner.run_blocks(self.batch(parts, room=1 - self._block.size))
+        return self.batch(parts, room=1 - self._block.size)
 
 
 class BlockDrafter(PagedHeadDrafter[BlockRunner]):
@@ -88,13 +98,15 @@ class BlockDrafter(PagedHeadDrafter[BlockRunner]):
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         contexts = self._pages.open(requests, [plan.budget for plan in plans])
+        at_once = max(1, self._runner.max_rows // self._block.size)
+        if len(requests) <= at_once and all(map(self._is_one_call, requests, plans)):
+            return self._propose_chains(contexts, plans, self._passes.chains)
         trees = [
             None if context is None else self._tree(context, plan.shrunk(context.room))
             for context, plan in zip(contexts, plans, strict=True)
         ]
         growing = [tree for tree in trees if tree is not None]
         self._passes.compute([tree.context for tree in growing])
-        at_once = max(1, self._runner.max_rows // self._block.size)
         for start in range(0, len(growing), at_once):
             self._grow(growing[start : start + at_once])
         return merged(trees)
@@ -106,12 +118,11 @@ class BlockDrafter(PagedHeadDrafter[BlockRunner]):
     def _grow(self, trees: Sequence[GrowingTree]) -> None:
         """Run the blocks of these trees, and grow each of them to its end."""
         self._passes.run_blocks([tree.context for tree in trees])
-        first = 0 if self._block.sample_from_anchor else 1  # slot that guesses the children of the root
         for level in range(self._block.num_drafts):
             slots: list[int] = []
             previous: list[int] = []
             for number, tree in enumerate(trees):
-                slots += [number * self._block.size + first + level] * len(tree.frontier)
+                slots += [number * self._block.size + self._block.first_guess + level] * len(tree.frontier)
                 previous += [
                     tree.context.tokens[-1] if node == ROOT else tree.tokens[node] for node in tree.frontier
                 ]

@@ -20,14 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.async_decoding import DeviceDraft
-from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner
+from paceline.backends.base import HeadBatch, HeadChains, HeadOutput, HeadRunner
 from paceline.backends.options import BackendOptions
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling, Target
 from paceline.draft.draft_cache import Context
 from paceline.draft.draft_pass import Part, Passes
 from paceline.draft.growth import GrowingTree, make_tree, merged
-from paceline.draft.head_drafter import HeadShape, PagedHeadDrafter
+from paceline.draft.head_drafter import HeadShape, PagedHeadDrafter, noise_of
 from paceline.draft.head_pages import HeadPages
 from paceline.models.heads.checkpoint import HeadCheckpoint
 
@@ -57,12 +57,8 @@ class HeadPasses(Passes[HeadOutput]):
     def chains(self, contexts: Sequence[Context], lengths: Sequence[int], least_chance: float) -> HeadChains:
         """A chain of the best guesses after each context, of at most its length; catches up first."""
         parts = self._last_parts(contexts)
-        noise = ChainNoise(
-            np.array([context.request.seed for context in contexts], dtype=np.uint64),
-            np.array([context.request.params.temperature for context in contexts], dtype=np.float64),
-        )
         chains = self._runner.run_chains(
-            self._committed_batch(parts, max(lengths)), lengths, least_chance, noise
+            self._committed_batch(parts, max(lengths)), lengths, least_chance, noise_of(contexts)
         )
         self._keep(parts)
         return chains
@@ -123,7 +119,7 @@ class HeadDrafter(PagedHeadDrafter[HeadRunner]):
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         contexts = self._pages.open(requests, [plan.budget for plan in plans])
         if all(map(self._is_one_call, requests, plans)):
-            return self._propose_chains(contexts, plans)
+            return self._propose_chains(contexts, plans, self._passes.chains)
         trees = [
             None
             if context is None
@@ -139,33 +135,6 @@ class HeadDrafter(PagedHeadDrafter[HeadRunner]):
             states = np.stack([state for guessed, part in pairs for state in guessed.states_of(part)])
             _grow(growing, self._passes.run_guesses(parts, states))
         return merged(trees)
-
-    def _is_one_call(self, request: Request, plan: DraftPlan) -> bool:
-        """Whether the runner can draft a request's tree alone: a greedy or coupled chain of plain logits."""
-        sampler = request.sampler
-        samples_on_runner = sampler.greedy or (self._sampling is DraftSampling.COUPLED and sampler.keeps_all)
-        return plan.branching == 1 and samples_on_runner and sampler.leaves_logits(request.num_output)
-
-    def _propose_chains(self, contexts: Sequence[Context | None], plans: Sequence[DraftPlan]) -> DraftTrees:
-        """The drafts of `propose` where all of them are chains, in one call of the runner."""
-        opened = {number: context for number, context in enumerate(contexts) if context is not None}
-        proposed: list[Sequence[int]] = [()] * len(contexts)
-        chances: list[Sequence[float]] = [()] * len(contexts)
-        if opened:
-            lengths = [plans[number].shrunk(context.room).levels for number, context in opened.items()]
-            min_chances = [plans[number].least_chance or self._scoring.least_chance for number in opened]
-            chains = self._passes.chains(list(opened.values()), lengths, min(min_chances))
-            rows = zip(chains.tokens.tolist(), chains.chances.tolist(), chains.lengths.tolist(), strict=True)
-            for (number, context), min_chance, (tokens, chain_chances, length) in zip(
-                opened.items(), min_chances, rows, strict=True
-            ):
-                while (
-                    min_chance > min(min_chances) and length and chain_chances[length - 1] < min_chance
-                ):  # chances only fall along a chain
-                    length -= 1
-                proposed[number] = chain = _up_to_end(context.request, tokens[:length])
-                chances[number] = chain_chances[: len(chain)]
-        return DraftTrees.chains(proposed, chances)
 
     def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
         if plan.branching != 1:
@@ -194,13 +163,6 @@ class Eagle3Drafter(EagleDrafter):
     """EAGLE-3: a head that reads hidden states of several layers."""
 
     name = "eagle3"
-
-
-def _up_to_end(request: Request, tokens: Sequence[int]) -> Sequence[int]:
-    """The tokens of a chain up to and including the first that ends the request."""
-    before = request.num_output
-    ends = (index + 1 for index, token in enumerate(tokens) if request.ends_by(token, before + index))
-    return tokens[: next(ends, len(tokens))]
 
 
 def _grow(growing: Sequence[GuessedTree], output: HeadOutput) -> None:

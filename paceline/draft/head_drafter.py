@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast
 
 import numpy as np
 
-from paceline.backends.base import HeadStorage
+from paceline.backends.base import ChainNoise, HeadChains, HeadStorage
 from paceline.backends.options import BackendOptions
 from paceline.core.features import Features
 from paceline.core.forward import KeptFeatures
+from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Target
+from paceline.draft.draft_cache import Context
 from paceline.draft.growth import Scoring
 from paceline.draft.head_options import EagleOptions, find_head
 from paceline.draft.head_pages import HeadPages
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from paceline.kv.cache import KVCache
 
 Runner = TypeVar("Runner", bound=HeadStorage)
+# From contexts, the most tokens to draft after each, and the least chance of a chain, to the chains
+DraftChains = Callable[[Sequence[Context], Sequence[int], float], HeadChains]
 
 
 @dataclass(frozen=True)
@@ -169,3 +173,47 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
             parts = [features.layers.index(layer) for layer in self.needs.feature_layers]
             self._parts = np.array(parts, dtype=np.int64)
         self._pages.put(features.committed_spans(requests, verdicts), features.values, self._parts)
+
+    def _is_one_call(self, request: Request, plan: DraftPlan) -> bool:
+        """Whether the runner can draft a request's tree alone: a greedy or coupled chain of plain logits."""
+        sampler = request.sampler
+        samples_on_runner = sampler.greedy or (self._sampling is DraftSampling.COUPLED and sampler.keeps_all)
+        return plan.branching == 1 and samples_on_runner and sampler.leaves_logits(request.num_output)
+
+    def _propose_chains(
+        self, contexts: Sequence[Context | None], plans: Sequence[DraftPlan], draft: DraftChains
+    ) -> DraftTrees:
+        """The drafts of `propose` where all of them are chains, by one call of `draft`."""
+        opened = {number: context for number, context in enumerate(contexts) if context is not None}
+        proposed: list[Sequence[int]] = [()] * len(contexts)
+        chances: list[Sequence[float]] = [()] * len(contexts)
+        if opened:
+            lengths = [plans[number].shrunk(context.room).levels for number, context in opened.items()]
+            min_chances = [plans[number].least_chance or self._scoring.least_chance for number in opened]
+            chains = draft(list(opened.values()), lengths, min(min_chances))
+            rows = zip(chains.tokens.tolist(), chains.chances.tolist(), chains.lengths.tolist(), strict=True)
+            for (number, context), min_chance, (tokens, chain_chances, length) in zip(
+                opened.items(), min_chances, rows, strict=True
+            ):
+                while (
+                    min_chance > min(min_chances) and length and chain_chances[length - 1] < min_chance
+                ):  # chances only fall along a chain
+                    length -= 1
+                proposed[number] = chain = _up_to_end(context.request, tokens[:length])
+                chances[number] = chain_chances[: len(chain)]
+        return DraftTrees.chains(proposed, chances)
+
+
+def noise_of(contexts: Sequence[Context]) -> ChainNoise:
+    """The noise of the targets' choices behind these contexts."""
+    return ChainNoise(
+        np.array([context.request.seed for context in contexts], dtype=np.uint64),
+        np.array([context.request.params.temperature for context in contexts], dtype=np.float64),
+    )
+
+
+def _up_to_end(request: Request, tokens: Sequence[int]) -> Sequence[int]:
+    """The tokens of a chain up to and including the first that ends the request."""
+    before = request.num_output
+    ends = (index + 1 for index, token in enumerate(tokens) if request.ends_by(token, before + index))
+    return tokens[: next(ends, len(tokens))]

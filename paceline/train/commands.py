@@ -86,7 +86,8 @@ ANSWERS = by_topic(ANSWERS, {"Answers": "temperatures max_prompt_tokens max_toke
 TRAINING = by_topic(
     TRAINING,
     {
-        "Optimizer": "batch_tokens max_length learning_rate warmup_steps clip average checkpoint_every held_out",
+        "Optimizer": "batch_tokens max_length learning_rate warmup_steps clip average held_out "
+        "checkpoint_every",
         "Loss": "step_decay loss",
     },
 )

@@ -36,8 +36,8 @@ from paceline.train.progress import MIN_BATCH_TOKENS, Pace, Progress, Record, ch
 CHECKPOINT = "checkpoint.safetensors"  # in the folder of the head
 TIMED_RECORDS = 9  # records whose median predicts the steps within `minutes`; compiling slows some of them
 CHECKPOINT_SECONDS = 300.0  # maximum between two checkpoints, if steps are slow
-PROBES = 2  # measured steps: the first one compiles
-PROBE_SECONDS = 2.0  # after which no second one is measured
+PROBES = 2  # measured steps: the first one compiles on a GPU
+PROBE_SECONDS = 2.0  # after which no second one is measured, where nothing is compiled
 HELD_OUT_BATCHES = 32  # evaluated at the end, at most
 CURVE_BATCHES = 4  # of them, evaluated at steps 0, 16, 32, 64, ...
 CURVE_FROM = 16  # steps
@@ -142,7 +142,7 @@ class Trainer:
             self.device,
         )
         times: list[float] = []
-        while len(times) < PROBES and sum(times) < PROBE_SECONDS:
+        while len(times) < PROBES and (self.device.type == "cuda" or sum(times) < PROBE_SECONDS):
             start = self._clock()
             losses = self._backward(batch)
             untrained = self._record([losses])  # waits for the device

@@ -7,14 +7,23 @@ request holds no pages for a whole block. Nothing reads them after the pass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from paceline.backends.base import BlockGuesses, BlockRunner, HeadBatch, first_slots
+from paceline.backends.base import (
+    BlockGuesses,
+    BlockRunner,
+    ChainNoise,
+    HeadBatch,
+    HeadChains,
+    first_slots,
+)
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.attention_tiles import PAGE
 from paceline.backends.cpu.backend import CpuBackend
+from paceline.backends.cpu.block_chains import MarkovHead, Walk, walk_blocks
 from paceline.backends.cpu.compiled_model import CpuPool
 from paceline.backends.cpu.head_runner import CpuHead
 from paceline.core.arrays import Float32Array, Int32Array
@@ -39,13 +48,14 @@ class CpuBlockRunner(CpuHead, BlockRunner):
                 "of their own for MASK. Use --backend torch."
             )
         super().__init__(head, beside, max_rows, quantization)
+        self._size, self._first_guess = block.size, block.first_guess
+        ids = () if head.draft_ids is None else head.draft_ids
+        self._target_ids = np.array(ids, dtype=np.int64)  # [draft vocabulary] empty: the same ids
         self._both_ways = 0 if attention.causal else block.size
         self._pages_each = -(-(block.size - 1) // PAGE)  # spare pages of a block, at most
         self._spare_pages = max(1, max_rows // block.size) * self._pages_each
-        self._base: Float32Array = np.empty((0, 0), dtype=np.float32)  # [rows, draft vocabulary] of a block
-        # small products of a few rows, in numpy
-        self._embedding = _floats(head, "markov_head.markov_w1.weight")  # [vocabulary, rank]
-        self._scores = _floats(head, "markov_head.markov_w2.weight")  # [draft vocabulary, rank]
+        self._base: Float32Array = np.empty((0, 0), dtype=np.float32)  # [rows, padded vocabulary] of a block
+        self._markov = MarkovHead(head, quantized=beside.quantization != "none")
         self._confidence = _floats(head, "confidence_head.proj.weight")  # [1, hidden (+ rank)]
         self._confidence_bias = _floats(head, "confidence_head.proj.bias")  # [1]
 
@@ -74,21 +84,39 @@ class CpuBlockRunner(CpuHead, BlockRunner):
         self._job[fields.INPUTS_AT] = self._job[fields.FROM_TARGET] = 0
         self._job[fields.BLOCK_ROWS] = self._both_ways
         rows = np.arange(blocks.num_rows, dtype=np.int32)
-        self._base = self._run(replace(blocks, page_tables=self._with_spare_pages(blocks)), rows)
+        self._run(replace(blocks, page_tables=self._with_spare_pages(blocks)), rows)
+        self._base = self._logits[: len(rows)]
 
     def guess(self, slots: Int32Array, previous: Int32Array) -> BlockGuesses:
         """Logits of rows of the last blocks, and the chances that their guesses are accepted."""
-        logits: Float32Array = self._base[slots]
-        before = None if self._embedding is None else self._embedding[previous]  # [slots, rank]
-        if before is not None and self._scores is not None:
-            logits += before @ self._scores.T
+        logits, before = self._markov.guess(self._base, slots, previous)
+        logits = logits[:, : self.config.vocab_size]
         if self._confidence is None:
             return BlockGuesses(logits, None)
         inputs = self._states[slots, : self.config.hidden_size]
-        if before is not None and inputs.shape[1] < self._confidence.shape[1]:
+        if inputs.shape[1] < self._confidence.shape[1]:
             inputs = np.concatenate((inputs, before), axis=1)
         raw = inputs @ self._confidence[0] + self._confidence_bias
         return BlockGuesses(logits, 1.0 / (1.0 + np.exp(-raw)))
+
+    def run_chains(
+        self, blocks: ForwardBatch, most: Sequence[int], least_chance: float, noise: ChainNoise
+    ) -> HeadChains:
+        """The best chain from each block, all in one compiled call; `guess` has none of them after it."""
+        self.run_blocks(blocks)
+        walk = Walk(
+            logits=self._base,
+            vocabulary=self.config.vocab_size,
+            size=self._size,
+            first=self._first_guess,
+            anchors=blocks.tokens[blocks.row_offsets[:-1]],
+            contexts=blocks.context_lengths + 1,
+            most=np.array(most, dtype=np.int32),
+            seeds=noise.seeds,
+            temperatures=noise.temperatures,
+            target_ids=self._target_ids,
+        )
+        return walk_blocks(self._markov.weights, walk, least_chance)
 
     def _with_spare_pages(self, blocks: ForwardBatch) -> Int32Array:
         """The page tables up to each anchor's page, and spare pages after it: int32 [requests, pages]."""

@@ -76,7 +76,7 @@ NEXT_TOKENS, NEXT_POSITIONS, NEXT_PARENTS, NEXT_LOGIT_ROWS, NEXT_STARTS, NEXT_CO
 
 
 @compiled
-def _likeliest(logits, count):  # type: ignore[no-untyped-def]
+def likeliest(logits, count):  # type: ignore[no-untyped-def]
     """The first of the largest of `count` logits, and the root of its probability; NaN if one is."""
     top = largest_of(logits, count)
     if not math.isfinite(top):
@@ -122,7 +122,7 @@ def choose_drafts(index, threads, job):  # type: ignore[no-untyped-def]
         request = _request_of(job, row)
         temperature = field(job, TEMPERATURES_AT) + 8 * request
         if load_int64(temperature) == 0 or not math.isfinite(largest_of(logits, count)):  # the bits of 0.0
-            place, share = _likeliest(logits, count)
+            place, share = likeliest(logits, count)
             store_int32(best, place)
             store_float(chance, share)
             continue

@@ -72,6 +72,11 @@ class BlockConfig:
     confidence_with_markov: bool = False  # from the token before, too
 
     @property
+    def first_guess(self) -> int:
+        """The slot that guesses the first token."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
     def num_drafts(self) -> int:
         """The tokens that a block guesses."""
         return self.size if self.sample_from_anchor else self.size - 1
