@@ -24,8 +24,8 @@ def chains_by_guesses(
 ) -> HeadChains:
     """A chain of at most `most` tokens from each block that has run: its best token, then the next, ...
 
-    A token is kept if the chance of the chain up to it, the product of its tokens' chances, is at least
-    `least_chance`. `target_ids` [draft vocabulary] are the head's ids in the target's vocabulary; None: the
+    A token is kept if the chance of the chain up to it is at least `least_chance`: the product of the head's
+    confidences, or of its tokens' shares where it has no confidence head. `target_ids` [draft vocabulary] are the head's ids in the target's vocabulary; None: the
     same.
     """
     count = blocks.num_requests
@@ -36,7 +36,8 @@ def chains_by_guesses(
         previous, chance = int(blocks.tokens[start]), 1.0
         for step in range(most[request]):
             slot = start + block.first_guess + step
-            logits = guess(np.array([slot], np.int32), np.array([previous], np.int32)).logits[0]
+            guessed = guess(np.array([slot], np.int32), np.array([previous], np.int32))
+            logits = guessed.logits[0]
             if not np.isfinite(logits.max()):
                 break
             if noise.temperatures[request] == 0.0:
@@ -44,7 +45,7 @@ def chains_by_guesses(
             else:
                 key = noise.seeds[request], np.uint64(blocks.context_lengths[request] + 1 + step)
                 best, share = coupled_choice(logits, target_ids, noise.temperatures[request], key)
-            chance *= share
+            chance *= share if guessed.confidences is None else float(guessed.confidences[0])
             if chance < least_chance:
                 break
             previous = best if target_ids is None else int(target_ids[best])

@@ -16,6 +16,7 @@ from paceline.errors import ConfigError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.transformer import Transformer
 from paceline.train import trainer as trainer_module
+from paceline.train.average import WARMUP
 from paceline.train.batches import Batch, Indices, all_batches, collate, epoch_batches, split
 from paceline.train.eagle3_objective import Eagle3Objective
 from paceline.train.examples import Examples
@@ -37,6 +38,7 @@ OPTIONS = Eagle3Options(
     warmup_steps=5,
     held_out=0.1,
     checkpoint_every=10,
+    average=0.9,
 )
 
 
@@ -88,6 +90,27 @@ def test_a_killed_run_that_is_resumed_ends_with_the_same_bits(
     assert whole.evaluate() == resumed.evaluate()
 
 
+def test_a_finished_run_has_the_average_of_its_weights(
+    target: Transformer, examples: Examples, tmp_path: Path
+) -> None:
+    seen: list[torch.Tensor] = []
+    running = trainer(target, examples, tmp_path)
+    average = weights(running).clone()
+
+    def remember(progress: Progress) -> bool:
+        if progress.step > len(seen):
+            seen.append(weights(running).clone())
+        return True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module, "choose_pace", lambda *_: Pace(96, 1))
+        running.train(remember)
+    for step, after in enumerate(seen):
+        average.lerp_(after, 1 - min(0.9, (1 + step) / (WARMUP + step)))
+    assert len(seen) == OPTIONS.max_steps
+    torch.testing.assert_close(weights(running), average, rtol=1e-5, atol=1e-6)
+
+
 def test_slow_steps_are_checkpointed_by_time(
     target: Transformer, examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,11 +123,12 @@ def test_slow_steps_are_checkpointed_by_time(
 
 
 def test_a_finished_run_is_not_trained_again(target: Transformer, examples: Examples, tmp_path: Path) -> None:
-    trainer(target, examples, tmp_path).train()
+    first = trainer(target, examples, tmp_path)
+    first.train()
     again = trainer(target, examples, tmp_path)
-    before = weights(again)
     again.train()
-    assert torch.equal(before, weights(again))
+    assert torch.equal(weights(first), weights(again))
+    assert not hasattr(again, "seen")
 
 
 def test_another_seed_gives_other_weights(target: Transformer, examples: Examples, tmp_path: Path) -> None:

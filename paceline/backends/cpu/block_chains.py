@@ -15,7 +15,7 @@ from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.draft_chains import likeliest
 from paceline.backends.cpu.matmul import multiply_rows, run_tile
 from paceline.backends.cpu.packing import pack
-from paceline.backends.cpu.phases import read_embedding
+from paceline.backends.cpu.residual import read_embedding
 from paceline.backends.cpu.rows import write_records
 from paceline.backends.cpu.tiles import COLUMNS, GROUP, RECORD
 from paceline.backends.head_chains import RIVALS
@@ -108,6 +108,9 @@ class Walk(NamedTuple):
     seeds: npt.NDArray[np.uint64]  # [requests]
     temperatures: npt.NDArray[np.float64]  # [requests] 0: the likeliest is drafted
     target_ids: npt.NDArray[np.int64]  # [draft vocabulary] empty: the same ids
+    states: Float32Array  # [rows, hidden] outputs of the blocks
+    confidence: Float32Array  # [hidden (+ rank)] weights of the confidence head; empty: none
+    bias: float  # of the confidence head
 
 
 def walk_blocks(weights: MarkovWeights, walk: Walk, least_chance: float) -> HeadChains:
@@ -142,9 +145,22 @@ def _walk(weights, walk, least_chance, tokens, chances, lengths):  # type: ignor
                 for place in range(found):
                     total += np.exp(scores[place] - scores[0])
                 share = np.float32(1 / total)
+            if len(walk.confidence) > 0:
+                share = _confidence(walk, walk.states[row], weights.floats)
             chance *= share
             if chance < least_chance:
                 break
             previous = best if len(walk.target_ids) == 0 else walk.target_ids[best]
             tokens[request, step], chances[request, step] = previous, chance
             lengths[request] = step + 1
+
+
+@compiled
+def _confidence(walk, state, before):  # type: ignore[no-untyped-def]
+    """The head's own estimate that the guess of a slot is accepted."""
+    total = walk.bias
+    for place in range(len(state)):
+        total += state[place] * walk.confidence[place]
+    for place in range(len(walk.confidence) - len(state)):
+        total += before[place] * walk.confidence[len(state) + place]
+    return np.float32(1 / (1 + np.exp(-total)))

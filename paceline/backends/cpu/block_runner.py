@@ -115,6 +115,9 @@ class CpuBlockRunner(CpuHead, BlockRunner):
             seeds=noise.seeds,
             temperatures=noise.temperatures,
             target_ids=self._target_ids,
+            states=self._states[:, : self.config.hidden_size],
+            confidence=np.empty(0, np.float32) if self._confidence is None else self._confidence[0],
+            bias=0.0 if self._confidence_bias is None else float(self._confidence_bias[0]),
         )
         return walk_blocks(self._markov.weights, walk, least_chance)
 

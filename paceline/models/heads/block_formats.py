@@ -164,8 +164,7 @@ def _plain_config(config: HeadConfig, target: str) -> dict[str, object]:
     }
     if config.own_lm_head:
         values["draft_vocab_size"] = config.draft_vocab_size
-    if config.fc_norm:
-        values["fc_norm"] = True
+    values |= _norm_fields(config)
     if config.kind == "dflash":
         return values | {"dflash_config": special, "sample_from_anchor": block.sample_from_anchor}
     return values | special | _dspark_fields(block)
@@ -175,10 +174,6 @@ def _speculators_config(config: HeadConfig, target: str) -> dict[str, object]:
     block = _checked_block(config)
     if block.layers[0].causal:
         raise ConfigError("speculators does not know causal heads: export this head as vllm or sglang.")
-    if config.fc_norm:
-        raise ConfigError(
-            "speculators does not know parallel heads with norms of the features: train with --no-fc-norm."
-        )
     values = {
         "architectures": [{"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}[config.kind]],
         **speculators_part(config.kind, target, block.num_drafts),
@@ -192,7 +187,13 @@ def _speculators_config(config: HeadConfig, target: str) -> dict[str, object]:
         "tie_word_embeddings": False,
         "sample_from_anchor": block.sample_from_anchor,
     }
+    values |= _norm_fields(config)
     return values | _dspark_fields(block) if config.kind == "dspark" else values
+
+
+def _norm_fields(config: HeadConfig) -> dict[str, object]:
+    """Our own field: other engines know no norms of a parallel head's features."""
+    return {"fc_norm": True} if config.fc_norm else {}
 
 
 def _dspark_fields(block: BlockConfig) -> dict[str, object]:

@@ -24,6 +24,11 @@ def export_head(name: str, folder: Path, form: str, target: str = "", force: boo
     """
     source = resolve_head(name)
     head = load_head(source)
+    if head.config.block is not None and head.config.fc_norm:
+        raise ConfigError(
+            f"{source} has a norm for each feature, which other engines do not know in parallel heads: train "
+            "one for them with --no-fc-norm."
+        )
     if folder.resolve() in (source.resolve(), source.resolve().parent):
         raise ConfigError(f"{folder} is where the head itself is: give another folder to write to.")
     taken = [file for file in (*WEIGHTS, "config.json") if (folder / file).exists()]

@@ -8,6 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from paceline.backends.base import ChainNoise
+from paceline.backends.block_chains import chains_by_guesses
 from paceline.backends.cpu import CpuBackend
 from paceline.backends.cpu.block_runner import CpuBlockRunner
 from paceline.backends.torch_backend import TorchBackend
@@ -19,6 +21,7 @@ from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import BLOCK_CONFIGS, DFLASH, DSPARK, VOCAB
 
 MAX_ROWS = 64
+SEEDS, TEMPERATURES = np.array([3, 4, 5], np.uint64), np.array([0.0, 1.0, 0.7])  # of the requests
 RUN_HERE = {name: config for name, config in BLOCK_CONFIGS.items() if name not in ("windows", "own mask")}
 # a block that reaches over two page borders
 RUN_HERE["long"] = replace(DFLASH, qkv_bias=True, block=replace(DFLASH.block, size=20))
@@ -53,6 +56,27 @@ def test_blocks_are_those_of_the_torch_runner(name, chunk, target, backend):
     assert (found.confidences is None) == (expected.confidences is None)
     if expected.confidences is not None:
         np.testing.assert_allclose(found.confidences, expected.confidences, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("least_chance", [0.0, 0.2])
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_chains_in_one_call_are_those_of_one_guess_after_the_other(name, least_chance, backend):
+    head = random_checkpoint(RUN_HERE[name])
+    runner = CpuBlockRunner(head, backend, MAX_ROWS)
+    scattered = Scattered(runner, head.config)
+    scattered.run(20)
+    block = head.config.block
+    most, noise = [block.num_drafts, 1, block.num_drafts], ChainNoise(SEEDS, TEMPERATURES)
+    blocks = scattered.blocks()
+    expected = chains_by_guesses(runner.guess, blocks, block, head.draft_ids, most, least_chance, noise)
+    found = runner.run_chains(blocks, most, least_chance, noise)
+    assert found.lengths.tolist() == expected.lengths.tolist()
+    assert found.lengths.tolist() != most or least_chance == 0.0
+    for request, length in enumerate(found.lengths):
+        assert found.tokens[request, :length].tolist() == expected.tokens[request, :length].tolist()
+        np.testing.assert_allclose(
+            found.chances[request, :length], expected.chances[request, :length], rtol=1e-4
+        )
 
 
 def test_a_block_leaves_the_contexts_of_all_requests_alone(backend):

@@ -30,14 +30,22 @@ class Scattered:
 
     def run(self, chunk: int) -> None:
         """Write the contexts, `chunk` tokens of each request at a time, and run the blocks."""
+        self.write(chunk)
+        self.runner.run_blocks(self.blocks())
+
+    def write(self, chunk: int) -> None:
+        """Write the contexts, `chunk` tokens of each request at a time."""
         for at in range(0, max(LENGTHS), chunk):
             going = [number for number, length in enumerate(LENGTHS) if at < length]
             parts = [self.features[number][at : at + chunk] for number in going]
             rows = self._batch(going, [at] * len(going), [[0] * len(part) for part in parts])
             self.runner.write_context(HeadBatch(rows, np.concatenate(parts), from_target=True))
+
+    def blocks(self) -> ForwardBatch:
+        """The blocks of all requests."""
         masks = [self.block.mask_token_id] * (self.block.size - 1)
         tokens = [[anchor, *masks] for anchor in self.anchors]
-        self.runner.run_blocks(self._batch(range(len(LENGTHS)), LENGTHS, tokens))
+        return self._batch(range(len(LENGTHS)), LENGTHS, tokens)
 
     def _batch(
         self, requests: Sequence[int], starts: Sequence[int], tokens: Sequence[Sequence[int]]

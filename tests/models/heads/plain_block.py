@@ -22,7 +22,7 @@ class PlainBlock(PlainHead):
     def outputs(self, features: np.ndarray, anchor: int) -> np.ndarray:
         """The outputs [slots, hidden] of the block behind these features [tokens, width]."""
         t, before = self.tensors, len(features)
-        context = [self.norm(t["fc.weight"] @ feature, "hidden_norm") for feature in features]
+        context = [self.norm(t["fc.weight"] @ self._normed(row), "hidden_norm") for row in features]
         hidden = [self._embedding(token) for token in [anchor] + [self.block.mask_token_id] * self._masks]
         for number, attention in enumerate(self.block.layers):
             layer = f"layers.{number}"
@@ -45,6 +45,13 @@ class PlainBlock(PlainHead):
                 after.append(a + t[f"{layer}.mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up))
             hidden = after
         return np.stack([self.norm(state, "norm") for state in hidden])
+
+    def _normed(self, features: np.ndarray) -> np.ndarray:
+        """The features of a token [width], each of them normed where the head has norms for them."""
+        if not self.config.fc_norm:
+            return features
+        parts = np.split(features, self.config.num_features)
+        return np.concatenate([self.norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)])
 
     def guesses(self, outputs: np.ndarray, previous: Sequence[int]) -> tuple[np.ndarray, np.ndarray | None]:
         """Logits, and chances of acceptance, of slots with these outputs after these tokens."""

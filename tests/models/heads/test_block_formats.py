@@ -15,6 +15,7 @@ from paceline.errors import CheckpointError, ConfigError, HeadMismatchError, Uns
 from paceline.models.heads.block_formats import read_block_config
 from paceline.models.heads.checkpoint import load_head, write_head
 from paceline.models.heads.config import BlockAttention, BlockConfig, TargetName, usual_block_layers
+from paceline.models.heads.export import export_head
 from paceline.models.heads.fingerprint import check_target
 from paceline.models.registry import load_checkpoint
 from paceline.models.safetensors_writer import encode
@@ -23,7 +24,14 @@ from tests.models.heads.test_formats import assert_equal
 from tests.models.heads.tiny_heads import BLOCK_CONFIGS, DFLASH, DSPARK, EAGLE3, random_tensors
 from tests.tiny import save_checkpoint
 
-EXPORTED = ("dflash", "jetspec", "dspark", "dspark, plain confidence", "dspark without heads")
+EXPORTED = (
+    "dflash",
+    "jetspec",
+    "dspark",
+    "dspark with norms",
+    "dspark, plain confidence",
+    "dspark without heads",
+)
 FULL = BlockAttention()
 
 
@@ -37,6 +45,12 @@ def test_what_is_written_is_what_is_read(tmp_path, name, form):
         return
     write_head(head, tmp_path, form)
     assert_equal(head, load_head(tmp_path))
+
+
+def test_a_head_with_norms_of_the_features_is_for_no_other_engine(tmp_path):
+    write_head(random_checkpoint(BLOCK_CONFIGS["dspark with norms"]), tmp_path / "head", "vllm")
+    with pytest.raises(ConfigError, match="--no-fc-norm"):
+        export_head(str(tmp_path / "head"), tmp_path / "out", "vllm")
 
 
 # The configurations that their authors publish, with what does not matter here left out

@@ -74,6 +74,7 @@ BLOCK_CONFIGS = {
         DFLASH, qk_norm=False, qkv_bias=True, block=BlockConfig(5, 10**6, _FULL, mask_embedding=True)
     ),
     "dspark": DSPARK,
+    "dspark with norms": replace(DSPARK, fc_norm=True),
     "dspark, plain confidence": replace(DSPARK, block=replace(_SPARK, confidence_with_markov=False)),
     "dspark without heads": replace(DSPARK, block=BlockConfig(4, _MASK, _FULL, True)),
 }
