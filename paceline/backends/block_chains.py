@@ -25,8 +25,8 @@ def chains_by_guesses(
     """A chain of at most `most` tokens from each block that has run: its best token, then the next, ...
 
     A token is kept if the chance of the chain up to it is at least `least_chance`: the product of the head's
-    confidences, or of its tokens' shares where it has no confidence head. `target_ids` [draft vocabulary] are the head's ids in the target's vocabulary; None: the
-    same.
+    confidences, or of its tokens' shares where it has no confidence head. `target_ids` [draft vocabulary] are
+    the head's ids in the target's vocabulary; None: the same.
     """
     count = blocks.num_requests
     tokens, chances = np.zeros((count, max(most)), np.int32), np.zeros((count, max(most)), np.float32)

@@ -169,10 +169,11 @@ def equalize_features(head: BlockHead, target: Transformer, examples: Examples) 
     tokens = torch.from_numpy(np.stack([examples.tokens[start : start + width] for start in starts])).long()
     layers = head.config.layers_of(target.config.num_layers)
     features = target_states(target, tokens.to(target.embedding.device), layers).features
-    for norm, feature in zip(head.fc_norm, features.chunk(len(layers), dim=-1), strict=True):
-        flat = feature[:, 1:].flatten(0, 1)  # the first token of a text is far larger than all others
-        size = normed(flat.float(), torch.ones_like(norm.weight), norm.eps).square().mean(0).sqrt()
-        norm.weight.copy_(1 / size.clamp(min=MIN_SIZE))
+    for number, feature in enumerate(features.chunk(len(layers), dim=-1)):
+        weight = head.get_parameter(f"fc_norm.{number}.weight")
+        flat = feature[:, 1:].flatten(0, 1).float()  # the first token of a text is far larger than all others
+        size = normed(flat, torch.ones_like(weight), head.config.rms_norm_eps).square().mean(0).sqrt()
+        weight.copy_(1 / size.clamp(min=MIN_SIZE))
 
 
 def _head_from(checkpoint: HeadCheckpoint, target: Transformer, kind: str) -> tuple[BlockHead, Int32Array]:

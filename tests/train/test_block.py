@@ -15,7 +15,8 @@ from paceline.models.transformer import Transformer
 from paceline.train import block as block_module
 from paceline.train.batches import Batch
 from paceline.train.block import block_losses, random_anchors, run_blocks
-from paceline.train.block_objective import block_config, new_block_head
+from paceline.train.block_objective import block_config, equalize_features, new_block_head
+from paceline.train.examples import Examples
 from paceline.train.losses import DraftIds, cross_entropy, l1_mixture
 from paceline.train.options import BlockOptions, DSparkOptions, JetSpecOptions
 from paceline.train.sequences import target_states
@@ -162,3 +163,17 @@ def test_padding_changes_neither_loss_nor_gradient(target: Transformer, batch: B
         gradients.append(torch.cat([p.grad.flatten() for p in head.parameters() if p.grad is not None]))
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
     assert gradients[0].abs().sum() > 0
+
+
+def test_a_new_heads_norms_give_every_dimension_of_the_features_the_same_size(
+    target: Transformer, examples: Examples
+) -> None:
+    config = block_config(target.config, DSparkOptions(layers=1, features=2), 3, None)
+    config = replace(config, draft_vocab_size=len(DRAFT_IDS))
+    head = new_block_head(config, target, DRAFT_IDS.numpy(), 0)
+    equalize_features(head, target, examples)
+    tokens = torch.from_numpy(examples.tokens[:256]).long()[None]
+    features = target_states(target, tokens, config.layers_of(target.config.num_layers)).features
+    sizes = head.fc_norm(features[0, 1:]).square().mean(0).sqrt()
+    assert sizes.quantile(0.05) > 0.5
+    assert sizes.quantile(0.95) < 2

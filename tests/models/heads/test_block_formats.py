@@ -24,14 +24,7 @@ from tests.models.heads.test_formats import assert_equal
 from tests.models.heads.tiny_heads import BLOCK_CONFIGS, DFLASH, DSPARK, EAGLE3, random_tensors
 from tests.tiny import save_checkpoint
 
-EXPORTED = (
-    "dflash",
-    "jetspec",
-    "dspark",
-    "dspark with norms",
-    "dspark, plain confidence",
-    "dspark without heads",
-)
+EXPORTED = set(BLOCK_CONFIGS) - {"windows", "own mask"}
 FULL = BlockAttention()
 
 
