@@ -15,6 +15,7 @@ from paceline.backends.options import BackendOptions
 from paceline.errors import BackendError, ModelError
 from paceline.extras import needs_extra
 from paceline.models.heads.checkpoint import read_weights
+from paceline.models.registry import load_checkpoint
 from tests.models.files import config_of, random_tensors, write_gguf
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
@@ -96,9 +97,10 @@ def test_an_import_that_fails_names_what_needs_it_and_the_extra() -> None:
 def test_the_torch_backend_and_pickled_heads_name_their_extra(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    tiny = write_gguf(tmp_path / "tiny.gguf", "llama", random_tensors(config_of("llama")))
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(BackendError, match=r"the torch backend needs .* 'paceline\[torch\]'"):
-        load_backend(None, BackendOptions(backend="torch"), 16)  # type: ignore[arg-type]
+        load_backend(load_checkpoint(tiny), BackendOptions(backend="torch"), 16)
     with pytest.raises(ModelError, match=r"head\.bin, a pickle of torch, needs .* 'paceline\[torch\]'"):
         read_weights(tmp_path / "head.bin")
 
