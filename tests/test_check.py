@@ -12,7 +12,7 @@ import pytest
 from paceline import LLM, check_gpu, check_kernels
 from paceline import check as check_room
 from paceline.backends import options
-from paceline.backends.cpu import workspace
+from paceline.backends.cpu import model_weights
 from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.packing import choose_format
 from paceline.backends.cpu.tiles import FORMAT_NAMES
@@ -87,13 +87,13 @@ def test_the_digest_of_a_fixed_generation_is_that_of_every_machine():
 
 
 def test_other_bits_than_those_of_other_machines_are_noticed(plant):
-    right = workspace.rope_tables
+    right = model_weights.rope_tables
 
     def wrong_in_the_last_bit(rope, head_dim, positions):
         cosines, sines = right(rope, head_dim, positions)
         return np.nextafter(cosines, np.float32(0)), sines
 
-    plant(workspace, "rope_tables", wrong_in_the_last_bit)
+    plant(model_weights, "rope_tables", wrong_in_the_last_bit)
     assert "not a4ad3130dd0ba6e9 as on other machines" in compare_digest()
 
 

@@ -233,6 +233,6 @@ def test_a_target_without_a_block_is_refused_with_what_was_looked_for(folder):
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
     with pytest.raises(PacelineError, match="the family mimo have; this one is a qwen2 model"):
         generate(folder, "mtp")
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v3"}))
-    with pytest.raises(PacelineError, match="model_type 'deepseek_v3' is not supported"):
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "deepseek_v9"}))
+    with pytest.raises(PacelineError, match="model_type 'deepseek_v9' is not supported"):
         generate(folder, "mtp")

@@ -16,7 +16,7 @@ from paceline.backends.cpu import CpuBackend
 from paceline.backends.cpu.packing import pack
 from paceline.backends.torch_backend import TorchBackend
 from paceline.errors import BackendError, ConfigError
-from paceline.models import blocks, transformer
+from paceline.models import attention, blocks
 from paceline.models.attention import attend
 from paceline.models.checkpoint import Checkpoint
 from tests.backends.cpu.checkpoints import floats
@@ -201,7 +201,7 @@ def test_quantization_rounds_weights_activations_and_the_cache_and_nothing_else(
     }
     rounded = TorchBackend.load(replace(checkpoint, tensors=tensors))
     monkeypatch.setattr(blocks, "F", SimpleNamespace(linear=_linear_of_rounded, silu=F.silu))
-    monkeypatch.setattr(transformer, "attend", _attend_to_halves)
+    monkeypatch.setattr(attention, "attend", _attend_to_halves)
     # one rounding that falls the other way, after the last bit of a sum did, disturbs all later rows:
     # so short prompts, and the median
     expected = [drive(rounded, pages_each=1)[0].run(prompt) for prompt in prompts]
