@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from benchmarks.growth.command import growth_result
 from benchmarks.growth.floor import Floor, Load, model_products
 from benchmarks.growth.measure import SHORT_CONTEXT, BackendPasses, measure_growth
-from paceline.core.forward import ForwardBatch
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
 from tests.benchmarks.cli import run
-from tests.toy import ToyBackend
+from tests.benchmarks.test_rows import Recording
 
 FLOOR = Floor(
     weight_bytes=1000,
@@ -25,18 +22,6 @@ FLOOR = Floor(
     products_per_second=1e4,
     max_rows=16,
 )
-
-
-class Recording(ToyBackend):
-    """A toy model that checks every batch, and remembers it."""
-
-    def __init__(self) -> None:
-        super().__init__(max_rows=16)
-        self.passes: list[ForwardBatch] = []
-
-    def forward(self, batch: ForwardBatch) -> Any:
-        self.passes.append(batch)
-        return super().forward(batch)
 
 
 def test_each_curve_grows_in_one_thing() -> None:
