@@ -18,20 +18,8 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.extras import needs_extra
 from paceline.machine import force_isa
 from paceline.terminal.config_file import ConfigFile
-from paceline.terminal.flags import (
-    ENGINE,
-    LEARN,
-    SAMPLING,
-    SCALE,
-    SEED,
-    SERVER,
-    STRUCTURE,
-    Options,
-    by_topic,
-    having,
-    with_flags,
-    without,
-)
+from paceline.terminal.flag_groups import ENGINE, LEARN, SAMPLING, SCALE, SEED, SERVER, STRUCTURE
+from paceline.terminal.flags import Options, by_topic, having, with_flags, without
 from paceline.terminal.help import App
 
 app = App(

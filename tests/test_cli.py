@@ -18,7 +18,7 @@ from paceline.config import EngineConfig
 from paceline.learn.options import LearnOptions
 from paceline.serve.options import ServeOptions
 from paceline.terminal import generate as generate_room
-from paceline.terminal.flags import ENGINE, LEARN, SAMPLING, SEED, SERVER
+from paceline.terminal.flag_groups import ENGINE, LEARN, SAMPLING, SEED, SERVER
 from tests.models.files import config_of, random_tensors, write_gguf
 from tests.toy import ToyBackend, ToyTokenizer, toy_engine
 

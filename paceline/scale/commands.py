@@ -11,7 +11,8 @@ from paceline.config import DEFAULT_MODEL, EngineConfig
 from paceline.errors import ConfigError
 from paceline.scale.cluster import Resources, import_ray
 from paceline.scale.ingress import split_options
-from paceline.terminal.flags import ENGINE, SCALE, SEED, SERVER, Options, with_flags
+from paceline.terminal.flag_groups import ENGINE, SCALE, SEED, SERVER
+from paceline.terminal.flags import Options, with_flags
 from paceline.terminal.help import App
 
 Model = Annotated[str, typer.Argument(help="An alias, a .gguf file, a folder of safetensors or a hub id.")]

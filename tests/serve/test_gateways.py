@@ -11,7 +11,7 @@ import yaml
 from paceline.backends.cpu.compiled_model import CompiledModel
 from paceline.config import EngineConfig
 from paceline.serve.options import ServeOptions
-from paceline.terminal.flags import ENGINE, SERVER
+from paceline.terminal.flag_groups import ENGINE, SERVER
 from tests.serve.running import serving
 from tests.serve.test_metrics import samples
 

@@ -17,7 +17,7 @@ from paceline.core.stats import ControlFacts, DraftFacts, StepStats
 from paceline.engine.engine import Engine
 from paceline.serve.metrics import HISTOGRAMS, OTHER, Histogram, Metrics
 from paceline.serve.metrics_page import Page, View
-from paceline.terminal.flags import SERVER
+from paceline.terminal.flag_groups import SERVER
 from tests.serve.running import Client, serving
 from tests.toy import ENDLESS, ScriptedDrafter, ToyBackend, ToyTokenizer, drain, roomy_engine, toy_engine
 
