@@ -10,7 +10,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from paceline.config import DEFAULT_MODEL, EngineConfig
+from paceline.config import DEFAULT_MODEL
 from paceline.core.params import SamplingParams
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.engine import Engine
@@ -22,7 +22,7 @@ from paceline.engine.outputs import (
 )
 from paceline.engine.stream import Stream, Update
 from paceline.errors import UnavailableError
-from paceline.llm import ChatTokenizer, Message, Prompt, tokenized, tokenized_chat
+from paceline.llm import ChatTokenizer, Message, Prompt, python_config, tokenized, tokenized_chat
 from paceline.models.chat import TemplateOptions
 
 MAX_QUEUE = 256  # waiting requests
@@ -42,7 +42,7 @@ class AsyncLLM:
     def __init__(self, model: str = DEFAULT_MODEL, *, max_queue: int = MAX_QUEUE, **options: Any) -> None:
         from paceline.build import build_engine
 
-        loaded = build_engine(EngineConfig.from_options(model=model, **options))
+        loaded = build_engine(python_config(model, options))
         loaded.engine.prepare()
         self._set(loaded.engine, loaded.tokenizer, max_queue)
 

@@ -14,7 +14,7 @@ from paceline.core.request import Request
 from paceline.engine.admission import TextTokenizer
 from paceline.engine.engine import Engine
 from paceline.engine.outputs import RequestOutput, request_output
-from paceline.errors import RequestError
+from paceline.errors import ConfigError, RequestError
 from paceline.models.chat import PromptTokenizer, TemplateOptions
 from paceline.options import unknown_option
 
@@ -25,6 +25,17 @@ Message: TypeAlias = Mapping[str, Any]
 
 class ChatTokenizer(TextTokenizer, PromptTokenizer, Protocol):
     """The part of a tokenizer that the offline API needs."""
+
+
+def python_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
+    """The configuration of an LLM or AsyncLLM. ConfigError for options that only a server can use."""
+    config = EngineConfig.from_options(model=model, **options)
+    if config.model.lora_modules:
+        raise ConfigError(
+            "lora_modules is for servers, whose requests name an adapter; prompts of the Python API cannot. "
+            "Use `paceline serve --lora-modules NAME=FOLDER`, or merge the adapter into the model."
+        )
+    return config
 
 
 class LLM:
@@ -39,8 +50,7 @@ class LLM:
     def __init__(self, model: str = DEFAULT_MODEL, **options: Any) -> None:
         from paceline.build import build_engine
 
-        config = EngineConfig.from_options(model=model, **options)
-        loaded = build_engine(config)
+        loaded = build_engine(python_config(model, options))
         loaded.engine.prepare()
         self._set(loaded.engine, loaded.tokenizer)
 

@@ -132,6 +132,8 @@ def test_one_refused_prompt_refuses_the_call_and_leaves_nothing_behind(llm):
 def test_unknown_engine_options_are_refused_before_anything_is_loaded():
     with pytest.raises(ConfigError, match="did you mean 'max_model_len'"):
         LLM("no such model", max_model_length=5)
+    with pytest.raises(ConfigError, match="lora_modules is for servers"):
+        LLM("smollm2-135m", lora_modules=["sql=folder"])
 
 
 def test_the_same_calls_give_the_same_text():

@@ -94,7 +94,7 @@ def score_heads(
     loaded = [load_head(head) for head in heads]
     for head in loaded:
         check_target(head.config, checkpoint.config, name.fingerprint, str(head.source))
-    store = TrafficStore(traffic, name, checkpoint.config.vocab_size)
+    store = TrafficStore(traffic, name)
     rows = gate_rows(store.rows(), salt=salt)
     target = load_target(checkpoint, torch.device("cpu"), torch.float32)
     scores = [replay_acceptance(target, name, head, rows, may_go_on) for head in loaded]

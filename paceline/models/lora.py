@@ -56,6 +56,12 @@ class Adapter:
 
 def load_adapter(name: str, folder: Path, config: ModelConfig) -> Adapter:
     """The adapter in a folder, checked against the model that it is for."""
+    for part in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / part).is_file():
+            raise CheckpointError(
+                f"the adapter {name} has no {part} in {folder}: give a folder that peft has saved, as "
+                f"--lora-modules {name}=FOLDER."
+            )
     fields = Fields(read_json(folder / "adapter_config.json"), f"{folder.name}/adapter_config.json")
     _check_supported(fields, config)
     alpha, by_root = fields.number("lora_alpha", 8.0), fields.flag("use_rslora", False)

@@ -137,6 +137,10 @@ def test_heads_and_rows_of_another_model_are_refused(learned, target, tmp_path):
     foreign.close()
     with pytest.raises(ConfigError, match="has the traffic of another"):
         score_heads(str(target.path), tmp_path / "foreign", [tmp_path / "present"])
+    missing = tmp_path / "missing"
+    with pytest.raises(ConfigError, match="has no stored traffic: give the folder of --learn-dir"):
+        score_heads(str(target.path), missing, [tmp_path / "present"])
+    assert not missing.exists()  # a reader makes no store
 
 
 def test_processes_that_crash_give_nothing_and_are_told(learned, monkeypatch, caplog, tmp_path):

@@ -205,6 +205,10 @@ def test_what_cannot_be_served_is_refused(
     dora = write_adapter(tmp_path / "dora", checkpoint, MODULES["a"], use_dora=True)
     with pytest.raises(ModelError, match=r"use_dora 'True' is not supported\. Merge"):
         load_adapter("dora", dora, checkpoint.config)
+    with pytest.raises(
+        ModelError, match=r"adapter x has no adapter_config\.json in .* --lora-modules x=FOLDER"
+    ):
+        load_adapter("x", tmp_path / "nowhere", checkpoint.config)
     other = replace(checkpoint.config, hidden_size=64)
     with pytest.raises(ModelError, match="belongs to another model"):
         load_adapter("a", folder / "a", other)
