@@ -24,8 +24,8 @@ BODY: dict[str, Any] = {
 }
 
 
-def answer(server: Server) -> str:
-    whole = asyncio.run(post(server, "/v1/completions", BODY))
+def answer(server: Server, **changes: Any) -> str:
+    whole = asyncio.run(post(server, "/v1/completions", BODY | changes))
     assert whole.status == 200, whole.body
     text: str = json.loads(whole.body)["choices"][0]["text"]
     return text
@@ -53,5 +53,8 @@ def test_the_server_restarts_after_a_kill_during_answers(tmp_path: Path) -> None
     assert kept.read_bytes() == written
     assert list(tmp_path.iterdir()) == [kept]
 
-    with start() as second:
-        assert answer(second.server) == text
+    second = start()
+    assert answer(second.server) == text
+    assert answer(second.server, prompt="four five six four five six four")
+    assert second.stop() == 0
+    assert kept.read_bytes() != written  # a server that ends by SIGTERM keeps what it answered
