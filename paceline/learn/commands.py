@@ -193,7 +193,7 @@ def export_command(
         for number, row in enumerate(rows)
     )
     writer.close()
-    skipped = damage.stretches + damage.cut_off
+    skipped = damage.damaged + damage.cut_off
     note(f"{len(rows)} answers: {out}" + (f"; {skipped} damaged records were skipped" if skipped else ""))
 
 
@@ -215,7 +215,7 @@ def _lines(count: StoreCount) -> list[str]:
     lines = [f"rows       {count.rows}, {count.bytes / 1e6:.1f} MB"]
     if count.oldest is not None and count.newest is not None:
         lines.append(f"from       {_local(count.oldest)} to {_local(count.newest)}")
-    skipped = count.damage.stretches + count.damage.cut_off
+    skipped = count.damage.damaged + count.damage.cut_off
     return [*lines, f"damaged    {skipped} records, which are skipped"] if skipped else lines
 
 

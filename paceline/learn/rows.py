@@ -57,7 +57,7 @@ class TrafficRow:
 class Damage:
     """What a reader had to skip."""
 
-    stretches: int = 0  # of bytes that are no intact records
+    damaged: int = 0  # byte ranges without an intact record
     cut_off: int = 0  # last records that are not complete: being written, or their writer was killed
 
 
@@ -71,13 +71,13 @@ def decode_rows(data: bytes, vocab_size: int, damage: Damage) -> Iterator[Traffi
         payload = _payload(data, position)
         if payload is None:
             position = _next_intact(data, position + 1)
-            damage.stretches += position is not None
+            damage.damaged += position is not None
             damage.cut_off += position is None
             continue
         position += HEADER.size + len(payload)
         row = _row(payload, vocab_size)
         if row is None:
-            damage.stretches += 1
+            damage.damaged += 1
         else:
             yield row
 

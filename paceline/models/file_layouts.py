@@ -182,7 +182,7 @@ def converted(
 
 @dataclass(frozen=True)
 class Fused:
-    """Matrices that are stored as one: every group has so many rows of each, one after the other."""
+    """Matrices that are stored as one: each group has a fixed number of rows of every matrix, in order."""
 
     parts: Sequence[tuple[str, int]]  # names and rows of a group; those of one name are joined in order
     groups: int = 1
@@ -193,7 +193,7 @@ class Fused:
         return self.groups * sum(rows for _, rows in self.parts)
 
     def fits(self, stored: int) -> bool:
-        """Whether a matrix of so many rows can be this."""
+        """Whether a matrix with `stored` rows can be split this way."""
         return stored % self.size == 0 if self.any_size else stored == self.size
 
     def rows(self, count: int) -> dict[str, npt.NDArray[np.intp]]:

@@ -86,7 +86,7 @@ def _window(fields: Fields) -> Values:
 
 
 def _windows(fields: Fields) -> Values:
-    """The window and the layers that have it: every so many, or a flag for each."""
+    """The window size and which layers have it, from a period in layers or one flag per layer."""
     pattern = fields.values.get("attention.sliding_window_pattern")
     if isinstance(pattern, np.ndarray):
         return _window(fields) | {"layer_types": [SLIDING if flag else FULL for flag in pattern.tolist()]}

@@ -14,7 +14,7 @@ from paceline.learn.trial import Meter, TrialConfig, log_speedup, outcome
 
 
 def rows(lengths: dict[str, float], count: int = 40, seed: int = 0) -> list[RowScore]:
-    """Answers of 60 tokens in each segment, with about so many tokens per pass."""
+    """Answers of 60 tokens in each segment, with about this number of tokens per pass."""
     random = np.random.default_rng(seed)
     return [
         RowScore(f"{segment}{index}", segment, 60, max(1, round(60 / length * random.normal(1, 0.1))))

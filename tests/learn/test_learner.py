@@ -122,7 +122,7 @@ class World:
         await asyncio.sleep(0)
 
     def run(self, polls: int = 100) -> Learner:
-        """The Learner after so many polls."""
+        """The Learner after this number of polls."""
 
         def end(world: World) -> None:
             on_poll(world)

@@ -278,7 +278,7 @@ class CudaBackend(Backend):
             stored[:, slots[1]] = stored[:, slots[0]]
 
     def _make_room(self, length: int, attending: int, outputs: int) -> None:
-        """Allocate buffers for contexts of this length, and for so many rows of these kinds."""
+        """Allocate buffers for contexts of this length, and for this number of rows of each kind."""
         longest = length
         if length > self._room.longest:
             longest = min(bucket(length) * 2, max(length, self.config.max_position))

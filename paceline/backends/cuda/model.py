@@ -74,7 +74,7 @@ class Room:
 
     @classmethod
     def of(cls, rows: int, longest: int) -> Room:
-        """Room for passes of so many rows of any kind."""
+        """Room for passes of at most `rows` rows of any kind."""
         return cls(rows, longest, rows, rows)
 
     def holding(self, other: Room) -> Room:

@@ -7,6 +7,7 @@ the marks is dropped, as it is before a call.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,12 +15,12 @@ from paceline.serve.tools.events import Content, Event, OutputParser, Reasoning
 from paceline.serve.tools.parser import overlap
 
 
-class _TellingParser:
+class _SplittingParser(ABC):
     """The events of another parser, with the content that is reasoning as such."""
 
     def __init__(self, parser: OutputParser) -> None:
         self._parser = parser
-        self._buffer = ""  # content that is not told apart yet
+        self._buffer = ""  # content that may still become reasoning or a mark
 
     @property
     def num_calls(self) -> int:
@@ -33,32 +34,32 @@ class _TellingParser:
 
     def feed(self, text: str) -> list[Event]:
         """The events that are certain after this piece of text."""
-        return self._told_apart(self._parser.feed(text))
+        return self._split_content(self._parser.feed(text))
 
     def finish(self) -> list[Event]:
         """The remaining events."""
-        return [*self._told_apart(self._parser.finish()), *self._rest()]
+        return [*self._split_content(self._parser.finish()), *self._flush()]
 
-    def _told_apart(self, events: list[Event]) -> list[Event]:
-        told: list[Event] = []
+    def _split_content(self, events: list[Event]) -> list[Event]:
+        split: list[Event] = []
         for event in events:
             if isinstance(event, Content):
                 self._buffer += event.text
-                told += self._tell()
+                split += self._parse_buffer()
             else:  # a call ends reasoning, even without its mark
-                told += [*self._rest(), event]
-        return told
+                split += [*self._flush(), event]
+        return split
 
-    def _tell(self) -> list[Event]:
-        """The events of what can be told in the buffer, which then has the rest."""
-        raise NotImplementedError
+    @abstractmethod
+    def _parse_buffer(self) -> list[Event]:
+        """The events of the part of the buffer that is certain; the rest stays in it."""
 
-    def _rest(self) -> list[Event]:
-        """What is held back, whatever it is; what follows is content."""
-        raise NotImplementedError
+    @abstractmethod
+    def _flush(self) -> list[Event]:
+        """Everything that is held back, as events; what follows is content."""
 
 
-class ReasoningParser(_TellingParser):
+class ReasoningParser(_SplittingParser):
     """Reasoning between two marks, at the start of an output."""
 
     def __init__(self, parser: OutputParser, format: ReasoningFormat, is_open: bool) -> None:
@@ -68,7 +69,7 @@ class ReasoningParser(_TellingParser):
         self._read = self._read_reasoning if is_open else self._read_start
         self._has_begun = False  # some reasoning was given
 
-    def _tell(self) -> list[Event]:
+    def _parse_buffer(self) -> list[Event]:
         return self._read()
 
     # Each reader consumes what it can of the buffer; the last one passes everything on.
@@ -80,7 +81,7 @@ class ReasoningParser(_TellingParser):
             return self._read()
         if self._format.begin.startswith(text):
             return []
-        return self._rest()
+        return self._flush()
 
     def _read_reasoning(self) -> list[Event]:
         if not self._has_begun:
@@ -99,12 +100,12 @@ class ReasoningParser(_TellingParser):
     def _read_answer(self) -> list[Event]:
         """White space between reasoning and content is dropped."""
         self._buffer = self._buffer.lstrip()
-        return self._rest() if self._buffer else []
+        return self._flush() if self._buffer else []
 
     def _read_plain(self) -> list[Event]:
-        return self._rest()
+        return self._flush()
 
-    def _rest(self) -> list[Event]:
+    def _flush(self) -> list[Event]:
         text, is_reasoning = self._buffer, self._read == self._read_reasoning
         self._buffer, self._read = "", self._read_plain
         if not text:
@@ -112,7 +113,7 @@ class ReasoningParser(_TellingParser):
         return [Reasoning(text) if is_reasoning else Content(text)]
 
 
-class ChannelParser(_TellingParser):
+class ChannelParser(_SplittingParser):
     """The messages of gpt-oss' harmony format: reasoning is what it writes in the channel analysis.
 
         <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>
@@ -127,7 +128,7 @@ class ChannelParser(_TellingParser):
         self._is_new = True  # nothing of the message was given
         self._given: set[type[Content | Reasoning]] = set()
 
-    def _tell(self) -> list[Event]:
+    def _parse_buffer(self) -> list[Event]:
         events: list[Event] = []
         while self._buffer:
             is_certain = self._read_header() if self._kind is None else self._read_message(events)
@@ -175,7 +176,7 @@ class ChannelParser(_TellingParser):
         self._given.add(self._kind)
         return [self._kind(text)]
 
-    def _rest(self) -> list[Event]:
+    def _flush(self) -> list[Event]:
         events = self._message(self._buffer)
         if self._kind is None and not self._buffer.startswith(HEADER_MARKS):
             self._begin(Content, self._buffer)

@@ -41,7 +41,7 @@ def measure_steps(load: Load, heads: Mapping[int, WriteHead], method: str, concu
 
 
 def _timed(llm: LLM, concurrency: int) -> Callable[[], float]:
-    """A function that generates for so many requests and returns the mean seconds of a step."""
+    """A function that generates for `concurrency` requests and returns the mean seconds of a step."""
     limits = llm.engine.limits
     length = min(PROMPT_TOKENS, limits.max_model_len // 4)
     random = np.random.default_rng(0)

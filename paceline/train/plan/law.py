@@ -77,7 +77,7 @@ class Law:
         self._scatter = scatter
 
     def predict(self, layers: int, tokens: float) -> Prediction:
-        """The acceptance length of a head with so many layers, trained on so many tokens."""
+        """The acceptance length of a head of this size, trained on this number of tokens."""
         terms = self._terms(layers, tokens)
         logits = terms @ self._coefficients  # [positions]
         moved = self._shifts @ terms + self._noise  # [scenarios] in units of the scatter
