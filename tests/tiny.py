@@ -119,6 +119,15 @@ MLA = {
     "routed_scaling_factor": 0.7,
 }
 
+GEMMA4 = {
+    "num_hidden_layers": 5,
+    "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL],
+    "head_dim": 14,
+    "global_head_dim": 18,
+    "sliding_window": 9,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+}
+
 # families with blocks that llama does not have, for which a backend may have no kernels
 TORCH_FAMILIES = {
     "phi3-partial-rope": Family("Phi3Config", {"pad_token_id": 0, "rope_parameters": PARTIAL_ROPE}),
@@ -139,6 +148,31 @@ TORCH_FAMILIES = {
             "sliding_window": 9,
             "query_pre_attn_scalar": 11,
             "layer_types": [SLIDING, FULL, SLIDING],
+        },
+    ),
+    # the E sizes: layers that share keys and values, a second embedding
+    "gemma4": Family(
+        "Gemma4TextConfig",
+        GEMMA4
+        | {
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 7,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    # the large ones: one matrix for keys and values, fewer KV heads in layers without windows, experts
+    "gemma4-moe": Family(
+        "Gemma4TextConfig",
+        GEMMA4
+        | {
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 19,
         },
     ),
     "olmo2": Family("Olmo2Config", {}),
@@ -268,8 +302,9 @@ def random_model(family: str) -> PreTrainedModel:
             scale = 0.2 if "norm" in name else 1.0 if "conv1d" in name else 0.25
             parameter.copy_(around + scale * noise)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.copy_(0.25 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
+                around = 1.0 if name.endswith("layer_scalar") else 0.0
+                buffer.copy_(around + 0.25 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

@@ -25,6 +25,7 @@ from paceline.core.forward import ForwardBatch, ForwardOutput, KVPool, StatePool
 from paceline.errors import BackendError
 from paceline.models.adapted import with_adapter
 from paceline.models.checkpoint import Checkpoint
+from paceline.models.config import Reach
 from paceline.models.lora import Adapter
 from paceline.models.recurrent import StateRows, StateView
 from paceline.models.rows import Rows, RowView
@@ -97,17 +98,25 @@ class TorchBackend(Backend):
 
     def bytes_per_page(self) -> int:
         config = self.model.config
-        per_token = config.kv_values * self.dtype.itemsize  # of a layer
-        return len(config.attention_layers) * per_token * PAGE_SIZE
+        per_token = sum(config.kv_values(layer) for layer in config.kv_layers) * self.dtype.itemsize
+        return per_token * PAGE_SIZE
 
     def make_pool(self, num_pages: int) -> TorchPool:
         """Zeroed storage for `num_pages` pages of keys and values of this model; each rank has its heads."""
         config, parallel = self.model.config, self.model.parallel
-        heads, slots = config.num_kv_heads // parallel.pieces, num_pages * PAGE_SIZE
-        shape = (len(config.attention_layers), len(parallel.own_pieces), slots, heads, config.head_dim)
+        shapes = [
+            (
+                len(parallel.own_pieces),
+                num_pages * PAGE_SIZE,
+                heads.num_kv_heads // parallel.pieces,
+                heads.head_dim,
+            )
+            for heads in map(config.shape_of, config.kv_layers)
+        ]
+        value_dims = [config.stored_value_dim(layer) for layer in config.kv_layers]
         number = self._new_number()
         with self._everywhere("make_pool", number, num_pages):
-            cache = make_cache(shape, self.dtype, self.device, config.stored_value_dim)
+            cache = make_cache(shapes, self.dtype, self.device, value_dims)
         pool = TorchPool(num_pages, self.bytes_per_page(), cache, number)
         if self._ranks is not None:
             self._ranks.wait_for_answers()  # not every rank may have memory for it
@@ -154,9 +163,9 @@ class TorchBackend(Backend):
         cache = cast(TorchPool, pool).cache
         read, write = self._tensor(source), self._tensor(destination)
         with self._everywhere("move", pool, source, destination):
-            for stored in (cache.keys, cache.values):
+            for stored in (*cache.keys, *cache.values):
                 # indexing by a tensor copies what it reads, so that no write can disturb it
-                stored[:, :, write] = stored[:, :, read]
+                stored[:, write] = stored[:, read]
 
     def make_states(self, count: int) -> TorchStates:
         """Zeroed storage for `count` states of the recurrent layers."""
@@ -209,17 +218,15 @@ class TorchBackend(Backend):
             recurrent=state_rows(batch) if self.bytes_per_state else None,
         )
 
-    def _masks(
-        self, parents: Int32Array, positions: Int32Array, context: int
-    ) -> dict[int | None, torch.Tensor]:
-        """For each window the model uses, which keys (context, then rows) each row of a request sees."""
+    def _masks(self, parents: Int32Array, positions: Int32Array, context: int) -> dict[Reach, torch.Tensor]:
+        """For each reach that a layer has, which keys (context, then rows) each row of a request sees."""
         sees_context = np.ones((len(parents), context), dtype=np.bool_)
         visible = np.concatenate((sees_context, ancestors(parents)), axis=1)
         key_positions = np.concatenate((np.arange(context, dtype=np.int32), positions))
-        distance = positions[:, None] - key_positions[None, :]
-        windows = set(self.model.config.sliding_windows) or {None}
-        masks = {window: visible if window is None else visible & (distance < window) for window in windows}
-        return {window: torch.from_numpy(mask).to(self.device) for window, mask in masks.items()}
+        config = self.model.config
+        reaches = {config.reach(layer) for layer in range(config.num_layers)}
+        masks = {reach: visible & within(reach, positions, key_positions) for reach in reaches}
+        return {reach: torch.from_numpy(mask).to(self.device) for reach, mask in masks.items()}
 
     def _tensor(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self.device)
@@ -238,6 +245,16 @@ def state_rows(batch: ForwardBatch) -> StateRows:
     states = cast(TorchStates, batch.states.pool).states
     states.begin_pass(dict(zip(batch.states.slots.tolist(), views, strict=True)))
     return StateRows(views, states)
+
+
+def within(reach: Reach, positions: Int32Array, keys: Int32Array) -> npt.NDArray[np.bool_]:
+    """Which positions of keys are in the reach of tokens at `positions`: bool [rows, keys]."""
+    visible = np.ones((len(positions), len(keys)), dtype=np.bool_)
+    if reach.window is not None:
+        visible &= positions[:, None] - keys[None, :] < reach.window
+    if reach.chunk is not None:
+        visible &= positions[:, None] // reach.chunk == keys[None, :] // reach.chunk
+    return visible
 
 
 def ancestors(parents: Int32Array) -> npt.NDArray[np.bool_]:

@@ -45,8 +45,8 @@ class TorchBlockRunner(BlockRunner):
 
     def make_pool(self, num_pages: int) -> TorchPool:
         config = self.head.config
-        shape = (len(self.head.layers), num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)
-        return TorchPool(num_pages, self.bytes_per_page(), make_cache(shape, self.dtype, self.device))
+        shapes = [(num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)] * len(self.head.layers)
+        return TorchPool(num_pages, self.bytes_per_page(), make_cache(shapes, self.dtype, self.device))
 
     def bytes_per_page(self) -> int:
         config = self.head.config
@@ -69,7 +69,7 @@ class TorchBlockRunner(BlockRunner):
         context = self.head.context(features)
         for layer in range(len(self.head.layers)):
             key, value = self.head.keys_values(layer, context, positions)
-            cache.keys[layer, slot_mapping], cache.values[layer, slot_mapping] = key, value
+            cache.keys[layer][slot_mapping], cache.values[layer][slot_mapping] = key, value
 
     @torch.inference_mode()
     def run_blocks(self, blocks: ForwardBatch) -> None:
@@ -90,8 +90,8 @@ class TorchBlockRunner(BlockRunner):
                 distance = inside[:, None] - torch.cat((before, inside))
                 mixed[rows] = attend(
                     query[rows],
-                    torch.cat((cache.keys[layer, slots], key[rows])),
-                    torch.cat((cache.values[layer, slots], value[rows])),
+                    torch.cat((cache.keys[layer][slots], key[rows])),
+                    torch.cat((cache.values[layer][slots], value[rows])),
                     block_mask(self.head, layer, distance, in_block.expand(distance.shape)),
                 )
             return mixed

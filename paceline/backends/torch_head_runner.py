@@ -16,6 +16,7 @@ from paceline.backends.torch_pool import PAGE_SIZE, TorchPool, make_cache
 from paceline.core.arrays import Int32Array
 from paceline.core.forward import ForwardBatch
 from paceline.models.attention import attend
+from paceline.models.config import Reach
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.torch_head import Head, make_head
 from paceline.models.rows import KeyValues, RowView
@@ -59,8 +60,8 @@ class TorchHeadRunner(HeadRunner):
 
     def make_pool(self, num_pages: int) -> TorchPool:
         config = self.head.config
-        shape = (1, num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)
-        return TorchPool(num_pages, self.bytes_per_page(), make_cache(shape, self.dtype, self.device))
+        shape = (num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)
+        return TorchPool(num_pages, self.bytes_per_page(), make_cache([shape], self.dtype, self.device))
 
     def bytes_per_page(self) -> int:
         config = self.head.config
@@ -100,7 +101,7 @@ class TorchHeadRunner(HeadRunner):
             sees_context = np.ones((len(related), context - 1), dtype=np.bool_)
             mask = torch.from_numpy(np.concatenate((sees_context, related), axis=1)).to(self.device)
             seen_slots = self._tensor(key_slots[1:])  # a head has no row at KV index 0
-            views.append(RowView(rows, seen_slots, {None: mask}))
+            views.append(RowView(rows, seen_slots, {Reach(): mask}))
         return views, self._tensor(np.concatenate(new_slots))
 
     def _tensor(self, array: Int32Array) -> Tensor:
@@ -116,6 +117,6 @@ def _attend(
     mixed = torch.empty_like(query)
     for view in views:
         mixed[view.rows] = attend(
-            query[view.rows], keys[view.key_slots], values[view.key_slots], view.masks[None]
+            query[view.rows], keys[view.key_slots], values[view.key_slots], view.masks[Reach()]
         )
     return mixed

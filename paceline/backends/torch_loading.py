@@ -22,7 +22,7 @@ def load_pieces(
 ) -> Transformer:
     """The model, or a rank's pieces of it; it has as many pieces for one rank as for eight."""
     config = checkpoint.config
-    parallel = TensorParallel(count_pieces(config.num_kv_heads), ranks or SingleRank())
+    parallel = TensorParallel(count_pieces(config.shared_heads), ranks or SingleRank())
     try:
         return Transformer(config, _take_from(checkpoint, device, dtype), parallel, row_by_row)
     except torch.OutOfMemoryError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,15 +34,25 @@ class TorchStates:
 
 
 def make_cache(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, value_dim: int | None = None
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+    value_dims: Sequence[int] | None = None,
 ) -> KeyValues:
-    """Zeroed storage of keys [..., slots, kv_heads, head_dim] and values, whose last size is `value_dim`."""
-    shapes = shape, (*shape[:-1], shape[-1] if value_dim is None else value_dim)
+    """Zeroed storage of the keys [..., slots, kv_heads, head_dim] and values of each layer.
+
+    `value_dims` are the last sizes of values; None: those of keys.
+    """
+    if value_dims is None:
+        value_dims = [shape[-1] for shape in shapes]
+    of_values = [(*shape[:-1], size) for shape, size in zip(shapes, value_dims, strict=True)]
     try:
-        return KeyValues(*(torch.zeros(size, dtype=dtype, device=device) for size in shapes))
+        stored = ([torch.zeros(s, dtype=dtype, device=device) for s in kind] for kind in (shapes, of_values))
+        return KeyValues(*stored)
     except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors
-        total = sum(math.prod(size) for size in shapes) * dtype.itemsize
+        total = sum(math.prod(size) for size in (*shapes, *of_values)) * dtype.itemsize
+        pages = shapes[0][-3] // PAGE_SIZE
         raise BackendError(
-            f"No memory for a KV pool of {shape[-3] // PAGE_SIZE} pages ({total / 1e9:.1f} GB) on {device}; "
+            f"No memory for a KV pool of {pages} pages ({total / 1e9:.1f} GB) on {device}; "
             "ask for fewer pages, shorter contexts or bfloat16."
         ) from error

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from paceline.models.blocks import Linear, RMSNorm, Take, no_norm, take_pieces
-from paceline.models.config import ModelConfig
+from paceline.models.blocks import Linear, RMSNorm, Take, no_norm, take_pieces, unit_mean_square
+from paceline.models.config import ModelConfig, Temperature
 from paceline.models.latent import LatentProjections
 from paceline.models.rows import KeyValues, Rows
 from paceline.models.tensor_parallel import WHOLE, TensorParallel
@@ -25,8 +26,13 @@ class Attention:
     def __init__(
         self, take: Take, name: str, config: ModelConfig, layer: int, parallel: TensorParallel = WHOLE
     ) -> None:
-        self.config, self.layer, self.parallel = config, layer, parallel
-        self.kv_layer = config.attention_layers.index(layer)
+        self.config, self.parallel, self.shape = config, parallel, config.shape_of(layer)
+        self.reach, self.kv_layer = config.reach(layer), config.kv_layer(layer)
+        has_rope = config.rope_of(layer) is not None
+        self.unit = partial(unit_mean_square, eps=config.rms_norm_eps)
+        self.rotated_norm = self.unit if config.unit_qk and has_rope else no_norm
+        is_scaled = config.temperature is not None and config.temperature.with_rope == has_rope
+        self.temperature = config.temperature if is_scaled else None
         self._take_projections(take, name, config, parallel)
         self.output = Linear(take, f"{name}.o_proj", config.hidden_size, config.output_bias, parallel)
         self.sinks: list[torch.Tensor | None] = [None for _ in parallel.own_pieces]
@@ -34,41 +40,60 @@ class Attention:
             self.sinks = [*take_pieces(take, f"{name}.sinks", config.num_heads, parallel)]
         self.gate: Linear | None = None
         if config.attention_gate:
-            size = config.num_heads * config.head_dim
+            size = config.num_heads * self.shape.head_dim
             self.gate = Linear(take, f"{name}.gate_proj", size, config.qkv_bias, parallel)
 
     def mix(
         self, normed: torch.Tensor, rows: Rows, rotation: Rotation | None, cache: KeyValues
     ) -> torch.Tensor:
         """Attention of all rows, projected: [rows, hidden]."""
-        mixed = self.attend_rows(self.heads(normed, rotation), rows, cache).flatten(1)
+        pieces = self.heads(normed, rotation)
+        if self.temperature is not None:
+            factors = query_factors(self.temperature, rows.positions)[:, None, None].to(normed.dtype)
+            pieces = [(query * factors, key, value) for query, key, value in pieces]
+        mixed = self.attend_rows(pieces, rows, cache).flatten(1)
         return self.output(mixed if self.gate is None else mixed * torch.sigmoid(self.gate(normed)))
 
     def _take_projections(self, take: Take, name: str, config: ModelConfig, parallel: TensorParallel) -> None:
-        query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.query = Linear(take, f"{name}.q_proj", query_size, config.qkv_bias, parallel)
-        self.key = Linear(take, f"{name}.k_proj", kv_size, config.qkv_bias, parallel)
-        self.value = Linear(take, f"{name}.v_proj", kv_size, config.qkv_bias, parallel)
+        self._take_queries(take, name, config, parallel)
+        size = self.shape.num_kv_heads * self.shape.head_dim
+        self.key = Linear(take, f"{name}.k_proj", size, config.qkv_bias, parallel)
+        self.value = (
+            self.key
+            if self.shape.values_are_keys
+            else Linear(take, f"{name}.v_proj", size, config.qkv_bias, parallel)
+        )
         has_norms = config.qk_norm or config.joint_qk_norm
-        self.query_norm = RMSNorm(take, f"{name}.q_norm", config.rms_norm_eps) if has_norms else no_norm
         self.key_norm = RMSNorm(take, f"{name}.k_norm", config.rms_norm_eps) if has_norms else no_norm
+        self.value_norm = self.unit if config.value_norm else no_norm
+
+    def _take_queries(self, take: Take, name: str, config: ModelConfig, parallel: TensorParallel) -> None:
+        size, has_norms = config.num_heads * self.shape.head_dim, config.qk_norm or config.joint_qk_norm
+        self.query = Linear(take, f"{name}.q_proj", size, config.qkv_bias, parallel)
+        self.query_norm = RMSNorm(take, f"{name}.q_norm", config.rms_norm_eps) if has_norms else no_norm
 
     def heads(self, hidden: torch.Tensor, rotation: Rotation | None) -> list[Heads]:
         """Queries, keys and values of [..., hidden], with norms and rope: [..., heads, head_dim] each.
 
         One of each for every piece that this rank has.
         """
-        shape = (*hidden.shape[:-1], -1, self.config.head_dim)
-        queries = self._normed(self.query, self.query_norm, hidden)
-        keys = self._normed(self.key, self.key_norm, hidden)
+        shape = (*hidden.shape[:-1], -1, self.shape.head_dim)
+        queries = self._rotated(self.query, self.query_norm, hidden, rotation)
+        keys = self._rotated(self.key, self.key_norm, hidden, rotation)
         return [
-            (rotate(query, rotation), rotate(key, rotation), value.view(shape))
+            (query, key, self.value_norm(value.view(shape)))
             for query, key, value in zip(queries, keys, self.value.parts(hidden), strict=True)
         ]
 
+    def _rotated(
+        self, linear: Linear, norm: Norm, hidden: torch.Tensor, rotation: Rotation | None
+    ) -> list[torch.Tensor]:
+        """Queries or keys [..., heads, head_dim] of each own piece, with norms and rope."""
+        return [self.rotated_norm(rotate(part, rotation)) for part in self._normed(linear, norm, hidden)]
+
     def _normed(self, linear: Linear, norm: Norm, hidden: torch.Tensor) -> list[torch.Tensor]:
         """The heads [..., heads, head_dim] of each own piece, normed one by one or all at once."""
-        shape = (*hidden.shape[:-1], -1, self.config.head_dim)
+        shape = (*hidden.shape[:-1], -1, self.shape.head_dim)
         parts = linear.parts(hidden)
         if not self.config.joint_qk_norm:
             return [norm(part.view(shape)) for part in parts]
@@ -80,33 +105,49 @@ class Attention:
         """Store keys and values, and mix the values that each row sees: [rows, heads, head_dim]."""
         stored = zip(cache.keys[self.kv_layer], cache.values[self.kv_layer], self.sinks, strict=True)
         mixed = [
-            self._mix(heads, rows, KeyValues(keys, values), sinks).flatten(1)
+            self._mix(heads, rows, keys, values, sinks).flatten(1)
             for heads, (keys, values, sinks) in zip(pieces, stored, strict=True)
         ]
-        return self.parallel.join(mixed, self.query.size).view(len(mixed[0]), -1, self.config.head_dim)
+        return self.parallel.join(mixed, self.query.size).view(len(mixed[0]), -1, self.shape.head_dim)
 
-    def _mix(self, heads: Heads, rows: Rows, stored: KeyValues, sinks: torch.Tensor | None) -> torch.Tensor:
-        """The mixed values [rows, heads, head_dim] of one piece; `stored` are its [slots, ...]."""
+    def _mix(
+        self,
+        heads: Heads,
+        rows: Rows,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The mixed values [rows, heads, head_dim] of one piece; `keys` and `values` are its [slots, ...]."""
         query, key, value = heads
-        # Written before anything is read: the rows of a request see each other through the cache.
-        stored.keys[rows.slot_mapping] = key
-        stored.values[rows.slot_mapping] = value
-        window, scale, cap = self.config.window(self.layer), *self._scaling
-        mixed = [
-            attend(
-                query[view.rows], *self._seen(stored, view.key_slots), view.masks[window], scale, cap, sinks
-            )
-            for view in rows.views
-        ]
+        if self.shape.shared_with is None:
+            # Written before anything is read: the rows of a request see each other through the cache.
+            keys[rows.slot_mapping] = key
+            values[rows.slot_mapping] = value
+        scale, cap = self.config.attention_scale, self.config.attention_softcap
+        mixed = []
+        for view in rows.views:
+            seen = self._seen(keys, values, view.key_slots)
+            mixed.append(attend(query[view.rows], *seen, view.masks[self.reach], scale, cap, sinks))
         return torch.cat(mixed)
 
-    @property
-    def _scaling(self) -> tuple[float, float]:
-        return self.config.attention_scale, self.config.attention_softcap
-
-    def _seen(self, stored: KeyValues, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _seen(
+        self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The keys and values [keys, kv_heads, ...] of these slots."""
-        return stored.keys[slots], stored.values[slots]
+        return keys[slots], values[slots]
+
+
+class SharedAttention(Attention):
+    """Attention to the keys and values of an earlier layer: it has queries only."""
+
+    def _take_projections(self, take: Take, name: str, config: ModelConfig, parallel: TensorParallel) -> None:
+        self._take_queries(take, name, config, parallel)
+
+    def heads(self, hidden: torch.Tensor, rotation: Rotation | None) -> list[Heads]:
+        """Queries [..., heads, head_dim] of every own piece, and empty keys and values."""
+        queries = self._rotated(self.query, self.query_norm, hidden, rotation)
+        return [(query, query[..., :0], query[..., :0]) for query in queries]
 
 
 class LatentAttention(Attention):
@@ -124,11 +165,19 @@ class LatentAttention(Attention):
     def attend_rows(self, pieces: list[Heads], rows: Rows, cache: KeyValues) -> torch.Tensor:
         """Store latents, mix those that each row sees, and give their values: [rows, heads, value_dim]."""
         (heads,), (keys,), (values,) = pieces, cache.keys[self.kv_layer], cache.values[self.kv_layer]
-        return self.latent.values(self._mix(heads, rows, KeyValues(keys, values), None))
+        return self.latent.values(self._mix(heads, rows, keys, values, None))
 
-    def _seen(self, stored: KeyValues, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        keys = stored.keys[slots]
-        return keys, keys[..., -self.latent.latent.rank :]
+    def _seen(
+        self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        seen = keys[slots]
+        return seen, seen[..., -self.latent.latent.rank :]
+
+
+def query_factors(temperature: Temperature, positions: torch.Tensor) -> torch.Tensor:
+    """The factor of the queries at each position: float32 [rows]."""
+    periods = torch.floor((positions.float() + temperature.offset) / temperature.period)
+    return torch.log1p(periods) * temperature.strength + 1
 
 
 def rotate(heads: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:

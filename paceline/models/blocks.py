@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from paceline.models.config import MoeConfig
+from paceline.models.config import ModelConfig, MoeConfig, PerLayerInput
 from paceline.models.tensor_parallel import WHOLE, TensorParallel
 
 # The named tensor of the checkpoint, in the model's dtype and on its device. A second argument, a slice, asks
@@ -69,9 +69,7 @@ class RMSNorm:
         self.eps = eps
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        wide = hidden.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(hidden.dtype)
+        return self.weight * unit_mean_square(hidden, self.eps)
 
 
 class LayerNorm(RMSNorm):
@@ -80,6 +78,13 @@ class LayerNorm(RMSNorm):
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         wide = hidden.float()
         return super().__call__((wide - wide.mean(-1, keepdim=True)).to(hidden.dtype))
+
+
+def unit_mean_square(hidden: torch.Tensor, eps: float) -> torch.Tensor:
+    """Values scaled to a root mean square of one over the last axis."""
+    wide = hidden.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return normed.to(hidden.dtype)
 
 
 def no_norm(hidden: torch.Tensor) -> torch.Tensor:
@@ -158,13 +163,20 @@ class MixtureOfExperts:
         self.shared_gate = Linear(take, f"{name}.shared_expert_gate", 1) if moe.shared_gate else None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        weights, chosen = self._route(hidden)
+        output = self._mixed(hidden, *self._route(hidden))
+        return output if self.shared is None else output + self._shared(self.shared, hidden)
+
+    def _mixed(self, hidden: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """The sum of what the chosen experts give, by their weights."""
         output = torch.zeros_like(hidden)
         for expert in sorted(set(chosen.flatten().tolist())):
             rows, rank = torch.where(chosen == expert)
             share = weights[rows, rank, None].to(hidden.dtype)
-            output[rows] += share * self.experts[expert](hidden[rows])
-        return output if self.shared is None else output + self._shared(self.shared, hidden)
+            if self.moe.scaled_inputs:
+                output[rows] += self.experts[expert](share * hidden[rows])
+            else:
+                output[rows] += share * self.experts[expert](hidden[rows])
+        return output
 
     def _shared(self, shared: MLP, hidden: torch.Tensor) -> torch.Tensor:
         """What every row gets, whatever its experts."""
@@ -199,6 +211,60 @@ class MixtureOfExperts:
             1, best, True
         )
         return grouped.masked_fill(~is_chosen[:, :, None], float("-inf")).view(scores.shape)
+
+
+class NormedExperts(MixtureOfExperts):
+    """Experts beside a shared MLP, all of which read the residual stream through norms of their own."""
+
+    def __init__(
+        self, take: Take, layer: str, config: ModelConfig, moe: MoeConfig, parallel: TensorParallel = WHOLE
+    ) -> None:
+        name, self.eps = f"{layer}.mlp", config.rms_norm_eps
+        super().__init__(take, name, config.hidden_size, moe, config.activation, parallel)
+        self.shared_norm = RMSNorm(take, f"{layer}.post_attention_layernorm", self.eps)
+        self.shared_output_norm = RMSNorm(take, f"{name}.shared_output_norm", self.eps)
+        self.experts_norm = RMSNorm(take, f"{name}.experts_norm", self.eps)
+        self.experts_output_norm = RMSNorm(take, f"{name}.experts_output_norm", self.eps)
+        self.router_scale = take(f"{name}.gate.scale") * config.hidden_size**-0.5
+        self.expert_scales = take(f"{name}.gate.per_expert_scale")
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self.shared is not None
+        weights, chosen = self._route(unit_mean_square(hidden, self.eps) * self.router_scale)
+        mixed = self._mixed(self.experts_norm(hidden), weights * self.expert_scales[chosen], chosen)
+        shared = self.shared(self.shared_norm(hidden))
+        return self.shared_output_norm(shared) + self.experts_output_norm(mixed)
+
+
+class PerLayerInputs:
+    """The second embedding of Gemma's E sizes, and what each layer is given of it."""
+
+    def __init__(self, take: Take, config: ModelConfig, inputs: PerLayerInput) -> None:
+        self.size, self.scale = inputs.size, config.hidden_size**-0.5
+        self.table = take("model.embed_tokens_per_layer.weight")  # [vocab, layers * size]
+        self.projection = Linear(take, "model.per_layer_model_projection", self.table.shape[1])
+        self.norm = RMSNorm(take, "model.per_layer_projection_norm", config.rms_norm_eps)
+
+    def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """The inputs [layers, rows, size] of every layer, from tokens and their embeddings [rows, hidden]."""
+        shape = (len(tokens), -1, self.size)
+        # the factor is rounded first, as models were trained with it
+        own = self.table[tokens] * torch.tensor(self.size**0.5, dtype=embedded.dtype)
+        projected = self.norm((self.projection(embedded) * self.scale).view(shape))
+        return ((projected + own.view(shape)) * 2**-0.5).transpose(0, 1)
+
+
+class PerLayerGate:
+    """What a layer adds to the residual stream, from its input of PerLayerInputs."""
+
+    def __init__(self, take: Take, name: str, config: ModelConfig, inputs: PerLayerInput) -> None:
+        self.gate = Linear(take, f"{name}.per_layer_input_gate", inputs.size)
+        self.projection = Linear(take, f"{name}.per_layer_projection", config.hidden_size)
+        self.norm = RMSNorm(take, f"{name}.post_per_layer_input_norm", config.rms_norm_eps)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def __call__(self, hidden: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.projection(self.activation(self.gate(hidden), given)))
 
 
 class Vocabulary:

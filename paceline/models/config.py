@@ -6,7 +6,9 @@ llama's. `beyond_llama` names the blocks that not every backend has; needs.py sa
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -14,7 +16,7 @@ class RopeConfig:
     """Rotary position embedding: the base and its frequency scaling, if any."""
 
     theta: float = 10000.0
-    scaling: str = "none"  # none | linear | llama3 | yarn
+    scaling: str = "none"  # none | linear | llama3 | yarn | proportional
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -26,6 +28,43 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn: and below which it is divided by `factor`
     truncate: bool = True  # yarn: the bounds between them are whole indices
     attention_factor: float = 1.0  # yarn: factor of cosines and sines
+    angles: int = 0  # proportional: the frequencies that are not 0
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """The heads of a layer that attends."""
+
+    head_dim: int
+    num_kv_heads: int
+    values_are_keys: bool = False  # one matrix projects both; they differ by what follows it
+    shared_with: int | None = None  # the earlier layer whose keys and values it reads, having none of its own
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which of the positions before it, and its own, a token attends to."""
+
+    window: int | None = None  # the number of last ones; None: all
+    chunk: int | None = None  # those since the last multiple of `chunk`; None: all
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """Queries grow with their positions: by 1 + strength * ln(1 + floor((position + offset) / period))."""
+
+    strength: float
+    period: int  # positions
+    offset: int
+    with_rope: bool  # of layers that have rope, else of those that have none
+
+
+@dataclass(frozen=True)
+class PerLayerInput:
+    """A second embedding: each layer adds what it makes of its own part of it (Gemma's E sizes)."""
+
+    size: int  # of a layer's part
+    vocab_size: int
 
 
 @dataclass(frozen=True)
@@ -46,6 +85,10 @@ class MoeConfig:
     shared_intermediate_size: int = 0  # of an MLP that every row goes through beside its experts; 0: none
     biases: bool = False  # of the router and of the experts' projections
     shared_gate: bool = False  # the shared MLP's output is scaled by the sigmoid of a learned score
+    scaled_inputs: bool = False  # an expert's weight scales what it reads, not what it gives
+    # experts and shared MLP have norms of their own before and after them; the router norms and scales the
+    # residual stream, and learned factors scale the weights that it gives
+    own_norms: bool = False
 
     def beyond_llama(self) -> list[str]:
         """What of it the mixtures of llama's shape do not have, in words."""
@@ -55,6 +98,8 @@ class MoeConfig:
             "shared experts": self.shared_intermediate_size > 0,
             "gated shared experts": self.shared_gate,
             "experts with biases": self.biases,
+            "experts with scaled inputs": self.scaled_inputs,
+            "experts with norms of their own": self.own_norms,
         }
         return [name for name, is_used in blocks.items() if is_used]
 
@@ -135,27 +180,53 @@ class ModelConfig:
     logits_scale: float = 1.0
     latent: LatentConfig | None = None  # then there is one KV head, of the latent and the shared key
 
-    @property
-    def kv_values(self) -> int:
-        """The numbers of a token that a layer's KV cache holds; a latent is key and value at once."""
-        return self.num_kv_heads * (self.head_dim + self.stored_value_dim)
-
-    @property
-    def stored_value_dim(self) -> int:
-        """The size of a value in the KV cache; 0: it is a part of its key."""
-        return 0 if self.latent else self.head_dim
-
     attention_gate: bool = False  # mixed values are scaled by the sigmoid of a further projection
     recurrent: RecurrentConfig | None = None
+    layer_shapes: tuple[AttentionShape, ...] = ()  # one per layer; (): `head_dim`, `num_kv_heads` everywhere
+    intermediate_sizes: tuple[int, ...] = ()  # of MLPs, one per layer; (): `intermediate_size` everywhere
+    attention_chunks: tuple[int | None, ...] = ()  # one per layer, see Reach; (): none
+    temperature: Temperature | None = None
+    value_norm: bool = False  # values are scaled to a root mean square of 1
+    unit_qk: bool = False  # so are q and k after rope, in layers that have it
+    layer_scales: bool = False  # a learned factor of each layer's output
+    per_layer_input: PerLayerInput | None = None
+
+    def shape_of(self, layer: int) -> AttentionShape:
+        """The heads of `layer`, which attends."""
+        return (
+            self.layer_shapes[layer]
+            if self.layer_shapes
+            else AttentionShape(self.head_dim, self.num_kv_heads)
+        )
+
+    def kv_values(self, layer: int) -> int:
+        """The numbers of a token that the KV cache of `layer` holds; a latent is key and value at once."""
+        shape = self.shape_of(layer)
+        return shape.num_kv_heads * (shape.head_dim + self.stored_value_dim(layer))
+
+    def stored_value_dim(self, layer: int) -> int:
+        """The size of a value in the KV cache of `layer`; 0: it is a part of its key."""
+        return 0 if self.latent else self.shape_of(layer).head_dim
+
+    @property
+    def shared_heads(self) -> int:
+        """The largest number by which the KV heads of every layer can be divided."""
+        return math.gcd(self.num_kv_heads, *(shape.num_kv_heads for shape in self.layer_shapes))
 
     def is_recurrent(self, layer: int) -> bool:
         """Whether `layer` has a state instead of keys and values."""
         return self.recurrent is not None and layer in self.recurrent.layers
 
-    @property
-    def attention_layers(self) -> list[int]:
-        """The layers that have keys and values, in order: KV pools have no others."""
-        return [layer for layer in range(self.num_layers) if not self.is_recurrent(layer)]
+    @cached_property
+    def kv_layers(self) -> list[int]:
+        """The layers that have keys and values of their own, in order: KV pools have no others."""
+        attending = [layer for layer in range(self.num_layers) if not self.is_recurrent(layer)]
+        return [layer for layer in attending if self.shape_of(layer).shared_with is None]
+
+    def kv_layer(self, layer: int) -> int:
+        """Where in a KV pool the keys and values are that `layer` reads."""
+        source = self.shape_of(layer).shared_with
+        return self.kv_layers.index(layer if source is None else source)
 
     @property
     def recurrent_layers(self) -> list[int]:
@@ -165,6 +236,14 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """The number of last positions, its own included, that a token of `layer` attends to; None: all."""
         return self.sliding_windows[layer] if self.sliding_windows else None
+
+    def reach(self, layer: int) -> Reach:
+        """What a token of `layer` attends to."""
+        return Reach(self.window(layer), self.attention_chunks[layer] if self.attention_chunks else None)
+
+    def intermediate_of(self, layer: int) -> int:
+        """The size of the MLP of `layer`."""
+        return self.intermediate_sizes[layer] if self.intermediate_sizes else self.intermediate_size
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         """The rope of `layer`; None: its attention does not see positions."""
@@ -185,6 +264,16 @@ class ModelConfig:
             "latent attention": self.latent is not None,
             "gated attention": self.attention_gate,
             "recurrent layers": self.recurrent is not None,
+            "layers with different heads": len({*self.layer_shapes}) > 1,
+            "layers with different MLPs": len({*self.intermediate_sizes}) > 1,
+            "layers that share keys and values": any(
+                shape.shared_with is not None for shape in self.layer_shapes
+            ),
+            "chunked attention": any(self.attention_chunks),
+            "scaled queries": self.temperature is not None,
+            "norms without weights": self.value_norm or self.unit_qk,
+            "scaled layers": self.layer_scales,
+            "per-layer embeddings": self.per_layer_input is not None,
             "scaled residuals": (self.embedding_scale, self.residual_scale, self.logits_scale) != (1, 1, 1),
         }
         own = [name for name, is_used in blocks.items() if is_used]

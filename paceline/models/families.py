@@ -16,8 +16,6 @@ from paceline.models.family_fields import (
     Windows,
     cohere2_blocks,
     deepseek_v2_experts,
-    gemma2_blocks,
-    gemma3_blocks,
     glm4_experts,
     glm4_moe_blocks,
     gpt_oss_blocks,
@@ -40,6 +38,7 @@ from paceline.models.family_fields import (
 )
 from paceline.models.fields import Fields
 from paceline.models.file_layouts import (
+    GEMMA4_NAMES,
     GLM_NORMS,
     GRANITE_HYBRID_NAMES,
     LFM2_NAMES,
@@ -48,6 +47,7 @@ from paceline.models.file_layouts import (
     SANDWICH_NORMS,
     FileLayout,
 )
+from paceline.models.gemma_fields import gemma2_blocks, gemma3_blocks, gemma4_blocks, gemma4_windows
 from paceline.models.hybrid_fields import (
     granite_hybrid_blocks,
     lfm2_blocks,
@@ -154,7 +154,8 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
         )
     if fields.flag("mlp_bias", False):
         raise UnsupportedModelError(f"{fields.source}: mlp_bias is not supported; use a model without it.")
-    if fields.flag("use_bidirectional_attention", False):
+    # "vision": of images only
+    if fields.values.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise UnsupportedModelError(f"{fields.source}: bidirectional attention is not supported.")
     method = fields.group("quantization_config").text("quant_method", "none")
     if fields.has("quantization_config") and method not in (*family.quantizations, *METHODS):
@@ -214,6 +215,13 @@ _GEMMA3 = replace(
     files=FileLayout(SANDWICH_NORMS, norm_offset=1.0),
     defaults=_GEMMA_SIZES | {"vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1e6},
 )
+_GEMMA4 = replace(
+    _GEMMA3,
+    windows=gemma4_windows,
+    more=gemma4_blocks,
+    files=FileLayout(GEMMA4_NAMES),
+    defaults=_GEMMA_SIZES | {"vocab_size": 262144, "max_position_embeddings": 131072},
+)
 _OLMO2 = Family(
     optional_bias="qkvo",
     joint_qk_norm=True,
@@ -260,6 +268,7 @@ FAMILIES = {
     ),
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
+    "gemma4_text": _GEMMA4,
     "phi3": Family(windows=windows_everywhere, partial_rope=True, defaults={"rms_norm_eps": 1e-5}),
     "olmo2": _OLMO2,
     "olmo3": replace(

@@ -218,28 +218,12 @@ def gpt_oss_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     return {"attention_sinks": True, "activation": "clamped_silu"}
 
 
-def gemma2_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
-    """Soft caps, the scale of attention and of embeddings."""
-    caps = {"attention_softcap": "attn_logit_softcapping", "logits_softcap": "final_logit_softcapping"}
-    read = {name: fields.number(key) for name, key in caps.items() if fields.has(key)}
-    return read | {
-        "attention_scale": fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        "embedding_scale": config.hidden_size**0.5,
-    }
-
-
-def gemma3_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
-    """Gemma 3 has another rope in the layers with a window."""
-    local = RopeConfig(fields.number("rope_local_base_freq", 10000.0))
-    return gemma2_blocks(fields, config) | _ropes_by_kind(fields, config, local)
-
-
 def olmo3_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Olmo 3 scales the rope of layers without a window only."""
-    return _ropes_by_kind(fields, config, RopeConfig(config.rope.theta))
+    return ropes_by_kind(fields, config, RopeConfig(config.rope.theta))
 
 
-def _ropes_by_kind(fields: Fields, config: ModelConfig, local: RopeConfig) -> dict[str, Any]:
+def ropes_by_kind(fields: Fields, config: ModelConfig, local: RopeConfig) -> dict[str, Any]:
     """The ropes of layers without and with a window.
 
     transformers 5 writes both; 4 wrote that of layers without a window, and `local` is the other.

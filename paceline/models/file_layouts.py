@@ -27,12 +27,24 @@ TEXT_PREFIXES = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
-OTHER_MODELS = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*")
+OTHER_MODELS = re.compile(
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio)"
+    r"\..*"
+)
 # norms that are not in files under the names of checkpoint.py
 SANDWICH_NORMS = {
     "post_attention_layernorm": "attention_output_norm",
     "pre_feedforward_layernorm": "post_attention_layernorm",
     "post_feedforward_layernorm": "feed_forward_output_norm",
+}
+GEMMA4_NAMES = SANDWICH_NORMS | {
+    "mlp": "mlp.shared_experts",
+    "experts": "mlp.experts",
+    "router": "mlp.gate",
+    "proj": "",
+    "post_feedforward_layernorm_1": "mlp.shared_output_norm",
+    "pre_feedforward_layernorm_2": "mlp.experts_norm",
+    "post_feedforward_layernorm_2": "mlp.experts_output_norm",
 }
 POST_NORMS = {
     "post_attention_layernorm": "attention_output_norm",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.checkpoint import Tensor
-from paceline.models.config import LatentConfig, ModelConfig, MoeConfig, RecurrentConfig
+from paceline.models.config import AttentionShape, LatentConfig, ModelConfig, MoeConfig, RecurrentConfig
 from paceline.models.gguf_blocks import FORMATS
 from paceline.models.quantized.method import REMEDY
 
@@ -33,6 +33,11 @@ def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
     for layer in range(config.num_layers):
         for name, shape in _layer_tensors(config, layer):
             yield f"model.layers.{layer}.{name}", shape
+    if inputs := config.per_layer_input:
+        width = config.num_layers * inputs.size
+        yield "model.embed_tokens_per_layer.weight", (inputs.vocab_size, width)
+        yield "model.per_layer_model_projection.weight", (width, config.hidden_size)
+        yield "model.per_layer_projection_norm.weight", (inputs.size,)
     yield "model.norm.weight", (config.hidden_size,)
     if not config.tie_embeddings:
         yield "lm_head.weight", (config.vocab_size, config.hidden_size)
@@ -45,21 +50,30 @@ def _layer_tensors(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple
     if config.recurrent is not None and layer in config.recurrent.layers:
         yield from RECURRENT_TENSORS[config.recurrent.kind](config.recurrent, hidden)
     else:
-        yield from _attention_tensors(config)
+        yield from _attention_tensors(config, config.shape_of(layer))
+    if config.layer_scales:
+        yield "layer_scalar", (1,)
+    if inputs := config.per_layer_input:
+        yield "per_layer_input_gate.weight", (inputs.size, hidden)
+        yield "per_layer_projection.weight", (hidden, inputs.size)
+        yield "post_per_layer_input_norm.weight", (hidden,)
     if config.moe is None or layer not in config.moe.layers:
-        yield from _mlp_tensors("mlp", hidden, config.intermediate_size)
+        yield from _mlp_tensors("mlp", hidden, config.intermediate_of(layer))
         return
     yield from _moe_tensors(config.moe, hidden)
 
 
-def _attention_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, head_dim = config.hidden_size, config.head_dim
-    query_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+def _attention_tensors(config: ModelConfig, shape: AttentionShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, head_dim = config.hidden_size, shape.head_dim
+    query_size, kv_size = config.num_heads * head_dim, shape.num_kv_heads * head_dim
+    projections = {"q": query_size}
+    if shape.shared_with is None:
+        projections |= {"k": kv_size} if shape.values_are_keys else {"k": kv_size, "v": kv_size}
     if config.latent:
         yield from _latent_tensors(config, config.latent)
         query_size = config.num_heads * config.latent.value_dim
     else:
-        for projection, size in (("q", query_size), ("k", kv_size), ("v", kv_size)):
+        for projection, size in projections.items():
             yield f"self_attn.{projection}_proj.weight", (size, hidden)
             if config.qkv_bias:
                 yield f"self_attn.{projection}_proj.bias", (size,)
@@ -68,7 +82,8 @@ def _attention_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ..
         yield "self_attn.o_proj.bias", (hidden,)
     if config.qk_norm or config.joint_qk_norm:
         yield "self_attn.q_norm.weight", (query_size if config.joint_qk_norm else head_dim,)
-        yield "self_attn.k_norm.weight", (kv_size if config.joint_qk_norm else head_dim,)
+        if shape.shared_with is None:
+            yield "self_attn.k_norm.weight", (kv_size if config.joint_qk_norm else head_dim,)
     if config.attention_sinks:
         yield "self_attn.sinks", (config.num_heads,)
     if config.attention_gate:
@@ -147,6 +162,15 @@ def _moe_tensors(moe: MoeConfig, hidden: int) -> Iterator[tuple[str, tuple[int, 
         yield from _mlp_tensors(f"mlp.experts.{expert}", hidden, moe.intermediate_size, moe.biases)
     if moe.shared_intermediate_size:
         yield from _mlp_tensors("mlp.shared_experts", hidden, moe.shared_intermediate_size)
+    if moe.own_norms:
+        for name in (
+            "gate.scale",
+            "experts_norm.weight",
+            "experts_output_norm.weight",
+            "shared_output_norm.weight",
+        ):
+            yield f"mlp.{name}", (hidden,)
+        yield "mlp.gate.per_expert_scale", (moe.num_experts,)
     if moe.shared_gate:
         yield "mlp.shared_expert_gate.weight", (1, hidden)
 
@@ -162,6 +186,16 @@ def _mlp_tensors(
         yield f"{prefix}.{part}_proj.weight", shape
         if biases:
             yield f"{prefix}.{part}_proj.bias", shape[:1]
+
+
+def _unused_tensors(config: ModelConfig) -> set[str]:
+    """Tensors that files may have though the model does not use them."""
+    unused = {"lm_head.weight"} if config.tie_embeddings else set()
+    for layer, shape in enumerate(config.layer_shapes):
+        if shape.shared_with is not None:
+            prefix = f"model.layers.{layer}.self_attn"
+            unused |= {f"{prefix}.{name}.weight" for name in ("k_proj", "v_proj", "k_norm")}
+    return unused
 
 
 def select_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:
@@ -188,7 +222,7 @@ def select_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], source: P
                 f"quantization_config says how to read that. {REMEDY}"
             )
         selected[name] = tensors[name]
-    allowed = {"lm_head.weight"} if config.tie_embeddings else set()
+    allowed = _unused_tensors(config)
     unknown = sorted(
         n for n in tensors if n not in selected and n not in allowed and not n.endswith(IGNORED_SUFFIXES)
     )

@@ -58,7 +58,7 @@ def backend_needs(checkpoint: Checkpoint) -> dict[str, object]:
         for name, size in sizes.items()
         for blocks in [missing_blocks(config, name)]
     }
-    needs["kv_values_per_token"] = len(config.attention_layers) * config.kv_values
+    needs["kv_values_per_token"] = sum(config.kv_values(layer) for layer in config.kv_layers)
     if config.recurrent is not None:
         state_values = config.recurrent.state_values(config.hidden_size)  # float32 on every backend
         needs["state_bytes_per_request"] = 4 * len(config.recurrent_layers) * state_values

@@ -42,6 +42,9 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float32Array:
         return _llama3_frequencies(rope, frequencies)
     if rope.scaling == "yarn":
         return _yarn_frequencies(rope, frequencies, head_dim)
+    if rope.scaling == "proportional":
+        frequencies[rope.angles :] = 0
+        return frequencies / np.float32(rope.factor)
     return frequencies
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.models.config import Reach
 from paceline.models.recurrent import StateRows
 
 
@@ -16,22 +17,22 @@ class RowView:
 
     rows: slice
     key_slots: torch.Tensor  # int64 [keys] KV slots of the committed context, then of the rows themselves
-    masks: Mapping[int | None, torch.Tensor]  # window -> bool [rows, keys], True where a row sees a key
+    masks: Mapping[Reach, torch.Tensor]  # bool [rows, keys] each, True where a row sees a key
 
     def single_rows(self) -> Iterator[RowView]:
         """A view of each row, as the only row of its pass."""
         for row in range(self.rows.stop - self.rows.start):
             seen = torch.stack([mask[row] for mask in self.masks.values()]).any(0)
-            masks = {window: mask[row : row + 1, seen] for window, mask in self.masks.items()}
+            masks = {reach: mask[row : row + 1, seen] for reach, mask in self.masks.items()}
             yield RowView(slice(0, 1), self.key_slots[seen], masks)
 
 
 @dataclass(frozen=True)
 class KeyValues:
-    """Keys and values of every layer of attention, addressed by KV slot (page * page_size + offset)."""
+    """Keys and values of every layer that has its own, addressed by KV slot (page * page_size + offset)."""
 
-    keys: torch.Tensor  # [layers, own pieces, slots, kv_heads // pieces, head_dim]
-    values: torch.Tensor  # [layers, own pieces, slots, kv_heads // pieces, stored_value_dim]
+    keys: Sequence[torch.Tensor]  # [layers] [own pieces, slots, kv_heads // pieces, head_dim]
+    values: Sequence[torch.Tensor]  # [layers] [own pieces, slots, kv_heads // pieces, stored_value_dim]
 
 
 @dataclass(frozen=True)

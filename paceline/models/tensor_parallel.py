@@ -103,11 +103,11 @@ def check_size(config: ModelConfig, size: int) -> None:
             f"tensor_parallel_size is {size}, but this {config.family} model has recurrent layers, "
             "which only one device can run. Use 1."
         )
-    pieces = count_pieces(config.num_kv_heads)
+    pieces = count_pieces(config.shared_heads)
     if pieces % size:
         possible = ", ".join(str(count) for count in range(1, pieces + 1) if pieces % count == 0)
         raise ConfigError(
             f"tensor_parallel_size is {size}, but this model has {config.num_heads} heads that share "
-            f"{config.num_kv_heads} KV heads, and each rank needs as many whole ones of them. "
+            f"{config.shared_heads} KV heads, and each rank needs as many whole ones of them. "
             f"Use one of {possible}."
         )

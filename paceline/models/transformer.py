@@ -17,8 +17,27 @@ from typing import Protocol
 
 import torch
 
-from paceline.models.attention import Attention, Heads, LatentAttention, Norm, Rotation, soft_cap
-from paceline.models.blocks import MLP, NORMS, FeedForward, MixtureOfExperts, Take, Vocabulary, no_norm
+from paceline.models.attention import (
+    Attention,
+    Heads,
+    LatentAttention,
+    Norm,
+    Rotation,
+    SharedAttention,
+    soft_cap,
+)
+from paceline.models.blocks import (
+    MLP,
+    NORMS,
+    FeedForward,
+    MixtureOfExperts,
+    NormedExperts,
+    PerLayerGate,
+    PerLayerInputs,
+    Take,
+    Vocabulary,
+    no_norm,
+)
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.recurrent import RecurrentMixer, States
 from paceline.models.rope import rope_frequencies
@@ -63,24 +82,33 @@ class Layer:
         if config.is_recurrent(layer):
             self.mixer = Recurrent(take, name, config, layer)
         else:
-            kind = LatentAttention if config.latent else Attention
-            self.mixer = kind(take, f"{name}.self_attn", config, layer, parallel)
+            self.mixer = attention_class(config, layer)(take, f"{name}.self_attn", config, layer, parallel)
         self.attention_output_norm = norm("attention_output_norm", "post", "sandwich")
-        self.feed_forward_norm = norm("post_attention_layernorm", "pre", "sandwich")
-        self.feed_forward: FeedForward
-        if config.moe and layer in config.moe.layers:
-            self.feed_forward = MixtureOfExperts(
-                take, f"{name}.mlp", config.hidden_size, config.moe, config.activation, parallel
-            )
-        else:
-            sizes = config.hidden_size, config.intermediate_size
-            self.feed_forward = MLP(take, f"{name}.mlp", *sizes, config.activation, parallel=parallel)
+        moe = config.moe if config.moe and layer in config.moe.layers else None
+        has_own_norms = moe is not None and moe.own_norms
+        self.feed_forward_norm = (
+            no_norm if has_own_norms else norm("post_attention_layernorm", "pre", "sandwich")
+        )
+        self.feed_forward = feed_forward(take, config, layer, parallel)
         self.feed_forward_output_norm = norm("feed_forward_output_norm", "post", "sandwich")
+        inputs = config.per_layer_input
+        self.per_layer_gate = None if inputs is None else PerLayerGate(take, name, config, inputs)
+        self.scale = take(f"{name}.layer_scalar") if config.layer_scales else None
 
     def __call__(
-        self, hidden: torch.Tensor, rows: Rows, rotation: Rotation | None, cache: KeyValues
+        self,
+        hidden: torch.Tensor,
+        rows: Rows,
+        rotation: Rotation | None,
+        cache: KeyValues,
+        given: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._joined(hidden, self.mixer.mix(self.attention_norm(hidden), rows, rotation, cache))
+        """The layer's output; `given` is its input of PerLayerInputs, if the model has them."""
+        mixed = self.mixer.mix(self.attention_norm(hidden), rows, rotation, cache)
+        hidden = self._joined(hidden, mixed)
+        if self.per_layer_gate is not None and given is not None:
+            hidden = hidden + self.per_layer_gate(hidden, given)
+        return hidden if self.scale is None else hidden * self.scale
 
     @property
     def attention(self) -> Attention:
@@ -120,6 +148,24 @@ class Layer:
         return hidden + (added if self.residual_scale == 1 else added * self.residual_scale)
 
 
+def attention_class(config: ModelConfig, layer: int) -> type[Attention]:
+    """The class of the attention of a layer."""
+    if config.latent:
+        return LatentAttention
+    return Attention if config.shape_of(layer).shared_with is None else SharedAttention
+
+
+def feed_forward(take: Take, config: ModelConfig, layer: int, parallel: TensorParallel) -> FeedForward:
+    """The feed-forward block of a layer."""
+    name, moe = f"model.layers.{layer}", config.moe
+    if moe is None or layer not in moe.layers:
+        sizes = config.hidden_size, config.intermediate_of(layer)
+        return MLP(take, f"{name}.mlp", *sizes, config.activation, parallel=parallel)
+    if moe.own_norms:
+        return NormedExperts(take, name, config, moe, parallel)
+    return MixtureOfExperts(take, f"{name}.mlp", config.hidden_size, moe, config.activation, parallel)
+
+
 class Transformer:
     """A whole decoder, or a rank's pieces of one: token rows in, hidden states and logits out."""
 
@@ -129,6 +175,8 @@ class Transformer:
         """`row_by_row`: a row is computed as if it were alone, so that its bits depend on its path only."""
         self.config, self.parallel, self.row_by_row = config, parallel, row_by_row
         self.vocabulary = Vocabulary(take, "model.embed_tokens.weight", config.vocab_size, parallel)
+        inputs = config.per_layer_input
+        self.per_layer_inputs = None if inputs is None else PerLayerInputs(take, config, inputs)
         self.layers = [Layer(take, config, layer, parallel) for layer in range(config.num_layers)]
         self.norm = NORMS[config.norm](take, "model.norm", config.rms_norm_eps)
         self.lm_head = (
@@ -170,11 +218,15 @@ class Transformer:
         parts = rows.single_rows() if self.row_by_row else [rows]
         rotations = [self.rotations(part.positions) for part in parts]
         hidden = [self.embed(part.tokens) for part in parts]
+        given = [self._given(part.tokens, states) for part, states in zip(parts, hidden, strict=True)]
         seen = {0: hidden}
         for index, layer in enumerate(self.layers):
             rope = self.config.rope_of(index)
-            inputs = zip(hidden, parts, rotations, strict=True)
-            hidden = [layer(states, part, rotation[rope], cache) for states, part, rotation in inputs]
+            inputs = zip(hidden, parts, rotations, given, strict=True)
+            hidden = [
+                layer(states, part, rotation[rope], cache, own[index])
+                for states, part, rotation, own in inputs
+            ]
             if index + 1 in wanted:
                 seen[index + 1] = hidden
         return torch.cat(hidden), [torch.cat(seen[index]) for index in wanted]
@@ -198,6 +250,12 @@ class Transformer:
         hidden, scale = self.vocabulary.embed(tokens), self.config.embedding_scale
         # the factor is rounded first, as models were trained with it
         return hidden if scale == 1 else hidden * torch.tensor(scale, dtype=hidden.dtype)
+
+    def _given(self, tokens: torch.Tensor, embedded: torch.Tensor) -> Sequence[torch.Tensor | None]:
+        """What each layer is given beside the residual stream: [rows, size] each, or nothing."""
+        if self.per_layer_inputs is None:
+            return [None] * len(self.layers)
+        return [*self.per_layer_inputs(tokens, embedded)]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores over the vocabulary [rows, vocab] of last hidden states [rows, hidden]."""

@@ -25,7 +25,8 @@ def make_runner(name: str) -> TorchBlockRunner:
 def test_blocks_are_those_of_the_formulas(name, chunk):
     runner = make_runner(name)
     scattered = Scattered(runner, runner.head.config)
-    scattered.pool.cache.keys[:] = scattered.pool.cache.values[:] = float("nan")  # what no slot is written to
+    for stored in (*scattered.pool.cache.keys, *scattered.pool.cache.values):
+        stored[:] = float("nan")  # what no slot is written to
     scattered.run(chunk)
     size = runner.head.block.size
     plain = PlainBlock(runner.head.config, random_shared())

@@ -82,8 +82,8 @@ def test_outputs_are_those_of_the_wanted_rows_and_kv_index_0_is_never_read():
     runner = make_runner("eagle3")
     (request,) = drive_heads(runner, pages_each=4)
     features, tokens = inputs(runner)
-    request.pool.cache.keys[:] = float("nan")  # what no slot was written to
-    request.pool.cache.values[:] = float("nan")
+    for stored in (*request.pool.cache.keys, *request.pool.cache.values):
+        stored[:] = float("nan")  # what no slot was written to
     output = run_heads([request.ask(features, tokens)], from_target=True, outputs=[3, LENGTH - 1])
     logits, _ = whole(runner, fused(runner, features), tokens)
     np.testing.assert_allclose(output.logits, logits[[3, LENGTH - 1]], atol=2e-5)

@@ -27,6 +27,7 @@ def test_the_families_are_those_we_promise() -> None:
     first = {"llama", "mistral", "ministral", "qwen2", "mimo", "qwen3", "qwen3_moe", "mixtral"}
     later = {"gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "granite", "smollm3", "glm4", "cohere2"}
     later |= {"glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "kimi_k2"}
+    later |= {"gemma4_text"}
     later |= {"granitemoehybrid", "lfm2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
     assert set(FAMILIES) == first | later
 
@@ -131,7 +132,7 @@ def test_recurrent_layers_are_those_that_do_not_attend() -> None:
     lfm2 = config("llama", model_type="lfm2", full_attn_idxs=[1], conv_L_cache=4, block_multiple_of=16)
     assert lfm2.recurrent is not None
     assert (lfm2.recurrent.layers, lfm2.recurrent.conv_kernel) == ({0}, 4)
-    assert (lfm2.attention_layers, lfm2.recurrent_layers) == ([1], [0])
+    assert (lfm2.kv_layers, lfm2.recurrent_layers) == ([1], [0])
     assert lfm2.intermediate_size == 16 * -(-(MODELS["llama"]["intermediate_size"] * 2 // 3) // 16)
     assert config("llama", model_type="lfm2").recurrent_layers == []
     kinds = ["full_attention", "linear_attention"]
@@ -181,7 +182,7 @@ def test_latent_attention_keeps_one_small_head_per_token() -> None:
     sizes = {"num_attention_heads": 128, "num_key_value_heads": 128, "head_dim": ..., "hidden_size": 7168}
     sizes |= {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
     found = config("llama", model_type="deepseek_v3", rope_scaling=scaling, rope_theta=10000, **sizes)
-    assert (found.num_kv_heads, found.head_dim, found.kv_values) == (1, 576, 576)
+    assert (found.num_kv_heads, found.head_dim, found.kv_values(0)) == (1, 576, 576)
     assert found.attention_scale == pytest.approx(192**-0.5 * (0.1 * np.log(40) + 1) ** 2)
     assert found.rope.attention_factor == 1  # the scores have it, and not the angles
     with pytest.raises(UnsupportedModelError, match="topk_method 'noaux_tc'"):
