@@ -175,6 +175,20 @@ TORCH_FAMILIES = {
             "moe_intermediate_size": 19,
         },
     ),
+    "llama4": Family(
+        "Llama4TextConfig",
+        {
+            "head_dim": 14,
+            "intermediate_size_mlp": 77,
+            "no_rope_layers": [1, 0, 1],
+            "moe_layers": [0, 1],
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "attention_chunk_size": 11,
+            "floor_scale": 7,
+            "attn_scale": 0.3,
+        },
+    ),
     "olmo2": Family("Olmo2Config", {}),
     "olmo3": Family(
         "Olmo3Config",

@@ -185,13 +185,14 @@ class MixtureOfExperts:
 
     def _route(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The weights and numbers of the chosen experts: [rows, experts_per_token] each."""
-        moe, scores = self.moe, self.router(hidden).float()  # [rows, experts]
-        scores = scores.softmax(-1) if moe.scoring == "softmax" else scores.sigmoid()
-        if self.correction is None and moe.groups == 1:
-            weights, chosen = scores.topk(moe.experts_per_token)
-        else:
-            chosen = self._preferences(scores).topk(moe.experts_per_token).indices
-            weights = scores.gather(1, chosen)
+        moe, logits = self.moe, self.router(hidden).float()  # [rows, experts]
+        scores = logits.softmax(-1) if moe.scoring == "softmax" else logits.sigmoid()
+        if self.correction is not None or moe.groups > 1:
+            preferences = self._preferences(scores)
+        else:  # large logits have the same sigmoid
+            preferences = scores if moe.scoring == "softmax" else logits
+        chosen = preferences.topk(moe.experts_per_token).indices
+        weights = scores.gather(1, chosen)
         if moe.normalize_weights:
             weights = weights / weights.sum(-1, keepdim=True)
         return weights * moe.weight_scale, chosen

@@ -22,6 +22,8 @@ from paceline.models.family_fields import (
     gpt_oss_experts,
     granite_blocks,
     latent_blocks,
+    llama4_blocks,
+    llama4_experts,
     ministral_windows,
     mistral_windows,
     mixtral_experts,
@@ -313,10 +315,21 @@ FAMILIES = {
         windows=pattern_windows(2, 128),
         moe=gpt_oss_experts,
         more=gpt_oss_blocks,
-        files=FileLayout({"router": "gate"}, stacked_experts=True),
+        files=FileLayout({"router": "gate"}, stacked_experts="alternating"),
         quantizations=("mxfp4",),
         defaults={"head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "attention_bias": True}
         | {"num_local_experts": 128, "num_experts_per_tok": 4, "rope_theta": 150000.0},
+    ),
+    "llama4_text": Family(
+        optional_bias="qkvo",
+        moe=llama4_experts,
+        more=llama4_blocks,
+        files=FileLayout(
+            {"feed_forward": "mlp", "router": "gate", "shared_expert": "shared_experts"},
+            interleaved_rope=True,
+            stacked_experts="halves",
+        ),
+        defaults={"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 5e5},
     ),
     "cohere2": Family(
         optional_bias="qkvo",

@@ -10,13 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import UnsupportedModelError
-from paceline.models.config import LatentConfig, ModelConfig, MoeConfig, RopeConfig
+from paceline.models.config import LatentConfig, ModelConfig, MoeConfig, RopeConfig, Temperature
 from paceline.models.fields import Fields
 from paceline.models.rope import yarn_attention_factor, yarn_mscale
 
 MAX_EXPERTS = 10_000
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers, as transformers names them
+# kinds of layers, as transformers names them
+SLIDING, CHUNKED, FULL = "sliding_attention", "chunked_attention", "full_attention"
 
 Windows = tuple[int | None, ...]
 
@@ -244,6 +245,49 @@ def granite_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
         "attention_scale": fields.number("attention_multiplier", 1.0),
         "residual_scale": fields.number("residual_multiplier", 1.0),
         "logits_scale": 1 / fields.number("logits_scaling", 1.0),
+    }
+
+
+def llama4_experts(fields: Fields, num_layers: int) -> MoeConfig:
+    """Experts beside a shared one, whose weights scale what they read."""
+    step = fields.integer("interleave_moe_layer_step", 1)
+    listed = fields.values.get("moe_layers")
+    layers = [*range(step - 1, num_layers, step)] if listed is None else listed
+    if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
+        raise fields.wrong("moe_layers", "a list of layer numbers")
+    size = fields.integer("intermediate_size")
+    experts = fields.integer("num_local_experts", 16, most=MAX_EXPERTS)
+    return MoeConfig(
+        num_experts=experts,
+        experts_per_token=fields.integer("num_experts_per_tok", 1, most=experts),
+        intermediate_size=size,
+        normalize_weights=False,
+        layers=frozenset(layers),
+        scoring="sigmoid",
+        shared_intermediate_size=size,
+        scaled_inputs=True,
+    )
+
+
+def llama4_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Layers with rope attend within chunks; queries of the others grow with their position."""
+    blocks = smollm3_blocks(fields, config)
+    has_rope = [rope is not None for rope in blocks.get("layer_ropes", (config.rope,) * config.num_layers)]
+    usual = [CHUNKED if rope else FULL for rope in has_rope]
+    kinds = layer_kinds(fields, config.num_layers, other=CHUNKED) or usual
+    chunk = fields.integer("attention_chunk_size", 8192)
+    tuning = fields.values.get(
+        "attn_temperature_tuning", True
+    )  # some files have a number, as if it were true
+    is_tuned = (
+        tuning if isinstance(tuning, bool) else fields.integer("attn_temperature_tuning", 1, least=0) > 0
+    )
+    strength, period = fields.number("attn_scale", 0.1), fields.integer("floor_scale", 8192)
+    return blocks | {
+        "intermediate_size": fields.integer("intermediate_size_mlp", 16384),
+        "attention_chunks": tuple(chunk if kind == CHUNKED else None for kind in kinds),
+        "unit_qk": fields.flag("use_qk_norm", True),
+        "temperature": Temperature(strength, period, offset=1, with_rope=False) if is_tuned else None,
     }
 
 

@@ -84,7 +84,7 @@ class FileLayout:
     renamed: Mapping[str, str] = field(default_factory=dict)  # parts of a layer -> ours
     norm_offset: float = 0.0  # what is missing in the stored weights of norms
     interleaved_rope: bool = False  # the two parts of a rotated pair are neighbours
-    stacked_experts: bool = False  # as gpt-oss has them
+    stacked_experts: str = ""  # "alternating" or "halves": see stacked_experts.single_experts
     gated_queries: bool = False  # q_proj has, for every head, its query's rows and then its gate's
 
 
@@ -175,7 +175,8 @@ def converted(
     tensors: Mapping[str, Tensor], layout: FileLayout, config: ModelConfig
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file, already under our names, as backends read them."""
-    single = single_experts(tensors) if layout.stacked_experts else experts_of_rows(tensors)
+    stacked = layout.stacked_experts
+    single = single_experts(tensors, stacked == "alternating") if stacked else experts_of_rows(tensors)
     fused = fused_matrices(config, layout.gated_queries)
     for stored_name, tensor in single:
         # where there are no experts, the MLP beside them is the only one

@@ -1,4 +1,4 @@
-"""The experts of gpt-oss files: those of a layer are stored as one tensor, in 16 bits or as MXFP4 blocks.
+"""Experts that are stored as one tensor of their layer, in 16 bits or as MXFP4 blocks. Those of gpt-oss:
 
     experts.gate_up_proj          [experts, hidden, 2 * intermediate]   gate and up columns alternate
     experts.gate_up_proj_bias     [experts, 2 * intermediate]
@@ -161,8 +161,11 @@ def _narrowed(chosen: slice, length: int, part: slice) -> slice:
     return slice(narrowed.start, narrowed.stop, narrowed.step)
 
 
-def single_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors with stacked experts one by one, under the names of checkpoint.py."""
+def single_experts(tensors: Mapping[str, Tensor], alternating: bool) -> Iterator[tuple[str, Tensor]]:
+    """The tensors with stacked experts one by one, under the names of checkpoint.py.
+
+    Columns of gate and up alternate; else gates are the first half of them.
+    """
     for name, tensor in tensors.items():
         match = STACKED.fullmatch(name)
         if match is None:
@@ -170,7 +173,10 @@ def single_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]
                 yield name, tensor
             continue
         prefix, joined, kind = match.groups()
-        parts = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
+        half = tensor.shape[-1] // 2
+        parts = {"gate": slice(0, half), "up": slice(half, None)}
+        if alternating:
+            parts = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
         for part, columns in (parts if joined == "gate_up_proj" else {"down": slice(None)}).items():
             for expert in range(tensor.shape[0]):
                 own = f"{prefix}.{expert}.{part}_proj.{'bias' if kind == '_bias' else 'weight'}"
