@@ -92,6 +92,8 @@ def load_model(config: EngineConfig, beside: Backend | None = None) -> LoadedMod
         checkpoint, tokenizer = load_checkpoint(path), load_tokenizer(resolve(config.model.tokenizer))
     else:
         checkpoint, tokenizer = load_with_tokenizer(path)
+    served = checkpoint.config.for_context(config.model.max_model_len)
+    checkpoint = replace(checkpoint, config=served)
     adapters = [
         load_adapter(name, folder, checkpoint.config) for name, folder in config.model.adapters.items()
     ]

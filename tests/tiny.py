@@ -48,6 +48,13 @@ YARN_ROPE = {
 }
 PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.6}
 SLIDING, FULL = "sliding_attention", "full_attention"
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.2, 1.5],
+    "long_factor": [1.0, 1.4, 2.1, 3.5, 6.0],
+}
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 3.0}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5}
 
 
@@ -98,7 +105,10 @@ FAMILIES = {
     ),
     "mixtral": Family("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 2}),
     "llama-yarn-rope": Family("LlamaConfig", {"rope_parameters": YARN_ROPE}),
-    "phi3": Family("Phi3Config", {"pad_token_id": 0}),
+    "phi3": Family(
+        "Phi3Config",
+        {"pad_token_id": 0, "rope_parameters": LONG_ROPE, "original_max_position_embeddings": 20},
+    ),
     "ministral": Family(
         "MinistralConfig", {"head_dim": 14, "sliding_window": 9, "layer_types": [SLIDING, FULL, SLIDING]}
     ),
@@ -174,6 +184,11 @@ TORCH_FAMILIES = {
             "top_k_experts": 2,
             "moe_intermediate_size": 19,
         },
+    ),
+    "ministral3": Family(
+        "Ministral3Config",
+        {"head_dim": 14, "rope_parameters": YARN_ROPE | {"llama_4_scaling_beta": 0.3}}
+        | {"original_max_position_embeddings": 11},
     ),
     "llama4": Family(
         "Llama4TextConfig",
@@ -295,6 +310,16 @@ MORE_HYBRIDS = {
     "granite-hybrid-dense": Family("GraniteMoeHybridConfig", MAMBA | {"num_local_experts": 0}),
 }
 TORCH_FAMILIES |= HYBRIDS
+# what transformers does otherwise than for the context that is served
+ROPES_BY_LENGTH = {
+    "llama-dynamic-rope": Family(
+        "LlamaConfig", {"rope_parameters": DYNAMIC_ROPE, "max_position_embeddings": 24}
+    ),
+    "phi3-longrope": Family(
+        "Phi3Config",
+        {"pad_token_id": 0, "rope_parameters": LONG_ROPE, "original_max_position_embeddings": 24},
+    ),
+}
 
 
 def random_model(family: str) -> PreTrainedModel:
@@ -302,7 +327,7 @@ def random_model(family: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        (FAMILIES | TORCH_FAMILIES | MORE_HYBRIDS)[family].config(),
+        (FAMILIES | TORCH_FAMILIES | MORE_HYBRIDS | ROPES_BY_LENGTH)[family].config(),
         dtype=torch.float32,
         experts_implementation="eager",  # the fused one wants even sizes
     ).eval()

@@ -49,6 +49,12 @@ def load_head_runner(
     `beside` is the loaded target: its passes take turns with those of the head, and it has the weights
     that the head shares with it.
     """
+    layer = checkpoint.config.layer
+    if layer is not None and options.name != "torch":
+        raise ConfigError(
+            f"the mtp block of {layer.family} models has a layer of their own kind, for which the "
+            f"{options.name} backend has no kernels yet. Use --backend torch, or another method."
+        )
     return _HEAD_LOADERS[options.name](checkpoint, options, max_rows, beside)
 
 
@@ -134,10 +140,11 @@ def _load_torch_head(
     checkpoint: HeadCheckpoint, options: BackendOptions, max_rows: int, beside: Backend
 ) -> HeadRunner:
     from paceline.backends.torch_backend import TorchBackend
-    from paceline.backends.torch_head_runner import TorchHeadRunner
+    from paceline.backends.torch_head_runner import TorchHeadRunner, TorchLayerHeadRunner
 
     assert isinstance(beside, TorchBackend), "the options name the backend that the target runs on"
-    return TorchHeadRunner.load(checkpoint, beside, max_rows)
+    runner = TorchHeadRunner if checkpoint.config.layer is None else TorchLayerHeadRunner
+    return runner.load(checkpoint, beside, max_rows)
 
 
 def _load_cpu_head(

@@ -82,7 +82,7 @@ class TorchBackend(Backend):
             return backend
         if adapters:
             raise BackendError("Adapters are not served with tensor_parallel_size above 1; leave one out.")
-        ranks, communicator = start_ranks(checkpoint.source, devices, dtype, max_rows)
+        ranks, communicator = start_ranks(checkpoint, devices, dtype, max_rows)
         try:
             model = load_pieces(checkpoint, devices[0], kind, communicator)
             ranks.wait_for_answers()

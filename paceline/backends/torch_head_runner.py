@@ -19,7 +19,8 @@ from paceline.models.attention import attend
 from paceline.models.config import Reach
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.torch_head import Head, make_head
-from paceline.models.rows import KeyValues, RowView
+from paceline.models.heads.torch_mtp import LayerHead
+from paceline.models.rows import KeyValues, Rows, RowView
 
 
 class RankedTarget:
@@ -72,19 +73,24 @@ class TorchHeadRunner(HeadRunner):
         """Logits of the wanted rows, and the states that their children read."""
         rows = batch.rows
         assert rows.num_rows <= self.max_rows, f"{rows.num_rows} rows, but max_rows is {self.max_rows}"
-        views, slot_mapping = self._views(rows)
-        cache = cast(TorchPool, rows.pool).cache
+        states = torch.from_numpy(batch.states).to(device=self.device, dtype=self.dtype)
+        if batch.from_target:
+            states = self.head.fuse(states)
+        wanted = self._outputs(states, rows)[self._tensor(rows.logit_rows)]
+        logits, states = self.head.logits(wanted), self.head.feed_back(wanted)
+        return HeadOutput(logits.float().cpu().numpy(), states.float().cpu().numpy())
+
+    def _outputs(self, states: Tensor, batch: ForwardBatch) -> Tensor:
+        """The head's outputs [rows, hidden]; its keys and values are stored."""
+        views, slot_mapping = self._views(batch)
+        cache = cast(TorchPool, batch.pool).cache
 
         def attend_to_pages(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return _attend(query, key, value, cache, views, slot_mapping)
 
-        states = torch.from_numpy(batch.states).to(device=self.device, dtype=self.dtype)
-        if batch.from_target:
-            states = self.head.fuse(states)
-        outputs = self.head(states, self._tensor(rows.tokens), self._tensor(rows.positions), attend_to_pages)
-        wanted = outputs[self._tensor(rows.logit_rows)]
-        logits, states = self.head.logits(wanted), self.head.feed_back(wanted)
-        return HeadOutput(logits.float().cpu().numpy(), states.float().cpu().numpy())
+        tokens, positions = self._tensor(batch.tokens), self._tensor(batch.positions)
+        outputs: Tensor = self.head(states, tokens, positions, attend_to_pages)
+        return outputs
 
     def run_chains(
         self, batch: HeadBatch, most: Sequence[int], least_chance: float, noise: ChainNoise | None = None
@@ -106,6 +112,40 @@ class TorchHeadRunner(HeadRunner):
 
     def _tensor(self, array: Int32Array) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self.device)
+
+
+class TorchLayerHeadRunner(TorchHeadRunner):
+    """Implements HeadRunner with the network of torch_mtp.py."""
+
+    head: LayerHead  # type: ignore[assignment]  # it takes rows and pages where others take `attend`
+
+    def __init__(self, head: LayerHead, max_rows: int) -> None:
+        self.head, self.max_rows, self._target_ids = head, max_rows, None
+        self.dtype, self.device = head.dtype, head.device
+
+    @classmethod
+    def load(cls, checkpoint: HeadCheckpoint, beside: TorchBackend, max_rows: int) -> TorchLayerHeadRunner:
+        """A runner with the checkpoint's weights, in the dtype and on the device of the target."""
+
+        def take(name: str) -> Tensor:
+            values = torch.from_numpy(checkpoint.tensors[name].float32())
+            return values.to(device=beside.device, dtype=beside.dtype, copy=True)
+
+        return cls(LayerHead(checkpoint.config, take, RankedTarget(beside)), max_rows)
+
+    def make_pool(self, num_pages: int) -> TorchPool:
+        layer = self.head.layer_config
+        shape = (1, num_pages * PAGE_SIZE, layer.num_kv_heads, layer.head_dim)
+        cache = make_cache([shape], self.dtype, self.device, [layer.stored_value_dim(0)])
+        return TorchPool(num_pages, self.bytes_per_page(), cache)
+
+    def bytes_per_page(self) -> int:
+        return PAGE_SIZE * self.head.layer_config.kv_values(0) * self.dtype.itemsize
+
+    def _outputs(self, states: Tensor, batch: ForwardBatch) -> Tensor:
+        views, slot_mapping = self._views(batch)
+        rows = Rows(self._tensor(batch.tokens), self._tensor(batch.positions), slot_mapping, views)
+        return self.head.outputs(states, rows, cast(TorchPool, batch.pool).cache)
 
 
 def _attend(

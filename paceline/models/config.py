@@ -7,7 +7,7 @@ llama's. `beyond_llama` names the blocks that not every backend has; needs.py sa
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 
@@ -16,7 +16,7 @@ class RopeConfig:
     """Rotary position embedding: the base and its frequency scaling, if any."""
 
     theta: float = 10000.0
-    scaling: str = "none"  # none | linear | llama3 | yarn | proportional
+    scaling: str = "none"  # none | linear | llama3 | yarn | proportional | longrope | dynamic
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -27,8 +27,13 @@ class RopeConfig:
     beta_fast: float = 32.0  # yarn: rotations in the original context above which a frequency is kept
     beta_slow: float = 1.0  # yarn: and below which it is divided by `factor`
     truncate: bool = True  # yarn: the bounds between them are whole indices
-    attention_factor: float = 1.0  # yarn: factor of cosines and sines
+    attention_factor: float = 1.0  # yarn, longrope: factor of cosines and sines
     angles: int = 0  # proportional: the frequencies that are not 0
+    # longrope, dynamic: the tokens of a context. Whether they are more than `original_max_position` decides
+    # about all frequencies, so it is known from the start: keys in a cache are rotated once
+    context: int = 0
+    short_divisors: tuple[float, ...] = ()  # longrope, one per frequency: in contexts of the original size
+    long_divisors: tuple[float, ...] = ()  # and in longer ones
 
 
 @dataclass(frozen=True)
@@ -248,6 +253,19 @@ class ModelConfig:
     def rope_of(self, layer: int) -> RopeConfig | None:
         """The rope of `layer`; None: its attention does not see positions."""
         return self.layer_ropes[layer] if self.layer_ropes else self.rope
+
+    def for_context(self, length: int | None) -> ModelConfig:
+        """The model that serves contexts of `length` tokens; None: its own.
+
+        Some ropes depend on it. `dynamic` also allows more than the model's own.
+        """
+        if length is None or self.rope.scaling not in ("longrope", "dynamic"):
+            return self
+        rope, most = replace(self.rope, context=length), self.max_position
+        if rope.scaling == "dynamic":
+            most = max(most, min(length, int(rope.original_max_position * rope.factor)))
+        ropes = tuple(rope if own == self.rope else own for own in self.layer_ropes)
+        return replace(self, rope=rope, layer_ropes=ropes, max_position=most)
 
     def beyond_llama(self) -> list[str]:
         """The blocks of this model that llama does not have, in words. The torch backend has all of them."""

@@ -13,6 +13,7 @@ from typing import Any
 from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
 from paceline.models.family_fields import (
+    QUERY_GROWTH,
     Windows,
     cohere2_blocks,
     deepseek_v2_experts,
@@ -24,6 +25,7 @@ from paceline.models.family_fields import (
     latent_blocks,
     llama4_blocks,
     llama4_experts,
+    ministral3_blocks,
     ministral_windows,
     mistral_windows,
     mixtral_experts,
@@ -34,6 +36,7 @@ from paceline.models.family_fields import (
     qwen_moe_windows,
     qwen_windows,
     rope_config,
+    rope_fields,
     smollm3_blocks,
     smollm3_windows,
     windows_everywhere,
@@ -91,7 +94,8 @@ def model_config(values: Mapping[str, object], source: str) -> ModelConfig:
     if head_dim % 2:
         raise UnsupportedModelError(f"{source}: head_dim {head_dim} is odd; rotary embedding needs pairs.")
     attention_bias = fields.flag("attention_bias", False)
-    rope = _with_partial_rope(rope_config(fields, 10000.0), fields, family, head_dim)
+    rope = _with_partial_rope(rope_config(fields, 10000.0, family.rope_fields), fields, family, head_dim)
+    _check_divisors(rope, head_dim, fields)
     config = ModelConfig(
         family=name,
         vocab_size=fields.integer("vocab_size"),
@@ -140,10 +144,20 @@ def _with_partial_rope(rope: RopeConfig, fields: Fields, family: Family, head_di
     return replace(rope, dim=int(head_dim * share))
 
 
+def _check_divisors(rope: RopeConfig, head_dim: int, fields: Fields) -> None:
+    """CheckpointError if longrope does not have a number for each frequency."""
+    expected = (rope.dim or head_dim) // 2
+    for name, divisors in (("short_factor", rope.short_divisors), ("long_factor", rope.long_divisors)):
+        if rope.scaling == "longrope" and len(divisors) != expected:
+            raise CheckpointError(
+                f"{fields.source} has {len(divisors)} numbers in {name}; expected {expected}, one for each "
+                "rotated pair. The file is damaged or was edited: fetch the model again."
+            )
+
+
 def _rotary_share(fields: Fields) -> float:
     """The share of a head that is rotated."""
-    in_rope = fields.group("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
-    return in_rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    return rope_fields(fields).number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
 
 
 def _refuse_unsupported(fields: Fields, family: Family) -> None:
@@ -187,6 +201,7 @@ class Family:
     mtp: str = ""
     activation_name: str = "hidden_act"
     eps_name: str = "rms_norm_eps"
+    rope_fields: tuple[str, ...] = ()  # that its rope parameters may have beside family_fields.ROPE_FIELDS
     quantizations: tuple[str, ...] = ()  # that its safetensors may have beside quantized.method.METHODS
     defaults: Mapping[str, object] = field(default_factory=dict)  # transformers' for keys that a config lacks
 
@@ -342,6 +357,12 @@ FAMILIES = {
         defaults={"layer_norm_eps": 1e-5, "tie_word_embeddings": True},
     ),
     "ministral": Family(windows=ministral_windows, defaults={"num_key_value_heads": 8}),
+    "ministral3": Family(
+        windows=windows_everywhere,
+        more=ministral3_blocks,
+        rope_fields=(QUERY_GROWTH,),
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
+    ),
     "granitemoehybrid": Family(
         optional_bias="qkvo",
         more=granite_hybrid_blocks,

@@ -32,6 +32,13 @@ class Fields:
             raise self.wrong(name, "a positive number")
         return float(value)
 
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """The list `name` of positive finite numbers."""
+        value = self.values.get(name)
+        if not isinstance(value, list | tuple) or not value:
+            raise self.wrong(name, "a list of positive numbers")
+        return tuple(Fields({name: entry}, self.source).number(name) for entry in value)
+
     def flag(self, name: str, default: bool) -> bool:
         """The boolean `name`, or `default` when absent."""
         value = self._value(name, default)

@@ -74,6 +74,7 @@ GRANITE_HYBRID_NAMES = {
     "input_linear": "gate_up_proj",
     "output_linear": "down_proj",
 }
+NORM_ENDINGS = ("norm", "norm_embedding", "norm_hidden")  # the last two in blocks for multi-token prediction
 WHOLE_NORM = ".linear_attn.norm."  # a norm that is stored whole, whatever `norm_offset` says
 
 
@@ -182,7 +183,7 @@ def converted(
         # where there are no experts, the MLP beside them is the only one
         name = stored_name if config.moe else stored_name.replace(".mlp.shared_experts.", ".mlp.")
         for own_name, part in split_joined(name, tensor, fused):
-            is_norm = own_name.rsplit(".", 2)[-2].endswith("norm") and WHOLE_NORM not in own_name
+            is_norm = own_name.rsplit(".", 2)[-2].endswith(NORM_ENDINGS) and WHOLE_NORM not in own_name
             if layout.norm_offset and is_norm:
                 part = Shifted(part, layout.norm_offset)
             is_rotated = layout.interleaved_rope and re.search(r"\.[qk]_proj\.", own_name)

@@ -30,6 +30,7 @@ TOP_NAMES = {
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 # weights [experts, out, in], biases [experts, out]
 STACKED_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|bias)")
@@ -77,7 +78,7 @@ def _config(file: GgufFile) -> ModelConfig:
     if "token_embd.weight" not in file.tensors:
         raise damaged(file.path, "the tensor token_embd.weight is missing")
     values["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
-    values["rope_parameters"] = _rope_parameters(fields) | {"truncate": known.truncated_yarn}
+    values["rope_parameters"] = _rope_parameters(file, fields) | {"truncate": known.truncated_yarn}
     config = _with_rope_size(fields, model_config(values, source))
     if "blk.0.attn_q.bias" in file.tensors and not config.qkv_bias:
         config = replace(config, qkv_bias=True)
@@ -87,8 +88,20 @@ def _config(file: GgufFile) -> ModelConfig:
     return config
 
 
-def _rope_parameters(fields: Fields) -> dict[str, object]:
+def _rope_parameters(file: GgufFile, fields: Fields) -> dict[str, object]:
     kind = fields.text("rope.scaling.type", "none")
+    lists = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+    if all(name in file.tensors for name in lists.values()):
+        found = {key: file.tensors[name].float32().tolist() for key, name in lists.items()}
+        attention = fields.number("rope.scaling.attn_factor", 1.0)
+        original = fields.integer("rope.scaling.original_context_length")
+        found |= {"attention_factor": attention, "original_max_position_embeddings": original}
+        return {"rope_type": "longrope", **found}
+    if kind == "longrope":
+        raise UnsupportedModelError(
+            f"{fields.source} has longrope without the tensors {' and '.join(lists.values())}. "
+            "Use a file that has them, or safetensors."
+        )
     names = {
         "factor": "rope.scaling.factor",
         "original_max_position_embeddings": "rope.scaling.original_context_length",
@@ -147,7 +160,7 @@ def _renamed(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, GgufTen
     names = {**BLOCK_NAMES, **known.names}
     unused = _mtp_prefixes(file, architecture, config)
     for name, tensor in file.tensors.items():
-        if name == "rope_freqs.weight" or name.startswith(unused):
+        if name in ROPE_TENSORS or name.startswith(unused):
             continue
         if name in TOP_NAMES:
             yield TOP_NAMES[name], tensor

@@ -31,7 +31,7 @@ def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
     """The name and shape of every tensor that a model of this config has."""
     yield "model.embed_tokens.weight", (config.vocab_size, config.hidden_size)
     for layer in range(config.num_layers):
-        for name, shape in _layer_tensors(config, layer):
+        for name, shape in layer_tensors(config, layer):
             yield f"model.layers.{layer}.{name}", shape
     if inputs := config.per_layer_input:
         width = config.num_layers * inputs.size
@@ -43,7 +43,8 @@ def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
         yield "lm_head.weight", (config.vocab_size, config.hidden_size)
 
 
-def _layer_tensors(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def layer_tensors(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The name, without its layer's, and shape of every tensor of a layer."""
     hidden = config.hidden_size
     for name in NORMS[config.norm_placement]:
         yield f"{name}.weight", (hidden,)

@@ -31,11 +31,11 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float32Array:
     head_dim = rope.dim or head_dim
     # float32 from the first step, because models were trained with this rounding
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    powers = np.array([_power(rope.theta, float(exponent)) for exponent in exponents], dtype=np.float32)
+    theta = _dynamic_theta(rope, head_dim) if rope.scaling == "dynamic" else rope.theta
+    powers = np.array([_power(theta, float(exponent)) for exponent in exponents], dtype=np.float32)
     frequencies: Float32Array = np.float32(1) / powers
-    if rope.frequency_divisors:
-        divisors: Float32Array = np.array(rope.frequency_divisors, dtype=np.float32)
-        return frequencies / divisors
+    if divisors := _divisors(rope):
+        return frequencies / np.array(divisors, dtype=np.float32)
     if rope.scaling == "linear":
         return frequencies / rope.factor
     if rope.scaling == "llama3":
@@ -92,6 +92,28 @@ def _logarithm(value: float) -> float:
     """The natural logarithm, rounded once."""
     with decimal.localcontext(prec=40):
         return float(decimal.Decimal(value).ln())
+
+
+def _divisors(rope: RopeConfig) -> tuple[float, ...]:
+    """What each frequency is divided by, if a file lists it."""
+    if rope.scaling != "longrope":
+        return rope.frequency_divisors
+    return rope.long_divisors if rope.context > rope.original_max_position else rope.short_divisors
+
+
+def _dynamic_theta(rope: RopeConfig, head_dim: int) -> float:
+    """The larger base with which a context that is longer than the original one is as if interpolated."""
+    if rope.context <= rope.original_max_position:
+        return rope.theta
+    stretch = rope.factor * rope.context / rope.original_max_position - (rope.factor - 1)
+    return rope.theta * _power(stretch, head_dim / (head_dim - 2))
+
+
+def longrope_attention_factor(factor: float, original_max_position: int) -> float:
+    """The factor of cosines and sines that longrope has if a configuration does not say."""
+    if factor <= 1:
+        return 1.0
+    return math.sqrt(1 + _logarithm(factor) / _logarithm(original_max_position))
 
 
 def _llama3_frequencies(rope: RopeConfig, frequencies: Float32Array) -> Float32Array:

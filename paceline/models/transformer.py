@@ -148,6 +148,16 @@ class Layer:
         return hidden + (added if self.residual_scale == 1 else added * self.residual_scale)
 
 
+def rotation_of(
+    rope: RopeConfig, frequencies: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
+) -> Rotation:
+    """The rotation of rows at these positions."""
+    # Angles stay float32 in every dtype: bfloat16 cannot count positions above 256.
+    angles = (positions.float()[:, None] * frequencies)[:, None, :]
+    factor = rope.attention_factor
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
 def attention_class(config: ModelConfig, layer: int) -> type[Attention]:
     """The class of the attention of a layer."""
     if config.latent:
@@ -272,16 +282,10 @@ class Transformer:
 
     def rotations(self, positions: torch.Tensor) -> dict[RopeConfig | None, Rotation | None]:
         """The rotation of each row by its position, for every rope that a layer has."""
-        return {None: None} | {rope: self._rotation(rope, positions) for rope in self.frequencies}
-
-    def _rotation(self, rope: RopeConfig, positions: torch.Tensor) -> Rotation:
-        # Angles stay float32 in every dtype: bfloat16 cannot count positions above 256.
-        angles, dtype = (
-            (positions.float()[:, None] * self.frequencies[rope])[:, None, :],
-            self.dtype,
-        )
-        factor = rope.attention_factor
-        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+        return {None: None} | {
+            rope: rotation_of(rope, frequencies, positions, self.dtype)
+            for rope, frequencies in self.frequencies.items()
+        }
 
     def _frequencies(self, rope: RopeConfig) -> torch.Tensor:
         return torch.from_numpy(rope_frequencies(rope, self.config.head_dim)).to(self.device)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +17,15 @@ from paceline.models.checkpoint import Checkpoint
 from paceline.models.registry import load_checkpoint
 from tests.backends.driver import Driven, drive, run
 from tests.large import repeated
-from tests.tiny import FAMILIES, MORE_HYBRIDS, TORCH_FAMILIES, VOCAB_SIZE, random_model, save_checkpoint
+from tests.tiny import (
+    FAMILIES,
+    MORE_HYBRIDS,
+    ROPES_BY_LENGTH,
+    TORCH_FAMILIES,
+    VOCAB_SIZE,
+    random_model,
+    save_checkpoint,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -149,6 +158,21 @@ def test_bfloat16_is_near_float32(pair: Pair, device: str) -> None:
     # 8 bits of mantissa through three layers, for logits that spread over two units; the median,
     # because a row whose router was undecided may take another expert
     assert 0 < np.median(np.abs(logits - pair.expected(PROMPT))) < 0.1
+
+
+@pytest.mark.parametrize("family", ROPES_BY_LENGTH)
+@pytest.mark.parametrize("context", [20, 40])
+def test_a_rope_that_depends_on_the_context_is_that_of_the_served_one(
+    family: str, context: int, tmp_path: Path
+) -> None:
+    """transformers has other angles for texts of other lengths; ours are those of a full context."""
+    stored = load_checkpoint(save_checkpoint(family, tmp_path))
+    served = replace(stored, config=stored.config.for_context(context))
+    with torch.inference_mode():
+        expected = random_model(family)(torch.tensor([PROMPT[:context]])).logits[0].numpy()
+    request = drive(TorchBackend.load(served), pages_each=6)[0]
+    logits = [request.extend(PROMPT[start : min(start + 9, context)]) for start in range(0, context, 9)]
+    np.testing.assert_allclose(np.concatenate(logits), expected, rtol=0, atol=CLOSE)
 
 
 @needs_cuda

@@ -12,6 +12,7 @@ import pytest
 from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.families import FAMILIES, model_config
+from paceline.models.rope import rope_frequencies
 from tests.models.files import MODELS
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -27,7 +28,7 @@ def test_the_families_are_those_we_promise() -> None:
     first = {"llama", "mistral", "ministral", "qwen2", "mimo", "qwen3", "qwen3_moe", "mixtral"}
     later = {"gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "granite", "smollm3", "glm4", "cohere2"}
     later |= {"glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "kimi_k2"}
-    later |= {"gemma4_text", "llama4_text"}
+    later |= {"gemma4_text", "llama4_text", "ministral3"}
     later |= {"granitemoehybrid", "lfm2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
     assert set(FAMILIES) == first | later
 
@@ -115,6 +116,22 @@ def test_yarn_has_the_factors_of_the_paper_unless_the_file_says_others() -> None
     assert config("llama", rope_scaling=YARN | scales).rope.attention_factor == 1
 
 
+def test_longrope_and_dynamic_are_those_of_the_served_context() -> None:
+    long = {"type": "su", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 4.0]}
+    phi = config("llama", model_type="phi3", rope_scaling=long, original_max_position_embeddings=64)
+    assert (phi.rope.scaling, phi.rope.context, phi.rope.original_max_position) == ("longrope", 128, 64)
+    assert phi.rope.attention_factor == pytest.approx((1 + math.log(2) / math.log(64)) ** 0.5)
+    assert phi.for_context(64).rope.context == 64
+    assert phi.for_context(64).max_position == 128
+    dynamic = config("llama", rope_scaling={"type": "dynamic", "factor": 4.0})
+    assert rope_frequencies(dynamic.rope, 8).tolist() == rope_frequencies(RopeConfig(5000.0), 8).tolist()
+    assert dynamic.for_context(None) == dynamic
+    assert (dynamic.for_context(300).max_position, dynamic.for_context(9999).max_position) == (300, 512)
+    assert config("llama").for_context(300).max_position == 128
+    with pytest.raises(CheckpointError, match="3 numbers in long_factor; expected 4"):
+        config("llama", model_type="phi3", rope_scaling=long | {"long_factor": [1.0] * 3})
+
+
 def test_blocks_that_only_the_torch_backend_has_are_named() -> None:
     assert config("llama").beyond_llama() == config("llama", model_type="phi3").beyond_llama() == []
     assert config("llama", rope_scaling=YARN).beyond_llama() == []
@@ -195,9 +212,12 @@ def test_latent_attention_keeps_one_small_head_per_token() -> None:
         ({"model_type": "gpt2"}, "'gpt2' is not supported. Supported are llama, mistral"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"mlp_bias": True}, "mlp_bias"),
-        ({"rope_scaling": {"type": "longrope"}}, "'longrope' is not supported. Supported are default"),
+        ({"rope_scaling": {"type": "axial"}}, "'axial' is not supported. Supported are default"),
         ({"use_bidirectional_attention": True}, "bidirectional"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+        (
+            {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+            "llama_4_scaling_beta of",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial"),
         ({"quantization_config": {"quant_method": "hqq"}}, "GGUF"),
         ({"head_dim": 7}, "odd"),

@@ -11,8 +11,9 @@ import torch
 from paceline.models.attention import attend, rotate
 from paceline.models.blocks import MLP, MixtureOfExperts, RMSNorm
 from paceline.models.config import MoeConfig, RopeConfig
+from paceline.models.families import model_config
 from paceline.models.rope import rope_frequencies
-from tests.tiny import FAMILIES
+from tests.tiny import FAMILIES, ROPES_BY_LENGTH
 
 LLAMA3 = RopeConfig(theta=500.0, scaling="llama3", factor=8.0, original_max_position=64)
 
@@ -27,18 +28,26 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize(
-    ("family", "rope"),
-    [
-        ("llama-llama3-rope", LLAMA3),
-        ("llama-linear-rope", RopeConfig(theta=1000.0, scaling="linear", factor=2.5)),
-    ],
-)
-def test_scaled_frequencies_are_those_of_transformers(family: str, rope: RopeConfig) -> None:
+ROPES = {
+    "llama-llama3-rope": FAMILIES,
+    "llama-linear-rope": FAMILIES,
+    "llama-yarn-rope": FAMILIES,
+    "llama-dynamic-rope": ROPES_BY_LENGTH,
+    "phi3-longrope": ROPES_BY_LENGTH,
+}
+
+
+@pytest.mark.parametrize("length", [12, 60])
+@pytest.mark.parametrize("family", ROPES)
+def test_scaled_frequencies_are_those_of_transformers(family: str, length: int) -> None:
+    """Within the original context and beyond it."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    expected, _ = ROPE_INIT_FUNCTIONS[rope.scaling](FAMILIES[family].config(), torch.device("cpu"))
+    theirs = ROPES[family][family].config()
+    rope = model_config(theirs.to_dict(), "config.json").for_context(length).rope
+    expected, factor = ROPE_INIT_FUNCTIONS[rope.scaling](theirs, torch.device("cpu"), seq_len=length)
     np.testing.assert_allclose(rope_frequencies(rope, head_dim=10), expected.numpy(), rtol=1e-6)
+    assert rope.attention_factor == pytest.approx(factor)
 
 
 def test_plain_frequencies_fall_from_one_to_nearly_one_over_theta() -> None:

@@ -32,6 +32,8 @@ from paceline.backends.torch_parallel.communicator import GroupCommunicator, Ran
 from paceline.backends.torch_pool import TorchPool
 from paceline.core.forward import ForwardBatch
 from paceline.errors import BackendLostError
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.config import ModelConfig
 
 TIMEOUT = 120.0  # seconds that a rank waits for the others in a pass; they compute the same at the same time
 START_TIMEOUT = 1800.0  # seconds to read the weights, perhaps from a slow disk
@@ -45,6 +47,7 @@ class Orders:
 
     rank: int
     source: Path
+    config: ModelConfig
     devices: tuple[torch.device, ...]  # of all ranks
     dtype: str
     max_rows: int
@@ -188,7 +191,11 @@ def _portable(argument: Any) -> Any:
 
 
 def start_ranks(
-    source: Path, devices: Sequence[torch.device], dtype: str, max_rows: int, timeout: float = TIMEOUT
+    checkpoint: Checkpoint,
+    devices: Sequence[torch.device],
+    dtype: str,
+    max_rows: int,
+    timeout: float = TIMEOUT,
 ) -> tuple[Ranks, GroupCommunicator]:
     """The other ranks, which now load their pieces of the model, and the communicator of rank 0."""
     folder = tempfile.mkdtemp(prefix="paceline-ranks-")
@@ -197,8 +204,10 @@ def start_ranks(
     ranks = Ranks(peers, folder)
     for rank in range(1, len(devices)):
         peers.append(_start())
+        model = checkpoint.source, checkpoint.config
+        threads = torch.get_num_threads()
         peers[-1].connection.send(
-            Orders(rank, source, tuple(devices), dtype, max_rows, torch.get_num_threads(), store, timeout)
+            Orders(rank, *model, tuple(devices), dtype, max_rows, threads, store, timeout)
         )
     ranks.wait_for_answers()  # they have imported torch: from here on no rank waits for the start of another
     return ranks, GroupCommunicator(0, devices, store, timeout)

@@ -53,7 +53,7 @@ def load(orders: Orders) -> TorchBackend:
     torch.set_num_threads(orders.threads)
     device = orders.devices[orders.rank]
     communicator = GroupCommunicator(orders.rank, orders.devices, orders.store, orders.timeout)
-    checkpoint = load_checkpoint(orders.source)
+    checkpoint = replace(load_checkpoint(orders.source), config=orders.config)
     model = load_pieces(checkpoint, device, find_dtype(orders.dtype), communicator)
     return TorchBackend(model, orders.max_rows)
 

@@ -36,7 +36,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from paceline.models.config import RopeConfig
+from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.layout import layer_tensors
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class HeadConfig:
     own_embedding: bool = False  # False: the target's
     own_lm_head: bool = True  # False: the target's
     block: BlockConfig | None = None  # of a parallel head
+    layer: ModelConfig | None = None  # of an mtp head: its layer is one of this model's, not llama's
     target: TargetName | None = None  # None: its file does not say
 
     @property
@@ -165,6 +167,10 @@ def _slot_tensors(config: HeadConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     if config.kind == "mtp":
         yield "embedding_norm.weight", (hidden,)
         yield "state_norm.weight", (hidden,)
+    if config.layer is not None:
+        yield from ((f"midlayer.{name}", shape) for name, shape in layer_tensors(config.layer, 0))
+        yield "norm.weight", (hidden,)
+        return
     yield from _layer_tensors(config, "midlayer.", 2 * hidden if eagle3 else hidden)
     if config.kind != "eagle":
         yield "midlayer.input_layernorm.weight", (hidden,)

@@ -207,12 +207,16 @@ def _rope_fields(rope: RopeConfig) -> dict[str, object]:
     if rope.scaling == "none":
         return {"rope_theta": rope.theta}
     scaling: dict[str, object] = {"rope_type": rope.scaling, "factor": rope.factor}
-    if rope.scaling == "llama3":
-        scaling |= {
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_max_position,
-        }
+    if rope.scaling not in ("linear", "dynamic"):
+        scaling["original_max_position_embeddings"] = rope.original_max_position
+    more = {
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor"),
+        "longrope": ("attention_factor",),
+    }
+    scaling |= {name: getattr(rope, name) for name in more.get(rope.scaling, ())}
+    if rope.scaling == "longrope":
+        scaling |= {"short_factor": [*rope.short_divisors], "long_factor": [*rope.long_divisors]}
     return {"rope_theta": rope.theta, "rope_scaling": scaling}
 
 

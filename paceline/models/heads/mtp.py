@@ -7,7 +7,7 @@ paceline.models does not support have none.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,9 +29,38 @@ class MtpLayout:
     embedding_first: bool  # the projection reads [embedding, state], not [state, embedding]
     norm_features: bool  # it reads the target's last state after the final norm, not before
     norm_output: bool  # its own state is fed back after its last norm, not before
+    own_layer: bool = False  # its layer is one of its target's family, not one of llama's shape
 
 
+# the embedding and the output matrix are there again: they are the target's
+_DEEPSEEK = MtpLayout(
+    prefix="model.layers.{layers}.",
+    names={
+        "embedding_norm.": "enorm.",
+        "state_norm.": "hnorm.",
+        "fc.": "eh_proj.",
+        "midlayer.": "",
+        "norm.": "shared_head.norm.",
+    },
+    embedding_first=True,
+    norm_features=True,
+    norm_output=True,
+    own_layer=True,
+)
+_QWEN = replace(
+    _DEEPSEEK,
+    prefix="mtp.",
+    names={
+        "embedding_norm.": "pre_fc_norm_embedding.",
+        "state_norm.": "pre_fc_norm_hidden.",
+        "fc.": "fc.",
+        "midlayer.": "layers.0.",
+        "norm.": "norm.",
+    },
+)
 LAYOUTS = {
+    **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe"), _DEEPSEEK),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _QWEN),
     "mimo": MtpLayout(
         prefix="model.mtp_layers.0.",
         names={
@@ -60,6 +89,7 @@ def mtp_head(target: ModelConfig, tensors: Mapping[str, Tensor]) -> HeadCheckpoi
             f"{', '.join(LAYOUTS)} have; this one is a {target.family} model. Use another method."
         )
     config = _config(target, layout)
+    layout = replace(layout, prefix=layout.prefix.format(layers=target.num_layers))
     found = {name: _tensor(layout, name, shape, tensors) for name, shape in expected_tensors(config)}
     if not layout.embedding_first:
         found["fc.weight"] = encode(np.roll(found["fc.weight"].float32(), config.hidden_size, axis=1))
@@ -86,7 +116,14 @@ def _config(target: ModelConfig, layout: MtpLayout) -> HeadConfig:
         norm_output=layout.norm_output,
         qkv_bias=target.qkv_bias,
         own_lm_head=False,
+        layer=_one_layer(target) if layout.own_layer else None,
     )
+
+
+def _one_layer(target: ModelConfig) -> ModelConfig:
+    """A model of one layer, which attends, and has experts if the target has any."""
+    moe = target.moe and replace(target.moe, layers=frozenset({0}))
+    return replace(target, num_layers=1, moe=moe, recurrent=None)
 
 
 def _tensor(layout: MtpLayout, name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Tensor:
