@@ -34,8 +34,9 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float32Array:
     theta = _dynamic_theta(rope, head_dim) if rope.scaling == "dynamic" else rope.theta
     powers = np.array([_power(theta, float(exponent)) for exponent in exponents], dtype=np.float32)
     frequencies: Float32Array = np.float32(1) / powers
-    if divisors := _divisors(rope):
-        return frequencies / np.array(divisors, dtype=np.float32)
+    if listed := _divisors(rope):
+        divisors: Float32Array = np.array(listed, dtype=np.float32)
+        return frequencies / divisors
     if rope.scaling == "linear":
         return frequencies / rope.factor
     if rope.scaling == "llama3":

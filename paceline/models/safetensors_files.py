@@ -75,7 +75,7 @@ def safetensors_checkpoint(folder: Path) -> Checkpoint:
     quantization = read_quantization(values, f"{folder.name}/config.json")
     layout, tensors = FAMILIES[config.family].files, dict[str, Tensor]()
     for path, names in _files(folder).items():
-        found = read_safetensors(path, integers=layout.stacked_experts or quantization is not None)
+        found = read_safetensors(path, integers=bool(layout.stacked_experts) or quantization is not None)
         for name in names if names is not None else found:
             if name not in found:
                 raise damaged(path, f"it lacks the tensor {name}, which {INDEX_FILE} says is in it")

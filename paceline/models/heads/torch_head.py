@@ -101,7 +101,7 @@ class FeatureNorms(nn.ModuleList):
 class Attention(nn.Module):
     def __init__(self, config: HeadConfig, input_size: int) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim, self.rope = config.head_dim, config.rope
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = nn.Linear(input_size, query_size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(input_size, kv_size, bias=config.qkv_bias)
@@ -136,7 +136,8 @@ class Attention(nn.Module):
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         # Angles stay float32 in every dtype: bfloat16 cannot count positions above 256.
         angles = (positions.float()[..., None] * self.frequencies.float())[..., None, :]
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        factor = self.rope.attention_factor
+        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
 class MLP(nn.Module):
