@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -24,6 +24,7 @@ class Batch:
     tokens: torch.Tensor  # int64 [batch, tokens]
     answers: torch.Tensor  # int64 [batch] index of the first answered token
     lengths: torch.Tensor  # int64 [batch]
+    starts: Sequence[int] = ()  # place of each one's first token among those of all examples, if it has one
 
 
 def split(examples: Examples, held_out: float, seed: int) -> tuple[Indices, Indices]:
@@ -69,6 +70,12 @@ def all_batches(examples: Examples, chosen: Indices, batch_tokens: int, seed: in
         yield from epoch_batches(examples, chosen, batch_tokens, seed, epoch)
 
 
+def on_device(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """A copy on the device. A GPU does not stop for it: the host must be steps ahead to keep it busy."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def collate(examples: Examples, indices: Indices, device: torch.device) -> Batch:
     """The examples at these indices as one padded batch."""
     sequences = [examples.ids(int(index)) for index in indices]
@@ -77,4 +84,5 @@ def collate(examples: Examples, indices: Indices, device: torch.device) -> Batch
     for row, sequence in enumerate(sequences):
         tokens[row, : len(sequence)] = sequence
     answers = examples.answers[indices].astype(np.int64)
-    return Batch(*(torch.from_numpy(array).to(device) for array in (tokens, answers, lengths)))
+    arrays = (on_device(array, device) for array in (tokens, answers, lengths))
+    return Batch(*arrays, starts=examples.offsets[indices].tolist())

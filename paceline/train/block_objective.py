@@ -26,6 +26,7 @@ from paceline.train.acceptance import accepted_by_blocks
 from paceline.train.batches import Batch
 from paceline.train.block import block_losses, random_anchors
 from paceline.train.examples import Examples
+from paceline.train.kept_states import KeptStates
 from paceline.train.losses import LOSSES, DraftIds, StepLosses
 from paceline.train.new_head import choose_draft_ids, copy_output, load_weights, shared_weights
 from paceline.train.objective import NEW, Int32Array, WriteHead, float16_weights, precision_of
@@ -70,11 +71,12 @@ class BlockObjective:
         if device.type == "cuda":
             self.network.compile_small_steps()
         self._ids = DraftIds(torch.from_numpy(self.draft_ids).long().to(device), target.head)
-        self._layers = self.network.config.layers_of(target.config.num_layers)
+        layers = self.network.config.layers_of(target.config.num_layers)
+        self._states = KeptStates(target, layers, len(examples.tokens), options.keep_states)
 
     def losses(self, batch: Batch) -> StepLosses:
         """The losses of a batch, per token ahead."""
-        states = target_states(self.target, batch.tokens, self._layers)
+        states = self._states(batch)
         anchors = random_anchors(batch, self._anchors, self._seed)
         with precision_of(self.target):
             return block_losses(self.network, self._ids, states, batch, anchors, self._loss)
@@ -82,7 +84,7 @@ class BlockObjective:
     @torch.no_grad()
     def accepted(self, batch: Batch) -> torch.Tensor:
         """Accepted guesses of a chain after each token: int64 [batch, tokens]; see acceptance.py."""
-        states = target_states(self.target, batch.tokens, self._layers)
+        states = self._states(batch)
         with precision_of(self.target):
             return accepted_by_blocks(self.network, states.features, self._ids, batch)
 

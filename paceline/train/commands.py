@@ -80,6 +80,12 @@ TRAINING: Group = (
         0.0,
         "Write an exponential moving average of the weights with this decay per step. 0: the last weights.",
     ),
+    Flag(
+        "keep_states",
+        float,
+        0.0,
+        "GB of memory for the target's states, which later epochs then need not compute again.",
+    ),
     Flag("checkpoint_every", int, 500, "Steps between two checkpoints; after 5 minutes in any case."),
 )
 ANSWERS = by_topic(ANSWERS, {"Answers": "temperatures max_prompt_tokens max_tokens self_written"})
@@ -87,7 +93,7 @@ TRAINING = by_topic(
     TRAINING,
     {
         "Optimizer": "batch_tokens max_length learning_rate warmup_steps clip average held_out "
-        "checkpoint_every",
+        "keep_states checkpoint_every",
         "Loss": "step_decay loss",
     },
 )

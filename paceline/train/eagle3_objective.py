@@ -15,11 +15,11 @@ from paceline.train.acceptance import accepted_by_steps
 from paceline.train.batches import Batch
 from paceline.train.eagle3 import step_losses, unroll
 from paceline.train.examples import Examples
+from paceline.train.kept_states import KeptStates
 from paceline.train.losses import LOSSES, DraftIds, StepLosses
 from paceline.train.new_head import choose_draft_ids, head_config, head_from, new_head
 from paceline.train.objective import NEW, WriteHead, float16_weights, precision_of
 from paceline.train.options import Eagle3Options
-from paceline.train.sequences import target_states
 
 
 class Eagle3Objective:
@@ -49,11 +49,12 @@ class Eagle3Objective:
         if device.type == "cuda":
             self.network.compile_small_steps()
         self._ids = DraftIds(torch.from_numpy(self.draft_ids).long().to(device), target.head)
-        self._layers = self.network.config.layers_of(target.config.num_layers)
+        layers = self.network.config.layers_of(target.config.num_layers)
+        self._states = KeptStates(target, layers, len(examples.tokens), options.keep_states)
 
     def losses(self, batch: Batch) -> StepLosses:
         """The losses of a batch, per draft step."""
-        states = target_states(self.target, batch.tokens, self._layers)
+        states = self._states(batch)
         with precision_of(self.target):
             return step_losses(
                 self.network,
@@ -69,7 +70,7 @@ class Eagle3Objective:
     @torch.no_grad()
     def accepted(self, batch: Batch) -> torch.Tensor:
         """Accepted guesses of a chain after each token: int64 [batch, tokens]; see acceptance.py."""
-        states = target_states(self.target, batch.tokens, self._layers)
+        states = self._states(batch)
         with precision_of(self.target):
             outputs = unroll(self.network, states.features, batch.tokens, self.num_steps)
             return accepted_by_steps(outputs, self.network.logits, self._ids, batch)

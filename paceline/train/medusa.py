@@ -27,11 +27,11 @@ from paceline.models.transformer import Transformer
 from paceline.train.acceptance import accepted_by_steps
 from paceline.train.batches import Batch
 from paceline.train.examples import Examples
+from paceline.train.kept_states import KeptStates
 from paceline.train.losses import LOSSES, DraftIds, StepLosses, distillation_losses
 from paceline.train.new_head import choose_draft_ids
 from paceline.train.objective import NEW, Int32Array, WriteHead, float16_weights, precision_of
 from paceline.train.options import MedusaOptions
-from paceline.train.sequences import target_states
 
 MAX_TREE_PATHS = 64  # of the tree stored with the heads
 MAX_BRANCHES = 10  # candidates per head in a tree
@@ -66,11 +66,13 @@ class MedusaObjective:
         self.num_steps = self.config.num_heads
         self._loss = LOSSES[options.loss]
         self._paths: tuple[tuple[int, ...], ...] = ()
+        layers = (target.config.num_layers,)
+        self._states = KeptStates(target, layers, len(examples.tokens), options.keep_states)
         self._ids = DraftIds(torch.from_numpy(self.draft_ids).long().to(target.embedding.device), target.head)
 
     def losses(self, batch: Batch) -> StepLosses:
         """The losses of a batch, per head."""
-        states = target_states(self.target, batch.tokens, (self.target.config.num_layers,))
+        states = self._states(batch)
         inputs = [states.final] * self.num_steps
         with precision_of(self.target):
             return distillation_losses(
@@ -80,7 +82,7 @@ class MedusaObjective:
     @torch.no_grad()
     def accepted(self, batch: Batch) -> torch.Tensor:
         """Accepted guesses of a chain after each token: int64 [batch, tokens]; see acceptance.py."""
-        states = target_states(self.target, batch.tokens, (self.target.config.num_layers,))
+        states = self._states(batch)
         with precision_of(self.target):
             return accepted_by_steps([states.final] * self.num_steps, self.network.scores, self._ids, batch)
 
@@ -91,7 +93,7 @@ class MedusaObjective:
 
     def _ranks(self, batch: Batch) -> torch.Tensor:
         """Rank of the true token for each head, 0 is the best: int64 [answered tokens, heads]."""
-        final = target_states(self.target, batch.tokens, (self.target.config.num_layers,)).final
+        final = self._states(batch).final
         ranks = []
         for row, (answer, length) in enumerate(
             zip(batch.answers.tolist(), batch.lengths.tolist(), strict=True)

@@ -61,7 +61,7 @@ def head_config(target: ModelConfig, options: Eagle3Options, name: TargetName | 
 
 
 def new_head(config: HeadConfig, target: Transformer, draft_ids: Int32Array, seed: int) -> Head:
-    """A head with random weights, and with the target's output norm and output weights."""
+    """A head with random weights, and with the target's output weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = make_head(config, shared_weights(target))  # on the CPU: the same weights on every device
@@ -70,10 +70,16 @@ def new_head(config: HeadConfig, target: Transformer, draft_ids: Int32Array, see
 
 
 def copy_output(head: BesideTarget, target: Transformer, draft_ids: Int32Array) -> None:
-    """Start from the target's output norm and output weights."""
+    """Start from the target's output weights, with its output norm in them.
+
+    The outputs of a new head are noise, which a final norm of the target's size would make into certainties:
+    losses of a hundred, and hundreds of steps to unlearn them. So the norm starts at one on average.
+    """
+    scale = target.norm.weight.float()
+    scale = scale / scale.square().mean().sqrt()
     with torch.no_grad():
-        head.get_parameter("norm.weight").copy_(target.norm.weight)
-        head.get_parameter("lm_head.weight").copy_(target.head[torch.from_numpy(draft_ids).long()])
+        rows = target.head[torch.from_numpy(draft_ids).long()].float()
+        head.get_parameter("lm_head.weight").copy_(rows * scale)
 
 
 def head_from(checkpoint: HeadCheckpoint, target: Transformer) -> tuple[Head, Int32Array]:

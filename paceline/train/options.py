@@ -30,6 +30,7 @@ class TrainOptions:
     warmup_steps: int = 100
     clip: float = 1.0  # maximum norm of the gradient
     held_out: float = 0.02  # fraction of the prompts held out for evaluation
+    keep_states: float = 0.0  # GB of the target's states that are computed only once; see kept_states.py
     checkpoint_every: int = 500  # steps
     average: float = 0.0  # decay per step of the average of the weights that is written; 0: the last ones
     seed: int = 0
@@ -53,6 +54,7 @@ class TrainOptions:
             check_number(ConfigError, name, getattr(self, name), 0.0, high, low_open=True)
         check_number(ConfigError, "held_out", self.held_out, 0.0, 0.5)
         check_number(ConfigError, "average", self.average, 0.0, 0.99999)
+        check_number(ConfigError, "keep_states", self.keep_states, 0.0, 1e5)
         if self.minutes is not None:
             check_number(ConfigError, "minutes", self.minutes, 0.0, 1e6, low_open=True)
         if self.minutes is not None and self.max_steps is not None:

@@ -31,12 +31,21 @@ from paceline.train.losses import StepLosses
 from paceline.train.objective import Objective
 from paceline.train.options import TrainOptions
 from paceline.train.processes import Processes, SingleProcess
-from paceline.train.progress import MIN_BATCH_TOKENS, Pace, Progress, Record, choose_pace, learning_rate
+from paceline.train.progress import (
+    MAX_BATCH_TOKENS,
+    MIN_BATCH_TOKENS,
+    Pace,
+    Progress,
+    Record,
+    choose_pace,
+    learning_rate,
+)
 
 CHECKPOINT = "checkpoint.safetensors"  # in the folder of the head
 TIMED_RECORDS = 9  # records whose median predicts the steps within `minutes`; compiling slows some of them
 CHECKPOINT_SECONDS = 300.0  # maximum between two checkpoints, if steps are slow
-PROBES = 2  # measured steps: the first one compiles on a GPU
+PROBES = 4  # measured steps: the first ones compile on a GPU
+UNTIMED_RECORDS = 8  # planned at least, because the first steps may have been slow for other reasons
 PROBE_SECONDS = 2.0  # after which no second one is measured, where nothing is compiled
 HELD_OUT_BATCHES = 32  # evaluated at the end, at most
 CURVE_BATCHES = 4  # of them, evaluated at steps 0, 16, 32, 64, ...
@@ -135,7 +144,10 @@ class Trainer:
     def _first_step(self) -> Pace:
         """Measure a small step, which changes nothing, and choose the pace by its time."""
         progress, options = self.progress, self.options
-        small = min(MIN_BATCH_TOKENS, options.batch_tokens or MIN_BATCH_TOKENS)
+        # a small batch would show a GPU's overhead, not its speed
+        most = MAX_BATCH_TOKENS if self.device.type == "cuda" else MIN_BATCH_TOKENS
+        small = options.batch_tokens or most
+        small = small if self.device.type == "cuda" else min(small, most)
         batch = collate(
             self.examples,
             epoch_batches(self.examples, self.chosen, small, options.seed, 0)[0],
@@ -281,7 +293,8 @@ class Trainer:
         """The number of steps; within `left` seconds an estimate, which _plan improves."""
         options = self.options
         if left is not None:
-            return self.processes.agree(max(1, int(left / self.progress.step_seconds)))
+            fitting = int(left / self.progress.step_seconds)
+            return self.processes.agree(max(UNTIMED_RECORDS * pace.record_every, fitting))
         if options.max_steps is not None:
             return options.max_steps
         batches = sum(
@@ -294,15 +307,17 @@ class Trainer:
         """Compute how many steps fit into `minutes`: until half of them are done, and when time is up."""
         progress = self.progress
         self._times.append(progress.seconds)
-        if len(self._times) > 3:
+        timed = len(self._times) > 3
+        if timed:
             records = [after - before for before, after in pairwise(self._times)]
             progress.step_seconds = statistics.median(records) / pace.record_every
         if self.options.minutes is None:
             return
         total, left = progress.total, self._end() - progress.seconds
-        if len(self._times) > 3 and progress.step <= total / 2:
+        if timed and progress.step <= total / 2:
             total = progress.step + max(0, int(left / progress.step_seconds))
-        progress.total = self.processes.agree(progress.step if left < progress.step_seconds else total)
+        is_over = left < (progress.step_seconds if timed else 0.0)
+        progress.total = self.processes.agree(progress.step if is_over else total)
 
     def _record(self, losses: list[StepLosses]) -> Record:
         mean = torch.stack([each.losses for each in losses]).mean(0)
