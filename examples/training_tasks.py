@@ -68,15 +68,15 @@ Return the complete file.|Show the complete code."""
 ABOUT_CODE = """Explain this code.|Write unit tests for this code.|What is the complexity of this code?
 Translate this code to {language}.|Review this code.|What does this code print?
 Document this code in Markdown."""
-SUMMARIES = """Summarize: {text}|Summarize: {text}|Summarize: {text}|Summarize the following text:\n{text}
-{text}\n\nSummarize this article in three sentences.|TL;DR of this, please: {text}
-{text}\nList the key points.|Write a headline and a short summary: {text}"""
-READINGS = """{text}\n{question}|{text}\n{question}|{text}\n\nQuestion: {question}
-Answer the question with the help of the text.\n\nText: {text}\n\nQuestion: {question}
-Context: {text}\n\n{question} Answer briefly."""
+SUMMARIES = """Summarize: {text}|Summarize: {text}|Summarize: {text}|Summarize the following text:\\n{text}
+{text}\\n\\nSummarize this article in three sentences.|TL;DR of this, please: {text}
+{text}\\nList the key points.|Write a headline and a short summary: {text}"""
+READINGS = """{text}\\n{question}|{text}\\n{question}|{text}\\n\\nQuestion: {question}
+Answer the question with the help of the text.\\n\\nText: {text}\\n\\nQuestion: {question}
+Context: {text}\\n\\n{question} Answer briefly."""
 TRANSLATIONS = """Translate {language} to English: {text}|Translate {language} to English: {text}
 Translate {language} to English: {text}|Translate to English: {text}|What does this mean in English? {text}
-Translate this {language} sentence into English:\n{text}|{text}\n\nTranslate this into English."""
+Translate this {language} sentence into English:\\n{text}|{text}\\n\\nTranslate this into English."""
 FROM_ENGLISH = "Translate English to {language}: {text}|How do I say this in {language}? {text}"
 VERBS = """get find search list calculate convert book cancel schedule update create delete compare estimate
 track send order reserve analyze predict plot translate lookup fetch check validate generate"""
@@ -177,8 +177,8 @@ def article(draw: random.Random) -> Messages:
 def passage(draw: random.Random) -> Messages:
     return user(
         f"Write a paragraph of about 180 words from an encyclopedia, on one specific topic within "
-        f'{draw.choice(words(SUBJECTS))}. Then, on a new line that begins with "Question:", ask one short '
-        "question that the paragraph answers."
+        f'{draw.choice(words(SUBJECTS))}. Then write two lines that begin with "Question:", each with one '
+        "short question that the paragraph answers."
     )
 
 
@@ -212,10 +212,9 @@ def summaries(asked: str, text: str, draw: random.Random) -> Iterator[Messages]:
 
 
 def readings(asked: str, text: str, draw: random.Random) -> Iterator[Messages]:
-    before, _, question = text.partition("Question:")
-    if question.strip():
-        found = " ".join(before.replace("*", "").split())
-        question = question.replace("*", "").strip().split("\n")[0]
+    before, *after = text.replace("*", "").split("Question:")
+    found = " ".join(before.split())
+    for question in (part.strip().split("\n")[0] for part in after if part.strip()):
         yield user(draw.choice(words(READINGS)).format(text=found, question=question))
 
 
@@ -240,8 +239,8 @@ TEXTS: dict[str, tuple[int, Make, str, Use]] = {
     "text-requests": (9, requests, "chat", asked_again),
     "text-questions": (3, questions, "qa", asked_again),
     "text-sentences": (6, sentences, "translation", translations),
-    "text-article": (7, article, "summarization", summaries),
-    "text-passage": (8, passage, "rag", readings),
+    "text-article": (9, article, "summarization", summaries),
+    "text-passage": (11, passage, "rag", readings),
     "text-program": (8, program, "edit", edits),
 }
 

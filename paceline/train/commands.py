@@ -81,6 +81,13 @@ TRAINING: Group = (
         "Write an exponential moving average of the weights with this decay per step. 0: the last weights.",
     ),
     Flag(
+        "round_weights",
+        bool,
+        False,
+        "Round matrices to 4 bits in the second half of training, for a head that is served so.",
+        "--round-weights/--no-round-weights",
+    ),
+    Flag(
         "keep_states",
         float,
         0.0,
@@ -93,7 +100,7 @@ TRAINING = by_topic(
     TRAINING,
     {
         "Optimizer": "batch_tokens max_length learning_rate warmup_steps clip average held_out "
-        "keep_states checkpoint_every",
+        "round_weights keep_states checkpoint_every",
         "Loss": "step_decay loss",
     },
 )

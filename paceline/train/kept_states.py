@@ -36,7 +36,7 @@ class KeptStates:
         shape = len(self._layers) + 1, target.config.hidden_size
         bytes_per_token = shape[0] * (shape[1] + torch.float32.itemsize)
         room, device = min(tokens, int(1e9 * gigabytes / bytes_per_token)), target.embedding.device
-        self._values = torch.empty(room, *shape, dtype=ROUNDED, device=device)
+        self._values = torch.empty(room, *shape, dtype=torch.uint8, device=device)  # bytes of ROUNDED
         self._scales = torch.empty(room, shape[0], 1, device=device)
         self._places: dict[int, int] = {}  # of an example's first token, by its place in the examples
         self._used = 0  # tokens
@@ -71,7 +71,7 @@ class KeptStates:
         width = torch.arange(states.final.shape[1], device=lengths.device)
         wide = self._joined(states)[width < lengths[:, None]].float()
         scales = (wide.abs().amax(-1, keepdim=True) / LARGEST).clamp(min=SMALLEST)
-        self._values[self._used : end] = (wide / scales).to(ROUNDED)
+        self._values[self._used : end] = (wide / scales).to(ROUNDED).view(torch.uint8)
         self._scales[self._used : end] = scales
         for start, size in zip(starts, sizes, strict=True):
             self._places[start] = self._used
@@ -85,4 +85,4 @@ class KeptStates:
         # padding gets the last token's states: it is never used, but must be finite
         rows = on_device(places, device)[:, None] + torch.minimum(width, batch.lengths[:, None] - 1)
         rows = rows.clamp(max=self._used - 1)
-        return (self._values[rows].float() * self._scales[rows]).to(self._target.dtype)
+        return (self._values[rows].view(ROUNDED).float() * self._scales[rows]).to(self._target.dtype)

@@ -33,6 +33,7 @@ class TrainOptions:
     keep_states: float = 0.0  # GB of the target's states that are computed only once; see kept_states.py
     checkpoint_every: int = 500  # steps
     average: float = 0.0  # decay per step of the average of the weights that is written; 0: the last ones
+    round_weights: bool = False  # the second half of training sees 4-bit matrices; see rounding.py
     seed: int = 0
 
     def __post_init__(self) -> None:

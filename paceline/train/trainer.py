@@ -14,6 +14,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,13 @@ from paceline.train.progress import (
     choose_pace,
     learning_rate,
 )
+from paceline.train.rounding import rounded_weights
 
 CHECKPOINT = "checkpoint.safetensors"  # in the folder of the head
 TIMED_RECORDS = 9  # records whose median predicts the steps within `minutes`; compiling slows some of them
 CHECKPOINT_SECONDS = 300.0  # maximum between two checkpoints, if steps are slow
 PROBES = 4  # measured steps: the first ones compile on a GPU
+PLANNED = 0.9  # of the steps: until then their number follows the time of a step
 UNTIMED_RECORDS = 8  # planned at least, because the first steps may have been slow for other reasons
 PROBE_SECONDS = 2.0  # after which no second one is measured, where nothing is compiled
 HELD_OUT_BATCHES = 32  # evaluated at the end, at most
@@ -212,9 +215,11 @@ class Trainer:
 
     def _backward(self, batch: Batch) -> StepLosses:
         """The losses of a batch, with their gradients in the parameters."""
-        losses = self.objective.losses(batch)
-        self.optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward((losses.losses * self.weights).sum())
+        is_rounded = self.options.round_weights and 2 * self.progress.step >= self.progress.total > 0
+        with rounded_weights(self.parameters.values()) if is_rounded else nullcontext():
+            losses = self.objective.losses(batch)
+            self.optimizer.zero_grad(set_to_none=True)
+            torch.autograd.backward((losses.losses * self.weights).sum())
         return StepLosses(losses.losses.detach(), losses.matches)
 
     @torch.no_grad()
@@ -304,7 +309,7 @@ class Trainer:
         return -(-batches // self.processes.number)
 
     def _plan(self, pace: Pace) -> None:
-        """Compute how many steps fit into `minutes`: until half of them are done, and when time is up."""
+        """Compute how many steps fit into `minutes`: until PLANNED of them are done, and when time is up."""
         progress = self.progress
         self._times.append(progress.seconds)
         timed = len(self._times) > 3
@@ -314,7 +319,7 @@ class Trainer:
         if self.options.minutes is None:
             return
         total, left = progress.total, self._end() - progress.seconds
-        if timed and progress.step <= total / 2:
+        if timed and progress.step <= PLANNED * total:
             total = progress.step + max(0, int(left / progress.step_seconds))
         is_over = left < (progress.step_seconds if timed else 0.0)
         progress.total = self.processes.agree(progress.step if is_over else total)

@@ -1,0 +1,43 @@
+"""Training for weights of 4 bits: gradients are those at the rounded weights, and move the exact ones.
+
+A head is served with 4-bit matrices, on the cpu backend and from a file of 4 bits. It guesses better there
+if it has learned with them. It does so in the second half of a run, when its weights move little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+GROUP = 32  # inputs that share a scale and a zero point
+STEPS = 15  # from the smallest of them to the largest
+SMALLEST = 1e-7  # of a scale, which is a float16
+
+
+def rounded(matrix: Tensor) -> Tensor:
+    """The matrix [out, in] as 4 bits hold it; the same arithmetic as models/quantized/writer.py."""
+    groups = matrix.unflatten(1, (-1, GROUP))
+    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    scale = ((high - low) / STEPS).clamp(min=SMALLEST).half().float()
+    zero = (-low / scale).round()
+    codes = ((groups / scale).round() + zero).clamp(0, STEPS)
+    return ((codes - zero) * scale).flatten(1)
+
+
+@contextmanager
+def rounded_weights(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """A context in which those of the parameters that are matrices of whole groups are rounded."""
+    matrices = [each for each in parameters if each.ndim == 2 and each.shape[1] % GROUP == 0]
+    exact = [matrix.detach().clone() for matrix in matrices]
+    with torch.no_grad():
+        for matrix in matrices:
+            matrix.copy_(rounded(matrix))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for matrix, values in zip(matrices, exact, strict=True):
+                matrix.copy_(values)
