@@ -23,8 +23,11 @@ from paceline.models.heads.block_formats import (
 )
 from paceline.models.heads.config import HeadConfig, TargetName, expected_tensors
 from paceline.models.heads.formats import COPIES, FORMATS, our_name, read_config
-from paceline.models.safetensors_files import SafeTensor, read_metadata, read_safetensors
-from paceline.models.safetensors_writer import encode_flags, encode_integers, write_safetensors
+from paceline.models.quantized.method import read_quantization
+from paceline.models.quantized.modules import dequantized
+from paceline.models.quantized.writer import can_pack, pack, quantization_config
+from paceline.models.safetensors_files import INTEGER_KINDS, SafeTensor, read_metadata, read_safetensors
+from paceline.models.safetensors_writer import encode, encode_flags, encode_integers, write_safetensors
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -38,6 +41,8 @@ TORCH_KINDS = {
     "torch.int32": "I32",
     "torch.bool": "BOOL",
 }
+QUANTIZATIONS = {"int4": 4, "int8": 8}  # bits
+EIGHT_BITS = ("fc",)  # modules that keep them in int4: the dimensions of a feature differ a hundredfold
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # names in config.json
 FINGERPRINT, TARGET_NAME = "paceline_target_fingerprint", "paceline_target_name"  # safetensors metadata
 
@@ -61,30 +66,49 @@ def load_head(path: Path) -> HeadCheckpoint:
     rename, read = (block_tensor_name, read_block_config) if is_block else (our_name, read_config)
     found = {rename(name): tensor for name, tensor in read_weights(weights).items()}
     found = {name: tensor for name, tensor in found.items() if name not in COPIES}
+    offsets, mask = found.pop("d2t", None), found.pop("t2d", None)
     if is_block and (folder / MASK_EMBEDDING).is_file():
         found["mask_embedding"] = _read_mask_embedding(folder / MASK_EMBEDDING)
-    offsets, mask = found.pop("d2t", None), found.pop("t2d", None)
     source = f"{folder.name}/config.json"
-    config = read(values, source, {name: tensor.shape for name, tensor in found.items()})
+    quantization = read_quantization(values, source)
+    tensors = dict[str, Tensor](found) if quantization is None else dequantized(found, quantization)
+    config = read(values, source, {name: tensor.shape for name, tensor in tensors.items()})
     if config.kind == "eagle":  # an lm_head in its file is a copy of the target's
-        found.pop("lm_head.weight", None)
+        tensors.pop("lm_head.weight", None)
         config = replace(config, draft_vocab_size=config.vocab_size, own_lm_head=False)
     config = replace(config, target=read_target_name(weights))
     ids = _draft_ids(config, offsets, mask, weights)
-    return HeadCheckpoint(config, _selected(config, found, weights), ids, path)
+    return HeadCheckpoint(config, _selected(config, tensors, weights), ids, path)
 
 
-def write_head(head: HeadCheckpoint, folder: Path, form: str, target: str = "") -> None:
-    """Write a head into a folder in the format `form`; `target` is the hub id or path of its target."""
+def write_head(
+    head: HeadCheckpoint, folder: Path, form: str, target: str = "", quantization: str | None = None
+) -> None:
+    """Write a head into a folder in the format `form`; `target` is the hub id or path of its target.
+
+    `quantization`: of its matrices, int4 or int8; None: 16 bits, or as they are.
+    """
     if form not in FORMATS:
         raise ConfigError(f"{form!r} is no format of heads. Use one of {', '.join(FORMATS)}.")
     file_format = FORMATS[form]
     trained_for = head.config.target
     config_of = file_format.config if head.config.block is None else BLOCK_FORMATS[form]
     values = config_of(head.config, target or (trained_for.name if trained_for else ""))
-    values["torch_dtype"] = DTYPES[head.tensors["fc.weight"].kind]
+    values["torch_dtype"] = DTYPES.get(head.tensors["fc.weight"].kind, "float16")
     layer = file_format.layer if head.config.kind == "eagle3" else "layers.0."
-    tensors = {_their_name(name, layer): cast(SafeTensor, tensor) for name, tensor in head.tensors.items()}
+    tensors: dict[str, SafeTensor] = {}
+    bits: dict[str, int] = {}
+    for name, tensor in head.tensors.items():
+        theirs = _their_name(name, layer)
+        module = theirs.removesuffix(".weight")
+        if quantization is not None and can_pack(tensor.shape):
+            bits[module] = 8 if module in EIGHT_BITS else QUANTIZATIONS[quantization]
+            packed = pack(tensor.float32(), bits[module])
+            tensors |= {f"{module}.{part}": stored for part, stored in packed.items()}
+        else:
+            tensors[theirs] = tensor if isinstance(tensor, SafeTensor) else encode(tensor.float32(), "F16")
+    if bits:
+        values["quantization_config"] = quantization_config(bits)
     if head.draft_ids is not None:
         ids = head.draft_ids.astype(np.int64)
         mask = np.zeros(head.config.vocab_size, dtype=np.bool_)
@@ -184,13 +208,13 @@ def _draft_ids(
     return ids.astype(np.int32)
 
 
-def _selected(config: HeadConfig, found: Mapping[str, SafeTensor], path: Path) -> dict[str, Tensor]:
+def _selected(config: HeadConfig, found: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
     """The tensors that the config requires. CheckpointError if they are not exactly these."""
     selected: dict[str, Tensor] = {}
     for name, shape in expected_tensors(config):
         if name not in found:
             raise damaged(path, f"it lacks the tensor {name} of an {config.kind} head")
-        if found[name].shape != shape or not found[name].kind.endswith(("F32", "F16")):
+        if found[name].shape != shape or found[name].kind in INTEGER_KINDS:
             raise damaged(
                 path,
                 f"tensor {name} is {found[name].kind} of shape {list(found[name].shape)}, but config.json "
