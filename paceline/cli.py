@@ -208,12 +208,15 @@ def export(
     target: Annotated[
         str, typer.Option(help="What others call its target: a hub id, or a path of theirs.")
     ] = "",
+    quantization: Annotated[
+        str | None, typer.Option(help="Round its matrices: int4 or int8. Default: 16 bits, or as they are.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a head that is there.")] = False,
 ) -> None:
     """Write a draft head for another engine, and print the command that launches it there."""
     from paceline.models.heads.export import export_head
 
-    launch = export_head(head, folder, form, target, force)
+    launch = export_head(head, folder, form, target, quantization, force)
     typer.echo(f"{folder}\n{launch}")
 
 

@@ -90,6 +90,10 @@ def write_head(
     """
     if form not in FORMATS:
         raise ConfigError(f"{form!r} is no format of heads. Use one of {', '.join(FORMATS)}.")
+    if quantization is not None and quantization not in QUANTIZATIONS:
+        raise ConfigError(
+            f"{quantization!r} is no quantization of heads. Use one of {', '.join(QUANTIZATIONS)}."
+        )
     file_format = FORMATS[form]
     trained_for = head.config.target
     config_of = file_format.config if head.config.block is None else BLOCK_FORMATS[form]

@@ -16,11 +16,18 @@ from paceline.models.heads.registry import resolve_head
 SGLANG_ALGORITHMS = {"eagle3": "EAGLE3", "eagle": "EAGLE", "dflash": "DFLASH", "dspark": "DSPARK"}
 
 
-def export_head(name: str, folder: Path, form: str, target: str = "", force: bool = False) -> str:
+def export_head(
+    name: str,
+    folder: Path,
+    form: str,
+    target: str = "",
+    quantization: str | None = None,
+    force: bool = False,
+) -> str:
     """Write a head, named as for resolve_head, into a folder. Returns the command that launches it there.
 
-    `target` is what the other engine calls the head's target. A folder that has a head is refused unless
-    `force` is set.
+    `target` is what the other engine calls the head's target; `quantization` is of the written matrices. A
+    folder that has a head is refused unless `force` is set.
     """
     source = resolve_head(name)
     head = load_head(source)
@@ -36,7 +43,7 @@ def export_head(name: str, folder: Path, form: str, target: str = "", force: boo
         raise ConfigError(
             f"{folder} has a {taken[0]} already: give another folder, or --force to overwrite it."
         )
-    write_head(head, folder, form, target)
+    write_head(head, folder, form, target, quantization)
     return LAUNCH[form](head.config, target or "TARGET", folder)
 
 

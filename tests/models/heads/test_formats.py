@@ -17,8 +17,12 @@ from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import check_target, target_fingerprint
 from paceline.models.heads.registry import resolve_head
 from paceline.models.heads.shipped import SHIPPED
+from paceline.models.quantized.method import Quantization
+from paceline.models.quantized.modules import dequantized
+from paceline.models.quantized.writer import can_pack, pack
 from paceline.models.safetensors_files import safetensors_checkpoint
 from paceline.models.safetensors_writer import encode
+from paceline.train.rounding import rounded
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import CONFIGS, EAGLE, EAGLE3, VOCAB, random_tensors
 from tests.tiny import save_checkpoint
@@ -174,6 +178,41 @@ def test_export_overwrites_nothing_unless_forced(tmp_path, paceline):
         code, _, error = paceline("export", itself, tmp_path / "ours", "--format", "vllm", "--force")
         assert code == 2
         assert "where the head itself is" in error
+
+
+@pytest.mark.parametrize(("quantization", "error"), [("int4", 0.1), ("int8", 0.01)])
+def test_a_head_of_few_bits_is_a_little_rounded_and_becomes_one_of_16_bits_again(
+    tmp_path, quantization, error
+):
+    sizes = {"hidden_size": 64, "target_hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    config = replace(EAGLE3, **sizes)
+    head = random_checkpoint(config)
+    write_head(head, tmp_path / "few", "sglang", quantization=quantization)
+    few = load_head(tmp_path / "few")
+    assert few.config == head.config
+    matrices = [name for name, tensor in head.tensors.items() if can_pack(tensor.shape)]
+    assert len(matrices) > 6
+    for name, tensor in head.tensors.items():
+        exact, rounded = tensor.float32(), few.tensors[name].float32()
+        off = np.linalg.norm(rounded - exact) / np.linalg.norm(exact)
+        assert 0 < off < error if name in matrices else off == 0
+    write_head(few, tmp_path / "wide", "speculators")
+    wide = load_head(tmp_path / "wide")
+    assert {tensor.kind for tensor in wide.tensors.values()} <= {"F16", "F32"}
+    for name in matrices:
+        assert np.allclose(wide.tensors[name].float32(), few.tensors[name].float32(), rtol=1e-3)
+
+
+def test_an_unknown_quantization_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="'int3' is no quantization of heads"):
+        write_head(random_checkpoint(EAGLE3), tmp_path, "sglang", quantization="int3")
+
+
+def test_training_rounds_weights_as_files_do():
+    matrix = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
+    parts = {f"x.{name}": tensor for name, tensor in pack(matrix, 4).items()}
+    stored = dequantized(parts, Quantization("compressed-tensors", ""))["x.weight"].float32()
+    assert np.array_equal(rounded(torch.from_numpy(matrix)).numpy(), stored)
 
 
 @pytest.mark.parametrize("name", ["shipped", "eagle3:shipped"])
