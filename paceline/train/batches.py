@@ -84,5 +84,5 @@ def collate(examples: Examples, indices: Indices, device: torch.device) -> Batch
     for row, sequence in enumerate(sequences):
         tokens[row, : len(sequence)] = sequence
     answers = examples.answers[indices].astype(np.int64)
-    arrays = (on_device(array, device) for array in (tokens, answers, lengths))
-    return Batch(*arrays, starts=examples.offsets[indices].tolist())
+    rest = on_device(answers, device), on_device(lengths, device)
+    return Batch(on_device(tokens, device), *rest, examples.offsets[indices].tolist())

@@ -59,7 +59,7 @@ class KeptStates:
 
     def _joined(self, states: TargetStates) -> torch.Tensor:
         """All states of each token: [batch, tokens, features + 1, hidden]."""
-        features = states.features.unflatten(-1, (len(self._layers), -1))
+        features = states.features.view(*states.final.shape[:2], len(self._layers), -1)
         return torch.cat((features, states.final[:, :, None]), dim=2)
 
     def _keep(self, states: TargetStates, starts: Sequence[int], lengths: torch.Tensor) -> None:

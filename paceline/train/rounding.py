@@ -19,13 +19,13 @@ SMALLEST = 1e-7  # of a scale, which is a float16
 
 def rounded(matrix: Tensor) -> Tensor:
     """The matrix [out, in] as 4 bits hold it; the same arithmetic as models/quantized/writer.py."""
-    groups = matrix.unflatten(1, (-1, GROUP))
+    groups = matrix.view(len(matrix), -1, GROUP)
     # zero is always a code
     low, high = groups.amin(2, keepdim=True).clamp(max=0), groups.amax(2, keepdim=True).clamp(min=0)
     scale = ((high - low) / STEPS).clamp(min=SMALLEST).half().float()
     zero = (-low / scale).round()
     codes = ((groups / scale).round() + zero).clamp(0, STEPS)
-    return ((codes - zero) * scale).flatten(1)
+    return ((codes - zero) * scale).view(matrix.shape)
 
 
 @contextmanager

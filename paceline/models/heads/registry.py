@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.errors import CheckpointError
-from paceline.models.heads.shipped import DEFAULT_METHOD, SHIPPED, SHIPPED_HEAD, shipped_head
+from paceline.models.heads.shipped import DEFAULT_METHOD, DEFAULT_TARGET, SHIPPED, SHIPPED_HEAD, shipped_head
 from paceline.models.hub import HUB_NAME
 from paceline.models.registry import resolve
 
@@ -16,8 +16,8 @@ METHODS = ("eagle3", "eagle", "dflash", "dspark", "medusa")  # that have heads i
 def resolve_head(name: str, method: str = DEFAULT_METHOD, fingerprint: str | None = None) -> Path:
     """The folder or file of a head; downloaded if it is on the hub.
 
-    A name is `shipped` (for the target of this fingerprint, or of any if that is None), a path or a hub id,
-    each also behind its method, as in eagle3:shipped.
+    A name is `shipped` (for the target of this fingerprint, or for the default model if that is None), a path
+    or a hub id, each also behind its method, as in eagle3:shipped.
     """
     prefix, colon, rest = name.partition(":")
     if colon and prefix in METHODS:
@@ -39,11 +39,12 @@ def resolve_head(name: str, method: str = DEFAULT_METHOD, fingerprint: str | Non
 
 
 def _shipped(method: str, fingerprint: str | None) -> Path:
-    """The shipped head of a target; without a fingerprint, the only one of the method."""
+    """The shipped head of a target; without a fingerprint, that of the default model."""
     heads = sorted(path.parent for path in (SHIPPED / method).glob("*/config.json"))
-    found = shipped_head(method, fingerprint) if fingerprint is not None else None
-    if found is None and fingerprint is None and len(heads) == 1:
-        found = heads[0]
+    if fingerprint is None:
+        found = next((path for path in heads if path.name == DEFAULT_TARGET), None)
+    else:
+        found = shipped_head(method, fingerprint)
     if found is None:
         known = ", ".join(f"{path.name} ({path})" for path in heads)
         where = f"for this target, only for {known}" if known else "with paceline"

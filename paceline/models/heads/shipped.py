@@ -13,6 +13,7 @@ from paceline.models.safetensors_files import read_metadata
 DRAFTS = "drafts.json"  # in a head's folder: the controller's prior, see examples/known_drafts.py
 SHIPPED_HEAD = "shipped"  # the name of the head that is shipped for a target
 SHIPPED = Path(__file__).parent / "shipped"
+DEFAULT_TARGET = "smollm2-135m"  # whose head is meant where no target is named
 DEFAULT_METHOD = "eagle3"  # for a target with a shipped head, if the user names no method
 
 
