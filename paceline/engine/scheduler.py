@@ -36,8 +36,9 @@ class Scheduler:
         self.num_preemptions = 0  # since the start
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
-        self.waiting.append(request)
+        """Queue a request. One that was begun elsewhere comes before those that were not: somebody reads it."""
+        begun = sum(other.num_output > 0 for other in self.waiting) if request.num_output else None
+        self.waiting.insert(len(self.waiting) if begun is None else begun, request)
 
     def remove(self, request: Request, forget: bool = False) -> None:
         """Remove a running or waiting request. `forget`: its pages must not stay in the prefix cache."""

@@ -2,11 +2,12 @@
 
     replica                                       ingress
     hello: secret, name, form of the weights ->   drops the connection if the secret is wrong
+                            <--  requests, aborts
     tokens of one step, state              -->    batched: one frame per step, not one per request
-                            <--  aborts
 
-A stream of Ray objects would cost 1.5 ms of CPU for each request and step; a frame costs less than 0.1 ms
-for all requests of a step. A frame is its length (4 bytes) and a JSON list of messages.
+A call through Ray Serve would add 5 ms to a first token, a stream of Ray objects 1.5 ms of CPU for each
+request and step; a frame costs less than 0.1 ms for all requests of a step. A frame is its length (4 bytes)
+and a JSON list of messages.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ class Link(Connection):
         self.form = form
         self.heard = asyncio.get_running_loop().time()  # when it last sent something
         self.state: dict[str, Any] = {}  # the last that it told
+        self.others = 0  # requests that it then had from other ingresses
+        self.draining = False  # it takes no more requests
 
 
 class LinkOwner(Protocol):

@@ -54,7 +54,6 @@ def serve_config(model: str, options: dict[str, Any]) -> str:
         given.setdefault("threads", 1)
     share = Resources(1, 1) if checked.backend.name == "cuda" else Resources(given["threads"], 0)
     replica = deployment_options(checked, server, scale)
-    del replica["request_router_config"]  # the code has it
     content = {
         "http_options": {"host": "0.0.0.0", "port": 8000},
         "applications": [

@@ -1,19 +1,20 @@
-"""Replicas on Ray Serve: the deployment of engines, the way to them, and an ingress deployment.
+"""Replicas on Ray Serve: the deployment of engines, and how an ingress finds them.
 
-Serve places, starts, watches, scales and replaces replicas; a call to `Replica.serve` lasts as long as its
-request, so Serve knows the load and drains. Only the tokens take another way (channel.py).
+Serve places, starts, watches, scales and replaces replicas. Requests and tokens take another way
+(channel.py), so a replica tells Serve its load, and drains by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ray import serve
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingContext
 from ray.serve.handle import DeploymentHandle
 
 from paceline.build import Loaded
@@ -21,15 +22,19 @@ from paceline.config import EngineConfig
 from paceline.engine.async_engine import AsyncEngine
 from paceline.scale.options import ScaleOptions
 from paceline.scale.watchdog import Watchdog
-from paceline.scale.wire import Address, Description, RemoteRequest
+from paceline.scale.wire import Address, Description
 from paceline.scale.worker import ReplicaWorker
 from paceline.serve.loading import describe, load
 from paceline.serve.logs import set_up_logs
 from paceline.serve.metrics import Metrics
 from paceline.serve.options import ServeOptions
+from paceline.serve.server import SWITCH_SECONDS
 
 UNLIMITED = 100_000  # requests of a replica: the ingress limits them
-HANG_TIMEOUTS = 4  # replica_timeouts without a turn of its event loop, after which a replica is killed
+HANG_TIMEOUTS = 10  # replica_timeouts without a turn of its event loop, after which a replica is killed
+LOAD_SECONDS = 1.0  # between two reports of the load
+STOP_SECONDS = 2.0  # of the time to drain, for the engine to stop
+ONGOING = "ongoing_requests"  # of a replica, running and waiting
 CHECK_SECONDS = 2.0  # between two health checks
 CHECK_TIMEOUT = 5.0  # of a health check; three that fail in a row replace the replica
 
@@ -48,7 +53,9 @@ class Replica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, model: str, engine: Mapping[str, Any], server: Mapping[str, Any], hang_timeout: float
     ) -> None:
+        sys.setswitchinterval(SWITCH_SECONDS)
         options = ServeOptions(**server)
+        self._drain_seconds = options.drain_timeout - STOP_SECONDS
         set_up_logs(options.log_level, "json")
         config = EngineConfig.from_options(model=model, **engine)
         loaded = await asyncio.to_thread(load, config)
@@ -65,10 +72,6 @@ class Replica:
         name = serve.get_replica_context().replica_id.unique_id
         self._worker = ReplicaWorker(front, name, description(loaded, facts))
         self._watchdog = Watchdog(hang_timeout)
-
-    async def serve(self, request: RemoteRequest) -> None:
-        """Run a request; its tokens go to its ingress directly."""
-        await self._worker.serve(request)
 
     async def introduce(self, address: Address) -> None:
         """Connect to an ingress."""
@@ -88,15 +91,22 @@ class Replica:
         if not self._worker.healthy:
             raise RuntimeError("the engine is dead or stuck")
 
-    def record_routing_stats(self) -> Mapping[str, Any]:
-        """For Serve: the state of the engine."""
-        return self._worker.state()
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """For Serve: the load."""
+        return {ONGOING: float(self._worker.num_requests)}
 
     async def __del__(self) -> None:
-        """For Serve, after the replica has drained: drafters save what they know."""
+        """For Serve, which ends the replica then: requests finish, and drafters save what they know."""
         if worker := self.__dict__.get("_worker"):
             self._watchdog.stop()
+            await worker.drain(self._drain_seconds)
             await worker.stop()
+
+
+def wanted_replicas(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+    """An autoscaling policy for Serve: replicas for the load that they report. Serve bounds and delays it."""
+    by_replica = (context.aggregated_metrics or {}).get(ONGOING, {})
+    return sum(by_replica.values()) / context.config.get_target_ongoing_requests(), {}
 
 
 def description(loaded: Loaded, facts: Mapping[str, str]) -> Description:
@@ -121,7 +131,6 @@ def deployment_options(config: EngineConfig, server: ServeOptions, scale: ScaleO
         "health_check_timeout_s": CHECK_TIMEOUT,
         "graceful_shutdown_timeout_s": server.drain_timeout,
         "graceful_shutdown_wait_loop_s": 0.5,
-        "request_router_config": {"request_router_class": "paceline.scale.router:PrefixRouter"},
     }
     if scale.autoscale is None:
         return {**options, "num_replicas": high}
@@ -132,7 +141,9 @@ def deployment_options(config: EngineConfig, server: ServeOptions, scale: ScaleO
         "target_ongoing_requests": target,
         "upscale_delay_s": scale.upscale_delay,
         "downscale_delay_s": scale.downscale_delay,
-        "look_back_period_s": min(10.0, max(0.5, scale.upscale_delay)),
+        "look_back_period_s": min(10.0, max(2 * LOAD_SECONDS, scale.upscale_delay)),
+        "metrics_interval_s": LOAD_SECONDS,
+        "policy": {"policy_function": f"{__name__}:{wanted_replicas.__name__}"},
     }
     return {**options, "autoscaling_config": autoscaling}
 
@@ -146,10 +157,9 @@ def replica_application(
 ) -> serve.Application:
     """The replicas as a Serve application."""
     options = deployment_options(EngineConfig.from_options(model=model, **engine), server, scale)
-    options["request_router_config"] = RequestRouterConfig(**options["request_router_config"])
     if "autoscaling_config" in options:
         options["autoscaling_config"] = AutoscalingConfig(**options["autoscaling_config"])
-    kept = ("max_segments", "stuck_timeout", "log_level")
+    kept = ("max_segments", "stuck_timeout", "log_level", "drain_timeout")
     passed = {name: getattr(server, name) for name in kept}
     made = serve.deployment(Replica).options(
         name="Replica",
@@ -169,17 +179,12 @@ class ServeReplicas:
         self._handle = handle
         self._timeout = timeout
 
-    async def call(self, request: RemoteRequest) -> None:
-        response = self._handle.serve.remote(request)
-        try:
-            await response
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
-
     async def introduce(self, address: Address) -> None:
         with suppress(Exception):  # one is gone, or slow: this is repeated
             await self._broadcast("introduce", address)
+
+    async def wake(self) -> None:
+        await self.describe()  # a call that waits for a replica makes Serve start one
 
     async def snapshots(self) -> Sequence[ReplicaSnapshot]:
         """What each replica has counted; none if one does not answer in time."""

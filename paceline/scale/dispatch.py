@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
-import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -14,26 +13,14 @@ from paceline.core.request import Request
 from paceline.engine.output_processor import Delta
 from paceline.errors import UnavailableError
 from paceline.scale.channel import Link, Message
-from paceline.scale.links import Links
+from paceline.scale.links import LinkOptions, Links, Replicas
 from paceline.scale.remote_run import Lost, RemoteRun
-from paceline.scale.wire import Address, RemoteRequest, TokenUpdate, decode_error
+from paceline.scale.routing import Routing
+from paceline.scale.wire import RemoteRequest, TokenUpdate, decode_error, encode_request
 
 logger = logging.getLogger(__name__)
 
 MAX_FRUITLESS = 5  # attempts in a row that gave no token, after which a request fails
-LAST_WORDS = 5.0  # seconds between the end of a call and the arrival of its last tokens
-
-
-class Replicas(Protocol):
-    """The way to replicas: Ray Serve, or a fake."""
-
-    async def call(self, request: RemoteRequest) -> None:
-        """Run a request on a replica; returns when that has done with it. Raises anything if it is lost."""
-        ...
-
-    async def introduce(self, address: Address) -> None:
-        """Make every replica connect to an ingress."""
-        ...
 
 
 class RemoteObserver(Protocol):
@@ -48,23 +35,16 @@ class Dispatcher:
     """Sends requests to replicas and takes their tokens. Used in the event loop only."""
 
     def __init__(
-        self, replicas: Replicas, form: str, timeout: float, observers: Sequence[RemoteObserver]
+        self, replicas: Replicas, links: LinkOptions, routing: Routing, observers: Sequence[RemoteObserver]
     ) -> None:
-        """`form`: see Links; `timeout`: seconds in which a replica begins a request, or says anything."""
-        self.links = Links(self, form, timeout)
+        self.links = Links(self, replicas, links)
         self.num_resumed = 0  # attempts after the first
-        self._replicas = replicas
-        self._timeout = timeout
+        self._routing = routing
         self._observers = observers
         self._runs: dict[str, RemoteRun] = {}  # by key of the attempt
+        self._ongoing: Counter[str] = Counter()  # attempts, by replica
         self._name = secrets.token_hex(4)  # keys of several ingresses differ
         self._num_attempts = 0
-
-    async def start(self, host: str) -> Address:
-        """Listen on this address for the tokens of replicas, and let them connect."""
-        address = await self.links.start(host, self._replicas.introduce)
-        await self._replicas.introduce(address)
-        return address
 
     async def run(self, run: RemoteRun, first: RemoteRequest) -> None:
         """Run a request to its end, on as many replicas as it takes. Raises the request's error."""
@@ -91,101 +71,77 @@ class Dispatcher:
 
     async def _attempt(self, run: RemoteRun, first: RemoteRequest) -> None:
         """Run what is left of a request on one replica. Raises Lost if that replica will not end it."""
+        link = await self._choose(run)
         self._num_attempts += 1
         key = f"{self._name}-{self._num_attempts}"
-        form = self.links.form
-        if run.num_tokens and run.form != form:
-            raise UnavailableError(
-                f"the answer was begun with weights of another form ({run.form}; now they are {form}). Send "
-                "the request again."
-            )
-        avoid = self.links.unusable
-        request = replace(first, key=key, resume=run.resume, form=form, avoid=avoid, routed=[])
-        run.replica, run.ended = None, asyncio.get_running_loop().create_future()
+        run.begin(link)
         self._runs[key] = run
-        call = asyncio.create_task(self._call(request, run.ended))
-        starting = asyncio.create_task(self._await_start(request, run))
+        self._ongoing[link.replica] += 1
+        link.send(encode_request(replace(first, key=key, resume=run.resume)))
         try:
             await run.ended
         finally:
-            starting.cancel()
             del self._runs[key]
+            self._ongoing[link.replica] -= 1
             if run.ended.cancelled() or run.ended.exception() is not None or run.cut_short:
-                link = self.links.by_replica.get(run.replica or "")
-                if link is not None:
-                    link.send(["abort", key])
-                call.cancel()
+                link.send(["abort", key])
 
-    async def _call(self, request: RemoteRequest, ended: asyncio.Future[None]) -> None:
-        """Send the request, and note if its replica is lost."""
-        reason = "the call ended without an answer"
-        try:
-            await self._replicas.call(request)
-            await asyncio.wait([ended], timeout=LAST_WORDS)
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        if not ended.done():
-            ended.set_exception(Lost(reason))
-
-    async def _await_start(self, request: RemoteRequest, run: RemoteRun) -> None:
-        """Give up a replica that was chosen and does not begin. A request that no replica can take waits."""
-        timeout, chosen_at = self._timeout, None
-        while run.replica is None:
-            await asyncio.sleep(timeout / 4)
-            now = time.monotonic()
-            chosen_at = chosen_at or (now if request.routed else None)
-            if chosen_at is not None and now - chosen_at > timeout and run.replica is None:
-                self.links.avoid(request.routed[-1])
-                self._lose(run, f"replica {request.routed[-1]} does not begin")
-                return
+    async def _choose(self, run: RemoteRun) -> Link:
+        """The replica for the next attempt; waits until there is one."""
+        while not (usable := self.links.usable):
+            await self.links.wait_for_more()
+        if run.num_tokens and run.form != self.links.form:
+            raise UnavailableError(
+                f"the answer was begun with weights of another form ({run.form}; now they are "
+                f"{self.links.form}). Send the request again."
+            )
+        loads = {name: self._ongoing[name] + link.others for name, link in usable.items()}
+        name = self._routing.rank(run.prefix_hashes, run.session, loads)[0]
+        self._routing.record(name, run.prefix_hashes, run.session)
+        return usable[name]
 
     def _lose(self, run: RemoteRun, reason: str) -> None:
-        if run.ended is not None and not run.ended.done():
+        if not run.ended.done():
             run.ended.set_exception(Lost(reason))
 
     # --- called by Links ---
 
     def replica_lost(self, replica: str) -> None:
-        """Move the requests of a replica that is gone."""
+        """Move the requests of a replica that is gone; another one of this name has nothing cached."""
+        self._routing.forget(replica)
         for run in list(self._runs.values()):
             if run.replica == replica:
                 self._lose(run, f"replica {replica} is gone")
+
+    def num_sent(self, replica: str) -> int:
+        """Requests that a replica has from here."""
+        return self._ongoing[replica]
 
     def received(self, link: Link, messages: list[Message]) -> None:
         """Pass a replica's messages to their requests."""
         for kind, *arguments in messages:
             run = self._runs.get(arguments[0])
-            if run is not None and run.ended is not None and not run.ended.done():
+            if run is not None and not run.ended.done():
                 try:
-                    self._handle(link, run, run.ended, kind, arguments)
+                    self._handle(link, run, kind, arguments)
                 except Lost as reason:
                     self._lose(run, str(reason))
 
-    def _handle(
-        self, link: Link, run: RemoteRun, ended: asyncio.Future[None], kind: str, arguments: list[Any]
-    ) -> None:
+    def _handle(self, link: Link, run: RemoteRun, kind: str, arguments: list[Any]) -> None:
         """Take a message about a request."""
-        if kind == "started":
-            run.replica, run.form = link.replica, link.form
-            run.restart()
-        elif kind == "tokens" and (news := run.add(TokenUpdate(*arguments))) is not None:
+        if kind == "tokens" and (news := run.add(TokenUpdate(*arguments))) is not None:
             delta, update = news
             for observer in self._observers:  # first: metrics count a token before its client sees it
                 observer.advanced([delta])
             run.stream.put(update)
             if run.finished and run.cut_short:
-                ended.set_result(None)
+                run.ended.set_result(None)
         elif kind == "ended":
             run.finish(arguments[1])
-            ended.set_result(None)
-        elif kind == "refused":
-            self.links.avoid(link.replica)
-            raise Lost(f"replica {link.replica} has weights of another form")
+            run.ended.set_result(None)
         elif kind == "failed":
             error = decode_error(arguments[1])
             if isinstance(error, UnavailableError):  # of a replica that stops
-                self.links.avoid(link.replica)
+                link.draining = True
                 raise Lost(f"replica {link.replica} is stopping")
-            ended.set_exception(error)
+            run.ended.set_exception(error)

@@ -1,12 +1,12 @@
-"""Links: the replicas that answer an ingress, those that it avoids, and the form of their weights."""
+"""Links: the replicas that answer an ingress, those that may get requests, and the form of their weights."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.core.stats import StepStats
@@ -15,7 +15,30 @@ from paceline.scale.wire import Address
 
 logger = logging.getLogger(__name__)
 
-AVOID_SECONDS = 30.0  # for which a replica that did not answer gets no request
+CHECKS = 10  # for silent replicas, per timeout
+SEARCH_SECONDS = 1.0  # between two searches for new replicas, while there may be more
+REPEAT_SECONDS = 10.0  # the same, while all are there
+
+
+class Replicas(Protocol):
+    """Who starts replicas: Ray Serve, or a fake."""
+
+    async def introduce(self, address: Address) -> None:
+        """Make every replica connect to an ingress."""
+        ...
+
+    async def wake(self) -> None:
+        """Return when there is a replica; one is started if none is needed otherwise."""
+        ...
+
+
+@dataclass(frozen=True)
+class LinkOptions:
+    """What an ingress expects of its replicas."""
+
+    form: str  # of the weights that they must have
+    timeout: float  # seconds of silence, after which a replica is given up
+    most: int  # replicas that there can be
 
 
 class Owner(Protocol):
@@ -29,38 +52,64 @@ class Owner(Protocol):
         """A replica will say nothing more."""
         ...
 
+    def num_sent(self, replica: str) -> int:
+        """Requests that a replica has from this ingress."""
+        ...
+
 
 class Links:
     """Implements LinkOwner. Used in the event loop only."""
 
-    def __init__(self, owner: Owner, form: str, timeout: float) -> None:
-        """`form` is that of the weights that replicas must have; `timeout` is in seconds of silence."""
-        self.form = form
+    def __init__(self, owner: Owner, replicas: Replicas, options: LinkOptions) -> None:
+        self.form = options.form
         self.by_replica: dict[str, Link] = {}
         self._owner = owner
-        self._timeout = timeout
+        self._replicas = replicas
+        self._options = options
         self._listener = Listener(self)
-        self._avoided: dict[str, float] = {}  # replicas that did not answer, and until when they are avoided
+        self._more = asyncio.Event()  # a replica has become usable
         self._empty_since: float | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._waking: asyncio.Task[None] | None = None
 
-    async def start(self, host: str, introduce: Callable[[Address], Awaitable[None]]) -> Address:
-        """Listen on this address; `introduce` is awaited often, and makes new replicas connect."""
-        address = await self._listener.start(host)
-        self._watching = asyncio.create_task(self._watch(address, introduce))
-        return address
+    async def start(self, host: str) -> None:
+        """Listen on this address, and let replicas connect."""
+        self._address = await self._listener.start(host)
+        await self._replicas.introduce(self._address)
+        self._tasks = {asyncio.create_task(work()) for work in (self._watch, self._search)}
 
     def close(self) -> None:
         """Close all connections."""
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in self._tasks:
+            task.cancel()
         self._listener.close()
 
     @property
-    def unusable(self) -> frozenset[str]:
-        """Replicas that must not get requests: they do not answer, or have weights of another form."""
-        others = [name for name, link in self.by_replica.items() if link.form != self.form]
-        return frozenset([*self._avoided, *others])
+    def usable(self) -> dict[str, Link]:
+        """The replicas that may get requests: they answer, take some, and have the right form of weights."""
+        return {
+            name: link
+            for name, link in self.by_replica.items()
+            if link.state and not link.draining and link.form == self.form
+        }
+
+    async def wait_for_more(self) -> None:
+        """Return when a replica may have become usable; one is asked for."""
+        if self._waking is None:
+            self._waking = asyncio.create_task(self._wake())
+            self._tasks.add(self._waking)
+        self._more.clear()
+        await self._more.wait()
+
+    async def _wake(self) -> None:
+        """Have a replica started where there is none, and get to know it."""
+        try:
+            with suppress(Exception):  # of Ray, while replicas come and go: the search goes on
+                await self._replicas.wake()
+                await self._replicas.introduce(self._address)
+        finally:
+            self._tasks.discard(asyncio.current_task())  # type: ignore[arg-type]
+            self._waking = None
 
     @property
     def empty_seconds(self) -> float:
@@ -76,10 +125,6 @@ class Links:
         total.kv_usage = sum(state["kv_usage"] for state in states) / max(1, len(states))
         return total
 
-    def avoid(self, replica: str) -> None:
-        """Send a replica nothing for a while."""
-        self._avoided[replica] = time.monotonic() + AVOID_SECONDS
-
     # --- LinkOwner ---
 
     def linked(self, link: Link) -> bool:
@@ -91,7 +136,6 @@ class Links:
         if known is not None:
             known.close()
         self.by_replica[link.replica] = link
-        self._avoided.pop(link.replica, None)
         self._empty_since = None
         self._pin_form()
         if link.form != self.form:
@@ -106,8 +150,12 @@ class Links:
         """Note states, and pass on the rest."""
         for _, state in [message for message in messages if message[0] == "state"]:
             link.state = state
+            link.draining |= state["draining"]
+            link.others = max(0, state["running"] + state["waiting"] - self._owner.num_sent(link.replica))
             if state["failure"] is not None:
                 self._give_up(link, state["failure"])
+            else:
+                self._more.set()
         about_requests = [message for message in messages if message[0] != "state"]
         if about_requests:
             self._owner.received(link, about_requests)
@@ -127,24 +175,29 @@ class Links:
         if forms and self.form not in forms:
             logger.warning("the weights of the replicas are now %s; they were %s", forms[0], self.form)
             self.form = forms[0]
+            self._more.set()
 
     def _give_up(self, link: Link, why: str) -> None:
         logger.error("replica %s does not answer (%s): its requests go to others", link.replica, why)
-        self.avoid(link.replica)
         link.close()
+        self.lost(link)
 
-    async def _watch(self, address: Address, introduce: Callable[[Address], Awaitable[None]]) -> None:
-        """Find replicas that hang, and get to know new ones."""
-        introduced = time.monotonic()
+    async def _watch(self) -> None:
+        """Give up replicas that hang."""
+        timeout, loop = self._options.timeout, asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(self._timeout / 10)
-            now = asyncio.get_running_loop().time()
+            before = loop.time()
+            await asyncio.sleep(timeout / CHECKS)
+            if loop.time() - before > timeout / 2:
+                continue  # it was this process that stood still: what they sent is still to be read
             for link in list(self.by_replica.values()):
-                if now - link.heard > self._timeout:
-                    self._give_up(link, f"nothing was heard for {self._timeout:g} s")
-            for replica in [name for name, until in self._avoided.items() if until < time.monotonic()]:
-                del self._avoided[replica]
-            if time.monotonic() - introduced > self._timeout:
-                introduced = time.monotonic()
-                with suppress(Exception):  # a replica that is gone: the next round leaves it out
-                    await introduce(address)
+                if loop.time() - link.heard > timeout:
+                    self._give_up(link, f"nothing was heard for {timeout:g} s")
+
+    async def _search(self) -> None:
+        """Get to know new replicas: often while there may be more, and else now and then."""
+        while True:
+            complete = len(self.by_replica) >= self._options.most
+            await asyncio.sleep(REPEAT_SECONDS if complete else SEARCH_SECONDS)
+            with suppress(Exception):  # a replica that is gone: the next round leaves it out
+                await self._replicas.introduce(self._address)

@@ -27,8 +27,10 @@ from paceline.errors import PacelineError, UnavailableError
 from paceline.kv.hashing import page_hashes
 from paceline.models.detokenizer import Watch
 from paceline.scale.channel import Link
-from paceline.scale.dispatch import Dispatcher, RemoteObserver, Replicas
+from paceline.scale.dispatch import Dispatcher, RemoteObserver
+from paceline.scale.links import LinkOptions, Replicas
 from paceline.scale.remote_run import RemoteRun
+from paceline.scale.routing import PrefixRouting, RoutingOptions
 from paceline.scale.wire import Description, RemoteRequest
 
 logger = logging.getLogger(__name__)
@@ -43,7 +45,7 @@ class RemoteOptions:
     max_queue: int = 256  # requests that wait, besides those that `replicas` can run at once
     replicas: int = 1  # the most there can be
     min_replicas: int = 1
-    replica_timeout: float = 5.0  # without a word from a replica, after which its requests go to others
+    replica_timeout: float = 2.0  # without a word from a replica, after which its requests go to others
     seed: int = 0  # of requests without one
 
 
@@ -66,13 +68,16 @@ class RemoteEngine:
         self._sources: WeakKeyDictionary[Grammar, tuple[StructuredOutputsParams, bool]] = WeakKeyDictionary()
         room = options.max_queue + options.replicas * description.limits.max_num_seqs
         self._intake = Intake(lambda: room, lambda: self.failure)
-        self._dispatcher = Dispatcher(replicas, description.form, options.replica_timeout, self._observers)
+        pages = max(1, description.pool_tokens // description.page_size)
+        routing = PrefixRouting(RoutingOptions(max_pages=pages))
+        expected = LinkOptions(description.form, options.replica_timeout, options.replicas)
+        self._dispatcher = Dispatcher(replicas, expected, routing, self._observers)
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
         self._num_arrived = 0
 
     async def start(self, host: str) -> None:
         """Listen on this address for the tokens of replicas, and connect to them."""
-        self._address = await self._dispatcher.start(host)
+        await self._dispatcher.links.start(host)
 
     @property
     def links(self) -> Mapping[str, Link]:
@@ -167,20 +172,19 @@ class RemoteEngine:
         self._num_arrived += 1
         structure, lenient = (None, False) if grammar is None else self._sources[grammar]
         stream = Stream(request_id, self.abort, arrived)
-        run = RemoteRun(children, replace(params, seed=children[0].seed), stream, self._tokenizer, self.now)
+        prompt = children[0].prompt_token_ids
+        hashes = page_hashes(prompt, description.page_size, cache_salt)
+        seeded = replace(params, seed=children[0].seed)
+        run = RemoteRun(children, seeded, stream, self._tokenizer, self.now, hashes, session)
         first = RemoteRequest(
             key="",
-            reply_to=self._address,
-            prompt_token_ids=children[0].prompt_token_ids,
-            params=run.params,
+            prompt_token_ids=prompt,
+            params=seeded,
             structure=structure,
             lenient=lenient,
             segment=segment,
             cache_salt=cache_salt,
             resume=None,
-            form=None,
-            prefix_hashes=page_hashes(children[0].prompt_token_ids, description.page_size, cache_salt),
-            session=session,
         )
         self._intake.add(stream, params.n)
         self._tasks[request_id] = asyncio.create_task(self._drive(run, first))

@@ -18,6 +18,7 @@ from paceline.engine.admission import TextTokenizer
 from paceline.engine.output_processor import Delta, append_tokens
 from paceline.engine.outputs import RequestMetrics, RequestOutput, request_output, with_texts
 from paceline.engine.stream import Stream, Update
+from paceline.scale.channel import Link
 from paceline.scale.wire import TokenUpdate, decode_error, decode_logprobs, decode_metrics
 
 
@@ -35,14 +36,18 @@ class RemoteRun:
         stream: Stream,
         tokenizer: TextTokenizer,
         clock: Callable[[], float],
+        prefix_hashes: Sequence[int],
+        session: str | None,
     ) -> None:
-        """`params` have a seed."""
+        """`params` have a seed. `prefix_hashes` and `session` are for the routing."""
         self.children = children
         self.params = params
         self.stream = stream
+        self.prefix_hashes = prefix_hashes
+        self.session = session
         self.form: str | None = None  # of the weights that gave the tokens so far
-        self.ended: asyncio.Future[None] | None = None  # of the attempt: done, or why it is lost
-        self.replica: str | None = None  # that has begun the attempt
+        self.ended: asyncio.Future[None]  # of the attempt: done, or why it is lost
+        self.replica: str | None = None  # that has the attempt
         self.cut_short = False  # an output was ended here, by its text, which its replica does not know
         self._tokenizer = tokenizer
         self._clock = clock
@@ -69,8 +74,10 @@ class RemoteRun:
         unfinished = [child for child in self.children if child.finish_reason is None]
         return {child.child: child.output_token_ids for child in unfinished}
 
-    def restart(self) -> None:
-        """A replica begins the next attempt."""
+    def begin(self, link: Link) -> None:
+        """A replica gets the next attempt."""
+        self.replica, self.form = link.replica, link.form
+        self.ended = asyncio.get_running_loop().create_future()
         for child in self.children:
             if child.finish_reason is None:
                 child.status = Status.RUNNING

@@ -1,13 +1,13 @@
 """What travels between an ingress and its replicas: requests one way, tokens the other way.
 
-Requests go through Ray, which pickles them. Tokens, states and aborts go over one TCP connection per replica
-and ingress as JSON frames (see channel.py): nothing that is read from it can run code.
+All of it goes over one TCP connection per replica and ingress as JSON frames (see channel.py): nothing that
+is read from it can run code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from paceline import errors
@@ -46,7 +46,6 @@ class RemoteRequest:
     """One attempt at a request, as a replica gets it. Its params always have a seed."""
 
     key: str  # of this attempt
-    reply_to: Address
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     structure: StructuredOutputsParams | None  # what was compiled at the ingress; the replica compiles it too
@@ -54,15 +53,28 @@ class RemoteRequest:
     segment: str
     cache_salt: str
     resume: Mapping[int, Sequence[int]] | None  # tokens that unfinished outputs already have
-    form: str | None  # of the weights that those tokens came from; None: any
-    # for the router, in the ingress's process
-    prefix_hashes: Sequence[int] = ()
-    session: str | None = None
-    avoid: frozenset[str] = frozenset()  # replicas that do not answer
-    routed: list[str] = field(default_factory=list)  # the replicas that the router chose, in order
 
 
 # --- JSON ---
+
+
+def encode_request(request: RemoteRequest) -> list[Any]:
+    """A request as JSON."""
+    resume = None if request.resume is None else list(request.resume.items())
+    return ["request", {**asdict(request), "resume": resume}]
+
+
+def decode_request(encoded: Mapping[str, Any]) -> RemoteRequest:
+    """The request again. JSON has only texts as keys of objects, hence the numbers."""
+    params, structure, resume = encoded["params"], encoded["structure"], encoded["resume"]
+    bias = {int(token): value for token, value in params["logit_bias"].items()}
+    values = {
+        **encoded,
+        "params": SamplingParams(**{**params, "logit_bias": bias}),
+        "structure": None if structure is None else StructuredOutputsParams(**structure),
+        "resume": None if resume is None else dict(resume),
+    }
+    return RemoteRequest(**values)
 
 
 def encode_update(key: str, start: int, update: Update) -> list[Any]:

@@ -10,6 +10,8 @@ import logging
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
 
 from paceline.engine.async_engine import AsyncEngine
 from paceline.errors import PacelineError
@@ -18,6 +20,7 @@ from paceline.scale.wire import (
     Address,
     Description,
     RemoteRequest,
+    decode_request,
     encode_error,
     encode_output,
     encode_update,
@@ -25,7 +28,7 @@ from paceline.scale.wire import (
 
 logger = logging.getLogger(__name__)
 
-BEAT_SECONDS = 0.5  # between two messages that tell an ingress the state of the replica
+BEAT_SECONDS = 0.2  # between two messages that tell an ingress the state of the replica
 
 
 class ReplicaWorker:
@@ -38,19 +41,9 @@ class ReplicaWorker:
         self.description = description
         self._engine = engine
         self._beat_seconds = beat_seconds
+        self._draining = False
         self._connections: dict[Address, asyncio.Task[Connection]] = {}
-        self._runs: dict[str, tuple[Address, asyncio.Task[None]]] = {}  # by key
-
-    async def serve(self, request: RemoteRequest) -> None:
-        """Run a request to its end; its tokens go to its ingress. Ends early if that aborts it or is gone."""
-        connection = await self.link(request.reply_to)
-        run = asyncio.create_task(self._run(request, connection))
-        self._runs[request.key] = (request.reply_to, run)
-        try:
-            await asyncio.wait([run])
-        finally:
-            run.cancel()
-            del self._runs[request.key]
+        self._runs: dict[str, asyncio.Task[None]] = {}  # by key
 
     async def link(self, address: Address) -> Connection:
         """The connection to an ingress."""
@@ -63,28 +56,46 @@ class ReplicaWorker:
             raise
 
     @property
+    def num_requests(self) -> int:
+        """Requests that run or wait."""
+        return len(self._runs)
+
+    @property
     def healthy(self) -> bool:
         """Whether the engine steps, or has nothing to do."""
         return self._engine.failure is None
 
+    async def drain(self, seconds: float) -> None:
+        """Tell ingresses to send nothing more, and return when nothing runs, or after `seconds`."""
+        self._draining = True
+        for connection in self._connected():
+            connection.send(["state", self.state()])
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._runs:
+                    await asyncio.wait(self._runs.values())
+
     async def stop(self) -> None:
         """Stop the engine. Ingresses resume what still runs on other replicas."""
-        for connecting in self._connections.values():
-            if connecting.done() and not connecting.cancelled() and connecting.exception() is None:
-                connecting.result().close()
+        for connection in self._connected():
+            connection.close()
         await self._engine.stop()
+
+    def _connected(self) -> list[Connection]:
+        tasks = [task for task in self._connections.values() if task.done() and not task.cancelled()]
+        return [task.result() for task in tasks if task.exception() is None]
 
     async def _connect(self, address: Address) -> Connection:
         connection = await connect(address, self.name, self.description.form)
         beating = asyncio.create_task(self._beat(connection))
 
         async def listen() -> None:
-            await connection.frames(self._received)
+            keys: set[str] = set()  # of this ingress
+            await connection.frames(lambda messages: self._received(connection, keys, messages))
             beating.cancel()
             self._connections.pop(address, None)
-            for ingress, run in self._runs.values():
-                if ingress == address:
-                    run.cancel()  # its ingress is gone, and with it the client
+            for key in keys & self._runs.keys():
+                self._runs[key].cancel()  # its ingress is gone, and with it the client
 
         connection.listening = asyncio.create_task(listen())
         return connection
@@ -102,22 +113,27 @@ class ReplicaWorker:
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "failure": self._engine.failure,
+            "draining": self._draining,
             **{name: getattr(state, name) for name in names.split()},
         }
 
-    def _received(self, messages: list[Message]) -> None:
-        for kind, key in messages:
-            if kind == "abort" and key in self._runs:
-                self._runs[key][1].cancel()
+    def _received(self, connection: Connection, keys: set[str], messages: list[Message]) -> None:
+        for kind, content in messages:
+            if kind == "request":
+                key = content["key"]
+                keys.add(key)
+                self._runs[key] = run = asyncio.create_task(self._run(key, content, connection))
+                run.add_done_callback(lambda _, key=key: self._forget(key, keys))
+            elif kind == "abort" and content in self._runs:
+                self._runs[content].cancel()
 
-    async def _run(self, request: RemoteRequest, connection: Connection) -> None:
-        key = request.key
-        if request.form not in (None, self.description.form):
-            connection.send(["refused", key])
-            return
-        connection.send(["started", key])
+    def _forget(self, key: str, keys: set[str]) -> None:
+        keys.discard(key)
+        del self._runs[key]
+
+    async def _run(self, key: str, content: Mapping[str, Any], connection: Connection) -> None:
         try:
-            await self._generate(request, connection)
+            await self._generate(decode_request(content), connection)
         except PacelineError as error:
             connection.send(["failed", key, encode_error(error)])
         except Exception as error:  # a bug that concerns only this request

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from paceline.constrain.compiler import GrammarTokenizer
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.engine import Engine
+from paceline.scale.channel import Connection, Message
 from paceline.scale.remote_engine import RemoteEngine, RemoteOptions
-from paceline.scale.routing import PrefixRouting
-from paceline.scale.wire import Address, Description, RemoteRequest
+from paceline.scale.wire import Address, Description
 from paceline.scale.worker import ReplicaWorker
 
 
@@ -35,22 +35,27 @@ class FakeReplica:
         self.engine = AsyncEngine(engine, tokenizer, max_queue=1000)
         self.engine.start()
         self.worker = ReplicaWorker(self.engine, name, describe(engine, form), beat_seconds=0.05)
-        self.calls: set[asyncio.Task[None]] = set()
-        self.requests: list[RemoteRequest] = []
+        self.requests: list[Mapping[str, Any]] = []  # that it got, as JSON
         self.alive, self.hung = True, False
+        received = self.worker._received
+
+        def note(connection: Connection, keys: set[str], messages: list[Message]) -> None:
+            if self.alive and not self.hung:
+                self.requests += [content for kind, content in messages if kind == "request"]
+                received(connection, keys, messages)
+
+        self.worker._received = note  # type: ignore[method-assign]
 
     async def kill(self) -> None:
-        """As kill -9: connections are closed, calls fail, nothing is said."""
+        """As kill -9: connections are closed, nothing is said."""
         self.alive = False
         self._silence()
         for connecting in list(self.worker._connections.values()):
             connecting.result().close()
-        for call in self.calls:
-            call.cancel()
         await self.engine.stop()
 
     def hang(self) -> None:
-        """As SIGSTOP: connections stay open and calls run, but nothing is said any more."""
+        """As SIGSTOP: connections stay open, but nothing is read or said any more."""
         self.hung = True
         self._silence()
 
@@ -67,7 +72,6 @@ class FakeReplicas:
     def __init__(self, make_engine: Callable[[], Engine], tokenizer: GrammarTokenizer, count: int) -> None:
         self._make_engine = make_engine
         self._tokenizer = tokenizer
-        self._routing = PrefixRouting()
         self.all: list[FakeReplica] = []
         self.changed = asyncio.Event()
         for _ in range(count):
@@ -83,33 +87,16 @@ class FakeReplicas:
     def alive(self) -> list[FakeReplica]:
         return [replica for replica in self.all if replica.alive]
 
-    async def call(self, request: RemoteRequest) -> None:
-        while not (usable := [one for one in self.alive if one.name not in request.avoid]):
-            self.changed.clear()
-            await self.changed.wait()
-        loads = {replica.name: len(replica.calls) for replica in usable}
-        chosen = self._routing.rank(request.prefix_hashes, request.session, loads)[0]
-        self._routing.record(chosen, request.prefix_hashes, request.session)
-        request.routed.append(chosen)
-        replica = next(one for one in usable if one.name == chosen)
-        replica.requests.append(request)
-        if replica.hung:
-            await asyncio.Event().wait()
-        call = asyncio.create_task(replica.worker.serve(request))
-        replica.calls.add(call)
-        call.add_done_callback(replica.calls.discard)
-        try:
-            await asyncio.wait([call])
-        finally:
-            call.cancel()
-        if not replica.alive:
-            raise RuntimeError("the actor died")
-
     async def introduce(self, address: Address) -> None:
         for replica in self.alive:
             if not replica.hung:
                 with suppress(OSError):
                     await replica.worker.link(address)
+
+    async def wake(self) -> None:
+        while not self.alive:
+            self.changed.clear()
+            await self.changed.wait()
 
 
 class Fleet:
@@ -127,6 +114,8 @@ class Fleet:
         description = self.replicas.all[0].worker.description
         self.engine = RemoteEngine(self.replicas, description, tokenizer, RemoteOptions(**self._options))
         await self.engine.start("127.0.0.1")
+        while len([link for link in self.engine.links.values() if link.state]) < count:
+            await asyncio.sleep(0.005)
         return self
 
     async def __aexit__(self, *_: object) -> None:

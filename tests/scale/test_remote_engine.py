@@ -98,7 +98,7 @@ async def disturbed(there: Fleet, harm: Callable[[FakeReplica], Any], truth: lis
         await harmed
     assert await asking == truth
     assert there.engine.num_resumed > 0
-    assert any(request.resume for request in there.replicas.all[1].requests)
+    assert any(request["resume"] for request in there.replicas.all[1].requests)
 
 
 def test_a_replica_that_dies_is_not_seen_in_any_answer(truth: list[Any]) -> None:
@@ -148,7 +148,7 @@ def test_a_request_that_kills_every_replica_fails_in_the_end() -> None:
     async def main() -> None:
         async with fleet(count=MAX_FRUITLESS + 3) as there:
             for replica in there.replicas.all:
-                replica.worker._run = lambda request, connection, by=replica: by.kill()  # type: ignore
+                replica.worker._run = lambda *_, by=replica: by.kill()  # type: ignore
             stream = await there.engine.submit([3, 4], SamplingParams(max_tokens=2), "poison")
             with pytest.raises(UnavailableError, match="replicas in a row gave no token"):
                 await stream.finished()
@@ -186,7 +186,7 @@ def test_an_abort_reaches_the_replica() -> None:
             stream.abort()
             await wait_for(lambda: replica.engine.num_requests == 0)
             assert there.engine.num_requests == 0
-            await wait_for(lambda: not replica.calls)
+            await wait_for(lambda: replica.worker.num_requests == 0)
 
     run(main)
 
@@ -229,7 +229,7 @@ def test_bad_requests_and_too_many_are_refused_at_the_ingress() -> None:
 def test_who_does_not_know_the_secret_is_no_replica() -> None:
     async def main() -> None:
         async with fleet(count=1) as there:
-            address = there.engine._address
+            address = there.engine._dispatcher.links._address
             reader, writer = await asyncio.open_connection(address.host, address.port)
             hello = b'[["wrong", "r9", "toy"]]'
             writer.write(len(hello).to_bytes(4, "little") + hello)
