@@ -121,12 +121,12 @@ def overhead_command(
 def fleet_command(
     trace: Annotated[Path, typer.Argument(help="Requests to replay, as of `paceline simulate --trace`.")],
     model: Annotated[str, typer.Option(help="Model to serve.")] = DEFAULT_MODEL,
-    replicas: Annotated[int, typer.Option(help="Number of `paceline serve` processes of one thread.")] = 2,
+    replicas: Annotated[int, typer.Option(help="Number of replicas, one thread each.")] = 2,
     limit: Annotated[int, typer.Option(help="Take only this many requests.")] = 40,
     time_scale: Annotated[float, typer.Option(help="Factor on the times of the trace.")] = 1.0,
     shared_prefixes: Annotated[str, typer.Option(help="Prefixes of prompts of a .csv.")] = "6x128",
 ) -> None:
-    """Servers behind the prefix routing policy, beside the simulation of that fleet."""
+    """Replicas (the extra `ray`) beside the simulation of that fleet."""
     from benchmarks.server.fleet import measure_fleet
     from paceline.bench.report.terminal import print_result
     from paceline.bench.simulate.fleet_view import fleet_check_result
@@ -136,34 +136,4 @@ def fleet_command(
     arrivals = read_trace(trace, time_scale)[:limit]
     shared = None if any(arrival.blocks for arrival in arrivals) else parse_shared_prefixes(shared_prefixes)
     compared = measure_fleet(model, replicas, fleet_requests(arrivals, shared))
-    print_result(fleet_check_result(f"{model}, {trace.name}, {replicas} servers", compared))
-
-
-def replicas_command(
-    model: Model = DEFAULT_MODEL,
-    rounds: Annotated[int, typer.Option(help="Times that a replica is killed; 0: none.")] = 10,
-    clients: Annotated[int, typer.Option(help="Clients that stream while it is killed.")] = 50,
-    delay: Annotated[float, typer.Option(help="Seconds from their start to the kill.")] = 2.0,
-    turns: Annotated[int, typer.Option(help="Turns of throughput, 16 clients each; 0: none.")] = 3,
-    probes: Annotated[int, typer.Option(help="Requests alone, for the time to the first token.")] = 100,
-    max_tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 64,
-) -> None:
-    """Kill replicas under load, and compare two replicas with one process of two threads."""
-    from benchmarks.server.replicas import measure_kills, measure_sides, percentile
-
-    for one in measure_kills(model, rounds, clients, max_tokens, delay) if rounds else ():
-        typer.echo(
-            f"kill -9: {one.requests} requests, {one.failed} failed, {one.differing} differ, "
-            f"{one.resumed} resumed, {one.seconds:.1f} s"
-        )
-    if turns:
-        names = ("one process, 2 threads (1)", "2 replicas, 1 thread each")
-        sides = measure_sides(model, turns, 16, max_tokens, probes)
-        for name, side in zip(names, sides, strict=True):
-            speeds = " ".join(f"{speed:.0f}" for speed in side.tokens_per_second)
-            first = [1e3 * percentile(side.first_text, share) for share in (0.5, 0.99)]
-            typer.echo(
-                f"{name:27} best {max(side.tokens_per_second):.0f} tokens/s ({speeds}), "
-                f"{max(side.tokens_per_cpu_second):.0f} per CPU second; first text p50 {first[0]:.1f} ms, "
-                f"p99 {first[1]:.1f} ms"
-            )
+    print_result(fleet_check_result(f"{model}, {trace.name}, {replicas} replicas", compared))

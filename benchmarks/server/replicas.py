@@ -1,4 +1,4 @@
-"""What replicas cost and survive: kills under load, throughput beside one process, the ingress's latency."""
+"""A server of two replicas, what it is asked, and how its processes are found and harmed."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,26 +20,67 @@ from paceline.bench.servers.client import Answer, Server, get, post
 from paceline.errors import PacelineError
 
 START_SECONDS = 300.0
-ALONE = ("--threads", "1")
-REPLICAS = ("--replicas", "2", "--threads", "1")
+MAX_NUM_SEQS = 64  # of each server: one replica can run all clients when the other is gone
+ALONE = ("--threads", "1", "--max-num-seqs", str(MAX_NUM_SEQS))
+REPLICAS = ("--replicas", "2", *ALONE)
+
+RESTART = """
+import sys
+import ray
+from ray import serve
+from paceline.scale.deployment import replica_application
+from paceline.scale.options import ScaleOptions
+from paceline.serve.options import ServeOptions
+
+ray.init(address="auto", namespace="paceline")
+engine = {"threads": 1, "max_num_seqs": int(sys.argv[2])}  # another engine: Serve replaces all replicas
+app = replica_application(sys.argv[1], engine, ServeOptions(), ScaleOptions(replicas=2), {"num_cpus": 1})
+serve.run(app, name="paceline", route_prefix=None)
+"""
 
 
-def replicas_of(server: Server) -> dict[str, Any]:
-    """The replicas that answer, and how often a request was resumed."""
-    found: dict[str, Any] = json.loads(asyncio.run(get(server, "/replicas")).body)
-    return found
+@dataclass
+class Fleet:
+    """A running server of replicas."""
+
+    model: str
+    server: Server
+    num_restarts: int = 0
+
+    def replicas(self) -> dict[str, Any]:
+        """The replicas that answer, and how often a request was resumed."""
+        found: dict[str, Any] = json.loads(asyncio.run(get(self.server, "/replicas")).body)
+        return found
+
+    def pids(self) -> list[int]:
+        return [replica["pid"] for replica in self.replicas()["replicas"]]
+
+    def wait_for(self, count: int = 2, without: frozenset[int] = frozenset()) -> None:
+        """Wait until this number of replicas answer, none of them one of these processes."""
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            pids = self.pids()
+            if len(pids) == count and 0 not in pids and not without & set(pids):
+                return
+            if time.monotonic() > deadline:
+                raise PacelineError("a replica takes too long to come back. Look into the logs of Ray Serve.")
+            time.sleep(0.2)
+
+    def restart(self, _: int) -> None:
+        """Replace all replicas, one after the other."""
+        self.num_restarts += 1
+        arguments = [self.model, str(MAX_NUM_SEQS + self.num_restarts % 2)]
+        command = [sys.executable, "-c", RESTART, *arguments]
+        subprocess.run(command, check=True, timeout=START_SECONDS, capture_output=True)
 
 
-def wait_for_two(server: Server, gone: int = 0) -> None:
-    """Wait until two replicas answer, none of them the process that is gone."""
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        pids = [replica["pid"] for replica in replicas_of(server)["replicas"]]
-        if len(pids) == 2 and gone not in pids and 0 not in pids:
-            return
-        if time.monotonic() > deadline:
-            raise PacelineError("a replica takes too long to come back. Look into the logs of Ray Serve.")
-        time.sleep(0.2)
+Harm = Callable[[Fleet, int], None]  # does something to a fleet, or to a replica with this process id
+HARMS: Mapping[str, Harm] = {
+    "kill": lambda fleet, pid: os.kill(pid, signal.SIGKILL),
+    "hang": lambda fleet, pid: os.kill(pid, signal.SIGSTOP),
+    "restart": lambda fleet, pid: fleet.restart(pid),
+    "none": lambda fleet, pid: None,
+}
 
 
 def body(number: int, tokens: int) -> dict[str, Any]:
@@ -60,75 +103,10 @@ async def ask_all(server: Server, clients: int, tokens: int) -> list[Answer]:
     return list(await asyncio.gather(*asked))
 
 
-@dataclass(frozen=True)
-class Round:
-    """What killing one replica did."""
-
-    requests: int
-    failed: int
-    differing: int
-    resumed: int
-    seconds: float
-
-
-def measure_kills(model: str, rounds: int, clients: int, tokens: int, delay: float) -> Iterator[Round]:
-    """kill -9 of a replica in each round, while all clients stream; their answers beside one process's."""
+def answers_alone(model: str, clients: int, tokens: int) -> list[str]:
+    """What one process answers."""
     with ServerProcess(model, *ALONE) as alone:
-        truth = [answer.text for answer in asyncio.run(ask_all(alone.server, clients, tokens))]
-
-    async def ask_and_kill(server: Server, victim: int) -> list[Answer]:
-        asking = asyncio.create_task(ask_all(server, clients, tokens))
-        await asyncio.sleep(delay)
-        os.kill(victim, signal.SIGKILL)
-        return await asking
-
-    resumed = 0
-    with ServerProcess(model, *REPLICAS) as running:
-        wait_for_two(running.server)
-        for number in range(rounds):
-            victim = replicas_of(running.server)["replicas"][number % 2]["pid"]
-            begun = time.monotonic()
-            answers = asyncio.run(ask_and_kill(running.server, victim))
-            seconds = time.monotonic() - begun
-            failed = sum(answer.status != 200 or not answer.complete for answer in answers)
-            differing = sum(one.text != text for one, text in zip(answers, truth, strict=True))
-            before, resumed = resumed, replicas_of(running.server)["resumed"]
-            yield Round(clients, failed, differing, resumed - before, seconds)
-            wait_for_two(running.server, victim)
-
-
-@dataclass(frozen=True)
-class Side:
-    """One contestant."""
-
-    tokens_per_second: list[float]  # of each turn
-    tokens_per_cpu_second: list[float]  # of the server and all processes that it started
-    first_text: list[float]  # seconds, of a request alone
-
-
-def measure_sides(model: str, turns: int, clients: int, tokens: int, probes: int) -> tuple[Side, Side]:
-    """One process with two threads, and two replicas with one thread each, both running, in turns.
-
-    First texts are those of one process with one thread, which computes a prompt as long as a replica does.
-    """
-    alone, replicas = Side([], [], []), Side([], [], [])
-    with ServerProcess(model, "--threads", "2") as one, ServerProcess(model, *REPLICAS) as two:
-        wait_for_two(two.server)
-        for turn in range(turns + 1):  # the first one warms up
-            for side, started in ((alone, one), (replicas, two)):
-                begun, used = time.monotonic(), cpu_seconds(started.process.pid)
-                answers = asyncio.run(ask_all(started.server, clients, tokens))
-                count = sum(answer.completion_tokens for answer in answers)
-                if turn:
-                    side.tokens_per_second.append(count / (time.monotonic() - begun))
-                    side.tokens_per_cpu_second.append(count / (cpu_seconds(started.process.pid) - used))
-        with ServerProcess(model, *ALONE) as single:
-            for number in range(probes):
-                for side, server in ((alone, single.server), (replicas, two.server)):
-                    answer = asyncio.run(post(server, "/v1/completions", body(1000 + number, 1)))
-                    if answer.first_text_seconds is not None:
-                        side.first_text.append(answer.first_text_seconds)
-    return alone, replicas
+        return [answer.text for answer in asyncio.run(ask_all(alone.server, clients, tokens))]
 
 
 def cpu_seconds(root: int) -> float:
@@ -147,9 +125,3 @@ def cpu_seconds(root: int) -> float:
         total += ticks.get(process, 0)
         waiting += children.get(process, [])
     return total / os.sysconf("SC_CLK_TCK")
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """A percentile of values, by the nearest rank."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -142,6 +142,6 @@ class Dispatcher:
         elif kind == "failed":
             error = decode_error(arguments[1])
             if isinstance(error, UnavailableError):  # of a replica that stops
-                link.draining = True
+                self.links.spare(link)
                 raise Lost(f"replica {link.replica} is stopping")
             run.ended.set_exception(error)

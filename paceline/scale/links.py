@@ -125,6 +125,12 @@ class Links:
         total.kv_usage = sum(state["kv_usage"] for state in states) / max(1, len(states))
         return total
 
+    def spare(self, link: Link) -> None:
+        """Send nothing more to a replica that drains."""
+        if not link.draining:
+            link.draining = True
+            self._pin_form()
+
     # --- LinkOwner ---
 
     def linked(self, link: Link) -> bool:
@@ -150,7 +156,8 @@ class Links:
         """Note states, and pass on the rest."""
         for _, state in [message for message in messages if message[0] == "state"]:
             link.state = state
-            link.draining |= state["draining"]
+            if state["draining"]:
+                self.spare(link)
             link.others = max(0, state["running"] + state["waiting"] - self._owner.num_sent(link.replica))
             if state["failure"] is not None:
                 self._give_up(link, state["failure"])
@@ -170,8 +177,8 @@ class Links:
         self._owner.replica_lost(link.replica)
 
     def _pin_form(self) -> None:
-        """Keep the form of the weights while any replica has it, else take that of the first replica."""
-        forms = [link.form for link in self.by_replica.values()]
+        """Keep the form of the weights while a replica that takes requests has it, else take another's."""
+        forms = [link.form for link in self.by_replica.values() if not link.draining]
         if forms and self.form not in forms:
             logger.warning("the weights of the replicas are now %s; they were %s", forms[0], self.form)
             self.form = forms[0]

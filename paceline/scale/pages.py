@@ -42,6 +42,7 @@ class ReplicaState(BaseModel):
     running: int
     waiting: int
     kv_cache_usage: float
+    draining: bool  # it finishes its requests and gets no others
     silent_seconds: float  # since it was last heard
 
 
@@ -113,6 +114,7 @@ def pages(own: Metrics, engine: RemoteEngine, snapshots: Snapshots, prefix: str)
                 running=link.state.get("running", 0),
                 waiting=link.state.get("waiting", 0),
                 kv_cache_usage=link.state.get("kv_usage", 0.0),
+                draining=link.draining,
                 silent_seconds=round(now - link.heard, 3),
             )
             for name, link in sorted(engine.links.items())

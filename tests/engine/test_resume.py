@@ -121,3 +121,15 @@ def test_what_cannot_be_resumed_is_refused(resume: dict[int, list[int]], words: 
 def test_a_sampled_output_is_resumed_only_with_its_seed() -> None:
     with pytest.raises(RequestError, match="Set seed"):
         toy_engine().add_request([3, 4], SamplingParams(temperature=1), resume={0: [5]})
+
+
+def test_what_was_begun_elsewhere_comes_before_what_was_not() -> None:
+    """A reader waits for its next token; the others have seen nothing yet."""
+    engine = toy_engine(max_num_seqs=1)
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    ended: list[Request] = []
+    running, new = (engine.add_request(ids, params)[0] for ids in ([3, 4], [5, 6]))
+    begun = [engine.add_request(ids, params, resume={0: [9]})[0] for ids in ([7, 8], [8, 9])]
+    while engine.has_unfinished:
+        ended += [delta.request for delta in engine.step() if delta.request.finished]
+    assert ended == [*begun, running, new]  # nothing had run yet

@@ -176,6 +176,27 @@ def test_weights_of_another_form_never_continue_an_answer(truth: list[Any]) -> N
     run(main)
 
 
+def test_an_upgrade_of_the_weights_ends_answers_with_those_that_they_began_with(truth: list[Any]) -> None:
+    """Serve drains the old replica. What runs there ends there; what comes later gets the new weights."""
+
+    async def main() -> None:
+        async with fleet(count=1) as there:
+            old = there.replicas.all[0]
+            asking = asyncio.create_task(answers(there.engine))
+            await wait_for(lambda: any(request.num_output > 5 for request in old.engine.unfinished))
+            new = there.replicas.add(form="new")
+            await wait_for(lambda: len(there.engine.links) == 2)
+            draining = asyncio.create_task(old.worker.drain(60))
+            await wait_for(lambda: there.engine.links[old.name].draining)
+            stream = await there.engine.submit([3, 4], SamplingParams(max_tokens=2), "later")
+            await stream.finished()
+            assert [request["prompt_token_ids"] for request in new.requests] == [[3, 4]]
+            assert await asking == truth
+            await draining
+
+    run(main)
+
+
 def test_an_abort_reaches_the_replica() -> None:
     async def main() -> None:
         async with fleet(count=1) as there:

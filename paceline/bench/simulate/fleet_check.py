@@ -185,7 +185,9 @@ def figures(run: FleetRun) -> dict[str, float]:
         "first token, p50 (ms)": float(np.percentile(first, 50)),
         "first token, p95 (ms)": float(np.percentile(first, 95)),
         "per token, mean (ms)": fmean(each),
+        "per token, p50 (ms)": float(np.percentile(each, 50)),
         "per token, p95 (ms)": float(np.percentile(each, 95)),
+        "tokens per second": sum(answer.num_tokens for answer in run.answers) / run.seconds,
         "busy (%)": 100 * run.utilization,
         "prefix cache hits (%)": 100 * run.hit_rate,
     }

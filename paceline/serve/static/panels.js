@@ -107,6 +107,7 @@ export function showReplicas({ replicas, resumed }) {
     ["running", replica => whole(replica.running)],
     ["waiting", replica => whole(replica.waiting)],
     ["KV cache", replica => percent(replica.kv_cache_usage)],
+    ["state", replica => replica.draining ? "draining" : "ready", "text"],
     ["last heard", replica => `${duration(replica.silent_seconds)} ago`],
   ], replicas) : nothing("No replica answers.");
   show("replicas", rows, ...(resumed ? [nothing(`${whole(resumed)} times an answer went on after its replica was lost`)] : []));
