@@ -108,7 +108,7 @@ class Links:
                 await self._replicas.wake()
                 await self._replicas.introduce(self._address)
         finally:
-            self._tasks.discard(asyncio.current_task())  # type: ignore[arg-type]
+            self._tasks.discard(asyncio.current_task())
             self._waking = None
 
     @property

@@ -11,6 +11,7 @@ import os
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from paceline.engine.async_engine import AsyncEngine
@@ -123,11 +124,11 @@ class ReplicaWorker:
                 key = content["key"]
                 keys.add(key)
                 self._runs[key] = run = asyncio.create_task(self._run(key, content, connection))
-                run.add_done_callback(lambda _, key=key: self._forget(key, keys))
+                run.add_done_callback(partial(self._forget, key, keys))
             elif kind == "abort" and content in self._runs:
                 self._runs[content].cancel()
 
-    def _forget(self, key: str, keys: set[str]) -> None:
+    def _forget(self, key: str, keys: set[str], _: asyncio.Task[None]) -> None:
         keys.discard(key)
         del self._runs[key]
 

@@ -27,6 +27,6 @@ def truth() -> Answers:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory):
     with Server(
-        tmp_path_factory.mktemp("serve"), "--replicas", "2", "--threads", "1", "--drain-timeout", "20"
+        tmp_path_factory.mktemp("serve"), "--replicas", "2", "--threads", "1", "--drain-timeout", "90"
     ) as started:
         yield started

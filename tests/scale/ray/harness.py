@@ -86,7 +86,7 @@ class Server:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
-            self.wait_until(lambda: self._healthy(), START_SECONDS)
+            self.wait_until(lambda: healthy(self.url), START_SECONDS)
         except BaseException:
             self.__exit__()
             raise
@@ -106,12 +106,12 @@ class Server:
     def replicas(self) -> list[dict[str, Any]]:
         return self.get("/replicas")["replicas"]
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 120.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
+    def wait_until(self, condition: Callable[[], bool], seconds: float = START_SECONDS) -> None:
+        def ended_or_true() -> bool:
             assert self.process.poll() is None, self.log.read_text()[-3000:]
-            assert time.monotonic() < deadline, self.log.read_text()[-3000:]
-            time.sleep(0.3)
+            return condition()
+
+        wait_until(ended_or_true, seconds)
 
     def wait_for_replicas(self, count: int, without: frozenset[int] = frozenset()) -> None:
         """Wait until this number of replicas answer, none of them one of these processes."""
@@ -122,11 +122,20 @@ class Server:
 
         self.wait_until(there, START_SECONDS)
 
-    def _healthy(self) -> bool:
-        try:
-            return self._client.get("/health").status_code == 200
-        except httpx.HTTPError:
-            return False
+
+def healthy(url: str) -> bool:
+    """Whether a server answers and is well."""
+    try:
+        return httpx.get(url + "/health", timeout=30).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = START_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.3)
 
 
 async def disturbed(clients: Clients, harm: Callable[[], None], after: int) -> Answers:
@@ -139,9 +148,16 @@ async def disturbed(clients: Clients, harm: Callable[[], None], after: int) -> A
     return await asking
 
 
-def asked_alone() -> Answers:
-    with tempfile.TemporaryDirectory() as folder, Server(Path(folder), "--threads", "1") as server:
-        return asyncio.run(Clients(server.url).run())
+def asked_alone(*flags: str, count: int = CLIENTS) -> Answers:
+    with tempfile.TemporaryDirectory() as folder, Server(Path(folder), "--threads", "1", *flags) as server:
+        return asyncio.run(Clients(server.url, count).run())
+
+
+def children(pid: int, program: str) -> list[int]:
+    """The child processes of a process that run this program."""
+    listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True)
+    lines = [line.split() for line in listed.stdout.splitlines()]
+    return [int(words[0]) for words in lines if Path(words[1]).name == program]
 
 
 def free_port() -> int:

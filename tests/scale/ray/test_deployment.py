@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import secrets
 import subprocess
 import sys
+from pathlib import Path
 
 import yaml
 
 from paceline.scale.commands import serve_config
-from tests.scale.ray.harness import MODEL, Answers, body, free_port
+from tests.scale.ray.harness import MODEL, Answers, Clients, body, free_port, healthy, wait_until
 
 PROGRAM = """
 import json, sys
@@ -37,12 +41,35 @@ serve.shutdown()
 
 
 def test_a_deployment_answers_as_one_process(truth: Answers) -> None:
-
     command = [sys.executable, "-c", PROGRAM, str(free_port()), json.dumps(body(0))]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     answer = next(line for line in ended.stdout.splitlines() if line.startswith("ANSWER "))
     assert json.loads(answer.removeprefix("ANSWER ")) == truth[0][0]
+
+
+def test_the_file_is_deployed_on_a_cluster(tmp_path: Path, truth: Answers) -> None:
+    """`ray start`, `paceline scale config`, `serve deploy`: the three commands of the guide."""
+    port, head, dashboard = free_port(), free_port(), free_port()
+    text = serve_config(MODEL, {"replicas": 2, "threads": 1})
+    file = tmp_path / "serve.yaml"
+    file.write_text(text.replace("port: 8000", f"port: {port}"))
+    programs = Path(sys.executable).parent
+    ports = [f"--port={head}", f"--dashboard-port={dashboard}", "--dashboard-agent-listen-port=0"]
+    start = [programs / "ray", "start", "--head", "--block", "--num-cpus=2", "--disable-usage-stats", *ports]
+    deploy = [programs / "serve", "deploy", "--address", f"http://127.0.0.1:{dashboard}", str(file)]
+    url = f"http://127.0.0.1:{port}"
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}  # of this cluster
+    environment = {**os.environ, **token}
+    with (tmp_path / "ray.log").open("wb") as log:
+        cluster = subprocess.Popen(start, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    try:
+        wait_until(lambda: subprocess.run(deploy, capture_output=True, env=environment).returncode == 0)
+        wait_until(lambda: healthy(url))
+        assert asyncio.run(Clients(url, 10).run()) == truth[:10]
+    finally:
+        cluster.terminate()
+        cluster.wait(120)
 
 
 def test_the_file_for_serve_deploy_is_what_serve_takes() -> None:

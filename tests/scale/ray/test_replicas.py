@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -14,6 +17,8 @@ from tests.scale.ray.harness import (
     Answers,
     Clients,
     Server,
+    asked_alone,
+    children,
     disturbed,
     free_port,
     kill,
@@ -21,7 +26,7 @@ from tests.scale.ray.harness import (
 )
 
 RESTART = """
-import sys
+import json, sys
 import ray
 from ray import serve
 from paceline.scale.deployment import replica_application
@@ -29,8 +34,9 @@ from paceline.scale.options import ScaleOptions
 from paceline.serve.options import ServeOptions
 
 ray.init(address="auto", namespace="paceline")
-engine = {"threads": 1, "max_num_seqs": 15}  # another engine, so that Serve replaces all replicas
-app = replica_application(sys.argv[1], engine, ServeOptions(), ScaleOptions(replicas=2), {"num_cpus": 1})
+engine = {"threads": 1, **json.loads(sys.argv[2])}  # another engine, so that Serve replaces all replicas
+options = ServeOptions(drain_timeout=90)
+app = replica_application(sys.argv[1], engine, options, ScaleOptions(replicas=2), {"num_cpus": 1})
 serve.run(app, name="paceline", route_prefix=None)
 """
 
@@ -53,12 +59,15 @@ def test_rolling_restart_under_fifty_streaming_clients(server: Server, truth: An
     server.wait_for_replicas(2)
     before = frozenset(replica["pid"] for replica in server.replicas())
 
-    def restart() -> None:
-        subprocess.run([sys.executable, "-c", RESTART, MODEL], check=True, timeout=300)
-
-    assert asyncio.run(disturbed(Clients(server.url), restart, after=1500)) == truth
+    assert asyncio.run(disturbed(Clients(server.url), restart(max_num_seqs=15), after=1500)) == truth
     server.wait_for_replicas(2, without=before)
     assert asyncio.run(Clients(server.url).run()) == truth
+
+
+def restart(**engine: Any) -> Callable[[], None]:
+    """Deploy replicas with other options of the engine."""
+    command = [sys.executable, "-c", RESTART, MODEL, json.dumps(engine)]
+    return lambda: subprocess.run(command, check=True, timeout=300)
 
 
 def test_metrics_are_added_up_and_told_apart(server: Server, truth: Answers) -> None:
@@ -84,6 +93,29 @@ def test_hung_under_fifty_streaming_clients(server: Server, truth: Answers) -> N
     assert asyncio.run(disturbed(clients, lambda: pause(victim), after=1500)) == truth
     assert server.get("/replicas")["resumed"] > resumed
     server.wait_for_replicas(2, without=frozenset([victim]))  # the health check has replaced it
+
+
+def test_an_upgrade_of_the_weights_under_fifty_streaming_clients(server: Server, truth: Answers) -> None:
+    """Answers end with the weights that they began with; later ones have the new weights."""
+    server.wait_for_replicas(2)
+    before = frozenset(replica["pid"] for replica in server.replicas())
+    (old,) = {replica["weights"] for replica in server.replicas()}
+    upgrade = restart(quantization="int8")
+    assert asyncio.run(disturbed(Clients(server.url), upgrade, after=1500)) == truth
+    server.wait_for_replicas(2, without=before)
+    (new,) = {replica["weights"] for replica in server.replicas()}
+    assert new != old
+    expected = asked_alone("--quantization", "int8", count=10)
+    assert expected != truth[:10]
+    assert asyncio.run(Clients(server.url, 10).run()) == expected
+
+
+def test_running_answers_do_not_need_the_head(tmp_path: Path, truth: Answers) -> None:
+    """The control service of Ray's head dies: without it nothing is started or scaled, but tokens flow."""
+    with Server(tmp_path, "--replicas", "2", "--threads", "1") as server:
+        server.wait_for_replicas(2)
+        (head,) = children(server.process.pid, "gcs_server")
+        assert asyncio.run(disturbed(Clients(server.url), lambda: kill(head), after=1500)) == truth
 
 
 def test_a_burst_scales_from_one_to_two_and_back(tmp_path: Path, truth: Answers) -> None:
