@@ -142,7 +142,7 @@ def deployment_options(config: EngineConfig, server: ServeOptions, scale: ScaleO
         "upscale_delay_s": scale.upscale_delay,
         "downscale_delay_s": scale.downscale_delay,
         "look_back_period_s": min(10.0, max(2 * LOAD_SECONDS, scale.upscale_delay)),
-        "metrics_interval_s": LOAD_SECONDS,
+        "metrics_interval_s": LOAD_SECONDS,  # Ray warns: environment variables will replace it
         "policy": {"policy_function": f"{__name__}:{wanted_replicas.__name__}"},
     }
     return {**options, "autoscaling_config": autoscaling}
