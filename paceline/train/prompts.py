@@ -6,10 +6,11 @@ A row is one line of JSON Lines or one element of a JSON array, in one of these 
     {"prompt": "..."}                                                a plain text
     {"conversations": [{"from": "human", "value": "..."}, ...]}      ShareGPT
     {"input": "..."} or {"input": [{"role": ..., ...}, ...]}         a request for OpenAI's responses
+    {"turns": ["...", ...]}                                          Spec-Bench, MT-bench: user turns
     {"body": {...}} and {"request": {...}}                           logs and batch files of the OpenAI API
 
-A chat is cut after its last user turn; the target answers it anew. Unusable rows are counted by reason
-and skipped, so that one bad row in a million does not end a run.
+A chat is cut after its last user turn, and one of user turns alone after the first; the target answers it
+anew. Unusable rows are counted by reason and skipped, so that one bad row in a million does not end a run.
 """
 
 from __future__ import annotations
@@ -179,10 +180,18 @@ def _input(given: Any) -> list[dict[str, str]]:
     return _messages([{"role": "user", "content": given}] if isinstance(given, str) else given)
 
 
+def _first_turn(given: Any) -> list[dict[str, str]]:
+    """The first of a list of user turns: those after it need the model's answers."""
+    if not isinstance(given, list) or not all(isinstance(turn, str) for turn in given):
+        raise BadRow("turns are no list of texts")
+    return _messages([{"role": "user", "content": turn} for turn in given[:1]])
+
+
 CHATS: Mapping[str, Callable[[Any], list[dict[str, str]]]] = {
     "messages": _messages,
     "conversations": _sharegpt,
     "input": _input,
+    "turns": _first_turn,
 }
 
 

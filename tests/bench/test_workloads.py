@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from paceline.bench.run.contest import with_follow_ups
 from paceline.bench.traffic.builtin_workloads import BUILT_IN
 from paceline.bench.traffic.workloads import DEFAULT_MAX_TOKENS, load_workload
 from paceline.errors import ConfigError
@@ -60,6 +61,35 @@ def test_a_limit_keeps_the_first_and_max_tokens_only_lowers(tmp_path: Path) -> N
     name = write(tmp_path / "w.jsonl", *({"prompt": "x", "max_tokens": count} for count in (10, 50, 90)))
     workload = load_workload(name, limit=2, max_tokens=20)
     assert [prompt.max_tokens for prompt in workload.prompts] == [10, 20]
+
+
+SPEC_BENCH = [
+    {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]},
+    {"question_id": 82, "category": "coding", "turns": ["Code.", "Test it."], "reference": ["", ""]},
+    {"question_id": 161, "category": "translation", "turns": ["Translate."]},
+]
+
+
+def test_a_spec_bench_file_has_its_tasks_as_segments_and_its_later_turns_behind_answers(tmp_path) -> None:
+    workload = load_workload(write(tmp_path / "question.jsonl", *SPEC_BENCH))
+    assert [(prompt.id, prompt.segment, prompt.max_tokens) for prompt in workload.prompts] == [
+        ("81", "mt_bench", 1024),
+        ("82", "mt_bench", 1024),
+        ("161", "translation", 1024),
+    ]
+    asked = with_follow_ups(workload, lambda turns: [f"answer to {prompt.id}" for prompt in turns.prompts])
+    assert len(asked.prompts) == asked.num_requests == workload.num_requests == 5
+    assert [prompt.id for prompt in asked.prompts] == ["81", "81+", "82", "82+", "161"]
+    assert [message["content"] for message in asked.prompts[3].messages or ()] == [
+        "Code.",
+        "answer to 82",
+        "Test it.",
+    ]
+
+
+def test_a_limit_is_of_each_task_of_a_file(tmp_path) -> None:
+    workload = load_workload(write(tmp_path / "question.jsonl", *SPEC_BENCH), limit=1)
+    assert [prompt.id for prompt in workload.prompts] == ["81", "161"]
 
 
 @pytest.mark.parametrize(

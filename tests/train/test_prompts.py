@@ -83,7 +83,7 @@ def test_a_plain_prompt_and_its_segment_are_kept(tmp_path: Path) -> None:
         (b'{"prompt": "' + b"a" * (module.MAX_ROW + 5) + b'"}', "too long"),
         (b"[" * 100_000, "broken JSON"),
         (b"7", "not an object"),
-        ({"text": "x"}, "none of prompt, messages, conversations, input"),
+        ({"text": "x"}, "none of prompt, messages, conversations, input, turns"),
         ({"prompt": "  "}, "empty"),
         ({"prompt": 3}, "a prompt that is no text"),
         ({"messages": []}, "empty"),

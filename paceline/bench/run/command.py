@@ -167,7 +167,7 @@ def _run(
         methods=parse_methods(methods) if methods else {},
         model=model or DEFAULT_MODEL,
         rounds=usual_rounds if rounds is None else rounds,
-        profiles=arrival_profiles(arrivals, max(len(workload.prompts) for workload in workloads)),
+        profiles=arrival_profiles(arrivals, max(workload.num_requests for workload in workloads)),
         warm=here["warm"],
         temperature=load["temperature"],
         constrain=load["constrain"],

@@ -5,14 +5,15 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from paceline.bench.loading import bench_config, settings
 from paceline.bench.peers.lookup import PeerOptions, PeerRow, measure_peer
-from paceline.bench.run.engine_runner import EngineRunner, Task
+from paceline.bench.run.engine_runner import EngineRunner, Task, run_group
 from paceline.bench.run.figures import Objective
 from paceline.bench.run.rows import Row, rows
 from paceline.bench.run.slices import Disturbances
@@ -66,13 +67,13 @@ class SpeculationOptions:
             raise ConfigError("--models and --methods are different comparisons: leave one out.")
         for profile in self.profiles:
             for workload in self.workloads:
-                profile.check_room(len(workload.prompts), workload.name)
+                profile.check_room(workload.num_requests, workload.name)
 
     def num_turns(self, contestants: int) -> int:
         """Approximate number of turns, for a progress bar; groups end where segments do."""
         total = 0
         for workload in self.workloads:
-            prompts = len(workload.prompts)
+            prompts = workload.num_requests
             groups = sum(math.ceil(prompts / group_size(profile, prompts)) for profile in self.profiles)
             total += groups * (1 + self.warm) * contestants + 2 * prompts * len(self.peers)
         return self.rounds * total
@@ -160,7 +161,11 @@ def run_contest(
         return EngineRunner(engine, None if overlapped else disturbances, whole=overlapped)
 
     makers = {label: partial(make, label) for label in options.methods}
-    tasks = {workload.name: _tasks(workload, model, options) for workload in options.workloads}
+    answer = partial(_plain_answers, options, model)
+    tasks = {
+        workload.name: _tasks(with_follow_ups(workload, answer), model, options)
+        for workload in options.workloads
+    }
     passes = (COLD, WARM) if options.warm else (COLD,)
     for name, workload_tasks in tasks.items():
         for profile in options.profiles:
@@ -210,6 +215,31 @@ def _inexact(options: SpeculationOptions) -> frozenset[str]:
     )
     rules = {label: parse_speculative_config(config).rule for label, config in options.methods.items()}
     return frozenset(label for label, rule in rules.items() if sampled and not RULES[rule].same_bytes)
+
+
+Answerer = Callable[[Workload], Sequence[str]]  # the model's answers to all prompts
+
+
+def with_follow_ups(workload: Workload, answer: Answerer) -> Workload:
+    """The workload with each later turn of its chats as a prompt of its own, behind the turn before it.
+
+    All methods give the same answers, so those to the turns before are computed once, by `answer`.
+    """
+    chats = [[prompt] for prompt in workload.prompts]
+    while going := [chat for chat in chats if chat[-1].follow_ups]:
+        answers = answer(Workload(workload.name, tuple(chat[-1] for chat in going)))
+        for chat, text in zip(going, answers, strict=True):
+            chat.append(chat[-1].followed_up(text))
+    turns = (replace(turn, follow_ups=()) for turn in chain.from_iterable(chats))
+    return Workload(workload.name, tuple(turns))
+
+
+def _plain_answers(options: SpeculationOptions, model: LoadedModel, workload: Workload) -> list[str]:
+    """The answers of plain decoding."""
+    engine = build_engine(contest_config(options, OFF), model).engine
+    answers = run_group(engine, _tasks(workload, model, options)).answers
+    engine.close()
+    return [answer.text for answer in answers]
 
 
 def _tasks(workload: Workload, model: LoadedModel, options: SpeculationOptions) -> list[Task]:

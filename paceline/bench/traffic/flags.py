@@ -24,7 +24,7 @@ WORKLOAD: Group = (
         f"Default: {SHORT_LIMIT} prompts of each of these.",
         " ".join(PROMPT_FILE),
     ),
-    Flag("limit", int | None, None, "Maximum number of prompts from each file."),
+    Flag("limit", int | None, None, "Maximum number of prompts from each segment of a file."),
     Flag("max_tokens", int | None, None, "Maximum tokens per answer. Default: each prompt's own, or 256."),
     Flag(
         "temperature",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,6 +18,9 @@ from paceline.train.prompts import prompt_of, unwrapped
 from paceline.train.rows import BadRow
 
 DEFAULT_MAX_TOKENS = 256
+# Rows with user turns are those of Spec-Bench (category, turns), whose protocol has answers of this length.
+TURNS_MAX_TOKENS = 1024
+MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,13 @@ class Prompt:
     text: str | None = None  # instead of messages
     structured_outputs: Mapping[str, Any] | None = None  # from its response_format
     temperature: float = 0.0  # 0 is greedy
+    follow_ups: tuple[str, ...] = ()  # user turns that come after the model's answer
+
+    def followed_up(self, answer: str) -> Prompt:
+        """The prompt of the next turn, after this answer."""
+        turns = [{"role": "assistant", "content": answer}, {"role": "user", "content": self.follow_ups[0]}]
+        messages = [*(self.messages or ()), *turns]
+        return replace(self, id=f"{self.id}+", messages=messages, follow_ups=self.follow_ups[1:])
 
     def token_ids(self, tokenizer: PromptTokenizer) -> list[int]:
         """The token ids that the model gets; a chat is rendered by the model's template."""
@@ -46,11 +57,16 @@ class Workload:
     name: str
     prompts: tuple[Prompt, ...]
 
+    @property
+    def num_requests(self) -> int:
+        """The number of its turns."""
+        return sum(1 + len(prompt.follow_ups) for prompt in self.prompts)
+
 
 def load_workload(name: str, limit: int | None = None, max_tokens: int | None = None) -> Workload:
     """The workload of a JSON Lines file, or a built-in one.
 
-    `limit` keeps the first prompts; `max_tokens` lowers, and never raises, the length of answers.
+    `limit` keeps the first prompts of each segment; `max_tokens` lowers, never raises, the length of answers.
     """
     if limit is not None:
         check_integer(ConfigError, "--limit", limit, 1, None)
@@ -65,10 +81,23 @@ def load_workload(name: str, limit: int | None = None, max_tokens: int | None = 
             f"--data {name!r} is neither a file nor built in. Give a file of JSON lines, or one of "
             f"{', '.join(BUILT_IN)}."
         )
-    prompts = workload.prompts[:limit]
+    prompts = _limited(workload.prompts, limit)
     if max_tokens is not None:
         prompts = tuple(replace(prompt, max_tokens=min(prompt.max_tokens, max_tokens)) for prompt in prompts)
     return Workload(workload.name, prompts)
+
+
+def _limited(prompts: tuple[Prompt, ...], limit: int | None) -> tuple[Prompt, ...]:
+    """The first `limit` prompts of each segment."""
+    if limit is None:
+        return prompts
+    seen: Counter[str] = Counter()
+    kept = []
+    for prompt in prompts:
+        seen[prompt.segment] += 1
+        if seen[prompt.segment] <= limit:
+            kept.append(prompt)
+    return tuple(kept)
 
 
 def _from_file(path: Path) -> Workload:
@@ -96,6 +125,9 @@ def _prompt(line: Any, segment: str, default_id: str) -> Prompt:
     if not isinstance(line, Mapping):
         raise ConfigError(f"expected an object, got {line!r:.60}.")
     line = unwrapped(line)
+    follow_ups: tuple[str, ...] = ()
+    if line.get("messages") is None and line.get("prompt") is None and isinstance(line.get("turns"), list):
+        line, follow_ups = _spec_bench(line), tuple(line["turns"][1:])
     messages, text = line.get("messages"), line.get("prompt")
     if messages is None and text is None:  # ShareGPT and other forms of a chat that `paceline train` reads
         with suppress(BadRow):
@@ -119,7 +151,18 @@ def _prompt(line: Any, segment: str, default_id: str) -> Prompt:
         text,
         _structured_outputs(line.get("response_format")),
         check_number(ConfigError, "temperature", line.get("temperature", 0), 0, 100),
+        follow_ups,
     )
+
+
+def _spec_bench(line: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row with user turns, in the keys of a workload. Its segment is the task of Spec-Bench's tables."""
+    known: dict[str, Any] = {"max_tokens": TURNS_MAX_TOKENS}
+    if line.get("question_id") is not None:
+        known["id"] = line["question_id"]
+    if isinstance(category := line.get("category"), str):
+        known["segment"] = "mt_bench" if category in MT_BENCH else category
+    return {**known, **line}
 
 
 def _structured_outputs(given: Any) -> Mapping[str, Any] | None:
