@@ -7,6 +7,7 @@ guess, but a shorter one.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -153,29 +154,47 @@ def _tree(trees: DraftTrees, request: int) -> Tree:
 
 
 def union(first: Tree, second: Tree, plan: DraftPlan) -> Tree:
-    """The nodes of both trees, equal paths once, within the plan; nodes of the first tree come first.
+    """The likeliest nodes of both trees within the plan, equal paths once.
 
-    A path that both trees have gets the higher of its two chances.
+    A path that both trees have gets the higher of its two chances. A node without a chance counts as likely
+    as the one above it; ties go to the first tree.
     """
+    tokens, parents, chances = _joined(first, second)
+    ranks: list[float] = []  # chances, and those assumed where there is none
+    for parent, chance in zip(parents, chances, strict=True):
+        above = ranks[parent] if parent >= 0 else 1.0
+        ranks.append(above if math.isnan(chance) else min(chance, above))
+    new_number = {-1: -1}
+    num_children: Counter[int] = Counter()
+    kept: list[int] = []
+    for node in sorted(range(len(tokens)), key=lambda node: -ranks[node]):  # stable: parents come first
+        parent = parents[node]
+        if len(kept) < plan.budget and parent in new_number and num_children[parent] < plan.branching:
+            num_children[parent] += 1
+            new_number[node] = len(kept)
+            kept.append(node)
+    return (
+        [tokens[node] for node in kept],
+        [new_number[parents[node]] for node in kept],
+        [chances[node] for node in kept],
+    )
+
+
+def _joined(first: Tree, second: Tree) -> Tree:
+    """All nodes of both trees, equal paths once; those of the first come first."""
     tokens: list[int] = []
     parents: list[int] = []
     chances: list[float] = []
-    children: dict[int, dict[int, int]] = {-1: {}}  # node: its children by token
+    numbers: dict[tuple[int, int], int] = {}  # (parent, token): the node
     for tree in (first, second):
-        merged_nodes = {-1: -1}  # this tree's node: its node in the union; missing if there was no room
+        joined = {-1: -1}  # this tree's node: its number
         for node, (token, parent, chance) in enumerate(zip(*tree, strict=True)):
-            if parent not in merged_nodes:
-                continue
-            above = merged_nodes[parent]
-            siblings = children[above]
-            if token not in siblings:
-                if len(tokens) == plan.budget or len(siblings) == plan.branching:
-                    continue
-                siblings[token] = len(tokens)
-                children[len(tokens)] = {}
+            above = joined[parent]
+            same = numbers.setdefault((above, token), len(tokens))
+            if same == len(tokens):
                 tokens.append(token)
                 parents.append(above)
                 chances.append(math.nan)
-            merged_nodes[node] = same = siblings[token]
+            joined[node] = same
             chances[same] = float(np.fmax(chances[same], chance))  # NaN only if both are
     return tokens, parents, chances

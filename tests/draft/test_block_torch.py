@@ -149,6 +149,7 @@ def checked_drafter(name, checkpoint, backend, sampling, folder, head=None) -> A
     [
         ("dflash", DraftSampling.GREEDY),
         ("jetspec", DraftSampling.COUPLED),
+        ("dflash2", DraftSampling.COUPLED),
         *(("dspark", sampling) for sampling in DraftSampling),
     ],
 )

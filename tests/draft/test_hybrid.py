@@ -137,6 +137,14 @@ def test_a_node_of_a_union_has_the_higher_chance():
     assert np.array_equal(union(silent, sure, plan)[2], [0.9, np.nan, 0.2], equal_nan=True)
 
 
+def test_a_full_union_keeps_the_likeliest_nodes_of_both():
+    head = ([1, 2, 3, 4], [-1, 0, 1, -1], [0.7, 0.4, 0.1, 0.2])
+    copies = ([5, 6, 7], [-1, 0, 1], [0.6, 0.5, 0.15])
+    tokens, parents, chances = union(head, copies, DraftPlan("hybrid", 5, 2))
+    assert (tokens, chances) == ([1, 5, 6, 2, 7], [0.7, 0.6, 0.5, 0.4, 0.15])
+    assert parents == [-1, -1, 1, 0, 2]
+
+
 def test_both_parts_keep_the_chances_of_their_trees():
     trees = hybrid(Fixed()).propose([make_request(COPYING), make_request(NEW)], [DraftPlan("hybrid", 5)] * 2)
     assert np.isnan(trees.chances).tolist() == [False] * 5 + [True] * 3, "the other has no opinion"

@@ -42,10 +42,11 @@ class CpuBlockRunner(CpuHead, BlockRunner):
         block = head.config.block
         assert block is not None, "the head is a parallel one"
         attention = block.layers[0]
-        if block.mask_embedding or set(block.layers) - {BlockAttention(None, attention.causal)}:
+        special = block.mask_embedding or block.convolution_group
+        if special or set(block.layers) - {BlockAttention(None, attention.causal)}:
             raise ConfigError(
-                f"the cpu backend does not run {head.config.kind} heads with windows, or with an embedding "
-                "of their own for MASK. Use --backend torch."
+                f"the cpu backend does not run {head.config.kind} heads with windows, with an embedding of "
+                "their own for MASK, or with the convolutions and selector of DFlash2. Use --backend torch."
             )
         super().__init__(head, beside, max_rows, quantization)
         self._size, self._first_guess = block.size, block.first_guess

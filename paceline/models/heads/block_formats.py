@@ -1,4 +1,4 @@
-"""The formats of parallel heads: DFlash, JetSpec and DSpark, as their authors and speculators write them.
+"""The formats of parallel heads: DFlash, DFlash2, JetSpec and DSpark, as their authors and speculators write.
 
 plain        config.json of a Qwen3 model with block_size; what is not of Qwen3 may lie in dflash_config
 speculators  config.json with speculators_model_type and a transformer_layer_config
@@ -8,6 +8,7 @@ Two fields mean different things in them:
     target_layer_ids              plain: numbers of layers, so i is the hidden state i + 1
     aux_hidden_state_layer_ids    speculators: numbers of hidden states
     sample_from_anchor            where it is missing: true for DSpark, false for DFlash
+    layers with a window          see only slots before them in speculators and DFlash2, if not said otherwise
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ NESTED = ("dflash_config", "dspark_config")  # where plain configs keep some of 
 LAYER_IDS, AUX_LAYER_IDS = "target_layer_ids", "aux_hidden_state_layer_ids"
 SLIDING = "sliding_attention"  # in layer_types
 ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
+DFLASH2 = "DFlash2DraftModel"
+TAPS = 2  # of the convolutions
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -86,6 +89,10 @@ def _block(fields: Fields, layer: Fields, is_dspark: bool, vocab: int, shapes: S
     if mask >= vocab and not own_mask:
         raise fields.wrong("mask_token_id", f"a token below {vocab}, or a mask_embedding.pt beside the file")
     confidence = "confidence_head.proj.weight" in shapes
+    is_dflash2 = _is_dflash2(fields)
+    group = fields.integer("conv_group_size", least=1) if is_dflash2 else 0
+    if group and layer.integer("hidden_size") % group:
+        raise fields.wrong("conv_group_size", "a divisor of hidden_size")
     return BlockConfig(
         size=fields.integer("block_size", least=1 if is_dspark else 2),
         mask_token_id=mask,
@@ -95,6 +102,9 @@ def _block(fields: Fields, layer: Fields, is_dspark: bool, vocab: int, shapes: S
         markov_rank=shapes.get("markov_head.markov_w1.weight", (0, 0))[1],
         confidence=confidence,
         confidence_with_markov=confidence and fields.flag("confidence_head_with_markov", True),
+        convolution_group=group,
+        selector_rank=fields.integer("selector_rank", least=1) if is_dflash2 else 0,
+        selector_candidates=fields.integer("selector_top_k", least=1) if is_dflash2 else 0,
     )
 
 
@@ -103,10 +113,14 @@ def _architectures(values: Mapping[str, object]) -> str:
     return str(values.get("architectures", "")).lower()
 
 
+def _is_dflash2(fields: Fields) -> bool:
+    return DFLASH2.lower() in _architectures(fields.values)
+
+
 def _refuse_unsupported(fields: Fields, layer: Fields) -> None:
     refuse_activation(layer)
-    if "dflash2" in _architectures(fields.values):
-        raise _unsupported(fields, "DFlash2 heads (convolutions and a pair selector)", "a DFlash head")
+    if _is_dflash2(fields) and (taps := fields.integer("conv_kernel_size", TAPS)) != TAPS:
+        raise _unsupported(fields, f"conv_kernel_size {taps}", f"a head with {TAPS}")
     if (markov := fields.text("markov_head_type", "vanilla")) != "vanilla":
         raise _unsupported(fields, f"the Markov head {markov!r}", "a head with markov_head_type vanilla")
     if fields.integer("topk_context", 0, least=0):
@@ -139,12 +153,13 @@ def _attention(fields: Fields, layer: Fields) -> tuple[BlockAttention, ...]:
         types = [SLIDING if fields.flag("use_swa", False) else "full_attention"] * count
     if not isinstance(types, list) or len(types) != count:
         raise layer.wrong("layer_types", f"a list of {count} types of attention")
-    causal = fields.flag("causal", False) or fields.flag("causal_head", False)
+    causal = any(fields.flag(name, False) for name in ("causal", "causal_head", "is_causal"))
     if SLIDING not in types:
         return (BlockAttention(None, causal),) * count
     window = fields.integer("swa_window_size", layer.integer("sliding_window", 0, least=0) or None)
-    # speculators: layers with a window look backwards only, unless the config says otherwise
-    backwards = fields.has("speculators_model_type") and not fields.flag("sliding_window_non_causal", False)
+    backwards = fields.has("speculators_model_type") or _is_dflash2(fields)
+    if fields.flag("sliding_window_non_causal", False) or not fields.flag("is_causal", True):
+        backwards = False
     sliding = BlockAttention(window, causal or backwards)
     return tuple(sliding if kind == SLIDING else BlockAttention(None, causal) for kind in types)
 
@@ -157,8 +172,15 @@ def _plain_config(config: HeadConfig, target: str) -> dict[str, object]:
     }
     if block.layers[0].causal:
         special["causal_head"] = True
+    if block.convolution_group:
+        special |= {
+            "conv_kernel_size": TAPS,
+            "conv_group_size": block.convolution_group,
+            "selector_rank": block.selector_rank,
+            "selector_top_k": block.selector_candidates,
+        }
     values = qwen_fields(config) | {
-        "architectures": [ARCHITECTURES[config.kind]],
+        "architectures": [DFLASH2 if block.convolution_group else ARCHITECTURES[config.kind]],
         "tie_word_embeddings": False,
         "block_size": block.size,
     }
@@ -172,8 +194,9 @@ def _plain_config(config: HeadConfig, target: str) -> dict[str, object]:
 
 def _speculators_config(config: HeadConfig, target: str) -> dict[str, object]:
     block = _checked_block(config)
-    if block.layers[0].causal:
-        raise ConfigError("speculators does not know causal heads: export this head as vllm or sglang.")
+    if block.layers[0].causal or block.convolution_group:
+        kind = "DFlash2" if block.convolution_group else "causal"
+        raise ConfigError(f"speculators does not know {kind} heads: export this head as vllm or sglang.")
     values = {
         "architectures": [{"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}[config.kind]],
         **speculators_part(config.kind, target, block.num_drafts),

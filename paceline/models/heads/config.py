@@ -29,6 +29,10 @@ A parallel head (dflash, dspark) guesses a whole block in one pass; see torch_bl
     mask_embedding                              [H]                     absent: that of the mask token
     markov_head.markov_{w1,w2}.weight           [vocabulary, rank], [draft vocabulary, rank]
     confidence_head.proj.{weight,bias}          [1, H or H + rank], [1]
+    layers.{i}.{attention,mlp}_conv.base_kernel [2, 2, H]               with convolutions (DFlash2)
+    layers.{i}.{attention,mlp}_conv.kernel_projection.weight            [4H / group, H]
+    candidate_selector.{predecessor,successor}_codebook [vocabulary, rank]  with a pair selector (DFlash2)
+    candidate_selector.hidden_projection.weight [rank, H]
 """
 
 from __future__ import annotations
@@ -71,6 +75,11 @@ class BlockConfig:
     markov_rank: int = 0  # logits depend on the token before, by a product of this rank; 0: they do not
     confidence: bool = False  # it estimates the chance that a guess is accepted
     confidence_with_markov: bool = False  # from the token before, too
+    convolution_group: int = 0  # channels that share a correction of two-tap convolutions; 0: there are none
+    selector_rank: int = (
+        0  # of the product that scores a guess by the token before it; 0: no selector
+    )
+    selector_candidates: int = 0  # best guesses of a slot that the pair selector chooses among
 
     @property
     def first_guess(self) -> int:
@@ -200,6 +209,21 @@ def _block_tensors(config: HeadConfig, block: BlockConfig) -> Iterator[tuple[str
     if block.confidence:
         yield "confidence_head.proj.weight", (1, hidden + (rank if block.confidence_with_markov else 0))
         yield "confidence_head.proj.bias", (1,)
+    yield from _dflash2_tensors(config, block)
+
+
+def _dflash2_tensors(config: HeadConfig, block: BlockConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Those that DFlash2 adds."""
+    hidden, rank = config.hidden_size, block.selector_rank
+    for layer in range(len(block.layers) if block.convolution_group else 0):
+        for part in ("attention_conv", "mlp_conv"):
+            yield f"layers.{layer}.{part}.base_kernel", (2, 2, hidden)
+            corrections = 4 * hidden // block.convolution_group
+            yield f"layers.{layer}.{part}.kernel_projection.weight", (corrections, hidden)
+    if rank:
+        yield "candidate_selector.predecessor_codebook", (config.vocab_size, rank)
+        yield "candidate_selector.successor_codebook", (config.draft_vocab_size, rank)
+        yield "candidate_selector.hidden_projection.weight", (rank, hidden)
 
 
 def _feature_norms(config: HeadConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -9,6 +9,8 @@ attend to the context and to each other, in both directions or (JetSpec) only ba
     DFlash    slot k guesses the token at its own position; the anchor's slot guesses nothing
     DSpark    slot k guesses the token after its position; the logits also depend on the token at it:
               logits + W2 W1[token]; sigmoid(w [output, W1[token]]) estimates the chance of acceptance
+    DFlash2   DFlash with convolutions of each slot with the one before it, around attention and MLP, and a
+              selector: logit(b) + <A[a] * W output, B[b]> for a slot's best guesses b after the token a
 
 As in torch_head.py, what a slot attends to is up to the caller, and the leading axes are free.
 """
@@ -21,8 +23,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from paceline.models.heads.config import HeadConfig
-from paceline.models.heads.torch_head import BesideTarget, FeatureNorms, Layer, Norm, TargetWeights
+from paceline.models.heads.config import BlockConfig, HeadConfig
+from paceline.models.heads.torch_head import (
+    Attend,
+    BesideTarget,
+    FeatureNorms,
+    Layer,
+    Norm,
+    TargetWeights,
+)
 
 # As Attend, with the number of the layer first
 AttendInLayer = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -53,6 +62,69 @@ class ConfidenceHead(nn.Module):
         return output
 
 
+class Convolution(nn.Module):
+    """Kernels that mix a slot with the one before it: learned ones, corrected by the slot's own state."""
+
+    def __init__(self, hidden: int, group: int) -> None:
+        super().__init__()
+        self.group = group
+        identity = torch.zeros(2, 2, hidden)  # [before or after the sublayer, this slot or the one before, H]
+        identity[:, 0] = 1.0
+        self.base_kernel = nn.Parameter(identity)
+        self.kernel_projection = nn.Linear(hidden, 4 * hidden // group, bias=False)
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The kernels [..., 2, H] for the sublayer's inputs [..., H], and those for its outputs."""
+        corrections = self.kernel_projection(inputs).unflatten(-1, (2, 2, -1))
+        kernels = self.base_kernel + corrections.repeat_interleave(self.group, dim=-1)
+        return kernels[..., 0, :, :], kernels[..., 1, :, :]
+
+
+def convolved(states: Tensor, kernels: Tensor, block_size: int) -> Tensor:
+    """States [..., slots, H] mixed with those of the slots before them; blocks begin with nothing before."""
+    blocks = states.unflatten(-2, (-1, block_size))
+    before = nn.functional.pad(blocks[..., :-1, :], (0, 0, 1, 0)).flatten(-3, -2)
+    return kernels[..., 0, :] * states + kernels[..., 1, :] * before
+
+
+class ConvolvedLayer(Layer):
+    """A layer of DFlash2: convolutions before and after attention and MLP, within the block."""
+
+    def __init__(self, config: HeadConfig, block: BlockConfig) -> None:
+        super().__init__(config)
+        self.block_size = block.size
+        self.attention_conv = Convolution(config.hidden_size, block.convolution_group)
+        self.mlp_conv = Convolution(config.hidden_size, block.convolution_group)
+
+    def forward(self, residual: Tensor, inputs: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        before, after = self.attention_conv(inputs)
+        mixed = self.self_attn(convolved(inputs, before, self.block_size), positions, attend)
+        hidden = residual + convolved(mixed, after, self.block_size)
+        inputs = self.post_attention_layernorm(hidden)
+        before, after = self.mlp_conv(inputs)
+        output = self.mlp(convolved(inputs, before, self.block_size))
+        return hidden + convolved(output, after, self.block_size)
+
+
+class PairSelector(nn.Module):
+    """Scores a slot's best guesses by the token before them."""
+
+    def __init__(self, config: HeadConfig, block: BlockConfig) -> None:
+        super().__init__()
+        rank = block.selector_rank
+        self.candidates = block.selector_candidates
+        self.predecessor_codebook = nn.Parameter(torch.zeros(config.vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(config.draft_vocab_size, rank))
+        self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
+
+    def forward(self, logits: Tensor, outputs: Tensor, previous: Tensor) -> Tensor:
+        """The logits of the best guesses with their scores added; -inf for all others."""
+        best, ids = logits.topk(min(self.candidates, logits.shape[-1]), dim=-1)
+        state = self.predecessor_codebook[previous] * self.hidden_projection(outputs)
+        scores = (self.successor_codebook[ids] @ state[..., None])[..., 0]
+        return torch.full_like(logits, -torch.inf).scatter(-1, ids, best + scores)
+
+
 class BlockHead(BesideTarget):
     """A head that guesses a block of tokens in one pass."""
 
@@ -65,7 +137,9 @@ class BlockHead(BesideTarget):
         if config.fc_norm:
             self.fc_norm = FeatureNorms(config)
         self.hidden_norm = Norm(hidden, eps)
-        self.layers = nn.ModuleList(Layer(config) for _ in block.layers)
+        self.layers = nn.ModuleList(
+            ConvolvedLayer(config, block) if block.convolution_group else Layer(config) for _ in block.layers
+        )
         self.norm = Norm(hidden, eps)
         self.make_tables()
         if block.mask_embedding:
@@ -75,6 +149,8 @@ class BlockHead(BesideTarget):
         if block.confidence:
             extra = block.markov_rank if block.confidence_with_markov else 0
             self.confidence_head = ConfidenceHead(hidden + extra)
+        if block.selector_rank:
+            self.candidate_selector = PairSelector(config, block)
 
     def context(self, features: Tensor) -> Tensor:
         """What all layers read of the context: [..., H] of the target's features [..., features * Ht]."""
@@ -98,7 +174,11 @@ class BlockHead(BesideTarget):
     def guesses(self, outputs: Tensor, previous: Tensor) -> Tensor:
         """Logits over the draft vocabulary; `previous` [...] are the tokens before the guessed ones."""
         logits = self.logits(outputs)
-        return logits + self.markov_head(previous) if self.block.markov_rank else logits
+        if self.block.markov_rank:
+            logits = logits + self.markov_head(previous)
+        if self.block.selector_rank:
+            logits = self.candidate_selector(logits, outputs, previous)
+        return logits
 
     def confidence(self, outputs: Tensor, previous: Tensor) -> Tensor | None:
         """Logits [...] of the chance that each guess is accepted; None if the head does not estimate it."""

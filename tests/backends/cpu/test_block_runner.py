@@ -22,7 +22,8 @@ from tests.models.heads.tiny_heads import BLOCK_CONFIGS, DFLASH, DSPARK, VOCAB
 
 MAX_ROWS = 64
 SEEDS, TEMPERATURES = np.array([3, 4, 5], np.uint64), np.array([0.0, 1.0, 0.7])  # of the requests
-RUN_HERE = {name: config for name, config in BLOCK_CONFIGS.items() if name not in ("windows", "own mask")}
+ELSEWHERE = ("windows", "own mask", "dflash2")  # torch only
+RUN_HERE = {name: config for name, config in BLOCK_CONFIGS.items() if name not in ELSEWHERE}
 # a block that reaches over two page borders
 RUN_HERE["long"] = replace(DFLASH, qkv_bias=True, block=replace(DFLASH.block, size=20))
 
@@ -90,7 +91,7 @@ def test_a_block_leaves_the_contexts_of_all_requests_alone(backend):
     np.testing.assert_array_equal(runner.guess(slots, previous).logits, first)
 
 
-@pytest.mark.parametrize("name", ["windows", "own mask"])
+@pytest.mark.parametrize("name", ELSEWHERE)
 def test_heads_that_it_cannot_run_are_refused(name, backend):
     with pytest.raises(ConfigError, match="Use --backend torch"):
         CpuBlockRunner(random_checkpoint(BLOCK_CONFIGS[name]), backend, MAX_ROWS)

@@ -27,10 +27,12 @@ class PlainBlock(PlainHead):
         for number, attention in enumerate(self.block.layers):
             layer = f"layers.{number}"
             inputs = [self.norm(state, f"{layer}.input_layernorm") for state in hidden]
+            kernels = self._kernels(f"{layer}.attention_conv", inputs)
+            inputs = _convolved(inputs, kernels, 0)
             keys = [self._heads(layer, "k", state, place) for place, state in enumerate([*context, *inputs])]
             values = [self._heads(layer, "v", state, 0) for state in [*context, *inputs]]
-            after = []
-            for slot, (state, residual) in enumerate(zip(inputs, hidden, strict=True)):
+            attended = []
+            for slot, state in enumerate(inputs):
                 place = before + slot
                 seen = [key for key in range(before + len(inputs)) if key < before or key <= place]
                 if not attention.causal:
@@ -39,12 +41,36 @@ class PlainBlock(PlainHead):
                     seen = [key for key in seen if place - key < attention.window]
                 query = self._heads(layer, "q", state, place)
                 mixed = self._mixed(query, [keys[key] for key in seen], [values[key] for key in seen])
-                a = residual + t[f"{layer}.self_attn.o_proj.weight"] @ mixed
-                x = self.norm(a, f"{layer}.post_attention_layernorm")
+                attended.append(t[f"{layer}.self_attn.o_proj.weight"] @ mixed)
+            attended = _convolved(attended, kernels, 1)
+            hidden = [residual + output for residual, output in zip(hidden, attended, strict=True)]
+            inputs = [self.norm(state, f"{layer}.post_attention_layernorm") for state in hidden]
+            kernels = self._kernels(f"{layer}.mlp_conv", inputs)
+            outputs = []
+            for x in _convolved(inputs, kernels, 0):
                 gate, up = t[f"{layer}.mlp.gate_proj.weight"] @ x, t[f"{layer}.mlp.up_proj.weight"] @ x
-                after.append(a + t[f"{layer}.mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up))
-            hidden = after
+                outputs.append(t[f"{layer}.mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up))
+            outputs = _convolved(outputs, kernels, 1)
+            hidden = [residual + output for residual, output in zip(hidden, outputs, strict=True)]
         return np.stack([self.norm(state, "norm") for state in hidden])
+
+    def _kernels(self, name: str, inputs: list[np.ndarray]) -> list[np.ndarray]:
+        """The kernels [side, tap, channel] of each slot; the identity if there are no convolutions."""
+        hidden = self.config.hidden_size
+        if not self.block.convolution_group:
+            return [np.stack([[np.ones(hidden), np.zeros(hidden)]] * 2) for _ in inputs]
+        kernels = []
+        for x in inputs:
+            flat = self.tensors[f"{name}.kernel_projection.weight"] @ x
+            groups = hidden // self.block.convolution_group
+            kernel = self.tensors[f"{name}.base_kernel"].copy()
+            for side in range(2):
+                for tap in range(2):
+                    for channel in range(hidden):
+                        group = channel // self.block.convolution_group
+                        kernel[side, tap, channel] += flat[(side * 2 + tap) * groups + group]
+            kernels.append(kernel)
+        return kernels
 
     def _normed(self, features: np.ndarray) -> np.ndarray:
         """The features of a token [width], each of them normed where the head has norms for them."""
@@ -60,6 +86,8 @@ class PlainBlock(PlainHead):
         before = [t["markov_head.markov_w1.weight"][token] for token in previous] if self._has_markov else []
         if before:
             logits = logits + np.stack([t["markov_head.markov_w2.weight"] @ state for state in before])
+        if self.block.selector_rank:
+            logits = np.stack([self._selected(*slot) for slot in zip(logits, outputs, previous, strict=True)])
         if not self.block.confidence:
             return logits, None
         read = outputs
@@ -67,6 +95,15 @@ class PlainBlock(PlainHead):
             read = np.concatenate((outputs, np.stack(before)), axis=1)
         raw = read @ t["confidence_head.proj.weight"][0] + t["confidence_head.proj.bias"]
         return logits, 1 / (1 + np.exp(-raw))
+
+    def _selected(self, logits: np.ndarray, output: np.ndarray, previous: int) -> np.ndarray:
+        """The best logits with what the pair selector adds to them; -inf elsewhere."""
+        t, name = self.tensors, "candidate_selector"
+        state = t[f"{name}.predecessor_codebook"][previous] * (t[f"{name}.hidden_projection.weight"] @ output)
+        selected = np.full_like(logits, -np.inf)
+        for token in np.argsort(-logits)[: self.block.selector_candidates]:
+            selected[token] = logits[token] + state @ t[f"{name}.successor_codebook"][token]
+        return selected
 
     @property
     def _masks(self) -> int:
@@ -102,3 +139,12 @@ class PlainBlock(PlainHead):
             weights /= weights.sum()
             mixed.append(sum(w * value[shared] for w, value in zip(weights, values, strict=True)))
         return np.concatenate(mixed)
+
+
+def _convolved(states: list[np.ndarray], kernels: list[np.ndarray], side: int) -> list[np.ndarray]:
+    """Each slot's state mixed with that of the slot before it; before the first there is nothing."""
+    before = [np.zeros_like(states[0]), *states[:-1]]
+    return [
+        kernel[side, 0] * state + kernel[side, 1] * last
+        for kernel, state, last in zip(kernels, states, before, strict=True)
+    ]

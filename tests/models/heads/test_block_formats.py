@@ -32,7 +32,7 @@ FULL = BlockAttention()
 @pytest.mark.parametrize("name", BLOCK_CONFIGS)
 def test_what_is_written_is_what_is_read(tmp_path, name, form):
     head = random_checkpoint(replace(BLOCK_CONFIGS[name], target=TargetName("0123456789abcdef", "a/target")))
-    if name not in EXPORTED or (name == "jetspec" and form == "speculators"):
+    if name not in EXPORTED or (name in ("jetspec", "dflash2") and form == "speculators"):
         with pytest.raises(ConfigError, match=r"cannot be exported|export this head as vllm"):
             write_head(head, tmp_path, form)
         return
@@ -99,6 +99,15 @@ HEADS_8B = {
 }
 
 
+DFLASH2 = {
+    "architectures": ["DFlash2DraftModel"],
+    "conv_kernel_size": 2,
+    "conv_group_size": 16,
+    "selector_rank": 256,
+    "selector_top_k": 16,
+}
+
+
 def read(values: dict[str, Any], **shapes: tuple[int, ...]):
     return read_block_config(values, "head/config.json", {**SHAPES_8B, **shapes})
 
@@ -145,6 +154,11 @@ def test_causal_heads_and_windows():
     layer = {**QWEN3, "layer_types": types, "sliding_window": 2048}
     speculators = {**SPECULATORS_8B, "transformer_layer_config": layer}
     assert read(speculators).block.layers == (*[BlockAttention(2048, True)] * 4, FULL)
+    dflash2 = read({**windows, **DFLASH2})
+    assert dflash2.block.layers == (*[BlockAttention(2048, True)] * 4, FULL)
+    assert read({**windows, **DFLASH2, "is_causal": False}).block.layers[0] == BlockAttention(2048)
+    assert (dflash2.kind, dflash2.feature_layers) == ("dflash", (2, 10, 18, 26, 34))
+    assert not dflash2.block.sample_from_anchor
     both_ways = {**speculators, "sliding_window_non_causal": True}
     assert read(both_ways).block.layers == (*[BlockAttention(2048)] * 4, FULL)
 
@@ -152,7 +166,8 @@ def test_causal_heads_and_windows():
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, UnsupportedModelError, "DFlash2 heads"),
+        ({**DFLASH2, "conv_kernel_size": 3}, UnsupportedModelError, "conv_kernel_size 3 is not supported"),
+        ({**DFLASH2, "conv_group_size": 7}, CheckpointError, "a divisor of hidden_size"),
         ({"markov_head_type": "gated"}, UnsupportedModelError, "markov_head_type vanilla"),
         ({"topk_context": 64}, UnsupportedModelError, "topk_context is not supported"),
         ({"rope_interleave": True}, UnsupportedModelError, "interleaved rotary embedding"),

@@ -73,6 +73,10 @@ BLOCK_CONFIGS = {
     "own mask": replace(
         DFLASH, qk_norm=False, qkv_bias=True, block=BlockConfig(5, 10**6, _FULL, mask_embedding=True)
     ),
+    "dflash2": replace(
+        DFLASH,
+        block=replace(DFLASH.block, convolution_group=12, selector_rank=7, selector_candidates=16),
+    ),
     "dspark": DSPARK,
     "dspark with norms": replace(DSPARK, fc_norm=True),
     "dspark, plain confidence": replace(DSPARK, block=replace(_SPARK, confidence_with_markov=False)),
