@@ -75,14 +75,15 @@ class Convolution(nn.Module):
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """The kernels [..., 2, H] for the sublayer's inputs [..., H], and those for its outputs."""
-        corrections = self.kernel_projection(inputs).unflatten(-1, (2, 2, -1))
+        corrections = self.kernel_projection(inputs)
+        corrections = corrections.view(*corrections.shape[:-1], 2, 2, -1)
         kernels = self.base_kernel + corrections.repeat_interleave(self.group, dim=-1)
         return kernels[..., 0, :, :], kernels[..., 1, :, :]
 
 
 def convolved(states: Tensor, kernels: Tensor, block_size: int) -> Tensor:
     """States [..., slots, H] mixed with those of the slots before them; blocks begin with nothing before."""
-    blocks = states.unflatten(-2, (-1, block_size))
+    blocks = states.view(*states.shape[:-2], -1, block_size, states.shape[-1])
     before = nn.functional.pad(blocks[..., :-1, :], (0, 0, 1, 0)).flatten(-3, -2)
     return kernels[..., 0, :] * states + kernels[..., 1, :] * before
 
