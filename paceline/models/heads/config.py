@@ -76,9 +76,7 @@ class BlockConfig:
     confidence: bool = False  # it estimates the chance that a guess is accepted
     confidence_with_markov: bool = False  # from the token before, too
     convolution_group: int = 0  # channels that share a correction of two-tap convolutions; 0: there are none
-    selector_rank: int = (
-        0  # of the product that scores a guess by the token before it; 0: no selector
-    )
+    selector_rank: int = 0  # of the product that scores a guess by the token before it; 0: no selector
     selector_candidates: int = 0  # best guesses of a slot that the pair selector chooses among
 
     @property
