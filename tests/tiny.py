@@ -304,6 +304,23 @@ HYBRIDS = {
     "qwen3-next": Family("Qwen3NextConfig", DELTA_NET | SHARED_EXPERT | {"mlp_only_layers": [1]}),
     "granite-hybrid": Family("GraniteMoeHybridConfig", MAMBA | {"num_local_experts": 5}),
 }
+HYBRIDS["nemotron-h"] = Family(
+    "NemotronHConfig",
+    {
+        "layer_norm_epsilon": 1e-2,
+        "layers_block_type": ["linear_attention", "moe", FULL, "mlp", "linear_attention"],
+        "head_dim": 14,
+        "ssm_state_size": 11,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 9,
+        "n_groups": 2,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 19,
+        "moe_shared_expert_intermediate_size": 23,
+        "routed_scaling_factor": 1.5,
+    },
+)
 # combinations of what these have
 MORE_HYBRIDS = {
     "qwen3-5-moe": Family("Qwen3_5MoeTextConfig", DELTA_NET | SHARED_EXPERT),

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from paceline.models.config import ModelConfig, MoeConfig, PerLayerInput
+from paceline.models.config import UNGATED, ModelConfig, MoeConfig, PerLayerInput
 from paceline.models.tensor_parallel import WHOLE, TensorParallel
 
 # The named tensor of the checkpoint, in the model's dtype and on its device. A second argument, a slice, asks
@@ -107,12 +107,18 @@ def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return gate * torch.sigmoid(gate * 1.702) * (up + 1)
 
 
+def squared_relu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """For MLPs without a gate."""
+    return F.relu(up).square()
+
+
 NORMS = {"rms": RMSNorm, "layer": LayerNorm}
 ACTIVATIONS = {"silu": swiglu, "gelu_tanh": geglu_tanh, "clamped_silu": clamped_swiglu}
+ACTIVATIONS |= {"relu2": squared_relu}
 
 
 class MLP:
-    """The gated feed-forward block: down(activation(gate(x), up(x)))."""
+    """The feed-forward block: down(activation(gate(x), up(x))); without a gate, `up` takes its place."""
 
     def __init__(
         self,
@@ -125,13 +131,16 @@ class MLP:
         parallel: TensorParallel = WHOLE,
     ) -> None:
         self.activation = ACTIVATIONS[activation]
-        self.gate = Linear(take, f"{name}.gate_proj", intermediate, biases, parallel)
         self.up = Linear(take, f"{name}.up_proj", intermediate, biases, parallel)
+        self.gate = self.up
+        if activation not in UNGATED:
+            self.gate = Linear(take, f"{name}.gate_proj", intermediate, biases, parallel)
         self.down = Linear(take, f"{name}.down_proj", hidden, biases, parallel)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        gates_and_ups = zip(self.gate.parts(hidden), self.up.parts(hidden), strict=True)
-        activated = [self.activation(gate, up) for gate, up in gates_and_ups]
+        ups = self.up.parts(hidden)
+        gates = ups if self.gate is self.up else self.gate.parts(hidden)
+        activated = [self.activation(gate, up) for gate, up in zip(gates, ups, strict=True)]
         return self.down(self.gate.parallel.join(activated, self.gate.size))
 
 

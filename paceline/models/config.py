@@ -10,6 +10,9 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+MIXER, FEED_FORWARD = "mixer", "feed_forward"  # the parts of a layer
+UNGATED = ("relu2",)  # activations of MLPs without a gate
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -136,6 +139,7 @@ class RecurrentConfig:
     value_heads: int = 0
     key_dim: int = 0  # of a head
     value_dim: int = 0  # of a head
+    norm_groups: int = 1  # mamba2: each part of this number is normed by itself
 
     @property
     def conv_size(self) -> int:
@@ -169,7 +173,7 @@ class ModelConfig:
     qk_norm: bool = False  # RMSNorm over head_dim on q and k, before rope
     sliding_windows: tuple[int | None, ...] = ()  # one per layer; () means full attention everywhere
     moe: MoeConfig | None = None
-    activation: str = "silu"  # of the MLP's gate: silu | gelu_tanh | clamped_silu
+    activation: str = "silu"  # of the MLP's gate: silu | gelu_tanh | clamped_silu; without one: relu2
     attention_sinks: bool = False  # a score per head that takes a share of attention and has no value
     norm: str = "rms"  # rms | layer: LayerNorm without a bias
     # where norms are: before attention and MLP (pre), after them (post), both (sandwich), or one norm
@@ -195,6 +199,18 @@ class ModelConfig:
     unit_qk: bool = False  # so are q and k after rope, in layers that have it
     layer_scales: bool = False  # a learned factor of each layer's output
     per_layer_input: PerLayerInput | None = None
+    # one per layer: it has a mixer (MIXER) or a feed-forward block (FEED_FORWARD), and a norm before it;
+    # (): every layer has both
+    layer_parts: tuple[str, ...] = ()
+
+    def has_part(self, layer: int, part: str) -> bool:
+        """Whether `layer` has a MIXER, or a FEED_FORWARD block."""
+        return not self.layer_parts or self.layer_parts[layer] == part
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether MLPs have a gate beside their input projection."""
+        return self.activation not in UNGATED
 
     def shape_of(self, layer: int) -> AttentionShape:
         """The heads of `layer`, which attends."""
@@ -225,7 +241,8 @@ class ModelConfig:
     @cached_property
     def kv_layers(self) -> list[int]:
         """The layers that have keys and values of their own, in order: KV pools have no others."""
-        attending = [layer for layer in range(self.num_layers) if not self.is_recurrent(layer)]
+        mixing = [layer for layer in range(self.num_layers) if self.has_part(layer, MIXER)]
+        attending = [layer for layer in mixing if not self.is_recurrent(layer)]
         return [layer for layer in attending if self.shape_of(layer).shared_with is None]
 
     def kv_layer(self, layer: int) -> int:
@@ -282,6 +299,7 @@ class ModelConfig:
             "latent attention": self.latent is not None,
             "gated attention": self.attention_gate,
             "recurrent layers": self.recurrent is not None,
+            "layers of one block": bool(self.layer_parts),
             "layers with different heads": len({*self.layer_shapes}) > 1,
             "layers with different MLPs": len({*self.intermediate_sizes}) > 1,
             "layers that share keys and values": any(

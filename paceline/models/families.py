@@ -48,6 +48,7 @@ from paceline.models.file_layouts import (
     GRANITE_HYBRID_NAMES,
     LFM2_NAMES,
     LLAMA_FILES,
+    NEMOTRON_H_NAMES,
     POST_NORMS,
     SANDWICH_NORMS,
     FileLayout,
@@ -56,6 +57,8 @@ from paceline.models.gemma_fields import gemma2_blocks, gemma3_blocks, gemma4_bl
 from paceline.models.hybrid_fields import (
     granite_hybrid_blocks,
     lfm2_blocks,
+    nemotron_blocks,
+    nemotron_sizes,
     qwen_hybrid_blocks,
     qwen_hybrid_experts,
 )
@@ -63,7 +66,8 @@ from paceline.models.quantized.method import METHODS, REMEDY
 
 MAX_LAYERS = 10_000
 MAX_CONTEXT = 1 << 24  # tokens; backends have tables of this size. The longest published is 10 million
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' name -> ours
+# transformers' name -> ours
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 
 
 def model_config(values: Mapping[str, object], source: str) -> ModelConfig:
@@ -80,6 +84,8 @@ def model_config(values: Mapping[str, object], source: str) -> ModelConfig:
         )
     family = FAMILIES[name]
     fields = Fields({**family.defaults, **fields.values}, fields.source)
+    if family.derived:
+        fields = Fields({**fields.values, **family.derived(fields)}, fields.source)
     _refuse_unsupported(fields, family)
     num_layers = fields.integer("num_hidden_layers", most=MAX_LAYERS)
     hidden_size = fields.integer("hidden_size")
@@ -195,6 +201,7 @@ class Family:
     windows: Callable[[Fields, int], Windows] = no_windows
     moe: Callable[[Fields, int], MoeConfig] | None = None
     more: Callable[[Fields, ModelConfig], dict[str, Any]] | None = None  # further fields of ModelConfig
+    derived: Callable[[Fields], dict[str, object]] | None = None  # keys that follow from others
     files: FileLayout = LLAMA_FILES
     # prefix of the tensors of its block for multi-token prediction, with {layers} for the number of layers;
     # empty: it has none
@@ -367,6 +374,17 @@ FAMILIES = {
         optional_bias="qkvo",
         more=granite_hybrid_blocks,
         files=FileLayout(GRANITE_HYBRID_NAMES),
+    ),
+    "nemotron_h": Family(
+        activation="relu2",
+        activation_name="mlp_hidden_act",
+        derived=nemotron_sizes,
+        more=nemotron_blocks,
+        files=FileLayout(replaced=NEMOTRON_H_NAMES),
+        mtp="mtp.",
+        eps_name="layer_norm_epsilon",
+        defaults={"head_dim": 128, "num_key_value_heads": 8, "layer_norm_epsilon": 1e-5}
+        | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688},
     ),
     "lfm2": Family(
         qk_norm=True,

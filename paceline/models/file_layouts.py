@@ -74,6 +74,19 @@ GRANITE_HYBRID_NAMES = {
     "input_linear": "gate_up_proj",
     "output_linear": "down_proj",
 }
+NEMOTRON_H_NAMES = {
+    "backbone.embeddings.": "model.embed_tokens.",
+    "backbone.norm_f.": "model.norm.",
+    "backbone.": "model.",
+    ".norm.weight": ".input_layernorm.weight",
+    ".mixer.input_layernorm.": ".mamba.norm.",
+    "model.input_layernorm.": "model.norm.",
+}
+NEMOTRON_H_NAMES |= {f".mixer.{part}_proj.": f".self_attn.{part}_proj." for part in "qkvo"}
+NEMOTRON_H_NAMES |= {
+    f".mixer.{part}": f".mamba.{part}" for part in ("in_proj", "out_proj", "conv1d", "A_log", "D", "dt_bias")
+}
+NEMOTRON_H_NAMES[".mixer."] = ".mlp."  # what is left
 NORM_ENDINGS = ("norm", "norm_embedding", "norm_hidden")  # the last two in blocks for multi-token prediction
 WHOLE_NORM = ".linear_attn.norm."  # a norm that is stored whole, whatever `norm_offset` says
 
@@ -83,6 +96,7 @@ class FileLayout:
     """What is different in a family's files."""
 
     renamed: Mapping[str, str] = field(default_factory=dict)  # parts of a layer -> ours
+    replaced: Mapping[str, str] = field(default_factory=dict)  # pieces of names -> ours, before that
     norm_offset: float = 0.0  # what is missing in the stored weights of norms
     interleaved_rope: bool = False  # the two parts of a rotated pair are neighbours
     stacked_experts: str = ""  # "alternating" or "halves": see stacked_experts.single_experts
@@ -166,6 +180,8 @@ def our_name(name: str, layout: FileLayout, has_other_models: bool = False) -> s
             return None
         for prefix, ours in TEXT_PREFIXES:
             name = ours + name.removeprefix(prefix) if name.startswith(prefix) else name
+    for theirs, ours in layout.replaced.items():
+        name = name.replace(theirs, ours)
     if match := MIXTRAL_EXPERT.fullmatch(name):
         return f"{match[1]}.mlp.experts.{match[2]}.{MIXTRAL_PARTS[match[3]]}_proj.{match[4]}"
     parts = [layout.renamed.get(part, part) for part in name.split(".")]

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import UnsupportedModelError
-from paceline.models.config import ModelConfig, MoeConfig, RecurrentConfig
+from paceline.models.config import FEED_FORWARD, MIXER, ModelConfig, MoeConfig, RecurrentConfig
 from paceline.models.family_fields import (
     FULL,
+    glm4_experts,
     granite_blocks,
     layer_kinds,
     mixtral_experts,
@@ -79,6 +80,63 @@ def granite_hybrid_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]
         return blocks | {"intermediate_size": shared}
     return blocks | {
         "moe": replace(mixtral_experts(fields, config.num_layers), shared_intermediate_size=shared)
+    }
+
+
+NEMOTRON_KINDS = {"M": LINEAR, "E": "moe", "*": FULL, "-": "mlp"}  # by letters of the hub's files
+
+
+def nemotron_kinds(fields: Fields) -> list[str]:
+    """What the one block of each layer is."""
+    kinds = fields.values.get("layers_block_type")
+    if kinds is None:
+        kinds = [NEMOTRON_KINDS.get(letter, letter) for letter in fields.text("hybrid_override_pattern")]
+    names = {"mamba": LINEAR, "attention": FULL}
+    known = NEMOTRON_KINDS.values()
+    found = [names.get(str(kind), str(kind)) for kind in kinds] if isinstance(kinds, list) else []
+    if not found or not all(kind in known for kind in found):
+        raise fields.wrong("layers_block_type", f"a list, each one of {', '.join(known)}")
+    return found
+
+
+def nemotron_sizes(fields: Fields) -> dict[str, object]:
+    """The number of layers, which configurations need not say."""
+    return {"num_hidden_layers": len(nemotron_kinds(fields))}
+
+
+def nemotron_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Each layer is one block: Mamba2, attention without rope, an MLP or experts."""
+    for name in ("mamba_proj_bias", "use_bias", "moe_latent_size", "sliding_window"):
+        if fields.values.get(name) not in (None, False):
+            raise UnsupportedModelError(f"{fields.source}: {name} is not supported; use a model without it.")
+    if fields.values.get("time_step_limit") not in NO_STEP_LIMITS:
+        raise UnsupportedModelError(f"{fields.source}: time_step_limit is not supported.")
+    kinds = nemotron_kinds(fields)
+    heads = fields.integer("mamba_num_heads", 128, most=MAX_HEADS)
+    groups = fields.integer("n_groups", 8, most=heads)
+    if heads % groups:
+        raise fields.wrong("mamba_num_heads", f"a multiple of the {groups} groups")
+    experts = frozenset(layer for layer, kind in enumerate(kinds) if kind == "moe")
+    moe = replace(
+        glm4_experts(fields, config.num_layers),
+        layers=experts,
+        shared_intermediate_size=fields.integer("moe_shared_expert_intermediate_size", 7688),
+    )
+    return {
+        "layer_parts": tuple(MIXER if kind in (LINEAR, FULL) else FEED_FORWARD for kind in kinds),
+        "layer_ropes": (None,) * config.num_layers,
+        "moe": moe if experts else None,
+        "recurrent": RecurrentConfig(
+            kind="mamba2",
+            layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
+            conv_kernel=fields.integer("conv_kernel", 4, least=2, most=MAX_KERNEL),
+            conv_bias=fields.flag("use_conv_bias", True),
+            key_heads=groups,
+            value_heads=heads,
+            key_dim=fields.integer("ssm_state_size", 128),
+            value_dim=fields.integer("mamba_head_dim", 64),
+            norm_groups=groups,
+        ),
     }
 
 

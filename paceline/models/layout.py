@@ -7,7 +7,15 @@ from pathlib import Path
 
 from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.checkpoint import Tensor
-from paceline.models.config import AttentionShape, LatentConfig, ModelConfig, MoeConfig, RecurrentConfig
+from paceline.models.config import (
+    FEED_FORWARD,
+    MIXER,
+    AttentionShape,
+    LatentConfig,
+    ModelConfig,
+    MoeConfig,
+    RecurrentConfig,
+)
 from paceline.models.gguf_blocks import FORMATS
 from paceline.models.quantized.method import REMEDY
 
@@ -46,9 +54,11 @@ def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
 def layer_tensors(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The name, without its layer's, and shape of every tensor of a layer."""
     hidden = config.hidden_size
-    for name in NORMS[config.norm_placement]:
+    for name in ("input_layernorm",) if config.layer_parts else NORMS[config.norm_placement]:
         yield f"{name}.weight", (hidden,)
-    if config.recurrent is not None and layer in config.recurrent.layers:
+    if not config.has_part(layer, MIXER):
+        pass
+    elif config.recurrent is not None and layer in config.recurrent.layers:
         yield from RECURRENT_TENSORS[config.recurrent.kind](config.recurrent, hidden)
     else:
         yield from _attention_tensors(config, config.shape_of(layer))
@@ -58,10 +68,12 @@ def layer_tensors(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
         yield "per_layer_input_gate.weight", (inputs.size, hidden)
         yield "per_layer_projection.weight", (hidden, inputs.size)
         yield "post_per_layer_input_norm.weight", (hidden,)
-    if config.moe is None or layer not in config.moe.layers:
-        yield from _mlp_tensors("mlp", hidden, config.intermediate_of(layer))
+    if not config.has_part(layer, FEED_FORWARD):
         return
-    yield from _moe_tensors(config.moe, hidden)
+    if config.moe is None or layer not in config.moe.layers:
+        yield from _mlp_tensors("mlp", hidden, config.intermediate_of(layer), gated=config.is_gated)
+        return
+    yield from _moe_tensors(config.moe, hidden, config.is_gated)
 
 
 def _attention_tensors(config: ModelConfig, shape: AttentionShape) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -153,16 +165,16 @@ def _latent_tensors(config: ModelConfig, latent: LatentConfig) -> Iterator[tuple
     yield "self_attn.kv_b_proj.weight", (config.num_heads * (latent.nope_dim + latent.value_dim), rank)
 
 
-def _moe_tensors(moe: MoeConfig, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _moe_tensors(moe: MoeConfig, hidden: int, gated: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "mlp.gate.weight", (moe.num_experts, hidden)
     if moe.biases:
         yield "mlp.gate.bias", (moe.num_experts,)
     if moe.correction_bias:
         yield "mlp.gate.e_score_correction_bias", (moe.num_experts,)
     for expert in range(moe.num_experts):
-        yield from _mlp_tensors(f"mlp.experts.{expert}", hidden, moe.intermediate_size, moe.biases)
+        yield from _mlp_tensors(f"mlp.experts.{expert}", hidden, moe.intermediate_size, moe.biases, gated)
     if moe.shared_intermediate_size:
-        yield from _mlp_tensors("mlp.shared_experts", hidden, moe.shared_intermediate_size)
+        yield from _mlp_tensors("mlp.shared_experts", hidden, moe.shared_intermediate_size, gated=gated)
     if moe.own_norms:
         for name in (
             "gate.scale",
@@ -177,13 +189,10 @@ def _moe_tensors(moe: MoeConfig, hidden: int) -> Iterator[tuple[str, tuple[int, 
 
 
 def _mlp_tensors(
-    prefix: str, hidden: int, intermediate: int, biases: bool = False
+    prefix: str, hidden: int, intermediate: int, biases: bool = False, gated: bool = True
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for part, shape in (
-        ("gate", (intermediate, hidden)),
-        ("up", (intermediate, hidden)),
-        ("down", (hidden, intermediate)),
-    ):
+    shapes = {"gate": (intermediate, hidden)} if gated else {}
+    for part, shape in (shapes | {"up": (intermediate, hidden), "down": (hidden, intermediate)}).items():
         yield f"{prefix}.{part}_proj.weight", shape
         if biases:
             yield f"{prefix}.{part}_proj.bias", shape[:1]

@@ -283,7 +283,9 @@ class Mamba2:
         memory = state[1] * decay[:, None, None] + added  # [value heads, value dim, key dim]
         read = (memory * query[:, None, :]).sum(-1) + self.passed * value
         gated = read.flatten() * F.silu(gate)
-        return (seen, memory), self.norm * (gated * torch.rsqrt(gated.square().mean() + self.eps))
+        grouped = gated.view(self.recurrent.norm_groups, -1)
+        normed = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)
+        return (seen, memory), self.norm * normed.flatten()
 
     def _heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Values [value heads, value dim], keys and queries [value heads, key dim]; Mamba's x, B and C."""

@@ -38,7 +38,7 @@ from paceline.models.blocks import (
     Vocabulary,
     no_norm,
 )
-from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.config import FEED_FORWARD, MIXER, ModelConfig, RopeConfig
 from paceline.models.recurrent import RecurrentMixer, States
 from paceline.models.rope import rope_frequencies
 from paceline.models.rows import KeyValues, Rows
@@ -78,18 +78,22 @@ class Layer:
             return NORMS[config.norm](take, f"{name}.{part}", config.rms_norm_eps) if has_it else no_norm
 
         self.attention_norm = norm("input_layernorm", "pre", "sandwich", "parallel")
-        self.mixer: Mixer
-        if config.is_recurrent(layer):
+        self.mixer: Mixer | None = None
+        if not config.has_part(layer, MIXER):
+            self.attention_norm = no_norm
+        elif config.is_recurrent(layer):
             self.mixer = Recurrent(take, name, config, layer)
         else:
             self.mixer = attention_class(config, layer)(take, f"{name}.self_attn", config, layer, parallel)
         self.attention_output_norm = norm("attention_output_norm", "post", "sandwich")
         moe = config.moe if config.moe and layer in config.moe.layers else None
-        has_own_norms = moe is not None and moe.own_norms
-        self.feed_forward_norm = (
-            no_norm if has_own_norms else norm("post_attention_layernorm", "pre", "sandwich")
-        )
-        self.feed_forward = feed_forward(take, config, layer, parallel)
+        self.feed_forward: FeedForward | None = None
+        self.feed_forward_norm: Norm = no_norm
+        if config.has_part(layer, FEED_FORWARD):
+            self.feed_forward = feed_forward(take, config, layer, parallel)
+            before = "post_attention_layernorm" if self.mixer else "input_layernorm"
+            if moe is None or not moe.own_norms:
+                self.feed_forward_norm = norm(before, "pre", "sandwich")
         self.feed_forward_output_norm = norm("feed_forward_output_norm", "post", "sandwich")
         inputs = config.per_layer_input
         self.per_layer_gate = None if inputs is None else PerLayerGate(take, name, config, inputs)
@@ -104,6 +108,8 @@ class Layer:
         given: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The layer's output; `given` is its input of PerLayerInputs, if the model has them."""
+        if self.mixer is None:
+            return self._add_fed_forward(hidden)
         mixed = self.mixer.mix(self.attention_norm(hidden), rows, rotation, cache)
         hidden = self._joined(hidden, mixed)
         if self.per_layer_gate is not None and given is not None:
@@ -137,11 +143,15 @@ class Layer:
         if self.is_parallel:
             return hidden + attended + self._fed_forward(self.attention_norm(hidden))
         hidden = self._add(hidden, attended)
+        return hidden if self.feed_forward is None else self._add_fed_forward(hidden)
+
+    def _add_fed_forward(self, hidden: torch.Tensor) -> torch.Tensor:
         fed = self._fed_forward(self.feed_forward_norm(hidden))
         return self._add(hidden, self.feed_forward_output_norm(fed))
 
     def _fed_forward(self, normed: torch.Tensor) -> torch.Tensor:
         """The feed-forward block, over flat rows because experts select rows."""
+        assert self.feed_forward is not None
         return self.feed_forward(normed.flatten(0, -2)).view(normed.shape)
 
     def _add(self, hidden: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
