@@ -190,6 +190,7 @@ TORCH_FAMILIES = {
         {"head_dim": 14, "rope_parameters": YARN_ROPE | {"llama_4_scaling_beta": 0.3}}
         | {"original_max_position_embeddings": 11},
     ),
+    "exaone4": Family("Exaone4Config", {"sliding_window": 9, "layer_types": [SLIDING, FULL, SLIDING]}),
     "llama4": Family(
         "Llama4TextConfig",
         {
@@ -304,6 +305,26 @@ HYBRIDS = {
     "qwen3-next": Family("Qwen3NextConfig", DELTA_NET | SHARED_EXPERT | {"mlp_only_layers": [1]}),
     "granite-hybrid": Family("GraniteMoeHybridConfig", MAMBA | {"num_local_experts": 5}),
 }
+HYBRIDS["falcon-h1"] = Family(
+    "FalconH1Config",
+    {
+        "rms_norm_eps": 1e-2,
+        "mamba_d_ssm": 72,
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 11,
+        "mamba_rms_norm": True,
+        "key_multiplier": 0.7,
+        "attention_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.8,
+        "ssm_multipliers": [0.6, 1.4, 0.9, 1.1, 0.7],
+        "ssm_in_multiplier": 1.3,
+        "ssm_out_multiplier": 0.5,
+        "mlp_multipliers": [1.5, 0.6],
+        "embedding_multiplier": 2.0,
+        "lm_head_multiplier": 0.4,
+    },
+)
 HYBRIDS["nemotron-h"] = Family(
     "NemotronHConfig",
     {
@@ -324,6 +345,11 @@ HYBRIDS["nemotron-h"] = Family(
 # combinations of what these have
 MORE_HYBRIDS = {
     "qwen3-5-moe": Family("Qwen3_5MoeTextConfig", DELTA_NET | SHARED_EXPERT),
+    "falcon-h1-without-norm": Family(
+        "FalconH1Config",
+        {"mamba_d_ssm": 72, "mamba_n_heads": 8, "mamba_d_state": 11}
+        | {"rms_norm_eps": 1e-2, "ssm_in_multiplier": 0.5, "ssm_out_multiplier": 0.1},
+    ),
     "granite-hybrid-dense": Family("GraniteMoeHybridConfig", MAMBA | {"num_local_experts": 0}),
 }
 TORCH_FAMILIES |= HYBRIDS

@@ -139,7 +139,9 @@ class RecurrentConfig:
     value_heads: int = 0
     key_dim: int = 0  # of a head
     value_dim: int = 0  # of a head
-    norm_groups: int = 1  # mamba2: each part of this number is normed by itself
+    norm_groups: int = 1  # mamba2: each part of this number is normed by itself; 0: nothing is normed
+    gated_norm: bool = True  # mamba2: what is normed is gated already
+    beside_attention: bool = False  # these layers attend too: what both give is added
 
     @property
     def conv_size(self) -> int:
@@ -150,6 +152,15 @@ class RecurrentConfig:
         """The numbers of a request's state in one layer; short_conv has a channel for each hidden value."""
         seen = (self.conv_kernel - 1) * (self.conv_size or hidden_size)
         return seen + self.value_heads * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True)
+class WeightScale:
+    """Factors of the rows of a matrix in every layer, by which it is stored too small or too large."""
+
+    name: str  # the end of the matrix's name
+    factors: tuple[float, ...]
+    rows: tuple[int, ...] = ()  # that have each factor; (): one factor for all
 
 
 @dataclass(frozen=True)
@@ -202,6 +213,7 @@ class ModelConfig:
     # one per layer: it has a mixer (MIXER) or a feed-forward block (FEED_FORWARD), and a norm before it;
     # (): every layer has both
     layer_parts: tuple[str, ...] = ()
+    weight_scales: tuple[WeightScale, ...] = ()  # that files leave to their reader
 
     def has_part(self, layer: int, part: str) -> bool:
         """Whether `layer` has a MIXER, or a FEED_FORWARD block."""
@@ -235,15 +247,20 @@ class ModelConfig:
         return math.gcd(self.num_kv_heads, *(shape.num_kv_heads for shape in self.layer_shapes))
 
     def is_recurrent(self, layer: int) -> bool:
-        """Whether `layer` has a state instead of keys and values."""
+        """Whether `layer` has a state, instead of keys and values or beside them."""
         return self.recurrent is not None and layer in self.recurrent.layers
+
+    @cached_property
+    def attending_layers(self) -> list[int]:
+        """The layers that attend, in order."""
+        beside = self.recurrent is not None and self.recurrent.beside_attention
+        mixing = [layer for layer in range(self.num_layers) if self.has_part(layer, MIXER)]
+        return [layer for layer in mixing if beside or not self.is_recurrent(layer)]
 
     @cached_property
     def kv_layers(self) -> list[int]:
         """The layers that have keys and values of their own, in order: KV pools have no others."""
-        mixing = [layer for layer in range(self.num_layers) if self.has_part(layer, MIXER)]
-        attending = [layer for layer in mixing if not self.is_recurrent(layer)]
-        return [layer for layer in attending if self.shape_of(layer).shared_with is None]
+        return [layer for layer in self.attending_layers if self.shape_of(layer).shared_with is None]
 
     def kv_layer(self, layer: int) -> int:
         """Where in a KV pool the keys and values are that `layer` reads."""

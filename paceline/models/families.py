@@ -17,6 +17,8 @@ from paceline.models.family_fields import (
     Windows,
     cohere2_blocks,
     deepseek_v2_experts,
+    exaone4_blocks,
+    exaone4_windows,
     glm4_experts,
     glm4_moe_blocks,
     gpt_oss_blocks,
@@ -43,6 +45,7 @@ from paceline.models.family_fields import (
 )
 from paceline.models.fields import Fields
 from paceline.models.file_layouts import (
+    FALCON_H1_NAMES,
     GEMMA4_NAMES,
     GLM_NORMS,
     GRANITE_HYBRID_NAMES,
@@ -55,6 +58,7 @@ from paceline.models.file_layouts import (
 )
 from paceline.models.gemma_fields import gemma2_blocks, gemma3_blocks, gemma4_blocks, gemma4_windows
 from paceline.models.hybrid_fields import (
+    falcon_blocks,
     granite_hybrid_blocks,
     lfm2_blocks,
     nemotron_blocks,
@@ -363,6 +367,14 @@ FAMILIES = {
         eps_name="layer_norm_eps",
         defaults={"layer_norm_eps": 1e-5, "tie_word_embeddings": True},
     ),
+    "exaone4": Family(
+        qk_norm=True,
+        norm_placement="post",
+        windows=exaone4_windows,
+        more=exaone4_blocks,
+        files=FileLayout(POST_NORMS),
+        defaults={"rms_norm_eps": 1e-5},
+    ),
     "ministral": Family(windows=ministral_windows, defaults={"num_key_value_heads": 8}),
     "ministral3": Family(
         windows=windows_everywhere,
@@ -374,6 +386,11 @@ FAMILIES = {
         optional_bias="qkvo",
         more=granite_hybrid_blocks,
         files=FileLayout(GRANITE_HYBRID_NAMES),
+    ),
+    "falcon_h1": Family(
+        more=falcon_blocks,
+        files=FileLayout(FALCON_H1_NAMES),
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     ),
     "nemotron_h": Family(
         activation="relu2",

@@ -367,10 +367,31 @@ def smollm3_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     return {"layer_ropes": tuple(config.rope if mark else None for mark in marks)} if not all(marks) else {}
 
 
+def exaone4_windows(fields: Fields, num_layers: int) -> Windows:
+    """Windows in all but every fourth layer; the hub's files also write this as LLLG."""
+    if "sliding_window" in fields.values and not fields.has("sliding_window"):
+        return ()
+    pattern = fields.values.get("sliding_window_pattern")
+    if isinstance(pattern, str) and set(pattern) == {"L", "G"} and pattern.index("G") == len(pattern) - 1:
+        fields = Fields({**fields.values, "sliding_window_pattern": len(pattern)}, fields.source)
+    return pattern_windows(4)(fields, num_layers)
+
+
+def exaone4_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    """If some layers have windows, only they have rope."""
+    return {"layer_ropes": _ropes_of_windows(config)} if config.sliding_windows else {}
+
+
+def _ropes_of_windows(config: ModelConfig) -> tuple[RopeConfig | None, ...]:
+    return tuple(None if window is None else config.rope for window in config.sliding_windows)
+
+
 def cohere2_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Only layers with a window have rope."""
-    ropes = tuple(None if window is None else config.rope for window in config.sliding_windows)
-    return {"logits_scale": fields.number("logit_scale", 0.0625), "layer_ropes": ropes}
+    return {
+        "logits_scale": fields.number("logit_scale", 0.0625),
+        "layer_ropes": _ropes_of_windows(config),
+    }
 
 
 def mixtral_experts(fields: Fields, num_layers: int) -> MoeConfig:

@@ -74,6 +74,11 @@ GRANITE_HYBRID_NAMES = {
     "input_linear": "gate_up_proj",
     "output_linear": "down_proj",
 }
+FALCON_H1_NAMES = {
+    "pre_ff_layernorm": "post_attention_layernorm",
+    "feed_forward": "mlp",
+    "final_layernorm": "norm",
+}
 NEMOTRON_H_NAMES = {
     "backbone.embeddings.": "model.embed_tokens.",
     "backbone.norm_f.": "model.norm.",
@@ -173,6 +178,46 @@ class Shifted:
         return Shifted(self.tensor.take_rows(part), self.offset)
 
 
+@dataclass(frozen=True)
+class Scaled:
+    """A matrix whose rows are to be scaled; implements checkpoint.Tensor."""
+
+    tensor: Tensor
+    factors: npt.NDArray[np.float32]  # [rows]
+    kind: str = "F32"
+
+    @property
+    def stored(self) -> Stored:
+        """What the file holds of it."""
+        return self.tensor.stored
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    def float32(self) -> npt.NDArray[np.float32]:
+        """The values as float32, a new array of `shape`."""
+        scaled: npt.NDArray[np.float32] = self.tensor.float32() * self.factors[:, None]
+        return scaled
+
+    def blocks(self) -> npt.NDArray[np.uint8]:
+        """The bytes of the values: uint8 [rows, bytes per row]."""
+        return self.float32().view(np.uint8)
+
+    def take_rows(self, part: slice) -> Scaled:
+        """Some of these rows."""
+        return Scaled(self.tensor.take_rows(part), self.factors[part])
+
+
+def scaled(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
+    """The tensor, with the factors that the configuration has for it."""
+    for scale in config.weight_scales:
+        rows = scale.rows or (tensor.shape[0],)
+        if name.endswith(scale.name) and sum(rows) == tensor.shape[0]:  # else the check of shapes reports it
+            return Scaled(tensor, np.repeat(np.array(scale.factors, dtype=np.float32), rows))
+    return tensor
+
+
 def our_name(name: str, layout: FileLayout, has_other_models: bool = False) -> str | None:
     """The name as in checkpoint.py of a tensor in a file; None: it belongs to a vision model beside ours."""
     if has_other_models:
@@ -207,7 +252,7 @@ def converted(
                 part = RowsOf(part, half_split_rows(part.shape[0], config))
             if config.latent and (rows := latent_rows(own_name, part.shape[0], config.latent)) is not None:
                 part = RowsOf(part, rows)
-            yield own_name, part
+            yield own_name, scaled(own_name, part, config)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import UnsupportedModelError
-from paceline.models.config import FEED_FORWARD, MIXER, ModelConfig, MoeConfig, RecurrentConfig
+from paceline.models.config import (
+    FEED_FORWARD,
+    MIXER,
+    ModelConfig,
+    MoeConfig,
+    RecurrentConfig,
+    WeightScale,
+)
 from paceline.models.family_fields import (
     FULL,
     glm4_experts,
@@ -81,6 +88,68 @@ def granite_hybrid_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]
     return blocks | {
         "moe": replace(mixtral_experts(fields, config.num_layers), shared_intermediate_size=shared)
     }
+
+
+def falcon_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Mamba2 beside attention in every layer, and factors of many weights."""
+    for name in ("mamba_proj_bias", "projectors_bias"):
+        if fields.flag(name, False):
+            raise UnsupportedModelError(f"{fields.source}: {name} is not supported; use a model without it.")
+    if fields.values.get("time_step_limit") not in NO_STEP_LIMITS:
+        raise UnsupportedModelError(f"{fields.source}: time_step_limit is not supported.")
+    heads, groups = fields.integer("mamba_n_heads", 128), fields.integer("mamba_n_groups", 1)
+    size = fields.integer("mamba_expand", 2) * config.hidden_size
+    if fields.values.get("mamba_d_ssm", 0) is not None:
+        size = fields.integer("mamba_d_ssm", 1024)
+    if heads % groups or size % heads:
+        raise fields.wrong("mamba_n_heads", f"a divisor of {size} and a multiple of the {groups} groups")
+    recurrent = RecurrentConfig(
+        kind="mamba2",
+        layers=frozenset(range(config.num_layers)),
+        conv_kernel=fields.integer("mamba_d_conv", 4, least=2, most=MAX_KERNEL),
+        conv_bias=fields.flag("mamba_conv_bias", True),
+        key_heads=groups,
+        value_heads=heads,
+        key_dim=fields.integer("mamba_d_state", 256),
+        value_dim=size // heads,
+        norm_groups=groups if fields.flag("mamba_rms_norm", False) else 0,
+        gated_norm=not fields.flag("mamba_norm_before_gate", True),
+        beside_attention=True,
+    )
+    return {
+        "recurrent": recurrent,
+        "weight_scales": _falcon_scales(fields, recurrent),
+        "embedding_scale": fields.number("embedding_multiplier", 1.0),
+        "logits_scale": fields.number("lm_head_multiplier", 1.0),
+    }
+
+
+def _falcon_scales(fields: Fields, recurrent: RecurrentConfig) -> tuple[WeightScale, ...]:
+    """A factor of what a matrix reads or gives is one of the matrix."""
+
+    def listed(name: str, count: int) -> tuple[float, ...]:
+        found = fields.numbers(name) if fields.has(name) else (1.0,) * count
+        if len(found) != count:
+            raise fields.wrong(name, f"{count} numbers")
+        return found
+
+    attention_in = fields.number("attention_in_multiplier", 1.0)
+    gate, down = listed("mlp_multipliers", 2)
+    ssm_in = fields.number("ssm_in_multiplier", 1.0)
+    values, keys = recurrent.value_heads * recurrent.value_dim, recurrent.key_heads * recurrent.key_dim
+    factors = tuple(factor * ssm_in for factor in listed("ssm_multipliers", 5))
+    single = {
+        "self_attn.q_proj.weight": attention_in,
+        "self_attn.k_proj.weight": attention_in * fields.number("key_multiplier", 1.0),
+        "self_attn.v_proj.weight": attention_in,
+        "self_attn.o_proj.weight": fields.number("attention_out_multiplier", 1.0),
+        "mamba.out_proj.weight": fields.number("ssm_out_multiplier", 1.0),
+        "mlp.gate_proj.weight": gate,
+        "mlp.down_proj.weight": down,
+    }
+    parts = (values, values, keys, keys, recurrent.value_heads)  # gate, values, keys, queries, steps
+    scales = [WeightScale(name, (factor,)) for name, factor in single.items()]
+    return (*scales, WeightScale("mamba.in_proj.weight", factors, parts))
 
 
 NEMOTRON_KINDS = {"M": LINEAR, "E": "moe", "*": FULL, "-": "mlp"}  # by letters of the hub's files

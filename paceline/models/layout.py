@@ -9,7 +9,6 @@ from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.checkpoint import Tensor
 from paceline.models.config import (
     FEED_FORWARD,
-    MIXER,
     AttentionShape,
     LatentConfig,
     ModelConfig,
@@ -56,11 +55,10 @@ def layer_tensors(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
     hidden = config.hidden_size
     for name in ("input_layernorm",) if config.layer_parts else NORMS[config.norm_placement]:
         yield f"{name}.weight", (hidden,)
-    if not config.has_part(layer, MIXER):
-        pass
-    elif config.recurrent is not None and layer in config.recurrent.layers:
-        yield from RECURRENT_TENSORS[config.recurrent.kind](config.recurrent, hidden)
-    else:
+    recurrent = config.recurrent
+    if recurrent is not None and config.is_recurrent(layer):
+        yield from RECURRENT_TENSORS[recurrent.kind](recurrent, hidden)
+    if layer in config.attending_layers:
         yield from _attention_tensors(config, config.shape_of(layer))
     if config.layer_scales:
         yield "layer_scalar", (1,)
@@ -137,7 +135,8 @@ def _mamba2_tensors(config: RecurrentConfig, hidden: int) -> Iterator[tuple[str,
         yield "mamba.conv1d.bias", (config.conv_size,)
     for name in ("A_log", "D", "dt_bias"):
         yield f"mamba.{name}", (config.value_heads,)
-    yield "mamba.norm.weight", (value_size,)
+    if config.norm_groups:
+        yield "mamba.norm.weight", (value_size,)
     yield "mamba.out_proj.weight", (hidden, value_size)
 
 

@@ -266,7 +266,8 @@ class Mamba2:
         self.rates = take(f"{name}.A_log").float().exp()  # [value heads]
         self.step_bias = take(f"{name}.dt_bias").float()  # [value heads]
         self.passed = take(f"{name}.D").float()[:, None]  # the share of its input that a head passes on
-        self.norm = take(f"{name}.norm.weight").float()  # [value heads * value dim]
+        # [value heads * value dim]
+        self.norm = take(f"{name}.norm.weight").float() if recurrent.norm_groups else None
         self.output = Linear(take, f"{name}.out_proj", config.hidden_size)
         self.shapes: Shapes = (self.convolution.shape, (heads, recurrent.value_dim, recurrent.key_dim))
 
@@ -282,10 +283,16 @@ class Mamba2:
         added = (value * steps[:, None])[:, :, None] * key[:, None, :]
         memory = state[1] * decay[:, None, None] + added  # [value heads, value dim, key dim]
         read = (memory * query[:, None, :]).sum(-1) + self.passed * value
-        gated = read.flatten() * F.silu(gate)
-        grouped = gated.view(self.recurrent.norm_groups, -1)
+        if self.recurrent.gated_norm:
+            return (seen, memory), self._normed(read.flatten() * F.silu(gate))
+        return (seen, memory), self._normed(read.flatten()) * F.silu(gate)
+
+    def _normed(self, values: torch.Tensor) -> torch.Tensor:
+        if self.norm is None:
+            return values
+        grouped = values.view(self.recurrent.norm_groups, -1)
         normed = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)
-        return (seen, memory), self.norm * normed.flatten()
+        return self.norm * normed.flatten()
 
     def _heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Values [value heads, value dim], keys and queries [value heads, key dim]; Mamba's x, B and C."""

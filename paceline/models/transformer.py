@@ -65,6 +65,19 @@ class Recurrent(RecurrentMixer):
         return self.mix_rows(normed, rows.recurrent)
 
 
+class SideBySide:
+    """Attention and a recurrence over the same rows, as a Mixer: what they give is added."""
+
+    def __init__(self, attention: Attention, recurrence: Recurrent) -> None:
+        self.attention, self.recurrence = attention, recurrence
+
+    def mix(
+        self, normed: torch.Tensor, rows: Rows, rotation: Rotation | None, cache: KeyValues
+    ) -> torch.Tensor:
+        own = self.recurrence.mix(normed, rows, rotation, cache)
+        return own + self.attention.mix(normed, rows, rotation, cache)
+
+
 class Layer:
     """Attention or a recurrence, then a feed-forward block, each added to the residual stream."""
 
@@ -78,13 +91,9 @@ class Layer:
             return NORMS[config.norm](take, f"{name}.{part}", config.rms_norm_eps) if has_it else no_norm
 
         self.attention_norm = norm("input_layernorm", "pre", "sandwich", "parallel")
-        self.mixer: Mixer | None = None
-        if not config.has_part(layer, MIXER):
+        self.mixer = mixer(take, config, layer, parallel)
+        if self.mixer is None:
             self.attention_norm = no_norm
-        elif config.is_recurrent(layer):
-            self.mixer = Recurrent(take, name, config, layer)
-        else:
-            self.mixer = attention_class(config, layer)(take, f"{name}.self_attn", config, layer, parallel)
         self.attention_output_norm = norm("attention_output_norm", "post", "sandwich")
         moe = config.moe if config.moe and layer in config.moe.layers else None
         self.feed_forward: FeedForward | None = None
@@ -125,8 +134,9 @@ class Layer:
     @property
     def recurrence(self) -> Recurrent:
         """The mixer of a recurrent layer."""
-        assert isinstance(self.mixer, Recurrent)
-        return self.mixer
+        own = self.mixer.recurrence if isinstance(self.mixer, SideBySide) else self.mixer
+        assert isinstance(own, Recurrent)
+        return own
 
     def before(self, hidden: torch.Tensor, rotation: Rotation | None) -> Heads:
         """Queries, keys and values of [..., hidden], of a model in one piece."""
@@ -166,6 +176,18 @@ def rotation_of(
     angles = (positions.float()[:, None] * frequencies)[:, None, :]
     factor = rope.attention_factor
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def mixer(take: Take, config: ModelConfig, layer: int, parallel: TensorParallel) -> Mixer | None:
+    """What mixes tokens in a layer, if it does."""
+    name, recurrent = f"model.layers.{layer}", config.recurrent
+    if not config.has_part(layer, MIXER):
+        return None
+    recurrence = Recurrent(take, name, config, layer) if config.is_recurrent(layer) else None
+    if recurrence is not None and recurrent is not None and not recurrent.beside_attention:
+        return recurrence
+    attention = attention_class(config, layer)(take, f"{name}.self_attn", config, layer, parallel)
+    return attention if recurrence is None else SideBySide(attention, recurrence)
 
 
 def attention_class(config: ModelConfig, layer: int) -> type[Attention]:

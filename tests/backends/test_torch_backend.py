@@ -138,7 +138,8 @@ def test_features_are_the_hidden_states_of_transformers(pair: Pair) -> None:
     output = run([request.ask(PROMPT)], logit_rows=[], feature_layers=(0, 2, last))
     # transformers' last hidden state is already normed, ours is not: take what its norm is given
     given: list[torch.Tensor] = []
-    norm = getattr(pair.reference.model, "norm", None) or pair.reference.model.embedding_norm  # lfm2
+    names = ("norm", "embedding_norm", "norm_f", "final_layernorm")
+    norm = next(getattr(pair.reference.model, name) for name in names if hasattr(pair.reference.model, name))
     hook = norm.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))
     with torch.inference_mode():
         states = pair.reference(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
