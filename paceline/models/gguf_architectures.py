@@ -204,6 +204,7 @@ ARCHITECTURES = {
         keys={"layer_norm_eps": "attention.layer_norm_epsilon", "logit_scale": "logit_scale"},
         more=_windows,
     ),
+    "exaone4": Architecture("exaone4", more=_windows),
     "gpt-oss": Architecture(
         "gpt_oss",
         names={"post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks"},

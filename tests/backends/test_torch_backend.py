@@ -16,7 +16,7 @@ from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.registry import load_checkpoint
 from tests.backends.driver import Driven, drive, run
-from tests.large import repeated
+from tests.large import REPEATS, repeated
 from tests.tiny import (
     FAMILIES,
     MORE_HYBRIDS,
@@ -130,6 +130,19 @@ def test_a_mixed_batch_gives_each_request_its_own_logits(pair: Pair) -> None:
     leaf = [TREE_TOKENS[row] for row in path_to(6)]
     for got, text in zip(logits, [[*PROMPT[:20], 7], PROMPT[5:38] + leaf, PROMPT[::-1]], strict=True):
         np.testing.assert_allclose(got, pair.expected(text)[-1], rtol=0, atol=CLOSE)
+
+
+@REPEATS
+def test_64_greedy_tokens_are_those_of_transformers(pair: Pair) -> None:
+    request, text = drive(pair.backend, pages_each=7)[0], list(PROMPT)
+    logits = request.extend(PROMPT)
+    for _ in range(64):
+        text.append(int(logits[-1].argmax()))
+        logits = request.extend(text[-1:])
+    expected = list(PROMPT)
+    while len(expected) < len(text):
+        expected.append(int(pair.expected(expected)[-1].argmax()))
+    assert text == expected
 
 
 def test_features_are_the_hidden_states_of_transformers(pair: Pair) -> None:

@@ -33,10 +33,12 @@ def alone(backend):
     return [run(backend, [one])[0][0] for one in WANTED]
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", [*HYBRIDS, "gemma4", "llama4"])
 def test_a_row_has_the_same_bits_in_a_chunk_in_a_tree_and_alone(family, tmp_path):
     backend = load(family, tmp_path)
-    assert backend.bytes_per_state == backend_needs(load_checkpoint(tmp_path))["state_bytes_per_request"]
+    needs = backend_needs(load_checkpoint(tmp_path))
+    assert backend.bytes_per_state == needs.get("state_bytes_per_request", 0)
+    assert backend.bytes_per_page() == needs["kv_values_per_token"] * 4 * backend.page_size
     prompt = np.random.default_rng(1).integers(0, VOCAB_SIZE, 28).tolist()
     whole, single, drafting = drive(backend, pages_each=3, count=3)
     at_once = whole.extend(prompt)

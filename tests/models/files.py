@@ -71,6 +71,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention"],
         "rope_parameters": YARN,
     },
+    "exaone4": {
+        "model_type": "exaone4",
+        **SIZES,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "granite": {
         "model_type": "granite",
         **SIZES,
@@ -114,7 +120,7 @@ ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen
 ARCHITECTURES |= {"qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss"}
 ARCHITECTURES |= {"glm4_moe": "glm4moe"}
 ARCHITECTURES |= {"olmo3": "olmo2"} | {
-    name: name for name in ("gemma2", "phi3", "olmo2", "granite", "smollm3", "glm4", "cohere2")
+    name: name for name in ("gemma2", "phi3", "olmo2", "exaone4", "granite", "smollm3", "glm4", "cohere2")
 }
 INTERLEAVED = ("llama", "granite", "smollm3", "glm4", "cohere2")  # architectures
 # config key -> what writes it

@@ -12,9 +12,11 @@ import pytest
 
 from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models import gguf as gguf_files
+from paceline.models.config import RopeConfig
 from paceline.models.gguf import GgufFile, read_gguf
 from paceline.models.gguf_checkpoint import gguf_checkpoint
 from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
+from paceline.models.rope import rope_frequencies
 from tests.models.files import MODELS, config_of, random_tensors, write_gguf
 
 
@@ -22,6 +24,19 @@ def converted(folder: Path, model: str, kind: str = "F32", **extra: np.ndarray) 
     tensors = random_tensors(config_of(model))
     named = {name.replace("__", "."): tensor for name, tensor in extra.items()}
     return read_gguf(write_gguf(folder / "model.gguf", model, tensors, kind, named))
+
+
+def test_longrope_is_read_from_the_tensors_that_hold_it(tmp_path: Path) -> None:
+    short, long = np.array([1, 1.5, 2, 3], np.float32), np.array([1, 2, 4, 8], np.float32)
+    file = converted(tmp_path, "phi3", rope_factors_short__weight=short, rope_factors_long__weight=long)
+    file.metadata["phi3.rope.scaling.original_context_length"] = 32
+    file.metadata["phi3.rope.scaling.attn_factor"] = 1.25
+    rope = gguf_checkpoint(file).config.rope
+    assert (rope.scaling, rope.original_max_position, rope.context) == ("longrope", 32, 128)
+    assert (rope.attention_factor, rope.short_divisors) == (1.25, tuple(short))
+    plain = rope_frequencies(RopeConfig(rope.theta), 8)
+    assert rope_frequencies(rope, 8).tolist() == (plain / long).tolist()
+    assert rope_frequencies(replace(rope, context=32), 8).tolist() == (plain / short).tolist()
 
 
 @pytest.mark.parametrize("model", MODELS)
