@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 from paceline.models.attention import Norm, Rotation, rotate
 from paceline.models.blocks import MLP, RMSNorm
-from paceline.models.transformer import Layer, Transformer
+from paceline.models.layer import Layer
+from paceline.models.transformer import Transformer
 
 
 class PlainDecode:

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from paceline.models.blocks import Linear
+from paceline.models.layer import Layer
 from paceline.models.lora import Adapter, LoraMatrix
-from paceline.models.transformer import Layer, Transformer
+from paceline.models.transformer import Transformer
 
 # where the layers have the matrices that an adapter may change
 PLACES = {

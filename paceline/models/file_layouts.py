@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from paceline.models.checkpoint import Stored, Tensor
+from paceline.models.checkpoint import Tensor
 from paceline.models.config import LatentConfig, ModelConfig, RecurrentConfig
-from paceline.models.gguf_blocks import dequantize
 from paceline.models.stacked_experts import experts_of_rows, single_experts
+from paceline.models.tensor_views import RowsOf, Scaled, Shifted
 
 # mixtral's names of experts -> ours
 MIXTRAL_EXPERT = re.compile(r"(.*)\.block_sparse_moe\.experts\.(\d+)\.w([123])\.(\w+)")
@@ -109,104 +109,6 @@ class FileLayout:
 
 
 LLAMA_FILES = FileLayout()
-
-
-@dataclass(frozen=True)
-class RowsOf:
-    """Some rows of a tensor; implements checkpoint.Tensor."""
-
-    tensor: Tensor
-    rows: npt.NDArray[np.intp]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.rows), *self.tensor.shape[1:])
-
-    @property
-    def kind(self) -> str:
-        return self.tensor.kind
-
-    @property
-    def stored(self) -> Stored:
-        """What the file holds of it."""
-        return Stored(
-            self.tensor.stored.kind, self.tensor.stored.nbytes * len(self.rows) // self.tensor.shape[0]
-        )
-
-    def float32(self) -> npt.NDArray[np.float32]:
-        """The values as float32, a new array of `shape`."""
-        if len(self.shape) == 1:
-            return self.tensor.float32()[self.rows]
-        return dequantize(self.kind, self.blocks()).reshape(self.shape)
-
-    def blocks(self) -> npt.NDArray[np.uint8]:
-        """The stored bytes: uint8 [rows, bytes per row]."""
-        return self.tensor.blocks()[self.rows]
-
-    def take_rows(self, part: slice) -> RowsOf:
-        """Some of these rows."""
-        return RowsOf(self.tensor, self.rows[part])
-
-
-@dataclass(frozen=True)
-class Shifted:
-    """The weights of a norm, of which files hold the difference to `offset`; implements checkpoint.Tensor."""
-
-    tensor: Tensor
-    offset: float
-    kind: str = "F32"
-
-    @property
-    def stored(self) -> Stored:
-        """What the file holds of it."""
-        return self.tensor.stored
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
-
-    def float32(self) -> npt.NDArray[np.float32]:
-        """The values as float32, a new array of `shape`."""
-        return self.tensor.float32() + np.float32(self.offset)
-
-    def blocks(self) -> npt.NDArray[np.uint8]:
-        """The stored bytes: uint8 [1, bytes]."""
-        return self.float32().view(np.uint8).reshape(1, -1)
-
-    def take_rows(self, part: slice) -> Shifted:
-        """Some of these values."""
-        return Shifted(self.tensor.take_rows(part), self.offset)
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """A matrix whose rows are to be scaled; implements checkpoint.Tensor."""
-
-    tensor: Tensor
-    factors: npt.NDArray[np.float32]  # [rows]
-    kind: str = "F32"
-
-    @property
-    def stored(self) -> Stored:
-        """What the file holds of it."""
-        return self.tensor.stored
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
-
-    def float32(self) -> npt.NDArray[np.float32]:
-        """The values as float32, a new array of `shape`."""
-        scaled: npt.NDArray[np.float32] = self.tensor.float32() * self.factors[:, None]
-        return scaled
-
-    def blocks(self) -> npt.NDArray[np.uint8]:
-        """The bytes of the values: uint8 [rows, bytes per row]."""
-        return self.float32().view(np.uint8)
-
-    def take_rows(self, part: slice) -> Scaled:
-        """Some of these rows."""
-        return Scaled(self.tensor.take_rows(part), self.factors[part])
 
 
 def scaled(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:

@@ -8,16 +8,11 @@ from typing import Any
 
 from paceline.errors import UnsupportedModelError
 from paceline.models.config import AttentionShape, ModelConfig, MoeConfig, PerLayerInput, RopeConfig
-from paceline.models.family_fields import (
-    FULL,
-    MAX_EXPERTS,
-    SLIDING,
-    Windows,
-    pattern_windows,
-    ropes_by_kind,
-    scaled_rope,
-)
+from paceline.models.expert_fields import MAX_EXPERTS
+from paceline.models.family_fields import ropes_by_kind
 from paceline.models.fields import Fields
+from paceline.models.layer_kinds import FULL, SLIDING, Windows, pattern_windows
+from paceline.models.rope_fields import scaled_rope
 
 GLOBAL_HEAD_DIM = 512  # of layers without a window, in a config that does not say
 LAYER_SIZES = {"head_dim", "num_key_value_heads"}  # that a layer may have of its own

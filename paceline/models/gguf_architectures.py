@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paceline.errors import UnsupportedModelError
-from paceline.models.family_fields import FULL, SLIDING
 from paceline.models.fields import Fields
+from paceline.models.layer_kinds import FULL, SLIDING
 
 Values = dict[str, object]
 MAX_MTP_LAYERS = 64  # models have one or a few

@@ -10,7 +10,8 @@ from dataclasses import replace
 from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.config import ModelConfig, RopeConfig
-from paceline.models.families import FAMILIES, model_config
+from paceline.models.config_reader import model_config
+from paceline.models.families import FAMILIES
 from paceline.models.fields import Fields
 from paceline.models.file_layouts import fused_matrices, half_split_rows, split_joined
 from paceline.models.files import damaged

@@ -15,15 +15,10 @@ from paceline.models.config import (
     RecurrentConfig,
     WeightScale,
 )
-from paceline.models.family_fields import (
-    FULL,
-    glm4_experts,
-    granite_blocks,
-    layer_kinds,
-    mixtral_experts,
-    qwen_experts,
-)
+from paceline.models.expert_fields import glm4_experts, mixtral_experts, qwen_experts
+from paceline.models.family_fields import granite_blocks
 from paceline.models.fields import Fields
+from paceline.models.layer_kinds import FULL, layer_kinds
 
 MAX_KERNEL = 64  # tokens that a convolution sees
 MAX_HEADS = 10_000

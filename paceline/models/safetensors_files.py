@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.checkpoint import Checkpoint, Stored, Tensor
-from paceline.models.families import FAMILIES, model_config
+from paceline.models.config_reader import model_config
+from paceline.models.families import FAMILIES
 from paceline.models.file_layouts import converted, our_name
 from paceline.models.files import MAX_JSON_BYTES, damaged, map_file, parse_json, read_json
 from paceline.models.gguf_blocks import FORMATS, Bytes, dequantize

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from paceline.errors import UnsupportedModelError
 from paceline.models.attention import Heads, Rotation
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.transformer import Layer, Transformer
+from paceline.models.layer import Layer
+from paceline.models.transformer import Transformer
 
 # From layer, queries [batch, tokens, heads, head_dim], keys and values [batch, tokens, kv_heads, head_dim]
 # to outputs in the shape of the queries.

@@ -12,7 +12,7 @@ import numpy as np
 import safetensors.numpy
 
 from paceline.models.config import ModelConfig
-from paceline.models.families import model_config
+from paceline.models.config_reader import model_config
 from paceline.models.layout import expected_tensors
 
 Tensors = dict[str, np.ndarray]

@@ -11,7 +11,8 @@ import pytest
 
 from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.config import ModelConfig, RopeConfig
-from paceline.models.families import FAMILIES, model_config
+from paceline.models.config_reader import model_config
+from paceline.models.families import FAMILIES
 from paceline.models.rope import rope_frequencies
 from tests.models.files import MODELS
 

@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import CheckpointError, PacelineError, UnsupportedModelError
-from paceline.models.families import FAMILIES, model_config
+from paceline.models.config_reader import model_config
+from paceline.models.families import FAMILIES
 from paceline.models.file_layouts import LLAMA_FILES
 from paceline.models.safetensors_files import read_safetensors, safetensors_checkpoint
 from tests.models.files import MODELS, config_of, random_tensors, write_folder

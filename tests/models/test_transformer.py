@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from paceline.models.attention import attend, rotate
-from paceline.models.blocks import MLP, MixtureOfExperts, RMSNorm
+from paceline.models.blocks import MLP, RMSNorm
 from paceline.models.config import MoeConfig, RopeConfig
-from paceline.models.families import model_config
+from paceline.models.config_reader import model_config
+from paceline.models.experts import MixtureOfExperts
 from paceline.models.rope import rope_frequencies
 from tests.tiny import FAMILIES, ROPES_BY_LENGTH
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from paceline.errors import ConfigError, UnsupportedModelError
-from paceline.models.family_fields import rope_config
 from paceline.models.fields import Fields
 from paceline.models.heads.config import BlockAttention, BlockConfig, HeadConfig, usual_block_layers
 from paceline.models.heads.formats import (
@@ -25,6 +24,7 @@ from paceline.models.heads.formats import (
     refuse_activation,
     speculators_part,
 )
+from paceline.models.rope_fields import rope_config
 
 KINDS = ("dflash", "dspark")
 NESTED = ("dflash_config", "dspark_config")  # where plain configs keep some of the fields

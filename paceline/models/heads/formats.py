@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.models.config import RopeConfig
-from paceline.models.family_fields import rope_config
 from paceline.models.fields import Fields
 from paceline.models.heads.config import HeadConfig
+from paceline.models.rope_fields import rope_config
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")

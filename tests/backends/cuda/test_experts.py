@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.models.blocks import FeedForward, MixtureOfExperts
+from paceline.models.blocks import FeedForward
 from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
+from paceline.models.experts import MixtureOfExperts
 from paceline.models.layout import expected_tensors
 from paceline.models.transformer import Transformer
 

@@ -19,7 +19,7 @@ from paceline.backends.torch_parallel.communicator import RankLostError
 from paceline.backends.torch_parallel.ranks import Peer, Ranks
 from paceline.backends.torch_parallel.worker import serve
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.families import model_config
+from paceline.models.config_reader import model_config
 from paceline.models.layout import expected_tensors
 from paceline.models.safetensors_writer import encode, write_safetensors
 

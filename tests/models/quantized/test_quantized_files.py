@@ -15,7 +15,7 @@ import torch
 from paceline.backends.cpu import CpuBackend
 from paceline.errors import CheckpointError, ModelError, UnsupportedModelError
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.families import model_config
+from paceline.models.config_reader import model_config
 from paceline.models.gguf_blocks import dequantize
 from paceline.models.needs import backend_needs
 from paceline.models.registry import load_checkpoint

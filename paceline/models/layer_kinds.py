@@ -1,0 +1,98 @@
+"""Readers of the kinds of layers in a config.json: which of them have a window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from paceline.models.fields import Fields
+
+SLIDING, CHUNKED, FULL = (
+    "sliding_attention",
+    "chunked_attention",
+    "full_attention",
+)  # as transformers names them
+Windows = tuple[int | None, ...]
+
+
+def no_windows(fields: Fields, num_layers: int) -> Windows:
+    return ()
+
+
+def windows_everywhere(fields: Fields, num_layers: int) -> Windows:
+    """The same window in every layer, if there is one."""
+    return (fields.integer("sliding_window"),) * num_layers if fields.has("sliding_window") else ()
+
+
+def mistral_windows(fields: Fields, num_layers: int) -> Windows:
+    """The same window in every layer. A config without the key means 4096; null means none."""
+    return (
+        windows_everywhere(fields, num_layers) if "sliding_window" in fields.values else (4096,) * num_layers
+    )
+
+
+def ministral_windows(fields: Fields, num_layers: int) -> Windows:
+    """As mistral's, in the layers that layer_types lists if it is there."""
+    windows, kinds = mistral_windows(fields, num_layers), layer_kinds(fields, num_layers)
+    if not windows or kinds is None:
+        return windows
+    return tuple(window if kind == SLIDING else None for window, kind in zip(windows, kinds, strict=True))
+
+
+def qwen_moe_windows(fields: Fields, num_layers: int) -> Windows:
+    return windows_everywhere(fields, num_layers) if fields.flag("use_sliding_window", False) else ()
+
+
+def qwen_windows(fields: Fields, num_layers: int) -> Windows:
+    """A window in the layers from max_window_layers on, or in those that layer_types lists."""
+    if not fields.flag("use_sliding_window", False):
+        return ()
+    window = fields.integer("sliding_window", 4096)
+    first = fields.integer("max_window_layers", 28, least=0)
+    kinds = layer_kinds(fields, num_layers)
+    if kinds is None:
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
+def layer_kinds(fields: Fields, num_layers: int, other: str = SLIDING) -> list[str] | None:
+    """The kind of every layer, full attention or the `other` one, if the configuration lists them."""
+    kinds = fields.values.get("layer_types")
+    if kinds is None:
+        return None
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or not all(kind in (other, FULL) for kind in kinds)
+    ):
+        raise fields.wrong("layer_types", f"{num_layers} entries, each {FULL} or {other}")
+    return kinds
+
+
+def pattern_windows(every: int, default_window: int = 4096) -> Callable[[Fields, int], Windows]:
+    """Windows in the layers that layer_types lists; without it, in all but every `every`-th layer."""
+
+    def windows(fields: Fields, num_layers: int) -> Windows:
+        window = fields.integer("sliding_window", default_window)
+        pattern = fields.integer("sliding_window_pattern", every)
+        usual = [FULL if (layer + 1) % pattern == 0 else SLIDING for layer in range(num_layers)]
+        kinds = layer_kinds(fields, num_layers) or usual
+        return tuple(window if kind == SLIDING else None for kind in kinds)
+
+    return windows
+
+
+def smollm3_windows(fields: Fields, num_layers: int) -> Windows:
+    """Windows in the layers with rope, if the configuration uses any."""
+    if not fields.flag("use_sliding_window", False):
+        return ()
+    return pattern_windows(fields.integer("no_rope_layer_interval", 4))(fields, num_layers)
+
+
+def exaone4_windows(fields: Fields, num_layers: int) -> Windows:
+    """Windows in all but every fourth layer; the hub's files also write this as LLLG."""
+    if "sliding_window" in fields.values and not fields.has("sliding_window"):
+        return ()
+    pattern = fields.values.get("sliding_window_pattern")
+    if isinstance(pattern, str) and set(pattern) == {"L", "G"} and pattern.index("G") == len(pattern) - 1:
+        fields = Fields({**fields.values, "sliding_window_pattern": len(pattern)}, fields.source)
+    return pattern_windows(4)(fields, num_layers)
