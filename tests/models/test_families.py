@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import CheckpointError, UnsupportedModelError
-from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.config import AttentionShape, ModelConfig, Reach, RopeConfig, Temperature
 from paceline.models.config_reader import model_config
 from paceline.models.families import FAMILIES
 from paceline.models.rope import rope_frequencies
@@ -100,6 +100,60 @@ def test_windows_and_ropes_follow_the_kinds_of_layers() -> None:
     assert cohere2.layer_ropes == (RopeConfig(5000.0), None)
     scaled = config("llama", model_type="olmo3", sliding_window=16, rope_scaling=YARN, layer_types=kinds)
     assert [rope.scaling for rope in scaled.layer_ropes if rope] == ["yarn", "none"]
+
+
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 6,
+    "sliding_window": 16,
+    "sliding_window_pattern": 2,
+    "vocab_size_per_layer_input": 96,
+    "hidden_size_per_layer_input": 4,
+    "num_kv_shared_layers": 2,
+    "attention_k_eq_v": True,
+}
+
+
+def test_layers_of_gemma_4_differ_in_heads_and_share_keys_and_values() -> None:
+    """As files of the hub say it, and as transformers 5 writes it."""
+    hub = config("llama", **GEMMA4, global_head_dim=16, num_global_key_value_heads=1)
+    full = {str(layer): {"head_dim": 16, "num_key_value_heads": 1} for layer in (1, 3, 5)}
+    assert config("llama", **GEMMA4, per_layer_config=full) == hub
+    local, wide = AttentionShape(8, 2), AttentionShape(16, 1, values_are_keys=True)
+    shared = replace(local, shared_with=2), replace(wide, shared_with=3)
+    assert hub.layer_shapes == (local, wide, local, wide, *shared)
+    assert (hub.kv_layers, [hub.kv_layer(layer) for layer in range(6)]) == ([0, 1, 2, 3], [0, 1, 2, 3, 2, 3])
+    assert (hub.kv_values(0), hub.kv_values(1), hub.shared_heads) == (32, 32, 1)
+    assert [rope.angles for rope in hub.layer_ropes if rope] == [0, 2] * 3
+    assert config("llama", **GEMMA4, use_double_wide_mlp=True).intermediate_sizes == (64,) * 4 + (128,) * 2
+    with pytest.raises(CheckpointError, match="num_kv_shared_layers"):
+        config("llama", **GEMMA4 | {"num_kv_shared_layers": 5})
+    with pytest.raises(UnsupportedModelError, match="per_layer_config has sliding_window"):
+        config("llama", **GEMMA4, per_layer_config={"1": {"sliding_window": 4}})
+    with pytest.raises(UnsupportedModelError, match="bidirectional"):
+        config("llama", **GEMMA4, use_bidirectional_attention="all")
+
+
+def test_layers_of_llama_4_attend_within_chunks_or_without_rope() -> None:
+    found = config("llama", model_type="llama4_text", no_rope_layer_interval=2, attention_chunk_size=16)
+    assert found.layer_ropes == (RopeConfig(5000.0), None)
+    assert [found.reach(layer) for layer in (0, 1)] == [Reach(chunk=16), Reach()]
+    assert found.temperature == Temperature(0.1, 8192, offset=1, with_rope=False)
+    off = config("llama", model_type="llama4_text", attn_temperature_tuning=False)
+    assert off.temperature is None
+
+
+def test_a_layer_of_nemotron_h_is_one_block() -> None:
+    sizes = {"model_type": "nemotron_h", "mamba_num_heads": 4, "n_groups": 2, "num_hidden_layers": ...}
+    found = config("llama", **sizes, hidden_act=..., hybrid_override_pattern="M*-E")
+    assert (found.num_layers, found.kv_layers, found.recurrent_layers) == (4, [1], [0])
+    assert found.layer_parts == ("mixer", "mixer", "feed_forward", "feed_forward")
+    assert found.moe is not None
+    assert found.moe.layers == {3}
+    with pytest.raises(CheckpointError, match="layers_block_type"):
+        config("llama", **sizes, hybrid_override_pattern="M?")
+    with pytest.raises(UnsupportedModelError, match="moe_latent_size"):
+        config("llama", **sizes, hybrid_override_pattern="M", moe_latent_size=8)
 
 
 def test_the_language_model_of_a_file_with_other_models() -> None:
