@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -20,7 +21,7 @@ from paceline.models.config import Reach
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.torch_head import Head, make_head
 from paceline.models.heads.torch_mtp import LayerHead
-from paceline.models.rows import KeyValues, Rows, RowView
+from paceline.models.rows import Rows, RowView
 
 
 class RankedTarget:
@@ -61,12 +62,13 @@ class TorchHeadRunner(HeadRunner):
 
     def make_pool(self, num_pages: int) -> TorchPool:
         config = self.head.config
-        shape = (num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)
-        return TorchPool(num_pages, self.bytes_per_page(), make_cache([shape], self.dtype, self.device))
+        shapes = [(num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)] * config.num_layers
+        return TorchPool(num_pages, self.bytes_per_page(), make_cache(shapes, self.dtype, self.device))
 
     def bytes_per_page(self) -> int:
         config = self.head.config
-        return 2 * PAGE_SIZE * config.num_kv_heads * config.head_dim * self.dtype.itemsize
+        per_layer = 2 * PAGE_SIZE * config.num_kv_heads * config.head_dim * self.dtype.itemsize
+        return config.num_layers * per_layer
 
     @torch.inference_mode()
     def run(self, batch: HeadBatch) -> HeadOutput:
@@ -85,11 +87,13 @@ class TorchHeadRunner(HeadRunner):
         views, slot_mapping = self._views(batch)
         cache = cast(TorchPool, batch.pool).cache
 
-        def attend_to_pages(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return _attend(query, key, value, cache, views, slot_mapping)
+        def attend_in_layer(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            pages = cache.keys[layer], cache.values[layer]
+            return _attend(query, key, value, pages, views, slot_mapping)
 
+        attends = [partial(attend_in_layer, layer) for layer in range(self.head.config.num_layers)]
         tokens, positions = self._tensor(batch.tokens), self._tensor(batch.positions)
-        outputs: Tensor = self.head(states, tokens, positions, attend_to_pages)
+        outputs: Tensor = self.head(states, tokens, positions, *attends)
         return outputs
 
     def run_chains(
@@ -149,10 +153,15 @@ class TorchLayerHeadRunner(TorchHeadRunner):
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, cache: KeyValues, views: list[RowView], slot_mapping: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pages: tuple[Tensor, Tensor],
+    views: list[RowView],
+    slot_mapping: Tensor,
 ) -> Tensor:
     """Attention of all rows, after their keys and values are written to their KV slots."""
-    keys, values = cache.keys[0], cache.values[0]
+    keys, values = pages
     keys[slot_mapping], values[slot_mapping] = key, value
     mixed = torch.empty_like(query)
     for view in views:

@@ -8,6 +8,11 @@ The head catches up when it proposes: one pass over the slots of new tokens, for
 their features are stored. Then one pass per level of the trees; its slots read the head's own states, and are
 computed again with the target's features after verification. Where all trees are greedy or coupled chains,
 the host has nothing to decide between these passes, and the runner does all of them in one call.
+
+The slots of a P-EAGLE head after the last token read a mask instead of guesses, so the pass that catches up
+has the logits of all levels:
+
+    slots          (h0,x1) (h1,x2) (h2,x3) (mask) (mask)      guess x4, x5 and x6
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from paceline.draft.base import DraftSampling, Target
 from paceline.draft.draft_cache import Context
 from paceline.draft.draft_pass import Part, Passes
 from paceline.draft.growth import GrowingTree, make_tree, merged
-from paceline.draft.head_drafter import HeadShape, PagedHeadDrafter, noise_of
+from paceline.draft.head_drafter import HeadShape, Mask, PagedHeadDrafter, noise_of
 from paceline.draft.head_pages import HeadPages
 from paceline.models.heads.checkpoint import HeadCheckpoint
 
@@ -72,6 +77,27 @@ class HeadPasses(Passes[HeadOutput]):
             return HeadBatch(rows, np.empty((0, 0), np.float32), True, self._pages.kv_slots(spans))
         return HeadBatch(rows, self._pages.features(spans), from_target=True)
 
+    def groups(self, levels: Sequence[int]) -> list[slice]:
+        """Which of the contexts with these levels `run_masked` can take at once."""
+        most = max(1, (self._runner.max_rows - self.max_before) // max(levels, default=1))
+        return [slice(start, start + most) for start in range(0, len(levels), most)]
+
+    def run_masked(self, contexts: Sequence[Context], mask: Mask, levels: Sequence[int]) -> Float32Array:
+        """The logits of each context's last slot and of the masks behind it, as many as its levels in all:
+        [sum of the levels, draft vocabulary]. Catches up first."""
+        parts = self._last_parts(contexts)
+        masked, states = [], []
+        for part, count in zip(parts, levels, strict=True):
+            length = len(part.tokens)
+            tokens = [*part.tokens, *[mask.token] * (count - 1)]
+            outputs = range(length - 1, length + count - 1)
+            masked.append(Part(part.context, part.start, tokens, range(-1, len(tokens) - 1), outputs))
+            states += [self._pages.features([(part.context, part.start - 1, part.start - 1 + length)])]
+            states += [np.broadcast_to(mask.feature, (count - 1, len(mask.feature)))]
+        output = self._runner.run(HeadBatch(self.batch(masked), np.concatenate(states), from_target=True))
+        self._keep(parts)
+        return output.logits
+
     def run_guesses(self, parts: Sequence[Part], states: Float32Array) -> HeadOutput:
         """The outputs of a pass over tree nodes, which reads the head's own states: [rows, hidden]."""
         return self._runner.run(HeadBatch(self.batch(parts), states, from_target=False))
@@ -106,6 +132,8 @@ class HeadDrafter(PagedHeadDrafter[HeadRunner]):
         super().__init__(runner, shape, sampling, least_chance)
         on_device = runner.keeps_features and sampling is not DraftSampling.INDEPENDENT
         self.device = self if on_device else None
+        if shape.mask is not None:
+            self._scoring = replace(self._scoring, extend_factor=1.0)  # another level costs no pass
 
     @classmethod
     def load_runner(cls, head: HeadCheckpoint, options: BackendOptions, target: Target) -> HeadRunner:
@@ -118,6 +146,8 @@ class HeadDrafter(PagedHeadDrafter[HeadRunner]):
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         contexts = self._pages.open(requests, [plan.budget for plan in plans])
+        if self._shape.mask is not None:
+            return self._propose_masked(contexts, plans, self._shape.mask)
         if all(map(self._is_one_call, requests, plans)):
             return self._propose_chains(contexts, plans, self._passes.chains)
         trees = [
@@ -134,6 +164,34 @@ class HeadDrafter(PagedHeadDrafter[HeadRunner]):
             pairs = zip(growing, parts, strict=True)
             states = np.stack([state for guessed, part in pairs for state in guessed.states_of(part)])
             _grow(growing, self._passes.run_guesses(parts, states))
+        return merged(trees)
+
+    def _propose_masked(
+        self, contexts: Sequence[Context | None], plans: Sequence[DraftPlan], mask: Mask
+    ) -> DraftTrees:
+        """The drafts of `propose` by a P-EAGLE head: trees through the slots' guesses, the best first."""
+        trees = [
+            None
+            if context is None
+            else make_tree(context, plan.shrunk(context.room), self._scoring, self._sampling, best_first=True)
+            for context, plan in zip(contexts, plans, strict=True)
+        ]
+        levels = {
+            tree: plan.shrunk(tree.context.room).levels
+            for tree, plan in zip(trees, plans, strict=True)
+            if tree is not None
+        }
+        growing = list(levels)
+        for group in self._passes.groups([levels[tree] for tree in growing]):
+            chosen = growing[group]
+            counts = [levels[tree] for tree in chosen]
+            logits = self._passes.run_masked([tree.context for tree in chosen], mask, counts)
+            first = 0
+            for tree, count in zip(chosen, counts, strict=True):
+                for row in logits[first : first + count]:
+                    if tree.frontier:
+                        tree.grow(np.broadcast_to(row, (len(tree.frontier), len(row))))
+                first += count
         return merged(trees)
 
     def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:

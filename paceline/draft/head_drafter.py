@@ -10,6 +10,7 @@ import numpy as np
 
 from paceline.backends.base import ChainNoise, HeadChains, HeadStorage
 from paceline.backends.options import BackendOptions
+from paceline.core.arrays import Float32Array
 from paceline.core.features import Features
 from paceline.core.forward import KeptFeatures
 from paceline.core.trees import DraftPlan, DraftTrees
@@ -35,6 +36,14 @@ Runner = TypeVar("Runner", bound=HeadStorage)
 DraftChains = Callable[[Sequence[Context], Sequence[int], float], HeadChains]
 
 
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """What the slots of a P-EAGLE head after the first read."""
+
+    token: int
+    feature: Float32Array  # [feature width]
+
+
 @dataclass(frozen=True)
 class HeadShape:
     """What a drafter must know about its head."""
@@ -47,6 +56,7 @@ class HeadShape:
     layers: int = 1  # with keys and values
     kv_heads: int = 1
     head_dim: int = 1
+    mask: Mask | None = None  # of a P-EAGLE head
 
     def stored(self) -> dict[str, object]:
         """What a pool of its keys, values and features depends on, by name."""
@@ -106,15 +116,19 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
         if quantization is not None:
             backend_options = replace(backend_options, quantization=quantization)
         runner = cls.load_runner(head, backend_options, target)
+        mask = None
+        if head.config.mask_token_id is not None:
+            mask = Mask(head.config.mask_token_id, head.tensors["mask_hidden"].float32().reshape(-1))
         shape = HeadShape(
             feature_layers=head.config.layers_of(target.config.num_layers),
             feature_width=head.config.feature_width,
             vocabulary=trimmed_vocabulary(head.draft_ids, target.config.vocab_size),
             longest=head.config.max_position,
             block=head.config.block,
-            layers=len(head.config.block.layers) if head.config.block else 1,
+            layers=len(head.config.block.layers) if head.config.block else head.config.num_layers,
             kv_heads=head.config.num_kv_heads,
             head_dim=head.config.head_dim,
+            mask=mask,
         )
         least_chance = runner.least_chance if min_prob is None else min_prob
         return cls(runner, shape, target.sampling, least_chance)

@@ -37,7 +37,7 @@ from tests.engine.test_exactness_cpu import Tokenizer
 from tests.engine.test_exactness_cpu import requests as all_requests
 from tests.large import in_turn
 from tests.models.heads.driver import random_checkpoint
-from tests.models.heads.tiny_heads import CONFIGS, EAGLE3
+from tests.models.heads.tiny_heads import CONFIGS, EAGLE3, P_EAGLE
 from tests.tiny import VOCAB_SIZE, save_checkpoint
 
 ROWS = 64
@@ -120,6 +120,55 @@ class AgainstWhole(EagleDrafter):
 
 class Against3(AgainstWhole, Eagle3Drafter):
     pass
+
+
+class AgainstMasked(Against3):
+    """The same for P-EAGLE: one pass of the network over the sequence and the masks behind it."""
+
+    def propose(self, requests: Sequence, plans: Sequence[DraftPlan]) -> DraftTrees:
+        proposed = Eagle3Drafter.propose(self, requests, plans)
+        for number, (request, plan) in enumerate(zip(requests, plans, strict=True)):
+            if request.num_pending > 1:
+                assert proposed.tree_lists(number) == ([], [])
+                continue
+            context = Context(request, request.token_ids, np.zeros(0, dtype=np.int32), plan.budget)
+            tree = make_tree(context, plan, self._scoring, self._sampling, best_first=True)
+            for row in self._guesses(request.token_ids, plan.levels):
+                if tree.frontier:
+                    tree.grow(row.expand(len(tree.frontier), -1).numpy())
+            assert proposed.tree_lists(number) == merged([tree]).tree_lists(0)
+            self.compared += 1
+        return proposed
+
+    def _guesses(self, tokens: Sequence[int], levels: int) -> torch.Tensor:
+        """The logits of the last slot and of the masks behind it: [levels, draft vocabulary]."""
+        head = self._runner.head
+        masks = head.fuse(head.mask_hidden[0].expand(levels - 1, -1))
+        states = torch.cat((self._features(tokens), masks))
+        ids = torch.tensor([*tokens[1:], *[head.config.mask_token_id] * (levels - 1)])
+        causal = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+        attends = [lambda *heads: attend(*heads, causal)] * head.config.num_layers
+        return head.logits(head(states, ids, torch.arange(len(ids)), *attends))[-levels:]
+
+
+@pytest.mark.parametrize("sampling", [DraftSampling.COUPLED, DraftSampling.INDEPENDENT])
+@torch.inference_mode()
+def test_a_p_eagle_head_drafts_all_levels_in_one_pass(sampling, checkpoint, backend, plain, tmp_path):
+    write_head(random_checkpoint(P_EAGLE), tmp_path, "vllm")
+    drafter = AgainstMasked.load(EagleOptions(str(tmp_path)), target_of(checkpoint, backend, sampling))
+    drafter.backend = backend
+    plans = (DraftPlan("eagle3", 3), DraftPlan("eagle3", 6, 2), DraftPlan("eagle3", 8, 3, depth=4), PLAIN)
+    outputs, engine = run_engine(backend, drafter, *plans, times=2, num_pages=8)
+    assert outputs == plain
+    assert drafter.compared > 30
+    assert engine.scheduler.num_preemptions > 0
+
+
+def test_p_eagle_heads_are_refused_where_they_cannot_run(checkpoint, backend, tmp_path):
+    write_head(random_checkpoint(P_EAGLE), tmp_path, "vllm")
+    target = replace(target_of(checkpoint, backend), backend=BackendOptions(backend="cpu"))
+    with pytest.raises(PacelineError, match=r"P-EAGLE\). Use --backend torch"):
+        Eagle3Drafter.load(EagleOptions(str(tmp_path)), target)
 
 
 def checked_drafter(name, checkpoint, backend, sampling, folder) -> AgainstWhole:

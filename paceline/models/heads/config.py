@@ -16,6 +16,8 @@ Tensors have these names, whatever file they came from (H, Ht: hidden sizes of h
     midlayer.mlp.down_proj.weight               [H, intermediate]
     midlayer.{input_layernorm,hidden_norm}.weight [H]                   eagle: neither; mtp: the first
     midlayer.post_attention_layernorm.weight    [H]
+    layers.{i}.*                                as those of a llama     eagle3 of several layers, from 1 on
+    mask_hidden                                 [1, 1, features * Ht]   P-EAGLE
     norm.weight                                 [H]                     eagle: none
     lm_head.weight                              [draft vocabulary, H]   absent: the target's
     embed_tokens.weight                         [vocabulary, H]         absent: the target's
@@ -118,6 +120,10 @@ class HeadConfig:
     own_embedding: bool = False  # False: the target's
     own_lm_head: bool = True  # False: the target's
     block: BlockConfig | None = None  # of a parallel head
+    num_layers: int = 1  # of an eagle3 head
+    # of a P-EAGLE head: slots after the first read this token and mask_hidden, so one pass guesses all of
+    # them. None: they read the guess before
+    mask_token_id: int | None = None
     layer: ModelConfig | None = None  # of an mtp head: its layer is one of this model's, not llama's
     target: TargetName | None = None  # None: its file does not say
 
@@ -184,6 +190,10 @@ def _slot_tensors(config: HeadConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     if eagle3:
         yield "midlayer.hidden_norm.weight", (hidden,)
     yield "midlayer.post_attention_layernorm.weight", (hidden,)
+    for layer in range(1, config.num_layers):
+        yield from _llama_layer(config, f"layers.{layer}.")
+    if config.mask_token_id is not None:
+        yield "mask_hidden", (1, 1, config.feature_width)
     if config.kind != "eagle":
         yield "norm.weight", (hidden,)
 
@@ -196,9 +206,7 @@ def _block_tensors(config: HeadConfig, block: BlockConfig) -> Iterator[tuple[str
     yield "hidden_norm.weight", (hidden,)
     yield "norm.weight", (hidden,)
     for layer in range(len(block.layers)):
-        yield from _layer_tensors(config, f"layers.{layer}.", hidden)
-        yield f"layers.{layer}.input_layernorm.weight", (hidden,)
-        yield f"layers.{layer}.post_attention_layernorm.weight", (hidden,)
+        yield from _llama_layer(config, f"layers.{layer}.")
     if block.mask_embedding:
         yield "mask_embedding", (hidden,)
     if rank:
@@ -228,6 +236,13 @@ def _feature_norms(config: HeadConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The norms of the features, one for each."""
     for feature in range(config.num_features if config.fc_norm else 0):
         yield f"fc_norm.{feature}.weight", (config.target_hidden_size,)
+
+
+def _llama_layer(config: HeadConfig, layer: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Those of a whole decoder layer."""
+    yield from _layer_tensors(config, layer, config.hidden_size)
+    yield f"{layer}input_layernorm.weight", (config.hidden_size,)
+    yield f"{layer}post_attention_layernorm.weight", (config.hidden_size,)
 
 
 def _layer_tensors(config: HeadConfig, layer: str, inputs: int) -> Iterator[tuple[str, tuple[int, ...]]]:

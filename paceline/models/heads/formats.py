@@ -17,6 +17,7 @@ from paceline.models.heads.config import HeadConfig
 from paceline.models.rope_fields import rope_config
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+MASK_IDS = ("mask_token_id", "pard_token", "ptd_token_id")
 FLAGS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
 SPECULATORS_VERSION = "0.9.0"
 SPECULATIVE_TOKENS = 5  # the recommendation that a speculators file carries
@@ -42,12 +43,15 @@ def read_config(
     fields = Fields(values, source)
     speculators = fields.has("speculators_model_type")
     layer = fields.group("transformer_layer_config") if speculators else fields
-    _refuse_unsupported(layer)
+    refuse_activation(layer)
     hidden = layer.integer("hidden_size")
     heads = layer.integer("num_attention_heads")
     vocab = layer.integer("vocab_size")
     own_lm_head = "lm_head.weight" in shapes
     eagle3 = "midlayer.hidden_norm.weight" in shapes
+    num_layers = layer.integer("num_hidden_layers", 1, most=64)
+    if num_layers != 1 and not eagle3:
+        raise UnsupportedModelError(f"{source}: only eagle3 heads may have several layers, not {num_layers}.")
     # as vLLM, which most heads are served with: this flag is true where a speculators file lacks it
     defaults = {"norm_before_residual": speculators and eagle3}
     flags = {name: fields.flag(name, defaults.get(name, False)) for name in FLAGS}
@@ -74,15 +78,18 @@ def read_config(
         norm_before_fc=flags["norm_before_fc"],
         norm_output=flags["norm_output"],
         norm_before_residual=flags["norm_before_residual"],
+        num_layers=num_layers,
+        mask_token_id=_mask_token(fields, vocab) if "mask_hidden" in shapes else None,
     )
 
 
-def _refuse_unsupported(layer: Fields) -> None:
-    if layer.integer("num_hidden_layers", 1) != 1:
-        raise UnsupportedModelError(
-            f"{layer.source}: the head has {layer.values['num_hidden_layers']} layers; only one is supported."
-        )
-    refuse_activation(layer)
+def _mask_token(fields: Fields, vocab: int) -> int:
+    """The token that the slots of a P-EAGLE head after the first read; trainers name it differently."""
+    name = next((name for name in MASK_IDS if fields.has(name)), MASK_IDS[0])
+    mask = fields.integer(name, least=0)
+    if mask >= vocab:
+        raise fields.wrong(name, f"a token below {vocab}")
+    return mask
 
 
 def refuse_activation(layer: Fields) -> None:
@@ -128,6 +135,7 @@ def _sglang_config(config: HeadConfig, target: str) -> dict[str, object]:
     if config.feature_layers is not None:
         values[LAYER_IDS] = list(config.feature_layers)
         values["eagle_config"] = {LAYER_IDS: [layer - 1 for layer in config.feature_layers]}
+    values |= _mask_fields(config)
     return values | {name: True for name in FLAGS if getattr(config, name)}
 
 
@@ -146,7 +154,13 @@ def _speculators_config(config: HeadConfig, target: str) -> dict[str, object]:
         LAYER_IDS: None if config.feature_layers is None else list(config.feature_layers),
         "tie_word_embeddings": False,
         **{name: getattr(config, name) for name in FLAGS},
+        **_mask_fields(config),
     }
+
+
+def _mask_fields(config: HeadConfig) -> dict[str, object]:
+    mask = config.mask_token_id
+    return {} if mask is None else {MASK_IDS[0]: mask, "parallel_drafting": True}
 
 
 def speculators_part(method: str, target: str, tokens: int) -> dict[str, object]:
@@ -179,12 +193,12 @@ def qwen_fields(config: HeadConfig) -> dict[str, object]:
 
 
 def _llama_fields(config: HeadConfig) -> dict[str, object]:
-    """The config.json keys of a llama of one layer."""
+    """The config.json keys of a llama with the layers of a head."""
     return {
         "model_type": "llama",
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,

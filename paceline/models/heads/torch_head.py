@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -254,6 +254,10 @@ class Eagle3Head(NormedHead):
             self.fc_norm = FeatureNorms(config)
         if config.norm_before_fc:
             self.input_norm = Norm(config.feature_width, eps)
+        llama = replace(config, kind="mtp")  # layers without the second input of the first
+        self.layers = nn.ModuleDict({str(layer): Layer(llama) for layer in range(1, config.num_layers)})
+        if config.mask_token_id is not None:
+            self.mask_hidden = nn.Parameter(torch.zeros(1, 1, config.feature_width))
 
     def fuse(self, features: Tensor) -> Tensor:
         if self.config.fc_norm:
@@ -263,11 +267,17 @@ class Eagle3Head(NormedHead):
         state: Tensor = self.fc(features)
         return state
 
-    def forward(self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend, *further: Attend
+    ) -> Tensor:
+        """As of any head. `further` are the attentions of the layers after the first."""
         normed_states = self.midlayer.hidden_norm(states)
         inputs = torch.cat((self.midlayer.input_layernorm(self.embed(tokens)), normed_states), dim=-1)
         residual = normed_states if self.config.norm_before_residual else states
         output: Tensor = self.midlayer(residual, inputs, positions, attend)
+        for layer, attend_there in zip(self.layers.values(), further, strict=True):
+            assert isinstance(layer, Layer)
+            output = layer(output, layer.input_layernorm(output), positions, attend_there)
         return output
 
 

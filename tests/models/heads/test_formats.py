@@ -24,7 +24,7 @@ from paceline.models.safetensors_files import safetensors_checkpoint
 from paceline.models.safetensors_writer import encode
 from paceline.train.rounding import rounded
 from tests.models.heads.driver import random_checkpoint
-from tests.models.heads.tiny_heads import CONFIGS, EAGLE, EAGLE3, VOCAB, random_tensors
+from tests.models.heads.tiny_heads import CONFIGS, EAGLE, EAGLE3, P_EAGLE, VOCAB, random_tensors
 from tests.tiny import save_checkpoint
 
 LLAMA3_ROPE = RopeConfig(500.0, "llama3", 8.0, 1.0, 4.0, 64)
@@ -44,12 +44,14 @@ def assert_equal(ours: HeadCheckpoint, theirs: HeadCheckpoint) -> None:
 @pytest.mark.parametrize("form", ["sglang", "speculators"])
 @pytest.mark.parametrize(
     "name",
-    [name for name, config in CONFIGS.items() if config.kind != "mtp"] + ["llama3 rope", "with a target"],
+    [name for name, config in CONFIGS.items() if config.kind != "mtp"]
+    + ["llama3 rope", "with a target", "p-eagle"],
 )
 def test_what_is_written_is_what_is_read(tmp_path, name, form):
     more = {
         "llama3 rope": replace(EAGLE3, rope=LLAMA3_ROPE),
         "with a target": replace(EAGLE3, target=TARGET),
+        "p-eagle": P_EAGLE,
     }
     config = (CONFIGS | more)[name]
     refused = config.norm_before_residual if form == "sglang" else config.kind == "eagle"
@@ -329,3 +331,16 @@ def test_a_fingerprint_is_that_of_the_weights_and_not_of_their_rounding(tmp_path
     name = "model.layers.1.input_layernorm.weight"
     trained = rounded | {name: encode(checkpoint.tensors[name].float32() * 1.01)}
     assert target_fingerprint(replace(checkpoint, tensors=trained)) != fingerprint
+
+
+@pytest.mark.parametrize("name", ["mask_token_id", "pard_token", "ptd_token_id"])
+def test_the_mask_token_of_a_p_eagle_head_has_several_names(tmp_path, name):
+    write_head(random_checkpoint(P_EAGLE), tmp_path, "vllm")
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["num_hidden_layers"] == 3
+    values[name] = values.pop("mask_token_id")
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert load_head(tmp_path).config == P_EAGLE
+    (tmp_path / "config.json").write_text(json.dumps({**values, name: VOCAB}))
+    with pytest.raises(CheckpointError, match=f"{name} .* a token below {VOCAB}"):
+        load_head(tmp_path)

@@ -51,6 +51,8 @@ CONFIGS = {
 }
 
 
+P_EAGLE = replace(EAGLE3, num_layers=3, mask_token_id=170)
+
 _FULL, _MASK = (BlockAttention(),) * 2, 171
 DFLASH = replace(
     EAGLE3,
