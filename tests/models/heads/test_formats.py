@@ -264,7 +264,7 @@ def edited(tmp_path, **more: object):
 @pytest.mark.parametrize(
     ("more", "error", "message"),
     [
-        ({"num_hidden_layers": 2}, UnsupportedModelError, "2 layers"),
+        ({"num_hidden_layers": 2}, CheckpointError, "lacks the tensor layers.1.self_attn"),
         ({"hidden_act": "gelu"}, UnsupportedModelError, "gelu"),
         ({"hidden_size": 61}, CheckpointError, "asks for floats of shape"),
         ({"fc_norm": True}, CheckpointError, r"lacks the tensor fc_norm.0.weight"),
