@@ -26,6 +26,13 @@ Message = Mapping[str, object]
 # ends the last message while it is rendered, to find where the template puts the end of its text
 _CONTINUED = "CONTINUED_FINAL_MESSAGE"
 
+# names of what the assistant thought; templates read the first, those of gpt-oss the second
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+# a message by which a template shows whether it reads lists of text parts
+_PROBE_TEXTS = ("first part", "second part")
+_PROBE_MESSAGE = {"role": "user", "content": [{"type": "text", "text": text} for text in _PROBE_TEXTS]}
+
 # variables of templates that have fields of their own
 _OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 
@@ -84,6 +91,8 @@ class ChatTemplate:
         checked = [_checked_message(number, message) for number, message in enumerate(messages)]
         if not checked:
             raise RequestError("A chat needs at least one message.")
+        if any(isinstance(message.get("content"), list) for message in checked) and not self._reads_parts:
+            checked = [_with_joined_parts(message) for message in checked]
         if "developer" not in self.source:  # OpenAI's newer word for system, which few templates know
             checked = [
                 {**message, "role": "system"} if message["role"] == "developer" else message
@@ -134,6 +143,16 @@ class ChatTemplate:
             raise RequestError(f"The model's chat template refuses these messages: {error}.") from error
 
     @cached_property
+    def _reads_parts(self) -> bool:
+        """Whether the template reads contents that are lists of text parts, rather than printing the lists."""
+        own = {"messages": [_PROBE_MESSAGE], "tools": None, "add_generation_prompt": True}
+        try:
+            rendered = self._rendered({}, **own)
+        except RequestError:
+            return False
+        return all(text in rendered for text in _PROBE_TEXTS) and "'type'" not in rendered
+
+    @cached_property
     def _environment(self) -> jinja2.Environment:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
@@ -157,7 +176,7 @@ class ChatTemplate:
 
 
 def _checked_message(number: int, message: Message) -> dict[str, object]:
-    """The message as a plain dict, its text parts joined; RequestError if it is not valid."""
+    """The message as a plain dict, its reasoning by every name; RequestError if it is not valid."""
     if not isinstance(message, Mapping):
         raise RequestError(
             f"Message {number} is {type(message).__name__}, not an object with role and content."
@@ -169,14 +188,16 @@ def _checked_message(number: int, message: Message) -> dict[str, object]:
         )
     content = message.get("content")
     if isinstance(content, list):
-        content = _joined_parts(number, content)
-    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        _check_parts(number, content)
+    elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise RequestError(f"Message {number} needs a content that is a text or a list of text parts.")
-    return {**message, "content": content} if "content" in message else dict(message)
+    reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
+    if reasoning is None:
+        return dict(message)
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _joined_parts(number: int, parts: list[object]) -> str:
-    texts = []
+def _check_parts(number: int, parts: list[object]) -> None:
     for part in parts:
         if (
             not isinstance(part, Mapping)
@@ -186,18 +207,28 @@ def _joined_parts(number: int, parts: list[object]) -> str:
             raise RequestError(
                 f"Message {number} has a part that is not text; only text parts are supported."
             )
-        texts.append(str(part["text"]))
-    return "\n".join(texts)
+
+
+def _with_joined_parts(message: dict[str, object]) -> dict[str, object]:
+    """The message with one text: for templates that read no parts."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": "\n".join(part["text"] for part in content)}
 
 
 def _continued(message: dict[str, object]) -> dict[str, object]:
     """The message with the mark behind its text."""
-    if not message.get("content"):
+    content = message.get("content")
+    if not content:
         raise RequestError(
             "continue_final_message needs a last message with a text to continue. Give it one, or leave "
             "continue_final_message out."
         )
-    return {**message, "content": f"{message['content']}{_CONTINUED}"}
+    if isinstance(content, list):
+        *others, last = content
+        return {**message, "content": [*others, {**last, "text": f"{last['text']}{_CONTINUED}"}]}
+    return {**message, "content": f"{content}{_CONTINUED}"}
 
 
 class _GenerationBlock(jinja2.ext.Extension):

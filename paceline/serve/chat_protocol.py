@@ -41,6 +41,9 @@ class CalledTool(Body):
 _USE_TOOLS = Unsupported("is not served: use tools, tool_calls and messages of role tool")
 _ONLY_TEXT = Unsupported("is not served: this model takes and gives text only")
 
+# what chat templates see of a message
+_SHOWN = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"}
+
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -59,12 +62,10 @@ class Message(Body):
     function_call: Annotated[None, _USE_TOOLS] = None
 
     def plain(self) -> dict[str, Any]:
-        """The message as chat templates expect it."""
-        plain = self.model_dump(
-            include={"role", "content", "name", "tool_calls", "tool_call_id"}, exclude_none=True
-        )
-        reasoning = self.reasoning_content or self.reasoning
-        return {**plain, "reasoning_content": reasoning} if reasoning else plain
+        """The message as chat templates expect it: some tell a content of null from none at all."""
+        plain = self.model_dump(include=_SHOWN, exclude_none=True)
+        is_null = self.content is None and "content" in self.model_fields_set
+        return {**plain, "content": None} if is_null else plain
 
 
 class JsonSchema(Body):

@@ -30,7 +30,7 @@ WEATHER = ("weather", '{"city": "Bern", "days": [1, 2]}')
 NOW = ("now", "{}")
 TRICKY = ("echo", '{"text": "}}] \\" {\\"name\\": \\"x\\" </tool_call>\\\\"}')
 
-JSON_FORMATS = {name: format for name, format in FORMATS.items() if format.pairs is None}
+JSON_FORMATS = {name: format for name, format in FORMATS.items() if format.notation is None}
 
 every_format = pytest.mark.parametrize("format", JSON_FORMATS.values(), ids=JSON_FORMATS)
 

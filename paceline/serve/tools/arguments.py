@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 
@@ -26,6 +25,22 @@ class ArgumentsReader(Protocol):
 
     def rest(self, text: str) -> str:
         """The JSON, cut off too, of arguments that end within this text."""
+        ...
+
+
+class Notation(Protocol):
+    """A way of writing arguments that is not JSON."""
+
+    def write(self, arguments: str) -> str:
+        """The text of arguments, given as JSON."""
+        ...
+
+    def reader(self, texts: Collection[str]) -> ArgumentsReader:
+        """A reader of one call's arguments. `texts`: the names of those whose values are texts."""
+        ...
+
+    def rules(self, name: str, schema: Mapping[str, Any], special: Mapping[str, int]) -> list[str]:
+        """Grammar rules for arguments that follow a schema; the first one is called `name`."""
         ...
 
 
@@ -67,73 +82,6 @@ class JsonReader:
         return None
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """Arguments that are pairs of a name and a value, between marks.
-
-    key_start name key_end value value_end key_start ...
-
-    A value is a text as it is, or JSON: which one, the tool's schema says.
-    """
-
-    key_start: str
-    key_end: str
-    value_end: str
-
-    def write(self, arguments: str) -> str:
-        """The pairs of a JSON object."""
-        values = json.loads(arguments)
-        written = {
-            name: value if isinstance(value, str) else _dumped(value) for name, value in values.items()
-        }
-        return "".join(
-            f"{self.key_start}{name}{self.key_end}{value}{self.value_end}" for name, value in written.items()
-        )
-
-
-class PairReader:
-    """Arguments that are pairs, as JSON: a pair is given once it is complete."""
-
-    def __init__(self, pairs: Pairs, texts: Collection[str] = ()) -> None:
-        """`texts`: the names of arguments whose values are texts; others are JSON where they can be."""
-        self._pairs, self._texts = pairs, texts
-        self._count = 0  # of pairs so far
-
-    def read(self, text: str) -> Read:
-        """The complete pairs at the start of the text, and the end if something else follows."""
-        found, size = "", 0
-        while text.startswith(self._pairs.key_start, size):
-            name, _, after = text[size + len(self._pairs.key_start) :].partition(self._pairs.key_end)
-            value, value_end, rest = after.partition(self._pairs.value_end)
-            if not value_end:
-                return Read(found, size, False)
-            found += self._opening(name) + self._value(name, value)
-            size = len(text) - len(rest)
-        if self._pairs.key_start.startswith(text[size:]):
-            return Read(found, size, False)
-        return Read(found + ("}" if self._count else "{}"), size, True)
-
-    def rest(self, text: str) -> str:
-        """The beginning of a pair that was cut off: its name, and what there is of its value."""
-        name, key_end, value = text.removeprefix(self._pairs.key_start).partition(self._pairs.key_end)
-        if not text.startswith(self._pairs.key_start) or not key_end:
-            return ""
-        return self._opening(name) + (_dumped(value)[:-1] if name in self._texts else value)
-
-    def _opening(self, name: str) -> str:
-        self._count += 1
-        return ("{" if self._count == 1 else ", ") + _dumped(name) + ": "
-
-    def _value(self, name: str, value: str) -> str:
-        if name in self._texts:
-            return _dumped(value)
-        try:
-            json.loads(value)
-        except (ValueError, RecursionError):
-            return _dumped(value)
-        return value
-
-
 def text_parameters(schema: Mapping[str, Any]) -> frozenset[str]:
     """The names of a tool's parameters that can only be texts."""
     return frozenset(
@@ -161,5 +109,13 @@ def resolved(part: Any, schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return part if isinstance(part, Mapping) else {}
 
 
-def _dumped(value: object) -> str:
+def dumped(value: object) -> str:
+    """The value as JSON."""
     return json.dumps(value, ensure_ascii=False)
+
+def overlap(text: str, opening: str) -> int:
+    """The length of the longest suffix of `text` that is a prefix of `opening`."""
+    for length in range(min(len(text), len(opening) - 1), 0, -1):
+        if text.endswith(opening[:length]):
+            return length
+    return 0

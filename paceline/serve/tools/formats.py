@@ -5,7 +5,7 @@ A call is a name and a JSON object of arguments; formats differ in the text arou
     begin call_start f name_end {...} call_end between call_start g name_end {...} call_end end
 
 In most, a call is a JSON object itself: {"name": "f", "arguments": {...}}. In some, arguments are no JSON but
-pairs of a name and a value: see arguments.Pairs.
+another notation: see pairs.py and quoted.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError
-from paceline.serve.tools.arguments import Pairs
+from paceline.serve.tools.arguments import Notation
+from paceline.serve.tools.pairs import Pairs
+from paceline.serve.tools.quoted import Quoted
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class ToolFormat:
     call_end: str = "}"
     id_prefix: str = "call_"
     id_digits: int = 24
-    pairs: Pairs | None = None  # how arguments are written that are no JSON
+    notation: Notation | None = None  # how arguments are written that are no JSON
     single: bool = False  # an answer has one call at most
     channels: bool = False  # an answer is messages with headers, of which calls are one kind
     fenced: bool = False  # models may also write a call as a fenced JSON block, see FENCE_START
@@ -55,7 +57,7 @@ class ToolFormat:
             self.call_start
             + name
             + self.name_end
-            + (self.pairs.write(arguments) if self.pairs else arguments)
+            + (self.notation.write(arguments) if self.notation else arguments)
             + self.call_end
             for name, arguments in calls
         ]
@@ -113,7 +115,7 @@ FORMATS = {
         call_start="",
         name_end=">\n",
         call_end="</function>\n</tool_call>",
-        pairs=Pairs("<parameter=", ">\n", "\n</parameter>\n"),
+        notation=Pairs("<parameter=", ">\n", "\n</parameter>\n"),
     ),
     "glm45": ToolFormat(
         begin="<tool_call>",
@@ -129,7 +131,36 @@ FORMATS = {
         call_start="",
         name_end="\n",
         call_end="</tool_call>",
-        pairs=Pairs("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+        notation=Pairs("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+    ),
+    "gemma4": ToolFormat(
+        begin="<|tool_call>call:",
+        between="<|tool_call>call:",
+        end="",
+        marker="<|tool_call>",
+        tokens=("<|tool_call>", "<tool_call|>", '<|"|>'),
+        clues=("<|tool_call>", '<|"|>'),
+        instructions=_INSTRUCTIONS + '<|tool_call>call:function name{argument name:<|"|>text<|"|>}<tool_call|>',
+        result='<|tool_response>response{value:<|"|>{content}<|"|>}<tool_response|>',
+        call_start="",
+        name_end="{",
+        call_end="<tool_call|>",
+        notation=Quoted('<|"|>'),
+    ),
+    "functiongemma": ToolFormat(
+        begin="<start_function_call>call:",
+        between="<start_function_call>call:",
+        end="",
+        marker="<start_function_call>",
+        tokens=("<start_function_call>", "<end_function_call>", "<escape>"),
+        clues=("<start_function_call>", "<escape>"),
+        instructions=_INSTRUCTIONS
+        + "<start_function_call>call:function name{argument name:<escape>text<escape>}<end_function_call>",
+        result="<start_function_response>response{value:<escape>{content}<escape>}<end_function_response>",
+        call_start="",
+        name_end="{",
+        call_end="<end_function_call>",
+        notation=Quoted("<escape>"),
     ),
     "mistral": ToolFormat(
         begin="[TOOL_CALLS] [",

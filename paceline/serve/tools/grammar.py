@@ -10,12 +10,13 @@ Once an answer has begun a call, it can only continue with a valid call of a dec
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from paceline.serve.tools.declared import Tool, ToolChoice
 from paceline.serve.tools.formats import FENCE_END, FENCE_NAME_END, FENCE_START, ToolFormat
-from paceline.serve.tools.rules import escaped, json_rule, literal, pair_rules
+from paceline.serve.tools.reasoning import ReasoningFormat
+from paceline.serve.tools.rules import escaped, json_rule, literal
 
 
 class Vocabulary(Protocol):
@@ -26,9 +27,9 @@ class Vocabulary(Protocol):
     def is_special(self, token_id: int) -> bool: ...
 
 
-def special_tokens(format: ToolFormat, vocabulary: Vocabulary) -> dict[str, int]:
-    """The format's texts that are special tokens here: a grammar must refer to those by id."""
-    ids = {text: vocabulary.id_of(text) for text in format.tokens}
+def special_tokens(texts: Iterable[str], vocabulary: Vocabulary) -> dict[str, int]:
+    """Those of a format's texts that are special tokens here: a grammar must refer to them by id."""
+    ids = {text: vocabulary.id_of(text) for text in texts}
     return {text: token for text, token in ids.items() if token is not None and vocabulary.is_special(token)}
 
 
@@ -38,13 +39,15 @@ def answer_grammar(
     choice: ToolChoice,
     content: Mapping[str, Any] | None,
     special: Mapping[str, int],
+    reasoning: ReasoningFormat | None = None,
 ) -> str:
     """The grammar of an answer: content or calls, as the choice allows.
 
-    `content` is the JSON schema of the content, if it has one; `special` is the result of
-    special_tokens.
+    `content` is the JSON schema of the content, if it has one; `special` has the special tokens of the format
+    and of the marks around `reasoning`: a text cannot contain those, so they need a rule.
     """
     begin, between, end = (literal(text, special) for text in (format.begin, format.between, format.end))
+    thought = _thought(reasoning, special)
     is_single = choice.single or format.single
     lines = [f"calls: call {end}" if is_single else f"calls: call ({between} call)* {end}"]
     if format.channels and "<|channel|>" in special:
@@ -56,11 +59,11 @@ def answer_grammar(
     elif not format.marker:
         lines += [f"start: TEXT? | {begin} calls", r"TEXT: /[^{](?s:.*)/"]
     elif format.marker in special:
-        lines += [f"start: TEXT | TEXT? {begin} calls", "TEXT: /(?s:.*)/"]
+        lines += [f"start: {thought} TEXT | {thought} TEXT? {begin} calls", "TEXT: /(?s:.*)/"]
     else:  # the marker ends the text before it; only a lazy lexeme matches it in time
         rest = literal(format.begin.removeprefix(format.marker), special)
         lines += [
-            f"start: TEXT | marked {rest} calls" + (" | fenced" if format.fenced else ""),
+            f"start: {thought} TEXT | {thought} marked {rest} calls" + (" | fenced" if format.fenced else ""),
             "TEXT: /(?s:.*)/",
             f"marked[lazy]: /(?s:.*){escaped(format.marker)}/",
         ]
@@ -69,11 +72,18 @@ def answer_grammar(
     call_end = literal(format.call_end, special)
     lines.append("call: " + " | ".join(f"{head} arguments_{n} {call_end}" for n, head in enumerate(heads)))
     for n, tool in enumerate(tools):
-        if format.pairs is None:
+        if format.notation is None:
             lines.append(f"arguments_{n}: {json_rule(tool.schema())}")
         else:
-            lines += pair_rules(format.pairs, f"arguments_{n}", tool.schema(), special)
+            lines += format.notation.rules(f"arguments_{n}", tool.schema(), special)
     return "\n".join(lines) + "\n"
+
+
+def _thought(reasoning: ReasoningFormat | None, special: Mapping[str, int]) -> str:
+    """Reasoning before the answer, whose first mark may be in the prompt; nothing if its marks are texts."""
+    if reasoning is None or reasoning.end not in special:
+        return ""
+    return f"({literal(reasoning.begin, special)}? /(?s:.+)/? {literal(reasoning.end, special)})?"
 
 
 def _channels(

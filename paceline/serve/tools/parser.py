@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from paceline.serve.tools.arguments import ArgumentsReader, JsonReader, PairReader
+from paceline.serve.tools.arguments import ArgumentsReader, JsonReader, overlap
 from paceline.serve.tools.events import Arguments, CallEnded, CallStarted, Content, Event
 from paceline.serve.tools.formats import FENCE_END, FENCE_NAME_END, FENCE_START, ToolFormat
 
@@ -33,7 +33,7 @@ class ToolParser:
         self._buffer = ""  # text not parsed yet
         self._held = ""  # text before the buffer: part of a call once its name is complete, otherwise content
         self._index = -1  # of the last call
-        self._pairs, self._texts = format and format.pairs, texts or {}
+        self._notation, self._texts = format and format.notation, texts or {}
         self._arguments: ArgumentsReader = JsonReader()
         self._events: list[Event] = []
         self._read: Callable[[], bool] = self._read_plain
@@ -177,7 +177,8 @@ class ToolParser:
     def _start_call(self, name: str) -> None:
         self._index += 1
         self._events.append(CallStarted(self._index, self._new_id(), name))
-        self._arguments = PairReader(self._pairs, self._texts.get(name, ())) if self._pairs else JsonReader()
+        texts = self._texts.get(name, ())
+        self._arguments = self._notation.reader(texts) if self._notation else JsonReader()
 
     def _argument(self, text: str) -> None:
         if text:
@@ -197,11 +198,3 @@ class ToolParser:
     def _take(self) -> list[Event]:
         events, self._events = self._events, []
         return events
-
-
-def overlap(text: str, opening: str) -> int:
-    """The length of the longest suffix of `text` that is a prefix of `opening`."""
-    for length in range(min(len(text), len(opening) - 1), 0, -1):
-        if text.endswith(opening[:length]):
-            return length
-    return 0

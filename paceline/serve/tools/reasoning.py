@@ -11,8 +11,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from paceline.serve.tools.arguments import overlap
 from paceline.serve.tools.events import Content, Event, OutputParser, Reasoning
-from paceline.serve.tools.parser import overlap
 
 
 class _SplittingParser(ABC):
@@ -196,13 +196,15 @@ class ReasoningFormat:
 
     begin: str
     end: str
+    tokens: tuple[str, ...]  # parts of the marks that are single tokens in some vocabularies
     reader: Callable[[OutputParser, ReasoningFormat, bool], OutputParser] = ReasoningParser
 
 
 REASONING_FORMATS = (
-    ReasoningFormat("<|channel|>", "<|message|>", ChannelParser),  # gpt-oss
-    ReasoningFormat("<think>", "</think>"),  # Qwen, DeepSeek, GLM, SmolLM, Kimi
-    ReasoningFormat("[THINK]", "[/THINK]"),  # Mistral
+    ReasoningFormat("<|channel|>", "<|message|>", ("<|channel|>", "<|message|>"), ChannelParser),  # gpt-oss
+    ReasoningFormat("<think>", "</think>", ("<think>", "</think>")),  # Qwen, DeepSeek, GLM, SmolLM, Kimi
+    ReasoningFormat("[THINK]", "[/THINK]", ("[THINK]", "[/THINK]")),  # Mistral
+    ReasoningFormat("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),  # Gemma
 )
 
 

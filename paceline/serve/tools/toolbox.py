@@ -171,14 +171,13 @@ class Toolbox:
         """`tool_call_parser` names an entry of FORMATS; None: the format that the chat template uses."""
         self._tokenizer = tokenizer
         self.format = choose_format(tokenizer.chat_template, tool_call_parser)
-        self._special = special_tokens(self.format, tokenizer)
+        self.reasoning = choose_reasoning(tokenizer.chat_template)
+        thinking = special_tokens(self.reasoning.tokens if self.reasoning else (), tokenizer)
+        self._thinks = bool(thinking)  # in special tokens, which the parser needs in the text
+        # what a grammar refers to by id
+        self._marks = {**thinking, **special_tokens(self.format.tokens, tokenizer)}
         if tokenizer.id_of(self.format.end) in tokenizer.eos_ids:  # the call itself ends the answer
             self.format = replace(self.format, end="", single=True)
-        self.reasoning = choose_reasoning(tokenizer.chat_template)
-        marks = (self.reasoning.begin, self.reasoning.end) if self.reasoning else ()
-        self._has_special_marks = any(
-            token is not None and tokenizer.is_special(token) for token in map(tokenizer.id_of, marks)
-        )
 
     def plan(
         self,
@@ -195,7 +194,7 @@ class Toolbox:
         check_tools(tools, choice)
         if not tools or choice.mode == "none":
             structure = None if content_schema is None else {"json": content_schema}
-            return ToolPlan(structure=structure, keep_special_tokens=self._has_special_marks)
+            return ToolPlan(structure=structure, keep_special_tokens=self._thinks)
         if content_schema is not None and choice.mode == "auto" and not self.format.marker:
             raise RequestError(
                 "tools cannot be beside a JSON format of the answer with this model: nothing tells its calls "
@@ -204,7 +203,7 @@ class Toolbox:
         callable_tools = [tool for tool in tools if choice.names is None or tool.name in choice.names]
 
         def grammar_of(tools: Sequence[Tool]) -> str:
-            return answer_grammar(self.format, tools, choice, content_schema, self._special)
+            return answer_grammar(self.format, tools, choice, content_schema, self._marks, self.reasoning)
 
         return ToolPlan(
             tools=tuple(tools),
@@ -212,7 +211,7 @@ class Toolbox:
             structure={"grammar": grammar_of(callable_tools)},
             calls_after_text=choice.mode == "auto" and content_schema is None,
             names=tuple(tool.name for tool in callable_tools),
-            keep_special_tokens=bool(self._special) or self._has_special_marks,
+            keep_special_tokens=bool(self._marks),
             may_loosen=choice.mode == "auto",
             content_schema=content_schema,
             grammar_of=grammar_of,
