@@ -13,6 +13,7 @@ from paceline.backends.cpu.packing import choose_format, pack
 from paceline.backends.cpu.rows import write_records
 from paceline.backends.cpu.tiles import COLUMNS, FLOAT32, GROUP, RECORD
 from paceline.errors import BackendError
+from paceline.models.checkpoint import Tensor
 from paceline.models.gguf import GgufTensor
 from paceline.models.gguf_blocks import FORMATS
 
@@ -84,7 +85,7 @@ def reference(tensor: GgufTensor, activations: Floats, quantized: bool) -> npt.N
     return values @ tensor.float32().astype(np.float64).T
 
 
-def multiply(tensor: GgufTensor, quantization: str, activations: Floats) -> Floats:
+def multiply(tensor: Tensor, quantization: str, activations: Floats) -> Floats:
     """The product by the compiled kernels, [rows, outputs]."""
     matrix = pack(tensor, quantization)
     rows, depth = activations.shape

@@ -117,6 +117,7 @@ def _load_torch(
         checkpoint,
         device=options.choice.device,
         dtype=dtype,
+        quantization="none" if options.quantization == "auto" else options.quantization,
         max_rows=max_rows,
         tensor_parallel_size=options.tensor_parallel_size,
         adapters=adapters,

@@ -42,15 +42,23 @@ class TorchBackend(Backend):
     chooses = True
 
     def __init__(
-        self, model: Transformer, max_rows: int, ranks: Ranks | None = None, number: int = 0
+        self,
+        model: Transformer,
+        max_rows: int,
+        ranks: Ranks | None = None,
+        number: int = 0,
+        weight_format: str = "",
     ) -> None:
-        """`ranks` are the other ranks of the model, which run what this one runs; they name it `number`."""
+        """`ranks` are the other ranks of the model, which run what this one runs; they name it `number`.
+
+        `weight_format`: the quantization of its matrices; none: they are in the model's dtype.
+        """
         self.model = model
         # the matrix products of torch may sum in another order for other row counts
         self.batch_invariant = model.row_by_row
         self.max_rows = max_rows
         self.device, self.dtype = model.device, model.dtype
-        self.weight_format = str(self.dtype).removeprefix("torch.")
+        self.weight_format = weight_format or str(self.dtype).removeprefix("torch.")
         self.bytes_per_state = sum(mixer.bytes_per_state for mixer in model.recurrences)
         self.adapters: dict[str, Transformer] = {}  # the model with each
         self._ranks = ranks
@@ -63,6 +71,7 @@ class TorchBackend(Backend):
         *,
         device: str = "cpu",
         dtype: str = "float32",
+        quantization: str = "none",
         max_rows: int = 512,
         tensor_parallel_size: int = 1,
         row_by_row: bool = False,
@@ -70,26 +79,30 @@ class TorchBackend(Backend):
     ) -> TorchBackend:
         """A backend with the checkpoint's weights on `device`, in `dtype`; other ranks are new processes.
 
+        `quantization`: int8, int4 or fp8 for projections, which are rounded as they are read.
+
         `row_by_row`, on one device: bitwise batch invariant, and as slow as one pass for each row.
         """
         if max_rows < 1:
             raise BackendError(f"max_rows is {max_rows}, but a pass needs at least 1 row; give 1 or more.")
         kind, devices = find_dtype(dtype), find_devices(device, tensor_parallel_size)
         check_size(checkpoint.config, tensor_parallel_size)
+        weight_format = "" if quantization == "none" else quantization
         if tensor_parallel_size == 1:
-            backend = cls(load_pieces(checkpoint, devices[0], kind, row_by_row=row_by_row), max_rows)
+            model = load_pieces(checkpoint, devices[0], kind, None, row_by_row, quantization)
+            backend = cls(model, max_rows, weight_format=weight_format)
             backend.adapters = {entry.name: with_adapter(backend.model, entry) for entry in adapters}
             return backend
         if adapters:
             raise BackendError("Adapters are not served with tensor_parallel_size above 1; leave one out.")
-        ranks, communicator = start_ranks(checkpoint, devices, dtype, max_rows)
+        ranks, communicator = start_ranks(checkpoint, devices, dtype, quantization, max_rows)
         try:
-            model = load_pieces(checkpoint, devices[0], kind, communicator)
+            model = load_pieces(checkpoint, devices[0], kind, communicator, quantization=quantization)
             ranks.wait_for_answers()
         except BaseException:
             ranks.close()
             raise
-        return cls(model, max_rows, ranks)
+        return cls(model, max_rows, ranks, weight_format=weight_format)
 
     def close(self) -> None:
         """Stop the other ranks."""
@@ -155,7 +168,9 @@ class TorchBackend(Backend):
         """The same model without its later layers, over the same pools."""
         number = self._new_number()
         with self._everywhere("first_layers", number, count):
-            return TorchBackend(self.model.first_layers(count), self.max_rows, self._ranks, number)
+            return TorchBackend(
+                self.model.first_layers(count), self.max_rows, self._ranks, number, self.weight_format
+            )
 
     @torch.inference_mode()
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:

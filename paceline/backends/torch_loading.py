@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from paceline.errors import BackendError
-from paceline.models.blocks import Take
+from paceline.models.blocks import Take, Weight
 from paceline.models.checkpoint import Checkpoint
+from paceline.models.quantized.rounded import rounded, slabs
 from paceline.models.tensor_parallel import Communicator, SingleRank, TensorParallel, count_pieces
 from paceline.models.transformer import Transformer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ROUNDED = "_proj.weight"  # matrices that a quantization applies to, as on the cuda backend
+NOT_ROUNDED = "kv_b_proj.weight"  # of latent attention: it is cut up, not multiplied
 
 
 def load_pieces(
@@ -19,12 +24,13 @@ def load_pieces(
     dtype: torch.dtype,
     ranks: Communicator | None = None,
     row_by_row: bool = False,
+    quantization: str = "none",
 ) -> Transformer:
     """The model, or a rank's pieces of it; it has as many pieces for one rank as for eight."""
     config = checkpoint.config
     parallel = TensorParallel(count_pieces(config.shared_heads), ranks or SingleRank())
     try:
-        return Transformer(config, _take_from(checkpoint, device, dtype), parallel, row_by_row)
+        return Transformer(config, _take_from(checkpoint, device, dtype, quantization), parallel, row_by_row)
     except torch.OutOfMemoryError as error:
         raise BackendError(
             f"The model does not fit into the memory of {device} as {str(dtype).removeprefix('torch.')}; "
@@ -33,16 +39,21 @@ def load_pieces(
         ) from error
 
 
-def _take_from(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Take:
+def _take_from(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, quantization: str) -> Take:
     """A reader of single tensors, or of some rows of them: no second copy of all weights ever exists."""
 
-    def take(name: str, rows: slice | None = None) -> torch.Tensor:
+    def take(name: str, rows: slice | None = None) -> Weight:
         tensor = checkpoint.tensors[name]
-        values = (tensor if rows is None else tensor.take_rows(rows)).float32()
-        # a copy, which torch aligns: a product may add in another order where its data is aligned otherwise
-        return torch.from_numpy(values).to(device=device, dtype=dtype, copy=True)
+        tensor = tensor if rows is None else tensor.take_rows(rows)
+        if quantization != "none" and name.endswith(ROUNDED) and not name.endswith(NOT_ROUNDED):
+            return rounded(tensor, quantization, device, dtype)
+        # torch aligns what it allocates: a product may add in another order where data is aligned otherwise
+        values = torch.empty(tensor.shape, dtype=dtype, device=device)
+        for part in slabs(tensor.shape):
+            values[part] = torch.from_numpy(tensor.take_rows(part).float32())
+        return values
 
-    return take
+    return cast(Take, take)  # what is rounded stands in for a tensor in products only
 
 
 def find_dtype(name: str) -> torch.dtype:

@@ -31,8 +31,8 @@ class AdaptedLinear(Linear):
         self.size, self.parallel = base.size, base.parallel
         self.weights, self.biases = base.weights, base.biases
         like = base.weights[0]
-        self.down = torch.from_numpy(change.down).to(like)
-        up = torch.from_numpy(change.up).to(like)
+        self.down = torch.from_numpy(change.down).to(like.device, like.dtype)
+        up = torch.from_numpy(change.up).to(like.device, like.dtype)
         pieces = [up] if self.parallel.pieces == 1 else [up[rows] for rows in self.parallel.rows(self.size)]
         self.ups = [piece.contiguous() for piece in pieces]
 

@@ -5,7 +5,7 @@ A matrix is one tensor, or as many as the model has pieces: see tensor_parallel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -17,6 +17,20 @@ from paceline.models.tensor_parallel import WHOLE, TensorParallel
 # The named tensor of the checkpoint, in the model's dtype and on its device. A second argument, a slice, asks
 # for these rows of it only; a model in one piece does not ask for rows.
 Take = Callable[..., torch.Tensor]
+
+
+class Weight(Protocol):
+    """A matrix: a tensor, or one that is decoded when it is used (quantized/rounded.py)."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def to_dense(self) -> torch.Tensor:
+        """Its values: of a tensor, the tensor itself."""
+        ...
 
 
 class FeedForward(Protocol):
@@ -37,14 +51,14 @@ class Linear:
         parallel: TensorParallel = WHOLE,
     ) -> None:
         self.size, self.parallel = size, parallel
-        self.weights = take_pieces(take, f"{name}.weight", size, parallel)
+        self.weights: Sequence[Weight] = take_pieces(take, f"{name}.weight", size, parallel)
         self.biases = take_pieces(take, f"{name}.bias", size, parallel) if bias else None
 
     @property
     def weight(self) -> torch.Tensor:
         """The whole matrix of a model in one piece."""
         (weight,) = self.weights
-        return weight
+        return weight.to_dense()
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -54,8 +68,9 @@ class Linear:
     def parts(self, hidden: torch.Tensor) -> list[torch.Tensor]:
         """The columns of each piece that this rank has: [rows, piece] each."""
         if self.biases is None:
-            return [F.linear(hidden, weight) for weight in self.weights]
-        return [F.linear(hidden, *part) for part in zip(self.weights, self.biases, strict=True)]
+            return [F.linear(hidden, weight.to_dense()) for weight in self.weights]
+        parts = zip(self.weights, self.biases, strict=True)
+        return [F.linear(hidden, weight.to_dense(), bias) for weight, bias in parts]
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.parallel.join(self.parts(hidden), self.size)

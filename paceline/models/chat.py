@@ -144,7 +144,7 @@ class ChatTemplate:
 
     @cached_property
     def _reads_parts(self) -> bool:
-        """Whether the template reads contents that are lists of text parts, rather than printing the lists."""
+        """Whether the template reads contents that are lists of text parts, rather than prints the lists."""
         own = {"messages": [_PROBE_MESSAGE], "tools": None, "add_generation_prompt": True}
         try:
             rendered = self._rendered({}, **own)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.checkpoint import Stored
-from paceline.models.files import damaged, map_file
+from paceline.models.files import damaged, map_file, release_pages
 from paceline.models.gguf_blocks import FORMATS, FORMATS_BY_NUMBER, BlockFormat, Bytes, dequantize
 
 # a scalar, a string, a list of strings or of arrays, or a numpy array of numbers
@@ -56,7 +56,9 @@ class GgufTensor:
 
     def float32(self) -> npt.NDArray[np.float32]:
         """The values as float32, a new array of `shape`."""
-        return dequantize(self.kind, self.blocks()).reshape(self.shape)
+        values = dequantize(self.kind, self.blocks()).reshape(self.shape)
+        release_pages(self.data)  # whoever loads a model reads each tensor once, and may need the memory
+        return values
 
     def blocks(self) -> Bytes:
         """The stored bytes in the order of the rows: uint8 [rows, bytes per row]."""

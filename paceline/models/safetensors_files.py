@@ -23,7 +23,7 @@ from paceline.models.checkpoint import Checkpoint, Stored, Tensor
 from paceline.models.config_reader import model_config
 from paceline.models.families import FAMILIES
 from paceline.models.file_layouts import converted, our_name
-from paceline.models.files import MAX_JSON_BYTES, damaged, map_file, parse_json, read_json
+from paceline.models.files import MAX_JSON_BYTES, damaged, map_file, parse_json, read_json, release_pages
 from paceline.models.gguf_blocks import FORMATS, Bytes, dequantize
 from paceline.models.layout import select_tensors
 from paceline.models.quantized.method import read_quantization
@@ -52,7 +52,9 @@ class SafeTensor:
 
     def float32(self) -> npt.NDArray[np.float32]:
         """The values as float32, a new array of `shape`."""
-        return dequantize(self.kind, self.data).reshape(self.shape)
+        values = dequantize(self.kind, self.data).reshape(self.shape)
+        release_pages(self.data)  # whoever loads a model reads each tensor once, and may need the memory
+        return values
 
     def integers(self) -> npt.NDArray[np.int64]:
         """The values of a tensor of integers or booleans, a new array of `shape`."""

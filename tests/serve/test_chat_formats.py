@@ -44,7 +44,18 @@ TEXTS = [
     "two\n\nparagraphs & <b>marks</b>",
     "<tool_response>not one</tool_response>",
 ]
-VALUES: list[Any] = ["Bern", "日本\n", "", 3, -1.5, 1e20, True, None, [1, "b", []], {"x": {"y": "é"}, "a": [0.0]}]
+VALUES: list[Any] = [
+    "Bern",
+    "日本\n",
+    "",
+    3,
+    -1.5,
+    1e20,
+    True,
+    None,
+    [1, "b", []],
+    {"x": {"y": "é"}, "a": [0.0]},
+]
 TYPES: list[dict[str, Any]] = [
     {"type": "string", "description": "A city, e.g. Zürich"},
     {"type": "integer", "minimum": 0},
@@ -97,7 +108,9 @@ class Conversations:
         has_thought = "reasoning" in message or "reasoning_content" in message
         if self._random.random() < 0.5 or (has_thought and self._family in EITHER_THOUGHT_OR_CONTENT):
             message["content"] = None
-        results = [{"role": "tool", "tool_call_id": own, "content": self._random.choice(TEXTS)} for own in ids]
+        results = [
+            {"role": "tool", "tool_call_id": own, "content": self._random.choice(TEXTS)} for own in ids
+        ]
         if self._random.random() < 0.5:
             results = [{**result, "name": "lookup"} for result in results]
         return [message, *results]

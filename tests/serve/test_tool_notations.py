@@ -1,4 +1,4 @@
-"""Calls whose arguments are no JSON (GLM, Qwen3-Coder, Gemma) become JSON of the schema, however they are cut."""
+"""Arguments that are no JSON (GLM, Qwen3-Coder, Gemma) become JSON of the schema, however they are cut."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.params import SamplingParams
-from paceline.serve.tools import FORMATS, Tool, Toolbox, ToolCall, ToolChoice, ToolParser, ToolPlan, read_output, read_whole
+from paceline.serve.tools import (
+    FORMATS,
+    Tool,
+    Toolbox,
+    ToolCall,
+    ToolChoice,
+    ToolParser,
+    ToolPlan,
+    read_output,
+    read_whole,
+)
 from tests.serve.echo import PLAIN_TEMPLATE, byte_tokenizer
 from tests.serve.test_tools_grammar import accepts
 from tests.serve.test_tools_parser import joined
@@ -39,7 +49,8 @@ QWEN = (
     "<tool_call>\n<function=now>\n</function>\n</tool_call>"
 )
 GEMMA = (
-    'I look.\n<|tool_call>call:search{about:<|"|>a "b"\n<c><|"|>,count:3}<tool_call|><|tool_call>call:now{}<tool_call|>'
+    'I look.\n<|tool_call>call:search{about:<|"|>a "b"\n<c><|"|>,count:3}<tool_call|>'
+    "<|tool_call>call:now{}<tool_call|>"
 )
 FUNCTION_GEMMA = (
     'I look.\n<start_function_call>call:search{about:<escape>a "b"\n<c><escape>,count:3}<end_function_call>'
@@ -117,7 +128,9 @@ def test_the_grammar_follows_the_schema_and_leaves_texts_free(name: str, kind: s
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(alphabet='ab"\\{}[]<|>,:é\n', max_size=6),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab_", min_size=1), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text("ab_", min_size=1), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -173,7 +186,7 @@ def test_gemmas_grammar_follows_nested_schemas(arguments: dict[str, object], is_
     assert accepts(allowed, tokenizer, text) == is_allowed
 
 
-@pytest.mark.parametrize(("name", "begin", "end"), [("gemma4", "<|channel>thought\n", "<channel|>")] + THINKS)
+@pytest.mark.parametrize(("name", "begin", "end"), [("gemma4", "<|channel>thought\n", "<channel|>"), *THINKS])
 def test_a_model_may_think_in_special_tokens_before_it_calls(name: str, begin: str, end: str) -> None:
     template = PLAIN_TEMPLATE + "{# " + begin.strip() + end + " #}"
     marks = ("<|channel>",) if name == "gemma4" else (begin,)

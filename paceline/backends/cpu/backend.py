@@ -15,12 +15,12 @@ from paceline.backends.cpu.features import KEPT_FIELDS
 from paceline.backends.cpu.packing import address_of
 from paceline.backends.cpu.team import default_threads
 from paceline.backends.cpu.workspace import Workspace
+from paceline.backends.options import QUANTIZATIONS
 from paceline.core.arrays import Float32Array
 from paceline.core.forward import ForwardBatch, ForwardOutput, KeptFeatures, KVPool
 from paceline.errors import BackendError, ConfigError
 from paceline.models.checkpoint import Checkpoint
-
-QUANTIZATIONS = ("auto", "native", "int8", "none")
+from paceline.options import check_choice
 
 
 class CpuBackend(CompiledModel, Backend):
@@ -55,13 +55,10 @@ class CpuBackend(CompiledModel, Backend):
 
         `beside` is a backend whose threads it shares: their passes must take turns.
 
-        `quantization`: "native" keeps a GGUF file's own 4-bit blocks and makes the rest int8, "int8" makes
-        everything int8, "none" is float32; "auto" is "native".
+        `quantization`: "native" keeps a GGUF file's own 4-bit blocks and makes the rest int8, "int8" and
+        "int4" make everything such, "none" is float32; "auto" is "native".
         """
-        if quantization not in QUANTIZATIONS:
-            raise ConfigError(
-                f"quantization is {quantization!r}, but the cpu backend knows {', '.join(QUANTIZATIONS)}."
-            )
+        check_choice(ConfigError, "quantization of the cpu backend", quantization, QUANTIZATIONS["cpu"])
         if threads is not None and threads < 1:
             raise ConfigError(
                 f"threads is {threads}, but a pass needs at least 1; leave it out for every core."

@@ -48,6 +48,7 @@ from paceline.core.forward import Choices, DeviceMemory, ForwardBatch, ForwardOu
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.config import ModelConfig
+from paceline.models.files import release_pages
 
 PAGE_SIZE = 16
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -105,7 +106,11 @@ class CudaBackend(Backend):
 
         def take(name: str) -> torch.Tensor:
             is_packed = name.endswith("_proj.weight") and packing(name) != "none"
-            return _stored(checkpoint.tensors[name]).to(target).to(torch.float32 if is_packed else kind)
+            tensor = checkpoint.tensors[name]
+            values = _stored(tensor).to(target)
+            if tensor.kind in STORED:
+                release_pages(tensor.blocks())  # the file's pages are not needed again
+            return values.to(torch.float32 if is_packed else kind)
 
         def blocks(name: str) -> torch.Tensor:
             tensor = checkpoint.tensors[name]

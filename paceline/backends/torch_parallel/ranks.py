@@ -50,6 +50,7 @@ class Orders:
     config: ModelConfig
     devices: tuple[torch.device, ...]  # of all ranks
     dtype: str
+    quantization: str
     max_rows: int
     threads: int  # the same in all ranks: a product may add in another order with other ones
     store: str  # the file by which ranks meet
@@ -194,6 +195,7 @@ def start_ranks(
     checkpoint: Checkpoint,
     devices: Sequence[torch.device],
     dtype: str,
+    quantization: str,
     max_rows: int,
     timeout: float = TIMEOUT,
 ) -> tuple[Ranks, GroupCommunicator]:
@@ -207,7 +209,7 @@ def start_ranks(
         model = checkpoint.source, checkpoint.config
         threads = torch.get_num_threads()
         peers[-1].connection.send(
-            Orders(rank, *model, tuple(devices), dtype, max_rows, threads, store, timeout)
+            Orders(rank, *model, tuple(devices), dtype, quantization, max_rows, threads, store, timeout)
         )
     ranks.wait_for_answers()  # they have imported torch: from here on no rank waits for the start of another
     return ranks, GroupCommunicator(0, devices, store, timeout)

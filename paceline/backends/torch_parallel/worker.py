@@ -54,7 +54,8 @@ def load(orders: Orders) -> TorchBackend:
     device = orders.devices[orders.rank]
     communicator = GroupCommunicator(orders.rank, orders.devices, orders.store, orders.timeout)
     checkpoint = replace(load_checkpoint(orders.source), config=orders.config)
-    model = load_pieces(checkpoint, device, find_dtype(orders.dtype), communicator)
+    dtype = find_dtype(orders.dtype)
+    model = load_pieces(checkpoint, device, dtype, communicator, quantization=orders.quantization)
     return TorchBackend(model, orders.max_rows)
 
 

@@ -113,6 +113,7 @@ def dumped(value: object) -> str:
     """The value as JSON."""
     return json.dumps(value, ensure_ascii=False)
 
+
 def overlap(text: str, opening: str) -> int:
     """The length of the longest suffix of `text` that is a prefix of `opening`."""
     for length in range(min(len(text), len(opening) - 1), 0, -1):

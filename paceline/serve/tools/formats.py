@@ -140,7 +140,8 @@ FORMATS = {
         marker="<|tool_call>",
         tokens=("<|tool_call>", "<tool_call|>", '<|"|>'),
         clues=("<|tool_call>", '<|"|>'),
-        instructions=_INSTRUCTIONS + '<|tool_call>call:function name{argument name:<|"|>text<|"|>}<tool_call|>',
+        instructions=_INSTRUCTIONS
+        + '<|tool_call>call:function name{argument name:<|"|>text<|"|>}<tool_call|>',
         result='<|tool_response>response{value:<|"|>{content}<|"|>}<tool_response|>',
         call_start="",
         name_end="{",

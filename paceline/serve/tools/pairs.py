@@ -29,9 +29,7 @@ class Pairs:
     def write(self, arguments: str) -> str:
         """The pairs of a JSON object."""
         values = json.loads(arguments)
-        written = {
-            name: value if isinstance(value, str) else dumped(value) for name, value in values.items()
-        }
+        written = {name: value if isinstance(value, str) else dumped(value) for name, value in values.items()}
         return "".join(
             f"{self.key_start}{name}{self.key_end}{value}{self.value_end}" for name, value in written.items()
         )

@@ -57,7 +57,7 @@ class Quoted:
 
 
 class QuotedReader:
-    """Arguments between marks, as JSON: texts are given piece by piece, bare values once they are complete."""
+    """Arguments between marks, as JSON: texts come piece by piece, bare values once they are complete."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark

@@ -299,7 +299,7 @@ def test_more_logits_than_before_find_room(backend: CpuBackend) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantization": "int3"}, "'int3', but the cpu backend knows auto, native, int8, none"),
+        ({"quantization": "int3"}, "cpu backend must be one of auto, none, native, int8, int4, got 'int3'"),
         ({"threads": 0}, "threads is 0, but a pass needs at least 1"),
         ({"threads": -2}, "threads is -2"),
     ],
