@@ -13,6 +13,7 @@ from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.medusa import MedusaCheckpoint, NumpyMedusa
 from paceline.models.lora import Adapter
 from paceline.models.needs import missing_blocks
+from paceline.models.quantizations import DEFAULTS
 
 
 def load_backend(
@@ -117,7 +118,7 @@ def _load_torch(
         checkpoint,
         device=options.choice.device,
         dtype=dtype,
-        quantization="none" if options.quantization == "auto" else options.quantization,
+        quantization=DEFAULTS["torch"] if options.quantization == "auto" else options.quantization,
         max_rows=max_rows,
         tensor_parallel_size=options.tensor_parallel_size,
         adapters=adapters,
@@ -130,7 +131,7 @@ def _load_cuda(
     with needs_extra("gpu", "the cuda backend", BackendError):
         from paceline.backends.cuda.backend import CudaBackend
     dtype = "bfloat16" if options.dtype == "auto" else options.dtype
-    quantization = "none" if options.quantization == "auto" else options.quantization
+    quantization = DEFAULTS["cuda"] if options.quantization == "auto" else options.quantization
     return CudaBackend.load(
         checkpoint, device=options.choice.device, dtype=dtype, quantization=quantization, max_rows=max_rows
     )

@@ -7,17 +7,12 @@ from functools import cached_property
 
 from paceline.errors import ConfigError
 from paceline.machine import find_gpu
+from paceline.models.quantizations import QUANTIZATIONS
 from paceline.options import check_bool, check_choice, check_integer, check_text, refuse_unknown
 
 BACKENDS = ("auto", "cpu", "torch", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ONE_DEVICE = {"cpu": "one CPU", "cuda": "one GPU"}  # backends without tensor parallelism
-# of weights, by backend: native keeps a file's own blocks, the last ones are made while loading
-QUANTIZATIONS = {
-    "cpu": ("auto", "none", "native", "int8", "int4"),
-    "torch": ("auto", "none", "int8", "int4", "fp8"),
-    "cuda": ("auto", "none", "native", "fp8", "int8", "int4"),
-}
 
 
 @refuse_unknown(ConfigError)
@@ -27,7 +22,7 @@ class BackendOptions:
 
     backend: str = "auto"  # auto: cuda where there is a usable GPU, else cpu; torch for what cpu cannot do
     dtype: str = "auto"  # of the torch backend, where auto is float32, and of cuda, where it is bfloat16
-    quantization: str = "auto"  # one of QUANTIZATIONS; auto is native on cpu, else none
+    quantization: str = "auto"  # one of quantizations.QUANTIZATIONS; auto is native on cpu, else none
     device: str = "auto"  # auto: the backend's own; cpu | cuda | cuda:N
     threads: int | None = None  # None: one for each core. Of each rank, if there are several
     tensor_parallel_size: int = 1  # ranks that share the model, each a process; torch only
@@ -59,7 +54,7 @@ class BackendOptions:
             raise ConfigError(
                 f"dtype {self.dtype!r} is for the torch backend; the cpu backend takes quantization instead."
             )
-        known = QUANTIZATIONS[self.name]
+        known = ("auto", *QUANTIZATIONS[self.name])
         check_choice(ConfigError, f"quantization of the {self.name} backend", self.quantization, known)
         if self.exact and self.name == "torch":
             raise ConfigError(

@@ -6,44 +6,54 @@ import dataclasses
 import json
 import math
 from collections import Counter
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from paceline.errors import PacelineError
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.needs import backend_needs
+from paceline.models.drafters import possible_drafters
+from paceline.models.hub import SHORT_NAMES
+from paceline.models.needs import Need, cached_values, model_needs, state_bytes
 from paceline.models.registry import (
     ALIASES,
     DEFAULT_MODEL,
     is_pulled,
-    load_with_tokenizer,
+    load_checkpoint,
+    load_tokenizer,
     pull,
     resolve,
 )
-from paceline.models.tokenizer import Tokenizer
 
 app = typer.Typer(help="List, download and inspect models.", no_args_is_help=True)
 
+USUAL_CONTEXT = 4096  # tokens of a request, unless the user says or the model has fewer
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 @app.command("list")
 def list_command(as_json: AsJson = False) -> None:
-    """List the aliases, and whether each is on this machine."""
+    """List the aliases, whether each is on this machine, and the short names of models of the hub."""
     rows: list[dict[str, object]] = [
         {"alias": name, "model": alias.description, "bytes": alias.size, "fetched": is_pulled(name)}
         for name, alias in ALIASES.items()
     ]
     if as_json:
-        typer.echo(json.dumps(rows, indent=2))
+        on_hub = [
+            {"alias": name, "model": repository, "hub": True} for name, repository in SHORT_NAMES.items()
+        ]
+        typer.echo(json.dumps([*rows, *on_hub], indent=2))
         return
     table = Table("alias", "model", "size", "fetched")
     for row in rows:
         name = str(row["alias"]) + (" (default)" if row["alias"] == DEFAULT_MODEL else "")
         size = f"{ALIASES[str(row['alias'])].size / 1e6:,.0f} MB"
         table.add_row(name, str(row["model"]), size, "yes" if row["fetched"] else "no")
+    for name, repository in SHORT_NAMES.items():
+        table.add_row(name, repository, "hub", "")
     Console().print(table)
 
 
@@ -58,26 +68,62 @@ def show_command(
     model: Annotated[
         str, typer.Argument(help="An alias, a .gguf file, a folder or a hub id.")
     ] = DEFAULT_MODEL,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of a request, for the memory needed. Default: at most 4096."),
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests at once, for the memory needed.")] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a model is, what its files hold, and what each backend needs to run it."""
+    """Show what a model is, what its files hold, what it needs, and what would run it and draft for it."""
     path = resolve(model)
-    checkpoint, tokenizer = load_with_tokenizer(path)
+    checkpoint = load_checkpoint(path)
+    config = checkpoint.config
+    context = max_model_len or min(config.max_position, USUAL_CONTEXT)
+    needs = model_needs(checkpoint, context, max_num_seqs)
     facts: dict[str, dict[str, object]] = {
-        "config": dataclasses.asdict(checkpoint.config),
+        "config": dataclasses.asdict(config),
         "tensors": _tensor_facts(checkpoint),
-        "weights_in_memory": backend_needs(checkpoint),
-        "tokenizer": _tokenizer_facts(tokenizer),
+        "cache": {
+            "context": context,
+            "requests": max_num_seqs,
+            "kv_values_per_token": cached_values(config),
+            "state_bytes_per_request": state_bytes(config),
+        },
+        "drafters": dict(possible_drafters(checkpoint)),
+        "tokenizer": _tokenizer_facts(path),
     }
     if as_json:
-        typer.echo(json.dumps({"model": model, "path": str(path), **facts}, indent=2, default=sorted))
+        runs = [{**dataclasses.asdict(need), "total_bytes": need.total_bytes} for need in needs]
+        shown = {"model": model, "path": str(path), **facts, "runs": runs}
+        typer.echo(json.dumps(shown, indent=2, default=sorted))
         return
     typer.echo(path)
+    plain = {own.name: own.default for own in dataclasses.fields(config)}
+    facts["config"] = {name: value for name, value in facts["config"].items() if value != plain[name]}
     for title, group in facts.items():
         table = Table(title=title, title_justify="left", show_header=False)
         for name, value in group.items():
             table.add_row(name, _short(value))
         Console().print(table)
+    Console().print(_runs_table(needs, f"memory for {max_num_seqs} x {context:,} tokens, by --quantization"))
+    for backend, why in {need.backend: need.refused for need in needs if need.refused}.items():
+        typer.echo(f"{backend} refuses this {config.family} model: {why}.")
+
+
+def _runs_table(needs: list[Need], title: str) -> Table:
+    """Gigabytes by backend and quantization."""
+    names = list(dict.fromkeys(need.quantization for need in needs))
+    table = Table("backend", *names, title=title, title_justify="left")
+    for backend in dict.fromkeys(need.backend for need in needs):
+        own = {need.quantization: need for need in needs if need.backend == backend}
+        cells = [_gigabytes(own[name]) if name in own else "-" for name in names]
+        table.add_row(backend, *cells)
+    return table
+
+
+def _gigabytes(need: Need) -> str:
+    return "refused" if need.refused else f"{need.total_bytes / 1e9:.3g} GB"
 
 
 def _tensor_facts(checkpoint: Checkpoint) -> dict[str, object]:
@@ -97,7 +143,11 @@ def _tensor_facts(checkpoint: Checkpoint) -> dict[str, object]:
     return {**kinds, "total": {"tensors": counts.total(), "bytes": sizes.total()}, "parameters": parameters}
 
 
-def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, object]:
+def _tokenizer_facts(path: Path) -> dict[str, object]:
+    try:
+        tokenizer = load_tokenizer(path)
+    except PacelineError as error:  # the rest is still worth showing
+        return {"refused": str(error)}
     return {
         "vocab_size": tokenizer.vocab_size,
         "bos_id": tokenizer.bos_id,

@@ -3,6 +3,7 @@
     org/name             the safetensors of the repository, or, if it has only GGUF files, the best known one
     org/name:Q4_K_M      the GGUF file of this quantization
     org/name:file.gguf   this file
+    qwen3:4b             a short name of SHORT_NAMES
 
 Files go to the hub client's own cache, which other tools share; it resumes broken downloads and shows their
 progress. Only weights, configuration and tokenizer are fetched, never code and never pickles.
@@ -20,11 +21,35 @@ from paceline.extras import needs_extra
 from paceline.models.gguf import split_names
 
 HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<wanted>[\w.-]+))?")
+# short names, as other tools have them, for repositories of GGUF files
+SHORT_NAMES = {
+    "qwen3:0.6b": "Qwen/Qwen3-0.6B-GGUF",
+    "qwen3:1.7b": "Qwen/Qwen3-1.7B-GGUF",
+    "qwen3:4b": "Qwen/Qwen3-4B-GGUF",
+    "qwen3:8b": "Qwen/Qwen3-8B-GGUF",
+    "qwen3:14b": "Qwen/Qwen3-14B-GGUF",
+    "qwen3:32b": "Qwen/Qwen3-32B-GGUF",
+    "qwen3:30b-a3b": "Qwen/Qwen3-30B-A3B-GGUF",
+    "qwen2.5-coder:7b": "Qwen/Qwen2.5-Coder-7B-Instruct-GGUF",
+    "gpt-oss:20b": "ggml-org/gpt-oss-20b-GGUF",
+    "gpt-oss:120b": "ggml-org/gpt-oss-120b-GGUF",
+    "gemma3:1b": "ggml-org/gemma-3-1b-it-GGUF",
+    "gemma3:4b": "ggml-org/gemma-3-4b-it-GGUF",
+    "gemma3:12b": "ggml-org/gemma-3-12b-it-GGUF",
+    "gemma3:27b": "ggml-org/gemma-3-27b-it-GGUF",
+    "smollm3:3b": "ggml-org/SmolLM3-3B-GGUF",
+    "llama3.1:8b": "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF",
+    "llama3.2:1b": "bartowski/Llama-3.2-1B-Instruct-GGUF",
+    "llama3.2:3b": "bartowski/Llama-3.2-3B-Instruct-GGUF",
+    "mistral:7b": "bartowski/Mistral-7B-Instruct-v0.3-GGUF",
+    "phi4:14b": "bartowski/phi-4-GGUF",
+}
 FILES = ["model*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json"]
 FILES += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
 # of several GGUF files, if none is asked for: small and good first
 PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q6_K", "Q8_0", "BF16", "F16")
 QUANTIZATION = re.compile(r"(?:I?Q\d\w*|BF16|F16|F32|MXFP4\w*)(?=[.-]|$)", re.IGNORECASE)
+VISION = "mmproj"  # in the names of files of a vision model beside the language model
 SPLIT = re.compile(r"-(\d{5})-of-\d{5}$")  # at the end of the names of parts, without .gguf
 MAX_NAMES_IN_ERROR = 12
 WHOLE_FOLDER = "."
@@ -84,7 +109,8 @@ def _choose(repository: str, files: Sequence[str], wanted: str | None) -> str:
     is_whole = "config.json" in files and any(name.endswith(".safetensors") for name in files)
     if wanted is None and is_whole:
         return WHOLE_FOLDER
-    return choose_gguf(repository, [name for name in files if name.endswith(".gguf")], wanted)
+    found = [name for name in files if name.endswith(".gguf") and VISION not in name.lower()]
+    return choose_gguf(repository, found, wanted)
 
 
 def _cached(hub: Any, repository: str) -> Path | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
-from paceline.models.checkpoint import Checkpoint, Tensor
+from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import ModelConfig
+from paceline.models.quantizations import BLOCKS, INT8, NATIVE, QUANTIZATIONS
 
 # Blocks that a backend has kernels for, as ModelConfig.beyond_llama names them; torch has all
 BACKEND_BLOCKS = {
@@ -34,10 +36,22 @@ BACKEND_BLOCKS = {
     "cuda": frozenset(),
 }
 
-# bytes that the cpu backend keeps for 32 values of a matrix, by Tensor.kind; everything else becomes int8
-CPU_BLOCK_BYTES = {"Q4_0": 20.0, "Q4_1": 20.0, "Q4_K": 18.5}
-CPU_INT8_BYTES = 34.0
-DTYPE_BYTES = {"torch": ("float32", 4), "cuda": ("bfloat16", 2)}  # by default
+CACHED_BYTES = {"cpu": 2, "torch": 4, "cuda": 2}  # of a value of the KV cache, by default
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one way of running a model needs, or why it is refused."""
+
+    backend: str
+    quantization: str
+    weights_bytes: int
+    cache_bytes: int  # keys and values, and states of recurrent layers, of all requests
+    refused: str = ""  # why; empty: it runs
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.cache_bytes
 
 
 def missing_blocks(config: ModelConfig, backend: str) -> list[str]:
@@ -46,30 +60,44 @@ def missing_blocks(config: ModelConfig, backend: str) -> list[str]:
     return [block for block in blocks if block not in BACKEND_BLOCKS.get(backend, blocks)]
 
 
-def backend_needs(checkpoint: Checkpoint) -> dict[str, object]:
-    """For each backend: the gigabytes of weights by default, or why it does not run the model."""
-    config = checkpoint.config
-    tensors = checkpoint.tensors.values()
-    values = sum(math.prod(tensor.shape) for tensor in tensors)
-    sizes = {"cpu": _gigabytes(sum(map(_cpu_bytes, tensors)))}
-    sizes |= {name: f"{_gigabytes(values * size)} as {dtype}" for name, (dtype, size) in DTYPE_BYTES.items()}
-    needs: dict[str, object] = {
-        name: f"refused: it has no kernels for {', '.join(blocks)}" if blocks else size
-        for name, size in sizes.items()
-        for blocks in [missing_blocks(config, name)]
-    }
-    needs["kv_values_per_token"] = sum(config.kv_values(layer) for layer in config.kv_layers)
-    if config.recurrent is not None:
-        state_values = config.recurrent.state_values(config.hidden_size)  # float32 on every backend
-        needs["state_bytes_per_request"] = 4 * len(config.recurrent_layers) * state_values
+def model_needs(checkpoint: Checkpoint, context: int, requests: int) -> list[Need]:
+    """What every backend and quantization needs for so many requests of so many tokens."""
+    config, needs = checkpoint.config, list[Need]()
+    states = requests * state_bytes(config)
+    for backend, quantizations in QUANTIZATIONS.items():
+        blocks = missing_blocks(config, backend)
+        why = f"it has no kernels for {', '.join(blocks)}" if blocks else ""
+        for quantization in quantizations:
+            # without quantization, the cpu backend caches float32 too
+            size = 4 if (backend, quantization) == ("cpu", "none") else CACHED_BYTES[backend]
+            cached = requests * context * cached_values(config) * size + states
+            weights = _weights_bytes(checkpoint, backend, quantization)
+            needs.append(Need(backend, quantization, weights, cached, why))
     return needs
 
 
-def _cpu_bytes(tensor: Tensor) -> float:
-    if len(tensor.shape) < 2:
-        return 4.0 * math.prod(tensor.shape)
-    return math.prod(tensor.shape) / 32 * CPU_BLOCK_BYTES.get(tensor.kind, CPU_INT8_BYTES)
+def cached_values(config: ModelConfig) -> int:
+    """The values that a token has in the KV cache."""
+    return sum(config.kv_values(layer) for layer in config.kv_layers)
 
 
-def _gigabytes(count: float) -> str:
-    return f"{count / 1e9:.3g} GB"
+def state_bytes(config: ModelConfig) -> int:
+    """The bytes of a request's states of recurrent layers; they are float32 on every backend."""
+    if config.recurrent is None:
+        return 0
+    return 4 * len(config.recurrent_layers) * config.recurrent.state_values(config.hidden_size)
+
+
+def _weights_bytes(checkpoint: Checkpoint, backend: str, quantization: str) -> int:
+    """The bytes of all weights: only the cpu backend quantizes embedding and LM head."""
+    size, plain, total = QUANTIZATIONS[backend][quantization], QUANTIZATIONS[backend]["none"], 0.0
+    for name, tensor in checkpoint.tensors.items():
+        is_packed = name.endswith("_proj.weight") or backend == "cpu"
+        if len(tensor.shape) < 2 or not is_packed:
+            size_of_value = plain
+        elif size == NATIVE:
+            size_of_value = BLOCKS[backend].get(tensor.kind, INT8)
+        else:
+            size_of_value = size
+        total += math.prod(tensor.shape) * size_of_value
+    return int(total)

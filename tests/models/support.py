@@ -1,7 +1,8 @@
 """What runs where: every family on every backend, tried with tiny checkpoints.
 
-`python -m tests.models.support` tries all of it and writes the table of docs/guides/models.md;
-`make test-large` compares. Plain decoding, chains and trees must give the same tokens.
+`python -m tests.models.support` tries all of it and writes the tables of docs/guides/models.md;
+`make test-large` compares. Plain decoding, chains and trees must give the same tokens. A second table says
+in how many bits backends keep the matrices of quantized safetensors.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ from paceline.models.needs import missing_blocks
 from paceline.models.registry import load_checkpoint
 from tests import tiny
 from tests.engine.test_exactness_cpu import Tokenizer
+from tests.models.quantized import files as quantized_files
 from tests.toy import ScriptedDrafter
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "models.md"
 BEGIN, END = "<!-- what runs where: written by a test -->", "<!-- end -->"
+BEGIN_FILES = "<!-- quantized files: written by a test -->"
 HEADINGS = ("`model_type`", "`torch`", "`cpu`", "`cuda`", "`layerskip`", "GGUF")
 NOT_TRIED = "not tried"
 ROWS = 64
@@ -51,9 +54,27 @@ def table() -> list[str]:
     return lines
 
 
-def written_table(guide: str) -> list[str]:
-    """The lines of the table in the guide."""
-    return guide.split(BEGIN)[1].split(END)[0].strip().splitlines()
+def quantized_table() -> list[str]:
+    """How backends keep the matrices of each kind of quantized safetensors."""
+    kept = {"Q4_0": "4 bits, as stored", "Q8_0": "8 bits, as stored", "F32": "rounded to int8"}
+    lines = ["| file | `cpu` (auto) | `cuda`, `--quantization native` |", "| --- | --- | --- |"]
+    for name, (config, pack) in quantized_files.FORMATS.items():
+        folder = Path(tempfile.mkdtemp())
+        quantized_files.write(folder, config, pack)
+        kind = load_checkpoint(folder).tensors["model.layers.0.mlp.up_proj.weight"].kind
+        lines.append(f"| {name}: {quantized_files.WORDS[name]} | {kept[kind]} | {kept[kind]} |")
+    return lines
+
+
+def written_table(guide: str, begin: str = BEGIN) -> list[str]:
+    """The lines of a table in the guide."""
+    return guide.split(begin)[1].split(END)[0].strip().splitlines()
+
+
+def _with_table(guide: str, begin: str, lines: list[str]) -> str:
+    before, rest = guide.split(begin)
+    _, after = rest.split(END, 1)
+    return before + begin + "\n" + "\n".join(lines) + "\n" + END + after
 
 
 def gguf_families() -> set[str]:
@@ -153,8 +174,6 @@ def _tokens(backend: Backend, drafter: object, name: str = "scripted") -> list[l
 
 
 if __name__ == "__main__":
-    guide = GUIDE.read_text()
-    before, rest = guide.split(BEGIN)
-    after = rest.split(END)[1]
-    GUIDE.write_text(before + BEGIN + "\n" + "\n".join(table()) + "\n" + END + after)
+    written = _with_table(GUIDE.read_text(), BEGIN_FILES, quantized_table())
+    GUIDE.write_text(_with_table(written, BEGIN, table()))
     print("\n".join(written_table(GUIDE.read_text())))

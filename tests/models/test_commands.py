@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from paceline.errors import ModelError
 from paceline.models import commands
+from tests import tiny
 from tests.models.files import config_of, random_tensors, write_gguf
 
 
@@ -22,10 +23,11 @@ def run(*arguments: str) -> str:
 def test_list_reports_what_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
     rows = json.loads(run("list", "--json"))
-    assert [(row["alias"], row["fetched"]) for row in rows] == [
+    assert [(row["alias"], row["fetched"]) for row in rows if "hub" not in row] == [
         ("smollm2-135m", False),
         ("qwen2.5-coder-1.5b", False),
     ]
+    assert {"alias": "qwen3:4b", "model": "Qwen/Qwen3-4B-GGUF", "hub": True} in rows
     assert "smollm2-135m (default)" in run("list")
 
 
@@ -42,8 +44,25 @@ def test_show_reports_config_tensors_and_tokenizer(tmp_path: Path) -> None:
     assert facts["tensors"]["total"]["tensors"] == len(random_tensors(config_of("mixtral")))
     assert set(facts["tensors"]) == {"F32", "Q8_0", "total", "parameters"}
     assert facts["tokenizer"] == {"vocab_size": 80, "bos_id": 0, "eos_ids": [0, 1], "chat_template": True}
-    assert set(facts["weights_in_memory"]) == {"cpu", "torch", "cuda", "kv_values_per_token"}
+    kept = {(own["backend"], own["quantization"]): own for own in facts["runs"]}
+    assert {backend for backend, _ in kept} == {"cpu", "torch", "cuda"}
+    assert not any(own["refused"] for own in facts["runs"])
+    assert kept["cpu", "int4"]["total_bytes"] < kept["cpu", "native"]["total_bytes"]  # Q8_0 stays int8
+    assert facts["drafters"]["suffix"] == "yes"
+    more = json.loads(run("show", str(path), "--json", "--max-num-seqs", "3"))
+    assert more["runs"][0]["cache_bytes"] == 3 * facts["runs"][0]["cache_bytes"]
     assert "Q8_0" in run("show", str(path))
+
+
+def test_show_says_what_would_run_a_hybrid_and_why_others_refuse_it(tmp_path: Path) -> None:
+    folder = tiny.save_checkpoint("lfm2", tmp_path)
+    (folder / "tokenizer.json").unlink(missing_ok=True)
+    text = run("show", str(folder / "model.safetensors"))  # any of its files names a model
+    assert "cpu refuses this lfm2 model: it has no kernels for recurrent layers." in text
+    facts = json.loads(run("show", str(folder), "--json"))
+    assert facts["cache"]["state_bytes_per_request"] > 0
+    assert facts["drafters"]["layerskip"].startswith("refused: recurrent layers")
+    assert "tokenizer.json" in facts["tokenizer"]["refused"]
 
 
 def test_a_users_mistake_reaches_the_command_line_as_our_error() -> None:

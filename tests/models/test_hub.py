@@ -28,6 +28,8 @@ class StandIn(BaseHTTPRequestHandler):
 
     repositories: ClassVar[Repositories]
     asked: ClassVar[list[str]]
+    ranges: ClassVar[list[str]]  # of files, as they were asked for
+    breaks: ClassVar[list[int]]  # bytes after which the next downloads break off
 
     def do_HEAD(self) -> None:
         self._answer(with_body=False)
@@ -44,7 +46,7 @@ class StandIn(BaseHTTPRequestHandler):
         parts = path.removeprefix("api/models/").split("/")
         repository, action, name = "/".join(parts[:2]), parts[2:3], "/".join(parts[4:])
         files = self.repositories.get(repository)
-        if repository == "org/gated":
+        if repository == "org/gated" or (repository == "org/listed" and action == ["resolve"]):
             return self._send(403, b"", {"X-Error-Code": "GatedRepo"}, with_body)
         if files is None:
             return self._send(401, b"", {"X-Error-Code": "RepoNotFound"}, with_body)
@@ -56,15 +58,25 @@ class StandIn(BaseHTTPRequestHandler):
         content = files.get(name)
         if content is None:
             return self._send(404, b"", {"X-Error-Code": "EntryNotFound"}, with_body)
-        etag = hashlib.sha1(content).hexdigest()
-        return self._send(200, content, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}, with_body)
+        headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
+        wanted = self.headers.get("Range", "")
+        if with_body:
+            self.ranges.append(wanted)
+        if not wanted:
+            return self._send(200, content, headers, with_body)
+        start = int(wanted.removeprefix("bytes=").rstrip("-"))
+        there = {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
+        return self._send(206, content[start:], headers | there, with_body)
 
     def _send(self, status: int, body: bytes, headers: dict[str, str], with_body: bool) -> None:
         self.send_response(status)
         for name, value in (headers | {"Content-Length": str(len(body))}).items():
             self.send_header(name, value)
         self.end_headers()
-        if with_body:
+        if with_body and self.breaks and status in (200, 206) and "ETag" in headers:
+            self.wfile.write(body[: self.breaks.pop()])
+            self.close_connection = True
+        elif with_body:
             self.wfile.write(body)
 
 
@@ -75,6 +87,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StandI
     class Server(StandIn):
         repositories: ClassVar[Repositories] = {}
         asked: ClassVar[list[str]] = []
+        ranges: ClassVar[list[str]] = []
+        breaks: ClassVar[list[int]] = []
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -150,6 +164,32 @@ def test_gguf_files_are_found_by_quantization_and_by_name(hub: type[StandIn]) ->
         resolve("org/files:Q2_K")
 
 
+def test_a_download_that_broke_off_goes_on_where_it_was(
+    hub: type[StandIn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # the client's, between tries
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 16)  # what it keeps of a broken download
+    hub.repositories["org/large"] = {"large-Q8_0.gguf": bytes(range(256)) * 8192}
+    hub.breaks.append(1_500_000)
+    assert resolve("org/large").read_bytes() == bytes(range(256)) * 8192
+    first, *later = hub.ranges
+    assert first == ""
+    assert later
+    assert all(0 < int(own.removeprefix("bytes=").rstrip("-")) <= 1_500_000 for own in later)
+
+
+def test_short_names_and_vision_files(hub: type[StandIn]) -> None:
+    files = {"gemma-3-4b-it-Q4_K_M.gguf": b"text", "mmproj-model-f16.gguf": b"vision"}
+    hub.repositories["ggml-org/gemma-3-4b-it-GGUF"] = files
+    assert resolve("gemma3:4b").read_bytes() == b"text"
+    with pytest.raises(ModelError, match=r"has no 'F16'. It has Q4_K_M"):
+        resolve("ggml-org/gemma-3-4b-it-GGUF:F16")
+    with pytest.raises(ModelError, match="Did you mean 'gemma3:4b'"):
+        resolve("gemma3:4bb")
+
+
 def test_all_parts_of_a_split_file_are_fetched(hub: type[StandIn]) -> None:
     names = [f"q8/Model-Q8_0-0000{number}-of-00002.gguf" for number in (1, 2)]
     hub.repositories["org/parts"] = {name: name.encode() for name in names}
@@ -161,6 +201,9 @@ def test_all_parts_of_a_split_file_are_fetched(hub: type[StandIn]) -> None:
 def test_what_cannot_be_had_is_said_with_the_remedy(hub: type[StandIn]) -> None:
     with pytest.raises(ModelError, match=r"permission. Ask for it at .*/org/gated, then set HF_TOKEN"):
         resolve("org/gated")
+    hub.repositories["org/listed"] = {"model-Q8_0.gguf": b""}  # its files are listed, but not given
+    with pytest.raises(ModelError, match=r"permission. Ask for it at .*/org/listed, then set HF_TOKEN"):
+        resolve("org/listed")
     with pytest.raises(ModelError, match="no such repository, or it is private"):
         resolve("org/missing")
     hub.repositories["org/pickles"] = {"config.json": b"{}", "pytorch_model.bin": b"evil"}

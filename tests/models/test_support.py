@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.models.families import FAMILIES
 from tests.large import REPEATS
-from tests.models.support import GUIDE, NOT_TRIED, table, written_table
+from tests.models.support import BEGIN_FILES, GUIDE, NOT_TRIED, quantized_table, table, written_table
 
 
 def test_every_family_has_its_line() -> None:
@@ -13,6 +13,11 @@ def test_every_family_has_its_line() -> None:
     assert not any("**" in line for line in lines)
     # transformers has no classes of these: one is a qwen2, the other a deepseek_v3
     assert {line.split("`")[1] for line in lines if NOT_TRIED in line} == {"mimo", "kimi_k2"}
+
+
+def test_the_table_of_quantized_files_is_true() -> None:
+    """`python -m tests.models.support` writes it again."""
+    assert written_table(GUIDE.read_text(), BEGIN_FILES) == quantized_table()
 
 
 @REPEATS

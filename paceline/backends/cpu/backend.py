@@ -15,11 +15,11 @@ from paceline.backends.cpu.features import KEPT_FIELDS
 from paceline.backends.cpu.packing import address_of
 from paceline.backends.cpu.team import default_threads
 from paceline.backends.cpu.workspace import Workspace
-from paceline.backends.options import QUANTIZATIONS
 from paceline.core.arrays import Float32Array
 from paceline.core.forward import ForwardBatch, ForwardOutput, KeptFeatures, KVPool
 from paceline.errors import BackendError, ConfigError
 from paceline.models.checkpoint import Checkpoint
+from paceline.models.quantizations import DEFAULTS, QUANTIZATIONS
 from paceline.options import check_choice
 
 
@@ -58,7 +58,8 @@ class CpuBackend(CompiledModel, Backend):
         `quantization`: "native" keeps a GGUF file's own 4-bit blocks and makes the rest int8, "int8" and
         "int4" make everything such, "none" is float32; "auto" is "native".
         """
-        check_choice(ConfigError, "quantization of the cpu backend", quantization, QUANTIZATIONS["cpu"])
+        known = ("auto", *QUANTIZATIONS["cpu"])
+        check_choice(ConfigError, "quantization of the cpu backend", quantization, known)
         if threads is not None and threads < 1:
             raise ConfigError(
                 f"threads is {threads}, but a pass needs at least 1; leave it out for every core."
@@ -71,7 +72,7 @@ class CpuBackend(CompiledModel, Backend):
                 "use the torch backend: backend='torch'."
             )
         if quantization == "auto":
-            quantization = "native"
+            quantization = DEFAULTS["cpu"]
         workspace = Workspace(checkpoint, quantization, threads or default_threads(), max_rows)
         return cls(workspace, quantization, beside)
 

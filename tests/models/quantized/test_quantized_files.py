@@ -15,77 +15,15 @@ import torch
 from paceline.backends.cpu import CpuBackend
 from paceline.errors import CheckpointError, ModelError, UnsupportedModelError
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.config_reader import model_config
 from paceline.models.gguf_blocks import dequantize
-from paceline.models.needs import backend_needs
+from paceline.models.needs import model_needs
 from paceline.models.registry import load_checkpoint
 from tests.backends.driver import drive
-from tests.models.files import SIZES, random_tensors
-from tests.models.quantized import packers
-from tests.models.quantized.packers import Packed, compressed
+from tests.models.quantized.files import FORMATS, FP8, GPTQ, VALUES, save, write
+from tests.models.quantized.packers import compressed
 
-# 160 is more than one FP8 block and no whole number of them
-VALUES = SIZES | {"model_type": "llama", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 1}
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
-
-Format = tuple[dict[str, Any], Callable[[torch.Tensor], Packed]]
-FORMATS: dict[str, Format] = {
-    "fp8-tensor": (FP8, lambda matrix: packers.fp8(matrix, "tensor")),
-    "fp8-channel": (
-        compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
-        lambda matrix: packers.fp8(matrix, "channel"),
-    ),
-    "fp8-block": (FP8 | {"weight_block_size": [128, 128]}, lambda matrix: packers.fp8(matrix, "block")),
-    "int8": (compressed("int-quantized", num_bits=8, strategy="channel"), packers.int8),
-    "w4a16": (compressed("pack-quantized"), lambda matrix: packers.packed(matrix, 4, True)),
-    "w4a16-zeros": (compressed("pack-quantized"), lambda matrix: packers.packed(matrix, 4, False)),
-    "w8a16": (compressed("pack-quantized", num_bits=8), lambda matrix: packers.packed(matrix, 8, True)),
-    "w8a16-zeros": (
-        compressed("pack-quantized", num_bits=8),
-        lambda matrix: packers.packed(matrix, 8, False),
-    ),
-    "w4a16-order": (
-        compressed("pack-quantized", actorder="group"),
-        lambda matrix: packers.packed(matrix, 4, True, packers.shuffled(packers.runs(matrix.shape[1]))),
-    ),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "GEMM"}, packers.awq),
-    "gptq": (GPTQ, lambda matrix: packers.gptq(matrix, 4, True, False, 1)),
-    "gptq-order": (GPTQ | {"desc_act": True}, lambda matrix: packers.gptq(matrix, 4, False, True, 1)),
-    "gptq-v2-8-bits": (
-        GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2"},
-        lambda matrix: packers.gptq(matrix, 8, False, False, 0),
-    ),
-    "gptq-2-bits": (GPTQ | {"bits": 2}, lambda matrix: packers.gptq(matrix, 2, False, False, 1)),
-}
 # formats whose matrices are blocks of GGUF, value for value
 BLOCKS = {"w4a16": "Q4_0", "gptq": "Q4_0", "w8a16": "Q8_0", "int8": "Q8_0"}
-
-
-def write(
-    folder: Path,
-    config: dict[str, Any],
-    pack: Callable[[torch.Tensor], Packed],
-    sizes: dict[str, Any] = VALUES,
-) -> dict[str, torch.Tensor]:
-    """Write a tiny model whose layers' matrices are packed; the values that they hold, by name."""
-    stored, expected = {}, {}
-    for name, array in random_tensors(model_config(sizes, "config.json")).items():
-        tensor = torch.from_numpy(array)
-        expected[name] = stored[name] = tensor
-        if name.endswith("_proj.weight"):
-            tensors, expected[name] = pack(tensor)
-            del stored[name]
-            stored |= {f"{name.removesuffix('weight')}{part}": value for part, value in tensors.items()}
-    save(folder, stored, config, sizes)
-    return expected
-
-
-def save(
-    folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any], sizes: dict[str, Any] = VALUES
-) -> None:
-    (folder / "config.json").write_text(json.dumps(sizes | {"quantization_config": config}))
-    safetensors.torch.save_file(tensors, folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -208,11 +146,14 @@ def test_what_it_needs_is_counted_from_what_backends_keep(tmp_path: Path) -> Non
         checkpoint = load_checkpoint(folder)
         stored = [tensor.stored for tensor in checkpoint.tensors.values()]
         sizes[name] = sum(entry.nbytes for entry in stored if entry.kind.endswith("4-bit"))
-        needs[name] = backend_needs(checkpoint)
+        needs[name] = {
+            (need.backend, need.quantization): need.weights_bytes for need in model_needs(checkpoint, 1, 1)
+        }
     matrices = 3 * 64 * 160 + 2 * 64 * 32 + 2 * 64 * 16
     assert sizes["awq"] == matrices * (4 + 20 / 32) / 8  # a float16 scale and 4 bits of zero for 32 values
-    assert needs["gptq"]["cpu"] < needs["awq"]["cpu"]  # keeps its 4 bits, the other becomes int8
-    assert needs["gptq"]["torch"] == needs["awq"]["torch"]
+    native, plain = ("cpu", "native"), ("torch", "none")
+    assert needs["gptq"][native] < needs["awq"][native]  # keeps its 4 bits, the other becomes int8
+    assert needs["gptq"][plain] == needs["awq"][plain]
 
 
 def test_without_a_quantization_config_codes_are_no_weights(tmp_path: Path) -> None:
