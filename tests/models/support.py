@@ -56,13 +56,16 @@ def table() -> list[str]:
 
 def quantized_table() -> list[str]:
     """How backends keep the matrices of each kind of quantized safetensors."""
-    kept = {"Q4_0": "4 bits, as stored", "Q8_0": "8 bits, as stored", "F32": "rounded to int8"}
+    kept = {"Q4_0": "4 bits, as stored", "Q8_0": "8 bits, as stored"}
+    with_zeros = "4 bits, the product of zero point and scale in 16 bits"
     lines = ["| file | `cpu` (auto) | `cuda`, `--quantization native` |", "| --- | --- | --- |"]
     for name, (config, pack) in quantized_files.FORMATS.items():
         folder = Path(tempfile.mkdtemp())
         quantized_files.write(folder, config, pack)
         kind = load_checkpoint(folder).tensors["model.layers.0.mlp.up_proj.weight"].kind
-        lines.append(f"| {name}: {quantized_files.WORDS[name]} | {kept[kind]} | {kept[kind]} |")
+        on_cuda = kept.get(kind, "rounded to int8")
+        on_cpu = with_zeros if kind == "Q4_1" else on_cuda
+        lines.append(f"| {name}: {quantized_files.WORDS[name]} | {on_cpu} | {on_cuda} |")
     return lines
 
 

@@ -106,9 +106,13 @@ def pack_rows(tensor: Tensor, matrix: PackedMatrix, start: int, stop: int) -> No
 
     Several threads can pack parts of one matrix: what takes time runs without the GIL.
     """
-    blocks = tensor.take_rows(slice(start, stop)).blocks()
+    part_of_tensor, kind = tensor.take_rows(slice(start, stop)), tensor.kind
+    if matrix.weight_format == FLOAT32:  # blocks may hold the values only nearly
+        blocks, kind = part_of_tensor.float32().view(np.uint8), "F32"
+    else:
+        blocks = part_of_tensor.blocks()
     step = max(1, _SLAB_VALUES // matrix.padded_depth // GROUP) * GROUP
-    pack_slab = _FROM_BLOCKS.get((tensor.kind, matrix.weight_format))
+    pack_slab = _FROM_BLOCKS.get((kind, matrix.weight_format))
     scratch = np.zeros((0 if pack_slab else step, matrix.padded_depth), dtype=np.float32)
     for first in range(start, stop, step):
         part = blocks[first - start : min(first + step, stop) - start]
@@ -118,7 +122,7 @@ def pack_rows(tensor: Tensor, matrix: PackedMatrix, start: int, stop: int) -> No
             padding = np.zeros((count - len(part), part.shape[1]), dtype=np.uint8)
             tiles[:] = pack_slab(np.concatenate([part, padding]) if len(padding) else part)
         else:
-            _decode(tensor.kind, part, scratch[: len(part), : matrix.depth])
+            _decode(kind, part, scratch[: len(part), : matrix.depth])
             scratch[len(part) : count] = 0
             _FROM_FLOATS[matrix.weight_format](scratch[:count], tiles)
     release_pages(blocks)

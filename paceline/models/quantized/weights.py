@@ -21,6 +21,8 @@ from paceline.models.gguf_blocks import Bytes, Floats, by_rows
 
 BLOCK = 32  # values of a block of Q4_0 and Q8_0
 MIDDLES = {4: ("Q4_0", 8), 8: ("Q8_0", 0)}  # bits -> the block format with this one zero point
+WITH_ZEROS = "Q4_1"  # the block format for other zero points of 4 bits
+MAX_SCALE = 4096.0  # times the largest zero point, a float16 must hold it
 _ROWS = 128  # decoded at a time: of outputs that are stored as columns, whole cache lines
 _LOOK = 64  # rows whose zero points are looked at first: most files with other ones show it at once
 
@@ -31,8 +33,9 @@ Rows = Callable[[slice], npt.NDArray[Any]]  # some rows of a matrix
 class GroupedWeight:
     """A matrix [out, in] in which the values of a group share a scale; implements checkpoint.Tensor.
 
-    Where a block format of GGUF holds the same values bit for bit, `kind` is that format, so that backends
-    with kernels for it keep the small form; else it is F32.
+    Where a block format of GGUF holds the same values, `kind` is that format, so that backends with kernels
+    for it keep the small form; else it is F32. Q4_0 and Q8_0 hold them bit for bit. Q4_1 does for 4 bits with
+    zero points but for its minimum, -zero * scale, which is rounded to float16: by at most a 136th of a step.
     """
 
     shape: tuple[int, ...]
@@ -69,11 +72,14 @@ class GroupedWeight:
         part = self._in_file(slice(0, self.shape[0]))
         scales = self.scales(part)[:, self.column_groups[::BLOCK]].astype(np.float16)
         blocks = self.codes(part).reshape(len(scales), -1, BLOCK)
-        if self.kind == "Q4_0":  # value i of a block beside value i + 16
-            packed = blocks[:, :, :16] | (blocks[:, :, 16:] << np.uint8(4))
-        else:
+        if self.kind == "Q8_0":
             packed = blocks.view(np.uint8)
-        return np.concatenate((scales[:, :, None].view(np.uint8), packed), axis=2).reshape(len(scales), -1)
+        else:  # value i of a block beside value i + 16
+            packed = blocks[:, :, :16] | (blocks[:, :, 16:] << np.uint8(4))
+        parts = [scales[:, :, None].view(np.uint8), packed]
+        if self.kind == "Q4_1":
+            parts.insert(1, self._minimums(part)[:, :, None].view(np.uint8))
+        return np.concatenate(parts, axis=2).reshape(len(scales), -1)
 
     def take_rows(self, part: slice) -> GroupedWeight:
         """Some rows of the matrix; only they are ever read."""
@@ -87,12 +93,22 @@ class GroupedWeight:
         if not kind or len(groups) % BLOCK or (groups.reshape(-1, BLOCK) != groups[::BLOCK, None]).any():
             return self
         for rows in (slice(0, min(_LOOK, self.shape[0])), slice(0, self.shape[0])):
-            zeros, scales = self.zeros(rows) if self.zeros else np.zeros(1), self.scales(rows)
+            scales = self.scales(rows)
             with np.errstate(all="ignore"):
                 is_exact = scales.astype(np.float16).astype(np.float32) == scales
-            if (zeros != middle).any() or not is_exact.all():
+            if not is_exact.all() or np.abs(scales).max() > MAX_SCALE:
                 return self
+            if kind != WITH_ZEROS and self.zeros is not None and (self.zeros(rows) != middle).any():
+                if self.bits != 4:
+                    return self
+                kind = WITH_ZEROS
         return replace(self, kind=kind)
+
+    def _minimums(self, part: slice) -> npt.NDArray[np.float16]:
+        """The value of code 0 in each block: [rows, blocks]."""
+        zeros = np.zeros((1, 1)) if self.zeros is None else self.zeros(part)
+        by_group = -zeros.astype(np.float32) * self.scales(part)
+        return by_group[:, self.column_groups[::BLOCK]].astype(np.float16)
 
     def _in_file(self, rows: slice) -> slice:
         return slice(self.first + rows.start, self.first + rows.stop)
