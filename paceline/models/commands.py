@@ -58,9 +58,11 @@ def list_command(as_json: AsJson = False) -> None:
 
 
 @app.command("pull")
-def pull_command(alias: Annotated[str, typer.Argument(help="Alias of the model.")] = DEFAULT_MODEL) -> None:
+def pull_command(
+    model: Annotated[str, typer.Argument(help="An alias, a hub id or a short name.")] = DEFAULT_MODEL,
+) -> None:
     """Download a model, or repair it, and print its path."""
-    typer.echo(pull(alias))
+    typer.echo(pull(model) if model in ALIASES else resolve(model))
 
 
 @app.command("show")

@@ -122,5 +122,6 @@ def _by_kind(path: Path, of_file: Callable[[Path], Loaded], of_folder: Callable[
 
 
 def _suggestion(name: str) -> str:
-    close = difflib.get_close_matches(name.lower(), [*ALIASES, *SHORT_NAMES], n=1, cutoff=0.5)
+    tables = (ALIASES, SHORT_NAMES)
+    close = [own for names in tables for own in difflib.get_close_matches(name.lower(), names, 1, 0.5)]
     return f" Did you mean {close[0]!r}?" if close else ""

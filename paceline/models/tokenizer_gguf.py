@@ -70,6 +70,7 @@ END_OF_ANSWER = (
     "<|endoftext|>",
     "<|end_of_text|>",
     "<end_of_turn>",
+    "<turn|>",
     "<|END_OF_TURN_TOKEN|>",
     "<|return|>",
     "<|call|>",

@@ -35,6 +35,8 @@ def test_pull_prints_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "pull", lambda name: Path("models") / name)
     assert run("pull") == "models/smollm2-135m\n"
     assert run("pull", "qwen2.5-coder-1.5b") == "models/qwen2.5-coder-1.5b\n"
+    monkeypatch.setattr(commands, "resolve", lambda name: Path("hub") / name)
+    assert run("pull", "qwen3:4b") == "hub/qwen3:4b\n"
 
 
 def test_show_reports_config_tensors_and_tokenizer(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_short_names_and_vision_files(hub: type[StandIn]) -> None:
     with pytest.raises(ModelError, match=r"has no 'F16'. It has Q4_K_M"):
         resolve("ggml-org/gemma-3-4b-it-GGUF:F16")
     with pytest.raises(ModelError, match="Did you mean 'gemma3:4b'"):
-        resolve("gemma3:4bb")
+        resolve("gemma3:4c")
 
 
 def test_all_parts_of_a_split_file_are_fetched(hub: type[StandIn]) -> None:
