@@ -148,13 +148,14 @@ def test_alone_together_and_drafted_the_bytes_are_the_same(
 
 def test_pages_are_shared_within_an_adapter_only(model: LoadedModel, folder: Path) -> None:
     engine, cached = make_engine(model, folder, "off"), []
-    for name in ("", "a", "a", "b"):
-        (request,) = engine.add_request(PROMPT, SamplingParams(max_tokens=2, temperature=0), adapter=name)
+    params = SamplingParams(max_tokens=2, temperature=0)
+    for name, salt in (("", ""), ("a", ""), ("a", ""), ("b", ""), ("", "a\0")):
+        (request,) = engine.add_request(PROMPT, params, adapter=name, cache_salt=salt)
         while engine.has_unfinished:
             engine.step()
         cached.append(request.num_cached_tokens > 0)
     engine.close()
-    assert cached == [False, False, True, False]
+    assert cached == [False, False, True, False, False]
 
 
 def test_a_request_names_the_adapter_after_the_model(model: LoadedModel, folder: Path) -> None:
