@@ -106,7 +106,7 @@ def make_requests(
                 detokenizer=Detokenizer(tokenizer, params, None if watch is None else watch()),
                 arrival_time=now,
                 segment=segment,
-                # the keys and values, and the answers, of an adapter are its own, whatever salt a client sends
+                # keys, values and answers of an adapter are its own, whatever salt a client sends
                 cache_salt=f"{adapter}\0{cache_salt}" if adapter or "\0" in cache_salt else cache_salt,
                 adapter=adapter,
                 plan=plan,
