@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 
@@ -176,7 +176,6 @@ class HeadStorage(Protocol):
     max_rows: int
     least_chance: float  # default: the least chance of a chain of guesses that is worth its rows here
     keeps_features: bool = False  # its pools keep the target's features: see KeptFeatures
-    replaceable: bool = True  # another runner of a head of the same sizes can take over its pool
 
     def make_pool(self, num_pages: int) -> KVPool:
         """Storage for `num_pages` pages of keys and values of the head."""
@@ -190,6 +189,14 @@ class HeadStorage(Protocol):
         return  # not abstract
 
     def bytes_per_page(self) -> int: ...
+
+    def replaced_by(self, other: Self) -> Self:
+        """The runner of the other one's head over the pools of this one: the other one.
+
+        Where captured graphs hold the addresses of this one's weights, it is this one, with the weights of
+        the other. ConfigError, and nothing has changed, if they do not fit.
+        """
+        return other
 
     def prepare(self, pool: KVPool) -> None:
         """Warm up for passes over this pool: compile and allocate. Call it before any page is in use."""

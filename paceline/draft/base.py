@@ -142,7 +142,6 @@ class Drafter(Protocol):
     )
     draft_ids: Int32Array | None = None  # [tokens] the target's ids that it can draft; None: all
     least_chance: float = 0.0  # paths with a lower chance are not drafted: not worth a row on this machine
-    replaceable: bool = False  # its head can be replaced while requests run, see replace_head
     only_forced: bool = False  # drafts forced tokens only, so its whole budget is for them
     # how it drafts on the device; None: on the host only. Without needs, the host drafts while passes run
     device: DeviceDrafter | None = TextDrafts()

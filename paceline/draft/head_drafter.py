@@ -79,7 +79,6 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
             feature_bytes = HeadPages.feature_bytes_per_page(runner.page_size, shape.feature_width)
             self.needs = DrafterNeeds(shape.feature_layers, runner.bytes_per_page() + feature_bytes)
         self.least_chance = least_chance
-        self.replaceable = runner.replaceable
         self.draft_ids = shape.vocabulary.target_ids
         self.device = None
         self._runner = runner
@@ -150,19 +149,15 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
                 f"a {self.name} head cannot be replaced by one of {other.name}: restart with the other head."
             )
         other = cast("Self", other)
-        if not self.replaceable:
-            raise ConfigError(
-                f"the head of {self.name} cannot be replaced on this backend, whose captured graphs read its "
-                "weights. Restart with the other head, or use the cpu or torch backend."
-            )
         sizes, wanted = other._shape.stored(), self._shape.stored()
         if differing := [name for name in wanted if sizes[name] != wanted[name]]:
             raise ConfigError(
                 f"the new {self.name} head does not fit the pages of the present one: {differing[0]} is "
                 f"{sizes[differing[0]]}, not {wanted[differing[0]]}. Restart with the other head."
             )
-        self._pages.replace_owner(self._runner, other._runner)
-        self._runner, self._shape = other._runner, other._shape
+        runner = self._runner.replaced_by(other._runner)
+        self._pages.replace_owner(self._runner, runner)
+        self._runner, self._shape = runner, other._shape
         self._scoring, self.draft_ids, self.least_chance = other._scoring, other.draft_ids, other.least_chance
         self._passes = self._make_passes()
 

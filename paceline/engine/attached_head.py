@@ -55,6 +55,6 @@ class AttachedHead:
         self._requests = {request: None for request in self._requests if not request.finished}
 
     def drop(self) -> None:
-        """Forget all requests: a pass failed, and they have ended."""
+        """Forget all requests: a pass failed, or the keys and values of the head are void."""
         self._requests.clear()
         self._plan = PLAIN

@@ -279,6 +279,13 @@ class DeviceExecutor:
         decoder = self.decoder()
         return decoder.prepare(self.draft(plan)) if decoder is not None and self.offers(plan) else {}
 
+    def attach_anew(self) -> None:
+        """A head was replaced: its keys and values of requests on the device are those of the old one.
+
+        They are computed again when the passes in flight have been read: see `can_follow`.
+        """
+        self._head.drop()
+
     def leave(self) -> None:
         """Host passes follow: forget the decoder's state of requests, which will be stale."""
         assert not self._passes

@@ -177,9 +177,10 @@ class Engine:
 
         `drafter` is another one of the same method, see Loaded.load_head. Requests that run go on: what the
         new head must know of them is computed when they are next drafted for. ConfigError, and nothing has
-        changed, if the head does not fit or the backend cannot replace one.
+        changed, if the head does not fit.
         """
         self._drafting.replace_head(name, drafter)
+        self._device.attach_anew()
 
     def prepare(self) -> None:
         """Warm up: compile and allocate what the first steps would wait for. Call it before any request."""

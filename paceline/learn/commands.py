@@ -117,17 +117,19 @@ def train_command(
     gpu_share: Annotated[float, typer.Option(help="Share of the time of a GPU to take.")] = 0.1,
     threads: Annotated[int, typer.Option(help="Number of CPU cores to use.")] = 1,
     nice: Annotated[int, typer.Option(help="Priority: 19 gives way to everything, 0 is the usual one.")] = 19,
-    pause: Annotated[Path | None, typer.Option(help="While this file exists, no step begins.")] = None,
     end_with_parent: Annotated[
         bool, typer.Option("--end-with-parent", help="End when the process that started this one ends.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train a head further on kept traffic, and write it if it drafts better on rows that were held back."""
+    from paceline.learn.yielding import lower_priority, stopped_by_signals
+
+    lower_priority(nice)  # before the imports, which take seconds
     from paceline.learn.fine_tune import FineTuneOptions, fine_tune
-    from paceline.learn.report import Reporter, lower_priority
+    from paceline.learn.guest import yielding_on
+    from paceline.learn.report import Reporter
     from paceline.learn.selection import Selection
-    from paceline.learn.yielding import Yielding, stopped_by_signals
     from paceline.models.heads.fingerprint import target_fingerprint
     from paceline.models.heads.registry import resolve_head
     from paceline.models.registry import load_checkpoint, resolve
@@ -142,10 +144,8 @@ def train_command(
     )
     selection = Selection(_timestamp(since), replay, salt)
     on_device = chosen_device(device)
-    share = 1.0 if on_device == "cpu" else gpu_share
-    yielding = Yielding(pause, share, end_with_parent)
+    yielding = yielding_on(on_device, threads, gpu_share, end_with_parent)
     report = Reporter(as_json)
-    lower_priority(threads, nice)
     checkpoint = load_checkpoint(resolve(model))
     parent = resolve_head(head, fingerprint=target_fingerprint(checkpoint))
     with stopped_by_signals(yielding):

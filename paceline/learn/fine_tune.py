@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from paceline.errors import ConfigError
 from paceline.learn.early_stop import EarlyStop, Kept
+from paceline.learn.guest import load_guest_target
 from paceline.learn.objectives import objective_for, options_for
 from paceline.learn.rows import TrafficRow
 from paceline.learn.selection import Selection, choose, examples_of, generic_rows
@@ -28,7 +27,6 @@ from paceline.train.disk import make_folder, writing
 from paceline.train.examples import Examples
 from paceline.train.options import TrainOptions
 from paceline.train.progress import Progress
-from paceline.train.sequences import load_target
 from paceline.train.trainer import Trainer
 
 CANDIDATE = "candidate.json"  # named so last: without it, there is no candidate
@@ -104,9 +102,7 @@ def fine_tune(
     chosen = choose(traffic.rows(), old, selection)
     remove_candidate(out, head)
     make_folder(out)
-    on_device = torch.device(device)
-    dtype = torch.bfloat16 if on_device.type == "cuda" else torch.float32
-    objective = objective_for(parent, load_target(checkpoint, on_device, dtype), name, learning)
+    objective = objective_for(parent, load_guest_target(checkpoint, device), name, learning)
 
     def examples(rows: Sequence[TrafficRow]) -> Examples:
         return examples_of(rows, config.vocab_size, selection.max_length)

@@ -26,8 +26,3 @@ class LearnFolder:
     def candidate(self) -> Path:
         """The head that the trainer writes."""
         return self.root / "candidate"
-
-    @property
-    def pause(self) -> Path:
-        """A file: while it exists, the trainer waits."""
-        return self.root / "pause"

@@ -44,21 +44,25 @@ def score(
     salt: Annotated[
         str, typer.Option(help="Rows of this salt (its hash), or all. Default: rows without a salt.")
     ] = "",
-    pause: Annotated[Path | None, typer.Option(help="While this file exists, no row is replayed.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda if available.")] = "auto",
+    gpu_share: Annotated[float, typer.Option(help="Share of the time of a GPU to take.")] = 0.1,
     end_with_parent: Annotated[
         bool, typer.Option("--end-with-parent", help="End when the process that started this one ends.")
     ] = False,
     nice: Annotated[int, typer.Option(help="Priority: 19 gives way to everything, 0 is the usual one.")] = 19,
 ) -> None:
     """Replay held-back answers with two heads, and compare the passes that each would have needed."""
-    from paceline.learn.gate import judge
-    from paceline.learn.report import lower_priority
-    from paceline.learn.score import score_heads
-    from paceline.learn.yielding import Yielding
+    from paceline.learn.yielding import lower_priority
 
-    lower_priority(threads=1, nice=nice)
-    may_go_on = Yielding(pause, end_with_parent=end_with_parent).may_step
-    scores = score_heads(model, LearnFolder(source).traffic, (head, candidate), may_go_on, salt)
+    lower_priority(nice)  # before the imports, which take seconds
+    from paceline.learn.gate import judge
+    from paceline.learn.guest import yielding_on
+    from paceline.learn.score import score_heads
+    from paceline.train.job import chosen_device
+
+    on_device = chosen_device(device)
+    may_go_on = yielding_on(on_device, 1, gpu_share, end_with_parent).may_step
+    scores = score_heads(model, LearnFolder(source).traffic, (head, candidate), may_go_on, salt, on_device)
     if scores is None:
         raise typer.Exit(STOPPED)
     present, new = scores

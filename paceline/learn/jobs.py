@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -43,7 +45,7 @@ class Jobs(Protocol):
         ...
 
     def pause(self, wanted: bool) -> None:
-        """Let the processes wait, or go on."""
+        """Let the processes wait from now on, or go on. It costs next to nothing if nothing changes."""
         ...
 
     def discard(self, candidate: Path) -> None:
@@ -61,6 +63,8 @@ class ProcessJobs:
         self._folder, self._model = folder, model
         self._both, self._train = tuple(both), tuple(train)
         self.steps = 0
+        self._paused = False
+        self._process: asyncio.subprocess.Process | None = None  # that runs now
 
     async def train(self, present: Path, since: float) -> Path | None:
         out = self._folder.candidate
@@ -89,11 +93,16 @@ class ProcessJobs:
             return None
 
     def pause(self, wanted: bool) -> None:
-        with suppress(OSError):  # a full disk: training goes on, at the lowest priority
-            if wanted:
-                self._folder.pause.touch()
-            else:
-                self._folder.pause.unlink(missing_ok=True)
+        """By signals: a process stops at once, in the middle of a step, and needs no core to notice it."""
+        if wanted != self._paused:
+            self._paused = wanted
+            self._signal()
+
+    def _signal(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with suppress(ProcessLookupError):  # it has ended
+                # not by its send_signal, which takes the status of one that has ended from who waits for it
+                os.kill(self._process.pid, signal.SIGSTOP if self._paused else signal.SIGCONT)
 
     def discard(self, candidate: Path) -> None:
         shutil.rmtree(candidate, ignore_errors=True)
@@ -103,17 +112,21 @@ class ProcessJobs:
         traffic = ("--from", str(self._folder.root), "--head", str(present))
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "paceline", "learn", command, self._model, *traffic, *arguments),
-            *("--pause", str(self._folder.pause), "--end-with-parent", *self._both),
+            *("--end-with-parent", *self._both),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
         )
+        self._process = process
         try:
+            if self._paused:
+                self._signal()
             assert process.stdout is not None
             assert process.stderr is not None
             _, errors = await asyncio.gather(self._count(process.stdout), process.stderr.read())
             await process.wait()
         finally:
+            self._process = None
             if process.returncode is None:  # cancelled
                 process.kill()
                 await process.wait()

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-import torch
 import typer
 
 from paceline.learn.early_stop import Kept
 from paceline.learn.fine_tune import Candidate
 from paceline.terminal.session import note
 from paceline.train.progress import Progress
-
-LOWEST = 19  # priority, which gives way to every other process
 
 
 class Reporter:
@@ -47,9 +43,3 @@ class Reporter:
 
     def _print(self, **facts: Any) -> None:
         typer.echo(json.dumps(facts))
-
-
-def lower_priority(threads: int, nice: int = LOWEST) -> None:
-    """Let other processes on this machine go first, by their priority and by few threads."""
-    os.nice(nice)
-    torch.set_num_threads(threads)

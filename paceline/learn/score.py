@@ -16,6 +16,7 @@ import torch
 
 from paceline.errors import CheckpointError
 from paceline.learn.gate import RowScore
+from paceline.learn.guest import load_guest_target
 from paceline.learn.objectives import objective_for
 from paceline.learn.rows import TrafficRow
 from paceline.learn.selection import usable
@@ -28,7 +29,6 @@ from paceline.models.registry import load_checkpoint, resolve
 from paceline.models.transformer import Transformer
 from paceline.train.batches import Batch
 from paceline.train.objective import Objective
-from paceline.train.sequences import load_target
 
 MAX_ROWS = 256  # that a candidate is judged by
 MAX_LENGTH = 1024  # tokens of prompt and answer; longer answers are cut
@@ -84,6 +84,7 @@ def score_heads(
     heads: Sequence[Path],
     may_go_on: Callable[[], bool] = lambda: True,
     salt: str = "",
+    device: str = "cpu",
 ) -> list[list[RowScore]] | None:
     """The scores of each of the heads on the same stored rows, of a salt as for training; None as above.
 
@@ -96,7 +97,7 @@ def score_heads(
         check_target(head.config, checkpoint.config, name.fingerprint, str(head.source))
     store = TrafficStore(traffic, name)
     rows = gate_rows(store.rows(), salt=salt)
-    target = load_target(checkpoint, torch.device("cpu"), torch.float32)
+    target = load_guest_target(checkpoint, device)
     scores = [replay_acceptance(target, name, head, rows, may_go_on) for head in loaded]
     return [each for each in scores if each is not None] if None not in scores else None
 

@@ -1,16 +1,55 @@
-"""Yielding: a trainer that waits while the server is busy, and takes a stated share of a GPU."""
+"""Yielding: a trainer that gives way to the server, takes a stated share of a GPU, and ends with its parent.
+
+A server that is busy stops its trainer by SIGSTOP, in the middle of a step, and lets it go on by SIGCONT. So
+the trainer has nothing to look at; it only must not count the time in which it was stopped.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
 
-LOOK_SECONDS = 0.2  # between two looks at the pause file
+TICK_SECONDS = 0.1  # between two ticks of StoppedTime
+LATE_SECONDS = 0.5  # after which a tick that has not come means that the process was stopped
+LOWEST = 19  # priority, which gives way to every other process
+PR_SET_PDEATHSIG = 1  # of prctl
+
+
+class StoppedTime:
+    """The seconds in which this process was stopped, or got no core: its ticks came late."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._ticked, self._stopped = clock(), 0.0
+
+    def tick(self) -> None:
+        """Called every TICK_SECONDS while the process runs."""
+        now = self._clock()
+        self._ticked, self._stopped = now, self._stopped + self._late(now)
+
+    def seconds(self) -> float:
+        """The seconds so far, also if no tick has come since the process goes on."""
+        return self._stopped + self._late(self._clock())
+
+    def watch(self) -> None:
+        """Tick from now on, in a thread of its own, as long as the process lives."""
+
+        def run() -> None:
+            while True:
+                self.tick()
+                time.sleep(TICK_SECONDS)
+
+        threading.Thread(target=run, name="paceline-learn-ticks", daemon=True).start()
+
+    def _late(self, now: float) -> float:
+        late = now - self._ticked - TICK_SECONDS
+        return late if late > LATE_SECONDS else 0.0
 
 
 class Yielding:
@@ -18,26 +57,32 @@ class Yielding:
 
     def __init__(
         self,
-        pause: Path | None = None,
         share: float = 1.0,
         end_with_parent: bool = False,
+        stopped_seconds: Callable[[], float] = lambda: 0.0,
+        finish: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """While the file `pause` exists, no step begins. `share`: of the time that is spent in steps.
+        """`share`: of the time that is spent in steps. `finish` waits for a device to be done with a step.
+
+        `stopped_seconds`: in which the process was stopped so far, see StoppedTime.
 
         `end_with_parent`: end when the process that started this one has ended.
         """
-        self._pause, self._share = pause, share
+        self._share, self._finish = share, finish
         self._clock, self._sleep = clock, sleep
+        self._stopped_seconds = stopped_seconds
         self._parent = os.getppid() if end_with_parent else None
+        if end_with_parent:
+            _end_with_parent()
         self._waited = 0.0  # seconds
         self._step_began: float | None = None
         self._stop = threading.Event()
 
     def now(self) -> float:
-        """A clock that stands still while this process waits."""
-        return self._clock() - self._waited
+        """A clock that stands still while this process waits or is stopped."""
+        return self._clock() - self._waited - self._stopped_seconds()
 
     def stop(self) -> None:
         """Take no further step."""
@@ -52,17 +97,20 @@ class Yielding:
     def may_step(self) -> bool:
         """Wait for the next step; False: there is none."""
         if self._step_began is not None and self._share < 1.0:
-            step = self.now() - self._step_began
-            self._wait(step * (1 - self._share) / self._share)
-        while self._pause is not None and self._pause.exists() and not self.stopped:
-            self._wait(LOOK_SECONDS)
+            self._finish()
+            ended = self.now()
+            self._sleep((ended - self._step_began) * (1 - self._share) / self._share)
+            self._waited += self.now() - ended
         self._step_began = self.now()
         return not self.stopped
 
-    def _wait(self, seconds: float) -> None:
-        began = self._clock()
-        self._sleep(seconds)
-        self._waited += self._clock() - began
+
+def lower_priority(nice: int = LOWEST) -> None:
+    """Let other processes on this machine go first; at the lowest priority, only use time that none wants."""
+    os.nice(nice)
+    if nice >= LOWEST and sys.platform == "linux":
+        with suppress(OSError):  # not allowed here: then by its priority alone
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 @contextmanager
@@ -75,3 +123,10 @@ def stopped_by_signals(yielding: Yielding) -> Iterator[None]:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+
+
+def _end_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends, even while it is stopped. On Linux only."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from paceline.build import Loaded
 from paceline.engine.async_engine import AsyncEngine
-from paceline.errors import ConfigError
 from paceline.learn.collector import Collector
 from paceline.learn.history import History
 from paceline.learn.jobs import Jobs
@@ -21,16 +20,7 @@ from paceline.serve.learning_page import Learning
 
 
 def history_of(loaded: Loaded, method: str, folder: Path) -> History:
-    """The history of the method's heads in a folder, beginning with the one that the model was loaded with.
-
-    ConfigError if that head cannot be replaced while requests run.
-    """
-    if not loaded.drafters[method].replaceable:
-        raise ConfigError(
-            f"--learn replaces the {method} head while requests run, which the "
-            f"{loaded.engine.backend.name} backend cannot: its captured graphs read the weights. Use "
-            "--backend torch or cpu, or train offline: paceline learn train."
-        )
+    """The history of a method's heads in a folder, beginning with the one that the model was loaded with."""
     configured = loaded.speculation.drafters[method].options if loaded.speculation else None
     named = getattr(configured, "model", None) or SHIPPED_HEAD
     return History(folder, resolve_head(named, method, loaded.fingerprint))

@@ -99,9 +99,10 @@ def collecting(
     )
     collector = Collector(store, policy, learning.redact(), model.tokenizer.decode)
     log_event(logger, "learning", folder=str(folder.root), method=method, share=learning.learn_share)
-    salt = ("--salt", ALL_SALTS if learning.learn_salts == "shared" else "")
-    train = ("--minutes", str(learning.learn_minutes), "--device", entry.config.backend.choice.device)
-    jobs = ProcessJobs(folder, entry.config.model.model, train, salt)
+    salt = ALL_SALTS if learning.learn_salts == "shared" else ""
+    both = ("--salt", salt, "--device", entry.config.backend.choice.device)
+    train = ("--minutes", str(learning.learn_minutes))
+    jobs = ProcessJobs(folder, entry.config.model.model, train, both)
     config = LearnerConfig(min_rows=learning.learn_min_rows, max_running=learning.learn_max_running)
     try:
         yield LearningModel(model.loaded, method, collector, history, jobs, config)

@@ -179,11 +179,3 @@ def test_a_head_that_cannot_take_over_is_refused_by_name_and_the_present_one_sta
     (output,) = llm.generate([list(range(3, 40))], use_tqdm=False)
     assert output.metrics.speculative.num_draft_tokens > 0
     assert output.metrics.speculative.failed_drafters == []
-
-
-def test_a_runner_whose_weights_are_in_captured_graphs_refuses(loaded, tmp_path, monkeypatch):
-    write_head(random_checkpoint(EAGLE3), tmp_path, "sglang")
-    other = loaded.load_head("eagle3", tmp_path)
-    monkeypatch.setattr(loaded.drafters["eagle3"], "replaceable", False)  # as beside a cuda backend
-    with pytest.raises(PacelineError, match="captured graphs read its weights"):
-        loaded.engine.replace_head("eagle3", other)

@@ -411,3 +411,33 @@ def test_a_head_is_attached_only_to_requests_without_a_pass_in_flight():
     assert len(attached) > len(added)  # again after plain passes
     assert [outcome(request) for request in added] == [expected(2), expected(9)]
     assert not any(request.failed_drafters for request in added)
+
+
+def test_a_head_that_is_replaced_is_attached_again_to_all_requests_when_no_pass_is_in_flight():
+    """So its keys and values of all their tokens are computed again, and no token changes."""
+
+    class Replaced(ScriptedDrafter):
+        def replace_head(self, other):
+            self.attached.clear()  # as its keys and values are void
+
+    truth = {tuple(ids): expected(number)[0] for number, (ids, _) in enumerate(REQUESTS)}
+    drafter = Replaced(truth, "partly")
+    engine = toy_engine(
+        ToyBackend(on_device=True), drafter=drafter, controller=FixedController(DraftPlan("scripted", 3))
+    )
+    attach, attached = drafter.attach, []
+
+    def checked(requests):
+        attached.extend(requests)
+        assert not any(engine._device._joined.get(request) for request in requests), "in flight"
+        return attach(requests)
+
+    drafter.attach = checked
+    added = [engine.add_request(*REQUESTS[number])[0] for number in (2, 9)]
+    while engine.has_unfinished:
+        engine.step()
+        engine.step()
+        engine.replace_head("scripted", drafter)
+    assert all(attached.count(request) >= 2 for request in added)  # and not only at the start
+    assert [outcome(request) for request in added] == [expected(2), expected(9)]
+    assert not any(request.failed_drafters for request in added)

@@ -69,7 +69,7 @@ def test_a_folder_without_traffic_is_an_error_with_a_remedy(tmp_path: Path) -> N
 def test_train_reports_as_json_and_ends_with_3_if_nothing_is_gained(
     checkpoint: Checkpoint, folder: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.learn.report.lower_priority", lambda threads, nice: None)
+    monkeypatch.setattr("paceline.learn.yielding.lower_priority", lambda nice: None)
     out = tmp_path / "candidate"
     arguments = (
         *("train", str(checkpoint.source), "--from", str(folder), "--head", str(head), "--out", str(out)),

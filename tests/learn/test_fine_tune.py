@@ -19,7 +19,7 @@ from paceline.learn.rows import TrafficRow
 from paceline.learn.selection import NEW, OLD, Selection, choose, generic_rows
 from paceline.learn.split import Side, side_of
 from paceline.learn.store import StoreLimits, TrafficStore
-from paceline.learn.yielding import Yielding, stopped_by_signals
+from paceline.learn.yielding import StoppedTime, Yielding, stopped_by_signals
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.checkpoint import load_head, write_head
 from paceline.models.heads.config import TargetName
@@ -165,29 +165,29 @@ def test_better_is_better_on_new_rows_without_forgetting_old_ones(
 
 
 class World:
-    """A clock that only sleeping and working move, and a file that vanishes after some sleeps."""
+    """A clock that only sleeping and working move."""
 
-    def __init__(self, pause: Path | None = None, looks: int = 0) -> None:
-        self.now, self.pause, self.looks = 0.0, pause, looks
+    now = 0.0
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
-        self.looks -= 1
-        if self.pause is not None and self.looks <= 0:
-            self.pause.unlink(missing_ok=True)
 
 
-def test_no_step_begins_while_the_pause_file_exists_and_waiting_is_no_work(tmp_path: Path) -> None:
-    pause = tmp_path / "pause"
-    world = World(pause, looks=5)
-    yielding = Yielding(pause, clock=lambda: world.now, sleep=world.sleep)
+def test_the_time_in_which_a_trainer_is_stopped_is_no_work() -> None:
+    world = World()
+    stopped = StoppedTime(lambda: world.now)
+    yielding = Yielding(0.5, stopped_seconds=stopped.seconds, clock=lambda: world.now, sleep=world.sleep)
+    for _ in range(10):
+        world.now += 0.1
+        stopped.tick()
     assert yielding.may_step()
-    assert world.now == 0.0
-    pause.touch()
+    assert yielding.now() == pytest.approx(1.0)
+    world.now += 60.1  # SIGSTOP, and the first step after SIGCONT ends before the first tick
+    assert yielding.now() == pytest.approx(1.1)
     assert yielding.may_step()
-    assert world.now == pytest.approx(1.0)
-    assert yielding.now() == pytest.approx(0.0)
-    pause.touch()
+    assert world.now == pytest.approx(61.2)  # 0.1 s of work, 0.1 s of waiting
+    stopped.tick()
+    assert yielding.now() == pytest.approx(1.1, abs=0.11)
     yielding.stop()
     assert not yielding.may_step()
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
+import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -173,14 +176,49 @@ def test_processes_that_crash_give_nothing_and_are_told(learned, monkeypatch, ca
     assert asyncio.run(run("nothing").train(present, 0.0)) is None
 
 
-def test_pausing_is_a_file_that_the_trainer_sees(learned):
+def test_a_process_is_paused_and_goes_on_by_signals(learned, tmp_path, monkeypatch):
+    python, end = tmp_path / "python", tmp_path / "end"
+    os.mkfifo(end)
+    python.write_text(f"#!/bin/sh\nread line < {end}\nexit 3\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(jobs.sys, "executable", str(python))
     work = jobs.ProcessJobs(learned, "model", ())
-    work.pause(True)
-    work.pause(True)
-    assert learned.pause.exists()
-    work.pause(False)
-    work.pause(False)
-    assert not learned.pause.exists()
+
+    async def main() -> None:
+        work.pause(True)
+        task = asyncio.create_task(work.train(tmp_path, 0.0))
+        seen = await asyncio.to_thread(_next_change, task)
+        assert seen == os.CLD_STOPPED
+        assert not task.done()
+        work.pause(False)
+        await asyncio.to_thread(end.write_text, "now")
+        assert await task is None  # nothing better was found
+
+    asyncio.run(main())
+
+
+def _next_change(task: asyncio.Task[object]) -> int:
+    """How the state of a child of this process changes next: it is stopped, or ends."""
+    while not task.done():
+        with suppress(ChildProcessError):  # it has not been started yet
+            found = os.waitid(os.P_ALL, 0, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            return 0 if found is None else found.si_code
+    return 0
+
+
+def test_a_process_that_is_stopped_ends_with_its_parent(tmp_path):
+    child = (
+        "import os, signal; from paceline.learn.yielding import Yielding; Yielding(end_with_parent=True);"
+        "os.write(1, b'ready'); os.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    start = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
+    with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        assert os.read(parent.stdout.fileno(), 5) == b"ready"
+        parent.kill()
+        ended, _, _ = select.select([parent.stdout], [], [], 30)  # nobody has the pipe open any more
+        assert ended
+        assert parent.stdout.read() == b""
 
 
 def test_promote_and_rollback_by_hand_change_what_a_server_follows(learned, tmp_path):

@@ -44,7 +44,8 @@ class Graphs:
             work()  # compiles kernels, which a capture cannot, and computes this call's result
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # other threads may allocate meanwhile: one loads the next head while requests run
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 work()
             self._captured[name] = graph
             return

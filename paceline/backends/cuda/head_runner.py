@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Self, cast
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from paceline.backends.cuda.head import (
     run_draft_lm_head,
     run_head_rows,
 )
-from paceline.backends.cuda.head_weights import HeadWeights, load_head_weights
+from paceline.backends.cuda.head_weights import HeadWeights, copy_head_weights, load_head_weights
 from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.draft import pick_rows
 from paceline.backends.cuda.kernels.draft_sampling import (
@@ -46,7 +46,6 @@ class CudaHeadRunner(HeadRunner):
     page_size = PAGE_SIZE
     least_chance = 0.0  # rows cost next to nothing on a GPU
     keeps_features = True
-    replaceable = False  # captured graphs read its weights
 
     def __init__(self, weights: HeadWeights, max_rows: int) -> None:
         device = weights.norm.device
@@ -76,6 +75,15 @@ class CudaHeadRunner(HeadRunner):
                 "use backend='torch'."
             )
         return cls(load_head_weights(checkpoint, beside.weights), max_rows)
+
+    @torch.inference_mode()
+    def replaced_by(self, other: Self) -> Self:
+        """This runner: captured graphs, of decode loops too, read its weights at their addresses.
+
+        The copies run after the passes in flight and before those that are launched next.
+        """
+        copy_head_weights(other.weights, self.weights)
+        return self
 
     def make_pool(self, num_pages: int) -> Pool:
         config = self.config

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from paceline.backends.cuda.kernels.draft import NO_RESIDUAL, NORMED_RESIDUAL, S
 from paceline.backends.cuda.kernels.matrix import Matrix, tile_matrix, tile_pair
 from paceline.backends.cuda.weights import Layer, Weights, heads_matrix, padded_size, tiling_for
 from paceline.core.arrays import Int32Array
+from paceline.errors import ConfigError
 from paceline.models.blocks import Take
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.config import HeadConfig
@@ -88,6 +91,40 @@ def make_head_weights(config: HeadConfig, ids: Int32Array | None, read: Take, ta
         None if ids is None else torch.from_numpy(ids).to(device),
         (angles.cos(), angles.sin()),
     )
+
+
+def copy_head_weights(source: HeadWeights, to: HeadWeights) -> None:
+    """Overwrite the weights of a head with those of another one, at the same addresses.
+
+    ConfigError, and nothing has changed, if the two differ in more than their values.
+    """
+    differing = [
+        each.name
+        for each in fields(HeadConfig)
+        if each.name != "target" and getattr(source.config, each.name) != getattr(to.config, each.name)
+    ]
+    if (source.target_ids is None) != (to.target_ids is None):
+        differing.append("draft vocabulary")
+    if differing:
+        raise ConfigError(
+            f"the new {to.config.kind} head is of another shape than the present one ({differing[0]}), and "
+            "captured graphs of the cuda backend read weights of that shape. Restart with the other head."
+        )
+    for new, old in zip(_tensors(source), _tensors(to), strict=True):
+        if new is not old:  # the target's, which both share
+            old.copy_(new)
+
+
+def _tensors(part: Any) -> Iterator[torch.Tensor]:
+    """All tensors of a dataclass of weights, in the order of its fields."""
+    if isinstance(part, torch.Tensor):
+        yield part
+    elif isinstance(part, tuple):
+        for each in part:
+            yield from _tensors(each)
+    elif is_dataclass(part):
+        for each in fields(part):
+            yield from _tensors(getattr(part, each.name))
 
 
 def _load_fusion(config: HeadConfig, read: Take, target: Weights) -> Fusion:

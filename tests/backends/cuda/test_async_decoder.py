@@ -315,6 +315,49 @@ def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
     assert outputs(True, True, lambda backend: Copies()) == expected
 
 
+@needs_gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_head_replaced_while_passes_overlap_changes_no_token_and_drafts_as_if_it_had_been_there(
+    temperature: float, tmp_path: Path, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Weights change where captured graphs read them, and keys and values of running requests follow."""
+    from paceline.engine.admission import Limits
+    from paceline.engine.engine import Engine
+    from paceline.models.registry import load_checkpoint
+
+    checkpoint = load_checkpoint(save_checkpoint("llama", tmp_path / "llama"))
+    prompts = [np.random.default_rng(n).integers(2, VOCAB_SIZE, 3 + 9 * n).tolist() for n in range(3)]
+
+    def answers(heads: Sequence[int], every: int) -> tuple[list[list[int]], int]:
+        """The tokens, and the accepted ones, with the random heads of these seeds in turns."""
+        backend = make(checkpoint, device, dtype)
+        drafters = [random_head(backend, seed) for seed in heads]
+        engine = Engine(
+            backend,
+            ToyTokenizer(),
+            Limits(VOCAB_SIZE, 96, 4, 32),
+            num_pages=60,
+            drafters={"drafter": random_head(backend, heads[0])} if heads else {},
+            controller=FixedController(DraftPlan("drafter", 3) if heads else PLAIN),
+        )
+        params = SamplingParams(temperature=temperature, seed=1, max_tokens=40, ignore_eos=True)
+        added, steps = [engine.add_request(prompt, params)[0] for prompt in prompts], 0
+        while engine.has_unfinished:
+            engine.step()
+            steps += 1
+            if every and steps % every == 0:
+                engine.replace_head("drafter", drafters[steps // every % len(drafters)])
+        assert not any(request.error or request.failed_drafters for request in added)
+        accepted = sum(request.speculative.num_accepted_draft_tokens for request in added)
+        return [request.output_token_ids for request in added], accepted
+
+    plain, _ = answers((), 0)
+    assert answers((3, 4), 3)[0] == plain
+    once, other = answers((4,), 0), answers((5,), 0)
+    assert answers((4,), 5) == once  # the same head again: every draft is the same
+    assert other[0] == once[0] == plain
+
+
 EXTRA_OPTIONS: list[dict[str, object]] = [
     {"ignore_eos": True},
     {"logprobs": 3, "ignore_eos": True},
@@ -352,7 +395,7 @@ def draft_model(backend):  # type: ignore[no-untyped-def]
     return drafter
 
 
-def random_head(backend):  # type: ignore[no-untyped-def]
+def random_head(backend, seed: int = 3):  # type: ignore[no-untyped-def]
     """A drafter with a random head for a tiny model."""
     from paceline.backends.cuda.head_runner import CudaHeadRunner
     from paceline.backends.cuda.head_weights import load_head_weights
@@ -362,7 +405,7 @@ def random_head(backend):  # type: ignore[no-untyped-def]
     size = backend.config.hidden_size
     rope = RopeConfig(500.0)
     config = HeadConfig("eagle3", VOCAB_SIZE, 90, size, size, 6, 2, 16, 80, 1e-5, rope, 128, (0, 1, 2))
-    head = random_checkpoint(config)
+    head = random_checkpoint(config, seed)
     runner = CudaHeadRunner(load_head_weights(head, backend.weights), max_rows=32)
     shape = HeadShape((0, 1, 2), 3 * size, trimmed_vocabulary(head.draft_ids, VOCAB_SIZE), 128)
     return Eagle3Drafter(runner, shape, DraftSampling.COUPLED)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from paceline.backends.base import ChainNoise, HeadRunner
 from paceline.backends.head_chains import chains_by_passes
 from paceline.backends.torch_head_runner import TorchHeadRunner
+from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig, RopeConfig
 from tests.models.heads.driver import DrivenHead, batch_of, drive_heads, random_checkpoint, run_heads
 from tests.models.heads.tiny_heads import CONFIGS as ALL
@@ -24,7 +25,7 @@ NODES, PARENTS = [5, 9, 7], [-1, -1, 0]
 LENGTH = 4
 
 
-def make_runner(name: str, device: torch.device, dtype: torch.dtype):  # type: ignore[no-untyped-def]
+def make_runner(name: str, device: torch.device, dtype: torch.dtype, seed: int = 3):  # type: ignore[no-untyped-def]
     """A random head beside weights of a target that does not exist otherwise."""
     from paceline.backends.cuda.head_runner import CudaHeadRunner
     from paceline.backends.cuda.head_weights import load_head_weights
@@ -43,7 +44,7 @@ def make_runner(name: str, device: torch.device, dtype: torch.dtype):  # type: i
     norm[:60] = shared.norm
     rotation = (norm, norm)  # the head has its own
     target = Weights(config, matrix(shared.embedding), (), norm, matrix(shared.lm_head), rotation)
-    return CudaHeadRunner(load_head_weights(random_checkpoint(CONFIGS[name]), target), max_rows=16)
+    return CudaHeadRunner(load_head_weights(random_checkpoint(CONFIGS[name], seed), target), max_rows=16)
 
 
 def make_reference(name: str) -> TorchHeadRunner:
@@ -68,6 +69,28 @@ def test_rows_of_a_head_are_those_of_torch(name: str, device: torch.device, dtyp
     _, ours = slots(make_runner(name, device, dtype), name)
     _, theirs = slots(make_reference(name), name)
     assert np.linalg.norm(ours - theirs) / np.linalg.norm(theirs) < 0.02
+
+
+def test_a_runner_that_is_replaced_runs_the_other_head_at_the_addresses_of_its_own(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    """Captured graphs hold these addresses. A head of another shape is refused, and nothing has changed."""
+    name = "all flags"
+    runner, other = (make_runner(name, device, dtype, seed) for seed in (3, 4))
+    expected, addresses = slots(other, name)[1], _addresses(runner)
+    if device.type == "cuda":
+        slots(runner, name)  # captures its graphs
+    assert runner.replaced_by(other) is runner
+    assert _addresses(runner) == addresses
+    assert np.array_equal(slots(runner, name)[1], expected)
+    for wrong in (c for c in CONFIGS if c != name and CONFIGS[c].kind == CONFIGS[name].kind):
+        with pytest.raises(ConfigError, match="of another shape than the present one"):
+            runner.replaced_by(make_runner(wrong, device, dtype))
+        break
+
+
+def _addresses(runner) -> list[int]:  # type: ignore[no-untyped-def]
+    return [matrix.weight.data_ptr() for matrix in runner.weights.matrices]
 
 
 def test_chains_in_one_graph_are_those_of_single_passes(device: torch.device, dtype: torch.dtype) -> None:

@@ -1,0 +1,34 @@
+"""A trainer as a guest: on few cores, or with a share of the time of a GPU that others use."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.learn.yielding import StoppedTime, Yielding
+from paceline.models.checkpoint import Checkpoint
+from paceline.models.transformer import Transformer
+from paceline.train.sequences import load_target
+
+
+def yielding_on(device: str, threads: int, gpu_share: float, end_with_parent: bool) -> Yielding:
+    """What a trainer on this device asks before each step. A CPU is shared by the system, at low priority."""
+    torch.set_num_threads(threads)
+    stopped_time = StoppedTime()
+    stopped_time.watch()
+    if device == "cpu":
+        return Yielding(1.0, end_with_parent, stopped_time.seconds)
+    # launches return before the device is done: without `finish`, a step would seem to take no time
+    return Yielding(gpu_share, end_with_parent, stopped_time.seconds, finish=torch.cuda.synchronize)
+
+
+def load_guest_target(checkpoint: Checkpoint, device: str) -> Transformer:
+    """The target on this device; ConfigError if a GPU has no room for it beside the server's."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    try:
+        return load_target(checkpoint, torch.device(device), dtype)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            "The GPU has no room for a second copy of the model, which training needs beside the server: "
+            "lower the server's --gpu-memory-utilization, or train on the CPU with --device cpu."
+        ) from error
