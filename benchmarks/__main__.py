@@ -14,7 +14,7 @@ from benchmarks.engine.commands import (
 )
 from benchmarks.gpu.command import gpu_command, gpu_engine_command
 from benchmarks.growth.command import growth_command
-from benchmarks.learning.command import learning_command
+from benchmarks.learning.command import learning_command, learning_load_command
 from benchmarks.server.commands import fleet_command, load_command, overhead_command
 from benchmarks.server.replica_commands import app as replicas
 from paceline.cli import main
@@ -33,6 +33,7 @@ app.command("overhead")(overhead_command)
 app.command("fleet")(fleet_command)
 app.add_typer(replicas, name="replicas")
 app.command("learning")(learning_command)
+app.command("learning-load")(learning_load_command)
 app.command("rows")(rows_command)
 app.command("growth")(growth_command)
 app.command("concurrency")(concurrency_command)

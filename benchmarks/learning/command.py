@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.bench.flags import JsonFile, Model, Threads
+from paceline.bench.flags import JsonFile, Model, Quantization, Threads
 from paceline.config import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -53,6 +53,33 @@ def learning_command(
     if svg is not None:
         svg.write_text(picture_of(shift))
     raise typer.Exit(0 if same else 1)
+
+
+def learning_load_command(
+    model: Model = DEFAULT_MODEL,
+    clients: Annotated[str, typer.Option(help="Numbers of concurrent clients.")] = "1,16",
+    rounds: Annotated[int, typer.Option(help="Turns of each server with each number of clients.")] = 5,
+    requests: Annotated[int, typer.Option(help="Requests in a turn, at least two per client.")] = 8,
+    tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 48,
+    threads: Threads = None,
+    quantization: Quantization = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Is a server slower while it learns? With --learn, its trainer at work, beside one without, in turns."""
+    from benchmarks.learning.load import learning_load_result, measure_learning_load
+    from benchmarks.server.process import serve_flags
+    from paceline.bench.report.output import Report
+    from paceline.bench.report.terminal import progress
+
+    report = Report(json_file)
+    numbers = [int(number) for number in clients.split(",")]
+    flags = serve_flags(threads, quantization)
+    with TemporaryDirectory() as folder, progress(2 * rounds * len(numbers)) as on_turn:
+        compared = measure_learning_load(
+            model, numbers, rounds, requests, tokens, Path(folder), flags, on_turn
+        )
+    facts = {"model": model, "rounds": rounds, "requests": requests, "tokens": tokens, "threads": threads}
+    report.show(learning_load_result(compared, facts))
 
 
 def _show(window: Window) -> None:

@@ -26,12 +26,14 @@ class ServerProcessError(PacelineError):
 class ServerProcess:
     """`paceline serve ARGUMENTS` on a free port."""
 
-    def __init__(self, *arguments: str, api_key: str | None = None) -> None:
-        """Start it and wait until it is ready."""
+    def __init__(self, *arguments: str, api_key: str | None = None, own_group: bool = False) -> None:
+        """Start it and wait until it is ready. `own_group`: signals can be sent to it and its children."""
         self._log = tempfile.NamedTemporaryFile(prefix="paceline-serve-", suffix=".log")  # noqa: SIM115  see stop
         keys = [] if api_key is None else ["--api-key", api_key]
         command = [sys.executable, "-m", "paceline", "serve", *arguments, "--port", "0", *keys]
-        self.process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
+        self.process = subprocess.Popen(
+            command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=own_group
+        )
         try:
             self.server = self._ready(api_key)
         except BaseException:

@@ -94,7 +94,7 @@ class ProcessJobs:
 
     def pause(self, wanted: bool) -> None:
         """By signals: a process stops at once, in the middle of a step, and needs no core to notice it."""
-        if wanted != self._paused:
+        if wanted or self._paused:  # stopped again, should somebody else have let it go on
             self._paused = wanted
             self._signal()
 

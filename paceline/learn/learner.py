@@ -22,10 +22,11 @@ from typing import Any, Protocol
 
 from paceline.core.stats import StepStats
 from paceline.draft.base import Drafter
-from paceline.errors import PacelineError, UnavailableError
+from paceline.errors import UnavailableError
 from paceline.learn.gate import Verdict, judge, tokens_per_pass
 from paceline.learn.history import Head, History
 from paceline.learn.jobs import Jobs
+from paceline.learn.slowdown import Slowdown
 from paceline.learn.status import LearnerConfig, LearnStatus
 from paceline.learn.trial import Meter, Outcome, Turn, log_speedup, outcome
 
@@ -54,17 +55,18 @@ class Learner:
         meter: Meter,
         num_rows: Callable[[], int],
         config: LearnerConfig | None = None,
+        slowdown: Slowdown | None = None,
         *,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`load` gives a drafter of `method` with the head in a folder, and is called in a thread of its own.
 
-        `meter` observes the engine; `num_rows` is the number of rows collected since the start.
+        `meter` and `slowdown` observe the engine; `num_rows` is the number of rows collected since the start.
         """
         self._engine, self._method, self._load, self._history = engine, method, load, history
         self._jobs, self._meter, self._num_rows = jobs, meter, num_rows
-        self._config = config or LearnerConfig()
+        self._config, self._slowdown = config or LearnerConfig(), slowdown or Slowdown()
         self._sleep, self._clock = sleep, clock
         self.status = LearnStatus(curve=deque(maxlen=self._config.max_points))
         self._in_engine = 0  # number of the head that drafts now; the engine starts with the first
@@ -74,6 +76,7 @@ class Learner:
         self._expected: float | None = None  # tokens per draft of the head since it was promoted
         self._low_points = 0  # of the curve, in a row
         self._overruled = False  # somebody changed `current` by hand
+        self._job_runs = False
 
     async def run(self) -> None:
         """Serve the current head, then learn until cancelled or the engine ends. What fails costs a cycle."""
@@ -224,8 +227,9 @@ class Learner:
     # --- waiting ---
 
     async def _during(self, job: Any) -> Any:
-        """The result of a job; meanwhile load pauses it, and commands are followed."""
+        """The result of a job; meanwhile it gives way to requests, and commands are followed."""
         task = asyncio.ensure_future(job)
+        self._job_runs = True
         try:
             while not task.done():
                 await self._wait()
@@ -234,17 +238,28 @@ class Learner:
         finally:
             task.cancel()
             await asyncio.wait([task])  # its process has ended
+            self._job_runs = self._slowdown.working = False
             self._jobs.pause(False)
 
     async def _wait(self, watching: bool = True) -> None:
-        """One poll: sleep, follow commands by hand, pause under load, and watch unless a trial does."""
-        await self._sleep(self._config.poll_seconds)
+        """One poll: sleep while a job gives way to requests, follow commands, watch unless a trial does."""
+        config = self._config
+        looks = max(1, round(config.poll_seconds / config.look_seconds)) if self._job_runs else 1
+        for _ in range(looks):
+            await self._sleep(config.poll_seconds / looks)
+            self._give_way()
         await self._follow()
-        state = self._engine.state
-        self.status.paused = state.waiting > 0 or state.running > self._config.max_running
-        self._jobs.pause(self.status.paused)
         if watching:
             self._watch()
+
+    def _give_way(self) -> None:
+        """Pause the job under load, and with few requests for a part of the time: see Slowdown."""
+        state, status = self._engine.state, self.status
+        status.paused = state.waiting > 0 or state.running > self._config.max_running
+        paused = status.paused or (state.running > 0 and not self._slowdown.may_work(self._clock()))
+        self._jobs.pause(paused)
+        self._slowdown.working = self._job_runs and not paused
+        status.slowdown = self._slowdown.ratio()
 
     async def _follow(self) -> None:
         """Serve what `current` says, if somebody has changed it by hand or this is the start."""
@@ -266,7 +281,7 @@ class Learner:
                 await self._engine.replace_head(self._method, await asyncio.to_thread(self._load, head.path))
             except UnavailableError:
                 raise
-            except (PacelineError, OSError, ValueError) as error:
+            except Exception as error:  # whatever is wrong with a head, or with the memory for it
                 logger.warning("learn: head %d cannot be used: %s", head.number, error)
                 continue
             self._in_engine = self.status.head = head.number

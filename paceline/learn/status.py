@@ -14,7 +14,8 @@ class LearnerConfig:
     """When the Learner does what."""
 
     min_rows: int = 200  # new rows before a head is trained on them
-    poll_seconds: float = 2.0  # between two looks at load, processes and commands
+    poll_seconds: float = 2.0  # between two looks at processes and commands
+    look_seconds: float = 0.1  # between two looks at load, while a process trains or scores
     max_running: int = 2  # requests: with more, or with any that waits, training pauses
     watch_steps: int = 512  # decode steps of a point of the curve of live acceptance
     watch_drop: float = 0.1  # of the tokens per draft since the swap: then the head before it is tried again
@@ -40,5 +41,6 @@ class LearnStatus:
     candidate_tokens_per_pass: float | None = None
     gain: float | None = None  # speedup of the last promotion, measured by its trial
     paused: bool = False
+    slowdown: float | None = None  # seconds of a step while the trainer works, over those while it is stopped
     # (time, number of the head, tokens per draft by segment), the oldest first
     curve: deque[tuple[float, int, dict[str, float]]] = field(default_factory=deque)

@@ -12,6 +12,7 @@ from paceline.learn.collector import Collector
 from paceline.learn.history import History
 from paceline.learn.jobs import Jobs
 from paceline.learn.learner import Learner
+from paceline.learn.slowdown import Slowdown
 from paceline.learn.status import LearnerConfig
 from paceline.learn.trial import Meter
 from paceline.models.heads.registry import resolve_head
@@ -40,7 +41,8 @@ class LearningModel:
     ) -> None:
         """`method` is the drafter whose head learns; the collector gets finished requests."""
         self.collector, self.history = collector, history
-        self.meter = Meter(method)  # an observer of the engine
+        self._meter, self._slowdown = Meter(method), Slowdown()
+        self.observers = (self._meter, self._slowdown)  # of the engine
         self._loaded, self._method, self._jobs, self._config = loaded, method, jobs, config
         self._task: asyncio.Task[None] | None = None
 
@@ -57,9 +59,10 @@ class LearningModel:
             lambda path: self._loaded.load_head(self._method, path),
             self.history,
             self._jobs,
-            self.meter,
+            self._meter,
             lambda: self.num_rows,
             self._config,
+            self._slowdown,
         )
         self._task = asyncio.create_task(learner.run())
         return Learning(name, learner.status, self.history, lambda: self.num_rows)

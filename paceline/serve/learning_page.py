@@ -110,6 +110,8 @@ class LearnPage(Collector):
             yield family
         yield self._gauge("head", "Number of the head that serves.", {"": status.head})
         yield self._gauge("paused", "1 while load lets the trainer wait.", {"": float(status.paused)})
+        words = "Seconds of a step while the trainer works, over those while it is stopped."
+        yield self._gauge("slowdown", words, {"": status.slowdown})
         yield self._gauge("gain", "Live speedup of the last head that was promoted.", {"": status.gain})
         replayed = {
             "present": status.present_tokens_per_pass,

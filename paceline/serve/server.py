@@ -162,7 +162,7 @@ async def run_models(
         own.append(observe(model.engine.kv, publisher))
         log_event(logger, "kv events", endpoint=publisher.endpoint, replay=publisher.replay_endpoint)
     if learner is not None:
-        observers[0].append(learner.meter)
+        observers[0].extend(learner.observers)
     turns = StepTurns() if len(served) > 1 else None
     workers = new_workers()
     services: dict[str, Service] = {}

@@ -20,11 +20,13 @@ from paceline.errors import CheckpointError, UnavailableError
 from paceline.learn.gate import RowScore
 from paceline.learn.history import History
 from paceline.learn.learner import Learner
+from paceline.learn.slowdown import FIRST_SHARE, MAX_LOSS, MAX_SHARE, Slowdown
 from paceline.learn.status import LearnerConfig
 from paceline.learn.trial import Meter, TrialConfig
 
 CONFIG = LearnerConfig(
     min_rows=10,
+    look_seconds=2.0,
     max_running=2,
     watch_steps=20,
     watch_points=2,
@@ -312,3 +314,33 @@ def test_training_pauses_while_requests_run(world):
     assert learner.status.paused
     assert world.paused[:2] == [True, True]
     assert world.paused[-1] is False or learner.status.phase != "collecting"
+
+
+def steps(slowdown: Slowdown, working: bool, seconds: float, rows: int = 4, number: int = 40) -> None:
+    slowdown.working = working
+    for _ in range(number):
+        slowdown.step(StepStats(requests=1, rows=rows, forward_time=seconds), ())
+
+
+def test_a_trainer_works_as_much_as_keeps_steps_quick() -> None:
+    slowdown = Slowdown()
+    assert slowdown.ratio() is None
+    assert slowdown.share() == FIRST_SHARE
+    steps(slowdown, False, 0.10)
+    steps(slowdown, True, 0.11)
+    steps(slowdown, True, 5.0, rows=9)  # of a size that never ran without the trainer
+    assert slowdown.ratio() == pytest.approx(1.1)
+    assert slowdown.share() * (slowdown.ratio() - 1) == pytest.approx(MAX_LOSS)
+    worked = [slowdown.may_work(1000 + tick / 100) for tick in range(1000)]
+    assert sum(worked) / len(worked) == pytest.approx(0.3, abs=0.02)
+    steps(slowdown, True, 0.10, number=200)  # the latest count
+    assert slowdown.share() == MAX_SHARE
+
+
+def test_while_few_requests_run_the_trainer_works_for_its_share_and_alone_always(world):
+    world.trained, world.running = [None], 1
+    world.run(40)
+    assert 0.3 < sum(world.paused) / len(world.paused) < 0.7  # FIRST_SHARE: nothing is known yet
+    world.paused, world.trained, world.running, world.collected = [], [None], 0, 20
+    world.run(40)
+    assert not any(world.paused)

@@ -90,7 +90,7 @@ def test_a_server_learns_its_traffic_though_its_first_trainer_is_killed(
         return tokens
 
     async def main() -> LearnStatus:
-        front = AsyncEngine(loaded.engine, loaded.tokenizer, max_queue=99, observers=[learning.meter])
+        front = AsyncEngine(loaded.engine, loaded.tokenizer, max_queue=99, observers=learning.observers)
         front.start()
         status = learning.start(front, "tiny").status
         number, killed, end = 0, False, time.monotonic() + SECONDS

@@ -70,7 +70,7 @@ def test_a_head_promoted_by_hand_serves_while_requests_run_and_no_byte_changes(f
     number = learning.history.add(folder / "head4", {}).number
 
     async def main() -> tuple[list[int], LearnStatus]:
-        front = AsyncEngine(loaded.engine, loaded.tokenizer, max_queue=9, observers=[learning.meter])
+        front = AsyncEngine(loaded.engine, loaded.tokenizer, max_queue=9, observers=learning.observers)
         front.start()
         shown = learning.start(front, "tiny")
         try:

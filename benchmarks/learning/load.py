@@ -1,0 +1,245 @@
+"""Never worse while it learns: a server with --learn beside one without, in turns, its trainer at work.
+
+Both servers answer the same prompts. While one is measured the other one is stopped, with its trainer, so
+that each has the machine for itself. The trainer's CPU seconds in the turns say how much it worked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.learning.domains import conversations
+from benchmarks.server.client_requests import CHAT, model_name
+from benchmarks.server.process import ServerProcess
+from paceline.bench.report.result import Result, Table
+from paceline.bench.servers.client import Server, get, post
+from paceline.bench.timing import OnTurn, take_turns
+from paceline.errors import PacelineError
+
+WITHOUT, WITH = "without --learn", "with --learn"
+TRAIN_ROWS = 96  # requests before the training begins
+ENDLESS = 600  # minutes of the training: it is still at work when the measurement ends
+READY_SECONDS, TRAINED_SECONDS = 180.0, 5.0  # most until the trainer works, and CPU seconds that show it
+PAUSE = 0.5  # seconds between turns: an engine's threads spin for a moment
+LEAST = {1: 0.95}  # bar of both ratios with one client; with more the trainer waits
+LEAST_UNDER_LOAD = 0.99
+
+
+class LearningLoadError(PacelineError):
+    """The servers cannot be compared."""
+
+
+@dataclass
+class Turn:
+    """What the clients of a server saw in one turn."""
+
+    seconds: float
+    tokens: int
+    latencies: list[float]  # seconds of each request
+    trained: float = 0.0  # CPU seconds of the trainer
+
+
+@dataclass
+class Side:
+    """All turns of one server with one number of clients."""
+
+    turns: list[Turn] = field(default_factory=list)
+
+    @property
+    def throughput(self) -> float:
+        """Tokens per second."""
+        return sum(turn.tokens for turn in self.turns) / sum(turn.seconds for turn in self.turns)
+
+    @property
+    def p95(self) -> float:
+        """Seconds in which 95 % of the requests are answered."""
+        latencies = sorted(each for turn in self.turns for each in turn.latencies)
+        return latencies[min(len(latencies) - 1, int(0.95 * len(latencies)))]
+
+    @property
+    def trainer_share(self) -> float:
+        """CPU seconds of the trainer per second."""
+        return sum(turn.trained for turn in self.turns) / sum(turn.seconds for turn in self.turns)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Both servers with one number of clients."""
+
+    clients: int
+    without: Side
+    learning: Side
+
+    @property
+    def throughput_ratio(self) -> float:
+        return self.learning.throughput / self.without.throughput
+
+    @property
+    def latency_ratio(self) -> float:
+        """The p95 latency without, over that with: below 1 is a loss, as for throughput."""
+        return self.without.p95 / self.learning.p95
+
+    @property
+    def bar(self) -> float:
+        return LEAST.get(self.clients, LEAST_UNDER_LOAD)
+
+
+def measure_learning_load(
+    model: str,
+    clients: Sequence[int],
+    rounds: int,
+    requests: int,
+    tokens: int,
+    folder: Path,
+    flags: Sequence[str] = (),
+    on_turn: OnTurn = lambda _: None,
+) -> list[Compared]:
+    """The two servers with each number of clients, in turns of `requests` requests, at least two per client.
+
+    Every round has its own prompts, the same for both.
+    """
+    learn = ("--learn", "--learn-dir", str(folder), "--learn-min-rows", str(TRAIN_ROWS))
+    compared = []
+    with ExitStack() as stack:
+        plain = stack.enter_context(ServerProcess(model, *flags, own_group=True))
+        with stopped(plain):
+            arguments = (*flags, *learn, "--learn-minutes", str(ENDLESS))
+            learning = stack.enter_context(ServerProcess(model, *arguments, own_group=True))
+            trainer = _begin_training(learning, tokens)
+        sent = 0
+        for number in clients:
+            size = max(requests, 2 * number)
+            jobs = {
+                WITHOUT: _turns(plain, learning, number, sent, size, tokens),
+                WITH: _turns(learning, plain, number, sent, size, tokens, trainer),
+            }
+            sent += (1 + rounds) * size
+            take_turns(jobs, 1)  # compiles
+            turns = take_turns(jobs, rounds, on_turn)
+            compared.append(Compared(number, Side(turns[WITHOUT]), Side(turns[WITH])))
+    return compared
+
+
+def _turns(
+    process: ServerProcess,
+    other: ServerProcess,
+    clients: int,
+    first: int,
+    size: int,
+    tokens: int,
+    trainer: int | None = None,
+) -> Callable[[], Turn]:
+    """A job that measures the next turn of a server each time, while the other one is stopped."""
+    numbers = itertools.count()
+
+    def turn() -> Turn:
+        chats = conversations("chat", first + next(numbers) * size, size)
+        with stopped(other):
+            time.sleep(PAUSE)
+            before = _cpu_seconds(trainer)
+            result = asyncio.run(_send(process.server, chats, clients, tokens))
+            result.trained = _cpu_seconds(trainer) - before
+        return result
+
+    return turn
+
+
+@contextmanager
+def stopped(process: ServerProcess) -> Iterator[None]:
+    """A context in which a server and its trainer do nothing."""
+    os.killpg(process.process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.killpg(process.process.pid, signal.SIGCONT)
+
+
+async def _send(server: Server, chats: Sequence[Any], clients: int, tokens: int) -> Turn:
+    model, waiting, latencies, counts = await model_name(server), list(chats), list[float](), list[int]()
+
+    async def client() -> None:
+        while waiting:
+            body = {"model": model, "messages": waiting.pop(), "max_tokens": tokens, "temperature": 0}
+            answer = await post(server, CHAT, {**body, "ignore_eos": True})
+            if answer.status != 200:
+                raise LearningLoadError(f"a request failed with {answer.status}: {answer.body[-300:]!r}.")
+            counts.append(json.loads(answer.body)["usage"]["completion_tokens"])
+            latencies.append(answer.ended - answer.sent)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return Turn(time.perf_counter() - began, sum(counts), latencies)
+
+
+def _begin_training(process: ServerProcess, tokens: int) -> int:
+    """The process id of the trainer, once it works on the rows of some requests."""
+    asyncio.run(_send(process.server, conversations("tools", 0, TRAIN_ROWS), 16, min(tokens, 32)))
+    until = time.monotonic() + READY_SECONDS
+    while time.monotonic() < until:
+        state = json.loads(asyncio.run(get(process.server, "/learn")).body)
+        found = [child for child in _children(process.process.pid) if _cpu_seconds(child) > TRAINED_SECONDS]
+        if state["phase"] == "training" and found:
+            return found[0]
+        time.sleep(0.2)
+    raise LearningLoadError(
+        f"no training has begun {READY_SECONDS:.0f} s after {TRAIN_ROWS} requests. The server's last words: "
+        f"{process.log[-500:]}"
+    )
+
+
+def _children(process_id: int) -> list[int]:
+    """The processes that this one has started."""
+    threads = Path(f"/proc/{process_id}/task").glob("*/children")
+    return [int(child) for thread in threads for child in thread.read_text().split()]
+
+
+def _cpu_seconds(process_id: int | None) -> float:
+    """The CPU time of a process so far; 0 if there is none."""
+    try:
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def learning_load_result(compared: Sequence[Compared], facts: dict[str, Any]) -> Result:
+    """Throughput and p95 latency of both servers, with the ratios that have bars."""
+    title = f"{facts['model']}: a server that learns beside one that does not, in turns"
+    rows = [
+        (
+            str(each.clients),
+            f"{each.without.throughput:.1f}",
+            f"{each.learning.throughput:.1f}",
+            f"{each.throughput_ratio:.3f}",
+            f"{each.without.p95:.3f}",
+            f"{each.learning.p95:.3f}",
+            f"{each.latency_ratio:.3f}",
+            f"{each.bar:.2f}",
+            f"{each.learning.trainer_share:.2f}",
+        )
+        for each in compared
+    ]
+    columns = ("clients", "tokens/s without", "with", "ratio", "p95 s without", "with", "ratio", "bar")
+    figures = [
+        {
+            "clients": each.clients,
+            "throughput_ratio": each.throughput_ratio,
+            "latency_ratio": each.latency_ratio,
+            "trainer_share": each.learning.trainer_share,
+            "without": [vars(turn) for turn in each.without.turns],
+            "with": [vars(turn) for turn in each.learning.turns],
+        }
+        for each in compared
+    ]
+    table = Table(title, (*columns, "trainer's CPU"), rows)
+    return Result(title, [table], {**facts, "loads": figures})
