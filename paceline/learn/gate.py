@@ -32,12 +32,14 @@ class RowScore:
     passes: int  # of the target, which would have given these tokens
     offered: tuple[int, ...] = ()  # [position] drafts that were verified up to there
     accepted: tuple[int, ...] = ()  # [position] of those, the ones that were right
+    client: str = ""  # hash of the API key
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> RowScore:
         """A score as `asdict` gave it. KeyError, TypeError or ValueError if it is none."""
-        counts = (tuple(int(count) for count in row[name]) for name in ("offered", "accepted"))
-        return cls(str(row["prompt"]), str(row["segment"]), int(row["tokens"]), int(row["passes"]), *counts)
+        offered, accepted = (tuple(int(count) for count in row[name]) for name in ("offered", "accepted"))
+        names, numbers = (str(row["prompt"]), str(row["segment"])), (int(row["tokens"]), int(row["passes"]))
+        return cls(*names, *numbers, offered, accepted, str(row["client"]))
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class GateConfig:
     """When a candidate passes."""
 
     min_prompts: int = 12  # fewer are no evidence; of 200 rows about 20 are held back
-    min_segment: int = 8  # prompts of a segment that is judged by itself
+    min_segment: int = 8  # prompts of a segment, or of a client, that is judged by itself
     min_gain: float = 0.02  # of the tokens per second, overall: less is not worth a swap
     max_loss: float = 0.02  # of a segment's
     confidence: float = 0.95  # of the intervals
@@ -54,9 +56,9 @@ class GateConfig:
 
 @dataclass(frozen=True)
 class Gain:
-    """The candidate's tokens per second over the present head's, of one segment."""
+    """The candidate's tokens per second over the present head's, of one segment or one client."""
 
-    segment: str
+    segment: str  # or "client" and the hash of its API key
     prompts: int
     present: float  # tokens per pass
     candidate: float
@@ -92,12 +94,10 @@ def judge(
     config = config or GateConfig()
     if [(row.prompt, row.tokens) for row in present] != [(row.prompt, row.tokens) for row in candidate]:
         return Verdict(False, "the two heads were not scored on the same rows")
-    segments = sorted({row.segment for row in present})
     gains = [_gain(ALL, present, candidate, cost, config)]
-    for segment in segments if len(segments) > 1 else []:
-        chosen = [index for index, row in enumerate(present) if row.segment == segment]
+    for name, chosen in _groups(present).items():
         rows = [present[index] for index in chosen], [candidate[index] for index in chosen]
-        gains.append(_gain(segment, *rows, cost, config))
+        gains.append(_gain(name, *rows, cost, config))
     overall, *others = gains
     judged = [gain for gain in others if gain.prompts >= config.min_segment]
     losing = [gain for gain in judged if gain.ratio < 1 - config.max_loss and gain.high < 1]
@@ -106,10 +106,22 @@ def judge(
     elif overall.ratio < 1 + config.min_gain or overall.low <= 1:
         reason = f"no significant gain: {_told(overall)}"
     elif losing:
-        reason = f"segment {losing[0].segment!r} loses: {_told(losing[0])}"
+        reason = f"{losing[0].segment!r} loses: {_told(losing[0])}"
     else:
         return Verdict(True, f"it gains: {_told(overall)}", tuple(gains))
     return Verdict(False, reason, tuple(gains))
+
+
+def _groups(rows: Sequence[RowScore]) -> dict[str, list[int]]:
+    """The rows of each segment and of each client, where there are several: all of them must not lose.
+
+    So no client can train the head for itself at the cost of others, however much it sends.
+    """
+    groups: dict[str, list[int]] = {}
+    for names in ([row.segment for row in rows], [f"client {row.client}" for row in rows]):
+        for name in sorted(set(names)) if len(set(names)) > 1 else []:
+            groups[name] = [index for index, each in enumerate(names) if each == name]
+    return groups
 
 
 def tokens_per_pass(scores: Sequence[RowScore]) -> float:

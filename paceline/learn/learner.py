@@ -74,6 +74,7 @@ class Learner:
         self._began = 0.0  # time at which the last training began
         self._trained_rows = 0  # collected when the last training began
         self._expected: float | None = None  # tokens per draft of the head since it was promoted
+        self._level: float | None = None  # tokens per draft of the last point of the curve
         self._low_points = 0  # of the curve, in a row
         self._overruled = False  # somebody changed `current` by hand
         self._job_runs = False
@@ -216,7 +217,7 @@ class Learner:
         turn = self._meter.take()
         by_segment = {segment: turn.tokens_per_draft(segment) or 0.0 for segment in turn.drafted}
         self.status.curve.append((self._clock(), self._in_engine, by_segment))
-        length = turn.tokens_per_draft()
+        self._level = length = turn.tokens_per_draft()
         if length is None or self._in_engine == 0:
             return
         if self._expected is None:
@@ -286,7 +287,7 @@ class Learner:
                 continue
             self._in_engine = self.status.head = head.number
             break
-        self._expected, self._low_points = None, 0
+        self._expected, self._low_points = self._level, 0  # it should draft as well as the one before
 
     # --- what is told ---
 

@@ -119,7 +119,8 @@ def score_row(objective: Objective, row: TrafficRow) -> RowScore:
             right[position] += position < length
         place += length + 1
         passes += 1
-    return RowScore(_hash(row.prompt_ids), row.segment, len(accepted), passes, tuple(offered), tuple(right))
+    counts = len(accepted), passes, tuple(offered), tuple(right)
+    return RowScore(_hash(row.prompt_ids), row.segment, *counts, client=row.key)
 
 
 def _hash(ids: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ ALL_SALTS = "all"
 MIN_TRAIN, MIN_STOP = 16, 4  # rows
 MIN_OLD = 8  # held-back old rows; fewer are too noisy to say that a head forgets
 MAX_STOP = 32  # rows of a group; they are measured several times
+MIN_LOOP, LOOP_SHARE = 32, 0.9  # an answer of so many tokens, this share of them one and the same, is a loop
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,20 @@ class Chosen:
 
 
 def usable(row: TrafficRow, salt: str, max_length: int) -> bool:
-    """Whether a row may train or judge the head of this salt: see Selection."""
+    """Whether a row may train or judge the head of this salt: see Selection.
+
+    Loops of one token are left out: they are easy to draft, so a head that learns them seems to gain.
+    """
     allowed = salt == ALL_SALTS or row.salt == salt
-    return allowed and 1 <= len(row.prompt_ids) <= max_length - 2 and len(row.output_ids) >= 2
+    fits = 1 <= len(row.prompt_ids) <= max_length - 2 and len(row.output_ids) >= 2
+    return allowed and fits and not _is_loop(row.output_ids)
+
+
+def _is_loop(answer: Sequence[int]) -> bool:
+    if len(answer) < MIN_LOOP:
+        return False
+    ((_, most),) = Counter(answer).most_common(1)
+    return most >= LOOP_SHARE * len(answer)
 
 
 def choose(rows: Iterable[TrafficRow], generic: Sequence[TrafficRow], selection: Selection) -> Chosen:

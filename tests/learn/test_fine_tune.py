@@ -16,7 +16,8 @@ from paceline.errors import ConfigError
 from paceline.learn.early_stop import is_better
 from paceline.learn.fine_tune import FineTuneOptions, fine_tune, head_fingerprint, read_candidate
 from paceline.learn.rows import TrafficRow
-from paceline.learn.selection import NEW, OLD, Selection, choose, generic_rows
+from paceline.learn.score import gate_rows
+from paceline.learn.selection import NEW, OLD, Selection, choose, generic_rows, usable
 from paceline.learn.split import Side, side_of
 from paceline.learn.store import StoreLimits, TrafficStore
 from paceline.learn.yielding import StoppedTime, Yielding, stopped_by_signals
@@ -136,6 +137,17 @@ def test_salted_rows_train_only_where_they_are_asked_for(rows: list[TrafficRow])
         assert len(choose(salted, [], Selection(salt=salt)).train) > 50
     with pytest.raises(ConfigError, match="too few rows"):
         choose(salted, [], Selection(salt="other"))
+
+
+def test_loops_of_one_token_neither_train_nor_judge(rows: list[TrafficRow]) -> None:
+    poison = [TrafficRow((number, 1, 2), (7,) * 40, "s", time=2000.0) for number in range(400)]
+    chosen = choose([*rows, *poison], [], Selection())
+    judging = gate_rows([*rows, *poison])
+    found = [*chosen.train, *(row for group in chosen.stop.values() for row in group), *judging]
+    assert not any(row.output_ids == (7,) * 40 for row in found)
+    assert len(judging) == len(gate_rows(rows)) > 0
+    lively = replace(poison[0], output_ids=(7,) * 35 + (8, 9, 10, 11, 12))
+    assert usable(lively, "", 1024)
 
 
 def test_generic_answers_count_as_old_rows(rows: list[TrafficRow], tmp_path: Path) -> None:

@@ -57,13 +57,27 @@ def test_a_segment_that_loses_vetoes_a_gain_overall():
     verdict = judge(rows({"sql": 2.0, "chat": 2.0}), rows({"sql": 3.0, "chat": 1.8}, seed=1))
     assert verdict.gains[0].low > 1
     assert not verdict.passes
-    assert "segment 'chat' loses" in verdict.reason
+    assert "'chat' loses" in verdict.reason
 
 
 def test_a_segment_with_too_few_prompts_does_not_veto():
     few = rows({"rare": 2.0}, count=3), rows({"rare": 1.5}, count=3)
     verdict = judge(rows({"sql": 2.0}) + few[0], rows({"sql": 3.0}, seed=1) + few[1])
     assert verdict.passes
+
+
+def test_a_client_that_loses_vetoes_however_much_another_one_gains():
+    """Poisoned traffic: one client sends most rows, and a head that learned them is worse for others."""
+
+    def scored(victim: float, poisoner: float, seed: int) -> list[RowScore]:
+        own, many = rows({"chat": victim}, 20, seed), rows({"chat": poisoner}, 300, seed + 1)
+        poison = [replace(row, prompt=f"p{row.prompt}", client="b00") for row in many]
+        return [replace(row, client="a11") for row in own] + poison
+
+    verdict = judge(scored(2.0, 2.0, 0), scored(1.7, 6.0, 5))
+    assert verdict.gains[0].low > 2
+    assert not verdict.passes
+    assert "'client a11' loses" in verdict.reason
 
 
 def test_a_slower_pass_counts_against_the_candidate():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from paceline.errors import ConfigError
+from paceline.learn import history as history_module
 from paceline.learn.history import History
 
 
@@ -85,6 +88,49 @@ def test_what_a_killed_process_left_unfinished_is_not_used(history, tmp_path):
     assert served(history) == "a"
     promoted(history, tmp_path, "b")
     assert served(history) == "b"
+
+
+class Killed(BaseException):
+    """The process ends here: nothing after it runs, as after kill -9."""
+
+
+def test_a_kill_before_any_write_leaves_a_whole_head_that_serves(tmp_path, monkeypatch):
+    """Every place where a promotion touches the disk, and every one of a rollback."""
+    writes = [(os, "replace"), (shutil, "copytree"), (history_module, "_write"), (history_module, "_sync")]
+    for kill in range(40):
+        folder = tmp_path / str(kill)
+        folder.mkdir()
+        history = History(folder / "heads", folder, keep=2, clock=lambda: 1.0)
+        promoted(history, folder, "a")
+        left = kill
+
+        def counted(run):
+            def last(*given):
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    raise Killed
+                return run(*given)
+
+            return last
+
+        with monkeypatch.context() as patches:
+            for module, name in writes:
+                patches.setattr(module, name, counted(getattr(module, name)))
+            try:
+                promoted(history, folder, "b")
+                history.rollback()
+                history.note("rolled back")
+                ended = True
+            except Killed:
+                ended = False
+        after = History(folder / "heads", folder, keep=2, clock=lambda: 2.0)
+        assert served(after) in ("a", "b")
+        promoted(after, folder, "c")
+        assert served(after) == "c"
+        if ended:
+            break
+    assert 8 <= kill < 39
 
 
 def test_old_heads_are_deleted_but_never_the_current_one_or_the_last_before_it(history, tmp_path):

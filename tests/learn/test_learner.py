@@ -246,6 +246,38 @@ def test_a_live_loss_is_rolled_back_by_itself(world):
     assert (learner.status.rollbacks, world.history.current().number, world.in_use) == (1, 0, str(FIRST))
 
 
+def test_a_bad_head_that_was_promoted_by_hand_is_rolled_back_by_its_live_loss(world):
+    """It never passed the gate, so what it must keep up with is what the head before it did live."""
+    bad = world.folder / "bad"
+    bad.mkdir()
+    (bad / "model.safetensors").write_text("1.2")
+    number = world.history.add(bad, {}).number
+    world.collected, world.trained = 0, []
+
+    def plant(world: World) -> None:
+        if world.polls == 20:
+            world.history.promote(number)
+
+    world.on_poll = plant
+    learner = world.run(120)
+    assert (world.in_use, learner.status.rollbacks) == (str(FIRST), 1)
+    assert world.history.current().number == 0
+    assert world.decisions == ["serves", "rolled back"]
+
+
+@pytest.mark.parametrize("fails", ["add", "promote", "note"])
+def test_a_full_disk_when_a_head_is_promoted_leaves_one_that_works(world, fails, monkeypatch):
+    def full(*arguments: Any, **facts: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(world.history, fails, full)
+    world.trained, world.collected = [2.6], 10
+    learner = world.run()
+    serves = world.history.current()
+    assert world.in_use == (serves.path / "model.safetensors").read_text()
+    assert (world.in_use, learner.status.failures) == (("2.6", 0) if fails == "note" else (str(FIRST), 1))
+
+
 def test_traffic_that_makes_both_heads_worse_rolls_nothing_back(world):
     world.trained = [2.6]
     world.on_poll = lambda world: setattr(world, "factor", 0.7 if world.polls > 60 else 1.0)
