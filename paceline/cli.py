@@ -194,7 +194,10 @@ def serve(
         serve(model, engine, server, learn)
         return
     if learn["learn"]:
-        raise ConfigError("--learn is for one engine: leave out --replicas and --autoscale.")
+        raise ConfigError(
+            "--learn is for one engine: leave out --replicas and --autoscale. For a learned head on replicas, "
+            "let a server without them learn, and give its head to all as --draft eagle3:PATH."
+        )
     from paceline.scale.command import serve_replicas
 
     serve_replicas(model or DEFAULT_MODEL, engine, server, scale)

@@ -48,6 +48,7 @@ def status_command(folder: Folder, as_json: AsJson = False) -> None:
             "traffic": asdict(count),
             "candidate": None if candidate is None else asdict(candidate),
             "head": history.current().number,
+            "live": history.live(),
             "decisions": history.decisions(),
         }
         typer.echo(json.dumps(facts, indent=1))
@@ -62,6 +63,10 @@ def status_command(folder: Folder, as_json: AsJson = False) -> None:
         )
         typer.echo(f"candidate  {candidate.method}, {candidate.steps} steps; tokens per pass: {gains}")
     typer.echo(f"head       {history.current().number or '0, the one that the server was started with'}")
+    accepted = history.live().get("accepted", {})
+    if total := sum(accepted.values()):
+        shares = ", ".join(f"{name} {count / total:.0%}" for name, count in sorted(accepted.items()))
+        typer.echo(f"drafters   {shares} of the accepted tokens since the server's start")
     for made in history.decisions()[-SHOWN_DECISIONS:]:
         told = f"{made['decision']}, head {made['head']}: {made.get('reason', '')}"
         typer.echo(f"{_local(made['time'])}  {told}")

@@ -3,6 +3,7 @@
     heads/0003/             a head in the usual format, card.json, and the hashes of its files in it
     heads/current           {"number": 3, "before": [0, 2]}: replaced at once or not at all
     heads/decisions.jsonl   one line for each decision, with its evidence
+    heads/live.json         what drafts were worth lately
     heads/lock              held while current is read and replaced
 
 Number 0 is the head that the server was started with: shipped, or named by the user. It is never copied or
@@ -25,7 +26,7 @@ from typing import Any
 
 from paceline.errors import ConfigError
 
-CARD, CURRENT, DECISIONS = "card.json", "current", "decisions.jsonl"
+CARD, CURRENT, DECISIONS, LIVE = "card.json", "current", "decisions.jsonl", "live.json"
 KEPT = 5  # heads that stay on the disk beside the current one
 CHUNK = 1 << 20  # bytes hashed at a time
 MAX_DECISIONS = 200  # lines that are kept
@@ -154,6 +155,21 @@ class History:
             lines = [*self._decision_lines()[1 - MAX_DECISIONS :], line]
             _write(self.folder / f"{DECISIONS}.unfinished", "\n".join(lines) + "\n")
             os.replace(self.folder / f"{DECISIONS}.unfinished", self.folder / DECISIONS)
+
+    def note_live(self, **facts: Any) -> None:
+        """Keep what drafts are worth now; the last ones are replaced."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        unfinished = self.folder / f"{LIVE}.unfinished"
+        unfinished.write_text(json.dumps({"time": self._clock(), **facts}))
+        os.replace(unfinished, self.folder / LIVE)
+
+    def live(self) -> dict[str, Any]:
+        """What drafts were worth lately; empty if nobody has said."""
+        try:
+            found: dict[str, Any] = json.loads((self.folder / LIVE).read_text())
+            return found
+        except (OSError, ValueError):
+            return {}
 
     def decisions(self) -> list[dict[str, Any]]:
         """The decisions so far, the oldest first."""

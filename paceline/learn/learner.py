@@ -217,6 +217,9 @@ class Learner:
         turn = self._meter.take()
         by_segment = {segment: turn.tokens_per_draft(segment) or 0.0 for segment in turn.drafted}
         self.status.curve.append((self._clock(), self._in_engine, by_segment))
+        self.status.accepted = self._meter.accepted()
+        with suppress(OSError):  # a full disk: the live page has it
+            self._history.note_live(tokens_per_draft=by_segment, accepted=self.status.accepted)
         self._level = length = turn.tokens_per_draft()
         if length is None or self._in_engine == 0:
             return

@@ -41,6 +41,7 @@ class LearnStatus:
     candidate_tokens_per_pass: float | None = None
     gain: float | None = None  # speedup of the last promotion, measured by its trial
     paused: bool = False
+    accepted: dict[str, int] = field(default_factory=dict)  # drafted tokens, by drafter
     slowdown: float | None = None  # seconds of a step while the trainer works, over those while it is stopped
     # (time, number of the head, tokens per draft by segment), the oldest first
     curve: deque[tuple[float, int, dict[str, float]]] = field(default_factory=deque)

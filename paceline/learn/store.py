@@ -14,9 +14,11 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import math
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -27,6 +29,8 @@ from paceline.errors import ConfigError
 from paceline.learn.rows import Damage, TrafficRow, decode_rows
 from paceline.models.heads.config import TargetName
 from paceline.options import check_integer, check_number, refuse_unknown
+
+logger = logging.getLogger(__name__)
 
 TARGET = "target.json"
 SEGMENTS = 16  # in a full store; the oldest one is dropped as a whole
@@ -72,6 +76,10 @@ class _Segment:
     path: Path
     number: int
     started: float  # time of its first row
+
+
+class DamagedStoreError(ConfigError):
+    """It cannot be read whose token ids a store has."""
 
 
 class TrafficStore:
@@ -255,7 +263,7 @@ class TrafficStore:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
+            raise DamagedStoreError(
                 f"{path} cannot be read ({error!r}), so it is not known whose token ids are beside it: "
                 "delete the folder, or give another --learn-dir."
             ) from None
@@ -275,6 +283,20 @@ class TrafficStore:
             raise ConfigError(
                 f"{self.folder} cannot be written ({error}): give another folder with --learn-dir."
             ) from error
+
+
+def open_store(
+    folder: Path, target: TargetName, vocab_size: int, limits: StoreLimits | None = None
+) -> TrafficStore:
+    """The store of a server. One that is damaged is put aside: it must not keep the server from starting."""
+    try:
+        return TrafficStore(folder, target, vocab_size, limits)
+    except DamagedStoreError as error:
+        aside = folder.with_name(f"{folder.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(folder, aside)
+        logger.warning("the traffic on disk begins anew, the old folder is now %s: %s", aside, error)
+        return TrafficStore(folder, target, vocab_size, limits)
 
 
 def _size(path: Path) -> int:

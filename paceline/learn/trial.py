@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -68,8 +69,11 @@ class Meter:
         self._lock = threading.Lock()
         self._turn = Turn()
         self._skip = 0
+        self._accepted: Counter[str] = Counter()  # drafted tokens that were right, by drafter
 
     def step(self, stats: StepStats, deltas: Sequence[Delta]) -> None:
+        for draft in stats.drafts:
+            self._accepted[draft.drafter] += draft.accepted
         drafts = [draft for draft in stats.drafts if draft.drafter == self._drafter]
         if not drafts or stats.failed or stats.prefill_tokens:
             return
@@ -94,6 +98,10 @@ class Meter:
     def steps(self) -> int:
         """Steps that the present turn has counted."""
         return self._turn.steps
+
+    def accepted(self) -> dict[str, int]:
+        """The accepted tokens of each drafter since the start: what the head gains, and what others do."""
+        return dict(self._accepted)
 
     def take(self, skip: int = 0) -> Turn:
         """The steps since the last time; the next `skip` ones are not counted. Any thread may ask."""

@@ -16,7 +16,7 @@ from paceline.learn.jobs import ProcessJobs
 from paceline.learn.options import LearnOptions
 from paceline.learn.selection import ALL_SALTS
 from paceline.learn.status import LearnerConfig
-from paceline.learn.store import TrafficStore
+from paceline.learn.store import open_store
 from paceline.models.heads.config import TargetName
 from paceline.serve.learner import LearningModel, history_of
 from paceline.serve.loading import ServedModel
@@ -90,13 +90,8 @@ def collecting(
     target = TargetName(model.loaded.fingerprint, model.names[0])
     folder = LearnFolder(learning.folder(target.fingerprint))
     history = history_of(model.loaded, method, folder.heads)
-    store = TrafficStore(folder.traffic, target, model.loaded.model_config.vocab_size, learning.limits)
-    policy = Policy(
-        salts=learning.learn_salts,
-        separate_keys=_separates_keys(options),
-        skipped_keys=frozenset(key_digest(key.encode()).hex() for key in learning.learn_skip_key),
-        share=learning.learn_share,
-    )
+    store = open_store(folder.traffic, target, model.loaded.model_config.vocab_size, learning.limits)
+    policy = collector_policy(learning, options)
     collector = Collector(store, policy, learning.redact(), model.tokenizer.decode)
     log_event(logger, "learning", folder=str(folder.root), method=method, share=learning.learn_share)
     salt = ALL_SALTS if learning.learn_salts == "shared" else ""
@@ -108,6 +103,16 @@ def collecting(
         yield LearningModel(model.loaded, method, collector, history, jobs, config)
     finally:
         collector.close()
+
+
+def collector_policy(learning: LearnOptions, options: ServeOptions) -> Policy:
+    """Whose requests are kept, by the server's options."""
+    return Policy(
+        salts=learning.learn_salts,
+        separate_keys=_separates_keys(options),
+        skipped_keys=frozenset(key_digest(key.encode()).hex() for key in learning.learn_skip_key),
+        share=learning.learn_share,
+    )
 
 
 def _separates_keys(options: ServeOptions) -> bool:

@@ -49,6 +49,8 @@ class LearnState(BaseModel):
     rollbacks: int
     rejected: int
     gain: float | None  # speedup of the last promotion, measured live
+    accepted: dict[str, int]  # drafted tokens since the start, by drafter: what the head gains, and others
+    slowdown: float | None  # seconds of a step while the trainer works, over those while it is stopped
     curve: list[CurvePoint]  # the oldest first
     decisions: list[dict[str, Any]]  # the oldest first
 
@@ -80,6 +82,8 @@ def router(learning: Learning) -> APIRouter:
             rollbacks=status.rollbacks,
             rejected=status.rejected,
             gain=status.gain,
+            accepted=status.accepted,
+            slowdown=status.slowdown,
             curve=curve,
             decisions=decisions,
         )

@@ -14,6 +14,7 @@ from paceline.learn.commands import NOTHING_GAINED, app
 from paceline.learn.early_stop import EarlyStop
 from paceline.learn.fine_tune import read_candidate
 from paceline.learn.folder import LearnFolder
+from paceline.learn.history import History
 from paceline.learn.rows import TrafficRow
 from paceline.models.checkpoint import Checkpoint
 from paceline.train.examples import read_examples
@@ -38,6 +39,9 @@ def test_status_and_show_tell_what_is_kept(folder: Path, rows: list[TrafficRow])
     facts = json.loads(run("status", "--dir", str(folder), "--json").stdout)
     assert facts["traffic"]["rows"] == len(rows)
     assert (facts["candidate"], facts["head"], facts["decisions"]) == (None, 0, [])
+    History(LearnFolder(folder).heads, folder).note_live(accepted={"eagle3": 30, "suffix": 10})
+    told = run("status", "--dir", str(folder)).stdout
+    assert "drafters   eagle3 75%, suffix 25% of the accepted tokens" in told
     shown = [
         json.loads(line) for line in run("show", "--dir", str(folder), "--last", "2").stdout.splitlines()
     ]

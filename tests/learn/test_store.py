@@ -13,7 +13,7 @@ import pytest
 from paceline.errors import ConfigError
 from paceline.learn.rows import Damage, RowSampling, TrafficRow
 from paceline.learn.split import GATE_SHARE, STOP_SHARE, Side, side_of
-from paceline.learn.store import StoreLimits, TrafficStore
+from paceline.learn.store import StoreLimits, TrafficStore, open_store
 from paceline.models.heads.config import TargetName
 
 TARGET = TargetName("f00d", "a-model")
@@ -190,3 +190,18 @@ def test_every_prompt_has_one_side_and_sides_have_their_shares() -> None:
     assert sides == [side_of([number, number // 7, 3]) for number in range(4000)]
     for side, share in ((Side.GATE, GATE_SHARE), (Side.STOP, STOP_SHARE)):
         assert sides.count(side) / 4000 == pytest.approx(share, abs=0.02)
+
+
+def test_a_store_whose_target_cannot_be_read_is_put_aside_so_that_a_server_starts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, target = tmp_path / "traffic", TargetName("f00d", "m")
+    for content in ("{", "null", '{"version": 1}'):
+        open_store(folder, target, 1000).close()
+        (folder / "target.json").write_text(content)
+        store = open_store(folder, target, 1000)
+        assert list(store.rows()) == []
+        assert (tmp_path / "traffic.damaged/target.json").read_text() == content
+    assert caplog.text.count("begins anew") == 3
+    with pytest.raises(ConfigError, match="not of other"):  # a mistake of the user, not damage
+        open_store(folder, TargetName("beef", "other"), 1000)

@@ -25,15 +25,20 @@ class Api:
     """A client of an app whose engine runs until `close`."""
 
     def __init__(
-        self, engine: Engine | None = None, max_queue: int = 100, on_finished: OnFinished | None = None
+        self,
+        engine: Engine | None = None,
+        max_queue: int = 100,
+        on_finished: OnFinished | None = None,
+        options: ServeOptions | None = None,
     ) -> None:
         self.engine = engine or toy_engine(max_model_len=400)
+        self._keys = [f"Bearer {key}" for key in (options or ServeOptions()).api_key]
         self._runner = asyncio.Runner()
         self.front = AsyncEngine(self.engine, ToyTokenizer(), max_queue=max_queue)
         names = ("toy", "toy-too")
         self.service = Service(self.front, ToyTokenizer(), names, on_finished=on_finished)  # type: ignore[arg-type]
         self.models = Models.of(self.service)
-        self.app = make_models_app(self.models, ServeOptions())
+        self.app = make_models_app(self.models, options or ServeOptions())
 
         async def start() -> None:
             self.front.start()
@@ -55,7 +60,8 @@ class Api:
     async def send(self, method: str, path: str, **options: Any) -> httpx.Response:
         """The same for concurrent requests, inside `run`."""
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://toy") as client:
+        headers = {"Authorization": self._keys[0]} if self._keys else {}
+        async with httpx.AsyncClient(transport=transport, base_url="http://toy", headers=headers) as client:
             return await client.request(method, path, **options)
 
     def get(self, path: str) -> Any:

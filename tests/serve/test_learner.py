@@ -104,6 +104,7 @@ def shown(tmp_path: Path) -> Learning:
     history = History(tmp_path, tmp_path, clock=lambda: 7.0)
     history.note("promoted", head=2, reason="it gains", evidence={"rows": "many"})
     status = LearnStatus(head=2, swaps=2, training_steps=90, gain=1.25, present_tokens_per_pass=2.0)
+    status.accepted = {"eagle3": 30, "suffix": 10}
     status.curve = deque([(5.0, 0, {"sql": 2.0}), (6.0, 2, {"sql": 2.5, "chat": 1.5})])
     return Learning("tiny", status, history, lambda: 321)
 
@@ -131,6 +132,7 @@ def test_the_page_reads_the_curve_and_the_decisions(shown):
     app = FastAPI()
     app.include_router(router(shown))
     state = TestClient(app).get("/learn").json()
+    assert state["accepted"] == {"eagle3": 30, "suffix": 10}  # what past responses gain is apart
     assert [point["head"] for point in state["curve"]] == [0, 2]
     assert state["curve"][1]["tokens_per_draft"] == {"sql": 2.5, "chat": 1.5}
     assert state["decisions"] == [{"time": 7.0, "decision": "promoted", "head": 2, "reason": "it gains"}]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.learn.collector import Collector, Policy
+from paceline.learn.options import LearnOptions
 from paceline.learn.store import StoreLimits, TrafficStore
 from paceline.models.heads.config import TargetName
-from paceline.serve.learning import learn_options
+from paceline.serve.learning import collector_policy, learn_options
 from paceline.serve.loading import declared_models
 from paceline.serve.options import ServeOptions
 from tests.serve.api import Api
@@ -61,6 +63,26 @@ def test_requests_of_every_endpoint_are_kept_unless_their_body_forbids_it(learni
     pairs = {(row.prompt_ids, row.output_ids) for row in rows}
     for choice in answer["choices"]:  # two prompts of one request, kept in the order in which they finished
         assert (tuple(choice["prompt_token_ids"]), tuple(choice["token_ids"])) in pairs
+
+
+def test_a_key_that_is_to_be_skipped_is_the_key_that_clients_send(tmp_path: Path) -> None:
+    """--learn-skip-key names the key itself; what is compared, and what is kept, are hashes of it."""
+    flags, server = LearnOptions(learn_skip_key=("two",)), ServeOptions(api_key=("one", "two"))
+    policy = collector_policy(replace(flags, learn_salts="shared"), server)
+    store = TrafficStore(tmp_path, TargetName("f00d", "toy"), 1000, StoreLimits())
+    collector = Collector(store, policy)
+    api = Api(on_finished=collector.offer, options=server)
+    for key in ("one", "two", "one"):
+        sent = api.request(
+            "POST", "/v1/chat/completions", json=CHAT, headers={"Authorization": f"Bearer {key}"}
+        )
+        assert sent.status_code == 200
+    collector.close()
+    api.close()
+    rows = list(store.rows())
+    assert (len(rows), collector.counts.refused) == (2, 1)
+    assert rows[0].key == rows[1].key != ""
+    assert "one" not in rows[0].key
 
 
 def test_what_cannot_be_learned_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -18,8 +18,11 @@ export function showLearning(state) {
 function facts(state) {
   const gain = state.gain === null ? "" : ` · last swap: ${number(state.gain, 2)}× the tokens per second`;
   const phase = state.paused && state.phase === "training" ? "training waits for requests" : state.phase;
+  const total = Object.values(state.accepted).reduce((sum, count) => sum + count, 0);
+  const shares = Object.entries(state.accepted).sort().map(([name, count]) => `${name} ${whole(100 * count / total)} %`);
+  const drafted = total ? ` · accepted tokens: ${shares.join(", ")}` : "";
   return element("p", { class: "empty" }, `${phase} · ${whole(state.rows)} requests kept · head ${state.head} serves · ` +
-    `${whole(state.swaps)} swaps, ${whole(state.rollbacks)} rolled back, ${whole(state.rejected)} candidates rejected${gain}`);
+    `${whole(state.swaps)} swaps, ${whole(state.rollbacks)} rolled back, ${whole(state.rejected)} candidates rejected${gain}${drafted}`);
 }
 
 function legend(state, segments) {
