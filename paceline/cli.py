@@ -195,8 +195,8 @@ def serve(
         return
     if learn["learn"]:
         raise ConfigError(
-            "--learn is for one engine: leave out --replicas and --autoscale. For a learned head on replicas, "
-            "let a server without them learn, and give its head to all as --draft eagle3:PATH."
+            "--learn is for one engine: leave out --replicas and --autoscale. For a learned head on "
+            "replicas, let a server without them learn, and give its head to all as --draft eagle3:PATH."
         )
     from paceline.scale.command import serve_replicas
 

@@ -28,7 +28,7 @@ from paceline.learn.history import Head, History
 from paceline.learn.jobs import Jobs
 from paceline.learn.slowdown import Slowdown
 from paceline.learn.status import LearnerConfig, LearnStatus
-from paceline.learn.trial import Meter, Outcome, Turn, log_speedup, outcome
+from paceline.learn.trial import NEGLECTED, Meter, Outcome, Turn, log_speedup, outcome
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +73,8 @@ class Learner:
         self._promoted = 0  # number that `current` had when we looked last
         self._began = 0.0  # time at which the last training began
         self._trained_rows = 0  # collected when the last training began
-        self._expected: float | None = None  # tokens per draft of the head since it was promoted
-        self._level: float | None = None  # tokens per draft of the last point of the curve
+        self._expected: Turn | None = None  # what the head did when it was promoted
+        self._level: Turn | None = None  # the last point of the curve
         self._low_points = 0  # of the curve, in a row
         self._overruled = False  # somebody changed `current` by hand
         self._job_runs = False
@@ -158,7 +158,7 @@ class Learner:
         head = await asyncio.to_thread(self._history.add, candidate, evidence)
         self._promoted = self._history.promote(head.number).number
         self._in_engine = self._promoted = self.status.head = head.number
-        self._expected, self._low_points = live.tokens_per_draft(), 0
+        self._expected, self._low_points = live, 0
         self.status.swaps += 1
         self.status.gain = result.speedup
         await self._tell("promoted", head=head.number, reason=_told("it gains", result), evidence=evidence)
@@ -180,7 +180,7 @@ class Learner:
         if not self._overruled:
             await self._engine.replace_head(self._method, drafter)
         self._meter.take(skip=config.skipped_steps)
-        while self._meter.steps < config.turn_steps and not self._overruled:
+        while not self._meter.has(config.turn_steps) and not self._overruled:
             await self._wait(watching=False)
         return self._meter.take()
 
@@ -197,7 +197,7 @@ class Learner:
             return
         self.status.phase = "trial"
         new, old = [await asyncio.to_thread(self._load, head.path) for head in (present, before)]
-        result, live = await self._compare(new, old)
+        result, _ = await self._compare(new, old)
         if self._overruled:
             return
         if result.better:
@@ -207,12 +207,12 @@ class Learner:
             await self._tell("rolled back", head=head.number, reason=_told("the head before gains", result))
             return
         await self._engine.replace_head(self._method, new)
-        self._expected = live.tokens_per_draft()
+        self._expected = None  # of this traffic: the next point
         await self._tell("kept", head=present.number, reason=_told("the head before loses", result))
 
     def _watch(self) -> None:
         """Add a point to the curve of live acceptance, and count points that are too low."""
-        if self._meter.steps < self._config.watch_steps:
+        if not self._meter.has(self._config.watch_steps):
             return
         turn = self._meter.take()
         by_segment = {segment: turn.tokens_per_draft(segment) or 0.0 for segment in turn.drafted}
@@ -220,13 +220,17 @@ class Learner:
         self.status.accepted = self._meter.accepted()
         with suppress(OSError):  # a full disk: the live page has it
             self._history.note_live(tokens_per_draft=by_segment, accepted=self.status.accepted)
-        self._level = length = turn.tokens_per_draft()
-        if length is None or self._in_engine == 0:
+        self._level = turn
+        if self._in_engine == 0:
             return
         if self._expected is None:
-            self._expected = length
-        low = length < (1 - self._config.watch_drop) * self._expected
-        self._low_points = self._low_points + 1 if low else 0
+            self._expected = turn
+        self._low_points = self._low_points + 1 if self._is_low(turn, self._expected) else 0
+
+    def _is_low(self, turn: Turn, expected: Turn) -> bool:
+        """Whether a head drafts worse than it should, or the controller hardly lets it draft any more."""
+        length, wanted = turn.tokens_per_draft() or 1.0, expected.tokens_per_draft() or 1.0
+        return length < (1 - self._config.watch_drop) * wanted or turn.use < NEGLECTED * expected.use
 
     # --- waiting ---
 

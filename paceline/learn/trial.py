@@ -21,13 +21,18 @@ from paceline.core.stats import StepStats
 from paceline.engine.output_processor import Delta
 
 MIN_SECONDS = 1e-9  # of a step, for clocks that stand still
+NEGLECT = 8  # a turn is over after so many times its steps, even if the controller lets others draft
+NEGLECTED = 0.5  # a head that drafts for less than this share of the other one's steps is worse
+NEGLECTED_SPEED = math.log(0.8)  # what that counts for in a trial
 
 
 @dataclass(frozen=True)
 class TrialConfig:
     """How long a trial takes."""
 
-    turn_steps: int = 128  # decode steps with drafts of a head, in each of its turns
+    turn_steps: int = (
+        128  # decode steps with drafts of a head in a turn, or NEGLECT times as many in all
+    )
     skipped_steps: int = 8  # at the start of a turn: requests catch up with the new head
     min_pairs: int = 4  # turns of each head before anything is decided
     max_pairs: int = 12
@@ -52,7 +57,13 @@ class Turn:
 
     by_requests: dict[int, Sums] = field(default_factory=dict)  # requests in the pass: its steps
     drafted: dict[str, list[int]] = field(default_factory=dict)  # segment: drafts, accepted tokens
-    steps: int = 0
+    steps: int = 0  # with drafts of the head
+    decodes: int = 0  # all decode steps
+
+    @property
+    def use(self) -> float:
+        """The share of decode steps in which the head drafted: a controller lets it where it gains."""
+        return self.steps / self.decodes if self.decodes else 0.0
 
     def tokens_per_draft(self, segment: str | None = None) -> float | None:
         """Accepted tokens of a draft, and the one after them; None if nothing was drafted."""
@@ -75,13 +86,16 @@ class Meter:
         for draft in stats.drafts:
             self._accepted[draft.drafter] += draft.accepted
         drafts = [draft for draft in stats.drafts if draft.drafter == self._drafter]
-        if not drafts or stats.failed or stats.prefill_tokens:
+        if stats.failed or stats.prefill_tokens or not stats.requests:
             return
         with self._lock:
             if self._skip:
                 self._skip -= 1
                 return
             turn = self._turn
+            turn.decodes += 1
+            if not drafts:
+                return
             sums = turn.by_requests.setdefault(stats.requests, Sums())
             sums.tokens += stats.new_tokens
             sums.seconds.append(max(stats.total_time, MIN_SECONDS))
@@ -94,10 +108,9 @@ class Meter:
     def aborted(self, requests: Sequence[Request]) -> None:
         return
 
-    @property
-    def steps(self) -> int:
-        """Steps that the present turn has counted."""
-        return self._turn.steps
+    def has(self, steps: int) -> bool:
+        """Whether the present turn is over: so many steps with drafts, or NEGLECT times as many in all."""
+        return self._turn.steps >= steps or self._turn.decodes >= NEGLECT * steps
 
     def accepted(self) -> dict[str, int]:
         """The accepted tokens of each drafter since the start: what the head gains, and what others do."""
@@ -113,8 +126,11 @@ class Meter:
 def log_speedup(before: Turn, after: Turn) -> float | None:
     """The logarithm of the tokens per second of `after` over those of `before`, at the same loads.
 
-    None if no load occurred in both.
+    None if no load occurred in both. A head that the controller hardly uses beside the other one loses.
     """
+    least, most = sorted((before.use, after.use))
+    if least < NEGLECTED * most:
+        return NEGLECTED_SPEED if after.use == least else -NEGLECTED_SPEED
     total = weight = 0.0
     for requests, old in before.by_requests.items():
         new = after.by_requests.get(requests)

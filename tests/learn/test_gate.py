@@ -121,7 +121,8 @@ def test_a_turn_counts_decode_steps_of_its_drafter_after_those_that_are_skipped(
     live(meter, 5, tokens=3, seconds=0.01)
     live(meter, 5, tokens=3, seconds=0.01, drafter="ngram")
     meter.step(StepStats(requests=1, prefill_tokens=9), ())
-    assert meter.steps == 3
+    assert meter.has(3)
+    assert not meter.has(4)
     assert meter.take().tokens_per_draft() == 3.0
     assert meter.take().tokens_per_draft() is None
 
@@ -139,6 +140,20 @@ def test_turns_are_compared_at_the_same_load():
     assert log_speedup(before, meter.take()) == pytest.approx(math.log(1.5))
     live(meter, 5, tokens=3, seconds=0.01, requests=3)
     assert log_speedup(before, meter.take()) is None
+
+
+def test_a_head_that_the_controller_hardly_lets_draft_loses():
+    """With a controller, a bad head is not slow but unused: its turn ends all the same."""
+    meter = Meter("eagle3")
+    live(meter, 30, tokens=3, seconds=0.01)
+    good = meter.take()
+    live(meter, 3, tokens=3, seconds=0.01)
+    live(meter, 77, tokens=1, seconds=0.01, drafter="ngram")
+    assert meter.has(10)
+    assert not meter.has(11)
+    bad = meter.take()
+    assert (good.use, bad.use) == (1.0, pytest.approx(3 / 80))
+    assert log_speedup(good, bad) == -log_speedup(bad, good) < -0.1
 
 
 def test_a_trial_ends_by_a_significant_difference_or_at_its_last_pair():
