@@ -30,9 +30,7 @@ NEGLECTED_SPEED = math.log(0.8)  # what that counts for in a trial
 class TrialConfig:
     """How long a trial takes."""
 
-    turn_steps: int = (
-        128  # decode steps with drafts of a head in a turn, or NEGLECT times as many in all
-    )
+    turn_steps: int = 128  # decode steps with drafts of a head in a turn, or NEGLECT times as many in all
     skipped_steps: int = 8  # at the start of a turn: requests catch up with the new head
     min_pairs: int = 4  # turns of each head before anything is decided
     max_pairs: int = 12
