@@ -22,7 +22,7 @@ function facts(state) {
   const shares = Object.entries(state.accepted).sort().map(([name, count]) => `${name} ${whole(100 * count / total)} %`);
   const drafted = total ? ` · accepted tokens: ${shares.join(", ")}` : "";
   return element("p", { class: "empty" }, `${phase} · ${whole(state.rows)} requests kept · head ${state.head} serves · ` +
-    `${whole(state.swaps)} swaps, ${whole(state.rollbacks)} rolled back, ${whole(state.rejected)} candidates rejected${gain}${drafted}`);
+    `${whole(state.swaps)} swaps, ${whole(state.rollbacks)} rolled back, ${whole(state.rejected)} rejected${gain}${drafted}`);
 }
 
 function legend(state, segments) {
