@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
+
 from paceline.errors import ConfigError
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.config import TargetName
@@ -16,7 +18,9 @@ from paceline.train.examples import Examples
 from paceline.train.objective import Objective
 from paceline.train.options import BlockOptions, DSparkOptions, Eagle3Options, TrainOptions
 
-NO_EXAMPLES: Any = None  # an existing head has its draft vocabulary: none is chosen from examples
+# an existing head has its draft vocabulary: none is chosen from examples; nor are states of any kept
+_NOTHING = np.empty(0, dtype=np.int32)
+NO_EXAMPLES = Examples(0, _NOTHING, np.zeros(1, dtype=np.int64), _NOTHING, _NOTHING, [])
 Make = Callable[[Transformer, Examples, Any, TargetName, HeadCheckpoint], Objective]
 
 

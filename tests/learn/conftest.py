@@ -66,6 +66,8 @@ def head(checkpoint: Checkpoint, target_name: TargetName, tmp_path_factory: pyte
     class Counts:
         """All tokens are answered equally often."""
 
+        tokens = ()
+
         @staticmethod
         def answer_counts() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
             return np.ones(tiny.VOCAB_SIZE, dtype=np.int64)
