@@ -44,7 +44,7 @@ def measure_fleet(model_name: str, count: int, requests: Sequence[FleetRequest])
     prices = _prices_side_by_side(model_name, count)
     flags = (model_name, "--replicas", str(count), "--threads", "1", "--draft", "off")
     with ServerProcess(*flags) as running:
-        Fleet(model_name, running.server).wait_for(count)
+        Fleet(model_name, running.server, running.process.pid).wait_for(count)
         run = asyncio.run(_replay(running.server, requests))
     for _ in range(count):  # as many as those side by side: both weigh the same
         prices.append(_wall_prices(model_name))

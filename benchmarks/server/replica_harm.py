@@ -38,7 +38,7 @@ def measure_harm(
     """`rounds` rounds of each harm (a key of HARMS), `delay` seconds after all clients began to stream."""
     truth = answers_alone(model, clients, tokens)
     with ServerProcess(model, *REPLICAS) as running:
-        fleet = Fleet(model, running.server)
+        fleet = Fleet(model, running.server, running.process.pid)
         fleet.wait_for()
         for number, harm in enumerate([harm for harm in harms for _ in range(rounds)]):
             before, resumed = fleet.pids(), fleet.replicas()["resumed"]

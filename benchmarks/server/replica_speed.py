@@ -69,7 +69,7 @@ def measure_throughput(model: str, turns: int, clients: int, tokens: int) -> tup
     """One process with two threads, and two replicas with one thread each, both running, in turns."""
     alone, replicas = Side("one process, 2 threads"), Side("2 replicas, 1 thread each")
     with ServerProcess(model, *BOTH) as one, ServerProcess(model, *REPLICAS) as two:
-        Fleet(model, two.server).wait_for()
+        Fleet(model, two.server, two.process.pid).wait_for()
         for turn in range(turns + 1):  # the first one warms up
             for side, started in ((alone, one), (replicas, two)):
                 begun, used = time.monotonic(), cpu_seconds(started.process.pid)
@@ -105,7 +105,7 @@ def measure_hits(model: str, trace: SharedPrefixes) -> dict[str, float]:
     with ServerProcess(model, *ALONE) as one:
         hits = {"one process": _hit_rate([one.server], trace)}
     with ServerProcess(model, *REPLICAS) as two:
-        Fleet(model, two.server).wait_for()
+        Fleet(model, two.server, two.process.pid).wait_for()
         hits["2 replicas"] = _hit_rate([two.server], trace)
     with ServerProcess(model, *ALONE) as one, ServerProcess(model, *ALONE) as other:
         hits["2 processes, chosen at random"] = _hit_rate([one.server, other.server], trace)

@@ -24,19 +24,46 @@ MAX_NUM_SEQS = 64  # of each server: one replica can run all clients when the ot
 ALONE = ("--threads", "1", "--max-num-seqs", str(MAX_NUM_SEQS))
 REPLICAS = ("--replicas", "2", *ALONE)
 
-RESTART = """
-import sys
+REDEPLOY = """
+import json, sys
 import ray
 from ray import serve
 from paceline.scale.deployment import replica_application
 from paceline.scale.options import ScaleOptions
 from paceline.serve.options import ServeOptions
 
-ray.init(address="auto", namespace="paceline")
-engine = {"threads": 1, "max_num_seqs": int(sys.argv[2])}  # another engine: Serve replaces all replicas
-app = replica_application(sys.argv[1], engine, ServeOptions(), ScaleOptions(replicas=2), {"num_cpus": 1})
+address, model, engine = sys.argv[1], sys.argv[2], {"threads": 1, **json.loads(sys.argv[3])}
+ray.init(address=address, namespace="paceline")
+options = ServeOptions(drain_timeout=120)
+app = replica_application(model, engine, options, ScaleOptions(replicas=2), {"num_cpus": 1})
 serve.run(app, name="paceline", route_prefix=None)
 """
+GCS_ADDRESS = "--gcs-address="  # a flag of Ray's node process
+
+
+def redeploy(server: int, model: str, **engine: Any) -> None:
+    """Replace both replicas of a server process, one after the other, by others with these options."""
+    arguments = [cluster_address(server), model, json.dumps(engine)]
+    command = [sys.executable, "-c", REDEPLOY, *arguments]
+    ended = subprocess.run(command, timeout=START_SECONDS, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise PacelineError(f"the replicas were not replaced: {ended.stderr[-1000:]}")
+
+
+def cluster_address(server: int) -> str:
+    """The address of the Ray cluster that a server process started."""
+    (node,) = children(server, "raylet")
+    arguments = Path(f"/proc/{node}/cmdline").read_text().split("\0")
+    return next(one for one in arguments if one.startswith(GCS_ADDRESS)).removeprefix(GCS_ADDRESS)
+
+
+def children(pid: int, program: str) -> list[int]:
+    """The child processes of a process that run this program."""
+    listed = subprocess.run(
+        ["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True, check=False
+    )
+    lines = [line.split() for line in listed.stdout.splitlines()]
+    return [int(words[0]) for words in lines if Path(words[1]).name == program]
 
 
 @dataclass
@@ -45,6 +72,7 @@ class Fleet:
 
     model: str
     server: Server
+    pid: int  # of the server's process
     num_restarts: int = 0
 
     def replicas(self) -> dict[str, Any]:
@@ -66,19 +94,17 @@ class Fleet:
                 raise PacelineError("a replica takes too long to come back. Look into the logs of Ray Serve.")
             time.sleep(0.2)
 
-    def restart(self, _: int) -> None:
+    def restart(self) -> None:
         """Replace all replicas, one after the other."""
         self.num_restarts += 1
-        arguments = [self.model, str(MAX_NUM_SEQS + self.num_restarts % 2)]
-        command = [sys.executable, "-c", RESTART, *arguments]
-        subprocess.run(command, check=True, timeout=START_SECONDS, capture_output=True)
+        redeploy(self.pid, self.model, max_num_seqs=MAX_NUM_SEQS + self.num_restarts % 2)
 
 
 Harm = Callable[[Fleet, int], None]  # does something to a fleet, or to a replica with this process id
 HARMS: Mapping[str, Harm] = {
     "kill": lambda fleet, pid: os.kill(pid, signal.SIGKILL),
     "hang": lambda fleet, pid: os.kill(pid, signal.SIGSTOP),
-    "restart": lambda fleet, pid: fleet.restart(pid),
+    "restart": lambda fleet, pid: fleet.restart(),
     "none": lambda fleet, pid: None,
 }
 

@@ -25,8 +25,16 @@ CONNECT_SECONDS = 5.0
 class Resources:
     """What each replica gets."""
 
-    cpus: int
-    gpus: int
+    threads: int | None  # of each of its ranks; None: it computes on GPUs
+    ranks: int = 1  # see --tensor-parallel-size
+
+    @property
+    def cpus(self) -> int:
+        return (self.threads or 1) * self.ranks
+
+    @property
+    def gpus(self) -> int:
+        return self.ranks if self.threads is None else 0
 
     def for_actor(self) -> dict[str, float]:
         return {"num_cpus": self.cpus, "num_gpus": self.gpus}
@@ -92,12 +100,18 @@ def _unreachable(address: str, error: Exception) -> ConfigError:
     )
 
 
+def needs_gpu(backend: BackendOptions) -> bool:
+    """Whether a replica computes on GPUs."""
+    return backend.choice.name == "cuda" or backend.choice.device.startswith("cuda")
+
+
 def replica_resources(backend: BackendOptions, scale: ScaleOptions, total: dict[str, float]) -> Resources:
     """What each replica gets of a cluster with `total` resources. ConfigError if that is not enough."""
     _, high = scale.bounds
     cpus, gpus = int(total.get("CPU", 0)), int(total.get("GPU", 0))
-    needs_gpu = backend.choice.name == "cuda" or backend.choice.device.startswith("cuda")
-    share = Resources(1, 1) if needs_gpu else Resources(backend.threads or max(1, cpus // high), 0)
+    ranks = backend.tensor_parallel_size
+    threads = None if needs_gpu(backend) else backend.threads or max(1, cpus // (high * ranks))
+    share = Resources(threads, ranks)
     for name, wanted, available, remedy in (
         ("GPU", high * share.gpus, gpus, "or more GPUs"),
         ("CPU", high * share.cpus, cpus, "fewer --threads, or more CPUs"),

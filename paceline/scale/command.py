@@ -58,8 +58,8 @@ def serve_replicas(
     begun = time.monotonic()
     with cluster(scale) as ray:
         share = replica_resources(config.backend, scale, ray.cluster_resources())
-        if share.gpus == 0:
-            engine = {**engine, "threads": share.cpus}
+        if share.threads is not None:
+            engine = {**engine, "threads": share.threads}
         replicas = _deploy(model, engine, options, scale, share.for_actor())
         host = "127.0.0.1" if scale.ray_address is None else ray.util.get_node_ip_address()
         log_event(logger, "replicas", count=scale.bounds[1], seconds=round(time.monotonic() - begun, 1))

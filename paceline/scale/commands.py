@@ -9,7 +9,7 @@ import typer
 
 from paceline.config import DEFAULT_MODEL, EngineConfig
 from paceline.errors import ConfigError
-from paceline.scale.cluster import Resources, import_ray
+from paceline.scale.cluster import Resources, import_ray, needs_gpu
 from paceline.scale.ingress import split_options
 from paceline.terminal.flag_groups import ENGINE, SCALE, SEED, SERVER
 from paceline.terminal.flags import Options, with_flags
@@ -50,9 +50,9 @@ def serve_config(model: str, options: dict[str, Any]) -> str:
     import_ray()
     from paceline.scale.deployment import deployment_options
 
-    if checked.backend.name != "cuda":
+    if not (on_gpus := needs_gpu(checked.backend)):
         given.setdefault("threads", 1)
-    share = Resources(1, 1) if checked.backend.name == "cuda" else Resources(given["threads"], 0)
+    share = Resources(None if on_gpus else given["threads"], checked.backend.tensor_parallel_size)
     replica = deployment_options(checked, server, scale)
     content = {
         "http_options": {"host": "0.0.0.0", "port": 8000},

@@ -54,8 +54,8 @@ def make_application(model: str, options: Mapping[str, Any]) -> Any:
     config = EngineConfig.from_options(model=model, **engine)
     total = ray.cluster_resources() if ray.is_initialized() else machine_resources()
     share = replica_resources(config.backend, scale, total)
-    if share.gpus == 0:
-        engine["threads"] = share.cpus
+    if share.threads is not None:
+        engine["threads"] = share.threads
     replicas = replica_application(model, engine, server, scale, share.for_actor())
     made = ray.serve.deployment(ray.serve.ingress()(Ingress)).options(
         name="Ingress",

@@ -52,6 +52,15 @@ def test_replicas_share_the_cpus_of_the_cluster() -> None:
     assert replica_resources(threads, ScaleOptions(replicas=2), total).cpus == 1
 
 
+def test_a_replica_of_several_ranks_needs_as_many_devices() -> None:
+    cpu = BackendOptions(backend="torch", device="cpu", threads=2, tensor_parallel_size=3)
+    assert replica_resources(cpu, ScaleOptions(replicas=2), {"CPU": 12.0}).cpus == 6
+    gpu = BackendOptions(backend="torch", device="cuda", tensor_parallel_size=4)
+    assert replica_resources(gpu, ScaleOptions(replicas=2), {"CPU": 8.0, "GPU": 8.0}).gpus == 4
+    with pytest.raises(ConfigError, match="2 replicas with 4 GPUs each need 8 GPUs, but the cluster has 4"):
+        replica_resources(gpu, ScaleOptions(replicas=2), {"CPU": 8.0, "GPU": 4.0})
+
+
 @pytest.mark.parametrize(
     ("backend", "options", "words"),
     [

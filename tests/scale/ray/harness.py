@@ -153,13 +153,6 @@ def asked_alone(*flags: str, count: int = CLIENTS) -> Answers:
         return asyncio.run(Clients(server.url, count).run())
 
 
-def children(pid: int, program: str) -> list[int]:
-    """The child processes of a process that run this program."""
-    listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True)
-    lines = [line.split() for line in listed.stdout.splitlines()]
-    return [int(words[0]) for words in lines if Path(words[1]).name == program]
-
-
 def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -61,10 +61,15 @@ def test_the_file_is_deployed_on_a_cluster(tmp_path: Path, truth: Answers) -> No
     url = f"http://127.0.0.1:{port}"
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}  # of this cluster
     environment = {**os.environ, **token}
+
+    def deployed() -> bool:
+        assert cluster.poll() is None, (tmp_path / "ray.log").read_text()[-2000:]
+        return subprocess.run(deploy, capture_output=True, env=environment, check=False).returncode == 0
+
     with (tmp_path / "ray.log").open("wb") as log:
         cluster = subprocess.Popen(start, stdout=log, stderr=subprocess.STDOUT, env=environment)
     try:
-        wait_until(lambda: subprocess.run(deploy, capture_output=True, env=environment).returncode == 0)
+        wait_until(deployed)
         wait_until(lambda: healthy(url))
         assert asyncio.run(Clients(url, 10).run()) == truth[:10]
     finally:

@@ -3,42 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 
+from benchmarks.server.replicas import children, redeploy
 from tests.scale.ray.harness import (
     MODEL,
     Answers,
     Clients,
     Server,
     asked_alone,
-    children,
     disturbed,
     free_port,
     kill,
     pause,
 )
-
-RESTART = """
-import json, sys
-import ray
-from ray import serve
-from paceline.scale.deployment import replica_application
-from paceline.scale.options import ScaleOptions
-from paceline.serve.options import ServeOptions
-
-ray.init(address="auto", namespace="paceline")
-engine = {"threads": 1, **json.loads(sys.argv[2])}  # another engine, so that Serve replaces all replicas
-options = ServeOptions(drain_timeout=90)
-app = replica_application(sys.argv[1], engine, options, ScaleOptions(replicas=2), {"num_cpus": 1})
-serve.run(app, name="paceline", route_prefix=None)
-"""
 
 
 def test_the_answers_are_those_of_one_process(server: Server, truth: Answers) -> None:
@@ -59,15 +42,10 @@ def test_rolling_restart_under_fifty_streaming_clients(server: Server, truth: An
     server.wait_for_replicas(2)
     before = frozenset(replica["pid"] for replica in server.replicas())
 
-    assert asyncio.run(disturbed(Clients(server.url), restart(max_num_seqs=15), after=1500)) == truth
+    restart = partial(redeploy, server.process.pid, MODEL, max_num_seqs=15)
+    assert asyncio.run(disturbed(Clients(server.url), restart, after=1500)) == truth
     server.wait_for_replicas(2, without=before)
     assert asyncio.run(Clients(server.url).run()) == truth
-
-
-def restart(**engine: Any) -> Callable[[], None]:
-    """Deploy replicas with other options of the engine."""
-    command = [sys.executable, "-c", RESTART, MODEL, json.dumps(engine)]
-    return lambda: subprocess.run(command, check=True, timeout=300)
 
 
 def test_metrics_are_added_up_and_told_apart(server: Server, truth: Answers) -> None:
@@ -100,7 +78,7 @@ def test_an_upgrade_of_the_weights_under_fifty_streaming_clients(server: Server,
     server.wait_for_replicas(2)
     before = frozenset(replica["pid"] for replica in server.replicas())
     (old,) = {replica["weights"] for replica in server.replicas()}
-    upgrade = restart(quantization="int8")
+    upgrade = partial(redeploy, server.process.pid, MODEL, quantization="int8")
     assert asyncio.run(disturbed(Clients(server.url), upgrade, after=1500)) == truth
     server.wait_for_replicas(2, without=before)
     (new,) = {replica["weights"] for replica in server.replicas()}
