@@ -1,8 +1,9 @@
 """A trace through `paceline serve --replicas`, beside the simulation of that fleet.
 
-Prices are those of the wall clock, as the replicas' times are. Replicas on one machine share its memory and
-caches, so a pass is slower beside another one. Prices are therefore measured twice: alone, and in as many
-processes at once as there are replicas. The simulated figures are the means over both.
+The replicas' times are those of the wall clock, the prices CPU time: the same, while nobody else uses the
+cores. Replicas on one machine share its memory and caches, so a pass is slower beside another one. Prices
+are therefore measured twice: alone, and in as many processes at once as there are replicas. The simulated
+figures are the means over both.
 """
 
 from __future__ import annotations
@@ -41,30 +42,30 @@ def measure_fleet(model_name: str, count: int, requests: Sequence[FleetRequest])
     config = _config(model_name)
     world = replica_world(config, load_model(config))
     check_lengths(world, requests)
-    prices = _prices_side_by_side(model_name, count)
+    beside = _prices_side_by_side(model_name, count)
     flags = (model_name, "--replicas", str(count), "--threads", "1", "--draft", "off")
     with ServerProcess(*flags) as running:
         Fleet(model_name, running.server, running.process.pid).wait_for(count)
         run = asyncio.run(_replay(running.server, requests))
-    for _ in range(count):  # as many as those side by side: both weigh the same
-        prices.append(_wall_prices(model_name))
+    alone = _prices(model_name)
     measured = {name: value for name, value in figures(run).items() if not name.startswith("busy")}
-    return compare(measured, world, prices, count, "prefix", requests)
+    return compare(measured, world, [beside, alone], count, "prefix", requests)
 
 
 def _config(model_name: str) -> EngineConfig:
     return bench_config(model_name, "auto", 1, SchedulerOptions().max_num_seqs)
 
 
-def _wall_prices(model_name: str) -> Prices:
+def _prices(model_name: str) -> Prices:
     config = _config(model_name)
-    return plain_prices(config, load_model(config), time.perf_counter)
+    return plain_prices(config, load_model(config))
 
 
-def _prices_side_by_side(model_name: str, count: int) -> list[Prices]:
-    """Prices measured by processes that all run at once."""
+def _prices_side_by_side(model_name: str, count: int) -> Prices:
+    """Prices measured by one of several processes that all run at once."""
     with ProcessPoolExecutor(count, get_context("spawn")) as processes:
-        return list(processes.map(_wall_prices, [model_name] * count))
+        first, *_ = processes.map(_prices, [model_name] * count)
+    return first
 
 
 async def _replay(server: client.Server, requests: Sequence[FleetRequest]) -> FleetRun:

@@ -45,7 +45,10 @@ def redeploy(server: int, model: str, **engine: Any) -> None:
     """Replace both replicas of a server process, one after the other, by others with these options."""
     arguments = [cluster_address(server), model, json.dumps(engine)]
     command = [sys.executable, "-c", REDEPLOY, *arguments]
-    ended = subprocess.run(command, timeout=START_SECONDS, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "RAY_AUTH_MODE": "token"}  # the server's cluster has one, as Ray's do
+    ended = subprocess.run(
+        command, timeout=START_SECONDS, capture_output=True, text=True, env=environment, check=False
+    )
     if ended.returncode:
         raise PacelineError(f"the replicas were not replaced: {ended.stderr[-1000:]}")
 

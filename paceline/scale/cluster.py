@@ -95,8 +95,8 @@ def _check_reachable(address: str) -> None:
 def _unreachable(address: str, error: Exception) -> ConfigError:
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     return ConfigError(
-        f"no Ray cluster answers at {address} ({reason}). Start one with `ray start --head`, or leave out "
-        "--ray-address to start one on this machine."
+        f"no Ray cluster answers at {address} ({reason}). Start one with `ray start --head`, set "
+        "RAY_AUTH_MODE=token if it wants a token, or leave out --ray-address to start one on this machine."
     )
 
 

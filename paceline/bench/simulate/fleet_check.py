@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -162,16 +162,16 @@ class _NoDisturbances(Disturbances):
         return 0.0
 
 
-def plain_prices(config: EngineConfig, model: LoadedModel, clock: Callable[[], float] = cpu_time) -> Prices:
-    """Prices of plain decoding, in CPU time or that of another clock."""
+def plain_prices(config: EngineConfig, model: LoadedModel) -> Prices:
+    """Prices of plain decoding, in CPU time."""
     chance = np.random.default_rng(0)
     ids = chance.integers(4, size=(PRICING_PROMPTS, PRICING_TOKENS)).tolist()
     params = SamplingParams(temperature=0, max_tokens=4 * PRICING_TOKENS, ignore_eos=True)
     tasks = [Task(str(number), "", prompt, params) for number, prompt in enumerate(ids)]
     steps: list[TimedStep] = []
-    engine = build_engine(config, model, clock).engine
-    alone(watching(engine, tasks, _NoDisturbances(), steps, clock))
-    meter = PassMeter(model.backend, model.config.max_position, clock)
+    engine = build_engine(config, model, cpu_time).engine
+    alone(watching(engine, tasks, _NoDisturbances(), steps, cpu_time))
+    meter = PassMeter(model.backend, model.config.max_position, cpu_time)
     alone(meter.slices())
     return measure_prices(meter.prices(), {OFF: steps}, [])[OFF]
 
