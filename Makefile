@@ -78,7 +78,7 @@ $(SCALED): $(READY)
 	@echo "paceline: installing Ray, about 35 packages more"
 	$(call timed,ray,$(PIP) $(WITH_RAY) && touch $(SCALED))
 
-# replicas on a real Ray cluster: they are killed, hung, restarted and scaled under load; about five minutes
+# replicas on a real Ray cluster: they are killed, hung, upgraded and scaled under load; five to ten minutes
 test-scale: export PACELINE_TEST_SCALE := 1
 test-scale: export OMP_NUM_THREADS := 1
 test-scale: $(SCALED) model

@@ -62,11 +62,14 @@ def cluster_address(server: int) -> str:
 
 def children(pid: int, program: str) -> list[int]:
     """The child processes of a process that run this program."""
-    listed = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True, check=False
-    )
-    lines = [line.split() for line in listed.stdout.splitlines()]
-    return [int(words[0]) for words in lines if Path(words[1]).name == program]
+    found = []
+    for folder in [folder for folder in Path("/proc").iterdir() if folder.name.isdigit()]:
+        with suppress(OSError):  # it has ended
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (folder / "cmdline").read_text().split("\0")
+            if parent == pid and Path(command[0]).name == program:
+                found.append(int(folder.name))
+    return found
 
 
 @dataclass
