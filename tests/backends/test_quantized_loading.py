@@ -29,6 +29,7 @@ from tests.backends.driver import drive
 from tests.large import LARGE
 
 MEGABYTE = 1 << 20
+TOKENS = [3, 200, 17, 90]
 
 
 def write_model(folder: Path, shards: int, **sizes: int) -> Checkpoint:
@@ -61,6 +62,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """34 MB of matrices in 16 bits."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "vocab_size": 256}
     return write_model(tmp_path_factory.mktemp("model"), shards=3, **sizes)
+
+
+@pytest.fixture(scope="module")
+def unrounded(model: Checkpoint) -> np.ndarray:
+    """The logits of the model as its files hold it."""
+    return drive(TorchBackend.load(model, max_rows=8), 1)[0].run(TOKENS)
 
 
 def matrices_of(model: Checkpoint) -> dict[str, Any]:
@@ -118,14 +125,13 @@ def test_the_cpu_backend_has_the_weights_of_the_torch_backend(model: Checkpoint,
 
 
 @pytest.mark.parametrize(("quantization", "distance"), [("int8", 0.02), ("fp8", 0.1), ("int4", 0.2)])
-def test_the_torch_backend_runs_them(model: Checkpoint, quantization: str, distance: float) -> None:
-    def logits(backend: TorchBackend) -> np.ndarray:
-        return drive(backend, 1)[0].run([3, 200, 17, 90])
-
-    expected = logits(TorchBackend.load(model, max_rows=8))
+def test_the_torch_backend_runs_them(
+    model: Checkpoint, unrounded: np.ndarray, quantization: str, distance: float
+) -> None:
     backend = TorchBackend.load(model, quantization=quantization, max_rows=8)
     assert backend.weight_format == quantization
-    assert 0 < np.abs(logits(backend) - expected).mean() / np.abs(expected).mean() < distance
+    found = drive(backend, 1)[0].run(TOKENS)
+    assert 0 < np.abs(found - unrounded).mean() / np.abs(unrounded).mean() < distance
 
 
 def test_what_a_backend_cannot_make_is_refused_with_what_it_can() -> None:

@@ -77,7 +77,7 @@ class Conversations:
         chance, messages = self._random, list[dict[str, Any]]()
         if chance.random() < 0.6:
             messages.append({"role": "system", "content": self._content()})
-        for _ in range(chance.randint(1, 3)):
+        for _ in range(chance.randint(1, 2)):
             messages.append({"role": "user", "content": self._content()})
             for _ in range(chance.randint(0, 2)):
                 messages += self._calls_and_results()
