@@ -304,46 +304,46 @@ HYBRIDS = {
     "qwen3-5": Family("Qwen3_5TextConfig", DELTA_NET),
     "qwen3-next": Family("Qwen3NextConfig", DELTA_NET | SHARED_EXPERT | {"mlp_only_layers": [1]}),
     "granite-hybrid": Family("GraniteMoeHybridConfig", MAMBA | {"num_local_experts": 5}),
+    "nemotron-h": Family(
+        "NemotronHConfig",
+        {
+            "layer_norm_epsilon": 1e-2,
+            "layers_block_type": ["linear_attention", "moe", FULL, "mlp", "linear_attention"],
+            "head_dim": 14,
+            "ssm_state_size": 11,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 9,
+            "n_groups": 2,
+            "n_routed_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 19,
+            "moe_shared_expert_intermediate_size": 23,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
 }
-HYBRIDS["falcon-h1"] = Family(
-    "FalconH1Config",
-    {
-        "rms_norm_eps": 1e-2,
-        "mamba_d_ssm": 72,
-        "mamba_n_heads": 8,
-        "mamba_n_groups": 2,
-        "mamba_d_state": 11,
-        "mamba_rms_norm": True,
-        "key_multiplier": 0.7,
-        "attention_in_multiplier": 1.2,
-        "attention_out_multiplier": 0.8,
-        "ssm_multipliers": [0.6, 1.4, 0.9, 1.1, 0.7],
-        "ssm_in_multiplier": 1.3,
-        "ssm_out_multiplier": 0.5,
-        "mlp_multipliers": [1.5, 0.6],
-        "embedding_multiplier": 2.0,
-        "lm_head_multiplier": 0.4,
-    },
-)
-HYBRIDS["nemotron-h"] = Family(
-    "NemotronHConfig",
-    {
-        "layer_norm_epsilon": 1e-2,
-        "layers_block_type": ["linear_attention", "moe", FULL, "mlp", "linear_attention"],
-        "head_dim": 14,
-        "ssm_state_size": 11,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 9,
-        "n_groups": 2,
-        "n_routed_experts": 5,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 19,
-        "moe_shared_expert_intermediate_size": 23,
-        "routed_scaling_factor": 1.5,
-    },
-)
-# combinations of what these have
+# combinations of what these have, and Mamba2 beside attention: `make test-large` tries them all
 MORE_HYBRIDS = {
+    "falcon-h1": Family(
+        "FalconH1Config",
+        {
+            "rms_norm_eps": 1e-2,
+            "mamba_d_ssm": 72,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 11,
+            "mamba_rms_norm": True,
+            "key_multiplier": 0.7,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.8,
+            "ssm_multipliers": [0.6, 1.4, 0.9, 1.1, 0.7],
+            "ssm_in_multiplier": 1.3,
+            "ssm_out_multiplier": 0.5,
+            "mlp_multipliers": [1.5, 0.6],
+            "embedding_multiplier": 2.0,
+            "lm_head_multiplier": 0.4,
+        },
+    ),
     "qwen3-5-moe": Family("Qwen3_5MoeTextConfig", DELTA_NET | SHARED_EXPERT),
     "falcon-h1-without-norm": Family(
         "FalconH1Config",
@@ -353,6 +353,13 @@ MORE_HYBRIDS = {
     "granite-hybrid-dense": Family("GraniteMoeHybridConfig", MAMBA | {"num_local_experts": 0}),
 }
 TORCH_FAMILIES |= HYBRIDS
+MORE_FAMILIES = {
+    "gemma4-unified": Family(
+        "Gemma4UnifiedTextConfig",
+        {name: value for name, value in GEMMA4.items() if name != "vocab_size_per_layer_input"}
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+}
 # what transformers does otherwise than for the context that is served
 ROPES_BY_LENGTH = {
     "llama-dynamic-rope": Family(
@@ -370,7 +377,7 @@ def random_model(family: str) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        (FAMILIES | TORCH_FAMILIES | MORE_HYBRIDS | ROPES_BY_LENGTH)[family].config(),
+        (FAMILIES | TORCH_FAMILIES | MORE_HYBRIDS | MORE_FAMILIES | ROPES_BY_LENGTH)[family].config(),
         dtype=torch.float32,
         experts_implementation="eager",  # the fused one wants even sizes
     ).eval()

@@ -19,6 +19,7 @@ from tests.backends.driver import Driven, drive, run
 from tests.large import REPEATS, repeated
 from tests.tiny import (
     FAMILIES,
+    MORE_FAMILIES,
     MORE_HYBRIDS,
     ROPES_BY_LENGTH,
     TORCH_FAMILIES,
@@ -59,7 +60,7 @@ class Pair:
             return self.reference(torch.tensor([list(tokens)])).logits[0].numpy()
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *TORCH_FAMILIES, *repeated(*MORE_HYBRIDS)])
+@pytest.fixture(scope="module", params=[*FAMILIES, *TORCH_FAMILIES, *repeated(*MORE_FAMILIES, *MORE_HYBRIDS)])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     checkpoint = load_checkpoint(save_checkpoint(request.param, tmp_path_factory.mktemp(request.param)))
     return Pair(random_model(request.param), checkpoint, TorchBackend.load(checkpoint))

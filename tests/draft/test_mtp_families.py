@@ -18,6 +18,7 @@ from tests.backends.driver import drive, run
 from tests.draft.mimo import DEEPSEEK, QWEN, random_with_block
 from tests.draft.test_eagle_cpu import ROWS, run_engine
 from tests.draft.test_mtp import target_of
+from tests.large import LARGE
 from tests.models.heads.driver import drive_heads, run_heads
 from tests.tiny import VOCAB_SIZE
 
@@ -61,6 +62,8 @@ def test_the_block_is_that_of_transformers(loaded):
 
 def test_same_tokens_with_chains_and_trees(loaded):
     checkpoint, _, _, backend = loaded
+    if checkpoint.config.family in ("qwen3_next", "glm4_moe") and not LARGE:
+        pytest.skip("repeats what others try: run it with `make test-large`")
     drafter = MtpDrafter.load(MtpOptions(), target_of(checkpoint, backend))
     added, _ = run_engine(backend, drafter, *PLANS)
     expected, _ = run_engine(backend, None, PLAIN)

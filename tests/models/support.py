@@ -94,7 +94,7 @@ def checkpoints(family: str) -> list[Checkpoint]:
 def _all_checkpoints() -> list[tuple[str, Checkpoint]]:
     """Every tiny checkpoint, with its model_type."""
     found = []
-    for name in tiny.FAMILIES | tiny.TORCH_FAMILIES | tiny.MORE_HYBRIDS:
+    for name in tiny.FAMILIES | tiny.TORCH_FAMILIES | tiny.MORE_FAMILIES | tiny.MORE_HYBRIDS:
         folder = tiny.save_checkpoint(name, Path(tempfile.mkdtemp()))
         model_type = json.loads((folder / "config.json").read_text())["model_type"]
         found.append((model_type, load_checkpoint(folder)))

@@ -29,7 +29,16 @@ def test_the_families_are_those_we_promise() -> None:
     first = {"llama", "mistral", "ministral", "qwen2", "mimo", "qwen3", "qwen3_moe", "mixtral"}
     later = {"gemma2", "gemma3_text", "phi3", "olmo2", "olmo3", "granite", "smollm3", "glm4", "cohere2"}
     later |= {"glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "kimi_k2"}
-    later |= {"gemma4_text", "llama4_text", "ministral3", "nemotron_h", "falcon_h1", "exaone4"}
+    later |= {
+        "gemma4_text",
+        "gemma4_unified_text",
+        "llama4_text",
+        "ministral3",
+        "nemotron_h",
+        "falcon_h1",
+        "exaone4",
+    }
+    later |= {"nemotron_h", "falcon_h1"}
     later |= {"granitemoehybrid", "lfm2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
     assert set(FAMILIES) == first | later
 
