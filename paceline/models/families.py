@@ -181,8 +181,12 @@ FAMILIES = {
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": replace(
         _GEMMA4,
-        defaults=_GEMMA4.defaults
-        | {"max_position_embeddings": 262144, "sliding_window": 1024, "hidden_size_per_layer_input": 0},
+        defaults={
+            **_GEMMA4.defaults,
+            "max_position_embeddings": 262144,
+            "sliding_window": 1024,
+            "hidden_size_per_layer_input": 0,
+        },
     ),
     "phi3": Family(windows=windows_everywhere, partial_rope=True, defaults={"rms_norm_eps": 1e-5}),
     "olmo2": _OLMO2,
