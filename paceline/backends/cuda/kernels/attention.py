@@ -43,6 +43,8 @@ from paceline.backends.cuda.kernels.softmax import (
     contiguous_block,
     empty_softmax,
     kv_slots_of,
+    lanes_of_tile,
+    load_queries,
     merge,
     merge_partials,
     prefetch_kv,
@@ -235,10 +237,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     pdl_launch(pdl)
     # tables were written before this pass: they can be read before pdl_wait
     first, count = tl.load(tile_rows_at + number), tl.load(tile_counts_at + number)
-    lane, part = tl.arange(0, lanes), tl.arange(0, wide)
-    in_tile, in_group = lane // (lanes // height), lane % (lanes // height)
-    group: tl.constexpr = heads // kv_heads
-    query_head, is_used = head * group + in_group, (in_tile < count) & (in_group < group)
+    in_tile, query_head, is_used = lanes_of_tile(head, count, heads, kv_heads, height, lanes)
     row = first + tl.minimum(in_tile, tl.maximum(count - 1, 0))
     position, contiguous_until = tl.load(positions_at + row), tl.load(contiguous_until_at + row)
     newest, sight = tl.max(position, 0), (position, window, earliest)
@@ -257,8 +256,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     kv_slot = kv_slots_of(column, seen, pages_at, page_size)
     prefetch_kv(pool, kv_slot, wide, pdl)  # keys and values of earlier passes
     pdl_wait(pdl)
-    mask, line = is_used[:, None] & (part < dim)[None, :], row * heads + query_head
-    query = tl.load(query_at + line[:, None] * dim + part[None, :], mask=mask, other=0.0)
+    line = row * heads + query_head
+    query = load_queries(query_at, line, is_used, dim, wide)
     partials_at, tables = (partial_acc_at, partial_stats_at), (positions_at, contiguous_until_at, paths_at)
     merged, tile = empty_softmax(lanes, wide), (first, count, in_tile, tree_begin)
     if (each == 1) & ((begin + kv_split + 1) * _BLOCK <= tree_begin):

@@ -27,8 +27,10 @@ from paceline.backends.cuda.kernels.softmax import (
     MERGE_FAN_IN,
     empty_softmax,
     kv_slots_of,
+    lanes_of_tile,
     load_kv,
     load_partial,
+    load_queries,
     merge,
     rows_of_lanes,
     store_partial,
@@ -105,12 +107,9 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     if count == 0:
         pdl_wait(pdl)  # no program may end before earlier kernels
         return
-    lane, part = tl.arange(0, lanes), tl.arange(0, wide)
-    in_tile, in_group = lane // (lanes // height), lane % (lanes // height)
-    group: tl.constexpr = heads // kv_heads
+    in_tile, query_head, is_used = lanes_of_tile(head, count, heads, kv_heads, height, lanes)
     stride: tl.constexpr = kv_heads * dim
     per_group: tl.constexpr = fan_in * fan_in  # blocks
-    query_head, is_used = head * group + in_group, (in_tile < count) & (in_group < group)
     row = first + tl.minimum(in_tile, count - 1)
     position = tl.load(positions_at + row)
     oldest, newest, sight = tl.min(position, 0), tl.max(position, 0), (position, window, earliest)
@@ -120,8 +119,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     pages_at += tl.load(tile_pages_at + number)
     pdl_wait(pdl)
     line, partials_at = (row * heads + query_head).to(tl.int64), (partial_acc_at, partial_stats_at)
-    mask = is_used[:, None] & (part < dim)[None, :]
-    query = tl.load(query_at + line[:, None] * dim + part[None, :], mask=mask, other=0.0)
+    query = load_queries(query_at, line, is_used, dim, wide)
     chunk_max, chunk_sum, chunk_acc = empty_softmax(lanes, wide)
     group_max, group_sum, group_acc = empty_softmax(lanes, wide)
     for index in tl.range(begin, end, num_stages=stages):

@@ -26,7 +26,9 @@ from paceline.backends.cuda.kernels.softmax import (
     MERGE_FAN_IN,
     empty_softmax,
     kv_slots_of,
+    lanes_of_tile,
     load_kv,
+    load_queries,
     merge,
     rows_of_lanes,
     softmax_weights,
@@ -85,9 +87,6 @@ def _shared_prefix_kernel(  # type: ignore[no-untyped-def]
     head, kv_split, kv_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     pdl_launch(pdl)
     count = tl.load(count_at)  # tables were written before this pass
-    lane, part = tl.arange(0, lanes), tl.arange(0, wide)
-    in_chunk, in_group = lane // (lanes // height), lane % (lanes // height)
-    group: tl.constexpr = heads // kv_heads
     stride: tl.constexpr = kv_heads * dim
     whole_lines = tl.full([_BLOCK], True, tl.int1)
     pdl_wait(pdl)
@@ -95,11 +94,9 @@ def _shared_prefix_kernel(  # type: ignore[no-untyped-def]
         item_at = items_at + item * _ITEM
         first, rows = tl.load(item_at), tl.load(item_at + 1)
         own_pages_at, kv_chunk = pages_at + tl.load(item_at + 2), tl.load(item_at + 3)
-        is_used = (in_chunk < rows) & (in_group < group)
-        row = tl.load(rows_at + first + tl.minimum(in_chunk, rows - 1))
-        line = row * heads + head * group + in_group
-        mask = is_used[:, None] & (part < dim)[None, :]
-        query = tl.load(query_at + line[:, None] * dim + part[None, :], mask=mask, other=0.0)
+        in_tile, query_head, is_used = lanes_of_tile(head, rows, heads, kv_heads, height, lanes)
+        line = tl.load(rows_at + first + tl.minimum(in_tile, rows - 1)) * heads + query_head
+        query = load_queries(query_at, line, is_used, dim, wide)
         merged = empty_softmax(lanes, wide)
         for index in tl.range(0, _MERGE_FAN_IN, num_stages=stages):
             column = kv_chunk * (_MERGE_FAN_IN * _BLOCK) + index * _BLOCK + tl.arange(0, _BLOCK)

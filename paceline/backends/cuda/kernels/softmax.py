@@ -25,6 +25,24 @@ def rows_of_lanes(lanes: int, heads: int, kv_heads: int) -> int:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def lanes_of_tile(  # type: ignore[no-untyped-def]
+    head, count, heads: tl.constexpr, kv_heads: tl.constexpr, height: tl.constexpr, lanes: tl.constexpr
+):
+    """The row in the tile and the query head of each lane, and whether it is one of `count` rows' heads."""
+    lane, group = tl.arange(0, lanes), heads // kv_heads
+    in_tile, in_group = lane // (lanes // height), lane % (lanes // height)
+    return in_tile, head * group + in_group, (in_tile < count) & (in_group < group)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_queries(query_at, line, is_used, dim: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The queries of these lines, row times heads plus head: [lanes, wide], zero where a lane is not used."""
+    part = tl.arange(0, wide)
+    mask = is_used[:, None] & (part < dim)[None, :]
+    return tl.load(query_at + line[:, None] * dim + part[None, :], mask=mask, other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def kv_slots_of(index, seen, pages_at, page_size: tl.constexpr):  # type: ignore[no-untyped-def]
     """The KV slots of KV indices: page * page_size + offset."""
     page = tl.load(pages_at + index // page_size, mask=seen, other=0)
