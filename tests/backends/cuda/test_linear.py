@@ -76,7 +76,7 @@ def test_of_many_rows_a_program_may_have_two_tiles_or_four(
     near(mixed[:rows], F.silu(gate) * up)
 
 
-def test_of_many_rows_a_program_may_have_all_splits_of_two_tiles(
+def test_of_many_rows_a_program_may_have_two_tiles_and_all_splits(
     device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it gives has the bits of splits that are programs of their own, the sums of squares among it."""
@@ -87,15 +87,16 @@ def test_of_many_rows_a_program_may_have_all_splits_of_two_tiles(
         monkeypatch.setattr(matrix, name, number)
     case, rows, results = Case(device, dtype), 30, []
     norm, before = torch.randn(WIDTH, device=device).to(dtype), torch.randn(128, WIDTH, device=device)
-    for enough, cut in ((2, (2, 1, 1)), (3, (2, 2, 2))):
+    for enough, multiprocessors, cut in ((2, 4, (2, 1, 1)), (3, 4, (2, 1, 2)), (3, 8, (2, 2, 2))):
         monkeypatch.setattr(matrix, "ENOUGH_PROGRAMS", enough)
+        monkeypatch.setattr(matrix, "MULTIPROCESSORS", multiprocessors)
         assert matrix.launch_for(case.matrix, rows, matrix.MAX_TILES).grid == cut
         squares = torch.full((128, case.matrix.tiles), torch.nan, device=device)
         normed = matrix.Normed(torch.zeros(128, WIDTH, device=device, dtype=dtype), squares, WIDTH, EPS)
         hidden = before.clone()
         add_product(case.rows, case.matrix, hidden, norm, normed, rows, case.scratch)
         results.append((hidden, normed.rows, squares[:rows]))
-    assert all(map(torch.equal, *results))
+    assert all(torch.equal(*same) for other in results[1:] for same in zip(results[0], other, strict=True))
     near(
         hidden[:rows], (before + case.rows.float() @ case.weight[:WIDTH].float().T + case.bias.float())[:rows]
     )

@@ -67,6 +67,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         total = matmul_split(
             rows_at,
             row,
+            is_there,
             weight_at,
             scales_at,
             depth,
@@ -116,6 +117,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
         total = matmul_split(
             rows_at,
             pair,
+            is_there,
             weight_at,
             scales_at,
             depth,

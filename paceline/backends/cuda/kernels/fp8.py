@@ -43,6 +43,7 @@ def fp8_matmul(  # type: ignore[no-untyped-def]
     rows_at,
     row_scales_at,
     row,
+    real,
     depth,
     begin,
     end,
@@ -61,7 +62,8 @@ def fp8_matmul(  # type: ignore[no-untyped-def]
     total = tl.zeros([columns, tokens], tl.float32)
     for at in tl.range(begin, end, 64, num_stages=stages):
         at = tl.multiple_of(at, 64)
-        some = tl.dot(tl.load(weights + at * columns), tl.load(rows + at + along[:, None]))
+        numbers = tl.load(rows + at + along[:, None], mask=real[None, :], other=0.0)
+        some = tl.dot(tl.load(weights + at * columns), numbers)
         scale = tl.load(row_scales_at + scale_offset(row, at // 64, depth // 64))
         total = tl.fma(some, tl.broadcast_to(scale[None, :], some.shape), total)
     return total

@@ -114,6 +114,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     kv_slot = tl.load(slot_mapping_at + token, mask=real, other=-1).to(tl.int64)
     last, total = matmul_tiles(
         rows_at,
+        row_count,
         weight_at,
         scales_at,
         partial_at,

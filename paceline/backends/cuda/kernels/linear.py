@@ -24,7 +24,7 @@ from paceline.backends.cuda.kernels.matrix import MAX_TILES, Matrix, Normed, Scr
 from paceline.backends.cuda.kernels.pdl import pdl_sync
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
 def _project_kernel(  # type: ignore[no-untyped-def]
     rows_at,
     squares_at,
@@ -35,6 +35,7 @@ def _project_kernel(  # type: ignore[no-untyped-def]
     partial_at,
     counters_at,
     depth,
+    row_count,
     width,
     row_stride,
     groups,
@@ -59,6 +60,7 @@ def _project_kernel(  # type: ignore[no-untyped-def]
     squares = load_squares(squares_at, token, groups, max_groups)
     last, total = matmul_tiles(
         rows_at,
+        row_count,
         weight_at,
         scales_at,
         partial_at,
@@ -83,7 +85,7 @@ def _project_kernel(  # type: ignore[no-untyped-def]
         tl.store(output_at + offset, total.to(output_at.dtype.element_ty), mask=(column < width)[:, None])
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
 def _gate_up_kernel(  # type: ignore[no-untyped-def]
     rows_at,
     row_scales_at,
@@ -95,6 +97,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     partial_at,
     counters_at,
     depth,
+    row_count,
     padded_width,
     groups,
     size,
@@ -119,6 +122,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     squares = load_squares(squares_at, token, groups, max_groups)
     last, total = matmul_tiles(
         rows_at,
+        row_count,
         weight_at,
         scales_at,
         partial_at,
@@ -146,7 +150,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
             tl.store(output_at + offset, mixed.to(output_at.dtype.element_ty))
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
 def _add_kernel(  # type: ignore[no-untyped-def]
     rows_at,
     row_scales_at,
@@ -162,6 +166,7 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     partial_at,
     counters_at,
     depth,
+    row_count,
     padded_width,
     has_bias: tl.constexpr,
     quantizes: tl.constexpr,
@@ -182,10 +187,13 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     norm = tl.load(norm_at + column).to(tl.float32)[:, None]
     pdl_sync(pdl)
     offset = token[None, :] * padded_width + column[:, None]
-    if not rows_first:  # of many rows, the product needs the registers
+    # of many rows, the product needs the registers; unpacking needs some too
+    is_early: tl.constexpr = not rows_first and (tokens < 64 or packing == "none" or packing == "e4m3")
+    if is_early:
         hidden = tl.load(hidden_at + offset)
     last, total = matmul_tiles(
         rows_at,
+        row_count,
         weight_at,
         scales_at,
         partial_at,
@@ -205,7 +213,7 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     if last:
         if has_bias:
             total += tl.load(bias_at + column).to(tl.float32)[:, None]
-        if rows_first:
+        if not is_early:
             hidden = tl.load(hidden_at + offset)
         hidden += total
         tl.store(hidden_at + offset, hidden)
@@ -231,6 +239,7 @@ def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scr
         scratch.partial,
         scratch.counters,
         matrix.depth,
+        rows,
         matrix.width,
         output.stride(0),
         groups,
@@ -265,6 +274,7 @@ def gate_up(
         scratch.partial,
         scratch.counters,
         matrix.depth,
+        rows,
         matrix.padded_width // 2,
         groups,
         normed.size,
@@ -305,6 +315,7 @@ def add_product(
         scratch.partial,
         scratch.counters,
         matrix.depth,
+        rows,
         matrix.padded_width,
         matrix.bias is not None,
         normed.fp8 is not None,

@@ -28,6 +28,7 @@ def _matmul(  # type: ignore[no-untyped-def]
     weight_at,
     rows_at,
     row,
+    real,
     depth,
     begin,
     end,
@@ -49,7 +50,7 @@ def _matmul(  # type: ignore[no-untyped-def]
         offset = at * columns
         if piece < step:
             offset = tl.multiple_of(at // step * (step * columns) + at % step, 64)
-        total = tl.dot(tl.load(weights + offset), tl.load(rows + at), total)
+        total = tl.dot(tl.load(weights + offset), tl.load(rows + at, mask=real[None, :], other=0.0), total)
     return total
 
 
@@ -76,6 +77,7 @@ def _reduce_split_k(  # type: ignore[no-untyped-def]
 def matmul_split(  # type: ignore[no-untyped-def]
     rows_at,
     row,
+    real,
     weight_at,
     scales_at,
     depth,
@@ -100,13 +102,14 @@ def matmul_split(  # type: ignore[no-untyped-def]
     first = (tile * tiles * columns).to(tl.int64)
     if packing == "none":
         tiles_at = weight_at + first * depth
-        total = _matmul(tiles_at, rows_at, row, depth, begin, end, columns, tokens, step, tiles, stages)
+        total = _matmul(tiles_at, rows_at, row, real, depth, begin, end, columns, tokens, step, tiles, stages)
     elif packing == "e4m3":
         total = fp8_matmul(
             weight_at + first * depth,
             rows_at,
             row_scales_at,
             row,
+            real,
             depth,
             begin,
             end,
@@ -125,6 +128,7 @@ def matmul_split(  # type: ignore[no-untyped-def]
             tile_scales_at,
             rows_at,
             row,
+            real,
             depth,
             begin,
             end,
@@ -198,6 +202,7 @@ def _matmul_many(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def matmul_tiles(  # type: ignore[no-untyped-def]
     rows_at,
+    row_count,
     weight_at,
     scales_at,
     partial_at,
@@ -227,9 +232,11 @@ def matmul_tiles(  # type: ignore[no-untyped-def]
         )
     if packing == "e4m3":
         row_scales_at += row_tile * tokens * (depth // 64)
+    real = program_tokens(tokens) < row_count
     total = matmul_split(
         rows_at,
         tl.arange(0, tokens),
+        real,
         weight_at,
         scales_at,
         depth,
@@ -255,6 +262,7 @@ def matmul_tiles(  # type: ignore[no-untyped-def]
             total += matmul_split(
                 rows_at,
                 tl.arange(0, tokens),
+                real,
                 weight_at,
                 scales_at,
                 depth,

@@ -20,14 +20,16 @@ MANY_ROW_TILES = 3  # at least
 MANY_DEPTH = 2200  # of a split, at least: its sums wait in memory
 MANY_TILES = {4: 448, 2: 264}  # {tiles per program: with at least this many column tiles}, for full row tiles
 SHARED_BYTES = 208 << 10  # of a Hopper multiprocessor, less what epilogues need
-PACKED_PROGRAMS_EACH = 3  # programs per multiprocessor, where weights are packed
+PACKED_PROGRAMS_EACH = {"int4": 5}  # programs per multiprocessor, where weights are packed; others: 3
+FP8_PROGRAMS_EACH = {64: 3, 16: 2}  # {rows of a tile, at least: programs per multiprocessor} of e4m3
 MAX_PACKED_TOKENS = 64  # unpacking needs registers
 MAX_STAGES = 6
+MULTIPROCESSORS = 132  # of an H100 or H200
 FEW_PROGRAMS = 264  # two per multiprocessor
 WIDE = 128  # columns of a program that loops over all splits, if there are
 ENOUGH_PROGRAMS = 96  # this many of them, about one per multiprocessor
 SMALL_BYTES = 4 << 20  # of a matrix that may be read once per row tile: it stays in L2
-MAX_FP8_STAGES = 12  # pipeline stages of steps of 64 bytes
+MAX_FP8_STAGES = 20  # pipeline stages of steps of 64 bytes
 UNPACKED = ("none", "e4m3")  # formats that tensor cores take as they are
 
 
@@ -171,9 +173,9 @@ def launch_for(matrix: Matrix, rows: int, most_tiles: int = 1) -> Launch:
     row_tiles = -(-rows // tokens)
     tiles = MANY_COLUMNS // tiling.columns
     rows_first = tiles <= most_tiles and has_many_rows(matrix, tokens, row_tiles, tiles)
+    is_split_k = False
     if not rows_first:
-        tiles = tiles_per_program(matrix, tokens, row_tiles) if most_tiles == MAX_TILES else 1
-    is_split_k = tiling.splits > 1 and not (rows_first or loops_over_splits(matrix, tokens, row_tiles, tiles))
+        tiles, is_split_k = split_of(matrix, tokens, row_tiles, most_tiles == MAX_TILES)
     options = {
         "splits": tiling.splits,
         "is_split_k": is_split_k,
@@ -202,39 +204,55 @@ def has_many_rows(matrix: Matrix, tokens: int, row_tiles: int, tiles: int) -> bo
     return many and matrix.tiles % tiles == 0 and matrix.tiles // tiles * row_tiles >= ENOUGH_PROGRAMS
 
 
-def loops_over_splits(matrix: Matrix, tokens: int, row_tiles: int, tiles: int) -> bool:
-    """Whether a program of `tiles` tiles loops over all splits: with many rows there are programs enough."""
-    tiling = matrix.tiling
-    many = tokens == MAX_TOKENS and row_tiles > 1 and tiling.packing == "none"
-    is_wide = tiles * tiling.columns == WIDE
-    return many and is_wide and matrix.tiles // tiles * row_tiles >= ENOUGH_PROGRAMS
+def split_of(matrix: Matrix, tokens: int, row_tiles: int, may_join: bool) -> tuple[int, bool]:
+    """The number of column tiles of a program, and whether splits are programs of their own.
 
-
-def tiles_per_program(matrix: Matrix, tokens: int, row_tiles: int) -> int:
-    """The number of column tiles of a program: several where rows are many, to read the rows less often."""
+    Several tiles where rows are many, to read the rows less often. If these are enough programs, each loops
+    over all splits.
+    """
     tiling, tiles = matrix.tiling, matrix.tiles
-    if tokens < MAX_TOKENS or tiling.packing != "none":
-        return 1
-    if tiling.splits > 1:
-        both = max(1, WIDE // tiling.columns)
-        return both if tiles % both == 0 and loops_over_splits(matrix, tokens, row_tiles, both) else 1
-    return next((count for count, many in MANY_TILES.items() if tiles >= many and tiles % count == 0), 1)
+    if tokens < MAX_TOKENS or tiling.packing != "none" or (tiling.splits > 1 and row_tiles == 1):
+        return 1, tiling.splits > 1
+    if tiling.splits == 1:
+        many = MANY_TILES.items() if may_join else ()
+        return next((count for count, least in many if tiles >= least and tiles % count == 0), 1), False
+    wide = max(1, WIDE // tiling.columns) if may_join else 1
+    wide = wide if tiles % wide == 0 else 1
+
+    def turns(joined: int) -> int:
+        """Time of programs with a split of so many tiles, in the time of one tile."""
+        programs = tiles // joined * row_tiles * tiling.splits
+        return -(-programs // MULTIPROCESSORS) * joined
+
+    if wide * tiling.columns == WIDE and tiles // wide * row_tiles >= ENOUGH_PROGRAMS:
+        return wide, False
+    return (wide if turns(wide) <= turns(1) else 1), True
 
 
 def stages_for(matrix: Matrix, tokens: int, tiles: int = 1, rows_first: bool = False) -> int:
-    """The number of pipeline stages in shared memory: what fits two programs per multiprocessor,
-    or one with many rows or split-K, where there are fewer programs than multiprocessors.
-    """
+    """The number of pipeline stages in shared memory: what fits `programs_each` programs."""
     is_short = matrix.tiling.packing == "e4m3"
     size = tiles * matrix.weight[0, 0].nbytes + tokens * matrix.tiling.step * (1 if is_short else 2)
     if (
         tiles == MAX_TILES or rows_first
     ):  # only two whole steps would fit: iterations have a depth of 64 instead
         size = size * 64 // matrix.tiling.step
-    alone = matrix.tiling.splits > 1 or tokens == MAX_TOKENS
-    together = PACKED_PROGRAMS_EACH if matrix.tiling.packing != "none" else 1 if alone else 2
     most = MAX_FP8_STAGES if is_short else MAX_STAGES
-    return max(2, min(most, shared_bytes(matrix.weight.device) // together // size))
+    return max(2, min(most, shared_bytes(matrix.weight.device) // programs_each(matrix, tokens) // size))
+
+
+def programs_each(matrix: Matrix, tokens: int) -> int:
+    """How many programs of `tokens` rows a multiprocessor has room for.
+
+    Not more than there are: the programs of the next kernel start wherever there is room, and would crowd on
+    some multiprocessors. Where weights are not packed, two, or one with many rows or split-K: there are
+    fewer programs than multiprocessors then.
+    """
+    if matrix.tiling.packing == "none":
+        return 1 if matrix.tiling.splits > 1 or tokens == MAX_TOKENS else 2
+    if matrix.tiling.packing == "e4m3":
+        return next(programs for least, programs in FP8_PROGRAMS_EACH.items() if tokens >= least)
+    return PACKED_PROGRAMS_EACH.get(matrix.tiling.packing, 3)
 
 
 def shared_bytes(device: torch.device) -> int:

@@ -99,6 +99,7 @@ def packed_matmul(  # type: ignore[no-untyped-def]
     scales_at,
     rows_at,
     row,
+    real,
     depth,
     begin,
     end,
@@ -122,7 +123,11 @@ def packed_matmul(  # type: ignore[no-untyped-def]
         number = at // step
         words = tl.load(words_at + number * (columns * group) + column[:, None] * group + along[None, :])
         for index in tl.static_range(step // group):
-            rows = tl.load(rows_at + at + index * group + row[None, :] * depth + along[:, None])
+            rows = tl.load(
+                rows_at + at + index * group + row[None, :] * depth + along[:, None],
+                mask=real[None, :],
+                other=0.0,
+            )
             numbers = _numbers(words, index, packing, dtype)
             if packing == "fp8":
                 total = tl.dot(numbers, rows, total)
