@@ -47,6 +47,16 @@ def test_a_product_of_normed_rows(rows: int, device: torch.device, dtype: torch.
     assert not case.scratch.counters.any()
 
 
+def test_rows_of_a_tile_that_are_padding_are_not_read(device: torch.device, dtype: torch.dtype) -> None:
+    from paceline.backends.cuda.kernels.linear import project
+
+    case, output = Case(device, dtype), torch.full((128, WIDTH), torch.nan, device=device)
+    case.rows[9:] = torch.nan
+    project(case.normed, case.matrix, output, 9, case.scratch)
+    near(output[:9], case.plain(9) @ case.weight[:WIDTH].float().T + case.bias.float())
+    assert (output[9:16] == case.bias.float()).all()
+
+
 def test_gate_and_up(device: torch.device, dtype: torch.dtype) -> None:
     from paceline.backends.cuda.kernels.linear import gate_up
 
