@@ -368,7 +368,8 @@ def drain(engine: Engine, scribble: bool = True) -> dict[Request, str]:
     steps = 0
     while engine.has_unfinished:
         for delta in engine.step():
-            texts[delta.request] = texts.get(delta.request, "") + delta.text
+            text = delta.request.detokenizer.take()
+            texts[delta.request] = texts.get(delta.request, "") + text
         if scribble:
             scribble_free_pages(engine)
         steps += 1

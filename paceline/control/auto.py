@@ -212,7 +212,7 @@ class AutoController(Controller):
         if record is None:
             return
         for draft in stats.drafts:
-            self._accepted[draft.segment] += draft.accepted
+            self._accepted[draft.segment] += draft.count * draft.accepted
         is_cached = self._cache is not None and record is self._cache.record
         if stats.prefill_tokens == 0 and (record.drafts or (is_cached and not is_quiet)):
             self._observe_shortfall(record, stats)

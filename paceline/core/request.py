@@ -7,7 +7,7 @@ from enum import Enum, IntFlag, auto
 from typing import TYPE_CHECKING
 
 from paceline.core.params import SamplingParams
-from paceline.core.stats import DraftFacts
+from paceline.core.stats import DraftKind
 from paceline.core.trees import DraftPlan
 from paceline.core.verdict import Logprob
 
@@ -40,43 +40,63 @@ class Status(Enum):
 class SpeculativeCounts:
     """Counts of a request's drafts. All zero when nothing was drafted."""
 
-    num_spec_steps: int = 0  # steps with at least one drafted token
-    num_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
-    acceptance_histogram: list[int] = field(default_factory=list)  # [i] steps that accepted i tokens
-    depth_histogram: list[int] = field(default_factory=list)  # [d] drafts that reached depth d, not d + 1
+    drafts: dict[DraftKind, int] = field(default_factory=dict)  # one number to count for each draft
     draft_time: float = 0.0  # seconds; a step's time is split evenly among the requests it drafted for
     verify_time: float = 0.0  # seconds
-    drafters: dict[str, int] = field(default_factory=dict)  # drafts by drafter
     last_drafter: str | None = None
 
-    def add(self, draft: DraftFacts) -> None:
+    def add(self, draft: DraftKind) -> None:
         """Count one step's draft."""
-        self.num_spec_steps += 1
-        self.num_draft_tokens += draft.nodes
-        self.num_accepted_draft_tokens += draft.accepted
-        self.drafters[draft.drafter] = self.drafters.get(draft.drafter, 0) + 1
-        self.last_drafter = draft.drafter
-        _count(self.acceptance_histogram, draft.accepted)
-        _count(self.depth_histogram, draft.depth)
+        self.drafts[draft] = self.drafts.get(draft, 0) + 1
+        self.last_drafter = draft[0]
+
+    @property
+    def num_spec_steps(self) -> int:
+        """Steps with at least one drafted token."""
+        return sum(self.drafts.values())
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(nodes * count for (_, nodes, _, _), count in self.drafts.items())
+
+    @property
+    def num_accepted_draft_tokens(self) -> int:
+        return sum(accepted * count for (_, _, _, accepted), count in self.drafts.items())
+
+    @property
+    def acceptance_histogram(self) -> list[int]:
+        """[i] steps that accepted i tokens."""
+        return self._histogram(3)
+
+    @property
+    def depth_histogram(self) -> list[int]:
+        """[d] drafts that reached depth d, not d + 1."""
+        return self._histogram(2)
+
+    @property
+    def drafters(self) -> dict[str, int]:
+        """Drafts by drafter."""
+        names = dict.fromkeys(drafter for drafter, *_ in self.drafts)
+        return {name: sum(count for kind, count in self.drafts.items() if kind[0] == name) for name in names}
+
+    def _histogram(self, place: int) -> list[int]:
+        """Drafts by the number at this place of their kind."""
+        bins = [0] * (1 + max([int(kind[place]) for kind in self.drafts], default=-1))
+        for kind, count in self.drafts.items():
+            bins[int(kind[place])] += count
+        return bins
 
     @property
     def drafts_per_position(self) -> list[int]:
         """[d] drafts that reached depth d + 1."""
-        return [sum(self.depth_histogram[depth:]) for depth in range(1, len(self.depth_histogram))]
+        reached = self.depth_histogram
+        return [sum(reached[depth:]) for depth in range(1, len(reached))]
 
     @property
     def accepted_per_position(self) -> list[int]:
         """[d] drafts whose token at depth d + 1 was accepted."""
         steps = self.acceptance_histogram
         return [sum(steps[depth + 1 :]) for depth in range(len(self.depth_histogram) - 1)]
-
-
-def _count(histogram: list[int], bin_index: int) -> None:
-    """Add one to a bin, which may be beyond the end."""
-    if bin_index >= len(histogram):
-        histogram.extend([0] * (bin_index + 1 - len(histogram)))
-    histogram[bin_index] += 1
 
 
 @dataclass(eq=False, slots=True)
@@ -115,6 +135,7 @@ class Request:
     finished_time: float | None = None
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
     num_preemptions: int = 0
+    most_tokens: int = field(init=False)  # that it can have, prompt and output
     speculative: SpeculativeCounts = field(default_factory=SpeculativeCounts)
     failed_drafters: set[str] = field(default_factory=set)  # they raised for this request: not asked again
     _first_needs: int = 0  # SamplingNeeds of the first min_tokens tokens, and of those after them
@@ -122,16 +143,12 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
+        self.most_tokens = len(self.prompt_token_ids) + self.max_output
         self._first_needs, self._later_needs = self._needs_of(0), self._needs_of(self.params.min_tokens)
 
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - len(self.prompt_token_ids)
-
-    @property
-    def most_tokens(self) -> int:
-        """The most tokens that it can have, prompt and output."""
-        return len(self.prompt_token_ids) + self.max_output
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -160,6 +177,8 @@ class Request:
     @property
     def sampling_needs(self) -> int:
         """The SamplingNeeds of its next token, as an int: every pass asks for all requests."""
+        if self._first_needs == self._later_needs:
+            return self._later_needs
         return self._first_needs if self.num_output < self.params.min_tokens else self._later_needs
 
     def _needs_of(self, num_output: int) -> int:

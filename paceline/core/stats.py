@@ -6,10 +6,16 @@ from dataclasses import dataclass
 
 from paceline.core.trees import DraftPlan
 
+DraftKind = tuple[str, int, int, int]  # of a draft: drafter, nodes, depth and accepted nodes
 
-@dataclass(slots=True)  # not frozen: there is one for each draft of every step
+
+@dataclass(slots=True)  # not frozen: there is one for each draft of every host pass
 class DraftFacts:
-    """One request's draft in one step, and how much of it was accepted. Immutable by convention."""
+    """One request's draft in one step, and how much of it was accepted. Immutable by convention.
+
+    Of a device pass, whose drafts are chains, it stands for all drafts of a segment that went alike: `count`
+    of them, without names of requests.
+    """
 
     request_id: str
     segment: str
@@ -21,6 +27,11 @@ class DraftFacts:
     path: tuple[int, ...] = ()  # the accepted nodes of the verified tree
     forced: int = 0  # nodes whose token a grammar forces
     accepted_forced: int = 0  # forced nodes on the accepted path
+    count: int = 1  # drafts that it stands for
+
+    @property
+    def kind(self) -> DraftKind:
+        return self.drafter, self.nodes, self.depth, self.accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +78,8 @@ class StepStats:
     new_tokens: int = 0  # output tokens of all requests
     drafted: int = 0  # draft nodes in the pass
     accepted: int = 0  # draft nodes on accepted paths
-    drafts: tuple[DraftFacts, ...] = ()  # one per request with a draft
-    # (request_id, child) of requests with a draft plan; a drafter may have proposed nothing
+    drafts: tuple[DraftFacts, ...] = ()  # of a host pass, one per request with a draft
+    # (request_id, child) of a host pass's requests with a draft plan; a drafter may have proposed nothing
     asked: frozenset[tuple[str, int]] = frozenset()
     draft_calls: tuple[DraftCall, ...] = ()
     shadow: ShadowFacts | None = None  # of a plain pass on the device

@@ -340,7 +340,7 @@ class AsyncEngine:
             logprobs = tuple(with_texts(entry, self._tokenizer) for entry in entries)
         return Update(
             index=request.child,
-            text=delta.text,
+            text=request.detokenizer.take(),
             token_ids=delta.token_ids,
             logprobs=logprobs,
             finish_reason=request.finish_reason,
@@ -372,4 +372,4 @@ class AsyncEngine:
 
 def _has_news(delta: Delta) -> bool:
     """Whether a delta has anything for the client; prefill chunks have nothing."""
-    return bool(delta.token_ids or delta.text or delta.request.finished)
+    return bool(delta.token_ids or delta.request.finished)

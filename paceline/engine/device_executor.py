@@ -16,14 +16,17 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 
 import numpy as np
 
 from paceline.backends.async_decoding import AsyncDecoder, DecodeOutput, DeviceDraft, SlotInits
+from paceline.core.arrays import Float64Array, Int64Array
 from paceline.core.features import Features
 from paceline.core.request import Request, SamplingNeeds
 from paceline.core.schedule import Scheduled
 from paceline.core.trees import PLAIN, DraftPlan
+from paceline.core.verdict import Verdict
 from paceline.engine.attached_head import AttachedHead
 from paceline.engine.drafting import Drafting
 from paceline.engine.optimistic import OptimisticDrafts
@@ -58,7 +61,7 @@ class DeviceExecutor:
         self._is_missing = False  # the backend has no decoder, or no memory for it
         self._not_sampled = -1  # the SamplingNeeds that the decoder cannot do; all, before it is made
         self._drafts: dict[DraftPlan, DeviceDraft] = {}
-        self._passes: deque[tuple[list[Request], DraftPlan]] = deque()  # in flight
+        self._passes: deque[tuple[list[Scheduled], DraftPlan]] = deque()  # in flight
         self._joined: dict[Request, int] = {}  # requests in the decoder: their passes in flight
         self._head = AttachedHead(drafting)
         self._last_plan = PLAIN
@@ -133,19 +136,21 @@ class DeviceExecutor:
         Empty if there are no pages, or if the passes in flight will probably finish all of them.
         """
         in_flight = self._joined
-        unfinished = [
-            request
-            for request in requests
-            if request.num_output + in_flight.get(request, 0) < request.max_output
-        ]
+        passes = np.array([in_flight.get(request, 0) for request in requests])
+        lengths = np.array([len(request.token_ids) for request in requests])
+        limits = np.array([request.most_tokens for request in requests])
+        unfinished = lengths + passes < limits
         tokens_per_pass = 1 + plan.levels // 2  # tokens that a pass in flight probably gives
-        if all(
-            request.num_output + tokens_per_pass * in_flight.get(request, 0) >= request.max_output
-            for request in unfinished
-        ):
+        if not (lengths + tokens_per_pass * passes < limits).any():
             return []
+        if not unfinished.all():
+            requests = list(compress(requests, unfinished))
+            passes, lengths, limits = passes[unfinished], lengths[unfinished], limits[unfinished]
+        rows_in_flight, new_rows = self._rows_in_flight(), 2 * (1 + plan.levels) - 1
+        lengths = np.minimum(lengths + new_rows + rows_in_flight * (passes > 0), limits)
         # the next commit releases what was reserved in vain
-        return unfinished if self._reserved(unfinished, plan) and self._attached_to(unfinished, plan) else []
+        reserved = self._reserve(requests, lengths, limits)
+        return list(requests) if reserved and self._attached_to(requests, plan) else []
 
     def _attached_to(self, requests: Sequence[Request], plan: DraftPlan) -> bool:
         """Whether the plan's head, if it has one, drafts for all of these requests on the device now."""
@@ -154,23 +159,14 @@ class DeviceExecutor:
         draft = self.draft(plan)
         return draft is None or draft.from_texts or self._head.attach(requests, plan)
 
-    def _reserved(self, requests: Sequence[Request], plan: DraftPlan) -> bool:
-        """Whether the requests have pages for this pass and the next one."""
-        kv, in_flight = self._kv, self._joined
-        rows_in_flight, new_rows = self._rows_in_flight(), 2 * (1 + plan.levels) - 1
-        lengths = [
-            min(
-                len(request.token_ids) + new_rows + (rows_in_flight if in_flight.get(request) else 0),
-                request.most_tokens,
-            )
-            for request in requests
-        ]
-        if all(length <= kv.room(request.slot) for request, length in zip(requests, lengths, strict=True)):
+    def _reserve(self, requests: Sequence[Request], lengths: Int64Array, limits: Int64Array) -> bool:
+        """Whether the requests have pages for these lengths now; with spare ones, up to their limits."""
+        kv, slots = self._kv, [request.slot for request in requests]
+        if (lengths <= kv.rooms[slots]).all():
             return True
-        spare = self._spare
-        for request, length in zip(requests, lengths, strict=True):
-            has_spare = spare and kv.reserve(request.slot, min(length + spare, request.most_tokens))
-            if not has_spare and not kv.reserve(request.slot, length):
+        spare = np.minimum(lengths + self._spare, limits)
+        for slot, length, more in zip(slots, lengths.tolist(), spare.tolist(), strict=True):
+            if not kv.reserve(slot, more) and not kv.reserve(slot, length):
                 return False
         return True
 
@@ -198,7 +194,7 @@ class DeviceExecutor:
             self._optimistic.clear()
         self._last_plan = plan
         new = [request for request in requests if request not in self._joined]
-        self._passes.append((requests, plan))
+        self._passes.append((schedule.parts, plan))
         if new:
             self._forget_finished()
             decoder.join(SlotInits.of(new, with_texts=decoder.supports_lookup and self._drafting.reads_texts))
@@ -224,19 +220,23 @@ class DeviceExecutor:
         assert self._made is not None
         output = self._made.read()
         timer.end("forward")
-        requests, plan = self._pop()
-        rows = [row for row, request in enumerate(requests) if not request.finished]
-        parts = [Scheduled(requests[row], 1, PLAIN if requests[row].undrafted else plan) for row in rows]
+        parts, plan = self._pop()
+        rows = [row for row, part in enumerate(parts) if part.request.finish_reason is None]
+        if len(rows) < len(parts):
+            parts = [parts[row] for row in rows]
         tokens, counts = output.tokens.tolist(), output.counts.tolist()
-        verdicts = [chosen_verdict(tokens[row][: counts[row]], requests[row]) for row in rows]
-        for row, verdict in zip(rows, verdicts, strict=True):
-            needs = requests[row].sampling_needs
-            if needs & _LOGPROBS and output.logprobs is not None:
-                verdict.logprobs = chosen_logprobs(verdict, requests[row], output.logprobs[row].tolist())
-            if needs & _LOGIT_EDITS:
-                for token in verdict.tokens:
-                    requests[row].sampler.advance(token)
-        shapes = [Shape(part.plan.levels, part.plan.levels) for part in parts] if plan.budget else []
+        verdicts = [
+            chosen_verdict(tokens[row][: counts[row]], part.request)
+            for row, part in zip(rows, parts, strict=True)
+        ]
+        for row, part, verdict in zip(rows, parts, verdicts, strict=True):
+            if needs := part.request.sampling_needs & _NOT_TOGETHER:
+                logprobs = None if output.logprobs is None else output.logprobs[row]
+                _advance_sampling(part.request, needs, verdict, logprobs)
+        shapes: list[Shape] = []
+        if plan.budget:
+            drafted, undrafted = Shape(plan.levels, plan.levels), Shape(0, 0)
+            shapes = [drafted if part.plan.budget else undrafted for part in parts]
         if output.found is not None:
             shapes = [Shape(found, found) for found in output.found[rows].tolist()]
         attended = (1 + plan.levels) * sum([part.request.num_computed for part in parts])
@@ -250,12 +250,13 @@ class DeviceExecutor:
             self._made.skip()
         self._pop()
 
-    def _pop(self) -> tuple[list[Request], DraftPlan]:
-        requests, plan = self._passes.popleft()
-        for request in requests:
-            if request in self._joined:
-                self._joined[request] -= 1
-        return requests, plan
+    def _pop(self) -> tuple[list[Scheduled], DraftPlan]:
+        parts, plan = self._passes.popleft()
+        in_flight = self._joined
+        for part in parts:
+            if part.request in in_flight:
+                in_flight[part.request] -= 1
+        return parts, plan
 
     def _features(
         self, parts: Sequence[Scheduled], rows: Sequence[int], output: DecodeOutput
@@ -305,6 +306,15 @@ class DeviceExecutor:
         self._joined = {request: count for request, count in self._joined.items() if not request.finished}
         self._head.forget_finished()
         self._optimistic.forget_finished()
+
+
+def _advance_sampling(request: Request, needs: int, verdict: Verdict, logprobs: Float64Array | None) -> None:
+    """Add the log-probabilities of a verdict's tokens, and count the tokens for penalties, if asked."""
+    if needs & _LOGPROBS and logprobs is not None:
+        verdict.logprobs = chosen_logprobs(verdict, request, logprobs.tolist())
+    if needs & _LOGIT_EDITS:
+        for token in verdict.tokens:
+            request.sampler.advance(token)
 
 
 def common_plan(parts: Sequence[Scheduled]) -> DraftPlan:

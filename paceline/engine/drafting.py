@@ -79,7 +79,9 @@ class Drafting:
     def settled(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> list[DraftPlan]:
         """The plans with room for forced tokens, and without drafters that failed for their request."""
         return [
-            self._with_forced(request, _without_failed(request, plan))
+            plan
+            if request.sampler.constraint is None and not request.failed_drafters
+            else self._with_forced(request, _without_failed(request, plan))
             for request, plan in zip(requests, plans, strict=True)
         ]
 

@@ -238,9 +238,10 @@ class Engine:
 
     def _begin(self, schedule: Schedule, timer: StepTimer) -> InFlight:
         """The started pass. If it fails to start, waiting for it raises, as for one that fails later."""
-        for part in schedule.parts:
-            if part.request.scheduled_time is None:
-                part.request.scheduled_time = self._clock()
+        if not schedule.executor.on_device:  # before a request decodes there, the host has prefilled it
+            for part in schedule.parts:
+                if part.request.scheduled_time is None:
+                    part.request.scheduled_time = self._clock()
         try:
             begun = schedule.executor.begin(schedule, timer)
         except Exception as error:
@@ -289,7 +290,7 @@ class Engine:
 
     def _lost_with(self, done: InFlight) -> list[Request]:
         """The requests of a lost pass, and of the passes after it that depend on its tokens."""
-        lost = done.schedule.requests
+        lost = list(done.schedule.requests)
         if done.schedule.executor.on_device:
             lost += self._pipeline.drop_decodes()
             self._device.drop()
@@ -320,7 +321,7 @@ class Engine:
             self._remove(request)
         self._drafting.forget(requests)
         self.stats = replace(self.state(), requests=len(requests), failed=True)
-        return [Delta(request, request.detokenizer.take(), ()) for request in requests]
+        return [Delta(request, ()) for request in requests]
 
     def now(self) -> float:
         """The present time on the clock of the requests' times."""

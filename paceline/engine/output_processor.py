@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.core.request import Request
@@ -15,8 +15,7 @@ from paceline.kv.cache import KVCache
 class Delta:
     """What one step added to one request."""
 
-    request: Request
-    text: str  # may be empty while characters or stop strings are incomplete
+    request: Request  # its detokenizer has the text
     token_ids: tuple[int, ...]
 
 
@@ -32,16 +31,25 @@ class OutputProcessor:
         request, tokens = part.request, verdict.tokens
         if verdict.error is not None:
             self.end(request, "error", error=verdict.error)
-            return Delta(request, request.detokenizer.take(), ())
+            return Delta(request, ())
         if request.first_token_time is None and tokens:
             request.first_token_time = self._clock()
         tokens, reason = append_tokens(request, tokens)
         if verdict.logprobs:
             request.logprobs.extend(verdict.logprobs[: len(tokens)])
-        self._commit(part, verdict.accepted[: len(tokens)], room)
+        accepted = verdict.accepted
+        if len(accepted) > len(tokens):  # one of them has ended the request
+            accepted = accepted[: len(tokens)]
+        rows = part.num_tokens + len(accepted)
+        if not accepted or accepted[-1] == len(accepted) - 1:  # contiguous, since paths ascend
+            self._kv.commit(request.slot, request.token_ids, rows, (), room)
+        else:
+            moved = [part.num_tokens + node for node in accepted]
+            self._kv.commit(request.slot, request.token_ids, part.num_tokens, moved, room)
+        request.num_computed += rows
         if reason is not None:
             self.end(request, reason)
-        return Delta(request, request.detokenizer.take(), tokens)
+        return Delta(request, tokens)
 
     def end(self, request: Request, reason: str, error: Exception | None = None) -> None:
         """End a request. The scheduler removes it later."""
@@ -50,23 +58,14 @@ class OutputProcessor:
         request.finished_time = self._clock()
         request.detokenizer.finish()
 
-    def _commit(self, part: Scheduled, accepted: Sequence[int], room: int) -> None:
-        """Commit the keys and values of a part's tokens and of its accepted nodes."""
-        request, count = part.request, part.num_tokens + len(accepted)
-        if not accepted or accepted[-1] == len(accepted) - 1:  # contiguous, since paths ascend
-            self._kv.commit(request.slot, request.token_ids, count, (), room)
-        else:
-            rows = [part.num_tokens + node for node in accepted]
-            self._kv.commit(request.slot, request.token_ids, part.num_tokens, rows, room)
-        request.num_computed += count
-
 
 def append_tokens(request: Request, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
     """The tokens up to the one that ends the request, now appended to it, and the finish reason or None."""
-    may_end = request.num_output + len(tokens) >= request.max_output
-    if not (may_end or request.detokenizer.may_stop) and request.ending_ids.isdisjoint(tokens):
-        request.token_ids.extend(tokens)
-        request.detokenizer.extend(tokens)
+    token_ids, detokenizer = request.token_ids, request.detokenizer
+    may_end = detokenizer.may_stop or len(token_ids) + len(tokens) >= request.most_tokens
+    if not may_end and request.ending_ids.isdisjoint(tokens):
+        token_ids.extend(tokens)
+        detokenizer.extend(tokens)
         return tokens, None
     for count, token in enumerate(tokens, start=1):
         reason = _append_token(request, token)

@@ -40,6 +40,8 @@ class OverlapScheduler:
         self._host = host
         self._plan = plan
         self._waited = 0  # passes, summed over the waiting requests
+        self._last_decode: tuple[list[Request], DraftPlan] = ([], PLAIN)  # requests and plan of _last_parts
+        self._last_parts: list[Scheduled] = []
 
     def next(self, pipeline: Pipeline) -> Schedule | None:
         """The next pass, pages reserved; None if none can follow those in flight."""
@@ -72,8 +74,16 @@ class OverlapScheduler:
         if not self._device.can_follow(plan):
             return None
         admitted = self._device.admit(decoding, plan)
-        parts = [Scheduled(request, 1, PLAIN if request.undrafted else plan) for request in admitted]
-        return Schedule(parts, self._device, step_plan) if parts else None
+        return Schedule(self._decode_parts(admitted, plan), self._device, step_plan) if admitted else None
+
+    def _decode_parts(self, requests: list[Request], plan: DraftPlan) -> list[Scheduled]:
+        """One row and the plan for each request: those of the last decode pass, if it had the same."""
+        if (requests, plan) != self._last_decode:
+            self._last_decode = requests, plan
+            self._last_parts = [
+                Scheduled(request, 1, PLAIN if request.undrafted else plan) for request in requests
+            ]
+        return self._last_parts
 
     def _next_prefill(self, pipeline: Pipeline) -> Schedule | None:
         """A prefill of waiting requests after the one in flight, if all running requests are in that one.
@@ -108,12 +118,14 @@ class OverlapScheduler:
 
     def _common_plan(self, decoding: Sequence[Request], step_plan: StepPlan) -> DraftPlan | None:
         """The plan of all requests that are drafted for; None if they differ."""
-        planned = dict(zip(self._scheduler.running, step_plan.plans, strict=True))
-        plan = next((planned[request] for request in decoding if not request.undrafted), PLAIN)
-        same = all(
-            request.undrafted or planned[request] is plan or planned[request] == plan for request in decoding
-        )
-        return plan if same else None
+        running, plans = self._scheduler.running, step_plan.plans
+        if decoding is not running:
+            planned = dict(zip(running, plans, strict=True))
+            plans = [planned[request] for request in decoding]
+        pairs = zip(decoding, plans, strict=True)
+        drafted = {id(plan): plan for request, plan in pairs if request.plan is None or request.plan.budget}
+        plan, *others = drafted.values() or [PLAIN]  # most often there is one, which all requests share
+        return plan if all(other == plan for other in others) else None
 
     def _host_parts(self, on_device: Sequence[Request], step_plan: StepPlan) -> list[Scheduled]:
         """The parts of a host pass over all other requests: prefills, and tokens that the host samples."""

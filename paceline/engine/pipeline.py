@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.control.controller import StepPlan
@@ -36,17 +36,17 @@ class StepTimer:
         self._last = now
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Schedule:
-    """A pass that can start: its pages are reserved."""
+    """A pass that can start: its pages are reserved. Immutable by convention."""
 
     parts: list[Scheduled]
     executor: Executor
     step_plan: StepPlan | None = None  # None: a host pass beside device passes, whose time means nothing
+    requests: list[Request] = field(init=False)  # [parts]
 
-    @property
-    def requests(self) -> list[Request]:
-        return [part.request for part in self.parts]
+    def __post_init__(self) -> None:
+        self.requests = [part.request for part in self.parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +98,10 @@ class Pipeline:
     def on_host(self) -> list[Request]:
         """The requests of the host passes in flight: of one, or of several prefills."""
         return [
-            part.request
+            request
             for in_flight in self._passes
             if not in_flight.schedule.executor.on_device
-            for part in in_flight.schedule.parts
+            for request in in_flight.schedule.requests
         ]
 
     def decodes(self, requests: Sequence[Request]) -> bool:
@@ -117,7 +117,7 @@ class Pipeline:
         """The oldest pass with an unfinished request; passes before it are skipped. None if there is none."""
         while self._passes:
             oldest = self._passes.popleft()
-            if not all(part.request.finished for part in oldest.schedule.parts):
+            if not all(request.finished for request in oldest.schedule.requests):
                 return oldest
             oldest.skip()
         return None
@@ -128,7 +128,7 @@ class Pipeline:
         self._passes = deque(
             in_flight for in_flight in self._passes if not in_flight.schedule.executor.on_device
         )
-        return [part.request for in_flight in lost for part in in_flight.schedule.parts]
+        return [request for in_flight in lost for request in in_flight.schedule.requests]
 
 
 def failing(schedule: Schedule, error: Exception) -> InFlight:

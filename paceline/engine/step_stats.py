@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import compress
 from typing import NamedTuple
 
+from paceline.core.request import Request
 from paceline.core.schedule import Scheduled
-from paceline.core.stats import DraftFacts, StepStats
+from paceline.core.stats import DraftFacts, DraftKind, StepStats
 from paceline.core.trees import DraftTrees
 from paceline.core.verdict import Verdict
 
@@ -47,46 +48,70 @@ def add_pass(
     """Fill in the statistics of a pass: `shapes` of its drafts, `gained` tokens of its parts, `seconds` of
     its phases. The caller sets `rows` and `attended`."""
     known = sum([part.num_tokens for part in parts])
-    drafts = _count_drafts(parts, shapes, verdicts, gained, seconds)
+    if shapes:
+        count = _count_chains if stats.overlapped else _count_drafts
+        stats.drafts = count(parts, shapes, verdicts, gained)
+    _share_time(parts, seconds)
     stats.requests = len(parts)
     stats.prefill_tokens = known - sum([part.num_tokens == 1 for part in parts])
     stats.new_tokens = sum(gained)
-    stats.drafted, stats.drafts = max(stats.rows - known, 0), tuple(drafts)
-    stats.accepted = sum([draft.accepted for draft in drafts])
-    planned = [part.request for part in parts if part.plan.budget]
-    stats.asked = frozenset([(request.request_id, request.child) for request in planned])
+    stats.drafted = max(stats.rows - known, 0)
+    stats.accepted = sum([draft.count * draft.accepted for draft in stats.drafts])
+    if not stats.overlapped:
+        planned = [part.request for part in parts if part.plan.budget]
+        stats.asked = frozenset([(request.request_id, request.child) for request in planned])
     stats.plan_time, stats.draft_time = seconds["plan"], seconds["draft"]
     stats.build_time, stats.forward_time = seconds["build"], seconds["forward"]
     stats.verify_time, stats.commit_time = seconds["verify"], seconds["commit"]
 
 
-def _count_drafts(
-    parts: Sequence[Scheduled],
-    shapes: Sequence[Shape],
-    verdicts: Sequence[Verdict],
-    gained: Sequence[int],
-    seconds: Mapping[str, float],
-) -> list[DraftFacts]:
-    """The facts of each draft. Counts them for the requests too, each with an even share of the time."""
-    planned = [part.request.speculative for part in parts if part.plan.drafter is not None]
+def _share_time(parts: Sequence[Scheduled], seconds: Mapping[str, float]) -> None:
+    """Add an even share of the time of drafting and verifying to each request that was drafted for."""
+    planned = [part.request.speculative for part in parts if part.plan.budget]
     if planned:
         drafting, verifying = seconds["draft"] / len(planned), seconds["verify"] / len(parts)
         for counts in planned:
             counts.draft_time += drafting
             counts.verify_time += verifying
+
+
+def _count_drafts(
+    parts: Sequence[Scheduled], shapes: Sequence[Shape], verdicts: Sequence[Verdict], gained: Sequence[int]
+) -> tuple[DraftFacts, ...]:
+    """The facts of each draft of a host pass. Counts them for the requests too."""
     drafts: list[DraftFacts] = []
-    for part, shape, verdict, count in zip(parts, shapes, verdicts, gained, strict=False):
+    for part, shape, verdict, count in zip(parts, shapes, verdicts, gained, strict=True):
         if shape.nodes:
-            drafts.append(_draft_facts(part, shape, verdict.accepted[: min(count, shape.nodes)], count))
-            part.request.speculative.add(drafts[-1])
-    return drafts
+            path = verdict.accepted[: min(count, shape.nodes)]
+            drafts.append(_draft_facts(part, shape, path, _depth(part.request, shape.depth, count)))
+            part.request.speculative.add(drafts[-1].kind)
+    return tuple(drafts)
 
 
-def _draft_facts(part: Scheduled, shape: Shape, path: tuple[int, ...], num_tokens: int) -> DraftFacts:
-    """The facts of one part's draft, which gave `num_tokens` tokens."""
+def _count_chains(
+    parts: Sequence[Scheduled], shapes: Sequence[Shape], verdicts: Sequence[Verdict], gained: Sequence[int]
+) -> tuple[DraftFacts, ...]:
+    """The same of a device pass: one for all drafts that went alike. There may be hundreds in every pass."""
+    alike: dict[tuple[str, DraftKind], int] = {}
+    for part, (nodes, levels, _), verdict, count in zip(parts, shapes, verdicts, gained, strict=True):
+        if nodes:
+            request = part.request
+            accepted = min(len(verdict.accepted), count, nodes)
+            depth = levels if request.finish_reason is None else _depth(request, levels, count)
+            kind = part.plan.drafter or "", nodes, depth, accepted
+            request.speculative.add(kind)
+            alike[request.segment, kind] = alike.get((request.segment, kind), 0) + 1
+    return tuple([DraftFacts("", segment, *kind, count=count) for (segment, kind), count in alike.items()])
+
+
+def _depth(request: Request, levels: int, num_tokens: int) -> int:
+    """The levels of a draft that were verified: nothing below the last token of a request."""
+    return min(levels, num_tokens) if request.finish_reason is not None else levels
+
+
+def _draft_facts(part: Scheduled, shape: Shape, path: tuple[int, ...], depth: int) -> DraftFacts:
+    """The facts of one part's draft."""
     request = part.request
-    # nothing below the last token of a request was verified
-    depth = min(shape.depth, num_tokens) if request.finished else shape.depth
     return DraftFacts(
         request_id=request.request_id,
         segment=request.segment,

@@ -10,11 +10,14 @@ from paceline.core.request import Request
 from paceline.core.schedule import Scheduled
 from paceline.core.trees import NO_TREE, DraftTrees, Draws
 from paceline.core.verdict import NOTHING, Logprob, Verdict
+from paceline.draft.methods import MAX_NODES
 from paceline.engine.batch import prompt_rows
 from paceline.errors import BackendError
 from paceline.verify.logprobs import logprobs_of_fields, token_logprobs
 from paceline.verify.sampling import Workspace, unusable_logits
 from paceline.verify.verdict import Case, Rule
+
+_CHAINS = [tuple(range(length)) for length in range(1 + MAX_NODES)]  # the nodes of chains, by length
 
 
 class Verification:
@@ -105,7 +108,7 @@ def chosen_verdict(tokens: Sequence[int], request: Request) -> Verdict:
     if tokens[-1] < 0:
         position = len(request.token_ids) + len(tokens) - 1
         return Verdict((), (), error=unusable_logits(f"at position {position}"))
-    return Verdict(tuple(range(len(tokens) - 1)), tuple(tokens))
+    return Verdict(_CHAINS[len(tokens) - 1], tuple(tokens))
 
 
 def chosen_logprobs(

@@ -59,6 +59,8 @@ class KVCache:
         self.pages = PagePool(num_pages)
         # [slots, max pages] page numbers, -1: no page
         self.page_tables = np.full((max_sequences, pages_for(max_length, page_size)), -1, dtype=np.int32)
+        # [slots] tokens that the pages of each have room for
+        self.rooms = np.zeros(max_sequences, dtype=np.int64)
         self.prefix_queries = 0  # tokens looked up in the prefix cache
         self.prefix_hits = 0  # tokens found there
         self.states: SequenceStates | None = None  # of recurrent layers
@@ -97,10 +99,6 @@ class KVCache:
         """The number of pages that a slot holds."""
         return len(self._sequences[slot].pages)
 
-    def room(self, slot: int) -> int:
-        """The number of tokens that the pages of a slot have room for."""
-        return len(self._sequences[slot].pages) * self.page_size
-
     def open(self, token_ids: Sequence[int], salt: str = "", reuse: bool = True) -> tuple[int, int] | None:
         """A slot with room for the tokens, and how many are cached already; None if there is no room.
 
@@ -124,6 +122,7 @@ class KVCache:
         sequence = _Sequence(salt, found, length=cached, indexed=len(found), matched=matched)
         self._sequences[slot] = sequence
         self.page_tables[slot, : len(found)] = found
+        self.rooms[slot] = cached
         if self.states is not None and found:
             self.states.restore(slot, self._serial(found[-1]))
         self.reserve(slot, len(token_ids))
@@ -144,6 +143,7 @@ class KVCache:
             page = self.pages.take()
             self.page_tables[slot, len(pages)] = page
             pages.append(page)
+        self.rooms[slot] = len(pages) * self.page_size
         return True
 
     def commit(
@@ -163,10 +163,11 @@ class KVCache:
         if accepted_rows:
             self._compact(sequence, in_place, accepted_rows)
         sequence.length += in_place + len(accepted_rows)
-        needed = pages_for(len(token_ids) + room, self.page_size)
-        while len(sequence.pages) > needed:
-            self.pages.drop(sequence.pages.pop())
-            self.page_tables[slot, len(sequence.pages)] = -1
+        pages, last = sequence.pages, len(token_ids) + room + self.page_size - 1
+        while len(pages) * self.page_size > last:
+            self.pages.drop(pages.pop())
+            self.page_tables[slot, len(pages)] = -1
+            self.rooms[slot] -= self.page_size
         if self.enable_prefix_caching and sequence.length >= (sequence.indexed + 1) * self.page_size:
             self._index_full_pages(slot, sequence, token_ids)
         if self.states is not None:
@@ -182,6 +183,7 @@ class KVCache:
         for page in reversed(sequence.pages):  # last first: descendants are evicted before their ancestors
             self.pages.drop(page, forget)
         self.page_tables[slot, : len(sequence.pages)] = -1
+        self.rooms[slot] = 0
         self._free_slots.append(slot)
 
     def _find_prefix(self, token_ids: Sequence[int], salt: str) -> list[int]:

@@ -99,8 +99,8 @@ class Meter:
             sums.seconds.append(max(stats.total_time, MIN_SECONDS))
             for draft in drafts:
                 counts = turn.drafted.setdefault(draft.segment, [0, 0])
-                counts[0] += 1
-                counts[1] += draft.accepted
+                counts[0] += draft.count
+                counts[1] += draft.count * draft.accepted
             turn.steps += 1
 
     def aborted(self, requests: Sequence[Request]) -> None:

@@ -1,7 +1,8 @@
 """Detokenizer: incremental text of an output, never half a character or part of a stop string.
 
 A character whose bytes are incomplete is held back; bytes that are not UTF-8 become U+FFFD, as when the whole
-is decoded. Text that may be the start of a stop string is held back too.
+is decoded. Text that may be the start of a stop string is held back too. Tokens that cannot end the output
+are decoded when their text is asked for, all at once.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Detokenizer:
     def __init__(self, tokenizer: TokenBytes, params: SamplingParams, watch: Watch | None = None) -> None:
         """`watch` may end the output, besides the stop strings of the params."""
         self.ended = False  # `watch` has ended the output
+        self.may_stop = bool(params.stop_strings) or watch is not None  # the text can end the output
         self._watch = watch
         self._tokenizer = tokenizer
         self._skip_special = params.skip_special_tokens
@@ -36,6 +38,7 @@ class Detokenizer:
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._undecoded: list[int] = []  # tokens after the decoded text
         self._text = ""  # all decoded text; after a stop, only the text before it
         self._search_from = 0  # no stop string may start before this character
         self._released = 0  # characters that `take` has returned
@@ -44,32 +47,41 @@ class Detokenizer:
     @property
     def text(self) -> str:
         """All text so far that is not held back."""
+        self._decode()
         return self._text[: self._certain()]
 
     def append(self, token: int, num_output: int) -> str | None:
         """The stop string that this token, number `num_output` of the output from 1, completes; or None."""
+        self._decode()
         if self._skip_special and self._tokenizer.is_special(token):
             return None
         return self._grow(self._decoder.decode(self._tokenizer.token_bytes(token)), num_output)
 
-    @property
-    def may_stop(self) -> bool:
-        """Whether the text can end the output."""
-        return bool(self._stops) or self._watch is not None
-
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens of an output that its text cannot end."""
-        bytes_of, is_special = self._tokenizer.token_bytes, self._tokenizer.is_special
-        shown = [token for token in tokens if not is_special(token)] if self._skip_special else tokens
-        self._text += self._decoder.decode(b"".join([bytes_of(token) for token in shown]))
+        self._undecoded.extend(tokens)
+
+    def _decode(self) -> None:
+        """Decode the tokens that were appended since the last time."""
+        if self._undecoded:
+            bytes_of, is_special, tokens = (
+                self._tokenizer.token_bytes,
+                self._tokenizer.is_special,
+                self._undecoded,
+            )
+            shown = [token for token in tokens if not is_special(token)] if self._skip_special else tokens
+            self._text += self._decoder.decode(b"".join([bytes_of(token) for token in shown]))
+            self._undecoded = []
 
     def finish(self) -> None:
         """End the text: release what is held back; half a character becomes U+FFFD."""
+        self._decode()
         self._text += self._decoder.decode(b"", final=True)
         self._holding = False
 
     def take(self) -> str:
         """The new text since the last call, without what is held back."""
+        self._decode()
         certain = self._certain()
         delta = self._text[self._released : certain]
         self._released = certain

@@ -146,4 +146,4 @@ class RemoteRun:
         update = Update(
             child.child, text, tokens, logprobs, child.finish_reason, child.stop_reason, child.error
         )
-        return Delta(child, text, tokens), update
+        return Delta(child, tokens), update

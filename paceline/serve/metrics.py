@@ -88,14 +88,14 @@ class DraftCounts:
     accepted_depths: Counter[int] = field(default_factory=Counter)  # drafts by accepted depth
 
     def add(self, draft: DraftFacts) -> None:
-        """Count one draft. Drafts may have different lengths."""
-        self.drafts += 1
-        self.tokens += draft.nodes
-        self.accepted += draft.accepted
-        self.forced += draft.forced
-        self.accepted_forced += draft.accepted_forced
-        self.depths[draft.depth] += 1
-        self.accepted_depths[draft.accepted] += 1
+        """Count one draft, or some that went alike. Drafts may have different lengths."""
+        self.drafts += draft.count
+        self.tokens += draft.count * draft.nodes
+        self.accepted += draft.count * draft.accepted
+        self.forced += draft.count * draft.forced
+        self.accepted_forced += draft.count * draft.accepted_forced
+        self.depths[draft.depth] += draft.count
+        self.accepted_depths[draft.accepted] += draft.count
 
     def merge(self, other: DraftCounts) -> None:
         """Add the counts of another."""

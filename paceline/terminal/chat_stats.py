@@ -31,9 +31,9 @@ class ChatStats:
         """Count a step's drafts."""
         for draft in stats.drafts:
             drafts = self.drafts.setdefault(draft.drafter, Drafts())
-            drafts.steps += 1
-            drafts.tokens += draft.nodes
-            drafts.accepted += draft.accepted
+            drafts.steps += draft.count
+            drafts.tokens += draft.count * draft.nodes
+            drafts.accepted += draft.count * draft.accepted
 
     def end(self, request: Request) -> None:
         """Count an answer, complete or stopped."""

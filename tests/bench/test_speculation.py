@@ -129,8 +129,8 @@ def made_up_runs(lookup_tokens: Sequence[int] = (1, 2, 3, 4, 5)) -> Runs:
         [turn(one, 1.0, 4.0, (1, 1, 1)), turn(two, 1.0, 8.0, (1,) * 5)],
         [turn(one, 1.5, 3.0, (1, 1, 1)), turn(two, 1.0, 9.0, (1,) * 5)],
     ]
-    counts = {"num_spec_steps": 2, "num_draft_tokens": 5, "num_accepted_draft_tokens": 3, "draft_time": 1e-5}
-    counts |= {"acceptance_histogram": [0, 1, 1], "depth_histogram": [0, 0, 1, 1]}
+    drafts = {("lookup", 2, 2, 1): 1, ("lookup", 3, 3, 2): 1}  # by drafter, nodes, depth and accepted nodes
+    counts = {"drafts": drafts, "draft_time": 1e-5}
     lookup = [
         [turn(one, 1.0, 2.0, (1, 1, 1)), turn(two, 1.0, 2.0, (1, 2, 2), **counts)],
         [turn(one, 1.0, 1.5, (1, 1, 1)), turn(lookup_tokens, 1.0, 4.0, (1, 2, 2), **counts)],

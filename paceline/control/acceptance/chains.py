@@ -28,12 +28,15 @@ class ChainAcceptance:
     def add(self, drafts: Sequence[DraftFacts], requests: int, length: int) -> None:
         """Count the drafts of a pass in which each of `requests` could have a draft of this length."""
         fades = self._fades(length, requests)
-        accepted = np.bincount([draft.accepted for draft in drafts], minlength=length + 1)
-        reached = accepted[::-1].cumsum()[::-1][: length + 1]  # [depth] drafts accepted down to it
+        accepted = np.zeros(length + 1, dtype=np.int64)
+        untried = np.zeros(length, dtype=np.int64)
+        for draft in drafts:
+            accepted[min(draft.accepted, length)] += draft.count
+            if draft.accepted == draft.depth < min(draft.nodes, length):
+                # a request that ended within its draft says nothing of the tokens below
+                untried[draft.depth] += draft.count
+        reached = accepted[::-1].cumsum()[::-1]  # [depth] drafts accepted down to it
         reached[0] = requests
-        # a request that ended within its draft says nothing of the tokens below
-        ended = [draft.depth for draft in drafts if draft.accepted == draft.depth < min(draft.nodes, length)]
-        untried = np.bincount(ended, minlength=length)[:length]
         self._tries[:length] = fades * self._tries[:length] + reached[:-1] - untried
         self._hits[:length] = fades * self._hits[:length] + reached[1:]
 

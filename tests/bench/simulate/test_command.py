@@ -26,7 +26,6 @@ from paceline.bench.simulate.world import Acceptance
 from paceline.cli import app
 from paceline.core.params import SamplingParams
 from paceline.core.request import SpeculativeCounts
-from paceline.core.stats import DraftFacts
 from paceline.errors import ConfigError
 from tests.bench.test_speculation import made_up_runs
 
@@ -207,7 +206,7 @@ def test_fractions_are_of_all_passes():
 def test_acceptance_of_an_answer_is_counted_by_pass():
     counts = SpeculativeCounts()
     for nodes, accepted in ((3, 3), (3, 1), (1, 0)):
-        counts.add(DraftFacts("0", "", "suffix", nodes, nodes, accepted))
+        counts.add(("suffix", nodes, nodes, accepted))
     gains = (1, 4, 2, 1, 1)  # the prompt's pass, three drafted ones, one where nothing was found
     answer = Answer([], sum(gains), (0.1,), 1.0, gains=gains, speculative=counts)
     assert acceptance_of(answer) == Acceptance((0.5, 0.25, 0.25), (0.75, 0.5, 0.5))
