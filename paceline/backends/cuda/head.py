@@ -128,12 +128,13 @@ def run_head_rows(
     pool: Pool,
     page_size: int,
     hidden: torch.Tensor,
+    only_keys: bool = False,
 ) -> None:
     """Run the head over these tokens [rows] and states; `workspace.output` is the input of its LM head.
 
     Row r reads the state sources[r], or r without `sources`. `tables` hold KV indices; `rope_positions`
     int32 [rows] are the RoPE positions, one less. The outputs go to `hidden`, which must not overlap the
-    states.
+    states. With `only_keys`, keys and values are stored and there are no outputs: a head has one layer.
     """
     config, layer, entry, rows = weights.config, weights.layer, weights.entry, len(tokens)
     scratch = workspace.scratch
@@ -153,6 +154,8 @@ def run_head_rows(
     project_heads(
         attention_input, layer.qkv, rope_positions, slot_mapping, rotation, None, query, keys, values, scratch
     )
+    if only_keys:
+        return
     # a head has no row at KV index 0
     attend(query, keys, values, tables, None, page_size, attention_output, workspace.attention, earliest=1)
     reads, activated, written = workspace.feed_forward_input, workspace.activated, workspace.output

@@ -37,6 +37,7 @@ from paceline.core.forward import ForwardBatch, KVPool
 from paceline.errors import BackendError
 from paceline.models.heads.checkpoint import HeadCheckpoint
 
+MAX_OUTPUT_ROWS = 128  # of a pass with outputs, whose graphs are captured at start: see HeadPasses.max_before
 CHAIN_LINES = 5  # positions, slot_mapping, contiguous_until, counts and pages of rows
 
 
@@ -112,13 +113,16 @@ class CudaHeadRunner(HeadRunner):
     def prepare(self, pool: KVPool) -> None:
         """Compile kernels and capture a graph for every bucket of catch-up passes."""
         for rows in buckets(min(self.max_rows, pool.num_pages * PAGE_SIZE - 1, self.config.max_position - 2)):
-            self.run(first_slots(pool, PAGE_SIZE, rows))
+            batch = first_slots(pool, PAGE_SIZE, rows)
+            self.run(batch)
+            if rows <= MAX_OUTPUT_ROWS:
+                self.run(replace(batch, rows=replace(batch.rows, logit_rows=np.zeros(1, np.int32))))
 
     @torch.inference_mode()
     def run(self, batch: HeadBatch) -> HeadOutput:
         """Logits of the wanted rows, and the states that their children read."""
         outputs = len(batch.rows.logit_rows)
-        self._run_rows(batch)
+        self._run_rows(batch, only_keys=not outputs)
         if not outputs:  # nothing to wait for
             nothing = np.empty((0, self.config.hidden_size), dtype=np.float32)
             return HeadOutput(nothing[:, : self.config.draft_vocab_size], nothing)
@@ -144,7 +148,7 @@ class CudaHeadRunner(HeadRunner):
         if longest > self._chains.longest:
             self._chains = _Chains(longest, self._most, self.weights)
             self._graphs = Graphs(self.device)  # captured graphs hold addresses
-        self._run_rows(batch)
+        self._run_rows(batch, only_keys=False)
         self._chains.send(rows, requests)
         rivals = self._set_noise(noise, count)
         pool = cast(Pool, rows.pool)
@@ -159,7 +163,8 @@ class CudaHeadRunner(HeadRunner):
         """The states that children of the last batch's rows read: float32 [rows, padded hidden]."""
         return self._workspace.fed_back if self.config.norm_output else self._workspace.hidden[0]
 
-    def _run_rows(self, batch: HeadBatch) -> None:
+    def _run_rows(self, batch: HeadBatch, only_keys: bool) -> None:
+        """Compute all rows of a pass; `only_keys`: nothing but their keys and values."""
         rows = batch.rows
         assert rows.num_rows <= self.max_rows, f"{rows.num_rows} rows, but max_rows is {self.max_rows}"
         self._make_room(int(rows.positions.max()) + 2 + self._chains.longest)
@@ -173,11 +178,11 @@ class CudaHeadRunner(HeadRunner):
             to[: len(states), : states.shape[1]] = states
         padded, pool = bucket(rows.num_rows), cast(HeadPool, rows.pool)
         self._graphs.run(
-            ("rows", padded, batch.from_target, keeps, _place(pool)),
-            lambda: self._slots(padded, batch.from_target, keeps, pool),
+            ("rows", padded, batch.from_target, keeps, _place(pool), only_keys),
+            lambda: self._slots(padded, batch.from_target, keeps, pool, only_keys),
         )
 
-    def _slots(self, rows: int, from_target: bool, keeps: bool, pool: HeadPool) -> None:
+    def _slots(self, rows: int, from_target: bool, keeps: bool, pool: HeadPool, only_keys: bool) -> None:
         weights, workspace, tables = self.weights, self._workspace, self._tables.tables(rows)
         rope_positions = self._rope_positions[:rows]
         torch.sub(tables.positions, 1, out=rope_positions)
@@ -188,10 +193,10 @@ class CudaHeadRunner(HeadRunner):
         elif from_target:
             states = fuse(weights, workspace, self._features, None, rows)
         tokens, hidden = self._tables.tokens(rows), workspace.hidden[0]
-        run_head_rows(
-            weights, workspace, tokens, states, None, tables, rope_positions, pool, PAGE_SIZE, hidden
-        )
-        feed_back(weights, workspace, hidden, rows)
+        args = (tokens, states, None, tables, rope_positions, pool, PAGE_SIZE, hidden)
+        run_head_rows(weights, workspace, *args, only_keys=only_keys)
+        if not only_keys:
+            feed_back(weights, workspace, hidden, rows)
 
     def _pick(self, outputs: int) -> None:
         """Logits of the wanted rows of the last pass."""
