@@ -249,15 +249,14 @@ def _device_planner(
     on_device = {name: device for name, device in drafts_on_device(drafters).items() if name in plans}
     heads = [name for name, device in on_device.items() if device.attaches]
     arms: list[Arm] = []
-    acceptance: dict[str, ChainAcceptance] = {}
+    acceptance: dict[tuple[str, bool], ChainAcceptance] = {}
     config = CONFIG.device_planner
     for name in heads[:1] or on_device:
         lengths = config.head_lengths if heads else config.lookup_lengths
         chosen = sorted({min(length, plans[name].levels) for length in lengths})
         arms += [Arm(DraftPlan(name, length), attaches=bool(heads)) for length in chosen]
-        if heads:
-            chances, weight = known_chances(beginning, name) or config.head_chances, config.head_weight
-        else:
-            chances, weight = config.lookup_chances, config.lookup_weight
-        acceptance[name] = ChainAcceptance(chosen[-1], chances, weight)
+        weight = config.head_weight if heads else config.lookup_weight
+        for greedy, guess in ((True, config.head_chances), (False, config.sampled_chances)):
+            chances = (known_chances(beginning, name, greedy) or guess) if heads else config.lookup_chances
+            acceptance[name, greedy] = ChainAcceptance(chosen[-1], chances, weight)
     return DevicePlanner(arms, acceptance) if arms else None

@@ -100,9 +100,12 @@ class AutoController(Controller):
     def device_plans(self) -> Sequence[DraftPlan]:
         return () if self._device is None else list(self._device.arms)
 
-    def expect(self, plan: DraftPlan, seconds: Mapping[int, float]) -> None:
+    def expect(self, plan: DraftPlan, seconds: Mapping[int, float], catch_up: float | None = None) -> None:
         if self._device is not None:
-            self._device.expect(plan, seconds)
+            self._device.expect(plan, seconds, catch_up)
+
+    def coming_plan(self, running: Sequence[Request], load: Load) -> DraftPlan:
+        return PLAIN if self._device is None else self._device.expect_requests(running, load)
 
     def plan(self, running: Sequence[Request], load: Load) -> StepPlan:
         if load.on_device and self._device is not None and running:
@@ -115,9 +118,7 @@ class AutoController(Controller):
         return self._plan_host(running, load)
 
     def _plan_device(self, device: DevicePlanner, running: Sequence[Request], load: Load) -> StepPlan:
-        keys = sum([request.num_computed for request in running]) / len(running)
-        settled = all(request.num_pending == 1 for request in running)
-        plan = device.choose(len(running), keys, settled)
+        plan = device.choose(running, load)
         self.reasons[device.reason] += 1
         facts = ControlFacts(device.reason, self.regret, device.gain, self.poor_segments)
         if self._log is not None and (self._facts is None or self._facts.reason != facts.reason):

@@ -69,6 +69,9 @@ class DeviceCostConfig:
     rate: float = 0.05  # step size of the seconds of one kind of pass
     measured_weight: int = 3  # passes that a measurement at start-up counts for
     max_outlier: float = 2.0  # ratio to the usual seconds at which an observation is clipped
+    # a head's catching up, which the device computes and the host prepares
+    catch_up_guess: float = 0.001  # plain passes per token, before it was measured
+    catch_up_rate: float = 0.2  # step size of the host's seconds per token
 
 
 @dataclass(frozen=True)
@@ -155,17 +158,26 @@ class PlannerConfig:
 class DevicePlannerConfig:
     """The choice among a few plans for passes on the device."""
 
-    start_margin: float = 1.04  # over plain decoding, to draft
+    start_margin: float = 1.06  # over plain decoding, to draft
+    unseen_margin: float = 1.1  # the same, while passes under this load were timed only at start-up
     switch_margin: float = 1.02  # over the present plan: for less, nothing is switched
-    hold: int = 16  # passes
+    hold: int = 8  # passes
     young_passes: int = 48  # first passes, in which ...
     young_hold: int = 4  # ... choices hold shorter
     settle_passes: int = 2  # after a switch, not timed: they overlap with passes of the old plan
+    # what a head's catching up is spread over
+    usual_output: float = 0.6  # of max_tokens, before an output has ended
+    least_output: float = 0.25  # of a usual output: the least that is still expected of a request
+    end_rate: float = 0.05  # step size of what is learned from each output that ends
+    # of the accepted tokens of a large batch that nothing follows: of 16 and of 64 requests of 64 tokens, about
+    # 30 and 38 % did not shorten the run (docs/lab/2026-11-17-auto-on-gpu.md)
+    spread_loss: float = 0.4
     # arms: graphs are captured for each, so there are few
     head_lengths: tuple[int, ...] = (2, 3, 5, 7)  # tokens of a head's chains
     lookup_lengths: tuple[int, ...] = (3, 7)  # tokens of chains that are looked up in texts
     # prior acceptance by depth (the last holds for deeper tokens), and the drafts that it counts for
     head_chances: tuple[float, ...] = (0.7,)
+    sampled_chances: tuple[float, ...] = (0.6,)
     head_weight: int = 12
     lookup_chances: tuple[float, ...] = (0.1, 0.7)  # most lookups find nothing
     lookup_weight: int = 3

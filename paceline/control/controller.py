@@ -44,9 +44,15 @@ class Controller(Protocol):
         """The plans that it may give to passes on the device: buffers and graphs are prepared for these."""
         return ()
 
-    def expect(self, plan: DraftPlan, seconds: Mapping[int, float]) -> None:
-        """Seconds of a plan's passes on the device by their number of requests, measured at start-up."""
+    def expect(self, plan: DraftPlan, seconds: Mapping[int, float], catch_up: float | None = None) -> None:
+        """Seconds of a plan's passes on the device by their number of requests, and per token of its head's
+        catching up with a prompt, measured at start-up."""
         return  # not abstract
+
+    def coming_plan(self, running: Sequence[Request], load: Load) -> DraftPlan:
+        """The plan of the device passes that will follow a prefill of some of these requests. A head that
+        drafts there catches up meanwhile."""
+        return PLAIN
 
     def trim(self, step: StepPlan, parts: Sequence[Scheduled], trees: DraftTrees) -> DraftTrees:
         """The nodes of the trees that are worth verifying, by default all. The parts' plans name drafters.
@@ -77,6 +83,9 @@ class FixedController(Controller):
 
     def device_plans(self) -> Sequence[DraftPlan]:
         return (self._plan,)
+
+    def coming_plan(self, running: Sequence[Request], load: Load) -> DraftPlan:
+        return self._plan
 
     def plan(self, running: Sequence[Request], load: Load) -> StepPlan:
         return StepPlan([self._plan if request.plan is None else request.plan for request in running])

@@ -126,7 +126,7 @@ class DeviceExplorer:
         config, present, other = CONFIG.explorer, arms[best], arms[oldest]
         lost = config.trial_passes * max(0.0, other.seconds - present.seconds / present.tokens)
         if other.arm.attaches or present.arm.attaches:
-            lost += config.attach_cost * arms[PLAIN].seconds
+            lost += config.attach_cost * arms[PLAIN].seconds + other.catch_up
         if not self.budget.can_afford(lost):
             return best
         self.budget.spend(lost)

@@ -68,6 +68,11 @@ class DeviceDrafter(Protocol):
 
     attaches: bool = True  # it must compute a request's tokens before it can draft for it
 
+    @property
+    def catch_up_seconds(self) -> float | None:
+        """Seconds of computing one token of a prompt, measured at start-up; None: not measured."""
+        return None
+
     def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
         """How device passes draft by this plan; None if they cannot."""
         ...

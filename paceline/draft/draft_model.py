@@ -53,6 +53,7 @@ class DraftModelDrafter(ModelDrafter):
 
     name = "draft_model"
     attaches = True
+    catch_up_seconds: float | None = None
     Options = DraftModelOptions
 
     def __init__(

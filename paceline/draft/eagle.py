@@ -199,6 +199,10 @@ class HeadDrafter(PagedHeadDrafter[HeadRunner]):
             return None
         return DeviceDraft(plan.levels, self._runner, self._pages.pool, self._shape.feature_layers)
 
+    @property
+    def catch_up_seconds(self) -> float | None:
+        return self._runner.catch_up_seconds
+
     def attach(self, requests: Sequence[Request]) -> bool:
         return self._passes.attach(requests, self._shape.longest)
 

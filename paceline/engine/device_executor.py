@@ -13,6 +13,7 @@ page writes to it in a later pass.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -52,7 +53,13 @@ class DeviceExecutor:
 
     on_device = True
 
-    def __init__(self, make: Callable[[], AsyncDecoder | None], drafting: Drafting, kv: KVCache) -> None:
+    def __init__(
+        self,
+        make: Callable[[], AsyncDecoder | None],
+        drafting: Drafting,
+        kv: KVCache,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """`make` makes the backend's decoder; None if the backend has none."""
         self._make = make
         self._drafting = drafting
@@ -63,7 +70,7 @@ class DeviceExecutor:
         self._drafts: dict[DraftPlan, DeviceDraft] = {}
         self._passes: deque[tuple[list[Scheduled], DraftPlan]] = deque()  # in flight
         self._joined: dict[Request, int] = {}  # requests in the decoder: their passes in flight
-        self._head = AttachedHead(drafting)
+        self._head = AttachedHead(drafting, clock)
         self._last_plan = PLAIN
         self._optimistic = OptimisticDrafts(drafting)
         self.shadow = ShadowDrafts(drafting)
@@ -269,11 +276,19 @@ class DeviceExecutor:
         layers = self._drafting.feature_layers
         return Features(output.features[rows], layers, offsets, contexts, [1] * len(parts))
 
-    def prefill_ahead(self, parts: Sequence[Scheduled]) -> None:
-        """Let the head in use prefill its keys and values after the pass that prefills these requests."""
-        draft = self._drafts.get(self._last_plan)
+    def prefill_ahead(self, parts: Sequence[Scheduled], plan: DraftPlan) -> None:
+        """Let a head catch up after the pass that prefills these requests, if passes by this plan will follow.
+
+        A request's own plan comes first: passes over requests with different plans do not run on the device.
+        """
+        plan = next((part.request.plan for part in parts if part.request.plan is not None), plan)
+        draft = self.draft(plan)
         if draft is not None and not draft.from_texts:
-            self._head.prefill_ahead(parts, self._last_plan)
+            self._head.prefill_ahead(parts, plan)
+
+    def take_catch_up(self) -> tuple[int, float]:
+        """Tokens that a head has caught up with since the last call, and the host's seconds for them."""
+        return self._head.take_catch_up()
 
     def prepare(self, plan: DraftPlan) -> Mapping[int, float]:
         """Warm up: capture and compile for this plan. The seconds of its passes, by number of requests."""

@@ -265,6 +265,11 @@ class Drafting:
             return self._device_drafter(plan).attach(requests)
         return False
 
+    def catch_up_seconds(self, plan: DraftPlan) -> float | None:
+        """Seconds per token until the plan's head can draft on the device; None: not measured."""
+        device = self._on_device.get(plan.drafter or "")
+        return None if device is None else device.catch_up_seconds
+
     def prefill_ahead(self, plan: DraftPlan, requests: Sequence[Request]) -> None:
         """Let the plan's head prefill these requests after the pass that prefills them now."""
         with self._guard(plan.drafter or "", requests):

@@ -86,7 +86,9 @@ class Engine:
             self._controller,
             Verification(rule, limits.vocab_size),
         )
-        self._device = DeviceExecutor(self._make_decoder if samples else _no_decoder, self._drafting, self.kv)
+        self._device = DeviceExecutor(
+            self._make_decoder if samples else _no_decoder, self._drafting, self.kv, clock
+        )
         self._overlap = OverlapScheduler(self.scheduler, self._device, self._host, self._plan)
         self._next_plan: _Planned | None = None  # planned, but no pass was scheduled by it yet
         self._counted = (0, 0)  # preemptions and drafter failures that earlier steps have reported
@@ -189,7 +191,8 @@ class Engine:
         self._drafting.prepare()
         self.tokenizer.token_bytes(0)  # builds the table of all tokens
         for plan in dict.fromkeys([PLAIN, *self._controller.device_plans()]):
-            self._controller.expect(plan, self._device.prepare(plan))
+            catch_up = self._drafting.catch_up_seconds(plan)
+            self._controller.expect(plan, self._device.prepare(plan), catch_up)
         gc.unfreeze()  # what earlier engines froze
         gc.collect()
         gc.freeze()  # else a collection between two steps would scan all that was loaded, for 0.25 s
@@ -230,11 +233,15 @@ class Engine:
         """The controller's plan for the next step; asked once, even if passes in flight delay the step."""
         running, planned = self.scheduler.running, self._next_plan
         if planned is None or planned.running != running or planned.on_device != on_device:
-            waiting, coming = len(self.scheduler.waiting), self.scheduler.num_admissible
-            step_plan = self._controller.plan(running, Load(len(running), waiting, coming, on_device))
+            step_plan = self._controller.plan(running, self._load(on_device))
             step_plan.plans = self._drafting.settled(running, step_plan.plans)
             self._next_plan = planned = _Planned(list(running), on_device, step_plan)
         return planned.step_plan
+
+    def _load(self, on_device: bool) -> Load:
+        scheduler = self.scheduler
+        waiting, coming = len(scheduler.waiting), scheduler.num_admissible
+        return Load(len(scheduler.running), waiting, coming, on_device)
 
     def _begin(self, schedule: Schedule, timer: StepTimer) -> InFlight:
         """The started pass. If it fails to start, waiting for it raises, as for one that fails later."""
@@ -247,7 +254,9 @@ class Engine:
         except Exception as error:
             return failing(schedule, error)
         if not schedule.executor.on_device:
-            self._device.prefill_ahead(schedule.parts)
+            self._device.prefill_ahead(
+                schedule.parts, self._controller.coming_plan(self.scheduler.running, self._load(True))
+            )
         return begun
 
     def _commit(self, done: InFlight, timer: StepTimer) -> list[Delta]:
@@ -283,6 +292,7 @@ class Engine:
         gained = [len(delta.token_ids) for delta in deltas]
         add_pass(stats, result.parts, result.shapes, result.verdicts, gained, timer.seconds)
         stats.draft_calls, stats.shadow = self._drafting.take_calls(), self._device.shadow.take()
+        stats.caught_up, stats.catch_up_time = self._device.take_catch_up()
         preemptions, failures = self._counted
         self._counted = self.scheduler.num_preemptions, self._drafting.failures
         stats.preemptions, stats.draft_failures = self._counted[0] - preemptions, self._counted[1] - failures

@@ -34,7 +34,8 @@ def busy(rows: float) -> float:
 def controller(name: str = "head", log: Callable[[Decision], None] | None = None) -> AutoController:
     lengths, chances, weight = (HEAD, [0.7], 12) if name == "head" else (TEXT, [0.1, 0.7], 3)
     arms = [Arm(DraftPlan(name, length), attaches=name == "head") for length in lengths]
-    planner = DevicePlanner(arms, {name: ChainAcceptance(7, chances, weight)})
+    acceptance = {(name, greedy): ChainAcceptance(7, chances, weight) for greedy in (True, False)}
+    planner = DevicePlanner(arms, acceptance)
     costs = World({}).costs()
     return AutoController({name: DraftPlan(name, 7)}, costs, log=log, device=planner)
 

@@ -64,10 +64,11 @@ class ChainAcceptance:
         return expected
 
 
-def known_chances(known: Mapping[str, Any], drafter: str) -> list[float]:
-    """By depth, the chance of a drafter's tokens for greedy requests, given those before, from the facts of a
-    memory (DrafterAcceptance.facts); empty if it holds none."""
-    said = known.get("models", {}).get(f"{drafter} greedy", {}).get("said", [])
+def known_chances(known: Mapping[str, Any], drafter: str, greedy: bool) -> list[float]:
+    """By depth, the chance of a drafter's tokens for greedy or other requests, given those before, from the
+    facts of a memory (DrafterAcceptance.facts); empty if it holds none."""
+    section = f"{drafter} greedy" if greedy else drafter
+    said = known.get("models", {}).get(section, {}).get("said", [])
     if not said:
         return []
     reached = np.mean(said, axis=0)  # [depth] chance that a chain is accepted down to it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from paceline.control.config import CONFIG
-from paceline.core.trees import DraftPlan
+from paceline.core.trees import PLAIN, DraftPlan
 
 Kind = tuple[DraftPlan, int, int]  # of a pass: its plan, and the buckets of its requests and their context
 
@@ -16,10 +16,16 @@ class DevicePassCosts:
     def __init__(self) -> None:
         self._measured: dict[tuple[DraftPlan, int], float] = {}  # at start-up
         self._seen: dict[Kind, tuple[float, int]] = {}  # mean seconds, and of how many passes
+        self._catch_up_on_device: float | None = None  # seconds per token, measured at start-up
+        self._catch_up_on_host: float | None = None  # seconds per token, moving mean
 
     def knows(self, plan: DraftPlan, requests: int, context: int) -> bool:
         """Whether such a pass was ever timed, or one of this many requests at start-up."""
         return (plan, requests) in self._measured or (plan, requests, context) in self._seen
+
+    def has_seen(self, plan: DraftPlan, requests: int, context: int) -> bool:
+        """Whether such a pass was timed among others, not only at start-up."""
+        return (plan, requests, context) in self._seen
 
     def max_requests(self, plan: DraftPlan) -> float:
         """The largest batch for which passes by this plan were prepared at start-up."""
@@ -28,24 +34,49 @@ class DevicePassCosts:
     def expect(self, plan: DraftPlan, requests: int, seconds: float) -> None:
         """Add a measurement of start-up, when nothing else ran."""
         self._measured[plan, requests] = seconds
-        self._seen[plan, requests, 0] = seconds, CONFIG.device_passes.measured_weight
 
     def observe(self, plan: DraftPlan, requests: int, context: int, seconds: float) -> None:
         """Update from a pass; one that took much longer than usual is clipped."""
-        config = CONFIG.device_passes
-        usual, count = self._seen.get((plan, requests, context), (seconds, 0))
+        config, usual, count = CONFIG.device_passes, seconds, 0
+        if (plan, requests, context) in self._seen:
+            usual, count = self._seen[plan, requests, context]
+        elif (plan, requests) in self._measured:
+            usual, count = self.seconds(plan, requests, context), config.measured_weight
         rate = max(config.rate, 1 / (1 + count))
         mean = usual + rate * (min(seconds, config.max_outlier * usual) - usual)
         self._seen[plan, requests, context] = mean, count + 1
 
+    def expect_catch_up(self, seconds: float) -> None:
+        """Add the seconds per token of a head's catching up on the device, measured at start-up."""
+        self._catch_up_on_device = seconds
+
+    def observe_catch_up(self, tokens: int, seconds: float) -> None:
+        """Update from the seconds in which the host has launched a head's passes over these tokens."""
+        known, rate = self._catch_up_on_host, CONFIG.device_passes.catch_up_rate
+        each = seconds / max(tokens, 1)
+        self._catch_up_on_host = each if known is None else known + rate * (each - known)
+
+    def catch_up(self) -> float:
+        """Seconds per token of a head's catching up: of the device, and of the host, which then launches
+        nothing else."""
+        device, host = self._catch_up_on_device, self._catch_up_on_host
+        if device is None:
+            device = CONFIG.device_passes.catch_up_guess * self.seconds(PLAIN, 1, 0)
+        return device + (device if host is None else host)
+
     def seconds(self, plan: DraftPlan, requests: int, context: int) -> float:
-        """Of such a pass: the mean, or that of the nearest kind plus their difference at start-up."""
+        """Of such a pass: the mean, or that of the nearest kind plus their difference at start-up.
+
+        At start-up nothing else ran, and contexts were empty. So what the nearest kind takes longer than then,
+        this one will too; else a plan would look better than those that were used, and be used next.
+        """
         kind = plan, requests, context
         if kind in self._seen:
             return self._seen[kind][0]
         per_token = CONFIG.device_passes.guess_per_token
+        known_here = self._measured.get((plan, requests))
         if not self._seen:
-            return 1 + per_token * plan.levels
+            return 1 + per_token * plan.levels if known_here is None else known_here
 
         def distance(other: Kind) -> tuple[float, int, int]:
             other_plan, count, other_context = other
@@ -55,9 +86,9 @@ class DevicePassCosts:
         nearest = min(self._seen, key=distance)
         nearest_plan, count, _ = nearest
         known = self._seen[nearest][0]
-        here, there = self._measured.get((plan, requests)), self._measured.get((nearest_plan, count))
-        if here is not None and there is not None:
-            return max(known + here - there, 0.5 * known)
+        known_there = self._measured.get((nearest_plan, count))
+        if known_here is not None and known_there is not None:
+            return max(known_here + known - known_there, 0.5 * known_here)
         return known * (1 + per_token * plan.levels) / (1 + per_token * nearest_plan.levels)
 
 

@@ -2,6 +2,7 @@
 
     tokens of a pass      1 + the expected accepted tokens of a chain (acceptance/chains.py)
     seconds of a pass     by plan, requests and context (cost/device_passes.py)
+    catching up           of a head with prompts, spread over the tokens that requests will still get
 
 The arm with most tokens per second is taken. What lookup drafts would bring beside plain passes is known from
 shadow drafts (engine/shadow.py), which cost the device nothing. Other arms are tried by the explorer.
@@ -11,13 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paceline.control.acceptance.chains import ChainAcceptance
 from paceline.control.config import CONFIG
-from paceline.control.cost.device_passes import DevicePassCosts, context_bucket, request_bucket
+from paceline.control.controller import Load
+from paceline.control.cost.device_passes import DevicePassCosts, request_bucket
 from paceline.control.explorer import DeviceExplorer
+from paceline.control.planner.device_load import DeviceLoad
 from paceline.core.stats import StepStats
 from paceline.core.trees import PLAIN, DraftPlan
+
+if TYPE_CHECKING:
+    from paceline.core.request import Request
 
 
 @dataclass(frozen=True)
@@ -33,14 +40,17 @@ class ArmEstimate:
     """What a pass by an arm's plan is expected to give under the present load."""
 
     arm: Arm
-    tokens: float  # per request
+    tokens: float  # per request, as far as they shorten the time of all
     seconds: float
+    catch_up: float  # seconds, until the head can draft for all requests
+    tokens_left: float  # of a request, over which that is spread
     is_timed: bool  # such passes were timed, now or at start-up
+    is_seen: bool  # such passes were timed under this load
 
     @property
     def rate(self) -> float:
         """Tokens per second of one request."""
-        return self.tokens / self.seconds
+        return 1 / (self.seconds / self.tokens + self.catch_up / self.tokens_left)
 
 
 def best_arm(arms: Mapping[DraftPlan, ArmEstimate], present: DraftPlan, is_trial: bool) -> DraftPlan:
@@ -48,7 +58,12 @@ def best_arm(arms: Mapping[DraftPlan, ArmEstimate], present: DraftPlan, is_trial
     left only for a gain beyond a margin."""
     config = CONFIG.device_planner
     rates = {plan: estimate.rate for plan, estimate in arms.items()}
-    best = max(rates, key=lambda plan: rates[plan] * (config.start_margin if plan == PLAIN else 1))
+    # what start-up times promise is rarely better in traffic, and often worse: hosts take time too
+    margins = {
+        plan: config.start_margin if estimate.is_seen else config.unseen_margin
+        for plan, estimate in arms.items()
+    }
+    best = max(rates, key=lambda plan: rates[plan] / (margins[plan] if plan.budget else 1))
     present_rate = rates.get(present, 0.0)
     is_small_gain = rates[best] < config.switch_margin * present_rate and not is_trial
     return present if best.budget and is_small_gain and present_rate > rates[PLAIN] else best
@@ -57,19 +72,19 @@ def best_arm(arms: Mapping[DraftPlan, ArmEstimate], present: DraftPlan, is_trial
 class DevicePlanner:
     """Chooses among a few arms, plain decoding first."""
 
-    def __init__(self, arms: Sequence[Arm], acceptance: Mapping[str, ChainAcceptance]) -> None:
-        """`acceptance`: by drafter, with its prior."""
+    def __init__(self, arms: Sequence[Arm], acceptance: Mapping[tuple[str, bool], ChainAcceptance]) -> None:
+        """`acceptance`: by drafter, with its prior; of greedy requests (True) and of others."""
         self.arms = {arm.plan: arm for arm in (Arm(PLAIN), *arms)}
         self._acceptance = acceptance
         self._costs = DevicePassCosts()
         lookups = [arm.plan for arm in arms if not arm.attaches]
         self.shadow = max(lookups, key=lambda plan: plan.levels, default=None)  # drafted beside plain passes
         self._explorer = DeviceExplorer(list(self.arms), self.shadow)
+        self._load = DeviceLoad()
         per_token = CONFIG.device_passes.guess_per_token
         guesses = {plan: self.tokens(plan) / (1 + per_token * plan.levels) for plan in self.arms}
         self._plan = PLAIN if self.shadow else max(guesses, key=guesses.__getitem__)
         self._pass = self._next_choice = self._changed_at = 0  # counts passes
-        self._load = (1, 0)  # buckets of requests and context that the plan was chosen for
         self._is_trial = False
         self.reason = "gain"  # of the last choice
         self.gain: float | None = None  # of the last choice; None: one of its two arms was not timed
@@ -79,23 +94,38 @@ class DevicePlanner:
         """Seconds that were spent on trials."""
         return self._explorer.budget.regret
 
-    def expect(self, plan: DraftPlan, seconds: Mapping[int, float]) -> None:
-        """Add the seconds of a plan's passes by their number of requests, measured at start-up."""
+    def expect(self, plan: DraftPlan, seconds: Mapping[int, float], catch_up: float | None = None) -> None:
+        """Add the seconds of a plan's passes by their number of requests, measured at start-up, and of its
+        head's catching up per token."""
         for requests, each in seconds.items():
             self._costs.expect(plan, request_bucket(requests), each)
+        if catch_up is not None:
+            self._costs.expect_catch_up(catch_up)
 
-    def choose(self, requests: int, keys: float, settled: bool) -> DraftPlan:
-        """The plan of the next pass, over `requests` with a mean of `keys` computed tokens.
-
-        The plan stays while requests are not `settled`: some still have to be prefilled.
-        """
+    def choose(self, running: Sequence[Request], load: Load) -> DraftPlan:
+        """The plan of the next pass over these requests. While some are being prefilled, it changes only with
+        the load."""
         self._pass += 1
-        load = request_bucket(requests), context_bucket(keys)
-        if load != self._load:
-            self._load, self._changed_at = load, self._pass
-            self._next_choice = min(self._next_choice, self._pass + CONFIG.device_planner.settle_passes)
-        if settled and self._pass >= self._next_choice:
+        self.expect_requests(running, load)
+        if self._load.is_settled and self._pass >= self._next_choice:
             self._choose()
+        return self._plan
+
+    def expect_requests(self, running: Sequence[Request], load: Load) -> DraftPlan:
+        """The plan of the passes that will follow over these requests, some of which are being prefilled."""
+        now = self._load
+        if now.is_new(load):
+            before = now.requests, now.context, now.greedy
+            now.note(running, load)
+            if not now.is_settled:
+                self._changed_at = self._pass
+            if (now.requests, now.context, now.greedy) != before:
+                self._changed_at = self._pass
+                if all(estimate.is_timed for estimate in self._estimates().values()):
+                    self._choose()
+                else:  # it needs trials
+                    settle = CONFIG.device_planner.settle_passes
+                    self._next_choice = min(self._next_choice, self._pass + settle)
         return self._plan
 
     def _choose(self) -> None:
@@ -103,7 +133,7 @@ class DevicePlanner:
         config = CONFIG.device_planner
         arms = self._estimates()
         best = best_arm(arms, self._plan, self._is_trial)
-        chosen = self._explorer.pick(best, arms)
+        chosen = self._explorer.pick(best, arms) if self._load.is_settled else best
         self._is_trial = chosen != best
         self.reason = "probe" if self._is_trial else "gain" if best.budget else "no gain"
         is_timed = arms[chosen].is_timed and arms[PLAIN].is_timed
@@ -116,34 +146,46 @@ class DevicePlanner:
 
     def _estimates(self) -> dict[DraftPlan, ArmEstimate]:
         """Of the arms whose buffers are large enough for the present load."""
+        load, costs = self._load, self._costs
         return {
             plan: ArmEstimate(
-                arm, self.tokens(plan), self.seconds(plan), self._costs.knows(plan, *self._load)
+                arm,
+                1.0 + load.usable * (self.tokens(plan) - 1.0),
+                self.seconds(plan),
+                load.catch_up(plan.drafter == self._plan.drafter) * costs.catch_up() if arm.attaches else 0.0,
+                load.tokens_left,
+                costs.knows(plan, load.requests, load.context),
+                costs.has_seen(plan, load.requests, load.context),
             )
             for plan, arm in self.arms.items()
-            if self._load[0] <= self._costs.max_requests(plan)
+            if load.requests <= costs.max_requests(plan)
         }
 
     def observe(self, plan: DraftPlan, stats: StepStats) -> None:
         """Learn from a pass by a plan."""
+        if stats.caught_up:
+            self._costs.observe_catch_up(stats.caught_up, stats.catch_up_time)
         if plan not in self.arms:
             return
-        if stats.shadow is not None and stats.shadow.drafter in self._acceptance:
-            self._acceptance[stats.shadow.drafter].add_shadow(stats.shadow)
+        shadow, greedy = stats.shadow, self._load.greedy
+        if shadow is not None and (shadow.drafter, greedy) in self._acceptance:
+            self._acceptance[shadow.drafter, greedy].add_shadow(shadow)
         if plan.drafter is not None:
-            self._acceptance[plan.drafter].add(stats.drafts, stats.requests, plan.levels)
+            self._acceptance[plan.drafter, greedy].add(stats.drafts, stats.requests, plan.levels)
         # the first passes compile and capture graphs: that earns no time for trials
         usual = CONFIG.device_passes.max_outlier * self.seconds(plan)
         self._explorer.observe(plan, self._pass, min(stats.total_time, usual))
         is_settled = self._pass - self._changed_at > CONFIG.device_planner.settle_passes
         is_timed = is_settled and plan == self._plan and not stats.prefill_tokens
-        if is_timed and request_bucket(stats.requests) == self._load[0]:
-            self._costs.observe(plan, *self._load, stats.total_time)
+        if is_timed and request_bucket(stats.requests) == self._load.requests:
+            self._costs.observe(plan, self._load.requests, self._load.context, stats.total_time)
 
     def tokens(self, plan: DraftPlan) -> float:
         """Expected new tokens of a pass by this plan, for one request."""
-        return 1.0 if plan.drafter is None else 1.0 + self._acceptance[plan.drafter].accepted(plan.levels)
+        if plan.drafter is None:
+            return 1.0
+        return 1.0 + self._acceptance[plan.drafter, self._load.greedy].accepted(plan.levels)
 
     def seconds(self, plan: DraftPlan) -> float:
         """Expected seconds of a pass by this plan under the present load."""
-        return self._costs.seconds(plan, *self._load)
+        return self._costs.seconds(plan, self._load.requests, self._load.context)

@@ -1,0 +1,82 @@
+"""DeviceLoad: the requests that passes on the device are planned for, with those that are being prefilled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from paceline.control.config import CONFIG
+from paceline.control.controller import Load
+from paceline.control.cost.device_passes import context_bucket, request_bucket
+
+if TYPE_CHECKING:
+    from paceline.core.request import Request
+
+
+class DeviceLoad:
+    """Counts of the present requests; brought up to date only when requests come or end."""
+
+    def __init__(self) -> None:
+        self.requests, self.context = 1, 0  # buckets, see cost/device_passes.py
+        self.greedy = True  # most requests sample greedily: their drafts are accepted more often
+        self.is_settled = True  # all requests decode, and none is waiting for a slot
+        self.tokens_left = float("inf")  # expected output tokens of a request from now on, mean
+        self._count = 0  # requests, with those that come
+        self._running: Sequence[Request] = ()
+        self._decoding = 0.0  # tokens of the requests that decode
+        self._prefilling = 0.0  # and of those that do not yet
+        self._replaced = 0.0  # fraction of ended requests that others have followed at once, moving mean
+        self._usual_output: float | None = None  # tokens of outputs that have ended, moving mean
+        self._usual_prompt = 0.0  # tokens, mean of the last requests
+
+    def is_new(self, load: Load) -> bool:
+        """Whether requests have come or ended, or some are still being prefilled."""
+        return not self.is_settled or load.running + load.coming != self._count
+
+    def note(self, running: Sequence[Request], load: Load) -> None:
+        """Count these requests, and expect that `load.coming` more will be like them."""
+        ended = [request for request in self._running if request.finished]
+        followed = len(ended) + load.running + load.coming + load.waiting - self._count
+        for number, request in enumerate(ended):
+            self._note_end(request.num_output, number < followed)
+        self._running, self._count = list(running), load.running + load.coming
+        pending = [request.num_pending for request in running]
+        tokens = [request.num_computed + count for request, count in zip(running, pending, strict=True)]
+        self.is_settled = not load.coming and all([count == 1 for count in pending])
+        total, self._decoding = float(sum(tokens)), 0.0
+        if running:
+            pairs = zip(tokens, pending, strict=True)
+            self._decoding = float(sum([own for own, count in pairs if count == 1]))
+            self._usual_prompt = (total - sum([request.num_output for request in running])) / len(running)
+            self.greedy = 2 * sum([request.sampler.greedy for request in running]) > len(running)
+            self.tokens_left = sum([self._left(request) for request in running]) / len(running)
+        self._prefilling = total - self._decoding + load.coming * self._usual_prompt
+        self.requests = request_bucket(max(1, self._count))
+        self.context = context_bucket(total / max(1, len(running)))
+
+    def catch_up(self, is_attached: bool) -> float:
+        """Tokens that a head would have to compute; `is_attached`: it drafts for those that decode."""
+        return self._prefilling + (0.0 if is_attached else self._decoding)
+
+    @property
+    def usable(self) -> float:
+        """The fraction of accepted tokens that shortens the time of all requests.
+
+        Requests of a batch get different numbers of them. If nothing follows a request that ends, passes are
+        as many as the unluckiest request needs, and as long as long as most requests run.
+        """
+        loss = CONFIG.device_planner.spread_loss * (1.0 - 1.0 / math.sqrt(self.requests))
+        return 1.0 - loss * (1.0 - self._replaced)
+
+    def _left(self, request: Request) -> float:
+        """Output tokens that a request is expected to get from now on."""
+        config, most = CONFIG.device_planner, request.max_output
+        usual = config.usual_output * most if self._usual_output is None else min(self._usual_output, most)
+        return max(usual - request.num_output, config.least_output * usual, 1.0)
+
+    def _note_end(self, num_output: int, is_followed: bool) -> None:
+        rate = CONFIG.device_planner.end_rate
+        before = num_output if self._usual_output is None else self._usual_output
+        self._usual_output = before + rate * (num_output - before)
+        self._replaced += rate * (is_followed - self._replaced)
