@@ -65,7 +65,7 @@ class AutoController(Controller):
         self._memory = memory
         restore(beginning or {}, self.costs, self.acceptance)
         if memory is not None:
-            restore(memory.read(), self.costs, self.acceptance)
+            restore(memory.read(), self.costs, self.acceptance, device)
         self._planner = HostPlanner(self.plans, self.costs, self.acceptance)
         self._device = device
         self._explorer = Explorer(list(plans), float(steps.seconds(1, 0)))
@@ -81,8 +81,8 @@ class AutoController(Controller):
 
     def close(self) -> None:
         """Keep what was learned."""
-        if self._step and self._memory is not None:
-            save(self._memory, self.costs, self.acceptance)
+        if (self._step or self.reasons) and self._memory is not None:
+            save(self._memory, self.costs, self.acceptance, self._device)
 
     @property
     def regret(self) -> float:

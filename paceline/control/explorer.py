@@ -125,8 +125,9 @@ class DeviceExplorer:
         oldest = min(others, key=self._last_used.__getitem__)
         config, present, other = CONFIG.explorer, arms[best], arms[oldest]
         lost = config.trial_passes * max(0.0, other.seconds - present.seconds / present.tokens)
-        if other.arm.attaches or present.arm.attaches:
-            lost += config.attach_cost * arms[PLAIN].seconds + other.catch_up
+        lost += other.catch_up
+        if present.arm.attaches:  # it is attached again afterwards
+            lost += config.attach_cost * arms[PLAIN].seconds
         if not self.budget.can_afford(lost):
             return best
         self.budget.spend(lost)

@@ -19,6 +19,7 @@ from paceline.version import __version__
 if TYPE_CHECKING:
     from paceline.control.acceptance.model import AcceptanceModel
     from paceline.control.cost.model import CostModel
+    from paceline.control.planner.device import DevicePlanner
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,12 @@ class Memory:
             warn_unusable("what the controller has learned", self.path.parent, error)
 
 
-def restore(facts: Mapping[str, Any], costs: CostModel, acceptance: AcceptanceModel) -> None:
+def restore(
+    facts: Mapping[str, Any],
+    costs: CostModel,
+    acceptance: AcceptanceModel,
+    device: DevicePlanner | None = None,
+) -> None:
     """Start the models from facts, as far as they make sense."""
     try:
         costs.drafts.begin_with(facts.get("draft_calls", {}))
@@ -77,11 +83,15 @@ def restore(facts: Mapping[str, Any], costs: CostModel, acceptance: AcceptanceMo
             model_facts = facts.get("models", {}).get(_section(name, greedy))
             if model_facts is not None:
                 model.begin_with(model_facts)
+        if device is not None and "device" in facts:
+            device.begin_with(facts["device"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         logger.warning("part of what the controller had learned makes no sense: %r. It learns anew.", error)
 
 
-def save(memory: Memory, costs: CostModel, acceptance: AcceptanceModel) -> None:
+def save(
+    memory: Memory, costs: CostModel, acceptance: AcceptanceModel, device: DevicePlanner | None = None
+) -> None:
     """Write the models down, beside what the memory holds of other drafters."""
     models = {_section(*key): model.facts() for key, model in acceptance.drafters.items() if model.drafts}
     before = memory.read()
@@ -90,6 +100,7 @@ def save(memory: Memory, costs: CostModel, acceptance: AcceptanceModel) -> None:
             "steps": costs.passes.facts(),
             "draft_calls": {**before.get("draft_calls", {}), **costs.drafts.facts()},
             "models": {**before.get("models", {}), **models},
+            **({} if device is None else {"device": device.facts()}),
         }
     )
 

@@ -63,6 +63,18 @@ class ChainAcceptance:
             expected += reached
         return expected
 
+    def facts(self) -> dict[str, list[float]]:
+        """The counts as JSON values."""
+        return {"tries": self._tries.tolist(), "hits": self._hits.tolist()}
+
+    def begin_with(self, facts: Mapping[str, Any]) -> None:
+        """Start from these facts. KeyError, ValueError or TypeError if they make no sense."""
+        tries, hits = (np.array(facts[name], dtype=np.float64) for name in ("tries", "hits"))
+        is_sound = tries.shape == hits.shape == self._tries.shape
+        if not is_sound or not (0.0 <= hits).all() or not (hits <= tries).all() or not (tries > 0.0).all():
+            raise ValueError("these are not counts of drafts")
+        self._tries, self._hits = tries, hits
+
 
 def known_chances(known: Mapping[str, Any], drafter: str, greedy: bool) -> list[float]:
     """By depth, the chance of a drafter's tokens for greedy or other requests, given those before, from the

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.control.acceptance.chains import ChainAcceptance
 from paceline.control.config import CONFIG
@@ -152,7 +152,7 @@ class DevicePlanner:
                 arm,
                 1.0 + load.usable * (self.tokens(plan) - 1.0),
                 self.seconds(plan),
-                load.catch_up(plan.drafter == self._plan.drafter) * costs.catch_up() if arm.attaches else 0.0,
+                self._catch_up(plan) if arm.attaches else 0.0,
                 load.tokens_left,
                 costs.knows(plan, load.requests, load.context),
                 costs.has_seen(plan, load.requests, load.context),
@@ -160,6 +160,13 @@ class DevicePlanner:
             for plan, arm in self.arms.items()
             if load.requests <= costs.max_requests(plan)
         }
+
+    def _catch_up(self, plan: DraftPlan) -> float:
+        """Seconds until the plan's head can draft for all requests: passes in flight end first, if it must be
+        attached to some that decode."""
+        is_attached = plan.drafter == self._plan.drafter or not self._load.is_decoding
+        drained = 0.0 if is_attached else CONFIG.explorer.attach_cost * self.seconds(PLAIN)
+        return drained + self._load.catch_up(is_attached) * self._costs.catch_up()
 
     def observe(self, plan: DraftPlan, stats: StepStats) -> None:
         """Learn from a pass by a plan."""
@@ -179,6 +186,19 @@ class DevicePlanner:
         is_timed = is_settled and plan == self._plan and not stats.prefill_tokens
         if is_timed and request_bucket(stats.requests) == self._load.requests:
             self._costs.observe(plan, self._load.requests, self._load.context, stats.total_time)
+
+    def facts(self) -> dict[str, Any]:
+        """What was learned, as JSON values."""
+        chains = [[*key, acceptance.facts()] for key, acceptance in self._acceptance.items()]
+        return {"costs": self._costs.facts(), "load": self._load.facts(), "chains": chains}
+
+    def begin_with(self, facts: Mapping[str, Any]) -> None:
+        """Start from these facts. KeyError, ValueError or TypeError if they make no sense."""
+        self._costs.begin_with(facts["costs"])
+        self._load.begin_with(facts["load"])
+        for drafter, greedy, chains in facts["chains"]:
+            if (drafter, greedy) in self._acceptance:
+                self._acceptance[drafter, greedy].begin_with(chains)
 
     def tokens(self, plan: DraftPlan) -> float:
         """Expected new tokens of a pass by this plan, for one request."""

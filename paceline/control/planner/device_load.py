@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from paceline.control.config import CONFIG
 from paceline.control.controller import Load
@@ -55,9 +55,24 @@ class DeviceLoad:
         self.requests = request_bucket(max(1, self._count))
         self.context = context_bucket(total / max(1, len(running)))
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether there is a request that decodes."""
+        return self._decoding > 0
+
     def catch_up(self, is_attached: bool) -> float:
         """Tokens that a head would have to compute; `is_attached`: it drafts for those that decode."""
         return self._prefilling + (0.0 if is_attached else self._decoding)
+
+    def facts(self) -> dict[str, Any]:
+        """What was learned of requests, as JSON values."""
+        return {"output": self._usual_output, "prompt": self._usual_prompt, "replaced": self._replaced}
+
+    def begin_with(self, facts: Mapping[str, Any]) -> None:
+        """Start from these facts. KeyError, ValueError or TypeError if they make no sense."""
+        output, prompt, replaced = facts["output"], float(facts["prompt"]), float(facts["replaced"])
+        self._usual_output = None if output is None else max(1.0, float(output))
+        self._usual_prompt, self._replaced = max(0.0, prompt), min(max(0.0, replaced), 1.0)
 
     @property
     def usable(self) -> float:
@@ -73,7 +88,8 @@ class DeviceLoad:
         """Output tokens that a request is expected to get from now on."""
         config, most = CONFIG.device_planner, request.max_output
         usual = config.usual_output * most if self._usual_output is None else min(self._usual_output, most)
-        return max(usual - request.num_output, config.least_output * usual, 1.0)
+        left = max(usual - request.num_output, config.least_output * usual)
+        return max(min(left, most - request.num_output), 1.0)
 
     def _note_end(self, num_output: int, is_followed: bool) -> None:
         rate = CONFIG.device_planner.end_rate

@@ -1,0 +1,55 @@
+"""`auto` on a device of known times: batches that end together, as LLM.chat runs them.
+
+Such a run is short, much of it is prefill, and nothing follows a request that ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.engine.simulated_device import Machine, auto, fixed, seconds_of, simulated_engine, small_gpu_pass
+
+RUNS = 3  # of auto: the first ones learn
+
+
+def device_bound() -> Machine:
+    return Machine(small_gpu_pass, slower=4e-6)
+
+
+def host_bound() -> Machine:
+    """The host takes longer than the device, whatever is drafted."""
+    return Machine(small_gpu_pass, host_pass=1.5e-3, host_request=10e-6, host_drafted=1e-6)
+
+
+def drafts_cost_the_host() -> Machine:
+    """The host takes longer than the device, and twice as long for a drafted pass over many requests."""
+    return Machine(small_gpu_pass, host_pass=0.4e-3, host_request=15e-6, host_drafted=15e-6)
+
+
+def chance(mean: float) -> Callable[[int], float]:
+    """Of a drafted token, different from request to request."""
+    return lambda slot: mean + 0.3 * ((slot * 37 % 64) / 64 - 0.5)
+
+
+def output(number: int) -> int:
+    return 40 + 24 * (number % 2)
+
+
+@pytest.mark.parametrize(("requests", "prompt"), [(1, 45), (16, 700), (64, 45), (64, 700)])
+@pytest.mark.parametrize(
+    ("make", "right"),
+    [(device_bound, 0.35), (device_bound, 0.65), (host_bound, 0.6), (drafts_cost_the_host, 0.45)],
+)
+def test_a_short_run_is_never_slower_than_plain_decoding(make, right, prompt, requests):
+    def run(controller, runs):
+        machine = make()
+        engine = simulated_engine(machine, chance(right), controller)
+        return [seconds_of(engine, machine, requests, prompt, output) for _ in range(runs)]
+
+    (off,), (two,), (three,) = (run(fixed(length), 1) for length in (0, 2, 3))
+    own = run(auto(0.65), RUNS)
+    assert own[0] < off / 0.9
+    assert own[-1] < off / 0.98
+    assert own[-1] < min(off, two, three) / 0.9
