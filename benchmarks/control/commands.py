@@ -8,6 +8,7 @@ import typer
 
 from paceline.bench.flags import HtmlFile, JsonFile, Model, Quantization, Threads, Workloads
 from paceline.config import DEFAULT_MODEL
+from paceline.errors import ConfigError
 from paceline.terminal.flags import integers
 
 WRITING = "writing"  # always included: the hardest to draft for
@@ -17,7 +18,10 @@ SMALL, WHOLE = (4, 64), (16, 128)  # prompts per cell, and tokens per answer
 def grid_command(
     model: Model = DEFAULT_MODEL,
     workload: Workloads = None,
-    concurrency: Annotated[str, typer.Option(help="Numbers of concurrent requests.")] = "1,4,16",
+    concurrency: Annotated[
+        str | None,
+        typer.Option(help="Numbers of concurrent requests.", show_default="1,4,16; on a GPU 1,4,16,64"),
+    ] = None,
     methods: Annotated[
         list[str] | None,
         typer.Option(
@@ -35,17 +39,21 @@ def grid_command(
     temperature: Annotated[
         float | None, typer.Option(help="0 is greedy.", show_default="each prompt's own, or 0")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Number of runs per prompt.")] = 1,
+    rounds: Annotated[
+        int | None, typer.Option(help="Number of runs per prompt.", show_default="1; on a GPU 4")
+    ] = None,
     learned: Annotated[
         bool, typer.Option("--learned", help="Let auto start with what earlier runs have learned.")
     ] = False,
     backend: Annotated[str, typer.Option(help="Backend of the model: cpu, torch or cuda.")] = "cpu",
+    draft: Annotated[str, typer.Option(help="What auto is, on a GPU; such as auto,eagle3:PATH.")] = "auto",
     threads: Threads = None,
     quantization: Quantization = "auto",
     json_file: JsonFile = None,
     html: HtmlFile = None,
 ) -> None:
     """Is auto never slower than off, and close to the best fixed setting, in every workload and load?"""
+    from benchmarks.control.device_grid import run_device_grid
     from benchmarks.control.grid import GridOptions, run_grid
     from benchmarks.control.grid_report import grid_result
     from paceline.bench.report.output import Report
@@ -55,22 +63,31 @@ def grid_command(
 
     report = Report(json_file, html)
     prompts, tokens = WHOLE if whole else SMALL
+    on_device = backend == "cuda"
+    if on_device and (methods or learned):
+        raise ConfigError(
+            "on a GPU the grid has its own methods and an empty memory: leave out --methods and --learned."
+        )
     options = GridOptions(
-        workloads=tuple(dict.fromkeys([*(workload or BUILT_IN), WRITING])),
-        concurrencies=tuple(integers("--concurrency", concurrency)),
+        workloads=tuple(dict.fromkeys([*(workload or BUILT_IN), *(() if on_device else (WRITING,))])),
+        concurrencies=tuple(
+            integers("--concurrency", concurrency or ("1,4,16,64" if on_device else "1,4,16"))
+        ),
         methods=parse_methods(methods) if methods else None,
         model=model,
         prompts=prompts if limit is None else limit,
         max_tokens=tokens if max_tokens is None else max_tokens,
         temperature=temperature,
-        rounds=rounds,
+        rounds=rounds or (4 if on_device else 1),
         learned=learned,
         backend=backend,
+        temperatures=() if temperature is None else (temperature,),
+        auto=draft,
         threads=threads,
         quantization=quantization,
     )
     with progress(options.num_turns()) as on_turn:
-        grid = run_grid(options, on_turn)
+        grid = (run_device_grid if on_device else run_grid)(options, on_turn)
     report.show(grid_result(grid))
     if not grid.identical:
         raise typer.Exit(1)

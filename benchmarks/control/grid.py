@@ -47,6 +47,8 @@ class GridOptions:
     backend: str = "cpu"
     threads: int | None = None
     quantization: str = "auto"
+    temperatures: tuple[float, ...] = ()  # of the grid on a GPU: each is measured, whatever prompts say
+    auto: str = AUTO  # the speculative_config of auto, on a GPU
 
     def contest(self, concurrency: int, methods: Mapping[str, Any]) -> SpeculationOptions:
         """What is measured at one concurrency."""
@@ -65,6 +67,9 @@ class GridOptions:
 
     def num_turns(self) -> int:
         """Approximate number of turns, for a progress bar."""
+        if self.backend == "cuda":
+            cells = len(self.workloads) * len(self.concurrencies) * len(self.temperatures or (0, 1))
+            return 5 * self.rounds * cells
         contestants = len(self.methods) if self.methods else 2 + len(HEAD_LENGTHS) + 3
         return sum(self.contest(number, {}).num_turns(contestants) for number in self.concurrencies)
 
@@ -76,6 +81,7 @@ class Cell:
     workload: str
     concurrency: int
     tokens_per_second: Mapping[str, float]  # by method
+    temperature: float | None = None  # None: each prompt's own
 
     def speedup(self, method: str) -> float:
         return self.tokens_per_second[method] / self.tokens_per_second[OFF]
@@ -91,13 +97,15 @@ class Cell:
 
     @property
     def label(self) -> str:
-        return f"{self.workload} x{self.concurrency}"
+        heat = "" if self.temperature is None else f" T={self.temperature:g}"
+        return f"{self.workload} x{self.concurrency}{heat}"
 
     def facts(self) -> dict[str, Any]:
         best = self.best_fixed
         return {
             "workload": self.workload,
             "concurrency": self.concurrency,
+            "temperature": self.temperature,
             "off_tokens_per_second": self.tokens_per_second[OFF],
             "speedups_vs_off": {method: self.speedup(method) for method in self.tokens_per_second},
             "best_fixed": best,
@@ -119,7 +127,8 @@ class Grid:
 
     options: GridOptions
     cells: list[Cell]  # by workload
-    contests: list[Contest]  # one per concurrency
+    contests: list[Contest]  # one per concurrency; none on a GPU
+    num_differing: int = 0  # tokens that are not those of off, on a GPU
 
     @property
     def rows(self) -> list[Row]:
@@ -127,7 +136,7 @@ class Grid:
 
     @property
     def identical(self) -> bool:
-        return all(contest.identical for contest in self.contests)
+        return not self.num_differing and all(contest.identical for contest in self.contests)
 
     @property
     def means(self) -> dict[str, float]:
@@ -164,9 +173,13 @@ class Grid:
         """Everything, for JSON."""
         return {
             **{key: value for key, value in asdict(self.options).items() if key != "methods"},
-            "threads": self.contests[0].threads,
-            "quantization": self.contests[0].quantization,
+            **{
+                name: getattr(each, name)
+                for each in self.contests[:1]
+                for name in ("threads", "quantization")
+            },
             "identical": self.identical,
+            "num_differing": self.num_differing,
             "bars": [asdict(bar) for bar in self.bars()],
             "mean_speedups": self.means,
             "cells": [cell.facts() for cell in self.cells],

@@ -176,7 +176,7 @@ class HeadStorage(Protocol):
     max_rows: int
     least_chance: float  # default: the least chance of a chain of guesses that is worth its rows here
     keeps_features: bool = False  # its pools keep the target's features: see KeptFeatures
-    catch_up_seconds: float | None = None  # of computing one committed token on the device; None: not measured
+    catch_up_seconds: float | None = None  # of one committed token, on the device; None: not measured
 
     def make_pool(self, num_pages: int) -> KVPool:
         """Storage for `num_pages` pages of keys and values of the head."""

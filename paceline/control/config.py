@@ -169,8 +169,8 @@ class DevicePlannerConfig:
     usual_output: float = 0.6  # of max_tokens, before an output has ended
     least_output: float = 0.25  # of a usual output: the least that is still expected of a request
     end_rate: float = 0.05  # step size of what is learned from each output that ends
-    # of the accepted tokens of a large batch that nothing follows: of 16 and of 64 requests of 64 tokens, about
-    # 30 and 38 % did not shorten the run (docs/lab/2026-11-17-auto-on-gpu.md)
+    # of the accepted tokens of a large batch that nothing follows: of 16 and of 64 requests of 64 tokens,
+    # about 30 and 38 % did not shorten the run (docs/lab/2026-11-17-auto-on-gpu.md)
     spread_loss: float = 0.4
     # arms: graphs are captured for each, so there are few
     head_lengths: tuple[int, ...] = (2, 3, 5, 7)  # tokens of a head's chains

@@ -277,7 +277,7 @@ class DeviceExecutor:
         return Features(output.features[rows], layers, offsets, contexts, [1] * len(parts))
 
     def prefill_ahead(self, parts: Sequence[Scheduled], plan: DraftPlan) -> None:
-        """Let a head catch up after the pass that prefills these requests, if passes by this plan will follow.
+        """Let a head catch up after the pass that prefills these requests, if passes by this plan follow.
 
         A request's own plan comes first: passes over requests with different plans do not run on the device.
         """

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.control.device_grid import run_device_grid
 from benchmarks.control.grid import Cell, Grid, GridOptions, run_grid
 from benchmarks.control.grid_report import grid_result
 from paceline.bench.loading import empty_memory
@@ -82,6 +83,29 @@ def test_empty_memory_keeps_models_and_hides_what_was_learned(
 def test_a_grid_without_auto_is_refused() -> None:
     with pytest.raises(ConfigError, match="--methods must have auto"):
         run_grid(GridOptions(("chat",), methods={"off": "off", "ngram": "ngram"}))
+
+
+def test_a_grid_of_two_engines_measures_fixed_settings_by_what_requests_ask_for(
+    tmp_path: Path, tiny_gguf: Path
+) -> None:
+    prompts = [{"prompt": text, "max_tokens": 8} for text in ("abcabc", "ababab", "cdcd")]
+    (tmp_path / "letters.jsonl").write_text("\n".join(json.dumps(prompt) for prompt in prompts))
+    options = GridOptions(
+        (str(tmp_path / "letters.jsonl"),),
+        (1, 2),
+        model=str(tiny_gguf),
+        max_tokens=4,
+        threads=1,
+        temperatures=(0.0, 0.8),
+    )
+    turns: list[str] = []
+    found = run_device_grid(options, turns.append)
+    assert [cell.label for cell in found.cells] == [
+        f"letters x{requests} T={heat}" for requests in (1, 2) for heat in ("0", "0.8")
+    ]
+    assert turns == ["off", "auto", "suffix 3", "suffix 7"] * 4
+    assert found.identical
+    assert "letters x2 T=0.8" in html_page(grid_result(found))
 
 
 def test_the_command_measures_every_cell_and_writes_everything(tmp_path: Path, tiny_gguf: Path) -> None:

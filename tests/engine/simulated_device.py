@@ -1,6 +1,6 @@
 """A device of known times behind a real engine and a real controller, on a clock of its own.
 
-The host takes time for every pass and token, passes queue on the device, and reading one waits for it. So runs
+The host takes time for every pass, passes queue on the device, and reading one waits for it. So runs
 are host-bound or device-bound as on a GPU, and every run is the same.
 """
 
@@ -196,7 +196,9 @@ def auto(prior: float) -> AutoController:
     arms = [Arm(DraftPlan("head", length), attaches=True) for length in HEAD_LENGTHS]
     acceptance = {("head", greedy): ChainAcceptance(7, [prior], 12) for greedy in (True, False)}
     return AutoController(
-        {"head": DraftPlan("head", 7)}, StepCosts([1, 64], [1e-3, 2e-3]), device=DevicePlanner(arms, acceptance)
+        {"head": DraftPlan("head", 7)},
+        StepCosts([1, 64], [1e-3, 2e-3]),
+        device=DevicePlanner(arms, acceptance),
     )
 
 
@@ -220,7 +222,9 @@ def simulated_engine(machine: Machine, chance: Callable[[int], float], controlle
     return engine
 
 
-def seconds_of(engine: Engine, machine: Machine, requests: int, prompt: int, outputs: Callable[[int], int]) -> float:
+def seconds_of(
+    engine: Engine, machine: Machine, requests: int, prompt: int, outputs: Callable[[int], int]
+) -> float:
     """Seconds until a batch of requests has ended, of prompts and outputs of these tokens."""
     start = machine.now
     for number in range(requests):

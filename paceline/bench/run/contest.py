@@ -163,7 +163,7 @@ def run_contest(
     makers = {label: partial(make, label) for label in options.methods}
     answer = partial(_plain_answers, options, model)
     tasks = {
-        workload.name: _tasks(with_follow_ups(workload, answer), model, options)
+        workload.name: tasks_of(with_follow_ups(workload, answer), model, options)
         for workload in options.workloads
     }
     passes = (COLD, WARM) if options.warm else (COLD,)
@@ -237,12 +237,12 @@ def with_follow_ups(workload: Workload, answer: Answerer) -> Workload:
 def _plain_answers(options: SpeculationOptions, model: LoadedModel, workload: Workload) -> list[str]:
     """The answers of plain decoding."""
     engine = build_engine(contest_config(options, OFF), model).engine
-    answers = run_group(engine, _tasks(workload, model, options)).answers
+    answers = run_group(engine, tasks_of(workload, model, options)).answers
     engine.close()
     return [answer.text for answer in answers]
 
 
-def _tasks(workload: Workload, model: LoadedModel, options: SpeculationOptions) -> list[Task]:
+def tasks_of(workload: Workload, model: LoadedModel, options: SpeculationOptions) -> list[Task]:
     """The prompts as requests; each has its own seed, the same for all methods."""
 
     def params(number: int, prompt: Prompt) -> SamplingParams:

@@ -71,7 +71,7 @@ class ChainAcceptance:
         """Start from these facts. KeyError, ValueError or TypeError if they make no sense."""
         tries, hits = (np.array(facts[name], dtype=np.float64) for name in ("tries", "hits"))
         is_sound = tries.shape == hits.shape == self._tries.shape
-        if not is_sound or not (0.0 <= hits).all() or not (hits <= tries).all() or not (tries > 0.0).all():
+        if not is_sound or not (hits >= 0.0).all() or not (hits <= tries).all() or not (tries > 0.0).all():
             raise ValueError("these are not counts of drafts")
         self._tries, self._hits = tries, hits
 

@@ -43,7 +43,7 @@ class DeviceLoad:
         self._running, self._count = list(running), load.running + load.coming
         pending = [request.num_pending for request in running]
         tokens = [request.num_computed + count for request, count in zip(running, pending, strict=True)]
-        self.is_settled = not load.coming and all([count == 1 for count in pending])
+        self.is_settled = not load.coming and max(pending, default=1) == 1
         total, self._decoding = float(sum(tokens)), 0.0
         if running:
             pairs = zip(tokens, pending, strict=True)

@@ -1,0 +1,104 @@
+"""The grid on a GPU: two engines in one process, whose runs alternate.
+
+Engines take tens of seconds to capture their graphs there, and runs only tenths. So there is one engine
+without drafters and one with `auto`. The fixed settings are requests to the latter that name a method and a
+length, and each cell is the best of several rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.control.grid import Cell, Grid, GridOptions
+from paceline.bench.loading import bench_config, empty_memory
+from paceline.bench.run.contest import SpeculationOptions, tasks_of
+from paceline.bench.run.engine_runner import EngineRunner, Task
+from paceline.bench.run.speculation import OFF
+from paceline.bench.timing import OnTurn
+from paceline.bench.traffic.profiles import closed
+from paceline.bench.traffic.workloads import load_workload
+from paceline.build import LoadedModel, build_engine, load_model
+from paceline.draft.methods import AUTO
+
+TEMPERATURES = (0.0, 0.8)
+HEADS = ("eagle3", "eagle", "mtp", "draft_model")  # methods with weights that draft on the device
+HEAD_LENGTHS = (2, 3, 5)
+LOOKUP_LENGTHS = (3, 7)
+
+
+def run_device_grid(options: GridOptions, on_turn: OnTurn = lambda _: None) -> Grid:
+    """All cells: every workload, concurrency and temperature."""
+    with empty_memory():
+        model = load_model(_config(options, OFF))
+        engines = {name: build_engine(_config(options, name), model).engine for name in (OFF, options.auto)}
+        runners = {}
+        for name, engine in engines.items():
+            engine.prepare()
+            runners[name] = EngineRunner(engine, None, whole=True)
+        settings = _fixed_settings(list(engines[options.auto].plans))
+        cells, differing = [], 0
+        for workload in options.workloads:
+            for concurrency in options.concurrencies:
+                for temperature in options.temperatures or TEMPERATURES:
+                    tasks = _tasks(options, workload, concurrency, temperature, model)
+                    speeds, wrong = _measure(options, runners, tasks, concurrency, settings, on_turn)
+                    cells.append(Cell(load_workload(workload).name, concurrency, speeds, temperature))
+                    differing += wrong
+        for runner in runners.values():
+            runner.close()
+    return Grid(options, cells, [], differing)
+
+
+def _config(options: GridOptions, draft: Any) -> Any:
+    most = max(options.concurrencies)
+    return bench_config(options.model, options.quantization, options.threads, most, draft, options.backend)
+
+
+def _fixed_settings(methods: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+    """What requests ask for, by label: chains of the engine's head, or of look-ups if it has none."""
+    head = next((name for name in HEADS if name in methods), None)
+    method, lengths = ("suffix", LOOKUP_LENGTHS) if head is None else (head, HEAD_LENGTHS)
+    return {f"{method} {length}": {"method": method, "num_speculative_tokens": length} for length in lengths}
+
+
+def _tasks(
+    options: GridOptions, name: str, concurrency: int, temperature: float, model: LoadedModel
+) -> list[Task]:
+    workload = load_workload(name, max(options.prompts, concurrency), options.max_tokens)
+    how = SpeculationOptions((workload,), {}, temperature=temperature, constrain=False)
+    return tasks_of(workload, model, how)
+
+
+def _measure(
+    options: GridOptions,
+    runners: Mapping[str, EngineRunner],
+    tasks: Sequence[Task],
+    concurrency: int,
+    settings: Mapping[str, Mapping[str, Any]],
+    on_turn: OnTurn,
+) -> tuple[dict[str, float], int]:
+    """Tokens per second of every method, best of the rounds, and how many tokens differ from those of off."""
+    ways = {OFF: (OFF, tasks), AUTO: (options.auto, tasks)}
+    for label, asked in settings.items():
+        asking = [replace(task, params=replace(task.params, speculative=asked)) for task in tasks]
+        ways[label] = options.auto, asking
+    speeds: dict[str, float] = {}
+    expected: list[list[int]] = []
+    differing = 0
+    for _ in range(options.rounds):
+        for label, (engine, group) in ways.items():
+            turn = runners[engine].run(group, closed(concurrency))
+            answers = [answer.token_ids for answer in turn.answers]
+            expected = expected or answers
+            pairs = zip(answers, expected, strict=True)
+            differing += sum(_num_differing(own, other) for own, other in pairs)
+            speeds[label] = max(speeds.get(label, 0.0), sum(map(len, answers)) / turn.seconds)
+            on_turn(label)
+    return speeds, differing
+
+
+def _num_differing(tokens: Sequence[int], expected: Sequence[int]) -> int:
+    pairs = zip(tokens, expected, strict=False)
+    return sum(own != other for own, other in pairs) + abs(len(tokens) - len(expected))
