@@ -201,8 +201,9 @@ class AutoController(Controller):
         if stats.failed or stats.rows == 0:
             return
         if isinstance(step.record, DraftPlan):
-            if self._device is not None and stats.plan is not None:
-                self._device.observe(stats.plan, stats)
+            # a pass by another plan is what its requests have asked for
+            if self._device is not None and stats.plan == step.record:
+                self._device.observe(step.record, stats)
             return
         record: StepRecord | None = step.record
         exploration = self._planner.choice.exploration if self._planner.has_choice else 1.0

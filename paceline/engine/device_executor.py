@@ -281,7 +281,7 @@ class DeviceExecutor:
 
         A request's own plan comes first: passes over requests with different plans do not run on the device.
         """
-        plan = next((part.request.plan for part in parts if part.request.plan is not None), plan)
+        plan = next((own for part in parts if (own := part.request.plan) is not None and own.budget), plan)
         draft = self.draft(plan)
         if draft is not None and not draft.from_texts:
             self._head.prefill_ahead(parts, plan)
