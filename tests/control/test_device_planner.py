@@ -10,7 +10,9 @@ import pytest
 from paceline.control.acceptance.chains import ChainAcceptance
 from paceline.control.auto import AutoController
 from paceline.control.controller import Load
+from paceline.control.cost.device_passes import DevicePassCosts
 from paceline.control.decision import Decision
+from paceline.control.memory import Memory
 from paceline.control.planner.device import Arm, DevicePlanner
 from paceline.core.stats import DraftFacts, StepStats
 from paceline.core.trees import PLAIN, DraftPlan
@@ -31,13 +33,15 @@ def busy(rows: float) -> float:
     return 0.0006 + 0.00001 * max(0.0, rows - 16)
 
 
-def controller(name: str = "head", log: Callable[[Decision], None] | None = None) -> AutoController:
+def controller(
+    name: str = "head", log: Callable[[Decision], None] | None = None, memory: Memory | None = None
+) -> AutoController:
     lengths, chances, weight = (HEAD, [0.7], 12) if name == "head" else (TEXT, [0.1, 0.7], 3)
     arms = [Arm(DraftPlan(name, length), attaches=name == "head") for length in lengths]
     acceptance = {(name, greedy): ChainAcceptance(7, chances, weight) for greedy in (True, False)}
     planner = DevicePlanner(arms, acceptance)
     costs = World({}).costs()
-    return AutoController({name: DraftPlan(name, 7)}, costs, log=log, device=planner)
+    return AutoController({name: DraftPlan(name, 7)}, costs, log=log, memory=memory, device=planner)
 
 
 def world(
@@ -218,6 +222,38 @@ def test_an_empty_draft_counts_as_rejected_and_a_request_that_ends_does_not():
     for _ in range(2000):
         chances.add([facts(1, depth=1), facts(2)], 2, 2)  # the first ended with its first token
     assert chances.accepted(2) == pytest.approx(1 + 1, rel=0.03)
+
+
+def test_what_passes_take_longer_in_traffic_is_expected_of_plans_that_were_not_used_too():
+    costs, two, seven = DevicePassCosts(), DraftPlan("head", 2), DraftPlan("head", 7)
+    for plan, seconds in ((PLAIN, 1.0), (two, 1.5), (seven, 2.0)):
+        costs.expect(plan, 64, seconds)
+    for _ in range(200):
+        costs.observe(two, 64, 0, 1.9)
+    assert costs.seconds(seven, 64, 0) == pytest.approx(2.4, rel=0.01)
+    assert costs.seconds(PLAIN, 64, 0) == pytest.approx(1.4, rel=0.01)
+
+
+def test_what_was_learned_on_the_device_is_known_to_the_next_engine(tmp_path):
+    memory = Memory(tmp_path / "memory.json")
+    first = controller(memory=memory)
+    world(lambda step: 0.05, small, lambda step: 16).run(first, 300)
+    first.close()
+    for plan in (again := controller(memory=memory)).device_plans():
+        again.expect(plan, {16: small(16 * (1 + plan.levels)) + PER_LEVEL * plan.levels})
+    done = world(lambda step: 0.05, small, lambda step: 16).run(again, 60)
+    assert max(step.nodes[0] for step in done) == 0
+
+
+def test_long_prompts_with_short_answers_are_not_drafted_for_because_a_head_must_catch_up():
+    plans = []
+    for prompt in (50, 4000):
+        auto = controller()
+        for plan in auto.device_plans():
+            auto.expect(plan, {16: small(16 * (1 + plan.levels)) + PER_LEVEL * plan.levels}, 1e-7)
+        requests = [SimulatedRequest(str(number), 40, num_pending=prompt) for number in range(16)]
+        plans.append(auto.coming_plan(requests, Load(16, 0, on_device=True)))
+    assert [plan.drafter for plan in plans] == ["head", None]
 
 
 def test_decisions_are_logged_with_their_numbers():

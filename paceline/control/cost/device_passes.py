@@ -17,6 +17,7 @@ class DevicePassCosts:
 
     def __init__(self) -> None:
         self._measured: dict[tuple[DraftPlan, int], float] = {}  # at start-up
+        self._max_requests: dict[DraftPlan, int] = {}  # of those measurements
         self._seen: dict[Kind, tuple[float, int]] = {}  # mean seconds, and of how many passes
         self._catch_up_on_device: float | None = None  # seconds per token, measured at start-up
         self._catch_up_on_host: float | None = None  # seconds per token, moving mean
@@ -31,11 +32,12 @@ class DevicePassCosts:
 
     def max_requests(self, plan: DraftPlan) -> float:
         """The largest batch for which passes by this plan were prepared at start-up."""
-        return max((count for other, count in self._measured if other == plan), default=math.inf)
+        return self._max_requests.get(plan, math.inf)
 
     def expect(self, plan: DraftPlan, requests: int, seconds: float) -> None:
         """Add a measurement of start-up, when nothing else ran."""
         self._measured[plan, requests] = seconds
+        self._max_requests[plan] = max(requests, self._max_requests.get(plan, 0))
 
     def observe(self, plan: DraftPlan, requests: int, context: int, seconds: float) -> None:
         """Update from a pass; one that took much longer than usual is clipped."""
