@@ -158,8 +158,9 @@ class PlannerConfig:
 class DevicePlannerConfig:
     """The choice among a few plans for passes on the device."""
 
-    start_margin: float = 1.06  # over plain decoding, to draft
-    unseen_margin: float = 1.1  # the same, while passes under this load were timed only at start-up
+    start_margin: float = 1.04  # over plain decoding, to draft
+    # more of it for each doubling of the requests, while passes under this load were timed only at start-up
+    unseen_margin: float = 0.01
     switch_margin: float = 1.02  # over the present plan: for less, nothing is switched
     hold: int = 8  # passes
     young_passes: int = 48  # first passes, in which ...

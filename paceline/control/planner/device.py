@@ -10,6 +10,7 @@ shadow drafts (engine/shadow.py), which cost the device nothing. Other arms are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -42,15 +43,15 @@ class ArmEstimate:
     arm: Arm
     tokens: float  # per request, as far as they shorten the time of all
     seconds: float
-    catch_up: float  # seconds, until the head can draft for all requests
-    tokens_left: float  # of a request, over which that is spread
+    catch_up: float  # seconds, until the head can draft for all present requests
+    catch_up_per_token: float  # seconds, spread over the tokens that requests get
     is_timed: bool  # such passes were timed, now or at start-up
-    is_seen: bool  # such passes were timed under this load
+    margin: float  # factor over plain decoding, to draft by it
 
     @property
     def rate(self) -> float:
         """Tokens per second of one request."""
-        return 1 / (self.seconds / self.tokens + self.catch_up / self.tokens_left)
+        return 1 / (self.seconds / self.tokens + self.catch_up_per_token)
 
 
 def best_arm(arms: Mapping[DraftPlan, ArmEstimate], present: DraftPlan, is_trial: bool) -> DraftPlan:
@@ -58,12 +59,7 @@ def best_arm(arms: Mapping[DraftPlan, ArmEstimate], present: DraftPlan, is_trial
     left only for a gain beyond a margin."""
     config = CONFIG.device_planner
     rates = {plan: estimate.rate for plan, estimate in arms.items()}
-    # what start-up times promise is rarely better in traffic, and often worse: hosts take time too
-    margins = {
-        plan: config.start_margin if estimate.is_seen else config.unseen_margin
-        for plan, estimate in arms.items()
-    }
-    best = max(rates, key=lambda plan: rates[plan] / (margins[plan] if plan.budget else 1))
+    best = max(rates, key=lambda plan: rates[plan] / arms[plan].margin)
     present_rate = rates.get(present, 0.0)
     is_small_gain = rates[best] < config.switch_margin * present_rate and not is_trial
     return present if best.budget and is_small_gain and present_rate > rates[PLAIN] else best
@@ -114,7 +110,7 @@ class DevicePlanner:
     def expect_requests(self, running: Sequence[Request], load: Load) -> DraftPlan:
         """The plan of the passes that will follow over these requests, some of which are being prefilled."""
         now = self._load
-        if now.is_new(load):
+        if now.is_new(running, load):
             before = now.requests, now.context, now.greedy
             now.note(running, load)
             if not now.is_settled:
@@ -152,21 +148,38 @@ class DevicePlanner:
                 arm,
                 1.0 + load.usable * (self.tokens(plan) - 1.0),
                 self.seconds(plan),
-                self._catch_up(plan) if arm.attaches else 0.0,
-                load.tokens_left,
+                *(self._catch_up(plan) if arm.attaches else (0.0, 0.0)),
                 costs.knows(plan, load.requests, load.context),
-                costs.has_seen(plan, load.requests, load.context),
+                self._margin(plan),
             )
             for plan, arm in self.arms.items()
             if load.requests <= costs.max_requests(plan)
         }
 
-    def _catch_up(self, plan: DraftPlan) -> float:
-        """Seconds until the plan's head can draft for all requests: passes in flight end first, if it must be
-        attached to some that decode."""
-        is_attached = plan.drafter == self._plan.drafter or not self._load.is_decoding
-        drained = 0.0 if is_attached else CONFIG.explorer.attach_cost * self.seconds(PLAIN)
-        return drained + self._load.catch_up(is_attached) * self._costs.catch_up()
+    def _catch_up(self, plan: DraftPlan) -> tuple[float, float]:
+        """Seconds until the plan's head can draft for all present requests, and per token that they get.
+
+        If it must be attached to some that decode, passes in flight end first. Where requests follow others,
+        the present ones hardly count, and each costs what its prompt does.
+        """
+        load, each = self._load, self._costs.catch_up()
+        is_attached = plan.drafter == self._plan.drafter or not load.is_decoding
+        seconds = load.catch_up(is_attached) * each
+        if not is_attached:
+            seconds += CONFIG.explorer.attach_cost * self.seconds(PLAIN)
+        present, later = seconds / load.tokens_left, load.prompt_per_token * load.requests * each
+        return seconds, present + load.replaced * (later - present)
+
+    def _margin(self, plan: DraftPlan) -> float:
+        """The factor over plain decoding that is asked of a plan.
+
+        What start-up times promise is rarely better in traffic, and with many requests often worse.
+        """
+        config, load = CONFIG.device_planner, self._load
+        if not plan.budget:
+            return 1.0
+        is_seen = self._costs.has_seen(plan, load.requests, load.context)
+        return config.start_margin + (0.0 if is_seen else config.unseen_margin * math.log2(load.requests))
 
     def observe(self, plan: DraftPlan, stats: StepStats) -> None:
         """Learn from a pass by a plan."""

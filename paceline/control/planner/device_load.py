@@ -22,17 +22,19 @@ class DeviceLoad:
         self.greedy = True  # most requests sample greedily: their drafts are accepted more often
         self.is_settled = True  # all requests decode, and none is waiting for a slot
         self.tokens_left = float("inf")  # expected output tokens of a request from now on, mean
+        self.replaced = 0.5  # fraction of ended requests that others have followed at once, moving mean
         self._count = 0  # requests, with those that come
         self._running: Sequence[Request] = ()
         self._decoding = 0.0  # tokens of the requests that decode
         self._prefilling = 0.0  # and of those that do not yet
-        self._replaced = 0.0  # fraction of ended requests that others have followed at once, moving mean
         self._usual_output: float | None = None  # tokens of outputs that have ended, moving mean
         self._usual_prompt = 0.0  # tokens, mean of the last requests
 
-    def is_new(self, load: Load) -> bool:
-        """Whether requests have come or ended, or some are still being prefilled."""
-        return not self.is_settled or load.running + load.coming != self._count
+    def is_new(self, running: Sequence[Request], load: Load) -> bool:
+        """Whether requests have come or ended, or some are still being prefilled. The newest is the last."""
+        before = self._running
+        has_changed = len(running) != len(before) or bool(running and running[-1] is not before[-1])
+        return not self.is_settled or load.coming > 0 or has_changed
 
     def note(self, running: Sequence[Request], load: Load) -> None:
         """Count these requests, and expect that `load.coming` more will be like them."""
@@ -60,19 +62,24 @@ class DeviceLoad:
         """Whether there is a request that decodes."""
         return self._decoding > 0
 
+    @property
+    def prompt_per_token(self) -> float:
+        """Prompt tokens of a usual request for each token of its output."""
+        return self._usual_prompt / (self.tokens_left if self._usual_output is None else self._usual_output)
+
     def catch_up(self, is_attached: bool) -> float:
         """Tokens that a head would have to compute; `is_attached`: it drafts for those that decode."""
         return self._prefilling + (0.0 if is_attached else self._decoding)
 
     def facts(self) -> dict[str, Any]:
         """What was learned of requests, as JSON values."""
-        return {"output": self._usual_output, "prompt": self._usual_prompt, "replaced": self._replaced}
+        return {"output": self._usual_output, "prompt": self._usual_prompt, "replaced": self.replaced}
 
     def begin_with(self, facts: Mapping[str, Any]) -> None:
         """Start from these facts. KeyError, ValueError or TypeError if they make no sense."""
         output, prompt, replaced = facts["output"], float(facts["prompt"]), float(facts["replaced"])
         self._usual_output = None if output is None else max(1.0, float(output))
-        self._usual_prompt, self._replaced = max(0.0, prompt), min(max(0.0, replaced), 1.0)
+        self._usual_prompt, self.replaced = max(0.0, prompt), min(max(0.0, replaced), 1.0)
 
     @property
     def usable(self) -> float:
@@ -82,7 +89,7 @@ class DeviceLoad:
         as many as the unluckiest request needs, and as long as long as most requests run.
         """
         loss = CONFIG.device_planner.spread_loss * (1.0 - 1.0 / math.sqrt(self.requests))
-        return 1.0 - loss * (1.0 - self._replaced)
+        return 1.0 - loss * (1.0 - self.replaced)
 
     def _left(self, request: Request) -> float:
         """Output tokens that a request is expected to get from now on."""
@@ -95,4 +102,4 @@ class DeviceLoad:
         rate = CONFIG.device_planner.end_rate
         before = num_output if self._usual_output is None else self._usual_output
         self._usual_output = before + rate * (num_output - before)
-        self._replaced += rate * (is_followed - self._replaced)
+        self.replaced += rate * (is_followed - self.replaced)
