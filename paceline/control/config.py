@@ -72,6 +72,8 @@ class DeviceCostConfig:
     # a head's catching up, which the device computes and the host prepares
     catch_up_guess: float = 0.001  # plain passes per token, before it was measured
     catch_up_rate: float = 0.2  # step size of the host's seconds per token
+    catch_up_tokens: int = 512  # a pass over fewer tokens takes the host as long as over these
+    max_catch_up: float = 4.0  # the host's seconds per token, in those of the device, at most
 
 
 @dataclass(frozen=True)

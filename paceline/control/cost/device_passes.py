@@ -55,17 +55,26 @@ class DevicePassCosts:
         self._catch_up_on_device = seconds
 
     def observe_catch_up(self, tokens: int, seconds: float) -> None:
-        """Update from the seconds in which the host has launched a head's passes over these tokens."""
-        known, rate = self._catch_up_on_host, CONFIG.device_passes.catch_up_rate
-        each = seconds / max(tokens, 1)
-        self._catch_up_on_host = each if known is None else known + rate * (each - known)
+        """Update from the seconds in which the host has launched a head's passes over these tokens.
+
+        A pass over few tokens takes the host as long as one over many, and the first may compile: neither
+        says what a token costs in a large pass.
+        """
+        config, known = CONFIG.device_passes, self._catch_up_on_host
+        each = seconds / max(tokens, config.catch_up_tokens)
+        each = min(each, config.max_catch_up * self._device_catch_up())
+        self._catch_up_on_host = each if known is None else known + config.catch_up_rate * (each - known)
+
+    def _device_catch_up(self) -> float:
+        """Seconds per token of a head's catching up on the device, measured or guessed."""
+        if self._catch_up_on_device is not None:
+            return self._catch_up_on_device
+        return CONFIG.device_passes.catch_up_guess * self.seconds(PLAIN, 1, 0)
 
     def catch_up(self) -> float:
         """Seconds per token of a head's catching up: of the device, and of the host, which then launches
         nothing else."""
-        device, host = self._catch_up_on_device, self._catch_up_on_host
-        if device is None:
-            device = CONFIG.device_passes.catch_up_guess * self.seconds(PLAIN, 1, 0)
+        device, host = self._device_catch_up(), self._catch_up_on_host
         return device + (device if host is None else host)
 
     def facts(self) -> dict[str, Any]:

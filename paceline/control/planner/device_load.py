@@ -40,6 +40,8 @@ class DeviceLoad:
         """Count these requests, and expect that `load.coming` more will be like them."""
         ended = [request for request in self._running if request.finished]
         followed = len(ended) + load.running + load.coming + load.waiting - self._count
+        if len(ended) == len(self._running) and not any(request.num_pending == 1 for request in running):
+            followed = 0  # another batch, after this one has ended
         for number, request in enumerate(ended):
             self._note_end(request.num_output, number < followed)
         self._running, self._count = list(running), load.running + load.coming
