@@ -170,6 +170,7 @@ class DevicePlannerConfig:
     settle_passes: int = 2  # after a switch, not timed: they overlap with passes of the old plan
     # what a head's catching up is spread over
     usual_output: float = 0.6  # of max_tokens, before an output has ended
+    few_requests: int = 4  # up to here it is not charged: their prompts take little of the time
     least_output: float = 0.25  # of a usual output: the least that is still expected of a request
     end_rate: float = 0.05  # step size of what is learned from each output that ends
     # of the accepted tokens of a large batch that nothing follows: of 16 and of 64 requests of 64 tokens,

@@ -115,7 +115,7 @@ class DevicePlanner:
             now.note(running, load)
             if not now.is_settled:
                 self._changed_at = self._pass
-            if (now.requests, now.context, now.greedy) != before:
+            if (now.requests, now.context, now.greedy) != before or now.starts_batch:
                 self._changed_at = self._pass
                 if all(estimate.is_timed for estimate in self._estimates().values()):
                     self._choose()
@@ -167,6 +167,8 @@ class DevicePlanner:
         seconds = load.catch_up(is_attached) * each
         if not is_attached:
             seconds += CONFIG.explorer.attach_cost * self.seconds(PLAIN)
+        if load.requests <= CONFIG.device_planner.few_requests:
+            return seconds, 0.0
         present, later = seconds / load.tokens_left, load.prompt_per_token * load.requests * each
         return seconds, present + load.replaced * (later - present)
 

@@ -22,6 +22,7 @@ class DeviceLoad:
         self.greedy = True  # most requests sample greedily: their drafts are accepted more often
         self.is_settled = True  # all requests decode, and none is waiting for a slot
         self.tokens_left = float("inf")  # expected output tokens of a request from now on, mean
+        self.starts_batch = False  # all requests are new, and those before them have ended
         self.replaced = 0.5  # fraction of ended requests that others have followed at once, moving mean
         self._count = 0  # requests, with those that come
         self._running: Sequence[Request] = ()
@@ -40,8 +41,10 @@ class DeviceLoad:
         """Count these requests, and expect that `load.coming` more will be like them."""
         ended = [request for request in self._running if request.finished]
         followed = len(ended) + load.running + load.coming + load.waiting - self._count
-        if len(ended) == len(self._running) and not any(request.num_pending == 1 for request in running):
-            followed = 0  # another batch, after this one has ended
+        none_decodes = not any(request.num_pending == 1 for request in running)
+        self.starts_batch = none_decodes and len(ended) == len(self._running)
+        if self.starts_batch:  # after the last one has ended
+            followed = 0
         for number, request in enumerate(ended):
             self._note_end(request.num_output, number < followed)
         self._running, self._count = list(running), load.running + load.coming
