@@ -192,7 +192,7 @@ def test_minutes_are_of_the_whole_command(
     ("arguments", "message"),
     [
         (("--init-from", "eagle3"), "no draft head 'eagle3'"),
-        (("--init-from", "shipped"), "no eagle3 head is shipped for this target, only for smollm2-135m"),
+        (("--init-from", "shipped"), "no eagle3 head is shipped for this target, only for"),
         (("--temperatures", "warm"), "--temperatures must be numbers"),
         (("--epochs", "0"), "epochs must be an integer from 1"),
         (("--data", "no-such-file"), "cannot be read"),
