@@ -33,7 +33,7 @@ from paceline.models.heads.shipped import SHIPPED
 llm = LLM(sys.argv[1], threads=1, max_model_len=64)
 (output,) = llm.generate({"prompt_token_ids": [5, 6, 5, 6]}, SamplingParams(max_tokens=8, ignore_eos=True))
 print(len(output.outputs[0].token_ids))
-for folder in (SHIPPED / "eagle3").iterdir():
+for folder in sorted((SHIPPED / "eagle3").iterdir()):
     print(folder.name, load_head(folder).tensors["fc.weight"].float32().ndim)
 """
 
@@ -66,7 +66,7 @@ def test_the_cpu_backend_generates_and_shipped_heads_load_without_torch(tmp_path
     model = write_gguf(tmp_path / "tiny.gguf", "llama", random_tensors(config_of("llama")))
     ended = run_without_torch(GENERATE, str(model))
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "8\nsmollm2-135m 2\n"
+    assert ended.stdout == "8\nqwen2.5-coder-1.5b 2\nsmollm2-135m 2\n"
 
 
 def test_what_needs_torch_says_which_extra_to_install(tmp_path: Path) -> None:

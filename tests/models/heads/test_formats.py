@@ -16,7 +16,7 @@ from paceline.models.heads.checkpoint import HeadCheckpoint, load_head, write_he
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import check_target, target_fingerprint
 from paceline.models.heads.registry import resolve_head
-from paceline.models.heads.shipped import SHIPPED
+from paceline.models.heads.shipped import DEFAULT_TARGET, SHIPPED
 from paceline.models.quantized.method import Quantization
 from paceline.models.quantized.modules import dequantized
 from paceline.models.quantized.writer import can_pack, pack
@@ -222,7 +222,7 @@ def test_the_shipped_head_has_a_name(tmp_path, paceline, name):
     code, printed, _ = paceline("export", name, tmp_path / "out", "--format", "vllm", "--target", "a/b")
     assert code == 0
     assert "vllm serve a/b" in printed
-    (folder,) = (SHIPPED / "eagle3").iterdir()
+    folder = SHIPPED / "eagle3" / DEFAULT_TARGET
     assert resolve_head(name) == folder
     assert_equal(load_head(folder), load_head(tmp_path / "out"))
 
