@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import httpx
@@ -23,6 +23,8 @@ Result = TypeVar("Result")
 
 class Api:
     """A client of an app whose engine runs until `close`."""
+
+    _keys: Sequence[str] = ()  # of the app, if it asks for one
 
     def __init__(
         self,
