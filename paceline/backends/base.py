@@ -192,10 +192,10 @@ class HeadStorage(Protocol):
     def bytes_per_page(self) -> int: ...
 
     def replaced_by(self, other: Self) -> Self:
-        """The runner of the other one's head over the pools of this one: the other one.
+        """The runner to use from now on for the head of `other`, over the pools of this runner.
 
-        Where captured graphs hold the addresses of this one's weights, it is this one, with the weights of
-        the other. ConfigError, and nothing has changed, if they do not fit.
+        By default that is `other`. Where captured graphs hold the addresses of this runner's weights, it is
+        this runner with the weights of `other`. ConfigError, and nothing has changed, if they do not fit.
         """
         return other
 

@@ -40,7 +40,7 @@ class Status(Enum):
 class SpeculativeCounts:
     """Counts of a request's drafts. All zero when nothing was drafted."""
 
-    drafts: dict[DraftKind, int] = field(default_factory=dict)  # one number to count for each draft
+    drafts: dict[DraftKind, int] = field(default_factory=dict)  # drafts of each kind, counted
     draft_time: float = 0.0  # seconds; a step's time is split evenly among the requests it drafted for
     verify_time: float = 0.0  # seconds
     last_drafter: str | None = None
@@ -80,7 +80,7 @@ class SpeculativeCounts:
         return {name: sum(count for kind, count in self.drafts.items() if kind[0] == name) for name in names}
 
     def _histogram(self, place: int) -> list[int]:
-        """Drafts by the number at this place of their kind."""
+        """Drafts counted by one field of their kind, the one at this place in DraftKind."""
         bins = [0] * (1 + max([int(kind[place]) for kind in self.drafts], default=-1))
         for kind, count in self.drafts.items():
             bins[int(kind[place])] += count

@@ -36,7 +36,7 @@ class Scheduler:
         self.num_preemptions = 0  # since the start
 
     def add(self, request: Request) -> None:
-        """Queue a request. One that was begun elsewhere, and is read, comes before others."""
+        """Queue a request. One that already has output, from another replica, goes before those without."""
         begun = sum(other.num_output > 0 for other in self.waiting) if request.num_output else None
         self.waiting.insert(len(self.waiting) if begun is None else begun, request)
 

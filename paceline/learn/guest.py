@@ -1,4 +1,4 @@
-"""A trainer as a guest: on few cores, or with a share of the time of a GPU that others use."""
+"""Limits of a trainer beside a server: few cores, or a share of the time of the server's GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.train.sequences import load_target
 
 
 def yielding_on(device: str, threads: int, gpu_share: float, end_with_parent: bool) -> Yielding:
-    """What a trainer on this device asks before each step. A CPU is shared by the system, at low priority."""
+    """The Yielding of a trainer on this device. On a CPU its low priority is enough, so its share is 1."""
     torch.set_num_threads(threads)
     stopped_time = StoppedTime()
     stopped_time.watch()

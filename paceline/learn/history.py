@@ -3,7 +3,7 @@
     heads/0003/             a head in the usual format, card.json, and the hashes of its files in it
     heads/current           {"number": 3, "before": [0, 2]}: replaced at once or not at all
     heads/decisions.jsonl   one line for each decision, with its evidence
-    heads/live.json         what drafts were worth lately
+    heads/live.json         the latest measurements of drafts on live traffic
     heads/lock              held while current is read and replaced
 
 Number 0 is the head that the server was started with: shipped, or named by the user. It is never copied or
@@ -157,14 +157,14 @@ class History:
             os.replace(self.folder / f"{DECISIONS}.unfinished", self.folder / DECISIONS)
 
     def note_live(self, **facts: Any) -> None:
-        """Keep what drafts are worth now; the last ones are replaced."""
+        """Store the latest measurements of drafts on live traffic, in place of the earlier ones."""
         self.folder.mkdir(parents=True, exist_ok=True)
         unfinished = self.folder / f"{LIVE}.unfinished"
         unfinished.write_text(json.dumps({"time": self._clock(), **facts}))
         os.replace(unfinished, self.folder / LIVE)
 
     def live(self) -> dict[str, Any]:
-        """What drafts were worth lately; empty if nobody has said."""
+        """The latest measurements of drafts on live traffic; empty if there are none."""
         try:
             found: dict[str, Any] = json.loads((self.folder / LIVE).read_text())
             return found

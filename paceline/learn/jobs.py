@@ -45,7 +45,7 @@ class Jobs(Protocol):
         ...
 
     def pause(self, wanted: bool) -> None:
-        """Let the processes wait from now on, or go on. It costs next to nothing if nothing changes."""
+        """Stop the processes, or let them go on. A call that changes nothing is cheap."""
         ...
 
     def discard(self, candidate: Path) -> None:
@@ -101,7 +101,7 @@ class ProcessJobs:
     def _signal(self) -> None:
         if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):  # it has ended
-                # not by its send_signal, which takes the status of one that has ended from who waits for it
+                # not process.send_signal: it would reap an ended process before the task that waits for it
                 os.kill(self._process.pid, signal.SIGSTOP if self._paused else signal.SIGCONT)
 
     def discard(self, candidate: Path) -> None:

@@ -1,4 +1,4 @@
-"""Slowdown: what a trainer at work costs the steps of the server, and how much it may work therefore.
+"""Slowdown: how much a trainer slows the server's steps down, and the share of the time that it may work.
 
 A trainer at the lowest priority still takes caches and memory bandwidth. How much that costs depends on the
 machine, so it is measured: while requests run, the trainer works and is stopped in turns, and steps of the
@@ -16,12 +16,12 @@ from paceline.core.request import Request
 from paceline.core.stats import StepStats
 from paceline.engine.output_processor import Delta
 
-MAX_LOSS = 0.03  # of the server's speed; the bar is 0.05, with one client on two cores
+MAX_LOSS = 0.03  # of the server's speed; the target is 0.05, with one client on two cores
 MAX_SHARE = 0.9  # of the time with requests: the rest is needed to compare
 FIRST_SHARE = 0.5  # until the cost is known
 MIN_STEPS, MAX_STEPS = 16, 128  # of one size that are compared, the latest ones
 MAX_REQUESTS = 8  # with more the trainer waits anyway
-CYCLE_SECONDS = 2.0  # of work and standstill
+CYCLE_SECONDS = 2.0  # one period of work and one of being stopped, together
 
 
 class Slowdown:

@@ -79,7 +79,7 @@ class _Segment:
 
 
 class DamagedStoreError(ConfigError):
-    """It cannot be read whose token ids a store has."""
+    """The store does not say which model its token ids belong to, because `target.json` is damaged."""
 
 
 class TrafficStore:

@@ -21,9 +21,9 @@ from paceline.core.stats import StepStats
 from paceline.engine.output_processor import Delta
 
 MIN_SECONDS = 1e-9  # of a step, for clocks that stand still
-NEGLECT = 8  # a turn is over after so many times its steps, even if the controller lets others draft
-NEGLECTED = 0.5  # a head that drafts for less than this share of the other one's steps is worse
-NEGLECTED_SPEED = math.log(0.8)  # what that counts for in a trial
+NEGLECT = 8  # a turn ends after this many times `turn_steps`, even if the head drafted in few of them
+NEGLECTED = 0.5  # a head that drafts in a smaller share of steps than this times the other's is worse
+NEGLECTED_SPEED = math.log(0.8)  # log of the speed ratio that such a turn counts as
 
 
 @dataclass(frozen=True)

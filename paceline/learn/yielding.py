@@ -1,7 +1,7 @@
 """Yielding: a trainer that gives way to the server, takes a stated share of a GPU, and ends with its parent.
 
 A server that is busy stops its trainer by SIGSTOP, in the middle of a step, and lets it go on by SIGCONT. So
-the trainer has nothing to look at; it only must not count the time in which it was stopped.
+the trainer need not check the load; it only must not count the time in which it was stopped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PR_SET_PDEATHSIG = 1  # of prctl
 
 
 class StoppedTime:
-    """The seconds in which this process was stopped, or got no core: its ticks came late."""
+    """The seconds in which this process was stopped or got no core, told by ticks that come late."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -106,7 +106,7 @@ class Yielding:
 
 
 def lower_priority(nice: int = LOWEST) -> None:
-    """Let other processes on this machine go first; at the lowest priority, only use time that none wants."""
+    """Let other processes on this machine go first; at the lowest priority, use only idle time."""
     os.nice(nice)
     if nice >= LOWEST and sys.platform == "linux":
         with suppress(OSError):  # not allowed here: then by its priority alone

@@ -103,7 +103,7 @@ def _divisors(rope: RopeConfig) -> tuple[float, ...]:
 
 
 def _dynamic_theta(rope: RopeConfig, head_dim: int) -> float:
-    """The larger base with which a context that is longer than the original one is as if interpolated."""
+    """The RoPE base, raised for a context that is longer than the original one (dynamic NTK scaling)."""
     if rope.context <= rope.original_max_position:
         return rope.theta
     stretch = rope.factor * rope.context / rope.original_max_position - (rope.factor - 1)

@@ -28,7 +28,7 @@ class Replicas(Protocol):
         ...
 
     async def wake(self) -> None:
-        """Return when there is a replica; one is started if none is needed otherwise."""
+        """Return when there is a replica; starts one if all were scaled away."""
         ...
 
 
@@ -36,7 +36,7 @@ class Replicas(Protocol):
 class LinkOptions:
     """What an ingress expects of its replicas."""
 
-    form: str  # of the weights that they must have
+    form: str  # of the weights that they must have: checkpoint, backend and quantization
     timeout: float  # seconds of silence, after which a replica is given up
     most: int  # replicas that there can be
 
@@ -86,7 +86,7 @@ class Links:
 
     @property
     def usable(self) -> dict[str, Link]:
-        """The replicas that may get requests: they answer, take some, and have the right form of weights."""
+        """The replicas that may get requests: they answer, are not draining, and have the right weights."""
         return {
             name: link
             for name, link in self.by_replica.items()
@@ -102,7 +102,7 @@ class Links:
         await self._more.wait()
 
     async def _wake(self) -> None:
-        """Have a replica started where there is none, and get to know it."""
+        """Have a replica started where there is none, and let it connect."""
         try:
             with suppress(Exception):  # of Ray, while replicas come and go: the search goes on
                 await self._replicas.wake()

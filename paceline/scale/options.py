@@ -19,7 +19,7 @@ class ScaleOptions:
     replicas: int | None = None  # a fixed number
     autoscale: str | None = None  # MIN:MAX, by load
     ray_address: str | None = None  # of a Ray cluster, HOST:PORT or auto; None: start one on this machine
-    replica_timeout: float = 2.0  # without a word from a replica, after which its requests go to others
+    replica_timeout: float = 2.0  # seconds without a message from a replica until its requests go to others
     target_ongoing_requests: float | None = None  # per replica; None: half of max_num_seqs
     upscale_delay: float = 5.0  # of too much load, before a replica is added
     downscale_delay: float = 60.0  # of too little load, before one is removed

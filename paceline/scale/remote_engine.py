@@ -45,7 +45,7 @@ class RemoteOptions:
     max_queue: int = 256  # requests that wait, besides those that `replicas` can run at once
     replicas: int = 1  # the most there can be
     min_replicas: int = 1
-    replica_timeout: float = 2.0  # without a word from a replica, after which its requests go to others
+    replica_timeout: float = 2.0  # seconds without a message from a replica until its requests go to others
     seed: int = 0  # of requests without one
 
 

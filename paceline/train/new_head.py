@@ -72,8 +72,8 @@ def new_head(config: HeadConfig, target: Transformer, draft_ids: Int32Array, see
 def copy_output(head: BesideTarget, target: Transformer, draft_ids: Int32Array) -> None:
     """Start from the target's output weights, with its output norm in them.
 
-    The outputs of a new head are noise, which a final norm of the target's size would make into certainties:
-    losses of a hundred, and hundreds of steps to unlearn them. So the norm starts at one on average.
+    The outputs of a new head are random. With the target's norm at full size they would become large logits:
+    first losses of about 100, and hundreds of steps to unlearn them. So its root mean square starts at 1.
     """
     scale = target.norm.weight.float()
     scale = scale / scale.square().mean().sqrt()

@@ -104,8 +104,8 @@ class DevicePassCosts:
     def seconds(self, plan: DraftPlan, requests: int, context: int) -> float:
         """Of such a pass: the mean, or that of the nearest kind plus their difference at start-up.
 
-        At start-up nothing else ran, and contexts were empty. So what the nearest kind takes longer than
-        then, this one will too; else a plan would look better than those that were used, and be used next.
+        At start-up nothing else ran, and contexts were empty. So the time by which the nearest
+        kind is slower now is added here too; else each unused plan would look better than those in use.
         """
         kind = plan, requests, context
         if kind in self._seen:

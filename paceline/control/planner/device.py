@@ -159,8 +159,8 @@ class DevicePlanner:
     def _catch_up(self, plan: DraftPlan) -> tuple[float, float]:
         """Seconds until the plan's head can draft for all present requests, and per token that they get.
 
-        If it must be attached to some that decode, passes in flight end first. Where requests follow others,
-        the present ones hardly count, and each costs what its prompt does.
+        If it must be attached to requests that decode, passes in flight end first. In steady traffic the
+        prompts of later requests count instead of the present ones: a share `replaced` of the cost.
         """
         load, each = self._load, self._costs.catch_up()
         is_attached = plan.drafter == self._plan.drafter or not load.is_decoding

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class DeviceLoad:
-    """Counts of the present requests; brought up to date only when requests come or end."""
+    """Counts of the present requests; updated only when requests come, are prefilled or end."""
 
     def __init__(self) -> None:
         self.requests, self.context = 1, 0  # buckets, see cost/device_passes.py
@@ -91,7 +91,7 @@ class DeviceLoad:
         """The fraction of accepted tokens that shortens the time of all requests.
 
         Requests of a batch get different numbers of them. If nothing follows a request that ends, passes are
-        as many as the unluckiest request needs, and as long as long as most requests run.
+        as many as the request with the lowest acceptance needs, and passes are slow while most requests run.
         """
         loss = CONFIG.device_planner.spread_loss * (1.0 - 1.0 / math.sqrt(self.requests))
         return 1.0 - loss * (1.0 - self.replaced)
