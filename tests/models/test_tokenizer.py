@@ -17,10 +17,11 @@ from paceline.models.gguf import GgufFile, read_gguf
 from paceline.models.registry import is_pulled, load_tokenizer, resolve
 from paceline.models.tokenizer import Tokenizer, byte_alphabet, folder_tokenizer
 from paceline.models.tokenizer_gguf import gguf_tokenizer
+from tests.large import repeated
 from tests.models.files import config_of, random_tensors, write_gguf
 from tests.models.strings import BROKEN, varied_strings
 
-REAL_MODELS = ["smollm2-135m", "qwen2.5-coder-1.5b"]
+REAL_MODELS = ["smollm2-135m", *repeated("qwen2.5-coder-1.5b")]
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "weather", "description": '<now> & "später"', "parameters": {}}}
 ]
