@@ -57,6 +57,7 @@ class HostExecutor:
         attended = int(np.diff(batch.row_offsets) @ batch.context_lengths)
         timer.end("build")
         output = self._backend.begin(batch)
+        timer.end("forward")  # most backends compute here; the others in `wait`
 
         def wait(timer: StepTimer) -> StepResult:
             computed = output()

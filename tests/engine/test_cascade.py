@@ -151,8 +151,13 @@ def test_a_step_whose_draft_is_trimmed_away_is_plain():
     assert engine.stats.rows == engine.stats.new_tokens == 1
 
 
-def test_trimming_counts_as_plan_time():
+def test_trimming_counts_as_plan_time_and_a_pass_as_forward_time():
     now = [0.0]
+
+    class SlowPasses(ToyBackend):
+        def forward(self, batch):
+            now[0] += 4.0
+            return super().forward(batch)
 
     class Slow(Trims):
         def trim(self, step, parts, trees):
@@ -165,7 +170,7 @@ def test_trimming_counts_as_plan_time():
             return super().propose(requests, plans)
 
     engine = Engine(
-        ToyBackend(),
+        SlowPasses(),
         ToyTokenizer(),
         Limits(VOCAB, 128, 8, 32),
         num_pages=200,
@@ -174,5 +179,5 @@ def test_trimming_counts_as_plan_time():
         clock=lambda: now[0],
     )
     stepped(engine)
-    assert (engine.stats.plan_time, engine.stats.draft_time) == (1.0, 2.0)
-    assert engine.stats.total_time == 3.0
+    assert (engine.stats.plan_time, engine.stats.draft_time, engine.stats.forward_time) == (1.0, 2.0, 4.0)
+    assert engine.stats.total_time == 7.0
