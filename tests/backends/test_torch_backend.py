@@ -81,7 +81,7 @@ def path_to(row: int) -> list[int]:
     return [*path_to(TREE_PARENTS[row]), row] if row >= 0 else []
 
 
-@pytest.mark.parametrize("chunk", [40, 17, 1], ids=["one prefill", "chunks", "token by token"])
+@pytest.mark.parametrize("chunk", [*repeated(40), 17, 1], ids=["one prefill", "chunks", "token by token"])
 def test_logits_equal_transformers_however_a_prompt_is_cut(pair: Pair, chunk: int) -> None:
     request = pair.request()
     logits = [request.extend(PROMPT[start : start + chunk]) for start in range(0, len(PROMPT), chunk)]

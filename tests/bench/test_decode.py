@@ -24,6 +24,7 @@ from paceline.bench.decode.view import decode_facts, decode_result
 from paceline.bench.peers.contestants import ContestantError, start_llama_cpp, start_paceline
 from paceline.bench.timing import Timing
 from paceline.errors import ConfigError
+from tests.large import REPEATS
 
 Play = Callable[..., Contest]
 Become = Callable[[str], None]
@@ -105,7 +106,10 @@ def test_a_peer_that_does_not_start_is_explained(
         start_llama_cpp(tiny_gguf, threads=1, context=20, python=sys.executable)
 
 
-@pytest.mark.parametrize(("mode", "message"), [("missing", "No module named"), ("late", r"died \(SIGSEGV\)")])
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [pytest.param("missing", "No module named", marks=REPEATS), ("late", r"died \(SIGSEGV\)")],
+)
 def test_a_failing_peer_does_not_stop_our_measurement(play: Play, mode: str, message: str) -> None:
     contest = play(mode)
     assert contest.peer is None

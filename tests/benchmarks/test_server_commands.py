@@ -10,6 +10,7 @@ import pytest
 from paceline.bench.servers.client import ClientError
 from paceline.errors import ConfigError
 from tests.benchmarks.cli import run, run_json
+from tests.large import REPEATS
 
 
 @pytest.fixture
@@ -40,6 +41,7 @@ def test_load(tmp_path: Path, tiny_gguf: Path, workload: Path) -> None:
     assert facts["before"]["memory_bytes"] > 0
 
 
+@REPEATS
 def test_overhead(tmp_path: Path, tiny_gguf: Path) -> None:
     short = ("--concurrency", "3", "--tokens", "4", "--rounds", "1", "--threads", "1")
     facts = run_json(tmp_path, "overhead", str(tiny_gguf), *short)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.engine.simulated_device import Machine, auto, fixed, seconds_of, simulated_engine, small_gpu_pass
+from tests.large import REPEATS
 
 RUNS = 3  # of auto: the first ones learn
 
@@ -37,7 +38,9 @@ def output(number: int) -> int:
     return 40 + 24 * (number % 2)
 
 
-@pytest.mark.parametrize(("requests", "prompt"), [(1, 45), (16, 700), (64, 45), (64, 700)])
+@pytest.mark.parametrize(
+    ("requests", "prompt"), [(1, 45), (16, 700), pytest.param(64, 45, marks=REPEATS), (64, 700)]
+)
 @pytest.mark.parametrize(
     ("make", "right"),
     [(device_bound, 0.35), (device_bound, 0.65), (host_bound, 0.6), (drafts_cost_the_host, 0.45)],

@@ -26,6 +26,7 @@ from paceline.train.options import Eagle3Options
 from paceline.train.processes import Processes
 from paceline.train.progress import Pace, Progress, Record, choose_pace, learning_rate
 from paceline.train.trainer import Trainer
+from tests.large import repeated
 
 OPTIONS = Eagle3Options(
     max_steps=20,
@@ -149,7 +150,7 @@ def test_a_checkpoint_of_another_run_is_refused(
         trainer(target, examples, tmp_path, Eagle3Options(**{**vars(OPTIONS), "unroll": 2}))
 
 
-@pytest.mark.parametrize("loss", ["kl", "lk"])
+@pytest.mark.parametrize("loss", [*repeated("kl"), "lk"])
 def test_the_head_learns_to_predict_its_target(
     target: Transformer, examples: Examples, tmp_path: Path, loss: str
 ) -> None:
