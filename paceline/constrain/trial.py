@@ -44,14 +44,14 @@ class GrammarTrial:
     def fault_of(self, source: str, limits: Mapping[str, int]) -> str | None:
         """Why the grammar must not be compiled here; None if it is safe. `limits` are LLParserLimits."""
         child = self._started()
-        ended = threading.Event()
+        ended, was_late = threading.Event(), threading.Event()
 
         def watch() -> None:
             if not ended.wait(self._seconds):
+                was_late.set()
                 child.kill()
 
         threading.Thread(target=watch, name="paceline-grammar-trial", daemon=True).start()
-        began = time.monotonic()
         try:
             answer = self._ask(child, [source, dict(limits), self._seconds])
         finally:
@@ -59,7 +59,7 @@ class GrammarTrial:
         if answer is not None:
             return str(answer["fault"]) if answer["fault"] else None
         self.close()
-        if time.monotonic() - began >= self._seconds:
+        if was_late.is_set():
             return f"it takes longer than {self._seconds:g} s"
         return "it takes too much memory, or is too deep"
 

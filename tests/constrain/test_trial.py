@@ -60,7 +60,7 @@ def compiler(children: list[subprocess.Popen[str]]) -> Iterator[GrammarCompiler]
 def test_a_grammar_that_takes_too_long_is_refused_and_its_process_killed(
     compiler: GrammarCompiler, children: list[subprocess.Popen[str]], name: str
 ) -> None:
-    with pytest.raises(RequestError, match=r"cannot be compiled: it takes (longer than 1 s|too much)"):
+    with pytest.raises(RequestError, match=r"cannot be compiled: it takes longer than 1 s"):
         compiler.compile(StructuredOutputsParams(**ENDLESS[name]), trusted=False)
     assert [child.poll() is not None for child in children] == [True]
     assert not [thread for thread in threading.enumerate() if thread.name == "paceline-grammar"]
