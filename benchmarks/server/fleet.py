@@ -1,7 +1,7 @@
 """A trace through `paceline serve --replicas`, beside the simulation of that fleet.
 
-The replicas' times are those of the wall clock, the prices CPU time: the same, while nobody else uses the
-cores. Replicas on one machine share its memory and caches, so a pass is slower beside another one. Prices
+The replicas are timed by the wall clock, the prices by CPU time: both are equal on an otherwise idle machine.
+Replicas on one machine share its memory and caches, so a pass is slower beside another one. Prices
 are therefore measured twice: alone, and in as many processes at once as there are replicas. The simulated
 figures are the means over both.
 """

@@ -107,7 +107,7 @@ class Meter:
         return
 
     def has(self, steps: int) -> bool:
-        """Whether the present turn is over: so many steps with drafts, or NEGLECT times as many in all."""
+        """Whether the turn had this many steps with drafts, or NEGLECT times as many steps in all."""
         return self._turn.steps >= steps or self._turn.decodes >= NEGLECT * steps
 
     def accepted(self) -> dict[str, int]:

@@ -57,7 +57,7 @@ class GgufTensor:
     def float32(self) -> npt.NDArray[np.float32]:
         """The values as float32, a new array of `shape`."""
         values = dequantize(self.kind, self.blocks()).reshape(self.shape)
-        release_pages(self.data)  # whoever loads a model reads each tensor once, and may need the memory
+        release_pages(self.data)  # a loader reads each tensor once; its pages would count as memory in use
         return values
 
     def blocks(self) -> Bytes:

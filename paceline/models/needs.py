@@ -61,7 +61,7 @@ def missing_blocks(config: ModelConfig, backend: str) -> list[str]:
 
 
 def model_needs(checkpoint: Checkpoint, context: int, requests: int) -> list[Need]:
-    """What every backend and quantization needs for so many requests of so many tokens."""
+    """The memory that every backend and quantization needs for this number of requests and tokens of each."""
     config, needs = checkpoint.config, list[Need]()
     states = requests * state_bytes(config)
     for backend, quantizations in QUANTIZATIONS.items():

@@ -106,8 +106,8 @@ def _dynamic_theta(rope: RopeConfig, head_dim: int) -> float:
     """The RoPE base, raised for a context that is longer than the original one (dynamic NTK scaling)."""
     if rope.context <= rope.original_max_position:
         return rope.theta
-    stretch = rope.factor * rope.context / rope.original_max_position - (rope.factor - 1)
-    return rope.theta * _power(stretch, head_dim / (head_dim - 2))
+    scale = rope.factor * rope.context / rope.original_max_position - (rope.factor - 1)
+    return rope.theta * _power(scale, head_dim / (head_dim - 2))
 
 
 def longrope_attention_factor(factor: float, original_max_position: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,29 +50,44 @@ class RowsOf:
 
 
 @dataclass(frozen=True)
-class Shifted:
-    """The weights of a norm, of which files hold the difference to `offset`; implements checkpoint.Tensor."""
+class _Computed(ABC):
+    """A tensor whose values are computed from those of another; its classes implement checkpoint.Tensor."""
 
     tensor: Tensor
-    offset: float
-    kind: str = "F32"
+
+    @property
+    def kind(self) -> str:
+        return "F32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
 
     @property
     def stored(self) -> Stored:
         """What the file holds of it."""
         return self.tensor.stored
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
+    @abstractmethod
+    def float32(self) -> npt.NDArray[np.float32]:
+        """The values as float32, a new array of `shape`."""
+        ...
+
+    def blocks(self) -> npt.NDArray[np.uint8]:
+        """The bytes of the values: uint8 [rows, bytes per row]; a vector is one row."""
+        values = self.float32()
+        return values.view(np.uint8).reshape(1 if values.ndim == 1 else len(values), -1)
+
+
+@dataclass(frozen=True)
+class Shifted(_Computed):
+    """The weights of a norm, of which files hold the difference to `offset`."""
+
+    offset: float
 
     def float32(self) -> npt.NDArray[np.float32]:
         """The values as float32, a new array of `shape`."""
         return self.tensor.float32() + np.float32(self.offset)
-
-    def blocks(self) -> npt.NDArray[np.uint8]:
-        """The stored bytes: uint8 [1, bytes]."""
-        return self.float32().view(np.uint8).reshape(1, -1)
 
     def take_rows(self, part: slice) -> Shifted:
         """Some of these values."""
@@ -79,30 +95,15 @@ class Shifted:
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """A matrix whose rows are to be scaled; implements checkpoint.Tensor."""
+class Scaled(_Computed):
+    """A matrix whose rows are to be scaled."""
 
-    tensor: Tensor
     factors: npt.NDArray[np.float32]  # [rows]
-    kind: str = "F32"
-
-    @property
-    def stored(self) -> Stored:
-        """What the file holds of it."""
-        return self.tensor.stored
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tensor.shape
 
     def float32(self) -> npt.NDArray[np.float32]:
         """The values as float32, a new array of `shape`."""
         scaled: npt.NDArray[np.float32] = self.tensor.float32() * self.factors[:, None]
         return scaled
-
-    def blocks(self) -> npt.NDArray[np.uint8]:
-        """The bytes of the values: uint8 [rows, bytes per row]."""
-        return self.float32().view(np.uint8)
 
     def take_rows(self, part: slice) -> Scaled:
         """Some of these rows."""

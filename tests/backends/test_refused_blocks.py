@@ -12,7 +12,8 @@ from paceline.backends.options import BackendOptions
 from paceline.errors import BackendError, UnsupportedModelError
 from paceline.models.registry import load_checkpoint
 from paceline.train.sequences import load_target
-from tests.tiny import TORCH_FAMILIES, save_checkpoint
+from tests.tiny import save_checkpoint
+from tests.tiny_families import TORCH_FAMILIES
 
 
 @pytest.mark.parametrize("family", TORCH_FAMILIES)

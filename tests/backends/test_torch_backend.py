@@ -17,15 +17,14 @@ from paceline.models.checkpoint import Checkpoint
 from paceline.models.registry import load_checkpoint
 from tests.backends.driver import Driven, drive, run
 from tests.large import REPEATS, repeated
-from tests.tiny import (
+from tests.tiny import random_model, save_checkpoint
+from tests.tiny_families import (
     FAMILIES,
     MORE_FAMILIES,
     MORE_HYBRIDS,
     ROPES_BY_LENGTH,
     TORCH_FAMILIES,
     VOCAB_SIZE,
-    random_model,
-    save_checkpoint,
 )
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from paceline.backends.torch_backend import TorchBackend
 from paceline.bench.text import perplexity_text
 from paceline.errors import ConfigError, RequestError
 from paceline.models.registry import load_checkpoint
-from tests.tiny import VOCAB_SIZE, random_model, save_checkpoint
+from tests.tiny import random_model, save_checkpoint
+from tests.tiny_families import VOCAB_SIZE
 
 TEXT = np.random.default_rng(2).integers(0, VOCAB_SIZE, 300).tolist()
 

@@ -25,7 +25,8 @@ from paceline.models.tokenizer import byte_alphabet
 from tests.draft.draft_models import MIXED, AgainstFresh, Plans, chain, same_ids, tree
 from tests.engine.test_exactness_cpu import Tokenizer
 from tests.engine.test_exactness_cpu import requests as cpu_requests
-from tests.tiny import SIZES, VOCAB_SIZE, save_checkpoint
+from tests.tiny import save_checkpoint
+from tests.tiny_families import SIZES, VOCAB_SIZE
 
 ROWS = 64
 

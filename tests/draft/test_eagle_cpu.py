@@ -33,7 +33,8 @@ from tests.engine.test_exactness_cpu import Tokenizer
 from tests.large import in_turn
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import CONFIGS, EAGLE3
-from tests.tiny import VOCAB_SIZE, save_checkpoint
+from tests.tiny import save_checkpoint
+from tests.tiny_families import VOCAB_SIZE
 
 ROWS = 64
 

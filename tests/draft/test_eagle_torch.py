@@ -38,7 +38,8 @@ from tests.engine.test_exactness_cpu import requests as all_requests
 from tests.large import in_turn
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import CONFIGS, EAGLE3, P_EAGLE
-from tests.tiny import VOCAB_SIZE, save_checkpoint
+from tests.tiny import save_checkpoint
+from tests.tiny_families import VOCAB_SIZE
 
 ROWS = 64
 HEADS = {"eagle3": CONFIGS["eagle3"], "all flags": CONFIGS["all flags"], "eagle": CONFIGS["eagle"]}

@@ -30,7 +30,8 @@ from tests.draft.test_draft_model_cpu import results as all_results
 from tests.engine.test_exactness import requests, result
 from tests.engine.test_exactness_cpu import Tokenizer
 from tests.large import in_turn
-from tests.tiny import SIZES, VOCAB_SIZE, save_checkpoint
+from tests.tiny import save_checkpoint
+from tests.tiny_families import SIZES, VOCAB_SIZE
 from tests.toy import VOCAB, ToyBackend, toy_engine
 from tests.toy import drain as drain_plain
 

@@ -33,7 +33,8 @@ from tests.engine.test_exactness_cpu import Tokenizer
 from tests.engine.test_exactness_cpu import requests as all_requests
 from tests.large import in_turn
 from tests.models.heads.test_medusa_heads import CONFIG, random_medusa
-from tests.tiny import VOCAB_SIZE, save_checkpoint
+from tests.tiny import save_checkpoint
+from tests.tiny_families import VOCAB_SIZE
 
 ROWS = 64
 

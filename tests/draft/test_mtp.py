@@ -30,7 +30,8 @@ from tests.draft.test_draft_model_cpu import results, save_model
 from tests.draft.test_eagle_cpu import ROWS, AgainstFresh, run_engine
 from tests.engine.test_exactness_cpu import Tokenizer
 from tests.models.heads.driver import drive_heads, run_heads
-from tests.tiny import VOCAB_SIZE, random_model
+from tests.tiny import random_model
+from tests.tiny_families import VOCAB_SIZE
 
 LENGTH = 21
 AHEAD = 3

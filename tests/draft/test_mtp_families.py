@@ -20,7 +20,7 @@ from tests.draft.test_eagle_cpu import ROWS, run_engine
 from tests.draft.test_mtp import target_of
 from tests.large import LARGE
 from tests.models.heads.driver import drive_heads, run_heads
-from tests.tiny import VOCAB_SIZE
+from tests.tiny_families import VOCAB_SIZE
 
 FAMILIES = {"qwen3-5": QWEN, "qwen3-next": QWEN, "glm4-moe": DEEPSEEK, "deepseek-v3": DEEPSEEK}
 LENGTH, AHEAD = 21, 3

@@ -36,7 +36,8 @@ from tests.draft.test_eagle_torch import ROWS, Tokenizer, all_requests, run_engi
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import BLOCK_CONFIGS, EAGLE3
 from tests.planted import Plant
-from tests.tiny import VOCAB_SIZE, save_checkpoint
+from tests.tiny import save_checkpoint
+from tests.tiny_families import VOCAB_SIZE
 
 Answers = tuple[list[list[int]], Any]  # output ids of all requests, and the drafter
 

@@ -12,7 +12,8 @@ from paceline.core.trees import DraftPlan
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.models.registry import load_checkpoint
-from tests.tiny import VOCAB_SIZE, save_checkpoint
+from tests.tiny import save_checkpoint
+from tests.tiny_families import VOCAB_SIZE
 from tests.toy import ScriptedDrafter, ToyTokenizer
 
 OPTIONS = [

@@ -17,7 +17,7 @@ from paceline.train.eagle3_objective import Eagle3Objective
 from paceline.train.options import Eagle3Options
 from paceline.train.sampler import Sampler
 from paceline.train.sequences import load_target
-from tests import tiny
+from tests import tiny, tiny_families
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +36,7 @@ def rows(checkpoint: Checkpoint) -> list[TrafficRow]:
     """Greedy answers of the target, which repeat themselves soon: a head can learn them."""
     target = load_target(checkpoint, torch.device("cpu"), torch.float32)
     generator = np.random.default_rng(0)
-    prompts = [generator.integers(0, tiny.VOCAB_SIZE, size=3).tolist() for _ in range(120)]
+    prompts = [generator.integers(0, tiny_families.VOCAB_SIZE, size=3).tolist() for _ in range(120)]
     answers = Sampler(target, []).answer(prompts, [0.0] * 120, [0] * 120, 20)
     return [
         TrafficRow(tuple(prompt), tuple(answer or ()), "s", time=1000.0 + number)
@@ -50,7 +50,7 @@ def traffic(
 ) -> Path:
     """A store with these rows."""
     folder = tmp_path_factory.mktemp("traffic")
-    store = TrafficStore(folder, target_name, tiny.VOCAB_SIZE, StoreLimits(), lambda: 2000.0)
+    store = TrafficStore(folder, target_name, tiny_families.VOCAB_SIZE, StoreLimits(), lambda: 2000.0)
     for row in rows:
         store.append(row)
     store.close()
@@ -61,7 +61,7 @@ def traffic(
 def head(checkpoint: Checkpoint, target_name: TargetName, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A new EAGLE-3 head for the target: it guesses badly."""
     target: Transformer = load_target(checkpoint, torch.device("cpu"), torch.float32)
-    options = Eagle3Options(draft_vocab_size=tiny.VOCAB_SIZE, intermediate_size=32)
+    options = Eagle3Options(draft_vocab_size=tiny_families.VOCAB_SIZE, intermediate_size=32)
 
     class Counts:
         """All tokens are answered equally often."""
@@ -70,7 +70,7 @@ def head(checkpoint: Checkpoint, target_name: TargetName, tmp_path_factory: pyte
 
         @staticmethod
         def answer_counts() -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-            return np.ones(tiny.VOCAB_SIZE, dtype=np.int64)
+            return np.ones(tiny_families.VOCAB_SIZE, dtype=np.int64)
 
     folder = tmp_path_factory.mktemp("head")
     Eagle3Objective(target, Counts(), options, target_name).snapshot()(folder)  # type: ignore[arg-type]

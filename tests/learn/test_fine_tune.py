@@ -26,7 +26,7 @@ from paceline.models.heads.checkpoint import load_head, write_head
 from paceline.models.heads.config import TargetName
 from paceline.models.safetensors_writer import encode
 from paceline.train.examples import Example, ExampleWriter
-from tests import tiny
+from tests import tiny_families
 
 OPTIONS = FineTuneOptions(steps=24, batch_tokens=256, learning_rate=2e-2)
 
@@ -107,7 +107,9 @@ def test_a_kill_while_the_head_is_written_leaves_no_candidate(
 def test_what_is_not_this_targets_is_refused_by_name(
     checkpoint: Checkpoint, traffic: Path, head: Path, tmp_path: Path
 ) -> None:
-    other = TrafficStore(tmp_path / "other", TargetName("beef", "another"), tiny.VOCAB_SIZE, StoreLimits())
+    other = TrafficStore(
+        tmp_path / "other", TargetName("beef", "another"), tiny_families.VOCAB_SIZE, StoreLimits()
+    )
     with pytest.raises(ConfigError, match="traffic of another"):
         fine_tune(checkpoint, other.folder, head, tmp_path / "c", OPTIONS)
     copy = shutil.copytree(head, tmp_path / "copy")
@@ -151,18 +153,18 @@ def test_loops_of_one_token_neither_train_nor_judge(rows: list[TrafficRow]) -> N
 
 
 def test_generic_answers_count_as_old_rows(rows: list[TrafficRow], tmp_path: Path) -> None:
-    writer = ExampleWriter(tmp_path / "a.jsonl", tiny.VOCAB_SIZE, {})
+    writer = ExampleWriter(tmp_path / "a.jsonl", tiny_families.VOCAB_SIZE, {})
     writer.append(
         Example(f"{number}#0", "g", [*row.prompt_ids, *row.output_ids], len(row.prompt_ids))
         for number, row in enumerate(rows[:60])
     )
-    generic = generic_rows([tmp_path / "a.jsonl"], tiny.VOCAB_SIZE, 1024)
+    generic = generic_rows([tmp_path / "a.jsonl"], tiny_families.VOCAB_SIZE, 1024)
     assert OLD not in choose(rows[60:], generic[:10], Selection()).stop  # too few to say that it forgets
     chosen = choose(rows[60:], generic * 4, Selection())
     assert {row.segment for row in chosen.stop[OLD]} == {"g"}
     assert chosen.replayed == int(0.4 * len(chosen.train))
     with pytest.raises(ConfigError, match="--generic"):
-        generic_rows([tmp_path / "a.jsonl"], tiny.VOCAB_SIZE + 1, 1024)
+        generic_rows([tmp_path / "a.jsonl"], tiny_families.VOCAB_SIZE + 1, 1024)
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ def test_a_process_that_is_stopped_ends_with_its_parent(tmp_path):
         assert parent.stdout is not None
         assert os.read(parent.stdout.fileno(), 5) == b"ready"
         parent.kill()
-        ended, _, _ = select.select([parent.stdout], [], [], 30)  # nobody has the pipe open any more
+        ended, _, _ = select.select([parent.stdout], [], [], 30)  # the pipe is closed: its writer has ended
         assert ended
         assert parent.stdout.read() == b""
 

@@ -21,7 +21,8 @@ from tests.large import repeated
 from tests.lossless.subject import Outcome
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import EAGLE3
-from tests.tiny import HYBRIDS, MORE_HYBRIDS, save_checkpoint
+from tests.tiny import save_checkpoint
+from tests.tiny_families import HYBRIDS, MORE_HYBRIDS
 
 PROMPTS = [[*range(3, 30), 5, 6, 7, 5, 6], [9, 8, 9, 8, 9, 8], list(range(100, 120))]
 SAMPLINGS: list[dict[str, Any]] = [

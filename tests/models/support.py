@@ -30,7 +30,7 @@ from paceline.models.families import FAMILIES
 from paceline.models.gguf_architectures import ARCHITECTURES
 from paceline.models.needs import missing_blocks
 from paceline.models.registry import load_checkpoint
-from tests import tiny
+from tests import tiny, tiny_families
 from tests.engine.test_exactness_cpu import Tokenizer
 from tests.models.quantized import files as quantized_files
 from tests.toy import ScriptedDrafter
@@ -94,7 +94,12 @@ def checkpoints(family: str) -> list[Checkpoint]:
 def _all_checkpoints() -> list[tuple[str, Checkpoint]]:
     """Every tiny checkpoint, with its model_type."""
     found = []
-    for name in tiny.FAMILIES | tiny.TORCH_FAMILIES | tiny.MORE_FAMILIES | tiny.MORE_HYBRIDS:
+    for name in (
+        tiny_families.FAMILIES
+        | tiny_families.TORCH_FAMILIES
+        | tiny_families.MORE_FAMILIES
+        | tiny_families.MORE_HYBRIDS
+    ):
         folder = tiny.save_checkpoint(name, Path(tempfile.mkdtemp()))
         model_type = json.loads((folder / "config.json").read_text())["model_type"]
         found.append((model_type, load_checkpoint(folder)))
@@ -150,7 +155,7 @@ def _loaded(checkpoint: Checkpoint, backend: str) -> Backend:
 
 def _prompts() -> list[tuple[int, ...]]:
     random = np.random.default_rng(0)
-    return [tuple(random.integers(2, tiny.VOCAB_SIZE, length).tolist()) for length in (5, 17, 40)]
+    return [tuple(random.integers(2, tiny_families.VOCAB_SIZE, length).tolist()) for length in (5, 17, 40)]
 
 
 def _tokens(backend: Backend, drafter: object, name: str = "scripted") -> list[list[int]]:
@@ -158,7 +163,7 @@ def _tokens(backend: Backend, drafter: object, name: str = "scripted") -> list[l
     engine = Engine(
         backend,
         Tokenizer(),
-        Limits(tiny.VOCAB_SIZE, MAX_LEN, 4, ROWS),
+        Limits(tiny_families.VOCAB_SIZE, MAX_LEN, 4, ROWS),
         num_pages=64,
         controller=FixedController(DraftPlan(name, 5, branching=2)) if drafter else None,
         drafters={name: drafter} if drafter else {},  # type: ignore[dict-item]

@@ -12,7 +12,8 @@ import safetensors.torch
 import torch
 
 from paceline.models.registry import load_checkpoint
-from tests.tiny import TORCH_FAMILIES, random_model, save_checkpoint
+from tests.tiny import random_model, save_checkpoint
+from tests.tiny_families import TORCH_FAMILIES
 
 EXPERTS, HIDDEN, WIDTH, GROUP = 3, 64, 32, 32
 

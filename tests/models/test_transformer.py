@@ -14,7 +14,7 @@ from paceline.models.config import MoeConfig, RopeConfig
 from paceline.models.config_reader import model_config
 from paceline.models.experts import MixtureOfExperts
 from paceline.models.rope import rope_frequencies
-from tests.tiny import FAMILIES, ROPES_BY_LENGTH
+from tests.tiny_families import FAMILIES, ROPES_BY_LENGTH
 
 LLAMA3 = RopeConfig(theta=500.0, scaling="llama3", factor=8.0, original_max_position=64)
 

@@ -8,16 +8,16 @@ from paceline.models.config import RopeConfig
 from paceline.models.heads.config import HeadConfig
 from paceline.models.heads.torch_head import Head, Shared, make_head
 from paceline.models.transformer import Transformer
-from tests import tiny
+from tests import tiny_families
 
-DRAFT_IDS = torch.arange(3, tiny.VOCAB_SIZE, 2)
+DRAFT_IDS = torch.arange(3, tiny_families.VOCAB_SIZE, 2)
 
 
 def random_head(target: Transformer, **flags: bool) -> Head:
     """A head with random weights and norms for a tiny target; it predicts DRAFT_IDS."""
     config = HeadConfig(
         kind="eagle3",
-        vocab_size=tiny.VOCAB_SIZE,
+        vocab_size=tiny_families.VOCAB_SIZE,
         draft_vocab_size=len(DRAFT_IDS),
         hidden_size=60,
         target_hidden_size=60,

@@ -12,7 +12,7 @@ from paceline.train.batches import Batch
 from paceline.train.eagle3 import unroll
 from paceline.train.losses import DraftIds
 from paceline.train.sequences import target_states
-from tests import tiny
+from tests import tiny_families
 from tests.train.heads import DRAFT_IDS, random_head
 from tests.train.test_block import block_head, output_of
 from tests.train.test_eagle3 import STEPS, drafted
@@ -29,7 +29,9 @@ def batch_of(guess: list[list[int]], answers: list[int]) -> Batch:
 
 def random_sequences() -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
-    return [torch.randint(tiny.VOCAB_SIZE, (length,), generator=generator).tolist() for length in (12, 9)]
+    return [
+        torch.randint(tiny_families.VOCAB_SIZE, (length,), generator=generator).tolist() for length in (12, 9)
+    ]
 
 
 @torch.no_grad()

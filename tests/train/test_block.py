@@ -20,7 +20,7 @@ from paceline.train.examples import Examples
 from paceline.train.losses import DraftIds, cross_entropy, l1_mixture
 from paceline.train.options import BlockOptions, DSparkOptions, JetSpecOptions
 from paceline.train.sequences import target_states
-from tests import tiny
+from tests import tiny_families
 from tests.models.heads.tiny_heads import BLOCK_CONFIGS, random_tensors
 from tests.train.heads import DRAFT_IDS
 
@@ -38,7 +38,7 @@ def block_head(name: str, target: Transformer) -> BlockHead:
 
 @pytest.fixture
 def batch() -> Batch:
-    tokens = torch.randint(tiny.VOCAB_SIZE, (3, 12), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(tiny_families.VOCAB_SIZE, (3, 12), generator=torch.Generator().manual_seed(1))
     return Batch(tokens, torch.tensor([3, 1, 8]), torch.tensor([12, 7, 10]))
 
 
@@ -144,7 +144,9 @@ def test_recipes_give_the_heads_of_their_papers(target: Transformer) -> None:
     layers = made["dspark"].feature_layers
     assert sorted(set(layers)) == list(layers)
     assert max(layers) <= target.config.num_layers
-    head = new_block_head(made["dspark"], target, np.arange(8192)[: tiny.VOCAB_SIZE].astype(np.int32), 0)
+    head = new_block_head(
+        made["dspark"], target, np.arange(8192)[: tiny_families.VOCAB_SIZE].astype(np.int32), 0
+    )
     assert head.guesses(torch.zeros(60), torch.tensor(3)).abs().sum() == 0, "a new Markov head adds something"
 
 

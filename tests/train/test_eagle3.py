@@ -12,7 +12,7 @@ from paceline.train import losses as losses_module
 from paceline.train.eagle3 import step_losses, unroll
 from paceline.train.losses import DraftIds
 from paceline.train.sequences import TargetStates, target_states
-from tests import tiny
+from tests import tiny_families
 from tests.train.heads import DRAFT_IDS, random_head
 
 STEPS = 4
@@ -47,7 +47,7 @@ def drafted(head: Head, features: torch.Tensor, tokens: list[int], slot: int) ->
 def batch(target: Transformer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, TargetStates]:
     """Tokens, first answered tokens, lengths and target states of three padded sequences."""
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(tiny.VOCAB_SIZE, (3, 12), generator=generator)
+    tokens = torch.randint(tiny_families.VOCAB_SIZE, (3, 12), generator=generator)
     answers, lengths = torch.tensor([3, 1, 8]), torch.tensor([12, 7, 10])
     return tokens, answers, lengths, target_states(target, tokens, (1, 2, 3))
 

@@ -9,7 +9,7 @@ from paceline.models.transformer import Transformer
 from paceline.train.batches import Batch
 from paceline.train.kept_states import KeptStates
 from paceline.train.sequences import TargetStates, target_states
-from tests import tiny
+from tests import tiny_families
 
 LAYERS = (1, 2, 3)
 LENGTHS = (12, 7, 10)
@@ -17,7 +17,9 @@ STARTS = (0, 12, 19)  # where the sequences are among all tokens
 
 
 def batch_of(rows: list[int]) -> Batch:
-    tokens = torch.randint(tiny.VOCAB_SIZE, (3, 12), generator=torch.Generator().manual_seed(2))[rows]
+    tokens = torch.randint(tiny_families.VOCAB_SIZE, (3, 12), generator=torch.Generator().manual_seed(2))[
+        rows
+    ]
     lengths = torch.tensor([LENGTHS[row] for row in rows])
     return Batch(
         tokens[:, : int(lengths.max())], torch.ones_like(lengths), lengths, [STARTS[row] for row in rows]

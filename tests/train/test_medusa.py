@@ -19,7 +19,7 @@ from paceline.train.medusa import NEVER, MedusaObjective, likeliest_paths
 from paceline.train.options import MedusaOptions
 from paceline.train.sequences import target_states
 from paceline.train.trainer import Trainer
-from tests import tiny
+from tests import tiny_families
 from tests.models.heads.test_medusa_heads import random_medusa
 
 OPTIONS = MedusaOptions(
@@ -29,13 +29,13 @@ OPTIONS = MedusaOptions(
 
 def batch() -> Batch:
     """Three padded sequences."""
-    tokens = torch.randint(tiny.VOCAB_SIZE, (3, 12), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(tiny_families.VOCAB_SIZE, (3, 12), generator=torch.Generator().manual_seed(1))
     return Batch(tokens, torch.tensor([3, 1, 8]), torch.tensor([12, 7, 10]))
 
 
 def random_objective(target: Transformer, examples: Examples) -> MedusaObjective:
     """An objective whose heads have random weights and predict every second token."""
-    ids = np.arange(3, tiny.VOCAB_SIZE, 2, dtype=np.int32)
+    ids = np.arange(3, tiny_families.VOCAB_SIZE, 2, dtype=np.int32)
     config = replace(random_medusa().config, draft_vocab_size=len(ids))
     return MedusaObjective(target, examples, OPTIONS, init_from=random_medusa(config, ids))
 

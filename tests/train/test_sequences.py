@@ -11,7 +11,7 @@ from paceline.models.registry import load_checkpoint
 from paceline.models.transformer import Transformer
 from paceline.train.sampler import Sampler
 from paceline.train.sequences import load_target, target_states
-from tests import tiny
+from tests import tiny, tiny_families
 
 LENGTHS = (13, 5, 9)
 
@@ -20,7 +20,7 @@ def padded(seed: int = 0) -> tuple[list[list[int]], torch.Tensor]:
     """Sequences of different lengths, and the same right-padded with tokens that would show."""
     generator = torch.Generator().manual_seed(seed)
     sequences = [
-        torch.randint(tiny.VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS
+        torch.randint(tiny_families.VOCAB_SIZE, (length,), generator=generator).tolist() for length in LENGTHS
     ]
     return sequences, torch.tensor([row + [7] * (max(LENGTHS) - len(row)) for row in sequences])
 
@@ -89,5 +89,5 @@ def test_tokens_are_drawn_with_the_probabilities_of_the_temperature(target: Tran
     final = target_states(target, torch.tensor([prompt]), (0,)).final[0, -1]
     wanted = (final @ target.head.T / 2.0).softmax(-1)
     answers = Sampler(target, []).answer([prompt] * 4000, [2.0] * 4000, [3] * 4000, 1)
-    counts = torch.bincount(torch.tensor(answers).flatten(), minlength=tiny.VOCAB_SIZE)
+    counts = torch.bincount(torch.tensor(answers).flatten(), minlength=tiny_families.VOCAB_SIZE)
     assert (counts / 4000 - wanted).abs().sum() < 0.25  # total variation of 4000 draws is about 0.1

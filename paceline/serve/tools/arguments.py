@@ -36,7 +36,7 @@ class Notation(Protocol):
         ...
 
     def reader(self, texts: Collection[str]) -> ArgumentsReader:
-        """A reader of one call's arguments. `texts`: the names of those whose values are texts."""
+        """A reader of one call's arguments. `texts`: the names of its string arguments."""
         ...
 
     def rules(self, name: str, schema: Mapping[str, Any], special: Mapping[str, int]) -> list[str]:

@@ -10,7 +10,8 @@ import pytest
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.registry import load_checkpoint, resolve
 from tests.backends.cpu.checkpoints import all_blocks_checkpoint, blocks_checkpoint, uneven_checkpoint
-from tests.tiny import FAMILIES, TORCH_FAMILIES, save_checkpoint
+from tests.tiny import save_checkpoint
+from tests.tiny_families import FAMILIES, TORCH_FAMILIES
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from paceline.models.checkpoint import Checkpoint
 from paceline.models.needs import missing_blocks
 from tests.backends.cpu.subject import TREES, assert_chunks_are_true, assert_tree_is_true, load, plant
 from tests.backends.driver import drive, run
-from tests.tiny import TORCH_FAMILIES
+from tests.tiny_families import TORCH_FAMILIES
 
 CLOSE = 1e-4
 TREE = TREES["late branches"]

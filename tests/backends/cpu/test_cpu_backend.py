@@ -23,7 +23,7 @@ from tests.backends.cpu.checkpoints import floats
 from tests.backends.cpu.numbers import assert_same_bits, quantize
 from tests.backends.cpu.unpacking import unpack
 from tests.backends.driver import Driven, drive, run
-from tests.tiny import FAMILIES
+from tests.tiny_families import FAMILIES
 
 CLOSE = 1e-4
 LENGTH = 40

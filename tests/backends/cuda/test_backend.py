@@ -14,7 +14,8 @@ from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.registry import load_checkpoint
 from tests.backends.driver import Driven, drive, run
-from tests.tiny import FAMILIES, VOCAB_SIZE, save_checkpoint
+from tests.tiny import save_checkpoint
+from tests.tiny_families import FAMILIES, VOCAB_SIZE
 
 PROMPT = np.random.default_rng(1).integers(0, VOCAB_SIZE, 20).tolist()
 TREE_PARENTS = [-1, 0, 0, 1, 2]

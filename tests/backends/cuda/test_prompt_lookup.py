@@ -19,7 +19,8 @@ from tests.backends.cuda.test_backend import make, needs_gpu
 from tests.backends.cuda.test_decode_loop import LENGTH, Case
 from tests.draft.reference import host_draft_chain, ngram_chain
 from tests.draft.requests import chains, make_request
-from tests.tiny import VOCAB_SIZE, save_checkpoint
+from tests.tiny import save_checkpoint
+from tests.tiny_families import VOCAB_SIZE
 from tests.toy import ToyTokenizer, drain
 
 LONGEST, CHAIN, SLOTS, DRAFTED = 80, 5, 6, 11

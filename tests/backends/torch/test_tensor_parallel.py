@@ -25,8 +25,8 @@ from paceline.models.tensor_parallel import TensorParallel, check_size, count_pi
 from tests.backends.driver import drive, run
 from tests.backends.torch.sharded import FAMILIES, VOCAB, save_sharded, sharded, thread_ranks
 from tests.large import repeated
-from tests.tiny import FAMILIES as TINY
 from tests.tiny import save_checkpoint
+from tests.tiny_families import FAMILIES as TINY
 
 PROMPT = np.random.default_rng(1).integers(0, VOCAB, 40).tolist()
 TREE_PARENTS = [-1, 0, 0, 1, 2, -1, 3, 4, 5]

@@ -220,7 +220,7 @@ def split_of(matrix: Matrix, tokens: int, row_tiles: int, may_join: bool) -> tup
     wide = wide if tiles % wide == 0 else 1
 
     def turns(joined: int) -> int:
-        """Time of programs with a split of so many tiles, in the time of one tile."""
+        """Time of programs with this many tiles per split, in units of the time of one tile."""
         programs = tiles // joined * row_tiles * tiling.splits
         return -(-programs // MULTIPROCESSORS) * joined
 

@@ -1,0 +1,180 @@
+"""Engines whose passes overlap on a GPU give the tokens of those whose passes do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.control.controller import FixedController
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request
+from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
+from paceline.draft.base import Drafter, DraftSampling
+from paceline.draft.vocabulary import trimmed_vocabulary
+from paceline.models.config import RopeConfig
+from paceline.models.heads.config import HeadConfig
+from tests.backends.cuda.test_backend import make, needs_gpu
+from tests.models.heads.driver import random_checkpoint
+from tests.tiny import save_checkpoint
+from tests.tiny_families import VOCAB_SIZE
+from tests.toy import ToyTokenizer, drain
+
+
+@needs_gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
+    temperature: float,
+    tmp_path: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """More requests than slots, of all sampling options, plain, with a head or a draft model on the device
+    and with host drafts; and each alone, sampled on the host."""
+    from paceline.engine.admission import Limits
+    from paceline.engine.engine import Engine
+    from paceline.models.registry import load_checkpoint
+
+    checkpoint = load_checkpoint(save_checkpoint("llama", tmp_path / "llama"))
+    limits = Limits(VOCAB_SIZE, 96, 4, 32)
+
+    def outputs(
+        together: bool, on_device: bool, make_drafter: Callable[[Any], Drafter] | None = None
+    ) -> list[tuple[list[int], object]]:
+        backend = make(checkpoint, device, dtype)
+        if not on_device:
+            backend.make_async_decoder = lambda *rest: None  # type: ignore[method-assign]
+        drafters: dict[str, Drafter] = {}
+        if make_drafter is not None:
+            drafters = {"drafter": make_drafter(backend)}
+        controller = FixedController(DraftPlan("drafter", 3) if drafters else PLAIN)
+        engine = Engine(
+            backend, ToyTokenizer(), limits, num_pages=60, drafters=drafters, controller=controller
+        )
+        results = []
+        for number in range(7):
+            prompt = np.random.default_rng(number).integers(2, VOCAB_SIZE, 3 + 5 * number).tolist()
+            options = SamplingParams(
+                temperature=temperature,
+                top_k=5 * (number % 3),
+                top_p=1.0 if number % 2 else 0.9,
+                seed=number,
+                max_tokens=20 + number,
+                **EXTRA_OPTIONS[number % len(EXTRA_OPTIONS)],  # type: ignore[arg-type]
+            )
+            results.append(engine.add_request(prompt, options)[0])
+            if not together:
+                drain(engine, scribble=False)
+        drain(engine, scribble=False)
+        for request in results:
+            assert request.error is None
+            assert not request.failed_drafters
+            assert bool(request.speculative.num_spec_steps) == bool(drafters)
+        return [(request.output_token_ids, request.logprobs) for request in results]
+
+    expected = outputs(False, False)
+    assert outputs(True, True) == expected
+    assert outputs(True, True, random_head) == expected
+    assert outputs(True, True, lambda backend: draft_model(make(checkpoint, device, dtype))) == expected
+    assert outputs(True, True, lambda backend: Copies()) == expected
+
+
+@needs_gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_head_replaced_while_passes_overlap_changes_no_token_and_drafts_as_if_it_had_been_there(
+    temperature: float, tmp_path: Path, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Weights change where captured graphs read them, and keys and values of running requests follow."""
+    from paceline.engine.admission import Limits
+    from paceline.engine.engine import Engine
+    from paceline.models.registry import load_checkpoint
+
+    checkpoint = load_checkpoint(save_checkpoint("llama", tmp_path / "llama"))
+    prompts = [np.random.default_rng(n).integers(2, VOCAB_SIZE, 3 + 9 * n).tolist() for n in range(3)]
+
+    def answers(heads: Sequence[int], every: int) -> tuple[list[list[int]], int]:
+        """The tokens, and the accepted ones, with the random heads of these seeds in turns."""
+        backend = make(checkpoint, device, dtype)
+        drafters = [random_head(backend, seed) for seed in heads]
+        engine = Engine(
+            backend,
+            ToyTokenizer(),
+            Limits(VOCAB_SIZE, 96, 4, 32),
+            num_pages=60,
+            drafters={"drafter": random_head(backend, heads[0])} if heads else {},
+            controller=FixedController(DraftPlan("drafter", 3) if heads else PLAIN),
+        )
+        params = SamplingParams(temperature=temperature, seed=1, max_tokens=40, ignore_eos=True)
+        added, steps = [engine.add_request(prompt, params)[0] for prompt in prompts], 0
+        while engine.has_unfinished:
+            engine.step()
+            steps += 1
+            if every and steps % every == 0:
+                engine.replace_head("drafter", drafters[steps // every % len(drafters)])
+        assert not any(request.error or request.failed_drafters for request in added)
+        accepted = sum(request.speculative.num_accepted_draft_tokens for request in added)
+        return [request.output_token_ids for request in added], accepted
+
+    plain, _ = answers((), 0)
+    assert answers((3, 4), 3)[0] == plain
+    once, other = answers((4,), 0), answers((5,), 0)
+    assert answers((4,), 5) == once  # the same head again: every draft is the same
+    assert other[0] == once[0] == plain
+
+
+EXTRA_OPTIONS: list[dict[str, object]] = [
+    {"ignore_eos": True},
+    {"logprobs": 3, "ignore_eos": True},
+    {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3, "ignore_eos": True},
+    {"logit_bias": {9: 3.0, 11: -2.0}, "min_tokens": 12},
+]
+
+
+class Copies(Drafter):
+    """Drafts what came three tokens ago, by the host, while passes run."""
+
+    name = "eagle3"
+
+    def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
+        return DraftTrees.chains(
+            [request.token_ids[-3:][: plan.budget] for request, plan in zip(requests, plans, strict=True)]
+        )
+
+
+def draft_model(backend):  # type: ignore[no-untyped-def]
+    """A drafter with this draft model."""
+    from paceline.draft.draft_cache import SharedPages
+    from paceline.draft.draft_model import DraftModelDrafter
+
+    vocabulary, make_cache = trimmed_vocabulary(None, VOCAB_SIZE), partial(SharedPages, longest=96)
+    drafter = DraftModelDrafter(
+        backend,
+        vocabulary,
+        make_cache,
+        vocab_size=VOCAB_SIZE,
+        sampling=DraftSampling.COUPLED,
+        device_longest=96,
+    )
+    assert drafter.device is drafter
+    return drafter
+
+
+def random_head(backend, seed: int = 3):  # type: ignore[no-untyped-def]
+    """A drafter with a random head for a tiny model."""
+    from paceline.backends.cuda.head_runner import CudaHeadRunner
+    from paceline.backends.cuda.head_weights import load_head_weights
+    from paceline.draft.eagle import Eagle3Drafter
+    from paceline.draft.head_drafter import HeadShape
+
+    size = backend.config.hidden_size
+    rope = RopeConfig(500.0)
+    config = HeadConfig("eagle3", VOCAB_SIZE, 90, size, size, 6, 2, 16, 80, 1e-5, rope, 128, (0, 1, 2))
+    head = random_checkpoint(config, seed)
+    runner = CudaHeadRunner(load_head_weights(head, backend.weights), max_rows=32)
+    shape = HeadShape((0, 1, 2), 3 * size, trimmed_vocabulary(head.draft_ids, VOCAB_SIZE), 128)
+    return Eagle3Drafter(runner, shape, DraftSampling.COUPLED)
