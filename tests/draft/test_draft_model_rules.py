@@ -15,6 +15,7 @@ from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.verify.rules import RULES
 from tests.draft.draft_models import HazyToy, Plans, chain, toy_drafter, tree
+from tests.large import REPEATS
 from tests.toy import ToyBackend, ToyTokenizer
 
 VOCAB = 4
@@ -75,7 +76,7 @@ def distance(found: list[tuple[int, ...]]) -> float:
         ("rejection", chain(3)),
         ("rejection", tree(6, 2)),
         ("block", chain(3)),
-        ("traversal", chain(3)),
+        pytest.param("traversal", chain(3), marks=REPEATS),
         ("traversal", tree(6, 2)),
     ],
     ids=[

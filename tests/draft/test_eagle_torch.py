@@ -35,7 +35,7 @@ from tests.draft.draft_models import Plans, path_of
 from tests.draft.test_draft_model_cpu import save_model
 from tests.engine.test_exactness_cpu import Tokenizer
 from tests.engine.test_exactness_cpu import requests as all_requests
-from tests.large import in_turn
+from tests.large import in_turn, repeated
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import CONFIGS, EAGLE3, P_EAGLE
 from tests.tiny import save_checkpoint
@@ -152,7 +152,7 @@ class AgainstMasked(Against3):
         return head.logits(head(states, ids, torch.arange(len(ids)), *attends))[-levels:]
 
 
-@pytest.mark.parametrize("sampling", [DraftSampling.COUPLED, DraftSampling.INDEPENDENT])
+@pytest.mark.parametrize("sampling", [DraftSampling.COUPLED, *repeated(DraftSampling.INDEPENDENT)])
 @torch.inference_mode()
 def test_a_p_eagle_head_drafts_all_levels_in_one_pass(sampling, checkpoint, backend, plain, tmp_path):
     write_head(random_checkpoint(P_EAGLE), tmp_path, "vllm")

@@ -66,10 +66,10 @@ def _check(cases: Any, examples: int, statuses: Counter[int]) -> None:
 def test_no_generated_request_breaks_the_server() -> None:
     engine = toy_engine(max_model_len=1024, num_pages=2000)  # made-up requests ask for as much as there is
     with serving(engine) as client:
-        statuses = check_operations(f"http://127.0.0.1:{client.port}", 144)
-    assert sum(statuses.values()) > 120
-    assert statuses[200] > 18
-    assert statuses[400] > 30
+        statuses = check_operations(f"http://127.0.0.1:{client.port}", 96)
+    assert sum(statuses.values()) > 80
+    assert statuses[200] > 12
+    assert statuses[400] > 20
     assert max(statuses) < 500
 
 
