@@ -2,22 +2,26 @@
 
 The replicas are timed by the wall clock, the prices by CPU time: both are equal on an otherwise idle machine.
 Replicas on one machine share its memory and caches, so a pass is slower beside another one. Prices
-are therefore measured twice: alone, and in as many processes at once as there are replicas. The simulated
-figures are the means over both.
+are therefore measured twice: alone, and in as many processes at once as there are replicas. What the server
+adds is measured on the same replicas, before and after the trace, with other requests (fleet_prices.py). The
+simulated figures are the means over both prices.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
-from typing import Any
 
+from benchmarks.server.fleet_prices import added_by_server, pricing_bursts
 from benchmarks.server.process import ServerProcess
 from benchmarks.server.replicas import Fleet
 from paceline.bench.loading import bench_config
+from paceline.bench.run.speculation import OFF
 from paceline.bench.run.turns import Answer
 from paceline.bench.servers import client
 from paceline.bench.simulate.fleet import FleetRun, check_lengths
@@ -28,7 +32,7 @@ from paceline.bench.simulate.fleet_check import (
     plain_prices,
     replica_world,
 )
-from paceline.bench.simulate.prices import Prices
+from paceline.bench.simulate.prices import Prices, ServerPrices
 from paceline.bench.simulate.prompts import FleetRequest
 from paceline.build import load_model
 from paceline.config import EngineConfig, SchedulerOptions
@@ -37,19 +41,26 @@ from paceline.errors import PacelineError
 FIRST_ID = 32  # of the model's ordinary tokens: simulated prompts have four different ones
 
 
-def measure_fleet(model_name: str, count: int, requests: Sequence[FleetRequest]) -> list[ComparedFleet]:
-    """Latencies, throughput and hit rate of replicas, beside the simulated ones."""
+def measure_fleet(
+    model_name: str, count: int, requests: Sequence[FleetRequest]
+) -> tuple[list[ComparedFleet], list[ServerPrices]]:
+    """Latencies, throughput and hit rate of replicas, beside the simulated ones; what the server adds."""
     config = _config(model_name)
     world = replica_world(config, load_model(config))
     check_lengths(world, requests)
     beside = _prices_side_by_side(model_name, count)
+    bursts = pricing_bursts(count)
+    half = len(bursts) // 2
     flags = (model_name, "--replicas", str(count), "--threads", "1", "--draft", "off")
     with ServerProcess(*flags) as running:
         Fleet(model_name, running.server, running.process.pid).wait_for(count)
+        priced = [_answers(running.server, burst) for burst in bursts[:half]]
         run = asyncio.run(_replay(running.server, requests))
-    alone = _prices(model_name)
+        priced += [_answers(running.server, burst) for burst in bursts[half:]]
+    worlds = [replace(world, prices={OFF: prices}) for prices in (beside, _prices(model_name))]
+    served = [replace(each, server=added_by_server(each, count, bursts, priced)) for each in worlds]
     measured = {name: value for name, value in figures(run).items() if not name.startswith("busy")}
-    return compare(measured, world, [beside, alone], count, "prefix", requests)
+    return compare(measured, served, count, "prefix", requests), [each.server for each in served]
 
 
 def _config(model_name: str) -> EngineConfig:
@@ -68,16 +79,20 @@ def _prices_side_by_side(model_name: str, count: int) -> Prices:
     return first
 
 
+def _answers(server: client.Server, burst: Sequence[FleetRequest]) -> list[Answer]:
+    return asyncio.run(_replay(server, burst)).answers
+
+
 async def _replay(server: client.Server, requests: Sequence[FleetRequest]) -> FleetRun:
     """All answers, each request sent when it is due."""
+    bodies = [_body(request) for request in requests]
     cached = 0
     start = time.perf_counter()
 
-    async def answer(request: FleetRequest) -> Answer:
+    async def answer(request: FleetRequest, body: bytes) -> Answer:
         nonlocal cached
         await asyncio.sleep(start + request.due - time.perf_counter())
-        ids = [FIRST_ID + token for token in request.token_ids()]
-        got = await client.post(server, "/v1/completions", _body(ids, request.answer_tokens))
+        got = await client.post(server, "/v1/completions", body)
         if not got.complete:
             raise PacelineError(f"a server answered with status {got.status}: {got.error}")
         usage = [chunk["usage"] for _, chunk in got.chunks if chunk.get("usage")][-1]
@@ -85,18 +100,19 @@ async def _replay(server: client.Server, requests: Sequence[FleetRequest]) -> Fl
         due = start + request.due
         return Answer([], request.answer_tokens, (got.choices[0][0] - due,), got.choices[-1][0] - due)
 
-    answers = await asyncio.gather(*map(answer, requests))
+    answers = await asyncio.gather(*map(answer, requests, bodies))
     seconds = max(request.due + one.e2e_seconds for request, one in zip(requests, answers, strict=True))
     prompt_tokens = sum(request.prompt_tokens for request in requests)
     return FleetRun(list(answers), seconds, [0.0], [], cached, prompt_tokens, 0, {})
 
 
-def _body(ids: list[int], tokens: int) -> dict[str, Any]:
-    return {
-        "prompt": ids,
-        "max_tokens": tokens,
+def _body(request: FleetRequest) -> bytes:
+    body = {
+        "prompt": [FIRST_ID + token for token in request.token_ids()],
+        "max_tokens": request.answer_tokens,
         "ignore_eos": True,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    return json.dumps(body).encode()

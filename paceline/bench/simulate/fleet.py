@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 from paceline.bench.run.turns import Answer
-from paceline.bench.simulate.prices import Call, PassSize, Prices
+from paceline.bench.simulate.prices import Call, PassSize, Prices, ServedPrices, ServerPrices
 from paceline.bench.simulate.prompts import FleetRequest
 from paceline.bench.simulate.run import LEARNING, Method, World, simulated_engine
 from paceline.bench.simulate.world import PAGE_SIZE, VOCABULARY, VirtualClock
@@ -85,6 +85,7 @@ class Fleet:
     replicas: list[Replica]
     routing: Routing
     reasons: Counter[str]
+    server: ServerPrices = field(default_factory=ServerPrices)
     _busy: list[tuple[float, int]] = field(default_factory=list)  # heap of the times of next steps
     _ends: list[tuple[float, int]] = field(default_factory=list)  # heap of ends that the router has not seen
     _loads: dict[str, int] = field(default_factory=dict)  # requests, as the router sees them
@@ -95,15 +96,16 @@ class Fleet:
         for replica in self.replicas:
             replica.clock.advance(start - replica.clock())
         self._loads = {replica.name: 0 for replica in self.replicas}
-        coming = deque(enumerate(requests))
-        sent: dict[Request, FleetRequest] = {}
+        arrivals = [start + each.due + self.server.arrival_seconds(each.prompt_tokens) for each in requests]
+        coming = deque(sorted(range(len(requests)), key=arrivals.__getitem__))
+        sent: dict[int, Request] = {}
         while coming or self._busy:
-            if coming and (not self._busy or start + coming[0][1].due <= self._busy[0][0]):
-                number, request = coming.popleft()
-                sent[self._send(number, request, start + request.due)] = request
+            if coming and (not self._busy or arrivals[coming[0]] <= self._busy[0][0]):
+                number = coming.popleft()
+                sent[number] = self._send(number, requests[number], arrivals[number])
             else:
                 self._step()
-        return self._result(sent, start)
+        return self._result({sent[number]: request for number, request in enumerate(requests)}, start)
 
     def _send(self, number: int, request: FleetRequest, now: float) -> Request:
         """The request, queued at the replica that the policy ranks first."""
@@ -151,6 +153,8 @@ def run_fleet(
     """The requests through `num_replicas` replicas of the world's machine. `routing`: a key of ROUTINGS."""
     if routing == POOLED:
         world, num_replicas = _pooled(world, num_replicas), 1
+    served = {label: ServedPrices(prices, world.server) for label, prices in world.prices.items()}
+    world = replace(world, prices=served)
     longest = check_lengths(world, requests)
     limits = Limits(VOCABULARY, longest + 1, world.max_num_seqs, world.max_num_batched_tokens)
     kv_tokens = world.max_num_seqs * longest if world.server_kv_tokens is None else world.server_kv_tokens
@@ -164,7 +168,7 @@ def run_fleet(
         if method.label == AUTO:  # like a server that has run for a while: its controller knows its drafters
             _learn(engine, requests[:LEARNING])
     reasons.clear()
-    return Fleet(replicas, ROUTINGS[routing](num_pages), reasons).run(requests)
+    return Fleet(replicas, ROUTINGS[routing](num_pages), reasons, world.server).run(requests)
 
 
 def check_lengths(world: World, requests: Sequence[FleetRequest]) -> int:

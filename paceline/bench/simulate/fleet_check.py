@@ -72,7 +72,8 @@ def check_fleet(
     on_turn(f"{num_replicas} real engines")
     prices.append(plain_prices(config, model))
     on_turn("prices")
-    return compare(figures(measured), world, prices, num_replicas, routing, requests)
+    worlds = [replace(world, prices={OFF: each}) for each in prices]
+    return compare(figures(measured), worlds, num_replicas, routing, requests)
 
 
 def replica_world(config: EngineConfig, model: LoadedModel) -> World:
@@ -90,17 +91,13 @@ def replica_world(config: EngineConfig, model: LoadedModel) -> World:
 
 def compare(
     measured: Mapping[str, float],
-    world: World,
-    prices: Sequence[Prices],
+    worlds: Sequence[World],
     num_replicas: int,
     routing: str,
     requests: Sequence[FleetRequest],
 ) -> list[ComparedFleet]:
-    """The measured figures beside the mean of those simulated with each of the prices."""
-    simulated = [
-        figures(run_fleet(replace(world, prices={OFF: each}), Method(OFF), num_replicas, routing, requests))
-        for each in prices
-    ]
+    """The measured figures beside the mean of those simulated in each of the worlds."""
+    simulated = [figures(run_fleet(world, Method(OFF), num_replicas, routing, requests)) for world in worlds]
     return [
         ComparedFleet(name, value, fmean(one[name] for one in simulated)) for name, value in measured.items()
     ]

@@ -62,6 +62,39 @@ class Prices(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class ServerPrices:
+    """Seconds that a server adds to those of its engine. A request waits for the first two of them before it
+    is queued; every pass takes the other two longer."""
+
+    request: float = 0.0
+    prompt_token: float = 0.0  # per token of the prompt
+    step: float = 0.0  # per pass
+    token: float = 0.0  # per request of a pass: each gets a token
+
+    def arrival_seconds(self, prompt_tokens: int) -> float:
+        """From the arrival of a request to its place in the queue."""
+        return self.request + self.prompt_token * prompt_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPrices:
+    """Prices of an engine within a server."""
+
+    engine: Prices
+    server: ServerPrices
+
+    def pass_seconds(self, size: PassSize) -> float:
+        return self.engine.pass_seconds(size)
+
+    def overhead_seconds(self, size: PassSize) -> float:
+        added = self.server.step + self.server.token * size.requests
+        return self.engine.overhead_seconds(size) + added
+
+    def draft_seconds(self, call: Call) -> float:
+        return self.engine.draft_seconds(call)
+
+
 def start_costs(prices: Prices, max_rows: int) -> StepCosts:
     """The step costs that a controller would measure when it starts."""
     rows = [count for count in ROWS if count <= max(2, max_rows)]
@@ -114,13 +147,13 @@ def fit(terms: Float64Array, seconds: Float64Array) -> list[float]:
     Errors are relative to the expected duration, so that short samples count as much as long ones.
     """
     usual = np.median(seconds)
-    expected = terms @ _fit(terms, seconds, np.maximum(seconds, 0.1 * usual))
+    expected = terms @ nonnegative_fit(terms, seconds, np.maximum(seconds, 0.1 * usual))
     expected = np.maximum(expected, 0.1 * usual)
-    prices: list[float] = _fit(terms, np.minimum(seconds, OUTLIER * expected), expected).tolist()
+    prices: list[float] = nonnegative_fit(terms, np.minimum(seconds, OUTLIER * expected), expected).tolist()
     return prices
 
 
-def _fit(terms: Float64Array, seconds: Float64Array, scale: Float64Array) -> Float64Array:
+def nonnegative_fit(terms: Float64Array, seconds: Float64Array, scale: Float64Array) -> Float64Array:
     """[terms] non-negative least squares of errors in units of `scale` [samples]: the most negative price
     is set to 0 until none is left."""
     prices = np.zeros(terms.shape[1])

@@ -16,7 +16,7 @@ from paceline.bench.simulate import fleet, fleet_check
 from paceline.bench.simulate.capacity import smallest
 from paceline.bench.simulate.fleet import run_fleet
 from paceline.bench.simulate.fleet_check import ComputeClock
-from paceline.bench.simulate.prices import Call, PassSize
+from paceline.bench.simulate.prices import Call, PassSize, ServerPrices
 from paceline.bench.simulate.prompts import FleetRequest, SharedPrefixes, fleet_requests
 from paceline.bench.simulate.run import Method, World, simulated_engine
 from paceline.bench.simulate.world import Acceptance, VirtualClock
@@ -83,6 +83,14 @@ def test_a_fleet_of_one_takes_the_time_of_one_server() -> None:
     )
     assert run.seconds == pytest.approx(alone.seconds)
     assert run.hit_rate == pytest.approx(engine.kv.prefix_hits / engine.kv.prefix_queries)
+
+
+def test_a_server_delays_requests_and_stretches_passes() -> None:
+    """A prompt of 40 tokens waits 1 ms and 40 times 0.1 ms; its passes take 5 and 1.1 ms, and 2.5 ms more."""
+    server = ServerPrices(request=0.001, prompt_token=0.0001, step=0.002, token=0.0005)
+    run = run_fleet(world(server=server), OFF, 2, "prefix", fleet_requests(steady(2, 0.0, answer=2)))
+    assert [answer.ttft for answer in run.answers] == pytest.approx(2 * [0.005 + 0.005 + 0.0025])
+    assert [answer.tpot for answer in run.answers] == pytest.approx(2 * [0.0011 + 0.0025])
 
 
 def test_replicas_share_the_time_and_the_work() -> None:

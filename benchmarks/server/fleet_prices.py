@@ -1,0 +1,65 @@
+"""What a server adds to its replicas' passes, measured: seconds per request, prompt token, pass and token.
+
+Bursts of equal requests go through the real replicas and through the simulated ones, whose passes have the
+prices of a bare engine. What the real ones take longer is the server: HTTP, JSON, the ingress, and the CPU
+time that all of it takes from engines on the same cores.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+
+import numpy as np
+
+from paceline.bench.run.speculation import OFF
+from paceline.bench.run.turns import Answer
+from paceline.bench.simulate.fleet import run_fleet
+from paceline.bench.simulate.prices import ServerPrices, nonnegative_fit
+from paceline.bench.simulate.prompts import FleetRequest, fleet_requests
+from paceline.bench.simulate.run import Method, World
+from paceline.bench.simulate.world import PAGE_SIZE, VOCABULARY
+from paceline.bench.traffic.traces import Arrival
+
+REPEATS = 6  # of each burst; the median counts
+TOKENS = 24  # per answer
+BURSTS = ((1, 16), (1, 64), (1, 256), (2, 16), (2, 256), (8, 16), (8, 64))  # requests on two replicas, tokens
+FIRST_PAGE = VOCABULARY**PAGE_SIZE // 2  # prompts share nothing with those of a trace
+
+
+def pricing_bursts(num_replicas: int, repeats: int = REPEATS) -> list[list[FleetRequest]]:
+    """The bursts, each several times: one request, one for each replica, and four for each."""
+    sizes = [(max(1, size * num_replicas // 2), prompt) for size, prompt in BURSTS] * repeats
+    each = [Arrival(0.0, prompt, TOKENS) for size, prompt in sizes for _ in range(size)]
+    requests = iter(replace(request, pages=FIRST_PAGE + request.pages) for request in fleet_requests(each))
+    return [[next(requests) for _ in range(size)] for size, _ in sizes]
+
+
+def added_by_server(
+    world: World,
+    num_replicas: int,
+    bursts: Sequence[Sequence[FleetRequest]],
+    measured: Sequence[Sequence[Answer]],
+) -> ServerPrices:
+    """What the measured answers took longer than those simulated in a world without a server."""
+    took: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    for burst, answers in zip(bursts, measured, strict=True):
+        took[len(burst), burst[0].prompt_tokens].append(_means(answers))
+    first, each = np.median(list(took.values()), axis=1).T  # [kinds of bursts] to the first token, per token
+    kinds = {(len(burst), burst[0].prompt_tokens): burst for burst in bursts}
+    runs = [run_fleet(world, Method(OFF), num_replicas, "prefix", kinds[kind]) for kind in took]
+    first_alone, each_alone = np.array([_means(run.answers) for run in runs]).T
+    per_pass = np.array([(1.0, max(1.0, size / num_replicas)) for size, _ in took])
+    step, token = nonnegative_fit(per_pass, each - each_alone, each)
+    unqueued = [size <= num_replicas for size, _ in took]  # the first pass is theirs alone
+    per_request = np.array([(1.0, prompt) for _, prompt in took])[unqueued]
+    waited = (first - first_alone)[unqueued] - step - token
+    request, prompt_token = nonnegative_fit(per_request, waited, first[unqueued])
+    return ServerPrices(float(request), float(prompt_token), float(step), float(token))
+
+
+def _means(answers: Sequence[Answer]) -> tuple[float, float]:
+    """Seconds to the first token, and per token after it."""
+    return fmean(one.ttft for one in answers), fmean(one.tpot or 0.0 for one in answers)
