@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.bench.flags import Model
 from paceline.config import DEFAULT_MODEL
 from paceline.terminal.help import App
+
+if TYPE_CHECKING:
+    from benchmarks.server.replica_harm import Round
 
 Clients = Annotated[int, typer.Option(help="Number of concurrent clients.")]
 Tokens = Annotated[int, typer.Option(help="Tokens per answer.")]
@@ -31,25 +34,32 @@ def harm_command(
 ) -> None:
     """Harm replicas while clients stream. Answers are compared with those of one process."""
     from benchmarks.server.replica_harm import measure_harm
-    from benchmarks.server.replica_speed import milliseconds
     from benchmarks.server.replicas import HARMS
     from paceline.errors import ConfigError
 
     wanted = harm or ["kill"]
     if unknown := set(wanted) - HARMS.keys():
         raise ConfigError(f"--harm is one of {', '.join(HARMS)}, got {', '.join(unknown)}.")
-    bad = 0
+    bad = late = 0
     for one in measure_harm(model, wanted, rounds, clients, max_tokens, delay):
         bad += one.failed + one.differing
-        pauses, first = one.pauses or [0.0], one.first_texts
-        typer.echo(
-            f"{one.harm:8} {one.requests} requests, {one.failed} failed, {one.differing} differ, "
-            f"{one.resumed} resumed, {one.seconds:.1f} s; longest pause after it: p50 "
-            f"{milliseconds(pauses, 0.5):.0f} ms, max {milliseconds(pauses, 1):.0f} ms; first text: p50 "
-            f"{milliseconds(first, 0.5):.0f} ms, max {milliseconds(first, 1):.0f} ms"
-        )
+        late += max(one.pauses, default=0.0) > one.limit
+        typer.echo(_round(one))
+    typer.echo(f"rounds in which an answer paused longer than a new request would have waited: {late}")
     if bad:
         raise typer.Exit(1)
+
+
+def _round(one: Round) -> str:
+    from benchmarks.server.replica_speed import milliseconds
+
+    pauses = one.pauses or [0.0]
+    return (
+        f"{one.harm:8} {one.requests} requests, {one.failed} failed, {one.differing} differ, "
+        f"{one.resumed} resumed, {one.seconds:.1f} s; pause: p50 {milliseconds(pauses, 0.5):.0f} ms, max "
+        f"{milliseconds(pauses, 1):.0f} ms; noticed after {1e3 * one.noticed:.0f} ms, then a new request "
+        f"took {1e3 * max(one.new):.0f} ms to its first text"
+    )
 
 
 @app.command("ingress")

@@ -1,21 +1,27 @@
 """Replicas that are killed, stopped or replaced while clients stream: are the answers right, and how late?
 
-The pause of an answer is its longest gap between two pieces of text, or before the first one, that lies after
-the harm. A lost replica's requests are computed again from their prompts, at the replica that is left: the
-measure of that is how long first texts take when all clients begin at once.
+The pause of an answer is its longest time without text after the harm. A lost replica's answers are computed
+again, prompt and tokens, at the replica that is left, and nothing else may delay them. The measure of that is
+a new request, as long as a prompt with its answer, sent when the ingress has noticed the harm: no answer
+may pause longer than that takes to its first text. New requests are sent one after the other until all
+answers have ended; the slowest counts. Each round has a cache salt of its own, so
+that nothing is found in a prefix cache.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, cycle, pairwise
 
 from benchmarks.server.process import ServerProcess
-from benchmarks.server.replicas import HARMS, REPLICAS, Fleet, answers_alone, ask_all
-from paceline.bench.servers.client import Answer
+from benchmarks.server.replicas import HARMS, REPLICAS, Fleet, answers_alone, ask_all, body
+from paceline.bench.servers.client import Answer, post
+
+POLL_SECONDS = 0.02
+PROBE_TOKENS = 4  # of the answer to a new request: the first may have no text
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,13 @@ class Round:
     resumed: int
     seconds: float
     pauses: list[float]  # seconds, of each answer that was not complete
-    first_texts: list[float]  # seconds, of all answers
+    noticed: float  # seconds from the harm until the first answer was resumed; 0: none was
+    new: list[float]  # seconds to the first text of new requests after that
+
+    @property
+    def limit(self) -> float:
+        """Seconds that an answer may pause."""
+        return self.noticed + max(self.new)
 
 
 def measure_harm(
@@ -41,36 +53,75 @@ def measure_harm(
         fleet = Fleet(model, running.server, running.process.pid)
         fleet.wait_for()
         for number, harm in enumerate([harm for harm in harms for _ in range(rounds)]):
-            before, resumed = fleet.pids(), fleet.replicas()["resumed"]
+            before = fleet.pids()
             victim = before[number % 2]
-            begun = time.perf_counter()
-            answers, harmed = asyncio.run(_ask_and_harm(fleet, harm, victim, clients, tokens, delay))
-            yield Round(
-                harm,
-                clients,
-                sum(answer.status != 200 or not answer.complete for answer in answers),
-                sum(answer.text != text for answer, text in zip(answers, truth, strict=True)),
-                fleet.replicas()["resumed"] - resumed,
-                time.perf_counter() - begun,
-                [pause(answer, harmed) for answer in answers if answer.ended > harmed],
-                [answer.first_text_seconds or 0.0 for answer in answers],
-            )
+            harmed = _HarmedFleet(fleet, clients, tokens, truth, f"round {number}")
+            yield asyncio.run(harmed.round(harm, victim, delay))
             gone = {"none": [], "restart": before}.get(harm, [victim])
             fleet.wait_for(2, frozenset(gone))
 
 
-async def _ask_and_harm(
-    fleet: Fleet, harm: str, victim: int, clients: int, tokens: int, delay: float
-) -> tuple[list[Answer], float]:
-    """The answers, and when the harm was done."""
-    asking = asyncio.create_task(ask_all(fleet.server, clients, tokens))
-    await asyncio.sleep(delay)
-    harmed = time.perf_counter()
-    await asyncio.to_thread(HARMS[harm], fleet, victim)
-    return await asking, harmed
+@dataclass
+class _HarmedFleet:
+    """A fleet whose clients stream while it is harmed."""
+
+    fleet: Fleet
+    clients: int
+    tokens: int
+    truth: list[str]  # the right answers
+    cache_salt: str
+
+    async def round(self, name: str, victim: int, delay: float) -> Round:
+        """One harm. Clients that have their answers ask again until it is done."""
+        harm, begun = HARMS[name], time.perf_counter()
+        before = (await self.fleet.state())["resumed"]
+        asking = asyncio.create_task(self._ask())
+        await asyncio.sleep(delay)
+        harmed, noticed = time.perf_counter(), 0.0
+        harming = asyncio.create_task(asyncio.to_thread(harm.do, self.fleet, victim))
+        again = asyncio.create_task(self._ask_until_done(asking, harming))
+        while harm.loses and not noticed and not asking.done():
+            if (await self.fleet.state())["resumed"] > before:
+                noticed = time.perf_counter() - harmed
+            await asyncio.sleep(POLL_SECONDS)
+        new = [answer async for answer in self._new_requests(again)]
+        answers = await again
+        return Round(
+            name,
+            len(answers),
+            sum(answer.status != 200 or not answer.complete for answer in answers),
+            sum(answer.text != text for answer, text in zip(answers, cycle(self.truth), strict=False)),
+            (await self.fleet.state())["resumed"] - before,
+            time.perf_counter() - begun,
+            [pause(answer, harmed) for answer in answers if answer.ended > harmed],
+            noticed,
+            [answer.first_text_seconds or 0.0 for answer in new],
+        )
+
+    async def _ask_until_done(
+        self, asking: asyncio.Task[list[Answer]], harming: asyncio.Task[None]
+    ) -> list[Answer]:
+        answers = await asking
+        while not harming.done():
+            answers += await self._ask()
+        await harming
+        return answers
+
+    async def _ask(self) -> list[Answer]:
+        return await ask_all(self.fleet.server, self.clients, self.tokens, self.cache_salt)
+
+    async def _new_requests(self, until: asyncio.Task[list[Answer]]) -> AsyncIterator[Answer]:
+        """The answers to new requests, one after the other, each as long as a prompt with its answer."""
+        for number in count(self.clients):
+            asked = body(number, PROBE_TOKENS, self.cache_salt)
+            asked["prompt"] += self.truth[number % self.clients]
+            yield await post(self.fleet.server, "/v1/completions", asked)
+            if until.done():
+                break
 
 
 def pause(answer: Answer, harmed: float) -> float:
-    """The longest time without text that ended after the harm."""
+    """The longest time without text after the harm."""
     times = [answer.sent, *(when for when, _ in answer.texts)]
-    return max((after - before for before, after in pairwise(times) if after > harmed), default=0.0)
+    gaps = [after - max(before, harmed) for before, after in pairwise(times) if after > harmed]
+    return max(gaps, default=0.0)

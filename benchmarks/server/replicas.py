@@ -81,10 +81,14 @@ class Fleet:
     pid: int  # of the server's process
     num_restarts: int = 0
 
-    def replicas(self) -> dict[str, Any]:
+    async def state(self) -> dict[str, Any]:
         """The replicas that answer, and how often a request was resumed."""
-        found: dict[str, Any] = json.loads(asyncio.run(get(self.server, "/replicas")).body)
+        found: dict[str, Any] = json.loads((await get(self.server, "/replicas")).body)
         return found
+
+    def replicas(self) -> dict[str, Any]:
+        """The same, outside of an event loop."""
+        return asyncio.run(self.state())
 
     def pids(self) -> list[int]:
         return [replica["pid"] for replica in self.replicas()["replicas"]]
@@ -106,17 +110,24 @@ class Fleet:
         redeploy(self.pid, self.model, max_num_seqs=MAX_NUM_SEQS + self.num_restarts % 2)
 
 
-Harm = Callable[[Fleet, int], None]  # does something to a fleet, or to a replica with this process id
+@dataclass(frozen=True)
+class Harm:
+    """Something that is done to a fleet, or to a replica with a process id."""
+
+    do: Callable[[Fleet, int], None]
+    loses: bool = False  # answers lose their replica
+
+
 HARMS: Mapping[str, Harm] = {
-    "kill": lambda fleet, pid: os.kill(pid, signal.SIGKILL),
-    "hang": lambda fleet, pid: os.kill(pid, signal.SIGSTOP),
-    "restart": lambda fleet, pid: fleet.restart(),
-    "none": lambda fleet, pid: None,
+    "kill": Harm(lambda fleet, pid: os.kill(pid, signal.SIGKILL), loses=True),
+    "hang": Harm(lambda fleet, pid: os.kill(pid, signal.SIGSTOP), loses=True),
+    "restart": Harm(lambda fleet, pid: fleet.restart()),
+    "none": Harm(lambda fleet, pid: None),
 }
 
 
-def body(number: int, tokens: int) -> dict[str, Any]:
-    """The request of a client; half of them sample."""
+def body(number: int, tokens: int, cache_salt: str = "") -> dict[str, Any]:
+    """The request of a client; half of them sample. A salt of its own finds nothing in prefix caches."""
     prompt = f"Question {number}: what should everyone know about the number {number}?\nAnswer:"
     sampling: dict[str, Any] = {"temperature": 0.8, "seed": number} if number % 2 else {"temperature": 0}
     return {
@@ -125,13 +136,15 @@ def body(number: int, tokens: int) -> dict[str, Any]:
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
+        **({"cache_salt": cache_salt} if cache_salt else {}),
         **sampling,
     }
 
 
-async def ask_all(server: Server, clients: int, tokens: int) -> list[Answer]:
+async def ask_all(server: Server, clients: int, tokens: int, cache_salt: str = "") -> list[Answer]:
     """The answers to clients that all ask at once."""
-    asked = [post(server, "/v1/completions", body(number, tokens)) for number in range(clients)]
+    bodies = [body(number, tokens, cache_salt) for number in range(clients)]
+    asked = [post(server, "/v1/completions", each) for each in bodies]
     return list(await asyncio.gather(*asked))
 
 
