@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -11,6 +11,7 @@ from paceline.config import EngineConfig, option_names
 from paceline.errors import ConfigError
 from paceline.models.registry import load_tokenizer, resolve
 from paceline.options import unknown_option
+from paceline.scale import calls
 from paceline.scale.cluster import import_ray, machine_resources, replica_resources
 from paceline.scale.command import check_alone, make_ingress
 from paceline.scale.options import ScaleOptions
@@ -88,6 +89,17 @@ class Ingress:
         service = Service(self.engine, tokenizer, names, options.tool_call_parser)
         shown = pages(metrics, self.engine, replicas.snapshots, options.metrics_prefix)
         self.http_app = make_app(service, options, metrics, (), shown)
+
+    async def post(self, path: str, body: Mapping[str, Any], api_key: str | None = None) -> dict[str, Any]:
+        """For other deployments: the answer to a POST, routed as those of HTTP clients are."""
+        return await calls.post(self.http_app, path, body, api_key)
+
+    async def stream(
+        self, path: str, body: Mapping[str, Any], api_key: str | None = None
+    ) -> AsyncIterator[dict[str, Any]]:
+        """For other deployments, with `handle.options(stream=True)`: the chunks of a streamed answer."""
+        async for chunk in calls.stream(self.http_app, path, body, api_key):
+            yield chunk
 
     def __serve_build_asgi_app__(self) -> Any:
         """For Serve: the app, once this is initialized."""

@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import httpx
+import pytest
 
 from paceline.engine.async_engine import AsyncEngine
+from paceline.errors import PacelineError
+from paceline.scale import calls
 from paceline.scale.pages import pages
 from paceline.scale.remote_engine import RemoteEngine, RemoteOptions
 from paceline.serve.app import make_app
@@ -76,6 +79,7 @@ def test_the_api_over_replicas_answers_as_over_one_engine() -> None:
         app = make_app(Service(engine, TOKENIZER, ("toy",)), None, own, (), shown)
         assert await answers(app) == expected
         await check_pages(app, counted)
+        await check_calls(app)
         await engine.stop()
         for replica in replicas.all:
             await replica.engine.stop()
@@ -101,6 +105,22 @@ async def check_pages(app: Any, counted: dict[str, Metrics]) -> None:
     assert (await ask(app, "GET", "/health")).json() == {"status": "ok"}
     assert (await ask(app, "GET", "/load")).json() == {"server_load": 0}
     assert (await ask(app, "GET", "/requests")).json() == {"requests": []}
+
+
+async def check_calls(app: Any) -> None:
+    """Other Serve deployments get the same answers through a handle."""
+    body = BODIES[0]
+    over_http = (await ask(app, "POST", "/v1/completions", body)).json()
+    called = await calls.post(app, "/v1/completions", body)
+    assert called["choices"] == over_http["choices"]
+    chunks = [chunk async for chunk in calls.stream(app, "/v1/completions", body)]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == called["choices"][0]["text"]
+    with pytest.raises(PacelineError, match="top_k"):
+        await calls.post(app, "/v1/completions", BODIES[3])
+    left = calls.stream(app, "/v1/completions", {**body, "max_tokens": 300, "ignore_eos": True})
+    assert await anext(left)
+    await left.aclose()
+    assert (await ask(app, "GET", "/requests")).json() == {"requests": []}  # it was aborted
 
 
 def values(page: str, name: str) -> list[float]:
