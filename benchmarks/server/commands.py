@@ -137,9 +137,5 @@ def fleet_command(
     shared = None if any(arrival.blocks for arrival in arrivals) else parse_shared_prefixes(shared_prefixes)
     compared, servers = measure_fleet(model, replicas, fleet_requests(arrivals, shared))
     for name, server in zip(("prices side by side", "prices alone"), servers, strict=True):
-        typer.echo(
-            f"{name}: the server adds {1e3 * server.request:.1f} ms per request, "
-            f"{1e3 * server.prompt_token:.3f} ms per prompt token, {1e3 * server.step:.2f} ms per pass, "
-            f"{1e3 * server.token:.2f} ms per token"
-        )
+        typer.echo(f"{name}: the server adds, in milliseconds, {server}")
     print_result(fleet_check_result(f"{model}, {trace.name}, {replicas} replicas", compared))

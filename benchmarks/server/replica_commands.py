@@ -30,7 +30,9 @@ def harm_command(
     rounds: Annotated[int, typer.Option(help="Times of each.")] = 10,
     clients: Clients = 50,
     max_tokens: Tokens = 64,
-    delay: Annotated[float, typer.Option(help="Seconds from the clients' start to the harm.")] = 4.0,
+    progress: Annotated[
+        float, typer.Option(help="Share of its tokens that the furthest answer has at the harm.")
+    ] = 0.5,
 ) -> None:
     """Harm replicas while clients stream. Answers are compared with those of one process."""
     from benchmarks.server.replica_harm import measure_harm
@@ -41,9 +43,9 @@ def harm_command(
     if unknown := set(wanted) - HARMS.keys():
         raise ConfigError(f"--harm is one of {', '.join(HARMS)}, got {', '.join(unknown)}.")
     bad = late = 0
-    for one in measure_harm(model, wanted, rounds, clients, max_tokens, delay):
+    for one in measure_harm(model, wanted, rounds, clients, max_tokens, progress):
         bad += one.failed + one.differing
-        late += max(one.pauses, default=0.0) > one.limit
+        late += one.late
         typer.echo(_round(one))
     typer.echo(f"rounds in which an answer paused longer than a new request would have waited: {late}")
     if bad:

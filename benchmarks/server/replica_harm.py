@@ -11,6 +11,7 @@ that nothing is found in a prefix cache.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from itertools import count, cycle, pairwise
 
 from benchmarks.server.process import ServerProcess
 from benchmarks.server.replicas import HARMS, REPLICAS, Fleet, answers_alone, ask_all, body
-from paceline.bench.servers.client import Answer, post
+from paceline.bench.servers.client import Answer, get, post
 
+TOLERANCE = 0.05  # of a pause: texts of the same pass are sent one after the other
 POLL_SECONDS = 0.02
 PROBE_TOKENS = 4  # of the answer to a new request: the first may have no text
 
@@ -39,15 +41,15 @@ class Round:
     new: list[float]  # seconds to the first text of new requests after that
 
     @property
-    def limit(self) -> float:
-        """Seconds that an answer may pause."""
-        return self.noticed + max(self.new)
+    def late(self) -> bool:
+        """Whether an answer paused longer than a new request would have waited."""
+        return max(self.pauses, default=0.0) > (1 + TOLERANCE) * (self.noticed + max(self.new))
 
 
 def measure_harm(
-    model: str, harms: Sequence[str], rounds: int, clients: int, tokens: int, delay: float
+    model: str, harms: Sequence[str], rounds: int, clients: int, tokens: int, progress: float
 ) -> Iterator[Round]:
-    """`rounds` rounds of each harm (a key of HARMS), `delay` seconds after all clients began to stream."""
+    """`rounds` rounds of each harm (a key of HARMS), when an answer has this share of its tokens."""
     truth = answers_alone(model, clients, tokens)
     with ServerProcess(model, *REPLICAS) as running:
         fleet = Fleet(model, running.server, running.process.pid)
@@ -56,7 +58,7 @@ def measure_harm(
             before = fleet.pids()
             victim = before[number % 2]
             harmed = _HarmedFleet(fleet, clients, tokens, truth, f"round {number}")
-            yield asyncio.run(harmed.round(harm, victim, delay))
+            yield asyncio.run(harmed.round(harm, victim, progress))
             gone = {"none": [], "restart": before}.get(harm, [victim])
             fleet.wait_for(2, frozenset(gone))
 
@@ -71,16 +73,17 @@ class _HarmedFleet:
     truth: list[str]  # the right answers
     cache_salt: str
 
-    async def round(self, name: str, victim: int, delay: float) -> Round:
+    async def round(self, name: str, victim: int, progress: float) -> Round:
         """One harm. Clients that have their answers ask again until it is done."""
         harm, begun = HARMS[name], time.perf_counter()
         before = (await self.fleet.state())["resumed"]
         asking = asyncio.create_task(self._ask())
-        await asyncio.sleep(delay)
+        while await self._furthest() < progress * self.tokens:
+            await asyncio.sleep(POLL_SECONDS)
         harmed, noticed = time.perf_counter(), 0.0
         harming = asyncio.create_task(asyncio.to_thread(harm.do, self.fleet, victim))
         again = asyncio.create_task(self._ask_until_done(asking, harming))
-        while harm.loses and not noticed and not asking.done():
+        while harm.loses and not noticed and not again.done():
             if (await self.fleet.state())["resumed"] > before:
                 noticed = time.perf_counter() - harmed
             await asyncio.sleep(POLL_SECONDS)
@@ -106,6 +109,11 @@ class _HarmedFleet:
             answers += await self._ask()
         await harming
         return answers
+
+    async def _furthest(self) -> int:
+        """The most tokens that an answer has."""
+        running = json.loads((await get(self.fleet.server, "/requests")).body)["requests"]
+        return max((request["output_tokens"] for request in running), default=0)
 
     async def _ask(self) -> list[Answer]:
         return await ask_all(self.fleet.server, self.clients, self.tokens, self.cache_salt)

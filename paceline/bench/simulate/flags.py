@@ -127,6 +127,13 @@ FLEET: Group = (
         "Routing policies to compare: prefix, least-loaded, random; pooled is one replica as large as all.",
     ),
     Flag("max_num_seqs", int | None, None, "Requests per pass of a replica. Default: 256, with a MODEL 16."),
+    Flag(
+        "server",
+        str | None,
+        None,
+        "Milliseconds that the server of a replica adds to its engine, per request, prompt_token, step (pass) "
+        "and token, such as request=15,step=0.5. Default: none.",
+    ),
     Flag("replica_price", float | None, None, "Price of one replica for one hour. Default: by --gpu-price."),
 )
 
@@ -140,7 +147,8 @@ MACHINE = by_topic(
 TRAFFIC = by_topic(TRAFFIC, {"Traffic": "input_tokens output_tokens workload threads max_num_batched_tokens"})
 DRAFTS = by_topic(DRAFTS, {"Drafts": "acceptance from_file methods chances"})
 FLEET = by_topic(
-    FLEET, {"Fleet": "replicas trace time_scale limit shared_prefixes routing max_num_seqs replica_price"}
+    FLEET,
+    {"Fleet": "replicas trace time_scale limit shared_prefixes routing max_num_seqs server replica_price"},
 )
 
 

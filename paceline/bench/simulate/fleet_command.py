@@ -24,6 +24,7 @@ from paceline.bench.simulate.flags import DRAFTS, FLEET, MACHINE, TRAFFIC
 from paceline.bench.simulate.fleet import ROUTINGS, FleetRun, run_fleet
 from paceline.bench.simulate.fleet_check import TOLERANCE, check_fleet
 from paceline.bench.simulate.fleet_view import FleetRow, Found, fleet_check_result, fleet_result
+from paceline.bench.simulate.prices import ServerPrices
 from paceline.bench.simulate.prompts import FleetRequest, fleet_requests, parse_shared_prefixes
 from paceline.bench.simulate.run import Method, World, parse_methods
 from paceline.bench.simulate.view import Assumed
@@ -60,7 +61,9 @@ def simulate_fleet(
     drafters, acceptance = given_drafters(guesses.alpha, drafts)
     methods = parse_methods(drafts["methods"] or f"{OFF},{AUTO}", list(drafters))
     price = _price(machine, fleet)
+    server = ServerPrices() if fleet["server"] is None else ServerPrices.parse(fleet["server"])
     name, world, _ = find_world(model, guesses, machine, traffic, drafters, methods, drafts["chances"])
+    world = replace(world, server=server)
     if fleet["max_num_seqs"] is not None:
         world = replace(
             world, max_num_seqs=check_integer(ConfigError, "--max-num-seqs", fleet["max_num_seqs"], 1, 4096)
@@ -91,7 +94,7 @@ def check_fleet_engine(
         raise ConfigError("--check compares one fleet: give one number of --replicas and one --routing.")
     if fleet["trace"] is None:
         raise ConfigError(NEEDS_TRACE)
-    other = {name: fleet[name] for name in ("max_num_seqs", "replica_price")}
+    other = {name: fleet[name] for name in ("max_num_seqs", "server", "replica_price")}
     unused = tuple(flag for flag in FLEET if flag.name in other)
     for group, values in ((MACHINE, machine), (TRAFFIC, traffic), (DRAFTS, drafts), (unused, other)):
         refuse_given(group, values, "has no effect with --check: leave it out.")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 import numpy as np
 
 from paceline.control.cost import Float64Array, StepCosts
+from paceline.errors import ConfigError
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 17, 24, 32, 64)  # row counts that an engine times when it starts
 OUTLIER = 3.0  # times the expected duration: longer samples are cut to this
@@ -71,6 +72,27 @@ class ServerPrices:
     prompt_token: float = 0.0  # per token of the prompt
     step: float = 0.0  # per pass
     token: float = 0.0  # per request of a pass: each gets a token
+
+    @staticmethod
+    def parse(text: str) -> ServerPrices:
+        """The prices of a text such as request=15,step=0.5, in milliseconds."""
+        names, prices = [item.name for item in fields(ServerPrices)], {}
+        for part in text.split(","):
+            name, _, value = part.strip().partition("=")
+            try:
+                prices[name] = float(value) / 1e3
+            except ValueError:
+                prices[name] = -1.0
+            if name not in names or not prices[name] >= 0:
+                raise ConfigError(
+                    "--server must be milliseconds such as request=15,step=0.5 of "
+                    f"{', '.join(names)}; got {text!r}."
+                )
+        return ServerPrices(**prices)
+
+    def __str__(self) -> str:
+        values = [(item.name, 1e3 * getattr(self, item.name)) for item in fields(self)]
+        return ",".join(f"{name}={value:.3g}" for name, value in values)
 
     def arrival_seconds(self, prompt_tokens: int) -> float:
         """From the arrival of a request to its place in the queue."""

@@ -87,7 +87,8 @@ def test_a_fleet_of_one_takes_the_time_of_one_server() -> None:
 
 def test_a_server_delays_requests_and_stretches_passes() -> None:
     """A prompt of 40 tokens waits 1 ms and 40 times 0.1 ms; its passes take 5 and 1.1 ms, and 2.5 ms more."""
-    server = ServerPrices(request=0.001, prompt_token=0.0001, step=0.002, token=0.0005)
+    server = ServerPrices.parse("request=1,prompt_token=0.1,step=2,token=0.5")
+    assert ServerPrices.parse(str(server)) == server
     run = run_fleet(world(server=server), OFF, 2, "prefix", fleet_requests(steady(2, 0.0, answer=2)))
     assert [answer.ttft for answer in run.answers] == pytest.approx(2 * [0.005 + 0.005 + 0.0025])
     assert [answer.tpot for answer in run.answers] == pytest.approx(2 * [0.0011 + 0.0025])
@@ -197,6 +198,10 @@ def test_the_command_finds_the_smallest_fleet_of_each_method(
         (["--replicas", "2", "--time-scale", "0"], "--time-scale must be a number above 0"),
         (["--replicas", "2", "--shared-prefixes", "32"], "such as 32x1024; got '32'"),
         (["--replicas", "2", "--rate", "4"], "--rate has no effect with --replicas"),
+        (
+            ["--replicas", "2", "--server", "tokens=1"],
+            "of request, prompt_token, step, token; got 'tokens=1'",
+        ),
         (["--replicas", "2", "--max-num-seqs", "0"], "--max-num-seqs must be an integer from 1"),
         (["--replicas", "2", "--gpu-price", "1", "--replica-price", "1"], "leave --gpu-price out"),
         (["--replicas", "2", "--check"], "--gpu has no effect with --check"),
