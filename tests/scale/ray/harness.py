@@ -19,6 +19,7 @@ import httpx
 
 MODEL = "smollm2-135m"
 CLIENTS = 50
+BEGUN = 1500  # characters that all clients have, together, when harm is done
 START_SECONDS = 300.0
 Answers = list[tuple[str, str]]  # text and finish reason of each client
 
@@ -138,19 +139,27 @@ def wait_until(condition: Callable[[], bool], seconds: float = START_SECONDS) ->
         time.sleep(0.3)
 
 
-async def disturbed(clients: Clients, harm: Callable[[], None], after: int) -> Answers:
-    """The clients' answers, with harm done once they have got some characters."""
+async def disturbed(url: str, harm: Callable[[], None], truth: Answers, later: Answers | None = None) -> None:
+    """Check all answers while harm is done: those that were begun before, and others until it is done.
+
+    The others may also be as `later`.
+    """
+    clients = Clients(url)
     asking = asyncio.create_task(clients.run())
-    while clients.num_characters < after and not asking.done():
+    while clients.num_characters < BEGUN and not asking.done():
         await asyncio.sleep(0.01)
     assert not asking.done(), "the answers ended too early"
-    await asyncio.to_thread(harm)
-    return await asking
+    harming = asyncio.create_task(asyncio.to_thread(harm))
+    assert await asking == truth
+    while not harming.done():
+        answers = zip(await Clients(url).run(), truth, later or truth, strict=True)
+        assert all(answer in expected for answer, *expected in answers)
+    await harming
 
 
-def asked_alone(*flags: str, count: int = CLIENTS) -> Answers:
+def asked_alone(*flags: str) -> Answers:
     with tempfile.TemporaryDirectory() as folder, Server(Path(folder), "--threads", "1", *flags) as server:
-        return asyncio.run(Clients(server.url, count).run())
+        return asyncio.run(Clients(server.url).run())
 
 
 def free_port() -> int:

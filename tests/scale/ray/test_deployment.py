@@ -9,6 +9,7 @@ import secrets
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -38,14 +39,51 @@ print("ANSWER " + json.dumps(text))
 assert len(httpx.get(url + "/replicas", headers=headers).json()["replicas"]) == 1
 serve.shutdown()
 """
+COMPOSED = """
+import json, sys
+import ray
+from ray import serve
+from paceline.scale import deployment
+
+@serve.deployment(ray_actor_options={"num_cpus": 0})
+class Asker:
+    def __init__(self, server):
+        self.server = server
+
+    async def ask(self, body):
+        whole = await self.server.post.remote("/v1/completions", {**body, "stream": False})
+        chunks = self.server.options(stream=True).stream.remote("/v1/completions", body)
+        text = "".join([chunk["choices"][0]["text"] async for chunk in chunks])
+        long = {"prompt": 4 * body["prompt"], "max_tokens": 1}
+        answers = [await self.server.post.remote("/v1/completions", long) for _ in range(6)]
+        cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+        return whole["choices"][0]["text"], text, cached
+
+ray.init(address="local", include_dashboard=False, num_cpus=2)
+serve.start(http_options={"location": "NoServer"})
+handle = serve.run(Asker.bind(deployment("smollm2-135m", replicas=2, threads=1)), route_prefix=None)
+print("ANSWER " + json.dumps(handle.ask.remote(json.loads(sys.argv[1])).result(timeout_s=120)))
+serve.shutdown()
+"""
 
 
-def test_a_deployment_answers_as_one_process(truth: Answers) -> None:
-    command = [sys.executable, "-c", PROGRAM, str(free_port()), json.dumps(body(0))]
+def answer_of(program: str, *arguments: str) -> Any:
+    """What a program prints as its answer."""
+    command = [sys.executable, "-c", program, *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     answer = next(line for line in ended.stdout.splitlines() if line.startswith("ANSWER "))
-    assert json.loads(answer.removeprefix("ANSWER ")) == truth[0][0]
+    return json.loads(answer.removeprefix("ANSWER "))
+
+
+def test_a_deployment_answers_as_one_process(truth: Answers) -> None:
+    assert answer_of(PROGRAM, str(free_port()), json.dumps(body(0))) == truth[0][0]
+
+
+def test_another_deployment_asks_through_a_handle_and_is_routed_by_prefix(truth: Answers) -> None:
+    whole, streamed, cached = answer_of(COMPOSED, json.dumps(body(0)))
+    assert whole == streamed == truth[0][0]
+    assert min(cached[1:]) > max(16, cached[0])  # each went to the replica that had the prompt
 
 
 def test_the_file_is_deployed_on_a_cluster(tmp_path: Path, truth: Answers) -> None:
