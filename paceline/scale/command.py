@@ -7,11 +7,12 @@ import logging
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
-from paceline.models.registry import load_tokenizer, resolve
+from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
 from paceline.models.tokenizer import Tokenizer
 from paceline.scale.cluster import cluster, import_ray, replica_resources
 from paceline.scale.options import ScaleOptions
@@ -53,6 +54,7 @@ def serve_replicas(
     listener = bind(options.host, options.port)
     sys.setswitchinterval(SWITCH_SECONDS)
     set_up_logs(options.log_level, options.log_format)
+    _check_ranks(config)
     tokenizer = load_tokenizer(resolve(config.model.tokenizer or config.model.model))
     allow_files(2 * options.max_connections)
     begun = time.monotonic()
@@ -92,9 +94,24 @@ def _deploy(
     try:
         handle = serve.run(application, name=APPLICATION, route_prefix=None)
     except RuntimeError as error:
+        reason = _last_line(serve.status().applications[APPLICATION].deployments) or str(error)
         serve.delete(APPLICATION)
-        raise ConfigError(f"the replicas did not start: {error}") from error
+        raise ConfigError(f"the replicas did not start: {reason}") from error
     return ServeReplicas(handle, scale.replica_timeout)
+
+
+def _last_line(deployments: Mapping[str, Any]) -> str:
+    """The end of what Serve says about deployments: the error that ended their last replica."""
+    lines = [line for found in deployments.values() for line in found.message.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else ""
+
+
+def _check_ranks(config: EngineConfig) -> None:
+    """ConfigError if the model cannot be shared by --tensor-parallel-size ranks."""
+    if config.backend.tensor_parallel_size > 1:
+        from paceline.models.tensor_parallel import check_size
+
+        check_size(load_checkpoint(resolve(config.model.model)).config, config.backend.tensor_parallel_size)
 
 
 def _remove() -> None:
