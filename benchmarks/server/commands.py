@@ -135,7 +135,10 @@ def fleet_command(
 
     arrivals = read_trace(trace, time_scale)[:limit]
     shared = None if any(arrival.blocks for arrival in arrivals) else parse_shared_prefixes(shared_prefixes)
-    compared, servers = measure_fleet(model, replicas, fleet_requests(arrivals, shared))
-    for name, server in zip(("prices side by side", "prices alone"), servers, strict=True):
-        typer.echo(f"{name}: the server adds, in milliseconds, {server}")
+    compared, worlds = measure_fleet(model, replicas, fleet_requests(arrivals, shared))
+    for name, world in zip(("before", "after"), worlds, strict=True):
+        typer.echo(
+            f"with the prices measured {name}: --server {world.server} (milliseconds); a step takes "
+            f"{world.contention:.2f} times as long beside a busy replica"
+        )
     print_result(fleet_check_result(f"{model}, {trace.name}, {replicas} replicas", compared))

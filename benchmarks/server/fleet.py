@@ -1,10 +1,9 @@
 """A trace through `paceline serve --replicas`, beside the simulation of that fleet.
 
-The replicas are timed by the wall clock, the prices by CPU time: both are equal on an otherwise idle machine.
-Replicas on one machine share its memory and caches, so a pass is slower beside another one. Prices
-are therefore measured twice: alone, and in as many processes at once as there are replicas. What the server
-adds is measured on the same replicas, before and after the trace, with other requests (fleet_prices.py). The
-simulated figures are the means over both prices.
+The replicas are timed by the wall clock, the prices of passes by CPU time: both are equal on an otherwise
+idle machine. What the server adds, and what replicas on one machine take from each other, is measured on
+the same replicas, before and after the trace, with other requests (fleet_prices.py). The simulated figures
+are the means over prices that were measured before and after.
 """
 
 from __future__ import annotations
@@ -13,11 +12,9 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 
-from benchmarks.server.fleet_prices import added_by_server, pricing_bursts
+from benchmarks.server.fleet_prices import pricing_bursts, served_world
 from benchmarks.server.process import ServerProcess
 from benchmarks.server.replicas import Fleet
 from paceline.bench.loading import bench_config
@@ -32,8 +29,8 @@ from paceline.bench.simulate.fleet_check import (
     plain_prices,
     replica_world,
 )
-from paceline.bench.simulate.prices import Prices, ServerPrices
 from paceline.bench.simulate.prompts import FleetRequest
+from paceline.bench.simulate.run import World
 from paceline.build import load_model
 from paceline.config import EngineConfig, SchedulerOptions
 from paceline.errors import PacelineError
@@ -43,12 +40,13 @@ FIRST_ID = 32  # of the model's ordinary tokens: simulated prompts have four dif
 
 def measure_fleet(
     model_name: str, count: int, requests: Sequence[FleetRequest]
-) -> tuple[list[ComparedFleet], list[ServerPrices]]:
-    """Latencies, throughput and hit rate of replicas, beside the simulated ones; what the server adds."""
+) -> tuple[list[ComparedFleet], list[World]]:
+    """Latencies, throughput and hit rate of replicas beside the simulated ones, and what was simulated."""
     config = _config(model_name)
-    world = replica_world(config, load_model(config))
+    model = load_model(config)
+    world = replica_world(config, model)
     check_lengths(world, requests)
-    beside = _prices_side_by_side(model_name, count)
+    prices = [plain_prices(config, model)]
     bursts = pricing_bursts(count)
     half = len(bursts) // 2
     flags = (model_name, "--replicas", str(count), "--threads", "1", "--draft", "off")
@@ -57,26 +55,15 @@ def measure_fleet(
         priced = [_answers(running.server, burst) for burst in bursts[:half]]
         run = asyncio.run(_replay(running.server, requests))
         priced += [_answers(running.server, burst) for burst in bursts[half:]]
-    worlds = [replace(world, prices={OFF: prices}) for prices in (beside, _prices(model_name))]
-    served = [replace(each, server=added_by_server(each, count, bursts, priced)) for each in worlds]
+    prices.append(plain_prices(config, model))
+    worlds = [replace(world, prices={OFF: each}) for each in prices]
+    served = [served_world(each, count, bursts, priced) for each in worlds]
     measured = {name: value for name, value in figures(run).items() if not name.startswith("busy")}
-    return compare(measured, served, count, "prefix", requests), [each.server for each in served]
+    return compare(measured, served, count, "prefix", requests), served
 
 
 def _config(model_name: str) -> EngineConfig:
     return bench_config(model_name, "auto", 1, SchedulerOptions().max_num_seqs)
-
-
-def _prices(model_name: str) -> Prices:
-    config = _config(model_name)
-    return plain_prices(config, load_model(config))
-
-
-def _prices_side_by_side(model_name: str, count: int) -> Prices:
-    """Prices measured by one of several processes that all run at once."""
-    with ProcessPoolExecutor(count, get_context("spawn")) as processes:
-        first, *_ = processes.map(_prices, [model_name] * count)
-    return first
 
 
 def _answers(server: client.Server, burst: Sequence[FleetRequest]) -> list[Answer]:

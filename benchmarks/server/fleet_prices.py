@@ -1,8 +1,8 @@
 """What a server adds to its replicas' passes, measured: seconds per request, prompt token, pass and token.
 
 Bursts of equal requests go through the real replicas and through the simulated ones, whose passes have the
-prices of a bare engine. What the real ones take longer is the server: HTTP, JSON, the ingress, and the CPU
-time that all of it takes from engines on the same cores.
+prices of a bare engine alone on the machine. What the real ones take longer is contention (replicas, ingress
+and clients share cores, caches and memory) and the server: HTTP, JSON, the ingress.
 """
 
 from __future__ import annotations
@@ -37,27 +37,39 @@ def pricing_bursts(num_replicas: int, repeats: int = REPEATS) -> list[list[Fleet
     return [[next(requests) for _ in range(size)] for size, _ in sizes]
 
 
-def added_by_server(
+def served_world(
     world: World,
     num_replicas: int,
     bursts: Sequence[Sequence[FleetRequest]],
     measured: Sequence[Sequence[Answer]],
-) -> ServerPrices:
-    """What the measured answers took longer than those simulated in a world without a server."""
+) -> World:
+    """The world with the server that gave the measured answers, and the contention of its replicas.
+
+    A request alone beside one for each replica shows the contention; what is left is the server's.
+    """
     took: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
     for burst, answers in zip(bursts, measured, strict=True):
         took[len(burst), burst[0].prompt_tokens].append(_means(answers))
-    first, each = np.median(list(took.values()), axis=1).T  # [kinds of bursts] to the first token, per token
     kinds = {(len(burst), burst[0].prompt_tokens): burst for burst in bursts}
-    runs = [run_fleet(world, Method(OFF), num_replicas, "prefix", kinds[kind]) for kind in took]
+    first, each = np.median([took[kind] for kind in kinds], axis=1).T  # [kinds] to the first token, per token
+    per_token = dict(zip(kinds, each, strict=True))
+    slower = [
+        per_token[size, prompt] / per_token[1, prompt]
+        for size, prompt in kinds
+        if size == num_replicas and num_replicas > 1
+    ]
+    world = replace(world, contention=max(1.0, fmean(slower)) if slower else 1.0)
+    runs = [run_fleet(world, Method(OFF), num_replicas, "prefix", burst) for burst in kinds.values()]
     first_alone, each_alone = np.array([_means(run.answers) for run in runs]).T
-    per_pass = np.array([(1.0, max(1.0, size / num_replicas)) for size, _ in took])
+    pace = np.array([world.contention if size > 1 else 1.0 for size, _ in kinds])
+    per_pass = pace[:, None] * [(1.0, max(1.0, size / num_replicas)) for size, _ in kinds]
     step, token = nonnegative_fit(per_pass, each - each_alone, each)
-    unqueued = [size <= num_replicas for size, _ in took]  # the first pass is theirs alone
-    per_request = np.array([(1.0, prompt) for _, prompt in took])[unqueued]
-    waited = (first - first_alone)[unqueued] - step - token
+    unqueued = [size <= num_replicas for size, _ in kinds]  # the first pass is theirs alone
+    per_request = np.array([(1.0, prompt) for _, prompt in kinds])[unqueued]
+    waited = (first - first_alone - pace * (step + token))[unqueued]
     request, prompt_token = nonnegative_fit(per_request, waited, first[unqueued])
-    return ServerPrices(float(request), float(prompt_token), float(step), float(token))
+    server = ServerPrices(float(request), float(prompt_token), float(step), float(token))
+    return replace(world, server=server)
 
 
 def _means(answers: Sequence[Answer]) -> tuple[float, float]:

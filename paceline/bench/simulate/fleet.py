@@ -70,10 +70,11 @@ class Replica:
     busy_seconds: float = 0.0
     num_requests: int = 0
 
-    def step(self) -> list[Request]:
-        """One step. The requests that ended with it."""
+    def step(self, pace: float = 1.0) -> list[Request]:
+        """One step, which takes `pace` times as long as alone. The requests that ended with it."""
         start = self.clock()
-        deltas = self.engine.step()
+        with self.clock.at_pace(pace):
+            deltas = self.engine.step()
         self.busy_seconds += self.clock() - start
         return [delta.request for delta in deltas if delta.request.finished]
 
@@ -86,6 +87,7 @@ class Fleet:
     routing: Routing
     reasons: Counter[str]
     server: ServerPrices = field(default_factory=ServerPrices)
+    contention: float = 1.0
     _busy: list[tuple[float, int]] = field(default_factory=list)  # heap of the times of next steps
     _ends: list[tuple[float, int]] = field(default_factory=list)  # heap of ends that the router has not seen
     _loads: dict[str, int] = field(default_factory=dict)  # requests, as the router sees them
@@ -129,7 +131,7 @@ class Fleet:
         """A step of the replica that is furthest behind."""
         _, index = heappop(self._busy)
         replica = self.replicas[index]
-        for _ in replica.step():
+        for _ in replica.step(self.contention if self._busy else 1.0):
             heappush(self._ends, (replica.clock(), index))
         if replica.engine.has_unfinished:
             heappush(self._busy, (replica.clock(), index))
@@ -168,7 +170,9 @@ def run_fleet(
         if method.label == AUTO:  # like a server that has run for a while: its controller knows its drafters
             _learn(engine, requests[:LEARNING])
     reasons.clear()
-    return Fleet(replicas, ROUTINGS[routing](num_pages), reasons, world.server).run(requests)
+    return Fleet(replicas, ROUTINGS[routing](num_pages), reasons, world.server, world.contention).run(
+        requests
+    )
 
 
 def check_lengths(world: World, requests: Sequence[FleetRequest]) -> int:

@@ -146,10 +146,10 @@ class ComputeClock(VirtualClock):
 class RealReplica(Replica):
     """A replica whose steps take their CPU time."""
 
-    def step(self) -> list[Request]:
+    def step(self, pace: float = 1.0) -> list[Request]:
         assert isinstance(self.clock, ComputeClock)
         with self.clock.counting():
-            return super().step()
+            return super().step(pace)
 
 
 class _NoDisturbances(Disturbances):

@@ -69,6 +69,7 @@ class World:
     kv_tokens: int | None = None  # KV cache tokens that fit into memory; None: enough for all
     server_kv_tokens: int | None = None  # KV cache tokens of a replica of a fleet; None: enough for all
     max_num_seqs: int = 256  # requests per pass of a replica
+    contention: float = 1.0  # factor on a step while another replica computes, if they share a machine
     server: ServerPrices = field(default_factory=ServerPrices)  # around each replica of a fleet
     max_model_len: int | None = None  # tokens of a request; None: any number
     tells_chances: bool = True

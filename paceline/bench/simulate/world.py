@@ -6,7 +6,8 @@ right as often as they are configured to be; no answer depends on the drafter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,12 +30,22 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self._now = 0.0
+        self._pace = 1.0
 
     def __call__(self) -> float:
         return self._now
 
     def advance(self, seconds: float) -> None:
-        self._now += seconds
+        self._now += self._pace * seconds
+
+    @contextmanager
+    def at_pace(self, pace: float) -> Iterator[None]:
+        """Everything takes `pace` times as long."""
+        self._pace = pace
+        try:
+            yield
+        finally:
+            self._pace = 1.0
 
 
 class CountingTokenizer:

@@ -94,6 +94,14 @@ def test_a_server_delays_requests_and_stretches_passes() -> None:
     assert [answer.tpot for answer in run.answers] == pytest.approx(2 * [0.0011 + 0.0025])
 
 
+def test_a_step_beside_a_busy_replica_takes_longer() -> None:
+    """Two replicas get a request each at once; a third request comes when both are idle."""
+    arrivals = [Arrival(due, 40, 2) for due in (0.0, 0.0, 1.0)]
+    run = run_fleet(world(contention=1.5), OFF, 2, "prefix", fleet_requests(arrivals))
+    assert [answer.ttft for answer in run.answers] == pytest.approx([1.5 * 0.005, 1.5 * 0.005, 0.005])
+    assert run.answers[2].tpot == pytest.approx(0.0011)
+
+
 def test_replicas_share_the_time_and_the_work() -> None:
     """Twice the requests at each moment on twice the replicas take the same times."""
     one = run_fleet(world(), OFF, 1, "prefix", fleet_requests(steady(20, 0.003)))
