@@ -25,7 +25,7 @@ from paceline.bench.traffic.traces import Arrival
 
 REPEATS = 6  # of each burst; the median counts
 TOKENS = 24  # per answer
-BURSTS = ((1, 16), (1, 64), (1, 256), (2, 16), (2, 256), (8, 16), (8, 64))  # requests on two replicas, tokens
+BURSTS = ((1, 16), (1, 64), (1, 256), (1, 768), (2, 16), (2, 256), (8, 16), (8, 64))  # requests on two replicas, tokens
 FIRST_PAGE = VOCABULARY**PAGE_SIZE // 2  # prompts share nothing with those of a trace
 
 
