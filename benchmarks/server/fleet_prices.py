@@ -25,13 +25,15 @@ from paceline.bench.traffic.traces import Arrival
 
 REPEATS = 6  # of each burst; the median counts
 TOKENS = 24  # per answer
-BURSTS = ((1, 16), (1, 64), (1, 256), (1, 768), (2, 16), (2, 256), (8, 16), (8, 64))  # requests on two replicas, tokens
+ALONE = (16, 64, 256, 768)  # tokens of the prompts of single requests
+TOGETHER = ((1, 16), (1, 256), (4, 16), (4, 64))  # requests for each replica at once, and their tokens
 FIRST_PAGE = VOCABULARY**PAGE_SIZE // 2  # prompts share nothing with those of a trace
 
 
 def pricing_bursts(num_replicas: int, repeats: int = REPEATS) -> list[list[FleetRequest]]:
     """The bursts, each several times: one request, one for each replica, and four for each."""
-    sizes = [(max(1, size * num_replicas // 2), prompt) for size, prompt in BURSTS] * repeats
+    together = [(count * num_replicas, prompt) for count, prompt in TOGETHER]
+    sizes = [*[(1, prompt) for prompt in ALONE], *together] * repeats
     each = [Arrival(0.0, prompt, TOKENS) for size, prompt in sizes for _ in range(size)]
     requests = iter(replace(request, pages=FIRST_PAGE + request.pages) for request in fleet_requests(each))
     return [[next(requests) for _ in range(size)] for size, _ in sizes]
