@@ -68,7 +68,8 @@ def served_world(
     step, token = nonnegative_fit(per_pass, each - each_alone, each)
     unqueued = [size <= num_replicas for size, _ in kinds]  # the first pass is theirs alone
     per_request = np.array([(1.0, prompt) for _, prompt in kinds])[unqueued]
-    waited = (first - first_alone - pace * (step + token))[unqueued]
+    passes = np.array([-(-prompt // world.max_num_batched_tokens) for _, prompt in kinds])  # of the prompt
+    waited = (first - first_alone - passes * pace * (step + token))[unqueued]
     request, prompt_token = nonnegative_fit(per_request, waited, first[unqueued])
     server = ServerPrices(float(request), float(prompt_token), float(step), float(token))
     return replace(world, server=server)
