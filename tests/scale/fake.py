@@ -106,7 +106,11 @@ class Fleet:
         self, make_engine: Callable[[], Engine], tokenizer: Any, count: int = 2, **options: Any
     ) -> None:
         self._arguments = (make_engine, tokenizer, count)
-        self._options = {"replicas": count, "replica_timeout": 0.4, **options}
+        self._options = {
+            "replicas": count,
+            "replica_timeout": 60.0,
+            **options,
+        }  # no false alarm on a busy machine
 
     async def __aenter__(self) -> Fleet:
         make_engine, tokenizer, count = self._arguments

@@ -112,7 +112,7 @@ def test_a_replica_that_dies_is_not_seen_in_any_answer(truth: list[Any]) -> None
 
 def test_a_replica_that_hangs_is_not_seen_in_any_answer(truth: list[Any]) -> None:
     async def main() -> None:
-        async with fleet() as there:
+        async with fleet(replica_timeout=1.0) as there:
             await disturbed(there, lambda replica: replica.hang(), truth)
             stream = await there.engine.submit([3, 4], SamplingParams(max_tokens=2), "later")
             await stream.finished()  # the hung replica is avoided, or given up if it is chosen
