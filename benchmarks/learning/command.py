@@ -27,6 +27,8 @@ def learning_command(
     after: Annotated[int, typer.Option(help="Windows of chat, after the second shift.")] = 4,
     train_rows: Annotated[int, typer.Option(help="New rows that start a training.")] = 120,
     minutes: Annotated[float, typer.Option(help="Minutes of each training.")] = 5.0,
+    steps: Annotated[int | None, typer.Option(help="Steps of each training, instead of minutes.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda: of both engines and the trainer.")] = "auto",
     threads: Threads = None,
     folder: Annotated[
         Path | None, typer.Option(help="Folder of traffic and heads. Default: deleted at the end.")
@@ -38,7 +40,7 @@ def learning_command(
     from benchmarks.learning.shift import OLD_DOMAIN, ShiftOptions, run_shift
 
     options = ShiftOptions(
-        model, domain, window, before, shifted, after, train_rows, minutes, threads=threads
+        model, domain, window, before, shifted, after, train_rows, minutes, steps, threads=threads, device=device
     )
     with TemporaryDirectory() as temporary:
         shift = run_shift(options, folder or Path(temporary), _show)
@@ -85,7 +87,7 @@ def learning_load_command(
 def _show(window: Window) -> None:
     reason = window.verdict.get("reason", "")
     typer.echo(
-        f"{window.requests:5} requests  {window.domain:6} static {window.static:.3f}  "
+        f"{window.seconds:5.0f} s  {window.requests:5} requests  {window.domain:6} static {window.static:.3f}  "
         f"learning {window.learning:.3f}  {'SWAPPED: ' if window.swapped else ''}{reason}"
     )
 

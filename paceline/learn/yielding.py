@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 
 TICK_SECONDS = 0.1  # between two ticks of StoppedTime
 LATE_SECONDS = 0.5  # after which a tick that has not come means that the process was stopped
+MAX_STEP_SECONDS = 4.0  # of a GPU, as train/progress.py chooses steps; what is longer was compiling, on a CPU
 LOWEST = 19  # priority, which gives way to every other process
 PR_SET_PDEATHSIG = 1  # of prctl
 
@@ -77,7 +78,8 @@ class Yielding:
         if end_with_parent:
             _end_with_parent()
         self._waited = 0.0  # seconds
-        self._step_began: float | None = None
+        self._step_began = 0.0
+        self._steps = 0  # that may_step has let begin
         self._stop = threading.Event()
 
     def now(self) -> float:
@@ -95,13 +97,15 @@ class Yielding:
         return self._stop.is_set() or orphaned
 
     def may_step(self) -> bool:
-        """Wait for the next step; False: there is none."""
-        if self._step_began is not None and self._share < 1.0:
+        """Wait for the next step; False: there is none. The first step is not waited for: it compiles."""
+        if self._steps > 1 and self._share < 1.0:
             self._finish()
             ended = self.now()
-            self._sleep((ended - self._step_began) * (1 - self._share) / self._share)
+            busy = min(ended - self._step_began, MAX_STEP_SECONDS)
+            self._sleep(busy * (1 - self._share) / self._share)
             self._waited += self.now() - ended
         self._step_began = self.now()
+        self._steps += 1
         return not self.stopped
 
 
