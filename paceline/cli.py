@@ -14,7 +14,7 @@ import typer
 from paceline import __version__
 from paceline.bench.simulate.flags import simulate_command
 from paceline.config import DEFAULT_MODEL
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import PacelineError
 from paceline.extras import needs_extra
 from paceline.machine import force_isa
 from paceline.terminal.config_file import ConfigFile
@@ -193,14 +193,9 @@ def serve(
     if not ScaleOptions(**scale).wanted:
         serve(model, engine, server, learn)
         return
-    if learn["learn"]:
-        raise ConfigError(
-            "--learn is for one engine: leave out --replicas and --autoscale. For a learned head on "
-            "replicas, let a server without them learn, and give its head to all as --draft eagle3:PATH."
-        )
     from paceline.scale.command import serve_replicas
 
-    serve_replicas(model or DEFAULT_MODEL, engine, server, scale)
+    serve_replicas(model or DEFAULT_MODEL, engine, server, scale, learn)
 
 
 @app.command()

@@ -40,7 +40,17 @@ def learning_command(
     from benchmarks.learning.shift import OLD_DOMAIN, ShiftOptions, run_shift
 
     options = ShiftOptions(
-        model, domain, window, before, shifted, after, train_rows, minutes, steps, threads=threads, device=device
+        model,
+        domain,
+        window,
+        before,
+        shifted,
+        after,
+        train_rows,
+        minutes,
+        steps,
+        threads=threads,
+        device=device,
     )
     with TemporaryDirectory() as temporary:
         shift = run_shift(options, folder or Path(temporary), _show)
@@ -87,8 +97,9 @@ def learning_load_command(
 def _show(window: Window) -> None:
     reason = window.verdict.get("reason", "")
     typer.echo(
-        f"{window.seconds:5.0f} s  {window.requests:5} requests  {window.domain:6} static {window.static:.3f}  "
-        f"learning {window.learning:.3f}  {'SWAPPED: ' if window.swapped else ''}{reason}"
+        f"{window.seconds:5.0f} s  {window.requests:5} requests  {window.domain:6} "
+        f"static {window.static:.3f}  learning {window.learning:.3f}  "
+        f"{'SWAPPED: ' if window.swapped else ''}{reason}"
     )
 
 

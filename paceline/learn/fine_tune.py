@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from paceline.learn.yielding import Yielding
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.checkpoint import WEIGHTS, HeadCheckpoint, load_head
 from paceline.models.heads.config import TargetName
-from paceline.models.heads.fingerprint import check_target, target_fingerprint
+from paceline.models.heads.fingerprint import check_target, head_fingerprint, target_fingerprint
 from paceline.options import check_integer, check_number, refuse_unknown
 from paceline.train.disk import make_folder, writing
 from paceline.train.examples import Examples
@@ -160,16 +159,6 @@ def _train(trainer: Trainer, stopping: EarlyStop, yielding: Yielding, on_scores:
     if trainer.finished and stopping.last.step < progress.step:  # the last steps made no record
         on_progress(progress)
     return progress
-
-
-def head_fingerprint(head: Path) -> str:
-    """A hash of a head's files, by which a candidate names its parent."""
-    folder = head if head.is_dir() else head.parent
-    digest = hashlib.sha256()
-    for name in ("config.json", *WEIGHTS):
-        if (folder / name).is_file():
-            digest.update((folder / name).read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def read_candidate(folder: Path) -> Candidate | None:

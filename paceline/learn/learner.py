@@ -18,10 +18,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from paceline.core.stats import StepStats
-from paceline.draft.base import Drafter
 from paceline.errors import UnavailableError
 from paceline.learn.gate import Verdict, judge, tokens_per_pass
 from paceline.learn.history import Head, History
@@ -33,23 +32,27 @@ from paceline.learn.trial import NEGLECTED, Meter, Outcome, Turn, log_speedup, o
 logger = logging.getLogger(__name__)
 
 
-class HeadEngine(Protocol):
-    """The part of an AsyncEngine that the Learner uses."""
+LoadedHead = TypeVar("LoadedHead")  # a Drafter in this process; the folder of one, for engines elsewhere
+LoadedHead_contra = TypeVar("LoadedHead_contra", contravariant=True)
+
+
+class HeadEngine(Protocol[LoadedHead_contra]):
+    """The part of an AsyncEngine, or of a RemoteEngine, that the Learner uses."""
 
     @property
     def state(self) -> StepStats: ...
 
-    async def replace_head(self, name: str, drafter: Drafter) -> None: ...
+    async def replace_head(self, name: str, drafter: LoadedHead_contra, /) -> None: ...
 
 
-class Learner:
+class Learner(Generic[LoadedHead]):
     """Runs `run` as a task of the event loop of an engine."""
 
     def __init__(
         self,
-        engine: HeadEngine,
+        engine: HeadEngine[LoadedHead],
         method: str,
-        load: Callable[[Path], Drafter],
+        load: Callable[[Path], LoadedHead],
         history: History,
         jobs: Jobs,
         meter: Meter,
@@ -60,7 +63,7 @@ class Learner:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`load` gives a drafter of `method` with the head in a folder, and is called in a thread of its own.
+        """`load` gives what the engine takes as a head, by its folder, and is called in a thread of its own.
 
         `meter` and `slowdown` observe the engine; `num_rows` is the number of rows collected since the start.
         """
@@ -142,7 +145,7 @@ class Learner:
             return
         await self._try(present, candidate, drafter, verdict)
 
-    async def _try(self, present: Head, candidate: Path, drafter: Drafter, verdict: Verdict) -> None:
+    async def _try(self, present: Head, candidate: Path, drafter: LoadedHead, verdict: Verdict) -> None:
         """The trial on live traffic; promotes the candidate or rejects it."""
         self.status.phase = "trial"
         old = await asyncio.to_thread(self._load, present.path)
@@ -163,7 +166,7 @@ class Learner:
         self.status.gain = result.speedup
         await self._tell("promoted", head=head.number, reason=_told("it gains", result), evidence=evidence)
 
-    async def _compare(self, old: Drafter, new: Drafter) -> tuple[Outcome, Turn]:
+    async def _compare(self, old: LoadedHead, new: LoadedHead) -> tuple[Outcome, Turn]:
         """The outcome of a trial, and the last turn of the new head, which drafts when this returns."""
         config, speedups = self._config.trial, list[float]()
         while True:
@@ -174,7 +177,7 @@ class Learner:
             if result.better is not None or self._overruled:
                 return result, turns[1]
 
-    async def _turn(self, drafter: Drafter) -> Turn:
+    async def _turn(self, drafter: LoadedHead) -> Turn:
         """What a head does in one turn of a trial."""
         config = self._config.trial
         if not self._overruled:

@@ -82,7 +82,7 @@ class Meter:
 
     def step(self, stats: StepStats, deltas: Sequence[Delta]) -> None:
         for draft in stats.drafts:
-            self._accepted[draft.drafter] += draft.accepted
+            self._accepted[draft.drafter] += draft.count * draft.accepted
         drafts = [draft for draft in stats.drafts if draft.drafter == self._drafter]
         if stats.failed or stats.prefill_tokens or not stats.requests:
             return

@@ -61,6 +61,11 @@ class Connection:
             data = json.dumps(messages, separators=(",", ":")).encode()
             self._writer.write(len(data).to_bytes(4, "little") + data)
 
+    async def drain(self) -> None:
+        """Return when what was sent is on its way. OSError if the connection is closed."""
+        await asyncio.sleep(0)  # the flush
+        await self._writer.drain()
+
     async def frames(self, on_messages: Callable[[list[Message]], None]) -> None:
         """Pass on what arrives, until the connection is closed."""
         try:

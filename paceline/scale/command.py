@@ -7,17 +7,25 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
+from paceline.learn.options import LearnOptions
+from paceline.models.heads.checkpoint import load_head
+from paceline.models.heads.config import TargetName
+from paceline.models.heads.fingerprint import check_target, target_fingerprint
 from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
 from paceline.models.tokenizer import Tokenizer
 from paceline.scale.cluster import cluster, import_ray, replica_resources
 from paceline.scale.options import ScaleOptions
 from paceline.scale.pages import pages
 from paceline.scale.remote_engine import RemoteEngine, RemoteOptions
+from paceline.serve.learner import first_head
+from paceline.serve.learning import Pupil, learn_options, learning_model, trainable_method
 from paceline.serve.loading import announce, model_names
 from paceline.serve.logs import log_event, set_up_logs
 from paceline.serve.metrics import Metrics
@@ -42,12 +50,17 @@ APPLICATION = "paceline"
 
 
 def serve_replicas(
-    model: str, engine: dict[str, Any], server: dict[str, Any], scale_flags: dict[str, Any]
+    model: str,
+    engine: dict[str, Any],
+    server: dict[str, Any],
+    scale_flags: dict[str, Any],
+    learn: dict[str, Any] | None = None,
 ) -> None:
     """Serve a model on replicas until a signal. Mistakes are reported before anything is loaded."""
     options, scale = ServeOptions.from_flags(server), ScaleOptions(**scale_flags)
     check_alone(options)
     config = EngineConfig.from_options(model=model, **engine)
+    learning = learn_options(learn or {}, options, config)
     import_ray()
     if options.otlp_endpoint is not None:
         import_tracing()
@@ -67,7 +80,7 @@ def serve_replicas(
         log_event(logger, "replicas", count=scale.bounds[1], seconds=round(time.monotonic() - begun, 1))
         try:
             with asyncio.Runner(loop_factory=loop_factory()) as runner:
-                runner.run(run(replicas, tokenizer, model, config, options, scale, listener, host))
+                runner.run(run(replicas, tokenizer, model, config, options, scale, listener, host, learning))
         finally:
             _remove()
 
@@ -137,16 +150,43 @@ async def run(
     scale: ScaleOptions,
     listener: socket.socket,
     host: str,
+    learning: LearnOptions,
 ) -> None:
     """Serve replicas on a bound socket until a signal."""
     names = model_names(model, options)
     front, metrics = await make_ingress(replicas, tokenizer, names[0], config, options, scale, host)
     shown = pages(metrics, front, replicas.snapshots, options.metrics_prefix)
-    service = Service(front, tokenizer, names, options.tool_call_parser)
-    try:
-        await serve_models(Models.of(service), options, listener, [metrics], shown)
-    finally:
-        service.workers.shutdown(wait=False, cancel_futures=True)
+    with ExitStack() as stack:
+        learner = None
+        if learning.learn:
+            pupil = await asyncio.to_thread(remote_pupil, config, tokenizer, names[0], front.drafters)
+            learner = stack.enter_context(learning_model(learning, options, pupil, scale.bounds[1]))
+            front.push_heads(pupil.first, learner.observers)
+        offer = None if learner is None else learner.collector.offer
+        service = Service(front, tokenizer, names, options.tool_call_parser, on_finished=offer)
+        stack.callback(service.workers.shutdown, wait=False, cancel_futures=True)
+        told = None if learner is None else learner.start(front, names[0])
+        try:
+            await serve_models(Models.of(service), options, listener, [metrics], shown, told)
+        finally:
+            if learner is not None:
+                await learner.stop()
+
+
+def remote_pupil(
+    config: EngineConfig, tokenizer: Tokenizer, name: str, drafters: Iterable[str]
+) -> Pupil[Path]:
+    """The replicas' model as one that learns. Their engines take the folder of a head that fits it."""
+    checkpoint = load_checkpoint(resolve(config.model.model))
+    fingerprint, method = target_fingerprint(checkpoint), trainable_method(drafters, checkpoint.config)
+
+    def checked(folder: Path) -> Path:
+        check_target(load_head(folder).config, checkpoint.config, fingerprint, str(folder))
+        return folder
+
+    first = first_head(config.speculative.speculation(), method, fingerprint)
+    target, vocab_size = TargetName(fingerprint, name), checkpoint.config.vocab_size
+    return Pupil(target, vocab_size, method, first, checked, tokenizer.decode, config)
 
 
 async def make_ingress(

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -19,11 +21,14 @@ from ray.serve.handle import DeploymentHandle
 
 from paceline.build import Loaded
 from paceline.config import EngineConfig
+from paceline.draft.base import Drafter
 from paceline.engine.async_engine import AsyncEngine
+from paceline.scale.heads import HeadReceiver, StepReports
 from paceline.scale.options import ScaleOptions
 from paceline.scale.watchdog import Watchdog
 from paceline.scale.wire import Address, Description
 from paceline.scale.worker import ReplicaWorker
+from paceline.serve.learner import first_head
 from paceline.serve.loading import describe, load
 from paceline.serve.logs import set_up_logs
 from paceline.serve.metrics import Metrics
@@ -61,16 +66,18 @@ class Replica:
         loaded = await asyncio.to_thread(load, config)
         facts = describe(config, loaded)
         self._metrics = Metrics(facts["model"], options.max_segments, facts)
+        reports = StepReports()
         front = AsyncEngine(
             loaded.engine,
             loaded.tokenizer,
             max_queue=UNLIMITED,
-            observers=(self._metrics,),
+            observers=(self._metrics, reports),
             stuck_after=options.stuck_timeout,
         )
         front.start()
         name = serve.get_replica_context().replica_id.unique_id
-        self._worker = ReplicaWorker(front, name, description(loaded, facts))
+        heads = HeadReceiver(front, partial(load_head, loaded), reports)
+        self._worker = ReplicaWorker(front, name, description(loaded, facts), heads)
         self._watchdog = Watchdog(hang_timeout)
 
     async def introduce(self, address: Address) -> None:
@@ -101,6 +108,11 @@ class Replica:
             self._watchdog.stop()
             await worker.drain(self._drain_seconds)
             await worker.stop()
+
+
+def load_head(loaded: Loaded, method: str, folder: Path | None) -> Drafter:
+    """A drafter with the head in a folder; None: with the one that the model was loaded with."""
+    return loaded.load_head(method, folder or first_head(loaded.speculation, method, loaded.fingerprint))
 
 
 def wanted_replicas(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from paceline.core.stats import StepStats
 from paceline.scale.channel import Link, Listener, Message
@@ -57,6 +58,9 @@ class Owner(Protocol):
         ...
 
 
+Handler = Callable[..., None]  # of a link, and of the arguments of a message
+
+
 class Links:
     """Implements LinkOwner. Used in the event loop only."""
 
@@ -67,6 +71,7 @@ class Links:
         self._replicas = replicas
         self._options = options
         self._listener = Listener(self)
+        self._handlers: list[tuple[str, Handler]] = [("state", self._note)]
         self._more = asyncio.Event()  # a replica has become usable
         self._empty_since: float | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -125,6 +130,10 @@ class Links:
         total.kv_usage = sum(state["kv_usage"] for state in states) / max(1, len(states))
         return total
 
+    def handle(self, handlers: Mapping[str, Handler]) -> None:
+        """Call these too for messages of their kinds."""
+        self._handlers += handlers.items()
+
     def spare(self, link: Link) -> None:
         """Send nothing more to a replica that drains."""
         if not link.draining:
@@ -153,19 +162,25 @@ class Links:
         return True
 
     def received(self, link: Link, messages: list[Message]) -> None:
-        """Note states, and pass on the rest."""
-        for _, state in [message for message in messages if message[0] == "state"]:
-            link.state = state
-            if state["draining"]:
-                self.spare(link)
-            link.others = max(0, state["running"] + state["waiting"] - self._owner.num_sent(link.replica))
-            if state["failure"] is not None:
-                self._give_up(link, state["failure"])
-            else:
-                self._more.set()
-        about_requests = [message for message in messages if message[0] != "state"]
+        """Handle what is not about requests, and pass on the rest."""
+        handled = {kind for kind, _ in self._handlers}
+        for message in [message for message in messages if message[0] in handled]:
+            for _, handle in [each for each in self._handlers if each[0] == message[0]]:
+                handle(link, *message[1:])
+        about_requests = [message for message in messages if message[0] not in handled]
         if about_requests:
             self._owner.received(link, about_requests)
+
+    def _note(self, link: Link, state: dict[str, Any]) -> None:
+        """A replica tells its state."""
+        link.state = state
+        if state["draining"]:
+            self.spare(link)
+        link.others = max(0, state["running"] + state["waiting"] - self._owner.num_sent(link.replica))
+        if state["failure"] is not None:
+            self._give_up(link, state["failure"])
+        else:
+            self._more.set()
 
     def lost(self, link: Link) -> None:
         """The connection of a replica was closed."""

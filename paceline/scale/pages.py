@@ -39,6 +39,7 @@ class ReplicaState(BaseModel):
     host: str
     pid: int
     weights: str  # their form: the same on all replicas that get requests
+    head: str  # id of the learned head that drafts; empty: the one it was started with
     running: int
     waiting: int
     kv_cache_usage: float
@@ -111,6 +112,7 @@ def pages(own: Metrics, engine: RemoteEngine, snapshots: Snapshots, prefix: str)
                 host=link.state.get("host", ""),
                 pid=link.state.get("pid", 0),
                 weights=link.form,
+                head=link.state.get("head", ""),
                 running=link.state.get("running", 0),
                 waiting=link.state.get("waiting", 0),
                 kv_cache_usage=link.state.get("kv_usage", 0.0),

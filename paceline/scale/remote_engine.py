@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from paceline.constrain.compiler import Grammar, GrammarCompiler, GrammarTokenizer
@@ -21,6 +22,7 @@ from paceline.core.request import Request
 from paceline.core.stats import StepStats
 from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.engine.admission import Limits, make_requests
+from paceline.engine.async_engine import Observer
 from paceline.engine.intake import Intake
 from paceline.engine.stream import Stream
 from paceline.errors import PacelineError, UnavailableError
@@ -28,6 +30,7 @@ from paceline.kv.hashing import page_hashes
 from paceline.models.detokenizer import Watch
 from paceline.scale.channel import Link
 from paceline.scale.dispatch import Dispatcher, RemoteObserver
+from paceline.scale.heads import HeadPush
 from paceline.scale.links import LinkOptions, Replicas
 from paceline.scale.remote_run import RemoteRun
 from paceline.scale.routing import PrefixRouting, RoutingOptions
@@ -102,6 +105,11 @@ class RemoteEngine:
     @property
     def draining(self) -> bool:
         return self._intake.draining
+
+    @property
+    def drafters(self) -> Iterable[str]:
+        """The methods that replicas have loaded, the default first."""
+        return self._description.plans
 
     @property
     def state(self) -> StepStats:
@@ -197,6 +205,15 @@ class RemoteEngine:
         if task is not None:
             task.cancel()
         self._intake.forget(stream.request_id)
+
+    def push_heads(self, first: Path, observers: Sequence[Observer]) -> None:
+        """Let `replace_head` be used, and tell these of the replicas' steps. `first`: their own head."""
+        self._heads = HeadPush(lambda: self._dispatcher.links.usable, first, observers)
+        self._dispatcher.links.handle(self._heads.handlers)
+
+    async def replace_head(self, name: str, head: Path) -> None:
+        """Let all replicas, and those to come, draft with the head in a folder: see HeadPush."""
+        await self._heads.replace(name, head)
 
     async def drain(self) -> None:
         await self._intake.drain()

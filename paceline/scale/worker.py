@@ -17,6 +17,7 @@ from typing import Any
 from paceline.engine.async_engine import AsyncEngine
 from paceline.errors import PacelineError
 from paceline.scale.channel import Connection, Message, connect
+from paceline.scale.heads import ORDERED, HeadReceiver
 from paceline.scale.wire import (
     Address,
     Description,
@@ -36,11 +37,17 @@ class ReplicaWorker:
     """Runs requests of ingresses in an engine, and sends them the tokens."""
 
     def __init__(
-        self, engine: AsyncEngine, name: str, description: Description, beat_seconds: float = BEAT_SECONDS
+        self,
+        engine: AsyncEngine,
+        name: str,
+        description: Description,
+        heads: HeadReceiver,
+        beat_seconds: float = BEAT_SECONDS,
     ) -> None:
         self.name = name
         self.description = description
         self._engine = engine
+        self._heads = heads
         self._beat_seconds = beat_seconds
         self._draining = False
         self._connections: dict[Address, asyncio.Task[Connection]] = {}
@@ -115,6 +122,7 @@ class ReplicaWorker:
             "host": socket.gethostname(),
             "failure": self._engine.failure,
             "draining": self._draining,
+            "head": self._heads.serving,
             **{name: getattr(state, name) for name in names.split()},
         }
 
@@ -127,6 +135,8 @@ class ReplicaWorker:
                 run.add_done_callback(partial(self._forget, key, keys))
             elif kind == "abort" and content in self._runs:
                 self._runs[content].cancel()
+            elif kind in ORDERED:
+                self._heads.received(connection, kind, content)
 
     def _forget(self, key: str, keys: set[str], _: asyncio.Task[None]) -> None:
         keys.discard(key)

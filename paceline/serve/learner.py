@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Generic
 
-from paceline.build import Loaded
-from paceline.engine.async_engine import AsyncEngine
+from paceline.draft.methods import Speculation
 from paceline.learn.collector import Collector
 from paceline.learn.history import History
 from paceline.learn.jobs import Jobs
-from paceline.learn.learner import Learner
+from paceline.learn.learner import HeadEngine, Learner, LoadedHead
 from paceline.learn.slowdown import Slowdown
 from paceline.learn.status import LearnerConfig
 from paceline.learn.trial import Meter
@@ -20,30 +21,32 @@ from paceline.models.heads.shipped import SHIPPED_HEAD
 from paceline.serve.learning_page import Learning
 
 
-def history_of(loaded: Loaded, method: str, folder: Path) -> History:
-    """The history of a method's heads in a folder, beginning with the one that the model was loaded with."""
-    configured = loaded.speculation.drafters[method].options if loaded.speculation else None
-    named = getattr(configured, "model", None) or SHIPPED_HEAD
-    return History(folder, resolve_head(named, method, loaded.fingerprint))
+def first_head(speculation: Speculation | None, method: str, fingerprint: str) -> Path:
+    """The head that a server of the target with this fingerprint begins with: configured, or shipped."""
+    configured = speculation.drafters.get(method) if speculation else None
+    named = getattr(configured and configured.options, "model", None) or SHIPPED_HEAD
+    return resolve_head(named, method, fingerprint)
 
 
-class LearningModel:
+class LearningModel(Generic[LoadedHead]):
     """A model that learns from what it answers."""
 
     def __init__(
         self,
-        loaded: Loaded,
         method: str,
+        load: Callable[[Path], LoadedHead],
         collector: Collector,
         history: History,
         jobs: Jobs,
         config: LearnerConfig | None = None,
     ) -> None:
-        """`method` is the drafter whose head learns; the collector gets finished requests."""
+        """`method` is the drafter whose head learns; the collector gets finished requests. `load`: what the
+        engine takes as a head, by its folder.
+        """
         self.collector, self.history = collector, history
         self._meter, self._slowdown = Meter(method), Slowdown()
         self.observers = (self._meter, self._slowdown)  # of the engine
-        self._loaded, self._method, self._jobs, self._config = loaded, method, jobs, config
+        self._method, self._load, self._jobs, self._config = method, load, jobs, config
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -51,12 +54,12 @@ class LearningModel:
         """The requests that were kept since the start."""
         return self.collector.counts.kept
 
-    def start(self, engine: AsyncEngine, name: str) -> Learning:
+    def start(self, engine: HeadEngine[LoadedHead], name: str) -> Learning:
         """Begin to learn, in the event loop of the engine. Returns what is shown of it."""
         learner = Learner(
             engine,
             self._method,
-            lambda path: self._loaded.load_head(self._method, path),
+            self._load,
             self.history,
             self._jobs,
             self._meter,

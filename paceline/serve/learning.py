@@ -3,35 +3,58 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import Any, Generic
 
-from paceline.build import Loaded
+from paceline.config import EngineConfig
+from paceline.draft.base import Drafter
 from paceline.errors import ConfigError
 from paceline.learn.collector import Collector, Policy
 from paceline.learn.folder import LearnFolder
+from paceline.learn.history import History
 from paceline.learn.jobs import ProcessJobs
-from paceline.learn.options import LearnOptions
+from paceline.learn.learner import LoadedHead
+from paceline.learn.options import Decode, LearnOptions
 from paceline.learn.selection import ALL_SALTS
 from paceline.learn.status import LearnerConfig
 from paceline.learn.store import open_store
+from paceline.learn.trial import TrialConfig
+from paceline.models.config import ModelConfig
 from paceline.models.heads.config import TargetName
-from paceline.serve.learner import LearningModel, history_of
+from paceline.serve.learner import LearningModel, first_head
 from paceline.serve.loading import ServedModel
 from paceline.serve.logs import log_event
 from paceline.serve.middleware import key_digest
 from paceline.serve.options import ServeOptions
-from paceline.serve.routes.file import RoutesFile
 
 logger = logging.getLogger(__name__)
 
 TRAINABLE = ("eagle3", "dflash", "dspark")  # methods whose heads can be trained further, as objectives.KINDS
 
 
-def learn_options(flags: Mapping[str, Any], options: ServeOptions, declared: RoutesFile) -> LearnOptions:
-    """The options of --learn; ConfigError, before anything is loaded, if nothing could be learned."""
+@dataclass(frozen=True)
+class Pupil(Generic[LoadedHead]):
+    """A model whose head can learn."""
+
+    target: TargetName
+    vocab_size: int
+    method: str  # of its head
+    first: Path  # the head that it was loaded with
+    load: Callable[[Path], LoadedHead]  # what its engine takes as a head, by its folder
+    decode: Decode
+    config: EngineConfig
+
+
+def learn_options(flags: Mapping[str, Any], options: ServeOptions, config: EngineConfig) -> LearnOptions:
+    """The options of --learn; ConfigError, before anything is loaded, if nothing could be learned.
+
+    `config` is of the served model; of several, none learns.
+    """
     given: dict[str, Any] = {
         name: tuple(value or ()) if name == "learn_skip_key" else value for name, value in flags.items()
     }
@@ -42,8 +65,7 @@ def learn_options(flags: Mapping[str, Any], options: ServeOptions, declared: Rou
         raise ConfigError("--learn needs the module torch: run `pip install 'paceline[train]'`.")
     if options.routes is not None:
         raise ConfigError("--learn is for one model: leave it out, or --routes.")
-    (entry,) = declared.models.values()
-    speculation = entry.config.speculative.speculation()
+    speculation = config.speculative.speculation()
     automatic = speculation.auto and not speculation.drafters
     if not automatic and not any(name in TRAINABLE for name in speculation.drafters):
         raise ConfigError(
@@ -60,49 +82,69 @@ def learn_options(flags: Mapping[str, Any], options: ServeOptions, declared: Rou
     return learning
 
 
-def trainable_method(loaded: Loaded) -> str:
-    """The method whose head learns; ConfigError if the loaded model has none."""
-    found = [name for name in loaded.drafters if name in TRAINABLE]
+def pupil_of(model: ServedModel, config: EngineConfig) -> Pupil[Drafter]:
+    """A loaded model as one that learns; ConfigError if it has no head that can."""
+    loaded = model.loaded
+    assert loaded is not None
+    method = trainable_method(loaded.drafters, loaded.model_config)
+    return Pupil(
+        TargetName(loaded.fingerprint, model.names[0]),
+        loaded.model_config.vocab_size,
+        method,
+        first_head(loaded.speculation, method, loaded.fingerprint),
+        partial(loaded.load_head, method),
+        model.tokenizer.decode,
+        config,
+    )
+
+
+def trainable_method(drafters: Iterable[str], model: ModelConfig) -> str:
+    """The method whose head learns, of those that are loaded; ConfigError if there is none."""
+    found = [name for name in drafters if name in TRAINABLE]
     if not found:
         raise ConfigError(
             "--learn trains the head that drafts, and none is shipped for this model: train one by "
             "`paceline train eagle3`, and give it as --draft eagle3:PATH."
         )
-    if blocks := loaded.model_config.beyond_llama():
+    if blocks := model.beyond_llama():
         raise ConfigError(
-            f"--learn cannot train a head for this {loaded.model_config.family} model, which has "
+            f"--learn cannot train a head for this {model.family} model, which has "
             f"{', '.join(blocks)}: leave it out."
         )
     return found[0]
 
 
 @contextmanager
-def collecting(
-    learning: LearnOptions, options: ServeOptions, declared: RoutesFile, models: Sequence[ServedModel]
-) -> Iterator[LearningModel | None]:
-    """A context with the served model as one that learns; None without --learn."""
-    if not learning.learn:
-        yield None
-        return
-    ((model,), (entry,)) = models, declared.models.values()
-    assert model.loaded is not None
-    method = trainable_method(model.loaded)
-    target = TargetName(model.loaded.fingerprint, model.names[0])
-    folder = LearnFolder(learning.folder(target.fingerprint))
-    history = history_of(model.loaded, method, folder.heads)
-    store = open_store(folder.traffic, target, model.loaded.model_config.vocab_size, learning.limits)
+def learning_model(
+    learning: LearnOptions, options: ServeOptions, pupil: Pupil[LoadedHead], replicas: int = 1
+) -> Iterator[LearningModel[LoadedHead]]:
+    """A context with a model that learns on this many engines."""
+    folder = LearnFolder(learning.folder(pupil.target.fingerprint))
+    history = History(folder.heads, pupil.first)
+    store = open_store(folder.traffic, pupil.target, pupil.vocab_size, learning.limits)
     policy = collector_policy(learning, options)
-    collector = Collector(store, policy, learning.redact(), model.tokenizer.decode)
-    log_event(logger, "learning", folder=str(folder.root), method=method, share=learning.learn_share)
-    salt = ALL_SALTS if learning.learn_salts == "shared" else ""
-    both = ("--salt", salt, "--device", entry.config.backend.choice.device)
+    collector = Collector(store, policy, learning.redact(), pupil.decode)
+    log_event(logger, "learning", folder=str(folder.root), method=pupil.method, share=learning.learn_share)
+    both = ("--salt", trained_salt(learning), "--device", pupil.config.backend.choice.device)
     train = ("--minutes", str(learning.learn_minutes))
-    jobs = ProcessJobs(folder, entry.config.model.model, train, both)
-    config = LearnerConfig(min_rows=learning.learn_min_rows, max_running=learning.learn_max_running)
+    jobs = ProcessJobs(folder, pupil.config.model.model, train, both)
+    trial = TrialConfig()  # each engine computes keys and values again after a swap
+    trial = replace(trial, skipped_steps=replicas * trial.skipped_steps)
+    config = LearnerConfig(
+        min_rows=learning.learn_min_rows, max_running=learning.learn_max_running, trial=trial
+    )
     try:
-        yield LearningModel(model.loaded, method, collector, history, jobs, config)
+        yield LearningModel(pupil.method, pupil.load, collector, history, jobs, config)
     finally:
         collector.close()
+
+
+def trained_salt(learning: LearnOptions) -> str:
+    """The salt whose rows train the head that drafts for all requests: none, unless all are shared.
+
+    A head tells by its speed what it was trained on, so rows of a salt must not reach those of others.
+    """
+    return ALL_SALTS if learning.learn_salts == "shared" else ""
 
 
 def collector_policy(learning: LearnOptions, options: ServeOptions) -> Policy:

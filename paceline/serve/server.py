@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 import uvicorn
 import uvicorn.server
 
+from paceline.draft.base import Drafter
 from paceline.engine.async_engine import AsyncEngine, Observer
 from paceline.engine.engine import Engine
 from paceline.engine.step_turns import StepTurns
@@ -35,7 +36,7 @@ from paceline.serve.connections import Connection, ConnectionLimits
 from paceline.serve.engines import EngineGroup
 from paceline.serve.kv_events import observe, publishing
 from paceline.serve.learner import LearningModel
-from paceline.serve.learning import collecting, learn_options
+from paceline.serve.learning import learn_options, learning_model, pupil_of
 from paceline.serve.learning_page import Learning
 from paceline.serve.loading import ServedModel, declared_models, load_models
 from paceline.serve.logs import log_event, set_up_logs
@@ -67,7 +68,8 @@ def serve(
     """
     options = ServeOptions.from_flags(server)
     declared = declared_models(model, engine, options)
-    learning = learn_options(learn or {}, options, declared)
+    config = next(iter(declared.models.values())).config
+    learning = learn_options(learn or {}, options, config)
     if options.otlp_endpoint is not None:
         import_tracing()
     check_events(options, declared)
@@ -77,10 +79,11 @@ def serve(
         set_up_logs(options.log_level, options.log_format)
         models = load_models(declared)
         allow_files(2 * options.max_connections)
-        with (
-            collecting(learning, options, declared, models) as learner,
-            asyncio.Runner(loop_factory=loop_factory()) as runner,
-        ):
+        with ExitStack() as stack:
+            learner = None
+            if learning.learn:
+                learner = stack.enter_context(learning_model(learning, options, pupil_of(models[0], config)))
+            runner = stack.enter_context(asyncio.Runner(loop_factory=loop_factory()))
             runner.run(run_models(models, declared.table, options, listener, publisher, learner))
 
 
@@ -149,7 +152,7 @@ async def run_models(
     options: ServeOptions,
     listener: socket.socket,
     publisher: Publisher | None = None,
-    learner: LearningModel | None = None,
+    learner: LearningModel[Drafter] | None = None,
 ) -> None:
     """Serve loaded models, and routes over them, on a bound socket until a signal.
 

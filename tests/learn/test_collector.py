@@ -12,10 +12,13 @@ from paceline.core.params import SamplingParams
 from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculativeMetrics
 from paceline.errors import ConfigError
 from paceline.learn.collector import Collector, Origin, Policy
-from paceline.learn.options import LearnOptions, Redact
+from paceline.learn.options import SALTS, LearnOptions, Redact
 from paceline.learn.rows import TrafficRow
+from paceline.learn.score import gate_rows
+from paceline.learn.selection import ALL_SALTS, Selection, choose
 from paceline.learn.store import StoreLimits, TrafficStore
 from paceline.models.heads.config import TargetName
+from paceline.serve.learning import trained_salt
 
 PARAMS = SamplingParams(temperature=0.5, top_p=0.9)
 ORIGIN = Origin(PARAMS, "sql")
@@ -79,6 +82,27 @@ def test_requests_are_refused_by_their_client_their_salt_or_their_key(
         store = TrafficStore(tmp_path)
         assert (rows[0].salt, rows[0].key) == (store.hash(origin.cache_salt), store.hash(origin.key))
         assert origin.cache_salt not in rows[0].salt or not origin.cache_salt
+
+
+def test_rows_of_a_salt_train_and_judge_the_head_of_that_salt_alone(tmp_path: Path) -> None:
+    """From requests to what training, its end and the gate get; `salt` is what the commands take."""
+    clients = ("", "mine", "yours")
+    offers = [(output(number), replace(ORIGIN, cache_salt=clients[number % 3])) for number in range(10, 910)]
+    rows, _ = kept(tmp_path, offers, Policy(salts="own"))
+    store = TrafficStore(tmp_path)
+
+    def used(salt: str) -> set[int]:
+        """The first tokens of all prompts that a head of this salt learns from or is judged by."""
+        chosen = choose(rows, [], Selection(salt=salt))
+        groups = [chosen.train, *chosen.stop.values(), gate_rows(rows, salt=salt)]
+        assert all(groups)
+        return {row.prompt_ids[0] for group in groups for row in group}
+
+    for place, client in enumerate(clients):
+        assert {number % 3 for number in used(store.hash(client))} == {place}
+    assert {number % 3 for number in used(ALL_SALTS)} == {0, 1, 2}
+    served = {salts: trained_salt(LearnOptions(learn_salts=salts)) for salts in SALTS}
+    assert served == {"off": "", "own": "", "shared": ALL_SALTS}  # of the head that drafts for everyone
 
 
 def test_a_share_is_chosen_by_hash(tmp_path: Path) -> None:

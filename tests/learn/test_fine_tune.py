@@ -14,7 +14,7 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.learn.early_stop import is_better
-from paceline.learn.fine_tune import FineTuneOptions, fine_tune, head_fingerprint, read_candidate
+from paceline.learn.fine_tune import FineTuneOptions, fine_tune, read_candidate
 from paceline.learn.rows import TrafficRow
 from paceline.learn.score import gate_rows
 from paceline.learn.selection import NEW, OLD, Selection, choose, generic_rows, usable
@@ -24,6 +24,7 @@ from paceline.learn.yielding import MAX_STEP_SECONDS, StoppedTime, Yielding, sto
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.checkpoint import load_head, write_head
 from paceline.models.heads.config import TargetName
+from paceline.models.heads.fingerprint import head_fingerprint
 from paceline.models.safetensors_writer import encode
 from paceline.train.examples import Example, ExampleWriter
 from tests import tiny_families

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,13 +22,14 @@ from paceline.engine.async_engine import AsyncEngine
 from paceline.learn.collector import Collector, Origin, Policy
 from paceline.learn.folder import LearnFolder
 from paceline.learn.gate import GateConfig
+from paceline.learn.history import History
 from paceline.learn.jobs import ProcessJobs
 from paceline.learn.status import LearnerConfig, LearnStatus
 from paceline.learn.store import TrafficStore
 from paceline.learn.trial import TrialConfig
 from paceline.models.heads.checkpoint import write_head
 from paceline.models.heads.config import TargetName
-from paceline.serve.learner import LearningModel, history_of
+from paceline.serve.learner import LearningModel, first_head
 from tests.draft.test_draft_model_cpu import save_model
 from tests.large import REPEATS
 from tests.models.heads.driver import random_checkpoint
@@ -74,10 +76,10 @@ def test_a_server_learns_its_traffic_though_its_first_trainer_is_killed(
     folder = LearnFolder(tmp_path / "learn")
     store = TrafficStore(folder.traffic, TargetName(loaded.fingerprint, "tiny"), VOCAB)
     learning = LearningModel(
-        loaded,
         "eagle3",
+        partial(loaded.load_head, "eagle3"),
         Collector(store, Policy()),
-        history_of(loaded, "eagle3", folder.heads),
+        History(folder.heads, first_head(loaded.speculation, "eagle3", loaded.fingerprint)),
         ProcessJobs(folder, str(tmp_path / "model"), TRAINING, ("--nice", "0")),
         CONFIG,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from paceline.core.params import SamplingParams
 from paceline.engine.async_engine import AsyncEngine
 from paceline.learn.collector import Collector, Policy
 from paceline.learn.folder import LearnFolder
+from paceline.learn.history import History
 from paceline.learn.jobs import ProcessJobs
 from paceline.learn.status import LearnerConfig, LearnStatus
 from paceline.learn.store import TrafficStore
@@ -28,7 +30,7 @@ from paceline.models.heads.checkpoint import load_head, write_head
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.registry import resolve_head
 from paceline.models.safetensors_writer import encode
-from paceline.serve.learner import LearningModel, history_of
+from paceline.serve.learner import LearningModel
 from tests.large import REPEATS
 
 MODEL, SECONDS = "smollm2-135m", 400.0  # for the test to give up
@@ -49,10 +51,13 @@ def test_a_bad_head_is_rolled_back_by_its_live_loss_and_no_byte_changes(draft: s
     loaded = build_engine(EngineConfig.from_options(speculative_config=draft, **options))
     folder = LearnFolder(tmp_path / "learn")
     store = TrafficStore(folder.traffic, TargetName(loaded.fingerprint, MODEL), 49152)
-    history = history_of(loaded, "eagle3", folder.heads)
-    number = history.add(rubbish(resolve_head("shipped", "eagle3", loaded.fingerprint), tmp_path), {}).number
+    first = resolve_head("shipped", "eagle3", loaded.fingerprint)
+    history = History(folder.heads, first)
+    number = history.add(rubbish(first, tmp_path), {}).number
     jobs = ProcessJobs(folder, MODEL, ())
-    learning = LearningModel(loaded, "eagle3", Collector(store, Policy()), history, jobs, CONFIG)
+    learning = LearningModel(
+        "eagle3", partial(loaded.load_head, "eagle3"), Collector(store, Policy()), history, jobs, CONFIG
+    )
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     pairs = product(
         ("rivers", "bread", "the moon", "chess", "old maps", "bees", "trains", "salt"), range(2, 40)

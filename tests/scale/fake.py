@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from paceline.constrain.compiler import GrammarTokenizer
+from paceline.draft.base import Drafter
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.engine import Engine
+from paceline.errors import ConfigError
 from paceline.scale.channel import Connection, Message
+from paceline.scale.heads import HeadReceiver, StepReports
 from paceline.scale.remote_engine import RemoteEngine, RemoteOptions
 from paceline.scale.wire import Address, Description
 from paceline.scale.worker import ReplicaWorker
@@ -27,14 +31,25 @@ def describe(engine: Engine, form: str = "toy") -> Description:
     )
 
 
+LoadHead = Callable[[str, Path | None], Drafter]
+
+
+def no_heads(method: str, folder: Path | None) -> Drafter:
+    raise ConfigError("these replicas have no heads")
+
+
 class FakeReplica:
     """A worker that can die or hang."""
 
-    def __init__(self, name: str, engine: Engine, tokenizer: GrammarTokenizer, form: str) -> None:
+    def __init__(
+        self, name: str, engine: Engine, tokenizer: GrammarTokenizer, form: str, load: LoadHead
+    ) -> None:
         self.name = name
-        self.engine = AsyncEngine(engine, tokenizer, max_queue=1000)
+        reports = StepReports()
+        self.engine = AsyncEngine(engine, tokenizer, max_queue=1000, observers=(reports,))
         self.engine.start()
-        self.worker = ReplicaWorker(self.engine, name, describe(engine, form), beat_seconds=0.05)
+        heads = HeadReceiver(self.engine, load, reports)
+        self.worker = ReplicaWorker(self.engine, name, describe(engine, form), heads, beat_seconds=0.05)
         self.requests: list[Mapping[str, Any]] = []  # that it got, as JSON
         self.alive, self.hung = True, False
         received = self.worker._received
@@ -69,8 +84,14 @@ class FakeReplica:
 class FakeReplicas:
     """Implements Replicas."""
 
-    def __init__(self, make_engine: Callable[[], Engine], tokenizer: GrammarTokenizer, count: int) -> None:
-        self._make_engine = make_engine
+    def __init__(
+        self,
+        make_engine: Callable[[], Engine],
+        tokenizer: GrammarTokenizer,
+        count: int,
+        load: LoadHead = no_heads,
+    ) -> None:
+        self._make_engine, self._load = make_engine, load
         self._tokenizer = tokenizer
         self.all: list[FakeReplica] = []
         self.changed = asyncio.Event()
@@ -79,7 +100,7 @@ class FakeReplicas:
 
     def add(self, form: str = "toy") -> FakeReplica:
         name = f"r{len(self.all)}"
-        self.all.append(FakeReplica(name, self._make_engine(), self._tokenizer, form))
+        self.all.append(FakeReplica(name, self._make_engine(), self._tokenizer, form, self._load))
         self.changed.set()
         return self.all[-1]
 
@@ -103,9 +124,14 @@ class Fleet:
     """An ingress over fake replicas, as an async context."""
 
     def __init__(
-        self, make_engine: Callable[[], Engine], tokenizer: Any, count: int = 2, **options: Any
+        self,
+        make_engine: Callable[[], Engine],
+        tokenizer: Any,
+        count: int = 2,
+        load: LoadHead = no_heads,
+        **options: Any,
     ) -> None:
-        self._arguments = (make_engine, tokenizer, count)
+        self._arguments = (make_engine, tokenizer, count, load)
         self._options = {
             "replicas": count,
             "replica_timeout": 60.0,
@@ -113,8 +139,8 @@ class Fleet:
         }  # no false alarm on a busy machine
 
     async def __aenter__(self) -> Fleet:
-        make_engine, tokenizer, count = self._arguments
-        self.replicas = FakeReplicas(make_engine, tokenizer, count)
+        make_engine, tokenizer, count, load = self._arguments
+        self.replicas = FakeReplicas(make_engine, tokenizer, count, load)
         description = self.replicas.all[0].worker.description
         self.engine = RemoteEngine(self.replicas, description, tokenizer, RemoteOptions(**self._options))
         await self.engine.start("127.0.0.1")

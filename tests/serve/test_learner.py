@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from paceline.learn.status import LearnerConfig, LearnStatus
 from paceline.learn.store import TrafficStore
 from paceline.models.heads.checkpoint import write_head
 from paceline.models.heads.config import TargetName
-from paceline.serve.learner import LearningModel, history_of
+from paceline.serve.learner import LearningModel, first_head
 from paceline.serve.learning_page import Learning, LearnPage, router
 from tests.draft.test_draft_model_cpu import save_model
 from tests.models.heads.driver import random_checkpoint
@@ -60,10 +61,10 @@ def test_a_head_promoted_by_hand_serves_while_requests_run_and_no_byte_changes(f
     loaded = eagle3(folder)
     store = TrafficStore(tmp_path / "traffic", TargetName("f00d", "tiny"), 173)
     learning = LearningModel(
-        loaded,
         "eagle3",
+        partial(loaded.load_head, "eagle3"),
         Collector(store, Policy()),
-        history_of(loaded, "eagle3", tmp_path / "heads"),
+        History(tmp_path / "heads", folder / "head3"),
         ProcessJobs(LearnFolder(tmp_path), str(folder), ()),
         LearnerConfig(poll_seconds=0.001),
     )
@@ -95,8 +96,9 @@ def test_a_head_promoted_by_hand_serves_while_requests_run_and_no_byte_changes(f
     assert [line["decision"] for line in learning.history.decisions()] == ["serves"]
 
 
-def test_the_history_begins_with_the_head_that_the_model_was_loaded_with(folder, tmp_path):
-    assert history_of(eagle3(folder), "eagle3", tmp_path).current().path == folder / "head3"
+def test_the_history_begins_with_the_head_that_the_model_was_loaded_with(folder):
+    loaded = eagle3(folder)
+    assert first_head(loaded.speculation, "eagle3", loaded.fingerprint) == folder / "head3"
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.learn.collector import Collector, Policy
 from paceline.learn.options import LearnOptions
 from paceline.learn.store import StoreLimits, TrafficStore
 from paceline.models.heads.config import TargetName
 from paceline.serve.learning import collector_policy, learn_options
-from paceline.serve.loading import declared_models
 from paceline.serve.options import ServeOptions
 from tests.serve.api import Api
 
@@ -88,9 +88,9 @@ def test_a_key_that_is_to_be_skipped_is_the_key_that_clients_send(tmp_path: Path
 def test_what_cannot_be_learned_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     def refused(match: str, engine: dict[str, Any] | None = None, **server: Any) -> None:
         options = ServeOptions(**server)
-        declared = declared_models("smollm2-135m", engine or {}, options)
+        config = EngineConfig.from_options(model="smollm2-135m", **(engine or {}))
         with pytest.raises(ConfigError, match=match):
-            learn_options({"learn": True, "learn_dir": str(tmp_path)}, options, declared)
+            learn_options({"learn": True, "learn_dir": str(tmp_path)}, options, config)
 
     refused("here is none: give --draft eagle3:PATH", {"speculative_config": "off"})
     refused("here is none", {"speculative_config": "ngram"})
@@ -99,6 +99,6 @@ def test_what_cannot_be_learned_is_refused_before_anything_is_loaded(tmp_path: P
 
 def test_one_api_key_separates_nothing_and_off_is_the_default(tmp_path: Path) -> None:
     options = ServeOptions(api_key=("one",))
-    declared = declared_models("smollm2-135m", {}, options)
-    assert learn_options({"learn": True}, options, declared).learn
-    assert not learn_options({}, options, declared).learn
+    config = EngineConfig.from_options(model="smollm2-135m")
+    assert learn_options({"learn": True}, options, config).learn
+    assert not learn_options({}, options, config).learn

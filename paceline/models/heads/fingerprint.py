@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 from paceline.errors import HeadMismatchError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import ModelConfig
 from paceline.models.families import FAMILIES
+from paceline.models.heads.checkpoint import WEIGHTS
 from paceline.models.heads.config import HeadConfig, TargetName
 from paceline.models.safetensors_writer import encode
 
@@ -72,3 +74,13 @@ def check_fingerprint(
         f"({trained_for.fingerprint}; this one is {fingerprint}). It would guess badly, though never change "
         "the output. Use a head that was trained for this target, or set any_target to use it all the same."
     )
+
+
+def head_fingerprint(head: Path) -> str:
+    """A hash of a head's files, by which a candidate names its parent."""
+    folder = head if head.is_dir() else head.parent
+    digest = hashlib.sha256()
+    for name in ("config.json", *WEIGHTS):
+        if (folder / name).is_file():
+            digest.update((folder / name).read_bytes())
+    return digest.hexdigest()[:16]

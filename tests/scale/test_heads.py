@@ -1,0 +1,156 @@
+"""Learned heads on replicas: pushed to all, to those that come later too, and no byte changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.build import Loaded, build_engine
+from paceline.config import EngineConfig
+from paceline.core.params import SamplingParams
+from paceline.draft.base import Drafter
+from paceline.engine.engine import Engine
+from paceline.errors import BackendError
+from paceline.learn.collector import Collector, Policy
+from paceline.learn.folder import LearnFolder
+from paceline.learn.history import History
+from paceline.learn.jobs import ProcessJobs
+from paceline.learn.status import LearnerConfig
+from paceline.learn.store import TrafficStore
+from paceline.learn.trial import Meter
+from paceline.models.heads.checkpoint import write_head
+from paceline.models.heads.config import TargetName
+from paceline.models.heads.fingerprint import head_fingerprint
+from paceline.scale.heads import FIRST
+from paceline.serve.learner import LearningModel
+from tests.draft.test_draft_model_cpu import save_model
+from tests.models.heads.driver import random_checkpoint
+from tests.models.heads.tiny_heads import EAGLE3
+from tests.scale.fake import Fleet
+
+PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=50, ignore_eos=True)
+PROMPT = list(range(3, 40))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model(folder)
+    for seed in (3, 4):
+        write_head(random_checkpoint(EAGLE3, seed), folder / f"head{seed}", "sglang")
+    return folder
+
+
+class Model:
+    """A tiny model with a head, and what its replicas load."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.loaded: list[Loaded] = []
+
+    def load(self, draft: object) -> Loaded:
+        options = {"backend": "torch", "threads": 1, "max_model_len": 200}
+        config = EngineConfig.from_options(model=str(self.folder), speculative_config=draft, **options)
+        return build_engine(config)
+
+    def make_engine(self) -> Engine:
+        draft = {"method": "eagle3", "model": str(self.folder / "head3"), "any_target": True}
+        self.loaded.append(self.load(draft))
+        return self.loaded[-1].engine
+
+    def load_head(self, method: str, folder: Path | None) -> Drafter:
+        return self.loaded[0].load_head(method, folder or self.folder / "head3")
+
+    def fleet(self) -> Fleet:
+        tokenizer = self.load("off").tokenizer
+        return Fleet(self.make_engine, tokenizer, 2, self.load_head, replicas=3, replica_timeout=5.0)
+
+    def answer(self) -> list[int]:
+        """What the model answers without drafts."""
+        alone = self.load("off").engine
+        (request,) = alone.add_request(PROMPT, PARAMS)
+        while alone.has_unfinished:
+            alone.step()
+        return request.output_token_ids
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Model:
+    return Model(folder)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def heads(fleet: Fleet) -> list[str]:
+    """The heads that the replicas say they have."""
+    return [link.state["head"] for link in fleet.engine.links.values() if link.state]
+
+
+def test_a_head_is_pushed_to_all_replicas_while_requests_run_and_to_those_that_come_later(
+    model: Model, tmp_path: Path
+) -> None:
+    first, other = model.folder / "head3", model.folder / "head4"
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in ("config.json", "model.safetensors"):
+        (broken / file).write_bytes((other / file).read_bytes()[:-100])
+    meter, expected = Meter("eagle3"), model.answer()
+
+    async def main() -> None:
+        async with model.fleet() as fleet:
+            engine = fleet.engine
+            engine.push_heads(first, (meter,))
+            streams = [await engine.submit(PROMPT, PARAMS, str(number)) for number in range(4)]
+            await engine.replace_head("eagle3", other)
+            new = head_fingerprint(other)
+            assert heads(fleet) == [new, new]
+            outputs = await asyncio.gather(*[stream.finished() for stream in streams])
+            assert [each.outputs[0].token_ids for each in outputs] == [expected] * 4
+            await until(lambda: meter.take().steps > 0)  # what replicas do is seen here
+            await fleet.replicas.all[0].kill()
+            fleet.replicas.add()  # Ray starts another one
+            await until(lambda: len(heads(fleet)) == 2 and heads(fleet)[1] == new)
+            with pytest.raises(BackendError, match="cannot use the head"):
+                await engine.replace_head("eagle3", broken)
+            await engine.replace_head("eagle3", first)  # back, without its files
+            assert heads(fleet) == [FIRST, FIRST]
+
+    asyncio.run(main())
+
+
+def test_what_is_promoted_and_rolled_back_by_hand_serves_on_every_replica(
+    model: Model, tmp_path: Path
+) -> None:
+    store = TrafficStore(tmp_path / "traffic", TargetName("f00d", "tiny"), 173)
+    history = History(tmp_path / "heads", model.folder / "head3")
+    number = history.add(model.folder / "head4", {}).number
+    learning = LearningModel(
+        "eagle3",
+        lambda path: path,
+        Collector(store, Policy()),
+        history,
+        ProcessJobs(LearnFolder(tmp_path), str(model.folder), ()),
+        LearnerConfig(poll_seconds=0.01),
+    )
+
+    async def main() -> None:
+        async with model.fleet() as fleet:
+            fleet.engine.push_heads(model.folder / "head3", learning.observers)
+            status = learning.start(fleet.engine, "tiny").status
+            history.promote(number)
+            await until(lambda: status.head == number)
+            assert set(heads(fleet)) == {head_fingerprint(model.folder / "head4")}
+            history.rollback()
+            await until(lambda: status.head == 0)
+            assert set(heads(fleet)) == {FIRST}
+            await learning.stop()
+
+    asyncio.run(main())
+    learning.collector.close()
