@@ -10,18 +10,21 @@ from __future__ import annotations
 import statistics
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from paceline.core.request import Request
 from paceline.core.stats import StepStats
 from paceline.engine.output_processor import Delta
 
-MAX_LOSS = 0.03  # of the server's speed; the target is 0.05, with one client on two cores
+MAX_LOSS = 0.02  # of the server's speed; the targets are 0.03 on a GPU, 0.05 with one client on two cores
 MAX_SHARE = 0.9  # of the time with requests: the rest is needed to compare
 FIRST_SHARE = 0.5  # until the cost is known
 MIN_STEPS, MAX_STEPS = 16, 128  # of one size that are compared, the latest ones
 MAX_REQUESTS = 8  # with more the trainer waits anyway
+FRESH_STEPS = 32  # after which the ratio is computed again: it takes milliseconds, and is asked for often
 CYCLE_SECONDS = 2.0  # one period of work and one of being stopped, together
+
+Kind = tuple[bool, int, int]  # of a step: whether the trainer works, requests, rows
 
 
 class Slowdown:
@@ -30,7 +33,9 @@ class Slowdown:
     def __init__(self) -> None:
         self.working = False  # the trainer, now
         self._lock = threading.Lock()
-        self._seconds: dict[tuple[bool, int, int], deque[float]] = {}  # working, requests, rows: of steps
+        self._ratio: float | None = None
+        self._fresh = 0  # steps since the ratio was computed
+        self._seconds: dict[Kind, deque[float]] = {}  # of steps
 
     def step(self, stats: StepStats, deltas: Sequence[Delta]) -> None:
         if stats.failed or stats.prefill_tokens or not 0 < stats.requests <= MAX_REQUESTS:
@@ -38,14 +43,21 @@ class Slowdown:
         with self._lock:
             kind = (self.working, stats.requests, stats.rows)
             self._seconds.setdefault(kind, deque(maxlen=MAX_STEPS)).append(stats.total_time)
+            self._fresh += 1
 
     def aborted(self, requests: Sequence[Request]) -> None:
         return
 
     def ratio(self) -> float | None:
         """Seconds of a step beside a trainer at work, over those of one without; None if not known yet."""
-        with self._lock:
-            steps = {kind: list(seconds) for kind, seconds in self._seconds.items()}
+        if self._fresh >= FRESH_STEPS:
+            with self._lock:
+                self._fresh = 0
+                steps = {kind: list(seconds) for kind, seconds in self._seconds.items()}
+            self._ratio = self._compare(steps)
+        return self._ratio
+
+    def _compare(self, steps: Mapping[Kind, Sequence[float]]) -> float | None:
         total = weight = 0.0
         for requests, rows in {kind[1:] for kind in steps}:
             alone, beside = (steps.get((working, requests, rows), []) for working in (False, True))
