@@ -66,7 +66,7 @@ class Model:
 
     def fleet(self) -> Fleet:
         tokenizer = self.load("off").tokenizer
-        return Fleet(self.make_engine, tokenizer, 2, self.load_head, replicas=3, replica_timeout=5.0)
+        return Fleet(self.make_engine, tokenizer, 2, self.load_head, replicas=3)
 
     def answer(self) -> list[int]:
         """What the model answers without drafts."""
