@@ -88,9 +88,9 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def heads(fleet: Fleet) -> list[str]:
+def heads(fleet: Fleet) -> dict[str, str]:
     """The heads that the replicas say they have."""
-    return [link.state["head"] for link in fleet.engine.links.values() if link.state]
+    return {name: link.state["head"] for name, link in fleet.engine.links.items() if link.state}
 
 
 def test_a_head_is_pushed_to_all_replicas_while_requests_run_and_to_those_that_come_later(
@@ -110,17 +110,17 @@ def test_a_head_is_pushed_to_all_replicas_while_requests_run_and_to_those_that_c
             streams = [await engine.submit(PROMPT, PARAMS, str(number)) for number in range(4)]
             await engine.replace_head("eagle3", other)
             new = head_fingerprint(other)
-            assert heads(fleet) == [new, new]
+            assert heads(fleet) == {"r0": new, "r1": new}
             outputs = await asyncio.gather(*[stream.finished() for stream in streams])
             assert [each.outputs[0].token_ids for each in outputs] == [expected] * 4
             await until(lambda: meter.take().steps > 0)  # what replicas do is seen here
             await fleet.replicas.all[0].kill()
             fleet.replicas.add()  # Ray starts another one
-            await until(lambda: len(heads(fleet)) == 2 and heads(fleet)[1] == new)
+            await until(lambda: heads(fleet) == {"r1": new, "r2": new})
             with pytest.raises(BackendError, match="cannot use the head"):
                 await engine.replace_head("eagle3", broken)
             await engine.replace_head("eagle3", first)  # back, without its files
-            assert heads(fleet) == [FIRST, FIRST]
+            assert heads(fleet) == {"r1": FIRST, "r2": FIRST}
 
     asyncio.run(main())
 
@@ -146,10 +146,10 @@ def test_what_is_promoted_and_rolled_back_by_hand_serves_on_every_replica(
             status = learning.start(fleet.engine, "tiny").status
             history.promote(number)
             await until(lambda: status.head == number)
-            assert set(heads(fleet)) == {head_fingerprint(model.folder / "head4")}
+            assert set(heads(fleet).values()) == {head_fingerprint(model.folder / "head4")}
             history.rollback()
             await until(lambda: status.head == 0)
-            assert set(heads(fleet)) == {FIRST}
+            assert set(heads(fleet).values()) == {FIRST}
             await learning.stop()
 
     asyncio.run(main())
