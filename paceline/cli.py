@@ -195,7 +195,7 @@ def serve(
         return
     from paceline.scale.command import serve_replicas
 
-    serve_replicas(model or DEFAULT_MODEL, engine, server, scale, learn)
+    serve_replicas(model, engine, server, scale, learn)
 
 
 @app.command()

@@ -28,6 +28,7 @@ REDEPLOY = """
 import json, sys
 import ray
 from ray import serve
+from paceline.config import EngineConfig
 from paceline.scale.deployment import replica_application
 from paceline.scale.options import ScaleOptions
 from paceline.serve.options import ServeOptions
@@ -35,7 +36,8 @@ from paceline.serve.options import ServeOptions
 address, model, engine = sys.argv[1], sys.argv[2], {"threads": 1, **json.loads(sys.argv[3])}
 ray.init(address=address, namespace="paceline")
 options = ServeOptions(drain_timeout=120)
-app = replica_application(model, engine, options, ScaleOptions(replicas=2), {"num_cpus": 1})
+config = EngineConfig.from_options(model=model, **engine)
+app = replica_application(config, options, ScaleOptions(replicas=2), {"num_cpus": 1})
 serve.run(app, name="paceline", route_prefix=None)
 """
 GCS_ADDRESS = "--gcs-address="  # a flag of Ray's node process

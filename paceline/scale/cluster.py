@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -105,21 +105,26 @@ def needs_gpu(backend: BackendOptions) -> bool:
     return backend.choice.name == "cuda" or backend.choice.device.startswith("cuda")
 
 
-def replica_resources(backend: BackendOptions, scale: ScaleOptions, total: dict[str, float]) -> Resources:
-    """What each replica gets of a cluster with `total` resources. ConfigError if that is not enough."""
+def replica_resources(
+    backends: Sequence[BackendOptions], scale: ScaleOptions, total: Mapping[str, float]
+) -> list[Resources]:
+    """What each replica of each model gets of a cluster with `total` resources. ConfigError if that is not
+    enough for all."""
     _, high = scale.bounds
     cpus, gpus = int(total.get("CPU", 0)), int(total.get("GPU", 0))
-    ranks = backend.tensor_parallel_size
-    threads = None if needs_gpu(backend) else backend.threads or max(1, cpus // (high * ranks))
-    share = Resources(threads, ranks)
-    for name, wanted, available, remedy in (
-        ("GPU", high * share.gpus, gpus, "or more GPUs"),
-        ("CPU", high * share.cpus, cpus, "fewer --threads, or more CPUs"),
+    computing = sum(backend.tensor_parallel_size for backend in backends if not needs_gpu(backend))
+    shares = []
+    for backend in backends:
+        threads = backend.threads or max(1, cpus // (high * max(1, computing)))
+        shares.append(Resources(None if needs_gpu(backend) else threads, backend.tensor_parallel_size))
+    for name, each, available, remedy in (
+        ("GPU", [share.gpus for share in shares], gpus, "or more GPUs"),
+        ("CPU", [share.cpus for share in shares], cpus, "fewer --threads, or more CPUs"),
     ):
-        if wanted > available:
-            each = share.gpus if name == "GPU" else share.cpus
+        if high * sum(each) > available:
+            counts = " and ".join(f"{count} {name}{'s' * (count > 1)}" for count in each)
             raise ConfigError(
-                f"{high} replicas with {each} {name}{'s' * (each > 1)} each need {wanted} {name}s, but the "
+                f"{high} replicas with {counts} each need {high * sum(each)} {name}s, but the "
                 f"cluster has {available}. Use fewer replicas, {remedy}."
             )
-    return share
+    return shares

@@ -7,29 +7,29 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.learn.options import LearnOptions
 from paceline.models.heads.checkpoint import load_head
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import check_target, target_fingerprint
-from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
-from paceline.models.tokenizer import Tokenizer
-from paceline.scale.cluster import cluster, import_ray, replica_resources
+from paceline.models.registry import load_checkpoint, resolve
+from paceline.scale.cluster import cluster, import_ray
+from paceline.scale.launch import RemoteModel, launch, load_tokenizers, remove_all
 from paceline.scale.options import ScaleOptions
-from paceline.scale.pages import pages
+from paceline.scale.pages import ModelFleet, pages
 from paceline.scale.remote_engine import RemoteEngine, RemoteOptions
 from paceline.serve.learner import first_head
 from paceline.serve.learning import Pupil, learn_options, learning_model, trainable_method
-from paceline.serve.loading import announce, model_names
+from paceline.serve.loading import announce, declared_models
 from paceline.serve.logs import log_event, set_up_logs
 from paceline.serve.metrics import Metrics
 from paceline.serve.options import ServeOptions
+from paceline.serve.routes.file import RouteTable
 from paceline.serve.routes.models import Models
 from paceline.serve.server import (
     SWITCH_SECONDS,
@@ -39,144 +39,93 @@ from paceline.serve.server import (
     loop_factory,
     serve_models,
 )
-from paceline.serve.service import Service
-
-if TYPE_CHECKING:
-    from paceline.scale.deployment import ServeReplicas
+from paceline.serve.service import Service, new_workers
 
 logger = logging.getLogger(__name__)
 
-APPLICATION = "paceline"
-
 
 def serve_replicas(
-    model: str,
+    model: str | None,
     engine: dict[str, Any],
     server: dict[str, Any],
     scale_flags: dict[str, Any],
     learn: dict[str, Any] | None = None,
 ) -> None:
-    """Serve a model on replicas until a signal. Mistakes are reported before anything is loaded."""
+    """Serve a model, or those of a routes file, each on replicas of its own until a signal. Mistakes are
+    reported before anything is loaded."""
     options, scale = ServeOptions.from_flags(server), ScaleOptions(**scale_flags)
     check_alone(options)
-    config = EngineConfig.from_options(model=model, **engine)
-    learning = learn_options(learn or {}, options, config)
+    declared = declared_models(model, engine, options, together=False)
+    learning = learn_options(learn or {}, options, next(iter(declared.models.values())).config)
     import_ray()
     if options.otlp_endpoint is not None:
         import_tracing()
     listener = bind(options.host, options.port)
     sys.setswitchinterval(SWITCH_SECONDS)
     set_up_logs(options.log_level, options.log_format)
-    _check_ranks(config)
-    tokenizer = load_tokenizer(resolve(config.model.tokenizer or config.model.model))
+    tokenizers = load_tokenizers(declared)
     allow_files(2 * options.max_connections)
     begun = time.monotonic()
     with cluster(scale) as ray:
-        share = replica_resources(config.backend, scale, ray.cluster_resources())
-        if share.threads is not None:
-            engine = {**engine, "threads": share.threads}
-        replicas = _deploy(model, engine, options, scale, share.for_actor())
+        models = launch(declared, tokenizers, options, scale, ray.cluster_resources())
         host = "127.0.0.1" if scale.ray_address is None else ray.util.get_node_ip_address()
         log_event(logger, "replicas", count=scale.bounds[1], seconds=round(time.monotonic() - begun, 1))
         try:
             with asyncio.Runner(loop_factory=loop_factory()) as runner:
-                runner.run(run(replicas, tokenizer, model, config, options, scale, listener, host, learning))
+                runner.run(run(models, declared.table, options, scale, listener, host, learning))
         finally:
-            _remove()
-
-
-def _deploy(
-    model: str,
-    engine: dict[str, Any],
-    options: ServeOptions,
-    scale: ScaleOptions,
-    resources: dict[str, float],
-) -> ServeReplicas:
-    """The replicas, running. ConfigError if they do not come up."""
-    from ray import serve
-
-    from paceline.scale.deployment import ServeReplicas, replica_application
-
-    serve.start(http_options={"location": "NoServer"}, logging_config={"log_level": "WARNING"})
-    if APPLICATION in serve.status().applications:
-        raise ConfigError(
-            f"the cluster already runs an application named {APPLICATION!r}. Use another cluster, or remove "
-            "it with `serve shutdown`."
-        )
-    application = replica_application(model, engine, options, scale, resources)
-    try:
-        handle = serve.run(application, name=APPLICATION, route_prefix=None)
-    except RuntimeError as error:
-        reason = _last_line(serve.status().applications[APPLICATION].deployments) or str(error)
-        serve.delete(APPLICATION)
-        raise ConfigError(f"the replicas did not start: {reason}") from error
-    return ServeReplicas(handle, scale.replica_timeout)
-
-
-def _last_line(deployments: Mapping[str, Any]) -> str:
-    """The end of what Serve says about deployments: the error that ended their last replica."""
-    lines = [line for found in deployments.values() for line in found.message.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else ""
-
-
-def _check_ranks(config: EngineConfig) -> None:
-    """ConfigError if the model cannot be shared by --tensor-parallel-size ranks."""
-    if config.backend.tensor_parallel_size > 1:
-        from paceline.models.tensor_parallel import check_size
-
-        check_size(load_checkpoint(resolve(config.model.model)).config, config.backend.tensor_parallel_size)
-
-
-def _remove() -> None:
-    from ray import serve
-
-    serve.delete(APPLICATION)
+            remove_all()
 
 
 def check_alone(options: ServeOptions) -> None:
     """Raise ConfigError for options of one process that replicas do not have."""
-    alone = {"--routes": options.routes, "--kv-events-endpoint": options.kv_events}
-    for name, given in (alone | {"--lora-modules": options.lora_modules or None}).items():
+    alone = {"--kv-events-endpoint": options.kv_events, "--lora-modules": options.lora_modules or None}
+    for name, given in alone.items():
         if given is not None:
             raise ConfigError(f"{name} is for a server of one process: leave it out, or --replicas.")
 
 
 async def run(
-    replicas: ServeReplicas,
-    tokenizer: Tokenizer,
-    model: str,
-    config: EngineConfig,
+    models: Sequence[RemoteModel],
+    table: RouteTable,
     options: ServeOptions,
     scale: ScaleOptions,
     listener: socket.socket,
     host: str,
     learning: LearnOptions,
 ) -> None:
-    """Serve replicas on a bound socket until a signal."""
-    names = model_names(model, options)
-    front, metrics = await make_ingress(replicas, tokenizer, names[0], config, options, scale, host)
-    shown = pages(metrics, front, replicas.snapshots, options.metrics_prefix)
+    """Serve models on replicas, and routes over them, on a bound socket until a signal."""
+    fleets = [await make_ingress(model, options, scale, host) for model in models]
+    shown = pages(fleets, options.metrics_prefix)
+    workers = new_workers()
     with ExitStack() as stack:
+        stack.callback(workers.shutdown, wait=False, cancel_futures=True)
         learner = None
         if learning.learn:
-            pupil = await asyncio.to_thread(remote_pupil, config, tokenizer, names[0], front.drafters)
+            (model,), (fleet,) = models, fleets
+            pupil = await asyncio.to_thread(remote_pupil, model, fleet.engine.drafters)
             learner = stack.enter_context(learning_model(learning, options, pupil, scale.bounds[1]))
-            front.push_heads(pupil.first, learner.observers)
+            fleet.engine.push_heads(pupil.first, learner.observers)
         offer = None if learner is None else learner.collector.offer
-        service = Service(front, tokenizer, names, options.tool_call_parser, on_finished=offer)
-        stack.callback(service.workers.shutdown, wait=False, cancel_futures=True)
-        told = None if learner is None else learner.start(front, names[0])
+        services: dict[str, Service] = {}
+        for model, fleet in zip(models, fleets, strict=True):
+            parser = model.entry.tool_call_parser or options.tool_call_parser
+            service = Service(
+                fleet.engine, model.tokenizer, model.names, parser, on_finished=offer, workers=workers
+            )
+            services |= dict.fromkeys(model.names, service)
+        told = None if learner is None else learner.start(fleets[0].engine, models[0].names[0])
         try:
-            await serve_models(Models.of(service), options, listener, [metrics], shown, told)
+            own = [fleet.own for fleet in fleets]
+            await serve_models(Models(services, table), options, listener, own, shown, told)
         finally:
             if learner is not None:
                 await learner.stop()
 
 
-def remote_pupil(
-    config: EngineConfig, tokenizer: Tokenizer, name: str, drafters: Iterable[str]
-) -> Pupil[Path]:
+def remote_pupil(model: RemoteModel, drafters: Iterable[str]) -> Pupil[Path]:
     """The replicas' model as one that learns. Their engines take the folder of a head that fits it."""
+    config = model.entry.config
     checkpoint = load_checkpoint(resolve(config.model.model))
     fingerprint, method = target_fingerprint(checkpoint), trainable_method(drafters, checkpoint.config)
 
@@ -185,26 +134,21 @@ def remote_pupil(
         return folder
 
     first = first_head(config.speculative.speculation(), method, fingerprint)
-    target, vocab_size = TargetName(fingerprint, name), checkpoint.config.vocab_size
-    return Pupil(target, vocab_size, method, first, checked, tokenizer.decode, config)
+    target, vocab_size = TargetName(fingerprint, model.names[0]), checkpoint.config.vocab_size
+    return Pupil(target, vocab_size, method, first, checked, model.tokenizer.decode, config)
 
 
 async def make_ingress(
-    replicas: ServeReplicas,
-    tokenizer: Tokenizer,
-    name: str,
-    config: EngineConfig,
-    options: ServeOptions,
-    scale: ScaleOptions,
-    host: str,
-) -> tuple[RemoteEngine, Metrics]:
+    model: RemoteModel, options: ServeOptions, scale: ScaleOptions, host: str
+) -> ModelFleet:
     """A started engine whose requests run on the replicas, and the counters of its requests."""
-    description = await replicas.describe()
+    description = await model.replicas.describe()
     announce(description.facts, 0.0)
     low, high = scale.bounds
     facts = {**description.facts, "replicas": f"{low}:{high}" if low < high else str(high)}
-    metrics = Metrics(name, options.max_segments, facts)
-    remote = RemoteOptions(options.max_queue, high, low, scale.replica_timeout, config.seed)
-    front = RemoteEngine(replicas, description, tokenizer, remote, (metrics,))
+    metrics = Metrics(model.names[0], options.max_segments, facts)
+    max_queue = options.max_queue if model.entry.max_queue is None else model.entry.max_queue
+    remote = RemoteOptions(max_queue, high, low, scale.replica_timeout, model.entry.config.seed)
+    front = RemoteEngine(model.replicas, description, model.tokenizer, remote, (metrics,))
     await front.start(host)
-    return front, metrics
+    return ModelFleet(metrics, front, model.replicas.snapshots)

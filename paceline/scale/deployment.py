@@ -56,13 +56,12 @@ class Replica:
     """One engine in a Serve replica."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, model: str, engine: Mapping[str, Any], server: Mapping[str, Any], hang_timeout: float
+        self, config: EngineConfig, server: Mapping[str, Any], hang_timeout: float
     ) -> None:
         sys.setswitchinterval(SWITCH_SECONDS)
         options = ServeOptions(**server)
         self._drain_seconds = options.drain_timeout - STOP_SECONDS
         set_up_logs(options.log_level, "json")
-        config = EngineConfig.from_options(model=model, **engine)
         loaded = await asyncio.to_thread(load, config)
         facts = describe(config, loaded)
         self._metrics = Metrics(facts["model"], options.max_segments, facts)
@@ -161,14 +160,10 @@ def deployment_options(config: EngineConfig, server: ServeOptions, scale: ScaleO
 
 
 def replica_application(
-    model: str,
-    engine: Mapping[str, Any],
-    server: ServeOptions,
-    scale: ScaleOptions,
-    resources: Mapping[str, float],
+    config: EngineConfig, server: ServeOptions, scale: ScaleOptions, resources: Mapping[str, float]
 ) -> serve.Application:
-    """The replicas as a Serve application."""
-    options = deployment_options(EngineConfig.from_options(model=model, **engine), server, scale)
+    """The replicas of a model as a Serve application."""
+    options = deployment_options(config, server, scale)
     if "autoscaling_config" in options:
         options["autoscaling_config"] = AutoscalingConfig(**options["autoscaling_config"])
     kept = ("max_segments", "stuck_timeout", "log_level", "drain_timeout")
@@ -180,7 +175,7 @@ def replica_application(
         logging_config={"log_level": "WARNING", "enable_access_log": False},
         **options,
     )
-    return made.bind(model, dict(engine), passed, HANG_TIMEOUTS * scale.replica_timeout)
+    return made.bind(config, passed, HANG_TIMEOUTS * scale.replica_timeout)
 
 
 class ServeReplicas:

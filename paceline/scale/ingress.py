@@ -14,12 +14,14 @@ from paceline.options import unknown_option
 from paceline.scale import calls
 from paceline.scale.cluster import import_ray, machine_resources, replica_resources
 from paceline.scale.command import check_alone, make_ingress
+from paceline.scale.launch import RemoteModel, with_threads
 from paceline.scale.options import ScaleOptions
 from paceline.scale.pages import pages
 from paceline.serve.app import make_app
 from paceline.serve.loading import model_names
 from paceline.serve.logs import set_up_logs
 from paceline.serve.options import ServeOptions
+from paceline.serve.routes.file import ModelEntry
 from paceline.serve.service import Service
 
 OptionGroups = tuple[dict[str, Any], ServeOptions, ScaleOptions]
@@ -52,12 +54,15 @@ def make_application(model: str, options: Mapping[str, Any]) -> Any:
 
     engine, server, scale = split_options(options)
     check_alone(server)
+    if server.routes is not None:
+        raise ConfigError(
+            "--routes is for `paceline serve`: leave it out, or start one application per model."
+        )
     config = EngineConfig.from_options(model=model, **engine)
     total = ray.cluster_resources() if ray.is_initialized() else machine_resources()
-    share = replica_resources(config.backend, scale, total)
-    if share.threads is not None:
-        engine["threads"] = share.threads
-    replicas = replica_application(model, engine, server, scale, share.for_actor())
+    (share,) = replica_resources([config.backend], scale, total)
+    config = with_threads(config, share)
+    replicas = replica_application(config, server, scale, share.for_actor())
     made = ray.serve.deployment(ray.serve.ingress()(Ingress)).options(
         name="Ingress",
         num_replicas=1,
@@ -66,29 +71,34 @@ def make_application(model: str, options: Mapping[str, Any]) -> Any:
         ray_actor_options={"num_cpus": 0},
         logging_config={"log_level": "WARNING", "enable_access_log": False},
     )
-    return made.bind(replicas, model, engine, server, scale)
+    return made.bind(replicas, model_names(model, server), config, server, scale)
 
 
 class Ingress:
     """The HTTP API over a handle to the replicas."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, handle: Any, model: str, engine: Mapping[str, Any], options: ServeOptions, scale: ScaleOptions
+        self,
+        handle: Any,
+        names: tuple[str, ...],
+        config: EngineConfig,
+        options: ServeOptions,
+        scale: ScaleOptions,
     ) -> None:
         import ray
 
         from paceline.scale.deployment import ServeReplicas
 
         set_up_logs(options.log_level, "json")
-        config = EngineConfig.from_options(model=model, **engine)
         source = config.model.tokenizer or config.model.model
         tokenizer = await asyncio.to_thread(lambda: load_tokenizer(resolve(source)))
-        replicas, names = ServeReplicas(handle, scale.replica_timeout), model_names(model, options)
-        host = ray.util.get_node_ip_address()
-        self.engine, metrics = await make_ingress(replicas, tokenizer, names[0], config, options, scale, host)
-        service = Service(self.engine, tokenizer, names, options.tool_call_parser)
-        shown = pages(metrics, self.engine, replicas.snapshots, options.metrics_prefix)
-        self.http_app = make_app(service, options, metrics, (), shown)
+        model = RemoteModel(
+            names, ModelEntry(config), tokenizer, ServeReplicas(handle, scale.replica_timeout)
+        )
+        fleet = await make_ingress(model, options, scale, ray.util.get_node_ip_address())
+        service = Service(fleet.engine, tokenizer, names, options.tool_call_parser)
+        shown = pages([fleet], options.metrics_prefix)
+        self.http_app = make_app(service, options, fleet.own, (), shown)
 
     async def post(self, path: str, body: Mapping[str, Any], api_key: str | None = None) -> dict[str, Any]:
         """For other deployments: the answer to a POST, routed as those of HTTP clients are."""

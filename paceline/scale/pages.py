@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from fastapi import APIRouter, Response
@@ -36,6 +37,7 @@ class ReplicaState(BaseModel):
     """One replica."""
 
     replica: str
+    model: str  # its name in answers
     host: str
     pid: int
     weights: str  # their form: the same on all replicas that get requests
@@ -52,35 +54,41 @@ class ReplicaStates(BaseModel):
     resumed: int  # times that a request went on after its replica was lost
 
 
+@dataclass(frozen=True)
+class ModelFleet:
+    """A model's replicas, as their ingress sees them."""
+
+    own: Metrics  # what the ingress counts: requests
+    engine: RemoteEngine
+    snapshots: Snapshots
+
+
 class FleetMetrics:
-    """The metrics of an ingress and of its replicas.
+    """The metrics of an ingress and of a model's replicas.
 
     Requests are counted at the ingress, once each and as their clients see them; passes and drafts by the
     replicas. What replicas that are gone have counted stays in the sums.
     """
 
-    def __init__(self, own: Metrics, engine: RemoteEngine, snapshots: Snapshots, prefix: str) -> None:
+    def __init__(self, fleet: ModelFleet, prefix: str) -> None:
         """`prefix`: as in ServeOptions."""
         self._prefix = prefix
-        self._own = own
-        self._engine = engine
-        self._read = snapshots
+        self._fleet = fleet
         self._last: dict[str, Metrics] = {}  # by replica, also of those that are gone
 
-    async def total(self) -> Sequence[Page]:
-        """One page: everything added up."""
+    async def total(self) -> Page:
+        """Everything added up."""
         await self._update()
-        own = self._own
-        total = own.snapshot()
+        engine, total = self._fleet.engine, self._fleet.own.snapshot()
         for counted in self._last.values():
             total.add_steps(counted)
-        return [Page(View(total, self._engine.state, self._engine.failure is None), self._prefix)]
+        return Page(View(total, engine.state, engine.failure is None), self._prefix)
 
-    async def by_replica(self) -> Sequence[Page]:
+    async def by_replica(self) -> list[Page]:
         """A page for each replica that is there."""
         await self._update()
         pages = []
-        for name, link in sorted(self._engine.links.items()):
+        for name, link in sorted(self._fleet.engine.links.items()):
             if name in self._last:
                 state = StepStats(**{key: link.state.get(key, 0) for key in STATE})
                 healthy = not link.state.get("failure")
@@ -88,39 +96,50 @@ class FleetMetrics:
         return pages
 
     async def _update(self) -> None:
-        for counted in await self._read():
+        for counted in await self._fleet.snapshots():
             self._last[counted.replica] = counted.metrics
 
 
-def pages(own: Metrics, engine: RemoteEngine, snapshots: Snapshots, prefix: str) -> Pages:
-    """The pages of a server of replicas. `prefix`: as in ServeOptions."""
-    fleet = FleetMetrics(own, engine, snapshots, prefix)
+def pages(fleets: Sequence[ModelFleet], prefix: str) -> Pages:
+    """The pages of a server of replicas, of one model or several. `prefix`: as in ServeOptions."""
+    counters = [FleetMetrics(fleet, prefix) for fleet in fleets]
     routes = APIRouter(tags=["Server"])
+
+    async def total() -> Sequence[Page]:
+        return await asyncio.gather(*[one.total() for one in counters])
 
     @routes.get(REPLICA_METRICS, response_class=Response)
     async def by_replica() -> Response:
         """The metrics of each replica, with its name as a label."""
-        return await asyncio.to_thread(render, await fleet.by_replica(), with_process=False)
+        found = await asyncio.gather(*[one.by_replica() for one in counters])
+        return await asyncio.to_thread(render, [page for some in found for page in some], with_process=False)
 
     @routes.get(REPLICAS)
     async def replicas() -> ReplicaStates:
         """The replicas that answer."""
-        now = asyncio.get_running_loop().time()
-        states = [
-            ReplicaState(
-                replica=name,
-                host=link.state.get("host", ""),
-                pid=link.state.get("pid", 0),
-                weights=link.form,
-                head=link.state.get("head", ""),
-                running=link.state.get("running", 0),
-                waiting=link.state.get("waiting", 0),
-                kv_cache_usage=link.state.get("kv_usage", 0.0),
-                draining=link.draining,
-                silent_seconds=round(now - link.heard, 3),
-            )
-            for name, link in sorted(engine.links.items())
-        ]
-        return ReplicaStates(replicas=states, resumed=engine.num_resumed)
+        return ReplicaStates(
+            replicas=[state for fleet in fleets for state in _states(fleet)],
+            resumed=sum(fleet.engine.num_resumed for fleet in fleets),
+        )
 
-    return Pages(fleet.total, [routes])
+    return Pages(total, [routes])
+
+
+def _states(fleet: ModelFleet) -> list[ReplicaState]:
+    now = asyncio.get_running_loop().time()
+    return [
+        ReplicaState(
+            replica=name,
+            model=fleet.own.model_name,
+            host=link.state.get("host", ""),
+            pid=link.state.get("pid", 0),
+            weights=link.form,
+            head=link.state.get("head", ""),
+            running=link.state.get("running", 0),
+            waiting=link.state.get("waiting", 0),
+            kv_cache_usage=link.state.get("kv_usage", 0.0),
+            draining=link.draining,
+            silent_seconds=round(now - link.heard, 3),
+        )
+        for name, link in sorted(fleet.engine.links.items())
+    ]

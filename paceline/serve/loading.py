@@ -44,10 +44,13 @@ class ServedModel:
     loaded: Loaded | None = None  # what it was made from, to learn with it
 
 
-def declared_models(model: str | None, engine: Mapping[str, Any], options: ServeOptions) -> RoutesFile:
+def declared_models(
+    model: str | None, engine: Mapping[str, Any], options: ServeOptions, together: bool = True
+) -> RoutesFile:
     """The models and routes to serve: the model of a command line, or what its routes file declares.
 
     `engine` are the engine's options on the command line; a routes file may set others for each model.
+    `together`: the models share the memory of one GPU.
     """
     if options.routes is None:
         name = model or DEFAULT_MODEL
@@ -65,7 +68,7 @@ def declared_models(model: str | None, engine: Mapping[str, Any], options: Serve
         )
     if options.served_model_name:
         raise ConfigError("--served-model-name is given beside --routes, where each model has its name.")
-    return read_routes(options.routes, engine)
+    return read_routes(options.routes, engine, together)
 
 
 def load_models(declared: RoutesFile) -> list[ServedModel]:

@@ -13,10 +13,14 @@ import pytest
 from paceline.engine.async_engine import AsyncEngine
 from paceline.errors import PacelineError
 from paceline.scale import calls
-from paceline.scale.pages import pages
+from paceline.scale.pages import ModelFleet, pages
 from paceline.scale.remote_engine import RemoteEngine, RemoteOptions
-from paceline.serve.app import make_app
+from paceline.serve.app import make_app, make_models_app
 from paceline.serve.metrics import Metrics
+from paceline.serve.options import ServeOptions
+from paceline.serve.routes.file import RouteTable
+from paceline.serve.routes.kinds import FallbackRoute
+from paceline.serve.routes.models import Models
 from paceline.serve.service import Service
 from tests.scale.fake import FakeReplicas
 from tests.toy import toy_engine
@@ -75,7 +79,7 @@ def test_the_api_over_replicas_answers_as_over_one_engine() -> None:
         async def snapshots() -> Sequence[Counted]:
             return [Counted(name, metrics.snapshot()) for name, metrics in counted.items()]
 
-        shown = pages(own, engine, snapshots, "paceline")
+        shown = pages([ModelFleet(own, engine, snapshots)], "paceline")
         app = make_app(Service(engine, TOKENIZER, ("toy",)), None, own, (), shown)
         assert await answers(app) == expected
         await check_pages(app, counted)
@@ -125,3 +129,46 @@ async def check_calls(app: Any) -> None:
 
 def values(page: str, name: str) -> list[float]:
     return [float(line.split()[-1]) for line in page.splitlines() if line.startswith(name + "{")]
+
+
+def test_routes_lead_to_models_on_replicas() -> None:
+    """Two models on replicas of their own; a route falls back to the second while the first has no room."""
+
+    async def none() -> Sequence[Counted]:
+        return []
+
+    async def main() -> None:
+        engines = {"large": toy_engine(max_model_len=100), "small": toy_engine(max_model_len=400)}
+        groups = {name: FakeReplicas(lambda made=made: made, TOKENIZER, 1) for name, made in engines.items()}
+        fleets, services = [], {}
+        for name, replicas in groups.items():
+            options = RemoteOptions(max_queue=0 if name == "large" else 100)
+            own = Metrics(name, 4, {"model": name})
+            engine = RemoteEngine(replicas, replicas.all[0].worker.description, TOKENIZER, options, (own,))
+            await engine.start("127.0.0.1")
+            fleets.append(ModelFleet(own, engine, none))
+            services[name] = Service(engine, TOKENIZER, (name,))
+        table = RouteTable(tuple(services), {"steady": FallbackRoute(["large", "small"])}, "steady")
+        app = make_models_app(
+            Models(services, table),
+            ServeOptions(),
+            [fleet.own for fleet in fleets],
+            (),
+            pages(fleets, "paceline"),
+        )
+        room = fleets[0].engine.limits.max_num_seqs
+        body = {"model": "steady", "prompt": "one", "max_tokens": 4, "n": room}
+        assert (await ask(app, "POST", "/v1/completions", body)).headers["x-routed-model"] == "large"
+        with fleets[0].engine.preparing(), fleets[0].engine.preparing():  # two others are on their way
+            response = await ask(app, "POST", "/v1/completions", body)
+        assert response.headers["x-routed-model"] == "small"
+        states = (await ask(app, "GET", "/replicas")).json()["replicas"]
+        assert [state["model"] for state in states] == ["large", "small"]
+        total = (await ask(app, "GET", "/metrics")).text
+        assert len(values(total, "paceline:num_requests_running")) == 2
+        for fleet in fleets:
+            await fleet.engine.stop()
+        for replicas in groups.values():
+            await replicas.all[0].engine.stop()
+
+    asyncio.run(asyncio.wait_for(main(), 60))

@@ -43,22 +43,31 @@ def test_bounds() -> None:
 def test_replicas_share_the_cpus_of_the_cluster() -> None:
     cpu = BackendOptions(backend="cpu")
     total = {"CPU": 8.0}
-    assert replica_resources(cpu, ScaleOptions(replicas=2), total).for_actor() == {
+    assert replica_resources([cpu], ScaleOptions(replicas=2), total)[0].for_actor() == {
         "num_cpus": 4,
         "num_gpus": 0,
     }
-    assert replica_resources(cpu, ScaleOptions(replicas=3), total).cpus == 2
+    assert replica_resources([cpu], ScaleOptions(replicas=3), total)[0].cpus == 2
     threads = BackendOptions(backend="cpu", threads=1)
-    assert replica_resources(threads, ScaleOptions(replicas=2), total).cpus == 1
+    assert replica_resources([threads], ScaleOptions(replicas=2), total)[0].cpus == 1
+
+
+def test_models_share_the_cluster() -> None:
+    cpu, gpu = BackendOptions(backend="cpu"), BackendOptions(backend="torch", device="cuda")
+    models, two = [cpu, cpu, gpu], ScaleOptions(replicas=2)
+    shares = replica_resources(models, two, {"CPU": 10.0, "GPU": 2.0})
+    assert [(share.cpus, share.gpus) for share in shares] == [(2, 0), (2, 0), (1, 1)]
+    with pytest.raises(ConfigError, match="2 replicas with 2 CPUs and 2 CPUs and 1 CPU each need 10 CPUs"):
+        replica_resources(models, two, {"CPU": 9.0, "GPU": 2.0})
 
 
 def test_a_replica_of_several_ranks_needs_as_many_devices() -> None:
     cpu = BackendOptions(backend="torch", device="cpu", threads=2, tensor_parallel_size=3)
-    assert replica_resources(cpu, ScaleOptions(replicas=2), {"CPU": 12.0}).cpus == 6
+    assert replica_resources([cpu], ScaleOptions(replicas=2), {"CPU": 12.0})[0].cpus == 6
     gpu = BackendOptions(backend="torch", device="cuda", tensor_parallel_size=4)
-    assert replica_resources(gpu, ScaleOptions(replicas=2), {"CPU": 8.0, "GPU": 8.0}).gpus == 4
+    assert replica_resources([gpu], ScaleOptions(replicas=2), {"CPU": 8.0, "GPU": 8.0})[0].gpus == 4
     with pytest.raises(ConfigError, match="2 replicas with 4 GPUs each need 8 GPUs, but the cluster has 4"):
-        replica_resources(gpu, ScaleOptions(replicas=2), {"CPU": 8.0, "GPU": 4.0})
+        replica_resources([gpu], ScaleOptions(replicas=2), {"CPU": 8.0, "GPU": 4.0})
 
 
 @pytest.mark.parametrize(
@@ -77,7 +86,7 @@ def test_more_than_the_cluster_has_is_refused(
     backend: BackendOptions, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        replica_resources(backend, ScaleOptions(**options), {"CPU": 8.0})
+        replica_resources([backend], ScaleOptions(**options), {"CPU": 8.0})
 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

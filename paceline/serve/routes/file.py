@@ -99,8 +99,9 @@ class RoutesFile:
     models: Mapping[tuple[str, ...], ModelEntry]  # by the names that clients may use
 
 
-def read_routes(path: str, common: Mapping[str, Any]) -> RoutesFile:
-    """The routes file at `path`. `common` are engine options for models that do not set them."""
+def read_routes(path: str, common: Mapping[str, Any], together: bool = True) -> RoutesFile:
+    """The routes file at `path`. `common` are engine options for models that do not set them. `together`: the
+    models share the memory of one GPU."""
     data = _parse(path)
     for key in data:
         if key not in SECTIONS:
@@ -114,8 +115,9 @@ def read_routes(path: str, common: Mapping[str, Any]) -> RoutesFile:
         models = {name: _model(name, options, common) for name, options in declared.items()}
     except ConfigError as error:
         raise ConfigError(f"--routes {path}: {error}") from None
-    shared = _with_shares(models, declared)
-    return RoutesFile(table, {(name,): entry for name, entry in shared.items()})
+    if together:
+        models = _with_shares(models, declared)
+    return RoutesFile(table, {(name,): entry for name, entry in models.items()})
 
 
 def _parse(path: str) -> dict[str, Any]:

@@ -42,7 +42,9 @@ def body(number: int) -> dict[str, Any]:
 class Clients:
     """Streams answers of a server, all at once, and knows how far they are."""
 
-    def __init__(self, url: str, count: int = CLIENTS) -> None:
+    def __init__(self, url: str, count: int = CLIENTS, **options: Any) -> None:
+        """`options` are fields of every request."""
+        self._options = options
         self._url = url
         self._count = count
         self.texts = [""] * count
@@ -60,7 +62,9 @@ class Clients:
 
     async def _ask(self, client: httpx.AsyncClient, number: int) -> tuple[str, str]:
         finish = ""
-        async with client.stream("POST", "/v1/completions", json=body(number)) as response:
+        async with client.stream(
+            "POST", "/v1/completions", json={**body(number), **self._options}
+        ) as response:
             assert response.status_code == 200, await response.aread()
             async for line in response.aiter_lines():
                 if line.startswith("data: ") and line != "data: [DONE]":
@@ -75,15 +79,16 @@ class Clients:
 class Server:
     """`paceline serve` as a process."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, model: str | None = MODEL) -> None:
+        """`model`: None if the flags say it."""
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / "log.txt"
-        self._flags = flags
+        self._flags = (*flags, *([] if model is None else [model]))
         self._client = httpx.Client(base_url=self.url, timeout=30)
 
     def __enter__(self) -> Server:
-        command = [sys.executable, "-m", "paceline", "serve", MODEL, "--port", str(self.port), *self._flags]
+        command = [sys.executable, "-m", "paceline", "serve", "--port", str(self.port), *self._flags]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:

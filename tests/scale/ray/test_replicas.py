@@ -86,6 +86,43 @@ def test_an_upgrade_of_the_weights_under_fifty_streaming_clients(server: Server,
     assert asyncio.run(Clients(server.url, 10).run()) == later[:10]
 
 
+ROUTES = """
+[models.small]
+model = "smollm2-135m"
+[models.large]
+model = "smollm2-135m"
+quantization = "int8"
+[routes.careful]
+kind = "cascade"
+models = ["small", "large"]
+must_match = "a sentence that no model says"
+"""
+
+
+def test_routes_and_cascades_over_models_on_replicas(tmp_path: Path, truth: Answers) -> None:
+    """Each model has a replica of its own; one dies while it answers."""
+    file = tmp_path / "routes.toml"
+    file.write_text(ROUTES)
+    flags = ["--routes", str(file), "--replicas", "1", "--threads", "1"]
+    with Server(tmp_path, *flags, model=None) as server:
+        server.wait_for_replicas(2)
+        pids = {replica["model"]: replica["pid"] for replica in server.replicas()}
+        assert pids.keys() == {"small", "large"}
+
+        async def main() -> tuple[Answers, Answers]:
+            escalated = asyncio.create_task(Clients(server.url, 10, model="careful").run())
+            large = Clients(server.url, 10, model="large")
+            alone = asyncio.create_task(large.run())
+            while not large.num_characters:
+                await asyncio.sleep(0.01)
+            kill(pids["large"])
+            return await alone, await escalated
+
+        alone, escalated = asyncio.run(main())
+        assert alone == escalated != truth[:10]
+        assert asyncio.run(Clients(server.url, 10, model="small").run()) == truth[:10]
+
+
 def test_running_answers_do_not_need_the_head(tmp_path: Path, truth: Answers) -> None:
     """The control service of Ray's head dies: without it nothing is started or scaled, but tokens flow."""
     with Server(tmp_path, "--replicas", "2", "--threads", "1") as server:

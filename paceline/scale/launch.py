@@ -1,0 +1,112 @@
+"""The replicas of each model as a Serve application of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from paceline.config import EngineConfig
+from paceline.errors import ConfigError
+from paceline.models.registry import load_checkpoint, load_tokenizer, resolve
+from paceline.models.tokenizer import Tokenizer
+from paceline.scale.cluster import Resources, replica_resources
+from paceline.scale.options import ScaleOptions
+from paceline.serve.options import ServeOptions
+from paceline.serve.routes.file import ModelEntry, RoutesFile
+
+if TYPE_CHECKING:
+    from paceline.scale.deployment import ServeReplicas
+
+APPLICATION = "paceline"  # of one model; with several, each has its name behind it
+
+
+@dataclass(frozen=True)
+class RemoteModel:
+    """A model that replicas run, as its ingress needs it."""
+
+    names: tuple[str, ...]  # that clients may use; answers carry the first
+    entry: ModelEntry
+    tokenizer: Tokenizer
+    replicas: ServeReplicas
+
+
+def load_tokenizers(declared: RoutesFile) -> list[Tokenizer]:
+    """The tokenizer of each model. ConfigError for a model that is not there, or does not suit its ranks."""
+    tokenizers = []
+    for entry in declared.models.values():
+        _check_ranks(entry.config)
+        options = entry.config.model
+        tokenizers.append(load_tokenizer(resolve(options.tokenizer or options.model)))
+    return tokenizers
+
+
+def launch(
+    declared: RoutesFile,
+    tokenizers: Sequence[Tokenizer],
+    options: ServeOptions,
+    scale: ScaleOptions,
+    total: Mapping[str, float],
+) -> list[RemoteModel]:
+    """The models, with their replicas running on a cluster of `total` resources."""
+    shares = replica_resources([entry.config.backend for entry in declared.models.values()], scale, total)
+    launched = []
+    for (names, entry), tokenizer, share in zip(declared.models.items(), tokenizers, shares, strict=True):
+        name = APPLICATION if len(shares) == 1 else f"{APPLICATION}-{names[0]}"
+        replicas = _launch(name, with_threads(entry.config, share), options, scale, share)
+        launched.append(RemoteModel(names, entry, tokenizer, replicas))
+    return launched
+
+
+def with_threads(config: EngineConfig, share: Resources) -> EngineConfig:
+    """The configuration of a replica that gets a share of a cluster."""
+    if share.threads is None:
+        return config
+    return replace(config, backend=replace(config.backend, threads=share.threads))
+
+
+def remove_all() -> None:
+    """Remove all that was launched."""
+    from ray import serve
+
+    for name in serve.status().applications:
+        if name.startswith(APPLICATION):
+            serve.delete(name)
+
+
+def _launch(
+    name: str, config: EngineConfig, options: ServeOptions, scale: ScaleOptions, share: Resources
+) -> ServeReplicas:
+    """The replicas of one model. ConfigError if they do not come up."""
+    from ray import serve
+
+    from paceline.scale.deployment import ServeReplicas, replica_application
+
+    serve.start(http_options={"location": "NoServer"}, logging_config={"log_level": "WARNING"})
+    if name in serve.status().applications:
+        raise ConfigError(
+            f"the cluster already runs an application named {name!r}. Use another cluster, or remove it with "
+            "`serve shutdown`."
+        )
+    application = replica_application(config, options, scale, share.for_actor())
+    try:
+        handle = serve.run(application, name=name, route_prefix=None)
+    except RuntimeError as error:
+        reason = _last_line(serve.status().applications[name].deployments) or str(error)
+        remove_all()
+        raise ConfigError(f"the replicas did not start: {reason}") from error
+    return ServeReplicas(handle, scale.replica_timeout)
+
+
+def _last_line(deployments: Mapping[str, Any]) -> str:
+    """The end of what Serve says about deployments: the error that ended their last replica."""
+    lines = [line for found in deployments.values() for line in found.message.splitlines() if line.strip()]
+    return lines[-1].strip() if lines else ""
+
+
+def _check_ranks(config: EngineConfig) -> None:
+    """ConfigError if the model cannot be shared by --tensor-parallel-size ranks."""
+    if config.backend.tensor_parallel_size > 1:
+        from paceline.models.tensor_parallel import check_size
+
+        check_size(load_checkpoint(resolve(config.model.model)).config, config.backend.tensor_parallel_size)
