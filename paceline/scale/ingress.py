@@ -44,7 +44,13 @@ def split_options(options: Mapping[str, Any]) -> OptionGroups:
         else:
             known = [*option_names(), *server_names, *scale_names]
             raise ConfigError(unknown_option(name, known, "a deployment"))
-    return engine, ServeOptions.from_flags(server), ScaleOptions(**scale)
+    made = ServeOptions.from_flags(server)
+    check_alone(made)
+    if made.routes is not None:
+        raise ConfigError(
+            "--routes is for `paceline serve`: leave it out, or deploy an application for each model."
+        )
+    return engine, made, ScaleOptions(**scale)
 
 
 def make_application(model: str, options: Mapping[str, Any]) -> Any:
@@ -53,11 +59,6 @@ def make_application(model: str, options: Mapping[str, Any]) -> Any:
     from paceline.scale.deployment import replica_application
 
     engine, server, scale = split_options(options)
-    check_alone(server)
-    if server.routes is not None:
-        raise ConfigError(
-            "--routes is for `paceline serve`: leave it out, or start one application per model."
-        )
     config = EngineConfig.from_options(model=model, **engine)
     total = ray.cluster_resources() if ray.is_initialized() else machine_resources()
     (share,) = replica_resources([config.backend], scale, total)

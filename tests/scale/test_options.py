@@ -110,5 +110,7 @@ def test_the_command_line_refuses_more_replicas_at_least_than_at_most() -> None:
 def test_a_file_for_serve_deploy_refuses_what_it_would_ignore() -> None:
     with pytest.raises(ConfigError, match="--port is for `paceline serve`"):
         serve_config("smollm2-135m", {"replicas": 2, "port": 9})
+    with pytest.raises(ConfigError, match="an application for each model"):
+        serve_config("smollm2-135m", {"replicas": 2, "routes": "routes.toml"})
     with pytest.raises(ConfigError, match="say how many replicas"):
         serve_config("smollm2-135m", {})

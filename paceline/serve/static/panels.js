@@ -102,6 +102,7 @@ export function showReplicas({ replicas, resumed }) {
   document.getElementById("replicas-card").hidden = false;
   const rows = replicas.length ? table([
     ["replica", replica => replica.replica],
+    ["model", replica => replica.model, "text"],
     ["host", replica => replica.host, "text"],
     ["process", replica => String(replica.pid)],
     ["running", replica => whole(replica.running)],
