@@ -131,11 +131,9 @@ class CudaAsyncDecoder:
 
     def _use_shared_prefix(self, steps: DecodeLoop, slots: Int64Array) -> None:
         """Let steps over these slots read shared prefixes once."""
-        config, begins = self._weights.config, (slots * self._pages.shape[1]).astype(np.int32)
+        begins = (slots * self._pages.shape[1]).astype(np.int32)
         pass_rows = uniform_rows(self._pages[slots], begins, self._joined[slots], steps.nodes)
-        steps.use_shared_prefix(
-            find_shared_prefixes(pass_rows, self._page_size, config.num_heads, config.num_kv_heads)
-        )
+        steps.use_shared_prefix(find_shared_prefixes(pass_rows, self._page_size, *self._weights.heads))
 
     def read(self) -> DecodeOutput:
         """The result of the oldest pass that was not read. Waits for it."""

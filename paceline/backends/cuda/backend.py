@@ -18,7 +18,7 @@ from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.features import store_features
 from paceline.backends.cuda.kernels.packing import block_lines
 from paceline.backends.cuda.kernels.prefill_attention import prefill_height
-from paceline.backends.cuda.kernels.sampling import candidates_for, gumbel_argmax, take_best
+from paceline.backends.cuda.kernels.sampling import take_best
 from paceline.backends.cuda.model import (
     Pool,
     Room,
@@ -42,6 +42,7 @@ from paceline.backends.cuda.tables import (
     prefill_requests,
     rows_of,
 )
+from paceline.backends.cuda.vocabulary import sample_own, shared_candidates_for
 from paceline.backends.cuda.weights import Weights, load_weights, packing_for
 from paceline.core.arrays import BoolArray, Int32Array
 from paceline.core.forward import Choices, DeviceMemory, ForwardBatch, ForwardOutput, KeptFeatures, KVPool
@@ -84,7 +85,7 @@ class CudaBackend(Backend):
         self._graphs = Graphs(self.device)
         self._features = torch.empty(0)
         self._known_parts: dict[tuple[tuple[int, ...], ...], torch.Tensor] = {}
-        self._candidates = candidates_for(bucket(max_rows), weights.config.vocab_size, self.device)
+        self._candidates = shared_candidates_for(bucket(max_rows), weights.head, self.device)
         self._chosen = torch.zeros(bucket(max_rows), dtype=torch.int32, device=self.device)
 
     @classmethod
@@ -129,13 +130,14 @@ class CudaBackend(Backend):
 
     def bytes_per_page(self) -> int:
         config = self.config
-        per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
+        kv_heads = self.weights.heads[1]
+        per_token = 2 * config.num_layers * kv_heads * config.head_dim * self.dtype.itemsize
         return per_token * PAGE_SIZE
 
     def make_pool(self, num_pages: int) -> Pool:
         """Zeroed storage for `num_pages` pages of keys and values of this model."""
         config = self.config
-        shape = (config.num_layers, num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)
+        shape = (config.num_layers, num_pages * PAGE_SIZE, self.weights.heads[1], config.head_dim)
         try:
             keys, values = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
         except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors
@@ -154,7 +156,7 @@ class CudaBackend(Backend):
         """Launch a pass; the returned function waits for its output."""
         counts, begins = np.diff(batch.row_offsets), np.arange(batch.num_requests, dtype=np.int32)
         begins *= batch.page_tables.shape[1]
-        sizes = self.config.num_heads, self.config.num_kv_heads
+        sizes = self.weights.heads
         large = prefill_requests(batch, *sizes)
         contexts = np.where(large, 0, batch.context_lengths)  # these read their own contexts
         pass_rows = PassRows(batch.page_tables, begins, contexts, counts, batch.row_offsets[:-1])
@@ -174,7 +176,7 @@ class CudaBackend(Backend):
         few = np.flatnonzero(~large)
         attending = int(batch.row_offsets[few[-1] + 1]) if len(few) else 0
         self._make_room(int(batch.positions.max()) + 1, bucket(max(attending, 1)), bucket(max(outputs, 1)))
-        sizes = self.config.num_heads, self.config.num_kv_heads
+        sizes = self.weights.heads
         height, large_height = tile_height(*sizes), prefill_height(*sizes)
         self._tables.send(batch, rows_of(batch, PAGE_SIZE, height, large, large_height))
         prefill_tiles = max_prefill_tiles(rows, large_height) if large.any() else 0
@@ -200,17 +202,16 @@ class CudaBackend(Backend):
         def head() -> None:
             count = bucket(outputs)
             select(self._workspace, self._tables.output_rows(count))
-            run_lm_head(self.weights, self._workspace, self._workspace.selected, count)
-            options = self._tables.options(count)
-            gumbel_argmax(self._workspace.logits, self.config.vocab_size, *options, self._candidates, count)
-            take_best(self._candidates, self._chosen[:count])
+            run_lm_head(self.weights, self._workspace, self._workspace.selected, count, joins=wanted > 0)
+            known = self._workspace.own.logits, self.weights.head, *self._tables.options(count)
+            take_best(sample_own(*known, self._candidates, count), self._chosen[:count])
 
         addresses = (pool.keys.data_ptr(), pool.values.data_ptr(), pool.num_pages)
         heads = tuple((kept.features.data_ptr(), len(kept.features)) for kept, _ in keeps)
         kinds = prefill_tiles > 0, others, shared_prefix is not None
         self._graphs.run(("body", rows, layers, addresses, heads, kinds), body)
         if outputs:
-            self._graphs.run(("head", bucket(outputs)), head)
+            self._graphs.run(("head", bucket(outputs), wanted > 0), head)
         width = len(batch.feature_layers) * self.config.hidden_size
         logits = self._workspace.logits[:wanted]
         chosen = None if batch.choices is None else self._chosen[wanted:outputs]

@@ -31,6 +31,7 @@ from paceline.backends.cuda.kernels.features import store_features
 from paceline.backends.cuda.kernels.logit_edits import EditState, count_tokens
 from paceline.backends.cuda.kernels.prompt_lookup import prompt_lookup
 from paceline.backends.cuda.kernels.row_tables import RowTables, UniformRows
+from paceline.backends.cuda.kernels.sampling import Candidates
 from paceline.backends.cuda.kernels.step_rows import (
     CONTIGUOUS_UNTIL,
     LAST,
@@ -106,7 +107,7 @@ class DecodeLoop:
         catch_up_rows, always, height = (
             (0, 0, 1) if draft is None else (draft.catch_up_rows, draft.always, draft.tile_height)
         )
-        own_height = tile_height(config.num_heads, config.num_kv_heads)
+        own_height = tile_height(*weights.heads)
         self._plan = plan = plan_step(shape, own_height, catch_up_rows, height)
         self.nodes = len(shape)
 
@@ -130,7 +131,7 @@ class DecodeLoop:
         self.counts, self.found = self.results[: 2 * max_rows].view(2, -1)
         self.output = self.results[2 * max_rows :].view(max_rows, -1)
         self._accepted, self._slots = integers(max_rows, shape.levels + 1), integers(max_rows)
-        self._sampler = StepSampler(max_rows, self._shape, config.vocab_size, device)
+        self._sampler = StepSampler(max_rows, self._shape, weights)
         self.logprobs = self._sampler.logprobs
         self._workspace = make_workspace(weights, Room.of(max_rows * self.nodes, requests.tokens.shape[1]))
         self._megakernel = PersistentLayers(weights, self._workspace, pool, page_size)
@@ -211,13 +212,13 @@ class DecodeLoop:
             prompt_lookup(
                 slots, self.requests, self._look_up, host_drafts, self._rows, self.nodes, self.found
             )
-        self._verify(rows, needs, edits)
+        candidates = self._verify(rows, needs, edits)
         if self._kept is not None and self.features is not None:
             slot_mapping = self._rows.lines[SLOT_MAPPING, : rows * self.nodes]
             store_features(self.features, slot_mapping, self._kept.parts, self._kept.features)
         shape, state, slots = self._shape, self.requests, self._slots[:rows]
         accept_drafts(
-            self._sampler.candidates,
+            candidates,
             slots,
             state,
             shape,
@@ -249,16 +250,17 @@ class DecodeLoop:
                 self._draft_candidates, children, lines[TOKENS], self._chances, temperatures, count, rows
             )
 
-    def _verify(self, rows: int, needs: int, edits: EditState | None) -> None:
+    def _verify(self, rows: int, needs: int, edits: EditState | None) -> Candidates:
         """Run the target over all nodes, and sample the token of each."""
         weights, workspace = self.weights, self._workspace
         inputs, count = self._pass(0, rows), rows * self.nodes
         known, features = (inputs.tokens, inputs.tables), (self.features, self.feature_layers)
         if not self._megakernel.run(*known, *features):
             run_layers(weights, workspace, *known, self.pool, self.page_size, *features)
-        run_lm_head(weights, workspace, workspace.attention_input, count)
+        run_lm_head(weights, workspace, workspace.attention_input, count, joins=needs != 0)
         rows_of_step = (inputs.tokens, inputs.tables.positions)
-        self._sampler.sample(workspace.logits, *rows_of_step, self._slots[:rows], self.requests, needs, edits)
+        slots = self._slots[:rows]
+        return self._sampler.sample(workspace, *rows_of_step, slots, self.requests, needs, edits)
 
     def _pass(self, number: int, rows: int) -> DraftRows:
         """The rows of one pass."""

@@ -21,8 +21,8 @@ from paceline.backends.cuda.kernels.heads import project_heads
 from paceline.backends.cuda.kernels.linear import add_product, gate_up, project
 from paceline.backends.cuda.kernels.matrix import Normed, Scratch, padded_rows, scratch_for
 from paceline.backends.cuda.kernels.row_tables import RowTables
-from paceline.backends.cuda.kernels.rows import embed
 from paceline.backends.cuda.model import Pool
+from paceline.backends.cuda.vocabulary import embed_tokens
 from paceline.backends.cuda.weights import padded_size
 
 
@@ -54,6 +54,7 @@ class HeadWorkspace:
     output: Normed  # input of the LM head, by row of the pass
     picked: Normed  # the same, of the wanted rows
     logits: torch.Tensor  # float32 [rows, draft vocabulary]
+    own_logits: torch.Tensor  # those that this rank computes; on one GPU the same buffer
     scratch: Scratch
     attention: AttentionScratch
 
@@ -74,6 +75,9 @@ def make_head_workspace(weights: HeadWeights, max_rows: int, longest: int) -> He
         return Normed(zeros(rows, hidden), numbers(rows, groups), config.hidden_size, config.rms_norm_eps)
 
     joining, fusing = weights.entry.joining, weights.fusion.matrix
+    own_logits = logits = numbers(rows, config.draft_vocab_size)
+    if weights.vocabulary.shard.size > 1:
+        own_logits = numbers(rows, weights.vocabulary.padded_width)
     return HeadWorkspace(
         fused=zeros(rows, 0 if fusing is None else fusing.depth),
         states=numbers(rows, hidden),
@@ -90,7 +94,8 @@ def make_head_workspace(weights: HeadWeights, max_rows: int, longest: int) -> He
         activated=zeros(rows, layer.gate_up.padded_width // 2),
         output=normed(layer.down.tiles),
         picked=normed(layer.down.tiles),
-        logits=numbers(rows, config.draft_vocab_size),
+        logits=logits,
+        own_logits=own_logits,
         scratch=scratch_for(weights.matrices, rows, device),
         attention=attention_scratch(
             rows, config.num_heads, config.num_kv_heads, config.head_dim, longest, device
@@ -139,7 +144,7 @@ def run_head_rows(
     config, layer, entry, rows = weights.config, weights.layer, weights.entry, len(tokens)
     scratch = workspace.scratch
     keys, values = pool.keys[0], pool.values[0]
-    embed(tokens, weights.embedding, workspace.embedded, weights.norm, workspace.scratch_input)
+    embed_tokens(tokens, weights.embedding, workspace.embedded, weights.norm, workspace.scratch_input)
     size, eps = config.hidden_size, config.rms_norm_eps
     joined = workspace.joined
     join(workspace.embedded, states, sources, entry.norms, size, eps, entry.residual, joined, hidden, rows)
@@ -182,7 +187,9 @@ def run_draft_lm_head(weights: HeadWeights, workspace: HeadWorkspace, read: Norm
     """Write the logits of the first rows of `read` to `workspace.logits`."""
     if not weights.is_normed:
         read = _plain(workspace, read.rows)
-    project(read, weights.vocabulary, workspace.logits, rows, workspace.scratch)
+    matrix, own = weights.vocabulary, workspace.own_logits
+    project(read, matrix, own, rows, workspace.scratch)
+    matrix.shard.join([own], [workspace.logits], rows)
 
 
 def _plain(workspace: HeadWorkspace, rows: torch.Tensor) -> Normed:

@@ -79,6 +79,8 @@ class PersistentLayers:
         if tables.paths is not None or tables.shared_prefix is not None or is_left_out("persistent"):
             return False
         weights, workspace, _, _ = self._known
+        if weights.shard.size > 1:
+            return False  # ranks gather between its phases
         key = len(tokens), tables.positions.data_ptr()
         if key not in self._passes:
             self._passes[key] = self._prepare(tables, features, feature_layers)

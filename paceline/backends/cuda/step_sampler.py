@@ -9,6 +9,9 @@ from paceline.backends.cuda.kernels.logprobs import logprob_buffers, write_logpr
 from paceline.backends.cuda.kernels.sampling import Candidates, candidates_for, gumbel_argmax
 from paceline.backends.cuda.kernels.step_rows import DeviceRequests, ShapeTables
 from paceline.backends.cuda.kernels.truncation import find_thresholds, truncation_buffers
+from paceline.backends.cuda.model import Workspace
+from paceline.backends.cuda.vocabulary import sample_own, shared_candidates_for
+from paceline.backends.cuda.weights import Weights
 from paceline.core.request import SamplingNeeds
 from paceline.core.truncation import NUM_FIELDS
 
@@ -19,15 +22,16 @@ _LOGPROBS = int(SamplingNeeds.LOGPROBS)
 class StepSampler:
     """Sampling options of the requests of a step, by row, and the buffers of the sampling kernels.
 
-    `candidates` are the tokens of the last step's rows; `logprobs` float64 [max_rows, nodes, fields of
-    verify/logprobs.py] is written for requests that ask. `seeds` int64 [max_rows] and `temperatures` float64
-    [max_rows] are those of the requests, for drafts that are sampled with the same noise.
+    `logprobs` float64 [max_rows, nodes, fields of verify/logprobs.py] is written for requests that ask.
+    `seeds` int64 [max_rows] and `temperatures` float64 [max_rows] are those of the requests, for drafts that
+    are sampled with the same noise.
     """
 
-    def __init__(self, max_rows: int, shape: ShapeTables, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, shape: ShapeTables, weights: Weights) -> None:
         """For steps of at most `max_rows` requests, each with the rows of `shape`."""
-        self._shape, self._vocab_size, self._nodes = shape, vocab_size, len(shape.parents)
-        rows = max_rows * self._nodes
+        self._shape, self._nodes, self._head = shape, len(shape.parents), weights.head
+        self._vocab_size = vocab_size = weights.config.vocab_size
+        rows, device = max_rows * self._nodes, weights.device
 
         def zeros(*sizes: int, kind: torch.dtype) -> torch.Tensor:
             return torch.zeros(sizes, dtype=kind, device=device)
@@ -37,7 +41,10 @@ class StepSampler:
         self._row_seeds = zeros(max_rows, self._nodes, kind=torch.int64)
         self._row_temperatures = zeros(max_rows, self._nodes, kind=torch.float64)
         self._row_truncation = zeros(max_rows, self._nodes, NUM_FIELDS, kind=torch.float64)
-        self.candidates: Candidates = candidates_for(rows, vocab_size, device)
+        self._shared_candidates = shared_candidates_for(rows, weights.head, device)
+        self._candidates = self._shared_candidates.whole  # of all logits at once
+        if weights.shard.size > 1:
+            self._candidates = candidates_for(rows, vocab_size, device)
         self._truncation = truncation_buffers(rows, vocab_size, device)
         self._logprobs = logprob_buffers(rows, vocab_size, device)
         self.logprobs = self._logprobs.fields.view(max_rows, self._nodes, -1)
@@ -53,36 +60,33 @@ class StepSampler:
 
     def sample(
         self,
-        logits: torch.Tensor,
+        workspace: Workspace,
         tokens: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
         state: DeviceRequests,
         needs: int,
         edits: EditState | None,
-    ) -> None:
-        """Sample a token for every row of the requests in `slots` [requests], into `candidates`.
+    ) -> Candidates:
+        """The token of every row of the requests in `slots` [requests], from the logits of the last pass.
 
-        `logits` [rows, vocab] are edited in place. `needs`: see DecodeLoop.step.
+        Logits are edited in place. `needs`: see DecodeLoop.step. Without any, a rank needs its own logits
+        only.
         """
-        requests, size = len(slots), self._vocab_size
+        requests, size, logits = len(slots), self._vocab_size, workspace.logits
         rows, temperatures = requests * self._nodes, self._row_temperatures[:requests].view(-1)
+        options = temperatures, self._row_seeds[:requests].view(-1), positions
+        if not needs:
+            return sample_own(workspace.own.logits, self._head, *options, self._shared_candidates, rows)
         if needs & _LOGIT_EDITS and edits is not None:
             parents, levels = self._shape.parents, self._shape.levels
             edit_logits(logits, size, slots, edits, tokens, positions, parents, levels)
         if needs & _TRUNCATION:
-            options = self._row_truncation[:requests].view(-1, NUM_FIELDS)
-            find_thresholds(logits, size, temperatures, options, self._truncation, rows)
-        gumbel_argmax(
-            logits,
-            size,
-            temperatures,
-            self._row_seeds[:requests].view(-1),
-            positions,
-            self.candidates,
-            rows,
-            self._truncation.thresholds if needs & _TRUNCATION else None,
-        )
+            truncation = self._row_truncation[:requests].view(-1, NUM_FIELDS)
+            find_thresholds(logits, size, temperatures, truncation, self._truncation, rows)
+        thresholds = self._truncation.thresholds if needs & _TRUNCATION else None
+        gumbel_argmax(logits, size, *options, self._candidates, rows, thresholds)
         if needs & _LOGPROBS:
             asks = state.asks_logprobs
-            write_logprobs(logits, size, slots, asks, self.candidates, self._logprobs, self._nodes)
+            write_logprobs(logits, size, slots, asks, self._candidates, self._logprobs, self._nodes)
+        return self._candidates

@@ -10,11 +10,11 @@ import torch
 from paceline.backends.cuda.kernels.matrix import Matrix, Tiling, tile_heads, tile_matrix, tile_pair
 from paceline.backends.cuda.kernels.packing import BLOCKS, FP8_GROUP, SCALE_WORDS, depth_of, step_of
 from paceline.backends.cuda.kernels.routing import Mixture
+from paceline.backends.cuda.shard import TILE, WHOLE, Shard
 from paceline.models.blocks import Take
 from paceline.models.config import ModelConfig
 from paceline.models.rope import rope_frequencies
 
-TILE = 64  # both sides of matrices are padded to multiples of it
 PROGRAMS = 132  # multiprocessors of an H100 or H200; a constant, because it decides the bits
 PACKED_PROGRAMS = 528  # more programs: unpacking takes time in which others can load
 FP8_PROGRAMS = 264  # e4m3 is not unpacked, but its steps are short
@@ -41,14 +41,20 @@ class Layer:
 
 @dataclass(frozen=True)
 class Weights:
-    """All weights of a model."""
+    """All weights of a model, or a rank's part of them."""
 
-    config: ModelConfig
+    config: ModelConfig  # of the whole model
     embedding: Matrix  # also the LM head, if they are tied
     layers: tuple[Layer, ...]
     norm: torch.Tensor  # [padded hidden]
     head: Matrix
     rotation: tuple[torch.Tensor, torch.Tensor]  # cosine and sine: float32 [positions, head_dim // 2]
+    shard: Shard = WHOLE
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """The query heads and KV heads of this rank."""
+        return self.shard.heads(self.config)
 
     @property
     def hidden(self) -> int:
@@ -88,87 +94,128 @@ def packing_for(quantization: str, kind_of: Callable[[str], str]) -> Callable[[s
 
 
 def load_weights(
-    config: ModelConfig, take: Take, packing: Callable[[str], str] = unpacked, blocks: Take | None = None
+    config: ModelConfig,
+    take: Take,
+    packing: Callable[[str], str] = unpacked,
+    blocks: Take | None = None,
+    shard: Shard = WHOLE,
 ) -> Weights:
     """The weights that `take` returns by name, in the layout of the kernels.
 
     `packing` gives the packing of a layer's matrix by name. `fp8` becomes `e4m3`, with activations in e4m3
     too, on a device that multiplies such numbers. `take` returns packed ones in float32; `blocks` returns
-    the `block_lines` of those that keep the file's blocks. Embedding and LM head are not packed.
+    the `block_lines` of those that keep the file's blocks. Embedding and LM head are not packed. Of several
+    ranks, `take` and `blocks` get the rows that the rank has, too.
     """
-    table = _matrix(take("model.embed_tokens.weight"), None)
-    norm = _padded_line(take("model.norm.weight"))
-    layers = tuple(
-        _load_layer(config, take, packing, blocks, norm.dtype, index) for index in range(config.num_layers)
-    )
+    read = _Reader(config, take, packing, blocks, shard)
+    table = read.vocabulary("model.embed_tokens.weight")
+    norm = read.norm("model.norm.weight")
+    layers = tuple(_load_layer(read, norm.dtype, index) for index in range(config.num_layers))
     frequencies = torch.from_numpy(rope_frequencies(config.rope, config.head_dim)).to(norm.device)
     angles = torch.arange(config.max_position, device=norm.device)[:, None].float() * frequencies
-    head = table if config.tie_embeddings else _matrix(take("lm_head.weight"), None)
+    head = table if config.tie_embeddings else read.vocabulary("lm_head.weight")
     factor = config.rope.attention_factor
-    return Weights(config, table, layers, norm, head, (angles.cos() * factor, angles.sin() * factor))
+    rotation = angles.cos() * factor, angles.sin() * factor
+    return Weights(config, table, layers, norm, head, rotation, shard)
 
 
-def _load_layer(
-    config: ModelConfig,
-    take: Take,
-    packing: Callable[[str], str],
-    blocks: Take | None,
-    dtype: torch.dtype,
-    index: int,
-) -> Layer:
-    name = f"model.layers.{index}"
+@dataclass(frozen=True)
+class _Reader:
+    """What a rank reads of a checkpoint."""
 
-    def read(part: str) -> torch.Tensor:
-        return take(f"{name}.{part}")
+    config: ModelConfig
+    take: Take
+    packing: Callable[[str], str]
+    blocks: Take | None
+    shard: Shard
 
-    def matrices(*parts: str) -> tuple[list[torch.Tensor], str]:
+    def part(self, take: Take, name: str, rows: slice | None) -> torch.Tensor:
+        """A tensor, or these rows of it: all of them, on one GPU."""
+        return take(name) if rows is None or self.shard.size == 1 else take(name, rows)
+
+    def norm(self, name: str) -> torch.Tensor:
+        """A norm's weights [hidden of all ranks]."""
+        line = self.take(name)
+        return _padded_line(line, self.shard.padded(len(line)))
+
+    def vocabulary(self, name: str) -> Matrix:
+        """The rows of a matrix [vocab, hidden] that this rank has."""
+        size, shard = self.config.vocab_size, self.shard
+        return replace(_matrix(self.part(self.take, name, shard.rows(size)), None, size, shard), shard=shard)
+
+    def matrices(
+        self, names: list[str], rows: list[slice], dtype: torch.dtype
+    ) -> tuple[list[torch.Tensor], str]:
         """Matrices that become one, and how they are packed: alike, the largest of them decides.
 
         A file's own blocks do not stay such beside others.
         """
-        names = [f"{name}.{part}.weight" for part in parts]
-        kinds = {packing(own) for own in names}
+        kinds = {self.packing(own) for own in names}
         kind = max(kinds, key=PACKINGS.index)
-        if kind in SCALE_WORDS and len(kinds) == 1 and blocks is not None:
-            return [blocks(own) for own in names], kind
+        if kind in SCALE_WORDS and len(kinds) == 1 and self.blocks is not None:
+            return [self.part(self.blocks, *own) for own in zip(names, rows, strict=True)], kind
         kind = "int8" if kind in SCALE_WORDS else kind
-        weights = [take(own) for own in names]
-        if kind == "fp8" and _has_fp8_input(config, parts[0]) and _multiplies_e4m3(weights[0].device):
+        weights = [self.part(self.take, *own) for own in zip(names, rows, strict=True)]
+        if kind == "fp8" and _has_fp8_input(self.config, names[0]) and _multiplies_e4m3(weights[0].device):
             kind = "e4m3"
         if kind != "none" and weights[0].shape[1] % step_of(kind) == 0:
             return weights, kind
         return [weight.to(dtype) for weight in weights], "none"
 
-    heads, heads_packing = matrices(*(f"self_attn.{part}_proj" for part in "qkv"))
-    bias = torch.cat([read(f"self_attn.{part}_proj.bias") for part in "qkv"]) if config.qkv_bias else None
-    (output,), output_packing = matrices("self_attn.o_proj")
-    output_bias = read("self_attn.o_proj.bias") if config.output_bias else None
-    norms = (read("self_attn.q_norm.weight"), read("self_attn.k_norm.weight")) if config.qk_norm else None
+
+def _load_layer(read: _Reader, dtype: torch.dtype, index: int) -> Layer:
+    config, shard, name = read.config, read.shard, f"model.layers.{index}"
+    queries, shared = shard.head_rows(config)
+    hidden, intermediate = shard.rows(config.hidden_size), shard.rows(config.intermediate_size)
+
+    def matrices(parts: list[str], rows: list[slice]) -> tuple[list[torch.Tensor], str]:
+        return read.matrices([f"{name}.{part}.weight" for part in parts], rows, dtype)
+
+    def bias(part: str, rows: slice) -> torch.Tensor:
+        return read.part(read.take, f"{name}.self_attn.{part}_proj.bias", rows)
+
+    def head_norm(part: str) -> torch.Tensor:
+        return read.take(f"{name}.self_attn.{part}_norm.weight")
+
+    of_heads = dict(zip("qkv", (queries, shared, shared), strict=True))
+    heads, heads_packing = matrices([f"self_attn.{part}_proj" for part in of_heads], list(of_heads.values()))
+    biases = torch.cat([bias(*own) for own in of_heads.items()]) if config.qkv_bias else None
+    (output,), output_packing = matrices(["self_attn.o_proj"], [hidden])
+    output_bias = bias("o", hidden) if config.output_bias else None
     moe = config.moe if config.moe and index in config.moe.layers else None
     mlps = ["mlp"] if moe is None else [f"mlp.experts.{expert}" for expert in range(moe.num_experts)]
-    gate_up = _pairs(*matrices(*(f"{own}.{part}_proj" for part in ("gate", "up") for own in mlps)))
-    down = _stacked(*matrices(*(f"{own}.down_proj" for own in mlps)))
+    pairs = [f"{own}.{part}_proj" for part in ("gate", "up") for own in mlps]
+    gate_up = _pairs(*matrices(pairs, [intermediate] * len(pairs)), config.intermediate_size, shard)
+    down = _stacked(
+        *matrices([f"{own}.down_proj" for own in mlps], [hidden] * len(mlps)), config.hidden_size, shard
+    )
     mixture = None
     if moe is not None:
-        router = _matrix(read("mlp.gate.weight"), None)
+        router = _matrix(read.take(f"{name}.mlp.gate.weight"), None)
         mixture = Mixture(router, gate_up, down, moe.experts_per_token, moe.normalize_weights)
     return Layer(
-        _padded_line(read("input_layernorm.weight")),
-        heads_matrix(torch.cat(heads), config.head_dim, bias, heads_packing),
-        norms,
-        _matrix(output, output_bias, output_packing),
-        _padded_line(read("post_attention_layernorm.weight")),
+        read.norm(f"{name}.input_layernorm.weight"),
+        heads_matrix(
+            torch.cat(heads),
+            config.head_dim,
+            biases,
+            heads_packing,
+            config.num_heads + 2 * config.num_kv_heads,
+        ),
+        (head_norm("q"), head_norm("k")) if config.qk_norm else None,
+        _matrix(output, output_bias, config.hidden_size, shard, output_packing),
+        read.norm(f"{name}.post_attention_layernorm.weight"),
         gate_up,
         down,
         mixture,
     )
 
 
-def _has_fp8_input(config: ModelConfig, part: str) -> bool:
+def _has_fp8_input(config: ModelConfig, name: str) -> bool:
     """Whether the input of a layer's matrix is in e4m3: not that of experts, nor of odd sizes."""
-    if part.startswith("mlp.experts") or config.hidden_size % FP8_GROUP:
+    if ".mlp.experts." in name or config.hidden_size % FP8_GROUP:
         return False
-    return part != "self_attn.o_proj" or config.head_dim in FP8_HEAD_SIZES
+    return ".self_attn.o_proj." not in name or config.head_dim in FP8_HEAD_SIZES
 
 
 def _multiplies_e4m3(device: torch.device) -> bool:
@@ -176,21 +223,32 @@ def _multiplies_e4m3(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= MULTIPLIES_E4M3
 
 
-def _pairs(weights: list[torch.Tensor], packing: str) -> Matrix:
-    """The gates and ups of experts, or of one block, as one matrix; all gates come first."""
-    padded = [_padded(weight, packing) for weight in weights]
+def _pairs(weights: list[torch.Tensor], packing: str, size: int, shard: Shard) -> Matrix:
+    """The gates and ups of experts, or of one block, as one matrix; all gates come first.
+
+    They are a rank's rows of matrices of `size` rows.
+    """
+    own, whole = _filled_rows(weights[0], size, shard)
+    padded = [_padded(weight, packing, own) for weight in weights]
     experts = len(weights) // 2
     # half a tile is one group of e4m3 numbers
     columns = 2 * TILE if packing == "e4m3" else TILE
-    tiling = _expert_tiling(2 * len(padded[0]), depth_of(padded[0], packing), packing, experts, columns)
+    tiling = _expert_tiling(2 * whole, depth_of(padded[0], packing), packing, experts, columns)
     return tile_pair(torch.cat(padded[:experts]), torch.cat(padded[experts:]), tiling)
 
 
-def _stacked(weights: list[torch.Tensor], packing: str) -> Matrix:
-    """The matrices of experts, or of one block, as one."""
-    padded = [_padded(weight, packing) for weight in weights]
-    tiling = _expert_tiling(len(padded[0]), depth_of(padded[0], packing), packing, len(weights))
+def _stacked(weights: list[torch.Tensor], packing: str, size: int, shard: Shard) -> Matrix:
+    """The matrices of experts, or of one block, as one; they are a rank's rows of matrices of `size` rows."""
+    own, whole = _filled_rows(weights[0], size, shard)
+    padded = [_padded(weight, packing, own) for weight in weights]
+    tiling = _expert_tiling(whole, depth_of(padded[0], packing), packing, len(weights))
     return tile_matrix(torch.cat(padded), sum(map(len, weights)), tiling)
+
+
+def _filled_rows(weight: torch.Tensor, size: int, shard: Shard) -> tuple[int, int]:
+    """The rows of a rank, and of the matrix of `size` rows that it shares, filled up to whole tiles."""
+    size = len(weight) if shard.size == 1 else size  # experts have a size of their own
+    return shard.width(size), padded_size(size)
 
 
 def _expert_tiling(width: int, depth: int, packing: str, experts: int, columns: int = TILE) -> Tiling:
@@ -211,19 +269,29 @@ def tiling_for(width: int, depth: int, columns: int = TILE, packing: str = "none
     return Tiling(columns, step, splits, warps=columns // 16, packing=packing)
 
 
-def _matrix(weight: torch.Tensor, bias: torch.Tensor | None, packing: str = "none") -> Matrix:
-    padded = _padded(weight, packing)
-    tiling = tiling_for(len(padded), depth_of(padded, packing), TILE, packing)
-    return tile_matrix(padded, len(weight), tiling, None if bias is None else _padded_line(bias))
+def _matrix(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    size: int = 0,
+    shard: Shard = WHOLE,
+    packing: str = "none",
+) -> Matrix:
+    """A matrix, or a rank's rows of one of `size` rows."""
+    own, whole = _filled_rows(weight, size, shard)
+    padded = _padded(weight, packing, own)
+    tiling = tiling_for(whole, depth_of(padded, packing), TILE, packing)
+    return tile_matrix(padded, len(weight), tiling, None if bias is None else _padded_line(bias, own))
 
 
-def heads_matrix(weight: torch.Tensor, dim: int, bias: torch.Tensor | None, packing: str = "none") -> Matrix:
-    """A matrix [heads * dim, hidden] whose tiles are heads."""
+def heads_matrix(
+    weight: torch.Tensor, dim: int, bias: torch.Tensor | None, packing: str = "none", heads: int | None = None
+) -> Matrix:
+    """A matrix [heads * dim, hidden] whose tiles are heads, or a rank's part of one of so many heads."""
     columns = max(TILE, 1 << (dim - 1).bit_length())
     line = weight.shape[1] if packing in SCALE_WORDS else padded_size(weight.shape[1])
     padded = torch.nn.functional.pad(weight, (0, line - weight.shape[1]))
-    tiling = tiling_for(len(weight) // dim * columns, depth_of(padded, packing), columns, packing)
-    return tile_heads(padded, dim, tiling, bias)
+    width = (heads or len(weight) // dim) * columns
+    return tile_heads(padded, dim, tiling_for(width, depth_of(padded, packing), columns, packing), bias)
 
 
 def padded_size(size: int) -> int:
@@ -231,14 +299,13 @@ def padded_size(size: int) -> int:
     return -(-size // TILE) * TILE
 
 
-def _padded(weight: torch.Tensor, packing: str) -> torch.Tensor:
-    """The matrix with both sides filled up with zeros to whole tiles; `block_lines` have whole ones."""
-    rows, columns = (padded_size(size) for size in weight.shape)
-    columns = weight.shape[1] if packing in SCALE_WORDS else columns
+def _padded(weight: torch.Tensor, packing: str, rows: int) -> torch.Tensor:
+    """The matrix with zeros up to these rows, and to whole tiles of columns, as `block_lines` have."""
+    columns = weight.shape[1] if packing in SCALE_WORDS else padded_size(weight.shape[1])
     if (rows, columns) == tuple(weight.shape):
         return weight.contiguous()
     return torch.nn.functional.pad(weight, (0, columns - weight.shape[1], 0, rows - weight.shape[0]))
 
 
-def _padded_line(line: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(line, (0, padded_size(len(line)) - len(line)))
+def _padded_line(line: torch.Tensor, size: int) -> torch.Tensor:
+    return torch.nn.functional.pad(line, (0, size - len(line)))

@@ -10,6 +10,7 @@ import triton
 
 from paceline.backends.cuda.kernels.packing import depth_of, pack
 from paceline.backends.cuda.kernels.pdl import supports_pdl
+from paceline.backends.cuda.shard import WHOLE, Shard
 
 MIN_TOKENS = 16  # rows of a tile, at least
 MIN_COUNTERS = 512  # more than the units of fused_layer.py
@@ -53,6 +54,7 @@ class Matrix:
     tiling: Tiling
     bias: torch.Tensor | None = None  # [padded width]
     scales: torch.Tensor | None = None  # int32 [tiles, steps, words, columns], or float32 [padded width]
+    shard: Shard = WHOLE  # whose part of a wider matrix these columns are
 
     @property
     def tiles(self) -> int:
@@ -117,6 +119,11 @@ class Normed:
     eps: float
     fp8: torch.Tensor | None = None  # e4m3 [rows, padded hidden] the same, for matrices in e4m3
     scales: torch.Tensor | None = None  # float32 [rows / 16, groups of 64, 16] their scales: see scale_offset
+
+    @property
+    def parts(self) -> list[torch.Tensor | None]:
+        """What a product reads."""
+        return [self.rows, self.squares, self.fp8, self.scales]
 
     def read_by(self, matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The rows that a product with this matrix reads, and their scales if they are in e4m3."""

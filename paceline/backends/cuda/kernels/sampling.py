@@ -137,6 +137,7 @@ def _gumbel_argmax_kernel(  # type: ignore[no-untyped-def]
     ids_at,
     vocab_size,
     logits_stride,
+    first_id,
     has_thresholds: tl.constexpr,
     block: tl.constexpr,
     part: tl.constexpr,
@@ -151,8 +152,9 @@ def _gumbel_argmax_kernel(  # type: ignore[no-untyped-def]
     unusable = tl.zeros([part], tl.int32)
     # in parts: with the noise of a whole block in registers, few programs would fit a multiprocessor
     for first in range(number * block, (number + 1) * block, part):
-        token = first + tl.arange(0, part)
-        logits = load_logits(logits_at, row, logits_stride, token, vocab_size)
+        column = first + tl.arange(0, part)
+        token = first_id + column
+        logits = load_logits(logits_at, row, logits_stride, column, vocab_size)
         unusable |= ((logits != logits) | (logits == float("inf"))).to(tl.int32)
         scores = logits.to(tl.float64)
         if temperature > 0:
@@ -218,11 +220,13 @@ def gumbel_argmax(
     candidates: Candidates,
     rows: int,
     thresholds: Thresholds | None = None,
+    first_id: int = 0,
 ) -> None:
     """Write the best id of each block of `logits` [rows, at least vocab_size] to `candidates`.
 
     `temperatures` [rows] float64, `seeds` [rows] int64 and `positions` [rows] int32 are those of the rows;
-    a row's token has the next position. With `thresholds`, only the ids that they keep are candidates.
+    a row's token has the next position. With `thresholds`, only the ids that they keep are candidates. A rank
+    has the logits from `first_id` on.
     """
     pdl = supports_pdl(logits.device)
     _gumbel_argmax_kernel[(rows, candidates.ids.shape[1])](
@@ -236,6 +240,7 @@ def gumbel_argmax(
         candidates.ids,
         vocab_size,
         logits.stride(0),
+        first_id,
         thresholds is not None,
         BLOCK,
         PART,

@@ -1,0 +1,150 @@
+"""Tensor parallelism of the kernels: a rank has some column tiles of every matrix, and some heads.
+
+A column of a product is summed in an order that the whole matrix's shape decides (weights.tiling_for). So a
+rank that has some tiles computes the bits of one GPU, and no sum crosses ranks: what a product reads whole is
+gathered before it. The residual stream stays cut, because only the input of the next norm is read whole.
+
+    normed [rows, hidden], equal on all ranks
+       │
+    QKV of own heads ─ attention ── gather ── output, own columns ─ + own hidden ─ norm ── gather
+       │
+    gate, up, own columns ───────── gather ── down, own columns ─── + own hidden ─ norm ── gather
+
+Every rank has as many columns; zeros fill up the last ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.models.config import ModelConfig
+
+TILE = 64  # columns of the unit that ranks share
+
+
+class Collective(Protocol):
+    """The ranks that run one model together, as one of them sees them."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def gather_into(self, whole: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
+        """Write the tensors of all ranks, in the order of ranks, to `whole` [ranks, ...] of each.
+
+        Every rank gives tensors of the same shapes. It can be captured in a CUDA graph.
+        """
+        ...
+
+
+class OneRank:
+    """A model on one GPU."""
+
+    size = 1
+    rank = 0
+
+    def gather_into(self, whole: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
+        for to, part in zip(whole, own, strict=True):
+            to[0].copy_(part)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The part of a model that a rank has."""
+
+    ranks: Collective = field(default_factory=OneRank)
+
+    @property
+    def size(self) -> int:
+        return self.ranks.size
+
+    def width(self, size: int) -> int:
+        """The columns that each rank has of `size`, filled up to whole tiles."""
+        return -(-size // (TILE * self.size)) * TILE
+
+    def padded(self, size: int) -> int:
+        """The columns of all ranks together."""
+        return self.width(size) * self.size
+
+    def rows(self, size: int) -> slice:
+        """The rows that this rank has of a matrix [size, in], or of a vector; the last ones may be fewer."""
+        begin = min(self.ranks.rank * self.width(size), size)
+        return slice(begin, min(begin + self.width(size), size))
+
+    def own(self, line: torch.Tensor) -> torch.Tensor:
+        """This rank's values of a line [columns of all ranks]."""
+        each = len(line) // self.size
+        return line[self.ranks.rank * each : (self.ranks.rank + 1) * each]
+
+    def heads(self, config: ModelConfig) -> tuple[int, int]:
+        """The query heads and the KV heads of a rank."""
+        return config.num_heads // self.size, max(1, config.num_kv_heads // self.size)
+
+    def head_rows(self, config: ModelConfig) -> tuple[slice, slice]:
+        """The rows of the query heads, and of the KV heads that they share; several ranks may share one."""
+        queries, own = self.heads(config)
+        first = self.ranks.rank * queries * config.num_kv_heads // config.num_heads
+        return _rows(self.ranks.rank * queries, queries, config), _rows(first, own, config)
+
+    def join(
+        self, own: Sequence[torch.Tensor | None], whole: Sequence[torch.Tensor | None], rows: int
+    ) -> None:
+        """Write the columns of all ranks, `own` [rows, own columns, ...], to `whole` [rows, columns, ...].
+
+        Scales have a line for several rows. On one GPU `own` is `whole`, and nothing is done.
+        """
+        if self.size == 1:
+            return
+        parts = [part for part in own if part is not None]
+        goals = [goal for goal in whole if goal is not None]
+        lines = [part[: -(-rows * len(part) // len(parts[0]))] for part in parts]
+        gathered = [part.new_empty((self.size, *part.shape)) for part in lines]
+        self.ranks.gather_into(gathered, lines)
+        for part, goal in zip(gathered, goals, strict=True):
+            _put_side_by_side(part, goal[: part.shape[1]])
+
+
+def _rows(first: int, count: int, config: ModelConfig) -> slice:
+    return slice(first * config.head_dim, (first + count) * config.head_dim)
+
+
+def _put_side_by_side(parts: torch.Tensor, whole: torch.Tensor) -> None:
+    """Write parts [ranks, lines, each, ...] to `whole` [lines, columns, ...], which may be shorter."""
+    each = parts.shape[2]
+    ranks, rest = divmod(min(whole.shape[1], len(parts) * each), each)
+    if ranks:
+        whole[:, : ranks * each].unflatten(1, (ranks, each)).copy_(parts[:ranks].transpose(0, 1))
+    if rest:
+        whole[:, ranks * each : ranks * each + rest].copy_(parts[ranks, :, :rest])
+
+
+WHOLE = Shard()
+
+
+def check_size(config: ModelConfig, size: int) -> None:
+    """ConfigError if this number of GPUs cannot share a model."""
+    if size == 1:
+        return
+    if config.moe is not None:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but the cuda backend runs mixtures of experts on one GPU. "
+            "Use --backend torch --device cuda."
+        )
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    possible = [
+        count
+        for count in range(1, heads + 1)
+        if not heads % count and (not kv_heads % count or not count % kv_heads)
+    ]
+    if size not in possible:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but this model has {heads} heads that share {kv_heads} KV "
+            f"heads, and each rank needs as many whole ones. Use one of {', '.join(map(str, possible))}."
+        )

@@ -1,0 +1,124 @@
+"""Ranks of tensor parallelism as threads of one process, on one GPU or in Triton's interpreter.
+
+NCCL refuses two ranks on one GPU. Here one thread runs at a time, and hands over where ranks gather. All
+launch on one stream, so what one has launched before a gather is done before what another launches after it.
+A CUDA graph is captured by rank 0, and the others launch into it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+PATIENCE = 600  # seconds for another rank's launches; interpreted ones are slow
+Result = TypeVar("Result")
+_here = threading.local()  # .rank: the LogicalRank whose thread this is
+
+
+class LogicalRank:
+    """One of several ranks: a Collective."""
+
+    def __init__(self, rank: int, group: LogicalRanks) -> None:
+        self.rank, self.size, self.group = rank, group.size, group
+
+    def gather_into(self, whole: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
+        self.group.parts[self.rank] = [part.clone() for part in own]
+        self.group.meet()
+        for to, parts in zip(whole, zip(*self.group.parts, strict=True), strict=True):
+            for line, part in zip(to, parts, strict=True):
+                line.copy_(part)
+        self.group.meet()
+
+
+class LogicalRanks:
+    """`size` ranks that take turns."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.parts: list[Any] = [()] * size
+        self.stream: torch.cuda.Stream | None = None  # on which a graph is captured
+        self._turn = threading.Lock()
+        self._barrier = threading.Barrier(size, timeout=PATIENCE)
+
+    def meet(self) -> None:
+        """Wait for all ranks, and for the turn."""
+        self._turn.release()
+        try:
+            self._barrier.wait()
+        finally:
+            self._turn.acquire()
+
+    def run(self, work: Callable[[LogicalRank], Result]) -> list[Result]:
+        """What each rank returns."""
+        results: list[Any] = [None] * self.size
+        errors: list[BaseException] = []
+
+        def one(rank: int) -> None:
+            _here.rank = LogicalRank(rank, self)
+            with self._turn:
+                try:
+                    results[rank] = work(_here.rank)
+                except BaseException as error:
+                    errors.append(error)
+                    self._barrier.abort()
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise next(
+                (one for one in errors if not isinstance(one, threading.BrokenBarrierError)), errors[0]
+            )
+        return results
+
+
+@contextmanager
+def captured_together() -> Iterator[None]:
+    """Within it, the graphs of logical ranks are one: their threads cannot capture several at once."""
+    from paceline.backends.cuda.graphs import Graphs
+
+    alone = Graphs.run
+
+    def run(graphs: Graphs, name: Hashable, work: Callable[[], None]) -> None:
+        own: LogicalRank | None = getattr(_here, "rank", None)
+        if own is None or graphs._device.type != "cuda":
+            alone(graphs, name, work)
+        else:
+            _run_together(graphs, name, work, own)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(Graphs, "run", run)
+        yield
+
+
+def _run_together(graphs: Any, name: Hashable, work: Callable[[], None], own: LogicalRank) -> None:
+    group, captured = own.group, graphs._captured
+    group.meet()
+    if name in captured:
+        if own.rank == 0:
+            captured[name].replay()
+        group.meet()
+        return
+    torch.cuda.synchronize()
+    work()
+    torch.cuda.synchronize()
+    group.meet()
+    captured[name] = torch.cuda.CUDAGraph() if own.rank == 0 else None
+    capture = torch.cuda.graph(captured[name], capture_error_mode="relaxed") if own.rank == 0 else None
+    if capture is not None:
+        capture.__enter__()
+        group.stream = torch.cuda.current_stream()
+    group.meet()
+    with torch.cuda.stream(group.stream):
+        work()
+    group.meet()
+    if capture is not None:
+        capture.__exit__(None, None, None)
+    group.meet()

@@ -1,0 +1,233 @@
+"""Ranks that share a model give every bit of one GPU: logits, features, keys, values and tokens."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.core.forward import Choices
+from paceline.core.request import SamplingNeeds
+from paceline.errors import ConfigError
+from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.heads.config import HeadConfig
+from paceline.models.layout import expected_tensors
+from tests.backends.cuda.logical_ranks import LogicalRanks, captured_together
+from tests.backends.cuda.test_bits import SHAPES
+from tests.backends.driver import drive, run
+from tests.large import repeated
+from tests.models.heads.driver import random_checkpoint
+
+on_gpu = torch.cuda.is_available()
+ROPE = RopeConfig(500.0)
+# sizes that 2 and 4 ranks do not share evenly; 4 ranks have 2 KV heads
+TINY = ModelConfig("qwen2", 200, 144, 1, 4, 2, 16, 100, 1e-5, ROPE, 64, tie_embeddings=False, qkv_bias=True)
+HEAD = HeadConfig("eagle3", 200, 200, 144, 144, 2, 1, 16, 64, 1e-5, ROPE, 64, feature_layers=(0, 1))
+PAGE_SIZE, PAGES, LONGEST, ROWS, LENGTH, SEED = 16, 3, 48, 2, 14, 2**40 + 3
+STEPS = 3 if on_gpu else 1  # interpreted, a step takes seconds
+Work = Callable[[Any], Any]
+
+
+def random_weights(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, shard: Any = None, packing: str = "none"
+) -> Any:
+    """Random weights, or a rank's part of them."""
+    from paceline.backends.cuda.shard import WHOLE
+    from paceline.backends.cuda.weights import load_weights, packing_for
+
+    shapes = dict(expected_tensors(config))
+
+    def take(name: str, rows: slice = slice(None)) -> torch.Tensor:
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+        noise = torch.randn(shapes[name], generator=generator, device=device)
+        values = 1 + 0.2 * noise if "norm" in name else 1.5 * noise * noise.shape[-1] ** -0.5
+        is_packed = packing != "none" and name.endswith("_proj.weight")
+        return values[rows].float() if is_packed else values[rows].to(dtype)
+
+    return load_weights(config, take, packing_for(packing, lambda name: ""), shard=shard or WHOLE)
+
+
+def assert_same_on_ranks(work: Work, size: int) -> None:
+    """What `work` returns for a shard, arrays, is the same on one GPU and on every one of `size` ranks."""
+    from paceline.backends.cuda.shard import WHOLE, Shard
+
+    expected = work(WHOLE)
+    with captured_together():
+        for rank, got in enumerate(LogicalRanks(size).run(lambda own: work(Shard(own)))):
+            for name, values in expected.items():
+                assert np.array_equal(got[name], values), f"{name} of rank {rank}"
+
+
+def passes(
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: Sequence[int] = (),
+    packing: str = "none",
+) -> Work:
+    """A tree, with tokens sampled on the device; then chunks of so many rows."""
+    from paceline.backends.cuda.backend import CudaBackend
+
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, 512).tolist()
+    choices = Choices(np.arange(5, dtype=np.int32), np.full(5, SEED, np.uint64), np.array([0, 0.5, 1, 1, 3]))
+    layers = (0, config.num_layers)
+
+    def work(shard: Any) -> dict[str, np.ndarray]:
+        weights = random_weights(config, device, dtype, shard, packing)
+        backend = CudaBackend(weights, max_rows=max(16, 0, *rows))
+        (request,) = drive(backend, pages_each=2 + sum(rows) // PAGE_SIZE)
+        tree = run([request.ask(tokens[:5], [-1, 0, 0, 1, 2])], feature_layers=layers, choices=choices)
+        assert tree.features is not None
+        assert tree.chosen is not None
+        results = {"tree": tree.logits, "features": tree.features, "chosen": tree.chosen}
+        results = {name: values.copy() for name, values in results.items()}
+        request.commit([0, 2, 4])
+        return results | {f"{count} rows": request.extend(tokens[:count]) for count in rows}
+
+    return work
+
+
+def decoding(
+    config: ModelConfig, head: HeadConfig, kind: str, device: torch.device, dtype: torch.dtype, needs: int = 0
+) -> Work:
+    """Steps of the decode loop, from random keys and values."""
+    checkpoint = random_checkpoint(head) if "head" in kind else None
+
+    def work(shard: Any) -> dict[str, np.ndarray]:
+        from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
+        from paceline.backends.cuda.draft_networks import HeadNetwork, ModelNetwork
+        from paceline.backends.cuda.draft_shape import chain_shape, tree_shape
+        from paceline.backends.cuda.head_weights import load_head_weights
+        from paceline.backends.cuda.model import Pool
+
+        def pool(layers: int, first: int, heads: int, of: int) -> Pool:
+            generator = torch.Generator().manual_seed(9)
+            shape = (layers, PAGES * PAGE_SIZE, of, config.head_dim)
+            stored = [torch.randn(shape, generator=generator) for _ in range(2)]
+            keys, values = (one[:, :, first : first + heads].to(device, dtype) for one in stored)
+            return Pool(PAGES, 0, keys.contiguous(), values.contiguous())
+
+        weights = random_weights(config, device, dtype, shard)
+        state = make_requests(2, LONGEST, PAGE_SIZE, device)
+        state.pages[1] = torch.tensor([2, 0, 1])
+        state.tokens[1] = torch.from_numpy(np.random.default_rng(3).integers(0, config.vocab_size, LONGEST))
+        state.lengths[1], state.seeds[1], state.temperatures[1] = LENGTH, SEED, 1.0
+        state.asks_logprobs[1] = 1
+        shape = tree_shape(5, 2, 3) if "tree" in kind else chain_shape(2)
+        draft: Any = None
+        if checkpoint is not None:
+            of_head = load_head_weights(checkpoint, weights)
+            own = pool(1, 0, head.num_kv_heads, head.num_kv_heads)
+            draft = HeadNetwork(of_head, own, (0, 1), shape, ROWS, LONGEST, PAGE_SIZE)
+        elif "model" in kind:
+            smaller = random_weights(replace(config, num_layers=1), device, dtype)
+            own = pool(1, 0, config.num_kv_heads, config.num_kv_heads)
+            draft = ModelNetwork(smaller, own, shape, ROWS, LONGEST, PAGE_SIZE, config.vocab_size)
+        first = shard.head_rows(config)[1].start // config.head_dim
+        target = pool(config.num_layers, first, shard.heads(config)[1], config.num_kv_heads)
+        loop = DecodeLoop(weights, target, state, ROWS, PAGE_SIZE, draft)
+        loop.begin([1], ROWS, torch.ones(1, 2 * config.hidden_size, device=device))
+        drafted = []
+        for _ in range(STEPS):
+            loop.step(ROWS, needs)
+            drafted.append(loop.drafted(ROWS)[0].clone())
+        values = {"tokens": state.tokens[1], "lengths": state.lengths, "drafted": torch.stack(drafted)}
+        values["normed"] = loop._workspace.attention_input.rows[: loop.nodes, : config.hidden_size].float()
+        if needs:
+            values["logprobs"] = loop.logprobs[0]
+        return {name: value.cpu().numpy() for name, value in values.items()}
+
+    return work
+
+
+@pytest.mark.parametrize("size", [*repeated(2), 4])
+def test_passes_have_the_bits_of_one_gpu(size: int, device: torch.device, dtype: torch.dtype) -> None:
+    assert_same_on_ranks(passes(TINY, device, dtype), size)
+
+
+def test_steps_that_a_head_drafts_have_the_bits_of_one_gpu(device: torch.device, dtype: torch.dtype) -> None:
+    """The head is whole on every rank, but reads the target's embedding and output matrix, which are not."""
+    head = replace(HEAD, own_embedding=False, own_lm_head=False)
+    assert_same_on_ranks(decoding(TINY, head, "head tree", device, dtype), 2)
+
+
+def test_log_probabilities_and_truncation_see_the_whole_vocabulary(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    needs = int(SamplingNeeds.LOGPROBS | SamplingNeeds.TRUNCATION)
+    assert_same_on_ranks(decoding(TINY, HEAD, "plain", device, dtype, needs), 2)
+
+
+needs_gpu = pytest.mark.skipif(not on_gpu, reason="the sizes of real models")
+ROW_COUNTS = (1, 2, 3, 7, 16, 17, 33, 80, 130)  # every kind of launch
+
+
+@needs_gpu
+def test_nccl_gathers_in_a_captured_graph(tmp_path: Path, device: torch.device) -> None:
+    """One rank: NCCL refuses two on one GPU."""
+    from paceline.backends.cuda.graphs import Graphs
+    from paceline.backends.torch_parallel.communicator import GroupCommunicator
+
+    group = GroupCommunicator(0, [torch.device("cuda", 0)], str(tmp_path / "store"), 60)
+    own = [torch.zeros(4, 64, dtype=torch.bfloat16, device=device), torch.zeros(4, 3, device=device)]
+    whole = [part.new_empty((1, *part.shape)) for part in own]
+    graphs = Graphs(device)
+    for value in (1.0, 2.0, 3.0):  # the first pass captures, the others replay
+        for part in own:
+            part.fill_(value)
+        graphs.run("gather", lambda: group.gather_into(whole, own))
+        assert all(torch.equal(to[0], part) for to, part in zip(whole, own, strict=True))
+
+
+@needs_gpu
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_an_8b_has_the_bits_of_one_gpu(size: int, device: torch.device) -> None:
+    assert_same_on_ranks(passes(SHAPES["llama-3.1-8b"], device, torch.bfloat16, ROW_COUNTS), size)
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("shape", "size", "packing"),
+    [
+        ("qwen2.5-1.5b", 2, "none"),
+        ("qwen2.5-1.5b", 4, "none"),  # more ranks than KV heads
+        ("smollm2-135m", 3, "none"),
+        ("qwen3-0.6b", 8, "none"),
+        ("llama-3.1-8b", 4, "fp8"),
+        ("llama-3.1-8b", 2, "int8"),
+        ("llama-3.1-8b", 2, "int4"),
+    ],
+)
+def test_real_shapes_have_the_bits_of_one_gpu(
+    shape: str, size: int, packing: str, device: torch.device
+) -> None:
+    assert_same_on_ranks(passes(SHAPES[shape], device, torch.bfloat16, ROW_COUNTS, packing), size)
+
+
+@needs_gpu
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("kind", ["plain", "head", "head tree", "model", "model tree"])
+def test_an_8b_that_drafts_has_the_bits_of_one_gpu(size: int, kind: str, device: torch.device) -> None:
+    config = SHAPES["llama-3.1-8b"]
+    head = HeadConfig(
+        "eagle3", 700, 700, 4096, 4096, 32, 8, 128, 8192, 1e-5, ROPE, 512, feature_layers=(0, 1)
+    )
+    assert_same_on_ranks(decoding(config, head, kind, device, torch.bfloat16), size)
+
+
+def test_sizes_that_cannot_share_heads_or_experts_are_refused() -> None:
+    from paceline.backends.cuda.shard import check_size
+
+    for size in (1, 2, 4):
+        check_size(TINY, size)
+    with pytest.raises(ConfigError, match=r"4 heads that share 2 KV heads.* Use one of 1, 2, 4\."):
+        check_size(TINY, 3)
+    smol = replace(TINY, num_heads=9, num_kv_heads=3)
+    with pytest.raises(ConfigError, match=r"Use one of 1, 3, 9\."):
+        check_size(smol, 2)
