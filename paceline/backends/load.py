@@ -132,8 +132,16 @@ def _load_cuda(
         from paceline.backends.cuda.backend import CudaBackend
     dtype = "bfloat16" if options.dtype == "auto" else options.dtype
     quantization = DEFAULTS["cuda"] if options.quantization == "auto" else options.quantization
+    if isinstance(beside, CudaBackend) and beside.ranks is not None:
+        is_shared = options.tensor_parallel_size > 1
+        return CudaBackend.load_beside(beside, checkpoint, dtype, quantization, max_rows, is_shared)
     return CudaBackend.load(
-        checkpoint, device=options.choice.device, dtype=dtype, quantization=quantization, max_rows=max_rows
+        checkpoint,
+        device=options.choice.device,
+        dtype=dtype,
+        quantization=quantization,
+        max_rows=max_rows,
+        tensor_parallel_size=options.tensor_parallel_size,
     )
 
 

@@ -12,7 +12,7 @@ from paceline.options import check_bool, check_choice, check_integer, check_text
 
 BACKENDS = ("auto", "cpu", "torch", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ONE_DEVICE = {"cpu": "one CPU", "cuda": "one GPU"}  # backends without tensor parallelism
+ONE_DEVICE = {"cpu": "one CPU"}  # backends without tensor parallelism
 
 
 @refuse_unknown(ConfigError)
@@ -25,7 +25,7 @@ class BackendOptions:
     quantization: str = "auto"  # one of quantizations.QUANTIZATIONS; auto is native on cpu, else none
     device: str = "auto"  # auto: the backend's own; cpu | cuda | cuda:N
     threads: int | None = None  # None: one for each core. Of each rank, if there are several
-    tensor_parallel_size: int = 1  # ranks that share the model, each a process; torch only
+    tensor_parallel_size: int = 1  # ranks that share the model, each a process; torch and cuda
     exact: bool = False  # refuse what cannot promise the same bytes alone and among others, drafted or not
 
     def __post_init__(self) -> None:
@@ -70,10 +70,6 @@ class BackendOptions:
     @cached_property
     def choice(self) -> Choice:
         """The backend and the device that run, and why. Backend and device are inferred from each other."""
-        if self.backend == "auto" and self.tensor_parallel_size > 1:
-            found = "cuda" if find_gpu().usable else "cpu"
-            device = found if self.device == "auto" else self.device
-            return Choice("torch", device, "the backend that has tensor parallelism")
         if self.backend != "auto":
             own = {"cuda": "cuda"}.get(self.backend, "cpu")
             return Choice(self.backend, own if self.device == "auto" else self.device, "as asked for")
@@ -90,6 +86,8 @@ class BackendOptions:
             why = gpu.missing or "dtype float32 was asked for, which the cuda backend does not have"
         if self.dtype == "bfloat16":
             return Choice("torch", "cpu", f"{why}, and only torch computes in bfloat16 on a CPU")
+        if self.tensor_parallel_size > 1:
+            return Choice("torch", "cpu", f"{why}, and only torch has tensor parallelism on a CPU")
         return Choice("cpu", "cpu", why)
 
 

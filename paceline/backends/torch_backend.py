@@ -7,8 +7,7 @@ request, no caching of intermediate work. See base.py for the contract it implem
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +17,7 @@ from paceline.backends.adapter_groups import forward_by_adapter
 from paceline.backends.base import Backend
 from paceline.backends.torch_choosing import choose
 from paceline.backends.torch_loading import find_devices, find_dtype, load_pieces
-from paceline.backends.torch_parallel.ranks import Ranks, start_ranks
+from paceline.backends.torch_parallel.ranks import Ranks, everywhere, made_everywhere, start_ranks
 from paceline.backends.torch_pool import PAGE_SIZE, TorchPool, TorchStates, make_cache
 from paceline.core.arrays import Int32Array
 from paceline.core.forward import ForwardBatch, ForwardOutput, KVPool, StatePool
@@ -46,10 +45,9 @@ class TorchBackend(Backend):
         model: Transformer,
         max_rows: int,
         ranks: Ranks | None = None,
-        number: int = 0,
         weight_format: str = "",
     ) -> None:
-        """`ranks` are the other ranks of the model, which run what this one runs; they name it `number`.
+        """`ranks` are the other ranks of the model, which run what this one runs.
 
         `weight_format`: the quantization of its matrices; none: they are in the model's dtype.
         """
@@ -61,8 +59,7 @@ class TorchBackend(Backend):
         self.weight_format = weight_format or str(self.dtype).removeprefix("torch.")
         self.bytes_per_state = sum(mixer.bytes_per_state for mixer in model.recurrences)
         self.adapters: dict[str, Transformer] = {}  # the model with each
-        self._ranks = ranks
-        self._number = number
+        self.ranks = ranks
 
     @classmethod
     def load(
@@ -102,18 +99,21 @@ class TorchBackend(Backend):
         except BaseException:
             ranks.close()
             raise
-        return cls(model, max_rows, ranks, weight_format=weight_format)
+        backend = cls(model, max_rows, ranks, weight_format)
+        ranks.name(backend, 0)
+        return backend
 
     def close(self) -> None:
         """Stop the other ranks."""
-        if self._ranks is not None:
-            self._ranks.close()
+        if self.ranks is not None:
+            self.ranks.close()
 
     def bytes_per_page(self) -> int:
         config = self.model.config
         per_token = sum(config.kv_values(layer) for layer in config.kv_layers) * self.dtype.itemsize
         return per_token * PAGE_SIZE
 
+    @made_everywhere
     def make_pool(self, num_pages: int) -> TorchPool:
         """Zeroed storage for `num_pages` pages of keys and values of this model; each rank has its heads."""
         config, parallel = self.model.config, self.model.parallel
@@ -127,15 +127,10 @@ class TorchBackend(Backend):
             for heads in map(config.shape_of, config.kv_layers)
         ]
         value_dims = [config.stored_value_dim(layer) for layer in config.kv_layers]
-        number = self._new_number()
-        with self._everywhere("make_pool", number, num_pages):
-            cache = make_cache(shapes, self.dtype, self.device, value_dims)
-        pool = TorchPool(num_pages, self.bytes_per_page(), cache, number)
-        if self._ranks is not None:
-            self._ranks.wait_for_answers()  # not every rank may have memory for it
-            self._ranks.release_with(pool)
-        return pool
+        cache = make_cache(shapes, self.dtype, self.device, value_dims)
+        return TorchPool(num_pages, self.bytes_per_page(), cache)
 
+    @everywhere
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Logits of the wanted rows and, if asked, features of all rows and tokens that are chosen here."""
@@ -147,9 +142,8 @@ class TorchBackend(Backend):
     def _forward(self, adapted: Transformer | None, batch: ForwardBatch) -> ForwardOutput:
         """A pass of the model, or of the model with an adapter."""
         pool, model = cast(TorchPool, batch.pool), adapted or self.model
-        with self._everywhere("forward", batch):
-            hidden, wanted = model.hidden_states(self._rows(batch), pool.cache, batch.feature_layers)
-            logits, chosen = self._outputs(hidden, batch)
+        hidden, wanted = model.hidden_states(self._rows(batch), pool.cache, batch.feature_layers)
+        logits, chosen = self._outputs(hidden, batch)
         features = torch.cat(wanted, dim=-1).float().cpu().numpy() if wanted else None
         return ForwardOutput(logits.float().cpu().numpy(), features, chosen)
 
@@ -164,23 +158,20 @@ class TorchBackend(Backend):
         positions = batch.positions[choices.rows] + 1
         return logits, choose(lm_head, [part[wanted:] for part in parts], choices, positions)
 
+    @made_everywhere
     def first_layers(self, count: int) -> TorchBackend:
         """The same model without its later layers, over the same pools."""
-        number = self._new_number()
-        with self._everywhere("first_layers", number, count):
-            return TorchBackend(
-                self.model.first_layers(count), self.max_rows, self._ranks, number, self.weight_format
-            )
+        return TorchBackend(self.model.first_layers(count), self.max_rows, self.ranks, self.weight_format)
 
+    @everywhere
     @torch.inference_mode()
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
         """Copy keys and values from KV slots to others; all sources are read first."""
         cache = cast(TorchPool, pool).cache
         read, write = self._tensor(source), self._tensor(destination)
-        with self._everywhere("move", pool, source, destination):
-            for stored in (*cache.keys, *cache.values):
-                # indexing by a tensor copies what it reads, so that no write can disturb it
-                stored[:, write] = stored[:, read]
+        for stored in (*cache.keys, *cache.values):
+            # indexing by a tensor copies what it reads, so that no write can disturb it
+            stored[:, write] = stored[:, read]
 
     def make_states(self, count: int) -> TorchStates:
         """Zeroed storage for `count` states of the recurrent layers."""
@@ -198,25 +189,17 @@ class TorchBackend(Backend):
         """Step along the accepted rows of a request, from what the last pass left."""
         self.model.advance(cast(TorchStates, states).states, slot, rows, checkpoints)
 
+    @everywhere
     @torch.inference_mode()
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """The embeddings [tokens, hidden], for heads that share them."""
-        with self._everywhere("embed", tokens):
-            return self.model.vocabulary.embed(tokens)
+        return self.model.vocabulary.embed(tokens.to(self.device))
 
+    @everywhere
     @torch.inference_mode()
     def scores(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocab] of normed states [rows, hidden], for heads that share the output matrix."""
-        with self._everywhere("scores", normed):
-            return self.model.lm_head.logits(normed)
-
-    def _everywhere(self, method: str, *arguments: Any) -> AbstractContextManager[None]:
-        """A context in which the other ranks run the same method of this model."""
-        return nullcontext() if self._ranks is None else self._ranks.run(self._number, method, *arguments)
-
-    def _new_number(self) -> int:
-        """A number by which the ranks name a pool or a model."""
-        return 0 if self._ranks is None else self._ranks.new_number()
+        return self.model.lm_head.logits(normed.to(self.device))
 
     def _rows(self, batch: ForwardBatch) -> Rows:
         """The batch as the model reads it: KV slots instead of pages, masks instead of parents."""

@@ -22,7 +22,6 @@ class TorchPool:
     num_pages: int
     bytes_per_page: int  # of all ranks
     cache: KeyValues  # of num_pages * PAGE_SIZE slots
-    number: int = 0  # by which the ranks name it
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from paceline.backends.cuda.shared_prefix import find_shared_prefixes, no_shared
 from paceline.backends.cuda.slot_writer import SlotWriter
 from paceline.backends.cuda.tables import to_device
 from paceline.backends.cuda.weights import Weights
+from paceline.backends.torch_parallel.ranks import Ranks, everywhere, made_everywhere
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import KeptFeatures
 from paceline.core.request import SamplingNeeds
@@ -62,9 +63,10 @@ class CudaAsyncDecoder:
         page_size: int,
         feature_layers: tuple[int, ...] = (),
         kept: tuple[KeptFeatures, ...] = (),
+        ranks: Ranks | None = None,
     ) -> None:
         """Passes without a draft return the features of these layers, or store them in a head's pool."""
-        self.device = weights.device
+        self.device, self.ranks = weights.device, ranks
         self._weights, self._pool, self._longest, self._page_size = weights, pool, longest, page_size
         self._feature_layers, self._kept = feature_layers, kept
         self._rows = bucket(slots)
@@ -77,12 +79,14 @@ class CudaAsyncDecoder:
         if self._writer.edits is not None:
             self.supported_sampling |= SamplingNeeds.LOGIT_EDITS
         self._loops: dict[DeviceDraft | None, Loop] = {}
+        self._known: set[DeviceDraft] = set()  # by the other ranks
         self._last: Loop | None = (
             None  # of the last pass, if the next one over the same slots can reuse its rows
         )
         self._slots: list[int] = []  # of the last pass
         self._unread: deque[tuple[Buffer, Int64Array, int]] = deque()  # with slots and SamplingNeeds
 
+    @everywhere
     @torch.inference_mode()
     def join(self, requests: SlotInits) -> None:
         """Initialize slots, or overwrite the state of slots in use."""
@@ -90,7 +94,6 @@ class CudaAsyncDecoder:
         self._lengths[requests.slots] = self._joined[requests.slots] = requests.lengths
         self._last = None
 
-    @torch.inference_mode()
     def launch(
         self,
         slots: Sequence[int],
@@ -99,6 +102,28 @@ class CudaAsyncDecoder:
         host_drafts: Int32Array | None = None,
     ) -> None:
         """Launch a pass over the requests in these slots."""
+        self._make_known(draft)
+        self._launch(slots, page_tables, draft, host_drafts)
+
+    def _make_known(self, draft: DeviceDraft | None) -> None:
+        """Let the other ranks have this draft, whose identity tells loops apart."""
+        if draft is not None and draft not in self._known:
+            self._known.add(draft)
+            self._same(draft)
+
+    @made_everywhere
+    def _same(self, draft: DeviceDraft) -> DeviceDraft:
+        return draft
+
+    @everywhere
+    @torch.inference_mode()
+    def _launch(
+        self,
+        slots: Sequence[int],
+        page_tables: Int32Array,
+        draft: DeviceDraft | None,
+        host_drafts: Int32Array | None,
+    ) -> None:
         slot_list, rows, loop = list(slots), bucket(len(slots)), self._loop(draft)
         steps, buffer = loop.steps, loop.buffers[0]
         if buffer.done is not None:
@@ -135,6 +160,7 @@ class CudaAsyncDecoder:
         pass_rows = uniform_rows(self._pages[slots], begins, self._joined[slots], steps.nodes)
         steps.use_shared_prefix(find_shared_prefixes(pass_rows, self._page_size, *self._weights.heads))
 
+    @everywhere
     def read(self) -> DecodeOutput:
         """The result of the oldest pass that was not read. Waits for it."""
         buffer, slots, needs = self._unread.popleft()
@@ -148,17 +174,24 @@ class CudaAsyncDecoder:
         logprobs = buffer.logprobs[:count].numpy() if needs & SamplingNeeds.LOGPROBS else None
         return DecodeOutput(buffer.tokens[:count], counts, features, found, logprobs)
 
+    @everywhere
     def skip(self) -> None:
         """Discard the oldest pass that was not read."""
         self._unread.popleft()
 
+    @everywhere
     def drop(self) -> None:
         """Discard all passes launched so far."""
         self._unread.clear()
 
-    @torch.inference_mode()
     def prepare(self, draft: DeviceDraft | None) -> dict[int, float]:
         """Capture a graph for every bucket, over padding rows, and measure its seconds on a GPU."""
+        self._make_known(draft)
+        return self._prepare(draft)
+
+    @everywhere
+    @torch.inference_mode()
+    def _prepare(self, draft: DeviceDraft | None) -> dict[int, float]:
         self._writer.prepare()
         loop, seconds = self._loop(draft), {}
         steps = loop.steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -28,6 +29,7 @@ from paceline.backends.cuda.model import (
     select,
     workspace_bytes,
 )
+from paceline.backends.cuda.shard import WHOLE, Shard, check_size
 from paceline.backends.cuda.shared_prefix import (
     PassRows,
     SharedPrefix,
@@ -44,12 +46,15 @@ from paceline.backends.cuda.tables import (
 )
 from paceline.backends.cuda.vocabulary import sample_own, shared_candidates_for
 from paceline.backends.cuda.weights import Weights, load_weights, packing_for
+from paceline.backends.torch_loading import find_devices
+from paceline.backends.torch_parallel.ranks import Ranks, everywhere, made_everywhere, start_ranks
 from paceline.core.arrays import BoolArray, Int32Array
 from paceline.core.forward import Choices, DeviceMemory, ForwardBatch, ForwardOutput, KeptFeatures, KVPool
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.config import ModelConfig
 from paceline.models.files import release_pages
+from paceline.models.registry import load_checkpoint
 
 PAGE_SIZE = 16
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -69,8 +74,11 @@ class CudaBackend(Backend):
     chooses = drafts_on_device = True
     supports_features = True
 
-    def __init__(self, weights: Weights, max_rows: int, quantization: str = "none") -> None:
-        self.weights = weights
+    def __init__(
+        self, weights: Weights, max_rows: int, quantization: str = "none", ranks: Ranks | None = None
+    ) -> None:
+        """`ranks` are the other ranks of the model, which run what this one runs."""
+        self.weights, self.ranks = weights, ranks
         dtype = str(weights.dtype).removeprefix("torch.")
         self.weight_format = dtype if quantization == "none" else quantization
         self.config = weights.config
@@ -97,36 +105,99 @@ class CudaBackend(Backend):
         dtype: str = "bfloat16",
         quantization: str = "none",
         max_rows: int = 512,
+        tensor_parallel_size: int = 1,
     ) -> CudaBackend:
-        """A backend with the checkpoint's weights on `device`, in `dtype` or quantized."""
+        """A backend with the checkpoint's weights on `device`, in `dtype` or quantized.
+
+        Other ranks are new processes, each with a GPU of its own.
+        """
         _check_model(checkpoint.config)
+        check_size(checkpoint.config, tensor_parallel_size)
         if dtype not in DTYPES:
             raise BackendError(f"The cuda backend has no dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
-        target, kind = _find_device(device), DTYPES[dtype]
+        target = _find_device(device)
+        if tensor_parallel_size == 1:
+            return cls.load_part(checkpoint, target, dtype, quantization, max_rows)
+        devices = find_devices(device, tensor_parallel_size)
+        ranks, communicator = start_ranks(
+            checkpoint, devices, dtype, quantization, max_rows, backend=cls.name
+        )
+        try:
+            part = devices[0], dtype, quantization, max_rows, Shard(communicator), ranks
+            backend = cls.load_part(checkpoint, *part)
+            ranks.wait_for_answers()
+        except BaseException:
+            ranks.close()
+            raise
+        ranks.name(backend, 0)
+        return backend
+
+    @classmethod
+    def load_beside(
+        cls,
+        beside: CudaBackend,
+        checkpoint: Checkpoint,
+        dtype: str,
+        quantization: str,
+        max_rows: int,
+        is_shared: bool,
+    ) -> CudaBackend:
+        """A draft model on the ranks of its target: each has a part of it, or with `is_shared` False all."""
+        shard = beside.weights.shard if is_shared else WHOLE
+        part = beside.device, dtype, quantization, max_rows, shard, beside.ranks
+        if beside.ranks is None:
+            return cls.load_part(checkpoint, *part)
+        where = beside, checkpoint.source, checkpoint.config, dtype, quantization, max_rows, is_shared
+        return beside.ranks.call(_load_beside, where, lambda: cls.load_part(checkpoint, *part), makes=True)
+
+    @classmethod
+    def load_part(
+        cls,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: str,
+        quantization: str,
+        max_rows: int,
+        shard: Shard = WHOLE,
+        ranks: Ranks | None = None,
+    ) -> CudaBackend:
+        """A model, or a rank's part of it."""
+        kind = DTYPES[dtype]
         packing = packing_for(quantization, lambda name: checkpoint.tensors[name].kind)
 
-        def take(name: str) -> torch.Tensor:
-            is_packed = name.endswith("_proj.weight") and packing(name) != "none"
+        def find(name: str, rows: slice | None) -> Tensor:
             tensor = checkpoint.tensors[name]
-            values = _stored(tensor).to(target)
+            return tensor if rows is None else tensor.take_rows(rows)
+
+        def take(name: str, rows: slice | None = None) -> torch.Tensor:
+            is_packed = name.endswith("_proj.weight") and packing(name) != "none"
+            tensor = find(name, rows)
+            values = _stored(tensor).to(device)
             if tensor.kind in STORED:
                 release_pages(tensor.blocks())  # the file's pages are not needed again
             return values.to(torch.float32 if is_packed else kind)
 
-        def blocks(name: str) -> torch.Tensor:
-            tensor = checkpoint.tensors[name]
-            return block_lines(torch.tensor(tensor.blocks(), device=target), tensor.kind)
+        def blocks(name: str, rows: slice | None = None) -> torch.Tensor:
+            tensor = find(name, rows)
+            return block_lines(torch.tensor(tensor.blocks(), device=device), tensor.kind)
 
         try:
-            return cls(load_weights(checkpoint.config, take, packing, blocks), max_rows, quantization)
+            weights = load_weights(checkpoint.config, take, packing, blocks, shard)
+            return cls(weights, max_rows, quantization, ranks)
         except torch.OutOfMemoryError as error:
             values = sum(int(np.prod(tensor.shape)) for tensor in checkpoint.tensors.values())
-            free, total = torch.cuda.mem_get_info(target)
+            free, total = torch.cuda.mem_get_info(device)
             raise BackendError(
                 f"The model does not fit: its weights take {values * kind.itemsize / 1e9:.1f} GB as {dtype}, "
                 f"and {device} has {total / 1e9:.1f} GB, of which others use {(total - free) / 1e9:.1f}. "
-                "Choose a device with more memory, a smaller model, or end what else runs there."
+                "Choose a device with more memory, more devices (tensor_parallel_size), a smaller model, or "
+                "end what else runs there."
             ) from error
+
+    def close(self) -> None:
+        """Stop the other ranks."""
+        if self.ranks is not None:
+            self.ranks.close()
 
     def bytes_per_page(self) -> int:
         config = self.config
@@ -134,6 +205,7 @@ class CudaBackend(Backend):
         per_token = 2 * config.num_layers * kv_heads * config.head_dim * self.dtype.itemsize
         return per_token * PAGE_SIZE
 
+    @made_everywhere
     def make_pool(self, num_pages: int) -> Pool:
         """Zeroed storage for `num_pages` pages of keys and values of this model."""
         config = self.config
@@ -154,6 +226,19 @@ class CudaBackend(Backend):
 
     def begin(self, batch: ForwardBatch) -> Callable[[], ForwardOutput]:
         """Launch a pass; the returned function waits for its output."""
+        wait, ranks = self._launch(batch), self.ranks
+        if ranks is None:
+            return wait
+
+        def checked() -> ForwardOutput:
+            output = wait()
+            ranks.check()
+            return output
+
+        return checked
+
+    @everywhere
+    def _launch(self, batch: ForwardBatch) -> Callable[[], ForwardOutput]:
         counts, begins = np.diff(batch.row_offsets), np.arange(batch.num_requests, dtype=np.int32)
         begins *= batch.page_tables.shape[1]
         sizes = self.weights.heads
@@ -227,6 +312,7 @@ class CudaBackend(Backend):
         ahead = workspace_bytes(self.weights, Room.of(rows, longest))
         return DeviceMemory(total, free, max(0, here - now) + ahead)
 
+    @everywhere
     def prepare(
         self,
         pool: KVPool,
@@ -250,6 +336,7 @@ class CudaBackend(Backend):
                 "Lower gpu_memory_utilization, max_model_len or max_num_batched_tokens."
             ) from error
 
+    @made_everywhere
     def make_async_decoder(
         self,
         pool: KVPool,
@@ -265,15 +352,17 @@ class CudaBackend(Backend):
         if len(kept) + bool(feature_layers) > 1:
             return None
         return CudaAsyncDecoder(
-            self.weights, cast(Pool, pool), slots, longest, PAGE_SIZE, feature_layers, kept
+            self.weights, cast(Pool, pool), slots, longest, PAGE_SIZE, feature_layers, kept, self.ranks
         )
 
+    @made_everywhere
     def first_layers(self, count: int) -> CudaBackend:
         """The same model without its later layers, over the same pools."""
         config = replace(self.config, num_layers=count)
         early = replace(self.weights, config=config, layers=self.weights.layers[:count])
-        return CudaBackend(early, self.max_rows)
+        return CudaBackend(early, self.max_rows, ranks=self.ranks)
 
+    @everywhere
     @torch.inference_mode()
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
         """Copy keys and values from KV slots to others; all sources are read first."""
@@ -312,6 +401,20 @@ class CudaBackend(Backend):
             parts = np.array([layers.index(layer) for layer in wanted], dtype=np.int32)
             self._known_parts[name] = torch.from_numpy(parts).to(self.device)
         return self._known_parts[name]
+
+
+def _load_beside(
+    beside: CudaBackend,
+    source: Path,
+    config: ModelConfig,
+    dtype: str,
+    quantization: str,
+    max_rows: int,
+    is_shared: bool,
+) -> CudaBackend:
+    """`CudaBackend.load_beside` on another rank, which reads the checkpoint itself."""
+    checkpoint = replace(load_checkpoint(source), config=config)
+    return CudaBackend.load_beside(beside, checkpoint, dtype, quantization, max_rows, is_shared)
 
 
 def _copied_to_host(

@@ -33,6 +33,7 @@ from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.model import Pool
 from paceline.backends.cuda.tables import DeviceTables, rows_of, to_device
 from paceline.backends.head_chains import EXTEND_FACTOR, RIVALS
+from paceline.backends.torch_parallel.ranks import Ranks, everywhere, made_everywhere
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch, KVPool
 from paceline.errors import BackendError
@@ -50,8 +51,9 @@ class CudaHeadRunner(HeadRunner):
     least_chance = 0.0  # rows cost next to nothing on a GPU
     keeps_features = True
 
-    def __init__(self, weights: HeadWeights, max_rows: int) -> None:
-        device = weights.norm.device
+    def __init__(self, weights: HeadWeights, max_rows: int, ranks: Ranks | None = None) -> None:
+        """`ranks` are the other ranks of the target; each has the whole head."""
+        device, self.ranks = weights.norm.device, ranks
         self.weights, self.config, self.max_rows, self.device = weights, weights.config, max_rows, device
         most = self._most = bucket(max_rows)
         self._longest = min(FIRST_LONGEST, self.config.max_position)
@@ -77,8 +79,15 @@ class CudaHeadRunner(HeadRunner):
                 f"The cuda backend needs an even head size, not {checkpoint.config.head_dim}; "
                 "use backend='torch'."
             )
-        return cls(load_head_weights(checkpoint, beside.weights), max_rows)
 
+        def load() -> CudaHeadRunner:
+            return cls(load_head_weights(checkpoint, beside.weights), max_rows, beside.ranks)
+
+        if beside.ranks is None:
+            return load()
+        return beside.ranks.call(cls.load, (checkpoint, beside, max_rows), load, makes=True)
+
+    @everywhere
     @torch.inference_mode()
     def replaced_by(self, other: Self) -> Self:
         """This runner: captured graphs, of decode loops too, read its weights at their addresses.
@@ -88,6 +97,7 @@ class CudaHeadRunner(HeadRunner):
         copy_head_weights(other.weights, self.weights)
         return self
 
+    @made_everywhere
     def make_pool(self, num_pages: int) -> Pool:
         config = self.config
         shape = (1, num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)
@@ -103,6 +113,7 @@ class CudaHeadRunner(HeadRunner):
         numbers = 2 * config.num_kv_heads * config.head_dim + config.feature_width
         return PAGE_SIZE * numbers * self.weights.norm.dtype.itemsize
 
+    @everywhere
     @torch.inference_mode()
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
         """Copy features from KV slots to others; all sources are read first."""
@@ -112,6 +123,7 @@ class CudaHeadRunner(HeadRunner):
         )
         features[slot_mapping[1].long()] = features[slot_mapping[0].long()]
 
+    @everywhere
     def prepare(self, pool: KVPool) -> None:
         """Compile kernels and capture a graph for every bucket of catch-up passes; time the largest."""
         for rows in buckets(min(self.max_rows, pool.num_pages * PAGE_SIZE - 1, self.config.max_position - 2)):
@@ -127,6 +139,7 @@ class CudaHeadRunner(HeadRunner):
             torch.cuda.synchronize(self.device)
             self.catch_up_seconds = (time.perf_counter() - start) / (TIMED * rows)
 
+    @everywhere
     @torch.inference_mode()
     def run(self, batch: HeadBatch) -> HeadOutput:
         """Logits of the wanted rows, and the states that their children read."""
@@ -143,6 +156,7 @@ class CudaHeadRunner(HeadRunner):
             logits.cpu().numpy(), self._last_states[chosen, : self.config.hidden_size].cpu().numpy()
         )
 
+    @everywhere
     @torch.inference_mode()
     def run_chains(
         self, batch: HeadBatch, most: Sequence[int], least_chance: float, noise: ChainNoise | None = None

@@ -36,6 +36,11 @@ class GroupCommunicator:
         except RuntimeError as error:
             raise RankLostError(f"rank {rank} of {self.size} did not find the others: {error}") from error
 
+    def abort(self) -> None:
+        """End what waits for a rank that is gone. By gloo, it ends by itself."""
+        if self._on_device:
+            self._group.abort()
+
     def gather_into(self, whole: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
         """Write the tensors of all ranks, in their order, to `whole` [ranks, ...] of each.
 

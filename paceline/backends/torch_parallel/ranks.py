@@ -1,12 +1,14 @@
 """Rank 0's side: starts the other ranks, has them run what it runs, and notices when one is gone.
 
-Calls go through a pipe to each rank, and tensors through the communicator. A rank answers only what `load`
-and `make_pool` wait for; a pass needs no answer, because its collectives wait for every rank. If one dies,
-its sockets close, the pass of every other fails, and rank 0 says why: nothing waits longer than TIMEOUT.
+Calls go through a pipe to each rank, and tensors through the communicator. What all ranks made (models,
+pools, decoders) has a number, by which calls name it: each rank has its own part of it. A rank answers calls
+that make something; a pass needs no answer, because its collectives wait for every rank. If one dies, the
+communicator is aborted, the pass of every other ends, and rank 0 says why: nothing waits longer than TIMEOUT.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import shutil
@@ -17,20 +19,19 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial, wraps
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from paceline.backends.torch_parallel.communicator import GroupCommunicator, RankLostError
-from paceline.backends.torch_pool import TorchPool
-from paceline.core.forward import ForwardBatch
 from paceline.errors import BackendLostError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import ModelConfig
@@ -39,6 +40,8 @@ TIMEOUT = 120.0  # seconds that a rank waits for the others in a pass; they comp
 START_TIMEOUT = 1800.0  # seconds to read the weights, perhaps from a slow disk
 LAST_WORDS = 2.0  # seconds for a dead rank's exit status or message to arrive
 GOODBYE = 5.0  # seconds for a rank to end before it is killed
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Orders:
     """What a rank must know to load its pieces of the model."""
 
     rank: int
+    backend: str  # torch or cuda
     source: Path
     config: ModelConfig
     devices: tuple[torch.device, ...]  # of all ranks
@@ -59,19 +63,12 @@ class Orders:
 
 @dataclass(frozen=True)
 class Call:
-    """A method of a model that a rank is to run."""
+    """What a rank is to call."""
 
-    model: int
-    method: str
-    arguments: tuple[Any, ...]  # pools as PoolNumber
-    released: tuple[int, ...]  # pools that are no longer in use
-
-
-@dataclass(frozen=True)
-class PoolNumber:
-    """A pool as ranks name it: each has its own part of it."""
-
-    number: int
+    function: Callable[..., Any]  # perhaps a method of what all ranks made
+    arguments: tuple[Any, ...]
+    makes: int | None  # the number of what it returns
+    released: tuple[int, ...]  # numbers that are no longer in use
 
 
 @dataclass(frozen=True)
@@ -88,44 +85,88 @@ class Ranks:
     def __init__(self, peers: Sequence[Peer], folder: str | None = None) -> None:
         self._peers = peers
         self._lock = threading.RLock()
+        self._depth = 0  # calls within calls: the others make them by themselves
         self._numbers = count(1)
+        self._named: dict[int, int] = {}  # {id of an object: its number}
         self._released: list[int] = []
         self._failure: str | None = None
-        self._end = weakref.finalize(self, _end, peers, folder)
+        self._closing, self._lost = threading.Event(), threading.Event()
+        self._end = weakref.finalize(self, _end, peers, folder, self._closing)
 
     @property
     def processes(self) -> list[int]:
         """The process ids of ranks 1, 2, ..."""
         return [peer.process.pid for peer in self._peers if peer.process is not None]
 
-    def new_number(self) -> int:
-        return next(self._numbers)
+    def watch(self, abort: Callable[[], None]) -> None:
+        """From now on, call `abort` as soon as a rank has ended: NCCL would wait for it forever."""
+        for peer in self._peers:
+            if peer.process is not None:
+                watched = peer.process, self._closing, self._lost, abort
+                threading.Thread(target=_watch, args=watched, daemon=True).start()
 
-    def release_with(self, pool: TorchPool) -> None:
-        """Have the ranks drop their part of a pool once it is collected here."""
-        weakref.finalize(pool, self._released.append, pool.number).atexit = False
+    def name(self, made: Any, number: int) -> None:
+        """Let calls name an object by a number, until it is collected here."""
+        if made is None:
+            return
+        self._named[id(made)] = number
+        weakref.finalize(made, self._forget, id(made), number).atexit = False
+
+    def _forget(self, identity: int, number: int) -> None:
+        del self._named[identity]
+        self._released.append(number)
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        here: Callable[[], Result],
+        makes: bool = False,
+    ) -> Result:
+        """What `here` returns, while the other ranks call the function: with `makes`, something of theirs.
+
+        BackendLostError if a rank is gone.
+        """
+        with self._lock:
+            if self._depth:
+                return here()
+            number = next(self._numbers) if makes else None
+            with self._run(function, arguments, number):
+                result = here()
+                self.check()
+            if number is not None:
+                self.wait_for_answers()  # not every rank may have the memory
+                self.name(result, number)
+            return result
+
+    def check(self) -> None:
+        """BackendLostError if a rank has ended: what was gathered since is not right."""
+        if self._lost.is_set() and not self._closing.is_set():
+            raise RankLostError("a rank has ended")
 
     @contextmanager
-    def run(self, model: int, method: str, *arguments: Any) -> Iterator[None]:
-        """A context in which all ranks run a method of a model. BackendLostError if one is gone."""
-        with self._lock:
-            if self._failure is not None:
-                raise BackendLostError(self._failure)
-            released = tuple(self._released)
-            del self._released[: len(released)]
-            call = Call(model, method, tuple(map(_portable, arguments)), released)
-            # not `send`: torch makes it hand tensors over by shared memory, which needs more than the pipe
-            message = pickle.dumps(call, protocol=pickle.HIGHEST_PROTOCOL)
-            try:
-                for peer in self._peers:
-                    peer.connection.send_bytes(message)
-                yield
-            except (OSError, RankLostError) as error:
-                raise self._fail(str(error)) from error
-            except BaseException as error:  # this rank's own: the others are in the middle of what it left
-                self._failure = f"Rank 0 failed ({type(error).__name__}: {error}); restart the engine."
-                self._end()
-                raise
+    def _run(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], number: int | None
+    ) -> Iterator[None]:
+        if self._failure is not None:
+            raise BackendLostError(self._failure)
+        released = tuple(self._released)
+        del self._released[: len(released)]
+        call = Call(function, tuple(map(_portable, arguments)), number, released)
+        try:
+            message = _pickled(call, self._named)
+            for peer in self._peers:
+                peer.connection.send_bytes(message)
+            self._depth += 1
+            yield
+        except (OSError, RankLostError) as error:
+            raise self._fail(str(error)) from error
+        except BaseException as error:  # this rank's own: the others are in the middle of what it left
+            self._failure = f"Rank 0 failed ({type(error).__name__}: {error}); restart the engine."
+            self._end()
+            raise
+        finally:
+            self._depth = 0
 
     def wait_for_answers(self, timeout: float = START_TIMEOUT) -> None:
         """Wait until every rank has done what it was told. BackendLostError if one could not."""
@@ -161,17 +202,52 @@ class Ranks:
         return BackendLostError(self._failure)
 
     def _cause(self) -> str | None:
-        """Why a rank ended, by its last message or its exit status."""
-        deadline = time.monotonic() + LAST_WORDS
-        while time.monotonic() < deadline:
+        """Why a rank ended, by its last message or its exit status; the one that no other took with it."""
+        deadline, said = time.monotonic() + LAST_WORDS, dict[int, str]()
+        while time.monotonic() < deadline and len(said) < len(self._peers):
             for rank, peer in enumerate(self._peers, start=1):
                 if peer.process is None:
                     return None
                 code = peer.process.poll()
-                if code is not None:
-                    return f"rank {rank} (process {peer.process.pid}) {_ended(peer, code)}"
+                if code is not None and rank not in said:
+                    said[rank] = f"rank {rank} (process {peer.process.pid}) {_ended(peer, code)}"
+                    if RankLostError.__name__ not in said[rank]:
+                        return said[rank]
             time.sleep(0.01)
-        return None
+        return next(iter(said.values()), None)
+
+
+def everywhere(method: Callable[Given, Result]) -> Callable[Given, Result]:
+    """A method of what all ranks made, which has `ranks` (None: there is one). The others call theirs too."""
+    return _everywhere(method, makes=False)
+
+
+def made_everywhere(method: Callable[Given, Result]) -> Callable[Given, Result]:
+    """The same, of a method that returns something new, of which each rank has its own part."""
+    return _everywhere(method, makes=True)
+
+
+def _everywhere(method: Callable[..., Any], makes: bool) -> Any:
+    @wraps(method)
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        here = partial(method, self, *arguments, **named)
+        if self.ranks is None:
+            return here()
+        return self.ranks.call(partial(getattr(self, method.__name__), **named), arguments, here, makes)
+
+    return call
+
+
+def _watch(
+    process: subprocess.Popen[bytes],
+    closing: threading.Event,
+    lost: threading.Event,
+    abort: Callable[[], None],
+) -> None:
+    process.wait()
+    if not closing.is_set():
+        lost.set()
+        abort()
 
 
 def _ended(peer: Peer, code: int) -> str:
@@ -184,11 +260,36 @@ def _ended(peer: Peer, code: int) -> str:
 
 def _portable(argument: Any) -> Any:
     """An argument as it goes through a pipe."""
-    if isinstance(argument, ForwardBatch):
-        return replace(argument, pool=_portable(argument.pool))
-    if isinstance(argument, TorchPool):
-        return PoolNumber(argument.number)
     return argument.cpu() if isinstance(argument, torch.Tensor) else argument
+
+
+class _Pickler(pickle.Pickler):
+    """Names what all ranks made by its number."""
+
+    def __init__(self, file: io.BytesIO, named: Mapping[int, int]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._named = named
+
+    def persistent_id(self, value: Any) -> int | None:
+        return self._named.get(id(value))
+
+
+class Unpickler(pickle.Unpickler):
+    """Gives what a rank made for a number."""
+
+    def __init__(self, message: bytes, made: Mapping[int, Any]) -> None:
+        super().__init__(io.BytesIO(message))
+        self._made = made
+
+    def persistent_load(self, number: int) -> Any:
+        return self._made[number]
+
+
+def _pickled(call: Call, named: Mapping[int, int]) -> bytes:
+    # not the pipe's `send`: torch makes it hand tensors over by shared memory, which needs more than the pipe
+    message = io.BytesIO()
+    _Pickler(message, named).dump(call)
+    return message.getvalue()
 
 
 def start_ranks(
@@ -198,6 +299,7 @@ def start_ranks(
     quantization: str,
     max_rows: int,
     timeout: float = TIMEOUT,
+    backend: str = "torch",
 ) -> tuple[Ranks, GroupCommunicator]:
     """The other ranks, which now load their pieces of the model, and the communicator of rank 0."""
     folder = tempfile.mkdtemp(prefix="paceline-ranks-")
@@ -209,10 +311,14 @@ def start_ranks(
         model = checkpoint.source, checkpoint.config
         threads = torch.get_num_threads()
         peers[-1].connection.send(
-            Orders(rank, *model, tuple(devices), dtype, quantization, max_rows, threads, store, timeout)
+            Orders(
+                rank, backend, *model, tuple(devices), dtype, quantization, max_rows, threads, store, timeout
+            )
         )
     ranks.wait_for_answers()  # they have imported torch: from here on no rank waits for the start of another
-    return ranks, GroupCommunicator(0, devices, store, timeout)
+    communicator = GroupCommunicator(0, devices, store, timeout)
+    ranks.watch(communicator.abort)
+    return ranks, communicator
 
 
 def _start() -> Peer:
@@ -230,8 +336,9 @@ def _start() -> Peer:
     return Peer(own, process)
 
 
-def _end(peers: Sequence[Peer], folder: str | None) -> None:
+def _end(peers: Sequence[Peer], folder: str | None, closing: threading.Event) -> None:
     """End all ranks: one that reads an end of file ends by itself."""
+    closing.set()
     for peer in peers:
         peer.connection.close()
     for peer in peers:

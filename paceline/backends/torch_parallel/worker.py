@@ -6,21 +6,21 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
+from paceline.backends.base import Backend
 from paceline.backends.torch_backend import TorchBackend
 from paceline.backends.torch_loading import find_dtype, load_pieces
 from paceline.backends.torch_parallel.communicator import GroupCommunicator
-from paceline.backends.torch_parallel.ranks import Call, Orders, PoolNumber
-from paceline.backends.torch_pool import TorchPool
-from paceline.core.forward import ForwardBatch
+from paceline.backends.torch_parallel.ranks import Call, Orders, Unpickler
+from paceline.models.checkpoint import Checkpoint
 from paceline.models.registry import load_checkpoint
 
 
@@ -48,46 +48,50 @@ def tell(connection: Connection[Any, Any], error: Exception) -> None:
         return  # rank 0 has ended, which may be why
 
 
-def load(orders: Orders) -> TorchBackend:
-    """This rank's pieces of the model."""
+def load(orders: Orders) -> Backend:
+    """This rank's part of the model."""
     torch.set_num_threads(orders.threads)
-    device = orders.devices[orders.rank]
     communicator = GroupCommunicator(orders.rank, orders.devices, orders.store, orders.timeout)
     checkpoint = replace(load_checkpoint(orders.source), config=orders.config)
-    dtype = find_dtype(orders.dtype)
+    return _LOADERS[orders.backend](orders, checkpoint, communicator)
+
+
+def _load_torch(orders: Orders, checkpoint: Checkpoint, communicator: GroupCommunicator) -> Backend:
+    device, dtype = orders.devices[orders.rank], find_dtype(orders.dtype)
     model = load_pieces(checkpoint, device, dtype, communicator, quantization=orders.quantization)
     return TorchBackend(model, orders.max_rows)
 
 
-def serve(connection: Connection[Any, Any], backend: TorchBackend) -> None:
+def _load_cuda(orders: Orders, checkpoint: Checkpoint, communicator: GroupCommunicator) -> Backend:
+    from paceline.backends.cuda.backend import CudaBackend  # needs Triton
+    from paceline.backends.cuda.shard import Shard
+
+    device = orders.devices[orders.rank]
+    torch.cuda.set_device(device)
+    shard = Shard(communicator)
+    return CudaBackend.load_part(
+        checkpoint, device, orders.dtype, orders.quantization, orders.max_rows, shard
+    )
+
+
+_LOADERS: dict[str, Callable[[Orders, Checkpoint, GroupCommunicator], Backend]] = {
+    "torch": _load_torch,
+    "cuda": _load_cuda,
+}
+
+
+def serve(connection: Connection[Any, Any], backend: Backend) -> None:
     """Run calls until the pipe ends, which is an EOFError."""
     connection.send(None)
-    models, pools = {0: backend}, dict[int, TorchPool]()
+    made: dict[int, Any] = {0: backend}
     while True:
-        call: Call = pickle.loads(connection.recv_bytes())
+        call: Call = Unpickler(connection.recv_bytes(), made).load()
         for number in call.released:
-            del pools[number]
-        model = models[call.model]
-        arguments = [_here(argument, pools, model) for argument in call.arguments]
-        if call.method == "make_pool":
-            number, pages = arguments
-            pools[number] = model.make_pool(pages)
+            del made[number]
+        result = call.function(*call.arguments)
+        if call.makes is not None:
+            made[call.makes] = result
             connection.send(None)
-        elif call.method == "first_layers":
-            number, count = arguments
-            models[number] = model.first_layers(count)
-        else:
-            getattr(model, call.method)(*arguments)
-
-
-def _here(argument: Any, pools: dict[int, TorchPool], model: TorchBackend) -> Any:
-    """An argument of rank 0 as this rank has it."""
-    if isinstance(argument, PoolNumber):
-        return pools[argument.number]
-    if isinstance(argument, ForwardBatch):
-        assert isinstance(argument.pool, PoolNumber)
-        return replace(argument, pool=pools[argument.pool.number])
-    return argument.to(model.device) if isinstance(argument, torch.Tensor) else argument
 
 
 if __name__ == "__main__":

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing import Pipe
 from typing import Any, TypeVar
 
 import pytest
 import torch
+
+from paceline.backends.torch_parallel.ranks import Peer, Ranks
+from paceline.backends.torch_parallel.worker import serve
 
 PATIENCE = 600  # seconds for another rank's launches; interpreted ones are slow
 Result = TypeVar("Result")
@@ -42,16 +47,27 @@ class LogicalRanks:
         self.size = size
         self.parts: list[Any] = [()] * size
         self.stream: torch.cuda.Stream | None = None  # on which a graph is captured
-        self._turn = threading.Lock()
+        self.turn = threading.Lock()
         self._barrier = threading.Barrier(size, timeout=PATIENCE)
 
     def meet(self) -> None:
         """Wait for all ranks, and for the turn."""
-        self._turn.release()
+        self.turn.release()
         try:
             self._barrier.wait()
         finally:
-            self._turn.acquire()
+            self.turn.acquire()
+
+    def in_turn(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns, which may be part of what has the turn already."""
+        if getattr(_here, "has_turn", False):
+            return work()
+        with self.turn:
+            _here.has_turn = True
+            try:
+                return work()
+            finally:
+                _here.has_turn = False
 
     def run(self, work: Callable[[LogicalRank], Result]) -> list[Result]:
         """What each rank returns."""
@@ -60,7 +76,7 @@ class LogicalRanks:
 
         def one(rank: int) -> None:
             _here.rank = LogicalRank(rank, self)
-            with self._turn:
+            with self.turn:
                 try:
                     results[rank] = work(_here.rank)
                 except BaseException as error:
@@ -77,6 +93,62 @@ class LogicalRanks:
                 (one for one in errors if not isinstance(one, threading.BrokenBarrierError)), errors[0]
             )
         return results
+
+
+class InTurn(Ranks):
+    """The other ranks, whose rank 0 takes turns with them."""
+
+    def __init__(self, group: LogicalRanks, peers: Sequence[Peer]) -> None:
+        super().__init__(peers)
+        self.group = group
+
+    def call(self, function: Any, arguments: Any, here: Callable[[], Any], makes: bool = False) -> Any:
+        return super().call(function, arguments, partial(self.group.in_turn, here), makes)
+
+
+class _Waiting:
+    """A connection that lets others have the turn while nothing is received."""
+
+    def __init__(self, connection: Any, turn: threading.Lock) -> None:
+        self._connection, self._turn, self.send = connection, turn, connection.send
+
+    def recv_bytes(self) -> Any:
+        self._turn.release()
+        try:
+            return self._connection.recv_bytes()
+        finally:
+            self._turn.acquire()
+
+
+@contextmanager
+def driven(size: int, load: Callable[[Any, Any], Any]) -> Iterator[Any]:
+    """Rank 0 of `size`, as `load` makes it of a shard and other ranks; these are threads that it drives."""
+    from paceline.backends.cuda.shard import Shard
+
+    group, peers, threads = LogicalRanks(size), [], []
+
+    def run(rank: int, connection: Any) -> None:
+        _here.rank = LogicalRank(rank, group)
+        with group.turn, suppress(EOFError, OSError, threading.BrokenBarrierError):
+            serve(_Waiting(connection, group.turn), load(Shard(_here.rank), None))  # type: ignore[arg-type]
+
+    for rank in range(1, size):
+        own, other = Pipe()
+        peers.append(Peer(own, None))
+        threads.append(threading.Thread(target=run, args=(rank, other)))
+        threads[-1].start()
+    ranks = InTurn(group, peers)
+    ranks.wait_for_answers()
+    _here.rank = LogicalRank(0, group)
+    backend = load(Shard(_here.rank), ranks)
+    ranks.name(backend, 0)
+    try:
+        yield backend
+    finally:
+        _here.rank = None
+        ranks.close()
+        for thread in threads:
+            thread.join(PATIENCE)
 
 
 @contextmanager

@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.backends.async_decoding import DeviceDraft, NgramLookup, SlotInits
 from paceline.core.forward import Choices
+from paceline.core.params import SamplingParams
 from paceline.core.request import SamplingNeeds
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.heads.config import HeadConfig
 from paceline.models.layout import expected_tensors
-from tests.backends.cuda.logical_ranks import LogicalRanks, captured_together
+from tests.backends.cuda.logical_ranks import LogicalRanks, captured_together, driven
 from tests.backends.cuda.test_bits import SHAPES
 from tests.backends.driver import drive, run
 from tests.large import repeated
@@ -28,6 +30,7 @@ on_gpu = torch.cuda.is_available()
 ROPE = RopeConfig(500.0)
 # sizes that 2 and 4 ranks do not share evenly; 4 ranks have 2 KV heads
 TINY = ModelConfig("qwen2", 200, 144, 1, 4, 2, 16, 100, 1e-5, ROPE, 64, tie_embeddings=False, qkv_bias=True)
+SMALL = replace(TINY, vocab_size=100, hidden_size=70, num_heads=2, intermediate_size=40, tie_embeddings=True)
 HEAD = HeadConfig("eagle3", 200, 200, 144, 144, 2, 1, 16, 64, 1e-5, ROPE, 64, feature_layers=(0, 1))
 PAGE_SIZE, PAGES, LONGEST, ROWS, LENGTH, SEED = 16, 3, 48, 2, 14, 2**40 + 3
 STEPS = 3 if on_gpu else 1  # interpreted, a step takes seconds
@@ -219,6 +222,50 @@ def test_an_8b_that_drafts_has_the_bits_of_one_gpu(size: int, kind: str, device:
         "eagle3", 700, 700, 4096, 4096, 32, 8, 128, 8192, 1e-5, ROPE, 512, feature_layers=(0, 1)
     )
     assert_same_on_ranks(decoding(config, head, kind, device, torch.bfloat16), size)
+
+
+def decode(backend: Any) -> list[int]:
+    """A prompt and three tokens after it, as the engine has them computed."""
+    (request,) = drive(backend, pages_each=2)
+    choices = Choices(np.array([2], np.int32), np.array([SEED], np.uint64), np.array([0.7]))
+    first = run([request.ask([5, 3, 9])], logit_rows=[], choices=choices).chosen
+    assert first is not None
+    decoder = backend.make_async_decoder(request.pool, 1, 32, ())
+    request_state = SlotInits(
+        slots=np.zeros(1, np.int32),
+        tokens=np.array([[9, int(first[0])]], np.int32),
+        lengths=np.array([3], np.int32),
+        limits=np.array([20], np.int32),
+        seeds=np.array([SEED], np.uint64),
+        temperatures=np.array([0.7]),
+        takes_drafts=np.ones(1, np.bool_),
+        truncation=np.array([SamplingParams().truncation]),
+        logprobs=np.zeros(1, np.bool_),
+        edits=[None],
+        texts=[np.array([5, 3, 9, int(first[0])], np.int32)],
+    )
+    decoder.join(request_state)
+    look_up = DeviceDraft(1, look_up=NgramLookup(1, 2))
+    for draft in (None, look_up):
+        decoder.launch([0], request.pages[None], draft)
+    tokens = [int(first[0])]
+    for _ in range(2):
+        output = decoder.read()
+        tokens += output.tokens[0, : int(output.counts[0])].tolist()
+    return tokens
+
+
+def test_ranks_decode_what_rank_0_tells_them(device: torch.device, dtype: torch.dtype) -> None:
+    """Passes, a decoder and its drafts through the pipes of ranks, which are threads here."""
+    from paceline.backends.cuda.backend import CudaBackend
+    from paceline.backends.cuda.shard import WHOLE
+
+    def load(shard: Any, ranks: Any) -> CudaBackend:
+        return CudaBackend(random_weights(SMALL, device, dtype, shard), max_rows=4, ranks=ranks)
+
+    expected = decode(load(WHOLE, None))
+    with captured_together(), driven(2, load) as backend:
+        assert decode(backend) == expected
 
 
 def test_sizes_that_cannot_share_heads_or_experts_are_refused() -> None:

@@ -97,8 +97,10 @@ def sharded(
         threads[-1].start()
     ranks = Ranks(peers)
     ranks.wait_for_answers()
+    backend = TorchBackend(models[0], max_rows, ranks if size > 1 else None)
+    ranks.name(backend, 0)
     try:
-        yield TorchBackend(models[0], max_rows, ranks if size > 1 else None)
+        yield backend
     finally:
         ranks.close()
         for thread in threads:

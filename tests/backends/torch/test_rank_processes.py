@@ -54,8 +54,8 @@ def load(checkpoint: Checkpoint) -> Iterator[Callable[..., TorchBackend]]:
 
 
 def processes(backend: TorchBackend) -> list[int]:
-    assert backend._ranks is not None
-    return backend._ranks.processes
+    assert backend.ranks is not None
+    return backend.ranks.processes
 
 
 def wait_for_end(pids: list[int]) -> None:
@@ -145,7 +145,7 @@ def test_ranks_end_when_the_engine_is_killed(checkpoint: Checkpoint) -> None:
         "from paceline.backends.torch_backend import TorchBackend\n"
         "from paceline.models.registry import load_checkpoint\n"
         "backend = TorchBackend.load(load_checkpoint(Path(sys.argv[1])), tensor_parallel_size=2)\n"
-        "print(*backend._ranks.processes, flush=True)\n"
+        "print(*backend.ranks.processes, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     command = [sys.executable, "-c", script, str(checkpoint.source)]
