@@ -17,8 +17,8 @@ from paceline.backends.cuda.backend import PAGE_SIZE
 from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork, ModelNetwork
 from paceline.backends.cuda.draft_shape import DraftShape, chain_shape, tree_shape
 from paceline.backends.cuda.head_weights import HeadWeights, make_head_weights
-from paceline.backends.cuda.model import Pool
 from paceline.backends.cuda.weights import Weights
+from paceline.backends.cuda.workspace import Pool
 from paceline.models.config import ModelConfig
 from paceline.models.heads.config import HeadConfig, expected_tensors
 

@@ -17,7 +17,8 @@ from paceline.backends.adapter_groups import forward_by_adapter
 from paceline.backends.base import Backend
 from paceline.backends.torch_choosing import choose
 from paceline.backends.torch_loading import find_devices, find_dtype, load_pieces
-from paceline.backends.torch_parallel.ranks import Ranks, everywhere, made_everywhere, start_ranks
+from paceline.backends.torch_parallel.calls import everywhere, made_everywhere
+from paceline.backends.torch_parallel.ranks import Ranks, start_ranks
 from paceline.backends.torch_pool import PAGE_SIZE, TorchPool, TorchStates, make_cache
 from paceline.core.arrays import Int32Array
 from paceline.core.forward import ForwardBatch, ForwardOutput, KVPool, StatePool

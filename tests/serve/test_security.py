@@ -64,7 +64,8 @@ def test_no_pickle_and_no_sockets_between_processes() -> None:
     unsafe = r"(pickle|cPickle|dill|cloudpickle|marshal|shelve|joblib|multiprocessing|zmq|xmlrpc|yaml)\b"
     assert {place.partition(":")[0] for place, _ in used(unsafe)} == {
         "kernel_cache.py",  # compiled kernels are numba's pickles, in a folder of the user's own
-        "backends/torch_parallel/ranks.py",  # calls to the ranks of a model, over a pipe that a rank inherits
+        "backends/torch_parallel/calls.py",  # calls to the ranks of a model, over a pipe that a rank inherits
+        "backends/torch_parallel/ranks.py",
         "backends/torch_parallel/worker.py",
         "serve/kv_events/publisher.py",  # ZeroMQ, which only sends, and only if KV events are asked for
     }

@@ -22,13 +22,14 @@ from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork, Mod
 from paceline.backends.cuda.draft_shape import chain_shape
 from paceline.backends.cuda.graphs import bucket, buckets
 from paceline.backends.cuda.head import HeadPool
-from paceline.backends.cuda.model import Pool
 from paceline.backends.cuda.pass_buffers import Buffer, make_buffer
 from paceline.backends.cuda.shared_prefix import find_shared_prefixes, no_shared_prefix, uniform_rows
 from paceline.backends.cuda.slot_writer import SlotWriter
 from paceline.backends.cuda.tables import to_device
 from paceline.backends.cuda.weights import Weights
-from paceline.backends.torch_parallel.ranks import Ranks, everywhere, made_everywhere
+from paceline.backends.cuda.workspace import Pool
+from paceline.backends.torch_parallel.calls import everywhere, made_everywhere
+from paceline.backends.torch_parallel.ranks import Ranks
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import KeptFeatures
 from paceline.core.request import SamplingNeeds

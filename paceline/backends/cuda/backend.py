@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,18 +16,10 @@ from paceline.backends.cuda.graphs import Graphs, bucket, buckets
 from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.features import store_features
-from paceline.backends.cuda.kernels.packing import block_lines
 from paceline.backends.cuda.kernels.prefill_attention import prefill_height
 from paceline.backends.cuda.kernels.sampling import take_best
-from paceline.backends.cuda.model import (
-    Pool,
-    Room,
-    make_workspace,
-    run_layers,
-    run_lm_head,
-    select,
-    workspace_bytes,
-)
+from paceline.backends.cuda.loading import DTYPES, check_model, find_device, load_checkpoint_weights
+from paceline.backends.cuda.model import run_layers, run_lm_head, select
 from paceline.backends.cuda.shard import WHOLE, Shard, check_size
 from paceline.backends.cuda.shared_prefix import (
     PassRows,
@@ -45,20 +36,19 @@ from paceline.backends.cuda.tables import (
     rows_of,
 )
 from paceline.backends.cuda.vocabulary import sample_own, shared_candidates_for
-from paceline.backends.cuda.weights import Weights, load_weights, packing_for
+from paceline.backends.cuda.weights import Weights
+from paceline.backends.cuda.workspace import Pool, Room, make_workspace, workspace_bytes
 from paceline.backends.torch_loading import find_devices
-from paceline.backends.torch_parallel.ranks import Ranks, everywhere, made_everywhere, start_ranks
+from paceline.backends.torch_parallel.calls import everywhere, made_everywhere
+from paceline.backends.torch_parallel.ranks import Ranks, start_ranks
 from paceline.core.arrays import BoolArray, Int32Array
 from paceline.core.forward import Choices, DeviceMemory, ForwardBatch, ForwardOutput, KeptFeatures, KVPool
 from paceline.errors import BackendError
-from paceline.models.checkpoint import Checkpoint, Tensor
+from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import ModelConfig
-from paceline.models.files import release_pages
 from paceline.models.registry import load_checkpoint
 
 PAGE_SIZE = 16
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 MAX_PAGES = 1 << 17  # of all requests of a pass together
 # what the first buffers hold; they grow when needed
 FIRST_LONGEST = 4096  # tokens of context
@@ -111,11 +101,11 @@ class CudaBackend(Backend):
 
         Other ranks are new processes, each with a GPU of its own.
         """
-        _check_model(checkpoint.config)
+        check_model(checkpoint.config)
         check_size(checkpoint.config, tensor_parallel_size)
         if dtype not in DTYPES:
             raise BackendError(f"The cuda backend has no dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
-        target = _find_device(device)
+        target = find_device(device)
         if tensor_parallel_size == 1:
             return cls.load_part(checkpoint, target, dtype, quantization, max_rows)
         devices = find_devices(device, tensor_parallel_size)
@@ -162,37 +152,8 @@ class CudaBackend(Backend):
         ranks: Ranks | None = None,
     ) -> CudaBackend:
         """A model, or a rank's part of it."""
-        kind = DTYPES[dtype]
-        packing = packing_for(quantization, lambda name: checkpoint.tensors[name].kind)
-
-        def find(name: str, rows: slice | None) -> Tensor:
-            tensor = checkpoint.tensors[name]
-            return tensor if rows is None else tensor.take_rows(rows)
-
-        def take(name: str, rows: slice | None = None) -> torch.Tensor:
-            is_packed = name.endswith("_proj.weight") and packing(name) != "none"
-            tensor = find(name, rows)
-            values = _stored(tensor).to(device)
-            if tensor.kind in STORED:
-                release_pages(tensor.blocks())  # the file's pages are not needed again
-            return values.to(torch.float32 if is_packed else kind)
-
-        def blocks(name: str, rows: slice | None = None) -> torch.Tensor:
-            tensor = find(name, rows)
-            return block_lines(torch.tensor(tensor.blocks(), device=device), tensor.kind)
-
-        try:
-            weights = load_weights(checkpoint.config, take, packing, blocks, shard)
-            return cls(weights, max_rows, quantization, ranks)
-        except torch.OutOfMemoryError as error:
-            values = sum(int(np.prod(tensor.shape)) for tensor in checkpoint.tensors.values())
-            free, total = torch.cuda.mem_get_info(device)
-            raise BackendError(
-                f"The model does not fit: its weights take {values * kind.itemsize / 1e9:.1f} GB as {dtype}, "
-                f"and {device} has {total / 1e9:.1f} GB, of which others use {(total - free) / 1e9:.1f}. "
-                "Choose a device with more memory, more devices (tensor_parallel_size), a smaller model, or "
-                "end what else runs there."
-            ) from error
+        weights = load_checkpoint_weights(checkpoint, device, dtype, quantization, shard)
+        return cls(weights, max_rows, quantization, ranks)
 
     def close(self) -> None:
         """Stop the other ranks."""
@@ -462,35 +423,3 @@ def _chain(
         choices=Choices(sampled, np.zeros(len(sampled), dtype=np.uint64), np.zeros(len(sampled))),
         kept_features=kept,
     )
-
-
-def _stored(tensor: Tensor) -> torch.Tensor:
-    """A tensor's values in the dtype of its file, or as float32 if that is a block format."""
-    kind = STORED.get(tensor.kind)
-    if kind is None:
-        return torch.from_numpy(tensor.float32())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the file is mapped read-only, and no code writes to it
-        stored = torch.from_numpy(np.ascontiguousarray(tensor.blocks()))
-    return stored.reshape(-1).view(kind).reshape(tensor.shape)
-
-
-def _check_model(config: ModelConfig) -> None:
-    if config.head_dim % 2:
-        raise BackendError(
-            f"The cuda backend needs an even head size, not {config.head_dim}; use backend='torch'."
-        )
-
-
-def _find_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise BackendError(f"The cuda backend knows no device {name!r}; choose cuda or cuda:N.") from error
-    if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
-        raise BackendError(
-            f"The cuda backend was asked for on {name!r}, but torch {torch.__version__} sees "
-            f"{torch.cuda.device_count()} CUDA devices; choose backend='cpu', or install a torch build with "
-            "CUDA and its driver."
-        )
-    return device

@@ -50,12 +50,13 @@ from paceline.backends.cuda.kernels.step_rows import (
     begin_rows,
     make_requests,
 )
-from paceline.backends.cuda.model import Pool, Room, make_workspace, run_layers, run_lm_head
+from paceline.backends.cuda.model import run_layers, run_lm_head
 from paceline.backends.cuda.persistent import PersistentLayers
 from paceline.backends.cuda.shared_prefix import SharedPrefix, SharedPrefixTables
 from paceline.backends.cuda.step_sampler import StepSampler
 from paceline.backends.cuda.tables import to_device
 from paceline.backends.cuda.weights import Weights
+from paceline.backends.cuda.workspace import Pool, Room, make_workspace
 from paceline.core.request import SamplingNeeds
 
 __all__ = ["DecodeLoop", "DeviceRequests", "make_requests"]

@@ -21,9 +21,9 @@ from paceline.backends.cuda.kernels.heads import project_heads
 from paceline.backends.cuda.kernels.linear import add_product, gate_up, project
 from paceline.backends.cuda.kernels.matrix import Normed, Scratch, padded_rows, scratch_for
 from paceline.backends.cuda.kernels.row_tables import RowTables
-from paceline.backends.cuda.model import Pool
 from paceline.backends.cuda.vocabulary import embed_tokens
 from paceline.backends.cuda.weights import padded_size
+from paceline.backends.cuda.workspace import Pool
 
 
 @dataclass(frozen=True)

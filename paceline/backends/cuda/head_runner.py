@@ -30,10 +30,11 @@ from paceline.backends.cuda.kernels.draft_sampling import (
     write_draft_tokens,
 )
 from paceline.backends.cuda.kernels.row_tables import RowTables
-from paceline.backends.cuda.model import Pool
 from paceline.backends.cuda.tables import DeviceTables, rows_of, to_device
+from paceline.backends.cuda.workspace import Pool
 from paceline.backends.head_chains import EXTEND_FACTOR, RIVALS
-from paceline.backends.torch_parallel.ranks import Ranks, everywhere, made_everywhere
+from paceline.backends.torch_parallel.calls import everywhere, made_everywhere
+from paceline.backends.torch_parallel.ranks import Ranks
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch, KVPool
 from paceline.errors import BackendError

@@ -27,9 +27,9 @@ from paceline.backends.cuda.kernels.matrix import Matrix
 from paceline.backends.cuda.kernels.pdl import HOPPER
 from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.kernels.rows import embed
-from paceline.backends.cuda.model import Pool, Workspace
 from paceline.backends.cuda.native import float_bits, is_left_out
 from paceline.backends.cuda.weights import Layer, Weights
+from paceline.backends.cuda.workspace import Pool, Workspace
 
 logger = logging.getLogger(__name__)
 

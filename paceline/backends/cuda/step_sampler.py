@@ -9,9 +9,9 @@ from paceline.backends.cuda.kernels.logprobs import logprob_buffers, write_logpr
 from paceline.backends.cuda.kernels.sampling import Candidates, candidates_for, gumbel_argmax
 from paceline.backends.cuda.kernels.step_rows import DeviceRequests, ShapeTables
 from paceline.backends.cuda.kernels.truncation import find_thresholds, truncation_buffers
-from paceline.backends.cuda.model import Workspace
 from paceline.backends.cuda.vocabulary import sample_own, shared_candidates_for
 from paceline.backends.cuda.weights import Weights
+from paceline.backends.cuda.workspace import Workspace
 from paceline.core.request import SamplingNeeds
 from paceline.core.truncation import NUM_FIELDS
 

@@ -8,9 +8,7 @@ communicator is aborted, the pass of every other ends, and rank 0 says why: noth
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -19,18 +17,18 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial, wraps
 from itertools import count
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from paceline.backends.torch_parallel.calls import Call, pickled, portable
 from paceline.backends.torch_parallel.communicator import GroupCommunicator, RankLostError
 from paceline.errors import BackendLostError
 from paceline.models.checkpoint import Checkpoint
@@ -40,7 +38,6 @@ TIMEOUT = 120.0  # seconds that a rank waits for the others in a pass; they comp
 START_TIMEOUT = 1800.0  # seconds to read the weights, perhaps from a slow disk
 LAST_WORDS = 2.0  # seconds for a dead rank's exit status or message to arrive
 GOODBYE = 5.0  # seconds for a rank to end before it is killed
-Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
@@ -59,16 +56,6 @@ class Orders:
     threads: int  # the same in all ranks: a product may add in another order with other ones
     store: str  # the file by which ranks meet
     timeout: float
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a rank is to call."""
-
-    function: Callable[..., Any]  # perhaps a method of what all ranks made
-    arguments: tuple[Any, ...]
-    makes: int | None  # the number of what it returns
-    released: tuple[int, ...]  # numbers that are no longer in use
 
 
 @dataclass(frozen=True)
@@ -152,9 +139,9 @@ class Ranks:
             raise BackendLostError(self._failure)
         released = tuple(self._released)
         del self._released[: len(released)]
-        call = Call(function, tuple(map(_portable, arguments)), number, released)
+        call = Call(function, tuple(map(portable, arguments)), number, released)
         try:
-            message = _pickled(call, self._named)
+            message = pickled(call, self._named)
             for peer in self._peers:
                 peer.connection.send_bytes(message)
             self._depth += 1
@@ -217,27 +204,6 @@ class Ranks:
         return next(iter(said.values()), None)
 
 
-def everywhere(method: Callable[Given, Result]) -> Callable[Given, Result]:
-    """A method of what all ranks made, which has `ranks` (None: there is one). The others call theirs too."""
-    return _everywhere(method, makes=False)
-
-
-def made_everywhere(method: Callable[Given, Result]) -> Callable[Given, Result]:
-    """The same, of a method that returns something new, of which each rank has its own part."""
-    return _everywhere(method, makes=True)
-
-
-def _everywhere(method: Callable[..., Any], makes: bool) -> Any:
-    @wraps(method)
-    def call(self: Any, *arguments: Any, **named: Any) -> Any:
-        here = partial(method, self, *arguments, **named)
-        if self.ranks is None:
-            return here()
-        return self.ranks.call(partial(getattr(self, method.__name__), **named), arguments, here, makes)
-
-    return call
-
-
 def _watch(
     process: subprocess.Popen[bytes],
     closing: threading.Event,
@@ -256,40 +222,6 @@ def _ended(peer: Peer, code: int) -> str:
             if (error := peer.connection.recv()) is not None:
                 return f"failed: {error}"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-
-
-def _portable(argument: Any) -> Any:
-    """An argument as it goes through a pipe."""
-    return argument.cpu() if isinstance(argument, torch.Tensor) else argument
-
-
-class _Pickler(pickle.Pickler):
-    """Names what all ranks made by its number."""
-
-    def __init__(self, file: io.BytesIO, named: Mapping[int, int]) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._named = named
-
-    def persistent_id(self, value: Any) -> int | None:
-        return self._named.get(id(value))
-
-
-class Unpickler(pickle.Unpickler):
-    """Gives what a rank made for a number."""
-
-    def __init__(self, message: bytes, made: Mapping[int, Any]) -> None:
-        super().__init__(io.BytesIO(message))
-        self._made = made
-
-    def persistent_load(self, number: int) -> Any:
-        return self._made[number]
-
-
-def _pickled(call: Call, named: Mapping[int, int]) -> bytes:
-    # not the pipe's `send`: torch makes it hand tensors over by shared memory, which needs more than the pipe
-    message = io.BytesIO()
-    _Pickler(message, named).dump(call)
-    return message.getvalue()
 
 
 def start_ranks(

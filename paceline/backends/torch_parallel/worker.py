@@ -18,8 +18,9 @@ import torch
 from paceline.backends.base import Backend
 from paceline.backends.torch_backend import TorchBackend
 from paceline.backends.torch_loading import find_dtype, load_pieces
+from paceline.backends.torch_parallel.calls import Call, Unpickler
 from paceline.backends.torch_parallel.communicator import GroupCommunicator
-from paceline.backends.torch_parallel.ranks import Call, Orders, Unpickler
+from paceline.backends.torch_parallel.ranks import Orders
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.registry import load_checkpoint
 

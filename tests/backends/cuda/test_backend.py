@@ -151,8 +151,8 @@ def test_features_are_those_of_torch(folder: Path, device: torch.device, dtype: 
 
 
 def test_a_workspace_takes_the_memory_that_was_counted_before(folder: Path) -> None:
-    from paceline.backends.cuda.model import Room, make_workspace, workspace_bytes
     from paceline.backends.cuda.weights import load_weights
+    from paceline.backends.cuda.workspace import Room, make_workspace, workspace_bytes
 
     checkpoint = load_checkpoint(save_checkpoint("llama", folder / "memory"))
     weights = load_weights(

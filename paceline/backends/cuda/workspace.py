@@ -1,0 +1,167 @@
+"""The buffers of a pass: what kernels pass to each other, and KV pools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+
+import torch
+
+from paceline.backends.cuda.kernels.attention import AttentionScratch, attention_scratch
+from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, padded_rows, scratch_for
+from paceline.backends.cuda.kernels.packing import FP8_GROUP
+from paceline.backends.cuda.kernels.routing import Routing, routing_for
+from paceline.backends.cuda.shard import TILE
+from paceline.backends.cuda.weights import Weights, padded_size
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Keys and values of `num_pages` pages on the device."""
+
+    num_pages: int
+    bytes_per_page: int
+    keys: torch.Tensor  # [layers, slots, KV heads, head_dim]
+    values: torch.Tensor  # [layers, slots, KV heads, head_dim]
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What kernels pass to each other: whole rows, or the columns of them that a rank computes."""
+
+    hidden: torch.Tensor  # float32 [rows, padded hidden] the residual stream
+    attention_input: Normed
+    feed_forward_input: Normed
+    attention_output: torch.Tensor  # [rows, padded heads * head_dim] padding is zero; e4m3 if it has scales
+    attention_scales: torch.Tensor | None  # as of Normed
+    activated: torch.Tensor  # [rows, padded intermediate] likewise
+    activated_scales: torch.Tensor | None
+    logits: torch.Tensor  # float32 [rows, vocab]
+
+
+@dataclass(frozen=True)
+class Workspace(Activations):
+    """The buffers of a pass, allocated once because captured graphs hold their addresses."""
+
+    own: Activations  # which this rank computes. On one GPU they are the same buffers
+    query: torch.Tensor  # [rows, own heads, head_dim]
+    selected: Normed  # the rows whose logits are wanted
+    scratch: Scratch
+    attention: AttentionScratch
+    routing: Routing | None  # of mixtures of experts
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much passes may need of a workspace."""
+
+    rows: int
+    longest: int  # tokens of a context
+    attending: int  # the first rows; all after them are in prefill tiles
+    outputs: int  # rows with logits
+
+    @classmethod
+    def of(cls, rows: int, longest: int) -> Room:
+        """Room for passes of at most `rows` rows of any kind."""
+        return cls(rows, longest, rows, rows)
+
+    def holding(self, other: Room) -> Room:
+        """Room for both."""
+        return Room(*(max(getattr(self, own.name), getattr(other, own.name)) for own in fields(self)))
+
+
+def make_workspace(weights: Weights, room: Room) -> Workspace:
+    """Buffers for passes that need this room."""
+    config, device = weights.config, weights.device
+    rows, outputs, attending = map(padded_rows, (room.rows, room.outputs, room.attending))
+    dense = [own for own in weights.layers if own.mixture is None]
+    mixtures = [own.mixture for own in weights.layers if own.mixture is not None]
+    intermediate = max((own.gate_up.padded_width // 2 for own in dense), default=0)
+    whole = _activations(
+        weights,
+        rows,
+        outputs,
+        Widths(
+            weights.hidden,
+            padded_size(config.num_heads * config.head_dim),
+            intermediate if weights.shard.size == 1 else padded_size(config.intermediate_size),
+            config.vocab_size,
+        ),
+    )
+    own, (heads, kv_heads) = whole, weights.heads
+    if weights.shard.size > 1:
+        hidden, vocab = weights.shard.width(config.hidden_size), weights.head.padded_width
+        own = _activations(
+            weights, rows, outputs, Widths(hidden, heads * config.head_dim, intermediate, vocab)
+        )
+    return Workspace(
+        **{part.name: getattr(whole, part.name) for part in fields(Activations)},
+        own=own,
+        query=torch.zeros((rows, heads, config.head_dim), dtype=weights.dtype, device=device),
+        selected=_normed(weights, outputs, weights.hidden),
+        scratch=scratch_for(weights.matrices, rows, device),
+        attention=attention_scratch(attending, heads, kv_heads, config.head_dim, room.longest, device, rows),
+        routing=routing_for(mixtures[0], rows, weights.dtype, device) if mixtures else None,
+    )
+
+
+@dataclass(frozen=True)
+class Widths:
+    """The columns of activations."""
+
+    hidden: int
+    attention: int
+    intermediate: int
+    vocab: int
+
+
+def _activations(weights: Weights, rows: int, outputs: int, widths: Widths) -> Activations:
+    """Zeroed buffers of these widths."""
+    layer, dense = weights.layers[0], [own for own in weights.layers if own.mixture is None]
+    gates, downs = ([getattr(own, name) for own in dense] for name in ("gate_up", "down"))
+    return Activations(
+        torch.zeros((rows, widths.hidden), device=weights.device),
+        _normed(weights, rows, widths.hidden, layer.qkv),
+        _normed(weights, rows, widths.hidden, *gates),
+        *_inputs(weights, rows, widths.attention, layer.output),
+        *_inputs(weights, rows, widths.intermediate, *downs),
+        torch.zeros((outputs, widths.vocab), device=weights.device),
+    )
+
+
+def _inputs(
+    weights: Weights, rows: int, width: int, *readers: Matrix
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What matrices read, rounded to e4m3 with scales if they are packed so."""
+    if not any(own.tiling.packing == "e4m3" for own in readers):
+        return torch.zeros((rows, width), dtype=weights.dtype, device=weights.device), None
+    scales = torch.zeros((rows // 16, width // FP8_GROUP, 16), device=weights.device)
+    return torch.zeros((rows, width), dtype=torch.float8_e4m3fn, device=weights.device), scales
+
+
+def _normed(weights: Weights, rows: int, width: int, *readers: Matrix) -> Normed:
+    """The residual stream as these matrices read it."""
+    config = weights.config
+    fp8, scales = _inputs(weights, rows, width, *readers)
+    return Normed(
+        torch.zeros((rows, width), dtype=weights.dtype, device=weights.device),
+        torch.zeros((rows, width // TILE), device=weights.device),
+        config.hidden_size,
+        config.rms_norm_eps,
+        *((None, None) if scales is None else (fp8, scales)),
+    )
+
+
+def workspace_bytes(weights: Weights, room: Room) -> int:
+    """The bytes of such a workspace, counted on torch's meta device."""
+    workspace = make_workspace(replace(weights, norm=weights.norm.to("meta")), room)
+    return sum({id(tensor): tensor.nbytes for tensor in _tensors_of(workspace)}.values())
+
+
+def _tensors_of(value: object) -> Iterator[torch.Tensor]:
+    """A tensor, or all tensors in a dataclass; one may be there twice."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif is_dataclass(value):
+        for own in fields(value):
+            yield from _tensors_of(getattr(value, own.name))

@@ -1,0 +1,80 @@
+"""What rank 0 has the others call: how a method says so, and how a call goes through a pipe."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def everywhere(method: Callable[Given, Result]) -> Callable[Given, Result]:
+    """A method of what all ranks made, which has `ranks` (None: there is one). The others call theirs too."""
+    return _everywhere(method, makes=False)
+
+
+def made_everywhere(method: Callable[Given, Result]) -> Callable[Given, Result]:
+    """The same, of a method that returns something new, of which each rank has its own part."""
+    return _everywhere(method, makes=True)
+
+
+def _everywhere(method: Callable[..., Any], makes: bool) -> Any:
+    @wraps(method)
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        here = partial(method, self, *arguments, **named)
+        if self.ranks is None:
+            return here()
+        return self.ranks.call(partial(getattr(self, method.__name__), **named), arguments, here, makes)
+
+    return call
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a rank is to call."""
+
+    function: Callable[..., Any]  # perhaps a method of what all ranks made
+    arguments: tuple[Any, ...]
+    makes: int | None  # the number of what it returns
+    released: tuple[int, ...]  # numbers that are no longer in use
+
+
+def portable(argument: Any) -> Any:
+    """An argument as it goes through a pipe."""
+    return argument.cpu() if isinstance(argument, torch.Tensor) else argument
+
+
+class _Pickler(pickle.Pickler):
+    """Names what all ranks made by its number."""
+
+    def __init__(self, file: io.BytesIO, named: Mapping[int, int]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._named = named
+
+    def persistent_id(self, value: Any) -> int | None:
+        return self._named.get(id(value))
+
+
+class Unpickler(pickle.Unpickler):
+    """Gives what a rank made for a number."""
+
+    def __init__(self, message: bytes, made: Mapping[int, Any]) -> None:
+        super().__init__(io.BytesIO(message))
+        self._made = made
+
+    def persistent_load(self, number: int) -> Any:
+        return self._made[number]
+
+
+def pickled(call: Call, named: Mapping[int, int]) -> bytes:
+    # not the pipe's `send`: torch makes it hand tensors over by shared memory, which needs more than the pipe
+    message = io.BytesIO()
+    _Pickler(message, named).dump(call)
+    return message.getvalue()
