@@ -79,8 +79,6 @@ class PersistentLayers:
         if tables.paths is not None or tables.shared_prefix is not None or is_left_out("persistent"):
             return False
         weights, workspace, _, _ = self._known
-        if weights.shard.size > 1:
-            return False  # ranks gather between its phases
         key = len(tokens), tables.positions.data_ptr()
         if key not in self._passes:
             self._passes[key] = self._prepare(tables, features, feature_layers)
@@ -278,7 +276,8 @@ def _is_plain(weights: Weights) -> bool:
         )
 
     windows = any(config.window(index) is not None for index in range(config.num_layers))
-    whole = config.hidden_size % 128 == 0 and config.hidden_size <= MAX_HIDDEN
+    whole = weights.shard.size == 1  # ranks gather between its phases
+    whole = whole and config.hidden_size % 128 == 0 and config.hidden_size <= MAX_HIDDEN
     whole = whole and config.intermediate_size % 64 == 0 and config.num_heads * config.head_dim % 128 == 0
     dtype = weights.dtype == torch.bfloat16
     return whole and dtype and not windows and config.moe is None and all(map(plain, weights.layers))

@@ -120,7 +120,8 @@ def _put_side_by_side(parts: torch.Tensor, whole: torch.Tensor) -> None:
     each = parts.shape[2]
     ranks, rest = divmod(min(whole.shape[1], len(parts) * each), each)
     if ranks:
-        whole[:, : ranks * each].unflatten(1, (ranks, each)).copy_(parts[:ranks].transpose(0, 1))
+        filled = whole[:, : ranks * each]
+        filled.view(len(whole), ranks, *parts.shape[2:]).copy_(parts[:ranks].transpose(0, 1))
     if rest:
         whole[:, ranks * each : ranks * each + rest].copy_(parts[ranks, :, :rest])
 

@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -17,12 +17,12 @@ Result = TypeVar("Result")
 
 def everywhere(method: Callable[Given, Result]) -> Callable[Given, Result]:
     """A method of what all ranks made, which has `ranks` (None: there is one). The others call theirs too."""
-    return _everywhere(method, makes=False)
+    return cast(Callable[Given, Result], _everywhere(method, makes=False))
 
 
 def made_everywhere(method: Callable[Given, Result]) -> Callable[Given, Result]:
     """The same, of a method that returns something new, of which each rank has its own part."""
-    return _everywhere(method, makes=True)
+    return cast(Callable[Given, Result], _everywhere(method, makes=True))
 
 
 def _everywhere(method: Callable[..., Any], makes: bool) -> Any:

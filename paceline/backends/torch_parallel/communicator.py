@@ -48,8 +48,8 @@ class GroupCommunicator:
         """
         if not self._on_device:
             for to, part in zip(whole, own, strict=True):
-                for line, received in zip(to, self.gather(part), strict=True):
-                    line.copy_(received)
+                for line, theirs in zip(to, self.gather(part), strict=True):
+                    line.copy_(theirs)
             return
         sent = [part.contiguous().view(torch.uint8).flatten() for part in own]
         received = [to.view(torch.uint8).flatten() for to in whole]

@@ -179,7 +179,7 @@ def test_a_workspace_takes_the_memory_that_was_counted_before(folder: Path) -> N
 
 
 def test_weights_are_read_as_they_are_stored(folder: Path) -> None:
-    from paceline.backends.cuda.backend import _stored
+    from paceline.backends.cuda.loading import _stored
 
     checkpoint = load_checkpoint(save_checkpoint("qwen2", folder / "stored"))
     for name, tensor in checkpoint.tensors.items():

@@ -271,7 +271,6 @@ def test_a_real_model_says_which_sizes_it_can_have() -> None:
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer from 1 up, got 0"),
         ({"tensor_parallel_size": "2"}, "tensor_parallel_size must be an integer from 1 up"),
         ({"tensor_parallel_size": 2, "backend": "cpu"}, "the cpu backend runs on one CPU.*backend='torch'"),
-        ({"tensor_parallel_size": 2, "backend": "cuda"}, "the cuda backend runs on one GPU.*backend='torch'"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
