@@ -149,22 +149,23 @@ def decoding(
     return work
 
 
-@pytest.mark.parametrize("size", [*repeated(2), 4])
+@pytest.mark.parametrize("size", repeated(2, 4))
 def test_passes_have_the_bits_of_one_gpu(size: int, device: torch.device, dtype: torch.dtype) -> None:
     assert_same_on_ranks(passes(TINY, device, dtype), size)
 
 
-def test_steps_that_a_head_drafts_have_the_bits_of_one_gpu(device: torch.device, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kind", repeated("head tree", "model", "plain"))
+def test_steps_have_the_bits_of_one_gpu(kind: str, device: torch.device, dtype: torch.dtype) -> None:
     """The head is whole on every rank, but reads the target's embedding and output matrix, which are not."""
     head = replace(HEAD, own_embedding=False, own_lm_head=False)
-    assert_same_on_ranks(decoding(TINY, head, "head tree", device, dtype), 2)
+    assert_same_on_ranks(decoding(TINY, head, kind, device, dtype), 4 if kind == "plain" else 2)
 
 
 def test_log_probabilities_and_truncation_see_the_whole_vocabulary(
     device: torch.device, dtype: torch.dtype
 ) -> None:
     needs = int(SamplingNeeds.LOGPROBS | SamplingNeeds.TRUNCATION)
-    assert_same_on_ranks(decoding(TINY, HEAD, "plain", device, dtype, needs), 2)
+    assert_same_on_ranks(decoding(SMALL, HEAD, "plain", device, dtype, needs), 2)
 
 
 needs_gpu = pytest.mark.skipif(not on_gpu, reason="the sizes of real models")
@@ -225,7 +226,7 @@ def test_an_8b_that_drafts_has_the_bits_of_one_gpu(size: int, kind: str, device:
 
 
 def decode(backend: Any) -> list[int]:
-    """A prompt and three tokens after it, as the engine has them computed."""
+    """The tokens after a prompt, by a pass and by a decoder that looks drafts up, as the engine drives them."""
     (request,) = drive(backend, pages_each=2)
     choices = Choices(np.array([2], np.int32), np.array([SEED], np.uint64), np.array([0.7]))
     first = run([request.ask([5, 3, 9])], logit_rows=[], choices=choices).chosen
@@ -245,14 +246,9 @@ def decode(backend: Any) -> list[int]:
         texts=[np.array([5, 3, 9, int(first[0])], np.int32)],
     )
     decoder.join(request_state)
-    look_up = DeviceDraft(1, look_up=NgramLookup(1, 2))
-    for draft in (None, look_up):
-        decoder.launch([0], request.pages[None], draft)
-    tokens = [int(first[0])]
-    for _ in range(2):
-        output = decoder.read()
-        tokens += output.tokens[0, : int(output.counts[0])].tolist()
-    return tokens
+    decoder.launch([0], request.pages[None], DeviceDraft(1, look_up=NgramLookup(1, 2)))
+    output = decoder.read()
+    return [int(first[0]), *output.tokens[0, : int(output.counts[0])].tolist()]
 
 
 def test_ranks_decode_what_rank_0_tells_them(device: torch.device, dtype: torch.dtype) -> None:
