@@ -51,9 +51,11 @@ class GroupCommunicator:
                 for line, theirs in zip(to, self.gather(part), strict=True):
                     line.copy_(theirs)
             return
-        sent = [part.contiguous().view(torch.uint8).flatten() for part in own]
-        received = [to.view(torch.uint8).flatten() for to in whole]
-        self._group.allgather_into_tensor_coalesced(received, sent).wait()
+        self._group._start_coalescing()
+        for to, part in zip(whole, own, strict=True):
+            sent = part.contiguous().view(torch.uint8).flatten()
+            self._group._allgather_base(to.view(torch.uint8).flatten(), sent)
+        self._group._end_coalescing().wait()
 
     def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         if not own.numel():

@@ -226,7 +226,7 @@ def test_an_8b_that_drafts_has_the_bits_of_one_gpu(size: int, kind: str, device:
 
 
 def decode(backend: Any) -> list[int]:
-    """The tokens after a prompt, by a pass and by a decoder that looks drafts up, as the engine drives them."""
+    """The tokens after a prompt: by a pass, and by a decoder that looks drafts up."""
     (request,) = drive(backend, pages_each=2)
     choices = Choices(np.array([2], np.int32), np.array([SEED], np.uint64), np.array([0.7]))
     first = run([request.ask([5, 3, 9])], logit_rows=[], choices=choices).chosen
