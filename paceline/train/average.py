@@ -25,8 +25,9 @@ class WeightAverage:
     def update(self, step: int) -> None:
         """Move the average towards the parameters after this many steps."""
         decay = min(self._decay, (1 + step) / (WARMUP + step))
-        for name, average in self.tensors.items():
-            average.lerp_(self._parameters[name], 1 - decay)
+        if self.tensors:
+            latest = [self._parameters[name] for name in self.tensors]
+            torch._foreach_lerp_(list(self.tensors.values()), latest, 1 - decay)
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:

@@ -130,14 +130,15 @@ def block_losses(
 ) -> StepLosses:
     """Losses of the blocks at these anchors, per token ahead."""
     outputs = run_blocks(head, target.features, batch.tokens, anchors)
-    guesses, final = guesses_of(head, outputs, batch, anchors), target.final.flatten(0, 1)
+    guesses = guesses_of(head, outputs, batch, anchors)
+    final, best = target.final.flatten(0, 1), target.best.flatten()
     num_steps = head.block.num_drafts
     sums = torch.zeros(2, num_steps, device=final.device)
     chunk = max(1, LOGITS_AT_ONCE[final.device.type] // len(draft_ids.ids))
     for start in range(0, len(guesses.steps), chunk):
         part = guesses.part(slice(start, start + chunk))
         teachers, which = torch.unique(part.teachers, return_inverse=True)
-        predictions = target_predictions(draft_ids, final[teachers])
+        predictions = target_predictions(draft_ids, final[teachers], best[teachers])
         predictions = TargetPredictions(predictions.probabilities[which], predictions.best[which])
         # the logits of all blocks would not fit into memory: recomputed in the backward pass
         sums = sums + checkpoint(_chunk_sums, head, loss, part, predictions, use_reentrant=False)

@@ -26,35 +26,7 @@ import torch.nn.functional as F
 from paceline.models.heads.torch_head import Head
 from paceline.train.losses import DraftIds, Loss, StepLosses, cross_entropy, distillation_losses
 from paceline.train.sequences import TargetStates
-
-
-class UnrolledAttention:
-    """Attention for one step after another; stores the keys and values of earlier steps."""
-
-    def __init__(self) -> None:
-        self.keys: list[torch.Tensor] = []  # per step, [batch, slots, kv_heads, head_dim]
-        self.values: list[torch.Tensor] = []
-
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        self.keys.append(key)
-        self.values.append(value)
-        batch, slots, _, head_dim = query.shape
-        grouped = query.view(batch, slots, key.shape[2], -1, head_dim)
-        true = torch.einsum("bqhgd,bkhd->bhgqk", grouped, self.keys[0]).float()
-        future = torch.ones(slots, slots, dtype=torch.bool, device=query.device).triu(1)
-        true = true.masked_fill(future, float("-inf"))
-        # elementwise sums, because products of single rows are slow: [batch, kv, group, slots, 1] each
-        own_steps = [
-            (grouped * each[:, :, :, None]).sum(-1, dtype=torch.float32).permute(0, 2, 3, 1)[..., None]
-            for each in self.keys[1:]
-        ]
-        scores = torch.cat((true, *own_steps), dim=-1)
-        weights = (scores * head_dim**-0.5).softmax(-1).to(value.dtype)
-        mixed = torch.einsum("bhgqk,bkhd->bqhgd", weights[..., :slots], self.values[0])
-        for step, each in enumerate(self.values[1:]):
-            share = weights[..., slots + step].permute(0, 3, 1, 2)[..., None]  # [batch, slots, kv, group, 1]
-            mixed = mixed + share * each[:, :, :, None]
-        return mixed.reshape(query.shape)
+from paceline.train.unrolled_attention import UnrolledAttention
 
 
 def unroll(head: Head, features: torch.Tensor, tokens: torch.Tensor, steps: int) -> list[torch.Tensor]:
@@ -91,4 +63,4 @@ def step_losses(
     token, and only answered tokens are predicted.
     """
     outputs = unroll(head, target.features, tokens, steps)
-    return distillation_losses(outputs, head.logits, draft_ids, target.final, answers, lengths, loss)
+    return distillation_losses(outputs, head.logits, draft_ids, target, answers, lengths, loss)

@@ -4,6 +4,7 @@ A step of training spends most of its time in the target, which gives the same s
 float8, with one scale for each hidden state of a token, those of ten million tokens fit on one large GPU:
 
     values [tokens, features + 1, hidden] float8        scales [tokens, features + 1, 1] float32
+    best [tokens] int32
 
 A head that learns from rounded states loses nothing that can be seen: rounding moves them by 2 %, and the
 states of one token differ more than that from one quantization of the target to another.
@@ -34,10 +35,11 @@ class KeptStates:
         """`tokens`: of all examples, so that no more memory is taken than they need."""
         self._target, self._layers = target, tuple(feature_layers)
         shape = len(self._layers) + 1, target.config.hidden_size
-        bytes_per_token = shape[0] * (shape[1] + torch.float32.itemsize)
+        bytes_per_token = shape[0] * (shape[1] + torch.float32.itemsize) + torch.int32.itemsize
         room, device = min(tokens, int(1e9 * gigabytes / bytes_per_token)), target.embedding.device
         self._values = torch.empty(room, *shape, dtype=torch.uint8, device=device)  # bytes of ROUNDED
         self._scales = torch.empty(room, shape[0], 1, device=device)
+        self._best = torch.empty(room, dtype=torch.int32, device=device)
         self._places: dict[int, int] = {}  # of an example's first token, by its place in the examples
         self._used = 0  # tokens
 
@@ -47,15 +49,15 @@ class KeptStates:
         starts = batch.starts or [-1] * len(batch.tokens)
         new = [row for row, start in enumerate(starts) if start not in self._places]
         if len(new) == len(starts):
-            states = target_states(self._target, batch.tokens, self._layers)
+            states = target_states(self._target, batch.tokens, self._layers, batch.answers)
             self._keep(states, starts, batch.lengths)
             return states
-        kept = self._kept(batch)
+        kept, best = self._kept(batch)
         if new:
-            states = target_states(self._target, batch.tokens[new], self._layers)
+            states = target_states(self._target, batch.tokens[new], self._layers, batch.answers[new])
             self._keep(states, [starts[row] for row in new], batch.lengths[new])
-            kept[new] = self._joined(states)
-        return TargetStates(kept[:, :, :-1].flatten(2), kept[:, :, -1])
+            kept[new], best[new] = self._joined(states), states.best
+        return TargetStates(kept[:, :, :-1].flatten(2), kept[:, :, -1], best)
 
     def _joined(self, states: TargetStates) -> torch.Tensor:
         """All states of each token: [batch, tokens, features + 1, hidden]."""
@@ -69,20 +71,23 @@ class KeptStates:
         if min(starts) < 0 or end > len(self._values):
             return
         width = torch.arange(states.final.shape[1], device=lengths.device)
-        wide = self._joined(states)[width < lengths[:, None]].float()
+        inside = width < lengths[:, None]
+        wide = self._joined(states)[inside].float()
         scales = (wide.abs().amax(-1, keepdim=True) / LARGEST).clamp(min=SMALLEST)
         self._values[self._used : end] = (wide / scales).to(ROUNDED).view(torch.uint8)
         self._scales[self._used : end] = scales
+        self._best[self._used : end] = states.best[inside].int()
         for start, size in zip(starts, sizes, strict=True):
             self._places[start] = self._used
             self._used += size
 
-    def _kept(self, batch: Batch) -> torch.Tensor:
-        """The kept states [batch, tokens, features + 1, hidden]; of other sequences, any."""
+    def _kept(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The kept states [batch, tokens, features + 1, hidden] and best tokens; of other sequences, any."""
         device = batch.tokens.device
         places = np.array([self._places.get(start, 0) for start in batch.starts])
         width = torch.arange(batch.tokens.shape[1], device=device)
         # padding gets the last token's states: it is never used, but must be finite
         rows = on_device(places, device)[:, None] + torch.minimum(width, batch.lengths[:, None] - 1)
         rows = rows.clamp(max=self._used - 1)
-        return (self._values[rows].view(ROUNDED).float() * self._scales[rows]).to(self._target.dtype)
+        states = self._values[rows].view(ROUNDED).float() * self._scales[rows]
+        return states.to(self._target.dtype), self._best[rows].long()

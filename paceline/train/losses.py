@@ -17,14 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from paceline.train.sequences import fused
+from paceline.train.sequences import LOGITS_AT_ONCE, TargetStates, fused
 
 # From predicted logits [..., draft vocabulary] and the target's distribution over the same tokens to one
 # loss per row.
 Loss = Callable[[Tensor, Tensor], Tensor]
 Scores = Callable[[Tensor], Tensor]  # [steps, rows, hidden] to [steps, rows, draft vocabulary]
 
-LOGITS_AT_ONCE = {"cuda": 1 << 28, "cpu": 1 << 24}  # logits per chunk of the loss: 1 GB, 64 MB
 OVERLAP_RATE = 3.0  # how fast the hybrid loss moves from divergence to overlap as the overlap grows
 
 
@@ -72,6 +71,11 @@ class DraftIds:
         inverse[self.ids] = torch.arange(len(self.ids), device=self.ids.device)
         return inverse
 
+    @cached_property
+    def rows(self) -> Tensor:
+        """The target's output weights of these tokens: [draft vocabulary, hidden]."""
+        return self.target_head[self.ids]
+
 
 @dataclass(frozen=True)
 class StepLosses:
@@ -85,18 +89,17 @@ def distillation_losses(
     outputs: Sequence[Tensor],
     scores: Scores,
     draft_ids: DraftIds,
-    final: Tensor,
+    target: TargetStates,
     answers: Tensor,
     lengths: Tensor,
     loss: Loss = cross_entropy,
 ) -> StepLosses:
     """Losses of each step's outputs [batch, tokens, hidden] against the target's distributions.
 
-    `scores` turns the outputs of all steps into logits; `final` [batch, tokens, hidden] are the target's
-    final hidden states.
+    `scores` turns the outputs of all steps into logits.
     """
-    steps, width = len(outputs), final.shape[1]
-    position = torch.arange(width, device=final.device)
+    steps, (_, width), device = len(outputs), target.best.shape, target.best.device
+    position = torch.arange(width, device=device)
     # tokens followed by an answered one that a draft may predict: [teachers], sequences concatenated
     taught = (position >= answers[:, None]) & (position < lengths[:, None] - 1)
     teachers = torch.nonzero(taught.flatten()).flatten()
@@ -109,13 +112,13 @@ def distillation_losses(
         ]
     )  # [steps, teachers, hidden]
     counts = torch.stack([since_answer >= step for step in range(steps)])  # bool [steps, teachers]
-    final = final.flatten(0, 1)[teachers]
-    sums = torch.zeros(2, steps, device=final.device)
-    sum_up = _chunk_sums_for(final.device.type)
-    chunk = max(1, LOGITS_AT_ONCE[final.device.type] // (steps * len(draft_ids.ids)))
+    final, best = target.final.flatten(0, 1)[teachers], target.best.flatten()[teachers]
+    sums = torch.zeros(2, steps, device=device)
+    sum_up = _chunk_sums_for(device.type)
+    chunk = max(1, LOGITS_AT_ONCE[device.type] // (steps * len(draft_ids.ids)))
     for start in range(0, len(teachers), chunk):
         part = slice(start, start + chunk)
-        predictions = target_predictions(draft_ids, final[part])
+        predictions = target_predictions(draft_ids, final[part], best[part])
         # the logits of all steps would not fit into memory: recomputed in the backward pass
         sums = sums + checkpoint(
             sum_up, scores, loss, predictions, students[:, part], counts[:, part], use_reentrant=False
@@ -133,11 +136,10 @@ class TargetPredictions:
 
 
 @torch.no_grad()
-def target_predictions(draft_ids: DraftIds, final: Tensor) -> TargetPredictions:
-    """The target's predictions at tokens with these final hidden states: [teachers, hidden]."""
-    scores = F.linear(final, draft_ids.target_head)  # [teachers, vocabulary]
-    best = draft_ids.inverse[scores.argmax(-1)]
-    return TargetPredictions(scores[:, draft_ids.ids].float().softmax(-1), best)
+def target_predictions(draft_ids: DraftIds, final: Tensor, best: Tensor) -> TargetPredictions:
+    """The target's predictions at tokens with these final states [teachers, hidden] and best next tokens."""
+    scores = F.linear(final, draft_ids.rows)  # [teachers, draft vocabulary]
+    return TargetPredictions(scores.float().softmax(-1), draft_ids.inverse[best])
 
 
 @cache

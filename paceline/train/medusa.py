@@ -76,7 +76,7 @@ class MedusaObjective:
         inputs = [states.final] * self.num_steps
         with precision_of(self.target):
             return distillation_losses(
-                inputs, self.network.scores, self._ids, states.final, batch.answers, batch.lengths, self._loss
+                inputs, self.network.scores, self._ids, states, batch.answers, batch.lengths, self._loss
             )
 
     @torch.no_grad()

@@ -6,11 +6,14 @@ if it has learned with them. It does so in the second half of a run, when its we
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
+
+from paceline.train.sequences import fused
 
 GROUP = 32  # inputs that share a scale and a zero point
 STEPS = 15  # from the smallest of them to the largest
@@ -28,6 +31,11 @@ def rounded(matrix: Tensor) -> Tensor:
     return ((codes - zero) * scale).view(matrix.shape)
 
 
+@cache
+def _rounded_on(device_type: str) -> Callable[[Tensor], Tensor]:
+    return fused(rounded) if device_type == "cuda" else rounded
+
+
 @contextmanager
 def rounded_weights(parameters: Iterable[Tensor]) -> Iterator[None]:
     """A context in which those of the parameters that are matrices of whole groups are rounded."""
@@ -35,7 +43,7 @@ def rounded_weights(parameters: Iterable[Tensor]) -> Iterator[None]:
     exact = [matrix.detach().clone() for matrix in matrices]
     with torch.no_grad():
         for matrix in matrices:
-            matrix.copy_(rounded(matrix))
+            matrix.copy_(_rounded_on(matrix.device.type)(matrix))
     try:
         yield
     finally:

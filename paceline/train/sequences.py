@@ -24,6 +24,7 @@ from paceline.models.transformer import Transformer
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 Before = Callable[[Layer, torch.Tensor, Rotation | None], Heads]
 After = Callable[[Layer, torch.Tensor, torch.Tensor], torch.Tensor]
+LOGITS_AT_ONCE = {"cuda": 1 << 28, "cpu": 1 << 24}  # logits per chunk: 1 GB, 64 MB
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -34,6 +35,7 @@ class TargetStates:
 
     features: torch.Tensor  # [batch, tokens, features * hidden] selected hidden states, concatenated
     final: torch.Tensor  # [batch, tokens, hidden] after the final norm; times the output weights, the logits
+    best: torch.Tensor  # int64 [batch, tokens] the most likely next token; before the answers, any
 
 
 def load_target(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Transformer:
@@ -51,10 +53,16 @@ def load_target(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 
 
 @torch.no_grad()
-def target_states(model: Transformer, tokens: torch.Tensor, feature_layers: Sequence[int]) -> TargetStates:
-    """Features and final states of token ids [batch, tokens], right-padded with any ids.
+def target_states(
+    model: Transformer,
+    tokens: torch.Tensor,
+    feature_layers: Sequence[int],
+    answers: torch.Tensor | None = None,
+) -> TargetStates:
+    """The states of token ids [batch, tokens], right-padded with any ids.
 
-    Feature layers are indices of hidden states: 0 is the embedding, i the output of layer i - 1.
+    Feature layers are indices of hidden states: 0 is the embedding, i the output of layer i - 1. `answers`
+    [batch]: index of the first token of each sequence whose best next token is wanted; None: of all.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     distance = positions[:, None] - positions[None, :]
@@ -72,7 +80,18 @@ def target_states(model: Transformer, tokens: torch.Tensor, feature_layers: Sequ
         return mixed.transpose(1, 2)
 
     last, features = run_layers(model, tokens, positions, attend, feature_layers)
-    return TargetStates(torch.cat(features, dim=-1), model.norm(last))
+    final = model.norm(last)
+    wanted = torch.ones_like(tokens, dtype=torch.bool) if answers is None else positions >= answers[:, None]
+    return TargetStates(torch.cat(features, dim=-1), final, _best_tokens(model, final, wanted))
+
+
+def _best_tokens(model: Transformer, final: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The most likely next tokens where they are `wanted` [batch, tokens], 0 elsewhere."""
+    rows = max(1, LOGITS_AT_ONCE[final.device.type] // len(model.head))
+    parts = [F.linear(part, model.head).argmax(-1) for part in final[wanted].split(rows)]
+    best = torch.zeros_like(wanted, dtype=torch.int64)
+    best[wanted] = torch.cat(parts)
+    return best
 
 
 def run_layers(

@@ -46,9 +46,11 @@ def test_states_are_kept_and_put_together_again_for_other_batches(target: Transf
 def test_the_target_computes_an_example_once(target: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[int] = []
 
-    def counted(model: Transformer, tokens: torch.Tensor, layers: tuple[int, ...]) -> TargetStates:
+    def counted(
+        model: Transformer, tokens: torch.Tensor, layers: tuple[int, ...], answers: torch.Tensor
+    ) -> TargetStates:
         computed.append(len(tokens))
-        return target_states(model, tokens, layers)
+        return target_states(model, tokens, layers, answers)
 
     monkeypatch.setattr("paceline.train.kept_states.target_states", counted)
     states = KeptStates(target, LAYERS, sum(LENGTHS), gigabytes=1)

@@ -98,10 +98,30 @@ class FeatureNorms(nn.ModuleList):
         return torch.cat([norm(part) for norm, part in zip(self, parts, strict=True)], dim=-1)
 
 
+class Rotary(nn.Module):
+    """Rotate queries or keys [..., heads, head_dim] by their positions [...]."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.factor = config.rope.attention_factor
+        frequencies = torch.from_numpy(rope_frequencies(config.rope, config.head_dim))
+        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.frequencies: Tensor  # float32 [head_dim // 2]
+
+    def forward(self, values: Tensor, positions: Tensor) -> Tensor:
+        # Angles stay float32 in every dtype: bfloat16 cannot count positions above 256.
+        angles = (positions.float()[..., None] * self.frequencies.float())[..., None, :]
+        rotation = (
+            (angles.cos() * self.factor).to(values.dtype),
+            (angles.sin() * self.factor).to(values.dtype),
+        )
+        return rotate(values, rotation)
+
+
 class Attention(nn.Module):
     def __init__(self, config: HeadConfig, input_size: int) -> None:
         super().__init__()
-        self.head_dim, self.rope = config.head_dim, config.rope
+        self.head_dim, self.rotary = config.head_dim, Rotary(config)
         query_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = nn.Linear(input_size, query_size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(input_size, kv_size, bias=config.qkv_bias)
@@ -111,14 +131,10 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.q_norm = Norm(config.head_dim, config.rms_norm_eps)
             self.k_norm = Norm(config.head_dim, config.rms_norm_eps)
-        self.register_buffer(
-            "frequencies", torch.from_numpy(rope_frequencies(config.rope, config.head_dim)), persistent=False
-        )
-        self.frequencies: Tensor  # float32 [head_dim // 2]
 
     def forward(self, inputs: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         query = self._split(self.q_proj(inputs))
-        query = rotate(self.q_norm(query) if self.qk_norm else query, self._rotation(positions, inputs.dtype))
+        query = self.rotary(self.q_norm(query) if self.qk_norm else query, positions)
         mixed = attend(query, *self.keys_values(inputs, positions))
         output: Tensor = self.o_proj(mixed.flatten(-2))
         return output
@@ -126,18 +142,12 @@ class Attention(nn.Module):
     def keys_values(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The rotated keys, and the values, of inputs [..., input size] at positions [...]."""
         key = self._split(self.k_proj(inputs))
-        key = rotate(self.k_norm(key) if self.qk_norm else key, self._rotation(positions, inputs.dtype))
+        key = self.rotary(self.k_norm(key) if self.qk_norm else key, positions)
         return key, self._split(self.v_proj(inputs))
 
     def _split(self, projected: Tensor) -> Tensor:
         """[..., heads * head_dim] as [..., heads, head_dim]."""
         return projected.view(*projected.shape[:-1], -1, self.head_dim)
-
-    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        # Angles stay float32 in every dtype: bfloat16 cannot count positions above 256.
-        angles = (positions.float()[..., None] * self.frequencies.float())[..., None, :]
-        factor = self.rope.attention_factor
-        return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
 class MLP(nn.Module):
@@ -190,9 +200,9 @@ class BesideTarget(nn.Module):
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
 
     def compile_small_steps(self) -> None:
-        """Compile the norms and MLPs, which are many small kernels on a GPU. The caller has the attention."""
+        """Compile norms, rotations and MLPs: many small kernels on a GPU. The caller has the attention."""
         for module in self.modules():
-            if isinstance(module, (Norm, MLP)):
+            if isinstance(module, (Norm, Rotary, MLP)):
                 module.compile(dynamic=True)
 
     def logits(self, outputs: Tensor) -> Tensor:
