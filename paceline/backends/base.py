@@ -131,9 +131,11 @@ class HeadBatch:
     """
 
     rows: ForwardBatch
-    states: Float32Array  # [rows, width] what the slots read beside their tokens; empty if `places` says it
+    # [rows, width] what the slots read beside their tokens; with `places` at most one row, which masks read
+    states: Float32Array
     from_target: bool  # whether the states are the target's features side by side, or such as the head gave
-    places: Int32Array | None = None  # [rows] where the pool keeps the target's features that the slots read
+    # [rows] where the pool keeps the target's features that the slots read, -1: nowhere, the slot is a mask
+    places: Int32Array | None = None
 
 
 @dataclass(frozen=True)

@@ -57,10 +57,10 @@ def load_head_runner(
             f"{options.name} backend has no kernels yet. Use --backend torch, or another method."
         )
     config = checkpoint.config
-    if (config.num_layers > 1 or config.mask_token_id is not None) and options.name != "torch":
+    if (config.num_layers > 1 or config.mask_token_id is not None) and options.name == "cuda":
         raise ConfigError(
-            f"the {options.name} backend does not run eagle3 heads with several layers or a mask token "
-            "(P-EAGLE). Use --backend torch, or another head."
+            "the cuda backend does not run eagle3 heads with several layers or a mask token (P-EAGLE). Use "
+            "--backend torch, which runs on a GPU too, or another head."
         )
     return _HEAD_LOADERS[options.name](checkpoint, options, max_rows, beside)
 

@@ -86,17 +86,27 @@ class HeadPasses(Passes[HeadOutput]):
         """The logits of each context's last slot and of the masks behind it, as many as its levels in all:
         [sum of the levels, draft vocabulary]. Catches up first."""
         parts = self._last_parts(contexts)
-        masked, states = [], []
+        masked = []
         for part, count in zip(parts, levels, strict=True):
             length = len(part.tokens)
             tokens = [*part.tokens, *[mask.token] * (count - 1)]
             outputs = range(length - 1, length + count - 1)
             masked.append(Part(part.context, part.start, tokens, range(-1, len(tokens) - 1), outputs))
-            states += [self._pages.features([(part.context, part.start - 1, part.start - 1 + length)])]
-            states += [np.broadcast_to(mask.feature, (count - 1, len(mask.feature)))]
-        output = self._runner.run(HeadBatch(self.batch(masked), np.concatenate(states), from_target=True))
+        output = self._runner.run(self._masked_batch(parts, masked, mask))
         self._keep(parts)
         return output.logits
+
+    def _masked_batch(self, parts: Sequence[Part], masked: Sequence[Part], mask: Mask) -> HeadBatch:
+        """A pass over committed tokens, of which each part has masks behind it."""
+        rows = self.batch(masked)
+        spans = [(part.context, part.start - 1, part.start - 1 + len(part.tokens)) for part in parts]
+        masks = [len(longer.tokens) - len(part.tokens) for part, longer in zip(parts, masked, strict=True)]
+        ends = np.repeat(np.cumsum([len(part.tokens) for part in parts]), masks)  # where each mask belongs
+        if self._runner.keeps_features:
+            places = np.insert(self._pages.kv_slots(spans), ends, -1)
+            return HeadBatch(rows, mask.feature[None], True, places)
+        states = np.insert(self._pages.features(spans), ends, mask.feature, axis=0)
+        return HeadBatch(rows, states, from_target=True)
 
     def run_guesses(self, parts: Sequence[Part], states: Float32Array) -> HeadOutput:
         """The outputs of a pass over tree nodes, which reads the head's own states: [rows, hidden]."""
@@ -130,7 +140,7 @@ class HeadDrafter(PagedHeadDrafter[HeadRunner]):
         self, runner: HeadRunner, shape: HeadShape, sampling: DraftSampling, least_chance: float = 0.0
     ) -> None:
         super().__init__(runner, shape, sampling, least_chance)
-        on_device = runner.keeps_features and sampling is not DraftSampling.INDEPENDENT
+        on_device = runner.keeps_features and sampling is not DraftSampling.INDEPENDENT and shape.mask is None
         self.device = self if on_device else None
         if shape.mask is not None:
             self._scoring = replace(self._scoring, extend_factor=1.0)  # another level costs no pass

@@ -88,7 +88,7 @@ def target_states(
 def _best_tokens(model: Transformer, final: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """The most likely next tokens where they are `wanted` [batch, tokens], 0 elsewhere."""
     rows = max(1, LOGITS_AT_ONCE[final.device.type] // len(model.head))
-    parts = [F.linear(part, model.head).argmax(-1) for part in final[wanted].split(rows)]
+    parts = [F.linear(part, model.head).argmax(-1) for part in torch.split(final[wanted], rows)]
     best = torch.zeros_like(wanted, dtype=torch.int64)
     best[wanted] = torch.cat(parts)
     return best

@@ -32,7 +32,7 @@ from tests.draft.test_draft_model_cpu import requests, results, save_model
 from tests.engine.test_exactness_cpu import Tokenizer
 from tests.large import in_turn
 from tests.models.heads.driver import random_checkpoint
-from tests.models.heads.tiny_heads import CONFIGS, EAGLE3
+from tests.models.heads.tiny_heads import CONFIGS, EAGLE3, P_EAGLE
 from tests.tiny import save_checkpoint
 from tests.tiny_families import VOCAB_SIZE
 
@@ -127,10 +127,12 @@ def plain(backend):
     return results(run_engine(backend, None, PLAIN)[0])
 
 
+HEAD_CONFIGS = {**CONFIGS, "p-eagle": P_EAGLE}
 HEADS = {
     "eagle3 with chunks and prefix hits": ("eagle3", {"rows": 24, "max_num_seqs": 4}),
     "flags with preemption": ("all flags", {"num_pages": 14}),
     "eagle with preemption": ("eagle", {"num_pages": 14}),
+    "p-eagle with preemption": ("p-eagle", {"num_pages": 14}),
 }
 CHAINS = {"full chains": 0.0, "chains that end": 1e-4}
 
@@ -140,8 +142,8 @@ def test_proposals_do_not_depend_on_the_past_nor_bytes_on_proposals(
     head, sampling, min_prob, checkpoint, backend, plain, tmp_path
 ):
     name, setting = head
-    config = replace(CONFIGS[name], norm_before_residual=False)  # which SGLang's format cannot say
-    write_head(random_checkpoint(config), tmp_path, "sglang")
+    config = replace(HEAD_CONFIGS[name], norm_before_residual=False)  # which SGLang's format cannot say
+    write_head(random_checkpoint(config), tmp_path, "vllm" if config.mask_token_id else "sglang")
     kind = Against1 if config.kind == "eagle" else Against3
     options = BackendOptions(backend="cpu", quantization="int8", threads=1)
     target = Target(checkpoint.config, Tokenizer(), options, backend, ROWS, sampling)

@@ -138,7 +138,10 @@ def _run_layer(control, tasks, job, layer, counter, scratch, only_keys):  # type
     rows, records, state = field(job, ROWS), field(job, RECORDS_AT), field(job, STATE_AT)
     state_stride = 4 * field(job, HIDDEN_PADDED)
     matrices = field(job, MATRICES_AT) + DESCRIPTOR * LAYER_MATRICES * layer
-    if field(job, INPUTS_AT) == 0 or field(job, MIX_AT) != 0:  # else the records are there already
+    entered = (
+        field(job, INPUTS_AT) != 0 and field(job, MIX_AT) == 0
+    )  # then the first layer's records are there
+    if not entered or (layer > 0 and field(job, CONTEXT_NORM_AT) == 0):
         normalize_rows(tasks, job, counter, rows, 2 * layer, 0, scratch)
         barrier(control, threads)
 

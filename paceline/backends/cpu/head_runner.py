@@ -86,7 +86,7 @@ class CpuHead(CompiledModel, HeadStorage):
         """Give the rows of a pass their states: [rows, parts, padded width]."""
         if batch.places is not None:
             assert isinstance(batch.rows.pool, CpuPool)
-            _read_features(batch.rows.pool.features, batch.places, inputs)
+            _read_features(batch.rows.pool.features, batch.places, batch.states, inputs)
             return
         rows = batch.rows.num_rows
         apart = batch.states.reshape(rows, inputs.shape[1], -1)
@@ -194,10 +194,13 @@ class CpuHeadRunner(CpuHead, HeadRunner):
 
 
 @compiled(cached=True)
-def _read_features(features, places, inputs):  # type: ignore[no-untyped-def]
-    """Give the rows of a pass the features stored at these KV slots."""
-    bits = inputs.view(np.uint32)
+def _read_features(features, places, mask, inputs):  # type: ignore[no-untyped-def]
+    """Give the rows of a pass the features stored at these KV slots; where one is -1, those of the mask."""
+    bits, width = inputs.view(np.uint32), features.shape[2]
     for row in range(len(places)):
         for part in range(features.shape[1]):
-            for column in range(features.shape[2]):
-                bits[row, part, column] = np.uint32(features[places[row], part, column]) << np.uint32(16)
+            for column in range(width):
+                if places[row] < 0:
+                    inputs[row, part, column] = mask[0, part * width + column]
+                else:
+                    bits[row, part, column] = np.uint32(features[places[row], part, column]) << np.uint32(16)

@@ -120,7 +120,7 @@ class HeadWorkspace(Workspace):
 def _as_model(head: HeadCheckpoint, max_position: int) -> Checkpoint:
     """The layers of a head, its norm and LM head, as a model."""
     config = head.config
-    num_layers = len(config.block.layers) if config.block else 1
+    num_layers = len(config.block.layers) if config.block else config.num_layers
     tensors = {
         theirs + name.removeprefix(ours): tensor
         for name, tensor in head.tensors.items()

@@ -19,7 +19,7 @@ from tests.backends.cpu.heads import draft, extend, random_slots
 from tests.backends.cpu.numbers import assert_same_bits
 from tests.backends.driver import drive
 from tests.models.heads.driver import DrivenHead, drive_heads, random_checkpoint, run_heads
-from tests.models.heads.tiny_heads import CONFIGS, EAGLE3
+from tests.models.heads.tiny_heads import CONFIGS, EAGLE3, P_EAGLE
 
 CLOSE = 1e-4
 LENGTH = 40
@@ -46,7 +46,10 @@ def target(checkpoint_of: Callable[[str], Checkpoint]) -> Checkpoint:
     return checkpoint_of("llama-attention-bias")  # its embedding and its head are two matrices
 
 
-@pytest.fixture(scope="module", params=CONFIGS.values(), ids=CONFIGS)
+HEADS = {**CONFIGS, "p-eagle": P_EAGLE}  # of several layers
+
+
+@pytest.fixture(scope="module", params=HEADS.values(), ids=HEADS)
 def pair(request: pytest.FixtureRequest, target: Checkpoint) -> Iterator[Pair]:
     head = random_checkpoint(request.param)
     backend = CpuBackend.load(target, quantization="none", threads=2, max_rows=MAX_ROWS)
