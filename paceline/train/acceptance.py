@@ -15,7 +15,8 @@ from torch import Tensor
 from paceline.models.heads.torch_block import BlockHead
 from paceline.train.batches import Batch
 from paceline.train.block import run_blocks
-from paceline.train.losses import LOGITS_AT_ONCE, DraftIds, Scores
+from paceline.train.losses import DraftIds, Scores
+from paceline.train.sequences import LOGITS_AT_ONCE
 
 BLOCKS_AT_ONCE = 32  # per sequence
 

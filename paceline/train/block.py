@@ -22,14 +22,13 @@ from paceline.models.heads.config import BlockAttention
 from paceline.models.heads.torch_block import BlockHead, block_mask
 from paceline.train.batches import Batch
 from paceline.train.losses import (
-    LOGITS_AT_ONCE,
     DraftIds,
     Loss,
     StepLosses,
     TargetPredictions,
     target_predictions,
 )
-from paceline.train.sequences import TargetStates, fused
+from paceline.train.sequences import LOGITS_AT_ONCE, TargetStates, fused
 
 
 def random_anchors(batch: Batch, share: float, seed: int) -> Tensor:

@@ -50,17 +50,17 @@ class _Merged(torch.autograd.Function):
         if own:
             output, log_sum = _compiled(_merge, query.device.type)(query, output, log_sum, *own)
         ctx.save_for_backward(query, key, value, output, log_sum, *own)
-        return output
+        return output  # type: ignore[no-any-return]
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         query, key, value, output, log_sum, *own = ctx.saved_tensors
         keys, values = _for_heads(query, key, value)
         heads_first = [each.transpose(1, 2) for each in (gradient, query, keys, values, output)]
-        parts = _flash_backward(*heads_first, log_sum, ctx.rest)
+        parts = _flash_backward(heads_first, log_sum, ctx.rest)
         of_query, of_key, of_value = (each.transpose(1, 2) for each in parts)
         if keys is not key:
-            of_key, of_value = (each.unflatten(2, (key.shape[2], -1)).sum(3) for each in (of_key, of_value))
+            of_key, of_value = (_grouped(each, key.shape[2]).sum(3) for each in (of_key, of_value))
         if not own:
             return of_query, of_key, of_value
         own_backward = _compiled(_own_backward, query.device.type)
@@ -71,10 +71,10 @@ class _Merged(torch.autograd.Function):
 def _merge(query: Tensor, first: Tensor, log_sum: Tensor, keys: Tensor, values: Tensor) -> OwnSteps:
     """The merged output, shaped as the query, and log sum [batch, heads, slots]."""
     scores = _own_scores(query, keys)
-    base = log_sum.transpose(1, 2).unflatten(2, (keys.shape[3], -1))  # [batch, slots, kv_heads, group]
+    base = _grouped(log_sum.transpose(1, 2), keys.shape[3])  # [batch, slots, kv_heads, group]
     merged = torch.logaddexp(base, scores.logsumexp(0))
     shares = (scores - merged).exp()[..., None]
-    mixed = (base - merged).exp()[..., None] * _grouped(first, keys).float()
+    mixed = (base - merged).exp()[..., None] * _grouped(first, keys.shape[3]).float()
     mixed = mixed + (shares * values[:, :, :, :, None].float()).sum(0)
     return mixed.to(query.dtype).reshape(query.shape), merged.flatten(2).transpose(1, 2).contiguous()
 
@@ -89,27 +89,28 @@ def _own_backward(
     values: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the query, to which `rest` is added, and of the own keys and values."""
-    base = log_sum.transpose(1, 2).unflatten(2, (keys.shape[3], -1))
+    base = _grouped(log_sum.transpose(1, 2), keys.shape[3])
     shares = (_own_scores(query, keys) - base).exp()[..., None]  # [steps, batch, slots, kv_heads, group, 1]
-    wide = _grouped(gradient, keys).float()
-    mean = (wide * _grouped(output, keys).float()).sum(-1, keepdim=True)
+    wide = _grouped(gradient, keys.shape[3]).float()
+    mean = (wide * _grouped(output, keys.shape[3]).float()).sum(-1, keepdim=True)
     each = (wide * values[:, :, :, :, None].float()).sum(-1, keepdim=True)
     of_scores = shares * (each - mean) * query.shape[-1] ** -0.5
     of_query = (of_scores * keys[:, :, :, :, None].float()).sum(0).reshape(query.shape) + rest.float()
-    of_keys = (of_scores * _grouped(query, keys).float()).sum(4)
+    of_keys = (of_scores * _grouped(query, keys.shape[3]).float()).sum(4)
     of_values = (shares * wide).sum(4)
     return of_query.to(query.dtype), of_keys.to(keys.dtype), of_values.to(values.dtype)
 
 
 def _own_scores(query: Tensor, keys: Tensor) -> Tensor:
     """float32 [steps, batch, slots, kv_heads, group]."""
-    products = _grouped(query, keys).float() * keys[:, :, :, :, None].float()
-    return products.sum(-1) * query.shape[-1] ** -0.5
+    products = _grouped(query, keys.shape[3]).float() * keys[:, :, :, :, None].float()
+    scale: float = query.shape[-1] ** -0.5
+    return products.sum(-1) * scale
 
 
-def _grouped(per_head: Tensor, keys: Tensor) -> Tensor:
-    """[batch, slots, heads, head_dim] as [batch, slots, kv_heads, group, head_dim]."""
-    return per_head.unflatten(2, (keys.shape[3], -1))
+def _grouped(per_head: Tensor, kv_heads: int) -> Tensor:
+    """[batch, slots, heads, ...] as [batch, slots, kv_heads, group, ...]."""
+    return per_head.reshape(*per_head.shape[:2], kv_heads, -1, *per_head.shape[3:])
 
 
 @cache
@@ -138,20 +139,11 @@ def _flash(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...]:
     )
 
 
-def _flash_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    log_sum: Tensor,
-    rest: list[Any],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value."""
-    given = gradient, query, key, value, output, log_sum
-    if query.is_cuda:
+def _flash_backward(given: list[Tensor], log_sum: Tensor, rest: list[Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value. `given`: the output's gradient, these three, and the output."""
+    if log_sum.is_cuda:
         sequences, random = rest[:4], rest[4:]
         backward = torch.ops.aten._scaled_dot_product_flash_attention_backward
-        return backward(*given, *sequences, 0.0, True, *random)  # type: ignore[no-any-return]
+        return backward(*given, log_sum, *sequences, 0.0, True, *random)  # type: ignore[no-any-return]
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(*given, 0.0, True)  # type: ignore[no-any-return]
+    return backward(*given, log_sum, 0.0, True)  # type: ignore[no-any-return]
