@@ -61,6 +61,11 @@ class Side:
         return sum(turn.tokens for turn in self.turns) / sum(turn.seconds for turn in self.turns)
 
     @property
+    def noise(self) -> float:
+        """Tokens per second in its odd turns over those in its even ones: how far 1 is from itself here."""
+        return Side(self.turns[::2]).throughput / Side(self.turns[1::2] or self.turns).throughput
+
+    @property
     def p95(self) -> float:
         """Seconds in which 95 % of the requests are answered."""
         latencies = sorted(each for turn in self.turns for each in turn.latencies)
@@ -221,6 +226,7 @@ def learning_load_result(compared: Sequence[Compared], facts: dict[str, Any]) ->
             f"{each.without.throughput:.1f}",
             f"{each.learning.throughput:.1f}",
             f"{each.throughput_ratio:.3f}",
+            f"{each.without.noise:.3f}",
             f"{each.without.p95:.3f}",
             f"{each.learning.p95:.3f}",
             f"{each.latency_ratio:.3f}",
@@ -229,11 +235,13 @@ def learning_load_result(compared: Sequence[Compared], facts: dict[str, Any]) ->
         )
         for each in compared
     ]
-    columns = ("clients", "tokens/s without", "with", "ratio", "p95 s without", "with", "ratio", "bar")
+    throughput = ("tokens/s without", "with", "ratio", "without/without")
+    columns = ("clients", *throughput, "p95 s without", "with", "ratio", "bar")
     figures = [
         {
             "clients": each.clients,
             "throughput_ratio": each.throughput_ratio,
+            "noise": each.without.noise,
             "latency_ratio": each.latency_ratio,
             "trainer_share": each.learning.trainer_share,
             "without": [vars(turn) for turn in each.without.turns],
