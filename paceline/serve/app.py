@@ -95,8 +95,8 @@ def make_models_app(
         route_metrics = RouteMetrics(models.table)
         route_page, prefix = RoutePage(route_metrics), options.metrics_prefix
         others = [route_page, *([LearnPage(learning)] if learning else ())]
-        read = metrics_page.reader(metrics, models.engines.engines, prefix, *others)
-        read = pages.metrics if pages else read
+        here = metrics_page.reader(metrics, models.engines.engines, prefix)
+        read = metrics_page.followed_by(pages.metrics if pages else here, others)
         routers += [
             metrics_page.router(read),
             running.router(models.engines),

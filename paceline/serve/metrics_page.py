@@ -47,10 +47,8 @@ class View:
     cache: KVCache | None = None  # of an engine in this process
 
 
-def reader(
-    metrics: Sequence[Metrics], engines: Sequence[EngineClient], prefix: str, *others: Collector
-) -> Reader:
-    """Reads the metrics of models, each with its engine, and other pages. `prefix`: as in ServeOptions."""
+def reader(metrics: Sequence[Metrics], engines: Sequence[EngineClient], prefix: str) -> Reader:
+    """Reads the metrics of models, each with its engine. `prefix`: as in ServeOptions."""
 
     async def read() -> Sequence[Collector]:
         pages: list[Collector] = [
@@ -65,9 +63,18 @@ def reader(
             )
             for counted, engine in zip(metrics, engines, strict=True)
         ]
-        return [*pages, *([LoraPage()] if prefix == "vllm" else ()), *others]
+        return [*pages, *([LoraPage()] if prefix == "vllm" else ())]
 
     return read
+
+
+def followed_by(read: Reader, others: Sequence[Collector]) -> Reader:
+    """Reads other pages too."""
+
+    async def read_all() -> Sequence[Collector]:
+        return [*await read(), *others]
+
+    return read_all
 
 
 def render(pages: Sequence[Collector], with_process: bool = True) -> Response:

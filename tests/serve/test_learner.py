@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
+import subprocess
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi import FastAPI
@@ -26,6 +32,7 @@ from paceline.learn.status import LearnerConfig, LearnStatus
 from paceline.learn.store import TrafficStore
 from paceline.models.heads.checkpoint import write_head
 from paceline.models.heads.config import TargetName
+from paceline.serve import learning_page
 from paceline.serve.learner import LearningModel, first_head
 from paceline.serve.learning_page import Learning, LearnPage, router
 from tests.draft.test_draft_model_cpu import save_model
@@ -138,3 +145,68 @@ def test_the_page_reads_the_curve_and_the_decisions(shown):
     assert [point["head"] for point in state["curve"]] == [0, 2]
     assert state["curve"][1]["tokens_per_draft"] == {"sql": 2.5, "chat": 1.5}
     assert state["decisions"] == [{"time": 7.0, "decision": "promoted", "head": 2, "reason": "it gains"}]
+
+
+# As much of a browser's document as the panel uses; each element becomes [tag, attributes, children].
+DOCUMENT = """
+class Node {
+  constructor(tag) { this.tag = tag; this.attributes = {}; this.children = []; this.clientWidth = 600; }
+  setAttribute(name, value) { this.attributes[name] = String(value); }
+  append(...more) { this.children.push(...more); }
+  replaceChildren(...more) { this.children = more; }
+  toJSON() { return [this.tag, this.attributes, this.children]; }
+}
+const found = { "learning-card": new Node("section"), learning: new Node("div") };
+globalThis.document = {
+  createElement: tag => new Node(tag), createElementNS: (_, tag) => new Node(tag),
+  getElementById: id => found[id],
+};
+const { showLearning } = await import("./learning.js");
+showLearning(JSON.parse(process.argv[2]));
+console.log(JSON.stringify([found["learning-card"].hidden, found.learning]));
+"""
+
+
+def walk(node: Any) -> Iterator[tuple[str, dict[str, str], str]]:
+    """Every element: its tag, its attributes, its own text."""
+    tag, attributes, children = node
+    yield tag, attributes, "".join(child for child in children if isinstance(child, str))
+    for child in children:
+        if not isinstance(child, str):
+            yield from walk(child)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="runs the panel's script with node")
+def test_the_panel_draws_the_series_of_the_metrics_and_marks_swaps_without_overlaps(shown, tmp_path):
+    points = [(float(5 + at), at // 3, {"sql": 2 + at / 10, "chat": 1.5}) for at in range(40)]
+    shown.status.curve = deque(points)  # 13 heads in 40 seconds: more labels than there is room for
+    app = FastAPI()
+    app.include_router(router(shown))
+    state = TestClient(app).get("/learn").text
+    for script in Path(learning_page.__file__).parent.glob("static/*.js"):
+        shutil.copy(script, tmp_path)
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    (tmp_path / "page.js").write_text(DOCUMENT)
+    drawn = subprocess.run(
+        ["node", str(tmp_path / "page.js"), state], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    hidden, panel = json.loads(drawn.stdout)
+    assert hidden is False
+    elements = list(walk(panel))
+    lines = [attributes["d"] for tag, attributes, _ in elements if tag == "path"]
+    assert [line.count("L") for line in lines] == [39, 39]  # one for each segment, through all points
+    registry = CollectorRegistry()
+    registry.register(LearnPage(shown))
+    for segment in ("chat", "sql"):
+        labels = {"model_name": "tiny", "segment": segment}
+        value = registry.get_sample_value("paceline:learn_live_tokens_per_draft", labels)
+        assert f"{value:.2f}" in [text for tag, _, text in elements if tag == "b"]
+    swaps = [tag for tag, attributes, _ in elements if attributes.get("class") == "cursor"]
+    assert len(swaps) == 13
+    texts = [
+        (float(at["x"]), text) for tag, at, text in elements if tag == "text" and text.startswith("head")
+    ]
+    assert 5 < len(texts) < 13
+    ends = [(x - 3 * len(text), x + 3 * len(text)) for x, text in texts]  # at most 6 pixels a letter
+    assert all(end < start for (_, end), (start, _) in pairwise(ends))
+    assert all("NaN" not in str(attributes) for _, attributes, _ in elements)

@@ -6,6 +6,7 @@ import { ticks } from "./chart.js";
 const HEIGHT = 190, LEFT = 46, RIGHT = 14, TOP = 18, BOTTOM = 20;  // pixels
 const COLOURS = ["blue", "orange", "green", "red", "grey"];
 const SHOWN = 8;  // decisions in the list
+const LABEL = 54;  // pixels of "head 1234" and a gap; of heads that came in closer together, the first is named
 const clock = seconds => new Date(1000 * seconds).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
 
 export function showLearning(state) {
@@ -53,11 +54,14 @@ function picture(state, segments, width) {
       ? [svg("path", { class: `line ${COLOURS[index]}`, d: points.map(([left, top], at) => `${at ? "L" : "M"}${left.toFixed(1)} ${top.toFixed(1)}`).join("") })]
       : points.map(([left, top]) => svg("circle", { class: `dot ${COLOURS[index]}`, cx: left, cy: top, r: 2 }))));
   }
+  let labelled = -LABEL;
   for (let at = 1; at < curve.length; at++) {  // a head came in between these two points
     if (curve[at].head === curve[at - 1].head) continue;
     const left = x((curve[at].time + curve[at - 1].time) / 2);
-    drawn.append(svg("line", { class: "cursor", x1: left, x2: left, y1: TOP, y2: y(0) }),
-      svg("text", { x: left, y: TOP - 6, "text-anchor": "middle" }, `head ${curve[at].head}`));
+    drawn.append(svg("line", { class: "cursor", x1: left, x2: left, y1: TOP, y2: y(0) }));
+    if (left - labelled < LABEL) continue;
+    labelled = left;
+    drawn.append(svg("text", { x: left, y: TOP - 6, "text-anchor": "middle" }, `head ${curve[at].head}`));
   }
   return drawn;
 }
