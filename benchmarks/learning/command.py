@@ -109,8 +109,8 @@ def picture_of(shift: Shift) -> str:
 
     windows = shift.windows
     curves = [
-        Curve("static head", [(each.requests, each.static) for each in windows], COLOURS[1]),
-        Curve("learning head", [(each.requests, each.learning) for each in windows], COLOURS[0]),
+        Curve("static", [(each.requests, each.static) for each in windows], COLOURS[1]),
+        Curve("learning", [(each.requests, each.learning) for each in windows], COLOURS[0]),
     ]
     values = [value for each in windows for value in (each.static, each.learning)]
     swaps = [each.requests for each in windows if each.swapped]
@@ -118,5 +118,7 @@ def picture_of(shift: Shift) -> str:
         ends = [(requests, min(values)), (requests, max(values))]
         curves.append(Curve("" if number else "swap", ends, GREY, dashed=True))
     options = shift.options
-    title = f"tokens per pass: chat, then {options.domain} from request {options.before * options.window} on"
+    first = options.before * options.window
+    second = first + options.shifted * options.window
+    title = f"tokens per pass: chat, from request {first} {options.domain}, from {second} chat again"
     return picture([(title, curves)], "requests, each a prompt that was never sent before")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from xml.etree import ElementTree
+
 import pytest
 
 from benchmarks.learning.command import picture_of
@@ -33,6 +35,14 @@ def test_the_gain_is_of_the_last_windows_and_swaps_are_drawn() -> None:
     assert drawing.startswith("<svg")
     assert drawing.count("<polyline") == 3
     assert "swap" in drawing
+    root = ElementTree.fromstring(drawing)
+    width = float(root.attrib["viewBox"].split()[2])
+    for text in root.iter("{http://www.w3.org/2000/svg}text"):
+        letters = 0.62 * 12 * len(text.text or "")  # pixels at most, of a usual font of this size
+        share = {"end": 1.0, "middle": 0.5}.get(text.attrib.get("text-anchor", ""), 0.0)
+        left = float(text.attrib["x"]) - share * letters
+        assert left >= 0, text.text
+        assert left + letters <= width, text.text
 
 
 def test_servers_are_compared_by_throughput_and_p95_latency_with_the_bar_of_their_load() -> None:
