@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from paceline.core.params import SamplingParams
 from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculativeMetrics
 from paceline.errors import ConfigError
 from paceline.learn.collector import Collector, Origin, Policy
+from paceline.learn.collector import __file__ as collector_file
 from paceline.learn.options import SALTS, LearnOptions, Redact
 from paceline.learn.rows import TrafficRow
 from paceline.learn.score import gate_rows
@@ -145,3 +147,14 @@ def test_a_full_disk_ends_keeping_with_one_warning(
         rows, _ = kept(tmp_path, [(output(number), ORIGIN) for number in range(20)])
     assert rows == []
     assert [record.message.count("no more traffic is kept") for record in caplog.records] == [1]
+
+
+def test_nothing_that_learns_can_reach_a_network() -> None:
+    """The rooms that see rows import no module that opens a connection."""
+    ways = {"aiohttp", "ftplib", "http", "httpx", "requests", "smtplib", "socket", "ssl", "urllib", "urllib3"}
+    folder = Path(collector_file).parent
+    for path in [*folder.glob("*.py"), *(folder.parent / "train").glob("*.py")]:
+        tree = ast.parse(path.read_text())
+        names = [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
+        names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        assert not ways & {name.partition(".")[0] for name in names}, path.name

@@ -15,8 +15,9 @@ import pytest
 from paceline.errors import ConfigError
 from paceline.learn.early_stop import is_better
 from paceline.learn.fine_tune import FineTuneOptions, fine_tune, read_candidate
+from paceline.learn.gate import judge
 from paceline.learn.rows import TrafficRow
-from paceline.learn.score import gate_rows
+from paceline.learn.score import gate_rows, score_heads
 from paceline.learn.selection import NEW, OLD, Selection, choose, generic_rows, usable
 from paceline.learn.split import Side, side_of
 from paceline.learn.store import StoreLimits, TrafficStore
@@ -28,6 +29,7 @@ from paceline.models.heads.fingerprint import head_fingerprint
 from paceline.models.safetensors_writer import encode
 from paceline.train.examples import Example, ExampleWriter
 from tests import tiny_families
+from tests.large import REPEATS
 
 OPTIONS = FineTuneOptions(steps=24, batch_tokens=256, learning_rate=2e-2)
 
@@ -103,6 +105,37 @@ def test_a_kill_while_the_head_is_written_leaves_no_candidate(
             fine_tune(checkpoint, traffic, head, tmp_path, FEW)
     assert read_candidate(tmp_path) is None
     assert fine_tune(checkpoint, traffic, head, tmp_path, FEW) == read_candidate(tmp_path)  # and goes on
+
+
+@REPEATS
+@pytest.mark.parametrize("planted", [True, False], ids=["planted", "noise"])
+def test_rows_that_the_target_never_answered_give_no_candidate_that_passes(
+    checkpoint: Checkpoint,
+    traffic: Path,
+    head: Path,
+    rows: list[TrafficRow],
+    target_name: TargetName,
+    tmp_path: Path,
+    planted: bool,
+) -> None:
+    """Heads learn what the target says after each token of a row, so a row cannot plant a text."""
+    assert fine_tune(checkpoint, traffic, head, tmp_path / "present", OPTIONS) is not None
+    draw, size = np.random.default_rng(1), tiny_families.VOCAB_SIZE
+    store = TrafficStore(tmp_path / "bad", target_name, size, StoreLimits(), lambda: 2000.0)
+    for row in rows:
+        store.append(row)
+    for number in range(240):
+        prompt, noise = (draw.integers(0, size, size=length).tolist() for length in (3, 21))
+        answer = [5, 9, 7] * 7 if planted else noise
+        store.append(TrafficRow(tuple(prompt), tuple(answer), "s", time=1500.0 + number))
+    store.close()
+    new = Selection(since=1500.0, replay=0.0)
+    candidate = fine_tune(checkpoint, store.folder, tmp_path / "present", tmp_path / "c", OPTIONS, new)
+    assert candidate is not None
+    if candidate.gains:
+        scores = score_heads(str(checkpoint.source), store.folder, (tmp_path / "present", tmp_path / "c"))
+        assert scores is not None
+        assert not judge(*scores).passes
 
 
 def test_what_is_not_this_targets_is_refused_by_name(
