@@ -47,6 +47,7 @@ class Turn:
     tokens: int
     latencies: list[float]  # seconds of each request
     trained: float = 0.0  # CPU seconds of the trainer
+    served: float = 0.0  # CPU seconds of the server
 
 
 @dataclass
@@ -64,6 +65,11 @@ class Side:
     def noise(self) -> float:
         """Tokens per second in its odd turns over those in its even ones: how far 1 is from itself here."""
         return Side(self.turns[::2]).throughput / Side(self.turns[1::2] or self.turns).throughput
+
+    @property
+    def cpu(self) -> float:
+        """CPU seconds of the server per token: unlike times, hardly changed by other work on the machine."""
+        return sum(turn.served for turn in self.turns) / sum(turn.tokens for turn in self.turns)
 
     @property
     def p95(self) -> float:
@@ -93,6 +99,11 @@ class Compared:
     def latency_ratio(self) -> float:
         """The p95 latency without, over that with: below 1 is a loss, as for throughput."""
         return self.without.p95 / self.learning.p95
+
+    @property
+    def cpu_ratio(self) -> float:
+        """The server's CPU time per token without, over that with: below 1 is a loss."""
+        return self.without.cpu / self.learning.cpu if self.learning.cpu else 1.0
 
     @property
     def bar(self) -> float:
@@ -151,9 +162,11 @@ def _turns(
         chats = conversations("chat", first + next(numbers) * size, size)
         with stopped(other):
             time.sleep(PAUSE)
-            before = _cpu_seconds(trainer)
+            workers = (trainer, process.process.pid)
+            before = [_cpu_seconds(worker) for worker in workers]
             result = asyncio.run(_send(process.server, chats, clients, tokens))
-            result.trained = _cpu_seconds(trainer) - before
+            after = [_cpu_seconds(worker) for worker in workers]
+            result.trained, result.served = (late - early for early, late in zip(before, after, strict=True))
         return result
 
     return turn
@@ -227,6 +240,7 @@ def learning_load_result(compared: Sequence[Compared], facts: dict[str, Any]) ->
             f"{each.learning.throughput:.1f}",
             f"{each.throughput_ratio:.3f}",
             f"{each.without.noise:.3f}",
+            f"{each.cpu_ratio:.3f}",
             f"{each.without.p95:.3f}",
             f"{each.learning.p95:.3f}",
             f"{each.latency_ratio:.3f}",
@@ -235,13 +249,14 @@ def learning_load_result(compared: Sequence[Compared], facts: dict[str, Any]) ->
         )
         for each in compared
     ]
-    throughput = ("tokens/s without", "with", "ratio", "without/without")
+    throughput = ("tokens/s without", "with", "ratio", "without/without", "CPU ratio")
     columns = ("clients", *throughput, "p95 s without", "with", "ratio", "bar")
     figures = [
         {
             "clients": each.clients,
             "throughput_ratio": each.throughput_ratio,
             "noise": each.without.noise,
+            "cpu_ratio": each.cpu_ratio,
             "latency_ratio": each.latency_ratio,
             "trainer_share": each.learning.trainer_share,
             "without": [vars(turn) for turn in each.without.turns],

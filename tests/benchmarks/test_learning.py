@@ -46,12 +46,15 @@ def test_the_gain_is_of_the_last_windows_and_swaps_are_drawn() -> None:
 
 
 def test_servers_are_compared_by_throughput_and_p95_latency_with_the_bar_of_their_load() -> None:
-    without = Side([Turn(2.0, 204, [0.1] * 19 + [0.4]), Turn(2.0, 196, [0.1] * 20)])
-    learning = Side([Turn(2.0, 190, [0.1] * 20, trained=1.0), Turn(2.0, 190, [0.1] * 16 + [0.5] * 4)])
+    without = Side([Turn(2.0, 204, [0.1] * 19 + [0.4], served=4.0), Turn(2.0, 196, [0.1] * 20)])
+    learning = Side(
+        [Turn(2.0, 190, [0.1] * 20, trained=1.0, served=4.0), Turn(2.0, 190, [0.1] * 16 + [0.5] * 4)]
+    )
     one, many = Compared(1, without, learning), Compared(16, without, learning)
     assert one.throughput_ratio == pytest.approx(0.95)
     assert one.latency_ratio == pytest.approx(0.2)
     assert (one.bar, many.bar) == (0.95, 0.99)
     (table,) = learning_load_result([one, many], {"model": "m"}).tables
     assert table.rows[0][4] == "1.041"  # without over without: turns that should be equal
+    assert table.rows[0][5] == "0.950"  # the server's CPU time per token
     assert table.rows[0][-1] == "0.25"  # CPU seconds of the trainer per second
