@@ -8,7 +8,7 @@ and clients share cores, caches and memory) and the server: HTTP, JSON, the ingr
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -17,7 +17,7 @@ import numpy as np
 from paceline.bench.run.speculation import OFF
 from paceline.bench.run.turns import Answer
 from paceline.bench.simulate.fleet import run_fleet
-from paceline.bench.simulate.prices import ServerPrices, nonnegative_fit
+from paceline.bench.simulate.prices import Contention, ServerPrices, nonnegative_fit
 from paceline.bench.simulate.prompts import FleetRequest, fleet_requests
 from paceline.bench.simulate.run import Method, World
 from paceline.bench.simulate.world import PAGE_SIZE, VOCABULARY
@@ -27,6 +27,7 @@ REPEATS = 6  # of each burst; the median counts
 TOKENS = 24  # per answer
 ALONE = (16, 64, 256, 768)  # tokens of the prompts of single requests
 TOGETHER = ((1, 16), (1, 256), (4, 16), (4, 64))  # requests for each replica at once, and their tokens
+Kind = tuple[int, int]  # of a burst: requests, tokens of each prompt
 FIRST_PAGE = VOCABULARY**PAGE_SIZE // 2  # prompts share nothing with those of a trace
 
 
@@ -49,30 +50,39 @@ def served_world(
 
     A request alone beside one for each replica shows the contention; what is left is the server's.
     """
-    took: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    took: dict[Kind, list[tuple[float, float]]] = defaultdict(list)
     for burst, answers in zip(bursts, measured, strict=True):
         took[len(burst), burst[0].prompt_tokens].append(_means(answers))
     kinds = {(len(burst), burst[0].prompt_tokens): burst for burst in bursts}
     first, each = np.median([took[kind] for kind in kinds], axis=1).T  # [kinds] to the first token, per token
-    per_token = dict(zip(kinds, each, strict=True))
-    slower = [
-        per_token[size, prompt] / per_token[1, prompt]
-        for size, prompt in kinds
-        if size == num_replicas and num_replicas > 1
-    ]
-    world = replace(world, contention=max(1.0, fmean(slower)) if slower else 1.0)
+    medians = dict(zip(kinds, zip(first, each, strict=True), strict=True))
+    world = replace(world, contention=_contention(num_replicas, medians))
     runs = [run_fleet(world, Method(OFF), num_replicas, "prefix", burst) for burst in kinds.values()]
     first_alone, each_alone = np.array([_means(run.answers) for run in runs]).T
-    pace = np.array([world.contention if size > 1 else 1.0 for size, _ in kinds])
-    per_pass = pace[:, None] * [(1.0, max(1.0, size / num_replicas)) for size, _ in kinds]
+    slower = world.contention
+    decoding = np.array([slower.decoding if size > 1 else 1.0 for size, _ in kinds])
+    prompts = np.array([slower.prompts if size > 1 else 1.0 for size, _ in kinds])
+    per_pass = decoding[:, None] * [(1.0, max(1.0, size / num_replicas)) for size, _ in kinds]
     step, token = nonnegative_fit(per_pass, each - each_alone, each)
     unqueued = [size <= num_replicas for size, _ in kinds]  # the first pass is theirs alone
     per_request = np.array([(1.0, prompt) for _, prompt in kinds])[unqueued]
     passes = np.array([-(-prompt // world.max_num_batched_tokens) for _, prompt in kinds])  # of the prompt
-    waited = (first - first_alone - passes * pace * (step + token))[unqueued]
+    waited = (first - first_alone - passes * prompts * (step + token))[unqueued]
     request, prompt_token = nonnegative_fit(per_request, waited, first[unqueued])
     server = ServerPrices(float(request), float(prompt_token), float(step), float(token))
     return replace(world, server=server)
+
+
+def _contention(num_replicas: int, medians: Mapping[Kind, tuple[float, float]]) -> Contention:
+    """How much longer a request takes beside one on each other replica than alone: per prompt token, of which
+    bursts have different numbers, and per token."""
+    if num_replicas == 1:
+        return Contention()
+    prompts = sorted(prompt for size, prompt in medians if size == num_replicas)
+    short, long = prompts[0], prompts[-1]
+    per_prompt = {size: medians[size, long][0] - medians[size, short][0] for size in (1, num_replicas)}
+    decoding = fmean(medians[num_replicas, prompt][1] / medians[1, prompt][1] for prompt in prompts)
+    return Contention(max(1.0, per_prompt[num_replicas] / per_prompt[1]), max(1.0, decoding))
 
 
 def _means(answers: Sequence[Answer]) -> tuple[float, float]:

@@ -70,10 +70,10 @@ class Replica:
     busy_seconds: float = 0.0
     num_requests: int = 0
 
-    def step(self, pace: float = 1.0) -> list[Request]:
-        """One step, which takes `pace` times as long as alone. The requests that ended with it."""
+    def step(self, crowded: bool) -> list[Request]:
+        """One step, while others compute or not. The requests that ended with it."""
         start = self.clock()
-        with self.clock.at_pace(pace):
+        with self.clock.crowding(crowded):
             deltas = self.engine.step()
         self.busy_seconds += self.clock() - start
         return [delta.request for delta in deltas if delta.request.finished]
@@ -87,7 +87,6 @@ class Fleet:
     routing: Routing
     reasons: Counter[str]
     server: ServerPrices = field(default_factory=ServerPrices)
-    contention: float = 1.0
     _busy: list[tuple[float, int]] = field(default_factory=list)  # heap of the times of next steps
     _ends: list[tuple[float, int]] = field(default_factory=list)  # heap of ends that the router has not seen
     _loads: dict[str, int] = field(default_factory=dict)  # requests, as the router sees them
@@ -131,7 +130,7 @@ class Fleet:
         """A step of the replica that is furthest behind."""
         _, index = heappop(self._busy)
         replica = self.replicas[index]
-        for _ in replica.step(self.contention if self._busy else 1.0):
+        for _ in replica.step(crowded=bool(self._busy)):
             heappush(self._ends, (replica.clock(), index))
         if replica.engine.has_unfinished:
             heappush(self._busy, (replica.clock(), index))
@@ -155,8 +154,6 @@ def run_fleet(
     """The requests through `num_replicas` replicas of the world's machine. `routing`: a key of ROUTINGS."""
     if routing == POOLED:
         world, num_replicas = _pooled(world, num_replicas), 1
-    served = {label: ServedPrices(prices, world.server) for label, prices in world.prices.items()}
-    world = replace(world, prices=served)
     longest = check_lengths(world, requests)
     limits = Limits(VOCABULARY, longest + 1, world.max_num_seqs, world.max_num_batched_tokens)
     kv_tokens = world.max_num_seqs * longest if world.server_kv_tokens is None else world.server_kv_tokens
@@ -165,14 +162,14 @@ def run_fleet(
     replicas = []
     for number in range(num_replicas):
         clock = VirtualClock()
-        engine = simulated_engine(world, method, clock, limits, num_pages, reasons, True)
+        prices = ServedPrices(world.prices[method.label], world.server, world.contention, clock.is_crowded)
+        served = replace(world, prices={method.label: prices})
+        engine = simulated_engine(served, method, clock, limits, num_pages, reasons, True)
         replicas.append(Replica(f"{number:06}", engine, clock))
         if method.label == AUTO:  # like a server that has run for a while: its controller knows its drafters
             _learn(engine, requests[:LEARNING])
     reasons.clear()
-    return Fleet(replicas, ROUTINGS[routing](num_pages), reasons, world.server, world.contention).run(
-        requests
-    )
+    return Fleet(replicas, ROUTINGS[routing](num_pages), reasons, world.server).run(requests)
 
 
 def check_lengths(world: World, requests: Sequence[FleetRequest]) -> int:

@@ -146,10 +146,10 @@ class ComputeClock(VirtualClock):
 class RealReplica(Replica):
     """A replica whose steps take their CPU time."""
 
-    def step(self, pace: float = 1.0) -> list[Request]:
+    def step(self, crowded: bool) -> list[Request]:
         assert isinstance(self.clock, ComputeClock)
         with self.clock.counting():
-            return super().step(pace)
+            return super().step(crowded)
 
 
 class _NoDisturbances(Disturbances):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Protocol
 
@@ -100,21 +100,36 @@ class ServerPrices:
 
 
 @dataclass(frozen=True, slots=True)
+class Contention:
+    """Factors on the seconds of a step while another replica of the same machine computes."""
+
+    prompts: float = 1.0  # of passes with prompts: they compute
+    decoding: float = 1.0  # of others: they read memory, which replicas share
+
+
+@dataclass(frozen=True, slots=True)
 class ServedPrices:
-    """Prices of an engine within a server."""
+    """Prices of an engine within a server, on a machine that it may share."""
 
     engine: Prices
     server: ServerPrices
+    contention: Contention
+    crowded: Callable[[], bool]  # whether another replica computes now
 
     def pass_seconds(self, size: PassSize) -> float:
-        return self.engine.pass_seconds(size)
+        return self._factor(size.has_prompts) * self.engine.pass_seconds(size)
 
     def overhead_seconds(self, size: PassSize) -> float:
         added = self.server.step + self.server.token * size.requests
-        return self.engine.overhead_seconds(size) + added
+        return self._factor(size.has_prompts) * (self.engine.overhead_seconds(size) + added)
 
     def draft_seconds(self, call: Call) -> float:
-        return self.engine.draft_seconds(call)
+        return self._factor(False) * self.engine.draft_seconds(call)
+
+    def _factor(self, has_prompts: bool) -> float:
+        if not self.crowded():
+            return 1.0
+        return self.contention.prompts if has_prompts else self.contention.decoding
 
 
 def start_costs(prices: Prices, max_rows: int) -> StepCosts:

@@ -12,7 +12,7 @@ from paceline.bench.run.figures import Objective
 from paceline.bench.run.rows import Row, rows
 from paceline.bench.run.speculation import COLD, OFF, Key, Runs
 from paceline.bench.run.turns import Turn
-from paceline.bench.simulate.prices import Prices, ServerPrices, start_costs
+from paceline.bench.simulate.prices import Contention, Prices, ServerPrices, start_costs
 from paceline.bench.simulate.world import (
     PAGE_SIZE,
     VOCABULARY,
@@ -69,7 +69,7 @@ class World:
     kv_tokens: int | None = None  # KV cache tokens that fit into memory; None: enough for all
     server_kv_tokens: int | None = None  # KV cache tokens of a replica of a fleet; None: enough for all
     max_num_seqs: int = 256  # requests per pass of a replica
-    contention: float = 1.0  # factor on a step while another replica computes, if they share a machine
+    contention: Contention = field(default_factory=Contention)  # none: each replica has its own machine
     server: ServerPrices = field(default_factory=ServerPrices)  # around each replica of a fleet
     max_model_len: int | None = None  # tokens of a request; None: any number
     tells_chances: bool = True

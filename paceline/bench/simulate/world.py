@@ -30,22 +30,26 @@ class VirtualClock:
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._pace = 1.0
+        self._crowded = False
 
     def __call__(self) -> float:
         return self._now
 
     def advance(self, seconds: float) -> None:
-        self._now += self._pace * seconds
+        self._now += seconds
+
+    def is_crowded(self) -> bool:
+        """Whether another replica of the same machine computes, which makes steps slower."""
+        return self._crowded
 
     @contextmanager
-    def at_pace(self, pace: float) -> Iterator[None]:
-        """Everything takes `pace` times as long."""
-        self._pace = pace
+    def crowding(self, crowded: bool) -> Iterator[None]:
+        """For the time of a step."""
+        self._crowded = crowded
         try:
             yield
         finally:
-            self._pace = 1.0
+            self._crowded = False
 
 
 class CountingTokenizer:

@@ -16,7 +16,7 @@ from paceline.bench.simulate import fleet, fleet_check
 from paceline.bench.simulate.capacity import smallest
 from paceline.bench.simulate.fleet import run_fleet
 from paceline.bench.simulate.fleet_check import ComputeClock
-from paceline.bench.simulate.prices import Call, PassSize, ServerPrices
+from paceline.bench.simulate.prices import Call, Contention, PassSize, ServerPrices
 from paceline.bench.simulate.prompts import FleetRequest, SharedPrefixes, fleet_requests
 from paceline.bench.simulate.run import Method, World, simulated_engine
 from paceline.bench.simulate.world import Acceptance, VirtualClock
@@ -95,11 +95,12 @@ def test_a_server_delays_requests_and_stretches_passes() -> None:
 
 
 def test_a_step_beside_a_busy_replica_takes_longer() -> None:
-    """Two replicas get a request each at once; a third request comes when both are idle."""
+    """Two replicas get a request each at once; a third request comes when both are idle. One of the two ends
+    first, and the last step of the other is alone."""
     arrivals = [Arrival(due, 40, 2) for due in (0.0, 0.0, 1.0)]
-    run = run_fleet(world(contention=1.5), OFF, 2, "prefix", fleet_requests(arrivals))
+    run = run_fleet(world(contention=Contention(1.5, 2.0)), OFF, 2, "prefix", fleet_requests(arrivals))
     assert [answer.ttft for answer in run.answers] == pytest.approx([1.5 * 0.005, 1.5 * 0.005, 0.005])
-    assert run.answers[2].tpot == pytest.approx(0.0011)
+    assert [answer.tpot for answer in run.answers] == pytest.approx([2 * 0.0011, 0.0011, 0.0011])
 
 
 def test_replicas_share_the_time_and_the_work() -> None:
