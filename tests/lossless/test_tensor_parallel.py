@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.backends.base import Backend
 from paceline.build import LoadedModel, build_engine
 from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams
+from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.checkpoint import write_head
 from paceline.models.heads.fingerprint import target_fingerprint
 from paceline.models.heads.medusa import write_medusa
 from paceline.models.registry import DEFAULT_MODEL, load_with_tokenizer, resolve
+from paceline.models.tokenizer import Tokenizer
+from tests.backends.cuda.logical_ranks import captured_together, driven
 from tests.backends.torch.sharded import save_sharded, sharded
 from tests.draft.mimo import random_mimo
 from tests.draft.test_draft_model_cpu import save_tokenizer
@@ -27,37 +31,62 @@ from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.test_medusa_heads import random_medusa
 from tests.models.heads.tiny_heads import CONFIGS, EAGLE3
 
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 METHODS = ("off", "ngram", "suffix", "hybrid", "draft_model", "eagle3", "eagle", "medusa", "layerskip")
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0.7, "seed": 1, "logprobs": 2},
     {"temperature": 1.0, "seed": 2, "top_p": 0.9, "repetition_penalty": 1.1, "n": 2},
 ]
-TOKENS = 10
+TOKENS, ROWS = 10, 64
 PROMPTS = [[*range(3, 40), 5, 6, 7, 5, 6], [9, 8, 9, 8, 9, 8], list(range(100, 120))]
 
 
 @contextmanager
 def model_on(path: Path, ranks: int, dtype: str, device: str = "cpu") -> Iterator[LoadedModel]:
-    """A model shared by ranks that are threads."""
+    """A model of the torch backend, shared by ranks that are threads."""
     checkpoint, tokenizer = load_with_tokenizer(path)
     with sharded(checkpoint, ranks, dtype, device) as backend:
-        yield LoadedModel(
-            backend,
-            tokenizer,
-            checkpoint.config,
-            target_fingerprint(checkpoint),
-            checkpoint.tensors["model.norm.weight"].float32(),
-            checkpoint.mtp,
-        )
+        yield loaded(backend, checkpoint, tokenizer)
+
+
+@contextmanager
+def cuda_model_on(path: Path, ranks: int, dtype: str, device: str = "cuda") -> Iterator[LoadedModel]:
+    """A model of the cuda backend, shared by ranks that are threads and capture their graphs together."""
+    from paceline.backends.cuda.backend import CudaBackend
+    from paceline.backends.cuda.shard import WHOLE
+
+    checkpoint, tokenizer = load_with_tokenizer(path)
+
+    def load(shard: Any, others: Any) -> CudaBackend:
+        return CudaBackend.load_part(checkpoint, torch.device(device), dtype, "none", ROWS, shard, others)
+
+    if ranks == 1:
+        yield loaded(load(WHOLE, None), checkpoint, tokenizer)
+        return
+    with captured_together(), driven(ranks, load) as backend:
+        yield loaded(backend, checkpoint, tokenizer)
+
+
+def loaded(backend: Backend, checkpoint: Checkpoint, tokenizer: Tokenizer) -> LoadedModel:
+    return LoadedModel(
+        backend,
+        tokenizer,
+        checkpoint.config,
+        target_fingerprint(checkpoint),
+        checkpoint.tensors["model.norm.weight"].float32(),
+        checkpoint.mtp,
+    )
 
 
 def answers(model: LoadedModel, path: Path, method: Any, dtype: str) -> list[Outcome]:
     """What three requests become that run together, each sampled otherwise."""
-    options = {"max_model_len": 200, "threads": 1, "backend": "torch", "dtype": dtype}
-    if model.backend.device.type == "cuda":
+    options: dict[str, Any] = {"max_model_len": 200, "backend": model.backend.name, "dtype": dtype}
+    if model.backend.name == "cuda":
+        options |= {"max_num_seqs": 4, "max_num_batched_tokens": ROWS}  # few graphs to capture
+    elif model.backend.device.type == "cuda":
         options["device"] = "cuda"
-    config = EngineConfig.from_options(model=str(path), speculative_config=method, **options)
+    config = EngineConfig.from_options(model=str(path), speculative_config=method, threads=1, **options)
     engine = build_engine(config, model).engine
     outcomes = []
     for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True):
@@ -134,7 +163,9 @@ def test_an_mtp_block_on_two_ranks(mimo: Path, dtype: str) -> None:
     compare(mimo, ("mtp", dtype, 2), {"method": "mtp"})
 
 
-def compare(path: Path, case: tuple[str, str, int], config: Any, device: str = "cpu") -> None:
+def compare(
+    path: Path, case: tuple[str, str, int], config: Any, device: str = "cpu", model_on: Any = model_on
+) -> None:
     method, dtype, ranks = case
     with model_on(path, 1, dtype, device) as one:
         expected = answers(one, path, config, dtype)
@@ -142,7 +173,17 @@ def compare(path: Path, case: tuple[str, str, int], config: Any, device: str = "
         assert_same_bytes(answers(several, path, config, dtype), expected, method)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_on_ranks_of_the_cuda_backend(folder: Path, method: str, size: int) -> None:
+    config = config_of(method, folder)
+    if isinstance(config, dict):
+        config.pop("branching", None)  # chains are drafted in device passes
+    compare(folder / "model", (method, "bfloat16", size), config, "cuda", cuda_model_on)
+
+
+@needs_cuda
 @pytest.mark.parametrize("case", [*CASES, *OTHERS], ids=str)
 def test_every_method_on_several_ranks_of_one_gpu(folder: Path, case: tuple[str, str, int]) -> None:
     compare(folder / "model", case, config_of(case[0], folder), device="cuda")
