@@ -21,7 +21,12 @@ from paceline.backends.cuda.head import (
     run_draft_lm_head,
     run_head_rows,
 )
-from paceline.backends.cuda.head_weights import HeadWeights, copy_head_weights, load_head_weights
+from paceline.backends.cuda.head_weights import (
+    HeadWeights,
+    check_same_shapes,
+    copy_head_weights,
+    load_head_weights,
+)
 from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.draft import pick_rows
 from paceline.backends.cuda.kernels.draft_sampling import (
@@ -88,15 +93,20 @@ class CudaHeadRunner(HeadRunner):
             return load()
         return beside.ranks.call(cls.load, (checkpoint, beside, max_rows), load, makes=True)
 
-    @everywhere
-    @torch.inference_mode()
     def replaced_by(self, other: Self) -> Self:
         """This runner: captured graphs, of decode loops too, read its weights at their addresses.
 
-        The copies run after the passes in flight and before those that are launched next.
+        The copies run after the passes in flight and before those that are launched next. ConfigError, and
+        nothing has changed, if the two differ in more than their values.
         """
-        copy_head_weights(other.weights, self.weights)
+        check_same_shapes(other.weights, self.weights)
+        self._copy(other)
         return self
+
+    @everywhere
+    @torch.inference_mode()
+    def _copy(self, other: Self) -> None:
+        copy_head_weights(other.weights, self.weights)
 
     @made_everywhere
     def make_pool(self, num_pages: int) -> Pool:

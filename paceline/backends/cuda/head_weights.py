@@ -93,11 +93,8 @@ def make_head_weights(config: HeadConfig, ids: Int32Array | None, read: Take, ta
     )
 
 
-def copy_head_weights(source: HeadWeights, to: HeadWeights) -> None:
-    """Overwrite the weights of a head with those of another one, at the same addresses.
-
-    ConfigError, and nothing has changed, if the two differ in more than their values.
-    """
+def check_same_shapes(source: HeadWeights, to: HeadWeights) -> None:
+    """ConfigError if two heads differ in more than the values of their weights."""
     differing = [
         each.name
         for each in fields(HeadConfig)
@@ -110,6 +107,10 @@ def copy_head_weights(source: HeadWeights, to: HeadWeights) -> None:
             f"the new {to.config.kind} head is of another shape than the present one ({differing[0]}), and "
             "captured graphs of the cuda backend read weights of that shape. Restart with the other head."
         )
+
+
+def copy_head_weights(source: HeadWeights, to: HeadWeights) -> None:
+    """Overwrite the weights of a head with those of another of the same shapes, at the same addresses."""
     for new, old in zip(_tensors(source), _tensors(to), strict=True):
         if new is not old:  # the target's, which both share
             old.copy_(new)

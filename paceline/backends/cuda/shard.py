@@ -133,10 +133,11 @@ def check_size(config: ModelConfig, size: int) -> None:
     """ConfigError if this number of GPUs cannot share a model."""
     if size == 1:
         return
-    if config.moe is not None:
+    blocks = config.beyond_llama() + ["experts"] * (config.moe is not None)
+    if blocks:
         raise ConfigError(
-            f"tensor_parallel_size is {size}, but the cuda backend runs mixtures of experts on one GPU. "
-            "Use --backend torch --device cuda."
+            f"tensor_parallel_size is {size}, but this {config.family} model has {', '.join(blocks)}, which "
+            "the cuda backend runs on one GPU only. Leave it out, or use --backend torch --device cuda."
         )
     heads, kv_heads = config.num_heads, config.num_kv_heads
     possible = [

@@ -264,13 +264,16 @@ def test_ranks_decode_what_rank_0_tells_them(device: torch.device, dtype: torch.
         assert decode(backend) == expected
 
 
-def test_sizes_that_cannot_share_heads_or_experts_are_refused() -> None:
+def test_sizes_that_cannot_share_a_model_are_refused() -> None:
     from paceline.backends.cuda.shard import check_size
 
     for size in (1, 2, 4):
         check_size(TINY, size)
     with pytest.raises(ConfigError, match=r"4 heads that share 2 KV heads.* Use one of 1, 2, 4\."):
         check_size(TINY, 3)
-    smol = replace(TINY, num_heads=9, num_kv_heads=3)
     with pytest.raises(ConfigError, match=r"Use one of 1, 3, 9\."):
-        check_size(smol, 2)
+        check_size(replace(TINY, num_heads=9, num_kv_heads=3), 2)
+    odd = replace(TINY, norm="layer", attention_scale=0.5)
+    check_size(odd, 1)
+    with pytest.raises(ConfigError, match=r"has LayerNorm, a scaled attention, which .* --backend torch"):
+        check_size(odd, 2)
