@@ -68,7 +68,8 @@ def _load_cuda(orders: Orders, checkpoint: Checkpoint, communicator: GroupCommun
     from paceline.backends.cuda.shard import Shard
 
     device = orders.devices[orders.rank]
-    torch.cuda.set_device(device)
+    if device.type == "cuda":  # not in Triton's interpreter
+        torch.cuda.set_device(device)
     shard = Shard(communicator)
     return CudaBackend.load_part(
         checkpoint, device, orders.dtype, orders.quantization, orders.max_rows, shard

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,17 +15,20 @@ import pytest
 import torch
 
 from paceline.backends.async_decoding import DeviceDraft, NgramLookup, SlotInits
+from paceline.backends.torch_parallel.ranks import start_ranks
 from paceline.core.forward import Choices
 from paceline.core.params import SamplingParams
 from paceline.core.request import SamplingNeeds
-from paceline.errors import ConfigError
+from paceline.errors import BackendLostError, ConfigError
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.heads.config import HeadConfig
 from paceline.models.layout import expected_tensors
+from paceline.models.registry import load_checkpoint
 from tests.backends.cuda.logical_ranks import LogicalRanks, captured_together, driven
 from tests.backends.cuda.test_bits import SHAPES
 from tests.backends.driver import drive, run
-from tests.large import repeated
+from tests.backends.torch.sharded import save_sharded
+from tests.large import REPEATS, repeated
 from tests.models.heads.driver import random_checkpoint
 
 on_gpu = torch.cuda.is_available()
@@ -262,6 +267,28 @@ def test_ranks_decode_what_rank_0_tells_them(device: torch.device, dtype: torch.
     expected = decode(load(WHOLE, None))
     with captured_together(), driven(2, load) as backend:
         assert decode(backend) == expected
+
+
+@REPEATS
+@pytest.mark.skipif(on_gpu, reason="kernels are compiled for the GPU, not interpreted")
+def test_processes_give_the_tokens_of_one_and_end_when_one_is_killed(tmp_path: Path) -> None:
+    """With gloo between them, in Triton's interpreter."""
+    from paceline.backends.cuda.backend import CudaBackend
+    from paceline.backends.cuda.shard import Shard
+
+    checkpoint = load_checkpoint(save_sharded("qwen2", tmp_path))
+    cpu, kind = torch.device("cpu"), ("float16", "none", 4)
+    ranks, communicator = start_ranks(checkpoint, [cpu, cpu], *kind, backend="cuda")
+    backend = CudaBackend.load_part(checkpoint, cpu, *kind, Shard(communicator), ranks)
+    ranks.wait_for_answers()
+    ranks.name(backend, 0)
+    assert decode(backend) == decode(CudaBackend.load_part(checkpoint, cpu, *kind))
+    (request,) = drive(backend, pages_each=2)
+    (rank,) = ranks.processes
+    os.kill(rank, signal.SIGKILL)
+    with pytest.raises(BackendLostError, match=rf"rank 1 \(process {rank}\) was killed by SIGKILL.*restart"):
+        request.extend([1])
+    backend.close()
 
 
 def test_sizes_that_cannot_share_a_model_are_refused() -> None:
