@@ -286,7 +286,7 @@ MAMBA: dict[str, Any] = {
     "attention_multiplier": 0.2,
     "residual_multiplier": 0.4,
 }
-# families with recurrent layers, which only the torch backend has
+# families with recurrent layers
 HYBRIDS = {
     "lfm2": Family(
         "Lfm2Config",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SHAPES = "llama-3.2-1b,qwen2.5-1.5b,llama-3.1-8b"
 DEFAULT_METHODS = "plain,eagle3,tree,model,ngram"
-QUANTIZATIONS = ("none", "fp8", "int8", "int4")
+QUANTIZATIONS = ("none", "fp8", "int8", "int4", "mxfp4")
 WORDS = {
     "plain": "plain",
     "eagle3": "EAGLE-3 head, chain of 5",
@@ -50,7 +50,7 @@ def gpu_command(
         int, typer.Option(help="Number of steps, which is the number of tokens of plain decoding.")
     ] = 256,
     quantization: Annotated[
-        str, typer.Option(help="Quantization of the weights: none, fp8, int8 or int4.")
+        str, typer.Option(help="Quantization of the weights: none, fp8, int8, int4 or mxfp4.")
     ] = "none",
     without: Annotated[
         str,

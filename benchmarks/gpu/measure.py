@@ -70,7 +70,7 @@ def measure_gpu(
         packing = packing_for(setting.quantization, lambda name: "random")
         weights = load_weights(SHAPES[shape], random_weights(SHAPES[shape], device), packing)
         as_trained = setting.quantization == "none"
-        in_torch, is_usual = as_trained and SHAPES[shape].moe is None, setting.is_usual
+        in_torch, is_usual = as_trained and _is_llama(SHAPES[shape]), setting.is_usual
         for method, of_method in groupby(of_shape, key=lambda line: line[1]):
             drafting = _DRAFTS[method](weights)
             for _, _, count in of_method:
@@ -84,6 +84,11 @@ def measure_gpu(
                 lines.append(Measured(shape, method, count, step, floor, plain, vllm, bar, without, power))
                 on_line(lines[-1])
     return lines
+
+
+def _is_llama(config: ModelConfig) -> bool:
+    """Whether plain_torch.py has all blocks of the model."""
+    return config.moe is None and not config.beyond_llama()
 
 
 def _plain(target: Weights) -> Drafting:

@@ -9,6 +9,7 @@ from benchmarks.gpu.power import Power
 from paceline.backends.cuda.native import ALIASES, KERNELS
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
+from paceline.models.config_reader import model_config
 
 SHAPES = {
     "llama-3.2-1b": ModelConfig(
@@ -38,6 +39,27 @@ SHAPES = {
     ),
 }
 
+# families whose layers differ from llama's, as their config.json describes them
+_SIZES = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"]
+_SIZES += ["intermediate_size", "vocab_size"]
+_FAMILIES: dict[str, tuple[tuple[int, ...], dict[str, object]]] = {
+    "gpt-oss-20b": (
+        (2880, 24, 64, 8, 64, 2880, 201088),
+        {"model_type": "gpt_oss", "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128},
+    ),
+    "gemma-3-12b": (
+        (3840, 48, 16, 8, 256, 15360, 262208),
+        {"model_type": "gemma3_text", "sliding_window": 1024, "query_pre_attn_scalar": 256},
+    ),
+    "olmo-3-7b": (
+        (4096, 32, 32, 32, 128, 11008, 100278),
+        {"model_type": "olmo3", "sliding_window": 4096},
+    ),
+}
+SHAPES |= {
+    name: model_config(dict(zip(_SIZES, sizes, strict=True)) | {"max_position_embeddings": 8192} | rest, name)
+    for name, (sizes, rest) in _FAMILIES.items()
+}
 
 # this project's bars: milliseconds per step by shape, method and requests
 BARS = {
@@ -89,7 +111,7 @@ class Setting:
 
     prompt_tokens: int = 128
     output_tokens: int = 256
-    quantization: str = "none"  # or fp8, int8, int4
+    quantization: str = "none"  # or fp8, int8, int4, mxfp4
     without: tuple[str, ...] = ()  # kernels that are disabled for comparison
     common_tokens: int = 0  # shared prefix of all prompts, stored once
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 MIXER, FEED_FORWARD = "mixer", "feed_forward"  # the parts of a layer
+RECURRENT_WORDS = {"short_conv": "short convolutions", "gated_delta": "gated delta nets", "mamba2": "Mamba2"}
 UNGATED = ("relu2",)  # activations of MLPs without a gate
 
 
@@ -315,7 +316,8 @@ class ModelConfig:
             "attention sinks": self.attention_sinks,
             "latent attention": self.latent is not None,
             "gated attention": self.attention_gate,
-            "recurrent layers": self.recurrent is not None,
+            RECURRENT_WORDS[self.recurrent.kind] if self.recurrent else "": self.recurrent is not None,
+            "attention beside a recurrence": self.recurrent is not None and self.recurrent.beside_attention,
             "layers of one block": bool(self.layer_parts),
             "layers with different heads": len({*self.layer_shapes}) > 1,
             "layers with different MLPs": len({*self.intermediate_sizes}) > 1,

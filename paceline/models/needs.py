@@ -5,35 +5,37 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from paceline.models.checkpoint import Checkpoint
-from paceline.models.config import ModelConfig
+from paceline.models.checkpoint import Checkpoint, Tensor
+from paceline.models.config import RECURRENT_WORDS, ModelConfig
 from paceline.models.quantizations import BLOCKS, INT8, NATIVE, QUANTIZATIONS
 
+# of families whose layers all attend
+ATTENTION_BLOCKS = frozenset(
+    (
+        "gelu_tanh activations",
+        "clamped_silu activations",
+        "LayerNorm",
+        "post norms",
+        "sandwich norms",
+        "parallel norms",
+        "a joint QK norm",
+        "layers with different RoPE",
+        "partial RoPE",
+        "a scaled attention",
+        "soft-capped scores",
+        "attention sinks",
+        "scaled residuals",
+        "a sigmoid router",
+        "a softmax router",
+        "scaled experts",
+        "shared experts",
+        "experts with biases",
+    )
+)
 # Blocks that a backend has kernels for, as ModelConfig.beyond_llama names them; torch has all
 BACKEND_BLOCKS = {
-    "cpu": frozenset(
-        (
-            "gelu_tanh activations",
-            "clamped_silu activations",
-            "LayerNorm",
-            "post norms",
-            "sandwich norms",
-            "parallel norms",
-            "a joint QK norm",
-            "layers with different RoPE",
-            "partial RoPE",
-            "a scaled attention",
-            "soft-capped scores",
-            "attention sinks",
-            "scaled residuals",
-            "a sigmoid router",
-            "a softmax router",
-            "scaled experts",
-            "shared experts",
-            "experts with biases",
-        )
-    ),
-    "cuda": frozenset(),
+    "cpu": ATTENTION_BLOCKS,
+    "cuda": ATTENTION_BLOCKS | {*RECURRENT_WORDS.values(), "gated attention", "gated shared experts"},
 }
 
 CACHED_BYTES = {"cpu": 2, "torch": 4, "cuda": 2}  # of a value of the KV cache, by default
@@ -88,6 +90,11 @@ def state_bytes(config: ModelConfig) -> int:
     return 4 * len(config.recurrent_layers) * config.recurrent.state_values(config.hidden_size)
 
 
+def block_kind(tensor: Tensor) -> str:
+    """How a file keeps a matrix, as BLOCKS names it; experts in one MXFP4 tensor are given as float32."""
+    return "MXFP4" if tensor.stored.kind == "MXFP4" else tensor.kind
+
+
 def _weights_bytes(checkpoint: Checkpoint, backend: str, quantization: str) -> int:
     """The bytes of all weights: only the cpu backend quantizes embedding and LM head."""
     size, plain, total = QUANTIZATIONS[backend][quantization], QUANTIZATIONS[backend]["none"], 0.0
@@ -96,7 +103,7 @@ def _weights_bytes(checkpoint: Checkpoint, backend: str, quantization: str) -> i
         if len(tensor.shape) < 2 or not is_packed:
             size_of_value = plain
         elif size == NATIVE:
-            size_of_value = BLOCKS[backend].get(tensor.kind, INT8)
+            size_of_value = BLOCKS[backend].get(block_kind(tensor), INT8)
         else:
             size_of_value = size
         total += math.prod(tensor.shape) * size_of_value

@@ -10,19 +10,20 @@ import torch
 from paceline.backends.load import load_backend
 from paceline.backends.options import BackendOptions
 from paceline.errors import BackendError, UnsupportedModelError
+from paceline.models.needs import missing_blocks
 from paceline.models.registry import load_checkpoint
 from paceline.train.sequences import load_target
 from tests.tiny import save_checkpoint
-from tests.tiny_families import TORCH_FAMILIES
 
 
-@pytest.mark.parametrize("family", TORCH_FAMILIES)
+@pytest.mark.parametrize("family", ["llama4", "deepseek-v3", "gemma4", "nemotron-h"])
 def test_the_cuda_backend_names_the_blocks_it_lacks_and_the_remedy(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = load_checkpoint(save_checkpoint(family, tmp_path))
     monkeypatch.setattr("paceline.backends.load._LOADERS", {})  # none is reached
-    blocks = ", ".join(checkpoint.config.beyond_llama())
+    blocks = ", ".join(missing_blocks(checkpoint.config, "cuda"))
+    assert blocks
     with pytest.raises(BackendError, match=rf"has {blocks}, for which the cuda .* --backend torch"):
         load_backend(checkpoint, BackendOptions("cuda"), 16)
 

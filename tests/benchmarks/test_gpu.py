@@ -24,7 +24,8 @@ def test_without_a_gpu_it_says_so() -> None:
 def test_the_defaults_are_known_and_others_are_refused() -> None:
     from benchmarks.gpu.plan import METHODS, SHAPES, planned
 
-    assert set(SHAPES) - set(DEFAULT_SHAPES.split(",")) == {"qwen3-30b-a3b"}
+    others = {"qwen3-30b-a3b", "gpt-oss-20b", "gemma-3-12b", "olmo-3-7b"}
+    assert set(SHAPES) - set(DEFAULT_SHAPES.split(",")) == others
     assert set(DEFAULT_METHODS.split(",")) == set(METHODS) == set(WORDS)
     with pytest.raises(ConfigError, match=r"no shape 'gpt-9'; choose from llama-3\.2-1b"):
         planned(["gpt-9"], ["plain"], [1])

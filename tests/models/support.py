@@ -128,9 +128,9 @@ def _refused(checkpoint: Checkpoint, backend: str) -> str:
 
 
 def _on_cuda(family: str) -> str:
-    """Whether it has kernels; tests/backends/cuda/test_backend.py runs them, emulated without a GPU."""
-    results = {"no" if _refused(checkpoint, "cuda") else "yes" for checkpoint in checkpoints(family)}
-    return "some" if len(results) > 1 else results.pop() if results else NOT_TRIED
+    """Whether it has kernels; tests/backends/cuda/test_backend.py runs them on a GPU."""
+    results = {_refused(checkpoint, "cuda") or "yes" for checkpoint in checkpoints(family)}
+    return " / ".join(sorted(results)) or NOT_TRIED
 
 
 def _layerskip(family: str) -> str:

@@ -60,7 +60,7 @@ def test_show_says_what_would_run_a_hybrid_and_why_others_refuse_it(tmp_path: Pa
     folder = tiny.save_checkpoint("lfm2", tmp_path)
     (folder / "tokenizer.json").unlink(missing_ok=True)
     text = run("show", str(folder / "model.safetensors"))  # any of its files names a model
-    assert "cpu refuses this lfm2 model: it has no kernels for recurrent layers." in text
+    assert "cpu refuses this lfm2 model: it has no kernels for short convolutions." in text
     facts = json.loads(run("show", str(folder), "--json"))
     assert facts["cache"]["state_bytes_per_request"] > 0
     assert facts["drafters"]["layerskip"].startswith("refused: recurrent layers")

@@ -219,7 +219,7 @@ def test_recurrent_layers_are_those_that_do_not_attend() -> None:
     kinds = ["full_attention", "linear_attention"]
     qwen = config("llama", model_type="qwen3_5_text", layer_types=kinds, head_dim=16)
     assert (qwen.recurrent_layers, qwen.attention_gate, qwen.rope.dim) == ([1], True, 4)
-    assert qwen.beyond_llama() == ["partial RoPE", "gated attention", "recurrent layers"]
+    assert qwen.beyond_llama() == ["partial RoPE", "gated attention", "gated delta nets"]
     interval = config("llama", model_type="qwen3_5_text", full_attention_interval=2, head_dim=16)
     assert interval.recurrent_layers == [0]
     mamba = {"mamba_n_heads": 4, "layer_types": ["mamba", "attention"], "position_embedding_type": "rope"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from paceline.backends.base import Backend
+from paceline.backends.base import NO_STATES, Backend
 from paceline.backends.cuda.async_decoder import CudaAsyncDecoder
 from paceline.backends.cuda.graphs import Graphs, bucket, buckets
 from paceline.backends.cuda.head import HeadPool
@@ -20,6 +20,7 @@ from paceline.backends.cuda.kernels.prefill_attention import prefill_height
 from paceline.backends.cuda.kernels.sampling import take_best
 from paceline.backends.cuda.loading import DTYPES, check_model, find_device, load_checkpoint_weights
 from paceline.backends.cuda.model import run_layers, run_lm_head, select
+from paceline.backends.cuda.recurrent import CudaStates, Recurrences, copy_state, plan_walks
 from paceline.backends.cuda.shard import WHOLE, Shard, check_size
 from paceline.backends.cuda.shared_prefix import (
     PassRows,
@@ -42,10 +43,19 @@ from paceline.backends.torch_loading import find_devices
 from paceline.backends.torch_parallel.calls import everywhere, made_everywhere
 from paceline.backends.torch_parallel.ranks import Ranks, start_ranks
 from paceline.core.arrays import BoolArray, Int32Array
-from paceline.core.forward import Choices, DeviceMemory, ForwardBatch, ForwardOutput, KeptFeatures, KVPool
+from paceline.core.forward import (
+    Choices,
+    DeviceMemory,
+    ForwardBatch,
+    ForwardOutput,
+    KeptFeatures,
+    KVPool,
+    StatePool,
+)
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import ModelConfig
+from paceline.models.needs import state_bytes
 from paceline.models.registry import load_checkpoint
 
 PAGE_SIZE = 16
@@ -85,6 +95,11 @@ class CudaBackend(Backend):
         self._known_parts: dict[tuple[tuple[int, ...], ...], torch.Tensor] = {}
         self._candidates = shared_candidates_for(bucket(max_rows), weights.head, self.device)
         self._chosen = torch.zeros(bucket(max_rows), dtype=torch.int32, device=self.device)
+        self._recurrences: Recurrences | None = None
+        if weights.recurrent is not None:
+            self._recurrences = Recurrences(self.config, weights.recurrent, bucket(max_rows), self.device)
+            self.bytes_per_state = state_bytes(self.config)
+            self.drafts_on_device = False  # only a host pass has states
 
     @classmethod
     def load(
@@ -163,14 +178,14 @@ class CudaBackend(Backend):
     def bytes_per_page(self) -> int:
         config = self.config
         kv_heads = self.weights.heads[1]
-        per_token = 2 * config.num_layers * kv_heads * config.head_dim * self.dtype.itemsize
+        per_token = 2 * len(config.kv_layers) * kv_heads * config.head_dim * self.dtype.itemsize
         return per_token * PAGE_SIZE
 
     @made_everywhere
     def make_pool(self, num_pages: int) -> Pool:
         """Zeroed storage for `num_pages` pages of keys and values of this model."""
         config = self.config
-        shape = (config.num_layers, num_pages * PAGE_SIZE, self.weights.heads[1], config.head_dim)
+        shape = (len(config.kv_layers), num_pages * PAGE_SIZE, self.weights.heads[1], config.head_dim)
         try:
             keys, values = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
         except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors
@@ -221,10 +236,13 @@ class CudaBackend(Backend):
         outputs = wanted + (0 if batch.choices is None else len(batch.choices.rows))
         few = np.flatnonzero(~large)
         attending = int(batch.row_offsets[few[-1] + 1]) if len(few) else 0
-        self._make_room(int(batch.positions.max()) + 1, bucket(max(attending, 1)), bucket(max(outputs, 1)))
+        plan = None if self._recurrences is None else plan_walks(batch)
+        nodes, longest = 1 if plan is None else bucket(max(plan.nodes, 1)), int(batch.positions.max()) + 1
+        self._make_room(longest, bucket(max(attending, 1)), bucket(max(outputs, 1)), nodes)
         sizes = self.weights.heads
         height, large_height = tile_height(*sizes), prefill_height(*sizes)
         self._tables.send(batch, rows_of(batch, PAGE_SIZE, height, large, large_height))
+        recurrent = self._recurrences.rows(plan, batch, rows) if self._recurrences and plan else None
         prefill_tiles = max_prefill_tiles(rows, large_height) if large.any() else 0
         others = not large.all()
         if found is not None:
@@ -240,7 +258,9 @@ class CudaBackend(Backend):
                 self._tables.tokens(rows),
                 replace(self._tables.tables(rows, prefill_tiles, others), shared_prefix=shared_prefix),
             )
-            run_layers(self.weights, self._workspace, tokens, tables, pool, PAGE_SIZE, features, layers)
+            run_layers(
+                self.weights, self._workspace, tokens, tables, pool, PAGE_SIZE, features, layers, recurrent
+            )
             for kept, parts in keeps:
                 assert features is not None
                 store_features(features, tables.slot_mapping, parts, kept.features)
@@ -252,7 +272,8 @@ class CudaBackend(Backend):
             known = self._workspace.own.logits, self.weights.head, *self._tables.options(count)
             take_best(sample_own(*known, self._candidates, count), self._chosen[:count])
 
-        addresses = (pool.keys.data_ptr(), pool.values.data_ptr(), pool.num_pages)
+        of_states = 0 if recurrent is None else recurrent.states.memory.data_ptr()
+        addresses = (pool.keys.data_ptr(), pool.values.data_ptr(), pool.num_pages, of_states)
         heads = tuple((kept.features.data_ptr(), len(kept.features)) for kept, _ in keeps)
         kinds = prefill_tiles > 0, others, shared_prefix is not None
         self._graphs.run(("body", rows, layers, addresses, heads, kinds), body)
@@ -308,9 +329,10 @@ class CudaBackend(Backend):
     ) -> CudaAsyncDecoder | None:
         """A decoder with `slots` slots for requests of at most `longest` tokens.
 
-        None if features are wanted by the host and by a head at once: only a host pass does that.
+        None if features are wanted by the host and by a head at once, or layers are recurrent: only a host
+        pass does that.
         """
-        if len(kept) + bool(feature_layers) > 1:
+        if len(kept) + bool(feature_layers) > 1 or self._recurrences is not None:
             return None
         return CudaAsyncDecoder(
             self.weights, cast(Pool, pool), slots, longest, PAGE_SIZE, feature_layers, kept, self.ranks
@@ -333,12 +355,32 @@ class CudaBackend(Backend):
             # indexing by a tensor copies what it reads, so that no write can disturb it
             stored[:, slots[1]] = stored[:, slots[0]]
 
-    def _make_room(self, length: int, attending: int, outputs: int) -> None:
+    def make_states(self, count: int) -> CudaStates:
+        """Zeroed storage for `count` states of the recurrent layers."""
+        assert self._recurrences is not None, NO_STATES
+        return self._recurrences.make_states(count)
+
+    @torch.inference_mode()
+    def copy_state(self, states: StatePool, source: int, destination: int) -> None:
+        """Give a slot the state of another one."""
+        copy_state(cast(CudaStates, states).tensors, source, destination)
+
+    @torch.inference_mode()
+    def advance_state(
+        self, states: StatePool, slot: int, rows: Sequence[int], checkpoints: Mapping[int, int]
+    ) -> None:
+        """Step along the accepted rows of a request, from what the last pass left."""
+        assert self._recurrences is not None, NO_STATES
+        buffers, tensors = self._workspace.recurrent, cast(CudaStates, states).tensors
+        assert buffers is not None
+        self._recurrences.advance(buffers, tensors, slot, rows, checkpoints)
+
+    def _make_room(self, length: int, attending: int, outputs: int, nodes: int) -> None:
         """Allocate buffers for contexts of this length, and for this number of rows of each kind."""
         longest = length
         if length > self._room.longest:
             longest = min(bucket(length) * 2, max(length, self.config.max_position))
-        room = self._room.holding(Room(self._room.rows, longest, attending, outputs))
+        room = self._room.holding(Room(self._room.rows, longest, attending, outputs, nodes))
         if room != self._room:
             self._set_room(room)
 

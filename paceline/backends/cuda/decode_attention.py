@@ -21,10 +21,10 @@ from paceline.backends.cuda.kernels.attention import (
     LANES,
     MERGE_FAN_IN,
     AttentionScratch,
-    score_scale,
     tile_height,
 )
 from paceline.backends.cuda.kernels.row_tables import RowTables
+from paceline.backends.cuda.kernels.scoring import LLAMA_SCORING, Scoring
 from paceline.backends.cuda.native import NativeKernel, float_bits, is_left_out, native_kernel, tensor_map
 from paceline.backends.cuda.weight_pipeline import (
     argument,
@@ -52,14 +52,15 @@ def attend(
     scratch: AttentionScratch,
     earliest: int = 0,
     scales: torch.Tensor | None = None,
+    scoring: Scoring = LLAMA_SCORING,
 ) -> None:
     """Attention of all rows: the contract of kernels/attention.py's `attend`."""
     if tables.shared_prefix is not None and (window is not None or is_left_out("shared_prefix")):
         tables = replace(tables, shared_prefix=None)
-    plain = window is None and scales is None and not is_left_out("decode_attention")
-    if not plain or not _run(query, keys, values, tables, page_size, output, scratch, earliest):
+    plain = window is None and scales is None and scoring.is_native and not is_left_out("decode_attention")
+    if not plain or not _run(query, keys, values, tables, page_size, output, scratch, earliest, scoring):
         attention.attend(
-            query, keys, values, tables, window, page_size, output, scratch, earliest=earliest, scales=scales
+            query, keys, values, tables, window, page_size, output, scratch, earliest, scales, scoring
         )
 
 
@@ -72,6 +73,7 @@ def _run(
     output: torch.Tensor,
     scratch: AttentionScratch,
     earliest: int,
+    scoring: Scoring,
 ) -> bool:
     """Run the CUDA C++ kernel; False if it is not available or not made for this pass."""
     rows, heads, dim = len(tables.positions), query.shape[1], query.shape[2]
@@ -95,7 +97,7 @@ def _run(
     if attention.PROGRAMS // (tiles * kv_heads) >= MERGE_FAN_IN or (kv_splits == 0 and tiles_each == 1):
         return False  # Triton runs several programs per multiprocessor, and splits single blocks
     kv_chunks = -(-scratch.blocks // MERGE_FAN_IN)
-    kernel = _kernel((heads, kv_heads, dim, page_size), tiles_each, has_trees, device)
+    kernel = _kernel((heads, kv_heads, dim, page_size), tiles_each, has_trees, scoring.scale(dim), device)
     if kernel is None:
         return False
     tensors = (
@@ -113,7 +115,9 @@ def _run(
         scratch.counters,
     )
     if tables.shared_prefix is not None:
-        attention.store_shared_partials(query, keys, values, tables, page_size, scratch, kv_chunks, earliest)
+        attention.store_shared_partials(
+            query, keys, values, tables, page_size, scratch, kv_chunks, earliest, scoring
+        )
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     sizes = rows // requests, uniform.tiles, kv_chunks, output.stride(0)
     of_rows = struct.pack(f"<{len(addresses)}Q6i", *addresses, *sizes, earliest, uniform.settled)
@@ -136,15 +140,17 @@ def _threads(dim: int) -> int:
 
 @lru_cache
 def _kernel(
-    sizes: tuple[int, int, int, int], tiles_each: int, has_trees: bool, device: torch.device
+    sizes: tuple[int, int, int, int], tiles_each: int, has_trees: bool, scale: float, device: torch.device
 ) -> NativeKernel | None:
     """The kernel for these heads, KV heads, head size and page size; None if it is not available."""
-    numbers, lanes = kernel_numbers(sizes, tiles_each, has_trees), LANES * tiles_each
+    numbers, lanes = kernel_numbers(sizes, tiles_each, has_trees, scale), LANES * tiles_each
     products = wgmma_source(lanes) + wgmma_source(lanes, "multiply_transposed", transposed=True)
     return native_kernel("decode_attention", SOURCES, numbers, products, numbers["SHARED_BYTES"], device)
 
 
-def kernel_numbers(sizes: tuple[int, int, int, int], tiles_each: int, has_trees: bool) -> dict[str, int]:
+def kernel_numbers(
+    sizes: tuple[int, int, int, int], tiles_each: int, has_trees: bool, scale: float
+) -> dict[str, int]:
     """The constants that the kernel is compiled with."""
     heads, kv_heads, dim, page_size = sizes
     return {
@@ -156,7 +162,7 @@ def kernel_numbers(sizes: tuple[int, int, int, int], tiles_each: int, has_trees:
         "TILES_PER_PROGRAM": tiles_each,
         "STAGES": STAGES,
         "HAS_TREES": int(has_trees),
-        "SCALE_BITS": float_bits(score_scale(dim)),
+        "SCALE_BITS": float_bits(scale),
         "SHARED_BYTES": _shared_bytes(dim, LANES * tiles_each, has_trees),
     }
 

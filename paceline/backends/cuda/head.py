@@ -21,8 +21,8 @@ from paceline.backends.cuda.kernels.heads import project_heads
 from paceline.backends.cuda.kernels.linear import add_product, gate_up, project
 from paceline.backends.cuda.kernels.matrix import Normed, Scratch, padded_rows, scratch_for
 from paceline.backends.cuda.kernels.row_tables import RowTables
+from paceline.backends.cuda.tiled import padded_size
 from paceline.backends.cuda.vocabulary import embed_tokens
-from paceline.backends.cuda.weights import padded_size
 from paceline.backends.cuda.workspace import Pool
 
 
@@ -142,7 +142,13 @@ def run_head_rows(
     states. With `only_keys`, keys and values are stored and there are no outputs: a head has one layer.
     """
     config, layer, entry, rows = weights.config, weights.layer, weights.entry, len(tokens)
-    scratch = workspace.scratch
+    scratch, attention_norm, feed_forward_norm = (
+        workspace.scratch,
+        layer.attention_norm,
+        layer.feed_forward_norm,
+    )
+    assert attention_norm is not None
+    assert feed_forward_norm is not None
     keys, values = pool.keys[0], pool.values[0]
     embed_tokens(tokens, weights.embedding, workspace.embedded, weights.norm, workspace.scratch_input)
     size, eps = config.hidden_size, config.rms_norm_eps
@@ -151,7 +157,7 @@ def run_head_rows(
     attention_input = _plain(workspace, joined)
     if entry.joining is not None:
         attention_input = workspace.attention_input
-        add_product(joined, entry.joining, hidden, layer.attention_norm, attention_input, rows, scratch)
+        add_product(joined, entry.joining, hidden, attention_norm, attention_input, rows, scratch)
         if not entry.normed:
             attention_input = _plain(workspace, attention_input.rows)
     query, attention_output = workspace.query, workspace.attention_output
@@ -167,7 +173,7 @@ def run_head_rows(
     buffers = LayerBuffers(hidden, attention_output, reads, activated, written)
     if run_fused_layer(layer, buffers, weights.norm, rows, scratch, None):
         return
-    add_product(attention_output, layer.output, hidden, layer.feed_forward_norm, reads, rows, scratch)
+    add_product(attention_output, layer.output, hidden, feed_forward_norm, reads, rows, scratch)
     gate_up(reads, layer.gate_up, activated, rows, scratch)
     add_product(activated, layer.down, hidden, weights.norm, written, rows, scratch)
 

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 
 from paceline.backends.cuda.kernels.draft import NO_RESIDUAL, NORMED_RESIDUAL, STATE_RESIDUAL
 from paceline.backends.cuda.kernels.matrix import Matrix, tile_matrix, tile_pair
-from paceline.backends.cuda.weights import Layer, Weights, heads_matrix, padded_size, tiling_for
+from paceline.backends.cuda.tiled import heads_matrix, padded_size, tiling_for
+from paceline.backends.cuda.weights import Layer, Weights
 from paceline.core.arrays import Int32Array
-from paceline.errors import ConfigError
+from paceline.errors import BackendError, ConfigError
 from paceline.models.blocks import Take
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.config import HeadConfig
@@ -76,6 +77,11 @@ def load_head_weights(checkpoint: HeadCheckpoint, target: Weights) -> HeadWeight
 def make_head_weights(config: HeadConfig, ids: Int32Array | None, read: Take, target: Weights) -> HeadWeights:
     """The weights that `read` returns by the names of heads/config.py; `ids` are the drafted target ids."""
     device = target.device
+    if target.hidden != padded_size(target.config.hidden_size):
+        raise BackendError(
+            f"A hidden size of {target.config.hidden_size} is filled up for packed weights, and heads do not "
+            "read such states; use --quantization none, or draft with ngram or suffix."
+        )
     frequencies = torch.from_numpy(rope_frequencies(config.rope, config.head_dim)).to(device)
     angles = torch.arange(config.max_position, device=device)[:, None].float() * frequencies
     is_normed = config.kind != "eagle"

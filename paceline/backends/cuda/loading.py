@@ -14,6 +14,7 @@ from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.config import ModelConfig
 from paceline.models.files import release_pages
+from paceline.models.needs import block_kind
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -24,7 +25,7 @@ def load_checkpoint_weights(
 ) -> Weights:
     """The weights of a model, or a rank's part of them: no other rows of the file are read."""
     kind = DTYPES[dtype]
-    packing = packing_for(quantization, lambda name: checkpoint.tensors[name].kind)
+    packing = packing_for(quantization, lambda name: block_kind(checkpoint.tensors[name]))
 
     def find(name: str, rows: slice | None) -> Tensor:
         tensor = checkpoint.tensors[name]

@@ -21,11 +21,14 @@ import torch
 from paceline.backends.cuda.decode_attention import attend
 from paceline.backends.cuda.fused_layer import LayerBuffers, NextQkv, run_fused_layer
 from paceline.backends.cuda.kernels.experts import add_experts
-from paceline.backends.cuda.kernels.heads import project_heads
+from paceline.backends.cuda.kernels.heads import norm_heads, project_heads
 from paceline.backends.cuda.kernels.linear import add_product, gate_up, project
 from paceline.backends.cuda.kernels.matrix import Normed
+from paceline.backends.cuda.kernels.recurrent import convolve, gate, recurrent_shape, remember
+from paceline.backends.cuda.kernels.residual import add_normed, plain
 from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.logits import run_logits
+from paceline.backends.cuda.recurrent import RecurrentRows
 from paceline.backends.cuda.vocabulary import embed_tokens
 from paceline.backends.cuda.weights import Layer, Weights
 from paceline.backends.cuda.workspace import Pool, Workspace
@@ -40,6 +43,7 @@ def run_layers(
     page_size: int,
     features: torch.Tensor | None = None,
     feature_layers: tuple[int, ...] = (),
+    recurrent: RecurrentRows | None = None,
 ) -> None:
     """Run `tokens` [rows] through all layers; `workspace.attention_input` is then the LM head's input.
 
@@ -59,21 +63,18 @@ def run_layers(
     _embed(weights, workspace, tokens)
     begun = False  # whether the fused kernel has computed this layer's QKV, and stored its features
     for index, layer in enumerate(weights.layers):
-        keys, values = pool.keys[index], pool.values[index]
         if not begun:
             _keep_features(weights, workspace, rows, kept(index))
-            project_heads(
-                workspace.attention_input,
-                layer.qkv,
-                tables.positions,
-                tables.slot_mapping,
-                weights.rotation,
-                layer.head_norms,
-                workspace.query,
-                keys,
-                values,
-                workspace.scratch,
-            )
+        if layer.is_recurrent:
+            assert recurrent is not None
+            mixed = _mix_recurrent(weights, workspace, index, recurrent)
+            _add_mixed(weights, workspace, layer, mixed, rows)
+            _feed_forward(weights, layer, workspace, tables.slot_mapping, norms[index + 1])
+            continue
+        place = config.kv_layer(index)
+        keys, values = pool.keys[place], pool.values[place]
+        if not begun:
+            _project_qkv(layer, workspace, tables, keys, values, config.rms_norm_eps)
         attend(
             workspace.query,
             keys,
@@ -84,10 +85,12 @@ def run_layers(
             own.attention_output,
             workspace.attention,
             scales=own.attention_scales,
+            scoring=layer.scoring,
         )
         begun = _run_to_next(weights, workspace, index, tables, pool, kept(index + 1))
         if not begun:
-            _add_attention(weights, workspace, layer, rows)
+            _gate_attention(layer, workspace, rows)
+            _add_mixed(weights, workspace, layer, workspace.attention_output, rows)
             _feed_forward(weights, layer, workspace, tables.slot_mapping, norms[index + 1])
     if not begun:
         _keep_features(weights, workspace, rows, kept(len(weights.layers)))
@@ -95,32 +98,95 @@ def run_layers(
 
 def _embed(weights: Weights, workspace: Workspace, tokens: torch.Tensor) -> None:
     """Begin the residual stream of these tokens."""
-    norm, hidden = weights.layers[0].attention_norm, workspace.hidden
+    norm, hidden, residual, buffers = (
+        weights.layers[0].attention_norm,
+        workspace.hidden,
+        weights.residual,
+        workspace.residual,
+    )
+    if residual is not None and buffers is not None:
+        embed_tokens(tokens, weights.embedding, hidden, weights.norm, buffers.unused)
+        add_normed(residual, hidden, None, None, norm, workspace.attention_input, len(tokens))
+        return
+    assert norm is not None
     embed_tokens(tokens, weights.embedding, hidden, norm, workspace.attention_input)
     if weights.shard.size > 1:
         part = hidden[: len(tokens), weights.shard.rows(hidden.shape[1])]
         workspace.own.hidden[: len(tokens), : part.shape[1]] = part
 
 
-def _add_attention(weights: Weights, workspace: Workspace, layer: Layer, rows: int) -> None:
-    """Add the output projection of the attention to the residual stream."""
-    own, shard = workspace.own, weights.shard
-    shard.join(
-        [own.attention_output, own.attention_scales],
-        [workspace.attention_output, workspace.attention_scales],
-        rows,
-    )
-    add_product(
-        workspace.attention_output,
-        layer.output,
-        own.hidden,
-        shard.own(layer.feed_forward_norm),
-        own.feed_forward_input,
-        rows,
+def _project_qkv(
+    layer: Layer,
+    workspace: Workspace,
+    tables: RowTables,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    eps: float,
+) -> None:
+    """Write queries, and keys and values to their KV slots; a norm of all heads at once comes after that."""
+    where = tables.positions, tables.slot_mapping
+    rotation = None if layer.joint_norms else layer.rotation
+    project_heads(
+        workspace.attention_input,
+        layer.qkv,
+        *where,
+        rotation,
+        layer.head_norms,
+        workspace.query,
+        keys,
+        values,
         workspace.scratch,
-        workspace.attention_scales,
+        eps,
     )
-    shard.join(own.feed_forward_input.parts, workspace.feed_forward_input.parts, rows)
+    if layer.joint_norms is not None:
+        norm_heads(workspace.query, keys, layer.joint_norms, eps, *where, layer.rotation)
+
+
+def _add_mixed(weights: Weights, workspace: Workspace, layer: Layer, mixed: torch.Tensor, rows: int) -> None:
+    """Add the output projection of attention, or of a recurrence, to the residual stream."""
+    own, shard, norm, scratch = workspace.own, weights.shard, layer.feed_forward_norm, workspace.scratch
+    residual, buffers = weights.residual, workspace.residual
+    if residual is not None and buffers is not None:
+        project(plain(mixed, buffers.ones), layer.output, buffers.added, rows, scratch)
+        reader = None if residual.is_parallel else workspace.feed_forward_input
+        add_normed(residual, own.hidden, buffers.added, layer.output_norms[0], norm, reader, rows)
+        return
+    assert norm is not None
+    scales, read = workspace.attention_scales, own.feed_forward_input
+    shard.join([own.attention_output, own.attention_scales], [workspace.attention_output, scales], rows)
+    add_product(mixed, layer.output, own.hidden, shard.own(norm), read, rows, scratch, scales)
+    shard.join(read.parts, workspace.feed_forward_input.parts, rows)
+
+
+def _mix_recurrent(
+    weights: Weights, workspace: Workspace, index: int, recurrent: RecurrentRows
+) -> torch.Tensor:
+    """What the output product of a recurrent layer reads: [rows, padded values]."""
+    config, buffers, parameters = weights.config, workspace.recurrent, weights.recurrent
+    assert config.recurrent is not None
+    assert buffers is not None
+    assert parameters is not None
+    shape, number = (
+        recurrent_shape(config.recurrent, config.hidden_size),
+        config.recurrent_layers.index(index),
+    )
+    rows, states = len(recurrent.parents), recurrent.states
+    into, to = weights.layers[index].qkv, buffers.projected[number]
+    project(workspace.attention_input, into, to, rows, workspace.scratch)
+    convolve(shape, parameters, number, buffers, states, recurrent.parents, recurrent.slots)
+    if shape.rate >= 0:
+        own, nodes = slice(number, number + 1), buffers.nodes[None]
+        remember(shape, parameters, own, buffers, states, nodes, recurrent.walks, writes=True)
+    gate(shape, parameters, number, buffers, rows)
+    return buffers.gated
+
+
+def _gate_attention(layer: Layer, workspace: Workspace, rows: int) -> None:
+    """Scale the attention output by the sigmoid of a projection of what attention has read, if it has one."""
+    if layer.gate is not None and workspace.gates is not None:
+        mixed = workspace.attention_output[:rows]
+        project(workspace.attention_input, layer.gate, workspace.gates, rows, workspace.scratch)
+        mixed.mul_(torch.sigmoid(workspace.gates[:rows, : mixed.shape[1]]))
 
 
 def _run_to_next(
@@ -136,14 +202,16 @@ def _run_to_next(
     The layer's output goes to `features` too, if given.
     """
     own, heads, norm = weights.layers[index], None, weights.norm
-    if weights.shard.size > 1:
+    if weights.shard.size > 1 or weights.residual is not None or not own.is_plain:
         return False
     if index + 1 < len(weights.layers):
-        following, norm = weights.layers[index + 1], weights.layers[index + 1].attention_norm
-        if following.head_norms is not None:
+        following = weights.layers[index + 1]
+        if following.head_norms is not None or following.rotation is None or not following.is_plain:
             return False
+        assert following.attention_norm is not None
+        norm = following.attention_norm
         keys, values = pool.keys[index + 1], pool.values[index + 1]
-        slot_mapping = tables.positions, tables.slot_mapping, weights.rotation
+        slot_mapping = tables.positions, tables.slot_mapping, following.rotation
         heads = NextQkv(following.qkv, *slot_mapping, workspace.query, keys, values)
     read, written = workspace.feed_forward_input, workspace.attention_input
     buffers = LayerBuffers(
@@ -153,20 +221,63 @@ def _run_to_next(
 
 
 def _feed_forward(
-    weights: Weights, layer: Layer, workspace: Workspace, slot_mapping: torch.Tensor, norm: torch.Tensor
+    weights: Weights,
+    layer: Layer,
+    workspace: Workspace,
+    slot_mapping: torch.Tensor,
+    norm: torch.Tensor | None,
 ) -> None:
     """Add the MLP of the rows of this slot mapping to the residual stream; this norm comes next."""
-    own, shard = workspace.own, weights.shard
-    read, written = workspace.feed_forward_input, own.attention_input
-    scratch, rows = workspace.scratch, len(slot_mapping)
-    if layer.mixture is not None and workspace.routing is not None:
-        add_experts(layer.mixture, read, slot_mapping, own.hidden, norm, written, workspace.routing, scratch)
+    own, rows, scratch = workspace.own, len(slot_mapping), workspace.scratch
+    read, residual, buffers = workspace.feed_forward_input, weights.residual, workspace.residual
+    if residual is None or buffers is None:
+        assert norm is not None
+        _add_mlps(weights, layer, workspace, slot_mapping, own.hidden, norm, own.attention_input)
         return
-    gate_up(read, layer.gate_up, own.activated, rows, scratch, own.activated_scales)
-    activated, scales = workspace.activated, workspace.activated_scales
-    shard.join([own.activated, own.activated_scales], [activated, scales], rows)
-    add_product(activated, layer.down, own.hidden, shard.own(norm), written, rows, scratch, scales)
-    shard.join(written.parts, workspace.attention_input.parts, rows)
+    if layer.mixture is None:
+        read = workspace.attention_input if residual.is_parallel else read
+        gate_up(read, layer.gate_up, workspace.activated, rows, scratch, activation=layer.activation)
+        project(plain(workspace.activated, buffers.ones), layer.down, buffers.added, rows, scratch)
+    else:
+        assert layer.feed_forward_norm is not None
+        buffers.added[:rows].zero_()
+        unused = layer.feed_forward_norm, buffers.unused
+        _add_mlps(weights, layer, workspace, slot_mapping, buffers.added, *unused)
+    written, output_norm = workspace.attention_input, layer.output_norms[1]
+    add_normed(residual, own.hidden, buffers.added, output_norm, norm, written, rows)
+
+
+def _add_mlps(
+    weights: Weights,
+    layer: Layer,
+    workspace: Workspace,
+    slot_mapping: torch.Tensor,
+    hidden: torch.Tensor,
+    norm: torch.Tensor,
+    written: Normed,
+) -> None:
+    """Add the MLP, or shared and chosen experts, of these rows to `hidden`, and prepare `written`."""
+    own, shard, read = workspace.own, weights.shard, workspace.feed_forward_input
+    scratch, rows = workspace.scratch, len(slot_mapping)
+    dense = layer.shared if layer.mixture else (layer.gate_up, layer.down)
+    if dense is not None:
+        gate_up(read, dense[0], own.activated, rows, scratch, own.activated_scales, layer.activation)
+        _gate_shared(layer, workspace, rows)
+        activated, scales = workspace.activated, workspace.activated_scales
+        shard.join([own.activated, own.activated_scales], [activated, scales], rows)
+        add_product(activated, dense[1], hidden, shard.own(norm), written, rows, scratch, scales)
+        shard.join(written.parts, workspace.attention_input.parts, rows)
+    if layer.mixture is not None and workspace.routing is not None:
+        add_experts(layer.mixture, read, slot_mapping, hidden, norm, written, workspace.routing, scratch)
+
+
+def _gate_shared(layer: Layer, workspace: Workspace, rows: int) -> None:
+    """Scale what the shared expert's last product reads by the sigmoid of a score, if it has one."""
+    if layer.shared is not None and layer.shared_gate is not None and workspace.gates is not None:
+        project(workspace.feed_forward_input, layer.shared_gate, workspace.gates, rows, workspace.scratch)
+        width = layer.shared[1].depth
+        activated = workspace.activated.view(-1)[: rows * width].view(rows, width)
+        activated.mul_(torch.sigmoid(workspace.gates[:rows, :1]))
 
 
 def _keep_features(weights: Weights, workspace: Workspace, rows: int, features: torch.Tensor | None) -> None:
@@ -191,5 +302,10 @@ def run_lm_head(weights: Weights, workspace: Workspace, read: Normed, rows: int,
     own = workspace.own.logits
     if not run_logits(read, weights.head, own, rows):
         project(read, weights.head, own, rows, workspace.scratch)
+    scale, cap = weights.config.logits_scale, weights.config.logits_softcap
+    if scale != 1:
+        own[:rows].mul_(scale)
+    if cap:
+        own[:rows].div_(cap).tanh_().mul_(cap)
     if joins:
         weights.shard.join([own], [workspace.logits], rows)

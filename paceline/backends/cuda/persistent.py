@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from paceline.backends.cuda.kernels.attention import BLOCK, LANES, MERGE_FAN_IN, score_scale, tile_height
+from paceline.backends.cuda.kernels.attention import BLOCK, LANES, MERGE_FAN_IN, tile_height
 from paceline.backends.cuda.kernels.matrix import Matrix
 from paceline.backends.cuda.kernels.pdl import HOPPER
 from paceline.backends.cuda.kernels.row_tables import RowTables
@@ -86,6 +86,7 @@ class PersistentLayers:
         if own is None:
             return False
         norm = weights.layers[0].attention_norm
+        assert norm is not None, "such layers are not plain"
         embed(tokens, weights.embedding, workspace.hidden, norm, workspace.attention_input)
         own.run()
         return True
@@ -149,7 +150,7 @@ class _Pass:
             tables.tile_counts,
             tables.tile_pages,
             tables.pages,
-            *weights.rotation,
+            *(weights.layers[0].rotation or (None, None)),
             zeros(lanes * sizes["DIM"]),  # partial_acc of attention
             zeros(lanes * 2),
             zeros(2 + heads, torch.int32),  # counters
@@ -253,7 +254,7 @@ def _sizes(weights: Weights, tables: RowTables, page_size: int, blocks: int) -> 
         "HEIGHT": tile_height(config.num_heads, config.num_kv_heads),
         "PARTS": max(programs // (tiles * config.num_kv_heads), -(-blocks // MERGE_FAN_IN)),
         "PAGE": page_size,
-        "SCALE_BITS": float_bits(score_scale(config.head_dim)),
+        "SCALE_BITS": float_bits(layer.scoring.scale(config.head_dim)),
     }
     shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
     room = shared - _room(sizes)
@@ -270,6 +271,8 @@ def _is_plain(weights: Weights) -> bool:
         return (
             all(own.tiling.packing == "none" and own.tiling.step == STEP for own in matrices)
             and layer.head_norms is None
+            and layer.is_plain
+            and layer.rotation is weights.layers[0].rotation is not None
             and layer.output.bias is None
             and layer.gate_up.tiling.splits == 1
             and layer.qkv.tiling.columns == config.head_dim in HEAD_SIZES
@@ -280,7 +283,14 @@ def _is_plain(weights: Weights) -> bool:
     whole = whole and config.hidden_size % 128 == 0 and config.hidden_size <= MAX_HIDDEN
     whole = whole and config.intermediate_size % 64 == 0 and config.num_heads * config.head_dim % 128 == 0
     dtype = weights.dtype == torch.bfloat16
-    return whole and dtype and not windows and config.moe is None and all(map(plain, weights.layers))
+    return (
+        whole
+        and dtype
+        and not windows
+        and config.moe is None
+        and weights.residual is None
+        and all(map(plain, weights.layers))
+    )
 
 
 def _room(sizes: dict[str, int]) -> int:

@@ -10,9 +10,12 @@ import torch
 from paceline.backends.cuda.kernels.attention import AttentionScratch, attention_scratch
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, padded_rows, scratch_for
 from paceline.backends.cuda.kernels.packing import FP8_GROUP
+from paceline.backends.cuda.kernels.recurrent import RecurrentBuffers, recurrent_shape
+from paceline.backends.cuda.kernels.residual import plain
 from paceline.backends.cuda.kernels.routing import Routing, routing_for
 from paceline.backends.cuda.shard import TILE
-from paceline.backends.cuda.weights import Weights, padded_size
+from paceline.backends.cuda.tiled import padded_size
+from paceline.backends.cuda.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,15 @@ class Pool:
     bytes_per_page: int
     keys: torch.Tensor  # [layers, slots, KV heads, head_dim]
     values: torch.Tensor  # [layers, slots, KV heads, head_dim]
+
+
+@dataclass(frozen=True)
+class ResidualBuffers:
+    """What kernels/residual.py needs beside the residual stream."""
+
+    added: torch.Tensor  # float32 [rows, padded hidden] what attention or MLP gives
+    ones: torch.Tensor  # float32 [rows, 1]
+    unused: Normed  # what kernels write that no one reads
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,9 @@ class Workspace(Activations):
     scratch: Scratch
     attention: AttentionScratch
     routing: Routing | None  # of mixtures of experts
+    residual: ResidualBuffers | None  # of families whose norms are kernels of their own
+    recurrent: RecurrentBuffers | None  # of recurrent layers
+    gates: torch.Tensor | None  # float32 [rows, any] of attention or shared experts, if they have some
 
 
 @dataclass(frozen=True)
@@ -59,6 +74,7 @@ class Room:
     longest: int  # tokens of a context
     attending: int  # the first rows; all after them are in prefill tiles
     outputs: int  # rows with logits
+    nodes: int = 1  # states of a draft tree that several rows continue
 
     @classmethod
     def of(cls, rows: int, longest: int) -> Room:
@@ -74,9 +90,10 @@ def make_workspace(weights: Weights, room: Room) -> Workspace:
     """Buffers for passes that need this room."""
     config, device = weights.config, weights.device
     rows, outputs, attending = map(padded_rows, (room.rows, room.outputs, room.attending))
-    dense = [own for own in weights.layers if own.mixture is None]
     mixtures = [own.mixture for own in weights.layers if own.mixture is not None]
-    intermediate = max((own.gate_up.padded_width // 2 for own in dense), default=0)
+    intermediate = max((gates.padded_width // 2 for gates, _ in _dense(weights)), default=0)
+    gates = [gate for own in weights.layers for gate in (own.gate, own.shared_gate) if gate is not None]
+    gated = max((own.padded_width for own in gates), default=0)
     whole = _activations(
         weights,
         rows,
@@ -102,6 +119,40 @@ def make_workspace(weights: Weights, room: Room) -> Workspace:
         scratch=scratch_for(weights.matrices, rows, device),
         attention=attention_scratch(attending, heads, kv_heads, config.head_dim, room.longest, device, rows),
         routing=routing_for(mixtures[0], rows, weights.dtype, device) if mixtures else None,
+        residual=_residual_buffers(weights, rows) if weights.residual else None,
+        recurrent=_recurrent_buffers(weights, rows, room.nodes) if weights.recurrent else None,
+        gates=torch.zeros((rows, gated), device=device) if gated else None,
+    )
+
+
+def _dense(weights: Weights) -> list[tuple[Matrix, Matrix]]:
+    """The matrices of MLPs that all rows go through: gates and ups, and downs."""
+    dense = [(own.gate_up, own.down) for own in weights.layers if own.mixture is None]
+    return dense + [own.shared for own in weights.layers if own.shared is not None]
+
+
+def _residual_buffers(weights: Weights, rows: int) -> ResidualBuffers:
+    added = torch.zeros((rows, weights.hidden), device=weights.device)
+    ones, unused = torch.ones((rows, 1), device=weights.device), replace(weights, residual=None)
+    return ResidualBuffers(added, ones, _normed(unused, rows, weights.hidden))
+
+
+def _recurrent_buffers(weights: Weights, rows: int, nodes: int) -> RecurrentBuffers:
+    config, dtype, device = weights.config, weights.dtype, weights.device
+    assert config.recurrent is not None
+    shape, layers = recurrent_shape(config.recurrent, config.hidden_size), len(config.recurrent_layers)
+    own = shape.config
+    gated = next(layer.output.depth for layer in weights.layers if layer.is_recurrent)
+
+    def zeros(*sizes: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(sizes, dtype=kind, device=device)
+
+    return RecurrentBuffers(
+        zeros(layers, rows, shape.width, kind=dtype),
+        zeros(layers, rows, shape.channels),
+        zeros(rows, shape.values),
+        zeros(rows, gated, kind=dtype),
+        zeros(nodes, own.value_heads, own.key_dim, own.value_dim),
     )
 
 
@@ -117,8 +168,8 @@ class Widths:
 
 def _activations(weights: Weights, rows: int, outputs: int, widths: Widths) -> Activations:
     """Zeroed buffers of these widths."""
-    layer, dense = weights.layers[0], [own for own in weights.layers if own.mixture is None]
-    gates, downs = ([getattr(own, name) for own in dense] for name in ("gate_up", "down"))
+    layer, dense = weights.layers[0], _dense(weights)
+    gates, downs = [gates for gates, _ in dense], [down for _, down in dense]
     return Activations(
         torch.zeros((rows, widths.hidden), device=weights.device),
         _normed(weights, rows, widths.hidden, layer.qkv),
@@ -142,6 +193,9 @@ def _inputs(
 def _normed(weights: Weights, rows: int, width: int, *readers: Matrix) -> Normed:
     """The residual stream as these matrices read it."""
     config = weights.config
+    if weights.residual is not None:
+        states = torch.zeros((rows, width), dtype=weights.dtype, device=weights.device)
+        return plain(states, torch.ones((rows, 1), device=weights.device))
     fp8, scales = _inputs(weights, rows, width, *readers)
     return Normed(
         torch.zeros((rows, width), dtype=weights.dtype, device=weights.device),

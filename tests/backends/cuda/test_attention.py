@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.backends.cuda.kernels.scoring import LLAMA_SCORING, Scoring
 from paceline.backends.torch_backend import ancestors
 from paceline.core.forward import ForwardBatch, chain_parents
 from paceline.models import attention as reference
@@ -62,6 +63,7 @@ class Case:
         window: int | None = None,
         longest: int = 128,
         large: list[bool] | None = None,
+        scoring: Scoring = LLAMA_SCORING,
     ) -> torch.Tensor:
         """What the kernels give: [rows, heads, head_dim]. That of prefills attends for `large` requests."""
         from paceline.backends.cuda.kernels.attention import attend, attention_scratch, tile_height
@@ -78,11 +80,13 @@ class Case:
         scratch = attention_scratch(rows + 3, heads, kv_heads, dim, longest, device)
         query, keys, values = (x.to(device, dtype) for x in (self.query, self.keys, self.values))
         table = tables.tables(rows + 3, own.prefill_tiles.shape[1] + 1 if any(large) else 0, not all(large))
-        attend(query, keys, values, table, window, PAGE_SIZE, output, scratch)
+        attend(query, keys, values, table, window, PAGE_SIZE, output, scratch, scoring=scoring)
         assert not scratch.counters.any()
         return output.view(rows, heads, dim).cpu()
 
-    def expected(self, dtype: torch.dtype, window: int | None = None) -> torch.Tensor:
+    def expected(
+        self, dtype: torch.dtype, window: int | None = None, scoring: Scoring = LLAMA_SCORING
+    ) -> torch.Tensor:
         """The same by models/attention.py in float32."""
         parts = []
         query, keys, values = (x.to(dtype).float() for x in (self.query, self.keys, self.values))
@@ -98,7 +102,8 @@ class Case:
                 at = np.concatenate((np.arange(context), self.batch.positions[own]))
                 visible &= self.batch.positions[own][:, None] - at < window
             shown = torch.from_numpy(visible)
-            parts.append(reference.attend(query[own], keys[kv_slots], values[kv_slots], shown))
+            how = scoring.factor, scoring.cap, None if scoring.sinks is None else scoring.sinks.cpu()
+            parts.append(reference.attend(query[own], keys[kv_slots], values[kv_slots], shown, *how))
         return torch.cat(parts)
 
 
@@ -116,6 +121,14 @@ def test_it_is_the_plain_attention(
 ) -> None:
     expected = case.expected(dtype, window)
     torch.testing.assert_close(case.run(device, dtype, window).float(), expected, rtol=0, atol=1e-2)
+
+
+def test_scores_may_be_scaled_capped_and_have_sinks(device: torch.device, dtype: torch.dtype) -> None:
+    """As those of gemma2 and gpt-oss, in the kernels of decodes, of prefill chunks and of trees."""
+    scoring = Scoring(0.4, 1.5, torch.linspace(-1, 2, 6, device=device))
+    for case, large in ((CHAINS, [True, True, False]), (TREES, None)):
+        got = case.run(device, dtype, 9, large=large, scoring=scoring)
+        torch.testing.assert_close(got.float(), case.expected(dtype, 9, scoring), rtol=0, atol=1e-2)
 
 
 def test_a_drafted_row_has_the_bits_of_its_committed_path(device: torch.device, dtype: torch.dtype) -> None:

@@ -15,11 +15,25 @@ from paceline.models.checkpoint import Checkpoint
 from paceline.models.registry import load_checkpoint
 from tests.backends.driver import Driven, drive, run
 from tests.tiny import save_checkpoint
-from tests.tiny_families import FAMILIES, VOCAB_SIZE
+from tests.tiny_families import FAMILIES, TORCH_FAMILIES, VOCAB_SIZE, Family
 
 PROMPT = np.random.default_rng(1).integers(0, VOCAB_SIZE, 20).tolist()
 TREE_PARENTS = [-1, 0, 0, 1, 2]
 TREE_TOKENS = [11, 22, 33, 44, 55]
+OTHERS = (
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "olmo3",
+    "granite",
+    "exaone4",
+    "smollm3",
+    "glm4",
+    "glm4-moe",
+    "gpt-oss",
+)
+OTHERS += ("cohere2", "phi3-partial-rope")
+KNOWN: dict[str, Family] = FAMILIES | {name: TORCH_FAMILIES[name] for name in OTHERS}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="interpreted, whole models take minutes")
 
 
@@ -40,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_gpu
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", KNOWN)
 def test_prefill_tree_commit_and_decode_are_those_of_torch(
     family: str, folder: Path, device: torch.device, dtype: torch.dtype
 ) -> None:
@@ -61,7 +75,7 @@ def test_prefill_tree_commit_and_decode_are_those_of_torch(
 
 
 @needs_gpu
-@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe", *OTHERS])
 def test_a_token_has_the_same_bits_in_any_pass(
     family: str, folder: Path, device: torch.device, dtype: torch.dtype
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from paceline.backends.cuda import decode_attention
 from paceline.backends.cuda.kernels.attention import tile_height
+from paceline.backends.cuda.kernels.scoring import LLAMA_SCORING
 from paceline.backends.cuda.tables import rows_of
 from tests.backends.cuda.emulating import compiled, needs_compiler
 from tests.backends.cuda.test_attention import PAGE_SIZE, Case
@@ -28,7 +29,8 @@ class Built:
     has_trees: bool
 
     def program(self) -> Path:
-        numbers = decode_attention.kernel_numbers((*self.shape, PAGE_SIZE), self.tiles_each, self.has_trees)
+        sizes, scale = (*self.shape, PAGE_SIZE), LLAMA_SCORING.scale(self.shape[2])
+        numbers = decode_attention.kernel_numbers(sizes, self.tiles_each, self.has_trees, scale)
         numbers["THREADS_OF_PROGRAM"] = decode_attention._threads(self.shape[2])
         return compiled(decode_attention.SOURCES[1:], "emulated_decode_attention.h", numbers)
 

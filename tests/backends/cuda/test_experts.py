@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,24 +15,32 @@ from paceline.models.experts import MixtureOfExperts
 from paceline.models.layout import expected_tensors
 from paceline.models.transformer import Transformer
 
-EPS, EXPERTS, MAX_ROWS = 1e-5, 5, 128
+EPS, EXPERTS, MAX_ROWS = 1e-5, 6, 128
 
 
 class Case:
     """A random layer of a mixture, and rows of a residual stream that it reads."""
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, chosen: int, normalize: bool, packing: str = "none"
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        chosen: int,
+        normalize: bool,
+        packing: str = "none",
+        activation: str = "silu",
+        **of_moe: Any,
     ) -> None:
         from paceline.backends.cuda.kernels import matrix, routing
         from paceline.backends.cuda.weights import load_weights
 
         torch.manual_seed(7)
         size, width = (60, 37) if packing == "none" else (128, 128)
-        moe = MoeConfig(EXPERTS, chosen, width, normalize, frozenset([0]))
-        config = ModelConfig("mixtral", 64, size, 1, 2, 1, 16, 1, EPS, RopeConfig(), 16, True, moe=moe)
+        moe = MoeConfig(EXPERTS, chosen, width, normalize, frozenset([0]), **of_moe)
+        sizes = 64, size, 1, 2, 1, 16, 1
+        config = ModelConfig("mixtral", *sizes, EPS, RopeConfig(), 16, True, moe=moe, activation=activation)
         self.weights = {
-            name: (torch.randn(shape) / 8 if len(shape) > 1 else torch.ones(shape)).to(device, dtype)
+            name: (torch.ones(shape) if "norm" in name else torch.randn(shape) / 8).to(device, dtype)
             for name, shape in expected_tensors(config)
         }
         reference = Transformer(config, lambda name: self.weights[name].float()).layers[0].feed_forward
@@ -86,6 +94,26 @@ def test_a_mixture_is_that_of_torch(
     near(hidden, case.expected(rows))
     near(normed, case.expected(rows) * case.norm.float())
     near(squares.sum(-1), case.expected(rows).square().sum(-1))
+
+
+@pytest.mark.parametrize(
+    ("activation", "of_moe"),
+    [
+        ("clamped_silu", {"biases": True}),
+        (
+            "silu",
+            {"scoring": "sigmoid", "correction_bias": True, "weight_scale": 1.5}
+            | {"groups": 3, "chosen_groups": 2},
+        ),
+        ("gelu_tanh", {"scoring": "sigmoid"}),
+    ],
+    ids=["gpt-oss", "glm4-moe", "sigmoid alone"],
+)
+def test_routers_and_experts_of_other_families_are_those_of_torch(
+    activation: str, of_moe: dict[str, Any], device: torch.device, dtype: torch.dtype
+) -> None:
+    case = Case(device, dtype, 3, True, activation=activation, **of_moe)
+    near(case.run(range(6))[0], case.expected(range(6)))
 
 
 def test_rows_give_the_same_alone_and_among_others(device: torch.device, dtype: torch.dtype) -> None:

@@ -30,7 +30,8 @@ def make_runner(name: str, device: torch.device, dtype: torch.dtype, seed: int =
     from paceline.backends.cuda.head_runner import CudaHeadRunner
     from paceline.backends.cuda.head_weights import load_head_weights
     from paceline.backends.cuda.kernels.matrix import Matrix, tile_matrix
-    from paceline.backends.cuda.weights import Weights, padded_size, tiling_for
+    from paceline.backends.cuda.tiled import padded_size, tiling_for
+    from paceline.backends.cuda.weights import Weights
 
     shared = random_shared()
     config = ModelConfig("llama", VOCAB, 60, 1, 6, 2, 14, 85, TARGET_EPS, RopeConfig(500.0), 256, False)
@@ -42,8 +43,7 @@ def make_runner(name: str, device: torch.device, dtype: torch.dtype, seed: int =
 
     norm = torch.zeros(64, dtype=dtype, device=device)
     norm[:60] = shared.norm
-    rotation = (norm, norm)  # the head has its own
-    target = Weights(config, matrix(shared.embedding), (), norm, matrix(shared.lm_head), rotation)
+    target = Weights(config, matrix(shared.embedding), (), norm, matrix(shared.lm_head))
     return CudaHeadRunner(load_head_weights(random_checkpoint(CONFIGS[name], seed), target), max_rows=16)
 
 

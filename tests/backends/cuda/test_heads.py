@@ -62,6 +62,33 @@ def test_queries_stay_and_keys_and_values_go_to_their_kv_slots(
     assert not scratch.counters.any()
 
 
+def test_all_heads_of_a_row_may_be_normed_at_once(device: torch.device, dtype: torch.dtype) -> None:
+    """As in olmo2: by one root mean square, then RoPE."""
+    from paceline.backends.cuda.kernels.heads import norm_heads
+
+    torch.manual_seed(4)
+    query, keys = (torch.randn(9, heads, DIM).to(device, dtype) for heads in (HEADS, KV_HEADS))
+    norms = torch.randn(HEADS * DIM).to(device, dtype), torch.randn(KV_HEADS * DIM).to(device, dtype)
+    angles = (torch.arange(16)[:, None] * torch.rand(DIM // 2)).to(device)
+    cosine, sine = angles[POSITIONS].cos()[:, None], angles[POSITIONS].sin()[:, None]
+
+    def expected(heads: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        flat = heads.float().flatten(1)
+        one, two = (F.rms_norm(flat, flat.shape[1:], eps=EPS) * norm.float()).view(heads.shape).chunk(2, -1)
+        return torch.cat((one * cosine - two * sine, two * cosine + one * sine), -1)
+
+    rows, slots = torch.tensor([0, 2], device=device), torch.tensor([7, 2], device=device)
+    expected_query = expected(query[:3], norms[0])
+    expected_keys = expected(keys[[7, 0, 2]], norms[1])[rows]
+    before = keys.clone()
+    where = torch.tensor(POSITIONS, device=device).int(), torch.tensor(SLOTS, device=device).int()
+    norm_heads(query, keys, norms, EPS, *where, (angles.cos(), angles.sin()))
+    torch.testing.assert_close(query[:3].float(), expected_query, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(keys[slots].float(), expected_keys, rtol=1e-2, atol=1e-2)
+    untouched = [slot for slot in range(9) if slot not in SLOTS]
+    assert torch.equal(keys[untouched], before[untouched])
+
+
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="the interpreter multiplies by numpy, which sums as it likes"
 )

@@ -35,6 +35,7 @@ import triton.language as tl
 from paceline.backends.cuda.kernels.pdl import pdl_launch, pdl_wait, supports_pdl
 from paceline.backends.cuda.kernels.prefill_attention import attend_prefill
 from paceline.backends.cuda.kernels.row_tables import RowTables
+from paceline.backends.cuda.kernels.scoring import LLAMA_SCORING, Scoring
 from paceline.backends.cuda.kernels.shared_prefix import attend_shared_prefix
 from paceline.backends.cuda.kernels.softmax import BLOCK as BLOCK
 from paceline.backends.cuda.kernels.softmax import MAX_PATH as MAX_PATH
@@ -52,6 +53,7 @@ from paceline.backends.cuda.kernels.softmax import (
     store_partial,
     tree_block,
     visible_positions,
+    with_sinks,
     write_attention,
 )
 
@@ -116,11 +118,6 @@ def _max_partials(tiles: int, kv_heads: int, blocks: int) -> int:
     return max(_num_kv_splits(tiles, kv_heads, blocks), -(-blocks // MERGE_FAN_IN))
 
 
-def score_scale(dim: int) -> float:
-    """The factor of scores: 1 / sqrt(dim), times log2(e) because weights are powers of two."""
-    return float(dim**-0.5 * 1.4426950408889634)
-
-
 @triton.jit
 def _split_kv(position, contiguous_until, newest, count, window, kv_splits, shared_chunks):  # type: ignore[no-untyped-def]
     """How programs split a tile: blocks per partial, first and end partial, blocks, tree_begin.
@@ -155,6 +152,7 @@ def _attend_chunk(  # type: ignore[no-untyped-def]
     page_size: tl.constexpr,
     stages: tl.constexpr,
     has_trees: tl.constexpr,
+    softcap: tl.constexpr,
 ):
     """The merged softmax of a span of blocks: contiguous blocks first, then tree blocks."""
     begin, end = span
@@ -165,12 +163,14 @@ def _attend_chunk(  # type: ignore[no-untyped-def]
         column = index * _BLOCK + tl.arange(0, _BLOCK)
         seen, visible = column <= newest, visible_positions(column, sight)
         kv_slot = kv_slots_of(column, seen, pool[2], page_size)
-        merged = merge(merged, contiguous_block(query, kv_slot, seen, visible, scale, pool, dim))
+        merged = merge(merged, contiguous_block(query, kv_slot, seen, visible, scale, pool, dim, softcap))
     if has_trees:
         for index in tl.range(tree_blocks_begin, end, num_stages=1):
             column = index * _BLOCK + tl.arange(0, _BLOCK)
             visible = visible_positions(column, sight)
-            other = tree_block(query, column, tile, visible, scale, tables, pool, dim, height, page_size)
+            other = tree_block(
+                query, column, tile, visible, scale, tables, pool, dim, height, page_size, softcap
+            )
             merged = merge(merged, other)
     return merged
 
@@ -210,6 +210,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     partial_acc_at,
     partial_stats_at,
     counters_at,
+    sinks_at,
     max_partials,
     output_stride,
     window,  # 0: no window
@@ -226,6 +227,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     has_trees: tl.constexpr,  # whether paths may be non-contiguous
     quantizes: tl.constexpr,
     has_shared: tl.constexpr,  # whether the shared-prefix kernel ran before
+    softcap: tl.constexpr,  # 0: no cap
+    has_sinks: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
     number, head, kv_split, kv_splits = (
@@ -262,7 +265,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     merged, tile = empty_softmax(lanes, wide), (first, count, in_tile, tree_begin)
     if (each == 1) & ((begin + kv_split + 1) * _BLOCK <= tree_begin):
         visible = visible_positions(column, sight)
-        merged = contiguous_block(query, kv_slot, seen, visible, scale, pool, dim)
+        merged = contiguous_block(query, kv_slot, seen, visible, scale, pool, dim, softcap)
         if end - oldest > 1:
             store_partial(
                 merged, (line * max_partials + begin + kv_split).to(tl.int64), partials_at, is_used, dim
@@ -271,13 +274,27 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         for partial in range(begin + kv_split, end, kv_splits):
             span = (partial * each, tl.minimum((partial + 1) * each, blocks))
             merged = _attend_chunk(
-                query, span, tile, sight, scale, tables, pool, dim, height, page_size, stages, has_trees
+                query,
+                span,
+                tile,
+                sight,
+                scale,
+                tables,
+                pool,
+                dim,
+                height,
+                page_size,
+                stages,
+                has_trees,
+                softcap,
             )
             if end - oldest > 1:
                 store_partial(merged, (line * max_partials + partial).to(tl.int64), partials_at, is_used, dim)
     reduction = (counters_at + number * kv_heads + head, oldest, begin, end, kv_splits)
     last, merged = _merge_if_last(merged, reduction, line * max_partials, partials_at, is_used, dim)
     if last:
+        if has_sinks:
+            merged = with_sinks(merged, query_head, is_used, sinks_at)
         write_attention(
             merged,
             row,
@@ -299,12 +316,13 @@ def store_shared_partials(
     scratch: AttentionScratch,
     parts: int,
     earliest: int,
+    scoring: Scoring = LLAMA_SCORING,
 ) -> None:
     """Compute the shared KV chunks, as the first of the `parts` partials of each row."""
     assert tables.shared_prefix is not None
-    scale, partials_at = score_scale(query.shape[2]), (scratch.partial_acc, scratch.partial_stats, parts)
+    partials_at = (scratch.partial_acc, scratch.partial_stats, parts)
     attend_shared_prefix(
-        query, keys, values, tables.shared_prefix, tables.pages, page_size, partials_at, scale, earliest
+        query, keys, values, tables.shared_prefix, tables.pages, page_size, partials_at, scoring, earliest
     )
 
 
@@ -319,6 +337,7 @@ def attend(
     scratch: AttentionScratch,
     earliest: int = 0,
     scales: torch.Tensor | None = None,
+    scoring: Scoring = LLAMA_SCORING,
 ) -> None:
     """Write values mixed by softmax(query · key) to `output` [rows, at least heads * head_dim].
 
@@ -328,17 +347,17 @@ def attend(
     """
     _, heads, dim = query.shape
     kv_heads = keys.shape[1]
-    tiles, pdl, scale = len(tables.tile_rows), supports_pdl(query.device), score_scale(dim)
+    tiles, pdl = len(tables.tile_rows), supports_pdl(query.device)
     if tables.prefill is not None:
         partials = scratch.partial_acc, scratch.partial_stats
         paged = tables.prefill, tables.positions, tables.pages, window, page_size
-        attend_prefill(query, keys, values, *paged, output, partials, scale, earliest, scales)
+        attend_prefill(query, keys, values, *paged, output, partials, scoring, earliest, scales)
     if not tiles:
         return
     height, parts = tile_height(heads, kv_heads), _max_partials(tiles, kv_heads, scratch.blocks)
     if tables.shared_prefix is not None:
         assert window is None, "rows with windows do not see alike"
-        store_shared_partials(query, keys, values, tables, page_size, scratch, parts, earliest)
+        store_shared_partials(query, keys, values, tables, page_size, scratch, parts, earliest, scoring)
     _attention_kernel[(tiles, kv_heads, _num_kv_splits(tiles, kv_heads, scratch.blocks))](
         query,
         keys,
@@ -356,11 +375,12 @@ def attend(
         scratch.partial_acc,
         scratch.partial_stats,
         scratch.counters,
+        scoring.sinks,
         parts,
         output.stride(0),
         window or 0,
         earliest,
-        scale,
+        scoring.scale(dim),
         heads,
         kv_heads,
         dim,
@@ -372,6 +392,8 @@ def attend(
         tables.paths is not None,
         scales is not None,
         tables.shared_prefix is not None,
+        scoring.softcap(dim),
+        scoring.sinks is not None,
         pdl,
         num_warps=WARPS,
         enable_fp_fusion=False,

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from paceline.backends.cuda.kernels.activations import activated
 from paceline.backends.cuda.kernels.linear import project
 from paceline.backends.cuda.kernels.matmul import apply_scales, halves, matmul_split, sum_of_squares
 from paceline.backends.cuda.kernels.matrix import Normed, Scratch, stages_for
@@ -40,6 +41,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     factors_at,
     weight_at,
     scales_at,
+    bias_at,
     lists_at,
     blocks_at,
     output_at,
@@ -47,6 +49,8 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     width,
     list_line,
     block_line,
+    activation: tl.constexpr,
+    has_bias: tl.constexpr,
     chosen: tl.constexpr,
     columns: tl.constexpr,
     tokens: tl.constexpr,
@@ -81,8 +85,10 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
             stages,
         )
         total = apply_scales(total, scales_at, matrix_tile, columns, packing) * factor
+        if has_bias:
+            total += tl.load(bias_at + matrix_tile * columns + tl.arange(0, columns)).to(tl.float32)[:, None]
         gate, up = halves(total, columns, tokens)
-        mixed = gate / (1.0 + tl.exp(-gate)) * up
+        mixed = activated(gate, up, activation)
         offset = pair[None, :] * width + tile * (columns // 2) + tl.arange(0, columns // 2)[:, None]
         tl.store(output_at + offset, mixed.to(output_at.dtype.element_ty), mask=is_there[None, :])
 
@@ -92,6 +98,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     rows_at,
     weight_at,
     scales_at,
+    bias_at,
     lists_at,
     blocks_at,
     output_at,
@@ -99,6 +106,7 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     width,
     list_line,
     block_line,
+    has_bias: tl.constexpr,
     columns: tl.constexpr,
     tokens: tl.constexpr,
     step: tl.constexpr,
@@ -131,6 +139,8 @@ def _down_kernel(  # type: ignore[no-untyped-def]
             stages,
         )
         total = apply_scales(total, scales_at, matrix_tile, columns, packing)
+        if has_bias:
+            total += tl.load(bias_at + matrix_tile * columns + tl.arange(0, columns)).to(tl.float32)[:, None]
         offset = pair[None, :] * width + tile * columns + tl.arange(0, columns)[:, None]
         tl.store(output_at + offset, total, mask=is_there[None, :])
 
@@ -195,6 +205,7 @@ def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, blocks: int, t
         routing.factors,
         gate_up.weight,
         gate_up.scales,
+        gate_up.bias,
         routing.lists,
         routing.blocks,
         routing.activated,
@@ -202,6 +213,8 @@ def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, blocks: int, t
         routing.activated.shape[1],
         routing.lists.shape[1],
         routing.blocks.shape[1],
+        mixture.activation,
+        gate_up.bias is not None,
         mixture.chosen,
         gate_up.tiling.columns,
         tokens,
@@ -217,6 +230,7 @@ def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, blocks: int, t
         routing.activated,
         down.weight,
         down.scales,
+        down.bias,
         routing.lists,
         routing.blocks,
         routing.outputs,
@@ -224,6 +238,7 @@ def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, blocks: int, t
         routing.outputs.shape[1],
         routing.lists.shape[1],
         routing.blocks.shape[1],
+        down.bias is not None,
         down.tiling.columns,
         tokens,
         down.tiling.step,

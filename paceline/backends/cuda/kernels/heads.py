@@ -15,7 +15,9 @@ from paceline.backends.cuda.kernels.matmul import (
     sum_of_squares,
 )
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, launch_for
-from paceline.backends.cuda.kernels.pdl import pdl_sync
+from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
+
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cosine and sine: float32 [positions, head_dim // 2] each
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -88,8 +90,10 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     groups,
     size,
     eps,
+    head_eps,
     has_bias: tl.constexpr,
     has_norm: tl.constexpr,
+    has_rope: tl.constexpr,
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
     dim: tl.constexpr,
@@ -137,9 +141,10 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
         one, two = halves(total, columns, tokens)
         if head < heads + kv_heads:
             if has_norm:
-                factor = tl.rsqrt(tl.reshape(sum_of_squares(total), (tokens,)) / dim + eps)[None, :]
+                factor = tl.rsqrt(tl.reshape(sum_of_squares(total), (tokens,)) / dim + head_eps)[None, :]
                 one, two = _normed(one, two, factor, query_norm_at if head < heads else key_norm_at, half)
-            one, two = _rotated(one, two, position, cosines_at, sines_at, half)
+            if has_rope:
+                one, two = _rotated(one, two, position, cosines_at, sines_at, half)
         _store_heads(one, two, head, token, kv_slot, (query_at, keys_at, values_at), heads, kv_heads, half)
 
 
@@ -148,23 +153,25 @@ def project_heads(
     matrix: Matrix,
     positions: torch.Tensor,
     slot_mapping: torch.Tensor,
-    rotation: tuple[torch.Tensor, torch.Tensor],
+    rotation: Rotation | None,
     norms: tuple[torch.Tensor, torch.Tensor] | None,
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     scratch: Scratch,
+    head_eps: float | None = None,
 ) -> None:
     """Write queries, keys and values of norm(rows), with RoPE at `positions` [rows].
 
     Queries go to `query` [padded rows, heads, head_dim], keys and values to the KV slots `slot_mapping`
     [rows] of one layer's [slots, KV heads, head_dim]; -1: not stored. The matrix is one of `tile_heads`,
-    `rotation` is cosine and sine, each [positions, head_dim // 2], and `norms` are the weights [head_dim] of
-    the QK norms.
+    `rotation` is that of RoPE, if the layer has it, and `norms` are the weights [head_dim] of the QK norms,
+    whose eps is that of `normed` unless given.
     """
     rows, groups = len(positions), normed.squares.shape[1]
     launch = launch_for(matrix, rows)
     query_norm, key_norm = norms or (None, None)
+    cosines, sines = rotation or (None, None)
     _heads_kernel[launch.grid](
         *normed.read_by(matrix),
         normed.squares,
@@ -173,7 +180,8 @@ def project_heads(
         matrix.bias,
         positions,
         slot_mapping,
-        *rotation,
+        cosines,
+        sines,
         query_norm,
         key_norm,
         query,
@@ -186,11 +194,113 @@ def project_heads(
         groups,
         normed.size,
         normed.eps,
+        normed.eps if head_eps is None else head_eps,
         matrix.bias is not None,
         norms is not None,
+        rotation is not None,
         query.shape[1],
         keys.shape[1],
         query.shape[2],
         triton.next_power_of_2(groups),
         **launch.options,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _norm_line(  # type: ignore[no-untyped-def]
+    line_at,
+    norm_at,
+    cosines_at,
+    sines_at,
+    eps,
+    has_rope: tl.constexpr,
+    half: tl.constexpr,
+    halves: tl.constexpr,  # of all heads
+    wide: tl.constexpr,  # at least half * halves, a power of two
+) -> None:
+    """Norm all heads of a line at once, in place, then rotate each."""
+    number = tl.arange(0, wide)
+    part, inside = number % half, number < half * halves
+    column = number // half * (2 * half) + part
+    one = tl.load(line_at + column, mask=inside, other=0.0).to(tl.float32)
+    two = tl.load(line_at + half + column, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.rsqrt((tl.sum(one * one, 0) + tl.sum(two * two, 0)) / (2 * half * halves) + eps)
+    one *= factor * tl.load(norm_at + column, mask=inside, other=0.0).to(tl.float32)
+    two *= factor * tl.load(norm_at + half + column, mask=inside, other=0.0).to(tl.float32)
+    if has_rope:
+        cosine = tl.load(cosines_at + part, mask=inside, other=0.0)
+        sine = tl.load(sines_at + part, mask=inside, other=0.0)
+        one, two = one * cosine - two * sine, two * cosine + one * sine
+    tl.store(line_at + column, one.to(line_at.dtype.element_ty), mask=inside)
+    tl.store(line_at + half + column, two.to(line_at.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _norm_heads_kernel(  # type: ignore[no-untyped-def]
+    query_at,
+    keys_at,
+    query_norm_at,
+    key_norm_at,
+    positions_at,
+    slot_mapping_at,
+    cosines_at,
+    sines_at,
+    eps,
+    has_rope: tl.constexpr,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    half: tl.constexpr,
+    wide: tl.constexpr,  # half of all values of queries, rounded up to a power of two
+    pdl: tl.constexpr,
+) -> None:
+    pdl_sync(pdl)
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping_at + row).to(tl.int64)
+    if has_rope:
+        position = tl.load(positions_at + row)
+        cosines_at += position * half
+        sines_at += position * half
+    if tl.program_id(1) == 0:
+        query_at += row * (heads * 2 * half)
+        _norm_line(query_at, query_norm_at, cosines_at, sines_at, eps, has_rope, half, heads, wide)
+    elif slot >= 0:
+        keys_at += slot * (kv_heads * 2 * half)
+        _norm_line(keys_at, key_norm_at, cosines_at, sines_at, eps, has_rope, half, kv_heads, wide)
+
+
+def norm_heads(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor],
+    eps: float,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    rotation: Rotation | None,
+) -> None:
+    """Norm all heads of a row's queries at once, and those of its keys, in place; then rotate them.
+
+    The arguments are those of `project_heads`, which has written them without norm and RoPE; `norms` are
+    [heads * head_dim] and [KV heads * head_dim]. Rows with a slot of -1 are padding.
+    """
+    _, heads, dim = query.shape
+    pdl = supports_pdl(query.device)
+    cosines, sines = rotation or (None, None)
+    _norm_heads_kernel[(len(positions), 2)](
+        query,
+        keys,
+        *norms,
+        positions,
+        slot_mapping,
+        cosines,
+        sines,
+        eps,
+        rotation is not None,
+        heads,
+        keys.shape[1],
+        dim // 2,
+        triton.next_power_of_2(heads * dim // 2),
+        pdl,
+        num_warps=4,
+        enable_fp_fusion=False,
+        launch_pdl=pdl,
     )

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from paceline.backends.cuda.kernels.activations import activated
 from paceline.backends.cuda.kernels.fp8 import store_fp8
 from paceline.backends.cuda.kernels.matmul import (
     halves,
@@ -102,6 +103,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     groups,
     size,
     eps,
+    activation: tl.constexpr,
     quantizes: tl.constexpr,
     max_groups: tl.constexpr,
     splits: tl.constexpr,
@@ -142,7 +144,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     if last:
         total *= norm_factor(squares, size, eps)
         gate, up = halves(total, columns, tokens, tiles)
-        mixed = gate / (1.0 + tl.exp(-gate)) * up
+        mixed = activated(gate, up, activation)
         if quantizes:
             store_fp8(mixed, token, tl.program_id(1), padded_width, output_at, output_scales_at)
         else:
@@ -258,8 +260,9 @@ def gate_up(
     rows: int,
     scratch: Scratch,
     scales: torch.Tensor | None = None,
+    activation: str = "silu",
 ) -> None:
-    """Write silu(gate) * up of norm(rows), a `tile_pair`, to `output` [rows, half of the padded width].
+    """Write activation(gate) * up of norm(rows), a `tile_pair`, to `output` [rows, half of the padded width].
 
     With `scales`, as of Normed, the output is quantized to e4m3.
     """
@@ -279,6 +282,7 @@ def gate_up(
         groups,
         normed.size,
         normed.eps,
+        activation,
         scales is not None,
         triton.next_power_of_2(groups),
         **launch.options,

@@ -21,7 +21,10 @@ MANY_ROW_TILES = 3  # at least
 MANY_DEPTH = 2200  # of a split, at least: its sums wait in memory
 MANY_TILES = {4: 448, 2: 264}  # {tiles per program: with at least this many column tiles}, for full row tiles
 SHARED_BYTES = 208 << 10  # of a Hopper multiprocessor, less what epilogues need
-PACKED_PROGRAMS_EACH = {"int4": 5}  # programs per multiprocessor, where weights are packed; others: 3
+PACKED_PROGRAMS_EACH = {
+    "int4": 5,
+    "mxfp4": 5,
+}  # programs per multiprocessor, where weights are packed; others: 3
 FP8_PROGRAMS_EACH = {64: 3, 16: 2}  # {rows of a tile, at least: programs per multiprocessor} of e4m3
 MAX_PACKED_TOKENS = 64  # unpacking needs registers
 MAX_STAGES = 6

@@ -2,6 +2,7 @@
 
     int8    integers -127 to 127, a float16 scale for every 32 of a row: the numbers of GGUF's Q8_0
     int4    integers -8 to 7, likewise: those of Q4_0
+    mxfp4   e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign), likewise, with powers of two as scales
     fp8     e4m3, a float32 scale for each row
     e4m3    the same, multiplied without unpacking by rows that are in e4m3 too: see fp8.py
     q4k     GGUF's Q4_K: integers 0 to 15, a scale and a minimum for every 32
@@ -15,13 +16,16 @@ next group, ready to be multiplied: with 4 bits, element 5 of groups 0 to 7 is i
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 GROUP = 32  # numbers of a row that share a scale; also words of a row and step
-BITS = {"int8": 8, "int4": 4, "fp8": 8, "e4m3": 8, "q4k": 4, "q6k": 8}
+BITS = {"int8": 8, "int4": 4, "mxfp4": 4, "fp8": 8, "e4m3": 8, "q4k": 4, "q6k": 8}
 BIASES = {
     "int8": 128,
     "int4": 8,
+    "mxfp4": 0,
     "fp8": 0,
     "q4k": 0,
     "q6k": 128,
@@ -29,6 +33,7 @@ BIASES = {
 BLOCKS = {"Q4_K": "q4k", "Q6_K": "q6k"}  # file formats that are kept as they are
 SCALE_WORDS = {"q4k": 5, "q6k": 3}  # words of scales of a row and step
 LARGEST_FP8 = 448.0
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; the fourth bit is the sign
 FP8_GROUP = 64  # activations of a row that share an e4m3 scale
 
 
@@ -123,6 +128,19 @@ def round_to_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _numbers(groups, scales, -8, 7), scales
 
 
+def round_to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [rows, depth], and float16 scales [rows, groups]. Values of MXFP4 blocks stay what they are.
+
+    Scales are such that the largest becomes 4 or 6. A file's may be larger; then all codes are lower.
+    """
+    groups = weight.view(len(weight), -1, GROUP)
+    exponents = torch.frexp(groups.abs().amax(-1))[1] - 3  # of 4 and 6: 3
+    scales = torch.ldexp(torch.ones_like(groups[..., 0]), exponents.clamp(-24, 15)).half()
+    bounds = torch.tensor([(low + high) / 2 for low, high in pairwise(E2M1)], device=weight.device)
+    codes = torch.bucketize((groups / scales.float()[..., None]).abs(), bounds)
+    return (codes + 8 * (groups < 0)).to(torch.int8).flatten(1), scales
+
+
 def round_to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The bytes of e4m3 numbers [rows, depth], and float32 scales [rows]."""
     scales = weight.abs().amax(-1) / LARGEST_FP8
@@ -141,4 +159,5 @@ def _divisor(scales: torch.Tensor) -> torch.Tensor:
 
 
 _TAKE_APART = {"Q4_K": _q4k_parts, "Q6_K": _q6k_parts}
-_ROUND = {"int8": round_to_int8, "int4": round_to_int4, "fp8": round_to_fp8, "e4m3": round_to_fp8}
+_ROUND = {"int8": round_to_int8, "int4": round_to_int4, "mxfp4": round_to_mxfp4}
+_ROUND |= {"fp8": round_to_fp8, "e4m3": round_to_fp8}

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from paceline.backends.cuda.kernels.pdl import pdl_launch, pdl_wait, supports_pdl
+from paceline.backends.cuda.kernels.scoring import Scoring
 from paceline.backends.cuda.kernels.softmax import (
     BLOCK,
     MERGE_FAN_IN,
@@ -33,10 +34,12 @@ from paceline.backends.cuda.kernels.softmax import (
     load_queries,
     merge,
     rows_of_lanes,
+    scaled,
     store_partial,
     sum_of_weights,
     visible_positions,
     weights_of,
+    with_sinks,
     write_attention,
 )
 
@@ -84,6 +87,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     pages_at,
     partial_acc_at,
     partial_stats_at,
+    sinks_at,
     output_stride,
     window,  # 0: no window
     earliest,
@@ -98,6 +102,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     fan_in: tl.constexpr,
     quantizes: tl.constexpr,
+    softcap: tl.constexpr,  # 0: no cap
+    has_sinks: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
     # the last tiles of a request see most: they start first
@@ -128,7 +134,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         kv_slot = kv_slots_of(column, seen, pages_at, page_size)
         key = load_kv(keys_at + head * dim, kv_slot, seen, stride, dim, wide)
         value = load_kv(values_at + head * dim, kv_slot, seen, stride, dim, wide)
-        scores = tl.dot(query, tl.trans(key)) * scale
+        scores = scaled(tl.dot(query, tl.trans(key)), scale, softcap)
         if (index >= whole) | (window > 0) | (index * _BLOCK < earliest):
             scores = tl.where(visible_positions(column, sight), scores, float("-inf"))
         row_max, weights = weights_of(scores)
@@ -148,6 +154,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     merged = merge((group_max, group_sum, group_acc), (chunk_max, chunk_sum, chunk_acc))
     has_earlier = (end - 1) // per_group > begin // per_group
     merged = _merge_groups(merged, line, partials_at, is_used, has_earlier, dim)
+    if has_sinks:
+        merged = with_sinks(merged, query_head, is_used, sinks_at)
     output = (output_at, output_scales_at, output_stride)
     write_attention(merged, row, query_head, is_used, output, heads, dim, quantizes)
 
@@ -163,7 +171,7 @@ def attend_prefill(
     page_size: int,
     output: torch.Tensor,
     partials: tuple[torch.Tensor, torch.Tensor],
-    scale: float,
+    scoring: Scoring,
     earliest: int,
     scales: torch.Tensor | None,
 ) -> None:
@@ -186,10 +194,11 @@ def attend_prefill(
         tiles.pages,
         pages,
         *partials,
+        scoring.sinks,
         output.stride(0),
         window or 0,
         earliest,
-        scale,
+        scoring.scale(dim),
         heads,
         kv_heads,
         dim,
@@ -200,6 +209,8 @@ def attend_prefill(
         STAGES,
         MERGE_FAN_IN,
         scales is not None,
+        scoring.softcap(dim),
+        scoring.sinks is not None,
         pdl,
         num_warps=WARPS,
         enable_fp_fusion=False,

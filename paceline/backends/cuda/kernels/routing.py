@@ -11,6 +11,7 @@ import triton.language as tl
 from paceline.backends.cuda.kernels.matmul import load_squares, norm_factor
 from paceline.backends.cuda.kernels.matrix import MIN_TOKENS, Matrix, Normed, row_tile
 from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
+from paceline.models.config import MoeConfig
 
 LOWEST = tl.constexpr(-3.0e38)  # below all scores but those of padding and of experts already chosen
 
@@ -22,12 +23,18 @@ class Mixture:
     router: Matrix
     gate_up: Matrix  # a `tile_pair` of all experts, one after the other
     down: Matrix  # of all experts, one after the other
-    chosen: int  # top-k: experts per row
-    normalize: bool  # whether a row's expert weights are normalized to sum 1
+    moe: MoeConfig  # how rows choose their experts
+    activation: str = "silu"
+    correction: torch.Tensor | None = None  # float32 [experts] added to scores, for the choice alone
 
     @property
     def experts(self) -> int:
         return self.router.width
+
+    @property
+    def chosen(self) -> int:
+        """Top-k: the experts of a row."""
+        return self.moe.experts_per_token
 
 
 @dataclass(frozen=True)
@@ -78,12 +85,17 @@ def blocks_for(mixture: Mixture, rows: int, tokens: int) -> int:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _choose(  # type: ignore[no-untyped-def]
-    scores, experts, chosen: tl.constexpr, most_chosen: tl.constexpr, most_experts: tl.constexpr
+    preferences,
+    scores,
+    experts,
+    chosen: tl.constexpr,
+    most_chosen: tl.constexpr,
+    most_experts: tl.constexpr,
 ):
-    """The top-k experts in descending order, ties to the lower: int32 [most_chosen]; and their scores."""
+    """The top-k experts by preference, ties to the lower: int32 [most_chosen]; and their scores."""
     expert, rank = tl.arange(0, most_experts), tl.arange(0, most_chosen)
     # no expert is chosen twice, even if scores are NaN
-    left = tl.where(expert < experts, tl.where(scores > LOWEST, scores, LOWEST), float("-inf"))
+    left = tl.where(expert < experts, tl.where(preferences > LOWEST, preferences, LOWEST), float("-inf"))
     best = tl.zeros([most_chosen], tl.int32)
     best_scores = tl.zeros([most_chosen], tl.float32)
     for turn in tl.static_range(chosen):
@@ -93,6 +105,35 @@ def _choose(  # type: ignore[no-untyped-def]
         best_scores = tl.where(rank == turn, score, best_scores)
         left = tl.where(expert == index, float("-inf"), left)
     return best, best_scores
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _of_best_groups(  # type: ignore[no-untyped-def]
+    preferences,
+    experts,
+    groups: tl.constexpr,
+    chosen_groups: tl.constexpr,
+    group_experts: tl.constexpr,
+    most_groups: tl.constexpr,
+):
+    """Preferences of the experts in the best groups, -inf of others. A group is its best experts' sum."""
+    expert, number = tl.arange(0, preferences.shape[0]), tl.arange(0, most_groups)
+    group = expert // (experts // groups)
+    sums = tl.full([most_groups], float("-inf"), tl.float32)
+    for index in tl.static_range(groups):
+        left = tl.where((group == index) & (expert < experts), preferences, float("-inf"))
+        total = 0.0
+        for _ in tl.static_range(group_experts):
+            best = tl.argmax(left, 0)
+            total += tl.max(left, 0)
+            left = tl.where(expert == best, float("-inf"), left)
+        sums = tl.where(number == index, total, sums)
+    is_chosen = tl.zeros(preferences.shape, tl.int32)
+    for _ in tl.static_range(chosen_groups):
+        best = tl.argmax(sums, 0)
+        is_chosen = tl.where(group == best, 1, is_chosen)
+        sums = tl.where(number == best, float("-inf"), sums)
+    return tl.where(is_chosen > 0, preferences, float("-inf"))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -131,6 +172,7 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     counts_at,
     lists_at,
     blocks_at,
+    correction_at,
     score_line,
     list_line,
     block_line,
@@ -139,10 +181,17 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     size,
     eps,
     normalize: tl.constexpr,
+    is_sigmoid: tl.constexpr,
+    has_correction: tl.constexpr,
+    expert_groups: tl.constexpr,
+    chosen_groups: tl.constexpr,
+    group_experts: tl.constexpr,
+    weight_scale: tl.constexpr,
     chosen: tl.constexpr,
     tokens: tl.constexpr,
     most_chosen: tl.constexpr,
     most_experts: tl.constexpr,
+    most_groups: tl.constexpr,
     most_blocks: tl.constexpr,
     max_groups: tl.constexpr,
     pdl: tl.constexpr,
@@ -154,12 +203,32 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     factor = norm_factor(load_squares(squares_at, one, groups, max_groups), size, eps)
     tl.store(factors_at + one[None, :], factor)
     scores = tl.load(scores_at + row * score_line + expert, mask=expert < experts, other=float("-inf"))
-    best, best_scores = _choose(scores, experts, chosen, most_chosen, most_experts)
-    is_chosen = rank < chosen
-    top = tl.max(scores, 0)
-    shares = tl.where(is_chosen, tl.exp(best_scores - top), 0.0)
-    total = tl.sum(shares, 0) if normalize else tl.sum(tl.exp(scores - top), 0)
-    tl.store(shares_at + row * chosen + rank, shares / total, mask=is_chosen)
+    is_chosen, top = rank < chosen, tl.max(scores, 0)
+    if is_sigmoid or has_correction or expert_groups > 1:
+        preferences = scores  # large ones have the same sigmoid
+        if is_sigmoid:
+            scores = 1.0 / (1.0 + tl.exp(-scores))
+        else:
+            scores = tl.exp(scores - top)
+            scores /= tl.sum(scores, 0)
+        if has_correction or expert_groups > 1:
+            preferences = scores
+        if has_correction:
+            preferences += tl.load(correction_at + expert, mask=expert < experts, other=0.0)
+        if expert_groups > 1:
+            preferences = _of_best_groups(
+                preferences, experts, expert_groups, chosen_groups, group_experts, most_groups
+            )
+        best, shares = _choose(preferences, scores, experts, chosen, most_chosen, most_experts)
+        total = tl.sum(tl.where(is_chosen, shares, 0.0), 0) if normalize else 1.0
+    else:
+        best, best_scores = _choose(scores, scores, experts, chosen, most_chosen, most_experts)
+        shares = tl.where(is_chosen, tl.exp(best_scores - top), 0.0)
+        total = tl.sum(shares, 0) if normalize else tl.sum(tl.exp(scores - top), 0)
+    shares = shares / total
+    if weight_scale != 1:
+        shares *= weight_scale
+    tl.store(shares_at + row * chosen + rank, shares, mask=is_chosen)
     is_chosen = rank < tl.where(
         tl.load(slot_mapping_at + row) >= 0, chosen, 0
     )  # padding rows have no experts
@@ -172,7 +241,7 @@ def _route_kernel(  # type: ignore[no-untyped-def]
 
 def route(mixture: Mixture, read: Normed, slot_mapping: torch.Tensor, routing: Routing, tokens: int) -> None:
     """Choose every row's experts by `routing.scores`, and cut the rows of experts into blocks of `tokens`."""
-    pdl = supports_pdl(read.rows.device)
+    pdl, moe = supports_pdl(read.rows.device), mixture.moe
     groups = read.squares.shape[1]
     _route_kernel[(len(slot_mapping),)](
         routing.scores,
@@ -183,6 +252,7 @@ def route(mixture: Mixture, read: Normed, slot_mapping: torch.Tensor, routing: R
         routing.counts,
         routing.lists,
         routing.blocks,
+        mixture.correction,
         routing.scores.shape[1],
         routing.lists.shape[1],
         routing.blocks.shape[1],
@@ -190,11 +260,18 @@ def route(mixture: Mixture, read: Normed, slot_mapping: torch.Tensor, routing: R
         groups,
         read.size,
         read.eps,
-        mixture.normalize,
+        moe.normalize_weights,
+        moe.scoring == "sigmoid",
+        mixture.correction is not None,
+        moe.groups,
+        moe.chosen_groups,
+        moe.group_experts,
+        moe.weight_scale,
         mixture.chosen,
         tokens,
         triton.next_power_of_2(mixture.chosen),
         triton.next_power_of_2(mixture.experts),
+        triton.next_power_of_2(moe.groups),
         triton.next_power_of_2(routing.blocks.shape[1]),
         triton.next_power_of_2(groups),
         pdl,

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from paceline.backends.cuda.kernels.pdl import pdl_launch, pdl_wait, supports_pdl
+from paceline.backends.cuda.kernels.scoring import Scoring
 from paceline.backends.cuda.kernels.softmax import (
     BLOCK,
     MERGE_FAN_IN,
@@ -82,6 +83,7 @@ def _shared_prefix_kernel(  # type: ignore[no-untyped-def]
     lanes: tl.constexpr,
     page_size: tl.constexpr,
     stages: tl.constexpr,
+    softcap: tl.constexpr,  # 0: no cap
     pdl: tl.constexpr,
 ) -> None:
     head, kv_split, kv_splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -104,7 +106,7 @@ def _shared_prefix_kernel(  # type: ignore[no-untyped-def]
             key = load_kv(keys_at + head * dim, kv_slot, whole_lines, stride, dim, wide)
             value = load_kv(values_at + head * dim, kv_slot, whole_lines, stride, dim, wide)
             visible = tl.broadcast_to((column >= earliest)[None, :], (lanes, _BLOCK))
-            row_max, weights = softmax_weights(tl.dot(query, tl.trans(key)), visible, scale)
+            row_max, weights = softmax_weights(tl.dot(query, tl.trans(key)), visible, scale, softcap)
             acc = tl.dot(weights.to(value.dtype), value)
             merged = merge(merged, (row_max, sum_of_weights(weights), acc))
         store_partial(
@@ -124,7 +126,7 @@ def attend_shared_prefix(
     pages: torch.Tensor,
     page_size: int,
     parts: tuple[torch.Tensor, torch.Tensor, int],
-    scale: float,
+    scoring: Scoring,
     earliest: int,
 ) -> None:
     """Store the partials of shared KV chunks in `parts`: partial_acc, partial_stats, partials per row."""
@@ -145,7 +147,7 @@ def attend_shared_prefix(
         partial_stats,
         max_partials,
         earliest,
-        scale,
+        scoring.scale(dim),
         heads,
         kv_heads,
         dim,
@@ -154,6 +156,7 @@ def attend_shared_prefix(
         height * triton.next_power_of_2(heads // kv_heads),
         page_size,
         STAGES if pdl else FEW_STAGES,
+        scoring.softcap(dim),
         pdl,
         num_warps=WARPS,
         enable_fp_fusion=False,

@@ -12,11 +12,12 @@ import triton.language as tl
 
 from paceline.backends.cuda.kernels.fp8 import fp8_scales, scale_offset
 from paceline.backends.cuda.kernels.pdl import prefetch
+from paceline.backends.cuda.kernels.scoring import LOG2_E
 
 BLOCK = 64  # positions of a block
 MERGE_FAN_IN = 8  # blocks of a KV chunk, KV chunks of a group
 MAX_PATH = 64  # most non-contiguous positions of a path
-_PATH_LENGTH = tl.constexpr(MAX_PATH)
+_PATH_LENGTH, _LOG2_E = tl.constexpr(MAX_PATH), tl.constexpr(LOG2_E)
 
 
 def rows_of_lanes(lanes: int, heads: int, kv_heads: int) -> int:
@@ -98,10 +99,18 @@ def visible_positions(column, sight):  # type: ignore[no-untyped-def]
     return visible
 
 
-@triton.jit
-def softmax_weights(scores, visible, scale):  # type: ignore[no-untyped-def]
+@triton.jit  # type: ignore[untyped-decorator]
+def scaled(products, scale, softcap: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scores of the products of queries and keys. See `Scoring`: with a cap, `scale` is that of a tanh."""
+    if softcap > 0:
+        products = 1.0 - 2.0 / (tl.exp2(products * softcap) + 1.0)  # tanh
+    return products * scale
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def softmax_weights(products, visible, scale, softcap: tl.constexpr):  # type: ignore[no-untyped-def]
     """The largest visible score of each lane, and the weights exp2(score - largest), not normalized."""
-    return weights_of(tl.where(visible, scores * scale, float("-inf")))
+    return weights_of(tl.where(visible, scaled(products, scale, softcap), float("-inf")))
 
 
 @triton.jit
@@ -152,13 +161,15 @@ def empty_softmax(lanes: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-u
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def contiguous_block(query, kv_slot, seen, visible, scale, pool, dim: tl.constexpr):  # type: ignore[no-untyped-def]
+def contiguous_block(  # type: ignore[no-untyped-def]
+    query, kv_slot, seen, visible, scale, pool, dim: tl.constexpr, softcap: tl.constexpr
+):
     """The partial result of a block whose KV slots are the same for all rows of the tile."""
     keys_at, values_at, _, stride = pool
     wide: tl.constexpr = query.shape[1]
     key = load_kv(keys_at, kv_slot, seen, stride, dim, wide)
     value = load_kv(values_at, kv_slot, seen, stride, dim, wide)
-    row_max, weights = softmax_weights(tl.dot(query, tl.trans(key)), visible, scale)
+    row_max, weights = softmax_weights(tl.dot(query, tl.trans(key)), visible, scale, softcap)
     return row_max, tl.sum(weights, 1), tl.dot(weights.to(value.dtype), value)
 
 
@@ -174,6 +185,7 @@ def tree_block(  # type: ignore[no-untyped-def]
     dim: tl.constexpr,
     height: tl.constexpr,
     page_size: tl.constexpr,
+    softcap: tl.constexpr,
 ):
     """The partial result of a block of which each row reads its own KV slots.
 
@@ -189,7 +201,7 @@ def tree_block(  # type: ignore[no-untyped-def]
         kv_slot = _of_row(kv_slots, tile_row)
         key = load_kv(keys_at, kv_slot, kv_slot >= 0, stride, dim, wide)
         scores = tl.where((in_tile == tile_row)[:, None], tl.dot(query, tl.trans(key)), scores)
-    row_max, weights = softmax_weights(scores, visible, scale)
+    row_max, weights = softmax_weights(scores, visible, scale, softcap)
     acc = tl.zeros([lanes, wide], tl.float32)
     for tile_row in tl.range(height, num_stages=2):
         kv_slot = _of_row(kv_slots, tile_row)
@@ -260,6 +272,14 @@ def merge_partials(  # type: ignore[no-untyped-def]
             inner = merge(inner, (row_max, row_sum, acc))
         merged = merge(merged, inner)
     return merged
+
+
+@triton.jit
+def with_sinks(part, head, is_used, sinks_at):  # type: ignore[no-untyped-def]
+    """A result merged with a key whose score is the head's sink, and whose value is zero."""
+    _, _, acc = part
+    sink = tl.load(sinks_at + head, mask=is_used, other=0.0).to(tl.float32) * _LOG2_E
+    return merge(part, (sink, tl.full(sink.shape, 1.0, tl.float32), tl.zeros_like(acc)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -10,7 +10,7 @@ import triton.language as tl
 def _unpacking(packing: str, index: int) -> str:
     """PTX that turns element `index` of two words into two bfloat16, without their scale.
 
-    4 bits become the lowest mantissa bits of 128, two numbers at once; 8 bits those of 2 ** 23.
+    4 bits of integers become the lowest mantissa bits of 128, two numbers at once; 8 bits those of 2 ** 23.
     """
     if packing == "int8" or packing == "q6k":
         return f"""{{
@@ -20,6 +20,17 @@ def _unpacking(packing: str, index: int) -> str:
             mov.b32 first, low; mov.b32 second, high;
             add.rn.f32 first, first, 0fCB000080; add.rn.f32 second, second, 0fCB000080;
             cvt.rn.bf16x2.f32 $0, second, first;
+        }}"""
+    if packing == "mxfp4":  # e2m1 as the low exponent and high mantissa bits of bfloat16, times 2 ** 126
+        return f"""{{
+            .reg .b32 both, sign, number, scale, zero;
+            prmt.b32 both, $1, $2, {"0x5410" if index < 4 else "0x7632"};
+            shr.b32 both, both, {4 * (index % 4)};
+            shl.b32 sign, both, 12; shl.b32 number, both, 6;
+            and.b32 number, number, 0x01C001C0;
+            lop3.b32 number, sign, 0x80008000, number, 0xEA;
+            mov.b32 scale, 0x7E807E80; mov.b32 zero, 0x80008000;
+            fma.rn.bf16x2 $0, number, scale, zero;
         }}"""
     halves, least = "0x5410" if index < 4 else "0x7632", "0xC300C300" if packing == "q4k" else "0xC308C308"
     return f"""{{
@@ -47,6 +58,10 @@ def _numbers(words, index: tl.constexpr, packing: tl.constexpr, dtype: tl.conste
         numbers = tl.inline_asm_elementwise(
             _unpacking(packing, index), "=r,r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
         )
+    elif packing == "mxfp4":
+        code = words >> 4 * index
+        bits = ((code & 7) << 22) | ((code & 8) << 28)
+        numbers = bits.to(tl.float32, bitcast=True) * 85070591730234615865843651857942052864.0
     elif packing == "int8" or packing == "q6k":
         numbers = (((words >> 8 * index) & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
     else:

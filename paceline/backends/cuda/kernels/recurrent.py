@@ -1,0 +1,480 @@
+"""Recurrent layers: convolutions and states along the rows of chains and trees. See models/recurrent.py.
+
+    convolve    each row with the rows before it on its path: all rows at once
+    remember    a matrix per head from row to row: a program has a request, a head and some columns of it
+    gate        norm and gate of what rows read: all rows at once
+
+A row is computed by the same operations whether it came in a prompt, in a draft tree or alone. A walk is a
+list of rows; of each it says where the state before it is (in registers, if that is the row before) and
+where the state after it goes. A pass walks all rows of a request; after it, `remember` walks the accepted
+rows again, of all layers at once, and stores the states at their end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
+from paceline.models.config import RecurrentConfig
+
+CHANNELS = 256  # of a program of convolutions
+COLUMNS = 32  # of a head's values, of a program of `remember`
+CONTINUES, FIRST, NOTHING = -1, -2, -3  # where a state is: in registers, in the request's slot, all zeros
+_FIRST, _NOTHING = tl.constexpr(FIRST), tl.constexpr(NOTHING)
+
+
+@dataclass(frozen=True)
+class RecurrentShape:
+    """Where the parts of a projected row begin, and of a convolved one."""
+
+    config: RecurrentConfig
+    width: int  # of a projected row
+    channels: int
+    values: int  # of all heads
+    convolved: int  # the first channel; of products, the first factor
+    factor: int  # of products, the second factor: short_conv; else -1
+    gate: int
+    rate: int  # -1: there is no memory
+    strength: int  # of the delta rule; -1: another one
+    query: int  # of a convolved row
+    key: int
+    value: int
+
+
+def recurrent_shape(config: RecurrentConfig, hidden: int) -> RecurrentShape:
+    """The shape of a layer of this kind: of what its matrices give, one after the other."""
+    values, channels = config.value_heads * config.value_dim, config.conv_size
+    keys, heads = config.key_heads * config.key_dim, config.value_heads
+    if config.kind == "short_conv":
+        return RecurrentShape(config, 3 * hidden, hidden, hidden, 0, 2 * hidden, hidden, -1, -1, 0, 0, 0)
+    if config.kind == "gated_delta":  # queries, keys, values, gate, rates, strengths
+        gate = channels
+        parts = gate, gate + values, gate + values + heads
+        return RecurrentShape(
+            config, parts[2] + heads, channels, values, 0, -1, *parts, query=0, key=keys, value=2 * keys
+        )
+    rate = values + channels  # gate, then values, keys, queries, then rates
+    return RecurrentShape(
+        config, rate + heads, channels, values, values, -1, 0, rate, -1, values + keys, values, 0
+    )
+
+
+@dataclass(frozen=True)
+class RecurrentParameters:
+    """The parameters of all recurrent layers beside their matrices: float32."""
+
+    convolution: torch.Tensor  # [layers, kernel, channels] the oldest value first
+    bias: torch.Tensor | None  # [layers, channels]
+    rates: torch.Tensor | None  # [layers, value heads]
+    rate_bias: torch.Tensor | None  # [layers, value heads]
+    passed: torch.Tensor | None  # [layers, value heads] the share of its input that a head passes on
+    norm: torch.Tensor | None  # [layers, values]
+    eps: float
+
+
+@dataclass(frozen=True)
+class RecurrentBuffers:
+    """What a pass leaves for the walk along the accepted rows, and what layers use in turn."""
+
+    projected: torch.Tensor  # [layers, rows, padded width]
+    convolved: torch.Tensor  # float32 [layers, rows, channels]
+    read: torch.Tensor  # float32 [rows, values]
+    gated: torch.Tensor  # [rows, padded values]
+    nodes: torch.Tensor  # float32 [nodes, value heads, key dim, value dim] states that other rows continue
+
+
+@dataclass(frozen=True)
+class StateTensors:
+    """States of all recurrent layers: float32."""
+
+    seen: torch.Tensor  # [layers, slots, kernel - 1, channels]
+    memory: torch.Tensor  # [layers, slots, value heads, key dim, value dim]
+
+
+@dataclass(frozen=True)
+class Walks:
+    """Walks along rows. All int32, on the device."""
+
+    rows: torch.Tensor  # [rows] of all walks
+    before: torch.Tensor  # [rows] CONTINUES, FIRST, NOTHING, or the number of a stored state
+    after: torch.Tensor  # [rows] the number that the state after it is stored under; -1: it is not
+    begins: torch.Tensor  # [walks] first of `rows`
+    counts: torch.Tensor  # [walks] rows; 0: the walk is padding
+    slots: torch.Tensor  # [walks] of the states that walks begin with
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _convolve_kernel(  # type: ignore[no-untyped-def]
+    projected_at,
+    parents_at,
+    slots_at,
+    seen_at,
+    weight_at,
+    bias_at,
+    output_at,
+    width,
+    first,
+    factor: tl.constexpr,
+    has_bias: tl.constexpr,
+    channels: tl.constexpr,
+    kernel: tl.constexpr,
+    block: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    row, channel = tl.program_id(0), tl.program_id(1) * block + tl.arange(0, block)
+    inside = channel < channels
+    weight_at += channel
+    pdl_sync(pdl)
+    slot = tl.load(slots_at + row).to(tl.int64)
+    node, beyond = row, row * 0
+    total = tl.zeros([block], tl.float32)
+    for back in tl.static_range(kernel):
+        line_at = projected_at + tl.maximum(node, 0).to(tl.int64) * width + channel
+        is_row = channel < tl.where(node >= 0, channels, 0)
+        is_stored = channel < tl.where((node < 0) & (slot >= 0), channels, 0)
+        value = tl.load(line_at + first, mask=is_row, other=0.0).to(tl.float32)
+        if factor >= 0:
+            value *= tl.load(line_at + factor, mask=is_row, other=0.0).to(tl.float32)
+        stored_at = seen_at + (slot * (kernel - 1) + kernel - 1 - beyond) * channels + channel
+        value += tl.load(stored_at, mask=is_stored, other=0.0)
+        total += value * tl.load(weight_at + (kernel - 1 - back) * channels, mask=inside, other=0.0)
+        parent = tl.load(parents_at + tl.maximum(node, 0))
+        node = tl.where(node >= 0, parent, -1)
+        beyond = tl.where(node >= 0, 0, beyond + 1)
+    if has_bias:
+        total += tl.load(bias_at + channel, mask=inside, other=0.0)
+    if factor < 0:
+        total = total / (1.0 + tl.exp(-total))
+    tl.store(output_at + row.to(tl.int64) * channels + channel, total, mask=inside)
+
+
+@triton.jit
+def _softplus(values):  # type: ignore[no-untyped-def]
+    return tl.maximum(values, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(values)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _remember_kernel(  # type: ignore[no-untyped-def]
+    projected_at,
+    convolved_at,
+    rates_at,
+    rate_bias_at,
+    passed_at,
+    memory_at,
+    stored_at,
+    read_at,
+    rows_at,
+    before_at,
+    after_at,
+    begins_at,
+    counts_at,
+    slots_at,
+    width,
+    lines,  # rows of a layer's buffers
+    states,  # of a layer in `memory_at`
+    stored_states,  # of a layer in `stored_at`
+    rate,
+    strength: tl.constexpr,  # -1: it is no delta rule
+    query,
+    key,
+    value,
+    channels,
+    writes: tl.constexpr,
+    has_passed: tl.constexpr,
+    heads: tl.constexpr,
+    key_heads: tl.constexpr,
+    key_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    wide_key: tl.constexpr,
+    block: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    walk, head = tl.program_id(0), tl.program_id(1)
+    blocks: tl.constexpr = (value_dim + block - 1) // block
+    layer, part = tl.program_id(2) // blocks, tl.program_id(2) % blocks
+    column, along = part * block + tl.arange(0, block), tl.arange(0, wide_key)
+    inside, in_key = column < value_dim, along < key_dim
+    both = in_key[:, None] & inside[None, :]
+    size: tl.constexpr = key_dim * value_dim
+    offset = along[:, None] * value_dim + column[None, :]
+    pdl_sync(pdl)
+    begin, count = tl.load(begins_at + walk), tl.load(counts_at + walk)
+    projected_at += (layer * lines).to(tl.int64) * width
+    convolved_at += (layer * lines).to(tl.int64) * channels
+    slot = tl.load(slots_at + walk)
+    first_at = memory_at + ((layer * states + slot).to(tl.int64) * heads + head) * size
+    stored_at += ((layer * stored_states).to(tl.int64) * heads + head) * size
+    speed = tl.load(rates_at + layer * heads + head)
+    bias = tl.load(rate_bias_at + layer * heads + head)
+    shared = head // (heads // key_heads) * key_dim
+    memory = tl.zeros([wide_key, block], tl.float32)
+    for step in range(count):
+        row = tl.load(rows_at + begin + step).to(tl.int64)
+        before, after = tl.load(before_at + begin + step), tl.load(after_at + begin + step)
+        if before == _NOTHING:
+            memory = tl.zeros([wide_key, block], tl.float32)
+        elif before == _FIRST:
+            memory = tl.load(first_at + offset, mask=both, other=0.0)
+        elif before >= 0:
+            memory = tl.load(stored_at + before.to(tl.int64) * (heads * size) + offset, mask=both, other=0.0)
+        line_at, mixed_at = projected_at + row * width, convolved_at + row * channels
+        keys = tl.load(mixed_at + key + shared + along, mask=in_key, other=0.0)
+        queries = tl.load(mixed_at + query + shared + along, mask=in_key, other=0.0)
+        values = tl.load(mixed_at + value + head * value_dim + column, mask=inside, other=0.0)
+        time = _softplus(tl.load(line_at + rate + head).to(tl.float32) + bias)
+        memory *= tl.exp(-speed * time)
+        if strength >= 0:
+            keys *= tl.rsqrt(tl.sum(keys * keys, 0) + 1e-6)
+            queries *= tl.rsqrt(tl.sum(queries * queries, 0) + 1e-6) * (key_dim**-0.5)
+            share = tl.load(line_at + strength + head).to(tl.float32)
+            added = (values - tl.sum(memory * keys[:, None], 0)) / (1.0 + tl.exp(-share))
+        else:
+            added = values * time
+        memory += keys[:, None] * added[None, :]
+        if writes:
+            given = tl.sum(memory * queries[:, None], 0)
+            if has_passed:
+                given += tl.load(passed_at + layer * heads + head) * values
+            tl.store(read_at + (row * heads + head) * value_dim + column, given, mask=inside)
+        if after >= 0:
+            tl.store(stored_at + after.to(tl.int64) * (heads * size) + offset, memory, mask=both)
+            tl.debug_barrier()  # threads read what others have stored
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _gate_kernel(  # type: ignore[no-untyped-def]
+    read_at,
+    projected_at,
+    norm_at,
+    output_at,
+    width,
+    gate,
+    output_width,
+    eps,
+    is_linear: tl.constexpr,
+    has_norm: tl.constexpr,
+    is_gated_first: tl.constexpr,
+    groups: tl.constexpr,
+    size: tl.constexpr,
+    wide: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    row, along = tl.program_id(0).to(tl.int64), tl.arange(0, wide)
+    column, inside = tl.program_id(1) * size + along, along < size
+    pdl_sync(pdl)
+    values = tl.load(read_at + row * (groups * size) + column, mask=inside, other=0.0)
+    factor = tl.load(projected_at + row * width + gate + column, mask=inside, other=0.0).to(tl.float32)
+    if not is_linear:
+        factor = factor / (1.0 + tl.exp(-factor))
+    if is_gated_first:
+        values *= factor
+    if has_norm:
+        values *= tl.rsqrt(tl.sum(values * values, 0) / size + eps)
+        values *= tl.load(norm_at + column, mask=inside, other=0.0)
+    if not is_gated_first:
+        values *= factor
+    tl.store(output_at + row * output_width + column, values.to(output_at.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _keep_seen_kernel(  # type: ignore[no-untyped-def]
+    projected_at,
+    seen_at,
+    rows_at,
+    counts_at,
+    to_at,
+    width,
+    lines,
+    states,
+    slot,
+    first,
+    factor: tl.constexpr,
+    has_before: tl.constexpr,
+    stored: tl.constexpr,
+    channels: tl.constexpr,
+    kernel: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    layer, channel = tl.program_id(0), tl.program_id(1) * block + tl.arange(0, block)
+    inside = channel < channels
+    projected_at += (layer * lines).to(tl.int64) * width + channel
+    seen_at += (layer * states).to(tl.int64) * ((kernel - 1) * channels) + channel
+    for number in tl.static_range(stored):  # the slot that is read comes last
+        count, to = tl.load(counts_at + number), tl.load(to_at + number)
+        for index in tl.static_range(kernel - 1):
+            place = count + index - (kernel - 1)
+            row = tl.load(rows_at + tl.maximum(place, 0)).to(tl.int64)
+            is_row = channel < tl.where(place >= 0, channels, 0)
+            value = tl.load(projected_at + row * width + first, mask=is_row, other=0.0).to(tl.float32)
+            if factor >= 0:
+                value *= tl.load(projected_at + row * width + factor, mask=is_row, other=0.0).to(tl.float32)
+            if has_before:
+                old_at = seen_at + (slot * (kernel - 1) + tl.minimum(count + index, kernel - 2)) * channels
+                value += tl.load(old_at, mask=channel < tl.where(place < 0, channels, 0), other=0.0)
+            tl.store(seen_at + (to * (kernel - 1) + index) * channels, value, mask=inside)
+
+
+def convolve(
+    shape: RecurrentShape,
+    parameters: RecurrentParameters,
+    layer: int,
+    buffers: RecurrentBuffers,
+    states: StateTensors,
+    parents: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Write the convolved rows of a layer; `parents` [rows] are rows, `slots` [rows] states before them."""
+    rows, kernel = len(parents), parameters.convolution.shape[1]
+    pdl = supports_pdl(parents.device)
+    _convolve_kernel[(rows, triton.cdiv(shape.channels, CHANNELS))](
+        buffers.projected[layer],
+        parents,
+        slots,
+        states.seen[layer],
+        parameters.convolution[layer],
+        None if parameters.bias is None else parameters.bias[layer],
+        buffers.convolved[layer],
+        buffers.projected.shape[2],
+        shape.convolved,
+        shape.factor,
+        parameters.bias is not None,
+        shape.channels,
+        kernel,
+        CHANNELS,
+        pdl,
+        num_warps=4,
+        enable_fp_fusion=False,
+        launch_pdl=pdl,
+    )
+
+
+def remember(
+    shape: RecurrentShape,
+    parameters: RecurrentParameters,
+    layers: slice,
+    buffers: RecurrentBuffers,
+    states: StateTensors,
+    stored: torch.Tensor,
+    walks: Walks,
+    writes: bool,
+) -> None:
+    """Walk along rows of these layers, which are convolved; write what rows read, if it is wanted.
+
+    States on the way are stored in `stored` [layers, any, value heads, key dim, value dim].
+    """
+    config, memory = shape.config, states.memory[layers]
+    blocks, pdl = triton.cdiv(config.value_dim, COLUMNS), supports_pdl(memory.device)
+    assert parameters.rates is not None
+    assert parameters.rate_bias is not None
+    _remember_kernel[(len(walks.counts), config.value_heads, len(memory) * blocks)](
+        buffers.projected[layers],
+        buffers.convolved[layers],
+        parameters.rates[layers],
+        parameters.rate_bias[layers],
+        None if parameters.passed is None else parameters.passed[layers],
+        memory,
+        stored,
+        buffers.read,
+        walks.rows,
+        walks.before,
+        walks.after,
+        walks.begins,
+        walks.counts,
+        walks.slots,
+        buffers.projected.shape[2],
+        buffers.projected.shape[1],
+        memory.shape[1],
+        stored.shape[1],
+        shape.rate,
+        shape.strength,
+        shape.query,
+        shape.key,
+        shape.value,
+        shape.channels,
+        writes,
+        parameters.passed is not None,
+        config.value_heads,
+        config.key_heads,
+        config.key_dim,
+        config.value_dim,
+        triton.next_power_of_2(config.key_dim),
+        COLUMNS,
+        pdl,
+        num_warps=4,
+        enable_fp_fusion=False,
+        launch_pdl=pdl,
+    )
+
+
+def gate(
+    shape: RecurrentShape,
+    parameters: RecurrentParameters,
+    layer: int,
+    buffers: RecurrentBuffers,
+    rows: int,
+) -> None:
+    """Write what the output product of a layer reads."""
+    config, is_linear = shape.config, shape.rate < 0
+    groups = config.value_heads if config.kind == "gated_delta" else max(config.norm_groups, 1)
+    size, pdl = shape.values // groups, supports_pdl(buffers.read.device)
+    _gate_kernel[(rows, groups)](
+        buffers.convolved[layer] if is_linear else buffers.read,
+        buffers.projected[layer],
+        None if parameters.norm is None else parameters.norm[layer],
+        buffers.gated,
+        buffers.projected.shape[2],
+        shape.gate,
+        buffers.gated.shape[1],
+        parameters.eps,
+        is_linear,
+        parameters.norm is not None,
+        config.kind == "mamba2" and config.gated_norm,
+        groups,
+        size,
+        triton.next_power_of_2(size),
+        pdl,
+        num_warps=4,
+        enable_fp_fusion=False,
+        launch_pdl=pdl,
+    )
+
+
+def keep_seen(
+    shape: RecurrentShape,
+    buffers: RecurrentBuffers,
+    states: StateTensors,
+    rows: torch.Tensor,
+    counts: torch.Tensor,
+    to: torch.Tensor,
+    slot: int,
+    has_before: bool,
+) -> None:
+    """Store the last values of all layers' convolutions after the first `counts` [stored] of these rows.
+
+    They go to the slots `to` [stored]; that of the request itself, `slot`, is the last of them.
+    """
+    layers, states_each, seen, channels = states.seen.shape
+    _keep_seen_kernel[(layers, triton.cdiv(channels, CHANNELS))](
+        buffers.projected,
+        states.seen,
+        rows,
+        counts,
+        to,
+        buffers.projected.shape[2],
+        buffers.projected.shape[1],
+        states_each,
+        slot,
+        shape.convolved,
+        shape.factor,
+        has_before,
+        len(to),
+        channels,
+        seen + 1,
+        CHANNELS,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )

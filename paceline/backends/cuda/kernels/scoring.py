@@ -1,0 +1,37 @@
+"""How attention scores follow from the products of queries and keys: what families do otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+LOG2_E = 1.4426950408889634  # weights are powers of two
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a layer's scores follow from the products of queries and keys. The defaults are llama's."""
+
+    factor: float = 0.0  # of products; 0: 1 / sqrt(head_dim)
+    cap: float = 0.0  # scores are cap * tanh(score / cap); 0: no cap
+    sinks: torch.Tensor | None = None  # [heads] a score that takes a share of attention and has no value
+
+    @property
+    def is_native(self) -> bool:
+        """Whether CUDA C++ kernels compute such scores."""
+        return not self.cap and self.sinks is None
+
+    def scale(self, dim: int) -> float:
+        """The factor of products, or of their tanh, so that weights are powers of two."""
+        return (self.cap or self._factor(dim)) * LOG2_E
+
+    def softcap(self, dim: int) -> float:
+        """The factor of products in exp2 of a tanh, or 0."""
+        return 2 * LOG2_E * self._factor(dim) / self.cap if self.cap else 0.0
+
+    def _factor(self, dim: int) -> float:
+        return float(self.factor or dim**-0.5)
+
+
+LLAMA_SCORING = Scoring()

@@ -1,0 +1,246 @@
+"""One layer of a model: what its kernels read, and how that is made of a checkpoint's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from paceline.backends.cuda.kernels.heads import Rotation
+from paceline.backends.cuda.kernels.matrix import Matrix
+from paceline.backends.cuda.kernels.packing import FP8_GROUP, SCALE_WORDS, step_of
+from paceline.backends.cuda.kernels.routing import Mixture
+from paceline.backends.cuda.kernels.scoring import LLAMA_SCORING, Scoring
+from paceline.backends.cuda.recurrent import MATRICES
+from paceline.backends.cuda.shard import Shard
+from paceline.backends.cuda.tiled import (
+    heads_matrix,
+    matrix,
+    padded_line,
+    padded_size,
+    pair_lines,
+    pair_matrix,
+    stacked_matrix,
+)
+from paceline.models.blocks import Take
+from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.layout import NORMS
+
+PACKINGS = ("mxfp4", "int4", "q4k", "q6k", "fp8", "int8", "none")  # in order of precision
+MULTIPLIES_E4M3 = (8, 9)  # compute capability
+FP8_HEAD_SIZES = (64, 128, 256)  # head sizes whose attention output can be quantized to e4m3
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: attention, then a gated feed-forward block."""
+
+    attention_norm: torch.Tensor | None  # [padded hidden]
+    qkv: Matrix  # tiles are heads: of queries, then of keys, then of values
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None  # [head_dim] of queries and of keys
+    output: Matrix
+    feed_forward_norm: torch.Tensor | None  # [padded hidden]
+    gate_up: Matrix  # of all experts, in a mixture
+    down: Matrix
+    mixture: Mixture | None = None  # experts, if the layer has any
+    rotation: Rotation | None = None  # of RoPE; None: no RoPE
+    scoring: Scoring = LLAMA_SCORING
+    activation: str = "silu"
+    joint_norms: tuple[torch.Tensor, torch.Tensor] | None = None  # of all heads of queries, and of keys
+    output_norms: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # after attention and MLP
+    shared: tuple[Matrix, Matrix] | None = None  # gate_up and down of a shared expert
+    shared_gate: Matrix | None = None  # of one column: the sigmoid of its output scales the shared expert
+    gate: Matrix | None = None  # likewise, of every attention output
+    is_recurrent: bool = False  # then `qkv` projects what the recurrence reads
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether CUDA C++ kernels know all of it."""
+        known = self.scoring.is_native and self.activation == "silu" and self.joint_norms is None
+        return known and self.gate is None and not self.is_recurrent
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What a rank reads of a checkpoint."""
+
+    config: ModelConfig
+    take: Take
+    packing: Callable[[str], str]
+    blocks: Take | None
+    shard: Shard
+
+    def part(self, take: Take, name: str, rows: slice | None) -> torch.Tensor:
+        """A tensor, or these rows of it: all of them, on one GPU."""
+        return take(name) if rows is None or self.shard.size == 1 else take(name, rows)
+
+    def norm(self, name: str) -> torch.Tensor:
+        """A norm's weights [hidden of all ranks]."""
+        line = self.take(name)
+        return padded_line(line, self.shard.padded(len(line)))
+
+    def vocabulary(self, name: str) -> Matrix:
+        """The rows of a matrix [vocab, hidden] that this rank has."""
+        size, shard = self.config.vocab_size, self.shard
+        return replace(matrix(self.part(self.take, name, shard.rows(size)), None, size, shard), shard=shard)
+
+    def matrices(
+        self, names: list[str], rows: Sequence[slice | None], dtype: torch.dtype
+    ) -> tuple[list[torch.Tensor], str]:
+        """Matrices that become one, and how they are packed: alike, the largest of them decides.
+
+        A file's own blocks do not stay such beside others.
+        """
+        kinds = {self.packing(own) for own in names}
+        kind = max(kinds, key=PACKINGS.index)
+        if kind in SCALE_WORDS and len(kinds) == 1 and self.blocks is not None:
+            return [self.part(self.blocks, *own) for own in zip(names, rows, strict=True)], kind
+        kind = "int8" if kind in SCALE_WORDS else kind
+        weights = [self.part(self.take, *own) for own in zip(names, rows, strict=True)]
+        if kind == "fp8" and _has_fp8_input(self.config, names[0]) and _multiplies_e4m3(weights[0].device):
+            kind = "e4m3"
+        if kind != "none" and weights[0].shape[1] % step_of(kind) == 0:
+            return weights, kind
+        return [weight.to(dtype) for weight in weights], "none"
+
+
+def load_layer(read: Reader, dtype: torch.dtype, index: int) -> Layer:
+    """A layer, or a rank's part of it."""
+    config, shard, name = read.config, read.shard, f"model.layers.{index}"
+    queries, shared_heads = shard.head_rows(config)
+    hidden, intermediate = shard.rows(config.hidden_size), shard.rows(config.intermediate_size)
+    of_heads = dict(zip("qkv", (queries, shared_heads, shared_heads), strict=True))
+
+    def take(part: str, rows: slice | None = None) -> torch.Tensor:
+        return read.part(read.take, f"{name}.{part}", rows)
+
+    def matrices(parts: list[str], rows: slice | None = None) -> tuple[list[torch.Tensor], str]:
+        names = [f"{name}.{part}.weight" for part in parts]
+        return read.matrices(names, [rows] * len(names), dtype)
+
+    def norm(part: str) -> torch.Tensor | None:
+        """The weight of the norm of this name, if the family has it."""
+        has_it = part in NORMS[config.norm_placement]
+        return read.norm(f"{name}.{part}.weight") if has_it else None
+
+    def feed_forward(mlps: list[str], biases: bool = False) -> tuple[Matrix, Matrix]:
+        """The gates and ups of these MLPs as one matrix, and their downs."""
+        gates = [f"{own}.{part}_proj" for part in ("gate", "up") for own in mlps]
+        downs = [f"{own}.down_proj" for own in mlps]
+        gate_up = pair_matrix(*matrices(gates, intermediate), config.intermediate_size, shard)
+        down = stacked_matrix(*matrices(downs, hidden), config.hidden_size, shard)
+        if biases:
+            gate_up = replace(gate_up, bias=pair_lines([take(f"{own}.bias") for own in gates], gate_up))
+            lines = [take(f"{own}.bias") for own in downs]
+            down = replace(down, bias=torch.cat([padded_line(own, padded_size(len(own))) for own in lines]))
+        return gate_up, down
+
+    def recurrence(kind: str) -> Layer:
+        """A layer's recurrence, without what follows it."""
+        place, inputs, output = MATRICES[kind]
+        biases = kind == "short_conv" and config.recurrent is not None and config.recurrent.conv_bias
+        read_by, packed = matrices([f"{place}.{part}" for part in inputs])
+        (given,), given_packed = matrices([f"{place}.{output}"])
+        bias = take(f"{place}.in_proj.bias") if biases else None
+        output_bias = take(f"{place}.{output}.bias") if biases else None
+        into, out = (
+            matrix(torch.cat(read_by), bias, packing=packed),
+            matrix(given, output_bias, packing=given_packed),
+        )
+        return Layer(None, into, None, out, None, into, out, is_recurrent=True)
+
+    def attention() -> Layer:
+        """A layer's attention, without what follows it."""
+        names = [f"{name}.self_attn.{part}_proj.weight" for part in of_heads]
+        heads, heads_packing = read.matrices(names, list(of_heads.values()), dtype)
+        biases = [
+            take(f"self_attn.{part}_proj.bias", rows) for part, rows in of_heads.items() if config.qkv_bias
+        ]
+        has_norms = config.qk_norm or config.joint_qk_norm
+        norms = [take(f"self_attn.{part}_norm.weight") for part in "qk" if has_norms]
+        order = _head_order(config, config.rope_of(index), heads[0].device)
+        for part in (heads, biases, norms):
+            if order is not None:  # of queries and keys
+                part[:2] = [
+                    own.view(-1, config.head_dim, *own.shape[1:])[:, order].flatten(0, 1) for own in part[:2]
+                ]
+        both = (norms[0], norms[1]) if norms else None
+        (output,), packed = matrices(["self_attn.o_proj"], hidden)
+        output_bias = take("self_attn.o_proj.bias", hidden) if config.output_bias else None
+        out = matrix(output, output_bias, config.hidden_size, shard, packed)
+        bias, count = torch.cat(biases) if biases else None, config.num_heads + 2 * config.num_kv_heads
+        into = heads_matrix(torch.cat(heads), config.head_dim, bias, heads_packing, count)
+        sinks, gate = take("self_attn.sinks") if config.attention_sinks else None, None
+        if config.attention_gate:
+            (gates,), packed = matrices(["self_attn.gate_proj"])
+            gate_bias = take("self_attn.gate_proj.bias") if config.qkv_bias else None
+            gate = matrix(gates, gate_bias, packing=packed)
+        return Layer(
+            None,
+            into,
+            both if config.qk_norm else None,
+            out,
+            None,
+            into,
+            out,
+            scoring=Scoring(config.attention_scale, config.attention_softcap, sinks),
+            joint_norms=both if config.joint_qk_norm else None,
+            gate=gate,
+        )
+
+    recurrent = config.recurrent if config.is_recurrent(index) else None
+    mixer = attention() if recurrent is None else recurrence(recurrent.kind)
+    moe = config.moe if config.moe and index in config.moe.layers else None
+    mlps = ["mlp"] if moe is None else [f"mlp.experts.{expert}" for expert in range(moe.num_experts)]
+    gate_up, down = feed_forward(mlps, moe is not None and moe.biases)
+    mixture = shared = shared_gate = None
+    if moe is not None:
+        router = matrix(take("mlp.gate.weight"), take("mlp.gate.bias") if moe.biases else None)
+        correction = take("mlp.gate.e_score_correction_bias").float() if moe.correction_bias else None
+        mixture = Mixture(router, gate_up, down, moe, config.activation, correction)
+        shared = feed_forward(["mlp.shared_experts"]) if moe.shared_intermediate_size else None
+        shared_gate = matrix(take("mlp.shared_expert_gate.weight"), None) if moe.shared_gate else None
+    return replace(
+        mixer,
+        attention_norm=norm("input_layernorm"),
+        feed_forward_norm=norm("post_attention_layernorm"),
+        gate_up=gate_up,
+        down=down,
+        mixture=mixture,
+        activation=config.activation,
+        output_norms=(norm("attention_output_norm"), norm("feed_forward_output_norm")),
+        shared=shared,
+        shared_gate=shared_gate,
+    )
+
+
+def has_residual(config: ModelConfig) -> bool:
+    scales = config.embedding_scale, config.residual_scale
+    return config.norm_placement != "pre" or config.norm != "rms" or scales != (1, 1)
+
+
+def _has_fp8_input(config: ModelConfig, name: str) -> bool:
+    """Whether the input of a layer's matrix is in e4m3: not that of experts, nor of odd sizes."""
+    if ".mlp.experts." in name or config.hidden_size % FP8_GROUP or has_residual(config) or config.recurrent:
+        return False
+    return ".self_attn.o_proj." not in name or config.head_dim in FP8_HEAD_SIZES
+
+
+def _multiplies_e4m3(device: torch.device) -> bool:
+    """Whether the device does; Triton's interpreter does."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= MULTIPLIES_E4M3
+
+
+def _head_order(config: ModelConfig, rope: RopeConfig | None, device: torch.device) -> torch.Tensor | None:
+    """The order of a head's values in which RoPE rotates pairs of its two halves; None: their own.
+
+    RoPE of a part of a head pairs the halves of this part. Scores are the same in any order that queries and
+    keys share.
+    """
+    dim, rotated = config.head_dim, config.head_dim if rope is None else rope.dim or config.head_dim
+    if rotated == dim:
+        return None
+    first, second = torch.arange(rotated, device=device).chunk(2)
+    others = torch.arange(rotated, dim, device=device).chunk(2)
+    return torch.cat((first, others[0], second, others[1]))
