@@ -14,14 +14,14 @@ from typing import Any
 from paceline.backends.base import Backend
 from paceline.backends.load import load_backend
 from paceline.config import EngineConfig, SpeculativeOptions
-from paceline.control.acceptance.chains import ChainAcceptance, known_chances
 from paceline.control.auto import AutoController
 from paceline.control.config import CONFIG
 from paceline.control.controller import Controller, FixedController
 from paceline.control.cost.measure import step_costs
 from paceline.control.decision import DecisionLog
 from paceline.control.memory import Memory
-from paceline.control.planner.device import Arm, DevicePlanner
+from paceline.control.planner.arms import device_arms, prior_acceptance
+from paceline.control.planner.device import DevicePlanner
 from paceline.core.arrays import Float32Array
 from paceline.core.trees import DraftPlan
 from paceline.draft.base import Drafter, Target, drafts_on_device
@@ -184,15 +184,17 @@ def build_engine(
 def _speculation(config: EngineConfig, model: LoadedModel) -> Speculation:
     """The configured drafters. "auto" without a list means suffix decoding and the model's shipped head.
 
-    If the head drafts on the device, "auto" has no suffix drafter: its host look-ups would delay every pass.
+    If the head drafts on the device, prompt lookup takes the place of suffix decoding: the device does it
+    itself, and suffix decoding on the host would delay every pass.
     """
     requested = config.speculative.speculation()
     if requested.auto and not requested.drafters:
         head = default_method(model.fingerprint) if model.backend.supports_features else None
-        methods = [] if head is not None and model.backend.drafts_on_device else ["suffix"]
-        method_names = methods if head is None else [*methods, head]
+        by_device = head is not None and model.backend.drafts_on_device
+        lookup: Any = CONFIG.device_planner.lookup if by_device else "suffix"
         share = config.speculative.share_suffix_cache
-        chosen = SpeculativeOptions(method_names, share_suffix_cache=share).speculation()
+        methods = [lookup] if head is None else [lookup, head]
+        chosen = SpeculativeOptions(methods, share_suffix_cache=share).speculation()
         return replace(requested, drafters=chosen.drafters)
     return requested
 
@@ -245,18 +247,14 @@ def _controller(
 def _device_planner(
     plans: Mapping[str, DraftPlan], drafters: Mapping[str, Drafter], beginning: Mapping[str, Any]
 ) -> DevicePlanner | None:
-    """The planner for device passes: chains of the first head that drafts there, or text look-ups."""
+    """The planner for device passes, of the first head that drafts there and the first drafter that looks up
+    there; without a head, of all that draft from texts."""
     on_device = {name: device for name, device in drafts_on_device(drafters).items() if name in plans}
-    heads = [name for name, device in on_device.items() if device.attaches]
-    arms: list[Arm] = []
-    acceptance: dict[tuple[str, bool], ChainAcceptance] = {}
-    config = CONFIG.device_planner
-    for name in heads[:1] or on_device:
-        lengths = config.head_lengths if heads else config.lookup_lengths
-        chosen = sorted({min(length, plans[name].levels) for length in lengths})
-        arms += [Arm(DraftPlan(name, length), attaches=bool(heads)) for length in chosen]
-        weight = config.head_weight if heads else config.lookup_weight
-        for greedy, guess in ((True, config.head_chances), (False, config.sampled_chances)):
-            chances = (known_chances(beginning, name, greedy) or guess) if heads else config.lookup_chances
-            acceptance[name, greedy] = ChainAcceptance(chosen[-1], chances, weight)
-    return DevicePlanner(arms, acceptance) if arms else None
+    head = next((name for name, device in on_device.items() if device.attaches), None)
+    by_texts = [name for name, device in on_device.items() if not device.attaches]
+    lookup = next((name for name in by_texts if not on_device[name].drafts_on_host), None)
+    chosen = by_texts if head is None else [name for name in (lookup, head) if name is not None]
+    longest = {name: plans[name].levels for name in chosen}
+    arms = device_arms(head, lookup, longest)
+    heads = () if head is None else (head,)
+    return DevicePlanner(arms, prior_acceptance(longest, heads, beginning)) if arms else None

@@ -62,7 +62,8 @@ class ToyDecoder:
     """An AsyncDecoder whose passes run at launch, and are read later.
 
     Its drafts are chains of `length` that are right up to a depth that depends on the position (a head), or
-    the host's drafts where they match the text, or what a plain search finds in the text. Rejected guesses
+    the host's drafts where they match the text, or what a plain search finds in the text; if a head looks up
+    too, its chains are used where nothing is found. Rejected guesses
     are written too, as on a device, and each pass looks up the pages of the next one.
     """
 
@@ -81,7 +82,7 @@ class ToyDecoder:
         self._asks_logprobs: dict[int, bool] = {}
         self._fields: dict[int, list[list[float]]] = {}  # slot: fields of its rows in this pass
         self._unread: deque[DecodeOutput] = deque()
-        self._by_text = False  # whether it drafts without a head
+        self._by_head: dict[int, int] = {}  # slot: length of its head's chain in this pass; others: by texts
         self._next_slot_pages: dict[
             int, list[int]
         ] = {}  # slot: the pages that the last pass looked up for the next one
@@ -118,14 +119,18 @@ class ToyDecoder:
         self._backend.num_launched += 1
         before, self._length = self._length, 0 if draft is None else draft.length
         given, found, lines = None, None, [None] * len(slots) if host_drafts is None else host_drafts.tolist()
-        self._by_text = draft is not None and draft.from_texts
-        if draft is not None and self._by_text:
+        by_head = 0 if draft is None or draft.from_texts else draft.network_length or draft.length
+        self._by_head = dict.fromkeys(slots, by_head) if by_head else {}
+        if draft is not None and draft.reads_texts:
             assert (host_drafts is not None) == (draft.host_tokens > 0)
             given = np.full((len(slots), draft.length), -1, dtype=np.int32)  # matches no token
             chains = [self._drafted(slot, draft, line) for slot, line in zip(slots, lines, strict=True)]
             for line, chain in zip(given, chains, strict=True):
                 line[: len(chain)] = chain
             found = np.array([len(chain) for chain in chains], dtype=np.int32)
+            self._by_head = {
+                slot: by_head for slot, count in zip(slots, found, strict=True) if not count and by_head
+            }
         if list(slots) == list(self._next_slot_pages) and self._length == before:
             assert {slot: self._next_pages(slot, page_tables) for slot in slots} == self._next_slot_pages
         starts = self._lengths.copy()
@@ -135,7 +140,11 @@ class ToyDecoder:
         for level in range(1 + self._length):
             rows = [row for row, slot in enumerate(slots) if self._goes_on(slot, starts, level, tokens[row])]
             if given is not None and level:
-                rows = [row for row in rows if (given[row, :level] == tokens[row, :level]).all()]
+                rows = [
+                    row
+                    for row in rows
+                    if slots[row] in self._by_head or (given[row, :level] == tokens[row, :level]).all()
+                ]
             if rows:
                 tokens[rows, level] = self._pass([slots[row] for row in rows], page_tables)
                 counts[rows] += 1
@@ -172,7 +181,7 @@ class ToyDecoder:
         """Whether a slot's chain was right down to here."""
         if level and not self._takes_drafts[slot]:
             return False
-        right = self._by_text or level <= starts[slot] % (1 + self._length)
+        right = slot not in self._by_head or level <= starts[slot] % (1 + self._by_head[slot])
         return bool(right and self._lengths[slot] < self._limits[slot] and -1 not in tokens)
 
     def _pass(self, slots: list[int], page_tables: Int32Array) -> Int32Array:

@@ -68,6 +68,9 @@ class NgramLookup:
 class DeviceDraft:
     """What a pass drafts with: a head, a draft model, or the requests' texts and optimistic host drafts.
 
+    A head or a model can have a `look_up` too. Then a request's chain is what is found in its text, and the
+    head's or model's only where nothing is found.
+
     An optimistic draft is what the host expects of a request's text from some place on, further than the
     passes in flight reach. If these have chosen what it says, the chain is what it says next. Otherwise,
     or if it ends there, the chain is looked up, if `look_up` says how; if nothing is found, there is none.
@@ -81,11 +84,17 @@ class DeviceDraft:
     look_up: NgramLookup | None = None  # None: nothing is looked up
     host_tokens: int = 0  # of the longest optimistic draft; 0: the host gives none
     model: Backend | None = None  # a draft model with the target's vocabulary; None: none drafts
+    network_length: int | None = None  # tokens that a head or a model drafts; None: as many as `length`
 
     @property
     def from_texts(self) -> bool:
         """Whether neither a head nor a model drafts."""
         return self.runner is None and self.model is None
+
+    @property
+    def reads_texts(self) -> bool:
+        """Whether chains can come from texts, alone or beside a head or a model."""
+        return self.from_texts or self.look_up is not None
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,9 @@ class DecodeOutput:
     tokens: Int32Array  # [slots, 1 + length of drafts] -1 where logits gave none
     counts: Int32Array  # [slots] how many of these are tokens
     features: Float32Array | None = None  # [slots, width] of the computed tokens, if asked
-    found: Int32Array | None = None  # [slots] how many tokens were drafted for each, unless a head drafts
+    found: Int32Array | None = (
+        None  # [slots] how many tokens were drafted from texts, if the draft reads them
+    )
     # [slots, 1 + length of drafts, fields of verify/logprobs.py], if a request of the pass asked for them
     logprobs: Float64Array | None = None
 

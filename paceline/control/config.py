@@ -6,7 +6,9 @@ a decoding pass without drafts; as a unit, it makes a number hold on slow and fa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -179,12 +181,25 @@ class DevicePlannerConfig:
     # arms: graphs are captured for each, so there are few
     head_lengths: tuple[int, ...] = (2, 3, 5, 7)  # tokens of a head's chains
     lookup_lengths: tuple[int, ...] = (3, 7)  # tokens of chains that are looked up in texts
+    # tokens of what is looked up, and of a head's chain where nothing is found; 0: no head. Up to 8 rows a
+    # megakernel computes all layers, so 7 found tokens cost little more than 5 with one request
+    cascade_lengths: tuple[tuple[int, int], ...] = ((2, 2), (3, 3), (7, 5), (15, 3), (7, 0))
+    # lookups beside a head: after shorter matches its guesses are better
+    lookup: Mapping[str, Any] = field(
+        default_factory=lambda: {
+            "method": "ngram",
+            "num_speculative_tokens": 15,
+            "prompt_lookup_min": 3,
+            "prompt_lookup_max": 8,
+        }
+    )
     # prior acceptance by depth (the last holds for deeper tokens), and the drafts that it counts for
     head_chances: tuple[float, ...] = (0.7,)
     sampled_chances: tuple[float, ...] = (0.6,)
     head_weight: int = 12
     lookup_chances: tuple[float, ...] = (0.1, 0.7)  # most lookups find nothing
     lookup_weight: int = 3
+    lookup_share: float = 0.12  # of requests for which something is found
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,12 @@ class DraftPlan:
     enough: float = 0.0
 
     @property
+    def label(self) -> str:
+        """Drafters and nodes, such as "ngram 7 + eagle3 5"."""
+        own = f"{self.drafter} {self.budget}" if self.budget else "off"
+        return own if self.otherwise is None else f"{own} + {self.otherwise.label}"
+
+    @property
     def levels(self) -> int:
         """The most levels that the tree can have."""
         return self.budget if self.depth is None else min(self.depth, self.budget)

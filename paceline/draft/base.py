@@ -67,6 +67,7 @@ class DeviceDrafter(Protocol):
     """The side of a drafter that drafts on the device, in passes that the host does not wait for."""
 
     attaches: bool = True  # it must compute a request's tokens before it can draft for it
+    drafts_on_host: bool = False  # the host drafts while passes run
 
     @property
     def catch_up_seconds(self) -> float | None:
@@ -106,12 +107,12 @@ class TextDrafts(DeviceDrafter):
         """`optimistic`: the host drafts while passes run, and the device looks up only where its draft does
         not match the sampled tokens."""
         self.look_up = look_up
-        self._optimistic = optimistic
+        self.drafts_on_host = optimistic
 
     def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
         from paceline.backends.async_decoding import DeviceDraft  # here: drafters load without a backend
 
-        reach = OPTIMISTIC_PASSES * (1 + plan.levels) if self._optimistic else 0
+        reach = OPTIMISTIC_PASSES * (1 + plan.levels) if self.drafts_on_host else 0
         return DeviceDraft(plan.levels, look_up=self.look_up, host_tokens=reach)
 
     def attach(self, requests: Sequence[Request]) -> bool:

@@ -26,8 +26,8 @@ class AttachedHead:
         self._caught_up, self._seconds = 0, 0.0  # tokens, and the host's time, since `take_catch_up`
 
     def is_by(self, plan: DraftPlan) -> bool:
-        """Whether it is the plan's head."""
-        return self._plan.drafter == plan.drafter
+        """Whether it is the plan's head, or neither is there."""
+        return self._drafting.head_of(self._plan) == self._drafting.head_of(plan)
 
     def attach(self, requests: Sequence[Request], plan: DraftPlan) -> bool:
         """Whether the plan's head drafts for all of these requests on the device now."""

@@ -40,12 +40,12 @@ from paceline.kv.cache import KVCache
 logger = logging.getLogger(__name__)
 
 SPARE_TOKENS = 64  # tokens reserved at once, so that few passes have to send new page numbers
-MAX_DRAFTS = 5  # draft plans with buffers on the device; others go through the host
+MAX_DRAFTS = 10  # draft plans with buffers on the device; others go through the host
 # plain ints: every pass compares them for all requests, and operators of an IntFlag take a microsecond
 _LOGIT_EDITS, _LOGPROBS = int(SamplingNeeds.LOGIT_EDITS), int(SamplingNeeds.LOGPROBS)
 # A device edits logits in place, and log-probabilities are those of the logits before.
 _NOT_TOGETHER = _LOGIT_EDITS | _LOGPROBS
-MAX_TEXT_DRAFT_ROWS = 512  # rows of a pass with text drafts; for more there are no buffers
+MAX_TEXT_DRAFT_ROWS = 512  # rows of a pass with longer drafts than a head's; for more there are no buffers
 
 
 class DeviceExecutor:
@@ -104,11 +104,10 @@ class DeviceExecutor:
             return None
         if plan not in self._drafts and len(self._drafts) < MAX_DRAFTS:
             draft = self._drafting.device_draft(plan)
-            if draft is not None and draft.from_texts:
-                rows = max(1, MAX_TEXT_DRAFT_ROWS // (1 + plan.levels))
-                draft = replace(draft, max_requests=rows) if decoder.supports_lookup else None
-            if draft is None:
+            if draft is None or (draft.reads_texts and not decoder.supports_lookup):
                 return None
+            if draft.from_texts or (draft.network_length or draft.length) < draft.length:
+                draft = replace(draft, max_requests=max(1, MAX_TEXT_DRAFT_ROWS // (1 + draft.length)))
             self._drafts[plan] = draft
         return self._drafts.get(plan)
 
@@ -241,11 +240,17 @@ class DeviceExecutor:
                 logprobs = None if output.logprobs is None else output.logprobs[row]
                 _advance_sampling(part.request, needs, verdict, logprobs)
         shapes: list[Shape] = []
+        found = [plan.levels] * len(parts) if output.found is None else output.found[rows].tolist()
+        if plan.otherwise is not None:  # where nothing was found, the head has drafted
+            second = plan.second()
+            parts = [
+                part if count or not part.plan.budget else replace(part, plan=second)
+                for part, count in zip(parts, found, strict=True)
+            ]
+            found = [count or part.plan.levels for part, count in zip(parts, found, strict=True)]
         if plan.budget:
-            drafted, undrafted = Shape(plan.levels, plan.levels), Shape(0, 0)
-            shapes = [drafted if part.plan.budget else undrafted for part in parts]
-        if output.found is not None:
-            shapes = [Shape(found, found) for found in output.found[rows].tolist()]
+            pairs = zip(parts, found, strict=True)
+            shapes = [Shape(count, count) if part.plan.budget else Shape(0, 0) for part, count in pairs]
         attended = (1 + plan.levels) * sum([part.request.num_computed for part in parts])
         features = self._features(parts, rows, output)
         timer.end("verify")

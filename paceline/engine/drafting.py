@@ -240,12 +240,29 @@ class Drafting:
         return plan.otherwise is None or self.only_reads_texts(plan.otherwise)
 
     def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
-        """How device passes draft by this plan; None if they cannot."""
-        chain = plan.branching == 1 and plan.otherwise is None
-        if not chain or plan.forced or plan.least_chance:  # only the host cuts drafts by their chances
+        """How device passes draft by this plan; None if they cannot.
+
+        A cascade is a lookup, and a head where nothing is found: the head computes accepted tokens again, so
+        it does not matter who has drafted them.
+        """
+        # only the host cuts drafts by their chances
+        if plan.branching > 1 or plan.forced or plan.least_chance:
             return None
         device = self._on_device.get(plan.drafter or "")
-        return None if device is None else device.device_draft(plan)
+        draft = None if device is None else device.device_draft(plan)
+        if draft is None or plan.otherwise is None:
+            return draft
+        head = self.device_draft(plan.second())
+        if head is None or head.runner is None or not draft.from_texts or draft.host_tokens:
+            return None
+        return replace(head, length=plan.levels, network_length=head.length, look_up=draft.look_up)
+
+    def head_of(self, plan: DraftPlan) -> str | None:
+        """The drafter of this plan, or of its `otherwise`, that must be attached; None if there is none."""
+        device = self._on_device.get(plan.drafter or "")
+        if device is not None and device.attaches:
+            return plan.drafter
+        return None if plan.otherwise is None else self.head_of(plan.otherwise)
 
     def chains(self, plan: DraftPlan, requests: Sequence[Request]) -> list[Sequence[int]]:
         """The chain that the plan's drafter proposes for each request; may be empty."""
@@ -261,29 +278,29 @@ class Drafting:
 
     def attach(self, plan: DraftPlan, requests: Sequence[Request]) -> bool:
         """Whether the device can draft for these requests from now on."""
-        with self._guard(plan.drafter or "", requests):
-            return self._device_drafter(plan).attach(requests)
+        with self._guard(self.head_of(plan) or "", requests):
+            return self._device_head(plan).attach(requests)
         return False
 
     def catch_up_seconds(self, plan: DraftPlan) -> float | None:
         """Seconds per token until the plan's head can draft on the device; None: not measured."""
-        device = self._on_device.get(plan.drafter or "")
-        return None if device is None else device.catch_up_seconds
+        head = self.head_of(plan)
+        return None if head is None else self._on_device[head].catch_up_seconds
 
     def prefill_ahead(self, plan: DraftPlan, requests: Sequence[Request]) -> None:
         """Let the plan's head prefill these requests after the pass that prefills them now."""
-        with self._guard(plan.drafter or "", requests):
-            self._device_drafter(plan).prefill_ahead(requests)
+        with self._guard(self.head_of(plan) or "", requests):
+            self._device_head(plan).prefill_ahead(requests)
 
     def detach(self, plan: DraftPlan, requests: Sequence[Request]) -> None:
         """Return these requests from the device to the host."""
-        with self._guard(plan.drafter or "", requests):
-            self._device_drafter(plan).detach(requests, unsure=1 + plan.levels)
+        with self._guard(self.head_of(plan) or "", requests):
+            self._device_head(plan).detach(requests, unsure=1 + plan.levels)
 
-    def _device_drafter(self, plan: DraftPlan) -> DeviceDrafter:
-        device = self._drafters[plan.drafter or ""].device
-        assert device is not None, "it gave a device draft"
-        return device
+    def _device_head(self, plan: DraftPlan) -> DeviceDrafter:
+        head = self.head_of(plan)
+        assert head is not None, "only heads are attached"
+        return self._on_device[head]
 
     def forget(self, requests: Sequence[Request]) -> None:
         """Let drafters drop their state of requests that have ended."""

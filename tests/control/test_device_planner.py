@@ -13,7 +13,8 @@ from paceline.control.controller import Load
 from paceline.control.cost.device_passes import DevicePassCosts
 from paceline.control.decision import Decision
 from paceline.control.memory import Memory
-from paceline.control.planner.device import Arm, DevicePlanner
+from paceline.control.planner.arms import Arm
+from paceline.control.planner.device import DevicePlanner
 from paceline.core.stats import DraftFacts, StepStats
 from paceline.core.trees import PLAIN, DraftPlan
 from tests.control.simulation import SimulatedDrafter, SimulatedRequest, Step, World

@@ -18,7 +18,8 @@ from paceline.control.acceptance.chains import ChainAcceptance
 from paceline.control.auto import AutoController
 from paceline.control.controller import Controller, FixedController
 from paceline.control.cost import StepCosts
-from paceline.control.planner.device import Arm, DevicePlanner
+from paceline.control.planner.arms import Arm
+from paceline.control.planner.device import DevicePlanner
 from paceline.core.arrays import Int32Array
 from paceline.core.forward import ForwardBatch, ForwardOutput, KVPool
 from paceline.core.params import SamplingParams

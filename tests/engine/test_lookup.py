@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
 from paceline.control.controller import Controller, StepPlan
 from paceline.core.trees import PLAIN, DraftPlan
+from paceline.draft.base import DrafterNeeds
 from paceline.draft.ngram import NgramDrafter
 from paceline.engine import device_executor
 from tests.engine.test_exactness import prompt
 from tests.engine.test_overlap import params
-from tests.toy import ToyBackend, drain, toy_engine
+from tests.toy import ScriptedDrafter, ToyBackend, drain, toy_engine
 from tests.toy_logits import hashed_logits
 
 LENGTH = 5
@@ -26,16 +29,21 @@ class Repeating(ToyBackend):
         return hashed_logits((positions[-1:] % 7).tobytes(), self.vocab)
 
 
-def results(backend, count=5, drafts=True, **options):
-    """Tokens and counts of some requests, one of which wants no drafts, and the engine."""
-    drafter = NgramDrafter(NgramDrafter.Options()) if drafts else None
-    engine = toy_engine(backend, drafter=drafter, budget=LENGTH, branching=1, **options)
+def add_requests(engine, count=5):
     added = []
     for number in range(count):
         own = {"max_tokens": 30 + 3 * number, "ignore_eos": True, "temperature": 0.9 if number == 1 else 0.0}
         if number == 3:
             own["speculative"] = "off"
         added.append(engine.add_request(prompt(number, 4 + number), params(number, **own))[0])
+    return added
+
+
+def results(backend, count=5, drafts=True, **options):
+    """Tokens and counts of some requests, one of which wants no drafts, and the engine."""
+    drafter = NgramDrafter(NgramDrafter.Options()) if drafts else None
+    engine = toy_engine(backend, drafter=drafter, budget=LENGTH, branching=1, **options)
+    added = add_requests(engine, count)
     drain(engine)
     outputs = [request.output_token_ids for request in added]
     counts = [request.speculative for request in added]
@@ -89,16 +97,19 @@ def test_with_too_many_requests_for_the_buffers_passes_are_plain(monkeypatch):
     assert 0 < accepted < all_accepted  # some when others have ended
 
 
+TURNS = (PLAIN, DraftPlan("ngram", LENGTH))
+
+
 class Alternating(Controller):
     """Now these passes, now those."""
 
-    def __init__(self, turns):
-        self.turns, self.step = turns, 0
+    def __init__(self, turns, plans=TURNS):
+        self.turns, self.plans, self.step = turns, plans, 0
 
     def plan(self, running, load):
         self.step += 1
-        plan = DraftPlan("ngram", LENGTH) if self.turns[self.step % len(self.turns)] else PLAIN
-        return StepPlan([plan for _ in running])
+        plan = self.plans[self.turns[self.step % len(self.turns)]]
+        return StepPlan([plan if request.plan is None else request.plan for request in running])
 
 
 RANDOM = np.random.default_rng(0).integers(0, 2, 1000).tolist()
@@ -110,3 +121,30 @@ def test_plain_passes_and_passes_with_lookup_can_alternate(turns):
     looked_up, counts = results(Repeating(on_device=True), controller=Alternating(turns))
     assert looked_up == plain
     assert counts[0][2] > 5
+
+
+class Head(ScriptedDrafter):
+    """A head whose features stay on the device."""
+
+    needs = DrafterNeeds()
+
+    def observe(self, requests, verdicts, features):
+        return
+
+
+def test_a_head_drafts_where_nothing_is_found_and_no_token_changes():
+    """Also when passes without the head come between: it is attached again."""
+    both = DraftPlan("ngram", LENGTH, otherwise=DraftPlan("scripted", 2), enough=0.5)
+    expected, _ = results(Repeating(), drafts=False)
+    for turns in ([2], [2] * 4 + [1] * 3 + [2] * 4 + [0]):
+        backend, controller = Repeating(on_device=True), Alternating(turns, (*TURNS, both))
+        drafters = [NgramDrafter(NgramDrafter.Options()), Head({}, "right")]
+        engine = toy_engine(backend, drafters=drafters, controller=controller)
+        added, seen = add_requests(engine), Counter()
+        while engine.has_unfinished:
+            engine.step()
+            seen.update({draft.drafter: draft.accepted for draft in engine.stats.drafts})
+        assert [request.output_token_ids for request in added] == expected
+        assert not any(request.failed_drafters for request in added)
+        assert min(seen["ngram"], seen["scripted"]) > 5
+        assert backend.num_launched < 40  # of up to 41 tokens

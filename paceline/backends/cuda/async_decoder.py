@@ -223,7 +223,6 @@ class CudaAsyncDecoder:
         network: DraftNetwork | None = None
         keeps, layers = None, self._feature_layers
         shape, most = chain_shape(0 if draft is None else draft.length), self._rows
-        by_text = draft is not None and draft.from_texts
         if draft is not None and draft.max_requests is not None:
             most = min(most, bucket(draft.max_requests))
         limits = (shape, most, self._longest, self._page_size)
@@ -247,9 +246,11 @@ class CudaAsyncDecoder:
             kept=keeps,
             look_up=None if draft is None else draft.look_up,
             host_drafts=0 if draft is None else draft.host_tokens,
+            draft_levels=None if draft is None else draft.network_length,
         )
+        gives_found = draft is not None and draft.reads_texts
         buffers = deque(
-            make_buffer(steps, gives_features=keeps is None, gives_found=by_text) for _ in range(BUFFERS)
+            make_buffer(steps, gives_features=keeps is None, gives_found=gives_found) for _ in range(BUFFERS)
         )
         self._loops[draft] = Loop(steps, buffers, most, steps.output.shape[1])
         return self._loops[draft]

@@ -84,14 +84,16 @@ class DecodeLoop:
         kept: HeadPool | None = None,
         look_up: NgramLookup | None = None,
         host_drafts: int = 0,
+        draft_levels: int | None = None,
     ) -> None:
         """Steps of at most `max_rows` requests, plain if nothing drafts.
 
         With `given`, drafts have this shape: the host writes them to `drafted` before each step, or, for
         chains, the step finds them by prompt lookup (`look_up`) or in the optimistic drafts of at most
-        `host_drafts` tokens that the decoder's `launch` takes. If no network drafts, `features` [rows of a
-        pass, width] are the hidden states of its rows at `feature_layers`; a head's pool stores them too, if
-        `kept`.
+        `host_drafts` tokens that the decoder's `launch` takes. If a network drafts too, the first
+        `draft_levels` tokens (None: all) are its own where nothing is found. If no network drafts,
+        `features` [rows of a pass, width] are the hidden states of its rows at `feature_layers`; a head's
+        pool stores them too, if `kept`.
         """
         device, config = weights.device, weights.config
         self.weights, self.pool, self.requests, self.page_size = weights, pool, requests, page_size
@@ -109,7 +111,8 @@ class DecodeLoop:
             (0, 0, 1) if draft is None else (draft.catch_up_rows, draft.always, draft.tile_height)
         )
         own_height = tile_height(*weights.heads)
-        self._plan = plan = plan_step(shape, own_height, catch_up_rows, height)
+        self._plan = plan = plan_step(shape, own_height, catch_up_rows, height, draft_levels)
+        self._by_network = max(len(plan.passes) - 1, 0)  # levels that the network drafts
         self.nodes = len(shape)
 
         def integers(*sizes: int) -> torch.Tensor:
@@ -205,13 +208,16 @@ class DecodeLoop:
     def _step(self, rows: int, needs: int, edits: EditState | None) -> None:
         if self.draft is not None:
             self._propose(self.draft, rows)
-        elif self._look_up is not None or self.host_drafts is not None:
-            slots, host_drafts = (
-                self._slots[:rows],
-                None if self.host_drafts is None else self.host_drafts[:rows],
-            )
+        if self._look_up is not None or self.host_drafts is not None:
             prompt_lookup(
-                slots, self.requests, self._look_up, host_drafts, self._rows, self.nodes, self.found
+                self._slots[:rows],
+                self.requests,
+                self._look_up,
+                None if self.host_drafts is None else self.host_drafts[:rows],
+                self._rows,
+                self.nodes,
+                self.found,
+                kept=self._by_network,
             )
         candidates = self._verify(rows, needs, edits)
         if self._kept is not None and self.features is not None:

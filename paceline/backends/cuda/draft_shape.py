@@ -120,9 +120,19 @@ class StepPlan:
         return sum(pass_rows.tiles for pass_rows in self.passes[:number])
 
 
-def plan_step(shape: DraftShape, target_height: int, catch_up_rows: int, draft_height: int) -> StepPlan:
-    """The plan of a step in which the drafter catches up on at most `catch_up_rows` tokens; 0: no drafter."""
-    levels = [shape.inner(depth) for depth in range(1, shape.levels)]
+def plan_step(
+    shape: DraftShape,
+    target_height: int,
+    catch_up_rows: int,
+    draft_height: int,
+    draft_levels: int | None = None,
+) -> StepPlan:
+    """The plan of a step in which the drafter catches up on at most `catch_up_rows` tokens; 0: no drafter.
+
+    It drafts the first `draft_levels` levels of the tree; None: all.
+    """
+    drafted = shape.levels if draft_levels is None else min(draft_levels, shape.levels)
+    levels = [shape.inner(depth) for depth in range(1, drafted)]
     passes = [PassRows(range(len(shape)), target_height)]
     if catch_up_rows:
         passes.append(PassRows(range(catch_up_rows), draft_height))

@@ -19,15 +19,19 @@ class ChainAcceptance:
     counts as rejected.
     """
 
-    def __init__(self, longest: int, chances: Sequence[float], weight: float) -> None:
-        """The prior: `chances` by depth (the last one holds for deeper tokens too), worth `weight` drafts."""
+    def __init__(self, longest: int, chances: Sequence[float], weight: float, share: float = 1.0) -> None:
+        """The prior: `chances` by depth (the last one holds for deeper tokens too), worth `weight` drafts;
+        and the `share` of requests that have a draft."""
         known = np.array([*chances[:longest], *[chances[-1]] * (longest - len(chances))])
         self._tries = weight * np.cumprod([1.0, *known[:-1]])  # [depth]
         self._hits = self._tries * known  # [depth]
+        self._asked, self._drafted = weight, weight * share  # requests, and those of them with a draft
 
     def add(self, drafts: Sequence[DraftFacts], requests: int, length: int) -> None:
         """Count the drafts of a pass in which each of `requests` could have a draft of this length."""
         fades = self._fades(length, requests)
+        self._asked = fades[0] * self._asked + requests
+        self._drafted = fades[0] * self._drafted + sum([draft.count for draft in drafts])
         accepted = np.zeros(length + 1, dtype=np.int64)
         untried = np.zeros(length, dtype=np.int64)
         for draft in drafts:
@@ -52,6 +56,11 @@ class ChainAcceptance:
         fade = CONFIG.chains.fade ** min(drafts, CONFIG.chains.max_fades)
         return np.where(self._tries[:length] > 1.0, fade, 1.0)
 
+    @property
+    def share(self) -> float:
+        """The fraction of requests that have a draft."""
+        return float(self._drafted / self._asked)
+
     def accepted(self, length: int) -> float:
         """Expected accepted tokens of a draft of this length."""
         parent = CONFIG.chains.parent_weight
@@ -65,7 +74,8 @@ class ChainAcceptance:
 
     def facts(self) -> dict[str, list[float]]:
         """The counts as JSON values."""
-        return {"tries": self._tries.tolist(), "hits": self._hits.tolist()}
+        drafted = [float(self._asked), float(self._drafted)]
+        return {"tries": self._tries.tolist(), "hits": self._hits.tolist(), "drafted": drafted}
 
     def begin_with(self, facts: Mapping[str, Any]) -> None:
         """Start from these facts. KeyError, ValueError or TypeError if they make no sense."""
@@ -73,7 +83,10 @@ class ChainAcceptance:
         is_sound = tries.shape == hits.shape == self._tries.shape
         if not is_sound or not (hits >= 0.0).all() or not (hits <= tries).all() or not (tries > 0.0).all():
             raise ValueError("these are not counts of drafts")
-        self._tries, self._hits = tries, hits
+        asked, drafted = (float(count) for count in facts["drafted"])
+        if not 0.0 <= drafted <= asked or not asked > 0.0:
+            raise ValueError("these are not counts of requests")
+        self._tries, self._hits, self._asked, self._drafted = tries, hits, asked, drafted
 
 
 def known_chances(known: Mapping[str, Any], drafter: str, greedy: bool) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from paceline.control.config import CONFIG
@@ -80,23 +80,23 @@ class DevicePassCosts:
     def facts(self) -> dict[str, Any]:
         """What passes in traffic took, as JSON values; start-up times are measured anew."""
         seen = [
-            [plan.drafter, plan.budget, requests, context, seconds, count]
+            [plan.label, requests, context, seconds, count]
             for (plan, requests, context), (seconds, count) in self._seen.items()
-            if plan.branching == 1
         ]
         return {"passes": seen, "catch_up": self._catch_up_on_host}
 
-    def begin_with(self, facts: Mapping[str, Any]) -> None:
-        """Start from these facts. KeyError, ValueError or TypeError if they make no sense."""
+    def begin_with(self, facts: Mapping[str, Any], plans: Iterable[DraftPlan]) -> None:
+        """Start from these facts, as far as they are about `plans`. KeyError, ValueError or TypeError if they
+        make no sense."""
         seen: dict[Kind, tuple[float, int]] = {}
-        for drafter, budget, requests, context, seconds, count in facts["passes"]:
-            is_plan = (drafter is None) == (int(budget) == 0)
-            if not 0.0 < float(seconds) < 1e3 or int(requests) < 1 or not is_plan:
+        by_label = {plan.label: plan for plan in plans}
+        for label, requests, context, seconds, count in facts["passes"]:
+            if not 0.0 < float(seconds) < 1e3 or int(requests) < 1:
                 raise ValueError("these are not costs of passes")
-            plan = DraftPlan(None if drafter is None else str(drafter), int(budget))
             # old times count for little: the machine or the other programs on it may have changed
             weight = min(int(count), CONFIG.device_passes.measured_weight)
-            seen[plan, int(requests), int(context)] = float(seconds), weight
+            if label in by_label:
+                seen[by_label[label], int(requests), int(context)] = float(seconds), weight
         host = facts["catch_up"]
         self._catch_up_on_host = None if host is None else float(host)
         self._seen = seen

@@ -1,6 +1,7 @@
-"""Plans passes that draft on the device: one drafter and one length for all requests, or plain decoding.
+"""Plans passes that draft on the device: one plan for all requests, or plain decoding.
 
-    tokens of a pass      1 + the expected accepted tokens of a chain (acceptance/chains.py)
+    tokens of a pass      1 + the expected accepted tokens of a chain (acceptance/chains.py); of a cascade,
+                          of what is looked up, and of the head's where nothing is found
     seconds of a pass     by plan, requests and context (cost/device_passes.py)
     catching up           of a head with prompts, spread over the tokens that requests will still get
 
@@ -20,20 +21,13 @@ from paceline.control.config import CONFIG
 from paceline.control.controller import Load
 from paceline.control.cost.device_passes import DevicePassCosts, request_bucket
 from paceline.control.explorer import DeviceExplorer
+from paceline.control.planner.arms import Arm, drafting_parts
 from paceline.control.planner.device_load import DeviceLoad
 from paceline.core.stats import StepStats
 from paceline.core.trees import PLAIN, DraftPlan
 
 if TYPE_CHECKING:
     from paceline.core.request import Request
-
-
-@dataclass(frozen=True)
-class Arm:
-    """A way to draft on the device."""
-
-    plan: DraftPlan
-    attaches: bool = False  # a head: it must compute all tokens of a request before it can draft for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +67,9 @@ class DevicePlanner:
         self.arms = {arm.plan: arm for arm in (Arm(PLAIN), *arms)}
         self._acceptance = acceptance
         self._costs = DevicePassCosts()
-        lookups = [arm.plan for arm in arms if not arm.attaches]
-        self.shadow = max(lookups, key=lambda plan: plan.levels, default=None)  # drafted beside plain passes
+        # drafted beside plain passes; beside a head, lookups are known from its cascades
+        lookups = [] if any(arm.attaches for arm in arms) else [arm.plan for arm in arms]
+        self.shadow = max(lookups, key=lambda plan: plan.levels, default=None)
         self._explorer = DeviceExplorer(list(self.arms), self.shadow)
         self._load = DeviceLoad()
         per_token = CONFIG.device_passes.guess_per_token
@@ -148,7 +143,7 @@ class DevicePlanner:
                 arm,
                 1.0 + load.usable * (self.tokens(plan) - 1.0),
                 self.seconds(plan),
-                *(self._catch_up(plan) if arm.attaches else (0.0, 0.0)),
+                *(self._catch_up() if arm.attaches else (0.0, 0.0)),
                 costs.knows(plan, load.requests, load.context),
                 self._margin(plan),
             )
@@ -156,14 +151,14 @@ class DevicePlanner:
             if load.requests <= costs.max_requests(plan)
         }
 
-    def _catch_up(self, plan: DraftPlan) -> tuple[float, float]:
-        """Seconds until the plan's head can draft for all present requests, and per token that they get.
+    def _catch_up(self) -> tuple[float, float]:
+        """Seconds until the head can draft for all present requests, and per token that they get.
 
         If it must be attached to requests that decode, passes in flight end first. In steady traffic the
         prompts of later requests count instead of the present ones: a share `replaced` of the cost.
         """
         load, each = self._load, self._costs.catch_up()
-        is_attached = plan.drafter == self._plan.drafter or not load.is_decoding
+        is_attached = self.arms[self._plan].attaches or not load.is_decoding
         seconds = load.catch_up(is_attached) * each
         if not is_attached:
             seconds += CONFIG.explorer.attach_cost * self.seconds(PLAIN)
@@ -192,8 +187,11 @@ class DevicePlanner:
         shadow, greedy = stats.shadow, self._load.greedy
         if shadow is not None and (shadow.drafter, greedy) in self._acceptance:
             self._acceptance[shadow.drafter, greedy].add_shadow(shadow)
-        if plan.drafter is not None:
-            self._acceptance[plan.drafter, greedy].add(stats.drafts, stats.requests, plan.levels)
+        asked = stats.requests
+        for part in drafting_parts(plan):
+            drafts = [draft for draft in stats.drafts if draft.drafter == part.drafter]
+            self._acceptance[part.drafter or "", greedy].add(drafts, asked, part.levels)
+            asked -= sum([draft.count for draft in drafts])
         # the first passes compile and capture graphs: that earns no time for trials
         usual = CONFIG.device_passes.max_outlier * self.seconds(plan)
         self._explorer.observe(plan, self._pass, min(stats.total_time, usual))
@@ -209,7 +207,7 @@ class DevicePlanner:
 
     def begin_with(self, facts: Mapping[str, Any]) -> None:
         """Start from these facts. KeyError, ValueError or TypeError if they make no sense."""
-        self._costs.begin_with(facts["costs"])
+        self._costs.begin_with(facts["costs"], self.arms)
         self._load.begin_with(facts["load"])
         for drafter, greedy, chains in facts["chains"]:
             if (drafter, greedy) in self._acceptance:
@@ -217,9 +215,12 @@ class DevicePlanner:
 
     def tokens(self, plan: DraftPlan) -> float:
         """Expected new tokens of a pass by this plan, for one request."""
-        if plan.drafter is None:
-            return 1.0
-        return 1.0 + self._acceptance[plan.drafter, self._load.greedy].accepted(plan.levels)
+        tokens, asked = 1.0, 1.0
+        for part in drafting_parts(plan):
+            acceptance = self._acceptance[part.drafter or "", self._load.greedy]
+            tokens += asked * acceptance.accepted(part.levels)
+            asked *= 1.0 - acceptance.share
+        return tokens
 
     def seconds(self, plan: DraftPlan) -> float:
         """Expected seconds of a pass by this plan under the present load."""

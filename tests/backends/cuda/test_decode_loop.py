@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.backends.async_decoding import NgramLookup
 from paceline.backends.base import HeadBatch
 from paceline.core.forward import ForwardBatch, chain_parents
 from paceline.core.params import SamplingParams
@@ -179,10 +180,12 @@ def test_a_head_begins_with_the_features_that_its_pool_keeps(
     assert draft.features[0].unique().tolist() == [page * PAGE_SIZE + (LENGTH - 1) % PAGE_SIZE]
 
 
+@pytest.mark.parametrize("is_found", [False, True])
 def test_a_head_catches_up_with_the_features_of_accepted_tokens(
-    device: torch.device, dtype: torch.dtype
+    is_found: bool, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """One drafted token is made right, so two tokens are new. The next is what a runner drafts after them."""
+    """One drafted token is made right, so two tokens are new. The next is what a runner drafts after them,
+    also if the right one was not the head's but looked up."""
     from paceline.backends.cuda.decode_loop import DecodeLoop
     from paceline.backends.cuda.draft_networks import HeadNetwork
     from paceline.backends.cuda.draft_shape import chain_shape
@@ -193,8 +196,12 @@ def test_a_head_catches_up_with_the_features_of_accepted_tokens(
     case = Case(0.0, device, dtype)
     head = load_head_weights(random_checkpoint(HEAD), case.weights)
     draft = HeadNetwork(head, case.pool(), (0, 1), chain_shape(1), ROWS, LONGEST, PAGE_SIZE)
-    loop = DecodeLoop(case.weights, case.pool(), case.state, ROWS, PAGE_SIZE, draft)
-    draft.target_ids = torch.full((40,), right, dtype=torch.int32, device=device)
+    look_up = NgramLookup(2, 2) if is_found else None
+    loop = DecodeLoop(case.weights, case.pool(), case.state, ROWS, PAGE_SIZE, draft, look_up=look_up)
+    guess = (right + 1) % 60 if is_found else right
+    draft.target_ids = torch.full((40,), guess, dtype=torch.int32, device=device)
+    end = case.state.tokens[1, LENGTH - 1 : LENGTH + 1].tolist()
+    case.state.tokens[1, 2:5] = torch.tensor([*end, right])  # looked up; no pass reads it
     loop.begin([1], ROWS, torch.ones(1, 64, device=device))
     loop.step(ROWS)
     assert loop.counts.tolist() == [2, 0]

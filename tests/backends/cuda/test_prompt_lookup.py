@@ -111,6 +111,21 @@ def test_what_no_request_can_have_is_not_drafted(device: torch.device) -> None:
     assert found[1] == on_the_host(text, 2, 4, limits[1] - len(text))
 
 
+def test_where_nothing_is_found_the_tokens_of_a_network_stay(device: torch.device) -> None:
+    from paceline.backends.cuda.kernels.prompt_lookup import prompt_lookup
+    from paceline.backends.cuda.kernels.step_rows import LINES, StepRows, make_requests
+
+    state = make_requests(2, LONGEST, 16, device)
+    for slot, text in enumerate(([1, 2, 3, 4, 5, 6, 1, 2], [1, 2, 3, 4])):
+        state.tokens[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
+        state.lengths[slot] = len(text) - 1
+    drafted = torch.full((LINES, 12), 9, dtype=torch.int32, device=device)
+    slots, found = torch.arange(2, dtype=torch.int32, device=device), torch.zeros_like(state.lengths)
+    prompt_lookup(slots, state, NgramLookup(2, 4), None, StepRows(drafted, drafted), 6, found, kept=3)
+    assert drafted[0].tolist() == [9, 3, 4, 5, 6, 1, 9, 9, 9, 9, 0, 0]
+    assert found.tolist() == [5, 0]
+
+
 def by_reference(text: list[int], host_draft: HostDraft, options: NgramLookup | None, most: int) -> list[int]:
     """The chain after a text: the rest of the host's draft, if it matches, or else what is looked up."""
     most = min(most, CHAIN)

@@ -1,9 +1,10 @@
-"""Drafts without a network: the host's optimistic draft, or prompt lookup (n-gram matching in the own text).
+"""Drafts from texts: the host's optimistic draft, or prompt lookup (n-gram matching in the own text).
 
 One program has one request. If the host has drafted for it and the tokens sampled since then match that
 draft, its next tokens are the chain. Otherwise, for every position of the text it counts how many tokens up
-to there equal the end of the text; the longest match wins and, among equals, the newest. Nothing is indexed
-or kept between steps: scanning 8,000 tokens takes 4 microseconds. draft/ngram.py is the reference.
+to there equal the end of the text; the longest match wins and, among equals, the newest. If nothing is
+found, tokens that a network has drafted stay. Nothing is indexed or kept between steps: scanning 8,000 tokens
+takes 4 microseconds. draft/ngram.py is the reference.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def _prompt_lookup_kernel(  # type: ignore[no-untyped-def]
     longest,
     nodes,
     host_drafts,
+    kept,
     least: tl.constexpr,
     most: tl.constexpr,
     block: tl.constexpr,
@@ -81,7 +83,7 @@ def _prompt_lookup_kernel(  # type: ignore[no-untyped-def]
         is_found = longest_match > 0
         tokens = tl.where(is_found, tl.load(text_at + after, mask=drafted, other=0), tokens)
         found = tl.where(is_found, nodes - 1, found)
-    tl.store(nodes_at + request * nodes + node, tokens, mask=drafted)
+    tl.store(nodes_at + request * nodes + node, tokens, mask=drafted & (node > tl.where(found > 0, 0, kept)))
     tl.store(found_at + request, tl.maximum(tl.minimum(tl.minimum(found, nodes - 1), limit - 1 - length), 0))
 
 
@@ -93,13 +95,15 @@ def prompt_lookup(
     rows: StepRows,
     nodes: int,
     found: torch.Tensor,
+    kept: int = 0,
     largest_block: int = LARGEST_BLOCK,
 ) -> None:
     """Draft `nodes` - 1 tokens for the requests in `slots` int32 [requests].
 
     `host_drafts` int32 [requests, 1 + most] are lines as the decoder's `launch` takes them; None: none.
     Without `options` nothing is looked up. `found` int32 [requests] gets the number of tokens drafted for
-    each. Tokens after them are 0, or undefined beyond the request's limit.
+    each. Tokens after them are 0, or undefined beyond the request's limit; but where nothing is found, the
+    first `kept` tokens stay as they are.
     """
     pdl, longest = supports_pdl(slots.device), state.tokens.shape[1]
     assert longest <= MAX_TEXT.value
@@ -117,6 +121,7 @@ def prompt_lookup(
         longest,
         nodes,
         most,
+        kept,
         options.shortest if options is not None else 0,
         options.longest if options is not None else 0,
         block,
