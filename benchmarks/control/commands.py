@@ -47,6 +47,10 @@ def grid_command(
     ] = False,
     backend: Annotated[str, typer.Option(help="Backend of the model: cpu, torch or cuda.")] = "cpu",
     draft: Annotated[str, typer.Option(help="What auto is, on a GPU; such as auto,eagle3:PATH.")] = "auto",
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="On a GPU: start no cell after this many seconds.", show_default="all cells"),
+    ] = None,
     threads: Threads = None,
     quantization: Quantization = "auto",
     json_file: JsonFile = None,
@@ -83,6 +87,7 @@ def grid_command(
         backend=backend,
         temperatures=() if temperature is None else (temperature,),
         auto=draft,
+        seconds=seconds,
         threads=threads,
         quantization=quantization,
     )

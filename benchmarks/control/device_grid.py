@@ -2,11 +2,14 @@
 
 Engines take tens of seconds to capture their graphs there, and runs only tenths. So there is one engine
 without drafters and one with `auto`. The fixed settings are requests to the latter that name a method and a
-length, and each cell is the best of several rounds.
+length, and each cell is the best of several rounds. Off runs twice in each round: what its two figures differ
+by is chance, and so is as much of any other difference.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,12 +27,14 @@ from paceline.draft.methods import AUTO
 
 TEMPERATURES = (0.0, 0.8)
 HEADS = ("eagle3", "eagle", "mtp", "draft_model")  # methods with weights that draft on the device
-HEAD_LENGTHS = (2, 3, 5)
-LOOKUP_LENGTHS = (3, 7)
+HEAD_LENGTHS = {"ngram": (7,)}, (2, 3, 5, 7)  # fixed lookups, and chains of the head
+LOOKUP_LENGTHS = {"suffix": (3, 7)}
+AGAIN = "off, again"
 
 
 def run_device_grid(options: GridOptions, on_turn: OnTurn = lambda _: None) -> Grid:
-    """All cells: every workload, concurrency and temperature."""
+    """All cells: every workload, concurrency and temperature, as many as there is time for."""
+    start = time.monotonic()
     with empty_memory():
         model = load_model(_config(options, OFF))
         engines = {name: build_engine(_config(options, name), model).engine for name in (OFF, options.auto)}
@@ -42,9 +47,15 @@ def run_device_grid(options: GridOptions, on_turn: OnTurn = lambda _: None) -> G
         for workload in options.workloads:
             for concurrency in options.concurrencies:
                 for temperature in options.temperatures or TEMPERATURES:
+                    if cells and time.monotonic() - start > (options.seconds or math.inf):
+                        continue
                     tasks = _tasks(options, workload, concurrency, temperature, model)
                     speeds, wrong = _measure(options, runners, tasks, concurrency, settings, on_turn)
-                    cells.append(Cell(load_workload(workload).name, concurrency, speeds, temperature))
+                    again = speeds.pop(AGAIN)
+                    spread = abs(again / speeds[OFF] - 1)
+                    speeds[OFF] = max(again, speeds[OFF])
+                    name = load_workload(workload).name
+                    cells.append(Cell(name, concurrency, speeds, temperature, spread))
                     differing += wrong
         for runner in runners.values():
             runner.close()
@@ -57,10 +68,15 @@ def _config(options: GridOptions, draft: Any) -> Any:
 
 
 def _fixed_settings(methods: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """What requests ask for, by label: chains of the engine's head, or of look-ups if it has none."""
+    """What requests ask for, by label: lookups, and chains of the engine's head if it has one."""
     head = next((name for name in HEADS if name in methods), None)
-    method, lengths = ("suffix", LOOKUP_LENGTHS) if head is None else (head, HEAD_LENGTHS)
-    return {f"{method} {length}": {"method": method, "num_speculative_tokens": length} for length in lengths}
+    lookups, lengths = HEAD_LENGTHS
+    by_method = LOOKUP_LENGTHS if head is None else {**lookups, head: lengths}
+    return {
+        f"{method} {length}": {"method": method, "num_speculative_tokens": length}
+        for method, lengths in by_method.items()
+        for length in lengths
+    }
 
 
 def _tasks(
@@ -84,6 +100,7 @@ def _measure(
     for label, asked in settings.items():
         asking = [replace(task, params=replace(task.params, speculative=asked)) for task in tasks]
         ways[label] = options.auto, asking
+    ways[AGAIN] = ways[OFF]
     speeds: dict[str, float] = {}
     expected: list[list[int]] = []
     differing = 0

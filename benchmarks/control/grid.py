@@ -49,6 +49,7 @@ class GridOptions:
     quantization: str = "auto"
     temperatures: tuple[float, ...] = ()  # of the grid on a GPU: each is measured, whatever prompts say
     auto: str = AUTO  # the speculative_config of auto, on a GPU
+    seconds: float | None = None  # after which no cell starts, on a GPU; None: all are measured
 
     def contest(self, concurrency: int, methods: Mapping[str, Any]) -> SpeculationOptions:
         """What is measured at one concurrency."""
@@ -69,7 +70,7 @@ class GridOptions:
         """Approximate number of turns, for a progress bar."""
         if self.backend == "cuda":
             cells = len(self.workloads) * len(self.concurrencies) * len(self.temperatures or (0, 1))
-            return 5 * self.rounds * cells
+            return 8 * self.rounds * cells
         contestants = len(self.methods) if self.methods else 2 + len(HEAD_LENGTHS) + 3
         return sum(self.contest(number, {}).num_turns(contestants) for number in self.concurrencies)
 
@@ -82,6 +83,7 @@ class Cell:
     concurrency: int
     tokens_per_second: Mapping[str, float]  # by method
     temperature: float | None = None  # None: each prompt's own
+    off_spread: float | None = None  # by which two measurements of off differ; None: it was measured once
 
     def speedup(self, method: str) -> float:
         return self.tokens_per_second[method] / self.tokens_per_second[OFF]
@@ -107,6 +109,7 @@ class Cell:
             "concurrency": self.concurrency,
             "temperature": self.temperature,
             "off_tokens_per_second": self.tokens_per_second[OFF],
+            "off_spread": self.off_spread,
             "speedups_vs_off": {method: self.speedup(method) for method in self.tokens_per_second},
             "best_fixed": best,
             "auto_vs_best_fixed": self.auto_of_best,

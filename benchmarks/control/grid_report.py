@@ -7,7 +7,17 @@ from paceline.bench.report.result import Figure, Finding, Mark, Ranges, Result, 
 from paceline.bench.run.speculation import OFF
 from paceline.draft.methods import AUTO
 
-HEADINGS = ("cell", "off\ntok/s", "auto\n/ off", "best fixed", "best\n/ off", "auto\n/ best", "bars")
+HEADINGS = (
+    "cell",
+    "off\ntok/s",
+    "off\n/ off",
+    "auto\n/ off",
+    "best fixed",
+    "best\n/ off",
+    "auto\n/ best",
+    "bars",
+)
+NOISY = 0.02  # spread of off from which on a cell says little
 FIXED = "fixed settings"  # all series except auto
 
 
@@ -40,8 +50,12 @@ def _cells(cell: Cell) -> list[str]:
     bars = ("" if cell.speedup(AUTO) >= NEVER_SLOWER else "SLOWER ") + (
         "" if cell.auto_of_best >= NEAR_BEST else "BEHIND"
     )
+    spread = cell.off_spread
+    if spread is not None and spread > NOISY:
+        bars += " (noisy)"
     return [
         f"{cell.tokens_per_second[OFF]:,.0f}",
+        "" if spread is None else f"±{spread:.1%}",
         f"{cell.speedup(AUTO):.3f}",
         best,
         f"{cell.speedup(best):.3f}",
@@ -70,11 +84,17 @@ def _by_mean(grid: Grid) -> list[tuple[str, float]]:
 
 
 def _notes(grid: Grid) -> list[str]:
+    noisy = [cell.label for cell in grid.cells if (cell.off_spread or 0.0) > NOISY]
     began = "what earlier runs had learned" if grid.options.learned else "an empty memory"
     return [
         f"auto began with {began}; what it learns in a cell and what that costs is in the figures.",
         "best fixed: the quickest of all others in that cell, off among them. It is chosen afterwards, so "
         "where several are as good, luck makes it look better than it is.",
+        *(
+            [f"off / off: two runs of off differ by more than {NOISY:.0%} in {', '.join(noisy)}."]
+            if noisy
+            else []
+        ),
     ]
 
 

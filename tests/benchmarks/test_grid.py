@@ -103,7 +103,8 @@ def test_a_grid_of_two_engines_measures_fixed_settings_by_what_requests_ask_for(
     assert [cell.label for cell in found.cells] == [
         f"letters x{requests} T={heat}" for requests in (1, 2) for heat in ("0", "0.8")
     ]
-    assert turns == ["off", "auto", "suffix 3", "suffix 7"] * 4
+    assert turns == ["off", "auto", "suffix 3", "suffix 7", "off, again"] * 4
+    assert all(cell.off_spread is not None for cell in found.cells)
     assert found.identical
     assert "letters x2 T=0.8" in html_page(grid_result(found))
 

@@ -137,23 +137,24 @@ class World:
     ) -> tuple[StepStats, list[int], list[str]]:
         """All requests have the same plan, and every row of it is computed, drafted or not."""
         plan = planned.plans[0]
-        name, length = plan.drafter or "", plan.levels
+        length, parts = plan.levels, [part for part in (plan, plan.second()) if part.budget]
         drafts, tokens = [], 0
         for request in running:
-            drafter = self.drafters.get(name)
             accepted = 0
-            if drafter is not None and rng.random() < drafter.finds(step):
-                while accepted < length and rng.random() < drafter.right(step):
-                    accepted += 1
-                facts = (request.request_id, request.segment, name, length, length, accepted)
-                drafts.append(DraftFacts(*facts, path=tuple(range(accepted))))
+            for part in parts:
+                drafter = self.drafters[part.drafter or ""]
+                if rng.random() < drafter.finds(step):
+                    while accepted < part.levels and rng.random() < drafter.right(step):
+                        accepted += 1
+                    facts = (request.request_id, request.segment, part.drafter, part.levels, part.levels)
+                    drafts.append(DraftFacts(*facts, accepted, path=tuple(range(accepted))))
+                    break
             request.num_output += 1 + accepted
             tokens += 1 + accepted
         shadow = None if planned.shadow is None else self._shadowed(step, running, planned.shadow, rng)
         rows = len(running) * (1 + length)
         seconds = self.pass_seconds(rows)
-        if plan.budget:
-            seconds += length * self.drafters[name].seconds_per_level
+        seconds += sum([part.levels * self.drafters[part.drafter].seconds_per_level for part in parts])
         stats = StepStats(
             requests=len(running),
             overlapped=True,
@@ -164,7 +165,7 @@ class World:
             shadow=shadow,
             forward_time=seconds * float(rng.lognormal(0.0, self.noise)),
         )
-        return stats, [length] * len(running), [name] * len(running)
+        return stats, [length] * len(running), [plan.label] * len(running)
 
     def _shadowed(
         self, step: int, running: Sequence[SimulatedRequest], plan: DraftPlan, rng: np.random.Generator

@@ -114,6 +114,10 @@ class DecodeLoop:
         self._plan = plan = plan_step(shape, own_height, catch_up_rows, height, draft_levels)
         self._by_network = max(len(plan.passes) - 1, 0)  # levels that the network drafts
         self.nodes = len(shape)
+        # of looked-up tokens that were accepted last, a head has no keys and values; in a first step it is not
+        # known which these are, so it computes all that may be
+        reads_texts = look_up is not None and kept is not None and not always
+        self._recomputed = max(catch_up_rows, 1) if reads_texts else 1
 
         def integers(*sizes: int) -> torch.Tensor:
             return torch.zeros(sizes, dtype=torch.int32, device=device)
@@ -166,7 +170,7 @@ class DecodeLoop:
         self._graphs.run(("begin", rows), lambda: self._begin(rows))
         self._uses_shared_prefix = False
         if features is not None and self.draft is not None and self.draft.features is not None:
-            self._first_features(self.draft.features)[: len(slots)] = features
+            self._first_features(self.draft.features)[: len(slots), 0] = features
 
     def use_shared_prefix(self, shared_prefix: SharedPrefix | None) -> None:
         """Read prefixes that the requests of `begin` share once, for the `nodes` rows of each."""
@@ -182,15 +186,18 @@ class DecodeLoop:
         valid_slots = chosen.clamp(min=0).long()
         self._sampler.begin(state, valid_slots)
         if self.draft is not None and self.draft.features is not None and self._kept is not None:
-            index = (state.lengths[valid_slots].long() - 1).clamp(min=0)
-            pages = state.pages[valid_slots, index // self.page_size].long()
-            slot_mapping = pages * self.page_size + index % self.page_size
-            self._first_features(self.draft.features)[:rows] = self._kept.features[slot_mapping].float()
-        begin_rows(chosen, state, self._shape, self._rows, self.page_size)
+            count, lengths = self._recomputed, state.lengths[valid_slots, None].long()
+            first = (lengths - count).clamp(min=0)
+            index = torch.minimum(first + torch.arange(count, device=first.device), lengths - 1).clamp(min=0)
+            pages = state.pages[valid_slots[:, None], index // self.page_size].long()
+            slot_mapping = pages * self.page_size + index % self.page_size  # [rows, count]
+            kept = self._kept.features[slot_mapping].float()
+            self._first_features(self.draft.features)[:rows, :count] = kept
+        begin_rows(chosen, state, self._shape, self._rows, self.page_size, self._recomputed)
 
     def _first_features(self, features: torch.Tensor) -> torch.Tensor:
-        """The features of the roots, with which a head begins: float32 [requests, width]."""
-        return features.view(-1, self.nodes, features.shape[1])[:, 0]
+        """The features with which a head begins: float32 [requests, nodes, width], the oldest first."""
+        return features.view(-1, self.nodes, features.shape[1])
 
     def drafted(self, rows: int) -> torch.Tensor:
         """The tokens of a step's nodes: int32 [rows, nodes]. The first is the root, the last known token."""

@@ -225,6 +225,33 @@ def test_a_head_catches_up_with_the_features_of_accepted_tokens(
     assert loop.drafted(ROWS)[0, 1] == expected.tokens[0, 0]
 
 
+@pytest.mark.parametrize("computed", [2, LENGTH])
+def test_a_head_below_lookups_begins_with_the_features_of_the_last_tokens(
+    computed: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Which of them were looked up is not known, and of those it has no keys and values."""
+    from paceline.backends.cuda.decode_loop import DecodeLoop
+    from paceline.backends.cuda.head import HeadPool
+
+    case = Case(0.0, device, dtype)
+    case.state.lengths[1] = computed
+    draft = case.draft("head")
+    features = torch.arange(PAGES * PAGE_SIZE, device=device)[:, None].repeat(1, 64).to(dtype)
+    parts = torch.arange(2, dtype=torch.int32, device=device)
+    kept = HeadPool(PAGES, 0, draft.pool.keys, draft.pool.values, features, parts)
+    target = case.weights, case.pool(), case.state, ROWS, PAGE_SIZE
+    loop = DecodeLoop(*target, draft, kept=kept, look_up=NgramLookup(2, 2))
+    loop.begin([1], ROWS)
+    count = min(computed, draft.catch_up_rows)
+    slots = [int(case.state.pages[1, 0]) * PAGE_SIZE + computed - count + row for row in range(count)]
+    assert draft.features[:count, 0].tolist() == slots
+    catches_up = loop._pass(1, ROWS)
+    tokens = case.state.tokens[1, computed - count + 1 : computed + 1]
+    assert catches_up.tokens[:count].tolist() == tokens.tolist()
+    assert catches_up.sources[:count].tolist() == list(range(count))
+    assert catches_up.tables.positions[:count].tolist() == list(range(computed - count + 1, computed + 1))
+
+
 def test_nothing_is_computed_at_a_limit(device: torch.device, dtype: torch.dtype) -> None:
     """One index is left: the root gives a token, which the host had drafted, and no more come."""
     from paceline.backends.cuda.draft_shape import chain_shape

@@ -210,6 +210,7 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
     nodes,
     num_rows,
     num_tiles,
+    recomputed,
     catch_up_rows: tl.constexpr,
     always: tl.constexpr,
     levels: tl.constexpr,
@@ -223,10 +224,12 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
     slot = tl.load(slots_at + request)
     valid_slot = tl.maximum(slot, 0)
     length, limit = tl.load(lengths_at + valid_slot), tl.load(limits_at + valid_slot)
-    fresh = tl.minimum(length + 1, always if always > 0 else 1)
-    if catch_up_rows > 0:  # the last computed token's feature is in the root's row
-        source = nodes * requests + request * catch_up_rows
-        tl.store(lines_at + 5 * stride + source, request * nodes)
+    last = tl.minimum(length, recomputed)
+    fresh = tl.minimum(length + 1, always) if always > 0 else tl.maximum(last, 1)
+    if catch_up_rows > 0:  # the features of the last computed tokens are in the rows of the first nodes
+        number = tl.arange(0, wide_rows)
+        source = nodes * requests + request * catch_up_rows + number
+        tl.store(lines_at + 5 * stride + source, request * nodes + number, mask=number < fresh)
     write_rows(
         request,
         requests,
@@ -248,9 +251,17 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
 
 
 def begin_rows(
-    slots: torch.Tensor, state: DeviceRequests, shape: ShapeTables, rows: StepRows, page_size: int
+    slots: torch.Tensor,
+    state: DeviceRequests,
+    shape: ShapeTables,
+    rows: StepRows,
+    page_size: int,
+    recomputed: int = 1,
 ) -> None:
-    """Write the rows of the first step of the requests in `slots` int32 [requests]; -1: padding."""
+    """Write the rows of the first step of the requests in `slots` int32 [requests]; -1: padding.
+
+    A head computes the last `recomputed` tokens of each, as many as there are, again.
+    """
     _begin_kernel[(len(slots),)](
         slots,
         state.tokens,
@@ -263,6 +274,7 @@ def begin_rows(
         shape.tiles,
         shape.paths,
         rows.lines.stride(0),
+        recomputed=recomputed,
         **shape.arguments(state, page_size),
         num_warps=4,
     )
