@@ -9,11 +9,11 @@ import pytest
 
 from paceline.control.acceptance.chains import ChainAcceptance
 from paceline.control.auto import AutoController
-from paceline.control.controller import Load
+from paceline.control.controller import FixedController, Load
 from paceline.control.cost.device_passes import DevicePassCosts
 from paceline.control.decision import Decision
 from paceline.control.memory import Memory
-from paceline.control.planner.arms import Arm
+from paceline.control.planner.arms import Arm, device_arms, prior_acceptance
 from paceline.control.planner.device import DevicePlanner
 from paceline.core.stats import DraftFacts, StepStats
 from paceline.core.trees import PLAIN, DraftPlan
@@ -265,3 +265,34 @@ def test_decisions_are_logged_with_their_numbers():
     assert gains[-1]["drafts"][0][:2] == ("all", "head")
     assert gains[-1]["gain"] > 1.5
     assert auto.facts().gain > 2
+
+
+def both(lookups: float, copied: float, seconds: Callable[[float], float], count: int) -> World:
+    """A head that is right in 7 of 10 cases, beside lookups that find something for this share of passes."""
+    head = SimulatedDrafter(lambda step: 0.7, 0.0, PER_LEVEL)
+    texts = SimulatedDrafter(lambda step: copied, 0.0, 0.0, lambda step: lookups)
+    return World({"text": texts, "head": head}, seconds, lambda step: count, on_device=True)
+
+
+@pytest.mark.parametrize("count", [1, 16])
+@pytest.mark.parametrize("seconds", [small, busy])
+@pytest.mark.parametrize(("lookups", "copied"), [(0.02, 0.3), (0.5, 0.97)])
+def test_lookups_and_a_head_in_one_pass_are_as_fast_as_the_best_of_their_arms(
+    lookups, copied, seconds, count
+):
+    longest = {"text": 15, "head": 7}
+    arms = device_arms("head", "text", longest)
+    planner = DevicePlanner(arms, prior_acceptance(longest, ["head"], {}))
+    plans = {name: DraftPlan(name, most) for name, most in longest.items()}
+    auto = AutoController(plans, World({}).costs(), device=planner)
+    for plan in auto.device_plans():
+        head = plan.levels if plan.otherwise is None else plan.otherwise.levels
+        by_head = 0.0 if plan.drafter == "text" and plan.otherwise is None else PER_LEVEL * head
+        auto.expect(plan, {count: seconds(count * (1 + plan.levels)) + by_head})
+    fixed = {
+        plan.label: rate(both(lookups, copied, seconds, count).run(FixedController(plan), 600))
+        for plan in auto.device_plans()
+    }
+    done = both(lookups, copied, seconds, count).run(auto, 700)
+    assert rate(done[100:]) > 0.95 * max(fixed.values())
+    assert rate(done[:100]) > 0.9 * max(fixed.values())
