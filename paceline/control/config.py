@@ -6,9 +6,9 @@ a decoding pass without drafts; as a unit, it makes a number hold on slow and fa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+
+from paceline.control.device_config import ChainConfig, DeviceCostConfig, DevicePlannerConfig
 
 
 @dataclass(frozen=True)
@@ -64,21 +64,6 @@ class DraftCostConfig:
 
 
 @dataclass(frozen=True)
-class DeviceCostConfig:
-    """Seconds of passes on the device, by plan, requests and context."""
-
-    guess_per_token: float = 0.1  # plain passes that a drafted token adds, before anything was measured
-    rate: float = 0.05  # step size of the seconds of one kind of pass
-    measured_weight: int = 3  # passes that a measurement at start-up counts for
-    max_outlier: float = 2.0  # ratio to the usual seconds at which an observation is clipped
-    # a head's catching up, which the device computes and the host prepares
-    catch_up_guess: float = 0.001  # plain passes per token, before it was measured
-    catch_up_rate: float = 0.2  # step size of the host's seconds per token
-    catch_up_tokens: int = 512  # a pass over fewer tokens takes the host as long as over these
-    max_catch_up: float = 4.0  # the host's seconds per token, in those of the device, at most
-
-
-@dataclass(frozen=True)
 class AcceptanceConfig:
     """How likely drafted nodes are to be accepted."""
 
@@ -111,15 +96,6 @@ class AcceptanceConfig:
     total_scenarios: int = 128  # of all requests of a choice together: bounds its time
     min_scenarios: int = 8  # of one request
     max_scenarios: int = 48
-
-
-@dataclass(frozen=True)
-class ChainConfig:
-    """Acceptance of chains that are drafted on the device."""
-
-    fade: float = 0.99  # factor on the counts per draft
-    max_fades: int = 4  # per pass: drafts of one pass are alike
-    parent_weight: float = 1.0  # drafts that the depth above counts for, where little was seen
 
 
 @dataclass(frozen=True)
@@ -156,50 +132,6 @@ class PlannerConfig:
     # a choice is repeated when drafts bring less than expected
     max_shortfall: float = 10.0  # tokens, times the square root of the requests
     shortfall_fade: float = 0.97  # factor per step
-
-
-@dataclass(frozen=True)
-class DevicePlannerConfig:
-    """The choice among a few plans for passes on the device."""
-
-    start_margin: float = 1.04  # over plain decoding, to draft
-    # more of it for each doubling of the requests, while passes under this load were timed only at start-up
-    unseen_margin: float = 0.01
-    switch_margin: float = 1.02  # over the present plan: for less, nothing is switched
-    hold: int = 8  # passes
-    young_passes: int = 48  # first passes, in which ...
-    young_hold: int = 4  # ... choices hold shorter
-    settle_passes: int = 2  # after a switch, not timed: they overlap with passes of the old plan
-    # what a head's catching up is spread over
-    usual_output: float = 0.6  # of max_tokens, before an output has ended
-    few_requests: int = 4  # up to here it is not charged: their prompts take little of the time
-    least_output: float = 0.25  # of a usual output: the least that is still expected of a request
-    end_rate: float = 0.05  # step size of what is learned from each output that ends
-    # of the accepted tokens of a large batch that nothing follows: of 16 and of 64 requests of 64 tokens,
-    # about 30 and 38 % did not shorten the run (docs/lab/2026-11-17-auto-on-gpu.md)
-    spread_loss: float = 0.4
-    # arms: graphs are captured for each, so there are few
-    head_lengths: tuple[int, ...] = (2, 3, 5, 7)  # tokens of a head's chains
-    lookup_lengths: tuple[int, ...] = (3, 7)  # tokens of chains that are looked up in texts
-    # tokens of what is looked up, and of a head's chain where nothing is found; 0: no head. Up to 8 rows a
-    # megakernel computes all layers, so 7 found tokens cost little more than 5 with one request
-    cascade_lengths: tuple[tuple[int, int], ...] = ((2, 2), (3, 3), (7, 5), (15, 3), (7, 0))
-    # lookups beside a head: after shorter matches its guesses are better
-    lookup: Mapping[str, Any] = field(
-        default_factory=lambda: {
-            "method": "ngram",
-            "num_speculative_tokens": 15,
-            "prompt_lookup_min": 3,
-            "prompt_lookup_max": 8,
-        }
-    )
-    # prior acceptance by depth (the last holds for deeper tokens), and the drafts that it counts for
-    head_chances: tuple[float, ...] = (0.7,)
-    sampled_chances: tuple[float, ...] = (0.6,)
-    head_weight: int = 12
-    lookup_chances: tuple[float, ...] = (0.1, 0.7)  # most lookups find nothing
-    lookup_weight: int = 3
-    lookup_share: float = 0.12  # of requests for which something is found
 
 
 @dataclass(frozen=True)

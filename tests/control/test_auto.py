@@ -132,7 +132,7 @@ def large_model_seconds(rows: float) -> float:
 
 @pytest.mark.parametrize(
     ("concurrency", "right"),
-    in_turn({str(count): count for count in (4, 16, 64, 96, 128, 256)}, {"half": 0.5, "most": 0.85}),
+    in_turn({str(count): count for count in (1, 4, 16, 64, 96, 128, 256)}, {"half": 0.5, "most": 0.85}),
 )
 def test_with_many_requests_it_is_near_the_best_fixed_length_after_a_hundred_steps(right, concurrency):
     """What passes of more than 64 rows cost was never measured: it must learn that from a few steps."""
