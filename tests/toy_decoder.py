@@ -76,9 +76,10 @@ class ToyDecoder:
         self._temperatures = np.zeros(slots)  # [slots]
         self._truncation = np.zeros((slots, NUM_FIELDS))  # [slots, NUM_FIELDS]
         self._takes_drafts = np.ones(slots, dtype=np.bool_)  # [slots]
-        self._texts: dict[int, list[int]] = {}  # slot: its tokens, if `join` had them
+        self._texts: dict[int, list[int]] = {}  # slot: its tokens, if they were written
         self._edits: dict[int, LogitEdits | None] = {}
         self._since: dict[int, list[int]] = {}  # slot: tokens that it got since it joined
+        self._joined: dict[int, int] = {}  # slot: tokens that it had then
         self._asks_logprobs: dict[int, bool] = {}
         self._fields: dict[int, list[list[float]]] = {}  # slot: fields of its rows in this pass
         self._unread: deque[DecodeOutput] = deque()
@@ -98,8 +99,12 @@ class ToyDecoder:
             self._texts.pop(slot, None)
             self._edits[slot], self._since[slot] = requests.edits[number], []
             self._asks_logprobs[slot] = bool(requests.logprobs[number])
-            if requests.texts is not None:
-                self._texts[slot] = requests.texts[number].tolist()
+            self._joined[slot] = int(requests.lengths[number]) + 1
+
+    def write_texts(self, slots: Sequence[int], texts: Sequence[Int32Array]) -> None:
+        for slot, text in zip(slots, texts, strict=True):
+            assert text[self._joined[slot] :].tolist() == self._since[slot][: len(text) - self._joined[slot]]
+            self._texts[slot] = [*text[: self._joined[slot]].tolist(), *self._since[slot]]
 
     @property
     def supported_sampling(self) -> SamplingNeeds:

@@ -29,12 +29,10 @@ class SlotInits:
     truncation: Float64Array  # [requests, fields of core/truncation.py]
     logprobs: BoolArray  # [requests] whether log-probabilities are asked
     edits: Sequence[LogitEdits | None]  # [requests] None: logits stay as they are
-    # [requests] all tokens of each, for passes that draft from texts; None: only the last two are needed
-    texts: Sequence[Int32Array] | None = None
 
     @classmethod
-    def of(cls, requests: Sequence[Request], with_texts: bool) -> SlotInits:
-        """The present state of these requests; `with_texts`: with all their tokens."""
+    def of(cls, requests: Sequence[Request]) -> SlotInits:
+        """The present state of these requests."""
         params = [request.params for request in requests]
         return cls(
             slots=np.array([request.slot for request in requests], dtype=np.int32),
@@ -50,9 +48,6 @@ class SlotInits:
                 request.sampler.logit_edits() if request.sampling_needs & SamplingNeeds.LOGIT_EDITS else None
                 for request in requests
             ],
-            texts=[np.array(request.token_ids, dtype=np.int32) for request in requests]
-            if with_texts
-            else None,
         )
 
 
@@ -130,6 +125,13 @@ class AsyncDecoder(Protocol):
 
     def join(self, requests: SlotInits) -> None:
         """Initialize the slots of requests, or overwrite the state of slots in use."""
+        ...
+
+    def write_texts(self, slots: Sequence[int], texts: Sequence[Int32Array]) -> None:
+        """Write the tokens of requests that have joined, as far as the host knows them, to their slots.
+
+        Passes in flight may have sampled more. Only passes that draft from texts need all tokens.
+        """
         ...
 
     def launch(

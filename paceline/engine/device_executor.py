@@ -70,6 +70,7 @@ class DeviceExecutor:
         self._drafts: dict[DraftPlan, DeviceDraft] = {}
         self._passes: deque[tuple[list[Scheduled], DraftPlan]] = deque()  # in flight
         self._joined: dict[Request, int] = {}  # requests in the decoder: their passes in flight
+        self._with_texts: set[Request] = set()  # those of them whose whole texts are there
         self._head = AttachedHead(drafting, clock)
         self._last_plan = PLAIN
         self._optimistic = OptimisticDrafts(drafting)
@@ -203,15 +204,25 @@ class DeviceExecutor:
         self._passes.append((schedule.parts, plan))
         if new:
             self._forget_finished()
-            decoder.join(SlotInits.of(new, with_texts=decoder.supports_lookup and self._drafting.reads_texts))
+            decoder.join(SlotInits.of(new))
         for request in requests:
             self._joined[request] = self._joined.get(request, 0) + 1
         expected = None
+        if draft is not None and draft.reads_texts:
+            self._write_texts(decoder, requests)
         if draft is not None and draft.host_tokens:
             expected = self._optimistic.rows(plan, requests, draft.host_tokens)
         decoder.launch([request.slot for request in requests], self._kv.page_tables, draft, expected)
         self._shadow(schedule, requests, plan)
         return InFlight(schedule, self._read, self._skip)
+
+    def _write_texts(self, decoder: AsyncDecoder, requests: Sequence[Request]) -> None:
+        """Write the texts of these requests to the device, once: only then are they needed there."""
+        new = [request for request in requests if request not in self._with_texts]
+        if new:
+            texts = [np.array(request.token_ids, dtype=np.int32) for request in new]
+            decoder.write_texts([request.slot for request in new], texts)
+            self._with_texts.update(new)
 
     def _shadow(self, schedule: Schedule, requests: Sequence[Request], plan: DraftPlan) -> None:
         """Make shadow drafts while a plain pass runs, if the step plan asks for them."""
@@ -313,6 +324,7 @@ class DeviceExecutor:
         self._head.detach()
         self.shadow.clear()
         self._joined.clear()
+        self._with_texts.clear()
 
     def drop(self) -> None:
         """Forget the passes in flight: one of them failed."""
@@ -320,10 +332,12 @@ class DeviceExecutor:
             self._made.drop()
         self._passes.clear()
         self._joined.clear()
+        self._with_texts.clear()
         self._head.drop()
 
     def _forget_finished(self) -> None:
         self._joined = {request: count for request, count in self._joined.items() if not request.finished}
+        self._with_texts.intersection_update(self._joined)
         self._head.forget_finished()
         self._optimistic.forget_finished()
 

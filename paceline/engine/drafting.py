@@ -228,11 +228,6 @@ class Drafting:
                 self.note_failure(name, requests, error)
             self.asked = None
 
-    @property
-    def reads_texts(self) -> bool:
-        """Whether device passes may draft from the requests' own texts."""
-        return not all(device.attaches for device in self._on_device.values())
-
     def only_reads_texts(self, plan: DraftPlan) -> bool:
         """Whether all drafters of this plan, of its `otherwise` too, need nothing but the requests' texts."""
         if plan.drafter is not None and self._drafters[plan.drafter].needs != DrafterNeeds():

@@ -120,6 +120,9 @@ class SimulatedDevice(Backend):
     def join(self, requests: SlotInits) -> None:
         return
 
+    def write_texts(self, slots: Sequence[int], texts: Sequence[Int32Array]) -> None:
+        return
+
     def launch(
         self,
         slots: Sequence[int],

@@ -95,6 +95,12 @@ class CudaAsyncDecoder:
         self._lengths[requests.slots] = self._joined[requests.slots] = requests.lengths
         self._last = None
 
+    @everywhere
+    @torch.inference_mode()
+    def write_texts(self, slots: Sequence[int], texts: Sequence[Int32Array]) -> None:
+        """Write the known tokens of requests that have joined to their slots."""
+        self._writer.write_texts(slots, texts)
+
     def launch(
         self,
         slots: Sequence[int],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -14,6 +15,7 @@ from paceline.backends.cuda.graphs import Graphs, bucket, buckets
 from paceline.backends.cuda.kernels.logit_edits import EditState, make_edit_state
 from paceline.backends.cuda.kernels.step_rows import DeviceRequests
 from paceline.backends.cuda.tables import to_device
+from paceline.core.arrays import Int32Array
 from paceline.core.request import SamplingNeeds
 from paceline.core.truncation import KEEPS_ALL, NUM_FIELDS
 
@@ -57,10 +59,18 @@ class SlotWriter:
         staged = staged[:, np.arange(count) % len(requests.slots)]  # duplicates are harmless
         self._staged[:, :count].copy_(to_device(staged, self._device))
         self._graphs.run(count, lambda: self._init_slots(count))
-        for slot, text in zip(requests.slots.tolist(), requests.texts or (), strict=False):
-            self._state.tokens[slot, : len(text)] = to_device(text, self._device)
         self._init_edits(requests)
         self.needs[requests.slots] = _sampling_needs(requests)
+
+    def write_texts(self, slots: Sequence[int], texts: Sequence[Int32Array]) -> None:
+        """Write the first tokens of these slots: one copy for all. Tokens after them stay."""
+        tokens = self._state.tokens
+        places = [
+            slot * tokens.shape[1] + np.arange(len(text)) for slot, text in zip(slots, texts, strict=True)
+        ]
+        values = to_device(np.concatenate((*places, *texts)), self._device)
+        count = len(values) // 2
+        tokens.view(-1)[values[:count]] = values[count:].int()
 
     def prepare(self) -> None:
         """Capture a graph for every bucket. No slot may be in use."""

@@ -63,7 +63,20 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
 
     made: list[Recording] = []
 
-    def loop(weights, pool, state, rows, size, network, given, feature_layers, kept, look_up, host_drafts):  # type: ignore[no-untyped-def]
+    def loop(
+        weights,
+        pool,
+        state,
+        rows,
+        size,
+        network,
+        given,
+        feature_layers,
+        kept,
+        look_up,
+        host_drafts,
+        draft_levels,
+    ):  # type: ignore[no-untyped-def]
         made.append(Recording(state, rows, 1 + given.levels, host_drafts))
         return made[-1]
 

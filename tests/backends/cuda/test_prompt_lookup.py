@@ -270,14 +270,14 @@ def test_steps_that_look_up_leave_the_tokens_as_they_are(device: torch.device, d
     assert case.state.tokens[1, LENGTH + 1 : LENGTH + 4].tolist() == expected
 
 
-def test_texts_of_initialized_slots_are_on_the_device(device: torch.device) -> None:
+def test_texts_are_written_to_their_slots_up_to_their_ends(device: torch.device) -> None:
+    """What passes have sampled since then stays."""
     from tests.backends.cuda.test_async_decoder import joining, make_decoder
 
     decoder = make_decoder(device)
-    texts = [np.arange(8, dtype=np.int32), np.arange(100, 104, dtype=np.int32)]
-    told = joining([4, 2], [7, 3])
-    decoder.join(type(told)(**{**told.__dict__, "texts": texts}))
-    assert decoder._requests.tokens[4, :9].tolist() == [*range(8), 0]
+    decoder.join(joining([4, 2], [9, 3]))
+    decoder.write_texts([4, 2], [np.arange(8, dtype=np.int32), np.arange(100, 104, dtype=np.int32)])
+    assert decoder._requests.tokens[4, :11].tolist() == [*range(8), 44, 54, 0]
     assert decoder._requests.tokens[2, :5].tolist() == [100, 101, 102, 103, 0]
 
 
