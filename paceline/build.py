@@ -139,7 +139,9 @@ def build_engine(
     drafters = {
         name: load_drafter(name, configured, target) for name, configured in speculation.drafters.items()
     }
-    deepest = max([configured.plan.levels for configured in speculation.drafters.values()], default=0)
+    levels = {name: configured.plan.levels for name, configured in speculation.drafters.items()}
+    heads = [levels[name] for name, drafter in drafters.items() if drafter.needs.bytes_per_page]
+    deepest = max(heads or levels.values(), default=0)  # beside a head, longer lookups are for few requests
     size = size_cache(
         page_size=backend.page_size,
         bytes_per_page=backend.bytes_per_page()

@@ -381,14 +381,14 @@ def test_every_change_of_the_controllers_plan_is_followed(branching):
 
 
 def test_the_decoder_has_buffers_for_a_bounded_number_of_plans():
-    drafter = ScriptedDrafter({tuple(prompt(number, 5)): [] for number in range(9)}, "right")
+    drafter = ScriptedDrafter({tuple(prompt(number, 5)): [] for number in range(MAX_DRAFTS + 3)}, "right")
     backend = ToyBackend(on_device=True)
     engine = toy_engine(backend, drafter=drafter, budget=3)
     launched = []
-    for length in range(1, 8):
+    for length in range(1, MAX_DRAFTS + 3):
         before = backend.num_launched
         engine._controller = FixedController(DraftPlan("scripted", length))
         engine.add_request(prompt(length, 5), params(length, max_tokens=9, ignore_eos=True))
         drain(engine)
         launched.append(backend.num_launched > before)
-    assert launched == [True] * MAX_DRAFTS + [False] * (7 - MAX_DRAFTS)
+    assert launched == [True] * MAX_DRAFTS + [False] * 2
