@@ -22,6 +22,7 @@ from paceline.control.explorer import Explorer
 from paceline.control.guard import ABGuard
 from paceline.control.memory import Memory, restore, save
 from paceline.control.planner import evaluate
+from paceline.control.planner.arms import drafting_parts
 from paceline.control.planner.cache import PlanCache
 from paceline.control.planner.device import DevicePlanner
 from paceline.control.planner.host import HostPlanner
@@ -122,7 +123,8 @@ class AutoController(Controller):
         self.reasons[device.reason] += 1
         facts = ControlFacts(device.reason, self.regret, device.gain, self.poor_segments)
         if self._log is not None and (self._facts is None or self._facts.reason != facts.reason):
-            drafts = (("all", plan.drafter or "", plan.levels),) if plan.budget else ()
+            names = "+".join([part.drafter or "" for part in drafting_parts(plan)])
+            drafts = (("all", names, plan.levels),) if plan.budget else ()
             best, plain = (
                 Choice(None, load.running * device.tokens(own), device.seconds(own)) for own in (plan, PLAIN)
             )

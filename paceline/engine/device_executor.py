@@ -22,29 +22,24 @@ from itertools import compress
 import numpy as np
 
 from paceline.backends.async_decoding import AsyncDecoder, DecodeOutput, DeviceDraft, SlotInits
-from paceline.core.arrays import Float64Array, Int64Array
+from paceline.core.arrays import Int64Array
 from paceline.core.features import Features
-from paceline.core.request import Request, SamplingNeeds
+from paceline.core.request import Request
 from paceline.core.schedule import Scheduled
 from paceline.core.trees import PLAIN, DraftPlan
-from paceline.core.verdict import Verdict
 from paceline.engine.attached_head import AttachedHead
+from paceline.engine.device_results import NOT_TOGETHER, advance_sampling, drafted_parts
 from paceline.engine.drafting import Drafting
 from paceline.engine.optimistic import OptimisticDrafts
 from paceline.engine.pipeline import InFlight, Schedule, StepResult, StepTimer
 from paceline.engine.shadow import ShadowDrafts
-from paceline.engine.step_stats import Shape
-from paceline.engine.verification import chosen_logprobs, chosen_verdict
+from paceline.engine.verification import chosen_verdict
 from paceline.kv.cache import KVCache
 
 logger = logging.getLogger(__name__)
 
 SPARE_TOKENS = 64  # tokens reserved at once, so that few passes have to send new page numbers
 MAX_DRAFTS = 10  # draft plans with buffers on the device; others go through the host
-# plain ints: every pass compares them for all requests, and operators of an IntFlag take a microsecond
-_LOGIT_EDITS, _LOGPROBS = int(SamplingNeeds.LOGIT_EDITS), int(SamplingNeeds.LOGPROBS)
-# A device edits logits in place, and log-probabilities are those of the logits before.
-_NOT_TOGETHER = _LOGIT_EDITS | _LOGPROBS
 MAX_TEXT_DRAFT_ROWS = 512  # rows of a pass with longer drafts than a head's; for more there are no buffers
 
 
@@ -96,7 +91,7 @@ class DeviceExecutor:
     def can_sample(self, request: Request) -> bool:
         """Whether the device can sample a request's next tokens."""
         needs = request.sampling_needs
-        return not needs & self._not_sampled and needs & _NOT_TOGETHER != _NOT_TOGETHER
+        return not needs & self._not_sampled and needs & NOT_TOGETHER != NOT_TOGETHER
 
     def draft(self, plan: DraftPlan) -> DeviceDraft | None:
         """How the decoder drafts by this plan; None if it cannot."""
@@ -247,21 +242,11 @@ class DeviceExecutor:
             for row, part in zip(rows, parts, strict=True)
         ]
         for row, part, verdict in zip(rows, parts, verdicts, strict=True):
-            if needs := part.request.sampling_needs & _NOT_TOGETHER:
+            if needs := part.request.sampling_needs & NOT_TOGETHER:
                 logprobs = None if output.logprobs is None else output.logprobs[row]
-                _advance_sampling(part.request, needs, verdict, logprobs)
-        shapes: list[Shape] = []
-        found = [plan.levels] * len(parts) if output.found is None else output.found[rows].tolist()
-        if plan.otherwise is not None:  # where nothing was found, the head has drafted
-            second = plan.second()
-            parts = [
-                part if count or not part.plan.budget else replace(part, plan=second)
-                for part, count in zip(parts, found, strict=True)
-            ]
-            found = [count or part.plan.levels for part, count in zip(parts, found, strict=True)]
-        if plan.budget:
-            pairs = zip(parts, found, strict=True)
-            shapes = [Shape(count, count) if part.plan.budget else Shape(0, 0) for part, count in pairs]
+                advance_sampling(part.request, needs, verdict, logprobs)
+        found = None if output.found is None else output.found[rows].tolist()
+        parts, shapes = drafted_parts(parts, plan, found)
         attended = (1 + plan.levels) * sum([part.request.num_computed for part in parts])
         features = self._features(parts, rows, output)
         timer.end("verify")
@@ -340,15 +325,6 @@ class DeviceExecutor:
         self._with_texts.intersection_update(self._joined)
         self._head.forget_finished()
         self._optimistic.forget_finished()
-
-
-def _advance_sampling(request: Request, needs: int, verdict: Verdict, logprobs: Float64Array | None) -> None:
-    """Add the log-probabilities of a verdict's tokens, and count the tokens for penalties, if asked."""
-    if needs & _LOGPROBS and logprobs is not None:
-        verdict.logprobs = chosen_logprobs(verdict, request, logprobs.tolist())
-    if needs & _LOGIT_EDITS:
-        for token in verdict.tokens:
-            request.sampler.advance(token)
 
 
 def common_plan(parts: Sequence[Scheduled]) -> DraftPlan:

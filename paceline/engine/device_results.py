@@ -1,0 +1,49 @@
+"""What a pass on the device says of each of its requests: who has drafted, and what samplers must know."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.core.arrays import Float64Array
+from paceline.core.request import Request, SamplingNeeds
+from paceline.core.schedule import Scheduled
+from paceline.core.trees import DraftPlan
+from paceline.core.verdict import Verdict
+from paceline.engine.step_stats import Shape
+from paceline.engine.verification import chosen_logprobs
+
+# plain ints: every pass compares them for all requests, and operators of an IntFlag take a microsecond
+LOGIT_EDITS, LOGPROBS = int(SamplingNeeds.LOGIT_EDITS), int(SamplingNeeds.LOGPROBS)
+# A device edits logits in place, and log-probabilities are those of the logits before.
+NOT_TOGETHER = LOGIT_EDITS | LOGPROBS
+
+
+def advance_sampling(request: Request, needs: int, verdict: Verdict, logprobs: Float64Array | None) -> None:
+    """Add the log-probabilities of a verdict's tokens, and count the tokens for penalties, if asked."""
+    if needs & LOGPROBS and logprobs is not None:
+        verdict.logprobs = chosen_logprobs(verdict, request, logprobs.tolist())
+    if needs & LOGIT_EDITS:
+        for token in verdict.tokens:
+            request.sampler.advance(token)
+
+
+def drafted_parts(
+    parts: list[Scheduled], plan: DraftPlan, found: Sequence[int] | None
+) -> tuple[list[Scheduled], list[Shape]]:
+    """The parts with the plans that their drafts came from, and the shapes of these; none of a plain pass.
+
+    `found`: tokens that were drafted from texts. Where there are none, the `otherwise` plan has drafted.
+    """
+    if not plan.budget:
+        return parts, []
+    counts = [plan.levels] * len(parts) if found is None else list(found)
+    if found is not None and plan.otherwise is not None:
+        second = plan.second()
+        counts = [count or second.levels for count in found]
+        parts = [
+            part if count or not part.plan.budget else Scheduled(part.request, part.num_tokens, second)
+            for part, count in zip(parts, found, strict=True)
+        ]
+    shapes = {count: Shape(count, count) for count in (0, *counts)}
+    pairs = zip(parts, counts, strict=True)
+    return parts, [shapes[count if part.plan.budget else 0] for part, count in pairs]
