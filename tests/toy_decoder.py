@@ -76,10 +76,10 @@ class ToyDecoder:
         self._temperatures = np.zeros(slots)  # [slots]
         self._truncation = np.zeros((slots, NUM_FIELDS))  # [slots, NUM_FIELDS]
         self._takes_drafts = np.ones(slots, dtype=np.bool_)  # [slots]
-        self._texts: dict[int, list[int]] = {}  # slot: its tokens, if they were written
+        self._texts: dict[int, list[int]] = {}  # slot: its tokens, -1 where unknown
+        self._written: set[int] = set()  # slots whose texts were written since they joined, or before
         self._edits: dict[int, LogitEdits | None] = {}
         self._since: dict[int, list[int]] = {}  # slot: tokens that it got since it joined
-        self._joined: dict[int, int] = {}  # slot: tokens that it had then
         self._asks_logprobs: dict[int, bool] = {}
         self._fields: dict[int, list[list[float]]] = {}  # slot: fields of its rows in this pass
         self._unread: deque[DecodeOutput] = deque()
@@ -96,15 +96,28 @@ class ToyDecoder:
         self._truncation[slots], self._takes_drafts[slots] = requests.truncation, requests.takes_drafts
         self._next_slot_pages = {}
         for number, slot in enumerate(slots.tolist()):
-            self._texts.pop(slot, None)
+            self._texts[slot] = [
+                -1 if slot not in self._written else token for token in self._texts.get(slot, [])
+            ]
+            self._written.discard(slot)
             self._edits[slot], self._since[slot] = requests.edits[number], []
             self._asks_logprobs[slot] = bool(requests.logprobs[number])
-            self._joined[slot] = int(requests.lengths[number]) + 1
+            for back in (1, 0):
+                self._write(
+                    slot, int(requests.lengths[number]) - back, int(requests.tokens[number, 1 - back])
+                )
 
     def write_texts(self, slots: Sequence[int], texts: Sequence[Int32Array]) -> None:
+        self._written.update(slots)
         for slot, text in zip(slots, texts, strict=True):
-            assert text[self._joined[slot] :].tolist() == self._since[slot][: len(text) - self._joined[slot]]
-            self._texts[slot] = [*text[: self._joined[slot]].tolist(), *self._since[slot]]
+            for index, token in enumerate(text.tolist()):
+                self._write(slot, index, token)
+
+    def _write(self, slot: int, index: int, token: int) -> None:
+        """Write a token of a slot's text; what was never written before it is unknown."""
+        text = self._texts.setdefault(slot, [])
+        text += [-1] * (index + 1 - len(text))
+        text[max(index, 0)] = token
 
     @property
     def supported_sampling(self) -> SamplingNeeds:
@@ -169,8 +182,9 @@ class ToyDecoder:
 
     def _drafted(self, slot: int, draft: DeviceDraft, line: list[int] | None) -> list[int]:
         """The chain of the host's draft for a slot, if it matches the text, else that of prompt lookup."""
-        text, length, options = self._texts[slot], int(self._lengths[slot]), draft.look_up
-        assert len(text) == length + 1, "the decoder lacks tokens of a text"
+        length, options = int(self._lengths[slot]), draft.look_up
+        text = self._texts[slot][: length + 1]
+        assert -1 not in text, "the decoder lacks tokens of a text"
         budget = min(draft.length, int(self._limits[slot]) - 1 - length) if self._takes_drafts[slot] else 0
         chain: list[int] = []
         if line is not None:
@@ -216,8 +230,7 @@ class ToyDecoder:
                 self._fields[slot].append(logprob_fields(raw, chosen[-1]))
         self._tokens[slots] = np.maximum(chosen, 0)
         for slot, token in zip(slots, self._tokens[slots].tolist(), strict=True):
-            if slot in self._texts:
-                self._texts[slot].append(token)
+            self._write(slot, int(self._lengths[slot]), token)
         return np.array(chosen, dtype=np.int32)
 
     def _next_pages(self, slot: int, page_tables: Int32Array) -> list[int]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from paceline.core.request import Request
-from paceline.core.schedule import Scheduled
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.engine.drafting import Drafting
 
@@ -43,10 +42,8 @@ class AttachedHead:
         self._plan = plan
         return True
 
-    def prefill_ahead(self, parts: Sequence[Scheduled], plan: DraftPlan) -> None:
-        """Let the plan's head prefill after the pass of these parts, for requests whose prefill it ends."""
-        ending = [part.request for part in parts if part.num_tokens > 1 and part.reaches_end]
-        coming = [request for request in ending if not request.undrafted]
+    def prefill_ahead(self, coming: Sequence[Request], plan: DraftPlan) -> None:
+        """Let the plan's head prefill these requests after the pass that ends their prefill."""
         if coming:
             start = self._clock()
             self._drafting.prefill_ahead(plan, coming)

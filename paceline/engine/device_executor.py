@@ -65,7 +65,7 @@ class DeviceExecutor:
         self._drafts: dict[DraftPlan, DeviceDraft] = {}
         self._passes: deque[tuple[list[Scheduled], DraftPlan]] = deque()  # in flight
         self._joined: dict[Request, int] = {}  # requests in the decoder: their passes in flight
-        self._with_texts: set[Request] = set()  # those of them whose whole texts are there
+        self._with_texts: set[Request] = set()  # requests whose whole texts are in their slots
         self._head = AttachedHead(drafting, clock)
         self._last_plan = PLAIN
         self._optimistic = OptimisticDrafts(drafting)
@@ -213,8 +213,7 @@ class DeviceExecutor:
 
     def _write_texts(self, decoder: AsyncDecoder, requests: Sequence[Request]) -> None:
         """Write the texts of these requests to the device, once: only then are they needed there."""
-        new = [request for request in requests if request not in self._with_texts]
-        if new:
+        if new := [request for request in requests if request not in self._with_texts]:
             texts = [np.array(request.token_ids, dtype=np.int32) for request in new]
             decoder.write_texts([request.slot for request in new], texts)
             self._with_texts.update(new)
@@ -278,14 +277,21 @@ class DeviceExecutor:
         return Features(output.features[rows], layers, offsets, contexts, [1] * len(parts))
 
     def prefill_ahead(self, parts: Sequence[Scheduled], plan: DraftPlan) -> None:
-        """Let a head catch up after the pass that prefills these requests, if passes by this plan follow.
+        """Let a head catch up after the pass that prefills these requests, if passes by this plan follow, and
+        write their texts to the device if these passes read them.
 
         A request's own plan comes first: passes over requests with different plans do not run on the device.
         """
         plan = next((own for part in parts if (own := part.request.plan) is not None and own.budget), plan)
-        draft = self.draft(plan)
-        if draft is not None and not draft.from_texts:
-            self._head.prefill_ahead(parts, plan)
+        draft, decoder = self.draft(plan), self.decoder()
+        coming = [part.request for part in parts if part.num_tokens > 1 and part.reaches_end]
+        self._with_texts.difference_update(coming)  # one that comes back may have another slot
+        if decoder is None or draft is None or not coming:
+            return
+        if draft.reads_texts:  # now, while the prefill runs: the host has nothing else to do
+            self._write_texts(decoder, coming)
+        if not draft.from_texts:
+            self._head.prefill_ahead([request for request in coming if not request.undrafted], plan)
 
     def take_catch_up(self) -> tuple[int, float]:
         """Tokens that a head has caught up with since the last call, and the host's seconds for them."""
@@ -308,8 +314,8 @@ class DeviceExecutor:
         assert not self._passes
         self._head.detach()
         self.shadow.clear()
+        self._with_texts.difference_update(self._joined)  # of those that were only prefilled they stay
         self._joined.clear()
-        self._with_texts.clear()
 
     def drop(self) -> None:
         """Forget the passes in flight: one of them failed."""
@@ -322,7 +328,7 @@ class DeviceExecutor:
 
     def _forget_finished(self) -> None:
         self._joined = {request: count for request, count in self._joined.items() if not request.finished}
-        self._with_texts.intersection_update(self._joined)
+        self._with_texts = {request for request in self._with_texts if not request.finished}
         self._head.forget_finished()
         self._optimistic.forget_finished()
 
