@@ -8,6 +8,7 @@ by is chance, and so is as much of any other difference.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -43,20 +44,21 @@ def run_device_grid(options: GridOptions, on_turn: OnTurn = lambda _: None) -> G
             engine.prepare()
             runners[name] = EngineRunner(engine, None, whole=True)
         settings = _fixed_settings(list(engines[options.auto].plans))
-        cells, differing = [], 0
-        for workload in options.workloads:
-            for concurrency in options.concurrencies:
-                for temperature in options.temperatures or TEMPERATURES:
-                    if cells and time.monotonic() - start > (options.seconds or math.inf):
-                        continue
-                    tasks = _tasks(options, workload, concurrency, temperature, model)
-                    speeds, wrong = _measure(options, runners, tasks, concurrency, settings, on_turn)
-                    again = speeds.pop(AGAIN)
-                    spread = abs(again / speeds[OFF] - 1)
-                    speeds[OFF] = max(again, speeds[OFF])
-                    name = load_workload(workload).name
-                    cells.append(Cell(name, concurrency, speeds, temperature, spread))
-                    differing += wrong
+        cells: list[Cell] = []
+        differing = 0
+        temperatures = options.temperatures or TEMPERATURES
+        for workload, concurrency, temperature in itertools.product(
+            options.workloads, options.concurrencies, temperatures
+        ):
+            if cells and time.monotonic() - start > (options.seconds or math.inf):
+                break
+            tasks = _tasks(options, workload, concurrency, temperature, model)
+            speeds, wrong = _measure(options, runners, tasks, concurrency, settings, on_turn)
+            again = speeds.pop(AGAIN)
+            spread = abs(again / speeds[OFF] - 1)
+            speeds[OFF] = max(again, speeds[OFF])
+            cells.append(Cell(load_workload(workload).name, concurrency, speeds, temperature, spread))
+            differing += wrong
         for runner in runners.values():
             runner.close()
     return Grid(options, cells, [], differing)

@@ -53,6 +53,7 @@ class DraftModelDrafter(ModelDrafter):
 
     name = "draft_model"
     attaches = True
+    drafts_on_host = False
     catch_up_seconds: float | None = None
     Options = DraftModelOptions
 

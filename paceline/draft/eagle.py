@@ -134,6 +134,7 @@ class HeadDrafter(PagedHeadDrafter[HeadRunner]):
     """Drafts with a head that a HeadRunner runs beside the target."""
 
     attaches = True
+    drafts_on_host = False
     _passes: HeadPasses
 
     def __init__(

@@ -165,6 +165,7 @@ class SimulatedHead(Drafter):
 
     name = "head"
     attaches = True
+    drafts_on_host = False
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
