@@ -11,6 +11,7 @@ from paceline.config import EngineConfig
 from paceline.control.auto import AutoController
 from paceline.draft.base import DrafterNeeds
 from paceline.draft.methods import parse_speculative_config
+from paceline.draft.ngram import NgramDrafter
 from paceline.draft.suffix import SuffixDrafter
 from tests.toy import ScriptedDrafter, ToyBackend
 
@@ -45,6 +46,27 @@ def test_auto_leaves_drafting_to_a_device_that_can_and_decides_elsewhere():
 def test_without_a_head_the_device_drafts_from_texts():
     chosen = controller(True, "auto", ["suffix"])
     assert {plan.drafter for plan in chosen.device_plans()} == {None, "suffix"}
+
+
+def test_beside_a_shipped_head_the_device_looks_up_and_the_head_drafts_where_nothing_is_found(monkeypatch):
+    monkeypatch.setattr(build, "default_method", lambda fingerprint: "eagle3")
+    backend = SimpleNamespace(drafts_on_device=True, supports_features=True)
+    model = SimpleNamespace(backend=backend, fingerprint="any")
+    drafters = build._speculation(EngineConfig.from_options(), model).drafters
+    assert list(drafters) == ["ngram", "eagle3"]
+    head = ScriptedDrafter({}, "right")
+    head.needs = DrafterNeeds()  # its features stay on the device
+    loaded = {"ngram": NgramDrafter(drafters["ngram"].options), "eagle3": head}
+    plans = {name: drafters[name].plan for name in drafters}
+    planner = build._device_planner(plans, loaded, {})
+    assert [(plan.label, arm.attaches) for plan, arm in planner.arms.items()] == [
+        ("off", False),
+        ("ngram 2 + eagle3 2", True),
+        ("ngram 3 + eagle3 3", True),
+        ("ngram 7 + eagle3 5", True),
+        ("ngram 15 + eagle3 3", True),
+        ("ngram 7", False),
+    ]
 
 
 def test_shipped_names_the_head_that_is_shipped_for_the_target():
