@@ -13,7 +13,14 @@ class DeviceCostConfig:
 
     guess_per_token: float = 0.1  # plain passes that a drafted token adds, before anything was measured
     rate: float = 0.05  # step size of the seconds of one kind of pass
-    measured_weight: int = 3  # passes that a measurement at start-up counts for
+    measured_weight: int = 3  # passes that what an earlier engine has learned counts for
+    # what passes take longer than at start-up, in plain passes: deviations of the first guess, for all plans
+    # and for one plan beside that; how far these drift from pass to pass; and the noise of one pass
+    deviation: float = 0.3
+    own_deviation: float = 0.05
+    drift: float = 0.03
+    own_drift: float = 0.001
+    noise: float = 0.15
     max_outlier: float = 2.0  # ratio to the usual seconds at which an observation is clipped
     # a head's catching up, which the device computes and the host prepares
     catch_up_guess: float = 0.001  # plain passes per token, before it was measured
@@ -27,6 +34,8 @@ class ChainConfig:
     """Acceptance of chains that are drafted on the device."""
 
     fade: float = 0.99  # factor on the counts per draft
+    recent_fade: float = 0.94  # the same of recent counts: texts differ, and answers are short
+    usual_weight: float = 6.0  # recent drafts that the usual chance counts for
     max_fades: int = 4  # per pass: drafts of one pass are alike
     parent_weight: float = 1.0  # drafts that the depth above counts for, where little was seen
 
@@ -45,7 +54,8 @@ class DevicePlannerConfig:
     settle_passes: int = 2  # after a switch, not timed: they overlap with passes of the old plan
     # what a head's catching up is spread over
     usual_output: float = 0.6  # of max_tokens, before an output has ended
-    few_requests: int = 4  # up to here it is not charged: their prompts take little of the time
+    # up to here it is not charged when they are prefilled: their prompts take little of the time
+    few_requests: int = 4
     least_output: float = 0.25  # of a usual output: the least that is still expected of a request
     end_rate: float = 0.05  # step size of what is learned from each output that ends
     # of the accepted tokens of a large batch that nothing follows: of 16 and of 64 requests of 64 tokens,

@@ -85,8 +85,9 @@ class DeviceExecutor:
 
     @property
     def needs_features(self) -> bool:
-        """Whether drafters read features of the target's passes: then each is read before the next."""
-        return bool(self._drafting.feature_layers or self._drafting.kept_features)
+        """Whether drafters read features of the target's passes on the host: then each is read before the
+        next. Features that a head's pool keeps stay on the device, in the order of passes."""
+        return bool(self._drafting.feature_layers)
 
     def can_sample(self, request: Request) -> bool:
         """Whether the device can sample a request's next tokens."""

@@ -231,8 +231,24 @@ def test_what_passes_take_longer_in_traffic_is_expected_of_plans_that_were_not_u
         costs.expect(plan, 64, seconds)
     for _ in range(200):
         costs.observe(two, 64, 0, 1.9)
-    assert costs.seconds(seven, 64, 0) == pytest.approx(2.4, rel=0.01)
-    assert costs.seconds(PLAIN, 64, 0) == pytest.approx(1.4, rel=0.01)
+    assert costs.seconds(seven, 64, 0) == pytest.approx(2.4, rel=0.02)
+    assert costs.seconds(PLAIN, 64, 0) == pytest.approx(1.4, rel=0.02)
+
+
+def test_seconds_of_plans_that_are_no_longer_used_follow_those_in_use():
+    costs, two = DevicePassCosts(), DraftPlan("head", 2)
+    for plan, seconds in ((PLAIN, 1.0), (two, 1.5)):
+        costs.expect(plan, 16, seconds)
+    for _ in range(100):
+        costs.observe(PLAIN, 16, 0, 1.6)  # long contexts, for example
+    for _ in range(50):
+        costs.observe(two, 16, 0, 1.6)
+    assert costs.seconds(two, 16, 0) == pytest.approx(1.6, rel=0.02)
+    assert costs.seconds(PLAIN, 16, 0) < 1.25
+    for _ in range(20):
+        costs.observe(PLAIN, 16, 0, 1.4)  # it differs more from the other than at start-up
+        costs.observe(two, 16, 0, 1.6)
+    assert costs.seconds(PLAIN, 16, 0) == pytest.approx(1.4, rel=0.05)
 
 
 def test_what_was_learned_on_the_device_is_known_to_the_next_engine(tmp_path):

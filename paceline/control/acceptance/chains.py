@@ -12,28 +12,47 @@ from paceline.control.cost import Float64Array
 from paceline.core.stats import DraftFacts, ShadowFacts
 
 
+class Counts:
+    """Tried and accepted tokens by depth, and requests with and without a draft. New drafts fade them."""
+
+    def __init__(self, tries: Float64Array, hits: Float64Array, asked: float, drafted: float) -> None:
+        self.tries, self.hits = tries, hits  # [depth]
+        self.asked, self.drafted = asked, drafted  # requests, and those of them with a draft
+
+    def fade(self, factor: float, length: int, least: float) -> None:
+        """Multiply the counts of the first `length` depths; those up to `least` stay."""
+        factors = np.where(self.tries[:length] > least, factor, 1.0)
+        self.tries[:length] *= factors
+        self.hits[:length] *= factors
+        if self.asked > least:
+            self.asked, self.drafted = factor * self.asked, factor * self.drafted
+
+    def add(self, tries: Float64Array, hits: Float64Array) -> None:
+        """Add the counts of the first depths."""
+        self.tries[: len(tries)] += tries
+        self.hits[: len(hits)] += hits
+
+
 class ChainAcceptance:
     """The chance that a drafted token is accepted at each depth, given that all before it were.
 
     Counts fade, so recent drafts count most. Where a draft ends early, or there is none, the next token
-    counts as rejected.
+    counts as rejected. There are two of each: the usual chance is that of about a hundred drafts, and the
+    last few drafts correct it, because the text of one answer is not like that of another.
     """
 
     def __init__(self, longest: int, chances: Sequence[float], weight: float, share: float = 1.0) -> None:
         """The prior: `chances` by depth (the last one holds for deeper tokens too), worth `weight` drafts;
         and the `share` of requests that have a draft."""
         known = np.array([*chances[:longest], *[chances[-1]] * (longest - len(chances))])
-        self._tries = weight * np.cumprod([1.0, *known[:-1]])  # [depth]
-        self._hits = self._tries * known  # [depth]
-        self._asked, self._drafted = weight, weight * share  # requests, and those of them with a draft
+        tries = weight * np.cumprod([1.0, *known[:-1]])
+        self._usual = Counts(tries, tries * known, weight, weight * share)
+        self._recent = Counts(np.zeros(longest), np.zeros(longest), 0.0, 0.0)
 
     def add(self, drafts: Sequence[DraftFacts], requests: int, length: int) -> None:
         """Count the drafts of a pass in which each of `requests` could have a draft of this length."""
-        fades = self._fades(length, requests)
-        self._asked = fades[0] * self._asked + requests
-        self._drafted = fades[0] * self._drafted + sum([draft.count for draft in drafts])
-        accepted = np.zeros(length + 1, dtype=np.int64)
-        untried = np.zeros(length, dtype=np.int64)
+        accepted = np.zeros(length + 1)
+        untried = np.zeros(length)
         for draft in drafts:
             accepted[min(draft.accepted, length)] += draft.count
             if draft.accepted == draft.depth < min(draft.nodes, length):
@@ -41,52 +60,64 @@ class ChainAcceptance:
                 untried[draft.depth] += draft.count
         reached = accepted[::-1].cumsum()[::-1]  # [depth] drafts accepted down to it
         reached[0] = requests
-        self._tries[:length] = fades * self._tries[:length] + reached[:-1] - untried
-        self._hits[:length] = fades * self._hits[:length] + reached[1:]
+        self._count(reached[:-1] - untried, reached[1:], requests)
+        for counts in (self._usual, self._recent):
+            counts.asked += requests
+            counts.drafted += sum([draft.count for draft in drafts])
 
     def add_shadow(self, shadow: ShadowFacts) -> None:
         """Count shadow drafts."""
-        length = min(len(self._tries), len(shadow.tries))
-        fades = self._fades(length, shadow.tries[0])
-        self._tries[:length] = fades * self._tries[:length] + shadow.tries[:length]
-        self._hits[:length] = fades * self._hits[:length] + shadow.hits[:length]
+        length = min(len(self._usual.tries), len(shadow.tries))
+        tries, hits = np.array(shadow.tries[:length]), np.array(shadow.hits[:length])
+        self._count(tries, hits, shadow.tries[0])
 
-    def _fades(self, length: int, drafts: int) -> Float64Array:
-        """[length] factors on the counts after `drafts` new ones. Counts up to 1 do not fade to nothing."""
-        fade = CONFIG.chains.fade ** min(drafts, CONFIG.chains.max_fades)
-        return np.where(self._tries[:length] > 1.0, fade, 1.0)
+    def _count(self, tries: Float64Array, hits: Float64Array, drafts: int) -> None:
+        """Fade the counts for `drafts` new ones, and add these."""
+        fades = min(drafts, CONFIG.chains.max_fades)  # those of one pass are alike
+        self._usual.fade(CONFIG.chains.fade**fades, len(tries), least=1.0)  # never to nothing
+        self._recent.fade(CONFIG.chains.recent_fade**fades, len(tries), least=0.0)
+        for counts in (self._usual, self._recent):
+            counts.add(tries, hits)
 
     @property
     def share(self) -> float:
         """The fraction of requests that have a draft."""
-        return float(self._drafted / self._asked)
+        weight, recent = CONFIG.chains.usual_weight, self._recent
+        usual = self._usual.drafted / self._usual.asked
+        return float((recent.drafted + weight * usual) / (recent.asked + weight))
 
     def accepted(self, length: int) -> float:
         """Expected accepted tokens of a draft of this length."""
-        parent = CONFIG.chains.parent_weight
-        reached, chance, expected = 1.0, float(self._hits[0] / self._tries[0]), 0.0
-        for hits, tries in zip(self._hits[:length].tolist(), self._tries[:length].tolist(), strict=True):
+        config, usual, recent = CONFIG.chains, self._usual, self._recent
+        parent, weight = config.parent_weight, config.usual_weight
+        reached, chance, expected = 1.0, float(usual.hits[0] / usual.tries[0]), 0.0
+        of_depth = zip(
+            *(counts[:length].tolist() for counts in (usual.hits, usual.tries, recent.hits, recent.tries)),
+            strict=True,
+        )
+        for hits, tries, recent_hits, recent_tries in of_depth:
             # at great depth little was seen: there the chance of the depth above holds
             chance = (hits + parent * chance) / (tries + parent)
-            reached *= chance
+            reached *= (recent_hits + weight * chance) / (recent_tries + weight)
             expected += reached
         return expected
 
     def facts(self) -> dict[str, list[float]]:
-        """The counts as JSON values."""
-        drafted = [float(self._asked), float(self._drafted)]
-        return {"tries": self._tries.tolist(), "hits": self._hits.tolist(), "drafted": drafted}
+        """The usual counts as JSON values."""
+        usual = self._usual
+        drafted = [float(usual.asked), float(usual.drafted)]
+        return {"tries": usual.tries.tolist(), "hits": usual.hits.tolist(), "drafted": drafted}
 
     def begin_with(self, facts: Mapping[str, Any]) -> None:
         """Start from these facts. KeyError, ValueError or TypeError if they make no sense."""
         tries, hits = (np.array(facts[name], dtype=np.float64) for name in ("tries", "hits"))
-        is_sound = tries.shape == hits.shape == self._tries.shape
+        is_sound = tries.shape == hits.shape == self._usual.tries.shape
         if not is_sound or not (hits >= 0.0).all() or not (hits <= tries).all() or not (tries > 0.0).all():
             raise ValueError("these are not counts of drafts")
         asked, drafted = (float(count) for count in facts["drafted"])
         if not 0.0 <= drafted <= asked or not asked > 0.0:
             raise ValueError("these are not counts of requests")
-        self._tries, self._hits, self._asked, self._drafted = tries, hits, asked, drafted
+        self._usual = Counts(tries, hits, asked, drafted)
 
 
 def known_chances(known: Mapping[str, Any], drafter: str, greedy: bool) -> list[float]:

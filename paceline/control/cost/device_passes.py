@@ -1,24 +1,49 @@
-"""Seconds of passes on the device, by plan, number of requests and context length."""
+"""Seconds of passes on the device, by plan, number of requests and context length.
+
+A pass takes what it took at start-up, when nothing else ran and contexts were empty, and more: what all plans
+take longer under a load (`Drift`, which changes with the traffic), and what this plan differs from that. Each
+pass updates both, and most of all what is least certain: so the seconds of plans that are not used follow the
+traffic too, and are not those of another hour.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.control.config import CONFIG
 from paceline.core.trees import PLAIN, DraftPlan
 
-Kind = tuple[DraftPlan, int, int]  # of a pass: its plan, and the buckets of its requests and their context
+Load = tuple[int, int]  # the buckets of requests, and of their context
+Kind = tuple[DraftPlan, int, int]  # of a pass: its plan, and its load
+
+
+@dataclass
+class Drift:
+    """A number of plain passes that is learned from noisy observations: a Kalman filter of one state."""
+
+    value: float = 0.0
+    variance: float = 0.0
+
+    def update(self, error: float, total_variance: float) -> None:
+        """Take the part of an error that this number probably has, of all that it may come from."""
+        gain = self.variance / total_variance
+        self.value += gain * error
+        self.variance *= 1.0 - gain
 
 
 class DevicePassCosts:
-    """A moving mean for each kind of pass. A kind that was never seen is estimated from the nearest one."""
+    """What was measured at start-up and learned since then. Without a measurement, a moving mean for each
+    kind of pass; a kind that was never seen is estimated from the nearest one."""
 
     def __init__(self) -> None:
         self._measured: dict[tuple[DraftPlan, int], float] = {}  # at start-up
         self._max_requests: dict[DraftPlan, int] = {}  # of those measurements
         self._seen: dict[Kind, tuple[float, int]] = {}  # mean seconds, and of how many passes
+        self._drifts: dict[Load, Drift] = {}  # of all plans
+        self._own_drifts: dict[Kind, Drift] = {}  # of one plan, beside that
         self._catch_up_on_device: float | None = None  # seconds per token, measured at start-up
         self._catch_up_on_host: float | None = None  # seconds per token, moving mean
 
@@ -42,13 +67,45 @@ class DevicePassCosts:
     def observe(self, plan: DraftPlan, requests: int, context: int, seconds: float) -> None:
         """Update from a pass; one that took much longer than usual is clipped."""
         config, usual, count = CONFIG.device_passes, seconds, 0
-        if (plan, requests, context) in self._seen:
-            usual, count = self._seen[plan, requests, context]
-        elif (plan, requests) in self._measured:
-            usual, count = self.seconds(plan, requests, context), config.measured_weight
+        kind = plan, requests, context
+        is_measured = (plan, requests) in self._measured
+        if kind in self._seen:
+            usual, count = self._seen[kind]
+        if is_measured:
+            usual = self.seconds(*kind)
+            self._observe_drift(kind, min(seconds, config.max_outlier * usual) - usual)
         rate = max(config.rate, 1 / (1 + count))
         mean = usual + rate * (min(seconds, config.max_outlier * usual) - usual)
-        self._seen[plan, requests, context] = mean, count + 1
+        self._seen[kind] = (self.seconds(*kind) if is_measured else mean), count + 1
+
+    def _observe_drift(self, kind: Kind, error: float) -> None:
+        """Update what all plans, and this one, take longer than at start-up, from an error in seconds."""
+        config, (_, requests, context) = CONFIG.device_passes, kind
+        unit = self._unit(requests)
+        shared = self._drifts.setdefault((requests, context), self._nearest_drift(requests, context))
+        own = self._own_drifts.setdefault(kind, Drift(0.0, config.own_deviation**2))
+        shared.variance += config.drift**2
+        own.variance += config.own_drift**2
+        total = shared.variance + own.variance + config.noise**2
+        shared.update(error / unit, total)
+        own.update(error / unit, total)
+
+    def _nearest_drift(self, requests: int, context: int) -> Drift:
+        """The first guess under a load: what was learned under the nearest one, or by an earlier engine."""
+        known: dict[Load, float] = {load: drift.value for load, drift in self._drifts.items()}
+        for (plan, count, keys), (seconds, _) in () if known else self._seen.items():
+            if (plan, count) in self._measured:
+                known[count, keys] = (seconds - self._measured[plan, count]) / self._unit(count)
+
+        def distance(load: Load) -> tuple[float, int]:
+            return abs(math.log2(load[0] / requests)), abs(load[1] - context)
+
+        value = known[min(known, key=distance)] if known else 0.0
+        return Drift(value, CONFIG.device_passes.deviation**2)
+
+    def _unit(self, requests: int) -> float:
+        """Seconds of a plain pass at start-up."""
+        return self._measured.get((PLAIN, requests), 1e-3)
 
     def expect_catch_up(self, seconds: float) -> None:
         """Add the seconds per token of a head's catching up on the device, measured at start-up."""
@@ -102,18 +159,18 @@ class DevicePassCosts:
         self._seen = seen
 
     def seconds(self, plan: DraftPlan, requests: int, context: int) -> float:
-        """Of such a pass: the mean, or that of the nearest kind plus their difference at start-up.
-
-        At start-up nothing else ran, and contexts were empty. So the time by which the nearest
-        kind is slower now is added here too; else each unused plan would look better than those in use.
-        """
+        """Of such a pass: as measured and learned, or the mean, or that of the nearest kind of pass."""
         kind = plan, requests, context
+        if (plan, requests) in self._measured:
+            measured = self._measured[plan, requests]
+            shared = self._drifts.get((requests, context)) or self._nearest_drift(requests, context)
+            own = self._own_drifts.get(kind, Drift())
+            return max(measured + (shared.value + own.value) * self._unit(requests), 0.5 * measured)
         if kind in self._seen:
             return self._seen[kind][0]
         per_token = CONFIG.device_passes.guess_per_token
-        known_here = self._measured.get((plan, requests))
         if not self._seen:
-            return 1 + per_token * plan.levels if known_here is None else known_here
+            return 1 + per_token * plan.levels
 
         def distance(other: Kind) -> tuple[float, int, int]:
             other_plan, count, other_context = other
@@ -121,11 +178,7 @@ class DevicePassCosts:
             return abs(math.log2(count / requests)), abs(other_context - context), levels
 
         nearest = min(self._seen, key=distance)
-        nearest_plan, count, _ = nearest
-        known = self._seen[nearest][0]
-        known_there = self._measured.get((nearest_plan, count))
-        if known_here is not None and known_there is not None:
-            return max(known_here + known - known_there, 0.5 * known_here)
+        known, (nearest_plan, _, _) = self._seen[nearest][0], nearest
         return known * (1 + per_token * plan.levels) / (1 + per_token * nearest_plan.levels)
 
 

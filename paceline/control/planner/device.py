@@ -162,7 +162,7 @@ class DevicePlanner:
         seconds = load.catch_up(is_attached) * each
         if not is_attached:
             seconds += CONFIG.explorer.attach_cost * self.seconds(PLAIN)
-        if load.requests <= CONFIG.device_planner.few_requests:
+        if is_attached and load.requests <= CONFIG.device_planner.few_requests:
             return seconds, 0.0
         present, later = seconds / load.tokens_left, load.prompt_per_token * load.requests * each
         return seconds, present + load.replaced * (later - present)
