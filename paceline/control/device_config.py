@@ -17,9 +17,9 @@ class DeviceCostConfig:
     # what passes take longer than at start-up, in plain passes: deviations of the first guess, for all plans
     # and for one plan beside that; how far these drift from pass to pass; and the noise of one pass
     deviation: float = 0.3
-    own_deviation: float = 0.05
+    own_deviation: float = 0.03
     drift: float = 0.03
-    own_drift: float = 0.001
+    own_drift: float = 0.005
     noise: float = 0.15
     max_outlier: float = 2.0  # ratio to the usual seconds at which an observation is clipped
     # a head's catching up, which the device computes and the host prepares

@@ -248,7 +248,7 @@ def test_seconds_of_plans_that_are_no_longer_used_follow_those_in_use():
     for _ in range(20):
         costs.observe(PLAIN, 16, 0, 1.4)  # it differs more from the other than at start-up
         costs.observe(two, 16, 0, 1.6)
-    assert costs.seconds(PLAIN, 16, 0) == pytest.approx(1.4, rel=0.05)
+    assert costs.seconds(PLAIN, 16, 0) == pytest.approx(1.4, rel=0.07)
 
 
 def test_what_was_learned_on_the_device_is_known_to_the_next_engine(tmp_path):
