@@ -35,7 +35,8 @@ class ChainConfig:
 
     fade: float = 0.99  # factor on the counts per draft
     recent_fade: float = 0.94  # the same of recent counts: texts differ, and answers are short
-    usual_weight: float = 6.0  # recent drafts that the usual chance counts for
+    usual_weight: float = 3.0  # recent tokens that the usual chances count for
+    max_chance: float = 0.995  # nothing is surer than this
     max_fades: int = 4  # per pass: drafts of one pass are alike
     parent_weight: float = 1.0  # drafts that the depth above counts for, where little was seen
 

@@ -37,8 +37,8 @@ class ChainAcceptance:
     """The chance that a drafted token is accepted at each depth, given that all before it were.
 
     Counts fade, so recent drafts count most. Where a draft ends early, or there is none, the next token
-    counts as rejected. There are two of each: the usual chance is that of about a hundred drafts, and the
-    last few drafts correct it, because the text of one answer is not like that of another.
+    counts as rejected. There are two of each: usual chances are those of about a hundred drafts, and the last
+    few drafts correct them all by one factor, because the text of one answer is not like that of another.
     """
 
     def __init__(self, longest: int, chances: Sequence[float], weight: float, share: float = 1.0) -> None:
@@ -48,6 +48,7 @@ class ChainAcceptance:
         tries = weight * np.cumprod([1.0, *known[:-1]])
         self._usual = Counts(tries, tries * known, weight, weight * share)
         self._recent = Counts(np.zeros(longest), np.zeros(longest), 0.0, 0.0)
+        self._by_length: list[float] = []  # expected accepted tokens, until the next drafts are counted
 
     def add(self, drafts: Sequence[DraftFacts], requests: int, length: int) -> None:
         """Count the drafts of a pass in which each of `requests` could have a draft of this length."""
@@ -73,6 +74,7 @@ class ChainAcceptance:
 
     def _count(self, tries: Float64Array, hits: Float64Array, drafts: int) -> None:
         """Fade the counts for `drafts` new ones, and add these."""
+        self._by_length = []
         fades = min(drafts, CONFIG.chains.max_fades)  # those of one pass are alike
         self._usual.fade(CONFIG.chains.fade**fades, len(tries), least=1.0)  # never to nothing
         self._recent.fade(CONFIG.chains.recent_fade**fades, len(tries), least=0.0)
@@ -88,19 +90,22 @@ class ChainAcceptance:
 
     def accepted(self, length: int) -> float:
         """Expected accepted tokens of a draft of this length."""
-        config, usual, recent = CONFIG.chains, self._usual, self._recent
-        parent, weight = config.parent_weight, config.usual_weight
-        reached, chance, expected = 1.0, float(usual.hits[0] / usual.tries[0]), 0.0
-        of_depth = zip(
-            *(counts[:length].tolist() for counts in (usual.hits, usual.tries, recent.hits, recent.tries)),
-            strict=True,
-        )
-        for hits, tries, recent_hits, recent_tries in of_depth:
-            # at great depth little was seen: there the chance of the depth above holds
+        if not self._by_length:
+            config, recent, chances = CONFIG.chains, self._recent, self._usual_chances()
+            expected_hits = float(recent.tries @ chances) + config.usual_weight
+            ratio = (float(recent.hits.sum()) + config.usual_weight) / expected_hits
+            reached = np.minimum(ratio * chances, config.max_chance).cumprod()
+            self._by_length = [0.0, *reached.cumsum().tolist()]
+        return self._by_length[length]
+
+    def _usual_chances(self) -> Float64Array:
+        """[depth] At great depth little was seen: there the chance of the depth above holds."""
+        parent, chances = CONFIG.chains.parent_weight, []
+        chance = float(self._usual.hits[0] / self._usual.tries[0])
+        for hits, tries in zip(self._usual.hits.tolist(), self._usual.tries.tolist(), strict=True):
             chance = (hits + parent * chance) / (tries + parent)
-            reached *= (recent_hits + weight * chance) / (recent_tries + weight)
-            expected += reached
-        return expected
+            chances.append(chance)
+        return np.array(chances)
 
     def facts(self) -> dict[str, list[float]]:
         """The usual counts as JSON values."""
@@ -117,7 +122,7 @@ class ChainAcceptance:
         asked, drafted = (float(count) for count in facts["drafted"])
         if not 0.0 <= drafted <= asked or not asked > 0.0:
             raise ValueError("these are not counts of requests")
-        self._usual = Counts(tries, hits, asked, drafted)
+        self._usual, self._by_length = Counts(tries, hits, asked, drafted), []
 
 
 def known_chances(known: Mapping[str, Any], drafter: str, greedy: bool) -> list[float]:
