@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,17 @@ class Counts:
         self.hits[: len(hits)] += hits
 
 
+@dataclass
+class NewDrafts:
+    """The drafts of a few passes, each of which could have the same length."""
+
+    accepted: list[int]  # [length + 1] drafts by the number of their accepted tokens
+    untried: list[int]  # [length] drafts whose request ended there
+    requests: int = 0
+    drafted: int = 0  # those of them with a draft
+    fades: int = 0
+
+
 class ChainAcceptance:
     """The chance that a drafted token is accepted at each depth, given that all before it were.
 
@@ -48,34 +60,43 @@ class ChainAcceptance:
         tries = weight * np.cumprod([1.0, *known[:-1]])
         self._usual = Counts(tries, tries * known, weight, weight * share)
         self._recent = Counts(np.zeros(longest), np.zeros(longest), 0.0, 0.0)
+        self._new: dict[int, NewDrafts] = {}  # by length, not counted yet
         self._by_length: list[float] = []  # expected accepted tokens, until the next drafts are counted
 
     def add(self, drafts: Sequence[DraftFacts], requests: int, length: int) -> None:
         """Count the drafts of a pass in which each of `requests` could have a draft of this length."""
-        accepted = np.zeros(length + 1)
-        untried = np.zeros(length)
+        if length not in self._new:
+            self._new[length] = NewDrafts([0] * (length + 1), [0] * length)
+        new, self._by_length = self._new[length], []
+        new.requests += requests
+        new.fades += min(requests, CONFIG.chains.max_fades)  # drafts of one pass are alike
         for draft in drafts:
-            accepted[min(draft.accepted, length)] += draft.count
+            new.drafted += draft.count
+            new.accepted[min(draft.accepted, length)] += draft.count
             if draft.accepted == draft.depth < min(draft.nodes, length):
                 # a request that ended within its draft says nothing of the tokens below
-                untried[draft.depth] += draft.count
-        reached = accepted[::-1].cumsum()[::-1]  # [depth] drafts accepted down to it
-        reached[0] = requests
-        self._count(reached[:-1] - untried, reached[1:], requests)
-        for counts in (self._usual, self._recent):
-            counts.asked += requests
-            counts.drafted += sum([draft.count for draft in drafts])
+                new.untried[draft.depth] += draft.count
+
+    def _count_new(self) -> None:
+        """Count the drafts of the last passes, together: there is no time for it in every pass."""
+        for new in self._new.values():
+            reached = np.cumsum(new.accepted[::-1])[::-1].astype(np.float64)  # [depth] accepted down to it
+            reached[0] = new.requests
+            self._count(reached[:-1] - new.untried, reached[1:], new.fades)
+            for counts in (self._usual, self._recent):
+                counts.asked += new.requests
+                counts.drafted += new.drafted
+        self._new = {}
 
     def add_shadow(self, shadow: ShadowFacts) -> None:
         """Count shadow drafts."""
         length = min(len(self._usual.tries), len(shadow.tries))
         tries, hits = np.array(shadow.tries[:length]), np.array(shadow.hits[:length])
-        self._count(tries, hits, shadow.tries[0])
+        self._count(tries, hits, min(shadow.tries[0], CONFIG.chains.max_fades))
 
-    def _count(self, tries: Float64Array, hits: Float64Array, drafts: int) -> None:
-        """Fade the counts for `drafts` new ones, and add these."""
+    def _count(self, tries: Float64Array, hits: Float64Array, fades: int) -> None:
+        """Fade the counts, and add these."""
         self._by_length = []
-        fades = min(drafts, CONFIG.chains.max_fades)  # those of one pass are alike
         self._usual.fade(CONFIG.chains.fade**fades, len(tries), least=1.0)  # never to nothing
         self._recent.fade(CONFIG.chains.recent_fade**fades, len(tries), least=0.0)
         for counts in (self._usual, self._recent):
@@ -84,6 +105,7 @@ class ChainAcceptance:
     @property
     def share(self) -> float:
         """The fraction of requests that have a draft."""
+        self._count_new()
         weight, recent = CONFIG.chains.usual_weight, self._recent
         usual = self._usual.drafted / self._usual.asked
         return float((recent.drafted + weight * usual) / (recent.asked + weight))
@@ -91,6 +113,7 @@ class ChainAcceptance:
     def accepted(self, length: int) -> float:
         """Expected accepted tokens of a draft of this length."""
         if not self._by_length:
+            self._count_new()
             config, recent, chances = CONFIG.chains, self._recent, self._usual_chances()
             expected_hits = float(recent.tries @ chances) + config.usual_weight
             ratio = (float(recent.hits.sum()) + config.usual_weight) / expected_hits
@@ -109,6 +132,7 @@ class ChainAcceptance:
 
     def facts(self) -> dict[str, list[float]]:
         """The usual counts as JSON values."""
+        self._count_new()
         usual = self._usual
         drafted = [float(usual.asked), float(usual.drafted)]
         return {"tries": usual.tries.tolist(), "hits": usual.hits.tolist(), "drafted": drafted}
