@@ -47,7 +47,7 @@ class DevicePlannerConfig:
 
     start_margin: float = 1.04  # over plain decoding, to draft
     # more of it for each doubling of the requests, while passes under this load were timed only at start-up
-    unseen_margin: float = 0.01
+    unseen_margin: float = 0.005
     switch_margin: float = 1.02  # over the present plan: for less, nothing is switched
     hold: int = 8  # passes
     young_passes: int = 48  # first passes, in which ...
