@@ -248,9 +248,9 @@ def decode(backend: Any) -> list[int]:
         truncation=np.array([SamplingParams().truncation]),
         logprobs=np.zeros(1, np.bool_),
         edits=[None],
-        texts=[np.array([5, 3, 9, int(first[0])], np.int32)],
     )
     decoder.join(request_state)
+    decoder.write_texts([0], [np.array([5, 3, 9, int(first[0])], np.int32)])
     decoder.launch([0], request.pages[None], DeviceDraft(1, look_up=NgramLookup(1, 2)))
     output = decoder.read()
     return [int(first[0]), *output.tokens[0, : int(output.counts[0])].tolist()]
