@@ -24,15 +24,18 @@ from paceline.learn.store import StoreLimits, TrafficStore
 from paceline.learn.yielding import MAX_STEP_SECONDS, StoppedTime, Yielding, stopped_by_signals
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.checkpoint import load_head, write_head
-from paceline.models.heads.config import TargetName
+from paceline.models.heads.config import HeadConfig, TargetName
 from paceline.models.heads.fingerprint import head_fingerprint
 from paceline.models.safetensors_writer import encode
 from paceline.train.examples import Example, ExampleWriter
 from tests import tiny_families
 from tests.large import REPEATS
+from tests.models.heads.driver import random_checkpoint
+from tests.models.heads.tiny_heads import DFLASH, DSPARK
 
 OPTIONS = FineTuneOptions(steps=24, batch_tokens=256, learning_rate=2e-2)
 
+OWN_HEAD = replace(DFLASH, own_lm_head=True, draft_vocab_size=91)
 FEW, ONE_STEP = replace(OPTIONS, steps=3), replace(OPTIONS, steps=1)
 
 
@@ -55,6 +58,18 @@ def test_a_candidate_drafts_better_on_rows_that_it_never_saw(
     )  # a candidate's candidate
     assert again is not None
     assert again.before[NEW] == pytest.approx(candidate.after[NEW], rel=0.05)
+
+
+@pytest.mark.parametrize("config", [DSPARK, pytest.param(OWN_HEAD, marks=REPEATS)], ids=["dspark", "dflash"])
+def test_parallel_heads_learn_too(
+    checkpoint: Checkpoint, traffic: Path, target_name: TargetName, tmp_path: Path, config: HeadConfig
+) -> None:
+    write_head(random_checkpoint(replace(config, target=target_name)), tmp_path / "head", "speculators")
+    candidate = fine_tune(checkpoint, traffic, tmp_path / "head", tmp_path / "c", OPTIONS)
+    assert candidate is not None
+    assert candidate.method == config.kind
+    assert candidate.after[NEW] > candidate.before[NEW]
+    assert load_head(tmp_path / "c").config.kind == config.kind
 
 
 def stopped_after(steps: int) -> Yielding:
