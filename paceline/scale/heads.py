@@ -18,12 +18,13 @@ import asyncio
 import base64
 import binascii
 import logging
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -44,6 +45,7 @@ FILES = ("config.json", WEIGHTS[0])
 PART_BYTES = 1 << 20  # in a message; requests that are sent meanwhile come between two
 LOOK_SECONDS = 1.0  # between two looks at the replicas, at most
 KEPT = 3  # heads on the disk of a replica: those of a trial, and the one before
+FOLDERS = "paceline-heads-"  # of replicas, with their process ids
 ORDERED = ("report", "head", "part")  # kinds of messages for HeadReceiver
 
 
@@ -78,7 +80,8 @@ class HeadReceiver:
         """`load` gives a drafter of a method with the head in a folder; None: the one it was started with."""
         self.serving = FIRST
         self._engine, self._load, self._reports = engine, load, reports
-        self._folder = TemporaryDirectory(prefix="paceline-heads-", ignore_cleanup_errors=True)
+        remove_orphans()
+        self._folder = TemporaryDirectory(prefix=f"{FOLDERS}{os.getpid()}-", ignore_cleanup_errors=True)
         self._turn = asyncio.Lock()  # one head after the other, in the order in which they are ordered
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -127,6 +130,18 @@ class HeadReceiver:
     def _path(self, head: str) -> Path:
         binascii.unhexlify(head)  # ValueError if it could be any other path
         return Path(self._folder.name) / head
+
+
+def remove_orphans() -> None:
+    """Delete the heads of replicas that were killed."""
+    for folder in Path(gettempdir()).glob(f"{FOLDERS}*-*"):
+        owner = folder.name.removeprefix(FOLDERS).partition("-")[0]
+        try:
+            os.kill(int(owner), 0)
+        except ProcessLookupError:
+            shutil.rmtree(folder, ignore_errors=True)
+        except (ValueError, PermissionError):  # not ours
+            continue
 
 
 def encode_step(stats: StepStats) -> Message:

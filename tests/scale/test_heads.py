@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +27,7 @@ from paceline.learn.trial import Meter
 from paceline.models.heads.checkpoint import write_head
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import head_fingerprint
-from paceline.scale.heads import FIRST
+from paceline.scale.heads import FIRST, FOLDERS, remove_orphans
 from paceline.serve.learner import LearningModel
 from tests.draft.test_draft_model_cpu import save_model
 from tests.models.heads.driver import random_checkpoint
@@ -123,6 +126,18 @@ def test_a_head_is_pushed_to_all_replicas_while_requests_run_and_to_those_that_c
             assert heads(fleet) == {"r1": FIRST, "r2": FIRST}
 
     asyncio.run(main())
+
+
+def test_the_files_of_a_killed_replica_are_deleted_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for owner in (ended.pid, os.getpid()):
+        (tmp_path / f"{FOLDERS}{owner}-x" / "a5").mkdir(parents=True)
+    remove_orphans()
+    assert [path.name for path in tmp_path.iterdir()] == [f"{FOLDERS}{os.getpid()}-x"]
 
 
 def test_what_is_promoted_and_rolled_back_by_hand_serves_on_every_replica(
