@@ -16,6 +16,7 @@ from paceline.backends.cuda.layer import Layer as Layer
 from paceline.backends.cuda.layer import Reader, has_residual, load_layer
 from paceline.backends.cuda.recurrent import load_parameters
 from paceline.backends.cuda.shard import WHOLE, Shard
+from paceline.errors import ConfigError
 from paceline.models.blocks import Take
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.layout import expected_tensors
@@ -95,8 +96,15 @@ def load_weights(
     the `block_lines` of those that keep the file's blocks. Embedding and LM head are not packed. Of several
     ranks, `take` and `blocks` get the rows that the rank has, too.
     """
-    if shard.size == 1:
-        take = _with_whole_steps(config, take, packing)
+    filled = _with_whole_steps(config, packing)
+    if filled != config:
+        if shard.size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size is {shard.size}, but with packed weights this model's sizes "
+                f"({config.hidden_size} and {config.intermediate_size}) are filled up, which only one GPU "
+                "can do. Use --quantization none, or leave it out."
+            )
+        take = _filling(take, filled)
     read = Reader(config, take, packing, blocks, shard)
     table = read.vocabulary("model.embed_tokens.weight")
     norm = read.norm("model.norm.weight")
@@ -111,15 +119,16 @@ def load_weights(
     return Weights(config, table, layers, norm, head, shard, *rest)
 
 
-def _with_whole_steps(config: ModelConfig, take: Take, packing: Callable[[str], str]) -> Take:
-    """A `take` whose tensors are filled up with zeros so that packed matrices have whole steps.
+def _with_whole_steps(config: ModelConfig, packing: Callable[[str], str]) -> ModelConfig:
+    """The config with sizes that are filled up so that packed matrices have whole steps.
 
-    Those of gpt-oss have 2880 inputs, and a step of 4 bits has 256. Zeros change no product, but take room.
+    Matrices of gpt-oss have 2880 inputs, and a step of 4 bits has 256. Zeros change no product, but take
+    room.
     """
     names = [name for name, _ in expected_tensors(config) if name.endswith("_proj.weight")]
     kinds = {packing(name) for name in names} - {"none"}
     if config.recurrent is not None:
-        return take
+        return config
     step = 1 if kinds & SCALE_WORDS.keys() else max(map(step_of, kinds), default=1)  # blocks have whole ones
 
     def whole(size: int) -> int:
@@ -128,9 +137,11 @@ def _with_whole_steps(config: ModelConfig, take: Take, packing: Callable[[str], 
 
     moe = config.moe and replace(config.moe, intermediate_size=whole(config.moe.intermediate_size))
     sizes = whole(config.hidden_size), whole(config.intermediate_size)
-    filled = replace(config, hidden_size=sizes[0], intermediate_size=sizes[1], moe=moe)
-    if filled == config:
-        return take
+    return replace(config, hidden_size=sizes[0], intermediate_size=sizes[1], moe=moe)
+
+
+def _filling(take: Take, filled: ModelConfig) -> Take:
+    """A `take` whose tensors are filled up with zeros to the shapes of this config."""
     shapes = dict(expected_tensors(filled))
 
     def take_filled(name: str) -> torch.Tensor:

@@ -24,7 +24,7 @@ from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.heads.config import HeadConfig
 from paceline.models.layout import expected_tensors
 from paceline.models.registry import load_checkpoint
-from tests.backends.cuda.logical_ranks import LogicalRanks, captured_together, driven
+from tests.backends.cuda.logical_ranks import LogicalRank, LogicalRanks, captured_together, driven
 from tests.backends.cuda.test_bits import SHAPES
 from tests.backends.driver import drive, run
 from tests.backends.torch.sharded import save_sharded
@@ -292,7 +292,7 @@ def test_processes_give_the_tokens_of_one_and_end_when_one_is_killed(tmp_path: P
 
 
 def test_sizes_that_cannot_share_a_model_are_refused() -> None:
-    from paceline.backends.cuda.shard import check_size
+    from paceline.backends.cuda.shard import Shard, check_size
 
     for size in (1, 2, 4):
         check_size(TINY, size)
@@ -304,3 +304,6 @@ def test_sizes_that_cannot_share_a_model_are_refused() -> None:
     check_size(odd, 1)
     with pytest.raises(ConfigError, match=r"has LayerNorm, a scaled attention, which .* --backend torch"):
         check_size(odd, 2)
+    of_two = Shard(LogicalRank(0, LogicalRanks(2)))
+    with pytest.raises(ConfigError, match=r"sizes \(248 and 100\) are filled up.* Use --quantization none"):
+        random_weights(replace(TINY, hidden_size=248), torch.device("cpu"), torch.float16, of_two, "int4")
