@@ -33,8 +33,8 @@ class DeviceCostConfig:
 class ChainConfig:
     """Acceptance of chains that are drafted on the device."""
 
-    fade: float = 0.99  # factor on the counts per draft
-    recent_fade: float = 0.94  # the same of recent counts: texts differ, and answers are short
+    fade: float = 0.97  # factor on the counts per draft
+    recent_fade: float = 0.9  # the same of recent counts: texts differ, and answers are short
     usual_weight: float = 3.0  # recent tokens that the usual chances count for
     max_chance: float = 0.995  # nothing is surer than this
     max_fades: int = 4  # per pass: drafts of one pass are alike

@@ -49,7 +49,7 @@ class ChainAcceptance:
     """The chance that a drafted token is accepted at each depth, given that all before it were.
 
     Counts fade, so recent drafts count most. Where a draft ends early, or there is none, the next token
-    counts as rejected. There are two of each: usual chances are those of about a hundred drafts, and the last
+    counts as rejected. There are two of each: usual chances are those of about 33 drafts, and the last
     few drafts correct them all by one factor, because the text of one answer is not like that of another.
     """
 
