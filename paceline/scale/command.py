@@ -145,7 +145,8 @@ async def make_ingress(
     description = await model.replicas.describe()
     announce(description.facts, 0.0)
     low, high = scale.bounds
-    facts = {**description.facts, "replicas": f"{low}:{high}" if low < high else str(high)}
+    count = f"{low}:{high}" if low < high else str(high)
+    facts = {**description.facts, **model.facts, "replicas": count}
     metrics = Metrics(model.names[0], options.max_segments, facts)
     max_queue = options.max_queue if model.entry.max_queue is None else model.entry.max_queue
     remote = RemoteOptions(max_queue, high, low, scale.replica_timeout, model.entry.config.seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import EngineConfig
@@ -29,6 +29,7 @@ class RemoteModel:
     entry: ModelEntry
     tokenizer: Tokenizer
     replicas: ServeReplicas
+    facts: Mapping[str, str] = field(default_factory=dict)  # besides those that its replicas tell
 
 
 def load_tokenizers(declared: RoutesFile) -> list[Tokenizer]:
@@ -54,7 +55,8 @@ def launch(
     for (names, entry), tokenizer, share in zip(declared.models.items(), tokenizers, shares, strict=True):
         name = APPLICATION if len(shares) == 1 else f"{APPLICATION}-{names[0]}"
         replicas = _launch(name, with_threads(entry.config, share), options, scale, share)
-        launched.append(RemoteModel(names, entry, tokenizer, replicas))
+        facts = {"model_name": names[0]} if len(shares) > 1 else {}
+        launched.append(RemoteModel(names, entry, tokenizer, replicas, facts))
     return launched
 
 

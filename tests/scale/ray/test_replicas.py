@@ -108,6 +108,9 @@ def test_routes_and_cascades_over_models_on_replicas(tmp_path: Path, truth: Answ
         server.wait_for_replicas(2)
         pids = {replica["model"]: replica["pid"] for replica in server.replicas()}
         assert pids.keys() == {"small", "large"}
+        info = httpx.get(server.url + "/metrics").text.split("\npaceline:server_info{")[1:]
+        assert len(info) == 2
+        assert 'model_name="small"' in info[0]
 
         async def main() -> tuple[Answers, Answers]:
             escalated = asyncio.create_task(Clients(server.url, 10, model="careful").run())
