@@ -129,7 +129,10 @@ class _HarmedFleet:
 
 
 def pause(answer: Answer, harmed: float) -> float:
-    """The longest time without text after the harm."""
-    times = [answer.sent, *(when for when, _ in answer.texts)]
+    """The longest time without text after the harm. One that was asked later waits for its first text as on
+    any day."""
+    times = [when for when, _ in answer.texts]
+    if answer.sent < harmed:
+        times.insert(0, answer.sent)
     gaps = [after - max(before, harmed) for before, after in pairwise(times) if after > harmed]
     return max(gaps, default=0.0)
