@@ -91,8 +91,8 @@ def state_bytes(config: ModelConfig) -> int:
 
 
 def block_kind(tensor: Tensor) -> str:
-    """How a file keeps a matrix, as BLOCKS names it; experts in one MXFP4 tensor are given as float32."""
-    return "MXFP4" if tensor.stored.kind == "MXFP4" else tensor.kind
+    """How a file keeps a matrix, as BLOCKS names it, also where a tensor gives its values as float32."""
+    return tensor.stored.kind if tensor.stored.kind in ("MXFP4", "FP8") else tensor.kind
 
 
 def _weights_bytes(checkpoint: Checkpoint, backend: str, quantization: str) -> int:

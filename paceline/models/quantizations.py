@@ -19,6 +19,6 @@ QUANTIZATIONS = {
 # what `native` keeps, by checkpoint.Tensor.kind; all else becomes int8
 BLOCKS = {
     "cpu": {"Q4_0": INT4_WITH_MINIMUM, "Q4_1": INT4_WITH_MINIMUM, "Q4_K": 18.5 / 32},
-    "cuda": {"Q4_0": INT4, "Q4_K": 144 / 256, "Q6_K": 210 / 256, "Q8_0": INT8, "MXFP4": INT4},
+    "cuda": {"Q4_0": INT4, "Q4_K": 144 / 256, "Q6_K": 210 / 256, "Q8_0": INT8, "MXFP4": INT4, "FP8": FP8},
 }
 DEFAULTS = {"cpu": "native", "torch": "none", "cuda": "none"}  # what `auto` means

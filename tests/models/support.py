@@ -28,7 +28,7 @@ from paceline.errors import PacelineError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.families import FAMILIES
 from paceline.models.gguf_architectures import ARCHITECTURES
-from paceline.models.needs import missing_blocks
+from paceline.models.needs import block_kind, missing_blocks
 from paceline.models.registry import load_checkpoint
 from tests import tiny, tiny_families
 from tests.engine.test_exactness_cpu import Tokenizer
@@ -56,15 +56,15 @@ def table() -> list[str]:
 
 def quantized_table() -> list[str]:
     """How backends keep the matrices of each kind of quantized safetensors."""
-    kept = {"Q4_0": "4 bits, as stored", "Q8_0": "8 bits, as stored"}
+    kept = {"Q4_0": "4 bits, as stored", "Q8_0": "8 bits, as stored", "FP8": "FP8, as stored"}
     with_zeros = "4 bits, the product of zero point and scale in 16 bits"
     lines = ["| file | `cpu` (auto) | `cuda`, `--quantization native` |", "| --- | --- | --- |"]
     for name, (config, pack) in quantized_files.FORMATS.items():
         folder = Path(tempfile.mkdtemp())
         quantized_files.write(folder, config, pack)
-        kind = load_checkpoint(folder).tensors["model.layers.0.mlp.up_proj.weight"].kind
-        on_cuda = kept.get(kind, "rounded to int8")
-        on_cpu = with_zeros if kind == "Q4_1" else on_cuda
+        tensor = load_checkpoint(folder).tensors["model.layers.0.mlp.up_proj.weight"]
+        on_cuda = kept.get(block_kind(tensor), "rounded to int8")
+        on_cpu = with_zeros if tensor.kind == "Q4_1" else kept.get(tensor.kind, "rounded to int8")
         lines.append(f"| {name}: {quantized_files.WORDS[name]} | {on_cpu} | {on_cuda} |")
     return lines
 

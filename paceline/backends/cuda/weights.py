@@ -74,10 +74,10 @@ def unpacked(name: str) -> str:
 def packing_for(quantization: str, kind_of: Callable[[str], str]) -> Callable[[str], str]:
     """The packing of each matrix under a quantization, by name; `kind_of` gives its type in the file.
 
-    `native` keeps the file's blocks of Q4_0, Q8_0, Q4_K, Q6_K and MXFP4, and quantizes all else to int8.
+    `native` keeps blocks of Q4_0, Q8_0, Q4_K, Q6_K and MXFP4, and FP8 with a scale by row; else it is int8.
     """
     if quantization == "native":
-        own = {"Q4_0": "int4", "MXFP4": "mxfp4", **BLOCKS}
+        own = {"Q4_0": "int4", "MXFP4": "mxfp4", "FP8": "fp8", **BLOCKS}
         return lambda name: own.get(kind_of(name), "int8")
     return lambda name: quantization
 

@@ -54,7 +54,7 @@ def fp8(name: str, parts: Parts, quantization: Quantization) -> GroupedWeight:
     weight, scale = parts["weight"], _required(name, parts, "weight_scale_inv", "weight_scale")
     out, inputs = _matrix_shape(name, weight)
     scales, groups = _scales_by_row(name, scale, out, inputs, quantization.block)
-    stored = Stored("FP8", _bytes(parts))
+    stored = Stored("FP8" if int(groups[-1]) == 0 else "FP8 in blocks", _bytes(parts))
     return GroupedWeight(
         (out, inputs), stored, 0, lambda rows: E4M3[_lines(weight, rows)], scales, None, groups
     )

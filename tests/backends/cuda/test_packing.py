@@ -92,6 +92,18 @@ def test_values_of_mxfp4_blocks_stay_what_they_are() -> None:
     assert torch.equal(rounded(values, "mxfp4"), values)
 
 
+def test_numbers_of_e4m3_stay_what_they_are_whatever_the_largest_is() -> None:
+    """Of files with a scale by row, or one: few rows have the largest number there is."""
+    from paceline.backends.cuda.kernels.packing import round_to_fp8
+
+    generator = torch.Generator().manual_seed(4)
+    codes = torch.randn(64, 128, generator=generator).mul(50).to(torch.float8_e4m3fn).float()
+    weight = codes * torch.rand(64, 1, generator=generator)
+    numbers, scales = round_to_fp8(weight)
+    got = numbers.view(torch.float8_e4m3fn).float() * scales[:, None]
+    torch.testing.assert_close(got, weight, rtol=1e-6, atol=0)
+
+
 def test_sizes_are_filled_up_to_whole_steps_of_packed_weights() -> None:
     """As 2880 of gpt-oss to 3072: here 500 to 512. The results are those of the model as it is."""
     from paceline.backends.cuda.weights import load_weights

@@ -33,6 +33,7 @@ BIASES = {
 BLOCKS = {"Q4_K": "q4k", "Q6_K": "q6k"}  # file formats that are kept as they are
 SCALE_WORDS = {"q4k": 5, "q6k": 3}  # words of scales of a row and step
 LARGEST_FP8 = 448.0
+FP8_LARGEST = (240.0, 256.0, 288.0, 320.0, 352.0, 384.0, 416.0, LARGEST_FP8)  # one of each mantissa
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; the fourth bit is the sign
 FP8_GROUP = 64  # activations of a row that share an e4m3 scale
 
@@ -142,8 +143,18 @@ def round_to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def round_to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes of e4m3 numbers [rows, depth], and float32 scales [rows]."""
-    scales = weight.abs().amax(-1) / LARGEST_FP8
+    """The bytes of e4m3 numbers [rows, depth], and float32 scales [rows].
+
+    Numbers of e4m3 times one scale by row stay what they are. Which scale that was is found by the largest
+    of them, which has one of eight mantissas; a power of two more or less changes no number but the smallest.
+    """
+    peaks = weight.abs().amax(-1)
+    scales = peaks / LARGEST_FP8
+    for largest in FP8_LARGEST:
+        own = _divisor(peaks / largest)[:, None]
+        rest = (weight / own).to(torch.float8_e4m3fn).float() * own - weight
+        is_exact = rest.abs().amax(-1) <= peaks * 1e-6
+        scales = torch.where(is_exact, peaks / largest, scales)
     codes = (weight / _divisor(scales)[:, None]).to(torch.float8_e4m3fn)
     return codes.view(torch.int8), scales
 
