@@ -18,6 +18,7 @@ from paceline.control.planner.device import DevicePlanner
 from paceline.core.stats import DraftFacts, StepStats
 from paceline.core.trees import PLAIN, DraftPlan
 from tests.control.simulation import SimulatedDrafter, SimulatedRequest, Step, World
+from tests.large import in_turn
 
 HEAD = (2, 3, 5, 7)
 TEXT = (3, 7)
@@ -290,12 +291,15 @@ def both(lookups: float, copied: float, seconds: Callable[[float], float], count
     return World({"text": texts, "head": head}, seconds, lambda step: count, on_device=True)
 
 
-@pytest.mark.parametrize("count", [1, 16])
-@pytest.mark.parametrize("seconds", [small, busy])
-@pytest.mark.parametrize(("lookups", "copied"), [(0.02, 0.3), (0.5, 0.97)])
-def test_lookups_and_a_head_in_one_pass_are_as_fast_as_the_best_of_their_arms(
-    lookups, copied, seconds, count
-):
+@pytest.mark.parametrize(
+    ("texts", "load"),
+    in_turn(
+        {"new": (0.02, 0.3), "repeating": (0.5, 0.97)},
+        {"alone": (small, 1), "sixteen": (small, 16), "one busy": (busy, 1), "busy": (busy, 16)},
+    ),
+)
+def test_lookups_and_a_head_in_one_pass_are_as_fast_as_the_best_of_their_arms(texts, load):
+    (lookups, copied), (seconds, count) = texts, load
     longest = {"text": 15, "head": 7}
     arms = device_arms("head", "text", longest)
     planner = DevicePlanner(arms, prior_acceptance(longest, ["head"], {}))
