@@ -18,7 +18,7 @@ from paceline.models.heads.config import HeadConfig
 from paceline.models.layout import expected_tensors
 from paceline.verify.logprobs import logprobs_of_fields, token_logprobs
 from paceline.verify.sampling import Sampler, Workspace
-from tests.large import REPEATS
+from tests.large import repeated
 from tests.models.heads.driver import random_checkpoint
 
 PAGE_SIZE, PAGES, LONGEST, ROWS = 16, 3, 48, 2
@@ -181,7 +181,7 @@ def test_a_head_begins_with_the_features_that_its_pool_keeps(
     assert draft.features[0].unique().tolist() == [page * PAGE_SIZE + (LENGTH - 1) % PAGE_SIZE]
 
 
-@pytest.mark.parametrize("is_found", [pytest.param(False, marks=REPEATS), True])
+@pytest.mark.parametrize("is_found", [True, *repeated(False)])
 def test_a_head_catches_up_with_the_features_of_accepted_tokens(
     is_found: bool, device: torch.device, dtype: torch.dtype
 ) -> None:
