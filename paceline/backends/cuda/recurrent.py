@@ -12,7 +12,8 @@ from typing import cast
 import numpy as np
 import torch
 
-from paceline.backends.cuda.kernels.recurrent import (
+from paceline.backends.cuda.kernels.recurrent import keep_seen, remember
+from paceline.backends.cuda.kernels.recurrent_types import (
     CONTINUES,
     FIRST,
     NOTHING,
@@ -20,9 +21,7 @@ from paceline.backends.cuda.kernels.recurrent import (
     RecurrentParameters,
     StateTensors,
     Walks,
-    keep_seen,
     recurrent_shape,
-    remember,
 )
 from paceline.backends.cuda.tables import to_device
 from paceline.core.arrays import Int32Array

@@ -10,7 +10,7 @@ import torch
 from paceline.backends.cuda.kernels.heads import Rotation
 from paceline.backends.cuda.kernels.matrix import Matrix
 from paceline.backends.cuda.kernels.packing import BLOCKS, SCALE_WORDS, step_of
-from paceline.backends.cuda.kernels.recurrent import RecurrentParameters
+from paceline.backends.cuda.kernels.recurrent_types import RecurrentParameters
 from paceline.backends.cuda.kernels.residual import Residual
 from paceline.backends.cuda.layer import Layer as Layer
 from paceline.backends.cuda.layer import Reader, has_residual, load_layer

@@ -10,7 +10,7 @@ import torch
 from paceline.backends.cuda.kernels.attention import AttentionScratch, attention_scratch
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, padded_rows, scratch_for
 from paceline.backends.cuda.kernels.packing import FP8_GROUP
-from paceline.backends.cuda.kernels.recurrent import RecurrentBuffers, recurrent_shape
+from paceline.backends.cuda.kernels.recurrent_types import RecurrentBuffers, recurrent_shape
 from paceline.backends.cuda.kernels.residual import plain
 from paceline.backends.cuda.kernels.routing import Routing, routing_for
 from paceline.backends.cuda.shard import TILE

@@ -32,7 +32,7 @@ class Case:
     """A recurrent layer with random parameters, and rows that it reads."""
 
     def __init__(self, kind: str, device: torch.device, dtype: torch.dtype) -> None:
-        from paceline.backends.cuda.kernels.recurrent import RecurrentBuffers, recurrent_shape
+        from paceline.backends.cuda.kernels.recurrent_types import RecurrentBuffers, recurrent_shape
         from paceline.backends.cuda.recurrent import Recurrences, load_parameters
 
         torch.manual_seed(3)
