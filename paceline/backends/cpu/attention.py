@@ -9,6 +9,9 @@ Both are half floats, or floats where nothing is quantized. Blocks of 16 are ali
 pass; a lane's score, the order of the sum of exponentials and the order in which values are added follow the
 position alone. So a row gets the same bits however its context was cut into passes.
 
+Keys and values are widened to floats a few blocks at a time, once for all heads and rows of a task, and stay
+in the L1 cache while those meet them.
+
 In a draft tree, the KV index of a row is not its position. For such a row the last blocks are first gathered
 in scratch memory, in the order of its own path, and then read like any other.
 """
@@ -17,16 +20,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.backends.cpu.attention_tiles import (
-    MAX_HEADS,
-    MIX_COLUMNS,
-    PAGE,
-    SCORE_BLOCKS,
-    call_mix,
-    call_score,
-)
+from paceline.backends.cpu.attention_tiles import TILE_HEADS, TILE_VECTORS, call_products
 from paceline.backends.cpu.compiled import compiled
-from paceline.backends.cpu.rows import soft_cap
+from paceline.backends.cpu.rows import scale_row, soft_cap
 from paceline.backends.cpu.simd import (
     add,
     exponential,
@@ -35,8 +31,12 @@ from paceline.backends.cpu.simd import (
     largest_lane,
     load,
     load_float,
+    load_halves,
     load_int32,
+    load_int64,
     load_word,
+    multiply,
+    prefetch,
     spread,
     store,
     store_float,
@@ -47,102 +47,200 @@ from paceline.backends.cpu.simd import (
     sum_lanes,
 )
 
+PAGE = 16  # positions of a page
+CHUNK = 4  # blocks widened at a time: their keys, or values, stay in the L1 cache
+TASK_HEADS = 48  # heads, of one row or of several, for which a block is widened once
+_SCORE_BYTES = 800_000  # of several rows: they stay in an L2 cache of 1 MiB
+# Rows of scratch for `attend`: results, widened blocks, and part of another row for the factors
+RESULT_ROWS = TASK_HEADS + CHUNK * PAGE + 1
+_WIDENING = 3  # heads whose work on a block costs as much as widening it
+
 
 @compiled
-def softmax(scores, first, last, cap, sink):  # type: ignore[no-untyped-def]
+def softmax(scores, first, last, factor, cap, sink):  # type: ignore[no-untyped-def]
     """Replace the scores of positions first..last by exponentials, and return their sum. Blocks of 16.
 
-    A `cap` above 0 is that of scores; `sink` is the address of a score that only the sum has, or 0.
+    Scores are multiplied by `factor`, which is above 0. A `cap` above 0 is that of scores; `sink` is the
+    address of a score that only the sum has, or 0.
     """
     begin, end = first // PAGE, last // PAGE
     start = scores + 64 * begin
     if cap > 0:
+        scale_row(start, factor, PAGE * (end - begin + 1))
         soft_cap(start, cap, PAGE * (end - begin + 1))
+        factor = np.float32(1)
     store(start, keep_lanes(load(start), first - begin * PAGE, PAGE - 1))
     finish = scores + 64 * end
     store(finish, keep_lanes(load(finish), 0, last - end * PAGE))
-    maximum, alone = load(start), spread(np.float32(-np.inf))
-    if sink != 0:
-        alone = keep_lanes(spread(load_float(sink)), 0, 0)
-        maximum = larger(maximum, alone)
-    for block in range(begin + 1, end + 1):
-        maximum = larger(maximum, load(scores + 64 * block))
-    top = spread(-largest_lane(maximum))
+    # four chains, because a maximum that heeds NaN takes several cycles; any order gives the same
+    a, b, c, d = load(start), load(start), load(finish), load(finish)
+    for block in range(begin, end - 3, 4):
+        place = scores + 64 * block
+        a, b = larger(a, load(place)), larger(b, load(place + 64))
+        c, d = larger(c, load(place + 128)), larger(d, load(place + 192))
+    for block in range(max(begin, end - 3), end):
+        a = larger(a, load(scores + 64 * block))
+    maximum = larger(larger(a, b), larger(c, d))
+    # rounding keeps the order: the largest product is that of the largest score
+    largest, scale = largest_lane(maximum) * factor, spread(factor)
     total = spread(np.float32(0))
     if sink != 0:
-        total = exponential(add(alone, top))
+        largest = largest_lane(larger(spread(largest), spread(load_float(sink))))
+        total = exponential(keep_lanes(spread(load_float(sink) - largest), 0, 0))
+    top = spread(-largest)
     for block in range(begin, end + 1):
-        value = exponential(add(load(scores + 64 * block), top))
+        value = exponential(add(multiply(load(scores + 64 * block), scale), top))
         store(scores + 64 * block, value)
         total = add(total, value)
     return sum_lanes(total)
 
 
 @compiled
-def _score(run_score, half, heads, query, width, blocks, begin, end, scores, stride, factor):  # type: ignore[no-untyped-def]
-    """Scores of `heads` queries with all keys of blocks begin..end, times `factor`."""
-    block = begin
-    while block <= end:
-        count = min(SCORE_BLOCKS[heads - 1], end - block + 1)
-        if count < SCORE_BLOCKS[heads - 1]:
-            count = 1
-        place = scores + 64 * block
-        call_score(
-            run_score, half, heads, count, query, 4 * width, blocks + 8 * block, width, place, stride, factor
-        )
-        block += count
+def rows_of_task(rows, parts, shared, threads, stride):  # type: ignore[no-untyped-def]
+    """The number of rows of a task, where each row has `parts` tasks of `shared` heads.
+
+    The scores of a head take `stride` bytes.
+
+    More rows per task widen fewer blocks twice; fewer balance the threads better.
+    """
+    best, least, count = 1, 0, 1
+    most = min(TASK_HEADS, _SCORE_BYTES // stride)
+    while count == 1 or count * shared <= most:
+        tasks = (rows + count - 1) // count * parts
+        time = (tasks + threads - 1) // threads * (_WIDENING + count * shared)
+        if count == 1 or time < least:
+            best, least = count, time
+        count *= 2
+    return best
 
 
 @compiled
-def rows_of_task(rows, parts, shared, threads):  # type: ignore[no-untyped-def]
-    """The number of rows of a task, where each row has `parts` tasks of `shared` heads."""
-    return max(1, MAX_HEADS // shared) if rows * parts >= 2 * threads else 1
+def _widen(blocks, first, last, end, offset, vectors, pitch, step, half, out):  # type: ignore[no-untyped-def]
+    """The vectors of 16 numbers, an even number, at `offset` bytes of blocks first..last, as floats.
+
+    Those of a block are `pitch` bytes apart at `out`, those of blocks `step` bytes. The next chunk, up to
+    block `end`, is asked for: it comes while this one is multiplied.
+    """
+    for block in range(first, last + 1):
+        source, target = load_int64(blocks + 8 * block) + offset, out + step * (block - first)
+        if half == 0:
+            for _ in range(vectors):
+                store(target, load(source))
+                source, target = source + 64, target + pitch
+            continue
+        ahead = load_int64(blocks + 8 * min(block + CHUNK, end)) + offset - source
+        for _ in range(0, vectors, 2):
+            prefetch(source + ahead)
+            store(target, load_halves(source))
+            store(target + pitch, load_halves(source + 32))
+            source, target = source + 64, target + 2 * pitch
+
+
+@compiled
+def _products(run, heads, numbers, stride, rows, row, steps, vectors, out, out_stride, added):  # type: ignore[no-untyped-def]
+    """The products of run_products for any number of heads and vectors, a tile at a time."""
+    head = 0
+    while head < heads:
+        tile, vector = min(heads - head, TILE_HEADS), 0
+        while vector < vectors:
+            count = TILE_VECTORS[tile - 1] if vectors - vector >= TILE_VECTORS[tile - 1] else 1
+            place, target = rows + 64 * vector, out + head * out_stride + 64 * vector
+            call_products(
+                run,
+                tile,
+                count,
+                numbers + stride * head,
+                stride,
+                place,
+                row,
+                steps,
+                target,
+                out_stride,
+                added,
+            )
+            vector += count
+        head += tile
+
+
+@compiled
+def _mix_chunk(  # type: ignore[no-untyped-def]
+    run, each, rows, origin, last, begin, end, scores, stride, values, padded, out
+):
+    """Add what the positions begin..end give: to all rows, and beyond `last` to the rows that go on.
+
+    `values` are those of position `origin` and the next. Rows that end earlier must not even add zero:
+    0 * inf is NaN.
+    """
+    size, vectors, shared_end = 4 * padded, padded // 16, min(end, last)
+    if begin <= shared_end:
+        place, steps = values + size * (begin - origin), shared_end - begin + 1
+        _products(run, each * rows, scores + 4 * begin, stride, place, size, steps, vectors, out, size, 1)
+    begin = max(begin, last + 1)
+    for row in range(1, rows):
+        own_end = min(end, last + row)
+        if begin <= own_end:
+            place, steps = values + size * (begin - origin), own_end - begin + 1
+            weights, target = scores + stride * each * row + 4 * begin, out + size * each * row
+            _products(run, each, weights, stride, place, size, steps, vectors, target, size, 1)
+
+
+@compiled
+def _finish(mixed, share, target, width):  # type: ignore[no-untyped-def]
+    """A head's output: what was mixed, times 1 / the sum of its weights."""
+    whole = width // 16 * 16
+    for d in range(0, whole, 16):
+        store(target + 4 * d, multiply(load(mixed + 4 * d), spread(share)))
+    for d in range(whole, width):
+        store_float(target + 4 * d, load_float(mixed + 4 * d) * share)
 
 
 @compiled
 def attend(  # type: ignore[no-untyped-def]
-    run_score, run_mix, half, queries, each, rows, width, blocks, first, last, factor, cap, sinks, scores,
-    stride, result, out, out_row,
+    run, half, queries, each, rows, width, blocks, first, last, factor, cap, sinks, scores, stride, result,
+    out, out_row,
 ):  # fmt: skip
     """Attention of `rows` rows at successive positions, for `each` heads of a row that share a KV head.
 
     The first row attends to positions first..last, each next one to one more. Several rows have at most
-    MAX_HEADS heads in total.
-    `run_score` and `run_mix` are the addresses of those kernels. Scores are multiplied by `factor`; see
-    `softmax` for `cap`, and for `sinks`, one for each of a row's heads.
+    TASK_HEADS heads in total.
+    `run` is the address of run_products. See `softmax` for `factor`, `cap` and `sinks`, one for each of a
+    row's heads.
     Entry b of `blocks` is the address of the keys of positions 16 b to 16 b + 15, followed by the values.
     Heads are contiguous in `queries`, row by row; rows of `out` are `out_row` bytes apart; `scores` has
-    `stride` bytes for each of up to MAX_HEADS heads, `result` one head's padded width for each.
+    `stride` bytes for each of up to TASK_HEADS heads, `result` RESULT_ROWS rows of a head's padded width.
     """
     size = 2 if half else 4
     padded = (width + 15) // 16 * 16
-    head, heads = 0, each * rows
     final = last + rows - 1
-    while head < heads:
-        count = min(heads - head, MAX_HEADS)
-        query = queries + 4 * head * width
-        _score(
-            run_score, half, count, query, width, blocks, first // PAGE, final // PAGE, scores, stride, factor
-        )
-        for i in range(count):
-            sink = sinks + 4 * ((head + i) % each) if sinks != 0 else 0
-            total = softmax(scores + stride * i, first, last + (head + i) // each, cap, sink)
-            store_float(result + 4 * i, np.float32(1) / total)
-        mixed = result + 64
-        column = 0
-        while column < padded:
-            columns = MIX_COLUMNS[count - 1] if padded - column >= 16 * MIX_COLUMNS[count - 1] else 1
-            offset = size * (PAGE * width + column)
-            call_mix(
-                run_mix, half, count, columns, scores, stride, blocks, offset, size * padded, first, last,
-                each, rows, result, mixed + 4 * column, 4 * padded,
-            )  # fmt: skip
-            column += 16 * columns
-        for i in range(count):
-            target = out + (head + i) // each * out_row + 4 * ((head + i) % each * width)
-            for d in range(width):
-                store_float(target + 4 * d, load_float(mixed + 4 * (i * padded + d)))
-        head += count
+    begin, end = first // PAGE, final // PAGE
+    floats, row = result + 4 * TASK_HEADS * padded, 64 * CHUNK
+    sums = floats + 4 * PAGE * CHUNK * padded
+    start = 0
+    while start < each:
+        heads = min(each - start, TASK_HEADS) if rows == 1 else each
+        for chunk in range(begin, end + 1, CHUNK):
+            chunk_end = min(chunk + CHUNK - 1, end)
+            _widen(blocks, chunk, chunk_end, end, 0, width, row, 64, half, floats)
+            query, place, count = queries + 4 * start * width, scores + 64 * chunk, chunk_end - chunk + 1
+            _products(run, heads * rows, query, 4 * width, floats, row, width, count, place, stride, 0)
+        for head in range(heads * rows):
+            sink = sinks + 4 * (start + head % heads) if sinks != 0 else 0
+            total = softmax(scores + stride * head, first, last + head // heads, factor, cap, sink)
+            store_float(sums + 4 * head, np.float32(1) / total)
+            for d in range(0, padded, 16):
+                store(result + 4 * (head * padded + d), spread(np.float32(0)))
+        for chunk in range(begin, end + 1, CHUNK):
+            chunk_end = min(chunk + CHUNK - 1, end)
+            offset, step = size * PAGE * width, 4 * PAGE * padded
+            _widen(blocks, chunk, chunk_end, end, offset, padded, 64, step, half, floats)
+            low, high = max(first, PAGE * chunk), min(final, PAGE * (chunk_end + 1) - 1)
+            _mix_chunk(
+                run, heads, rows, PAGE * chunk, last, low, high, scores, stride, floats, padded, result
+            )
+        for head in range(heads * rows):
+            target = out + head // heads * out_row + 4 * ((start + head % heads) * width)
+            _finish(result + 4 * head * padded, load_float(sums + 4 * head), target, width)
+        start += heads
 
 
 @compiled

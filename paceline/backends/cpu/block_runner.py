@@ -21,7 +21,7 @@ from paceline.backends.base import (
     first_slots,
 )
 from paceline.backends.cpu import job as fields
-from paceline.backends.cpu.attention_tiles import PAGE
+from paceline.backends.cpu.attention import PAGE
 from paceline.backends.cpu.backend import CpuBackend
 from paceline.backends.cpu.block_chains import MarkovHead, Walk, walk_blocks
 from paceline.backends.cpu.compiled_model import CpuPool

@@ -8,12 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.cpu import job as fields
-from paceline.backends.cpu.attention import copy_key_value
-from paceline.backends.cpu.attention_tiles import PAGE
+from paceline.backends.cpu.attention import PAGE, copy_key_value
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.forward_pass import run_passes
 from paceline.backends.cpu.model_weights import round_up
-from paceline.backends.cpu.packing import address_of
+from paceline.backends.cpu.packing import address_of, aligned_zeros
 from paceline.backends.cpu.team import Team
 from paceline.backends.cpu.tiles import GROUP
 from paceline.backends.cpu.workspace import Workspace
@@ -65,7 +64,7 @@ class CompiledModel:
         """Storage for `num_pages` pages of keys and values."""
         shape = (self.config.num_layers, num_pages, self.config.num_kv_heads, self.workspace.block_bytes)
         try:
-            data = np.zeros(shape, dtype=np.uint8)
+            data = aligned_zeros(shape)
             return CpuPool(num_pages, self.bytes_per_page(), data, address_of(data))
         except MemoryError as error:
             gigabytes = num_pages * self.bytes_per_page() / 1e9

@@ -4,9 +4,10 @@ A step adds, for n output columns at once, the dot product of 4 weights and 4 ac
 
     step(builder, sums, weights: <4 n x i8> as [n columns][4 k], activations: <n x i32>) -> sums
 
-The sums are <n x i32>, or, where a `Dot` has a `finish`, <2 n x i16>: two for each column, of the even and
-odd pairs of k. Those of weights in 0..15 fit into 16 bits for a whole group of 32: 8 * 2 * 15 * 127 = 30,480.
-So a step is one multiply-add and an addition, where sums of 32 bits take two multiply-adds and an addition.
+The sums are <n x i32>, or, of x86 without VNNI, <2 n x i16>: two for each column, of the even and odd pairs
+of k. Those of weights in 0..15 fit into 16 bits for a whole group of 32: 8 * 2 * 15 * 127 = 30,480; those of
+weights in 0..63 for two steps: 2 * 2 * 63 * 127 = 32,004. So a step is one multiply-add and an addition,
+where sums of 32 bits take two multiply-adds and an addition. The `finish` that widens them can scale them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from paceline.backends.cpu.emit import I8, I16, I32, I64, call, join, part, spla
 # emit(builder, address, index, kind: <n x i32> or <n x float>) -> word `index` at the address, in all lanes
 EmitSpread = Callable[[ir.IRBuilder, Any, int, ir.VectorType], Any]
 EmitStep = Callable[[ir.IRBuilder, Any, Any, Any], Any]
-EmitFinish = Callable[[ir.IRBuilder, Any], Any]  # <2 n x i16> -> <n x i32>
+# finish(builder, sums, factors: <2 n x i16>, two alike for each column, or None) -> <n x i32>
+EmitFinish = Callable[[ir.IRBuilder, Any, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -30,11 +32,13 @@ class Dot:
     """How the dot products of a group are summed up."""
 
     step: EmitStep
-    finish: EmitFinish | None = None  # None: the sums have 32 bits from the start
+    finish: EmitFinish | None = None  # None: the sums have 32 bits, and no scale
+    steps: int = 8  # that are summed up before `finish`
+    pairs: bool = False  # the sums have 16 bits
 
     def zero(self, columns: int) -> ir.Constant:
         """The sums of nothing."""
-        kind = ir.VectorType(I16, 2 * columns) if self.finish else ir.VectorType(I32, columns)
+        kind = ir.VectorType(I16, 2 * columns) if self.pairs else ir.VectorType(I32, columns)
         return ir.Constant(kind, [0] * kind.count)
 
 
@@ -87,15 +91,34 @@ def _pairs(builder: ir.IRBuilder, unsigned: Any, signed: Any) -> Any:
 
 
 def add_pairs(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
-    """A step of weights in 0..15 with sums of 16 bits."""
+    """A step of weights in 0..15, or 0..63, with sums of 16 bits."""
     return builder.add(sums, _pairs(builder, weights, builder.bitcast(activations, weights.type)))
 
 
-def join_pairs(builder: ir.IRBuilder, sums: Any) -> Any:
-    """The sums of columns from those of pairs."""
+def join_pairs(builder: ir.IRBuilder, sums: Any, factors: Any = None) -> Any:
+    """The sums of columns from those of pairs, times factors if there are any."""
     columns = sums.type.count // 2
-    ones = ir.Constant(sums.type, [1] * sums.type.count)
-    return call(builder, _COLUMNS[columns], ir.VectorType(I32, columns), sums, ones)
+    if factors is None:
+        factors = ir.Constant(sums.type, [1] * sums.type.count)
+    return call(builder, _COLUMNS[columns], ir.VectorType(I32, columns), sums, factors)
+
+
+def scale_columns(builder: ir.IRBuilder, sums: Any, factors: Any) -> Any:
+    """The sums of columns times factors."""
+    high = builder.ashr(builder.bitcast(factors, sums.type), ir.Constant(sums.type, [16] * sums.type.count))
+    return builder.mul(sums, high)
+
+
+def sum_products(builder: ir.IRBuilder, a: Any, b: Any) -> Any:
+    """Of <2 n x i16>, a * b of the even lanes plus that of the odd ones: <n x i32>."""
+    wide = ir.VectorType(I32, a.type.count)
+    products = builder.mul(builder.sext(a, wide), builder.sext(b, wide))
+    undefined, half = ir.Constant(wide, ir.Undefined), ir.VectorType(I32, a.type.count // 2)
+    even, odd = (
+        builder.shuffle_vector(products, undefined, ir.Constant(half, list(range(k, a.type.count, 2))))
+        for k in range(2)
+    )
+    return builder.add(even, odd)
 
 
 def avx2_signed(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:

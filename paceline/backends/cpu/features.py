@@ -8,7 +8,7 @@ not accepted are overwritten, as their keys and values are.
 
 from __future__ import annotations
 
-from paceline.backends.cpu.attention_tiles import PAGE
+from paceline.backends.cpu.attention import PAGE
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.job import (
     FEATURE_SLOT_AT,

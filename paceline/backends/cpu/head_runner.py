@@ -17,7 +17,7 @@ from paceline.backends.base import (
     first_slots,
 )
 from paceline.backends.cpu import job as fields
-from paceline.backends.cpu.attention_tiles import PAGE
+from paceline.backends.cpu.attention import PAGE
 from paceline.backends.cpu.backend import CpuBackend
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.compiled_model import CompiledModel, CpuPool

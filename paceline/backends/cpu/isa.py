@@ -34,6 +34,7 @@ class Isa:
     spread: EmitSpread
     dot_narrow: Dot  # weights in 0..15
     dot_wide: Dot  # weights of 8 bits, signed unless `offset_weights`
+    dot_scaled: Dot  # weights in 0..63, with a scale for every 16
     offset_weights: bool = False  # 8-bit weights are stored as w + 128: the instruction wants them unsigned
     columns: int = 16  # outputs of one tile: as many as their sums fit into registers
     tile_rows: int = 4  # rows of the largest register tile
@@ -41,10 +42,16 @@ class Isa:
     slow_conversion: bool = False  # int to float costs more than a float addition; not with `offset_weights`
     single_loads: bool = False  # a load of two registers, which LLVM prefers, takes longer than two loads
     native_half: bool = True  # half <-> float conversions are instructions
-    slow_half: bool = False  # widening halves costs more than to multiply them
 
 
-_PAIRS = Dot(dots.add_pairs, dots.join_pairs)
+_PAIRS = Dot(dots.add_pairs, dots.join_pairs, pairs=True)
+_SCALED_PAIRS = Dot(dots.add_pairs, dots.join_pairs, steps=2, pairs=True)
+
+
+def _scaled(step: dots.EmitStep) -> Dot:
+    """Sums of 32 bits, scaled after 16 k."""
+    return Dot(step, dots.scale_columns, steps=4)
+
 
 # Best first
 ISAS = {
@@ -58,6 +65,7 @@ ISAS = {
             spread=dots.spread_word,
             dot_narrow=Dot(dots.vnni),
             dot_wide=Dot(dots.vnni),
+            dot_scaled=_scaled(dots.vnni),
             offset_weights=True,
             tile_rows=8,
             wide_registers=True,
@@ -70,6 +78,7 @@ ISAS = {
             spread=dots.spread_word,
             dot_narrow=Dot(dots.by_parts(8, dots.vnni)),
             dot_wide=Dot(dots.by_parts(8, dots.vnni)),
+            dot_scaled=_scaled(dots.by_parts(8, dots.vnni)),
             offset_weights=True,
         ),
         Isa(
@@ -80,6 +89,7 @@ ISAS = {
             spread=dots.spread_word,
             dot_narrow=_PAIRS,
             dot_wide=Dot(dots.avx512_signed),
+            dot_scaled=_SCALED_PAIRS,
             tile_rows=8,
             wide_registers=True,
         ),
@@ -91,6 +101,7 @@ ISAS = {
             spread=dots.spread_word,
             dot_narrow=_PAIRS,
             dot_wide=Dot(dots.avx2_signed),
+            dot_scaled=_SCALED_PAIRS,
         ),
         Isa(
             "neon",
@@ -100,10 +111,10 @@ ISAS = {
             spread=dots.spread_lane,
             dot_narrow=Dot(dots.by_parts(4, dots.sdot)),
             dot_wide=Dot(dots.by_parts(4, dots.sdot)),
+            dot_scaled=_scaled(dots.by_parts(4, dots.sdot)),
             columns=8,
             slow_conversion=True,
             single_loads=True,
-            slow_half=True,
         ),
         Isa(
             "portable",
@@ -113,6 +124,7 @@ ISAS = {
             spread=dots.spread_word,
             dot_narrow=Dot(dots.plain),
             dot_wide=Dot(dots.plain),
+            dot_scaled=_scaled(dots.plain),
             native_half=False,
         ),
     )
@@ -183,7 +195,13 @@ def emulated(isa: Isa) -> Isa:
     wide = Dot(dots.plain_unsigned if isa.offset_weights else dots.plain)
     name, description = isa.name + EMULATED, f"{isa.description}, emulated"
     return replace(
-        isa, name=name, description=description, family="", dot_narrow=Dot(dots.plain), dot_wide=wide
+        isa,
+        name=name,
+        description=description,
+        family="",
+        dot_narrow=Dot(dots.plain),
+        dot_wide=wide,
+        dot_scaled=_scaled(dots.plain),
     )
 
 

@@ -34,7 +34,7 @@ from paceline.backends.cpu.simd import load_float, load_int64
     # each other in both directions, 0: they see their own path, as in any pass
     CONTEXT_NORM_AT, BLOCK_ROWS,
     # kernels that are called by address
-    RUN_TILE, RUN_SCORE, RUN_MIX, RUN_GUMBEL_ARGMAX, RUN_COUPLED,
+    RUN_TILE, RUN_PRODUCTS, RUN_GUMBEL_ARGMAX, RUN_COUPLED,
     # the batch, set for every pass
     ROWS, TOKENS_AT, POSITIONS_AT, PARENTS_AT, REQUEST_AT, ROW_START_AT, CONTEXT_AT, PAGES_AT, MAX_PAGES,
     CHAIN_AT, OUTPUTS, LOGIT_ROWS_AT, LOGITS_AT, LOGITS_STRIDE, KV_AT, NUM_PAGES, FEATURE_SLOT_AT,
@@ -48,7 +48,7 @@ from paceline.backends.cpu.simd import load_float, load_int64
     MAX_DRAFTS, DRAFTS_WANTED_AT, DRAFTS_AT, CHANCES_AT, NUM_DRAFTS_AT, CHOSEN_AT, CHOSEN_CHANCES_AT,
     NEXT_ROWS_AT, NEXT_ROWS_STRIDE,
     JOB_SIZE,
-) = range(121)  # fmt: skip
+) = range(120)  # fmt: skip
 
 # Matrices of a layer, in the order of the descriptor table; behind all layers: the embedding and the head.
 Q, K, V, OUTPUT, GATE, UP, DOWN, LAYER_MATRICES = range(8)

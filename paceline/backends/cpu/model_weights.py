@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.cpu import job as fields
-from paceline.backends.cpu.packing import PackedMatrix, address_of, pack_matrices
+from paceline.backends.cpu.packing import PackedMatrix, address_of, aligned_zeros, pack_matrices
 from paceline.backends.cpu.rows import ACTIVATIONS
 from paceline.backends.cpu.tiles import GROUP
 from paceline.models.checkpoint import Checkpoint
@@ -64,7 +64,7 @@ class ModelWeights:
         return address_of(array)
 
     def _buffer(self, *shape: int, dtype: npt.DTypeLike = np.float32) -> int:
-        return self._keep(np.zeros(shape, dtype=dtype))
+        return self._keep(aligned_zeros(shape, dtype))
 
     def _vectors(self, names: list[str], width: int) -> npt.NDArray[np.float32]:
         """Vectors, or matrices row by row, below each other, padded with zeros to `width`."""

@@ -1,12 +1,13 @@
 """Weights from a checkpoint's tensors into the order in which the tiles read them (see tiles.py).
 
-The 4-bit and 8-bit blocks of a GGUF file are only moved, never rounded again; everything else is
+The blocks of 4, 6 and 8 bits of a GGUF file are only moved, never rounded again; everything else is
 quantized to int8 in groups of 32, or kept as float32. A draft head, whose tokens are verified anyway,
 can be rounded to int4.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,12 +18,13 @@ import numpy.typing as npt
 
 from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.pack_kernels import DECODERS, round_to_int8
-from paceline.backends.cpu.tiles import COLUMNS, FLOAT32, GROUP, INT4, INT4K, INT8, tile_bytes
+from paceline.backends.cpu.tiles import COLUMNS, FLOAT32, GROUP, INT4, INT4K, INT6K, INT8, tile_bytes
 from paceline.models.checkpoint import Tensor
 from paceline.models.files import release_pages
 from paceline.models.gguf_blocks import FORMATS
 
 Bytes = npt.NDArray[np.uint8]
+_LINE = 64  # bytes of a cache line
 _PART_VALUES = 1 << 24  # of a thread's work: several threads share a large matrix
 _SLAB_VALUES = 1 << 18  # packed at a time: their floats stay in the L2 cache
 
@@ -30,6 +32,14 @@ _SLAB_VALUES = 1 << 18  # packed at a time: their floats stay in the L2 cache
 def address_of(array: npt.NDArray[np.generic]) -> int:
     """The address of an array's data."""
     return int(array.__array_interface__["data"][0])
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
+    """Zeros that begin on a cache line: a vector that crosses two takes twice as long to load."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + _LINE, dtype=np.uint8)
+    start = -address_of(memory) % _LINE
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,7 @@ def choose_format(kind: str, quantization: str) -> int:
     if quantization == "int4":
         return INT4
     if quantization == "native":
-        return {"Q4_0": INT4, "Q4_1": INT4, "Q4_K": INT4K}.get(kind, INT8)
+        return {"Q4_0": INT4, "Q4_1": INT4, "Q4_K": INT4K, "Q6_K": INT6K}.get(kind, INT8)
     return INT8
 
 
@@ -78,7 +88,7 @@ def pack_matrices(tensors: Mapping[str, Tensor], quantization: str, threads: int
     """The tensors packed by several threads, all in one piece of memory."""
     shapes = [packed_shape(tensor, quantization) for tensor in tensors.values()]
     sizes = [tiles * size for tiles, size in shapes]
-    memory = np.empty(sum(sizes), dtype=np.uint8)
+    memory = aligned_zeros((sum(sizes),))
     pieces = np.split(memory, np.cumsum(sizes)[:-1])
     matrices = {
         name: PackedMatrix(piece.reshape(shape), choose_format(tensor.kind, quantization), *tensor.shape)
@@ -222,6 +232,27 @@ def _pack_q4_k(rows: Bytes) -> Bytes:
     )
 
 
+def _pack_q6_k(rows: Bytes) -> Bytes:
+    blocks = rows.reshape(len(rows), -1, 210)
+    count, superblocks = blocks.shape[:2]
+    tiles, groups = count // COLUMNS, superblocks * 8
+    # of each 128 values: 64 bytes of nibbles, then 32 bytes of two bits of 4 groups
+    low = blocks[:, :, :128].reshape(count, superblocks, 2, 1, 64)
+    low = np.concatenate([low & 15, low >> 4], axis=3).reshape(count, groups, 2, 16)
+    nibbles = low[:, :, 0] | low[:, :, 1] << 4
+    high = blocks[:, :, 128:192].reshape(count, superblocks, 2, 1, 32)
+    high = np.concatenate([high >> shift & 3 for shift in (0, 2, 4, 6)], axis=3)
+    steps = high.reshape(count, groups, 4, 8)  # two steps of 4 k share bits of a byte
+    bits = steps[:, :, 0] | steps[:, :, 1] << 2 | steps[:, :, 2] << 4 | steps[:, :, 3] << 6
+    weights = np.concatenate([_interleave(nibbles, 4), _interleave(bits, 2)], axis=2)
+    scales = np.ascontiguousarray(blocks[:, :, 192:208]).view(np.uint16).reshape(count, groups)
+    return _stream(
+        weights.reshape(tiles, superblocks, 192 * COLUMNS),
+        _columns(_halves(blocks, 208)),
+        _columns(scales).reshape(tiles, superblocks, 16 * COLUMNS),
+    )
+
+
 def _pack_q8_0(rows: Bytes) -> Bytes:
     blocks = rows.reshape(len(rows), -1, 34)
     values = np.ascontiguousarray(blocks[:, :, 2:]).view(np.int8)
@@ -257,6 +288,7 @@ _FROM_BLOCKS = {
     ("Q4_0", INT4): _pack_q4_0,
     ("Q4_1", INT4): _pack_q4_1,
     ("Q4_K", INT4K): _pack_q4_k,
+    ("Q6_K", INT6K): _pack_q6_k,
     ("Q8_0", INT8): _pack_q8_0,
 }
 _FROM_FLOATS = {INT8: _pack_int8_rounded, INT4: _pack_int4_rounded, FLOAT32: _pack_float32}

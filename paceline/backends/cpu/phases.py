@@ -7,9 +7,15 @@ No task's result depends on the thread that ran it, or on other tasks.
 
 from __future__ import annotations
 
-from paceline.backends.cpu.attention import copy_key_value, write_key_value
-from paceline.backends.cpu.attention_choice import RESULT_ROWS, TASK_HEADS, attend, rows_of_task
-from paceline.backends.cpu.attention_tiles import PAGE
+from paceline.backends.cpu.attention import (
+    PAGE,
+    RESULT_ROWS,
+    TASK_HEADS,
+    attend,
+    copy_key_value,
+    rows_of_task,
+    write_key_value,
+)
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.job import (
     ACTIVATION,
@@ -40,8 +46,7 @@ from paceline.backends.cpu.job import (
     ROPE,
     ROPES_AT,
     ROW_START_AT,
-    RUN_MIX,
-    RUN_SCORE,
+    RUN_PRODUCTS,
     RUN_TILE,
     SCORE_CAP,
     SCORE_SCALE,
@@ -54,6 +59,7 @@ from paceline.backends.cpu.job import (
 )
 from paceline.backends.cpu.matmul import multiply_rows
 from paceline.backends.cpu.rows import (
+    copy_row,
     gate,
     normalize,
     normalize_head,
@@ -61,7 +67,7 @@ from paceline.backends.cpu.rows import (
     rotate,
     write_record,
 )
-from paceline.backends.cpu.simd import load_float, load_int32, load_int64, store_float, store_int64
+from paceline.backends.cpu.simd import load_float, load_int32, load_int64, store_int64
 from paceline.backends.cpu.tiles import COLUMNS, GROUP, RECORD
 
 CHUNK_ROWS = 16  # that meet some tiles before the next rows do: their records stay in the L1 or L2 cache
@@ -211,9 +217,10 @@ def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-u
     heads, kv_heads, width = field(job, HEADS), field(job, KV_HEADS), field(job, HEAD_WIDTH)
     half_kv, shared = field(job, HALF_KV), heads // kv_heads
     each = 1 if rows * kv_heads < tasks[1] else shared  # query heads of a task
-    most = rows_of_task(rows, kv_heads, shared, tasks[1]) if each == shared else 1
     stride = 4 * PAGE * field(job, MAX_PAGES)
-    blocks, scores = scratch, scratch + 8 * field(job, MAX_PAGES)
+    most = rows_of_task(rows, kv_heads, shared, tasks[1], stride) if each == shared else 1
+    # on whole cache lines, as all behind it is: vectors that cross two lines take twice as long
+    blocks, scores = scratch, scratch + (8 * field(job, MAX_PAGES) + 63) // 64 * 64
     result = scores + TASK_HEADS * stride
     queries = result + 64 + 4 * RESULT_ROWS * (width + 15)
     spare = queries + 4 * TASK_HEADS * width
@@ -221,13 +228,13 @@ def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-u
     factor, cap = scale_of(job, SCORE_SCALE), scale_of(job, SCORE_CAP)
     sinks = field(job, SINKS_AT)
     out_row = 4 * field(job, ATTENTION_PADDED)
-    parts, run_score, run_mix = heads // each, field(job, RUN_SCORE), field(job, RUN_MIX)
+    parts, run = heads // each, field(job, RUN_PRODUCTS)
     groups = (rows + most - 1) // most
     while True:
         task, _ = take(tasks, counter, groups * parts, 1)
         if task >= groups * parts:
             return
-        row, head = task // parts * most, task % parts * each
+        row, head = task % groups * most, task // groups * each  # rows of a head read the same keys
         end = min(row + most, rows)
         while row < end:
             together = _rows_together(job, row, end, most, window)
@@ -246,14 +253,13 @@ def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-u
             if together > 1:
                 for other in range(together):
                     source = query + other * field(job, QKV_STRIDE)
-                    for d in range(each * width):
-                        store_float(queries + 4 * (other * each * width + d), load_float(source + 4 * d))
+                    copy_row(source, queries + 4 * other * each * width, each * width)
                 query = queries
             out = field(job, ATTENTION_AT) + row * out_row + 4 * head * width
             own_sinks = sinks + 4 * (heads * layer + head) if sinks != 0 else 0
             attend(
-                run_score, run_mix, half_kv, query, each, together, width, blocks, first, last, factor, cap,
-                own_sinks, scores, stride, result, out, out_row,
+                run, half_kv, query, each, together, width, blocks, first, last, factor, cap, own_sinks,
+                scores, stride, result, out, out_row,
             )  # fmt: skip
             row += together
 

@@ -15,7 +15,6 @@ from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.simd import (
     add,
-    add_ints,
     divide,
     exponential,
     fma,
@@ -34,10 +33,11 @@ from paceline.backends.cpu.simd import (
     store_bytes,
     store_float,
     store_int32,
+    store_word,
     sum_int_lanes,
     sum_lanes,
 )
-from paceline.backends.cpu.tiles import COLUMNS, FLOAT32, GROUP, INT4, INT4K, INT8, RECORD
+from paceline.backends.cpu.tiles import COLUMNS, FLOAT32, GROUP, INT4, INT4K, INT6K, INT8, RECORD
 
 # Activations of the MLP's gate, by ModelConfig.activation
 SILU, GELU_TANH, CLAMPED_SILU = 0, 1, 2
@@ -60,10 +60,13 @@ def write_record(values, record, quantized):  # type: ignore[no-untyped-def]
     first_ints, second_ints = scaled_to_nearest(first, inverse), scaled_to_nearest(second, inverse)
     store_bytes(record, first_ints)
     store_bytes(record + 16, second_ints)
-    total = sum_int_lanes(add_ints(first_ints, second_ints))
+    first_sum, second_sum = sum_int_lanes(first_ints), sum_int_lanes(second_ints)
+    total = first_sum + second_sum
     store_float(record + GROUP, scale)
     store_float(record + GROUP + 4, scale * np.float32(total))
     store_int32(record + GROUP + 8, -OFFSET * total)
+    store_word(record + GROUP + 12, -first_sum)
+    store_word(record + GROUP + 14, -second_sum)
 
 
 @compiled(inline=True)
@@ -228,4 +231,12 @@ def read_matrix_row(address, weight_format, groups, size, row, out):  # type: ig
                 scale = load_half(halves) * np.float32(load_byte(side))
                 minimum = load_half(halves + 2 * COLUMNS) * np.float32(load_byte(side + 8 * COLUMNS))
                 value = scale * np.float32(nibble) - minimum
+            elif weight_format == INT6K:
+                block = tile + group // 8 * 210 * COLUMNS
+                bits, step = block + group % 8 * 24 * COLUMNS, within // 4
+                high = load_byte(bits + ((4 + step % 2) * COLUMNS + column) * 4 + within % 4)
+                quant = (load_byte(bits + place) >> shift & 15) | (high >> (2 * (step // 2)) & 3) << 4
+                of_16 = load_byte(block + (194 + group % 8 * 2) * COLUMNS + 2 * column + within // 16)
+                scale = load_half(block + 192 * COLUMNS + 2 * column) * np.float32(np.int8(of_16))
+                value = scale * np.float32(quant - 32)
         store_float(out + 4 * k, value)

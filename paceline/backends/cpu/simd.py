@@ -401,12 +401,9 @@ def exponential(builder, x):  # type: ignore[no-untyped-def]
     huge = builder.fcmp_ordered(">", x, constant(88.0))
     clipped = builder.select(tiny, constant(0.0), builder.select(huge, constant(88.0), x))
     exact_n = builder.fmul(clipped, constant(1.4426950216293335))
-    if ISA.slow_conversion:  # adding 1.5 * 2 ** 23 rounds alike, and leaves n in the low bits
-        magic = builder.fadd(exact_n, constant(12582912.0))
-        n, bits = builder.fsub(magic, constant(12582912.0)), builder.bitcast(magic, _INTS)
-    else:
-        n = call(builder, "llvm.rint.v16f32", _FLOATS, exact_n)
-        bits = builder.fptosi(n, _INTS)
+    # adding 1.5 * 2 ** 23 rounds to the nearest integer, and leaves it in the low bits
+    magic = builder.fadd(exact_n, constant(12582912.0))
+    n, bits = builder.fsub(magic, constant(12582912.0)), builder.bitcast(magic, _INTS)
     # ln 2 in two parts, so that n ln 2 is subtracted without loss
     r = call(builder, "llvm.fma.v16f32", _FLOATS, n, constant(-0.693145751953125), clipped)
     r = call(builder, "llvm.fma.v16f32", _FLOATS, n, constant(-1.4286068202862268e-06), r)

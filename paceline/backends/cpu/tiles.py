@@ -8,11 +8,15 @@ the tile reads them, one sequential stream per C columns:
             then C half scales and C half minimums (Q4_0 and Q4_1 exactly as published)
     int4k   per 256 k: 8 such groups of nibbles, then C half `d`, C half `dmin`,
             8 x C byte scales, 8 x C byte minimums (Q4_K exactly as published)
+    int6k   per 256 k: 8 groups of nibbles as in int4, each followed by [2][C columns][4 k] bytes with bits
+            4 and 5 of 16 k: step s of 4 k has bits 2 (s // 2) of vector s % 2; then C half `d`,
+            8 x C x 2 signed byte scales, of 16 k each (Q6_K exactly as published: w = d * scale * (q - 32))
     float32 per k: C floats
 
 Activations are stored as [K / 32][rows][record], so that all rows of a group lie together; a record is
 
-    32 int8 values | float scale | float scale * sum of the values | int32 -128 * sum | 4 bytes unused
+    32 int8 values | float scale | float scale * sum of the values | int32 -128 * sum |
+    int16 -sum of the first 16 | int16 -sum of the others
 
 (for float32 weights: 32 floats).
 
@@ -33,13 +37,13 @@ from numba import types
 from numba.core import cgutils
 
 from paceline.backends.cpu.compiled import Emit
-from paceline.backends.cpu.dots import Dot
-from paceline.backends.cpu.emit import I8, I32, call, join, load_as_written
+from paceline.backends.cpu.dots import Dot, sum_products
+from paceline.backends.cpu.emit import I8, I16, I32, call, join, load_as_written
 from paceline.backends.cpu.isa import ISA, Isa
 from paceline.backends.cpu.simd import halves_at
 
-INT8, INT4, INT4K, FLOAT32 = 0, 1, 2, 3  # weight formats
-FORMAT_NAMES = {INT8: "int8", INT4: "int4", INT4K: "int4k", FLOAT32: "float32"}
+INT8, INT4, INT4K, INT6K, FLOAT32 = range(5)  # weight formats
+FORMAT_NAMES = {INT8: "int8", INT4: "int4", INT4K: "int4k", INT6K: "int6k", FLOAT32: "float32"}
 COLUMNS = ISA.columns  # outputs of one tile
 PREFETCH = 4096  # bytes the tiles read ahead
 NEAR_PREFETCH = 512  # the same for few rows where the hardware reads far ahead itself
@@ -48,7 +52,7 @@ GROUP = 32  # k per activation scale, and per weight scale of every format but f
 TILE_ROWS = tuple(range(1, ISA.tile_rows + 1))
 
 # The words of a record behind the values
-_SCALE, _SCALED_SUM, _OFFSET = 8, 9, 10
+_SCALE, _SCALED_SUM, _OFFSET, _HALF_SUMS = 8, 9, 10, 11
 _MAGIC = 1.5 * 2**23  # a float whose lowest bit is worth 1: adding an int to its bits adds it to the float
 _MAGIC_BITS = 0x4B400000
 _I64 = ir.IntType(64)
@@ -152,20 +156,66 @@ class _Tile:
 
         `weights(step)` emits the weights of 4 k; with `offset` they are w + 128.
         """
-        every = list(range(self.rows))
-        for rows in [[row] for row in every] if self.isa.wide_registers else [every]:
+        for rows in self.row_sets():
             chains = {row: self.start(group, row, dot, offset) for row in rows}
-            for step in range(GROUP // 4):
-                if step == GROUP // 8:
-                    self.forget()
-                vector = weights(step)
-                for row in rows:
-                    values = self.spread(group, row, step, self.ints)
-                    chain = step % len(chains[row])
-                    chains[row][chain] = dot.step(self.builder, chains[row][chain], vector, values)
+            for row, sums in self.run_steps(group, weights, dot, range(GROUP // 4), chains):
+                yield row, self.as_floats(dot.finish(self.builder, sums, None) if dot.finish else sums)
+
+    def scaled_dots(
+        self, group: Any, weights: Callable[[int], Any], dot: Dot, scales: Any
+    ) -> Iterator[tuple[int, Any]]:
+        """Each row with its exact dot products of one group, times a scale for every 16 k, as floats.
+
+        `weights(step)` are w + 32 for w in -32..31; `scales` are <2 n x i16>, two for each column. A product
+        is at most 2 * 128 * 16 * 32 * 127 < 2 ** 24, so it is exact as a float, too.
+        """
+        builder, halves = self.builder, scales.type
+        by_half = [self.alike(scales, half) for half in range(2)]
+        five = ir.Constant(halves, [5] * halves.count)
+        for rows in self.row_sets():
+            totals = {}
             for row in rows:
-                sums = functools.reduce(self.builder.add, chains[row])
-                yield row, self.as_floats(dot.finish(self.builder, sums) if dot.finish else sums)
+                sums = builder.bitcast(self.spread(group, row, _HALF_SUMS, self.ints), halves)
+                totals[row] = sum_products(builder, builder.shl(scales, five), sums)
+            for first in range(0, GROUP // 4, dot.steps):
+                steps, factors = range(first, first + dot.steps), by_half[first // (GROUP // 8)]
+                chains = {row: [dot.zero(self.width)] for row in rows}
+                for row, sums in self.run_steps(group, weights, dot, steps, chains):
+                    assert dot.finish is not None
+                    totals[row] = builder.add(totals[row], dot.finish(builder, sums, factors))
+            for row in rows:
+                yield row, builder.sitofp(totals[row], self.floats)
+
+    def alike(self, pairs: Any, which: int) -> Any:
+        """One number of each pair, twice."""
+        lanes = [lane // 2 * 2 + which for lane in range(pairs.type.count)]
+        every = ir.Constant(ir.VectorType(I32, len(lanes)), lanes)
+        return self.builder.shuffle_vector(pairs, ir.Constant(pairs.type, ir.Undefined), every)
+
+    def row_sets(self) -> list[list[int]]:
+        """Rows whose sums grow side by side; one by one where all weights of a group stay in registers."""
+        every = list(range(self.rows))
+        return [[row] for row in every] if self.isa.wide_registers else [every]
+
+    def run_steps(
+        self,
+        group: Any,
+        weights: Callable[[int], Any],
+        dot: Dot,
+        steps: range,
+        chains: dict[int, list[Any]],
+    ) -> Iterator[tuple[int, Any]]:
+        """Each row with the sum of its chains after some steps of a group."""
+        for step in steps:
+            if step == GROUP // 8:
+                self.forget()
+            vector = weights(step)
+            for row, sums in chains.items():
+                values = self.spread(group, row, step, self.ints)
+                chain = step % len(sums)
+                sums[chain] = dot.step(self.builder, sums[chain], vector, values)
+        for row, sums in chains.items():
+            yield row, functools.reduce(self.builder.add, sums)
 
     def start(self, group: Any, row: int, dot: Dot, offset: bool) -> list[Any]:
         """What the chains of additions start from."""
@@ -286,6 +336,39 @@ def _emit_int4k(tile: _Tile) -> None:
                 _add_group4(tile, group, start, nibbles, scale, minimum)
 
 
+def _six_bit_step(tile: _Tile, address: Any, start: int, step: int) -> Any:
+    """Nibbles with two more bits above them."""
+    high = tile.load_bytes(address, 4 * (COLUMNS * (4 + step % 2) + start))
+    shift = 4 - 2 * (step // 2)
+    if shift > 0:
+        high = tile.builder.shl(high, tile.constant(tile.bytes, shift))
+    elif shift < 0:
+        high = tile.builder.lshr(high, tile.constant(tile.bytes, -shift))
+    high = tile.builder.and_(high, tile.constant(tile.bytes, 0x30))
+    return tile.builder.or_(_nibble_step(tile, address, start, step), high)
+
+
+def _emit_int6k(tile: _Tile) -> None:
+    builder, side_at = tile.builder, 8 * 24 * COLUMNS
+    pairs = ir.VectorType(I8, 2 * tile.width)
+    with cgutils.for_range(builder, builder.lshr(tile.groups, _I64(3))) as loop:
+        address = builder.add(tile.weights, builder.mul(loop.index, _I64(210 * COLUMNS)))
+        scales = {start: tile.halves(address, side_at + 2 * start) for start in range(0, COLUMNS, tile.width)}
+        tile.prefetch(builder.add(address, _I64(side_at)), 18 * COLUMNS)
+        with cgutils.for_range(builder, _I64(8)) as inner:
+            bits = builder.add(address, builder.mul(inner.index, _I64(24 * COLUMNS)))
+            side = builder.add(address, builder.mul(inner.index, _I64(2 * COLUMNS)))
+            group = builder.add(builder.mul(loop.index, _I64(8)), inner.index)
+            tile.prefetch(bits, 24 * COLUMNS)
+            for start in tile.parts():
+                of_16 = _load(builder, side, pairs, side_at + 2 * COLUMNS + 2 * start)
+                factors = builder.sext(of_16, ir.VectorType(I16, 2 * tile.width))
+                weights = partial(_six_bit_step, tile, bits, start)
+                for row, sums in tile.scaled_dots(group, weights, tile.isa.dot_scaled, factors):
+                    row_scale = tile.spread(group, row, _SCALE, tile.floats)
+                    tile.accumulate(row, start, sums, builder.fmul(scales[start], row_scale))
+
+
 def _bytes_as_floats(tile: _Tile, address: Any, offset: int) -> Any:
     values = tile.builder.zext(_load(tile.builder, address, ir.VectorType(I8, tile.width), offset), tile.ints)
     if tile.isa.slow_conversion:
@@ -310,6 +393,7 @@ _EMITTERS: dict[int, Callable[[_Tile], None]] = {
     INT8: _emit_int8,
     INT4: _emit_int4,
     INT4K: _emit_int4k,
+    INT6K: _emit_int6k,
     FLOAT32: _emit_float32,
 }
 
@@ -338,6 +422,7 @@ def tile_bytes(weight_format: int, depth: int) -> int:
         INT8: depth // GROUP * 34,
         INT4: depth // GROUP * 20,
         INT4K: depth // 256 * 148,
+        INT6K: depth // 256 * 210,
         FLOAT32: depth * 4,
     }
     return COLUMNS * bytes_of_column[weight_format]

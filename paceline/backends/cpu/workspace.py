@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from paceline.backends.cpu import job as fields
-from paceline.backends.cpu.attention_choice import RESULT_ROWS, TASK_HEADS, run_mix, run_score
-from paceline.backends.cpu.attention_tiles import PAGE
+from paceline.backends.cpu.attention import PAGE, RESULT_ROWS, TASK_HEADS
+from paceline.backends.cpu.attention_tiles import run_products
 from paceline.backends.cpu.matmul import run_tile
 from paceline.backends.cpu.model_weights import ModelWeights, matrix_names, round_up
 from paceline.backends.cpu.packing import PackedMatrix, address_of
@@ -80,7 +80,7 @@ class Workspace(ModelWeights):
         job[fields.HEAD_WIDTH] = config.head_dim
         job[fields.QUANTIZED], job[fields.HALF_KV] = self.quantized, self.half_kv
         job[fields.RUN_TILE] = run_tile.address
-        job[fields.RUN_SCORE], job[fields.RUN_MIX] = run_score.address, run_mix.address
+        job[fields.RUN_PRODUCTS] = run_products.address
         job[fields.RUN_GUMBEL_ARGMAX], job[fields.VOCABULARY] = run_gumbel_argmax.address, config.vocab_size
 
     def _set_buffers(self) -> None:
@@ -113,7 +113,7 @@ class Workspace(ModelWeights):
         """The most bytes of scratch memory that a thread needs in any phase."""
         config = self.config
         attention = (8 + 4 * PAGE * TASK_HEADS) * self.max_pages + 4 * TASK_HEADS * config.head_dim
-        attention += 64 + 4 * RESULT_ROWS * (config.head_dim + 15)
+        attention += 128 + 4 * RESULT_ROWS * (config.head_dim + 15)
         attention += (self.rows // PAGE + 2) * self.block_bytes
         routing = 4 * (self.hidden + LANES)
         routing += 4 * (2 * config.moe.num_experts + config.moe.groups) if config.moe else 0

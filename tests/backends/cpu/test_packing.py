@@ -9,7 +9,7 @@ import pytest
 from paceline.backends.cpu import packing
 from paceline.backends.cpu.pack_kernels import DECODERS
 from paceline.backends.cpu.packing import address_of, choose_format, pack, pack_matrices
-from paceline.backends.cpu.tiles import COLUMNS, FLOAT32, GROUP, INT4, INT4K, INT8
+from paceline.backends.cpu.tiles import COLUMNS, FLOAT32, GROUP, INT4, INT4K, INT6K, INT8
 from paceline.models.checkpoint import Tensor
 from paceline.models.gguf import GgufTensor
 from paceline.models.gguf_blocks import FORMATS
@@ -17,7 +17,7 @@ from tests.backends.cpu.checkpoints import floats, quantized, random_blocks
 from tests.backends.cpu.numbers import assert_same_bits
 from tests.backends.cpu.unpacking import unpack
 
-KEPT = {"Q4_0": INT4, "Q4_1": INT4, "Q4_K": INT4K, "Q8_0": INT8}
+KEPT = {"Q4_0": INT4, "Q4_1": INT4, "Q4_K": INT4K, "Q6_K": INT6K, "Q8_0": INT8}
 ROUNDED = [kind for kind in FORMATS if kind not in KEPT]
 
 
@@ -29,7 +29,7 @@ def assert_padded_with_zeros(values: np.ndarray, tensor: Tensor) -> None:
 
 @pytest.mark.parametrize(("rows", "depth"), [(16, 256), (21, 768), (1, 512)])
 @pytest.mark.parametrize("kind", KEPT)
-def test_published_4_bit_and_8_bit_weights_are_kept_to_the_last_bit(kind: str, rows: int, depth: int) -> None:
+def test_published_weights_are_kept_to_the_last_bit(kind: str, rows: int, depth: int) -> None:
     tensor = random_blocks(kind, rows, depth)
     matrix = pack(tensor, "native")
     assert matrix.weight_format == KEPT[kind]

@@ -19,6 +19,7 @@ from paceline.backends.cpu.tiles import (
     GROUP,
     INT4,
     INT4K,
+    INT6K,
     INT8,
     RECORD,
     TILE_ARGUMENTS,
@@ -124,6 +125,22 @@ def int4k_weights(random: np.random.Generator) -> Weights:
     return Weights(np.concatenate(parts, axis=1).ravel(), quants, scale, minimum)
 
 
+def int6k_weights(random: np.random.Generator) -> Weights:
+    """A scale for every 16 k belongs to the exact integers, so the quants here are scale * (q - 32)."""
+    quants = random.integers(0, 64, (GROUPS, GROUP, COLUMNS)).astype(np.uint8)
+    scales = random.integers(-128, 128, (GROUPS, 2, COLUMNS)).astype(np.int8)
+    quants[0], scales[0] = 0, -128  # the largest sums there are
+    quants[1], scales[1] = 63, 127
+    low, steps = quants & 15, (quants >> 4).reshape(GROUPS, 4, 8, COLUMNS)
+    high = steps[:, 0] | steps[:, 1] << 2 | steps[:, 2] << 4 | steps[:, 3] << 6
+    packed = np.concatenate([by_fours(low[:, :16] | low[:, 16:] << 4), by_fours(high)], axis=1)
+    d = random_halves(random, GROUPS // 8, COLUMNS)
+    pairs = scales.swapaxes(1, 2).reshape(-1, 8 * COLUMNS * 2)
+    parts = [packed.reshape(-1, 8 * 24 * COLUMNS), as_bytes(d), pairs.view(np.uint8)]
+    scaled = (quants.astype(np.int64) - 32) * np.repeat(scales.astype(np.int64), 16, axis=1)
+    return Weights(np.concatenate(parts, axis=1).ravel(), scaled, np.repeat(d.astype(np.float32), 8, axis=0))
+
+
 def float32_weights(random: np.random.Generator) -> Weights:
     values = random.standard_normal((GROUPS, GROUP, COLUMNS)).astype(np.float32)
     return Weights(values.view(np.uint8).ravel(), values, np.zeros(0, np.float32))
@@ -133,6 +150,7 @@ WEIGHTS: dict[int, Callable[[np.random.Generator], Weights]] = {
     INT8: int8_weights,
     INT4: int4_weights,
     INT4K: int4k_weights,
+    INT6K: int6k_weights,
     FLOAT32: float32_weights,
 }
 
@@ -142,10 +160,9 @@ def int8_activations(random: np.random.Generator) -> Activations:
     values[0, 0], values[1, 0] = 127, -127
     scale = random.uniform(0.001, 3, (ROWS, GROUPS)).astype(np.float32)
     sums = values.sum(axis=2, dtype=np.int32)
-    parts = [
-        values,
-        *(x[:, :, None] for x in (scale, scale * sums.astype(np.float32), -128 * sums, 0 * sums)),
-    ]
+    halves = values.reshape(ROWS, GROUPS, 2, 16).sum(axis=3, dtype=np.int16)
+    words = (x[:, :, None] for x in (scale, scale * sums.astype(np.float32), -128 * sums))
+    parts = [values, *words, -halves]
     records = np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts], axis=2)
     assert records.shape[2] == RECORD
     return Activations(np.ascontiguousarray(records.swapaxes(0, 1)), values.astype(np.int64), scale)
