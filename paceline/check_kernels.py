@@ -37,6 +37,7 @@ CASES = {
     "int4 (Q4_0)": Case("Q4_0", "native"),
     "int4 (Q4_1)": Case("Q4_1", "native"),
     "int4k (Q4_K)": Case("Q4_K", "native"),
+    "int6k (Q6_K)": Case("Q6_K", "native"),
     "float32": Case("F32", "none"),
 }
 
@@ -68,10 +69,11 @@ def random_tensor(kind: str, random: np.random.Generator) -> GgufTensor:
     blocks = random.integers(
         0, 256, (OUTPUTS, DEPTH // form.block_size, form.block_bytes), dtype=np.uint8, endpoint=False
     )
-    # these formats start with one or two half floats; random bytes there could be NaN
+    # these formats start, Q6_K ends, with one or two half floats; random bytes there could be NaN
     halves = 2 if kind in ("Q4_1", "Q4_K") else 1
+    start = form.block_bytes - 2 if kind == "Q6_K" else 0
     scales = random.uniform(0.5, 1.5, (*blocks.shape[:2], halves)).astype(np.float16)
-    blocks[:, :, : 2 * halves] = scales.view(np.uint8)
+    blocks[:, :, start : start + 2 * halves] = scales.view(np.uint8)
     return GgufTensor((OUTPUTS, DEPTH), kind, blocks.reshape(OUTPUTS, -1))
 
 

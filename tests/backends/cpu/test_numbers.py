@@ -189,6 +189,13 @@ def test_a_record_has_the_bits_of_numpy(values: np.ndarray) -> None:
     assert offset in (-128 * total, 0)  # 0 where the weights are signed
 
 
+def test_a_record_has_the_sums_of_its_halves_for_weights_with_a_scale_for_each() -> None:
+    inputs, record = np.full(GROUP, 2, np.float32), np.full(RECORD, 99, np.uint8)
+    inputs[16:] = -1
+    _record(inputs.ctypes.data, record.ctypes.data, 1)
+    assert record[44:].view(np.int16).tolist() == [-16 * 127, 16 * 64]
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_record_is_within_half_a_step_of_its_values(seed: int) -> None:
     values = random_floats(GROUP, seed=seed) * np.float32(10.0 ** (seed - 2))
