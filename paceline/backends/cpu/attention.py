@@ -51,48 +51,64 @@ PAGE = 16  # positions of a page
 CHUNK = 4  # blocks widened at a time: their keys, or values, stay in the L1 cache
 TASK_HEADS = 48  # heads, of one row or of several, for which a block is widened once
 _SCORE_BYTES = 800_000  # of several rows: they stay in an L2 cache of 1 MiB
-# Rows of scratch for `attend`: results, widened blocks, and part of another row for the factors
-RESULT_ROWS = TASK_HEADS + CHUNK * PAGE + 1
+_STATE = 128  # bytes of a head's softmax: largest scores, later what is added to each; sums of exponentials
+STATE_BYTES = TASK_HEADS * _STATE
+RESULT_ROWS = TASK_HEADS + CHUNK * PAGE  # padded heads of scratch behind those: results and widened blocks
 _WIDENING = 3  # heads whose work on a block costs as much as widening it
 
 
 @compiled
-def softmax(scores, first, last, factor, cap, sink):  # type: ignore[no-untyped-def]
-    """Replace the scores of positions first..last by exponentials, and return their sum. Blocks of 16.
+def _note_largest(scores, stride, each, rows, first, last, begin, end, factor, cap, states):  # type: ignore[no-untyped-def]
+    """Hide the scores in blocks begin..end that a row does not see, and note the largest of each lane.
 
-    Scores are multiplied by `factor`, which is above 0. A `cap` above 0 is that of scores; `sink` is the
-    address of a score that only the sum has, or 0.
+    With a `cap` above 0, scores become capped products with `factor`.
     """
-    begin, end = first // PAGE, last // PAGE
-    start = scores + 64 * begin
-    if cap > 0:
-        scale_row(start, factor, PAGE * (end - begin + 1))
-        soft_cap(start, cap, PAGE * (end - begin + 1))
-        factor = np.float32(1)
-    store(start, keep_lanes(load(start), first - begin * PAGE, PAGE - 1))
-    finish = scores + 64 * end
-    store(finish, keep_lanes(load(finish), 0, last - end * PAGE))
-    # four chains, because a maximum that heeds NaN takes several cycles; any order gives the same
-    a, b, c, d = load(start), load(start), load(finish), load(finish)
-    for block in range(begin, end - 3, 4):
-        place = scores + 64 * block
-        a, b = larger(a, load(place)), larger(b, load(place + 64))
-        c, d = larger(c, load(place + 128)), larger(d, load(place + 192))
-    for block in range(max(begin, end - 3), end):
-        a = larger(a, load(scores + 64 * block))
-    maximum = larger(larger(a, b), larger(c, d))
+    for row in range(rows):
+        own_last = last + row
+        own_end = own_last // PAGE
+        for head in range(each * row, each * (row + 1)):
+            largest = load(states + _STATE * head)
+            for block in range(begin, min(end, own_end) + 1):
+                place = scores + stride * head + 64 * block
+                if cap > 0:
+                    scale_row(place, factor, PAGE)
+                    soft_cap(place, cap, PAGE)
+                if block == first // PAGE or block == own_end:
+                    store(place, keep_lanes(load(place), first - block * PAGE, own_last - block * PAGE))
+                largest = larger(largest, load(place))
+            store(states + _STATE * head, largest)
+
+
+@compiled
+def _begin_sum(state, factor, sink):  # type: ignore[no-untyped-def]
+    """Turn the largest scores of a head into what is added to each, and begin the sum of exponentials.
+
+    `sink` is the address of a score that only the sum has, or 0.
+    """
     # rounding keeps the order: the largest product is that of the largest score
-    largest, scale = largest_lane(maximum) * factor, spread(factor)
-    total = spread(np.float32(0))
+    largest, total = largest_lane(load(state)) * factor, spread(np.float32(0))
     if sink != 0:
         largest = largest_lane(larger(spread(largest), spread(load_float(sink))))
         total = exponential(keep_lanes(spread(load_float(sink) - largest), 0, 0))
-    top = spread(-largest)
-    for block in range(begin, end + 1):
-        value = exponential(add(multiply(load(scores + 64 * block), scale), top))
-        store(scores + 64 * block, value)
-        total = add(total, value)
-    return sum_lanes(total)
+    store(state, spread(-largest))
+    store(state + 64, total)
+
+
+@compiled
+def _exponentiate(scores, stride, each, rows, last, begin, end, factor, states):  # type: ignore[no-untyped-def]
+    """Replace scores in blocks begin..end by exponentials, and add those to each head's sum."""
+    scale = spread(factor)
+    for row in range(rows):
+        own_end = min(end, (last + row) // PAGE)
+        for head in range(each * row, each * (row + 1)):
+            state = states + _STATE * head
+            top, total = load(state), load(state + 64)
+            for block in range(begin, own_end + 1):
+                place = scores + stride * head + 64 * block
+                value = exponential(add(multiply(load(place), scale), top))
+                store(place, value)
+                total = add(total, value)
+            store(state + 64, total)
 
 
 @compiled
@@ -196,41 +212,48 @@ def _finish(mixed, share, target, width):  # type: ignore[no-untyped-def]
 
 @compiled
 def attend(  # type: ignore[no-untyped-def]
-    run, half, queries, each, rows, width, blocks, first, last, factor, cap, sinks, scores, stride, result,
+    run, half, queries, each, rows, width, blocks, first, last, factor, cap, sinks, scores, stride, states,
     out, out_row,
 ):  # fmt: skip
     """Attention of `rows` rows at successive positions, for `each` heads of a row that share a KV head.
 
     The first row attends to positions first..last, each next one to one more. Several rows have at most
     TASK_HEADS heads in total.
-    `run` is the address of run_products. See `softmax` for `factor`, `cap` and `sinks`, one for each of a
-    row's heads.
+    `run` is the address of run_products. Scores are multiplied by `factor`, which is above 0, and capped if
+    `cap` is; `sinks` has a score for each of a row's heads that only the sum of exponentials has, or is 0.
     Entry b of `blocks` is the address of the keys of positions 16 b to 16 b + 15, followed by the values.
     Heads are contiguous in `queries`, row by row; rows of `out` are `out_row` bytes apart; `scores` has
-    `stride` bytes for each of up to TASK_HEADS heads, `result` RESULT_ROWS rows of a head's padded width.
+    `stride` bytes for each of up to TASK_HEADS heads, `states` STATE_BYTES and then RESULT_ROWS rows of a
+    head's padded width.
+
+    Keys are scored chunk by chunk; then, knowing the largest score, exponentials and values chunk by chunk.
     """
     size = 2 if half else 4
     padded = (width + 15) // 16 * 16
     final = last + rows - 1
     begin, end = first // PAGE, final // PAGE
+    result = states + STATE_BYTES
     floats, row = result + 4 * TASK_HEADS * padded, 64 * CHUNK
-    sums = floats + 4 * PAGE * CHUNK * padded
+    weight_factor = factor if cap == 0 else np.float32(1)
     start = 0
     while start < each:
         heads = min(each - start, TASK_HEADS) if rows == 1 else each
+        for head in range(heads * rows):
+            store(states + _STATE * head, spread(np.float32(-np.inf)))
         for chunk in range(begin, end + 1, CHUNK):
             chunk_end = min(chunk + CHUNK - 1, end)
             _widen(blocks, chunk, chunk_end, end, 0, width, row, 64, half, floats)
             query, place, count = queries + 4 * start * width, scores + 64 * chunk, chunk_end - chunk + 1
             _products(run, heads * rows, query, 4 * width, floats, row, width, count, place, stride, 0)
+            _note_largest(scores, stride, heads, rows, first, last, chunk, chunk_end, factor, cap, states)
         for head in range(heads * rows):
             sink = sinks + 4 * (start + head % heads) if sinks != 0 else 0
-            total = softmax(scores + stride * head, first, last + head // heads, factor, cap, sink)
-            store_float(sums + 4 * head, np.float32(1) / total)
+            _begin_sum(states + _STATE * head, weight_factor, sink)
             for d in range(0, padded, 16):
                 store(result + 4 * (head * padded + d), spread(np.float32(0)))
         for chunk in range(begin, end + 1, CHUNK):
             chunk_end = min(chunk + CHUNK - 1, end)
+            _exponentiate(scores, stride, heads, rows, last, chunk, chunk_end, weight_factor, states)
             offset, step = size * PAGE * width, 4 * PAGE * padded
             _widen(blocks, chunk, chunk_end, end, offset, padded, 64, step, half, floats)
             low, high = max(first, PAGE * chunk), min(final, PAGE * (chunk_end + 1) - 1)
@@ -239,7 +262,8 @@ def attend(  # type: ignore[no-untyped-def]
             )
         for head in range(heads * rows):
             target = out + head // heads * out_row + 4 * ((start + head % heads) * width)
-            _finish(result + 4 * head * padded, load_float(sums + 4 * head), target, width)
+            share = np.float32(1) / sum_lanes(load(states + _STATE * head + 64))
+            _finish(result + 4 * head * padded, share, target, width)
         start += heads
 
 

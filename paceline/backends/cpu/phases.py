@@ -10,6 +10,7 @@ from __future__ import annotations
 from paceline.backends.cpu.attention import (
     PAGE,
     RESULT_ROWS,
+    STATE_BYTES,
     TASK_HEADS,
     attend,
     copy_key_value,
@@ -221,8 +222,8 @@ def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-u
     most = rows_of_task(rows, kv_heads, shared, tasks[1], stride) if each == shared else 1
     # on whole cache lines, as all behind it is: vectors that cross two lines take twice as long
     blocks, scores = scratch, scratch + (8 * field(job, MAX_PAGES) + 63) // 64 * 64
-    result = scores + TASK_HEADS * stride
-    queries = result + 64 + 4 * RESULT_ROWS * (width + 15)
+    states = scores + TASK_HEADS * stride
+    queries = states + STATE_BYTES + 4 * RESULT_ROWS * (width + 15)
     spare = queries + 4 * TASK_HEADS * width
     window = load_int64(field(job, WINDOWS_AT) + 8 * layer)
     factor, cap = scale_of(job, SCORE_SCALE), scale_of(job, SCORE_CAP)
@@ -259,7 +260,7 @@ def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-u
             own_sinks = sinks + 4 * (heads * layer + head) if sinks != 0 else 0
             attend(
                 run, half_kv, query, each, together, width, blocks, first, last, factor, cap, own_sinks,
-                scores, stride, result, out, out_row,
+                scores, stride, states, out, out_row,
             )  # fmt: skip
             row += together
 

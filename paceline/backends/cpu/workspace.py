@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from paceline.backends.cpu import job as fields
-from paceline.backends.cpu.attention import PAGE, RESULT_ROWS, TASK_HEADS
+from paceline.backends.cpu.attention import PAGE, RESULT_ROWS, STATE_BYTES, TASK_HEADS
 from paceline.backends.cpu.attention_tiles import run_products
 from paceline.backends.cpu.matmul import run_tile
 from paceline.backends.cpu.model_weights import ModelWeights, matrix_names, round_up
@@ -113,7 +113,7 @@ class Workspace(ModelWeights):
         """The most bytes of scratch memory that a thread needs in any phase."""
         config = self.config
         attention = (8 + 4 * PAGE * TASK_HEADS) * self.max_pages + 4 * TASK_HEADS * config.head_dim
-        attention += 128 + 4 * RESULT_ROWS * (config.head_dim + 15)
+        attention += 64 + STATE_BYTES + 4 * RESULT_ROWS * (config.head_dim + 15)
         attention += (self.rows // PAGE + 2) * self.block_bytes
         routing = 4 * (self.hidden + LANES)
         routing += 4 * (2 * config.moe.num_experts + config.moe.groups) if config.moe else 0

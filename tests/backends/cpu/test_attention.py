@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.backends.cpu.attention import PAGE, RESULT_ROWS, TASK_HEADS, attend, rows_of_task, softmax
+from paceline.backends.cpu.attention import PAGE, RESULT_ROWS, STATE_BYTES, TASK_HEADS, attend, rows_of_task
 from paceline.backends.cpu.attention_tiles import run_products
 from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.rows import soft_cap
+from paceline.backends.cpu.simd import exponential, load, store
 from tests.backends.cpu.numbers import assert_same_bits, fma
 
 PAGES = 12  # three chunks
@@ -20,8 +22,14 @@ def _attend(*arguments):  # type: ignore[no-untyped-def]
 
 
 @compiled(cached=True)
-def _softmax(scores, first, last, factor, cap, sink):  # type: ignore[no-untyped-def]
-    return softmax(scores, first, last, factor, cap, sink)
+def _exponentials(values, count):  # type: ignore[no-untyped-def]
+    for i in range(0, count, 16):
+        store(values + 4 * i, exponential(load(values + 4 * i)))
+
+
+@compiled(cached=True)
+def _soft_cap(values, cap, count):  # type: ignore[no-untyped-def]
+    soft_cap(values, cap, count)
 
 
 def attended(
@@ -31,7 +39,7 @@ def attended(
     rows, each, width = queries.shape
     blocks = np.array([page.ctypes.data for page in pages], np.int64)
     scores = np.full((TASK_HEADS, PAGE * PAGES), np.nan, np.float32)
-    room = np.full(16 + RESULT_ROWS * (width + 15), np.nan, np.float32)
+    room = np.full(STATE_BYTES // 4 + RESULT_ROWS * (width + 15), np.nan, np.float32)
     out = np.full((rows, each * width + 8), np.float32(GUARD), np.float32)
     _attend(
         run_products.address,
@@ -56,28 +64,55 @@ def attended(
     return out[:, : each * width].reshape(queries.shape)
 
 
+def softmax(scores: np.ndarray, cap: float, sink: float | None) -> tuple[np.ndarray, np.float32]:
+    """Exponentials of blocks of 16 scores, hidden ones being minus infinity, and their sum, lane by lane."""
+    if cap > 0:
+        hidden = scores == -np.inf
+        _soft_cap(scores.ctypes.data, np.float32(cap), scores.size)
+        scores[hidden] = -np.inf
+    largest = scores.max() if sink is None else max(scores.max(), np.float32(sink))
+    lanes = np.zeros(16, np.float32)
+    if sink is not None:
+        lanes[:] = -np.inf
+        lanes[0] = np.float32(sink) - largest
+        _exponentials(lanes.ctypes.data, 16)
+    weights = scores - largest
+    _exponentials(weights.ctypes.data, weights.size)
+    for block in weights.reshape(-1, 16):
+        lanes += block
+    while len(lanes) > 1:
+        lanes = lanes[: len(lanes) // 2] + lanes[len(lanes) // 2 :]
+    return weights, lanes[0]
+
+
+def keys_and_values(pages: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Those of all positions as floats: [positions, width]."""
+    floats = pages.astype(np.float32)
+    keys = floats[:, : PAGE * width].reshape(PAGES, width, PAGE).swapaxes(1, 2).reshape(-1, width)
+    return keys, floats[:, PAGE * width :].reshape(len(keys), -1)[:, :width]
+
+
 def expected(
     pages: np.ndarray, queries: np.ndarray, first: int, last: int, cap: float, sinks: np.ndarray
 ) -> np.ndarray:
-    """The same position by position. Only the softmax itself is the compiled one."""
+    """The same position by position: one chain of fused multiply-adds for each score and output column."""
     rows, each, width = queries.shape
-    padded = -(-width // 16) * 16
-    floats = pages.astype(np.float32)
-    keys = floats[:, : PAGE * width].reshape(PAGES, width, PAGE).swapaxes(1, 2).reshape(-1, width)
-    values = floats[:, PAGE * width :].reshape(-1, padded)[:, :width]
+    keys, values = keys_and_values(pages, width)
     scores = np.zeros((rows, each, len(keys)), np.float32)
     for d in range(width):
         scores = fma(queries[:, :, d, None], keys[:, d], scores)
+    scores *= np.float32(width**-0.5)
     out = np.zeros(queries.shape, np.float32)
     for row in range(rows):
         end = last + row
+        scores[row, :, :first], scores[row, :, end + 1 :] = -np.inf, -np.inf
         for head in range(each):
-            sink = sinks[head:].ctypes.data if cap > 0 else 0
-            weights = scores[row, head].copy()
-            total = _softmax(weights.ctypes.data, first, end, np.float32(width**-0.5), np.float32(cap), sink)
+            seen = scores[row, head, first // PAGE * PAGE : (end // PAGE + 1) * PAGE].copy()
+            weights, total = softmax(seen, cap, float(sinks[head]) if cap > 0 else None)
             for position in range(first, end + 1):
-                out[row, head] = fma(weights[position], values[position], out[row, head])
-            out[row, head] *= np.float32(1) / np.float32(total)
+                weight = weights[position - first // PAGE * PAGE]
+                out[row, head] = fma(weight, values[position], out[row, head])
+            out[row, head] *= np.float32(1) / total
     return out
 
 
@@ -107,19 +142,17 @@ def test_attention_has_the_bits_of_numpy(
     assert_same_bits(attended(*arguments, sinks), expected(*arguments, sinks))
 
 
-@pytest.mark.parametrize(("first", "last"), [(0, 0), (3, 40), (16, 79)])
-@pytest.mark.parametrize("sink", [None, -1.0, 9.0])
-def test_softmax_is_that_of_double_precision(first: int, last: int, sink: float | None) -> None:
-    scores = np.random.default_rng(last).standard_normal(96).astype(np.float32) * 8
-    found, held = scores.copy(), np.array([sink or 0.0], np.float32)
-    total = _softmax(
-        found.ctypes.data, first, last, np.float32(0.5), np.float32(0), held.ctypes.data if sink else 0
-    )
-    seen = 0.5 * scores[first : last + 1].astype(np.float64)
-    largest = max(seen.max(), sink) if sink else seen.max()
-    weights = np.exp(seen - largest)
-    np.testing.assert_allclose(found[first : last + 1], weights, rtol=1e-5)
-    np.testing.assert_allclose(total, weights.sum() + (np.exp(sink - largest) if sink else 0), rtol=1e-5)
+def test_attention_is_that_of_double_precision() -> None:
+    random, width, rows = np.random.default_rng(0), 64, 3
+    pages = random.standard_normal((PAGES, 2 * PAGE * width)).astype(np.float32)
+    queries = random.standard_normal((rows, 2, width)).astype(np.float32)
+    found = attended(pages, queries, 5, 100, 0.0, np.zeros(2, np.float32))
+    keys, values = (part.astype(np.float64) for part in keys_and_values(pages, width))
+    for row in range(rows):
+        scores = queries[row] @ keys[5 : 101 + row].T / np.sqrt(width)
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        exact = weights / weights.sum(axis=1, keepdims=True) @ values[5 : 101 + row]
+        np.testing.assert_allclose(found[row], exact, atol=1e-5)
 
 
 def test_many_rows_are_one_task_where_threads_have_enough_of_them() -> None:
