@@ -240,10 +240,11 @@ def _pack_q6_k(rows: Bytes) -> Bytes:
     low = blocks[:, :, :128].reshape(count, superblocks, 2, 1, 64)
     low = np.concatenate([low & 15, low >> 4], axis=3).reshape(count, groups, 2, 16)
     nibbles = low[:, :, 0] | low[:, :, 1] << 4
-    high = blocks[:, :, 128:192].reshape(count, superblocks, 2, 1, 32)
-    high = np.concatenate([high >> shift & 3 for shift in (0, 2, 4, 6)], axis=3)
-    steps = high.reshape(count, groups, 4, 8)  # two steps of 4 k share bits of a byte
-    bits = steps[:, :, 0] | steps[:, :, 1] << 2 | steps[:, :, 2] << 4 | steps[:, :, 3] << 6
+    shifts = np.array([[0], [2], [4], [6]], dtype=np.uint8)
+    high = blocks[:, :, 128:192].reshape(count, superblocks, 2, 1, 32) >> shifts & np.uint8(3)
+    # steps s, s + 2, s + 4 and s + 6 of 4 k share a byte of the stream
+    steps = high.reshape(count, groups, 4, 8) << shifts
+    bits: Bytes = np.bitwise_or.reduce(steps, axis=2)
     weights = np.concatenate([_interleave(nibbles, 4), _interleave(bits, 2)], axis=2)
     scales = np.ascontiguousarray(blocks[:, :, 192:208]).view(np.uint16).reshape(count, groups)
     return _stream(
