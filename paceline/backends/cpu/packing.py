@@ -237,9 +237,9 @@ def _pack_q6_k(rows: Bytes) -> Bytes:
     count, superblocks = blocks.shape[:2]
     tiles, groups = count // COLUMNS, superblocks * 8
     # of each 128 values: 64 bytes of nibbles, then 32 bytes of two bits of 4 groups
-    low = blocks[:, :, :128].reshape(count, superblocks, 2, 1, 64)
-    low = np.concatenate([low & 15, low >> 4], axis=3).reshape(count, groups, 2, 16)
-    nibbles = low[:, :, 0] | low[:, :, 1] << 4
+    halves = np.array([[0], [4]], dtype=np.uint8)
+    low = blocks[:, :, :128].reshape(count, superblocks, 2, 1, 64) >> halves & np.uint8(15)
+    nibbles: Bytes = np.bitwise_or.reduce(low.reshape(count, groups, 2, 16) << halves, axis=2)
     shifts = np.array([[0], [2], [4], [6]], dtype=np.uint8)
     high = blocks[:, :, 128:192].reshape(count, superblocks, 2, 1, 32) >> shifts & np.uint8(3)
     # steps s, s + 2, s + 4 and s + 6 of 4 k share a byte of the stream
