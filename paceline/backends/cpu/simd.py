@@ -337,12 +337,6 @@ def scaled_to_nearest(builder, a, b):  # type: ignore[no-untyped-def]
     return builder.sub(bits, ir.Constant(_INTS, [0x4B400000] * LANES))
 
 
-@operation(ints, ints, ints)
-def add_ints(builder, a, b):  # type: ignore[no-untyped-def]
-    """a + b."""
-    return builder.add(a, b)
-
-
 @operation(floats, floats, types.int64, types.int64)
 def keep_lanes(builder, a, first, last):  # type: ignore[no-untyped-def]
     """Lanes first..last of a; minus infinity in the others."""
