@@ -79,4 +79,5 @@ def test_a_variable_that_numba_has_not_seen_is_refused() -> None:
 def test_the_command_line_refuses_before_it_compiles() -> None:
     done = in_another_process("", "-m", "paceline", "check", "--isa", "sse9")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: PACELINE_ISA is 'sse9'; use one of avx512vnni")
+    # a note that kernels are not cached yet may come before
+    assert done.stderr.splitlines()[-1].startswith("error: PACELINE_ISA is 'sse9'; use one of avx512vnni")
