@@ -105,7 +105,7 @@ def plan_walks(batch: ForwardBatch) -> WalkPlan:
     for request in range(batch.num_requests):
         first, end = int(batch.row_offsets[request]), int(batch.row_offsets[request + 1])
         slot = -1 if batch.states is None else int(batch.states.slots[request])
-        has_state = slot >= 0 and batch.context_lengths[request] > 0
+        has_state = slot >= 0 and bool(batch.context_lengths[request] > 0)  # kernels take no numpy bools
         firsts[slot] = first, has_state
         local = batch.parents[first:end]
         parents[first:end] = np.where(local >= 0, first + local, -1)
@@ -181,7 +181,7 @@ class Recurrences:
         if shape.rate >= 0:
             whole = slice(None)
             remember(shape, self._parameters, whole, buffers, states, states.memory, walks, writes=False)
-        keep_seen(shape, buffers, states, path_rows, kept_counts, to_slots, slot, has_state)
+        keep_seen(shape, buffers, states, path_rows, kept_counts, to_slots, int(slot), has_state)
         if count in checkpoints:
             copy_state(states, slot, checkpoints[count])
 
