@@ -2,9 +2,10 @@
 
 A query of step k has two kinds of keys: those of step 0 of the slots up to its own, and one of each of its
 own steps 1 to k. The first kind is ordinary causal attention, which a flash kernel computes together with the
-logarithm L0 of its softmax's denominator. The few keys of the second kind are merged into its result:
+logarithm L0 of its softmax's denominator. The few keys of the second kind are merged into its result, one
+after the other:
 
-    L = log(exp(L0) + sum_m exp(s_m))        output = exp(L0 - L) output0 + sum_m exp(s_m - L) v_m
+    L = log(exp(L0) + exp(s))        output = exp(L0 - L) output0 + exp(s - L) v
 
 The backward pass of a flash kernel needs the output and L only, so with the merged ones it gives the exact
 gradients of the first kind. See tests/train/test_unrolled_attention.py for the plain form.
@@ -12,7 +13,7 @@ gradients of the first kind. See tests/train/test_unrolled_attention.py for the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -20,8 +21,6 @@ import torch
 from torch import Tensor
 
 from paceline.train.sequences import fused
-
-OwnSteps = tuple[Tensor, Tensor]  # keys and values [steps, batch, slots, kv_heads, head_dim]
 
 
 class UnrolledAttention:
@@ -34,78 +33,78 @@ class UnrolledAttention:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         self.keys.append(key)
         self.values.append(value)
-        own = (torch.stack(self.keys[1:]), torch.stack(self.values[1:])) if len(self.keys) > 1 else ()
-        mixed: Tensor = _Merged.apply(query, self.keys[0], self.values[0], *own)  # type: ignore[no-untyped-call]
+        mixed: Tensor = _Merged.apply(query, *self.keys, *self.values)  # type: ignore[no-untyped-call]
         return mixed
 
 
 class _Merged(torch.autograd.Function):
-    """Causal attention over keys and values [batch, slots, kv_heads, head_dim], merged with own steps."""
+    """Causal attention over the keys and values of step 0, merged with those of a slot's own steps."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, *own: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, *keys_values: Tensor) -> Tensor:
+        (key, *own_keys), (value, *own_values) = _halves(keys_values)
         heads_first = [each.transpose(1, 2) for each in (query, *_for_heads(query, key, value))]
         first, log_sum, *ctx.rest = _flash(*heads_first)
-        output = first.transpose(1, 2)
-        if own:
-            output, log_sum = _compiled(_merge, query.device.type)(query, output, log_sum, *own)
-        ctx.save_for_backward(query, key, value, output, log_sum, *own)
+        output, log_sum = first.transpose(1, 2), log_sum.transpose(1, 2)
+        for own_key, own_value in zip(own_keys, own_values, strict=True):
+            output, log_sum = _compiled(_merge, query.device.type)(query, output, log_sum, own_key, own_value)
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, output, log_sum, *keys_values)
         return output  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
-        query, key, value, output, log_sum, *own = ctx.saved_tensors
+        query, output, log_sum, *keys_values = ctx.saved_tensors
+        (key, *own_keys), (value, *own_values) = _halves(keys_values)
         keys, values = _for_heads(query, key, value)
         heads_first = [each.transpose(1, 2) for each in (gradient, query, keys, values, output)]
-        parts = _flash_backward(heads_first, log_sum, ctx.rest)
+        parts = _flash_backward(heads_first, log_sum.transpose(1, 2).contiguous(), ctx.rest)
         of_query, of_key, of_value = (each.transpose(1, 2) for each in parts)
         if keys is not key:
             of_key, of_value = (_grouped(each, key.shape[2]).sum(3) for each in (of_key, of_value))
-        if not own:
-            return of_query, of_key, of_value
-        own_backward = _compiled(_own_backward, query.device.type)
-        of_query, *of_own = own_backward(gradient, query, output, log_sum, of_query, *own)
-        return of_query, of_key, of_value, *of_own
+        of_keys, of_values = [of_key], [of_value]
+        for own_key, own_value in zip(own_keys, own_values, strict=True):
+            of_query, of_key, of_value = _compiled(_own_backward, query.device.type)(
+                gradient, query, output, log_sum, of_query, own_key, own_value
+            )
+            of_keys.append(of_key)
+            of_values.append(of_value)
+        return of_query.to(query.dtype), *of_keys, *of_values
 
 
-def _merge(query: Tensor, first: Tensor, log_sum: Tensor, keys: Tensor, values: Tensor) -> OwnSteps:
-    """The merged output, shaped as the query, and log sum [batch, heads, slots]."""
-    scores = _own_scores(query, keys)
-    base = _grouped(log_sum.transpose(1, 2), keys.shape[3])  # [batch, slots, kv_heads, group]
-    merged = torch.logaddexp(base, scores.logsumexp(0))
-    shares = (scores - merged).exp()[..., None]
-    mixed = (base - merged).exp()[..., None] * _grouped(first, keys.shape[3]).float()
-    mixed = mixed + (shares * values[:, :, :, :, None].float()).sum(0)
-    return mixed.to(query.dtype).reshape(query.shape), merged.flatten(2).transpose(1, 2).contiguous()
+def _halves(both: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    return both[: len(both) // 2], both[len(both) // 2 :]
+
+
+def _merge(
+    query: Tensor, before: Tensor, log_sum: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Output and log sum [batch, slots, heads] with one more key for each slot: its own one; in float32."""
+    score, base = _own_score(query, key), _grouped(log_sum, key.shape[2])
+    merged = torch.logaddexp(base, score)
+    mixed = (base - merged).exp()[..., None] * _grouped(before, key.shape[2]).float()
+    mixed = mixed + (score - merged).exp()[..., None] * value[:, :, :, None].float()
+    return mixed.reshape(query.shape), merged.flatten(2)
 
 
 def _own_backward(
-    gradient: Tensor,
-    query: Tensor,
-    output: Tensor,
-    log_sum: Tensor,
-    rest: Tensor,
-    keys: Tensor,
-    values: Tensor,
+    gradient: Tensor, query: Tensor, output: Tensor, log_sum: Tensor, rest: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the query, to which `rest` is added, and of the own keys and values."""
-    base = _grouped(log_sum.transpose(1, 2), keys.shape[3])
-    shares = (_own_scores(query, keys) - base).exp()[..., None]  # [steps, batch, slots, kv_heads, group, 1]
-    wide = _grouped(gradient, keys.shape[3]).float()
-    mean = (wide * _grouped(output, keys.shape[3]).float()).sum(-1, keepdim=True)
-    each = (wide * values[:, :, :, :, None].float()).sum(-1, keepdim=True)
-    of_scores = shares * (each - mean) * query.shape[-1] ** -0.5
-    of_query = (of_scores * keys[:, :, :, :, None].float()).sum(0).reshape(query.shape) + rest.float()
-    of_keys = (of_scores * _grouped(query, keys.shape[3]).float()).sum(4)
-    of_values = (shares * wide).sum(4)
-    return of_query.to(query.dtype), of_keys.to(keys.dtype), of_values.to(values.dtype)
+    """Gradients of the query in float32, to which `rest` is added, and of an own key and value."""
+    kv_heads = key.shape[2]
+    share = (_own_score(query, key) - _grouped(log_sum, kv_heads)).exp()[..., None]
+    wide = _grouped(gradient, kv_heads).float()
+    gain = (wide * (value[:, :, :, None].float() - _grouped(output, kv_heads).float())).sum(-1, keepdim=True)
+    of_score = share * gain * query.shape[-1] ** -0.5
+    of_query = (of_score * key[:, :, :, None].float()).reshape(query.shape) + rest.float()
+    of_key = (of_score * _grouped(query, kv_heads).float()).sum(3)
+    return of_query, of_key.to(key.dtype), (share * wide).sum(3).to(value.dtype)
 
 
-def _own_scores(query: Tensor, keys: Tensor) -> Tensor:
-    """float32 [steps, batch, slots, kv_heads, group]."""
-    products = _grouped(query, keys.shape[3]).float() * keys[:, :, :, :, None].float()
+def _own_score(query: Tensor, key: Tensor) -> Tensor:
+    """float32 [batch, slots, kv_heads, group]."""
     scale: float = query.shape[-1] ** -0.5
-    return products.sum(-1) * scale
+    return (_grouped(query, key.shape[2]).float() * key[:, :, :, None].float()).sum(-1) * scale
 
 
 def _grouped(per_head: Tensor, kv_heads: int) -> Tensor:
