@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from paceline.train.unrolled_attention import UnrolledAttention
@@ -22,7 +23,9 @@ class PlainAttention:
         self.values.append(value.repeat_interleave(group, 2))
         slots = query.shape[1]
         true = torch.einsum("bqhd,bkhd->bhqk", query, self.keys[0])
-        true = true.masked_fill(torch.ones(slots, slots, dtype=torch.bool).triu(1), float("-inf"))
+        true = true.masked_fill(
+            torch.ones(slots, slots, dtype=torch.bool, device=query.device).triu(1), float("-inf")
+        )
         own = [torch.einsum("bqhd,bqhd->bhq", query, each)[..., None] for each in self.keys[1:]]
         weights = (torch.cat((true, *own), -1) * query.shape[-1] ** -0.5).softmax(-1)
         mixed = torch.einsum("bhqk,bkhd->bqhd", weights[..., :slots], self.values[0])
@@ -31,15 +34,26 @@ class PlainAttention:
         return mixed
 
 
-def test_outputs_and_gradients_of_every_step_equal_the_plain_ones() -> None:
+ON_GPU = pytest.param(
+    "cuda",
+    torch.bfloat16,
+    0.02,
+    marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+)
+
+
+@pytest.mark.parametrize(("device", "dtype", "tolerance"), [("cpu", torch.float32, 1e-5), ON_GPU])
+def test_outputs_and_gradients_of_every_step_equal_the_plain_ones(
+    device: str, dtype: torch.dtype, tolerance: float
+) -> None:
     generator = torch.Generator().manual_seed(3)
     sizes = [HEADS, KV_HEADS, KV_HEADS] * STEPS
-    given = [torch.randn(BATCH, SLOTS, size, HEAD_DIM, generator=generator) for size in sizes]
-    wanted = torch.randn(STEPS, BATCH, SLOTS, HEADS, HEAD_DIM, generator=generator)
+    given = [torch.randn(BATCH, SLOTS, size, HEAD_DIM, generator=generator).to(device) for size in sizes]
+    wanted = torch.randn(STEPS, BATCH, SLOTS, HEADS, HEAD_DIM, generator=generator).to(device)
     found = []
-    for attend in (PlainAttention(), UnrolledAttention()):
-        inputs = [each.clone().requires_grad_() for each in given]
+    for attend, precision in ((PlainAttention(), torch.float32), (UnrolledAttention(), dtype)):
+        inputs = [each.to(precision).requires_grad_() for each in given]
         outputs = torch.stack([attend(*inputs[3 * step : 3 * step + 3]) for step in range(STEPS)])
-        found.append((outputs, *torch.autograd.grad((outputs * wanted).sum(), inputs)))
+        found.append((outputs.detach(), *torch.autograd.grad((outputs.float() * wanted).sum(), inputs)))
     for plain, merged in zip(*found, strict=True):
-        torch.testing.assert_close(merged, plain, rtol=1e-4, atol=1e-5)
+        assert float((merged.float() - plain).abs().max() / plain.abs().max()) < tolerance
