@@ -83,7 +83,8 @@ def answers(model: LoadedModel, path: Path, method: Any, dtype: str) -> list[Out
     """What three requests become that run together, each sampled otherwise."""
     options: dict[str, Any] = {"max_model_len": 200, "backend": model.backend.name, "dtype": dtype}
     if model.backend.name == "cuda":
-        options |= {"max_num_seqs": 4, "max_num_batched_tokens": ROWS}  # few graphs to capture
+        # few graphs to capture, and a small pool: the ranks share the GPU
+        options |= {"max_num_seqs": 4, "max_num_batched_tokens": ROWS, "kv_cache_memory_bytes": 1 << 26}
     elif model.backend.device.type == "cuda":
         options["device"] = "cuda"
     config = EngineConfig.from_options(model=str(path), speculative_config=method, threads=1, **options)
