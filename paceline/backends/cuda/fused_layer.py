@@ -25,7 +25,7 @@ from paceline.backends.cuda.weight_pipeline import (
     THREADS,
     TILE,
     argument,
-    is_plain,
+    can_stream,
     num_multiprocessors,
     pipeline_kernel,
     product,
@@ -35,10 +35,31 @@ from paceline.backends.cuda.weights import Layer
 
 logger = logging.getLogger(__name__)
 
-FEW, SOME, MANY = 16, 32, 96  # rows (padded) that it is compiled for
-ROWS = {FEW: (1, 16), SOME: (17, 32), MANY: (65, 96)}  # rows of the passes that each is for
-RINGS = {FEW: (24, 12), SOME: (20, 10), MANY: (14, 7)}  # pipeline stages: cells of weights, slots of rows
-CLUSTER = (2, 1)  # one program per split of a tile
+FEW = 16
+CLUSTER = (2, 1)  # one program per half of the splits of a tile
+GATE_UP_COLUMNS = 4 * TILE  # of a program
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What the kernel is compiled for."""
+
+    padded: int  # rows
+    rows: range  # of the passes that it is for
+    ring: tuple[int, int]  # pipeline stages: cells of weights, slots of rows
+    loaded: int  # rows that are read: unpacked weights are multiplied by no others
+
+
+def _variant(padded: int, first: int, ring: tuple[int, int], loaded: int | None = None) -> Variant:
+    loaded = padded if loaded is None else loaded
+    return Variant(padded, range(first, loaded + 1), ring, loaded)
+
+
+VARIANTS = {  # by packing
+    "none": (_variant(FEW, 1, (24, 12)), _variant(32, 17, (20, 10)), _variant(96, 65, (14, 7))),
+    "e4m3": (_variant(FEW, 1, (24, 12)),),
+    "int4": (_variant(FEW, 1, (18, 6), loaded=8), _variant(FEW, 9, (18, 6))),
+}
 
 
 @dataclass(frozen=True)
@@ -46,11 +67,13 @@ class LayerBuffers:
     """What a layer reads and writes after its attention."""
 
     hidden: torch.Tensor  # float32 [rows, padded hidden]
-    attention_output: torch.Tensor  # [rows, padded heads * head_dim]
+    attention_output: torch.Tensor  # [rows, padded heads * head_dim]; e4m3 if it has scales
     feed_forward_input: Normed
-    activated: torch.Tensor  # [rows, padded intermediate]
+    activated: torch.Tensor  # [rows, padded intermediate] likewise
     output: Normed  # what the next layer reads
     features: torch.Tensor | None = None  # float32 [rows, hidden] a copy of the residual stream
+    attention_scales: torch.Tensor | None = None  # as of Normed
+    activated_scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -79,18 +102,19 @@ def run_fused_layer(
     `norm` is the weight of the next norm, `heads` the QKV product after it, if any. Without it, separate
     kernels are faster for few rows.
     """
-    padded = next((size for size, (least, most) in ROWS.items() if least <= rows <= most), None)
-    device = layer.output.weight.device
-    if padded is None or (padded == FEW and heads is None) or is_left_out("fused_layer"):
+    packing, device = layer.output.tiling.packing, layer.output.weight.device
+    variant = next((own for own in VARIANTS.get(packing, ()) if rows in own.rows), None)
+    if variant is None or (variant.padded == FEW and heads is None) or is_left_out("fused_layer"):
         return False
     if not supports_pipeline(device) or not _fits(layer, heads, num_multiprocessors(device)):
         return False
     if buffers.features is not None and buffers.features.shape[1] != buffers.hidden.shape[1]:
         return False  # the kernel writes padding columns too
-    kernel = pipeline_kernel("fused_layer", "fused_layer", padded, RINGS[padded], device)
+    sizes = variant.padded, variant.ring
+    kernel = pipeline_kernel("fused_layer", "fused_layer", *sizes, device, packing, variant.loaded)
     if kernel is None or not _all_fit_at_once(kernel, num_multiprocessors(device)):
         return False
-    argument_bytes = _argument(layer, buffers, norm, rows, padded, scratch, heads)
+    argument_bytes = _argument(layer, buffers, norm, rows, variant, scratch, heads)
     kernel.launch(argument_bytes, (num_multiprocessors(device), 1), CLUSTER, THREADS)
     return True
 
@@ -108,20 +132,30 @@ def _all_fit_at_once(kernel: NativeKernel, programs: int) -> bool:
 def _fits(layer: Layer, heads: NextQkv | None, programs: int) -> bool:
     """Whether the kernel supports a layer of this kind with this many programs."""
     split = [layer.output, layer.down] + ([] if heads is None else [heads.matrix])
+    packing, gate_up = layer.output.tiling.packing, layer.gate_up
     return (
         layer.mixture is None
-        and all(map(is_plain, [layer.gate_up, *split]))
-        and all(matrix.tiling.splits == 2 and 2 * matrix.tiles <= programs for matrix in split)
-        and all(matrix.tiling.columns == TILE for matrix in (layer.output, layer.gate_up, layer.down))
+        and all(can_stream(matrix, packing) for matrix in (gate_up, *split))
+        and all(_halves(matrix) and 2 * matrix.tiles <= programs for matrix in split)
+        and all(matrix.tiling.columns == TILE for matrix in (layer.output, layer.down))
+        and gate_up.tiling.columns == (2 * TILE if packing == "e4m3" else TILE)
         and layer.output.bias is None
         and layer.down.bias is None
         and layer.output.tiles == layer.down.tiles <= MAX_TILES
-        and layer.gate_up.tiling.splits == 1
-        and layer.gate_up.tiles % 4 == 0
-        and layer.gate_up.tiles // 4 <= programs
+        and gate_up.tiling.splits == 1
+        and gate_up.padded_width % GATE_UP_COLUMNS == 0
+        and gate_up.padded_width // GATE_UP_COLUMNS <= programs
         and programs % 2 == 0
         and (heads is None or heads.matrix.tiling.columns == heads.query.shape[2] == 2 * TILE)
     )
+
+
+def _halves(matrix: Matrix) -> bool:
+    """Whether two programs have half of the splits each: of packed weights there may be more than two."""
+    splits, steps = matrix.tiling.splits, matrix.depth // matrix.tiling.step
+    if matrix.tiling.packing == "e4m3":
+        return splits % 2 == 0 and steps % (2 * splits) == 0  # a pipeline cell has two steps
+    return splits == 2 or (matrix.tiling.packing != "none" and splits % 2 == 0)
 
 
 def _argument(
@@ -129,19 +163,22 @@ def _argument(
     buffers: LayerBuffers,
     norm: torch.Tensor,
     rows: int,
-    padded: int,
+    variant: Variant,
     scratch: Scratch,
     heads: NextQkv | None,
 ) -> bytes:
     """The `Arguments` of source/pipeline.cu."""
-    read, written = buffers.feed_forward_input, buffers.output
+    read, written, loaded = buffers.feed_forward_input, buffers.output, variant.loaded
     matrix = layer.output if heads is None else heads.matrix  # any matrix, if there is no next layer
     heads_units = 0 if heads is None else matrix.tiles
+    four_units = layer.gate_up.padded_width // GATE_UP_COLUMNS
+    of_attention, of_activated = buffers.attention_scales, buffers.activated_scales
+    (feed, feed_scales), (following, following_scales) = read.read_by(layer.gate_up), written.read_by(matrix)
     products = (
-        product(layer.output, buffers.attention_output, padded, layer.output.tiles, in_halves=False),
-        product(layer.gate_up, read.rows, padded, layer.gate_up.tiles // 4, in_halves=True),
-        product(layer.down, buffers.activated, padded, layer.down.tiles, in_halves=False),
-        product(matrix, written.rows, padded, heads_units, in_halves=heads is not None),
+        product(layer.output, buffers.attention_output, loaded, layer.output.tiles, False, of_attention),
+        product(layer.gate_up, feed, loaded, four_units, True, feed_scales),
+        product(layer.down, buffers.activated, loaded, layer.down.tiles, False, of_activated),
+        product(matrix, following, loaded, heads_units, heads is not None, following_scales),
     )
     of_heads: tuple[torch.Tensor | None, ...] = (None,) * 8
     counts = 0, 0
@@ -160,12 +197,17 @@ def _argument(
         *of_heads,
         scratch.counters,
         buffers.features,
+        *(read.fp8, read.scales),
+        *(buffers.activated, buffers.activated_scales),
+        *(written.fp8, written.scales),
     )
-    units = 2 * layer.output.tiles + layer.gate_up.tiles // 4
+    units = 2 * layer.output.tiles + four_units
     assert len(scratch.counters) > units, "programs tell by them"
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     sizes = buffers.hidden.shape[1], buffers.activated.shape[1], rows, *counts
     stride = 0 if buffers.features is None else buffers.features.stride(0)
-    early = padded == FEW and rows > 1  # whether attention may start early: with 1 row, or many, it is slower
+    early = (
+        variant.padded == FEW and rows > 1
+    )  # whether attention may start early: with 1 row, or many, it is slower
     of_rows = struct.pack("<7i2f", *sizes, stride, early, float(written.size), written.eps)
     return argument(*products, struct.pack(f"<{len(addresses)}Q", *addresses), of_rows)

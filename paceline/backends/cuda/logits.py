@@ -17,7 +17,7 @@ from paceline.backends.cuda.weight_pipeline import (
     THREADS,
     TILE,
     argument,
-    is_plain,
+    can_stream,
     num_multiprocessors,
     pipeline_kernel,
     product,
@@ -51,7 +51,7 @@ def _fits(normed: Normed, matrix: Matrix) -> bool:
     """Whether the kernel supports such a matrix."""
     tiling = matrix.tiling
     return (
-        is_plain(matrix)
+        can_stream(matrix)
         and tiling.columns == TILE
         and tiling.splits == 1
         and matrix.bias is None

@@ -216,7 +216,14 @@ def _run_to_next(
         heads = NextQkv(following.qkv, *slot_mapping, workspace.query, keys, values)
     read, written = workspace.feed_forward_input, workspace.attention_input
     buffers = LayerBuffers(
-        workspace.hidden, workspace.attention_output, read, workspace.activated, written, features
+        workspace.hidden,
+        workspace.attention_output,
+        read,
+        workspace.activated,
+        written,
+        features,
+        workspace.attention_scales,
+        workspace.activated_scales,
     )
     return run_fused_layer(own, buffers, norm, len(tables.positions), workspace.scratch, heads)
 

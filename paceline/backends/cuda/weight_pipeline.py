@@ -18,10 +18,13 @@ from paceline.backends.cuda.native import NativeKernel, native_kernel, tensor_ma
 SHARED_SOURCES = (
     "instructions",
     "pipeline",
+    "pipeline_products",
     "pipeline_epilogues",
 )  # concatenated in this order, followed by the kernel's own file
-TILE, STEP = 64, 128  # columns of a tile, and depth of a step, in the layout of weights
-DEEP = 64  # depth of a pipeline cell, of one tile
+TILE = 64  # columns of a tile
+STEPS = {"none": 128, "e4m3": 64, "int4": 256}  # {packing: depth of a step} in the layout of weights
+DTYPES = {"none": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "int4": torch.int32}  # of weights
+LINE = 64  # 2-byte numbers of a line of a pipeline cell, which has TILE lines
 THREADS = 384
 MAX_TILES = 64  # of the residual stream: a warp adds up their sums of squares
 
@@ -31,10 +34,10 @@ def supports_pipeline(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
-def is_plain(matrix: Matrix) -> bool:
-    """Whether a matrix has the layout that these kernels read."""
-    tiling = matrix.tiling
-    return tiling.packing == "none" and tiling.step == STEP and matrix.weight.dtype == torch.bfloat16
+def can_stream(matrix: Matrix, packing: str = "none") -> bool:
+    """Whether a matrix is packed like this, and has the layout that these kernels read."""
+    tiling, dtype = matrix.tiling, matrix.weight.dtype
+    return tiling.packing == packing and tiling.step == STEPS[packing] and dtype == DTYPES[packing]
 
 
 @lru_cache
@@ -45,50 +48,85 @@ def num_multiprocessors(device: torch.device) -> int:
 
 @lru_cache
 def pipeline_kernel(
-    file: str, name: str, rows: int, ring: tuple[int, int], device: torch.device
+    file: str,
+    name: str,
+    rows: int,
+    ring: tuple[int, int],
+    device: torch.device,
+    packing: str = "none",
+    loaded: int | None = None,
 ) -> NativeKernel | None:
-    """The compiled kernel of this name for this many rows; None if it is not available.
+    """The compiled kernel of this name for this many rows and packing; None if it is not available.
 
-    `ring` is the number of pipeline stages: cells of weights, and slots of rows.
+    `ring` is the number of pipeline stages: cells of weights, and slots of rows. `loaded` rows are read, by
+    default all.
     """
     cells, slots = ring
-    numbers = {"ROWS": rows, "CELLS": cells, "ROW_SLOTS": slots}
-    held = cells * TILE * DEEP * 2 + slots * rows * DEEP * 2
+    is_fp8, is_int4 = packing == "e4m3", packing == "int4"
+    held = cells * TILE * LINE * 2 + slots * rows * LINE * 2 * (4 if is_int4 else 1)
+    scales = rows * 8 * (slots if is_fp8 else 1) + TILE * 16 * (cells if is_int4 else 1)
     given, flags, factors = rows * 256, (2 * cells + 2 * slots + 4) * 8, rows * 4
-    shared = -(-(held + given + flags + factors) // 1024) * 1024
-    return native_kernel(name, (*SHARED_SOURCES, file), numbers, wgmma_source(rows), shared, device)
+    shared = -(-(held + scales + given + flags + factors) // 1024) * 1024
+    numbers = pipeline_numbers(rows, ring, packing, loaded)
+    files = *SHARED_SOURCES, file
+    return native_kernel(name, files, numbers, pipeline_multiply(rows, packing), shared, device)
 
 
-def wgmma_source(rows: int, name: str = "multiply", transposed: bool = False) -> str:
+def pipeline_numbers(
+    rows: int, ring: tuple[int, int], packing: str, loaded: int | None = None
+) -> dict[str, int]:
+    """What source/pipeline.cu expects to be defined."""
+    sizes = {"ROWS": rows, "LOADED": loaded or rows, "CELLS": ring[0], "ROW_SLOTS": ring[1]}
+    return sizes | {name.upper(): int(packing == name) for name in ("e4m3", "int4")}
+
+
+def pipeline_multiply(rows: int, packing: str) -> str:
+    """The source of the instruction that multiplies such weights."""
+    return wgmma_source(rows, kind="e4m3" if packing == "e4m3" else "bf16")
+
+
+def wgmma_source(rows: int, name: str = "multiply", transposed: bool = False, kind: str = "bf16") -> str:
     """The source of the WGMMA instruction for 64 columns and this many rows, which names all its registers.
 
-    `transposed`: the columns are contiguous in memory, not the depth.
+    `transposed`: the columns are contiguous in memory, not the depth; only in bfloat16.
     """
     count = rows // 2
+    deep, layouts = (32, "") if kind == "e4m3" else (16, f", {int(transposed)}, 0")
     sums, names = ", ".join(f'"+f"(d[{i}])' for i in range(count)), ", ".join(f"%{i}" for i in range(count))
     return (
         f"__device__ inline void {name}(float (&d)[{count}], unsigned long long left, "
         "unsigned long long right, int adds) {\n"
         f'    asm volatile("{{ .reg .pred adds; setp.ne.b32 adds, %{count + 2}, 0; "\n'
-        f'                 "wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16 {{{names}}}, "\n'
-        f'                 "%{count}, %{count + 1}, adds, 1, 1, {int(transposed)}, 0; }}"\n'
+        f'                 "wgmma.mma_async.sync.aligned.m64n{rows}k{deep}.f32.{kind}.{kind} {{{names}}}, "\n'
+        f'                 "%{count}, %{count + 1}, adds, 1, 1{layouts}; }}"\n'
         f'                 : {sums} : "l"(left), "l"(right), "r"(adds));\n}}\n'
     )
 
 
-def product(matrix: Matrix, rows: torch.Tensor, padded: int, units: int, in_halves: bool) -> bytes:
-    """A product as kernels see it: TMA descriptors, and its number of units (programs or clusters).
+def product(
+    matrix: Matrix,
+    rows: torch.Tensor,
+    loaded: int,
+    units: int,
+    in_halves: bool,
+    row_scales: torch.Tensor | None = None,
+) -> bytes:
+    """A product of the first `loaded` rows as kernels see it: TMA descriptors, scales, and sizes.
 
+    `units` is the number of programs or clusters with a part of it.
     Lines of weights come in eights, each next to its counterpart: that of the other half of the tile, where
-    the halves are gate and up or parts of a head, else the next eight.
+    the halves are gate and up or parts of a head, else the next eight. Rows in e4m3 have scales; pairs of
+    such numbers are one number of a descriptor.
     """
-    columns, steps = matrix.tiling.columns, matrix.depth // STEP
+    columns, steps = matrix.tiling.columns, matrix.depth // matrix.tiling.step
+    line, depth = matrix.weight[0, 0, 0].nbytes // 2, rows[0].nbytes // 2
     second, next_eight = (columns // 2, 8) if in_halves else (8, 16)
-    sizes = STEP, 8, 2, columns // 16, matrix.tiles * steps
-    strides = STEP, second * STEP, next_eight * STEP, columns * STEP
-    weights = tensor_map(matrix.weight.data_ptr(), sizes, strides, (DEEP, 8, 2, TILE // 16, 1))
-    lines = tensor_map(rows.data_ptr(), (matrix.depth, len(rows)), (matrix.depth,), (DEEP, padded))
-    return weights + lines + struct.pack("<2i56x", steps, units)
+    sizes = line, 8, 2, columns // 16, matrix.tiles * steps
+    strides = line, second * line, next_eight * line, columns * line
+    weights = tensor_map(matrix.weight.data_ptr(), sizes, strides, (min(line, LINE), 8, 2, TILE // 16, 1))
+    lines = tensor_map(rows.data_ptr(), (depth, len(rows)), (depth,), (LINE, loaded))
+    scales = [0 if own is None else own.data_ptr() for own in (matrix.scales, row_scales)]
+    return weights + lines + struct.pack("<3i4x2Q32x", steps, units, matrix.tiling.splits, *scales)
 
 
 def argument(*parts: bytes) -> bytes:

@@ -46,10 +46,21 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline u32 __byte_perm(u32 x, u32 y, u32 which) {
+    u64 bytes = (u64)y << 32 | x;
+    u32 chosen = 0;
+    for (int i = 0; i < 4; i++) chosen |= (u32)(bytes >> (which >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return chosen;
+}
 inline float __int_as_float(int bits) {
     float x;
     memcpy(&x, &bits, 4);
     return x;
+}
+inline int __float_as_int(float x) {
+    int bits;
+    memcpy(&bits, &x, 4);
+    return bits;
 }
 
 // Threads and their turns.
@@ -161,17 +172,17 @@ struct __align__(64) Map {  // as long as that of the driver
     long strides[4];  // in numbers, of all dimensions but the first
     char rest[128 - 88];
 };
-// A box of a tensor as lines of 128 bytes, swizzled in eights; what lies beyond it is zero.
+// A box of a tensor as lines of 128 bytes, swizzled in eights, or of 64; what lies beyond it is zero.
 inline void copy_box(void* to, const Map& map, const int (&from)[5], u64* mbarrier) {
     Flag& own = flag_of(mbarrier);
-    int boxes = 1;
+    int boxes = 1, each = map.box[0] / 8;  // 16 bytes each
     for (int d = 1; d < map.rank; d++) boxes *= map.box[d];
-    for (int i = 0; i < boxes * 8; i++) {
+    for (int i = 0; i < boxes * each; i++) {
         u32 at = shared_address(to) + i * 16;
-        Copy copy = {at ^ (at >> 3 & 0x70), {}};
-        long number = from[0] + i % 8 * 8;
+        Copy copy = {at ^ (at >> 3 & (each == 8 ? 0x70 : 0x30)), {}};
+        long number = from[0] + i % each * 8;
         bool there = number < map.sizes[0];
-        for (int d = 1, left = i / 8; d < map.rank; left /= map.box[d], d++) {
+        for (int d = 1, left = i / each; d < map.rank; left /= map.box[d], d++) {
             int own = from[d] + left % map.box[d];
             there &= own < map.sizes[d], number += own * map.strides[d - 1];
         }
@@ -187,6 +198,15 @@ inline void copy_weights(void* to, const Map& map, int deep, int group, int bloc
     copy_box(to, map, {deep, 0, 0, group, block}, mbarrier);
 }
 inline void copy_rows(void* to, const Map& map, int deep, u64* mbarrier) { copy_box(to, map, {deep, 0}, mbarrier); }
+inline void copy_bytes(void* to, const void* from, int bytes, u64* mbarrier) {
+    Flag& own = flag_of(mbarrier);
+    for (int i = 0; i < bytes; i += 16) {
+        Copy copy = {shared_address(to) + i, {}};
+        memcpy(copy.bytes, (const char*)from + i, 16);
+        own.on_their_way.push_back(copy);
+    }
+    if (at_once) own.arrive(raw), own.settle();
+}
 inline void fence_async_shared() {}
 void begin_program(), end_kernels_before();  // what others have written is seen when all threads have waited for it
 #ifndef WAITING_THREADS
@@ -231,6 +251,28 @@ inline u16 rounded_16(float x) {
     return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 inline u32 pack(float low, float high) { return rounded_16(low) | (u32)rounded_16(high) << 16; }
+// An e4m3 number as a float, and the nearest to a float: ties to even.
+inline float unpack_fp8(unsigned char bits) {
+    int exponent = bits >> 3 & 15, mantissa = bits & 7;
+    float x = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp((float)mantissa, -9);
+    return bits & 128 ? -x : x;
+}
+inline unsigned char rounded_8(float x) {
+    float size = std::min(std::fabs(x), 448.0f);
+    int exponent = std::max(size ? std::ilogb(size) : -6, -6);
+    int units = (int)std::nearbyint(std::ldexp(size, 3 - exponent));  // 8 to 16, or fewer below the least exponent
+    return (std::signbit(x) ? 128 : 0) | (units + (exponent + 6) * 8);
+}
+inline u32 int4_numbers(u32 words) {
+    u32 both = words & 0x000f000f | 0x43004300;
+    return pack(unpack((u16)both) - 136.0f, unpack((u16)(both >> 16)) - 136.0f);
+}
+inline float half_to_float(u32 bits) {
+    int exponent = bits >> 10 & 31, mantissa = bits & 1023;
+    float x = exponent ? std::ldexp(1024.0f + mantissa, exponent - 25) : std::ldexp((float)mantissa, -24);
+    return bits & 0x8000 ? -x : x;
+}
+inline u16 pack_fp8(float low, float high) { return rounded_8(low) | rounded_8(high) << 8; }
 inline float power_of_two(float x) { return std::exp2(x); }
 inline float inverse(float x) { return 1.0f / x; }
 inline float inverse_root(float x) { return 1.0f / std::sqrt(x); }
@@ -285,6 +327,7 @@ inline void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 // Products of the matrix unit, whose operands lie in lines of 128 bytes, swizzled in eights.
 inline u64 smem_descriptor(const void* at) { return shared_address(at) >> 4; }
+inline u64 short_descriptor(const void* at) { return shared_address(at) >> 4; }
 inline void wgmma_fence() {}
 inline void wgmma_commit() { now->multiplied[threadIdx.x]++; }
 // A product has ended when it has for all four warps.
@@ -293,14 +336,21 @@ template <int LEFT> inline void wgmma_wait() {
     while (*std::min_element(four, four + 128) < ended) leave_turn();
 }
 inline float at_swizzled(u32 at) { return unpack(shared_16(at ^ (at >> 3 & 0x70))); }
+inline float fp8_at_swizzled(u32 at, u32 bits) { return unpack_fp8(raw[at ^ (at >> 3 & bits)]); }
+#ifndef E4M3
+#define E4M3 0
+#endif
 template <int N> inline void multiply_64(float (&d)[N], u64 left, u64 right, int adds, bool rotated) {
     int first = threadIdx.x % 128 / 32 * 16 + lane_number() / 4, pair = lane_number() % 4 * 2;
     for (int i = 0; i < N; i++) {
         int m = first + i / 2 % 2 * 8, n = i / 4 * 8 + pair + i % 2;
         float sum = adds ? d[i] : 0.0f;
-        for (int k = 0; k < 16; k++)
+        for (int k = 0; k < 16 && !E4M3; k++)
             sum += at_swizzled((u32)(left << 4) + (rotated ? k * 128 + m * 2 : m * 128 + k * 2)) *
                    at_swizzled((u32)(right << 4) + n * 128 + k * 2);
+        for (int k = 0; k < 32 && E4M3; k++)
+            sum += fp8_at_swizzled((u32)(left << 4) + m * 64 + k, 0x30) *
+                   fp8_at_swizzled((u32)(right << 4) + n * 128 + k, 0x70);
         d[i] = sum;
     }
 }

@@ -17,16 +17,17 @@ from paceline.models.layout import expected_tensors
 
 LONGEST, PAGE_SIZE, STEPS = 256, 16, 3
 MANY_STEPS = 40  # graphs one after the other, with no synchronization in between
-# sizes that are cut as those of an 8B: heads, output and down in two splits, gate and up and the head in one
+# sizes that are cut as those of an 8B: heads, output and down in two splits (packed, four or eight), gate and
+# up and the head in one
 CONFIG = ModelConfig(
-    "qwen2", 17150, 2304, 3, 18, 9, 128, 2304, 1e-6, RopeConfig(1e4), LONGEST, True, qkv_bias=True
+    "qwen2", 17150, 2560, 3, 20, 10, 128, 8704, 1e-6, RopeConfig(1e4), LONGEST, True, qkv_bias=True
 )
 is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 needs_hopper = pytest.mark.skipif(not is_hopper, reason="needs a Hopper GPU")
 
 
-def random_weights() -> Any:
-    from paceline.backends.cuda.weights import load_weights
+def random_weights(quantization: str = "none") -> Any:
+    from paceline.backends.cuda.weights import load_weights, packing_for
 
     shapes, generator = dict(expected_tensors(CONFIG)), torch.Generator().manual_seed(5)
 
@@ -34,7 +35,7 @@ def random_weights() -> Any:
         noise = torch.randn(shapes[name], generator=generator)
         return (1 + 0.2 * noise if "norm" in name else 0.03 * noise).to("cuda", torch.bfloat16)
 
-    return load_weights(CONFIG, take)
+    return load_weights(CONFIG, take, packing_for(quantization, lambda name: ""))
 
 
 def decode(weights: Any, requests: int, given: Any) -> list[torch.Tensor]:
@@ -66,23 +67,27 @@ def decode(weights: Any, requests: int, given: Any) -> list[torch.Tensor]:
 
 @needs_hopper
 @pytest.mark.parametrize(
-    ("requests", "drafted"),
+    ("requests", "drafted", "quantization"),
     [
-        (1, 0),
-        (1, 5),
-        (8, 0),
-        (3, 5),
-        (16, 5),
-        (11, 5),  # 66 rows: the rest of 96 is padding
+        (1, 0, "none"),
+        (1, 5, "none"),
+        (8, 0, "none"),
+        (3, 5, "none"),
+        (16, 5, "none"),
+        (11, 5, "none"),  # 66 rows: the rest of 96 is padding
+        (1, 0, "fp8"),
+        (2, 5, "fp8"),
+        (1, 0, "int4"),
+        (2, 5, "int4"),
     ],
 )
 def test_the_fused_layer_kernel_has_the_same_bits(
-    requests: int, drafted: int, monkeypatch: pytest.MonkeyPatch
+    requests: int, drafted: int, quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from paceline.backends.cuda import model
     from paceline.backends.cuda.draft_shape import chain_shape
 
-    weights, rows, shape = random_weights(), requests * (drafted + 1), chain_shape(drafted)
+    weights, rows, shape = random_weights(quantization), requests * (drafted + 1), chain_shape(drafted)
     ran: dict[str, list[bool]] = {"run_fused_layer": [], "run_logits": []}
 
     def watched(name: str, run: Any, *arguments: Any) -> bool:
@@ -109,7 +114,10 @@ def test_warps_that_fall_behind_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> N
     from paceline.backends.cuda import model, native, weight_pipeline
     from paceline.backends.cuda.draft_shape import chain_shape
 
-    begin, asleep = "void pass_rows(Shared& s, Place& at, Part part) {\n", "if (threadIdx.x % 128 / 32)"
+    begin, asleep = (
+        "void skip_rows(Shared& s, RingPosition& at, Part part) {\n",
+        "if (threadIdx.x % 128 / 32)",
+    )
 
     changed: list[int] = []  # how often in each kernel
 

@@ -13,9 +13,12 @@ import torch
 
 from paceline.backends.cuda import fused_layer, logits, weight_pipeline
 from paceline.backends.cuda.kernels.matrix import Normed, Scratch, Tiling, tile_heads, tile_matrix, tile_pair
+from paceline.backends.cuda.kernels.packing import round_to_fp8, round_to_int4
 from tests.backends.cuda.emulating import compiled, needs_compiler
 
-HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, DIM, EPS = 256, 384, 2, 1, 128, 1e-5
+KV_HEADS, DIM, EPS = 1, 128, 1e-5
+# {packing: hidden size, intermediate size, heads, splits of down}
+SIZES = {"none": (256, 384, 2, 2), "e4m3": (256, 512, 2, 4), "int4": (512, 512, 4, 2)}
 SLOTS, POSITIONS = 40, 64
 WAIT = 352  # threads that wait for the kernels ahead: all but the warp that asks for weights
 
@@ -23,16 +26,15 @@ WAIT = 352  # threads that wait for the kernels ahead: all but the warp that ask
 class Emulated:
     """A kernel of CUDA C++ as the backend knows it, that runs on the host."""
 
-    def __init__(self, file: str, name: str, rows: int, ring: tuple[int, int]) -> None:
-        numbers = {"ROWS": rows, "CELLS": ring[0], "ROW_SLOTS": ring[1]}
-        own = {
+    def __init__(self, file: str, name: str, numbers: dict[str, int]) -> None:
+        own: dict[str, object] = {
             "THREADS_OF_PROGRAM": weight_pipeline.THREADS,
             "WAITING_THREADS": WAIT,
             "SHARED_BYTES": 228 << 10,
         }
         own |= {"KERNEL": name, "ARGUMENT": {"fused_layer": "Arguments", "logits": "Logits"}[file]}
         files, options = (*weight_pipeline.SHARED_SOURCES[1:], file), ("-shared", "-fPIC")
-        library = compiled(files, "emulated_pipeline.h", numbers | own, *options)
+        library = compiled(files, "emulated_pipeline.h", {**numbers, **own}, *options)
         self._library, self.runs = ctypes.CDLL(str(library)), 0
 
     def launch(self, argument: bytes, grid: Sequence[int], cluster: Sequence[int], threads: int) -> None:
@@ -54,9 +56,41 @@ def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return (scale * torch.randn(shape)).to(torch.bfloat16)
 
 
-def normed(width: int) -> Normed:
-    rows = torch.full((16, width), torch.nan, dtype=torch.bfloat16)
-    return Normed(rows, torch.full((16, width // 64), torch.nan), width, EPS)
+def empty_fp8(lines: int, width: int, packing: str) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+    """Rows in e4m3 that were not written, and their scales, if the packing has such."""
+    if packing != "e4m3":
+        return None, None
+    rows = torch.full((lines, width), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return rows, torch.full((lines // 16, width // 64, 16), torch.nan)
+
+
+def normed(lines: int, width: int, packing: str) -> Normed:
+    rows, squares = torch.full((lines, width), torch.nan), torch.full((lines, width // 64), torch.nan)
+    return Normed(rows.to(torch.bfloat16), squares, width, EPS, *empty_fp8(lines, width, packing))
+
+
+def fp8_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [rows, width] in e4m3, and the power-of-two scales [rows, groups] of every 64 of them."""
+    groups = rows.float().view(len(rows), -1, 64)
+    scales = torch.exp2(torch.floor(torch.log2(groups.abs().amax(-1))) - 7)
+    return (groups / scales[..., None]).to(torch.float8_e4m3fn).flatten(1), scales
+
+
+def as_read(rows: torch.Tensor, packing: str) -> torch.Tensor:
+    """Rows as the tensor cores see them, in float32."""
+    if packing != "e4m3":
+        return rows.to(torch.bfloat16).float()
+    codes, scales = fp8_rows(rows)
+    return codes.float() * scales.repeat_interleave(64, 1)
+
+
+def as_packed(weight: torch.Tensor, packing: str) -> torch.Tensor:
+    """The values of a packed matrix, in float32."""
+    if packing == "none":
+        return weight.float()
+    codes, scales = (round_to_fp8 if packing == "e4m3" else round_to_int4)(weight.float())
+    codes = codes.view(torch.float8_e4m3fn) if packing == "e4m3" else codes
+    return (codes.float().view(len(weight), -1, 32) * scales.float().view(len(weight), -1, 1)).flatten(1)
 
 
 @pytest.fixture
@@ -80,57 +114,88 @@ def rotated(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> 
 
 
 @needs_compiler
-def test_the_fused_layer(on_host: Any) -> None:
-    """Five rows of sixteen, rings that are used anew many times, a cluster that has no tile."""
+@pytest.mark.parametrize("packing", ["none", "e4m3", "int4"])
+def test_the_fused_layer(on_host: Any, packing: str) -> None:
+    """Five rows of 16, rings that are used anew many times, a cluster without a tile."""
     torch.manual_seed(2)
-    kernel = Emulated("fused_layer", "fused_layer", fused_layer.FEW, (6, 2))
-    on_host(fused_layer, kernel, 10)
-    output, down = random(HIDDEN, HEADS * DIM, scale=0.06), random(HIDDEN, INTERMEDIATE, scale=0.05)
-    gate, up = (random(INTERMEDIATE, HIDDEN, scale=0.06) for _ in range(2))
-    qkv, bias = random((HEADS + 2 * KV_HEADS) * DIM, HIDDEN, scale=0.06), random(4 * DIM)
-    feed_norm, norm = (1 + random(HIDDEN, scale=0.2) for _ in range(2))
+    # a split has whole steps of the layout; results are transposed in the slots of rows
+    hidden_size, intermediate, heads_count, down_splits = SIZES[packing]
+    rows = 5
+    variant = next(own for own in fused_layer.VARIANTS[packing] if rows in own.rows)
+    padded, ring = variant.padded, ((6, 5) if packing == "e4m3" else (6, 2))
+    numbers = weight_pipeline.pipeline_numbers(padded, ring, packing, variant.loaded)
+    kernel, step = Emulated("fused_layer", "fused_layer", numbers), weight_pipeline.STEPS[packing]
+    on_host(fused_layer, kernel, hidden_size // 32 + 2)
+    output, down = (
+        random(hidden_size, heads_count * DIM, scale=0.06),
+        random(hidden_size, intermediate, scale=0.05),
+    )
+    gate, up = (random(intermediate, hidden_size, scale=0.06) for _ in range(2))
+    qkv, bias = random((heads_count + 2) * DIM, hidden_size, scale=0.06), random((heads_count + 2) * DIM)
+    feed_norm, norm = (1 + random(hidden_size, scale=0.2) for _ in range(2))
     layer = SimpleNamespace(
         mixture=None,
-        output=tile_matrix(output, HIDDEN, Tiling(splits=2)),
-        gate_up=tile_pair(gate, up, Tiling()),
-        down=tile_matrix(down, HIDDEN, Tiling(splits=2)),
+        output=tile_matrix(output, hidden_size, Tiling(step=step, splits=2, packing=packing)),
+        gate_up=tile_pair(gate, up, Tiling(128 if packing == "e4m3" else 64, step, packing=packing)),
+        down=tile_matrix(down, hidden_size, Tiling(step=step, splits=down_splits, packing=packing)),
         feed_forward_norm=feed_norm,
     )
-    rows, positions = 5, torch.tensor([3, 4, 5, 60, 0], dtype=torch.int32)
-    slot_mapping = torch.tensor([7, 0, 39, 12, 13], dtype=torch.int32)
+    positions = (torch.arange(rows, dtype=torch.int32) * 23 + 3) % POSITIONS
+    slot_mapping = torch.randperm(SLOTS)[:rows].to(torch.int32)
     angles = torch.rand(POSITIONS, DIM // 2) * 6
     keys, values = (torch.zeros(SLOTS, KV_HEADS, DIM, dtype=torch.bfloat16) for _ in range(2))
-    query, scratch = torch.zeros(16, HEADS, DIM, dtype=torch.bfloat16), torch.zeros(512, dtype=torch.int32)
-    following = tile_heads(qkv, DIM, Tiling(columns=DIM, splits=2), bias)
+    query, scratch = (
+        torch.zeros(padded, heads_count, DIM, dtype=torch.bfloat16),
+        torch.zeros(512, dtype=torch.int32),
+    )
+    following = tile_heads(qkv, DIM, Tiling(DIM, step, 2, packing=packing), bias)
+    output, gate, up, down, qkv = (as_packed(own, packing) for own in (output, gate, up, down, qkv))
     heads = fused_layer.NextQkv(
         following, positions, slot_mapping, (angles.cos(), angles.sin()), query, keys, values
     )
-    for _ in range(2):  # copies arrive late, then at once
-        hidden, mixed = torch.zeros(16, HIDDEN), torch.zeros(16, HEADS * DIM, dtype=torch.bfloat16)
-        hidden[:rows], mixed[:rows] = torch.randn(rows, HIDDEN), random(rows, HEADS * DIM)
-        features = torch.full((rows, HIDDEN), torch.nan)
-        activated = torch.full((16, INTERMEDIATE), torch.nan, dtype=torch.bfloat16)
-        buffers = fused_layer.LayerBuffers(hidden, mixed, normed(HIDDEN), activated, normed(HIDDEN), features)
-        residual, read = hidden[:rows].clone(), mixed[:rows].float()
+    for _ in range(1 if packing == "int4" else 2):  # copies arrive late, then at once
+        hidden = torch.zeros(padded, hidden_size)
+        mixed = torch.zeros(padded, heads_count * DIM, dtype=torch.bfloat16)
+        hidden[:rows], mixed[:rows] = torch.randn(rows, hidden_size), random(rows, heads_count * DIM)
+        features = torch.full((rows, hidden_size), torch.nan)
+        activated, activated_scales = empty_fp8(padded, intermediate, packing)
+        if activated is None:
+            activated = torch.full((padded, intermediate), torch.nan, dtype=torch.bfloat16)
+        residual, read, mixed_scales = hidden[:rows].clone(), as_read(mixed[:rows], packing), None
+        if packing == "e4m3":
+            mixed, by_row = fp8_rows(mixed)
+            blocks = torch.nan_to_num(by_row).view(padded // 16, 16, -1)
+            mixed_scales = blocks.transpose(1, 2).contiguous()
+        feed_forward, following_input = (normed(padded, hidden_size, packing) for _ in range(2))
+        buffers = fused_layer.LayerBuffers(
+            hidden,
+            mixed,
+            feed_forward,
+            activated,
+            following_input,
+            features,
+            mixed_scales,
+            activated_scales,
+        )
         partial = Scratch(torch.zeros(1), scratch)
         assert fused_layer.run_fused_layer(layer, buffers, norm, rows, partial, heads)  # type: ignore[arg-type]
 
         def product(own: torch.Tensor, weight: torch.Tensor, of_norm: torch.Tensor) -> torch.Tensor:
             factor = torch.rsqrt(own.square().mean(1, keepdim=True) + EPS)
-            return (own * of_norm.float()).to(torch.bfloat16).float() @ weight.float().T * factor
+            return as_read(own * of_norm.float(), packing) @ weight.T * factor
 
-        residual = residual + read @ output.float().T
+        residual = residual + read @ output.T
         lets = torch.nn.functional.silu(product(residual, gate, feed_norm)) * product(residual, up, feed_norm)
-        residual = residual + lets.to(torch.bfloat16).float() @ down.float().T
+        residual = residual + as_read(lets, packing) @ down.T
         wanted = (product(residual, qkv, norm) + bias.float()).view(rows, -1, DIM)
         transposed = rotated(wanted, angles.cos()[positions], angles.sin()[positions])
         found = (buffers.hidden[:rows], features, query[:rows], keys[slot_mapping], values[slot_mapping])
         expected = (
             residual,
             residual,
-            transposed[:, :HEADS],
-            transposed[:, HEADS : HEADS + 1],
-            wanted[:, HEADS + 1 :],
+            transposed[:, :heads_count],
+            transposed[:, heads_count : heads_count + 1],
+            wanted[:, heads_count + 1 :],
         )
         for own, other in zip(found, expected, strict=True):
             torch.testing.assert_close(own.float(), other, rtol=0.02, atol=0.02)
@@ -145,7 +210,8 @@ def test_the_fused_layer(on_host: Any) -> None:
 def test_logits_of_many_rows(on_host: Any) -> None:
     """Programs have tiles again and again, and one has fewer than the others."""
     torch.manual_seed(3)
-    kernel = Emulated("logits", "all_logits", logits.PADDED, (6, 2))
+    numbers = weight_pipeline.pipeline_numbers(logits.PADDED, (6, 2), "none")
+    kernel = Emulated("logits", "all_logits", numbers)
     on_host(logits, kernel, 2)
     rows, width, depth = 66, 3 * 256 - 20, 256
     weight = torch.zeros(3 * 256, depth, dtype=torch.bfloat16)

@@ -11,6 +11,7 @@ import torch
 
 from paceline.backends.cuda import decode_attention, fused_layer, logits, native, persistent
 from paceline.backends.cuda.kernels import attention
+from paceline.backends.cuda.kernels.matrix import Tiling
 from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.native import KERNELS, leaving_out
 
@@ -28,7 +29,7 @@ def tables_of(shared_prefix: Any) -> Any:
 
 def runs_fused_layer() -> bool:
     nothing: Any = None
-    layer: Any = SimpleNamespace(output=SimpleNamespace(weight=torch.zeros(1)))
+    layer: Any = SimpleNamespace(output=SimpleNamespace(weight=torch.zeros(1), tiling=Tiling()))
     return fused_layer.run_fused_layer(layer, nothing, nothing, 96, nothing, None)
 
 
@@ -96,7 +97,7 @@ def test_a_source_is_numbers_instructions_and_files(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         native, "NativeKernel", lambda source, name, shared, _: made.append((source, name, shared))
     )
-    decode_attention._kernel.__wrapped__((32, 8, 128, 16), 2, True, torch.device("cuda"))
+    decode_attention._kernel.__wrapped__((32, 8, 128, 16), 2, True, 1.0, torch.device("cuda"))
     source, name, shared = made[0]
     assert name == "decode_attention"
     assert source.startswith("#define HEADS 32\n#define KV_HEADS 8\n#define DIM 128\n#define PAGE 16\n")

@@ -55,10 +55,30 @@ def _matmul(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _add_splits(at, begin: tl.constexpr, end: tl.constexpr, size: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum of these splits, in order."""
+    total = tl.load(at + begin * size, cache_modifier=".cg")
+    for other in tl.static_range(begin + 1, end):
+        total += tl.load(at + other * size, cache_modifier=".cg")
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _reduce_split_k(  # type: ignore[no-untyped-def]
-    total, partial_at, counter_at, split, splits: tl.constexpr, columns: tl.constexpr, tokens: tl.constexpr
+    total,
+    partial_at,
+    counter_at,
+    split,
+    splits: tl.constexpr,
+    columns: tl.constexpr,
+    tokens: tl.constexpr,
+    packing: tl.constexpr,
 ):
-    """Whether this program is the last of its tile to arrive, and, if it is, the sum of all splits."""
+    """Whether this program is the last of its tile to arrive, and, if it is, the sum of all splits.
+
+    Packed weights: the sum of each half of the splits, then of both, since the fused layer kernel has a
+    program for each half.
+    """
     last = True
     if splits > 1:
         offset = tl.arange(0, columns)[:, None] + tl.arange(0, tokens)[None, :] * columns
@@ -66,9 +86,10 @@ def _reduce_split_k(  # type: ignore[no-untyped-def]
         tl.debug_barrier()
         last = tl.atomic_add(counter_at, 1, sem="acq_rel") == splits - 1
         if last:
-            total = tl.load(partial_at + offset, cache_modifier=".cg")
-            for other in tl.static_range(1, splits):
-                total += tl.load(partial_at + other * columns * tokens + offset, cache_modifier=".cg")
+            half: tl.constexpr = splits if packing == "none" else splits // 2
+            total = _add_splits(partial_at + offset, 0, half, columns * tokens)
+            if half < splits:
+                total += _add_splits(partial_at + offset, half, splits, columns * tokens)
             tl.store(counter_at, 0)
     return last, total
 
@@ -256,7 +277,8 @@ def matmul_tiles(  # type: ignore[no-untyped-def]
         wide: tl.constexpr = tiles * columns
         number = row_tile * tl.num_programs(1) + tile
         partial_at += number * splits * wide * tokens
-        last, total = _reduce_split_k(total, partial_at, counters_at + number, split, splits, wide, tokens)
+        counter_at = counters_at + number
+        last, total = _reduce_split_k(total, partial_at, counter_at, split, splits, wide, tokens, packing)
     else:
         for other in tl.static_range(1, splits):
             total += matmul_split(

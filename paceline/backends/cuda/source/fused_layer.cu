@@ -12,7 +12,7 @@ struct Parts {
 
 __device__ inline void load_all_weights(Shared& s, RingPosition& at, const Arguments& own, const Parts& parts) {
     load_weights<1, 1>(s, at, own.output, cluster(), parts.output);
-    load_weights<4, 4>(s, at, own.gate_up, blockIdx.x, parts.gate_up);
+    load_weights<4, E4M3 ? 2 : 4>(s, at, own.gate_up, blockIdx.x, parts.gate_up);
     load_weights<1, 1>(s, at, own.down, cluster(), parts.down);
     load_weights<2, 1>(s, at, own.heads, qkv_head(), parts.heads);
 }
@@ -20,9 +20,9 @@ __device__ inline void load_all_weights(Shared& s, RingPosition& at, const Argum
 enum { OUTPUT, GATE_UP, DOWN };
 // Both programs of a cluster write half of the rows of a tile.
 __device__ inline ReadyCounters ready_counters(const Arguments& own, int product) {
-    if (product == OUTPUT) return {own.ready, own.output.units, 2, 1};
-    if (product == DOWN) return {own.ready + own.output.units, own.down.units, 2, 1};
-    return {own.ready + own.output.units + own.down.units, own.gate_up.units, 1, 2};
+    if (product == OUTPUT) return {own.ready, own.output.units, 2, 64};
+    if (product == DOWN) return {own.ready + own.output.units, own.down.units, 2, 64};
+    return {own.ready + own.output.units + own.down.units, own.gate_up.units, 1, 128};
 }
 
 __device__ inline void load_all_rows(Shared& s, RingPosition& at, const Arguments& own, const Parts& parts) {
@@ -58,7 +58,7 @@ __device__ inline void run_products(Shared& s, const Arguments& own, const Parts
             Sums sums;
             Added added(own, round);
             if (threadIdx.x == 0) expect_bytes(&s.exchanged, sizeof(s.received[0]));
-            multiply_stages<1, 1>(s, at, sums, part, 0);
+            multiply_splits<1>(s, at, sums, round ? own.down : own.output, 0, false);
             finish_residual(s, own, sums, added, round);
         } else {
             skip_rows(s, at, part);
@@ -68,9 +68,11 @@ __device__ inline void run_products(Shared& s, const Arguments& own, const Parts
         if (round) break;
         if (parts.has_four) {
             float sums[2][ROWS / 2];
-            multiply_stages<2, 4>(s, at, sums, parts.gate_up, group);
+            GateUpScales scales(own, group);
+            multiply_stages<2, 4>(s, at, sums, parts.gate_up, group, true);
             sync_factors();
-            finish_gate_up(s, own, sums, group);
+            if constexpr (E4M3) finish_gate_up_fp8(s, own, sums, scales, group);
+            else finish_gate_up(s, own, sums, group);
             signal_ready(s, ready_counters(own, GATE_UP).units + blockIdx.x, GATE_UP);
         }
     }
@@ -80,7 +82,7 @@ __device__ inline void run_products(Shared& s, const Arguments& own, const Parts
         int part = threadIdx.x / 32 * 8 + threadIdx.x % 32 / 4;  // index within half a head
         RopeTable rope_table(own, part);
         if (threadIdx.x == 0) expect_bytes(&s.exchanged, sizeof(s.received));
-        multiply_stages<1, 2>(s, at, sums, parts.heads, group);
+        multiply_splits<2>(s, at, sums, own.heads, group, true);
         launch_dependents_once();
         sync_factors();
         finish_qkv(s, own, sums, rope_table, part);

@@ -66,6 +66,11 @@ __device__ inline void copy_rows(void* to, const Map& map, int deep, u64* mbarri
                  "r"(shared_address(mbarrier)) : "memory");
 }
 
+__device__ inline void copy_bytes(void* to, const void* from, int bytes, u64* mbarrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+                 "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(mbarrier)) : "memory");
+}
+
 // Makes this thread's writes to shared memory visible to WGMMA and TMA.
 __device__ inline void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -156,6 +161,25 @@ __device__ inline u32 pack(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
+// The lowest 4 bits of both halves, less 8, as bfloat16: they become the lowest mantissa bits of 128.
+__device__ inline u32 int4_numbers(u32 words) {
+    u32 r;  // (words & 0xf of both halves) | 128, as one instruction
+    asm("{ .reg .b32 both; lop3.b32 both, %1, %2, %3, 0xEA; fma.rn.bf16x2 %0, both, %4, %5; }"
+        : "=r"(r) : "r"(words), "r"(0x000f000f), "r"(0x43004300), "r"(0x3f803f80), "r"(0xc308c308));
+    return r;
+}
+// The float16 in the lower half.
+__device__ inline float half_to_float(u32 bits) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((u16)bits));
+    return x;
+}
+// Two e4m3 numbers.
+__device__ inline u16 pack_fp8(float low, float high) {
+    u16 r;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
+    return r;
+}
 __device__ inline float power_of_two(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -181,6 +205,10 @@ __device__ inline float unpack(u16 bits) { return __uint_as_float((u32)bits << 1
 // The WGMMA descriptor of lines of 128 bytes in the 128-byte swizzle.
 __device__ inline u64 smem_descriptor(const void* at) {
     return (u64)((shared_address(at) & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+// The same of lines of 64 bytes in the 64-byte swizzle.
+__device__ inline u64 short_descriptor(const void* at) {
+    return (u64)((shared_address(at) & 0x3ffff) >> 4) | 1ull << 16 | 32ull << 32 | 2ull << 62;
 }
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

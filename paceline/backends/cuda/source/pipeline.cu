@@ -4,21 +4,36 @@
 // programs wait for each other's results, the weights of the next product are loaded. A cluster is two programs, one
 // for each split of a tile (split-K). Two warpgroups multiply (WGMMA), one thread loads weights and one loads rows.
 //
-// The files are concatenated in the order instructions, pipeline, pipeline_epilogues, and fused_layer or logits.
-// weight_pipeline.py defines before them ROWS, CELLS (stages of weights), ROW_SLOTS (stages of rows), and `multiply`
-// for this many rows.
+// The files are concatenated in the order instructions, pipeline, pipeline_products, pipeline_epilogues, and
+// fused_layer or logits.
+// weight_pipeline.py defines before them ROWS, CELLS (stages of weights), ROW_SLOTS (stages of rows), E4M3 (whether
+// weights and rows are e4m3, not bfloat16), INT4 (whether weights have 4 bits), LOADED (rows
+// that are loaded, if not all), and `multiply` for this many rows.
 //
 // This file: the ring.
 
 constexpr int MMA_THREADS = 256, NORM_THREADS = 64;  // threads that multiply, and that compute norm factors
 constexpr int WEIGHT_LOADER = MMA_THREADS, ROW_LOADER = MMA_THREADS + 32, FIRST_NORM_THREAD = MMA_THREADS + 64;
-constexpr int DEEP = 64;  // depth of a cell, of one tile of 64 columns
-constexpr int CELL_BYTES = 64 * DEEP * 2, ROW_BYTES = ROWS * DEEP * 2;
+// A cell has 128 bytes of each of 64 columns, a slot of rows the same depth of each row: ROW_LINES lines of 128 bytes.
+// TMA sees both as 2-byte numbers. A step is that of the layout of weights: two cells, one, or (e4m3) half of one.
+constexpr int LINE = 64, ROW_LINES = INT4 ? 4 : 1, CELL_BYTES = 64 * 128, ROW_BYTES = ROWS * 128 * ROW_LINES;
+constexpr int STEP = INT4 ? 256 : E4M3 ? 64 : 128, CELL_DEPTH = INT4 ? 256 : E4M3 ? 128 : 64;
+constexpr int CELL_STEPS = E4M3 ? 2 : 1, STEP_BYTES = CELL_BYTES / CELL_STEPS;  // of a cell
+constexpr int ROW_SCALE_BYTES = E4M3 ? ROWS * 8 : 0;  // of a slot of rows: two groups of 64
+constexpr int SCALE_BYTES = INT4 ? 64 * 16 : 0;  // of a cell: eight groups of 32
+constexpr int RELEASES = INT4 ? 4 : 1;  // arrivals that release a stage, of a warpgroup: of its warps, or of WGMMA's end
 constexpr int HALF = ROWS / 2, HALF_SUMS = HALF / 2;  // rows of a program's epilogue, and a thread's sums of them
 
 struct Product {
     Map weights, rows;
-    int steps, units;  // of 128 of the depth; programs or clusters with a part of it
+    int steps, units, splits;  // of the depth; programs or clusters with a part of it
+    // e4m3: of columns, and of every 64 numbers of rows: [16 rows][group][row]. 4 bits: [block][4 pairs][column].
+    const float *scales, *row_scales;
+};
+
+struct Fp8Rows {  // rows in e4m3, null otherwise
+    unsigned char* rows;
+    float* scales;
 };
 
 struct Arguments {  // in the order of fused_layer.py
@@ -36,6 +51,7 @@ struct Arguments {  // in the order of fused_layer.py
     u16 *keys, *values;
     u32* ready;  // counters of finished programs per unit of a product; zero between kernels
     float* features;  // a copy of the residual stream, or null
+    Fp8Rows feed_fp8, activated_fp8, attention_fp8;
     int width, intermediate, row_count, query_heads, kv_heads;
     int feature_stride;
     int early;  // whether attention may start during the QKV product, not only after it
@@ -45,15 +61,18 @@ struct Arguments {  // in the order of fused_layer.py
 struct __align__(1024) Shared {
     char weights[CELLS][CELL_BYTES];
     char rows[ROW_SLOTS][ROW_BYTES];
+    float row_scales[E4M3 ? ROW_SLOTS : 1][ROWS / 16][2][16];  // of two groups
+    u32 weight_scales[INT4 ? CELLS : 1][4][64];  // of two groups each, in float16
     float received[2][HALF_SUMS / 4][128][4];  // partial sums of the other program: [group][four][thread]
     u64 full[CELLS], used[CELLS], full_rows[ROW_SLOTS], used_rows[ROW_SLOTS], exchanged, ended[3];  // mbarriers
     float factors[ROWS];
 };
 
 __device__ inline void init_mbarriers(Shared& s) {
-    for (int slot = 0; slot < CELLS; slot++) init_mbarrier(&s.full[slot], 1), init_mbarrier(&s.used[slot], 1);
+    for (int slot = 0; slot < CELLS; slot++)
+        init_mbarrier(&s.full[slot], 1), init_mbarrier(&s.used[slot], RELEASES);
     for (int slot = 0; slot < ROW_SLOTS; slot++)
-        init_mbarrier(&s.full_rows[slot], 1), init_mbarrier(&s.used_rows[slot], 2);
+        init_mbarrier(&s.full_rows[slot], 1), init_mbarrier(&s.used_rows[slot], 2 * RELEASES);
     init_mbarrier(&s.exchanged, 1);
     for (int product = 0; product < 3; product++) init_mbarrier(&s.ended[product], 1);
     fence_mbarrier_init();
@@ -78,13 +97,15 @@ __device__ inline int split() { return blockIdx.x % 2; }
 // QKV heads are assigned from the last program on: those have no share of gate and up.
 __device__ inline int qkv_head() { return gridDim.x / 2 - 1 - cluster(); }
 
-// The depth range of a product that a program has, in cells.
+// A depth range of a product, in cells: that of a program, half of the splits, or of one of them.
 struct Part {
     int begin, count;
-    __device__ Part(const Product& own, bool mine, bool is_split) {
-        int splits = is_split ? 2 : 1, number = is_split ? split() : 0;
-        begin = number * own.steps / splits * 2;
-        count = mine ? (number + 1) * own.steps / splits * 2 - begin : 0;
+    __device__ Part(const Product& own, int first, int end)
+        : begin(first * own.steps / own.splits * STEP / CELL_DEPTH),
+          count(end * own.steps / own.splits * STEP / CELL_DEPTH - begin) {}
+    __device__ Part(const Product& own, bool mine, bool is_split)
+        : Part(own, is_split ? split() * own.splits / 2 : 0, is_split ? (split() + 1) * own.splits / 2 : own.splits) {
+        if (!mine) count = 0;
     }
 };
 
@@ -98,24 +119,40 @@ struct RingPosition {  // a thread's position: cell of weights, slot of rows, an
     }
 };
 
-// CELLS_EACH cells for each 64 of the depth: TILES tiles, or parts of one.
+// The scales of a cell, one of PARTS parts of a tile: [4 pairs of groups][64 columns], two halves of the tile.
+template <int PARTS>
+__device__ inline void load_scales(Shared& s, int cell, const Product& own, int block, int part) {
+    const float* from = own.scales + (block * PARTS * 8 + part) * 32;
+    if constexpr (PARTS == 1) copy_bytes(s.weight_scales[cell], from, SCALE_BYTES, &s.full[cell]);
+    else
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            copy_bytes(&s.weight_scales[cell][i / 2][i % 2 * 32], from + i * 64, 128, &s.full[cell]);
+}
+
+// CELLS_EACH cells for each CELL_DEPTH of the depth: of TILES tiles, or of parts of tiles.
 template <int CELLS_EACH, int TILES>
 __device__ inline void load_weights(Shared& s, RingPosition& at, const Product& own, int unit, Part part) {
     for (int number = part.begin; number < part.begin + part.count; number++)
 #pragma unroll
         for (int cell = 0; cell < CELLS_EACH; cell++, at.next_cells(1)) {
-            int block = (unit * TILES + (TILES > 1 ? cell : 0)) * own.steps + number / 2;
-            int group = TILES > 1 ? 0 : cell * 4, deep = number % 2 * DEEP;
+            constexpr int parts = CELLS_EACH / TILES;
+            int block = (unit * TILES + cell / parts) * own.steps + number * CELL_DEPTH / STEP;
+            int group = cell % parts * 4, deep = number * CELL_DEPTH % STEP;
             wait_mbarrier(&s.used[at.cell], at.cell_turn ^ 1);  // new mbarriers count as released
-            expect_bytes(&s.full[at.cell], CELL_BYTES);
-            copy_weights(s.weights[at.cell], own.weights, deep, group, block, &s.full[at.cell]);
+            expect_bytes(&s.full[at.cell], CELL_BYTES + SCALE_BYTES);
+#pragma unroll
+            for (int step = 0; step < CELL_STEPS; step++)
+                copy_weights(s.weights[at.cell] + step * STEP_BYTES, own.weights, deep, group, block + step,
+                             &s.full[at.cell]);
+            if constexpr (INT4) load_scales<parts>(s, at.cell, own, block, cell % parts);
         }
 }
 
-// Readiness of a product's units: each counts up to `all` when its rows, of `slots` row stages, are written.
+// Readiness of a product's units: each counts up to `all` when its `width` columns of all rows are written.
 struct ReadyCounters {
     u32* units;
-    int count, all, slots;
+    int count, all, width;
     // Waits for this unit; returns how many from it on are ready. Their writes are visible. Called by a warp.
     __device__ int await(int unit) const {
         for (int tries = 0;; tries++) {
@@ -128,6 +165,13 @@ struct ReadyCounters {
             if (tries == 1 << 22) __trap();  // after seconds: an error is better than a hang
         }
     }
+    // Waits for the units of this slot of rows; returns up to which slot all are ready.
+    __device__ int await_slot(int number) const {
+        int ready = number * CELL_DEPTH / width;
+        do ready += await(ready);
+        while (ready * width < (number + 1) * CELL_DEPTH);
+        return ready * width / CELL_DEPTH;
+    }
     __device__ void await_all() const {
         for (int unit = 0; unit < count;) unit += await(unit);
     }
@@ -139,65 +183,22 @@ __device__ inline void load_rows(Shared& s, RingPosition& at, const Product& own
     int end = part.begin + part.count;
     for (int number = part.begin, until = end; number < end; number = until) {
         if (ready.count) {
-            int unit = number / ready.slots;
-            until = min((unit + ready.await(unit)) * ready.slots, end);
+            until = min(ready.await_slot(number), end);
             fence_async_global();  // rows are loaded by TMA
         }
         if (threadIdx.x % 32) continue;
         for (; number < until; number++, at.next_slot()) {
             wait_mbarrier(&s.used_rows[at.slot], at.slot_turn ^ 1);
-            expect_bytes(&s.full_rows[at.slot], ROW_BYTES);
-            copy_rows(s.rows[at.slot], own.rows, number * DEEP, &s.full_rows[at.slot]);
+            expect_bytes(&s.full_rows[at.slot], LOADED * 128 * ROW_LINES + ROW_SCALE_BYTES);
+#pragma unroll
+            for (int line = 0; line < ROW_LINES; line++)
+                copy_rows(s.rows[at.slot] + line * (ROWS * 128), own.rows, (number * ROW_LINES + line) * LINE,
+                          &s.full_rows[at.slot]);
+            if constexpr (E4M3)
+#pragma unroll
+                for (int block = 0; block < ROWS / 16; block++)
+                    copy_bytes(s.row_scales[at.slot][block], own.row_scales + (block * own.steps + number * 2) * 16, 128,
+                               &s.full_rows[at.slot]);
         }
     }
-}
-
-// EACH tiles of this warpgroup, of the CELLS_EACH cells per 64 of the depth.
-template <int EACH, int CELLS_EACH>
-__device__ inline void multiply_stages(Shared& s, RingPosition& at, float (&sums)[EACH][ROWS / 2], Part part,
-                                       int group) {
-    int last_cells[EACH], last_slot;
-    auto release = [&]() {  // the stages that were multiplied
-        if (threadIdx.x % 128) return;
-#pragma unroll
-        for (int tile = 0; tile < EACH; tile++) arrive_mbarrier(&s.used[last_cells[tile]]);
-        arrive_mbarrier(&s.used_rows[last_slot]);
-    };
-#pragma unroll 1
-    for (int number = 0; number < part.count; number++) {
-        u64 left[EACH], right = smem_descriptor(s.rows[at.slot]);
-        int cells[EACH];
-#pragma unroll
-        for (int tile = 0; tile < EACH; tile++) {
-            RingPosition own = at;
-            own.next_cells(group * EACH + tile);
-            cells[tile] = own.cell, left[tile] = smem_descriptor(s.weights[own.cell]);
-            wait_mbarrier(&s.full[own.cell], own.cell_turn);
-        }
-        wait_mbarrier(&s.full_rows[at.slot], at.slot_turn);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < DEEP / 16; k++)
-#pragma unroll
-            for (int tile = 0; tile < EACH; tile++)
-                multiply(sums[tile], left[tile] + k * 2, right + k * 2, number + k);
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (number > 0) release();
-#pragma unroll
-        for (int tile = 0; tile < EACH; tile++) last_cells[tile] = cells[tile];
-        last_slot = at.slot;
-        at.next_slot(), at.next_cells(CELLS_EACH);
-    }
-    wgmma_wait<0>();
-    release();
-}
-
-// What the second warpgroup does while the first multiplies alone: a stage of rows is released by both. Only the thread
-// that releases it waits for it: nothing would keep the others from falling behind, and an mbarrier that has completed
-// two phases meanwhile looks as if it had completed none.
-__device__ inline void skip_rows(Shared& s, RingPosition& at, Part part) {
-    for (int number = 0; number < part.count; number++, at.next_slot(), at.next_cells(1))
-        if (threadIdx.x % 128 == 0)
-            wait_mbarrier(&s.full_rows[at.slot], at.slot_turn), arrive_mbarrier(&s.used_rows[at.slot]);
 }

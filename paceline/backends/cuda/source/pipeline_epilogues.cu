@@ -81,16 +81,39 @@ __device__ inline void reduce_split_k(Shared& s, const Sums& sums, float (&kept)
 // when a product ends, and not refilled before it has.
 __device__ inline int swizzled(int row, int eight) { return row * 128 + (eight ^ row / 2 % 8) * 8; }  // of 16 eights
 
+// The power-of-two scale of a group of 64 numbers with this largest one, and its inverse: see kernels/fp8.py.
+struct Fp8Scale {
+    float scale, inverse;
+    __device__ Fp8Scale(float peak) {
+        int exponent = max((__float_as_int(peak) >> 23) - 7, 1);
+        scale = __int_as_float(exponent << 23), inverse = __int_as_float((254 - exponent) << 23);
+    }
+    __device__ u32 four(float a, float b, float c, float d) const {
+        u32 low = pack_fp8(__fmul_rn(a, inverse), __fmul_rn(b, inverse));
+        return low | (u32)pack_fp8(__fmul_rn(c, inverse), __fmul_rn(d, inverse)) << 16;
+    }
+};
+__device__ inline float peak_of_lanes(float peak, int lanes) {
+#pragma unroll
+    for (int apart = 1; apart < lanes; apart *= 2) peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, apart));
+    return peak;
+}
+__device__ inline float& scale_of(const Fp8Rows& to, int row, int group, int groups) {
+    return to.scales[(row / 16 * groups + group) * 16 + row % 16];
+}
+
 // The residual stream and norm weights of a product that is added to it. Loaded before the product, since they may come
 // from memory. Every 16 threads have every eighth row.
 struct Added {
     float4 hidden[HALF / 8];
     float norm[4];
+    float4 scales = {};  // of the columns, with e4m3
     u16* rows;
+    Fp8Rows fp8;
     float* squares;
     int first, column;
     __device__ Added(const Arguments& own, bool of_down)
-        : rows(of_down ? own.attention_rows : own.feed_rows),
+        : rows(of_down ? own.attention_rows : own.feed_rows), fp8(of_down ? own.attention_fp8 : own.feed_fp8),
           squares(of_down ? own.attention_squares : own.feed_squares),
           first(split() * HALF + threadIdx.x % 128 / 16), column(cluster() * 64 + threadIdx.x % 16 * 4) {
         const u16* weights = of_down ? own.attention_norm : own.feed_norm;
@@ -99,6 +122,7 @@ struct Added {
 #pragma unroll
         for (int i = 0; i < HALF / 8; i++)
             hidden[i] = __ldcg((const float4*)(own.hidden + (first + i * 8) * own.width + column));
+        if (E4M3) scales = *(const float4*)((of_down ? own.down : own.output).scales + column);
     }
 };
 
@@ -117,14 +141,23 @@ __device__ inline void finish_residual(Shared& s, const Arguments& own, const Su
     for (int i = 0; i < HALF / 8; i++) {
         int row = to.first + i * 8;
         float4 sum = *(const float4*)(room + (threadIdx.x / 16 + i * 8) * stride + four);
+        if (E4M3) {
+            sum.x = __fmul_rn(sum.x, to.scales.x), sum.y = __fmul_rn(sum.y, to.scales.y);
+            sum.z = __fmul_rn(sum.z, to.scales.z), sum.w = __fmul_rn(sum.w, to.scales.w);
+        }
         sum.x = __fadd_rn(to.hidden[i].x, sum.x), sum.y = __fadd_rn(to.hidden[i].y, sum.y);
         sum.z = __fadd_rn(to.hidden[i].z, sum.z), sum.w = __fadd_rn(to.hidden[i].w, sum.w);
         __stcg((float4*)(own.hidden + row * own.width + to.column), sum);
         if (round && own.features && row < own.row_count)
             *(float4*)(own.features + (long)row * own.feature_stride + to.column) = sum;
-        u32 low = pack(__fmul_rn(sum.x, to.norm[0]), __fmul_rn(sum.y, to.norm[1]));
-        u32 high = pack(__fmul_rn(sum.z, to.norm[2]), __fmul_rn(sum.w, to.norm[3]));
-        *(uint2*)(to.rows + row * own.width + to.column) = make_uint2(low, high);
+        float a = __fmul_rn(sum.x, to.norm[0]), b = __fmul_rn(sum.y, to.norm[1]);
+        float c = __fmul_rn(sum.z, to.norm[2]), d = __fmul_rn(sum.w, to.norm[3]);
+        *(uint2*)(to.rows + row * own.width + to.column) = make_uint2(pack(a, b), pack(c, d));
+        if (E4M3) {
+            Fp8Scale group(peak_of_lanes(fmaxf(fmaxf(fabsf(a), fabsf(b)), fmaxf(fabsf(c), fabsf(d))), 16));
+            *(u32*)(to.fp8.rows + row * own.width + to.column) = group.four(a, b, c, d);
+            if (four == 0) scale_of(to.fp8, row, cluster(), own.width / 64) = group.scale;
+        }
         float squares = __fadd_rn(__fadd_rn(__fmul_rn(sum.x, sum.x), __fmul_rn(sum.y, sum.y)),
                                   __fadd_rn(__fmul_rn(sum.z, sum.z), __fmul_rn(sum.w, sum.w)));
 #pragma unroll
@@ -133,7 +166,51 @@ __device__ inline void finish_residual(Shared& s, const Arguments& own, const Su
     }
 }
 
+// The scales of a thread's columns of gate and up, in tiles of 128 columns: two cells of a warpgroup are a tile.
+struct GateUpScales {
+    float gate[2], up[2];
+    __device__ GateUpScales(const Arguments& own, int group) {
+        if (!E4M3) return;
+        const float* from = own.gate_up.scales + (blockIdx.x * 2 + group) * 128;
+        from += threadIdx.x / 32 % 4 * 8 + threadIdx.x % 32 / 4;
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++) gate[tile] = from[tile * 32], up[tile] = from[64 + tile * 32];
+    }
+};
+
 // SwiGLU: a thread's first line is gate, its second up.
+__device__ inline float gated(float gate, float up, float factor) {
+    return __fmul_rn(silu(__fmul_rn(gate, factor)), __fmul_rn(up, factor));
+}
+
+__device__ inline void finish_gate_up_fp8(Shared& s, const Arguments& own, const float (&sums)[2][ROWS / 2],
+                                          const GateUpScales& scales, int group) {
+    constexpr int stride = 132;  // lines of 128 numbers, padded against bank conflicts
+    int warp = threadIdx.x / 32 % 4, line = threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2;
+    int four = threadIdx.x % 16 * 4;
+    float* room = (float*)s.rows[0];
+    static_assert(!E4M3 || sizeof(s.rows) >= ROWS * stride * 4, "results are transposed in the row stages");
+#pragma unroll
+    for (int tile = 0; tile < 2; tile++)
+#pragma unroll
+        for (int i = 0; i < ROWS / 4; i++) {
+            int row = i / 2 * 8 + pair + i % 2;
+            float gate = __fmul_rn(sums[tile][i / 2 * 4 + i % 2], scales.gate[tile]);
+            float up = __fmul_rn(sums[tile][i / 2 * 4 + 2 + i % 2], scales.up[tile]);
+            room[row * stride + group * 64 + tile * 32 + warp * 8 + line] = gated(gate, up, s.factors[row]);
+        }
+    sync();
+#pragma unroll
+    for (int i = 0; i < ROWS / 8; i++) {  // 16 threads have a group of a row
+        int row = threadIdx.x / 32 + i * 8, number = blockIdx.x * 2 + threadIdx.x / 16 % 2;
+        float4 x = *(const float4*)(room + row * stride + threadIdx.x / 16 % 2 * 64 + four);
+        Fp8Scale own_scale(peak_of_lanes(fmaxf(fmaxf(fabsf(x.x), fabsf(x.y)), fmaxf(fabsf(x.z), fabsf(x.w))), 16));
+        *(u32*)(own.activated_fp8.rows + row * own.intermediate + number * 64 + four) =
+            own_scale.four(x.x, x.y, x.z, x.w);
+        if (four == 0) scale_of(own.activated_fp8, row, number, own.intermediate / 64) = own_scale.scale;
+    }
+}
+
 __device__ inline void finish_gate_up(Shared& s, const Arguments& own, const float (&sums)[2][ROWS / 2], int group) {
     int warp = threadIdx.x / 32 % 4, line = threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2;
     u16* room = (u16*)s.rows[0];
@@ -145,9 +222,8 @@ __device__ inline void finish_gate_up(Shared& s, const Arguments& own, const flo
 #pragma unroll
         for (int i = 0; i < ROWS / 4; i++) {
             int row = i / 2 * 8 + pair + i % 2;
-            float gate = __fmul_rn(sums[tile][i / 2 * 4 + i % 2], factors[i]);
-            float up = __fmul_rn(sums[tile][i / 2 * 4 + 2 + i % 2], factors[i]);
-            room[swizzled(row, (group * 2 + tile) * 4 + warp) + line] = rounded(__fmul_rn(silu(gate), up));
+            float gate = sums[tile][i / 2 * 4 + i % 2], up = sums[tile][i / 2 * 4 + 2 + i % 2];
+            room[swizzled(row, (group * 2 + tile) * 4 + warp) + line] = rounded(gated(gate, up, factors[i]));
         }
     sync();
     int eight = threadIdx.x % 16;
@@ -163,7 +239,7 @@ __device__ inline void finish_gate_up(Shared& s, const Arguments& own, const flo
 // serialize the loads.
 struct RopeTable {
     static constexpr int ROWS_PER_THREAD = (HALF + 15) / 16;
-    float cosines[HALF / 4], sines[HALF / 4], bias[2];
+    float cosines[HALF / 4], sines[HALF / 4], bias[2], scales[2];  // scales: of the columns, with e4m3
     int slot_mapping[ROWS_PER_THREAD];  // destination of the rows that this thread writes
     __device__ RopeTable(const Arguments& own, int part) {
 #pragma unroll
@@ -182,6 +258,9 @@ struct RopeTable {
         // any address, if there is no bias
         const u16* from = own.bias ? own.bias + qkv_head() * 128 + part : own.attention_norm;
         bias[0] = unpack(from[0]), bias[1] = unpack(from[64]);
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            scales[half] = E4M3 ? own.heads.scales[qkv_head() * 128 + half * 64 + part] : 1.0f;
     }
 };
 
@@ -200,8 +279,9 @@ __device__ inline void finish_qkv(Shared& s, const Arguments& own, const Sums& s
 #pragma unroll
     for (int i = 0; i < HALF / 4; i++) {
         int row = threadIdx.x % 4 * 2 + i / 2 * 8 + i % 2;
-        float one = __fmul_rn(kept[i / 2 * 4 + i % 2], factors[i]);
-        float two = __fmul_rn(kept[i / 2 * 4 + 2 + i % 2], factors[i]);
+        float one = kept[i / 2 * 4 + i % 2], two = kept[i / 2 * 4 + 2 + i % 2];
+        if (E4M3) one = __fmul_rn(one, rope_table.scales[0]), two = __fmul_rn(two, rope_table.scales[1]);
+        one = __fmul_rn(one, factors[i]), two = __fmul_rn(two, factors[i]);
         if (own.bias) one = __fadd_rn(one, rope_table.bias[0]), two = __fadd_rn(two, rope_table.bias[1]);
         float cosine = rope_table.cosines[i], sine = rope_table.sines[i];
         float rotated = __fsub_rn(__fmul_rn(one, cosine), __fmul_rn(two, sine));
