@@ -57,7 +57,7 @@ def _variant(padded: int, first: int, ring: tuple[int, int], loaded: int | None 
 
 VARIANTS = {  # by packing
     "none": (_variant(FEW, 1, (24, 12)), _variant(32, 17, (20, 10)), _variant(96, 65, (14, 7))),
-    "e4m3": (_variant(FEW, 1, (24, 12)),),
+    "e4m3": (_variant(FEW, 1, (24, 12)), _variant(32, 17, (20, 10)), _variant(64, 33, (16, 8))),
     "int4": (_variant(FEW, 1, (18, 6), loaded=8), _variant(FEW, 9, (18, 6))),
 }
 

@@ -77,6 +77,8 @@ def decode(weights: Any, requests: int, given: Any) -> list[torch.Tensor]:
         (11, 5, "none"),  # 66 rows: the rest of 96 is padding
         (1, 0, "fp8"),
         (2, 5, "fp8"),
+        (3, 5, "fp8"),
+        (9, 5, "fp8"),
         (1, 0, "int4"),
         (2, 5, "int4"),
     ],
