@@ -1,7 +1,7 @@
 """One TCP connection for each pair of replica and ingress, opened by the replica.
 
     replica                                       ingress
-    hello: secret, name, form of the weights ->   drops the connection if the secret is wrong
+    hello: secret, name, id of the weights ->     drops the connection if the secret is wrong
                             <--  requests, aborts
     tokens of one step, state              -->    batched: one frame per step, not one per request
 
@@ -85,11 +85,11 @@ class Link(Connection):
     """A replica as its ingress sees it."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, replica: str, form: str
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, replica: str, weights_id: str
     ) -> None:
         super().__init__(reader, writer)
         self.replica = replica
-        self.form = form
+        self.weights_id = weights_id
         self.heard = asyncio.get_running_loop().time()  # when it last sent something
         self.state: dict[str, Any] = {}  # the last that it told
         self.others = 0  # requests that it then had from other ingresses
@@ -135,14 +135,14 @@ class Listener:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(HELLO_SECONDS):
-                ((secret, replica, form),) = await read_frame(reader)
+                ((secret, replica, weights_id),) = await read_frame(reader)
             if not hmac.compare_digest(str(secret), self._secret):
                 raise ConnectionError("wrong secret")
         except (OSError, EOFError, ValueError) as error:  # TimeoutError is an OSError
             logger.warning("refused a connection that is no replica's: %r", error)
             writer.transport.abort()
             return
-        link = Link(reader, writer, str(replica), str(form))
+        link = Link(reader, writer, str(replica), str(weights_id))
         if not self._owner.linked(link):
             link.close()
             return
@@ -159,9 +159,9 @@ class Listener:
             self._owner.lost(link)
 
 
-async def connect(address: Address, replica: str, form: str) -> Connection:
+async def connect(address: Address, replica: str, weights_id: str) -> Connection:
     """The replica's side: a connection to an ingress. OSError if it cannot be reached."""
     reader, writer = await asyncio.open_connection(address.host, address.port)
     connection = Connection(reader, writer)
-    connection.send([address.secret, replica, form])
+    connection.send([address.secret, replica, weights_id])
     return connection

@@ -124,7 +124,7 @@ def description(loaded: Loaded, facts: Mapping[str, str]) -> Description:
     """What an ingress must know of a loaded engine."""
     engine = loaded.engine
     return Description(
-        form=f"{loaded.fingerprint[:12]} {facts['backend']} {facts['quantization']}",
+        weights_id=f"{loaded.fingerprint[:12]} {facts['backend']} {facts['quantization']}",
         limits=engine.limits,
         plans=dict(engine.plans),
         pool_tokens=engine.kv.pages.num_pages * engine.kv.page_size,

@@ -90,10 +90,10 @@ class Dispatcher:
         """The replica for the next attempt; waits until there is one."""
         while not (usable := self.links.usable):
             await self.links.wait_for_more()
-        if run.num_tokens and run.form != self.links.form:
+        if run.num_tokens and run.weights_id != self.links.weights_id:
             raise UnavailableError(
-                f"the answer was begun with weights of another form ({run.form}; now they are "
-                f"{self.links.form}). Send the request again."
+                f"the answer was begun with other weights ({run.weights_id}; now they are "
+                f"{self.links.weights_id}). Send the request again."
             )
         loads = {name: self._ongoing[name] + link.others for name, link in usable.items()}
         name = self._routing.rank(run.prefix_hashes, run.session, loads)[0]

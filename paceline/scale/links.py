@@ -1,4 +1,4 @@
-"""Links: the replicas that answer an ingress, those that may get requests, and the form of their weights."""
+"""Links: the replicas that answer an ingress, those that may get requests, and the id of their weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Replicas(Protocol):
 class LinkOptions:
     """What an ingress expects of its replicas."""
 
-    form: str  # of the weights that they must have: checkpoint, backend and quantization
+    weights_id: str  # that they must have: checkpoint, backend and quantization
     timeout: float  # seconds of silence, after which a replica is given up
     most: int  # replicas that there can be
 
@@ -65,7 +65,7 @@ class Links:
     """Implements LinkOwner. Used in the event loop only."""
 
     def __init__(self, owner: Owner, replicas: Replicas, options: LinkOptions) -> None:
-        self.form = options.form
+        self.weights_id = options.weights_id
         self.by_replica: dict[str, Link] = {}
         self._owner = owner
         self._replicas = replicas
@@ -95,7 +95,7 @@ class Links:
         return {
             name: link
             for name, link in self.by_replica.items()
-            if link.state and not link.draining and link.form == self.form
+            if link.state and not link.draining and link.weights_id == self.weights_id
         }
 
     async def wait_for_more(self) -> None:
@@ -143,9 +143,9 @@ class Links:
     # --- LinkOwner ---
 
     def linked(self, link: Link) -> bool:
-        """A replica has connected. It gets requests only if its weights have the form of the others'.
+        """A replica has connected. It gets requests only if its weights have the id of the others'.
 
-        Once no replica of that form is left, as after an upgrade of the weights, the next form is adopted.
+        Once no replica with that id is left, as after an upgrade of the weights, the next id is adopted.
         """
         known = self.by_replica.get(link.replica)
         if known is not None:
@@ -153,11 +153,11 @@ class Links:
         self.by_replica[link.replica] = link
         self._empty_since = None
         self._pin_form()
-        if link.form != self.form:
+        if link.weights_id != self.weights_id:
             logger.error(
                 "replica %s gets no requests: its weights are %s, those of others %s, which would give other "
                 "bytes. Give all the same model and --quantization.",
-                *(link.replica, link.form, self.form),
+                *(link.replica, link.weights_id, self.weights_id),
             )
         return True
 
@@ -192,11 +192,11 @@ class Links:
         self._owner.replica_lost(link.replica)
 
     def _pin_form(self) -> None:
-        """Keep the form of the weights while a replica that takes requests has it, else take another's."""
-        forms = [link.form for link in self.by_replica.values() if not link.draining]
-        if forms and self.form not in forms:
-            logger.warning("the weights of the replicas are now %s; they were %s", forms[0], self.form)
-            self.form = forms[0]
+        """Keep the id of the weights while a replica that takes requests has it, else take another's."""
+        found = [link.weights_id for link in self.by_replica.values() if not link.draining]
+        if found and self.weights_id not in found:
+            logger.warning("the weights of the replicas are now %s; they were %s", found[0], self.weights_id)
+            self.weights_id = found[0]
             self._more.set()
 
     def _give_up(self, link: Link, why: str) -> None:

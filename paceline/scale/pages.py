@@ -40,7 +40,7 @@ class ReplicaState(BaseModel):
     model: str  # its name in answers
     host: str
     pid: int
-    weights: str  # their form: the same on all replicas that get requests
+    weights: str  # their id: the same on all replicas that get requests
     head: str  # id of the learned head that drafts; empty: the one it was started with
     running: int
     waiting: int
@@ -133,7 +133,7 @@ def _states(fleet: ModelFleet) -> list[ReplicaState]:
             model=fleet.own.model_name,
             host=link.state.get("host", ""),
             pid=link.state.get("pid", 0),
-            weights=link.form,
+            weights=link.weights_id,
             head=link.state.get("head", ""),
             running=link.state.get("running", 0),
             waiting=link.state.get("waiting", 0),

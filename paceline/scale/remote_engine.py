@@ -73,7 +73,7 @@ class RemoteEngine:
         self._intake = Intake(lambda: room, lambda: self.failure)
         pages = max(1, description.pool_tokens // description.page_size)
         routing = PrefixRouting(RoutingOptions(max_pages=pages))
-        expected = LinkOptions(description.form, options.replica_timeout, options.replicas)
+        expected = LinkOptions(description.weights_id, options.replica_timeout, options.replicas)
         self._dispatcher = Dispatcher(replicas, expected, routing, self._observers)
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
         self._num_arrived = 0

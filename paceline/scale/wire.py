@@ -33,7 +33,7 @@ class Address(NamedTuple):
 class Description:
     """What an ingress must know of a replica to check requests as the replica would."""
 
-    form: str  # of the weights: only replicas of the same form give the same bytes
+    weights_id: str  # only replicas with the same one give the same bytes
     limits: Limits
     plans: Mapping[str, DraftPlan]  # of each loaded drafter, the default first
     pool_tokens: int  # that the KV cache holds

@@ -94,7 +94,7 @@ class ReplicaWorker:
         return [task.result() for task in tasks if task.exception() is None]
 
     async def _connect(self, address: Address) -> Connection:
-        connection = await connect(address, self.name, self.description.form)
+        connection = await connect(address, self.name, self.description.weights_id)
         beating = asyncio.create_task(self._beat(connection))
 
         async def listen() -> None:

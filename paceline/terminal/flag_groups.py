@@ -267,7 +267,9 @@ SCALE: Group = (
         None,
         "Ray cluster to use: HOST:PORT or auto. Default: one is started on this machine.",
     ),
-    Flag("replica_timeout", float, 2.0, "Seconds without a word from a replica: its requests go to others."),
+    Flag(
+        "replica_timeout", float, 2.0, "Seconds without a message from a replica: its requests go to others."
+    ),
     Flag(
         "target_ongoing_requests",
         float | None,

@@ -20,9 +20,9 @@ from paceline.scale.wire import Address, Description
 from paceline.scale.worker import ReplicaWorker
 
 
-def describe(engine: Engine, form: str = "toy") -> Description:
+def describe(engine: Engine, weights_id: str = "toy") -> Description:
     return Description(
-        form=form,
+        weights_id=weights_id,
         limits=engine.limits,
         plans=engine.plans,
         pool_tokens=engine.kv.pages.num_pages * engine.kv.page_size,
@@ -42,14 +42,14 @@ class FakeReplica:
     """A worker that can die or hang."""
 
     def __init__(
-        self, name: str, engine: Engine, tokenizer: GrammarTokenizer, form: str, load: LoadHead
+        self, name: str, engine: Engine, tokenizer: GrammarTokenizer, weights_id: str, load: LoadHead
     ) -> None:
         self.name = name
         reports = StepReports()
         self.engine = AsyncEngine(engine, tokenizer, max_queue=1000, observers=(reports,))
         self.engine.start()
         heads = HeadReceiver(self.engine, load, reports)
-        self.worker = ReplicaWorker(self.engine, name, describe(engine, form), heads, beat_seconds=0.05)
+        self.worker = ReplicaWorker(self.engine, name, describe(engine, weights_id), heads, beat_seconds=0.05)
         self.requests: list[Mapping[str, Any]] = []  # that it got, as JSON
         self.alive, self.hung = True, False
         received = self.worker._received
@@ -98,9 +98,9 @@ class FakeReplicas:
         for _ in range(count):
             self.add()
 
-    def add(self, form: str = "toy") -> FakeReplica:
+    def add(self, weights_id: str = "toy") -> FakeReplica:
         name = f"r{len(self.all)}"
-        self.all.append(FakeReplica(name, self._make_engine(), self._tokenizer, form, self._load))
+        self.all.append(FakeReplica(name, self._make_engine(), self._tokenizer, weights_id, self._load))
         self.changed.set()
         return self.all[-1]
 

@@ -160,18 +160,18 @@ def test_a_request_that_kills_every_replica_fails_in_the_end() -> None:
 def test_weights_of_another_form_never_continue_an_answer(truth: list[Any]) -> None:
     async def main() -> None:
         async with fleet(count=1) as there:
-            other = there.replicas.add(form="other")
+            other = there.replicas.add(weights_id="other")
             await wait_for(lambda: len(there.engine.links) == 2)
             assert await answers(there.engine) == truth
-            assert not other.requests  # pinned to the first form
+            assert not other.requests  # pinned to the first weights
             long = SamplingParams(max_tokens=380, ignore_eos=True)
             stream = await there.engine.submit([3, 4], long, "cut")
             await wait_for(lambda: any(r.num_output > 2 for r in there.engine.unfinished))
             await there.replicas.all[0].kill()
-            with pytest.raises(UnavailableError, match="another form"):
+            with pytest.raises(UnavailableError, match="other weights"):
                 await stream.finished()
             later = await there.engine.submit([3, 4], SamplingParams(max_tokens=2), "later")
-            await later.finished()  # an upgrade: no replica of the old form is left
+            await later.finished()  # an upgrade: no replica with the old weights is left
 
     run(main)
 
@@ -184,7 +184,7 @@ def test_an_upgrade_of_the_weights_ends_answers_with_those_that_they_began_with(
             old = there.replicas.all[0]
             asking = asyncio.create_task(answers(there.engine))
             await wait_for(lambda: any(request.num_output > 5 for request in old.engine.unfinished))
-            new = there.replicas.add(form="new")
+            new = there.replicas.add(weights_id="new")
             await wait_for(lambda: len(there.engine.links) == 2)
             draining = asyncio.create_task(old.worker.drain(60))
             await wait_for(lambda: there.engine.links[old.name].draining)
