@@ -6,7 +6,7 @@ store.py       the rows on disk: bounded in bytes and age, safe against kills an
 split.py       which rows train a head, and which judge it
 collector.py   from finished requests to rows, in a thread of its own
 selection.py   which rows are trained on: new ones, and old ones against forgetting
-fine_tune.py   from rows and a head to a candidate; early_stop.py, yielding.py, guest.py, objectives.py
+fine_tune.py   from rows and a head to a candidate; early_stop.py, yielding.py, limits.py, objectives.py
 score.py       held-back rows drafted again, with the present head and a candidate
 gate.py        whether the candidate gains, by these scores
 trial.py       the same by live steps, in turns

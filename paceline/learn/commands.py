@@ -132,7 +132,7 @@ def train_command(
 
     lower_priority(nice)  # before the imports, which take seconds
     from paceline.learn.fine_tune import FineTuneOptions, fine_tune
-    from paceline.learn.guest import yielding_on
+    from paceline.learn.limits import yielding_on
     from paceline.learn.report import Reporter
     from paceline.learn.selection import Selection
     from paceline.models.heads.fingerprint import target_fingerprint

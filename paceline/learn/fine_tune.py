@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.learn.early_stop import EarlyStop, Kept
-from paceline.learn.guest import load_guest_target
+from paceline.learn.limits import load_target_beside_server
 from paceline.learn.objectives import objective_for, options_for
 from paceline.learn.rows import TrafficRow
 from paceline.learn.selection import Selection, choose, examples_of, generic_rows
@@ -101,7 +101,7 @@ def fine_tune(
     chosen = choose(traffic.rows(), old, selection)
     remove_candidate(out, head)
     make_folder(out)
-    objective = objective_for(parent, load_guest_target(checkpoint, device), name, learning)
+    objective = objective_for(parent, load_target_beside_server(checkpoint, device), name, learning)
 
     def examples(rows: Sequence[TrafficRow]) -> Examples:
         return examples_of(rows, config.vocab_size, selection.max_length)

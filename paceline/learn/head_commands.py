@@ -56,7 +56,7 @@ def score(
 
     lower_priority(nice)  # before the imports, which take seconds
     from paceline.learn.gate import judge
-    from paceline.learn.guest import yielding_on
+    from paceline.learn.limits import yielding_on
     from paceline.learn.score import score_heads
     from paceline.train.job import chosen_device
 

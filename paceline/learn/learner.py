@@ -27,7 +27,7 @@ from paceline.learn.history import Head, History
 from paceline.learn.jobs import Jobs
 from paceline.learn.slowdown import Slowdown
 from paceline.learn.status import LearnerConfig, LearnStatus
-from paceline.learn.trial import NEGLECTED, Meter, Outcome, Turn, log_speedup, outcome
+from paceline.learn.trial import MIN_USE, Meter, Outcome, Turn, log_speedup, outcome
 
 logger = logging.getLogger(__name__)
 
@@ -233,7 +233,7 @@ class Learner(Generic[LoadedHead]):
     def _is_low(self, turn: Turn, expected: Turn) -> bool:
         """Whether a head drafts worse than it should, or the controller hardly lets it draft any more."""
         length, wanted = turn.tokens_per_draft() or 1.0, expected.tokens_per_draft() or 1.0
-        return length < (1 - self._config.watch_drop) * wanted or turn.use < NEGLECTED * expected.use
+        return length < (1 - self._config.watch_drop) * wanted or turn.use < MIN_USE * expected.use
 
     # --- waiting ---
 

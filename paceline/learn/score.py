@@ -16,7 +16,7 @@ import torch
 
 from paceline.errors import CheckpointError
 from paceline.learn.gate import RowScore
-from paceline.learn.guest import load_guest_target
+from paceline.learn.limits import load_target_beside_server
 from paceline.learn.objectives import objective_for
 from paceline.learn.rows import TrafficRow
 from paceline.learn.selection import usable
@@ -97,7 +97,7 @@ def score_heads(
         check_target(head.config, checkpoint.config, name.fingerprint, str(head.source))
     store = TrafficStore(traffic, name)
     rows = gate_rows(store.rows(), salt=salt)
-    target = load_guest_target(checkpoint, device)
+    target = load_target_beside_server(checkpoint, device)
     scores = [replay_acceptance(target, name, head, rows, may_go_on) for head in loaded]
     return [each for each in scores if each is not None] if None not in scores else None
 

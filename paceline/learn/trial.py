@@ -21,16 +21,16 @@ from paceline.core.stats import StepStats
 from paceline.engine.output_processor import Delta
 
 MIN_SECONDS = 1e-9  # of a step, for clocks that stand still
-NEGLECT = 8  # a turn ends after this many times `turn_steps`, even if the head drafted in few of them
-NEGLECTED = 0.5  # a head that drafts in a smaller share of steps than this times the other's is worse
-NEGLECTED_SPEED = math.log(0.8)  # log of the speed ratio that such a turn counts as
+MAX_TURN_RATIO = 8  # a turn ends after this many times `turn_steps`, even if the head drafted in few of them
+MIN_USE = 0.5  # a head that drafts in a smaller share of steps than this times the other's is worse
+LITTLE_USE_SPEED = math.log(0.8)  # log of the speed ratio that such a turn counts as
 
 
 @dataclass(frozen=True)
 class TrialConfig:
     """How long a trial takes."""
 
-    turn_steps: int = 128  # decode steps with drafts of a head in a turn, or NEGLECT times as many in all
+    turn_steps: int = 128  # with drafts of a head, or MAX_TURN_RATIO times as many in all
     skipped_steps: int = 8  # at the start of a turn: requests catch up with the new head
     min_pairs: int = 4  # turns of each head before anything is decided
     max_pairs: int = 12
@@ -107,8 +107,8 @@ class Meter:
         return
 
     def has(self, steps: int) -> bool:
-        """Whether the turn had this many steps with drafts, or NEGLECT times as many steps in all."""
-        return self._turn.steps >= steps or self._turn.decodes >= NEGLECT * steps
+        """Whether the turn had this many steps with drafts, or MAX_TURN_RATIO times as many steps in all."""
+        return self._turn.steps >= steps or self._turn.decodes >= MAX_TURN_RATIO * steps
 
     def accepted(self) -> dict[str, int]:
         """The accepted tokens of each drafter since the start: what the head gains, and what others do."""
@@ -127,8 +127,8 @@ def log_speedup(before: Turn, after: Turn) -> float | None:
     None if no load occurred in both. A head that the controller hardly uses beside the other one loses.
     """
     least, most = sorted((before.use, after.use))
-    if least < NEGLECTED * most:
-        return NEGLECTED_SPEED if after.use == least else -NEGLECTED_SPEED
+    if least < MIN_USE * most:
+        return LITTLE_USE_SPEED if after.use == least else -LITTLE_USE_SPEED
     total = weight = 0.0
     for requests, old in before.by_requests.items():
         new = after.by_requests.get(requests)

@@ -26,12 +26,12 @@ from paceline.train.acceptance import accepted_by_blocks
 from paceline.train.batches import Batch
 from paceline.train.block import block_losses, random_anchors
 from paceline.train.examples import Examples
-from paceline.train.kept_states import KeptStates
 from paceline.train.losses import LOSSES, DraftIds, StepLosses
 from paceline.train.new_head import choose_draft_ids, copy_output, load_weights, shared_weights
 from paceline.train.objective import NEW, Int32Array, WriteHead, float16_weights, precision_of
 from paceline.train.options import BlockOptions, DSparkOptions
 from paceline.train.sequences import target_states
+from paceline.train.state_cache import StateCache
 
 TITLES = {"dflash": "A DFlash draft head", "dspark": "A DSpark draft head", "jetspec": "A JetSpec draft head"}
 SAMPLES, SAMPLE_WIDTH = 8, 256  # texts, and their tokens, by which the sizes of features are measured
@@ -72,7 +72,7 @@ class BlockObjective:
             self.network.compile_small_steps()
         self._ids = DraftIds(torch.from_numpy(self.draft_ids).long().to(device), target.head)
         layers = self.network.config.layers_of(target.config.num_layers)
-        self._states = KeptStates(target, layers, len(examples.tokens), options.keep_states)
+        self._states = StateCache(target, layers, len(examples.tokens), options.keep_states)
 
     def losses(self, batch: Batch) -> StepLosses:
         """The losses of a batch, per token ahead."""

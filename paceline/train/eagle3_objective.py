@@ -15,11 +15,11 @@ from paceline.train.acceptance import accepted_by_steps
 from paceline.train.batches import Batch
 from paceline.train.eagle3 import step_losses, unroll
 from paceline.train.examples import Examples
-from paceline.train.kept_states import KeptStates
 from paceline.train.losses import LOSSES, DraftIds, StepLosses
 from paceline.train.new_head import choose_draft_ids, head_config, head_from, new_head
 from paceline.train.objective import NEW, WriteHead, float16_weights, precision_of
 from paceline.train.options import Eagle3Options
+from paceline.train.state_cache import StateCache
 
 
 class Eagle3Objective:
@@ -50,7 +50,7 @@ class Eagle3Objective:
             self.network.compile_small_steps()
         self._ids = DraftIds(torch.from_numpy(self.draft_ids).long().to(device), target.head)
         layers = self.network.config.layers_of(target.config.num_layers)
-        self._states = KeptStates(target, layers, len(examples.tokens), options.keep_states)
+        self._states = StateCache(target, layers, len(examples.tokens), options.keep_states)
 
     def losses(self, batch: Batch) -> StepLosses:
         """The losses of a batch, per draft step."""

@@ -27,11 +27,11 @@ from paceline.models.transformer import Transformer
 from paceline.train.acceptance import accepted_by_steps
 from paceline.train.batches import Batch
 from paceline.train.examples import Examples
-from paceline.train.kept_states import KeptStates
 from paceline.train.losses import LOSSES, DraftIds, StepLosses, distillation_losses
 from paceline.train.new_head import choose_draft_ids
 from paceline.train.objective import NEW, Int32Array, WriteHead, float16_weights, precision_of
 from paceline.train.options import MedusaOptions
+from paceline.train.state_cache import StateCache
 
 MAX_TREE_PATHS = 64  # of the tree stored with the heads
 MAX_BRANCHES = 10  # candidates per head in a tree
@@ -67,7 +67,7 @@ class MedusaObjective:
         self._loss = LOSSES[options.loss]
         self._paths: tuple[tuple[int, ...], ...] = ()
         layers = (target.config.num_layers,)
-        self._states = KeptStates(target, layers, len(examples.tokens), options.keep_states)
+        self._states = StateCache(target, layers, len(examples.tokens), options.keep_states)
         self._ids = DraftIds(torch.from_numpy(self.draft_ids).long().to(target.embedding.device), target.head)
 
     def losses(self, batch: Batch) -> StepLosses:

@@ -30,7 +30,7 @@ class TrainOptions:
     warmup_steps: int = 100
     clip: float = 1.0  # maximum norm of the gradient
     held_out: float = 0.02  # fraction of the prompts held out for evaluation
-    keep_states: float = 0.0  # GB of the target's states that are computed only once; see kept_states.py
+    keep_states: float = 0.0  # GB of the target's states that are computed only once; see state_cache.py
     checkpoint_every: int = 500  # steps
     average: float = 0.0  # decay per step of the average of the weights that is written; 0: the last ones
     round_weights: bool = False  # the second half of training sees 4-bit matrices; see rounding.py

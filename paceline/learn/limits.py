@@ -22,7 +22,7 @@ def yielding_on(device: str, threads: int, gpu_share: float, end_with_parent: bo
     return Yielding(gpu_share, end_with_parent, stopped_time.seconds, finish=torch.cuda.synchronize)
 
 
-def load_guest_target(checkpoint: Checkpoint, device: str) -> Transformer:
+def load_target_beside_server(checkpoint: Checkpoint, device: str) -> Transformer:
     """The target on this device; ConfigError if a GPU has no room for it beside the server's."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     try:

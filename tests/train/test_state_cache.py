@@ -7,8 +7,8 @@ import torch
 
 from paceline.models.transformer import Transformer
 from paceline.train.batches import Batch
-from paceline.train.kept_states import KeptStates
 from paceline.train.sequences import TargetStates, target_states
+from paceline.train.state_cache import StateCache
 from tests import tiny_families
 
 LAYERS = (1, 2, 3)
@@ -36,7 +36,7 @@ def agree(found: TargetStates, wanted: TargetStates, lengths: torch.Tensor, tole
 
 
 def test_states_are_kept_and_put_together_again_for_other_batches(target: Transformer) -> None:
-    states = KeptStates(target, LAYERS, sum(LENGTHS), gigabytes=1)
+    states = StateCache(target, LAYERS, sum(LENGTHS), gigabytes=1)
     for rows in ([0, 1], [2, 0], [1, 2], [2]):  # new ones only, new beside kept, and only kept ones
         batch = batch_of(rows)
         wanted = target_states(target, batch.tokens, LAYERS)
@@ -52,14 +52,14 @@ def test_the_target_computes_an_example_once(target: Transformer, monkeypatch: p
         computed.append(len(tokens))
         return target_states(model, tokens, layers, answers)
 
-    monkeypatch.setattr("paceline.train.kept_states.target_states", counted)
-    states = KeptStates(target, LAYERS, sum(LENGTHS), gigabytes=1)
+    monkeypatch.setattr("paceline.train.state_cache.target_states", counted)
+    states = StateCache(target, LAYERS, sum(LENGTHS), gigabytes=1)
     for rows in ([0, 1], [2, 0], [1, 2, 0]):
         states(batch_of(rows))
     assert computed == [2, 1]
 
 
 def test_without_memory_states_are_those_of_the_target(target: Transformer) -> None:
-    states = KeptStates(target, LAYERS, sum(LENGTHS))
+    states = StateCache(target, LAYERS, sum(LENGTHS))
     for batch in (batch_of([0, 1]), batch_of([0, 1])):
         assert agree(states(batch), target_states(target, batch.tokens, LAYERS), batch.lengths, 0.0)

@@ -1,4 +1,4 @@
-"""KeptStates: the target's states of every batch, computed once per example where memory allows.
+"""StateCache: the target's states of every batch, computed once per example where memory allows.
 
 A step of training spends most of its time in the target, which gives the same states in every epoch. In
 float8, with one scale for each hidden state of a token, those of ten million tokens fit on one large GPU:
@@ -26,7 +26,7 @@ LARGEST = torch.finfo(ROUNDED).max
 SMALLEST = 1e-12  # of a scale: states may be zero
 
 
-class KeptStates:
+class StateCache:
     """Features and final states of batches. The first `gigabytes` of them are kept for later epochs."""
 
     def __init__(
