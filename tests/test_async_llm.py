@@ -131,7 +131,7 @@ def test_errors_are_those_of_the_engine():
             await every(llm.generate(""))
         with pytest.raises(RequestError, match="tokens and the context holds"):
             await every(llm.generate("x" * 5000))
-        running = llm.generate("hello", GREEDY, "mine")
+        running = llm.generate("hello", UNTIL_ENDED, "mine")
         await anext(running)
         with pytest.raises(RequestError, match="'mine' is already running"):
             await every(llm.generate("hello", GREEDY, "mine"))
