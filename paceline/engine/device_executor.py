@@ -65,7 +65,8 @@ class DeviceExecutor:
         self._drafts: dict[DraftPlan, DeviceDraft] = {}
         self._passes: deque[tuple[list[Scheduled], DraftPlan]] = deque()  # in flight
         self._joined: dict[Request, int] = {}  # requests in the decoder: their passes in flight
-        self._with_texts: set[Request] = set()  # requests whose whole texts are in their slots
+        # requests whose texts were written to the device: the slots, and the tokens that were known then
+        self._with_texts: dict[Request, tuple[int, int]] = {}
         self._head = AttachedHead(drafting, clock)
         self._last_plan = PLAIN
         self._optimistic = OptimisticDrafts(drafting)
@@ -200,6 +201,7 @@ class DeviceExecutor:
         self._passes.append((schedule.parts, plan))
         if new:
             self._forget_finished()
+            self._forget_old_texts(new)
             decoder.join(SlotInits.of(new))
         for request in requests:
             self._joined[request] = self._joined.get(request, 0) + 1
@@ -217,7 +219,14 @@ class DeviceExecutor:
         if new := [request for request in requests if request not in self._with_texts]:
             texts = [np.array(request.token_ids, dtype=np.int32) for request in new]
             decoder.write_texts([request.slot for request in new], texts)
-            self._with_texts.update(new)
+            self._with_texts.update({request: (request.slot, len(request.token_ids)) for request in new})
+
+    def _forget_old_texts(self, requests: Sequence[Request]) -> None:
+        """Let texts be written again to which host passes have added more than the two tokens of a `join`."""
+        for request in requests:
+            slot, known = self._with_texts.get(request, (-1, 0))
+            if slot != request.slot or known + 2 < len(request.token_ids):
+                self._with_texts.pop(request, None)
 
     def _shadow(self, schedule: Schedule, requests: Sequence[Request], plan: DraftPlan) -> None:
         """Make shadow drafts while a plain pass runs, if the step plan asks for them."""
@@ -286,7 +295,8 @@ class DeviceExecutor:
         plan = next((own for part in parts if (own := part.request.plan) is not None and own.budget), plan)
         draft, decoder = self.draft(plan), self.decoder()
         coming = [part.request for part in parts if part.num_tokens > 1 and part.reaches_end]
-        self._with_texts.difference_update(coming)  # one that comes back may have another slot
+        for request in coming:  # one that comes back may have another slot
+            self._with_texts.pop(request, None)
         if decoder is None or draft is None or not coming:
             return
         if draft.reads_texts:  # now, while the prefill runs: the host has nothing else to do
@@ -315,7 +325,8 @@ class DeviceExecutor:
         assert not self._passes
         self._head.detach()
         self.shadow.clear()
-        self._with_texts.difference_update(self._joined)  # of those that were only prefilled they stay
+        for request in self._joined:  # of those that were only prefilled they stay
+            self._with_texts.pop(request, None)
         self._joined.clear()
 
     def drop(self) -> None:
@@ -329,7 +340,7 @@ class DeviceExecutor:
 
     def _forget_finished(self) -> None:
         self._joined = {request: count for request, count in self._joined.items() if not request.finished}
-        self._with_texts = {request for request in self._with_texts if not request.finished}
+        self._with_texts = {own: texts for own, texts in self._with_texts.items() if not own.finished}
         self._head.forget_finished()
         self._optimistic.forget_finished()
 

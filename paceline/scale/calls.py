@@ -48,12 +48,25 @@ async def _pieces(
         await gone.wait()
         return {"type": "http.disconnect"}
 
-    running = asyncio.create_task(app(_scope(path, api_key), receive, sent.put))
+    async def run() -> None:
+        try:
+            await app(_scope(path, api_key), receive, sent.put)
+        finally:
+            sent.put_nowait(None)  # nothing follows, even if the answer has not ended
+
+    async def next_message() -> Any:
+        message = await sent.get()
+        if message is None:
+            await running  # raises what has ended it
+            raise PacelineError(f"the answer to {path} was broken off")
+        return message
+
+    running = asyncio.create_task(run())
     try:
-        start = await sent.get()
+        start = await next_message()
         more = True
         while more:
-            message = await sent.get()
+            message = await next_message()
             more = message.get("more_body", False)
             data: bytes = message.get("body", b"")
             if start["status"] != 200:

@@ -19,7 +19,7 @@ from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import check_target, target_fingerprint
 from paceline.models.registry import load_checkpoint, resolve
 from paceline.scale.cluster import cluster, import_ray
-from paceline.scale.launch import RemoteModel, launch, load_tokenizers, remove_all
+from paceline.scale.launch import RemoteModel, launch, load_tokenizers, remove
 from paceline.scale.options import ScaleOptions
 from paceline.scale.pages import ModelFleet, pages
 from paceline.scale.remote_engine import RemoteEngine, RemoteOptions
@@ -74,7 +74,7 @@ def serve_replicas(
             with asyncio.Runner(loop_factory=loop_factory()) as runner:
                 runner.run(run(models, declared.table, options, scale, listener, host, learning))
         finally:
-            remove_all()
+            remove(models)
 
 
 def check_alone(options: ServeOptions) -> None:

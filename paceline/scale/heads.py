@@ -45,6 +45,7 @@ FILES = ("config.json", WEIGHTS[0])
 PART_BYTES = 1 << 20  # in a message; requests that are sent meanwhile come between two
 LOOK_SECONDS = 1.0  # between two looks at the replicas, at most
 KEPT = 3  # heads on the disk of a replica: those of a trial, and the one before
+UNFINISHED = ".unfinished"  # the suffix of a head's folder until all parts are there
 FOLDERS = "paceline-heads-"  # of replicas, with their process ids
 ORDERED = ("report", "head", "part")  # kinds of messages for HeadReceiver
 
@@ -94,7 +95,12 @@ class HeadReceiver:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         else:
-            self._write(**content)
+            try:
+                self._write(**content)
+            except OSError as error:  # such as a full disk: not of the connection, on which requests run
+                logger.warning("the head %s cannot be stored: %s", content["id"], error)
+                shutil.rmtree(self._path(content["id"]).with_suffix(UNFINISHED), ignore_errors=True)
+                connection.send(["serves", content["id"], str(error)])
 
     async def _serve(self, connection: Connection, head: str, method: str) -> None:
         async with self._turn:
@@ -114,10 +120,12 @@ class HeadReceiver:
     def _write(self, id: str, file: str, start: int, data: str, last: bool) -> None:
         """Add a part to a file of a head. The folder gets its name when the last one is there."""
         if file not in FILES:
-            raise ConnectionError(f"a head with a file {file!r}")
-        unfinished = self._path(id).with_suffix(".unfinished")
+            raise ValueError(f"a head with a file {file!r}")
+        unfinished = self._path(id).with_suffix(UNFINISHED)
         unfinished.mkdir(exist_ok=True)
         with (unfinished / file).open("ab" if start else "wb") as target:
+            if target.tell() != start:
+                raise OSError(f"a part of {file} before byte {start} was not stored")
             target.write(base64.b64decode(data))
         if last:
             shutil.rmtree(self._path(id), ignore_errors=True)
@@ -193,7 +201,7 @@ class HeadPush:
         self._asked: WeakSet[Link] = WeakSet()  # to report their steps
         self._ordered: WeakKeyDictionary[Link, str] = WeakKeyDictionary()  # the ids that were ordered last
         self._sending: set[tuple[str, str]] = set()  # replica and id
-        self._refused: dict[str, str] = {}  # by replica: why it does not use the present head
+        self._refused: dict[Link, str] = {}  # why a replica does not use the present head
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -213,8 +221,8 @@ class HeadPush:
             self._send_order(link)
         while any(link.state.get("head") != identity for link in self._links().values()):
             if self._refused:
-                replica, why = next(iter(self._refused.items()))
-                raise BackendError(f"replica {replica} cannot use the head in {folder}: {why}")
+                link, why = next(iter(self._refused.items()))
+                raise BackendError(f"replica {link.replica} cannot use the head in {folder}: {why}")
             self._changed.clear()
             with suppress(TimeoutError):  # a replica that is lost says nothing
                 async with asyncio.timeout(LOOK_SECONDS):
@@ -238,13 +246,16 @@ class HeadPush:
         if why_not is None:
             link.state["head"] = head
         elif self._order is not None and head == self._order.id:
-            self._refused[link.replica] = why_not
+            self._refused[link] = why_not
         self._changed.set()
 
     def _wants(self, link: Link, head: str) -> None:
-        if self._order is not None and head == self._order.id and (link.replica, head) not in self._sending:
+        order = self._order
+        if order is None or head != order.id or link in self._refused:
+            return
+        if (link.replica, head) not in self._sending:
             self._sending.add((link.replica, head))
-            task = asyncio.create_task(self._send_files(link, self._order))
+            task = asyncio.create_task(self._send_files(link, order))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -255,6 +266,8 @@ class HeadPush:
                 with (order.folder / file).open("rb") as source:
                     start, size = 0, (order.folder / file).stat().st_size
                     while data := await asyncio.to_thread(source.read, PART_BYTES):
+                        if link in self._refused:  # it has no room
+                            return
                         last = file == FILES[-1] and start + len(data) == size
                         part = {"id": order.id, "file": file, "start": start, "last": last}
                         link.send(["part", {**part, "data": base64.b64encode(data).decode()}])
@@ -262,7 +275,7 @@ class HeadPush:
                         await link.drain()
             self._send_order(link)
         except OSError as error:  # of the disk here, or the replica is gone
-            self._refused[link.replica] = str(error)
+            self._refused[link] = str(error)
             self._changed.set()
         finally:
             self._sending.discard((link.replica, order.id))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ class RemoteModel:
     tokenizer: Tokenizer
     replicas: ServeReplicas
     facts: Mapping[str, str] = field(default_factory=dict)  # besides those that its replicas tell
+    application: str = ""  # that `launch` has launched
 
 
 def load_tokenizers(declared: RoutesFile) -> list[Tokenizer]:
@@ -51,12 +52,16 @@ def launch(
 ) -> list[RemoteModel]:
     """The models, with their replicas running on a cluster of `total` resources."""
     shares = replica_resources([entry.config.backend for entry in declared.models.values()], scale, total)
-    launched = []
+    launched: list[RemoteModel] = []
     for (names, entry), tokenizer, share in zip(declared.models.items(), tokenizers, shares, strict=True):
         name = APPLICATION if len(shares) == 1 else f"{APPLICATION}-{names[0]}"
-        replicas = _launch(name, with_threads(entry.config, share), options, scale, share)
+        try:
+            replicas = _launch(name, with_threads(entry.config, share), options, scale, share)
+        except BaseException:
+            remove(launched)
+            raise
         facts = {"model_name": names[0]} if len(shares) > 1 else {}
-        launched.append(RemoteModel(names, entry, tokenizer, replicas, facts))
+        launched.append(RemoteModel(names, entry, tokenizer, replicas, facts, name))
     return launched
 
 
@@ -67,13 +72,12 @@ def with_threads(config: EngineConfig, share: Resources) -> EngineConfig:
     return replace(config, backend=replace(config.backend, threads=share.threads))
 
 
-def remove_all() -> None:
-    """Remove all that was launched."""
+def remove(models: Iterable[RemoteModel]) -> None:
+    """Remove the replicas of launched models. Other applications of the cluster may be another server's."""
     from ray import serve
 
-    for name in serve.status().applications:
-        if name.startswith(APPLICATION):
-            serve.delete(name)
+    for model in models:
+        serve.delete(model.application)
 
 
 def _launch(
@@ -95,7 +99,7 @@ def _launch(
         handle = serve.run(application, name=name, route_prefix=None)
     except RuntimeError as error:
         reason = _last_line(serve.status().applications[name].deployments) or str(error)
-        remove_all()
+        serve.delete(name)
         raise ConfigError(f"the replicas did not start: {reason}") from error
     return ServeReplicas(handle, scale.replica_timeout)
 

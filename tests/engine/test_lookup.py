@@ -148,3 +148,21 @@ def test_a_head_drafts_where_nothing_is_found_and_no_token_changes():
         assert not any(request.failed_drafters for request in added)
         assert min(seen["ngram"], seen["scripted"]) > 5
         assert backend.num_launched < 40  # of up to 41 tokens
+
+
+def test_tokens_of_host_passes_after_the_prefill_are_in_the_text_too():
+    """Most requests need the host at first, so it decodes for all; the text is on the device by then."""
+
+    def outcome(**options):
+        drafter = NgramDrafter(NgramDrafter.Options())
+        engine = toy_engine(Repeating(**options), drafter=drafter, budget=LENGTH, branching=1)
+        own = {"max_tokens": 60, "ignore_eos": True, "temperature": 0.0}
+        request = engine.add_request(prompt(0, 5), params(0, **own))[0]
+        for number in (1, 2):
+            needs_host = {"max_tokens": 12, "logprobs": 1, "presence_penalty": 0.5, "ignore_eos": True}
+            engine.add_request(prompt(number, 5), params(number, **needs_host))
+        drain(engine)
+        counts = request.speculative
+        return request.output_token_ids, counts.num_draft_tokens, counts.num_accepted_draft_tokens
+
+    assert outcome(on_device=True) == outcome()

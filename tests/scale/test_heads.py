@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,12 +29,13 @@ from paceline.learn.trial import Meter
 from paceline.models.heads.checkpoint import write_head
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import head_fingerprint
-from paceline.scale.heads import FIRST, FOLDERS, remove_orphans
+from paceline.scale.channel import Message
+from paceline.scale.heads import FIRST, FOLDERS, HeadReceiver, StepReports, remove_orphans
 from paceline.serve.learner import LearningModel
 from tests.draft.test_draft_model_cpu import save_model
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import EAGLE3
-from tests.scale.fake import Fleet
+from tests.scale.fake import Fleet, no_heads
 
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=50, ignore_eos=True)
 PROMPT = list(range(3, 40))
@@ -169,3 +172,49 @@ def test_what_is_promoted_and_rolled_back_by_hand_serves_on_every_replica(
 
     asyncio.run(main())
     learning.collector.close()
+
+
+def test_a_replica_without_room_for_a_head_refuses_it_and_its_requests_go_on(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, parts = model.answer(), []
+
+    def write(self: HeadReceiver, **part: object) -> None:
+        parts.append(part)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(HeadReceiver, "_write", write)
+
+    async def main() -> None:
+        async with model.fleet() as fleet, asyncio.timeout(20):
+            engine = fleet.engine
+            engine.push_heads(model.folder / "head3", ())
+            links = dict(engine.links)
+            stream = await engine.submit(PROMPT, PARAMS, "0")
+            with pytest.raises(BackendError, match="No space left"):
+                await engine.replace_head("eagle3", model.folder / "head4")
+            assert (await stream.finished()).outputs[0].token_ids == expected
+            assert engine.num_resumed == 0
+            assert dict(engine.links) == links  # no connection was closed
+            assert len(parts) <= 2 * 2  # two files of each replica, once
+
+    asyncio.run(main())
+
+
+def test_a_head_that_lacks_a_part_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    said: list[Message] = []
+
+    class Told:
+        send = said.append
+
+    async def main() -> None:
+        receiver = HeadReceiver(Any, no_heads, StepReports())  # type: ignore[arg-type]
+        part = {"id": "a5", "file": "model.safetensors", "data": "AAAA", "last": True}
+        receiver.received(Told, "part", {**part, "start": 3})  # type: ignore[arg-type]
+        assert said == [["serves", "a5", "a part of model.safetensors before byte 3 was not stored"]]
+        assert not list(tmp_path.glob("*/*"))
+        receiver.received(Told, "part", {**part, "start": 0})  # type: ignore[arg-type]
+        assert [path.name for path in tmp_path.glob("*/*")] == ["a5"]
+
+    asyncio.run(main())

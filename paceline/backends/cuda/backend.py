@@ -272,7 +272,7 @@ class CudaBackend(Backend):
             known = self._workspace.own.logits, self.weights.head, *self._tables.options(count)
             take_best(sample_own(*known, self._candidates, count), self._chosen[:count])
 
-        of_states = 0 if recurrent is None else recurrent.states.memory.data_ptr()
+        of_states = () if recurrent is None else recurrent.states.addresses
         addresses = (pool.keys.data_ptr(), pool.values.data_ptr(), pool.num_pages, of_states)
         heads = tuple((kept.features.data_ptr(), len(kept.features)) for kept, _ in keeps)
         kinds = prefill_tiles > 0, others, shared_prefix is not None

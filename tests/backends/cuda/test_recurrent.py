@@ -177,3 +177,36 @@ def test_a_hybrid_is_that_of_torch_and_a_path_has_the_bits_of_its_tree(
     tree = in_a_tree(ours)
     assert np.abs(tree - in_a_tree(TorchBackend.load(checkpoint))).max() < 0.5
     assert np.array_equal(one_by_one(ours), tree[[*range(9), 9, 11, 12]])
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3-5"])
+def test_graphs_of_other_states_have_other_names(
+    family: str, tmp_path: Path, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph holds the addresses of the states that it was captured with: of none, when it is prepared."""
+    from paceline.backends.cuda import backend as module
+
+    used: dict[object, set[int]] = {}  # by the name of a graph: the states that its work has read
+
+    class Names:
+        def __init__(self, device: torch.device) -> None:
+            return
+
+        def run(self, name: object, work: Any) -> None:
+            self.name = name
+            work()
+
+    def note(*arguments: Any) -> None:
+        used.setdefault(backend._graphs.name, set()).add(arguments[-1].states.seen.data_ptr())
+
+    for name in ("select", "run_lm_head", "take_best"):
+        monkeypatch.setattr(module, name, lambda *_, **__: None)
+    monkeypatch.setattr(module, "sample_own", lambda *_: None)
+    monkeypatch.setattr(module, "run_layers", note)
+    monkeypatch.setattr(module, "Graphs", Names)
+    backend = make(load_checkpoint(save_checkpoint(family, tmp_path)), device, dtype)
+    pool, states = backend.make_pool(4), [backend.make_states(3) for _ in range(2)]
+    backend.prepare(pool, 4, ())
+    for own in states:
+        request_rows(backend, (pool, own), 0, [3, 4, 5, 6], [-1, 0, 1, 2])
+    assert set(map(len, used.values())) == {1}

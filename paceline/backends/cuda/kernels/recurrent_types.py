@@ -78,6 +78,11 @@ class StateTensors:
     seen: torch.Tensor  # [layers, slots, kernel - 1, channels]
     memory: torch.Tensor  # [layers, slots, value heads, key dim, value dim]
 
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """What a captured graph holds of them. The memory of short_conv is empty, and has no address."""
+        return self.seen.data_ptr(), self.memory.data_ptr(), self.seen.shape[1]
+
 
 @dataclass(frozen=True)
 class Walks:
