@@ -17,7 +17,7 @@ from paceline.backends.adapter_groups import forward_by_adapter
 from paceline.backends.base import Backend
 from paceline.backends.torch_choosing import choose
 from paceline.backends.torch_loading import find_devices, find_dtype, load_pieces
-from paceline.backends.torch_parallel.calls import everywhere, made_everywhere
+from paceline.backends.torch_parallel.calls import made_on_all_ranks, on_all_ranks
 from paceline.backends.torch_parallel.ranks import Ranks, start_ranks
 from paceline.backends.torch_pool import PAGE_SIZE, TorchPool, TorchStates, make_cache
 from paceline.core.arrays import Int32Array
@@ -114,7 +114,7 @@ class TorchBackend(Backend):
         per_token = sum(config.kv_values(layer) for layer in config.kv_layers) * self.dtype.itemsize
         return per_token * PAGE_SIZE
 
-    @made_everywhere
+    @made_on_all_ranks
     def make_pool(self, num_pages: int) -> TorchPool:
         """Zeroed storage for `num_pages` pages of keys and values of this model; each rank has its heads."""
         config, parallel = self.model.config, self.model.parallel
@@ -131,7 +131,7 @@ class TorchBackend(Backend):
         cache = make_cache(shapes, self.dtype, self.device, value_dims)
         return TorchPool(num_pages, self.bytes_per_page(), cache)
 
-    @everywhere
+    @on_all_ranks
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Logits of the wanted rows and, if asked, features of all rows and tokens that are chosen here."""
@@ -159,12 +159,12 @@ class TorchBackend(Backend):
         positions = batch.positions[choices.rows] + 1
         return logits, choose(lm_head, [part[wanted:] for part in parts], choices, positions)
 
-    @made_everywhere
+    @made_on_all_ranks
     def first_layers(self, count: int) -> TorchBackend:
         """The same model without its later layers, over the same pools."""
         return TorchBackend(self.model.first_layers(count), self.max_rows, self.ranks, self.weight_format)
 
-    @everywhere
+    @on_all_ranks
     @torch.inference_mode()
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
         """Copy keys and values from KV slots to others; all sources are read first."""
@@ -190,13 +190,13 @@ class TorchBackend(Backend):
         """Step along the accepted rows of a request, from what the last pass left."""
         self.model.advance(cast(TorchStates, states).states, slot, rows, checkpoints)
 
-    @everywhere
+    @on_all_ranks
     @torch.inference_mode()
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """The embeddings [tokens, hidden], for heads that share them."""
         return self.model.vocabulary.embed(tokens.to(self.device))
 
-    @everywhere
+    @on_all_ranks
     @torch.inference_mode()
     def scores(self, normed: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocab] of normed states [rows, hidden], for heads that share the output matrix."""

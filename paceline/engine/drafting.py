@@ -35,7 +35,7 @@ Group = tuple[list[int], DraftTrees]  # indices of parts, and one drafter's tree
 FORCED_ONLY = DraftPlan(GrammarDrafter.name, MAX_FORCED)
 # Least tokens of a match after which a device pass prefers what is looked up to a head's chain. After 3 or 4
 # equal tokens, 1.2 to 1.5 of 5 looked-up ones were right in SmolLM2's math and tool calls: a head has more.
-MATCH_BESIDE_HEAD = 5
+MIN_MATCH_BESIDE_HEAD = 5
 ROOM_AT_ENDS = 8  # nodes reserved for tokens that are forced after a path of the draft
 
 
@@ -254,7 +254,7 @@ class Drafting:
         look_up = draft.look_up
         if head is None or head.runner is None or look_up is None or draft.host_tokens:
             return None
-        shortest = min(max(look_up.shortest, MATCH_BESIDE_HEAD), look_up.longest)
+        shortest = min(max(look_up.shortest, MIN_MATCH_BESIDE_HEAD), look_up.longest)
         found = replace(look_up, shortest=shortest)
         return replace(head, length=plan.levels, network_length=head.length, look_up=found)
 

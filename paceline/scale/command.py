@@ -24,7 +24,7 @@ from paceline.scale.options import ScaleOptions
 from paceline.scale.pages import ModelFleet, pages
 from paceline.scale.remote_engine import RemoteEngine, RemoteOptions
 from paceline.serve.learner import first_head
-from paceline.serve.learning import Pupil, learn_options, learning_model, trainable_method
+from paceline.serve.learning import TrainableModel, learn_options, learning_model, trainable_method
 from paceline.serve.loading import announce, declared_models
 from paceline.serve.logs import log_event, set_up_logs
 from paceline.serve.metrics import Metrics
@@ -51,7 +51,7 @@ def serve_replicas(
     scale_flags: dict[str, Any],
     learn: dict[str, Any] | None = None,
 ) -> None:
-    """Serve a model, or those of a routes file, each on replicas of its own until a signal. Mistakes are
+    """Serve a model, or those of a routes file, each on separate replicas, until a signal. Mistakes are
     reported before anything is loaded."""
     options, scale = ServeOptions.from_flags(server), ScaleOptions(**scale_flags)
     check_alone(options)
@@ -103,9 +103,9 @@ async def run(
         learner = None
         if learning.learn:
             (model,), (fleet,) = models, fleets
-            pupil = await asyncio.to_thread(remote_pupil, model, fleet.engine.drafters)
-            learner = stack.enter_context(learning_model(learning, options, pupil, scale.bounds[1]))
-            fleet.engine.push_heads(pupil.first, learner.observers)
+            trainable = await asyncio.to_thread(remote_trainable_model, model, fleet.engine.drafters)
+            learner = stack.enter_context(learning_model(learning, options, trainable, scale.bounds[1]))
+            fleet.engine.push_heads(trainable.first, learner.observers)
         offer = None if learner is None else learner.collector.offer
         services: dict[str, Service] = {}
         for model, fleet in zip(models, fleets, strict=True):
@@ -123,8 +123,8 @@ async def run(
                 await learner.stop()
 
 
-def remote_pupil(model: RemoteModel, drafters: Iterable[str]) -> Pupil[Path]:
-    """The replicas' model as one that learns. Their engines take the folder of a head that fits it."""
+def remote_trainable_model(model: RemoteModel, drafters: Iterable[str]) -> TrainableModel[Path]:
+    """The replicas' model, whose engines load a head by its folder. ConfigError if it has no such head."""
     config = model.entry.config
     checkpoint = load_checkpoint(resolve(config.model.model))
     fingerprint, method = target_fingerprint(checkpoint), trainable_method(drafters, checkpoint.config)
@@ -135,7 +135,7 @@ def remote_pupil(model: RemoteModel, drafters: Iterable[str]) -> Pupil[Path]:
 
     first = first_head(config.speculative.speculation(), method, fingerprint)
     target, vocab_size = TargetName(fingerprint, model.names[0]), checkpoint.config.vocab_size
-    return Pupil(target, vocab_size, method, first, checked, model.tokenizer.decode, config)
+    return TrainableModel(target, vocab_size, method, first, checked, model.tokenizer.decode, config)
 
 
 async def make_ingress(

@@ -38,8 +38,8 @@ TRAINABLE = ("eagle3", "dflash", "dspark")  # methods whose heads can be trained
 
 
 @dataclass(frozen=True)
-class Pupil(Generic[LoadedHead]):
-    """A model whose head can learn."""
+class TrainableModel(Generic[LoadedHead]):
+    """A served model and its head, which can be trained further."""
 
     target: TargetName
     vocab_size: int
@@ -82,12 +82,12 @@ def learn_options(flags: Mapping[str, Any], options: ServeOptions, config: Engin
     return learning
 
 
-def pupil_of(model: ServedModel, config: EngineConfig) -> Pupil[Drafter]:
-    """A loaded model as one that learns; ConfigError if it has no head that can."""
+def trainable_model(model: ServedModel, config: EngineConfig) -> TrainableModel[Drafter]:
+    """The loaded model with its trainable head; ConfigError if it has none."""
     loaded = model.loaded
     assert loaded is not None
     method = trainable_method(loaded.drafters, loaded.model_config)
-    return Pupil(
+    return TrainableModel(
         TargetName(loaded.fingerprint, model.names[0]),
         loaded.model_config.vocab_size,
         method,
@@ -116,25 +116,25 @@ def trainable_method(drafters: Iterable[str], model: ModelConfig) -> str:
 
 @contextmanager
 def learning_model(
-    learning: LearnOptions, options: ServeOptions, pupil: Pupil[LoadedHead], replicas: int = 1
+    learning: LearnOptions, options: ServeOptions, model: TrainableModel[LoadedHead], replicas: int = 1
 ) -> Iterator[LearningModel[LoadedHead]]:
     """A context with a model that learns on this many engines."""
-    folder = LearnFolder(learning.folder(pupil.target.fingerprint))
-    history = History(folder.heads, pupil.first)
-    store = open_store(folder.traffic, pupil.target, pupil.vocab_size, learning.limits)
+    folder = LearnFolder(learning.folder(model.target.fingerprint))
+    history = History(folder.heads, model.first)
+    store = open_store(folder.traffic, model.target, model.vocab_size, learning.limits)
     policy = collector_policy(learning, options)
-    collector = Collector(store, policy, learning.redact(), pupil.decode)
-    log_event(logger, "learning", folder=str(folder.root), method=pupil.method, share=learning.learn_share)
-    both = ("--salt", trained_salt(learning), "--device", pupil.config.backend.choice.device)
+    collector = Collector(store, policy, learning.redact(), model.decode)
+    log_event(logger, "learning", folder=str(folder.root), method=model.method, share=learning.learn_share)
+    both = ("--salt", trained_salt(learning), "--device", model.config.backend.choice.device)
     train = ("--minutes", str(learning.learn_minutes))
-    jobs = ProcessJobs(folder, pupil.config.model.model, train, both)
+    jobs = ProcessJobs(folder, model.config.model.model, train, both)
     trial = TrialConfig()  # each engine computes keys and values again after a swap
     trial = replace(trial, skipped_steps=replicas * trial.skipped_steps)
     config = LearnerConfig(
         min_rows=learning.learn_min_rows, max_running=learning.learn_max_running, trial=trial
     )
     try:
-        yield LearningModel(pupil.method, pupil.load, collector, history, jobs, config)
+        yield LearningModel(model.method, model.load, collector, history, jobs, config)
     finally:
         collector.close()
 
@@ -142,7 +142,8 @@ def learning_model(
 def trained_salt(learning: LearnOptions) -> str:
     """The salt whose rows train the head that drafts for all requests: none, unless all are shared.
 
-    A head tells by its speed what it was trained on, so rows of a salt must not reach those of others.
+    How well a head drafts reveals what it was trained on, so rows of a salt must not train a head that
+    other clients use.
     """
     return ALL_SALTS if learning.learn_salts == "shared" else ""
 

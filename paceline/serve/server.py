@@ -36,7 +36,7 @@ from paceline.serve.connections import Connection, ConnectionLimits
 from paceline.serve.engines import EngineGroup
 from paceline.serve.kv_events import observe, publishing
 from paceline.serve.learner import LearningModel
-from paceline.serve.learning import learn_options, learning_model, pupil_of
+from paceline.serve.learning import learn_options, learning_model, trainable_model
 from paceline.serve.learning_page import Learning
 from paceline.serve.loading import ServedModel, declared_models, load_models
 from paceline.serve.logs import log_event, set_up_logs
@@ -82,7 +82,9 @@ def serve(
         with ExitStack() as stack:
             learner = None
             if learning.learn:
-                learner = stack.enter_context(learning_model(learning, options, pupil_of(models[0], config)))
+                learner = stack.enter_context(
+                    learning_model(learning, options, trainable_model(models[0], config))
+                )
             runner = stack.enter_context(asyncio.Runner(loop_factory=loop_factory()))
             runner.run(run_models(models, declared.table, options, listener, publisher, learner))
 

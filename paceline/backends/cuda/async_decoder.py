@@ -28,7 +28,7 @@ from paceline.backends.cuda.slot_writer import SlotWriter
 from paceline.backends.cuda.tables import to_device
 from paceline.backends.cuda.weights import Weights
 from paceline.backends.cuda.workspace import Pool
-from paceline.backends.torch_parallel.calls import everywhere, made_everywhere
+from paceline.backends.torch_parallel.calls import made_on_all_ranks, on_all_ranks
 from paceline.backends.torch_parallel.ranks import Ranks
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import KeptFeatures
@@ -87,7 +87,7 @@ class CudaAsyncDecoder:
         self._slots: list[int] = []  # of the last pass
         self._unread: deque[tuple[Buffer, Int64Array, int]] = deque()  # with slots and SamplingNeeds
 
-    @everywhere
+    @on_all_ranks
     @torch.inference_mode()
     def join(self, requests: SlotInits) -> None:
         """Initialize slots, or overwrite the state of slots in use."""
@@ -95,7 +95,7 @@ class CudaAsyncDecoder:
         self._lengths[requests.slots] = self._joined[requests.slots] = requests.lengths
         self._last = None
 
-    @everywhere
+    @on_all_ranks
     @torch.inference_mode()
     def write_texts(self, slots: Sequence[int], texts: Sequence[Int32Array]) -> None:
         """Write the known tokens of requests that have joined to their slots."""
@@ -118,11 +118,11 @@ class CudaAsyncDecoder:
             self._known.add(draft)
             self._same(draft)
 
-    @made_everywhere
+    @made_on_all_ranks
     def _same(self, draft: DeviceDraft) -> DeviceDraft:
         return draft
 
-    @everywhere
+    @on_all_ranks
     @torch.inference_mode()
     def _launch(
         self,
@@ -167,7 +167,7 @@ class CudaAsyncDecoder:
         pass_rows = uniform_rows(self._pages[slots], begins, self._joined[slots], steps.nodes)
         steps.use_shared_prefix(find_shared_prefixes(pass_rows, self._page_size, *self._weights.heads))
 
-    @everywhere
+    @on_all_ranks
     def read(self) -> DecodeOutput:
         """The result of the oldest pass that was not read. Waits for it."""
         buffer, slots, needs = self._unread.popleft()
@@ -181,12 +181,12 @@ class CudaAsyncDecoder:
         logprobs = buffer.logprobs[:count].numpy() if needs & SamplingNeeds.LOGPROBS else None
         return DecodeOutput(buffer.tokens[:count], counts, features, found, logprobs)
 
-    @everywhere
+    @on_all_ranks
     def skip(self) -> None:
         """Discard the oldest pass that was not read."""
         self._unread.popleft()
 
-    @everywhere
+    @on_all_ranks
     def drop(self) -> None:
         """Discard all passes launched so far."""
         self._unread.clear()
@@ -196,7 +196,7 @@ class CudaAsyncDecoder:
         self._make_known(draft)
         return self._prepare(draft)
 
-    @everywhere
+    @on_all_ranks
     @torch.inference_mode()
     def _prepare(self, draft: DeviceDraft | None) -> dict[int, float]:
         self._writer.prepare()

@@ -40,7 +40,7 @@ from paceline.backends.cuda.vocabulary import sample_own, shared_candidates_for
 from paceline.backends.cuda.weights import Weights
 from paceline.backends.cuda.workspace import Pool, Room, make_workspace, workspace_bytes
 from paceline.backends.torch_loading import find_devices
-from paceline.backends.torch_parallel.calls import everywhere, made_everywhere
+from paceline.backends.torch_parallel.calls import made_on_all_ranks, on_all_ranks
 from paceline.backends.torch_parallel.ranks import Ranks, start_ranks
 from paceline.core.arrays import BoolArray, Int32Array
 from paceline.core.forward import (
@@ -181,7 +181,7 @@ class CudaBackend(Backend):
         per_token = 2 * len(config.kv_layers) * kv_heads * config.head_dim * self.dtype.itemsize
         return per_token * PAGE_SIZE
 
-    @made_everywhere
+    @made_on_all_ranks
     def make_pool(self, num_pages: int) -> Pool:
         """Zeroed storage for `num_pages` pages of keys and values of this model."""
         config = self.config
@@ -213,7 +213,7 @@ class CudaBackend(Backend):
 
         return checked
 
-    @everywhere
+    @on_all_ranks
     def _launch(self, batch: ForwardBatch) -> Callable[[], ForwardOutput]:
         counts, begins = np.diff(batch.row_offsets), np.arange(batch.num_requests, dtype=np.int32)
         begins *= batch.page_tables.shape[1]
@@ -294,7 +294,7 @@ class CudaBackend(Backend):
         ahead = workspace_bytes(self.weights, Room.of(rows, longest))
         return DeviceMemory(total, free, max(0, here - now) + ahead)
 
-    @everywhere
+    @on_all_ranks
     def prepare(
         self,
         pool: KVPool,
@@ -318,7 +318,7 @@ class CudaBackend(Backend):
                 "Lower gpu_memory_utilization, max_model_len or max_num_batched_tokens."
             ) from error
 
-    @made_everywhere
+    @made_on_all_ranks
     def make_async_decoder(
         self,
         pool: KVPool,
@@ -338,14 +338,14 @@ class CudaBackend(Backend):
             self.weights, cast(Pool, pool), slots, longest, PAGE_SIZE, feature_layers, kept, self.ranks
         )
 
-    @made_everywhere
+    @made_on_all_ranks
     def first_layers(self, count: int) -> CudaBackend:
         """The same model without its later layers, over the same pools."""
         config = replace(self.config, num_layers=count)
         early = replace(self.weights, config=config, layers=self.weights.layers[:count])
         return CudaBackend(early, self.max_rows, ranks=self.ranks)
 
-    @everywhere
+    @on_all_ranks
     @torch.inference_mode()
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
         """Copy keys and values from KV slots to others; all sources are read first."""

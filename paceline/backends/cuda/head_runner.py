@@ -38,7 +38,7 @@ from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.tables import DeviceTables, rows_of, to_device
 from paceline.backends.cuda.workspace import Pool
 from paceline.backends.head_chains import EXTEND_FACTOR, RIVALS
-from paceline.backends.torch_parallel.calls import everywhere, made_everywhere
+from paceline.backends.torch_parallel.calls import made_on_all_ranks, on_all_ranks
 from paceline.backends.torch_parallel.ranks import Ranks
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch, KVPool
@@ -103,12 +103,12 @@ class CudaHeadRunner(HeadRunner):
         self._copy(other)
         return self
 
-    @everywhere
+    @on_all_ranks
     @torch.inference_mode()
     def _copy(self, other: Self) -> None:
         copy_head_weights(other.weights, self.weights)
 
-    @made_everywhere
+    @made_on_all_ranks
     def make_pool(self, num_pages: int) -> Pool:
         config = self.config
         shape = (1, num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)
@@ -124,7 +124,7 @@ class CudaHeadRunner(HeadRunner):
         numbers = 2 * config.num_kv_heads * config.head_dim + config.feature_width
         return PAGE_SIZE * numbers * self.weights.norm.dtype.itemsize
 
-    @everywhere
+    @on_all_ranks
     @torch.inference_mode()
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
         """Copy features from KV slots to others; all sources are read first."""
@@ -134,7 +134,7 @@ class CudaHeadRunner(HeadRunner):
         )
         features[slot_mapping[1].long()] = features[slot_mapping[0].long()]
 
-    @everywhere
+    @on_all_ranks
     def prepare(self, pool: KVPool) -> None:
         """Compile kernels and capture a graph for every bucket of catch-up passes; time the largest."""
         for rows in buckets(min(self.max_rows, pool.num_pages * PAGE_SIZE - 1, self.config.max_position - 2)):
@@ -150,7 +150,7 @@ class CudaHeadRunner(HeadRunner):
             torch.cuda.synchronize(self.device)
             self.catch_up_seconds = (time.perf_counter() - start) / (TIMED * rows)
 
-    @everywhere
+    @on_all_ranks
     @torch.inference_mode()
     def run(self, batch: HeadBatch) -> HeadOutput:
         """Logits of the wanted rows, and the states that their children read."""
@@ -167,7 +167,7 @@ class CudaHeadRunner(HeadRunner):
             logits.cpu().numpy(), self._last_states[chosen, : self.config.hidden_size].cpu().numpy()
         )
 
-    @everywhere
+    @on_all_ranks
     @torch.inference_mode()
     def run_chains(
         self, batch: HeadBatch, most: Sequence[int], least_chance: float, noise: ChainNoise | None = None

@@ -24,7 +24,7 @@ from paceline.backends.cuda.kernels.experts import add_experts
 from paceline.backends.cuda.kernels.heads import norm_heads, project_heads
 from paceline.backends.cuda.kernels.linear import add_product, gate_up, project
 from paceline.backends.cuda.kernels.matrix import Normed
-from paceline.backends.cuda.kernels.recurrent import convolve, gate, remember
+from paceline.backends.cuda.kernels.recurrent import convolve, gate, scan_states
 from paceline.backends.cuda.kernels.recurrent_types import recurrent_shape
 from paceline.backends.cuda.kernels.residual import add_normed, plain
 from paceline.backends.cuda.kernels.row_tables import RowTables
@@ -177,7 +177,7 @@ def _mix_recurrent(
     convolve(shape, parameters, number, buffers, states, recurrent.parents, recurrent.slots)
     if shape.rate >= 0:
         own, nodes = slice(number, number + 1), buffers.nodes[None]
-        remember(shape, parameters, own, buffers, states, nodes, recurrent.walks, writes=True)
+        scan_states(shape, parameters, own, buffers, states, nodes, recurrent.walks, writes=True)
     gate(shape, parameters, number, buffers, rows)
     return buffers.gated
 

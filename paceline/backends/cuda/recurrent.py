@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from paceline.backends.cuda.kernels.recurrent import keep_seen, remember
+from paceline.backends.cuda.kernels.recurrent import scan_states, store_conv_states
 from paceline.backends.cuda.kernels.recurrent_types import (
     CONTINUES,
     FIRST,
@@ -180,8 +180,8 @@ class Recurrences:
         shape, walks = self._shape, Walks(path_rows, befores, afters, begins, counts, slots)
         if shape.rate >= 0:
             whole = slice(None)
-            remember(shape, self._parameters, whole, buffers, states, states.memory, walks, writes=False)
-        keep_seen(shape, buffers, states, path_rows, kept_counts, to_slots, int(slot), has_state)
+            scan_states(shape, self._parameters, whole, buffers, states, states.memory, walks, writes=False)
+        store_conv_states(shape, buffers, states, path_rows, kept_counts, to_slots, int(slot), has_state)
         if count in checkpoints:
             copy_state(states, slot, checkpoints[count])
 

@@ -15,17 +15,17 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
-def everywhere(method: Callable[Given, Result]) -> Callable[Given, Result]:
+def on_all_ranks(method: Callable[Given, Result]) -> Callable[Given, Result]:
     """A method of what all ranks made, which has `ranks` (None: there is one). The others call theirs too."""
-    return cast(Callable[Given, Result], _everywhere(method, makes=False))
+    return cast(Callable[Given, Result], _on_all_ranks(method, makes=False))
 
 
-def made_everywhere(method: Callable[Given, Result]) -> Callable[Given, Result]:
+def made_on_all_ranks(method: Callable[Given, Result]) -> Callable[Given, Result]:
     """The same, of a method that returns something new, of which each rank has its own part."""
-    return cast(Callable[Given, Result], _everywhere(method, makes=True))
+    return cast(Callable[Given, Result], _on_all_ranks(method, makes=True))
 
 
-def _everywhere(method: Callable[..., Any], makes: bool) -> Any:
+def _on_all_ranks(method: Callable[..., Any], makes: bool) -> Any:
     @wraps(method)
     def call(self: Any, *arguments: Any, **named: Any) -> Any:
         here = partial(method, self, *arguments, **named)

@@ -73,7 +73,7 @@ class Case:
 
     def run(self, has_context: bool) -> torch.Tensor:
         """What a pass over the rows gives: [rows, values]."""
-        from paceline.backends.cuda.kernels.recurrent import convolve, gate, remember
+        from paceline.backends.cuda.kernels.recurrent import convolve, gate, scan_states
         from paceline.backends.cuda.recurrent import plan_walks
 
         count = np.zeros(self.rows, np.int32)
@@ -95,7 +95,7 @@ class Case:
         convolve(shape, self.parameters, 0, buffers, rows.states, *tables)
         if shape.rate >= 0:
             own, nodes = slice(0, 1), buffers.nodes[None]
-            remember(shape, self.parameters, own, buffers, rows.states, nodes, rows.walks, writes=True)
+            scan_states(shape, self.parameters, own, buffers, rows.states, nodes, rows.walks, writes=True)
         gate(shape, self.parameters, 0, buffers, self.rows)
         return buffers.gated[: self.rows].float().cpu()
 

@@ -1,12 +1,12 @@
 """Recurrent layers: convolutions and states along the rows of chains and trees. See models/recurrent.py.
 
     convolve    each row with the rows before it on its path: all rows at once
-    remember    a matrix per head from row to row: a program has a request, a head and some columns of it
+    scan_states    a matrix per head from row to row: a program has a request, a head and some columns of it
     gate        norm and gate of what rows read: all rows at once
 
 A row is computed by the same operations whether it came in a prompt, in a draft tree or alone. A walk is a
 list of rows; of each it says where the state before it is (in registers, if that is the row before) and
-where the state after it goes. A pass walks all rows of a request; after it, `remember` walks the accepted
+where the state after it goes. A pass walks all rows of a request; after it, `scan_states` walks the accepted
 rows again, of all layers at once, and stores the states at their end.
 """
 
@@ -28,7 +28,7 @@ from paceline.backends.cuda.kernels.recurrent_types import (
 )
 
 CHANNELS = 256  # of a program of convolutions
-COLUMNS = 32  # of a head's values, of a program of `remember`
+COLUMNS = 32  # of a head's values, of a program of `scan_states`
 _FIRST, _NOTHING = tl.constexpr(FIRST), tl.constexpr(NOTHING)
 
 
@@ -83,7 +83,7 @@ def _softplus(values):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _remember_kernel(  # type: ignore[no-untyped-def]
+def _scan_states_kernel(  # type: ignore[no-untyped-def]
     projected_at,
     convolved_at,
     rates_at,
@@ -206,7 +206,7 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _keep_seen_kernel(  # type: ignore[no-untyped-def]
+def _store_conv_states_kernel(  # type: ignore[no-untyped-def]
     projected_at,
     seen_at,
     rows_at,
@@ -277,7 +277,7 @@ def convolve(
     )
 
 
-def remember(
+def scan_states(
     shape: RecurrentShape,
     parameters: RecurrentParameters,
     layers: slice,
@@ -295,7 +295,7 @@ def remember(
     blocks, pdl = triton.cdiv(config.value_dim, COLUMNS), supports_pdl(memory.device)
     assert parameters.rates is not None
     assert parameters.rate_bias is not None
-    _remember_kernel[(len(walks.counts), config.value_heads, len(memory) * blocks)](
+    _scan_states_kernel[(len(walks.counts), config.value_heads, len(memory) * blocks)](
         buffers.projected[layers],
         buffers.convolved[layers],
         parameters.rates[layers],
@@ -368,7 +368,7 @@ def gate(
     )
 
 
-def keep_seen(
+def store_conv_states(
     shape: RecurrentShape,
     buffers: RecurrentBuffers,
     states: StateTensors,
@@ -383,7 +383,7 @@ def keep_seen(
     They go to the slots `to` [stored]; that of the request itself, `slot`, is the last of them.
     """
     layers, states_each, seen, channels = states.seen.shape
-    _keep_seen_kernel[(layers, triton.cdiv(channels, CHANNELS))](
+    _store_conv_states_kernel[(layers, triton.cdiv(channels, CHANNELS))](
         buffers.projected,
         states.seen,
         rows,
