@@ -83,7 +83,7 @@ class Cell:
     concurrency: int
     tokens_per_second: Mapping[str, float]  # by method
     temperature: float | None = None  # None: each prompt's own
-    off_spread: float | None = None  # by which two measurements of off differ; None: it was measured once
+    off_spread: float | None = None  # relative difference of two measurements of off; None: only one
 
     def speedup(self, method: str) -> float:
         return self.tokens_per_second[method] / self.tokens_per_second[OFF]

@@ -63,7 +63,7 @@ class Side:
 
     @property
     def noise(self) -> float:
-        """Tokens per second in its odd turns over those in its even ones: how far 1 is from itself here."""
+        """Tokens per second in its odd turns over those in its even ones: without noise it would be 1."""
         return Side(self.turns[::2]).throughput / Side(self.turns[1::2] or self.turns).throughput
 
     @property

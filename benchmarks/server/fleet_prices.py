@@ -1,8 +1,8 @@
 """What a server adds to its replicas' passes, measured: seconds per request, prompt token, pass and token.
 
-Bursts of equal requests go through the real replicas and through the simulated ones, whose passes have the
-prices of a bare engine alone on the machine. What the real ones take longer is contention (replicas, ingress
-and clients share cores, caches and memory) and the server: HTTP, JSON, the ingress.
+Bursts of equal requests are sent to the real replicas and to simulated ones, whose passes take as long as
+those of an engine alone on the machine. The difference is contention (replicas, ingress and clients share
+cores, caches and memory) and the server (HTTP, JSON, the ingress).
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def served_world(
     bursts: Sequence[Sequence[FleetRequest]],
     measured: Sequence[Sequence[Answer]],
 ) -> World:
-    """The world with the server that gave the measured answers, and the contention of its replicas.
+    """The simulated world with the measured server times and contention.
 
-    A request alone beside one for each replica shows the contention; what is left is the server's.
+    A request alone, compared with one on each replica, shows the contention; the rest is the server.
     """
     took: dict[Kind, list[tuple[float, float]]] = defaultdict(list)
     for burst, answers in zip(bursts, measured, strict=True):

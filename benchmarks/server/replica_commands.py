@@ -31,7 +31,7 @@ def harm_command(
     clients: Clients = 50,
     max_tokens: Tokens = 64,
     progress: Annotated[
-        float, typer.Option(help="Share of its tokens that the furthest answer has at the harm.")
+        float, typer.Option(help="Harm when the furthest answer has this share of its tokens.")
     ] = 0.5,
 ) -> None:
     """Harm replicas while clients stream. Answers are compared with those of one process."""

@@ -2,10 +2,10 @@
 
 The pause of an answer is its longest time without text after the harm. A lost replica's answers are computed
 again, prompt and tokens, at the replica that is left, and nothing else may delay them. The measure of that is
-a new request, as long as a prompt with its answer, sent when the ingress has noticed the harm: no answer
-may pause longer than that takes to its first text. New requests are sent one after the other until all
-answers have ended; the slowest counts. Each round has a cache salt of its own, so
-that nothing is found in a prefix cache.
+a new request, as long as a prompt with its answer, sent when the ingress has noticed the harm: after that, no
+answer may pause longer than the new request waits for its first text. New requests are sent one after the
+other until all answers have ended; the slowest counts. Each round has its own cache salt, so that nothing is
+found in a prefix cache.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class _HarmedFleet:
 
 
 def pause(answer: Answer, harmed: float) -> float:
-    """The longest time without text after the harm. One that was asked later waits for its first text as on
-    any day."""
+    """The longest time without text after the harm. For an answer that was requested after it, the wait for
+    its first text does not count."""
     times = [when for when, _ in answer.texts]
     if answer.sent < harmed:
         times.insert(0, answer.sent)

@@ -13,14 +13,13 @@ class DeviceCostConfig:
 
     guess_per_token: float = 0.1  # plain passes that a drafted token adds, before anything was measured
     rate: float = 0.05  # step size of the seconds of one kind of pass
-    measured_weight: int = 3  # passes that what an earlier engine has learned counts for
-    # what passes take longer than at start-up, in plain passes: deviations of the first guess, for all plans
-    # and for one plan beside that; how far these drift from pass to pass; and the noise of one pass
-    deviation: float = 0.3
-    own_deviation: float = 0.03
-    drift: float = 0.03
-    own_drift: float = 0.005
-    noise: float = 0.15
+    measured_weight: int = 3  # passes; weight of what an earlier engine has learned
+    # Kalman filter of what passes take longer than at start-up; the unit is the time of a plain pass
+    deviation: float = 0.3  # standard deviation of the first guess, for all plans together
+    own_deviation: float = 0.03  # the same for the difference of one plan from that
+    drift: float = 0.03  # standard deviation of the change from pass to pass, for all plans together
+    own_drift: float = 0.005  # the same for one plan
+    noise: float = 0.15  # standard deviation of one observation
     max_outlier: float = 2.0  # ratio to the usual seconds at which an observation is clipped
     # a head's catching up, which the device computes and the host prepares
     catch_up_guess: float = 0.001  # plain passes per token, before it was measured
@@ -34,11 +33,11 @@ class ChainConfig:
     """Acceptance of chains that are drafted on the device."""
 
     fade: float = 0.97  # factor on the counts per draft
-    recent_fade: float = 0.9  # the same of recent counts: texts differ, and answers are short
-    usual_weight: float = 3.0  # recent tokens that the usual chances count for
-    max_chance: float = 0.995  # nothing is surer than this
+    recent_fade: float = 0.9  # the same for recent counts: texts differ, and answers are short
+    usual_weight: float = 3.0  # tokens; weight of the usual acceptance beside the recent counts
+    max_chance: float = 0.995  # upper bound of an estimated acceptance
     max_fades: int = 4  # per pass: drafts of one pass are alike
-    parent_weight: float = 1.0  # drafts that the depth above counts for, where little was seen
+    parent_weight: float = 1.0  # drafts; weight of the depth above, where there are few observations
 
 
 @dataclass(frozen=True)
@@ -46,29 +45,29 @@ class DevicePlannerConfig:
     """The choice among a few plans for passes on the device."""
 
     start_margin: float = 1.04  # over plain decoding, to draft
-    # more of it for each doubling of the requests, while passes under this load were timed only at start-up
+    # added to it for each doubling of the requests, while passes under this load were timed only at start-up
     unseen_margin: float = 0.005
     switch_margin: float = 1.02  # over the present plan: for less, nothing is switched
     hold: int = 8  # passes
     young_passes: int = 48  # first passes, in which ...
     young_hold: int = 4  # ... choices hold shorter
     settle_passes: int = 2  # after a switch, not timed: they overlap with passes of the old plan
-    # what a head's catching up is spread over
+    # the tokens over which the cost of a head's catching up is spread
     usual_output: float = 0.6  # of max_tokens, before an output has ended
-    # up to here it is not charged when they are prefilled: their prompts take little of the time
+    # up to this many requests in prefill it is not charged: their prompts take little of the time
     few_requests: int = 4
     least_output: float = 0.25  # of a usual output: the least that is still expected of a request
     end_rate: float = 0.05  # step size of what is learned from each output that ends
-    # of the accepted tokens of a large batch that nothing follows: of 16 and of 64 requests of 64 tokens,
-    # about 30 and 38 % did not shorten the run (docs/lab/2026-11-17-auto-on-gpu.md)
+    # the largest share of accepted tokens that do not shorten the run, in a large batch without further
+    # requests: about 30 and 38 % with 16 and 64 requests of 64 tokens (docs/lab/2026-11-17-auto-on-gpu.md)
     spread_loss: float = 0.4
-    # arms: graphs are captured for each, so there are few
+    # arms: few, because graphs are captured for each
     head_lengths: tuple[int, ...] = (2, 3, 5, 7)  # tokens of a head's chains
     lookup_lengths: tuple[int, ...] = (3, 7)  # tokens of chains that are looked up in texts
-    # tokens of what is looked up, and of a head's chain where nothing is found; 0: no head. Up to 8 rows a
-    # megakernel computes all layers, so 7 found tokens cost little more than 5 with one request
+    # tokens of a lookup, and of the head's chain where the lookup finds nothing (0: no head). Up to 8 rows a
+    # megakernel computes all layers, so 7 looked-up tokens cost little more than 5 with one request
     cascade_lengths: tuple[tuple[int, int], ...] = ((2, 2), (3, 3), (7, 5), (15, 3), (7, 0))
-    # lookups beside a head: after shorter matches its guesses are better
+    # lookups on the device; in a cascade with a head they need longer matches (engine/drafting.py)
     lookup: Mapping[str, Any] = field(
         default_factory=lambda: {
             "method": "ngram",

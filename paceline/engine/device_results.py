@@ -1,4 +1,4 @@
-"""What a pass on the device says of each of its requests: who has drafted, and what samplers must know."""
+"""The results of a pass on the device, by request: which drafter has drafted, and what samplers need."""
 
 from __future__ import annotations
 

@@ -33,8 +33,9 @@ logger = logging.getLogger(__name__)
 Group = tuple[list[int], DraftTrees]  # indices of parts, and one drafter's trees for them
 
 FORCED_ONLY = DraftPlan(GrammarDrafter.name, MAX_FORCED)
-# Least tokens of a match after which a device pass prefers what is looked up to a head's chain. After 3 or 4
-# equal tokens, 1.2 to 1.5 of 5 looked-up ones were right in SmolLM2's math and tool calls: a head has more.
+# Tokens of a match from which on a device pass prefers the looked-up tokens to a head's chain. After matches
+# of 3 or 4, 1.2 to 1.5 of 5 looked-up tokens were accepted in SmolLM2's math and tool calls, and 1.7 or more
+# of the head's (docs/lab/2026-11-18-auto-on-gpu.md).
 MIN_MATCH_BESIDE_HEAD = 5
 ROOM_AT_ENDS = 8  # nodes reserved for tokens that are forced after a path of the draft
 
@@ -240,10 +241,10 @@ class Drafting:
     def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
         """How device passes draft by this plan; None if they cannot.
 
-        A cascade is a lookup, and a head where nothing is found: the head computes accepted tokens again, so
-        it does not matter who has drafted them.
+        A cascade is a lookup, and a head where nothing is found. The head computes accepted tokens again, so
+        it does not matter which of the two has drafted them.
         """
-        # only the host cuts drafts by their chances
+        # only the host truncates drafts by their estimated acceptance
         if plan.branching > 1 or plan.forced or plan.least_chance:
             return None
         device = self._on_device.get(plan.drafter or "")

@@ -21,7 +21,7 @@ MAX_SHARE = 0.9  # of the time with requests: the rest is needed to compare
 FIRST_SHARE = 0.5  # until the cost is known
 MIN_STEPS, MAX_STEPS = 16, 128  # of one size that are compared, the latest ones
 MAX_REQUESTS = 8  # with more the trainer waits anyway
-FRESH_STEPS = 32  # after which the ratio is computed again: it takes milliseconds, and is asked for often
+FRESH_STEPS = 32  # new steps until the ratio is computed again: that takes milliseconds
 CYCLE_SECONDS = 2.0  # one period of work and one of being stopped, together
 
 Kind = tuple[bool, int, int]  # of a step: whether the trainer works, requests, rows

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 
 TICK_SECONDS = 0.1  # between two ticks of StoppedTime
 LATE_SECONDS = 0.5  # after which a tick that has not come means that the process was stopped
-MAX_STEP_SECONDS = 4.0  # of a GPU, as train/progress.py chooses steps; what is longer was compiling, on a CPU
+MAX_STEP_SECONDS = 4.0  # of GPU work, as train/progress.py chooses steps; more was compilation on the CPU
 LOWEST = 19  # priority, which gives way to every other process
 PR_SET_PDEATHSIG = 1  # of prctl
 

@@ -1,4 +1,4 @@
-"""Learned draft heads on replicas: an ingress pushes them, replicas report their steps to it.
+"""Learned draft heads on replicas: an ingress sends them, and replicas report their steps to it.
 
     ingress                                       replica
     report                                  -->   from now on, what each of its steps did:
@@ -8,8 +8,8 @@
     part: id, file, bytes in base64         -->   written to a folder of its own
                                            <--    serves: id, and why not if it could not be used
 
-A replica's state names the head that drafts. An ingress that learns orders its present head wherever another
-one drafts, so a replica that is new, or was restarted, gets it too.
+A replica's state names the head that it drafts with. An ingress that learns sends a `head` message to every
+replica that uses another head than the present one, so new and restarted replicas get it too.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 FIRST = ""  # id of the head that replicas are started with: it is never sent
 FILES = ("config.json", WEIGHTS[0])
-PART_BYTES = 1 << 20  # in a message; requests that are sent meanwhile come between two
-LOOK_SECONDS = 1.0  # between two looks at the replicas, at most
+PART_BYTES = 1 << 20  # of a message; requests can be sent between two of them
+LOOK_SECONDS = 1.0  # the longest time between two checks of which head replicas use
 KEPT = 3  # heads on the disk of a replica: those of a trial, and the one before
 UNFINISHED = ".unfinished"  # the suffix of a head's folder until all parts are there
 FOLDERS = "paceline-heads-"  # of replicas, with their process ids
@@ -160,7 +160,7 @@ def encode_step(stats: StepStats) -> Message:
 
 
 def decode_step(counts: Sequence[int], failed: bool, seconds: float, drafts: Sequence[Any]) -> StepStats:
-    """The step again, without what nobody reads of it."""
+    """The step, with the fields that a Learner's observers read."""
     requests, rows, prefill_tokens, new_tokens = counts
     facts = tuple(
         DraftFacts("", segment, drafter, 0, 0, accepted, count=count)

@@ -48,13 +48,13 @@ from paceline.backends.cpu.simd import (
 )
 
 PAGE = 16  # positions of a page
-CHUNK = 4  # blocks widened at a time: their keys, or values, stay in the L1 cache
-TASK_HEADS = 48  # heads, of one row or of several, for which a block is widened once
+CHUNK = 4  # blocks converted to float32 at a time: their keys, or values, stay in the L1 cache
+TASK_HEADS = 48  # heads, of one row or of several, for which a block is converted once
 _SCORE_BYTES = 800_000  # of several rows: they stay in an L2 cache of 1 MiB
 _STATE = 128  # bytes of a head's softmax: largest scores, later what is added to each; sums of exponentials
 STATE_BYTES = TASK_HEADS * _STATE
 RESULT_ROWS = TASK_HEADS + CHUNK * PAGE  # padded heads of scratch behind those: results and widened blocks
-_WIDENING = 3  # heads whose work on a block costs as much as widening it
+_WIDENING = 3  # cost of converting a block, in heads that are computed with it
 
 
 @compiled
@@ -117,7 +117,7 @@ def rows_of_task(rows, parts, shared, threads, stride):  # type: ignore[no-untyp
 
     The scores of a head take `stride` bytes.
 
-    More rows per task widen fewer blocks twice; fewer balance the threads better.
+    With more rows per task, fewer blocks are converted twice; with fewer, threads are balanced better.
     """
     best, least, count = 1, 0, 1
     most = min(TASK_HEADS, _SCORE_BYTES // stride)

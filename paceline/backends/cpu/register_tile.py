@@ -1,4 +1,4 @@
-"""What the tiles of all formats share: rows of records, sums in registers, dot products of a group.
+"""What the register tiles of all weight formats share: activation records, sums, dot products of a group.
 
 See tiles.py for the formats, and for what a record is.
 """

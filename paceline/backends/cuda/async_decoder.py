@@ -113,7 +113,7 @@ class CudaAsyncDecoder:
         self._launch(slots, page_tables, draft, host_drafts)
 
     def _make_known(self, draft: DeviceDraft | None) -> None:
-        """Let the other ranks have this draft, whose identity tells loops apart."""
+        """Give this draft to the other ranks: decode loops are looked up by the identity of their draft."""
         if draft is not None and draft not in self._known:
             self._known.add(draft)
             self._same(draft)

@@ -114,8 +114,8 @@ class DecodeLoop:
         self._plan = plan = plan_step(shape, own_height, catch_up_rows, height, draft_levels)
         self._by_network = max(len(plan.passes) - 1, 0)  # levels that the network drafts
         self.nodes = len(shape)
-        # of looked-up tokens that were accepted last a head has no keys and values; in a first step it is not
-        # known which these are, so it computes all that may be
+        # a head has no keys and values of looked-up tokens that were accepted last; in a first step it is not
+        # known which tokens these are, so it computes as many as there may be
         reads_texts = look_up is not None and kept is not None and not always
         self._recomputed = max(catch_up_rows, 1) if reads_texts else 1
 

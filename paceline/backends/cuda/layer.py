@@ -56,7 +56,7 @@ class Layer:
 
     @property
     def is_plain(self) -> bool:
-        """Whether CUDA C++ kernels know all of it."""
+        """Whether the CUDA C++ kernels can run it."""
         known = self.scoring.is_native and self.activation == "silu" and self.joint_norms is None
         return known and self.gate is None and not self.is_recurrent
 
@@ -88,9 +88,9 @@ class Reader:
     def matrices(
         self, names: list[str], rows: Sequence[slice | None], dtype: torch.dtype
     ) -> tuple[list[torch.Tensor], str]:
-        """Matrices that become one, and how they are packed: alike, the largest of them decides.
+        """Matrices that become one, and their common packing: that of the most precise one.
 
-        A file's own blocks do not stay such beside others.
+        Blocks of a file are kept only if all of these matrices have the same format.
         """
         kinds = {self.packing(own) for own in names}
         kind = max(kinds, key=PACKINGS.index)

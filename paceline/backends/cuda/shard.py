@@ -2,7 +2,7 @@
 
 A column of a product is summed in an order that the whole matrix's shape decides (weights.tiling_for). So a
 rank that has some tiles computes the bits of one GPU, and no sum crosses ranks: what a product reads whole is
-gathered before it. The residual stream stays cut, because only the input of the next norm is read whole.
+gathered before it. The residual stream stays sharded, because only the output of the next norm is read whole.
 
     normed [rows, hidden], equal on all ranks
        │

@@ -22,7 +22,7 @@ from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.layout import expected_tensors
 from paceline.models.rope import rope_frequencies
 
-MAX_FILLING = 1.1  # of sizes, for whole steps
+MAX_FILLING = 1.1  # ratio of a padded size to the size
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def load_weights(
 
 
 def _with_whole_steps(config: ModelConfig, packing: Callable[[str], str]) -> ModelConfig:
-    """The config with sizes that are filled up so that packed matrices have whole steps.
+    """The config with sizes that are padded so that packed matrices have whole steps.
 
     Matrices of gpt-oss have 2880 inputs, and a step of 4 bits has 256. Zeros change no product, but take
     room.
@@ -141,7 +141,7 @@ def _with_whole_steps(config: ModelConfig, packing: Callable[[str], str]) -> Mod
 
 
 def _filling(take: Take, filled: ModelConfig) -> Take:
-    """A `take` whose tensors are filled up with zeros to the shapes of this config."""
+    """A `take` whose tensors are padded with zeros to the shapes of this config."""
     shapes = dict(expected_tensors(filled))
 
     def take_filled(name: str) -> torch.Tensor:

@@ -68,7 +68,7 @@ class Workspace(Activations):
 
 @dataclass(frozen=True)
 class Room:
-    """How much passes may need of a workspace."""
+    """The largest sizes of passes that a workspace must hold."""
 
     rows: int
     longest: int  # tokens of a context

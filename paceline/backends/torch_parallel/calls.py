@@ -1,4 +1,4 @@
-"""What rank 0 has the others call: how a method says so, and how a call goes through a pipe."""
+"""Calls that run on all ranks: the decorators that mark such methods, and how a call goes through a pipe."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Result = TypeVar("Result")
 
 
 def on_all_ranks(method: Callable[Given, Result]) -> Callable[Given, Result]:
-    """A method of what all ranks made, which has `ranks` (None: there is one). The others call theirs too."""
+    """A method that every rank calls on its own copy of the object; `self.ranks` None: there is one rank."""
     return cast(Callable[Given, Result], _on_all_ranks(method, makes=False))
 
 
 def made_on_all_ranks(method: Callable[Given, Result]) -> Callable[Given, Result]:
-    """The same, of a method that returns something new, of which each rank has its own part."""
+    """The same, for a method that returns a new object: each rank keeps its own, under the same number."""
     return cast(Callable[Given, Result], _on_all_ranks(method, makes=True))
 
 
@@ -38,11 +38,11 @@ def _on_all_ranks(method: Callable[..., Any], makes: bool) -> Any:
 
 @dataclass(frozen=True)
 class Call:
-    """What a rank is to call."""
+    """A call that rank 0 sends to the others."""
 
-    function: Callable[..., Any]  # perhaps a method of what all ranks made
+    function: Callable[..., Any]  # may be a method of an object that all ranks have
     arguments: tuple[Any, ...]
-    makes: int | None  # the number of what it returns
+    makes: int | None  # the number of the object that it returns
     released: tuple[int, ...]  # numbers that are no longer in use
 
 
@@ -52,7 +52,7 @@ def portable(argument: Any) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Names what all ranks made by its number."""
+    """Replaces objects that all ranks have by their numbers."""
 
     def __init__(self, file: io.BytesIO, named: Mapping[int, int]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -63,7 +63,7 @@ class _Pickler(pickle.Pickler):
 
 
 class Unpickler(pickle.Unpickler):
-    """Gives what a rank made for a number."""
+    """Replaces numbers by this rank's objects."""
 
     def __init__(self, message: bytes, made: Mapping[int, Any]) -> None:
         super().__init__(io.BytesIO(message))
@@ -74,7 +74,7 @@ class Unpickler(pickle.Unpickler):
 
 
 def pickled(call: Call, named: Mapping[int, int]) -> bytes:
-    # not the pipe's `send`: torch makes it hand tensors over by shared memory, which needs more than the pipe
+    # not the pipe's `send`: torch makes it pass tensors by shared memory, which needs more than the pipe
     message = io.BytesIO()
     _Pickler(message, named).dump(call)
     return message.getvalue()

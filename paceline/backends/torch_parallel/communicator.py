@@ -37,14 +37,14 @@ class GroupCommunicator:
             raise RankLostError(f"rank {rank} of {self.size} did not find the others: {error}") from error
 
     def abort(self) -> None:
-        """End what waits for a rank that is gone. By gloo, it ends by itself."""
+        """End collectives that wait for a rank that is gone (NCCL). With gloo they end by themselves."""
         if self._on_device:
             self._group.abort()
 
     def gather_into(self, whole: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
         """Write the tensors of all ranks, in their order, to `whole` [ranks, ...] of each.
 
-        By NCCL it is one launch, and can be captured in a CUDA graph.
+        With NCCL it is one launch, and can be captured in a CUDA graph.
         """
         if not self._on_device:
             for to, part in zip(whole, own, strict=True):

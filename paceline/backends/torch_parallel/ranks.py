@@ -72,7 +72,7 @@ class Ranks:
     def __init__(self, peers: Sequence[Peer], folder: str | None = None) -> None:
         self._peers = peers
         self._lock = threading.RLock()
-        self._depth = 0  # calls within calls: the others make them by themselves
+        self._depth = 0  # of nested calls: only the outermost is sent, the other ranks make the inner ones
         self._numbers = count(1)
         self._named: dict[int, int] = {}  # {id of an object: its number}
         self._released: list[int] = []
@@ -93,7 +93,7 @@ class Ranks:
                 threading.Thread(target=_watch, args=watched, daemon=True).start()
 
     def name(self, made: Any, number: int) -> None:
-        """Let calls name an object by a number, until it is collected here."""
+        """Let calls refer to an object by a number, until it is garbage-collected here."""
         if made is None:
             return
         self._named[id(made)] = number
@@ -110,7 +110,7 @@ class Ranks:
         here: Callable[[], Result],
         makes: bool = False,
     ) -> Result:
-        """What `here` returns, while the other ranks call the function: with `makes`, something of theirs.
+        """What `here` returns, while the other ranks call the function; `makes`: it returns a new object.
 
         BackendLostError if a rank is gone.
         """
@@ -127,7 +127,7 @@ class Ranks:
             return result
 
     def check(self) -> None:
-        """BackendLostError if a rank has ended: what was gathered since is not right."""
+        """RankLostError if a rank has ended: what was gathered since then is wrong."""
         if self._lost.is_set() and not self._closing.is_set():
             raise RankLostError("a rank has ended")
 
@@ -148,7 +148,7 @@ class Ranks:
             yield
         except (OSError, RankLostError) as error:
             raise self._fail(str(error)) from error
-        except BaseException as error:  # this rank's own: the others are in the middle of what it left
+        except BaseException as error:  # rank 0 itself failed; the others are still in the middle of the call
             self._failure = f"Rank 0 failed ({type(error).__name__}: {error}); restart the engine."
             self._end()
             raise
@@ -189,7 +189,7 @@ class Ranks:
         return BackendLostError(self._failure)
 
     def _cause(self) -> str | None:
-        """Why a rank ended, by its last message or its exit status; the one that no other took with it."""
+        """Why a rank ended, by its last message or exit status. Ranks that only lost another come last."""
         deadline, said = time.monotonic() + LAST_WORDS, dict[int, str]()
         while time.monotonic() < deadline and len(said) < len(self._peers):
             for rank, peer in enumerate(self._peers, start=1):

@@ -65,8 +65,8 @@ class Prices(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServerPrices:
-    """Seconds that a server adds to those of its engine. A request waits for the first two of them before it
-    is queued; every pass takes the other two longer."""
+    """Seconds that a server adds to its engine's: the first two before a request is queued, the other two to
+    every pass."""
 
     request: float = 0.0
     prompt_token: float = 0.0  # per token of the prompt
@@ -85,7 +85,7 @@ class ServerPrices:
                 prices[name] = -1.0
             if name not in names or not prices[name] >= 0:
                 raise ConfigError(
-                    "--server must be milliseconds such as request=15,step=0.5 of "
+                    "--server must be milliseconds, such as request=15,step=0.5, with the names "
                     f"{', '.join(names)}; got {text!r}."
                 )
         return ServerPrices(**prices)

@@ -44,7 +44,7 @@ class VirtualClock:
 
     @contextmanager
     def crowding(self, crowded: bool) -> Iterator[None]:
-        """For the time of a step."""
+        """A context in which `is_crowded` has this value: that of one step."""
         self._crowded = crowded
         try:
             yield

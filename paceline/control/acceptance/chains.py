@@ -49,8 +49,8 @@ class ChainAcceptance:
     """The chance that a drafted token is accepted at each depth, given that all before it were.
 
     Counts fade, so recent drafts count most. Where a draft ends early, or there is none, the next token
-    counts as rejected. There are two of each: usual chances are those of about 33 drafts, and the last
-    few drafts correct them all by one factor, because the text of one answer is not like that of another.
+    counts as rejected. There are two sets of counts: the usual acceptance comes from about 33 drafts, and the
+    last few drafts correct it by one factor for all depths, because texts differ between answers.
     """
 
     def __init__(self, longest: int, chances: Sequence[float], weight: float, share: float = 1.0) -> None:
@@ -122,7 +122,7 @@ class ChainAcceptance:
         return self._by_length[length]
 
     def _usual_chances(self) -> Float64Array:
-        """[depth] At great depth little was seen: there the chance of the depth above holds."""
+        """[depth] The usual acceptance; where there are few counts, mostly that of the depth above."""
         parent, chances = CONFIG.chains.parent_weight, []
         chance = float(self._usual.hits[0] / self._usual.tries[0])
         for hits, tries in zip(self._usual.hits.tolist(), self._usual.tries.tolist(), strict=True):

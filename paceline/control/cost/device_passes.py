@@ -1,9 +1,9 @@
 """Seconds of passes on the device, by plan, number of requests and context length.
 
-A pass takes what it took at start-up, when nothing else ran and contexts were empty, and more: what all plans
-take longer under a load (`Drift`, which changes with the traffic), and what this plan differs from that. Each
-pass updates both, and most of all what is least certain: so the seconds of plans that are not used follow the
-traffic too, and are not those of another hour.
+The estimate is the time measured at start-up, when nothing else ran and contexts were empty, plus two
+numbers (`Drift`): what passes of all plans take longer under this load, and how this plan differs from that.
+Each pass updates both by a Kalman filter, the more uncertain one more. So the estimates of plans that are not
+used follow the traffic too.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Kind = tuple[DraftPlan, int, int]  # of a pass: its plan, and its load
 
 @dataclass
 class Drift:
-    """A number of plain passes that is learned from noisy observations: a Kalman filter of one state."""
+    """A time, in plain passes, learned from noisy observations: a Kalman filter with one state."""
 
     value: float = 0.0
     variance: float = 0.0
 
     def update(self, error: float, total_variance: float) -> None:
-        """Take the part of an error that this number probably has, of all that it may come from."""
+        """Correct this number by its share of an error: its variance over that of all sources."""
         gain = self.variance / total_variance
         self.value += gain * error
         self.variance *= 1.0 - gain
@@ -43,7 +43,7 @@ class DevicePassCosts:
         self._max_requests: dict[DraftPlan, int] = {}  # of those measurements
         self._seen: dict[Kind, tuple[float, int]] = {}  # mean seconds, and of how many passes
         self._drifts: dict[Load, Drift] = {}  # of all plans
-        self._own_drifts: dict[Kind, Drift] = {}  # of one plan, beside that
+        self._own_drifts: dict[Kind, Drift] = {}  # of one plan, added to that of all
         self._catch_up_on_device: float | None = None  # seconds per token, measured at start-up
         self._catch_up_on_host: float | None = None  # seconds per token, moving mean
 

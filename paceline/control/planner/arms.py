@@ -10,7 +10,7 @@ from paceline.control.acceptance.chains import ChainAcceptance, known_chances
 from paceline.control.config import CONFIG
 from paceline.core.trees import DraftPlan
 
-NOTHING_FOUND = 0.5  # tokens of a draft: below it, there is none
+NOTHING_FOUND = 0.5  # tokens; a lookup with fewer has found nothing, and the head drafts
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Plans passes that draft on the device: one plan for all requests, or plain decoding.
 
-    tokens of a pass      1 + the expected accepted tokens of a chain (acceptance/chains.py); of a cascade,
-                          of what is looked up, and of the head's where nothing is found
+    tokens of a pass      1 + the expected accepted tokens of a chain (acceptance/chains.py); for a cascade
+                          those of the lookup, and those of the head where the lookup finds nothing
     seconds of a pass     by plan, requests and context (cost/device_passes.py)
     catching up           of a head with prompts, spread over the tokens that requests will still get
 

@@ -33,7 +33,7 @@ BIASES = {
 BLOCKS = {"Q4_K": "q4k", "Q6_K": "q6k"}  # file formats that are kept as they are
 SCALE_WORDS = {"q4k": 5, "q6k": 3}  # words of scales of a row and step
 LARGEST_FP8 = 448.0
-FP8_LARGEST = (240.0, 256.0, 288.0, 320.0, 352.0, 384.0, 416.0, LARGEST_FP8)  # one of each mantissa
+FP8_LARGEST = (240.0, 256.0, 288.0, 320.0, 352.0, 384.0, 416.0, LARGEST_FP8)  # the largest of each mantissa
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; the fourth bit is the sign
 FP8_GROUP = 64  # activations of a row that share an e4m3 scale
 
@@ -130,9 +130,10 @@ def round_to_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def round_to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [rows, depth], and float16 scales [rows, groups]. Values of MXFP4 blocks stay what they are.
+    """Codes [rows, depth], and float16 scales [rows, groups]. Values of MXFP4 blocks do not change.
 
-    Scales are such that the largest becomes 4 or 6. A file's may be larger; then all codes are lower.
+    The scale is chosen so that the largest value becomes 4 or 6. That of a file may be larger, with smaller
+    codes for the same values.
     """
     groups = weight.view(len(weight), -1, GROUP)
     exponents = torch.frexp(groups.abs().amax(-1))[1] - 3  # of 4 and 6: 3
@@ -145,8 +146,9 @@ def round_to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def round_to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The bytes of e4m3 numbers [rows, depth], and float32 scales [rows].
 
-    Numbers of e4m3 times one scale by row stay what they are. Which scale that was is found by the largest
-    of them, which has one of eight mantissas; a power of two more or less changes no number but the smallest.
+    Rows that are e4m3 numbers times one scale do not change. The scale is found from the largest number of
+    the row, which has one of eight mantissas; a scale that is a power of two off changes only the smallest
+    numbers.
     """
     peaks = weight.abs().amax(-1)
     scales = peaks / LARGEST_FP8

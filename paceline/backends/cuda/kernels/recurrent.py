@@ -1,13 +1,14 @@
 """Recurrent layers: convolutions and states along the rows of chains and trees. See models/recurrent.py.
 
-    convolve    each row with the rows before it on its path: all rows at once
-    scan_states    a matrix per head from row to row: a program has a request, a head and some columns of it
-    gate        norm and gate of what rows read: all rows at once
+    convolve       each row with the rows before it on its path: all rows at once
+    scan_states    the recurrent state of each head, row by row: a program has a request, a head and some
+                   columns of its state
+    gate           norm and gate of the output: all rows at once
 
 A row is computed by the same operations whether it came in a prompt, in a draft tree or alone. A walk is a
-list of rows; of each it says where the state before it is (in registers, if that is the row before) and
-where the state after it goes. A pass walks all rows of a request; after it, `scan_states` walks the accepted
-rows again, of all layers at once, and stores the states at their end.
+list of rows in the order of a scan. For each row it says where the state before it is (in registers, if the
+row before left it there) and where to store the state after it. A pass scans all rows of a request; after
+it, `scan_states` scans the accepted rows again, of all layers at once, and stores the final states.
 """
 
 from __future__ import annotations
@@ -287,9 +288,9 @@ def scan_states(
     walks: Walks,
     writes: bool,
 ) -> None:
-    """Walk along rows of these layers, which are convolved; write what rows read, if it is wanted.
+    """Scan convolved rows of these layers. With `writes`, write the output of each row.
 
-    States on the way are stored in `stored` [layers, any, value heads, key dim, value dim].
+    Intermediate states go to `stored` [layers, any, value heads, key dim, value dim].
     """
     config, memory = shape.config, states.memory[layers]
     blocks, pdl = triton.cdiv(config.value_dim, COLUMNS), supports_pdl(memory.device)

@@ -55,14 +55,14 @@ class RecurrentParameters:
     bias: torch.Tensor | None  # [layers, channels]
     rates: torch.Tensor | None  # [layers, value heads]
     rate_bias: torch.Tensor | None  # [layers, value heads]
-    passed: torch.Tensor | None  # [layers, value heads] the share of its input that a head passes on
+    passed: torch.Tensor | None  # [layers, value heads] factor of the skip connection (D of Mamba2)
     norm: torch.Tensor | None  # [layers, values]
     eps: float
 
 
 @dataclass(frozen=True)
 class RecurrentBuffers:
-    """What a pass leaves for the walk along the accepted rows, and what layers use in turn."""
+    """What a pass leaves for the scan of the accepted rows, and buffers that layers use in turn."""
 
     projected: torch.Tensor  # [layers, rows, padded width]
     convolved: torch.Tensor  # float32 [layers, rows, channels]
@@ -75,8 +75,8 @@ class RecurrentBuffers:
 class StateTensors:
     """States of all recurrent layers: float32."""
 
-    seen: torch.Tensor  # [layers, slots, kernel - 1, channels]
-    memory: torch.Tensor  # [layers, slots, value heads, key dim, value dim]
+    seen: torch.Tensor  # [layers, slots, kernel - 1, channels] the last inputs of convolutions
+    memory: torch.Tensor  # [layers, slots, value heads, key dim, value dim] the recurrent states
 
     @property
     def addresses(self) -> tuple[int, ...]:

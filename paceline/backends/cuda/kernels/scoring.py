@@ -1,4 +1,4 @@
-"""How attention scores follow from the products of queries and keys: what families do otherwise."""
+"""How attention scores follow from the products of queries and keys, where families differ."""
 
 from __future__ import annotations
 
