@@ -160,6 +160,8 @@ class Learner(Generic[LoadedHead]):
             return
         head = await asyncio.to_thread(self._history.add, candidate, evidence)
         self._promoted = self._history.promote(head.number).number
+        # from where it stays: the candidate is deleted, and replicas that come later want its files
+        await self._engine.replace_head(self._method, await asyncio.to_thread(self._load, head.path))
         self._in_engine = self._promoted = self.status.head = head.number
         self._expected, self._low_points = live, 0
         self.status.swaps += 1

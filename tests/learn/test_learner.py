@@ -164,6 +164,25 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
+class Loaded(str):
+    """A head that knows its folder, as replicas get it."""
+
+    folder: Path
+
+
+def test_what_serves_after_a_promotion_is_the_head_that_stays_on_the_disk(world):
+    def load(path: Path) -> Loaded:
+        head = Loaded(World.load(world, path))
+        head.folder = path
+        return head
+
+    world.load, world.trained = load, [2.6]
+    world.run()
+    assert world.decisions == ["promoted"]
+    assert world.in_use.folder == world.history.current().path
+    assert world.in_use.folder.is_dir()
+
+
 def test_a_head_that_gains_serves_and_says_why(world, caplog):
     caplog.set_level(logging.INFO)
     world.trained = [2.6]
