@@ -358,5 +358,9 @@ class _Guard:
 
 
 def _without_failed(request: Request, plan: DraftPlan) -> DraftPlan:
-    """The plan, or its `otherwise` plan if its drafter failed for the request."""
-    return _without_failed(request, plan.second()) if plan.drafter in request.failed_drafters else plan
+    """The plan, or its `otherwise` plan if its drafter failed for the request; alone if that one's did."""
+    if plan.drafter in request.failed_drafters:
+        return _without_failed(request, plan.second())
+    if plan.otherwise is None or plan.otherwise.drafter not in request.failed_drafters:
+        return plan
+    return replace(plan, otherwise=None, enough=0.0)

@@ -166,3 +166,27 @@ def test_tokens_of_host_passes_after_the_prefill_are_in_the_text_too():
         return request.output_token_ids, counts.num_draft_tokens, counts.num_accepted_draft_tokens
 
     assert outcome(on_device=True) == outcome()
+
+
+class Failing(Head):
+    """A head that cannot be attached, as one without memory."""
+
+    asked = 0
+
+    def attach(self, requests):
+        self.asked += 1
+        raise RuntimeError("no memory")
+
+
+def test_lookups_go_on_without_a_head_that_failed():
+    """It is not asked again, and passes stay on the device."""
+    both = DraftPlan("ngram", LENGTH, otherwise=DraftPlan("scripted", 2), enough=0.5)
+    backend, head = Repeating(on_device=True), Failing({}, "right")
+    drafters = [NgramDrafter(NgramDrafter.Options()), head]
+    engine = toy_engine(backend, drafters=drafters, controller=Alternating([2], (*TURNS, both)))
+    request = engine.add_request(prompt(0, 5), params(0, max_tokens=60, ignore_eos=True))[0]
+    drain(engine)
+    assert request.failed_drafters == {"scripted"}
+    assert head.asked == 1
+    assert backend.num_launched > 5
+    assert request.speculative.num_accepted_draft_tokens > 20
