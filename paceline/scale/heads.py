@@ -73,7 +73,7 @@ class StepReports:
 
 
 class HeadReceiver:
-    """Lets a replica's engine draft with the heads that ingresses push. Used in the event loop only."""
+    """Lets a replica's engine draft with the heads that ingresses send. Used in the event loop only."""
 
     def __init__(
         self, engine: AsyncEngine, load: Callable[[str, Path | None], Drafter], reports: StepReports
@@ -87,7 +87,7 @@ class HeadReceiver:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def received(self, connection: Connection, kind: str, content: Mapping[str, Any]) -> None:
-        """Take a message of an ingress."""
+        """Handle a message from an ingress."""
         if kind == "report":
             self._reports.listeners.add(connection)
         elif kind == "head":

@@ -1,4 +1,4 @@
-"""The replicas of each model as a Serve application of its own."""
+"""The replicas of each model, as one Serve application per model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.serve.routes.file import ModelEntry, RoutesFile
 if TYPE_CHECKING:
     from paceline.scale.deployment import ServeReplicas
 
-APPLICATION = "paceline"  # of one model; with several, each has its name behind it
+APPLICATION = "paceline"  # name of the Serve application; with several models, followed by a model's name
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RemoteModel:
 
 
 def load_tokenizers(declared: RoutesFile) -> list[Tokenizer]:
-    """The tokenizer of each model. ConfigError for a model that is not there, or does not suit its ranks."""
+    """The tokenizer of each model. ConfigError if a model is missing, or its ranks cannot share it."""
     tokenizers = []
     for entry in declared.models.values():
         _check_ranks(entry.config)

@@ -79,8 +79,8 @@ def make_head_weights(config: HeadConfig, ids: Int32Array | None, read: Take, ta
     device = target.device
     if target.hidden != padded_size(target.config.hidden_size):
         raise BackendError(
-            f"A hidden size of {target.config.hidden_size} is filled up for packed weights, and heads do not "
-            "read such states; use --quantization none, or draft with ngram or suffix."
+            f"A hidden size of {target.config.hidden_size} is padded for packed weights, and heads cannot "
+            "read padded states; use --quantization none, or draft with ngram or suffix."
         )
     frequencies = torch.from_numpy(rope_frequencies(config.rope, config.head_dim)).to(device)
     angles = torch.arange(config.max_position, device=device)[:, None].float() * frequencies

@@ -10,7 +10,7 @@ gathered before it. The residual stream stays sharded, because only the output o
        │
     gate, up, own columns ───────── gather ── down, own columns ─── + own hidden ─ norm ── gather
 
-Every rank has as many columns; zeros fill up the last ones.
+Every rank has the same number of columns; the last ones are padded with zeros.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Shard:
         return self.ranks.size
 
     def width(self, size: int) -> int:
-        """The columns that each rank has of `size`, filled up to whole tiles."""
+        """The columns that each rank has of `size`, padded to whole tiles."""
         return -(-size // (TILE * self.size)) * TILE
 
     def padded(self, size: int) -> int:
@@ -148,5 +148,5 @@ def check_size(config: ModelConfig, size: int) -> None:
     if size not in possible:
         raise ConfigError(
             f"tensor_parallel_size is {size}, but this model has {heads} heads that share {kv_heads} KV "
-            f"heads, and each rank needs as many whole ones. Use one of {', '.join(map(str, possible))}."
+            f"heads, and ranks need equal numbers of whole heads. Use one of {', '.join(map(str, possible))}."
         )

@@ -101,8 +101,8 @@ def load_weights(
         if shard.size > 1:
             raise ConfigError(
                 f"tensor_parallel_size is {shard.size}, but with packed weights this model's sizes "
-                f"({config.hidden_size} and {config.intermediate_size}) are filled up, which only one GPU "
-                "can do. Use --quantization none, or leave it out."
+                f"({config.hidden_size} and {config.intermediate_size}) are padded, which works on one GPU "
+                "only. Use --quantization none, or leave tensor_parallel_size out."
             )
         take = _filling(take, filled)
     read = Reader(config, take, packing, blocks, shard)

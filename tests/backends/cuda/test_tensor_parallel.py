@@ -305,5 +305,5 @@ def test_sizes_that_cannot_share_a_model_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"has LayerNorm, a scaled attention, which .* --backend torch"):
         check_size(odd, 2)
     of_two = Shard(LogicalRank(0, LogicalRanks(2)))
-    with pytest.raises(ConfigError, match=r"sizes \(248 and 100\) are filled up.* Use --quantization none"):
+    with pytest.raises(ConfigError, match=r"sizes \(248 and 100\) are padded.* Use --quantization none"):
         random_weights(replace(TINY, hidden_size=248), torch.device("cpu"), torch.float16, of_two, "int4")
