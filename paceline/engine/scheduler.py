@@ -74,13 +74,14 @@ class Scheduler:
             tokens = 1 if request.num_pending == 1 else self._chunk(request, prefill_rows)
             if tokens == 0:
                 continue
-            if not self._reserve_or_preempt(request, request.num_computed + tokens):
-                break  # it was the youngest left
+            if not self._reserve_or_preempt(request, request.num_computed + tokens, may_preempt=not resting):
+                break  # it was the youngest left, or waits until no pass is in flight
             if request.num_pending > 1:
                 prefill_rows -= tokens
             parts.append(Scheduled(request, tokens, allowed[request]))
-        if len(self.running) == len(allowed):  # after a preemption there is no room for more
-            self._admit(parts, prefill_rows)
+        else:
+            if len(self.running) == len(allowed):  # after a preemption there is no room for more
+                self._admit(parts, prefill_rows)
         self._shrink_drafts(parts)
         return parts
 
@@ -89,9 +90,14 @@ class Scheduler:
         limit = PROMPT_LOGPROB_ROWS if request.wants_prompt_logprobs else rows
         return min(request.num_pending, rows, limit)
 
-    def _reserve_or_preempt(self, request: Request, length: int) -> bool:
-        """Whether the request has room for `length` tokens; preempts the youngest requests if needed."""
+    def _reserve_or_preempt(self, request: Request, length: int, may_preempt: bool) -> bool:
+        """Whether the request has room for `length` tokens; preempts the youngest requests if needed.
+
+        Not while requests rest: they are in passes in flight, which write to their pages.
+        """
         while not self._kv.reserve(request.slot, length):
+            if not may_preempt:
+                return False
             youngest = self.running[-1]
             self._preempt(youngest)
             if youngest is request:

@@ -155,3 +155,20 @@ def test_only_drafters_that_read_texts_draft_on_the_host_beside_device_passes(pl
     assert outcome(on_host) == alone(prompt(3, 5), needy)
     assert backend.num_launched >= 8
     assert not any(request.finished for request in others)
+
+
+@pytest.mark.parametrize("num_pages", [16, 26])
+def test_a_request_in_a_pass_in_flight_is_not_preempted_by_one_of_the_host(num_pages) -> None:
+    """The oldest needs the host, and more pages; the youngest is on the device, which writes to its pages."""
+
+    def outputs(on_device):
+        engine = toy_engine(ToyBackend(on_device=on_device), num_pages=num_pages)
+        added = [
+            engine.add_request(prompt(number, 9), params(number, max_tokens=40, ignore_eos=True, **own))[0]
+            for number, own in enumerate((NEEDS_HOST, {}, {}))
+        ]
+        drain(engine)
+        assert engine.scheduler.num_preemptions > 0
+        return [request.output_token_ids for request in added]
+
+    assert outputs(on_device=True) == outputs(on_device=False)
