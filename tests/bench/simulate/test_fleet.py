@@ -209,7 +209,7 @@ def test_the_command_finds_the_smallest_fleet_of_each_method(
         (["--replicas", "2", "--rate", "4"], "--rate has no effect with --replicas"),
         (
             ["--replicas", "2", "--server", "tokens=1"],
-            "of request, prompt_token, step, token; got 'tokens=1'",
+            "with the names request, prompt_token, step, token; got 'tokens=1'",
         ),
         (["--replicas", "2", "--max-num-seqs", "0"], "--max-num-seqs must be an integer from 1"),
         (["--replicas", "2", "--gpu-price", "1", "--replica-price", "1"], "leave --gpu-price out"),
