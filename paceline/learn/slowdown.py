@@ -2,7 +2,8 @@
 
 A trainer at the lowest priority still takes caches and memory bandwidth. How much that costs depends on the
 machine, so it is measured: while requests run, the trainer works and is stopped in turns, and steps of the
-same size are compared. It works for as large a share of the time as keeps the loss below MAX_LOSS.
+same size are compared. Their means are: on few cores most steps are not disturbed, and some wait for long.
+The trainer works for as large a share of the time as keeps the loss below MAX_LOSS.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from paceline.engine.output_processor import Delta
 MAX_LOSS = 0.02  # of the server's speed; the targets are 0.03 on a GPU, 0.05 with one client on two cores
 MAX_SHARE = 0.9  # of the time with requests: the rest is needed to compare
 FIRST_SHARE = 0.5  # until the cost is known
-MIN_STEPS, MAX_STEPS = 16, 128  # of one size that are compared, the latest ones
+MIN_STEPS, MAX_STEPS = 16, 512  # of one size that are compared, the latest ones
 MAX_REQUESTS = 8  # with more the trainer waits anyway
 FRESH_STEPS = 32  # new steps until the ratio is computed again: that takes milliseconds
 CYCLE_SECONDS = 2.0  # one period of work and one of being stopped, together
@@ -62,8 +63,8 @@ class Slowdown:
         for requests, rows in {kind[1:] for kind in steps}:
             alone, beside = (steps.get((working, requests, rows), []) for working in (False, True))
             number = min(len(alone), len(beside))
-            if number >= MIN_STEPS and (median := statistics.median(alone)) > 0:
-                total += number * statistics.median(beside) / median
+            if number >= MIN_STEPS and (mean := statistics.fmean(alone)) > 0:
+                total += number * statistics.fmean(beside) / mean
                 weight += number
         return total / weight if weight else None
 

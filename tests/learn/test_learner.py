@@ -384,8 +384,11 @@ def test_a_trainer_works_as_much_as_keeps_steps_quick() -> None:
     assert slowdown.share() * (slowdown.ratio() - 1) == pytest.approx(MAX_LOSS)
     worked = [slowdown.may_work(1000 + tick / 100) for tick in range(1000)]
     assert sum(worked) / len(worked) == pytest.approx(0.2, abs=0.02)
-    steps(slowdown, True, 0.10, number=200)  # the latest count
+    steps(slowdown, True, 0.10, number=600)  # the latest count
     assert slowdown.share() == MAX_SHARE
+    steps(slowdown, True, 1.1, number=64)  # one step in eight waits: the others are as they were
+    steps(slowdown, True, 0.10, number=448)
+    assert slowdown.ratio() == pytest.approx(1 + 64 / 512 * 10)
 
 
 def test_while_few_requests_run_the_trainer_works_for_its_share_and_alone_always(world):
