@@ -32,7 +32,7 @@ from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.kv.sizing import available_memory, check_memory_limit, size_cache
 from paceline.kv.states import states_memory
-from paceline.models.checkpoint import Tensor
+from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.config import ModelConfig
 from paceline.models.heads.fingerprint import target_fingerprint
 from paceline.models.heads.shipped import default_method, known_drafts
@@ -54,6 +54,13 @@ class LoadedModel:
     fingerprint: str = ""  # of the weights; draft heads name their target model by it
     final_norm: Float32Array | None = None  # [hidden] weight of the last norm, for draft heads
     mtp: Mapping[str, Tensor] = field(default_factory=dict)  # tensors of an MTP head in the checkpoint
+
+    @staticmethod
+    def of(checkpoint: Checkpoint, backend: Backend, tokenizer: Tokenizer) -> LoadedModel:
+        """The model of a checkpoint whose weights the backend has."""
+        norm = checkpoint.tensors["model.norm.weight"].float32()
+        fingerprint = target_fingerprint(checkpoint)
+        return LoadedModel(backend, tokenizer, checkpoint.config, fingerprint, norm, checkpoint.mtp)
 
 
 @dataclass(frozen=True)
@@ -103,14 +110,7 @@ def load_model(config: EngineConfig, beside: Backend | None = None) -> LoadedMod
     logger.info(
         "backend: %s on %s, %s weights (%s)", choice.name, choice.device, backend.weight_format, choice.why
     )
-    return LoadedModel(
-        backend,
-        tokenizer,
-        checkpoint.config,
-        target_fingerprint(checkpoint),
-        checkpoint.tensors["model.norm.weight"].float32(),
-        checkpoint.mtp,
-    )
+    return LoadedModel.of(checkpoint, backend, tokenizer)
 
 
 def build_engine(

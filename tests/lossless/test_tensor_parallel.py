@@ -11,16 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.backends.base import Backend
 from paceline.build import LoadedModel, build_engine
 from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams
-from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.checkpoint import write_head
-from paceline.models.heads.fingerprint import target_fingerprint
 from paceline.models.heads.medusa import write_medusa
 from paceline.models.registry import DEFAULT_MODEL, load_with_tokenizer, resolve
-from paceline.models.tokenizer import Tokenizer
 from tests.backends.cuda.logical_ranks import captured_together, driven
 from tests.backends.torch.sharded import save_sharded, sharded
 from tests.draft.mimo import random_mimo
@@ -47,7 +43,7 @@ def model_on(path: Path, ranks: int, dtype: str, device: str = "cpu") -> Iterato
     """A model of the torch backend, shared by ranks that are threads."""
     checkpoint, tokenizer = load_with_tokenizer(path)
     with sharded(checkpoint, ranks, dtype, device) as backend:
-        yield loaded(backend, checkpoint, tokenizer)
+        yield LoadedModel.of(checkpoint, backend, tokenizer)
 
 
 @contextmanager
@@ -62,21 +58,10 @@ def cuda_model_on(path: Path, ranks: int, dtype: str, device: str = "cuda") -> I
         return CudaBackend.load_part(checkpoint, torch.device(device), dtype, "none", ROWS, shard, others)
 
     if ranks == 1:
-        yield loaded(load(WHOLE, None), checkpoint, tokenizer)
+        yield LoadedModel.of(checkpoint, load(WHOLE, None), tokenizer)
         return
     with captured_together(), driven(ranks, load) as backend:
-        yield loaded(backend, checkpoint, tokenizer)
-
-
-def loaded(backend: Backend, checkpoint: Checkpoint, tokenizer: Tokenizer) -> LoadedModel:
-    return LoadedModel(
-        backend,
-        tokenizer,
-        checkpoint.config,
-        target_fingerprint(checkpoint),
-        checkpoint.tensors["model.norm.weight"].float32(),
-        checkpoint.mtp,
-    )
+        yield LoadedModel.of(checkpoint, backend, tokenizer)
 
 
 def answers(model: LoadedModel, path: Path, method: Any, dtype: str) -> list[Outcome]:

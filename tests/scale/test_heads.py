@@ -26,15 +26,12 @@ from paceline.learn.jobs import ProcessJobs
 from paceline.learn.status import LearnerConfig
 from paceline.learn.store import TrafficStore
 from paceline.learn.trial import Meter
-from paceline.models.heads.checkpoint import write_head
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import head_fingerprint
 from paceline.scale.channel import Message
 from paceline.scale.heads import FIRST, FOLDERS, HeadReceiver, StepReports, remove_orphans
 from paceline.serve.learner import LearningModel
-from tests.draft.test_draft_model_cpu import save_model
-from tests.models.heads.driver import random_checkpoint
-from tests.models.heads.tiny_heads import EAGLE3
+from tests.models.heads.model_with_heads import save_model_with_heads
 from tests.scale.fake import Fleet, no_heads
 
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=50, ignore_eos=True)
@@ -43,11 +40,7 @@ PROMPT = list(range(3, 40))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(folder)
-    for seed in (3, 4):
-        write_head(random_checkpoint(EAGLE3, seed), folder / f"head{seed}", "sglang")
-    return folder
+    return save_model_with_heads(tmp_path_factory.mktemp("model"))
 
 
 class Model:

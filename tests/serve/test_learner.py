@@ -30,25 +30,18 @@ from paceline.learn.history import History
 from paceline.learn.jobs import ProcessJobs
 from paceline.learn.status import LearnerConfig, LearnStatus
 from paceline.learn.store import TrafficStore
-from paceline.models.heads.checkpoint import write_head
 from paceline.models.heads.config import TargetName
 from paceline.serve import learning_page
 from paceline.serve.learner import LearningModel, first_head
 from paceline.serve.learning_page import Learning, LearnPage, router
-from tests.draft.test_draft_model_cpu import save_model
-from tests.models.heads.driver import random_checkpoint
-from tests.models.heads.tiny_heads import EAGLE3
+from tests.models.heads.model_with_heads import save_model_with_heads
 
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=60, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(folder)
-    for seed in (3, 4):
-        write_head(random_checkpoint(EAGLE3, seed), folder / f"head{seed}", "sglang")
-    return folder
+    return save_model_with_heads(tmp_path_factory.mktemp("model"))
 
 
 def load(folder: Path, draft: object) -> Loaded:

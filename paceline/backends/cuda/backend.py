@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from paceline.backends.cuda.kernels.prefill_attention import prefill_height
 from paceline.backends.cuda.kernels.sampling import take_best
 from paceline.backends.cuda.loading import DTYPES, check_model, find_device, load_checkpoint_weights
 from paceline.backends.cuda.model import run_layers, run_lm_head, select
+from paceline.backends.cuda.pass_outputs import FeatureBuffer, copied_to_host
 from paceline.backends.cuda.recurrent import CudaStates, Recurrences, copy_state, plan_walks
 from paceline.backends.cuda.shard import WHOLE, Shard, check_size
 from paceline.backends.cuda.shared_prefix import (
@@ -37,6 +38,7 @@ from paceline.backends.cuda.tables import (
     rows_of,
 )
 from paceline.backends.cuda.vocabulary import sample_own, shared_candidates_for
+from paceline.backends.cuda.warm_up import warm_up_pass
 from paceline.backends.cuda.weights import Weights
 from paceline.backends.cuda.workspace import Pool, Room, make_workspace, workspace_bytes
 from paceline.backends.torch_loading import find_devices
@@ -44,7 +46,6 @@ from paceline.backends.torch_parallel.calls import made_on_all_ranks, on_all_ran
 from paceline.backends.torch_parallel.ranks import Ranks, start_ranks
 from paceline.core.arrays import BoolArray, Int32Array
 from paceline.core.forward import (
-    Choices,
     DeviceMemory,
     ForwardBatch,
     ForwardOutput,
@@ -91,8 +92,7 @@ class CudaBackend(Backend):
         self._tables = DeviceTables(bucket(max_rows), MAX_PAGES, self.device)
         self._shared_prefix = SharedPrefixTables(bucket(max_rows), self.device)
         self._graphs = Graphs(self.device)
-        self._features = torch.empty(0)
-        self._known_parts: dict[tuple[tuple[int, ...], ...], torch.Tensor] = {}
+        self._features = FeatureBuffer(bucket(max_rows), self.config.hidden_size, self.device)
         self._candidates = shared_candidates_for(bucket(max_rows), weights.head, self.device)
         self._chosen = torch.zeros(bucket(max_rows), dtype=torch.int32, device=self.device)
         self._recurrences: Recurrences | None = None
@@ -248,9 +248,12 @@ class CudaBackend(Backend):
         if found is not None:
             self._shared_prefix.send(found, np.where(large, 0, -(-np.diff(batch.row_offsets) // height)))
         shared_prefix = None if found is None else self._shared_prefix.rows()
-        features = self._feature_room(len(layers)) if layers else None
+        if layers and self._features.hold(len(layers)):
+            self._graphs = Graphs(self.device)  # captured graphs hold addresses
+        features = self._features.values if layers else None
         keeps = [
-            (cast(HeadPool, kept.pool), self._parts(layers, kept.layers)) for kept in batch.kept_features
+            (cast(HeadPool, kept.pool), self._features.parts(layers, kept.layers))
+            for kept in batch.kept_features
         ]
 
         def body() -> None:
@@ -283,7 +286,7 @@ class CudaBackend(Backend):
         logits = self._workspace.logits[:wanted]
         chosen = None if batch.choices is None else self._chosen[wanted:outputs]
         known = None if features is None or not width else features[: batch.num_rows, :width]
-        return _copied_to_host(logits, known, chosen)
+        return copied_to_host(logits, known, chosen)
 
     def device_memory(self, rows: int, longest: int) -> DeviceMemory:
         """The GPU's memory, and the bytes of workspaces for `longest` tokens that are not allocated yet."""
@@ -307,10 +310,11 @@ class CudaBackend(Backend):
             if longest > self._room.longest:
                 self._set_room(replace(self._room, longest=longest))
             for rows in buckets(min(self.max_rows, longest, pool.num_pages * PAGE_SIZE)):
-                self.forward(_chain(pool, rows, feature_layers, kept))
+                batch = warm_up_pass(pool, rows, PAGE_SIZE, FIRST_ROWS, feature_layers, kept)
+                self.forward(batch)
             # compiles the shared-prefix kernels; graphs are captured when first needed
             none_large = np.zeros(1, np.bool_)
-            self._begin(_chain(pool, rows, feature_layers, kept), none_large, no_shared_prefix(1))()
+            self._begin(batch, none_large, no_shared_prefix(1))()
         except torch.OutOfMemoryError as error:
             raise BackendError(
                 f"The buffers for contexts of {longest} tokens do not fit into the memory of {self.device} "
@@ -389,22 +393,6 @@ class CudaBackend(Backend):
         self._workspace = make_workspace(self.weights, room)
         self._graphs = Graphs(self.device)  # captured graphs hold addresses
 
-    def _feature_room(self, count: int) -> torch.Tensor:
-        """The device buffer for features of all rows, the same in every pass: float32 [rows, width]."""
-        width = count * self.config.hidden_size
-        if self._features.shape != (bucket(self.max_rows), width):
-            self._features = torch.zeros((bucket(self.max_rows), width), device=self.device)
-            self._graphs = Graphs(self.device)  # captured graphs hold addresses
-        return self._features
-
-    def _parts(self, layers: tuple[int, ...], wanted: tuple[int, ...]) -> torch.Tensor:
-        """The indices of the wanted layers among `layers`: int32 [wanted], made once."""
-        name = (layers, wanted)
-        if name not in self._known_parts:
-            parts = np.array([layers.index(layer) for layer in wanted], dtype=np.int32)
-            self._known_parts[name] = torch.from_numpy(parts).to(self.device)
-        return self._known_parts[name]
-
 
 def _load_beside(
     beside: CudaBackend,
@@ -418,50 +406,3 @@ def _load_beside(
     """`CudaBackend.load_beside` on another rank, which reads the checkpoint itself."""
     checkpoint = replace(load_checkpoint(source), config=config)
     return CudaBackend.load_beside(beside, checkpoint, dtype, quantization, max_rows, is_shared)
-
-
-def _copied_to_host(
-    logits: torch.Tensor, features: torch.Tensor | None, chosen: torch.Tensor | None
-) -> Callable[[], ForwardOutput]:
-    """A function that waits for asynchronous copies of these to the host."""
-    if logits.device.type != "cuda":
-        return lambda: ForwardOutput(*map(_numbers, (logits, features, chosen)))
-    copies = [
-        None
-        if values is None
-        else torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
-        for values in (logits, features, chosen)
-    ]
-    there = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    there.record()
-
-    def wait() -> ForwardOutput:
-        there.synchronize()
-        return ForwardOutput(*map(_numbers, copies))
-
-    return wait
-
-
-def _numbers(values: torch.Tensor | None) -> Any:
-    return None if values is None else values.numpy()
-
-
-def _chain(
-    pool: KVPool, rows: int, feature_layers: tuple[int, ...], kept: tuple[KeptFeatures, ...]
-) -> ForwardBatch:
-    """A pass over one request's first rows that samples a token after each of the first of them."""
-    count = np.arange(rows, dtype=np.int32)
-    sampled = count[:FIRST_ROWS]
-    return ForwardBatch(
-        tokens=np.zeros(rows, dtype=np.int32),
-        positions=count,
-        parents=count - 1,
-        row_offsets=np.array([0, rows], dtype=np.int32),
-        context_lengths=np.zeros(1, dtype=np.int32),
-        page_tables=np.arange(-(-rows // PAGE_SIZE), dtype=np.int32)[None],
-        logit_rows=count[:0],
-        pool=pool,
-        feature_layers=feature_layers,
-        choices=Choices(sampled, np.zeros(len(sampled), dtype=np.uint64), np.zeros(len(sampled))),
-        kept_features=kept,
-    )

@@ -24,7 +24,7 @@ from paceline.backends.cuda.tiled import (
     stacked_matrix,
 )
 from paceline.models.blocks import Take
-from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
 from paceline.models.layout import NORMS
 
 PACKINGS = ("mxfp4", "int4", "q4k", "q6k", "fp8", "int8", "none")  # in order of precision
@@ -107,112 +107,139 @@ class Reader:
 
 def load_layer(read: Reader, dtype: torch.dtype, index: int) -> Layer:
     """A layer, or a rank's part of it."""
-    config, shard, name = read.config, read.shard, f"model.layers.{index}"
-    queries, shared_heads = shard.head_rows(config)
-    hidden, intermediate = shard.rows(config.hidden_size), shard.rows(config.intermediate_size)
-    of_heads = dict(zip("qkv", (queries, shared_heads, shared_heads), strict=True))
+    return _LayerLoader(read, dtype, index).load()
 
-    def take(part: str, rows: slice | None = None) -> torch.Tensor:
-        return read.part(read.take, f"{name}.{part}", rows)
 
-    def matrices(parts: list[str], rows: slice | None = None) -> tuple[list[torch.Tensor], str]:
-        names = [f"{name}.{part}.weight" for part in parts]
-        return read.matrices(names, [rows] * len(names), dtype)
+@dataclass(frozen=True)
+class _LayerLoader:
+    """Makes the matrices of one layer."""
 
-    def norm(part: str) -> torch.Tensor | None:
+    read: Reader
+    dtype: torch.dtype
+    index: int
+
+    def load(self) -> Layer:
+        """Its attention or recurrence, with what follows it."""
+        config = self.read.config
+        recurrent = config.recurrent if config.is_recurrent(self.index) else None
+        mixer = self._attention() if recurrent is None else self._recurrence(recurrent.kind)
+        moe = config.moe if config.moe and self.index in config.moe.layers else None
+        mlps = ["mlp"] if moe is None else [f"mlp.experts.{expert}" for expert in range(moe.num_experts)]
+        gate_up, down = self._feed_forward(mlps, moe is not None and moe.biases)
+        followed = replace(
+            mixer,
+            attention_norm=self._norm("input_layernorm"),
+            feed_forward_norm=self._norm("post_attention_layernorm"),
+            gate_up=gate_up,
+            down=down,
+            activation=config.activation,
+            output_norms=(self._norm("attention_output_norm"), self._norm("feed_forward_output_norm")),
+        )
+        return followed if moe is None else self._with_experts(followed, moe)
+
+    def _with_experts(self, layer: Layer, moe: MoeConfig) -> Layer:
+        """The same layer, with a router to its experts, and the shared expert, if there is one."""
+        take = self._take
+        router = matrix(take("mlp.gate.weight"), take("mlp.gate.bias") if moe.biases else None)
+        correction = take("mlp.gate.e_score_correction_bias").float() if moe.correction_bias else None
+        return replace(
+            layer,
+            mixture=Mixture(router, layer.gate_up, layer.down, moe, layer.activation, correction),
+            shared=self._feed_forward(["mlp.shared_experts"]) if moe.shared_intermediate_size else None,
+            shared_gate=matrix(take("mlp.shared_expert_gate.weight"), None) if moe.shared_gate else None,
+        )
+
+    def _take(self, part: str, rows: slice | None = None) -> torch.Tensor:
+        return self.read.part(self.read.take, f"model.layers.{self.index}.{part}", rows)
+
+    def _matrices(self, parts: list[str], *rows: slice | None) -> tuple[list[torch.Tensor], str]:
+        """Matrices that become one, and their packing; `rows` of each, one for all, or none: all rows."""
+        names = [f"model.layers.{self.index}.{part}.weight" for part in parts]
+        each = rows if len(rows) == len(names) else (rows or (None,)) * len(names)
+        return self.read.matrices(names, each, self.dtype)
+
+    def _norm(self, part: str) -> torch.Tensor | None:
         """The weight of the norm of this name, if the family has it."""
-        has_it = part in NORMS[config.norm_placement]
-        return read.norm(f"{name}.{part}.weight") if has_it else None
+        has_it = part in NORMS[self.read.config.norm_placement]
+        return self.read.norm(f"model.layers.{self.index}.{part}.weight") if has_it else None
 
-    def feed_forward(mlps: list[str], biases: bool = False) -> tuple[Matrix, Matrix]:
+    def _feed_forward(self, mlps: list[str], biases: bool = False) -> tuple[Matrix, Matrix]:
         """The gates and ups of these MLPs as one matrix, and their downs."""
+        config, shard, take = self.read.config, self.read.shard, self._take
         gates = [f"{own}.{part}_proj" for part in ("gate", "up") for own in mlps]
         downs = [f"{own}.down_proj" for own in mlps]
-        gate_up = pair_matrix(*matrices(gates, intermediate), config.intermediate_size, shard)
-        down = stacked_matrix(*matrices(downs, hidden), config.hidden_size, shard)
+        intermediate = self._matrices(gates, shard.rows(config.intermediate_size))
+        gate_up = pair_matrix(*intermediate, config.intermediate_size, shard)
+        hidden = self._matrices(downs, shard.rows(config.hidden_size))
+        down = stacked_matrix(*hidden, config.hidden_size, shard)
         if biases:
             gate_up = replace(gate_up, bias=pair_lines([take(f"{own}.bias") for own in gates], gate_up))
             lines = [take(f"{own}.bias") for own in downs]
             down = replace(down, bias=torch.cat([padded_line(own, padded_size(len(own))) for own in lines]))
         return gate_up, down
 
-    def recurrence(kind: str) -> Layer:
+    def _recurrence(self, kind: str) -> Layer:
         """A layer's recurrence, without what follows it."""
         place, inputs, output = MATRICES[kind]
-        biases = kind == "short_conv" and config.recurrent is not None and config.recurrent.conv_bias
-        read_by, packed = matrices([f"{place}.{part}" for part in inputs])
-        (given,), given_packed = matrices([f"{place}.{output}"])
+        recurrent, take = self.read.config.recurrent, self._take
+        biases = kind == "short_conv" and recurrent is not None and recurrent.conv_bias
+        read_by, packed = self._matrices([f"{place}.{part}" for part in inputs])
+        (given,), given_packed = self._matrices([f"{place}.{output}"])
         bias = take(f"{place}.in_proj.bias") if biases else None
         output_bias = take(f"{place}.{output}.bias") if biases else None
-        into, out = (
-            matrix(torch.cat(read_by), bias, packing=packed),
-            matrix(given, output_bias, packing=given_packed),
-        )
+        into = matrix(torch.cat(read_by), bias, packing=packed)
+        out = matrix(given, output_bias, packing=given_packed)
         return Layer(None, into, None, out, None, into, out, is_recurrent=True)
 
-    def attention() -> Layer:
+    def _attention(self) -> Layer:
         """A layer's attention, without what follows it."""
-        names = [f"{name}.self_attn.{part}_proj.weight" for part in of_heads]
-        heads, heads_packing = read.matrices(names, list(of_heads.values()), dtype)
-        biases = [
-            take(f"self_attn.{part}_proj.bias", rows) for part, rows in of_heads.items() if config.qkv_bias
-        ]
-        has_norms = config.qk_norm or config.joint_qk_norm
-        norms = [take(f"self_attn.{part}_norm.weight") for part in "qk" if has_norms]
-        order = _head_order(config, config.rope_of(index), heads[0].device)
-        for part in (heads, biases, norms):
-            if order is not None:  # of queries and keys
-                part[:2] = [
-                    own.view(-1, config.head_dim, *own.shape[1:])[:, order].flatten(0, 1) for own in part[:2]
-                ]
-        both = (norms[0], norms[1]) if norms else None
-        (output,), packed = matrices(["self_attn.o_proj"], hidden)
-        output_bias = take("self_attn.o_proj.bias", hidden) if config.output_bias else None
-        out = matrix(output, output_bias, config.hidden_size, shard, packed)
-        bias, count = torch.cat(biases) if biases else None, config.num_heads + 2 * config.num_kv_heads
-        into = heads_matrix(torch.cat(heads), config.head_dim, bias, heads_packing, count)
-        sinks, gate = take("self_attn.sinks") if config.attention_sinks else None, None
-        if config.attention_gate:
-            (gates,), packed = matrices(["self_attn.gate_proj"])
-            gate_bias = take("self_attn.gate_proj.bias") if config.qkv_bias else None
-            gate = matrix(gates, gate_bias, packing=packed)
+        config, take = self.read.config, self._take
+        into, norms = self._heads()
+        sinks = take("self_attn.sinks") if config.attention_sinks else None
+        out = self._attention_output()
         return Layer(
             None,
             into,
-            both if config.qk_norm else None,
+            norms if config.qk_norm else None,
             out,
             None,
             into,
             out,
             scoring=Scoring(config.attention_scale, config.attention_softcap, sinks),
-            joint_norms=both if config.joint_qk_norm else None,
-            gate=gate,
+            joint_norms=norms if config.joint_qk_norm else None,
+            gate=self._attention_gate() if config.attention_gate else None,
         )
 
-    recurrent = config.recurrent if config.is_recurrent(index) else None
-    mixer = attention() if recurrent is None else recurrence(recurrent.kind)
-    moe = config.moe if config.moe and index in config.moe.layers else None
-    mlps = ["mlp"] if moe is None else [f"mlp.experts.{expert}" for expert in range(moe.num_experts)]
-    gate_up, down = feed_forward(mlps, moe is not None and moe.biases)
-    mixture = shared = shared_gate = None
-    if moe is not None:
-        router = matrix(take("mlp.gate.weight"), take("mlp.gate.bias") if moe.biases else None)
-        correction = take("mlp.gate.e_score_correction_bias").float() if moe.correction_bias else None
-        mixture = Mixture(router, gate_up, down, moe, config.activation, correction)
-        shared = feed_forward(["mlp.shared_experts"]) if moe.shared_intermediate_size else None
-        shared_gate = matrix(take("mlp.shared_expert_gate.weight"), None) if moe.shared_gate else None
-    return replace(
-        mixer,
-        attention_norm=norm("input_layernorm"),
-        feed_forward_norm=norm("post_attention_layernorm"),
-        gate_up=gate_up,
-        down=down,
-        mixture=mixture,
-        activation=config.activation,
-        output_norms=(norm("attention_output_norm"), norm("feed_forward_output_norm")),
-        shared=shared,
-        shared_gate=shared_gate,
-    )
+    def _heads(self) -> tuple[Matrix, tuple[torch.Tensor, torch.Tensor] | None]:
+        """The QKV projection, and the norms of queries and keys, if there are any."""
+        config, take = self.read.config, self._take
+        queries, shared_heads = self.read.shard.head_rows(config)
+        rows = dict(zip("qkv", (queries, shared_heads, shared_heads), strict=True))
+        heads, packing = self._matrices([f"self_attn.{part}_proj" for part in rows], *rows.values())
+        biases = [take(f"self_attn.{part}_proj.bias", own) for part, own in rows.items() if config.qkv_bias]
+        has_norms = config.qk_norm or config.joint_qk_norm
+        norms = [take(f"self_attn.{part}_norm.weight") for part in "qk" if has_norms]
+        order = _head_order(config, config.rope_of(self.index), heads[0].device)
+        for part in (heads, biases, norms):
+            if order is not None:  # of queries and keys
+                part[:2] = [
+                    own.view(-1, config.head_dim, *own.shape[1:])[:, order].flatten(0, 1) for own in part[:2]
+                ]
+        bias, count = torch.cat(biases) if biases else None, config.num_heads + 2 * config.num_kv_heads
+        into = heads_matrix(torch.cat(heads), config.head_dim, bias, packing, count)
+        return into, (norms[0], norms[1]) if norms else None
+
+    def _attention_output(self) -> Matrix:
+        config, shard = self.read.config, self.read.shard
+        rows = shard.rows(config.hidden_size)
+        (output,), packed = self._matrices(["self_attn.o_proj"], rows)
+        bias = self._take("self_attn.o_proj.bias", rows) if config.output_bias else None
+        return matrix(output, bias, config.hidden_size, shard, packed)
+
+    def _attention_gate(self) -> Matrix:
+        (gates,), packed = self._matrices(["self_attn.gate_proj"])
+        bias = self._take("self_attn.gate_proj.bias") if self.read.config.qkv_bias else None
+        return matrix(gates, bias, packing=packed)
 
 
 def has_residual(config: ModelConfig) -> bool:

@@ -24,7 +24,8 @@ from paceline.backends.cuda.kernels.experts import add_experts
 from paceline.backends.cuda.kernels.heads import norm_heads, project_heads
 from paceline.backends.cuda.kernels.linear import add_product, gate_up, project
 from paceline.backends.cuda.kernels.matrix import Normed
-from paceline.backends.cuda.kernels.recurrent import convolve, gate, scan_states
+from paceline.backends.cuda.kernels.recurrent import convolve, scan_states
+from paceline.backends.cuda.kernels.recurrent_output import gate
 from paceline.backends.cuda.kernels.recurrent_types import recurrent_shape
 from paceline.backends.cuda.kernels.residual import add_normed, plain
 from paceline.backends.cuda.kernels.row_tables import RowTables

@@ -88,7 +88,7 @@ def matrix(
 def heads_matrix(
     weight: torch.Tensor, dim: int, bias: torch.Tensor | None, packing: str = "none", heads: int | None = None
 ) -> Matrix:
-    """A matrix [heads * dim, hidden] whose tiles are heads, or a rank's part of one of so many heads."""
+    """A matrix [heads * dim, hidden] whose tiles are heads: all of them, or those of a rank."""
     columns = max(TILE, 1 << (dim - 1).bit_length())
     line = weight.shape[1] if packing in SCALE_WORDS else padded_size(weight.shape[1])
     padded = torch.nn.functional.pad(weight, (0, line - weight.shape[1]))

@@ -1,4 +1,4 @@
-"""Engines whose passes overlap on a GPU give the tokens of those whose passes do not."""
+"""On a GPU, overlapped passes give the same tokens as passes that run one after the other."""
 
 from __future__ import annotations
 

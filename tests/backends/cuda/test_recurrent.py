@@ -73,7 +73,8 @@ class Case:
 
     def run(self, has_context: bool) -> torch.Tensor:
         """What a pass over the rows gives: [rows, values]."""
-        from paceline.backends.cuda.kernels.recurrent import convolve, gate, scan_states
+        from paceline.backends.cuda.kernels.recurrent import convolve, scan_states
+        from paceline.backends.cuda.kernels.recurrent_output import gate
         from paceline.backends.cuda.recurrent import plan_walks
 
         count = np.zeros(self.rows, np.int32)

@@ -79,7 +79,7 @@ def passes(
     rows: Sequence[int] = (),
     packing: str = "none",
 ) -> Work:
-    """A tree, with tokens sampled on the device; then chunks of so many rows."""
+    """A tree whose tokens are sampled on the device, then a prefill chunk for each number of `rows`."""
     from paceline.backends.cuda.backend import CudaBackend
 
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, 512).tolist()

@@ -3,7 +3,7 @@
     convolve       each row with the rows before it on its path: all rows at once
     scan_states    the recurrent state of each head, row by row: a program has a request, a head and some
                    columns of its state
-    gate           norm and gate of the output: all rows at once
+    gate           norm and gate of the output, all rows at once: recurrent_output.py
 
 A row is computed by the same operations whether it came in a prompt, in a draft tree or alone. A walk is a
 list of rows in the order of a scan. For each row it says where the state before it is (in registers, if the
@@ -172,41 +172,6 @@ def _scan_states_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gate_kernel(  # type: ignore[no-untyped-def]
-    read_at,
-    projected_at,
-    norm_at,
-    output_at,
-    width,
-    gate,
-    output_width,
-    eps,
-    is_linear: tl.constexpr,
-    has_norm: tl.constexpr,
-    is_gated_first: tl.constexpr,
-    groups: tl.constexpr,
-    size: tl.constexpr,
-    wide: tl.constexpr,
-    pdl: tl.constexpr,
-) -> None:
-    row, along = tl.program_id(0).to(tl.int64), tl.arange(0, wide)
-    column, inside = tl.program_id(1) * size + along, along < size
-    pdl_sync(pdl)
-    values = tl.load(read_at + row * (groups * size) + column, mask=inside, other=0.0)
-    factor = tl.load(projected_at + row * width + gate + column, mask=inside, other=0.0).to(tl.float32)
-    if not is_linear:
-        factor = factor / (1.0 + tl.exp(-factor))
-    if is_gated_first:
-        values *= factor
-    if has_norm:
-        values *= tl.rsqrt(tl.sum(values * values, 0) / size + eps)
-        values *= tl.load(norm_at + column, mask=inside, other=0.0)
-    if not is_gated_first:
-        values *= factor
-    tl.store(output_at + row * output_width + column, values.to(output_at.dtype.element_ty), mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
 def _store_conv_states_kernel(  # type: ignore[no-untyped-def]
     projected_at,
     seen_at,
@@ -329,39 +294,6 @@ def scan_states(
         config.value_dim,
         triton.next_power_of_2(config.key_dim),
         COLUMNS,
-        pdl,
-        num_warps=4,
-        enable_fp_fusion=False,
-        launch_pdl=pdl,
-    )
-
-
-def gate(
-    shape: RecurrentShape,
-    parameters: RecurrentParameters,
-    layer: int,
-    buffers: RecurrentBuffers,
-    rows: int,
-) -> None:
-    """Write what the output product of a layer reads."""
-    config, is_linear = shape.config, shape.rate < 0
-    groups = config.value_heads if config.kind == "gated_delta" else max(config.norm_groups, 1)
-    size, pdl = shape.values // groups, supports_pdl(buffers.read.device)
-    _gate_kernel[(rows, groups)](
-        buffers.convolved[layer] if is_linear else buffers.read,
-        buffers.projected[layer],
-        None if parameters.norm is None else parameters.norm[layer],
-        buffers.gated,
-        buffers.projected.shape[2],
-        shape.gate,
-        buffers.gated.shape[1],
-        parameters.eps,
-        is_linear,
-        parameters.norm is not None,
-        config.kind == "mamba2" and config.gated_norm,
-        groups,
-        size,
-        triton.next_power_of_2(size),
         pdl,
         num_warps=4,
         enable_fp_fusion=False,
