@@ -89,10 +89,16 @@ def test_replicas_answer_as_one_engine(truth: list[Any]) -> None:
 
 
 async def disturbed(there: Fleet, harm: Callable[[FakeReplica], Any], truth: list[Any]) -> None:
-    """All requests, with one replica harmed once it has sent some tokens."""
+    """All requests, with one replica harmed once the ingress has some of its tokens."""
     asking = asyncio.create_task(answers(there.engine))
     first = there.replicas.all[0]
-    await wait_for(lambda: any(request.num_output > 5 for request in first.engine.unfinished))
+
+    def has_answered_in_part() -> bool:
+        running = [request.prompt_token_ids for request in first.engine.unfinished]
+        received = [request for request in there.engine.unfinished if request.num_output > 5]
+        return any(request.prompt_token_ids in running for request in received)
+
+    await wait_for(has_answered_in_part)
     harmed = harm(first)
     if harmed is not None:
         await harmed

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import gc
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -45,8 +47,20 @@ class Graphs:
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
             # other threads may allocate meanwhile: one loads the next head while requests run
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with _no_collection(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 work()
             self._captured[name] = graph
             return
         graph.replay()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python from collecting garbage: freeing an old graph during a capture makes the capture invalid."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
