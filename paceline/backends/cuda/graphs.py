@@ -56,7 +56,7 @@ class Graphs:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep Python from collecting garbage: freeing an old graph during a capture makes the capture invalid."""
+    """Collect no garbage meanwhile: freeing an old graph during a capture makes the capture invalid."""
     enabled = gc.isenabled()
     gc.disable()
     try:
