@@ -36,6 +36,7 @@ class Backend(Protocol):
     chooses: bool = False  # it takes a batch's choices
     drafts_on_device: bool = False  # make_async_decoder takes drafts
     adapters: Collection[str] = ()  # names of loaded LoRA adapters, which a batch may ask for
+    attention_window: int | None = None  # last positions that rows attend to in any layer; None: all
     bytes_per_state: int = 0  # of the recurrent layers' states of one request; 0: no layer is recurrent
 
     def make_pool(self, num_pages: int) -> KVPool:

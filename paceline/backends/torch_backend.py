@@ -58,6 +58,7 @@ class TorchBackend(Backend):
         self.max_rows = max_rows
         self.device, self.dtype = model.device, model.dtype
         self.weight_format = weight_format or str(self.dtype).removeprefix("torch.")
+        self.attention_window = model.config.widest_window
         self.bytes_per_state = sum(mixer.bytes_per_state for mixer in model.recurrences)
         self.adapters: dict[str, Transformer] = {}  # the model with each
         self.ranks = ranks

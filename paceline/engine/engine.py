@@ -67,7 +67,7 @@ class Engine:
         )
         self.stats = StepStats()  # of the last step
         self.grammars = GrammarCompiler(tokenizer, limits.vocab_size)  # any thread may use it
-        self._pool = self.kv.add_pool(backend)
+        self._pool = self.kv.add_pool(backend, backend.attention_window)
         if backend.bytes_per_state:
             self.kv.add_states(backend)
         self._seed = seed

@@ -6,6 +6,9 @@ commit keeps the accepted ones, compacted if they are not contiguous:
     committed            rows of the step, as the pass wrote them
     0 ... context - 1  | last token | node 0 | node 1 | node 2 |      accepted: nodes 0 and 2
                        | last token | node 0 | node 2 |               after commit
+
+If every layer of every pool has a sliding window, commit also releases the pages that no later row attends
+to. Their entries of the page table stay: kernels may load what is there, and mask it.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ class _Sequence:
 
     salt: str
     pages: list[int] = field(default_factory=list)
+    released: int = 0  # leading pages that are outside of every window, and not held any more
     length: int = 0  # committed tokens
     indexed: int = 0  # full pages already in the prefix cache
     matched: int = 0  # pages of the prompt that were in the prefix cache, with a state after them or not
@@ -65,13 +69,18 @@ class KVCache:
         self.prefix_hits = 0  # tokens found there
         self.states: SequenceStates | None = None  # of recurrent layers
         self._pools: list[tuple[PoolOwner, KVPool]] = []
+        self._windows: list[int | None] = []  # of each pool
         self._sequences: dict[int, _Sequence] = {}
         self._free_slots = list(range(max_sequences - 1, -1, -1))
 
-    def add_pool(self, owner: PoolOwner) -> KVPool:
-        """A new pool, made by its owner, that shares this page table."""
+    def add_pool(self, owner: PoolOwner, window: int | None = None) -> KVPool:
+        """A new pool, made by its owner, that shares this page table.
+
+        `window`: the number of last positions that a row attends to in any layer, its own included; None: all.
+        """
         pool = owner.make_pool(self.pages.num_pages)
         self._pools.append((owner, pool))
+        self._windows.append(window)
         return pool
 
     def add_states(self, owner: StateOwner) -> None:
@@ -96,7 +105,7 @@ class KVCache:
         return self._sequences[slot].length
 
     def num_pages(self, slot: int) -> int:
-        """The number of pages that a slot holds."""
+        """The number of pages of a slot's tokens, with those outside of its window."""
         return len(self._sequences[slot].pages)
 
     def open(self, token_ids: Sequence[int], salt: str = "", reuse: bool = True) -> tuple[int, int] | None:
@@ -170,6 +179,7 @@ class KVCache:
             self.rooms[slot] -= self.page_size
         if self.enable_prefix_caching and sequence.length >= (sequence.indexed + 1) * self.page_size:
             self._index_full_pages(slot, sequence, token_ids)
+        self._release_outside_windows(sequence)
         if self.states is not None:
             rows = [*range(in_place), *accepted_rows]
             borders = self._new_borders(sequence, len(rows))
@@ -180,7 +190,8 @@ class KVCache:
         sequence = self._sequences.pop(slot)
         if self.states is not None:
             self.states.release(slot)
-        for page in reversed(sequence.pages):  # last first: descendants are evicted before their ancestors
+        held = sequence.pages[sequence.released :]
+        for page in reversed(held):  # last first: descendants are evicted before their ancestors
             self.pages.drop(page, forget)
         self.page_tables[slot, : len(sequence.pages)] = -1
         self.rooms[slot] = 0
@@ -205,6 +216,8 @@ class KVCache:
         This frees the duplicate, and keeps every indexed page's parent indexed and held.
         """
         for number in range(sequence.indexed, sequence.length // self.page_size):
+            if 0 < number <= sequence.released:  # its parent is not held, and may be another's page
+                return
             parent = self.pages.serial(sequence.pages[number - 1]) if number else sequence.salt
             if parent is None:  # the parent was dropped from the index when another sequence failed
                 return
@@ -219,6 +232,21 @@ class KVCache:
                 sequence.pages[number] = existing
                 self.page_tables[slot, number] = existing
             sequence.indexed = number + 1
+
+    def _release_outside_windows(self, sequence: _Sequence) -> None:
+        """Release the leading pages that no row after the committed tokens attends to.
+
+        They stay in the prefix cache until other pages are needed. The last full page is kept: the next one
+        is indexed after it.
+        """
+        windows = [window for window in self._windows if window is not None]
+        if len(windows) < len(self._windows):
+            return
+        first_seen = sequence.length - max(windows, default=sequence.length) + 1
+        end = min(first_seen, sequence.length - self.page_size) // self.page_size
+        for number in range(sequence.released, end):
+            self.pages.drop(sequence.pages[number])
+        sequence.released = max(sequence.released, end)
 
     def _new_borders(self, sequence: _Sequence, count: int) -> dict[int, int]:
         """After how many of the last `count` tokens a state is worth keeping, and the serial number of the

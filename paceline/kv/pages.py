@@ -10,6 +10,8 @@ A page is in exactly one of three states:
 The index is exact. Each indexed page has a unique serial number, and its key is its parent's serial number
 with its own tokens: equal keys mean equal tokens all the way to the root, without trusting a hash. A page's
 holders hold its ancestors too and release them last, so an ancestor is never evicted before its descendants.
+Sliding windows are the exception: a sequence releases ancestors first. Then descendants of an evicted page
+are not found any more, until they are evicted in their turn.
 """
 
 from __future__ import annotations

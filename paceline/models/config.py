@@ -277,6 +277,13 @@ class ModelConfig:
         """The number of last positions, its own included, that a token of `layer` attends to; None: all."""
         return self.sliding_windows[layer] if self.sliding_windows else None
 
+    @property
+    def widest_window(self) -> int | None:
+        """The number of last positions that a token attends to in any layer; None: all of them in some."""
+        windows = [self.window(layer) for layer in self.attending_layers]
+        known = [window for window in windows if window is not None]
+        return max(known) if known and len(known) == len(windows) else None
+
     def reach(self, layer: int) -> Reach:
         """What a token of `layer` attends to."""
         return Reach(self.window(layer), self.attention_chunks[layer] if self.attention_chunks else None)

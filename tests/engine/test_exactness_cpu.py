@@ -75,7 +75,7 @@ def test_same_bytes_with_tiny_prefill_chunks(backend, alone, rows):
 
 
 def test_same_bytes_with_preemption_and_prefix_hits(backend, alone):
-    results, engine = run(backend, [*requests(), *requests()], num_pages=24)
+    results, engine = run(backend, [*requests(), *requests()], num_pages=12)
     assert results == alone + alone
     assert engine.scheduler.num_preemptions > 0
     results, engine = run(backend, [*requests(), *requests()])

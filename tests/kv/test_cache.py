@@ -95,6 +95,39 @@ def test_equal_pages_of_two_sequences_become_one():
     assert kv.pages.num_available == 16 - 4  # two shared pages and one partial page each
 
 
+def test_pages_that_no_later_row_attends_to_are_released():
+    kv, tokens = cache(), list(range(30))
+    kv.add_pool(ToyBackend(), window=6)
+    slot, _ = kv.open(tokens[:1])
+    for end in range(1, 31):
+        assert kv.reserve(slot, end)
+        kv.commit(slot, tokens[:end], 1)
+        assert kv.pages.num_pages - kv.pages.num_available == -(-end // PAGE) - _first_page_in(6, end)
+    other, _ = kv.open(list(range(100, 152)))  # takes the pages of the beginning
+    kv.release(other)
+    assert kv.open(tokens)[1] == 0
+
+
+def test_a_pool_without_a_window_keeps_all_pages():
+    kv = cache()
+    kv.add_pool(ToyBackend(), window=6)
+    kv.add_pool(ToyBackend())
+    fill(kv, list(range(30)))
+    assert kv.pages.num_available == 16 - 8
+
+
+def test_a_page_after_one_that_others_hold_by_now_is_not_indexed():
+    kv = cache(num_pages=4)
+    kv.add_pool(ToyBackend(), window=6)
+    first, failed = [fill(kv, list(range(4)))[0] for _ in range(2)]
+    kv.release(failed, forget=True)  # the index has no page any more after which those of `first` could come
+    for end in range(5, 25):
+        assert kv.reserve(first, end)
+        kv.commit(first, list(range(end)), 1)
+    kv.release(first)
+    assert kv.open(list(range(25))) is None or kv.prefix_hits == 0
+
+
 def test_without_room_no_page_is_taken():
     kv = cache(num_pages=4)
     slot, _ = fill(kv, list(range(9)))
@@ -149,11 +182,13 @@ def test_commit_moves_only_accepted_rows_that_are_not_contiguous():
     assert backend.moved == 2
 
 
+@pytest.mark.parametrize("window", [None, 6])
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30), st.integers(0, 2)), min_size=1, max_size=60))
 @settings(max_examples=150)
-def test_no_sequence_of_operations_mixes_up_page_holders(operations):
+def test_no_sequence_of_operations_mixes_up_page_holders(window, operations):
     """Held, cached and free pages always make up the whole, and a found page has the right tokens."""
     kv = cache(num_pages=12)
+    kv.add_pool(ToyBackend(), window)
     content: dict[int, tuple[int, ...]] = {}  # what each page was last filled with
     slots: dict[int, list[int]] = {}
     for kind, length, alphabet in operations:
@@ -179,17 +214,24 @@ def test_no_sequence_of_operations_mixes_up_page_holders(operations):
         elif slots:
             slot, _ = slots.popitem()
             kv.release(slot, forget=alphabet == 0)
-        held = {int(page) for slot in slots for page in kv.page_tables[slot] if page >= 0}
+        # pages of each slot before this one are outside of its window
+        seen = {slot: _first_page_in(window, len(tokens)) for slot, tokens in slots.items()}
+        held = {int(page) for slot in slots for page in kv.page_tables[slot, seen[slot] :] if page >= 0}
         assert len(held) + kv.pages.num_available == 12
         assert not held & set(kv.pages.free_pages())
         for slot, tokens in slots.items():
-            for page in range(len(tokens) // PAGE):
+            for page in range(seen[slot], len(tokens) // PAGE):
                 assert content[int(kv.page_tables[slot, page])] == tuple(tokens[: (page + 1) * PAGE])
     for slot in slots:
         kv.release(slot)
     assert kv.pages.num_available == 12
     assert (kv.page_tables == -1).all()
     assert kv.page_tables.dtype == np.int32
+
+
+def _first_page_in(window, length):
+    """The first page that a row after `length` tokens attends to, or the last full one before it."""
+    return 0 if window is None else max(min(length - window + 1, length - PAGE), 0) // PAGE
 
 
 def size(**changes):

@@ -35,6 +35,7 @@ class CpuBackend(CompiledModel, Backend):
         super().__init__(workspace, beside)
         self.quantization = quantization
         self.weight_format = "float32" if quantization == "none" else quantization
+        self.attention_window = self.config.widest_window
         self._feature_layers: tuple[int, ...] = ()  # of the last pass
         self._features = np.empty((0, 0), dtype=np.float32)
         self._tell_kept(())

@@ -83,6 +83,7 @@ class CudaBackend(Backend):
         dtype = str(weights.dtype).removeprefix("torch.")
         self.weight_format = dtype if quantization == "none" else quantization
         self.config = weights.config
+        self.attention_window = self.config.widest_window
         self.max_rows = max_rows
         self.device = weights.device
         self.dtype = weights.dtype
