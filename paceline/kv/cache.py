@@ -76,7 +76,7 @@ class KVCache:
     def add_pool(self, owner: PoolOwner, window: int | None = None) -> KVPool:
         """A new pool, made by its owner, that shares this page table.
 
-        `window`: the number of last positions that a row attends to in any layer, its own included; None: all.
+        `window`: the last positions that a row attends to in any layer, its own included; None: all.
         """
         pool = owner.make_pool(self.pages.num_pages)
         self._pools.append((owner, pool))
