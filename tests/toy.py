@@ -19,7 +19,7 @@ from paceline.backends.base import Backend
 from paceline.control.controller import Controller, FixedController
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.features import Features
-from paceline.core.forward import Choices, ForwardBatch, ForwardOutput, KeptFeatures, KVPool
+from paceline.core.forward import Choices, ForwardBatch, ForwardOutput, KeptFeatures, KVPool, StatePool
 from paceline.core.request import Request
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.core.truncation import KEEPS_ALL
@@ -152,6 +152,7 @@ class ToyBackend(Backend):
         longest: int,
         feature_layers: tuple[int, ...],
         kept: tuple[KeptFeatures, ...] = (),
+        states: StatePool | None = None,
     ) -> ToyDecoder | None:
         assert isinstance(pool, ToyPool)
         return ToyDecoder(self, pool, slots, len(feature_layers)) if self.on_device else None

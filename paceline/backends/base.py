@@ -79,10 +79,12 @@ class Backend(Protocol):
         longest: int,
         feature_layers: tuple[int, ...],
         kept: tuple[KeptFeatures, ...] = (),
+        states: StatePool | None = None,
     ) -> AsyncDecoder | None:
         """A decoder with `slots` slots for requests of at most `longest` tokens; None if there is none.
 
         Passes that do not draft give the features of these layers, and leave to heads' pools what they keep.
+        Passes advance the states of recurrent layers themselves, along the accepted tokens.
         """
         return None
 

@@ -89,7 +89,13 @@ class Engine:
         self._device = DeviceExecutor(
             self._make_decoder if samples else _no_decoder, self._drafting, self.kv, clock
         )
-        self._overlap = OverlapScheduler(self.scheduler, self._device, self._host, self._plan)
+        self._overlap = OverlapScheduler(
+            self.scheduler,
+            self._device,
+            self._host,
+            self._plan,
+            overlaps_prefills=not backend.bytes_per_state,
+        )
         self._next_plan: _Planned | None = None  # planned, but no pass was scheduled by it yet
         self._counted = (0, 0)  # preemptions and drafter failures that earlier steps have reported
         self._clock = clock
@@ -269,7 +275,8 @@ class Engine:
             return self._fail(self._lost_with(done), error)
         advance, lookahead = self._processor.advance, self._device.lookahead
         pairs = zip(result.parts, result.verdicts, strict=True)
-        deltas = [advance(part, verdict, lookahead) for part, verdict in pairs]
+        on_device = done.schedule.executor.on_device
+        deltas = [advance(part, verdict, lookahead, on_device) for part, verdict in pairs]
         self._drafting.observe(result.parts, result.verdicts, result.features)
         ended = [part.request for part in result.parts if part.request.finish_reason is not None]
         for request in ended:  # only now: drafters observe requests that still hold their pages
@@ -312,8 +319,9 @@ class Engine:
             self._drafting.feature_layers,
             self._drafting.kept_features,
         )
+        states = None if self.kv.states is None else self.kv.states.pool
         return self.backend.make_async_decoder(
-            self._pool, limits.max_num_seqs, limits.max_model_len, layers, kept_features
+            self._pool, limits.max_num_seqs, limits.max_model_len, layers, kept_features, states
         )
 
     def _remove(self, request: Request) -> None:

@@ -26,8 +26,11 @@ class OutputProcessor:
         self._kv = kv
         self._clock = clock
 
-    def advance(self, part: Scheduled, verdict: Verdict, room: int) -> Delta:
-        """The delta of a request: append its tokens, commit their KV with `room` more, end it if it must."""
+    def advance(self, part: Scheduled, verdict: Verdict, room: int, on_device: bool = False) -> Delta:
+        """The delta of a request: append its tokens, commit their KV with `room` more, end it if it must.
+
+        `on_device`: the pass has accepted the tokens itself, and advanced recurrent states along them.
+        """
         request, tokens = part.request, verdict.tokens
         if verdict.error is not None:
             self.end(request, "error", error=verdict.error)
@@ -42,7 +45,7 @@ class OutputProcessor:
             accepted = accepted[: len(tokens)]
         rows = part.num_tokens + len(accepted)
         if not accepted or accepted[-1] == len(accepted) - 1:  # contiguous, since paths ascend
-            self._kv.commit(request.slot, request.token_ids, rows, (), room)
+            self._kv.commit(request.slot, request.token_ids, rows, (), room, on_device)
         else:
             moved = [part.num_tokens + node for node in accepted]
             self._kv.commit(request.slot, request.token_ids, part.num_tokens, moved, room)

@@ -33,12 +33,18 @@ class OverlapScheduler:
         device: DeviceExecutor,
         host: Executor,
         plan: Callable[[bool], StepPlan],
+        overlaps_prefills: bool = True,
     ) -> None:
-        """`plan` makes the next step's plan."""
+        """`plan` makes the next step's plan.
+
+        Without `overlaps_prefills` a host pass is read before the next one: recurrent states advance then, by
+        what the pass has left in buffers.
+        """
         self._scheduler = scheduler
         self._device = device
         self._host = host
         self._plan = plan
+        self._overlaps_prefills = overlaps_prefills
         self._waited = 0  # passes, summed over the waiting requests
         self._last_decode: tuple[list[Request], DraftPlan] = ([], PLAIN)  # requests and plan of _last_parts
         self._last_parts: list[Scheduled] = []
@@ -92,7 +98,8 @@ class OverlapScheduler:
         """
         running = self._scheduler.running
         is_alone = len(pipeline) == 1 and len(pipeline.on_host) == len(running)
-        if not is_alone or not self._scheduler.waiting or self._device.needs_features:
+        is_read_first = self._device.needs_features or not self._overlaps_prefills
+        if not is_alone or not self._scheduler.waiting or is_read_first:
             return None
         parts = self._scheduler.schedule([PLAIN] * len(running), set(running))
         return Schedule(parts, self._host) if parts else None

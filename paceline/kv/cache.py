@@ -162,11 +162,13 @@ class KVCache:
         in_place: int,
         accepted_rows: Sequence[int] = (),
         room: int = 0,
+        states_advanced: bool = False,
     ) -> None:
         """Keep the first `in_place` rows of the pass, then the accepted ones, given as local rows.
 
         `token_ids` are the sequence's tokens, at least as many as are committed now. Pages that a draft
-        reserved beyond them and `room` more tokens are released.
+        reserved beyond them and `room` more tokens are released. `states_advanced`: the pass has advanced the
+        recurrent states itself; then none is kept for the prefix cache.
         """
         sequence = self._sequences[slot]
         if accepted_rows:
@@ -180,7 +182,7 @@ class KVCache:
         if self.enable_prefix_caching and sequence.length >= (sequence.indexed + 1) * self.page_size:
             self._index_full_pages(slot, sequence, token_ids)
         self._release_outside_windows(sequence)
-        if self.states is not None:
+        if self.states is not None and not states_advanced:
             rows = [*range(in_place), *accepted_rows]
             borders = self._new_borders(sequence, len(rows))
             self.states.advance(slot, rows, borders, is_running=len(rows) < self.page_size)

@@ -15,6 +15,7 @@ from paceline.core.params import SamplingParams
 from paceline.kv import states
 from tests.engine.test_exactness import prompt, requests, result, together
 from tests.toy import ScriptedDrafter, ToyBackend, ToyPool, drain, toy_engine
+from tests.toy_decoder import ToyDecoder
 
 
 class ToyStates:
@@ -50,8 +51,12 @@ class RecurrentToy(ToyBackend):
                 states.hashes[checkpoints[count]] = state
         states.hashes[slot] = state
 
+    def make_async_decoder(self, pool, slots, longest, feature_layers, kept=(), states=None):  # type: ignore[no-untyped-def]
+        return RecurrentDecoder(self, pool, slots, states) if self.on_device else None
+
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        assert batch.states is not None
+        if batch.states is None:  # of a device pass, whose buffers are its own
+            return super().forward(batch)
         pool = batch.states.pool
         assert isinstance(pool, ToyStates)
         pool.rows = {}
@@ -74,6 +79,25 @@ class RecurrentToy(ToyBackend):
         return state
 
 
+class RecurrentDecoder(ToyDecoder):
+    """A ToyDecoder whose passes advance the states of their slots."""
+
+    def __init__(self, backend: RecurrentToy, pool: ToyPool, slots: int, states: ToyStates) -> None:
+        super().__init__(backend, pool, slots, 0)
+        self._states = states
+
+    def _pass(self, slots, page_tables):  # type: ignore[no-untyped-def]
+        size = self._backend.page_size
+        for slot in slots:
+            expected = None
+            for index in range(self._lengths[slot]):
+                place = self._page(slot, index, page_tables) * size + index % size
+                expected = hash((expected, int(self._pool.tokens[place])))
+            assert self._states.hashes[slot] == expected
+            self._states.hashes[slot] = hash((expected, int(self._tokens[slot])))
+        return super()._pass(slots, page_tables)
+
+
 @pytest.fixture(scope="module")
 def alone():
     """Each request's result when it has an engine without recurrent layers to itself."""
@@ -86,15 +110,16 @@ def alone():
     return results
 
 
-@pytest.mark.parametrize("style", ["partly", "tree"])
+@pytest.mark.parametrize(("style", "on_device"), [("partly", False), ("tree", False), ("partly", True), ("", True)])
 @pytest.mark.parametrize("num_pages", [26, 200])
-def test_chunks_drafts_preemptions_and_prefix_hits(alone, style, num_pages, monkeypatch):
+def test_chunks_drafts_preemptions_and_prefix_hits(alone, style, num_pages, on_device, monkeypatch):
     monkeypatch.setattr(states, "MAX_CHECKPOINTS", 4 * num_pages)
     truth = {tuple(ids): alone[number][0] for number, (ids, _) in enumerate(requests())}
     engine = toy_engine(
-        RecurrentToy(max_rows=17),
-        drafter=ScriptedDrafter(truth, style),
+        RecurrentToy(max_rows=17, on_device=on_device),
+        drafter=ScriptedDrafter(truth, style) if style else None,
         budget=6,
+        branching=1 if on_device else 2,
         num_pages=num_pages,
         max_model_len=100,
         max_num_seqs=7,
@@ -102,6 +127,7 @@ def test_chunks_drafts_preemptions_and_prefix_hits(alone, style, num_pages, monk
     )
     for _ in range(2):
         assert [result(request) for request in together(engine)] == alone
+    assert bool(engine.backend.num_launched) == on_device
     assert engine.scheduler.num_preemptions > 0 or num_pages > 26
     assert engine.kv.prefix_hits > 0 or num_pages == 26
 

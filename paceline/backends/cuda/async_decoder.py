@@ -22,6 +22,7 @@ from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork, Mod
 from paceline.backends.cuda.draft_shape import chain_shape
 from paceline.backends.cuda.graphs import bucket, buckets
 from paceline.backends.cuda.head import HeadPool
+from paceline.backends.cuda.kernels.recurrent_types import StateTensors
 from paceline.backends.cuda.pass_buffers import Buffer, make_buffer
 from paceline.backends.cuda.shared_prefix import find_shared_prefixes, no_shared_prefix, uniform_rows
 from paceline.backends.cuda.slot_writer import SlotWriter
@@ -65,11 +66,12 @@ class CudaAsyncDecoder:
         feature_layers: tuple[int, ...] = (),
         kept: tuple[KeptFeatures, ...] = (),
         ranks: Ranks | None = None,
+        states: StateTensors | None = None,
     ) -> None:
         """Passes without a draft return the features of these layers, or store them in a head's pool."""
         self.device, self.ranks = weights.device, ranks
         self._weights, self._pool, self._longest, self._page_size = weights, pool, longest, page_size
-        self._feature_layers, self._kept = feature_layers, kept
+        self._feature_layers, self._kept, self._states = feature_layers, kept, states
         self._rows = bucket(slots)
         self._requests = make_requests(slots, longest, page_size, self.device)
         self._writer = SlotWriter(self._requests, weights.config.vocab_size)
@@ -253,6 +255,7 @@ class CudaAsyncDecoder:
             look_up=None if draft is None else draft.look_up,
             host_drafts=0 if draft is None else draft.host_tokens,
             draft_levels=None if draft is None else draft.network_length,
+            states=self._states,
         )
         gives_found = draft is not None and draft.reads_texts
         buffers = deque(

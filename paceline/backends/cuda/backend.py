@@ -100,7 +100,6 @@ class CudaBackend(Backend):
         if weights.recurrent is not None:
             self._recurrences = Recurrences(self.config, weights.recurrent, bucket(max_rows), self.device)
             self.bytes_per_state = state_bytes(self.config)
-            self.drafts_on_device = False  # only a host pass has states
 
     @classmethod
     def load(
@@ -331,16 +330,18 @@ class CudaBackend(Backend):
         longest: int,
         feature_layers: tuple[int, ...],
         kept: tuple[KeptFeatures, ...] = (),
+        states: StatePool | None = None,
     ) -> CudaAsyncDecoder | None:
         """A decoder with `slots` slots for requests of at most `longest` tokens.
 
-        None if features are wanted by the host and by a head at once, or layers are recurrent: only a host
-        pass does that.
+        None if features are wanted by the host and by a head at once: only a host pass does that.
         """
-        if len(kept) + bool(feature_layers) > 1 or self._recurrences is not None:
+        if len(kept) + bool(feature_layers) > 1:
             return None
+        own = None if states is None else cast(CudaStates, states).tensors
+        sizes = slots, longest, PAGE_SIZE
         return CudaAsyncDecoder(
-            self.weights, cast(Pool, pool), slots, longest, PAGE_SIZE, feature_layers, kept, self.ranks
+            self.weights, cast(Pool, pool), *sizes, feature_layers, kept, self.ranks, own
         )
 
     @made_on_all_ranks

@@ -12,6 +12,8 @@ the target, with the request's own noise, samples it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -30,6 +32,7 @@ from paceline.backends.cuda.kernels.draft_sampling import (
 from paceline.backends.cuda.kernels.features import store_features
 from paceline.backends.cuda.kernels.logit_edits import EditState, count_tokens
 from paceline.backends.cuda.kernels.prompt_lookup import prompt_lookup
+from paceline.backends.cuda.kernels.recurrent_types import StateTensors, recurrent_shape
 from paceline.backends.cuda.kernels.row_tables import RowTables, UniformRows
 from paceline.backends.cuda.kernels.sampling import Candidates
 from paceline.backends.cuda.kernels.step_rows import (
@@ -50,6 +53,7 @@ from paceline.backends.cuda.kernels.step_rows import (
     begin_rows,
     make_requests,
 )
+from paceline.backends.cuda.loop_states import LoopStates
 from paceline.backends.cuda.model import run_layers, run_lm_head
 from paceline.backends.cuda.persistent import PersistentLayers
 from paceline.backends.cuda.shared_prefix import SharedPrefix, SharedPrefixTables
@@ -85,6 +89,7 @@ class DecodeLoop:
         look_up: NgramLookup | None = None,
         host_drafts: int = 0,
         draft_levels: int | None = None,
+        states: StateTensors | None = None,
     ) -> None:
         """Steps of at most `max_rows` requests, plain if nothing drafts.
 
@@ -93,7 +98,7 @@ class DecodeLoop:
         `host_drafts` tokens that the decoder's `launch` takes. If a network drafts too, the first
         `draft_levels` tokens (None: all) are its own where nothing is found. If no network drafts,
         `features` [rows of a pass, width] are the hidden states of its rows at `feature_layers`; a head's
-        pool stores them too, if `kept`.
+        pool stores them too, if `kept`. `states` are those of recurrent layers.
         """
         device, config = weights.device, weights.config
         self.weights, self.pool, self.requests, self.page_size = weights, pool, requests, page_size
@@ -141,7 +146,14 @@ class DecodeLoop:
         self._accepted, self._slots = integers(max_rows, shape.levels + 1), integers(max_rows)
         self._sampler = StepSampler(max_rows, self._shape, weights)
         self.logprobs = self._sampler.logprobs
-        self._workspace = make_workspace(weights, Room.of(max_rows * self.nodes, requests.tokens.shape[1]))
+        room = Room.of(max_rows * self.nodes, requests.tokens.shape[1])
+        self._states: LoopStates | None = None
+        if weights.recurrent is not None and config.recurrent is not None:
+            assert states is not None
+            own = recurrent_shape(config.recurrent, config.hidden_size)
+            self._states = LoopStates(own, weights.recurrent, states, shape, max_rows)
+            room = replace(room, nodes=max(self._states.nodes, 1))
+        self._workspace = make_workspace(weights, room)
         self._megakernel = PersistentLayers(weights, self._workspace, pool, page_size)
         if draft is not None:
             rows = max_rows * max(len(table) for table in plan.children)
@@ -185,6 +197,8 @@ class DecodeLoop:
         state, chosen = self.requests, self._slots[:rows]
         valid_slots = chosen.clamp(min=0).long()
         self._sampler.begin(state, valid_slots)
+        if self._states is not None:
+            self._states.begin(chosen)
         if self.draft is not None and self.draft.features is not None and self._kept is not None:
             count, lengths = self._recomputed, state.lengths[valid_slots, None].long()
             first = (lengths - count).clamp(min=0)
@@ -244,6 +258,8 @@ class DecodeLoop:
         )
         if needs & SamplingNeeds.LOGIT_EDITS and edits is not None:
             count_tokens(slots, edits, self.output, self.counts)
+        if self._states is not None and self._workspace.recurrent is not None:
+            self._states.advance(self._workspace.recurrent, slots, self.counts, self._accepted)
         for pool in self._moved:
             keys, values = pool.keys, pool.values
             move_accepted(keys, values, slots, state, self.counts, self._accepted, self.page_size)
@@ -270,7 +286,8 @@ class DecodeLoop:
         inputs, count = self._pass(0, rows), rows * self.nodes
         known, features = (inputs.tokens, inputs.tables), (self.features, self.feature_layers)
         if not self._megakernel.run(*known, *features):
-            run_layers(weights, workspace, *known, self.pool, self.page_size, *features)
+            recurrent = None if self._states is None else self._states.rows(rows)
+            run_layers(weights, workspace, *known, self.pool, self.page_size, *features, recurrent)
         run_lm_head(weights, workspace, workspace.attention_input, count, joins=needs != 0)
         rows_of_step = (inputs.tokens, inputs.tables.positions)
         slots = self._slots[:rows]

@@ -100,24 +100,47 @@ def plan_walks(batch: ForwardBatch) -> WalkPlan:
     """The walks along the rows of every request: a row continues from its parent."""
     lines = np.zeros((LINES, batch.num_rows), dtype=np.int32)
     parents, slots, rows, before, after, begins, counts, walk_slots = lines
-    rows[:], before[:], after[:] = np.arange(batch.num_rows), CONTINUES, -1
+    rows[:] = np.arange(batch.num_rows)
     nodes, firsts = 0, dict[int, tuple[int, bool]]()
     for request in range(batch.num_requests):
         first, end = int(batch.row_offsets[request]), int(batch.row_offsets[request + 1])
         slot = -1 if batch.states is None else int(batch.states.slots[request])
-        has_state = slot >= 0 and bool(batch.context_lengths[request] > 0)  # kernels take no numpy bools
+        has_state = slot >= 0 and bool(batch.context_lengths[request] > 0)
         firsts[slot] = first, has_state
         local = batch.parents[first:end]
         parents[first:end] = np.where(local >= 0, first + local, -1)
         slots[first:end] = slot if has_state else -1
         begins[request], counts[request], walk_slots[request] = first, end - first, max(slot, 0)
-        before[first:end][local < 0] = FIRST if has_state else NOTHING
-        for row in np.flatnonzero((local >= 0) & (local != np.arange(end - first) - 1)):
-            parent = first + int(local[row])
-            if after[parent] < 0:
-                after[parent], nodes = nodes, nodes + 1
-            before[first + row] = after[parent]
+        order = order_walk(local, has_state)
+        before[first:end], after[first:end] = order.numbered(nodes)
+        nodes += order.nodes
     return WalkPlan(lines, nodes, firsts)
+
+
+@dataclass(frozen=True)
+class WalkOrder:
+    """The walk along the rows of one request: where the state before each is, and after which it is stored."""
+
+    before: Int32Array  # [rows] as of Walks; stored states are numbered from 0
+    after: Int32Array  # [rows]
+    nodes: int  # stored states
+
+    def numbered(self, first: int) -> tuple[Int32Array, Int32Array]:
+        """`before` and `after`, with stored states numbered from `first`."""
+        before, after = (np.where(part >= 0, part + first, part) for part in (self.before, self.after))
+        return before, after
+
+
+def order_walk(parents: Int32Array, has_state: bool) -> WalkOrder:
+    """The walk along rows with these parents: a state is stored where another row than the next goes on."""
+    before = np.where(parents < 0, FIRST if has_state else NOTHING, CONTINUES).astype(np.int32)
+    after, nodes = np.full(len(parents), -1, dtype=np.int32), 0
+    for row in np.flatnonzero((parents >= 0) & (parents != np.arange(len(parents)) - 1)):
+        parent = int(parents[row])
+        if after[parent] < 0:
+            after[parent], nodes = nodes, nodes + 1
+        before[row] = after[parent]
+    return WalkOrder(before, after, nodes)
 
 
 class Recurrences:
@@ -172,16 +195,17 @@ class Recurrences:
         for number, to in stored.items():
             after[number - 1] = to
         path = begin + np.asarray(rows)
-        numbers = np.concatenate((path, before, after, [0, count, slot], [*stored], [*stored.values()]))
+        walk = [0, count, slot, slot if has_state else -1]
+        numbers = np.concatenate((path, before, after, walk, [*stored], [*stored.values()]))
         there = to_device(numbers.astype(np.int32), states.seen.device)
         path_rows, befores, afters = there[: 3 * count].view(3, count)
-        begins, counts, slots = there[3 * count : 3 * count + 3].view(3, 1)
-        kept_counts, to_slots = there[3 * count + 3 :].view(2, -1)
+        begins, counts, slots, read_slots = there[3 * count : 3 * count + 4].view(4, 1)
+        kept_counts, to_slots = there[3 * count + 4 :].view(2, 1, -1)
         shape, walks = self._shape, Walks(path_rows, befores, afters, begins, counts, slots)
         if shape.rate >= 0:
             whole = slice(None)
             scan_states(shape, self._parameters, whole, buffers, states, states.memory, walks, writes=False)
-        store_conv_states(shape, buffers, states, path_rows, kept_counts, to_slots, int(slot), has_state)
+        store_conv_states(shape, buffers, states, path_rows, begins, read_slots, kept_counts, to_slots)
         if count in checkpoints:
             copy_state(states, slot, checkpoints[count])
 

@@ -76,6 +76,7 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
         look_up,
         host_drafts,
         draft_levels,
+        states,
     ):  # type: ignore[no-untyped-def]
         made.append(Recording(state, rows, 1 + given.levels, host_drafts))
         return made[-1]

@@ -16,6 +16,7 @@ from paceline.models.layout import expected_tensors
 from paceline.models.recurrent import RECURRENCES, State, StateView, walk
 from paceline.models.registry import load_checkpoint
 from tests.backends.cuda.test_backend import make
+from tests.backends.cuda.test_decode_loop import random_weights
 from tests.tiny import save_checkpoint
 
 HIDDEN, SLOTS, SLOT, EPS = 12, 4, 2, 1e-2
@@ -123,6 +124,62 @@ def test_a_tree_and_its_accepted_path_are_those_of_torch(
             torch.testing.assert_close(got, own, rtol=1e-3, atol=1e-3)
     for before, slot in zip(others, (0, 1), strict=True):
         assert all(torch.equal(mine, its) for mine, its in zip(before, case.state(slot), strict=True))
+
+
+HYBRID = ModelConfig(
+    "qwen3_5_text", 60, 32, 2, 2, 1, 16, 64, 1e-5, RopeConfig(500.0), 64, tie_embeddings=True,
+    recurrent=RecurrentConfig("gated_delta", frozenset([0]), conv_kernel=3, norm_groups=1, **SIZES),
+)  # fmt: skip
+
+
+def decoded(device: torch.device, dtype: torch.dtype, guesses: list[list[int]], shape: Any) -> Any:
+    """A request in slot 1, beside padding, stepped on the device: its tokens, and the states of all slots.
+
+    The draft of each step has the next of `guesses`.
+    """
+    from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
+    from paceline.backends.cuda.recurrent import Recurrences
+    from paceline.backends.cuda.workspace import Pool
+
+    weights = random_weights(device, dtype, config=HYBRID)
+    requests = make_requests(2, 32, 16, device)
+    requests.tokens[1, :6] = torch.tensor([7, 3, 40, 8, 2, 9])
+    requests.pages[1], requests.lengths[1] = torch.tensor([1, 0]), 5
+    states = Recurrences(HYBRID, weights.recurrent, 8, device).make_states(2).tensors
+    generator = torch.Generator().manual_seed(4)
+    keys, values, *parts = (
+        torch.randn(tensor.shape, generator=generator).to(device)
+        for tensor in (torch.empty(1, 32, 1, 16), torch.empty(1, 32, 1, 16), states.seen, states.memory)
+    )
+    for own, given in zip((states.seen, states.memory), parts, strict=True):
+        own.copy_(given)
+    pool = Pool(2, 0, keys.to(dtype), values.to(dtype))
+    loop = DecodeLoop(weights, pool, requests, 2, 16, given=shape, states=states)
+    loop.begin([1], 2)
+    tokens: list[int] = []
+    for guess in guesses:
+        loop.drafted(2)[0, 1:] = torch.tensor(guess, dtype=torch.int32)
+        loop.step(2)
+        tokens += loop.output[0, : int(loop.counts[0])].tolist()
+    return tokens, [part.cpu() for part in (states.seen, states.memory)]
+
+
+def test_states_follow_the_nodes_that_a_step_on_the_device_has_accepted(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    from paceline.backends.cuda.draft_shape import DraftShape, chain_shape
+
+    (first, second, third, last), plain = decoded(device, dtype, [[]] * 4, chain_shape(0))
+    assert plain[0][:, 0].abs().sum() > 0  # the other slot has a state, which stays as it is
+    wrong = (first + 1) % 60
+    tokens, states = decoded(device, dtype, [[first, wrong], [third, wrong]], chain_shape(2))
+    assert tokens == [first, second, third, last]
+    tree = DraftShape((-1, 0, 0, 2, 3))  # the path goes through the second child
+    tokens, in_tree = decoded(device, dtype, [[wrong, first, second, third]], tree)
+    assert tokens == [first, second, third, last]
+    for own, after_chains, after_tree in zip(plain, states, in_tree, strict=True):
+        assert torch.equal(own, after_chains)
+        assert torch.equal(own, after_tree)
 
 
 def request_rows(backend: Any, pools: tuple[Any, Any], context: int, tokens: list[int], parents: list[int]):  # type: ignore[no-untyped-def]

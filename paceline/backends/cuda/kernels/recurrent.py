@@ -176,26 +176,31 @@ def _store_conv_states_kernel(  # type: ignore[no-untyped-def]
     projected_at,
     seen_at,
     rows_at,
+    begins_at,
+    slots_at,
     counts_at,
     to_at,
     width,
     lines,
     states,
-    slot,
     first,
     factor: tl.constexpr,
-    has_before: tl.constexpr,
     stored: tl.constexpr,
     channels: tl.constexpr,
     kernel: tl.constexpr,
     block: tl.constexpr,
+    pdl: tl.constexpr,
 ) -> None:
     layer, channel = tl.program_id(0), tl.program_id(1) * block + tl.arange(0, block)
-    inside = channel < channels
+    walk = tl.program_id(2)
+    pdl_sync(pdl)
+    slot = tl.load(slots_at + walk)  # -1: nothing is before the walk
+    rows_at += tl.load(begins_at + walk)
     projected_at += (layer * lines).to(tl.int64) * width + channel
     seen_at += (layer * states).to(tl.int64) * ((kernel - 1) * channels) + channel
     for number in tl.static_range(stored):  # the slot that is read comes last
-        count, to = tl.load(counts_at + number), tl.load(to_at + number)
+        count, to = tl.load(counts_at + walk * stored + number), tl.load(to_at + walk * stored + number)
+        inside = channel < tl.where((count > 0) & (to >= 0), channels, 0)
         for index in tl.static_range(kernel - 1):
             place = count + index - (kernel - 1)
             row = tl.load(rows_at + tl.maximum(place, 0)).to(tl.int64)
@@ -203,9 +208,9 @@ def _store_conv_states_kernel(  # type: ignore[no-untyped-def]
             value = tl.load(projected_at + row * width + first, mask=is_row, other=0.0).to(tl.float32)
             if factor >= 0:
                 value *= tl.load(projected_at + row * width + factor, mask=is_row, other=0.0).to(tl.float32)
-            if has_before:
-                old_at = seen_at + (slot * (kernel - 1) + tl.minimum(count + index, kernel - 2)) * channels
-                value += tl.load(old_at, mask=channel < tl.where(place < 0, channels, 0), other=0.0)
+            before = tl.maximum(slot, 0) * (kernel - 1) + tl.minimum(count + index, kernel - 2)
+            is_before = channel < tl.where((place < 0) & (slot >= 0), channels, 0)
+            value += tl.load(seen_at + before * channels, mask=is_before, other=0.0)
             tl.store(seen_at + (to * (kernel - 1) + index) * channels, value, mask=inside)
 
 
@@ -306,33 +311,38 @@ def store_conv_states(
     buffers: RecurrentBuffers,
     states: StateTensors,
     rows: torch.Tensor,
+    begins: torch.Tensor,
+    slots: torch.Tensor,
     counts: torch.Tensor,
     to: torch.Tensor,
-    slot: int,
-    has_before: bool,
 ) -> None:
-    """Store the last values of all layers' convolutions after the first `counts` [stored] of these rows.
+    """Store the last values of all layers' convolutions after the first `counts` [walks, stored] rows of walks.
 
-    They go to the slots `to` [stored]; that of the request itself, `slot`, is the last of them.
+    A walk's rows start at `begins` [walks] of `rows`, after the state in `slots` [walks], -1: after nothing.
+    The values go to the slots `to` [walks, stored]; the walk's own, which it reads, is the last of them.
     """
     layers, states_each, seen, channels = states.seen.shape
-    _store_conv_states_kernel[(layers, triton.cdiv(channels, CHANNELS))](
+    walks, stored = to.shape
+    pdl = supports_pdl(to.device)
+    _store_conv_states_kernel[(layers, triton.cdiv(channels, CHANNELS), walks)](
         buffers.projected,
         states.seen,
         rows,
+        begins,
+        slots,
         counts,
         to,
         buffers.projected.shape[2],
         buffers.projected.shape[1],
         states_each,
-        slot,
         shape.convolved,
         shape.factor,
-        has_before,
-        len(to),
+        stored,
         channels,
         seen + 1,
         CHANNELS,
+        pdl,
         num_warps=4,
         enable_fp_fusion=False,
+        launch_pdl=pdl,
     )
