@@ -110,7 +110,9 @@ def alone():
     return results
 
 
-@pytest.mark.parametrize(("style", "on_device"), [("partly", False), ("tree", False), ("partly", True), ("", True)])
+@pytest.mark.parametrize(
+    ("style", "on_device"), [("partly", False), ("tree", False), ("partly", True), ("", True)]
+)
 @pytest.mark.parametrize("num_pages", [26, 200])
 def test_chunks_drafts_preemptions_and_prefix_hits(alone, style, num_pages, on_device, monkeypatch):
     monkeypatch.setattr(states, "MAX_CHECKPOINTS", 4 * num_pages)

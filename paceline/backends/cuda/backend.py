@@ -340,9 +340,7 @@ class CudaBackend(Backend):
             return None
         own = None if states is None else cast(CudaStates, states).tensors
         sizes = slots, longest, PAGE_SIZE
-        return CudaAsyncDecoder(
-            self.weights, cast(Pool, pool), *sizes, feature_layers, kept, self.ranks, own
-        )
+        return CudaAsyncDecoder(self.weights, cast(Pool, pool), *sizes, feature_layers, kept, self.ranks, own)
 
     @made_on_all_ranks
     def first_layers(self, count: int) -> CudaBackend:

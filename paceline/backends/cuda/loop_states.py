@@ -53,7 +53,10 @@ class LoopStates:
         def integers(*sizes: int) -> torch.Tensor:
             return torch.zeros(sizes, dtype=torch.int32, device=device)
 
-        self._parents, self._rows = number(parents, self._nodes), number(np.arange(self._nodes), self._nodes)
+        self._parents, self._rows = (
+            number(parents, self._nodes),
+            number(np.arange(self._nodes, dtype=np.int32), self._nodes),
+        )
         self._before, self._after = number(order.before, order.nodes), number(order.after, order.nodes)
         self._begins = number(np.zeros(1, np.int32), self._nodes)
         self._row_slots, self._counts, self._slots = integers(max_rows, self._nodes), *integers(2, max_rows)
@@ -86,9 +89,9 @@ class LoopStates:
     def advance(
         self, buffers: RecurrentBuffers, slots: torch.Tensor, counts: torch.Tensor, accepted: torch.Tensor
     ) -> None:
-        """Replace the states in `slots` [requests] by those after the first `counts` [requests] of `accepted`.
+        """Replace the states in `slots` [requests] by those after the first `counts` of the accepted nodes.
 
-        `accepted` int32 [requests, levels + 1] are nodes; a count of 0 leaves the state as it is.
+        `accepted` is int32 [requests, levels + 1]; a count of 0 leaves the state as it is.
         """
         requests, shape, states = len(slots), self._shape, self._states
         counts, begins = counts[:requests], self._path_begins[:requests]

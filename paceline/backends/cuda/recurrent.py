@@ -119,7 +119,7 @@ def plan_walks(batch: ForwardBatch) -> WalkPlan:
 
 @dataclass(frozen=True)
 class WalkOrder:
-    """The walk along the rows of one request: where the state before each is, and after which it is stored."""
+    """The walk along the rows of a request: where the state before each is, and after which it is stored."""
 
     before: Int32Array  # [rows] as of Walks; stored states are numbered from 0
     after: Int32Array  # [rows]

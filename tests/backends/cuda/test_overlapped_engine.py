@@ -27,8 +27,12 @@ from tests.toy import ToyTokenizer, drain
 
 
 @needs_gpu
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("family", "temperature"),
+    [("llama", 0.0), ("llama", 1.0), ("qwen3-5", 1.0), ("lfm2", 0.0), ("granite-hybrid", 1.0)],
+)
 def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
+    family: str,
     temperature: float,
     tmp_path: Path,
     device: torch.device,
@@ -40,7 +44,8 @@ def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
     from paceline.engine.engine import Engine
     from paceline.models.registry import load_checkpoint
 
-    checkpoint = load_checkpoint(save_checkpoint("llama", tmp_path / "llama"))
+    checkpoint = load_checkpoint(save_checkpoint(family, tmp_path / family))
+    drafting = load_checkpoint(save_checkpoint("llama", tmp_path / "draft"))
     limits = Limits(VOCAB_SIZE, 96, 4, 32)
 
     def outputs(
@@ -49,6 +54,7 @@ def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
         backend = make(checkpoint, device, dtype)
         if not on_device:
             backend.make_async_decoder = lambda *rest: None  # type: ignore[method-assign]
+        assert backend.drafts_on_device
         drafters: dict[str, Drafter] = {}
         if make_drafter is not None:
             drafters = {"drafter": make_drafter(backend)}
@@ -80,7 +86,7 @@ def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
     expected = outputs(False, False)
     assert outputs(True, True) == expected
     assert outputs(True, True, random_head) == expected
-    assert outputs(True, True, lambda backend: draft_model(make(checkpoint, device, dtype))) == expected
+    assert outputs(True, True, lambda backend: draft_model(make(drafting, device, dtype))) == expected
     assert outputs(True, True, lambda backend: Copies()) == expected
 
 

@@ -316,7 +316,7 @@ def store_conv_states(
     counts: torch.Tensor,
     to: torch.Tensor,
 ) -> None:
-    """Store the last values of all layers' convolutions after the first `counts` [walks, stored] rows of walks.
+    """Store the last values of all layers' convolutions after the first `counts` [walks, stored] rows.
 
     A walk's rows start at `begins` [walks] of `rows`, after the state in `slots` [walks], -1: after nothing.
     The values go to the slots `to` [walks, stored]; the walk's own, which it reads, is the last of them.
