@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,7 +16,6 @@ from paceline.terminal.help import App
 
 if TYPE_CHECKING:
     from paceline.train.make_answers import AnswerOptions
-    from paceline.train.options import BlockOptions
 
 app = App(help="Train a draft head on the target's own answers.", no_args_is_help=True)
 
@@ -160,146 +161,96 @@ def answers_command(
     answer(resolve(model), data or [], out, options, chosen_device(device))
 
 
-@app.command("eagle3")
-@with_flags(answering=ANSWERS, training=EAGLE3, seed=SEED)
-def eagle3_command(
-    answering: Options,
-    training: Options,
-    seed: Options,
-    out: Out,
-    model: Model = DEFAULT_MODEL,
-    data: Data = None,
-    init_from: InitFrom = None,
-    device: Device = "auto",
-    evaluate: Evaluate = 40,
-) -> None:
-    """Train an EAGLE-3 head: the target answers the prompts, the head learns to guess the answers."""
-    from paceline.models.heads.checkpoint import load_head
-    from paceline.train.eagle3_objective import Eagle3Objective
-    from paceline.train.job import Job, train
-    from paceline.train.options import Eagle3Options
+@dataclass(frozen=True)
+class Recipe:
+    """How `paceline train NAME` trains one kind of head. Modules are imported when it runs."""
 
-    options = Eagle3Options(**training, **seed)
-    first = load_head(_init_from(init_from, "eagle3", model)) if init_from is not None else None
-    answer_options = _answer_options(answering, seed, has_files=bool(data))
-    job = Job(model, data or [], out, device, evaluate, answer_options)
-    train(
-        job, options, lambda target, examples, name: Eagle3Objective(target, examples, options, name, first)
-    )
+    flags: Group
+    options: str  # class in train/options.py
+    objective: str  # MODULE:CLASS
+    method: str  # of the heads that --init-from takes
+    summary: str
+    load: str = "paceline.models.heads.checkpoint:load_head"  # MODULE:FUNCTION that reads such a head
 
 
-@app.command("dspark")
-@with_flags(answering=ANSWERS, training=DSPARK, seed=SEED)
-def dspark_command(
-    answering: Options,
-    training: Options,
-    seed: Options,
-    out: Out,
-    model: Model = DEFAULT_MODEL,
-    data: Data = None,
-    init_from: InitFrom = None,
-    device: Device = "auto",
-    evaluate: Evaluate = 40,
-) -> None:
-    """Train a DSpark head: one pass guesses a block; each guess depends on the token before."""
-    from paceline.train.options import DSparkOptions
-
-    _train_block(
-        DSparkOptions(**training, **seed), answering, seed, out, model, data, init_from, device, evaluate
-    )
-
-
-@app.command("dflash")
-@with_flags(answering=ANSWERS, training=BLOCK, seed=SEED)
-def dflash_command(
-    answering: Options,
-    training: Options,
-    seed: Options,
-    out: Out,
-    model: Model = DEFAULT_MODEL,
-    data: Data = None,
-    init_from: InitFrom = None,
-    device: Device = "auto",
-    evaluate: Evaluate = 40,
-) -> None:
-    """Train a DFlash head: one pass guesses a block, whose slots see each other in both directions."""
-    from paceline.train.options import BlockOptions
-
-    _train_block(
-        BlockOptions(**training, **seed), answering, seed, out, model, data, init_from, device, evaluate
-    )
-
-
-@app.command("jetspec")
-@with_flags(answering=ANSWERS, training=BLOCK, seed=SEED)
-def jetspec_command(
-    answering: Options,
-    training: Options,
-    seed: Options,
-    out: Out,
-    model: Model = DEFAULT_MODEL,
-    data: Data = None,
-    init_from: InitFrom = None,
-    device: Device = "auto",
-    evaluate: Evaluate = 40,
-) -> None:
-    """Train a JetSpec head: a DFlash head whose slots see only those before; for trees."""
-    from paceline.train.options import JetSpecOptions
-
-    _train_block(
-        JetSpecOptions(**training, **seed), answering, seed, out, model, data, init_from, device, evaluate
-    )
+_EAGLE3 = "paceline.train.eagle3_objective:Eagle3Objective"
+_BLOCK = "paceline.train.block_objective:BlockObjective"
+_MEDUSA = "paceline.train.medusa:MedusaObjective"
+RECIPES = {
+    "eagle3": Recipe(
+        EAGLE3,
+        "Eagle3Options",
+        _EAGLE3,
+        "eagle3",
+        "Train an EAGLE-3 head: the target answers the prompts, the head learns to guess the answers.",
+    ),
+    "dspark": Recipe(
+        DSPARK,
+        "DSparkOptions",
+        _BLOCK,
+        "dspark",
+        "Train a DSpark head: one pass guesses a block; each guess depends on the token before.",
+    ),
+    "dflash": Recipe(
+        BLOCK,
+        "BlockOptions",
+        _BLOCK,
+        "dflash",
+        "Train a DFlash head: one pass guesses a block, whose slots see each other in both directions.",
+    ),
+    "jetspec": Recipe(
+        BLOCK,
+        "JetSpecOptions",
+        _BLOCK,
+        "dflash",
+        "Train a JetSpec head: a DFlash head whose slots see only those before; for trees.",
+    ),
+    "medusa": Recipe(
+        MEDUSA,
+        "MedusaOptions",
+        _MEDUSA,
+        "medusa",
+        "Train Medusa heads: the target answers the prompts, each head learns to guess a token further "
+        "ahead.",
+        "paceline.models.heads.medusa:load_medusa",
+    ),
+}
 
 
-def _train_block(
-    options: BlockOptions,
-    answering: Options,
-    seed: Options,
-    out: Path,
-    model: str,
-    data: list[Path] | None,
-    init_from: str | None,
-    device: str,
-    evaluate: int,
-) -> None:
-    """Train a parallel head."""
-    from paceline.models.heads.checkpoint import load_head
-    from paceline.train.block_objective import BlockObjective
-    from paceline.train.job import Job, train
+def _add_command(name: str, recipe: Recipe) -> None:
+    @app.command(name, help=recipe.summary)
+    @with_flags(answering=ANSWERS, training=recipe.flags, seed=SEED)
+    def train_command(
+        answering: Options,
+        training: Options,
+        seed: Options,
+        out: Out,
+        model: Model = DEFAULT_MODEL,
+        data: Data = None,
+        init_from: InitFrom = None,
+        device: Device = "auto",
+        evaluate: Evaluate = 40,
+    ) -> None:
+        from paceline.train.job import Job, train
 
-    method = "dspark" if options.recipe == "dspark" else "dflash"
-    first = load_head(_init_from(init_from, method, model)) if init_from is not None else None
-    answer_options = _answer_options(answering, seed, has_files=bool(data))
-    job = Job(model, data or [], out, device, evaluate, answer_options)
-    train(job, options, lambda target, examples, name: BlockObjective(target, examples, options, name, first))
+        options = _named(f"paceline.train.options:{recipe.options}")(**training, **seed)
+        first = None
+        if init_from is not None:
+            first = _named(recipe.load)(_init_from(init_from, recipe.method, model))
+        answer_options = _answer_options(answering, seed, has_files=bool(data))
+        job = Job(model, data or [], out, device, evaluate, answer_options)
+        objective = _named(recipe.objective)
+        train(job, options, lambda target, examples, name: objective(target, examples, options, name, first))
 
 
-@app.command("medusa")
-@with_flags(answering=ANSWERS, training=MEDUSA, seed=SEED)
-def medusa_command(
-    answering: Options,
-    training: Options,
-    seed: Options,
-    out: Out,
-    model: Model = DEFAULT_MODEL,
-    data: Data = None,
-    init_from: InitFrom = None,
-    device: Device = "auto",
-    evaluate: Evaluate = 40,
-) -> None:
-    """Train Medusa heads: the target answers the prompts, each head learns to guess a token further ahead."""
-    from paceline.models.heads.medusa import load_medusa
-    from paceline.train.job import Job, train
-    from paceline.train.medusa import MedusaObjective
-    from paceline.train.options import MedusaOptions
+for _name, _recipe in RECIPES.items():
+    _add_command(_name, _recipe)
 
-    options = MedusaOptions(**training, **seed)
-    first = load_medusa(_init_from(init_from, "medusa", model)) if init_from is not None else None
-    answer_options = _answer_options(answering, seed, has_files=bool(data))
-    job = Job(model, data or [], out, device, evaluate, answer_options)
-    train(
-        job, options, lambda target, examples, name: MedusaObjective(target, examples, options, name, first)
-    )
+
+def _named(target: str) -> Any:
+    """What a name MODULE:ATTRIBUTE refers to."""
+    module, _, attribute = target.partition(":")
+    return getattr(import_module(module), attribute)
 
 
 @app.command("plan")
