@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
+from paceline.core.arrays import BoolArray, UInt8Array
 from paceline.errors import GrammarError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-BoolArray = npt.NDArray[np.bool_]
-UInt8Array = npt.NDArray[np.uint8]
 
 MAX_FORCED = 32  # tokens of look-ahead
 

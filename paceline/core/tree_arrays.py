@@ -6,14 +6,10 @@ tests/core/test_trees.py compares it with the plain Python of trees.py.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.compiling import compiled
+from paceline.core.arrays import BoolArray, Float32Array, Int32Array
 from paceline.core.trees import ROUNDING
-
-BoolArray = npt.NDArray[np.bool_]
-Int32Array = npt.NDArray[np.int32]
-Float32Array = npt.NDArray[np.float32]
 
 
 @compiled

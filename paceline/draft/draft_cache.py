@@ -7,18 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.compiling import compiled
+from paceline.core.arrays import Int32Array, Int64Array
 from paceline.kv.cache import KVCache, PoolOwner
 
 if TYPE_CHECKING:
     from paceline.backends.base import Backend
     from paceline.core.forward import KVPool
     from paceline.core.request import Request
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

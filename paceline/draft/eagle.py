@@ -22,11 +22,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.backends.async_decoding import DeviceDraft
 from paceline.backends.base import HeadBatch, HeadChains, HeadOutput, HeadRunner
 from paceline.backends.options import BackendOptions
+from paceline.core.arrays import Float32Array
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling, Target
 from paceline.draft.draft_cache import Context
@@ -38,8 +38,6 @@ from paceline.models.heads.checkpoint import HeadCheckpoint
 
 if TYPE_CHECKING:
     from paceline.core.request import Request
-
-Float32Array = npt.NDArray[np.float32]
 
 
 class HeadPasses(Passes[HeadOutput]):

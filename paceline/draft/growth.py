@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.backends.head_chains import EXTEND_FACTOR, RIVALS
+from paceline.core.arrays import Float32Array, Float64Array, Int64Array
 from paceline.core.tree_shapes import ROOT, static_shape
 from paceline.core.trees import DraftPlan, DraftTrees, Draws
 from paceline.draft.base import DraftSampling
@@ -33,11 +33,8 @@ from paceline.verify.kernels import gumbel
 from paceline.verify.noise import STREAM_DRAFT
 from paceline.verify.sampling import Sampler, Workspace
 
-Float32Array = npt.NDArray[np.float32]
-Float64Array = npt.NDArray[np.float64]
-
 LEAST_CONFIDENCE = 1e-9  # a lower one has no logarithm worth a name
-_ALL_IDS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)  # the logits are those of all ids
+_ALL_IDS: Int64Array = np.empty(0, dtype=np.int64)  # the logits are those of all ids
 
 
 @dataclass(frozen=True)

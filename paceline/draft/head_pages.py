@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.compiling import compiled
+from paceline.core.arrays import Float32Array, Int32Array, Int64Array
 from paceline.draft.draft_cache import Context, SharedPages, Span
 from paceline.kv.cache import KVCache
 
@@ -16,10 +17,7 @@ if TYPE_CHECKING:
     from paceline.backends.base import HeadStorage
     from paceline.core.request import Request
 
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
 UInt16Array = npt.NDArray[np.uint16]
-Float32Array = npt.NDArray[np.float32]
 
 
 class HeadPages(SharedPages):

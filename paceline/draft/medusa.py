@@ -12,9 +12,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.backends.base import MedusaRunner
+from paceline.core.arrays import Float32Array
 from paceline.core.features import Features
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Target
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from paceline.core.request import Request
     from paceline.core.verdict import Verdict
     from paceline.kv.cache import KVCache
-
-Float32Array = npt.NDArray[np.float32]
 
 
 class MedusaDrafter(Drafter):

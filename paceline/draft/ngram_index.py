@@ -23,12 +23,9 @@ level on average, as long as no client can guess another's number; so they are r
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.compiling import compiled
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
+from paceline.core.arrays import Int32Array, Int64Array
 
 GAP = -1  # separates two texts in a stream: no match and no draft crosses it
 MAX_VISITS = 12  # occurrences examined per level, newest first

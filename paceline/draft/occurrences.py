@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.draft.ngram_index import SHARED_NAMESPACE, Int32Array, append_tokens
+from paceline.core.arrays import Int32Array
+from paceline.draft.ngram_index import SHARED_NAMESPACE, append_tokens
 
 PAGE = 4096  # bytes, the smallest page of memory
 LAST_POSITION = 2**31 - 1  # positions are int32

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.core.arrays import Float32Array
 from paceline.core.tree_shapes import ROOT
 from paceline.core.trees import DraftPlan
 from paceline.draft.base import DraftSampling
 from paceline.draft.draft_cache import Context
-from paceline.draft.growth import ChosenTree, DrawnTree, Float32Array, GrowingTree, Scoring
+from paceline.draft.growth import ChosenTree, DrawnTree, GrowingTree, Scoring
 from paceline.errors import BackendError
 
 Path = tuple[int, ...]

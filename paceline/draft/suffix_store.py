@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.draft.ngram_index import GAP, NO_NAMESPACE, SHARED_NAMESPACE, Int32Array
+from paceline.core.arrays import Int32Array
+from paceline.draft.ngram_index import GAP, NO_NAMESPACE, SHARED_NAMESPACE
 from paceline.draft.occurrences import Occurrences
 from paceline.draft.stored_arrays import stored_arrays
 from paceline.errors import ConfigError

@@ -10,24 +10,19 @@ The compiled side of `suffix.py`. `tests/draft/reference.py` has the same in pla
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 from numba import carray
 
 from paceline.compiling import compiled, pointer_to
+from paceline.core.arrays import Float32Array, Float64Array, Int32Array, Int64Array
 from paceline.draft.ngram_index import (
     GAP,
     MAX_VISITS,
     NO_NAMESPACE,
     SHARED_NAMESPACE,
-    Int32Array,
-    Int64Array,
     append_tokens,
     find_occurrences,
     take_suffix,
 )
-
-Float32Array = npt.NDArray[np.float32]
-Float64Array = npt.NDArray[np.float64]
 
 # How many occurrences the estimate of the next shorter match counts for, when a longer match is mixed in.
 OWN_TEXT_PRIOR = 3.0  # occurrences, in the request's own text

@@ -11,13 +11,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from paceline.core.arrays import Float32Array, Int32Array, Int64Array
 from paceline.errors import ConfigError
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-Float32Array = npt.NDArray[np.float32]
 
 _ALL_IDS: Int64Array = np.empty(0, dtype=np.int64)  # the logits are those of all ids
 MAX_NAMED = 3  # differing ids that an error shows

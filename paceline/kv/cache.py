@@ -18,13 +18,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from paceline.core.arrays import Int32Array
 from paceline.core.forward import KVPool
 from paceline.kv.pages import PagePool, page_tokens, pages_for
 from paceline.kv.states import SequenceStates, StateOwner
-
-Int32Array = npt.NDArray[np.int32]
 
 
 class PoolOwner(Protocol):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from paceline.core.arrays import Int32Array
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
 from paceline.models.heads.checkpoint import HeadCheckpoint, write_head
@@ -28,7 +29,7 @@ from paceline.train.block import block_losses, random_anchors
 from paceline.train.examples import Examples
 from paceline.train.losses import LOSSES, DraftIds, StepLosses
 from paceline.train.new_head import choose_draft_ids, copy_output, load_weights, shared_weights
-from paceline.train.objective import NEW, Int32Array, WriteHead, float16_weights, precision_of
+from paceline.train.objective import NEW, WriteHead, float16_weights, precision_of
 from paceline.train.options import BlockOptions, DSparkOptions
 from paceline.train.sequences import target_states
 from paceline.train.state_cache import StateCache

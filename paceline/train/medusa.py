@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from paceline.core.arrays import Int32Array
 from paceline.errors import ConfigError
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.medusa import MedusaCheckpoint, MedusaConfig, write_medusa
@@ -29,7 +30,7 @@ from paceline.train.batches import Batch
 from paceline.train.examples import Examples
 from paceline.train.losses import LOSSES, DraftIds, StepLosses, distillation_losses
 from paceline.train.new_head import choose_draft_ids
-from paceline.train.objective import NEW, Int32Array, WriteHead, float16_weights, precision_of
+from paceline.train.objective import NEW, WriteHead, float16_weights, precision_of
 from paceline.train.options import MedusaOptions
 from paceline.train.state_cache import StateCache
 

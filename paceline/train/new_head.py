@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from paceline.core.arrays import Int32Array
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
 from paceline.models.heads.checkpoint import HeadCheckpoint
@@ -13,8 +14,6 @@ from paceline.models.heads.config import HeadConfig, TargetName, usual_feature_l
 from paceline.models.heads.torch_head import BesideTarget, Head, Shared, make_head
 from paceline.models.transformer import Transformer
 from paceline.train.options import Eagle3Options
-
-Int32Array = npt.NDArray[np.int32]
 
 
 def shared_weights(target: Transformer) -> Shared:

@@ -7,11 +7,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
+from paceline.core.arrays import Int32Array
 from paceline.models.safetensors_files import SafeTensor
 from paceline.models.safetensors_writer import encode
 from paceline.models.transformer import Transformer
@@ -19,7 +18,6 @@ from paceline.train.batches import Batch
 from paceline.train.losses import StepLosses
 
 NEW = "new"
-Int32Array = npt.NDArray[np.int32]
 WriteHead = Callable[[Path], None]  # writes a head into a folder
 
 

@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 
+from paceline.core.arrays import Float32Array, Float64Array, Int64Array
 from paceline.verify.kernels import (
     IdLogits,
     Key,
@@ -18,7 +19,7 @@ from paceline.verify.kernels import (
     logit_top_k,
     write_probabilities,
 )
-from paceline.verify.truncation import Float32Array, Float64Array, Int64Array, Options, Scratch, truncate
+from paceline.verify.truncation import Options, Scratch, truncate
 
 ALL_IDS: Int64Array = np.empty(0, dtype=np.int64)  # the logits are those of the whole vocabulary, in order
 

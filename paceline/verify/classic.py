@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
+from paceline.core.arrays import Float64Array, Int64Array
 from paceline.core.verdict import Verdict
 from paceline.errors import BackendError
 from paceline.verify.kernels import uniforms
@@ -28,8 +28,6 @@ from paceline.verify.rule_kernels import decide_by_block, decide_by_rejection, d
 from paceline.verify.sampling import Workspace
 from paceline.verify.verdict import Case
 
-Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
 Decide = Callable[..., tuple[Int64Array, Int64Array]]  # see rule_kernels.py
 VerifyGroup = Callable[[Sequence[Case], Workspace], list[Verdict]]
 

@@ -13,13 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from paceline.core.arrays import Float64Array
 from paceline.verify.kernels import uniforms
 from paceline.verify.noise import lane
 from paceline.verify.rule_kernels import draw_at
-
-Float64Array = npt.NDArray[np.float64]
 
 
 def draw(

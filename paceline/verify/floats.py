@@ -13,9 +13,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
-Float64Array = npt.NDArray[np.float64]
+from paceline.core.arrays import Float64Array
 
 # ln 2 in two parts: the first has 32 bits, so that its product with an exponent is exact
 LN2_HIGH = 2977044471 / 2**32

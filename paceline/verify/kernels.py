@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.compiling import compiled, inlined
+from paceline.core.arrays import Float32Array, Float64Array, Int64Array, UInt64Array
 from paceline.verify.floats import (
     ATANH,
     EXP_LOWEST,
@@ -36,10 +36,6 @@ from paceline.verify.noise import (
     WEYL_1,
 )
 
-Float32Array = npt.NDArray[np.float32]
-Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
-UInt64Array = npt.NDArray[np.uint64]
 Key = tuple[np.uint64, np.uint64]  # seed, position
 IdLogits = tuple[Float32Array, Int64Array]  # logits and their token ids; no ids: the vocabulary, in order
 Top = tuple[Int64Array, Float64Array]  # [k] indices into the logits and their scores, best first

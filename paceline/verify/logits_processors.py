@@ -11,15 +11,11 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from paceline.core.arrays import BoolArray, Float32Array, Int64Array
 from paceline.core.logit_edits import LogitEdits, Penalties
 from paceline.core.params import SamplingParams
 from paceline.errors import ExhaustedError
-
-BoolArray = npt.NDArray[np.bool_]
-Float32Array = npt.NDArray[np.float32]
-Int64Array = npt.NDArray[np.int64]
 
 
 class TokenCounts:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from paceline.core.arrays import Float32Array
 from paceline.core.params import MAX_LOGPROBS
 from paceline.core.verdict import Logprob
 from paceline.errors import BackendError
@@ -20,7 +20,7 @@ FIRST_LOGIT = FIRST_ID + MAX_LOGPROBS
 NUM_FIELDS = FIRST_LOGIT + MAX_LOGPROBS
 
 
-def token_logprobs(logits: npt.NDArray[np.float32], token: int, count: int) -> dict[int, Logprob]:
+def token_logprobs(logits: Float32Array, token: int, count: int) -> dict[int, Logprob]:
     """The given token's Logprob, then those of the `count` likeliest ids, likeliest first.
 
     Raises BackendError if the logits hold NaN or +inf.
@@ -49,7 +49,7 @@ def logprobs_of_fields(fields: Sequence[float], token: int, count: int) -> dict[
     return entries
 
 
-def _likeliest(logits: npt.NDArray[np.float32], count: int) -> list[int]:
+def _likeliest(logits: Float32Array, count: int) -> list[int]:
     """The ids of the `count` largest logits, ties to the lowest id."""
     count = min(count, len(logits))
     if count == 0:

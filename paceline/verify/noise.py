@@ -16,11 +16,9 @@ test compares the two bit for bit.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from paceline.core.arrays import Float64Array, Int64Array, UInt64Array
 from paceline.verify.floats import log_reference
-
-UInt64Array = npt.NDArray[np.uint64]
 
 MASK64 = (1 << 64) - 1
 STREAM_TOKENS = 0  # the target's own choice
@@ -60,9 +58,7 @@ def philox_reference(
     return word_0, word_1, word_2, word_3
 
 
-def noise_bits_reference(
-    seed: int, position: int, ids: npt.NDArray[np.int64], lane: int = STREAM_TOKENS
-) -> UInt64Array:
+def noise_bits_reference(seed: int, position: int, ids: Int64Array, lane: int = STREAM_TOKENS) -> UInt64Array:
     """64 random bits for each token id: uint64 [ids]."""
     seed &= MASK64
     words = np.asarray(ids).astype(np.uint64)
@@ -78,7 +74,7 @@ def noise_bits_reference(
     return bits
 
 
-def gumbel_reference(seed: int, position: int, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def gumbel_reference(seed: int, position: int, ids: Int64Array) -> Float64Array:
     """The Gumbel noise of each token id at a position: float64 [ids]."""
     bits = noise_bits_reference(seed, position, ids)
     uniform = ((bits >> SHIFT_12).astype(np.float64) + 0.5) * UNIT

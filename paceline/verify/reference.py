@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
+from paceline.core.arrays import Float32Array, Float64Array, Int64Array
 from paceline.core.truncation import Truncation
 from paceline.verify.floats import exp_reference, log_reference
 from paceline.verify.kernels import LANES
@@ -14,7 +14,7 @@ from paceline.verify.noise import gumbel_reference
 from paceline.verify.truncation import FIXED_POINT_ONE
 
 
-def truncate_reference(scaled: npt.NDArray[np.float64], truncation: Truncation) -> npt.NDArray[np.int64]:
+def truncate_reference(scaled: Float64Array, truncation: Truncation) -> Int64Array:
     """The ids that min_p, top_k and top_p keep, in that order; ascending."""
     top_k, top_p, min_p = truncation
     peak = scaled.max()
@@ -34,7 +34,7 @@ def truncate_reference(scaled: npt.NDArray[np.float64], truncation: Truncation) 
 
 
 def choose_token_reference(
-    logits: npt.NDArray[np.float32],
+    logits: Float32Array,
     temperature: float,
     truncation: Truncation,
     seed: int,
@@ -49,9 +49,7 @@ def choose_token_reference(
     return int(kept[np.argmax(scores)])
 
 
-def probabilities_reference(
-    logits: npt.NDArray[np.float32], temperature: float, truncation: Truncation
-) -> npt.NDArray[np.float64]:
+def probabilities_reference(logits: Float32Array, temperature: float, truncation: Truncation) -> Float64Array:
     """The distribution of a token under the options, of usable logits: float64 [vocab]."""
     scaled = logits.astype(np.float64) / temperature
     kept = truncate_reference(scaled, truncation)
@@ -61,14 +59,14 @@ def probabilities_reference(
     return probs
 
 
-def log_normalizer_reference(logits: npt.NDArray[np.float32]) -> float:
+def log_normalizer_reference(logits: Float32Array) -> float:
     """log(sum(exp(logits))) in double, in LANES partial sums and then over them."""
     values = logits.astype(np.float64)
     total = _sum_in_lanes(exp_reference(values - values.max()))
     return float(values.max() + log_reference(total))
 
 
-def _sum_in_lanes(terms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _sum_in_lanes(terms: Float64Array) -> Float64Array:
     """The sum in the kernels' order: LANES partial sums, then those one by one, not pairwise as numpy.sum."""
     lanes = np.zeros(LANES)
     for start in range(0, len(terms), LANES):

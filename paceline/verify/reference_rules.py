@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-Float64Array = npt.NDArray[np.float64]
+from paceline.core.arrays import Float64Array
+
 Accept = Callable[[int, float], bool]  # (node, acceptance probability) -> whether the node is accepted
 ReferenceRule = Callable[["Drafted", Accept], tuple[int, Float64Array]]
 

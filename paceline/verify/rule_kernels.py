@@ -19,13 +19,9 @@ and returns, for each case, the node where the accepted path ends (-1: the root)
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.compiling import compiled
-
-BoolArray = npt.NDArray[np.bool_]
-Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
+from paceline.core.arrays import BoolArray, Float64Array, Int64Array
 
 _LANES = 64
 _NONE_TAKEN = np.empty(0, dtype=np.int64)

@@ -19,20 +19,15 @@ import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.constrain.constraint import Constraint
+from paceline.core.arrays import Float32Array, Float64Array, Int64Array
 from paceline.core.logit_edits import LogitEdits
 from paceline.core.params import SamplingParams
 from paceline.core.truncation import KEEPS_ALL
 from paceline.errors import BackendError
 from paceline.verify.choosing import ALL_IDS, best_candidates, choose_token, target_probabilities
 from paceline.verify.logits_processors import LogitsProcessors
-
-Float32Array = npt.NDArray[np.float32]
-Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
-
 
 _PLAIN_OPTIONS = (1.0, KEEPS_ALL)  # temperature, truncation: the plain softmax
 

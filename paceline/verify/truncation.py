@@ -11,15 +11,12 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 
 from paceline.compiling import compiled, inlined
+from paceline.core.arrays import Float32Array, Float64Array, Int64Array
 from paceline.core.truncation import Truncation
 from paceline.verify.kernels import exp, log
 
-Float32Array = npt.NDArray[np.float32]
-Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
 Extremes = tuple[float, float]  # largest and smallest logit, which numpy finds faster than compiled code here
 Options = tuple[float, Truncation]  # temperature (not 0), and what is kept
 Scratch = tuple[Float64Array, Int64Array, Int64Array]  # scaled logits, ids, weights: [vocab] each

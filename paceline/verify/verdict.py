@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
+from paceline.core.arrays import Float32Array
 from paceline.core.trees import Draws
 from paceline.core.verdict import Verdict
 from paceline.verify.sampling import Sampler, Workspace
@@ -17,7 +15,7 @@ from paceline.verify.sampling import Sampler, Workspace
 class Case:
     """One request's draft after the target's pass over it. Without nodes it is plain decoding."""
 
-    logits: npt.NDArray[np.float32]  # [1 + nodes, vocab] of the root, then of each node
+    logits: Float32Array  # [1 + nodes, vocab] of the root, then of each node
     tokens: Sequence[int]  # [nodes]
     parents: Sequence[int]  # [nodes] -1 for the root's children
     draws: Draws | None  # the distributions that nodes were sampled from; None: all were chosen

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from paceline.core.arrays import Int32Array
 from paceline.errors import CheckpointError, ConfigError, ModelError
 from paceline.extras import needs_extra
 from paceline.models.checkpoint import Tensor
@@ -28,8 +28,6 @@ from paceline.models.quantized.modules import dequantized
 from paceline.models.quantized.writer import can_pack, pack, quantization_config
 from paceline.models.safetensors_files import INTEGER_KINDS, SafeTensor, read_metadata, read_safetensors
 from paceline.models.safetensors_writer import encode, encode_flags, encode_integers, write_safetensors
-
-Int32Array = npt.NDArray[np.int32]
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 MASK_EMBEDDING = "mask_embedding.pt"  # beside the weights of some parallel heads: a tensor [hidden]

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 
+from paceline.core.arrays import Float32Array, Int32Array
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import Tensor
 from paceline.models.files import damaged, read_json
@@ -26,9 +26,6 @@ from paceline.models.heads.checkpoint import WEIGHTS, read_target_name, read_wei
 from paceline.models.heads.config import TargetName
 from paceline.models.safetensors_files import SafeTensor
 from paceline.models.safetensors_writer import encode_integers, write_safetensors
-
-Int32Array = npt.NDArray[np.int32]
-Float32Array = npt.NDArray[np.float32]
 
 PATHS = "medusa_choices"  # key in config.json, by Medusa's authors
 MEDUSA_FILES = (*WEIGHTS, "medusa_lm_head.safetensors", "medusa_lm_head.pt")

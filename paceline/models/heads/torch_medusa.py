@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paceline.core.arrays import Float32Array
 from paceline.models.heads.medusa import MedusaCheckpoint, MedusaConfig
-
-Float32Array = npt.NDArray[np.float32]
 
 
 class Block(nn.Module):
