@@ -16,8 +16,8 @@ from paceline.core.request import SamplingNeeds
 from paceline.core.truncation import NUM_FIELDS, Truncation
 from paceline.verify import logprobs
 from paceline.verify.kernels import log_normalizer
-from paceline.verify.reference import choose_token_reference
 from tests.draft.reference import host_draft_chain, ngram_chain
+from tests.verify.reference import choose_token_reference
 
 if TYPE_CHECKING:
     from tests.toy import ToyBackend, ToyPool

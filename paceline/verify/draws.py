@@ -40,11 +40,3 @@ def uniform(seed: int, position: int, stream: int, node: int) -> float:
         np.array([lane(stream, node)], dtype=np.uint64),
     )
     return float(values[0])
-
-
-def draw_reference(probs: Float64Array, taken: Sequence[int], uniform: float) -> int:
-    """The readable reference of `draw`: the first id where the cumulative sum exceeds its share."""
-    left = np.array(probs, dtype=np.float64)
-    left[list(taken)] = 0.0
-    reached = np.add.accumulate(left)
-    return int(np.argmax(reached > uniform * reached[-1])) if reached[-1] > 0 else -1

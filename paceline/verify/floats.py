@@ -5,7 +5,7 @@ bit in a Gumbel draw can be a different token. These two use only additions, mul
 division of IEEE doubles in a fixed order, so every implementation gives the same bits. Both are accurate to
 about one unit in the last place.
 
-This is the readable reference, in numpy; `kernels.py` has them compiled.
+Here are their constants. `kernels.py` has the functions, and `tests/verify/reference.py` the same in numpy.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-
-from paceline.core.arrays import Float64Array
 
 # ln 2 in two parts: the first has 32 bits, so that its product with an exponent is exact
 LN2_HIGH = 2977044471 / 2**32
@@ -30,29 +28,3 @@ TAYLOR = np.array([1.0 / math.factorial(term) for term in range(14)])
 EXP_LOWEST = -700.0  # smaller arguments are clamped to it: exp is 1e-304, still a normal double
 ROUNDER = 1.5 * 2.0**52  # adding and subtracting it rounds to an integer
 POWERS = np.array([2.0**-power for power in range(1020)])
-
-
-def log_reference(x: Float64Array) -> Float64Array:
-    """Natural logarithms of positive doubles, the bits of `kernels.log`."""
-    mantissa, exponent = np.frexp(np.asarray(x, dtype=np.float64))
-    low = mantissa < SQRT_HALF
-    mantissa = np.where(low, mantissa * 2.0, mantissa)
-    power = np.where(low, exponent - 1, exponent).astype(np.float64)
-    fraction = mantissa - 1.0
-    ratio = fraction / (2.0 + fraction)
-    square = ratio * ratio
-    series = np.full_like(ratio, ATANH[-1])
-    for coefficient in ATANH[-2::-1]:
-        series = series * square + coefficient
-    return np.asarray(power * LN2_HIGH + (power * LN2_LOW + 2.0 * ratio * series))
-
-
-def exp_reference(x: Float64Array) -> Float64Array:
-    """Exponentials of doubles that are not positive, the bits of `kernels.exp`."""
-    x = np.maximum(np.asarray(x, dtype=np.float64), EXP_LOWEST)
-    power = (x * LOG2_E + ROUNDER) - ROUNDER
-    rest = (x - power * LN2_HIGH) - power * LN2_LOW
-    series = np.full_like(rest, TAYLOR[-1])
-    for coefficient in TAYLOR[-2::-1]:
-        series = series * rest + coefficient
-    return np.asarray(series * POWERS[(-power).astype(np.int64)])

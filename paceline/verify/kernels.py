@@ -1,7 +1,7 @@
 """The compiled arithmetic of sampling: Philox noise, Gumbel-top-k, sums of exponentials.
 
-`reference.py` computes the same in numpy, slowly. Functions that call each other are in this one file,
-because numba's disk cache looks only at the file of the function that it loads.
+`tests/verify/reference.py` computes the same in numpy, slowly. Functions that call each other are in this
+one file, because numba's disk cache looks only at the file of the function that it loads.
 """
 
 from __future__ import annotations

@@ -9,16 +9,13 @@ another device recomputes the noise of a position with the same bits:
     uniform = (k + 0.5) / 2**52        exact, never 0 nor 1
     gumbel  = -log(-log(uniform))      with the logarithm of floats.py
 
-This is the readable reference, in numpy; the sampler runs the compiled functions of `kernels.py`, and a
-test compares the two bit for bit.
+`kernels.py` has it compiled. `tests/verify/reference.py` has it in numpy, to be read; a test compares the
+two bit for bit.
 """
 
 from __future__ import annotations
 
 import numpy as np
-
-from paceline.core.arrays import Float64Array, Int64Array, UInt64Array
-from paceline.verify.floats import log_reference
 
 MASK64 = (1 << 64) - 1
 STREAM_TOKENS = 0  # the target's own choice
@@ -39,58 +36,10 @@ UNIT = 2.0**-52
 _MULTIPLIERS = int(MULTIPLIER_0), int(MULTIPLIER_1)
 
 
-def philox_reference(
-    counter: tuple[UInt64Array, UInt64Array, UInt64Array, UInt64Array], key: tuple[int, int]
-) -> tuple[UInt64Array, UInt64Array, UInt64Array, UInt64Array]:
-    """The four 32-bit output words of Philox4x32-10 for arrays of counter words (each held in a uint64)."""
-    word_0, word_1, word_2, word_3 = counter
-    key_0, key_1 = key
-    for _ in range(10):
-        product_0 = MULTIPLIER_0 * word_0
-        product_1 = MULTIPLIER_1 * word_2
-        word_0, word_2 = (
-            (product_1 >> SHIFT_32) ^ word_1 ^ np.uint64(key_0),
-            (product_0 >> SHIFT_32) ^ word_3 ^ np.uint64(key_1),
-        )
-        word_1, word_3 = product_1 & MASK32, product_0 & MASK32
-        key_0 = (key_0 + WEYL_0) & 0xFFFFFFFF
-        key_1 = (key_1 + WEYL_1) & 0xFFFFFFFF
-    return word_0, word_1, word_2, word_3
-
-
-def noise_bits_reference(seed: int, position: int, ids: Int64Array, lane: int = STREAM_TOKENS) -> UInt64Array:
-    """64 random bits for each token id: uint64 [ids]."""
-    seed &= MASK64
-    words = np.asarray(ids).astype(np.uint64)
-    counter = (
-        words >> ONE,
-        np.full_like(words, position & 0xFFFFFFFF),
-        np.full_like(words, position >> 32),
-        np.full_like(words, lane),
-    )
-    out = philox_reference(counter, (seed & 0xFFFFFFFF, seed >> 32))
-    odd = (words & ONE).astype(bool)
-    bits: UInt64Array = np.where(odd, out[2] | (out[3] << SHIFT_32), out[0] | (out[1] << SHIFT_32))
-    return bits
-
-
-def gumbel_reference(seed: int, position: int, ids: Int64Array) -> Float64Array:
-    """The Gumbel noise of each token id at a position: float64 [ids]."""
-    bits = noise_bits_reference(seed, position, ids)
-    uniform = ((bits >> SHIFT_12).astype(np.float64) + 0.5) * UNIT
-    return -log_reference(-log_reference(uniform))
-
-
 def lane(stream: int, node: int) -> int:
     """The last word of the counter for one drafted node (or number) of a stream."""
     assert 0 <= node < 1 << 24
     return stream | node << 8
-
-
-def uniform_reference(seed: int, position: int, stream: int, node: int) -> float:
-    """The uniform of one node of a stream, never 0 nor 1."""
-    bits = noise_bits_reference(seed, position, np.zeros(1, dtype=np.int64), lane(stream, node))
-    return (float(bits[0] >> SHIFT_12) + 0.5) * UNIT
 
 
 def derive_seed(seed: int, index: int) -> int:
@@ -100,7 +49,7 @@ def derive_seed(seed: int, index: int) -> int:
     """
     low, high, key_0, key_1 = index & 0xFFFFFFFF, index >> 32, seed & 0xFFFFFFFF, (seed & MASK64) >> 32
     words = (0, low, high, STREAM_SEEDS)
-    for _ in range(10):  # philox_reference
+    for _ in range(10):  # Philox, as in kernels.pair_bits
         product_0, product_1 = _MULTIPLIERS[0] * words[0], _MULTIPLIERS[1] * words[2]
         words = (
             (product_1 >> 32) ^ words[1] ^ key_0,

@@ -1,4 +1,4 @@
-"""The compiled classic rules; `reference_rules.py` has them written to be read.
+"""The compiled classic rules; `tests/verify/reference_rules.py` has them written to be read.
 
 Each decides all cases of a step in one call over flat arrays:
 

@@ -1,9 +1,9 @@
 """Truncation: which ids min-p, top-k and top-p keep of the vocabulary, compiled.
 
-`reference.py` gives the same ids with a full sort. Here nothing sorts the vocabulary: top-k and top-p both
-mean "keep the likeliest ids until their weights add up to `required`" (weights of 1, or probabilities), and
-one histogram plus a sort of the single bucket where the sum is reached finds that threshold. Probabilities
-are fixed-point integers, so their sums are exact in any order.
+`tests/verify/reference.py` gives the same ids with a full sort. Here nothing sorts the vocabulary: top-k and
+top-p both mean "keep the likeliest ids until their weights add up to `required`" (weights of 1, or
+probabilities), and one histogram plus a sort of the single bucket where the sum is reached finds that
+threshold. Probabilities are fixed-point integers, so their sums are exact in any order.
 """
 
 from __future__ import annotations

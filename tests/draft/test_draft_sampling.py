@@ -22,10 +22,10 @@ from paceline.draft.head_drafter import HeadShape, PagedHeadDrafter
 from paceline.draft.vocabulary import trimmed_vocabulary
 from paceline.models.heads.config import BlockAttention, BlockConfig
 from paceline.verify import sampling as sampling_room
-from paceline.verify.noise import gumbel_reference
 from paceline.verify.sampling import ALL_IDS, Sampler
 from tests.models.heads.toy_head import ToyHeadPool, drain, eagle_engine, toy_eagle
 from tests.toy import VOCAB, ToyBackend
+from tests.verify.reference import gumbel_reference
 
 PROMPT = [5, 2, 3, 4]
 HOT = 0.9  # temperature of the sampled requests

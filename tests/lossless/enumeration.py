@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.verify.reference_rules import Drafted, ReferenceRule
+from tests.verify.reference_rules import Drafted, ReferenceRule
 
 Path = tuple[int, ...]
 Law = Callable[[Path], np.ndarray]  # the distribution of the token after a path

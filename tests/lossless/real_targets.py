@@ -9,10 +9,10 @@ import numpy as np
 from paceline.core.params import SamplingParams
 from paceline.core.trees import Draws
 from paceline.verify.classic import reachable_draft
-from paceline.verify.reference_rules import Drafted
 from paceline.verify.sampling import Sampler, Workspace
 from paceline.verify.verdict import Case
 from tests.lossless.enumeration import Grow, Oracle, Path, Shape, World, grow, path_to, random_world
+from tests.verify.reference_rules import Drafted
 
 ENDING = 1
 

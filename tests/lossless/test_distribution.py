@@ -10,9 +10,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.verify.reference_rules import block, rejection, traversal
 from tests.lossless.enumeration import WORLDS, drawn_chain, error, grow, mean_accepted, random_world
 from tests.lossless.real_targets import grow_through_samplers, sampled_world
+from tests.verify.reference_rules import block, rejection, traversal
 
 EXACT = 1e-12
 D, C = "drawn", "chosen"

@@ -14,7 +14,6 @@ from paceline.constrain.pruning import Draft, fit_draft
 from paceline.core.params import SamplingParams
 from paceline.core.trees import Draws
 from paceline.verify.classic import reachable_draft
-from paceline.verify.reference_rules import Drafted, block, rejection, traversal
 from paceline.verify.sampling import Sampler, Workspace
 from paceline.verify.verdict import Case
 from tests.constrain.tables import Path, TableConstraint
@@ -31,6 +30,7 @@ from tests.lossless.enumeration import (
 )
 from tests.lossless.real_targets import logits_after
 from tests.lossless.test_distribution import CHAINS, DRAWN_TREES, EXACT, MIXED_TREES
+from tests.verify.reference_rules import Drafted, block, rejection, traversal
 
 VOCAB = 3
 PARAMS = SamplingParams(temperature=5.0)  # so that no token is almost certain

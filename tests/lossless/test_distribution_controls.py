@@ -10,11 +10,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.verify import reference_rules
-from paceline.verify.reference_rules import Drafted, block, rejection, residual, stop_probability, traversal
 from paceline.verify.sampling import Sampler
 from tests.lossless.enumeration import WORLDS, drawn_chain, error, grow
 from tests.lossless.real_targets import grow_through_samplers, sampled_world
+from tests.verify import reference_rules
+from tests.verify.reference_rules import Drafted, block, rejection, residual, stop_probability, traversal
 
 FAR = 1e-3
 D, C = "drawn", "chosen"

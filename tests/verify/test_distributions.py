@@ -10,16 +10,15 @@ from hypothesis import strategies as st
 from paceline.core.params import SamplingParams
 from paceline.core.truncation import KEEPS_ALL
 from paceline.errors import BackendError
-from paceline.verify.draws import draw, draw_reference, uniform
-from paceline.verify.noise import (
-    STREAM_ACCEPT,
-    STREAM_DRAFT,
-    STREAM_RESIDUAL,
+from paceline.verify.draws import draw, uniform
+from paceline.verify.noise import STREAM_ACCEPT, STREAM_DRAFT, STREAM_RESIDUAL
+from paceline.verify.sampling import Sampler, Workspace
+from tests.verify.reference import (
+    draw_reference,
     gumbel_reference,
+    probabilities_reference,
     uniform_reference,
 )
-from paceline.verify.reference import probabilities_reference
-from paceline.verify.sampling import Sampler, Workspace
 from tests.verify.truncations import TRUNCATIONS
 
 OPTIONS = st.sampled_from([0.1, 0.7, 1.0, 2.0]), TRUNCATIONS  # temperature, truncation

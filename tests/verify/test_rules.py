@@ -13,15 +13,16 @@ from paceline.core.params import SamplingParams
 from paceline.core.trees import Draws
 from paceline.core.verdict import Verdict
 from paceline.errors import BackendError
-from paceline.verify import reference_rules
-from paceline.verify.draws import draw, draw_reference, uniform
+from paceline.verify.draws import draw, uniform
 from paceline.verify.logprobs import token_logprobs
 from paceline.verify.noise import STREAM_ACCEPT, STREAM_DRAFT, STREAM_RESIDUAL
 from paceline.verify.pathwise import verify_pathwise
-from paceline.verify.reference_rules import Drafted
 from paceline.verify.rules import RULES
 from paceline.verify.sampling import Sampler, Workspace
 from paceline.verify.verdict import Case
+from tests.verify import reference_rules
+from tests.verify.reference import draw_reference
+from tests.verify.reference_rules import Drafted
 
 VOCAB = 13  # no multiple of anything
 ENDING = 3

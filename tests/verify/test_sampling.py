@@ -14,9 +14,8 @@ from paceline.verify import kernels
 from paceline.verify.choosing import choose_token
 from paceline.verify.logits_processors import BadWords, TokenCounts
 from paceline.verify.logprobs import token_logprobs
-from paceline.verify.noise import gumbel_reference
-from paceline.verify.reference import choose_token_reference, log_normalizer_reference
 from paceline.verify.sampling import Sampler, Workspace
+from tests.verify.reference import choose_token_reference, gumbel_reference, log_normalizer_reference
 from tests.verify.truncations import EXAMPLES, TRUNCATIONS
 
 

@@ -13,10 +13,10 @@ from paceline.backends.cpu import CpuBackend, CpuHeadRunner
 from paceline.backends.head_chains import chains_by_passes
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.checkpoint import HeadCheckpoint
-from paceline.verify.noise import gumbel_reference
 from tests.backends.cpu.heads import extend, random_slots
 from tests.models.heads.driver import batch_of, drive_heads, random_checkpoint
 from tests.models.heads.tiny_heads import CONFIGS
+from tests.verify.reference import gumbel_reference
 
 PAGES = 6
 # KV indices 17 and 33 begin pages; a request whose slots are all new, one with a single new one

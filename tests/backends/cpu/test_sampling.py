@@ -12,9 +12,9 @@ from paceline.backends.cpu import CpuBackend
 from paceline.core.forward import Choices, ForwardOutput
 from paceline.core.truncation import KEEPS_ALL
 from paceline.models.checkpoint import Checkpoint
-from paceline.verify.reference import choose_token_reference
 from tests.backends.cpu.checkpoints import floats
 from tests.backends.driver import drive, run
+from tests.verify.reference import choose_token_reference
 
 POISON = 7  # a token whose logits are no numbers
 PARENTS = [-1, 0, 0, 1]

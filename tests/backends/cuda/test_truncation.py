@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from paceline.core.params import SamplingParams
 from paceline.core.truncation import Truncation
-from paceline.verify.reference import truncate_reference
 from paceline.verify.sampling import Sampler, Workspace
+from tests.verify.reference import truncate_reference
 from tests.verify.truncations import TRUNCATIONS
 
 VOCAB, ROWS = 300, 4
