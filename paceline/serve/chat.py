@@ -28,17 +28,17 @@ from paceline.serve.protocol import Metrics, usage_of
 from paceline.serve.routes.models import Attempt, Models, user_text
 from paceline.serve.service import Prepared, Service
 from paceline.serve.sse import EventResponse
-from paceline.serve.tools import (
+from paceline.serve.tools.chat_fields import chat_choice, chat_tools
+from paceline.serve.tools.events import (
     Arguments,
     CallStarted,
     Content,
     Event,
     OutputParser,
     Reasoning,
-    ToolPlan,
     read_output,
 )
-from paceline.serve.tools.chat_fields import chat_choice, chat_tools
+from paceline.serve.tools.toolbox import ToolPlan
 
 
 def router(models: Models) -> APIRouter:

@@ -25,7 +25,7 @@ from paceline.serve.routes.models import Attempt, Models, user_text
 from paceline.serve.service import Prepared, Service
 from paceline.serve.sse import EventResponse, event, to_json
 from paceline.serve.tokens import most_tokens
-from paceline.serve.tools import ToolPlan
+from paceline.serve.tools.toolbox import ToolPlan
 
 _PING = event({"type": "ping"}, name="ping")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 from paceline.serve.sse import to_json
-from paceline.serve.tools import Arguments, CallEnded, CallStarted, Content, Event, Reasoning
+from paceline.serve.tools.events import Arguments, CallEnded, CallStarted, Content, Event, Reasoning
 
 WireEvent: TypeAlias = dict[str, Any]
 

@@ -251,6 +251,3 @@ def _token_id(text: str) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 10:
         raise FieldError("logit_bias", f"the keys of logit_bias must be token ids, got {text[:40]!r}.")
     return int(text)
-
-
-Role = Literal["system", "developer", "user", "assistant", "tool", "function"]

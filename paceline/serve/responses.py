@@ -23,7 +23,7 @@ from paceline.serve.responses_protocol import ResponseObject, ResponseRequest
 from paceline.serve.routes.models import Attempt, Models, user_text
 from paceline.serve.service import Prepared, Service
 from paceline.serve.sse import EventResponse, event
-from paceline.serve.tools import ToolPlan
+from paceline.serve.tools.toolbox import ToolPlan
 
 logger = logging.getLogger(__name__)
 

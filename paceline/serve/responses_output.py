@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
-from paceline.serve.tools import Arguments, CallEnded, CallStarted, Content, Event, Reasoning
+from paceline.serve.tools.events import Arguments, CallEnded, CallStarted, Content, Event, Reasoning
 
 WireEvent: TypeAlias = dict[str, Any]
 

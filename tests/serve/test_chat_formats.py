@@ -16,8 +16,9 @@ import tokenizers
 
 from paceline.models.tokenizer import Tokenizer, byte_alphabet
 from paceline.serve.chat_protocol import ChatRequest
-from paceline.serve.tools import FORMATS, Toolbox
 from paceline.serve.tools.chat_fields import chat_tools
+from paceline.serve.tools.formats import FORMATS
+from paceline.serve.tools.toolbox import Toolbox
 
 TEMPLATES = Path(__file__).parent / "templates"
 CONVERSATIONS = 200

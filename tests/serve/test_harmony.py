@@ -14,7 +14,10 @@ from paceline.core.params import SamplingParams
 from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.errors import GrammarError
 from paceline.models.tokenizer import Tokenizer, byte_alphabet
-from paceline.serve.tools import FORMATS, Tool, Toolbox, ToolChoice, read_output
+from paceline.serve.tools.declared import Tool, ToolChoice
+from paceline.serve.tools.events import read_output
+from paceline.serve.tools.formats import FORMATS
+from paceline.serve.tools.toolbox import Toolbox
 from tests.serve.test_tools_parser import joined
 
 RETURN = "<|return|>"

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.serve.messages_input import messages_of
 from paceline.serve.messages_protocol import MessagesRequest
-from paceline.serve.tools import FORMATS
+from paceline.serve.tools.formats import FORMATS
 from tests.serve.api import Api
 from tests.serve.echo import PLAIN_TEMPLATE, ask, byte_tokenizer, echo_app
 from tests.serve.running import serving

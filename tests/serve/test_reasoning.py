@@ -11,16 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.models.tokenizer import Tokenizer
-from paceline.serve.tools import (
-    FORMATS,
-    Content,
-    DistinctCalls,
-    Event,
-    Reasoning,
-    ReasoningParser,
-    ToolParser,
-    choose_reasoning,
-)
+from paceline.serve.tools.events import Content, Event, Reasoning
+from paceline.serve.tools.formats import FORMATS
+from paceline.serve.tools.parser import ToolParser
+from paceline.serve.tools.reasoning import ReasoningParser, choose_reasoning
+from paceline.serve.tools.repeats import DistinctCalls
 from tests.serve.echo import PLAIN_TEMPLATE, ask, byte_tokenizer
 from tests.serve.test_tools_parser import joined
 

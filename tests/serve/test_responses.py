@@ -14,7 +14,7 @@ from pydantic import BaseModel, TypeAdapter
 
 from paceline.serve.responses_input import messages_of
 from paceline.serve.responses_protocol import ResponseRequest
-from paceline.serve.tools import FORMATS
+from paceline.serve.tools.formats import FORMATS
 from tests.serve.echo import ask, with_echo
 
 Result = TypeVar("Result")

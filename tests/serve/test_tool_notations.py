@@ -10,20 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.params import SamplingParams
-from paceline.serve.tools import (
-    FORMATS,
-    Tool,
-    Toolbox,
-    ToolCall,
-    ToolChoice,
-    ToolParser,
-    ToolPlan,
-    read_output,
-    read_whole,
-)
+from paceline.serve.tools.declared import Tool, ToolChoice
+from paceline.serve.tools.events import ToolCall, read_output
+from paceline.serve.tools.formats import FORMATS
+from paceline.serve.tools.parser import ToolParser
+from paceline.serve.tools.toolbox import Toolbox, ToolPlan
 from tests.serve.echo import PLAIN_TEMPLATE, byte_tokenizer
 from tests.serve.test_tools_grammar import accepts
-from tests.serve.test_tools_parser import joined
+from tests.serve.test_tools_parser import joined, read_whole
 
 NAMES = [name for name, format in FORMATS.items() if format.notation]
 SEARCH = Tool(

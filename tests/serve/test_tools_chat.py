@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.models.tokenizer import Tokenizer
-from paceline.serve.tools import FORMATS
+from paceline.serve.tools.formats import FORMATS
 from tests.serve.echo import PLAIN_TEMPLATE, ask, byte_tokenizer
 
 PATH = "/v1/chat/completions"

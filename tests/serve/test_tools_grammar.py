@@ -10,7 +10,9 @@ from paceline.constrain.compiler import GrammarCompiler
 from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.errors import GrammarError, RequestError
 from paceline.models.tokenizer import Tokenizer
-from paceline.serve.tools import FORMATS, Tool, Toolbox, ToolChoice, ToolPlan
+from paceline.serve.tools.declared import Tool, ToolChoice
+from paceline.serve.tools.formats import FORMATS
+from paceline.serve.tools.toolbox import Toolbox, ToolPlan
 from tests.serve.echo import END, byte_tokenizer
 
 WEATHER = Tool(

@@ -10,21 +10,20 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from paceline.serve.tools import (
-    FORMATS,
+from paceline.serve.tools.events import (
     Arguments,
     CallEnded,
     CallStarted,
     Content,
-    DistinctCalls,
     Event,
+    OutputParser,
     Reasoning,
     ToolCall,
-    ToolFormat,
-    ToolParser,
-    read_whole,
+    read_output,
 )
-from paceline.serve.tools.formats import FENCE_END, FENCE_NAME_END, FENCE_START
+from paceline.serve.tools.formats import FENCE_END, FENCE_NAME_END, FENCE_START, FORMATS, ToolFormat
+from paceline.serve.tools.parser import ToolParser
+from paceline.serve.tools.repeats import DistinctCalls
 
 WEATHER = ("weather", '{"city": "Bern", "days": [1, 2]}')
 NOW = ("now", "{}")
@@ -33,6 +32,11 @@ TRICKY = ("echo", '{"text": "}}] \\" {\\"name\\": \\"x\\" </tool_call>\\\\"}')
 JSON_FORMATS = {name: format for name, format in FORMATS.items() if format.notation is None}
 
 every_format = pytest.mark.parametrize("format", JSON_FORMATS.values(), ids=JSON_FORMATS)
+
+
+def read_whole(parser: OutputParser, text: str) -> tuple[str, list[ToolCall]]:
+    """The content and the calls of a complete output."""
+    return read_output(parser, text)[:2]
 
 
 def joined(events: list[Event]) -> list[tuple[object, ...]]:

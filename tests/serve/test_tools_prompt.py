@@ -9,9 +9,9 @@ import pytest
 
 from paceline.errors import ConfigError, RequestError
 from paceline.models.tokenizer import Tokenizer
-from paceline.serve.tools import FORMATS, Tool, Toolbox, ToolChoice
-from paceline.serve.tools.declared import MAX_TOOL_BYTES, MAX_TOOLS
-from paceline.serve.tools.formats import choose_format
+from paceline.serve.tools.declared import MAX_TOOL_BYTES, MAX_TOOLS, Tool, ToolChoice
+from paceline.serve.tools.formats import FORMATS, choose_format
+from paceline.serve.tools.toolbox import Toolbox
 from tests.serve.echo import PLAIN_TEMPLATE, byte_tokenizer
 
 # minimal versions of real templates

@@ -64,12 +64,6 @@ class RouteTable:
         """All names that clients may use."""
         return (*self.models, *self.routes)
 
-    def first_model(self, name: str) -> str:
-        """The real model that a name leads to by default: its tokenizer counts the tokens of prompts."""
-        while name in self.routes:
-            name = self.routes[name].targets[0]
-        return name
-
     def reachable(self, name: str) -> tuple[str, ...]:
         """The real models that a name may lead to."""
         if name not in self.routes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -58,22 +59,55 @@ class ToolCall:
     complete: bool
 
 
-class EventParser(Protocol):
-    """What reads an output piece by piece."""
-
-    def feed(self, text: str) -> list[Event]: ...
-
-    def finish(self) -> list[Event]: ...
-
-
-class OutputParser(EventParser, Protocol):
-    """What reads one output for a client."""
+class OutputParser(Protocol):
+    """What reads one output, however its text is split into pieces."""
 
     @property
-    def num_calls(self) -> int: ...
+    def num_calls(self) -> int:
+        """Number of calls started so far."""
+        ...
 
     @property
-    def repeated(self) -> bool: ...
+    def repeated(self) -> bool:
+        """Whether a call was repeated: nothing follows."""
+        ...
+
+    def feed(self, text: str) -> list[Event]:
+        """The events that are certain after this piece of text."""
+        ...
+
+    def finish(self) -> list[Event]:
+        """The remaining events. A call that was cut off ends with what there is of it."""
+        ...
+
+
+class EventFilter(ABC):
+    """An OutputParser that changes the events of another one, or holds them back."""
+
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
+
+    @property
+    def num_calls(self) -> int:
+        return self._parser.num_calls
+
+    @property
+    def repeated(self) -> bool:
+        return self._parser.repeated
+
+    def feed(self, text: str) -> list[Event]:
+        return self._filtered(self._parser.feed(text))
+
+    def finish(self) -> list[Event]:
+        return [*self._filtered(self._parser.finish()), *self._flush()]
+
+    @abstractmethod
+    def _filtered(self, events: list[Event]) -> list[Event]:
+        """What is certain after these events."""
+
+    @abstractmethod
+    def _flush(self) -> list[Event]:
+        """Everything that is held back."""
 
 
 class ReadOutput(NamedTuple):
@@ -84,12 +118,7 @@ class ReadOutput(NamedTuple):
     reasoning: str
 
 
-def read_whole(parser: EventParser, text: str) -> tuple[str, list[ToolCall]]:
-    """The content and the calls of a complete output."""
-    return read_output(parser, text)[:2]
-
-
-def read_output(parser: EventParser, text: str) -> ReadOutput:
+def read_output(parser: OutputParser, text: str) -> ReadOutput:
     """The content, the calls and the reasoning of a complete output."""
     content = reasoning = ""
     calls: list[ToolCall] = []

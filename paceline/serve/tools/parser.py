@@ -17,6 +17,8 @@ from paceline.serve.tools.formats import FENCE_END, FENCE_NAME_END, FENCE_START,
 class ToolParser:
     """Parses one output. With `format` None, all of it is content."""
 
+    repeated = False  # it does not compare calls: see DistinctCalls
+
     def __init__(
         self,
         format: ToolFormat | None,
@@ -50,18 +52,15 @@ class ToolParser:
 
     @property
     def num_calls(self) -> int:
-        """Number of calls started so far."""
         return self._index + 1
 
     def feed(self, text: str) -> list[Event]:
-        """The events that are certain after this piece of text."""
         self._buffer += text
         while self._buffer and self._read():
             pass
         return self._take()
 
     def finish(self) -> list[Event]:
-        """The remaining events. A call that was cut off ends with what there is of it."""
         if self._read in (self._read_name_end, self._read_arguments):
             if self._read == self._read_arguments:
                 self._argument(self._arguments.rest(self._buffer))

@@ -7,40 +7,22 @@ the marks is dropped, as it is before a call.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.serve.tools.arguments import overlap
-from paceline.serve.tools.events import Content, Event, OutputParser, Reasoning
+from paceline.serve.tools.events import Content, Event, EventFilter, OutputParser, Reasoning
 
 
-class _SplittingParser(ABC):
-    """The events of another parser, with the content that is reasoning as such."""
+class _SplittingParser(EventFilter):
+    """Gives the content that is reasoning as such; `_flush` ends the reasoning."""
 
     def __init__(self, parser: OutputParser) -> None:
-        self._parser = parser
+        super().__init__(parser)
         self._buffer = ""  # content that may still become reasoning or a mark
 
-    @property
-    def num_calls(self) -> int:
-        """Number of calls started so far."""
-        return self._parser.num_calls
-
-    @property
-    def repeated(self) -> bool:
-        """Whether a call was repeated: nothing follows."""
-        return self._parser.repeated
-
-    def feed(self, text: str) -> list[Event]:
-        """The events that are certain after this piece of text."""
-        return self._split_content(self._parser.feed(text))
-
-    def finish(self) -> list[Event]:
-        """The remaining events."""
-        return [*self._split_content(self._parser.finish()), *self._flush()]
-
-    def _split_content(self, events: list[Event]) -> list[Event]:
+    def _filtered(self, events: list[Event]) -> list[Event]:
         split: list[Event] = []
         for event in events:
             if isinstance(event, Content):
@@ -53,10 +35,6 @@ class _SplittingParser(ABC):
     @abstractmethod
     def _parse_buffer(self) -> list[Event]:
         """The events of the part of the buffer that is certain; the rest stays in it."""
-
-    @abstractmethod
-    def _flush(self) -> list[Event]:
-        """Everything that is held back, as events; what follows is content."""
 
 
 class ReasoningParser(_SplittingParser):

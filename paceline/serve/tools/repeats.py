@@ -6,15 +6,14 @@ the first repeat ends the answer: the engine stops there (`ToolPlan.watch`), and
 
 from __future__ import annotations
 
-from paceline.serve.tools.events import Arguments, CallEnded, CallStarted, Event
-from paceline.serve.tools.parser import ToolParser
+from paceline.serve.tools.events import Arguments, CallEnded, CallStarted, Event, EventFilter, OutputParser
 
 
-class DistinctCalls:
-    """A ToolParser that holds a call back for as long as it may become a repeat."""
+class DistinctCalls(EventFilter):
+    """Holds a call back for as long as it may become a repeat."""
 
-    def __init__(self, parser: ToolParser) -> None:
-        self._parser = parser
+    def __init__(self, parser: OutputParser) -> None:
+        super().__init__(parser)
         self._complete: list[tuple[str, str]] = []  # name and arguments of the calls so far
         self._name = self._arguments = ""  # of the call being read
         self._held: list[Event] = []  # events of that call, while it may become a repeat
@@ -22,23 +21,9 @@ class DistinctCalls:
 
     @property
     def repeated(self) -> bool:
-        """Whether a call was repeated: nothing follows."""
         return self._repeated
 
-    @property
-    def num_calls(self) -> int:
-        """Number of calls started so far."""
-        return self._parser.num_calls
-
-    def feed(self, text: str) -> list[Event]:
-        """The events that are certain after this piece of text."""
-        return self._distinct(self._parser.feed(text))
-
-    def finish(self) -> list[Event]:
-        """The remaining events. A call that was cut off ends with what there is of it."""
-        return [*self._distinct(self._parser.finish()), *self._take_held()]
-
-    def _distinct(self, events: list[Event]) -> list[Event]:
+    def _filtered(self, events: list[Event]) -> list[Event]:
         certain: list[Event] = []
         for event in events:
             if self._repeated:
@@ -48,7 +33,7 @@ class DistinctCalls:
                 self._repeated = True
                 self._held = []
             elif not self._may_repeat(event):
-                certain += self._take_held()
+                certain += self._flush()
         return certain
 
     def _completes_repeat(self, event: Event) -> bool:
@@ -71,6 +56,6 @@ class DistinctCalls:
             name == self._name and arguments.startswith(self._arguments) for name, arguments in self._complete
         )
 
-    def _take_held(self) -> list[Event]:
+    def _flush(self) -> list[Event]:
         held, self._held = self._held, []
         return held
