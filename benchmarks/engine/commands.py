@@ -35,7 +35,8 @@ def rows_command(
     """The cost of one pass over n rows, compared with one row."""
     from benchmarks.engine.rows import measure_rows
     from benchmarks.engine.views import rows_result
-    from paceline.bench.loading import load_backend_for_bench, settings
+    from benchmarks.loading import load_backend_for_bench
+    from paceline.bench.loading import settings
     from paceline.bench.report.output import Report
     from paceline.bench.report.terminal import progress
     from paceline.bench.text import text_ids
@@ -68,7 +69,8 @@ def concurrency_command(
     """Throughput of n concurrent requests, and whether each gets what it gets alone."""
     from benchmarks.engine.concurrency import measure_concurrency
     from benchmarks.engine.views import concurrency_result
-    from paceline.bench.loading import load_engine_for_bench, settings
+    from benchmarks.loading import load_engine_for_bench
+    from paceline.bench.loading import settings
     from paceline.bench.report.output import Report
     from paceline.bench.report.terminal import progress
     from paceline.bench.text import text_ids

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from paceline.bench.timing import OnTurn, Timing, take_turns
+from benchmarks.turns import take_turns
+from paceline.bench.timing import OnTurn, Timing
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.engine.engine import Engine

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.engine.perplexity import perplexity
-from paceline.bench.loading import load_backend_for_bench, settings
+from benchmarks.loading import load_backend_for_bench
+from paceline.bench.loading import settings
 from paceline.bench.text import text_ids
 from paceline.bench.timing import OnTurn
 from paceline.errors import ConfigError

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.turns import take_turns
 from paceline.backends.base import Backend
-from paceline.bench.timing import OnTurn, Timing, take_turns
+from paceline.bench.timing import OnTurn, Timing
 from paceline.core.forward import ForwardBatch, KVPool, chain_parents
 from paceline.errors import ConfigError
 from paceline.options import check_integer

@@ -13,9 +13,10 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.engine.concurrency import run_requests
+from benchmarks.turns import take_turns
 from paceline.backends.async_decoding import AsyncDecoder
 from paceline.backends.base import Backend
-from paceline.bench.timing import OnTurn, take_turns
+from paceline.bench.timing import OnTurn
 from paceline.build import Loaded
 from paceline.core.params import SamplingParams
 from paceline.core.request import SamplingNeeds

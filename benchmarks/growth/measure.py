@@ -10,8 +10,9 @@ from typing import Protocol
 import numpy as np
 
 from benchmarks.growth.floor import Floor, Load
+from benchmarks.turns import take_turns
 from paceline.backends.base import Backend
-from paceline.bench.timing import OnTurn, Timing, take_turns
+from paceline.bench.timing import OnTurn, Timing
 from paceline.core.forward import ForwardBatch, KVPool
 from paceline.errors import ConfigError
 

@@ -21,9 +21,10 @@ from typing import Any
 from benchmarks.learning.domains import conversations
 from benchmarks.server.client_requests import CHAT, model_name
 from benchmarks.server.process import ServerProcess
+from benchmarks.turns import take_turns
 from paceline.bench.report.result import Result, Table
 from paceline.bench.servers.client import Server, get, post
-from paceline.bench.timing import OnTurn, take_turns
+from paceline.bench.timing import OnTurn
 from paceline.errors import PacelineError
 
 WITHOUT, WITH = "without --learn", "with --learn"

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.bench.servers.client import Answer, Cut, Server, get, post
+from benchmarks.server.cut_client import Cut, post_cut
+from paceline.bench.servers.client import Answer, Server, get
 from paceline.errors import ConfigError
 from paceline.options import check_number
 
@@ -95,7 +96,7 @@ async def post_until_accepted(
 ) -> Answer:
     """The answer to a request, which is sent again while the server's queue is full (status 429)."""
     for attempt in itertools.count(1):
-        answer = await post(server, request.path, request.body, request.cut)
+        answer = await post_cut(server, request.path, request.body, request.cut)
         if answer.status != 429:
             break
         on_turned_away()

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.server.cut_client import first_byte_seconds, first_text_seconds, gaps
 from benchmarks.server.load import Load, Round
 from paceline.bench.report.result import Result, Table
 
@@ -36,9 +37,9 @@ def _round_facts(result: Round) -> dict[str, Any]:
         "turned_away": result.turned_away,
         "statuses": dict(sorted(result.statuses.items())),
         "tokens_per_second": tokens / result.seconds,
-        "first_byte_ms": _percentiles([answer.first_byte_seconds for answer in result.answers]),
-        "first_text_ms": _percentiles([answer.first_text_seconds for answer in result.answers]),
-        "gap_ms": _percentiles([gap for answer in result.answers for gap in answer.gaps]),
+        "first_byte_ms": _percentiles([first_byte_seconds(answer) for answer in result.answers]),
+        "first_text_ms": _percentiles([first_text_seconds(answer) for answer in result.answers]),
+        "gap_ms": _percentiles([gap for answer in result.answers for gap in gaps(answer)]),
         "after": None if result.gauges is None else asdict(result.gauges),
     }
 

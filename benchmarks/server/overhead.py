@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.server.client_requests import model_name
+from benchmarks.turns import take_turns
 from paceline.bench.report.result import Result, Table
 from paceline.bench.servers.client import Answer, Server, post
-from paceline.bench.timing import OnTurn, Timing, take_turns
+from paceline.bench.timing import OnTurn, Timing
 from paceline.core.params import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.errors import PacelineError

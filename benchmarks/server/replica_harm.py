@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, cycle, pairwise
 
+from benchmarks.server.cut_client import first_text_seconds
 from benchmarks.server.process import ServerProcess
 from benchmarks.server.replicas import HARMS, REPLICAS, Fleet, answers_alone, ask_all, body
 from paceline.bench.servers.client import Answer, get, post
@@ -98,7 +99,7 @@ class _HarmedFleet:
             time.perf_counter() - begun,
             [pause(answer, harmed) for answer in answers if answer.ended > harmed],
             noticed,
-            [answer.first_text_seconds or 0.0 for answer in new],
+            [first_text_seconds(answer) or 0.0 for answer in new],
         )
 
     async def _ask_until_done(

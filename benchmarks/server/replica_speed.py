@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.server.cut_client import first_byte_seconds
 from benchmarks.server.process import ServerProcess
 from benchmarks.server.replicas import ALONE, REPLICAS, Fleet, ask_all, cpu_seconds
 from paceline.bench.servers.client import Server, post
@@ -57,9 +58,10 @@ async def _first_texts(server: Server, clients: int, requests: int, seed: int) -
             prompt = f"{seed} {number} {count}"
             request = {"prompt": prompt, "max_tokens": 1, "ignore_eos": True, "stream": True}
             answer = await post(server, "/v1/completions", request)
-            if answer.first_byte_seconds is None or not answer.complete:
+            seconds = first_byte_seconds(answer)
+            if seconds is None or not answer.complete:
                 raise PacelineError(f"a request failed with status {answer.status}: {answer.error}")
-            found.append(answer.first_byte_seconds)
+            found.append(seconds)
 
     await asyncio.gather(*[client(number) for number in range(clients)])
     return found

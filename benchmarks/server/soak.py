@@ -21,6 +21,7 @@ from benchmarks.server.client_requests import (
     model_name,
     post_until_accepted,
 )
+from benchmarks.server.cut_client import first_text_seconds, gaps
 from benchmarks.server.gauges import Gauges, Sample, idle_gauges, sample_server
 from benchmarks.server.soak_traffic import comparable, endless_requests, mixed_traffic
 from paceline.bench.servers.client import Answer, ClientError, Server, post
@@ -225,9 +226,10 @@ def _judge(
     part.answers += 1
     if request.body.get("stream") and answer.chunks and "choices" in answer.chunks[0][1]:
         part.tokens += answer.completion_tokens
-        part.gaps += answer.gaps
-        if answer.first_text_seconds is not None:
-            part.first_texts.append(answer.first_text_seconds)
+        part.gaps += gaps(answer)
+        first = first_text_seconds(answer)
+        if first is not None:
+            part.first_texts.append(first)
 
 
 def _judge_disrupted(kind: str, request: ClientRequest, answer: Answer | None, soak: Soak) -> None:

@@ -1,22 +1,20 @@
 """A minimal client for OpenAI-compatible servers that records when each piece of an answer arrived.
 
-Plain sockets and no HTTP library: with 200 clients, a library's own work would be in every number, and
-connections must be cut at exact points. Data is only recorded as it arrives, and parsed later.
+Plain sockets and no HTTP library: with 200 clients, a library's own work would be in every number. Data is
+only recorded as it arrives, and parsed later.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import ssl
-import struct
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -63,14 +61,6 @@ class Server:
         if body:
             lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
         return "\r\n".join([*lines, "", ""]).encode() + body
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Where a client disconnects: in the middle of its request, or after `reads` reads of the answer."""
-
-    reads: int  # -1: after half of the request
-    reset: bool  # with a TCP reset, as after a crash, instead of a close
 
 
 @dataclass(frozen=True)
@@ -148,47 +138,55 @@ class Answer:
         usages = [chunk["usage"] for _, chunk in self.chunks if chunk.get("usage")]
         return int(usages[-1]["completion_tokens"]) if usages else 0
 
-    @property
-    def first_byte_seconds(self) -> float | None:
-        """From sending to the first piece of the body; a chat's first chunk has the role and no text."""
-        return self.pieces[0][0] - self.sent if self.pieces else None
-
-    @property
-    def first_text_seconds(self) -> float | None:
-        """From sending to the first text."""
-        return self.texts[0][0] - self.sent if self.texts else None
-
-    @property
-    def gaps(self) -> list[float]:
-        """Seconds between successive pieces of text."""
-        times = [when for when, _ in self.texts]
-        return [after - before for before, after in pairwise(times)]
-
 
 def _text(choice: Mapping[str, Any]) -> str:
     """The text of a choice, of a completion or of a chat."""
     return choice.get("text") or (choice.get("delta") or {}).get("content") or ""
 
 
-async def post(server: Server, path: str, body: Mapping[str, Any] | bytes, cut: Cut | None = None) -> Answer:
-    """The answer to a POST, or what arrived of it before the connection was cut."""
+class Recorder(asyncio.Protocol):
+    """Sends a request, and records what arrives and when."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.reads: list[tuple[float, bytes]] = []
+        self.sent = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(self._request)
+        self.sent = time.perf_counter()
+
+    def data_received(self, data: bytes) -> None:
+        self.reads.append((time.perf_counter(), data))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)
+
+
+async def post(server: Server, path: str, body: Mapping[str, Any] | bytes) -> Answer:
+    """The answer to a POST."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return await exchange(server, server.request("POST", path, data), cut)
+    return await exchange(server, server.request("POST", path, data))
 
 
 async def get(server: Server, path: str) -> Answer:
     """The answer to a GET."""
-    return await exchange(server, server.request("GET", path, b""), None)
+    return await exchange(server, server.request("GET", path, b""))
 
 
-async def exchange(server: Server, request: bytes, cut: Cut | None) -> Answer:
+async def exchange(
+    server: Server, request: bytes, recorder: Callable[[bytes], Recorder] = Recorder
+) -> Answer:
     """Send a request on its own connection, and record what arrives until it is closed."""
     loop = asyncio.get_running_loop()
     context = ssl.create_default_context() if server.tls else None
     try:
         async with asyncio.timeout(CONNECT_SECONDS):
             transport, connection = await loop.create_connection(
-                lambda: _Connection(request, cut), server.host, server.port, ssl=context
+                lambda: recorder(request), server.host, server.port, ssl=context
             )
     except (OSError, TimeoutError) as error:
         raise ClientError(
@@ -203,41 +201,6 @@ async def exchange(server: Server, request: bytes, cut: Cut | None) -> Answer:
         transport.abort()
     status, headers, pieces = read_response(connection.reads)
     return Answer(connection.sent, status, headers, tuple(pieces), time.perf_counter())
-
-
-class _Connection(asyncio.Protocol):
-    """Sends a request, records what arrives and when, and disconnects where `cut` says."""
-
-    def __init__(self, request: bytes, cut: Cut | None) -> None:
-        self._request = request
-        self._cut = cut
-        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.reads: list[tuple[float, bytes]] = []
-        self.sent = 0.0
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        half = self._cut is not None and self._cut.reads < 0
-        transport.write(self._request[: len(self._request) // 2] if half else self._request)
-        self.sent = time.perf_counter()
-        if self._cut is not None and self._cut.reads <= 0:
-            self._leave(self._cut)
-
-    def data_received(self, data: bytes) -> None:
-        self.reads.append((time.perf_counter(), data))
-        if self._cut is not None and len(self.reads) == self._cut.reads:
-            self._leave(self._cut)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if not self.closed.done():
-            self.closed.set_result(None)
-
-    def _leave(self, cut: Cut) -> None:
-        if cut.reset:
-            connection: socket.socket = self._transport.get_extra_info("socket")
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self._transport.close()
 
 
 def read_response(
