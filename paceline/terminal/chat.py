@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from paceline.core.params import SamplingParams
-from paceline.core.stats import StepStats
 from paceline.errors import PacelineError
 from paceline.home import paceline_home
 from paceline.llm import LLM
@@ -107,16 +106,11 @@ class Conversation:
                 "message was not sent. Make it shorter, take back earlier ones with /undo, or /reset."
             )
             return None
-        self._last = last = ChatStats()
-
-        def count(stats: StepStats) -> None:
-            last.step(stats)
-            self._all.step(stats)
-
         with Interrupt() as interrupt, _wrapped() as write:
-            request = stream(self._llm, token_ids, self._params, write, lambda: interrupt.asked, count)
+            request = stream(self._llm, token_ids, self._params, write, lambda: interrupt.asked)
         show("\n")
-        for stats in (last, self._all):
+        self._last = ChatStats()
+        for stats in (self._last, self._all):
             stats.end(request)
         if request.finish_reason == "abort":
             note("[stopped]")

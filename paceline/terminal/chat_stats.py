@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from paceline.core.request import Request
-from paceline.core.stats import StepStats
-
-
-@dataclass
-class Drafts:
-    """What one drafter drafted."""
-
-    steps: int = 0
-    tokens: int = 0
-    accepted: int = 0
+from paceline.core.stats import DraftKind
 
 
 @dataclass
@@ -25,18 +17,11 @@ class ChatStats:
     tokens: int = 0
     seconds: float = 0.0  # after the first tokens
     first_token_seconds: float = 0.0
-    drafts: dict[str, Drafts] = field(default_factory=dict)  # by drafter
-
-    def step(self, stats: StepStats) -> None:
-        """Count a step's drafts."""
-        for draft in stats.drafts:
-            drafts = self.drafts.setdefault(draft.drafter, Drafts())
-            drafts.steps += draft.count
-            drafts.tokens += draft.count * draft.nodes
-            drafts.accepted += draft.count * draft.accepted
+    drafts: Counter[DraftKind] = field(default_factory=Counter)
 
     def end(self, request: Request) -> None:
         """Count an answer, complete or stopped."""
+        self.drafts.update(request.speculative.drafts)
         if request.first_token_time is None or request.finished_time is None:
             return
         self.answers += 1
@@ -51,13 +36,18 @@ class ChatStats:
         later = self.tokens - self.answers
         speed = f"{later / self.seconds:,.1f} tokens/s" if self.seconds > 0 else "-"
         first = 1e3 * self.first_token_seconds / self.answers
-        return [f"{self.tokens:,} tokens, {speed}, first token after {first:,.0f} ms", *self._drafters()]
+        line = f"{self.tokens:,} tokens, {speed}, first token after {first:,.0f} ms"
+        drafters = dict.fromkeys(drafter for drafter, *_ in self.drafts)
+        return [line, *([self._drafted(name) for name in drafters] or ["nothing was drafted"])]
 
-    def _drafters(self) -> list[str]:
-        if not self.drafts:
-            return ["nothing was drafted"]
-        return [
-            f"{name}: {drafts.accepted / max(1, drafts.tokens):.0%} of {drafts.tokens:,} drafted tokens "
-            f"accepted, {1 + drafts.accepted / drafts.steps:.2f} tokens per drafted pass"
-            for name, drafts in self.drafts.items()
+    def _drafted(self, name: str) -> str:
+        counts = [
+            (count, nodes * count, accepted * count)
+            for (drafter, nodes, _, accepted), count in self.drafts.items()
+            if drafter == name
         ]
+        steps, tokens, accepted = map(sum, zip(*counts, strict=True))
+        return (
+            f"{name}: {accepted / max(1, tokens):.0%} of {tokens:,} drafted tokens accepted, "
+            f"{1 + accepted / steps:.2f} tokens per drafted pass"
+        )

@@ -12,7 +12,6 @@ from typing import Any
 from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
-from paceline.core.stats import StepStats
 from paceline.errors import RequestError
 from paceline.llm import LLM
 from paceline.models.registry import resolve
@@ -71,16 +70,13 @@ def stream(
     params: SamplingParams,
     write: Callable[[str], None],
     stopped: Callable[[], bool] = lambda: False,
-    on_step: Callable[[StepStats], None] = lambda _: None,
 ) -> Request:
-    """The finished request. `write` receives its text in pieces, `on_step` the statistics of each step;
-    `stopped` returning True aborts it."""
+    """The finished request. `write` receives its text in pieces; `stopped` returning True aborts it."""
     (request,) = llm.engine.add_request(token_ids, params)
     shown = 0
     try:
         while not request.finished and not stopped():
             llm.engine.step()
-            on_step(llm.engine.stats)
             write(request.detokenizer.text[shown:])
             shown = len(request.detokenizer.text)
     finally:
