@@ -26,7 +26,7 @@ from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling, Target
 from paceline.draft.draft_cache import Context
 from paceline.draft.draft_pass import Part, Passes
-from paceline.draft.growth import GrowingTree, make_tree, merged
+from paceline.draft.growth import GrowingTree, frontier_rows, make_tree, merged
 from paceline.draft.head_drafter import HeadShape, PagedHeadDrafter, noise_of
 from paceline.draft.head_pages import HeadPages
 from paceline.models.heads.checkpoint import HeadCheckpoint
@@ -129,12 +129,10 @@ class BlockDrafter(PagedHeadDrafter[BlockRunner]):
             if not slots:
                 return
             guesses = self._runner.guess(np.array(slots, np.int32), np.array(previous, np.int32))
-            end = 0
-            for tree in trees:
-                start, end = end, end + len(tree.frontier)
-                if start < end:
-                    confidences = None if guesses.confidences is None else guesses.confidences[start:end]
-                    tree.grow(guesses.logits[start:end], confidences)
+            for tree, rows in zip(trees, frontier_rows(trees), strict=True):
+                if tree.frontier:
+                    confidences = None if guesses.confidences is None else guesses.confidences[rows]
+                    tree.grow(guesses.logits[rows], confidences)
 
 
 class DFlashDrafter(BlockDrafter):

@@ -31,7 +31,7 @@ from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling, Target
 from paceline.draft.draft_cache import Context
 from paceline.draft.draft_pass import Part, Passes
-from paceline.draft.growth import GrowingTree, make_tree, merged
+from paceline.draft.growth import GrowingTree, frontier_rows, make_trees, merged
 from paceline.draft.head_drafter import HeadShape, Mask, PagedHeadDrafter, noise_of
 from paceline.draft.head_pages import HeadPages
 from paceline.models.heads.checkpoint import HeadCheckpoint
@@ -159,12 +159,7 @@ class HeadDrafter(PagedHeadDrafter[HeadRunner]):
             return self._propose_masked(contexts, plans, self._shape.mask)
         if all(map(self._is_one_call, requests, plans)):
             return self._propose_chains(contexts, plans, self._passes.chains)
-        trees = [
-            None
-            if context is None
-            else make_tree(context, plan.shrunk(context.room), self._scoring, self._sampling)
-            for context, plan in zip(contexts, plans, strict=True)
-        ]
+        trees = make_trees(contexts, plans, self._scoring, self._sampling)
         growing = [GuessedTree(tree) for tree in trees if tree is not None]
         if growing:
             _grow(growing, self._passes.catch_up([guessed.tree.context for guessed in growing]))
@@ -179,12 +174,7 @@ class HeadDrafter(PagedHeadDrafter[HeadRunner]):
         self, contexts: Sequence[Context | None], plans: Sequence[DraftPlan], mask: Mask
     ) -> DraftTrees:
         """The drafts of `propose` by a P-EAGLE head: trees through the slots' guesses, the best first."""
-        trees = [
-            None
-            if context is None
-            else make_tree(context, plan.shrunk(context.room), self._scoring, self._sampling, best_first=True)
-            for context, plan in zip(contexts, plans, strict=True)
-        ]
+        trees = make_trees(contexts, plans, self._scoring, self._sampling, best_first=True)
         levels = {
             tree: plan.shrunk(tree.context.room).levels
             for tree, plan in zip(trees, plans, strict=True)
@@ -195,12 +185,8 @@ class HeadDrafter(PagedHeadDrafter[HeadRunner]):
             chosen = growing[group]
             counts = [levels[tree] for tree in chosen]
             logits = self._passes.run_masked([tree.context for tree in chosen], mask, counts)
-            first = 0
-            for tree, count in zip(chosen, counts, strict=True):
-                for row in logits[first : first + count]:
-                    if tree.frontier:
-                        tree.grow(np.broadcast_to(row, (len(tree.frontier), len(row))))
-                first += count
+            for tree, rows in zip(chosen, np.split(logits, np.cumsum(counts)[:-1]), strict=True):
+                tree.grow_levels(rows)
         return merged(trees)
 
     def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
@@ -238,8 +224,5 @@ class Eagle3Drafter(EagleDrafter):
 
 def _grow(growing: Sequence[GuessedTree], output: HeadOutput) -> None:
     """Add a level to each tree, given the outputs for their frontiers."""
-    first = 0
-    for guessed in growing:
-        end = first + len(guessed.tree.frontier)
-        guessed.grow(output.logits[first:end], output.states[first:end])
-        first = end
+    for guessed, rows in zip(growing, frontier_rows([guessed.tree for guessed in growing]), strict=True):
+        guessed.grow(output.logits[rows], output.states[rows])

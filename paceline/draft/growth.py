@@ -16,6 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -113,6 +114,12 @@ class GrowingTree(ABC):
         `confidences` [frontier]: chances that the best child is accepted, as a head estimates them itself.
         """
 
+    def grow_levels(self, levels: Float32Array) -> None:
+        """Add levels with the same guesses below every node, given their logits: [levels, vocabulary]."""
+        for row in levels:
+            if self.frontier:
+                self.grow(np.broadcast_to(row, (len(self.frontier), len(row))))
+
     @abstractmethod
     def finished(self) -> FinishedTree:
         """The tree as it is proposed."""
@@ -159,6 +166,28 @@ def make_tree(
     if sampling is DraftSampling.INDEPENDENT and not context.request.sampler.greedy:
         return DrawnTree(context, plan, scoring)
     return ChosenTree(context, plan, scoring, sampling is DraftSampling.COUPLED, best_first)
+
+
+def make_trees(
+    contexts: Sequence[Context | None],
+    plans: Sequence[DraftPlan],
+    scoring: Scoring,
+    sampling: DraftSampling,
+    best_first: bool = False,
+) -> list[GrowingTree | None]:
+    """A growing tree for each context, within its plan and room; None where there is no context."""
+    return [
+        None
+        if context is None
+        else make_tree(context, plan.shrunk(context.room), scoring, sampling, best_first)
+        for context, plan in zip(contexts, plans, strict=True)
+    ]
+
+
+def frontier_rows(trees: Sequence[GrowingTree]) -> list[slice]:
+    """The rows of each tree's frontier among the outputs of a pass for all of them."""
+    sizes = [len(tree.frontier) for tree in trees]
+    return [slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
 def merged(trees: Sequence[GrowingTree | None]) -> DraftTrees:

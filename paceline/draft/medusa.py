@@ -102,9 +102,7 @@ class MedusaDrafter(Drafter):
             states = np.stack([self._states[tree.context.request][1] for tree in growing])
             guesses = self._runner.run(states)
             for number, tree in enumerate(growing):
-                for level in guesses[:, number]:
-                    if tree.frontier:
-                        tree.grow(np.broadcast_to(level, (len(tree.frontier), len(level))))
+                tree.grow_levels(guesses[:, number])
         return merged(trees)
 
     def _is_ready(self, request: Request) -> bool:

@@ -10,7 +10,7 @@ from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, DraftSampling
 from paceline.draft.draft_cache import DraftCache
 from paceline.draft.draft_pass import DraftRunner
-from paceline.draft.growth import Scoring, make_tree, merged
+from paceline.draft.growth import Scoring, frontier_rows, make_trees, merged
 from paceline.draft.vocabulary import Vocabulary
 from paceline.verify.sampling import Workspace
 
@@ -46,24 +46,16 @@ class ModelDrafter(Drafter):
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         contexts = self._cache.open(requests, [plan.budget for plan in plans])
-        trees = [
-            None
-            if context is None
-            else make_tree(context, plan.shrunk(context.room), self._scoring, self._sampling)
-            for context, plan in zip(contexts, plans, strict=True)
-        ]
+        trees = make_trees(contexts, plans, self._scoring, self._sampling)
         growing = [tree for tree in trees if tree is not None]
         if growing:
             logits = self._runner.catch_up([tree.context for tree in growing])
-            for tree, row in zip(growing, logits, strict=True):
-                tree.grow(row[None])
-        while growing := [tree for tree in growing if tree.frontier]:
-            logits = self._runner.run([tree.part() for tree in growing])
-            first = 0
-            for tree in growing:
-                end = first + len(tree.frontier)
-                tree.grow(logits[first:end])
-                first = end
+        while growing:
+            for tree, rows in zip(growing, frontier_rows(growing), strict=True):
+                tree.grow(logits[rows])
+            growing = [tree for tree in growing if tree.frontier]
+            if growing:
+                logits = self._runner.run([tree.part() for tree in growing])
         for tree in filter(None, trees):
             self._cache.keep_drafted(tree.context, tree.chain_in_place())
         return merged(trees)

@@ -14,7 +14,6 @@ from paceline.core.trees import DraftPlan
 from paceline.draft.base import DraftSampling
 from paceline.draft.draft_cache import Context
 from paceline.draft.growth import ChosenTree, DrawnTree, GrowingTree, Scoring
-from paceline.errors import BackendError
 
 Path = tuple[int, ...]
 
@@ -45,22 +44,19 @@ class RankedTree(ChosenTree):
     def __init__(
         self, context: Context, plan: DraftPlan, scoring: Scoring, coupled: bool, paths: Sequence[Path]
     ) -> None:
-        super().__init__(context, plan, scoring, coupled)
+        super().__init__(context, plan, scoring, coupled, best_first=True)
         self._allowed = frozenset(paths)
         self._inner = {path[:-1] for path in paths}  # paths with children
         self._paths: dict[int, Path] = {ROOT: ()}
 
-    def grow(self, logits: Float32Array, confidences: Float32Array | None = None) -> None:
-        level = len(self.tokens)
-        try:
-            for node, row in zip(self.frontier, logits, strict=True):
-                for rank, (token, score) in enumerate(self._candidates(node, row)):
-                    path = (*self._paths[node], rank)
-                    if path in self._allowed:
-                        self._paths[self._add(node, token)] = path
-                        self._scores.append(score + (0.0 if node == ROOT else self._scores[node]))
-        except BackendError:  # logits that allow no guess
-            self.frontier = []
-            return
-        new = range(level, len(self.tokens))
-        self.frontier = [node for node in new if self._paths[node] in self._inner and self._goes_on(node)]
+    def _candidates(
+        self, node: int, row: Float32Array, confidence: float | None = None
+    ) -> list[tuple[int, float]]:
+        ranked = enumerate(super()._candidates(node, row, confidence))
+        paths = {(*self._paths[node], rank): candidate for rank, candidate in ranked}
+        allowed = {path: candidate for path, candidate in paths.items() if path in self._allowed}
+        self._paths.update(enumerate(allowed, len(self.tokens)))  # they become the next nodes
+        return list(allowed.values())
+
+    def _goes_on(self, node: int) -> bool:
+        return self._paths[node] in self._inner and super()._goes_on(node)
