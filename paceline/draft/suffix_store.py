@@ -7,26 +7,32 @@ index, which all salts share, a salt is a namespace: a random number beside each
 from __future__ import annotations
 
 import hashlib
+import io
+import math
 import os
 import secrets
 import zipfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.core.arrays import Int32Array
 from paceline.draft.ngram_index import GAP, NO_NAMESPACE, SHARED_NAMESPACE
 from paceline.draft.occurrences import Occurrences
-from paceline.draft.stored_arrays import stored_arrays
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.models.tokenizer import Tokenizer
 
+Array = npt.NDArray[Any]
+MAX_MEMBERS = 16
+KINDS = "iubU"  # numpy kinds: integers, booleans, text. No floats (NaN passes every comparison), no objects
 PROMPT_TAIL = 32  # prompt tokens stored before a response, so that its first tokens are found by them
 USUAL_RESPONSE = 256  # tokens per response that memory is allocated for
 VERSION = 2  # of the file format
@@ -201,3 +207,35 @@ class DamagedStoreError(ConfigError):
 
 def _unreadable(path: Path, reason: str) -> DamagedStoreError:
     return DamagedStoreError(f"suffix_cache_path {str(path)!r} cannot be used: {reason}")
+
+
+@contextmanager
+def stored_arrays(path: Path) -> Iterator[Mapping[str, Array]]:
+    """The arrays that `numpy.savez` wrote. ValueError, KeyError or BadZipFile if there are none.
+
+    The file is not trusted, as numpy's own reader does: that allocates what a header claims, and decompresses
+    without a limit.
+    """
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        with zipfile.ZipFile(file) as archive:
+            members = archive.infolist()
+            packed = any(
+                member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1 for member in members
+            )
+            if packed or len(members) > MAX_MEMBERS or sum(member.file_size for member in members) > size:
+                raise ValueError("it claims to hold more than it does")
+            yield {member.filename.removesuffix(".npy"): _array(archive.read(member)) for member in members}
+
+
+def _array(content: bytes) -> Array:
+    """The array of a member. ValueError if its header does not fit its content."""
+    stream = io.BytesIO(content)
+    version = np.lib.format.read_magic(stream)
+    if version != (1, 0):
+        raise ValueError(f"arrays of version {version} are not read")
+    shape, fortran, kind = np.lib.format.read_array_header_1_0(stream)
+    rest = memoryview(content)[stream.tell() :]
+    if fortran or kind.kind not in KINDS or math.prod(shape) * kind.itemsize != len(rest):
+        raise ValueError(f"an array of {shape} {kind} is not what follows")
+    return np.frombuffer(rest, dtype=kind).reshape(shape) if kind.itemsize else np.zeros(shape, dtype=kind)

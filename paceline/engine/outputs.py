@@ -41,6 +41,11 @@ class SpeculativeMetrics:
         return self.num_accepted_draft_tokens / max(1, self.num_draft_tokens)
 
     @property
+    def num_spec_tokens(self) -> int:
+        """Length of the longest drafted path, in tokens."""
+        return len(self.drafts_per_position)
+
+    @property
     def acceptance_rate_per_position(self) -> list[float]:
         """[d] the fraction of drafts accepted at depth d + 1, of those that reached it."""
         pairs = zip(self.accepted_per_position, self.drafts_per_position, strict=True)

@@ -13,7 +13,6 @@ from paceline import __version__
 from paceline.serve import (
     chat,
     completions,
-    docs_page,
     health,
     learning_page,
     live,
@@ -27,10 +26,9 @@ from paceline.serve import (
 from paceline.serve import models as models_endpoint
 from paceline.serve.engines import EngineGroup
 from paceline.serve.errors import CLIENT_GONE, add_handlers
-from paceline.serve.head import HeadAsGet
 from paceline.serve.learning_page import Learning, LearnPage
 from paceline.serve.metrics import Metrics
-from paceline.serve.middleware import Gate, Requests, log_request
+from paceline.serve.middleware import Gate, HeadAsGet, Requests, log_request
 from paceline.serve.options import ServeOptions
 from paceline.serve.record import RequestRecord
 from paceline.serve.routes.metrics import RouteMetrics, RoutePage
@@ -89,7 +87,7 @@ def make_models_app(
     add_handlers(app)
     endpoints = (models_endpoint, completions, chat, responses, messages, tokens)
     routers = [endpoint.router(models) for endpoint in endpoints]
-    routers += [health.router(models.engines), docs_page.router()]
+    routers += [health.router(models.engines), live.docs_router()]
     counting: list[Callable[[RequestRecord], None]] = []
     if metrics:
         route_metrics = RouteMetrics(models.table)

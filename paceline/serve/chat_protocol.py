@@ -10,8 +10,7 @@ from paceline.core.params import MAX_LOGPROBS
 from paceline.models.chat import TemplateOptions
 from paceline.serve.answers import FinishReason
 from paceline.serve.errors import FieldError
-from paceline.serve.fields import Body, Bool, Int, Items, Name, Unsupported
-from paceline.serve.neutral import NoFields, NoItems
+from paceline.serve.fields import Body, Bool, Int, Items, Name, NoFields, NoItems, Unsupported
 from paceline.serve.protocol import Metrics, SamplingFields, Usage
 from paceline.serve.tools.chat_fields import ChatToolChoice, FunctionTool
 

@@ -1,9 +1,9 @@
-"""Types of request fields: strict JSON types, and fields that OpenAI or vLLM have and this server refuses."""
+"""Types of request fields, and the fields of every endpoint that samples for constraints on its output."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -14,6 +14,9 @@ from pydantic import (
     ValidationError,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from paceline.constrain.limits import GrammarLimits
+from paceline.serve.errors import FieldError
 
 MAX_NAME = 256  # characters of a name: segment, salt, user
 
@@ -79,3 +82,76 @@ class Unsupported:
                 raise PydanticCustomError("unsupported", remedy) from None
 
         return core_schema.no_info_wrap_validator_function(check, handler(source))
+
+
+Zero = Annotated[Int, Field(ge=0, le=0)]
+One = Annotated[Float, Field(ge=1, le=1)]
+NoItems = Annotated[list[Any], Field(max_length=0)]
+NoFields = Annotated[dict[str, Any], Field(max_length=0)]
+
+
+class NeutralFields(Body):
+    """Fields that vLLM's clients send with their defaults. Other values are refused."""
+
+    length_penalty: Annotated[
+        One | None, Unsupported("is not served: it is for beam search. Leave it out, or set it to 1")
+    ] = None
+    use_beam_search: Annotated[Literal[False] | None, Unsupported("is not served: use n, and choose")] = None
+    spaces_between_special_tokens: Annotated[
+        Literal[True] | None,
+        Unsupported("is not served: special tokens are spelled as they are. Leave it out, or set it to true"),
+    ] = None
+    truncate_prompt_tokens: Annotated[None, Unsupported("is not served: shorten the prompt yourself")] = None
+    priority: Annotated[Zero | None, Unsupported("is not served: requests run in order. Set it to 0")] = None
+    kv_transfer_params: Annotated[NoFields | None, Unsupported("is not served: leave it out")] = None
+    vllm_xargs: Annotated[NoFields | None, Unsupported("is not served: leave it out")] = None
+
+
+GrammarText = Annotated[str, Field(max_length=GrammarLimits.source_bytes)]  # longer ones are not compiled
+
+
+class StructuredOutputs(Body):
+    """Constraint on the output: exactly one of the first five fields."""
+
+    json_: dict[str, Any] | GrammarText | None = Field(None, alias="json")  # a JSON schema
+    json_object: Bool | None = None
+    regex: GrammarText | None = None
+    choice: Items[GrammarText] | None = None
+    grammar: GrammarText | None = None  # Lark or GBNF
+    whitespace_pattern: GrammarText | None = None
+
+
+class StructureFields(Body):
+    """At most one constraint on the output."""
+
+    structured_outputs: StructuredOutputs | None = None
+    # the same under vLLM's older names
+    guided_json: dict[str, Any] | GrammarText | None = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Items[GrammarText] | None = None
+    guided_grammar: GrammarText | None = None
+    guided_whitespace_pattern: GrammarText | None = None  # beside guided_json
+
+    def structure(self) -> tuple[str, dict[str, Any]] | None:
+        """The field that constrains the output, and the engine's structured_outputs that it asks for."""
+        given = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise FieldError(
+                given[1],
+                f"{' and '.join(given)} cannot be in one request: an output has one form. Leave one out.",
+            )
+        if self.guided_whitespace_pattern is not None and given != ["guided_json"]:
+            raise FieldError(
+                "guided_whitespace_pattern",
+                "guided_whitespace_pattern is for guided_json: give that too, or leave it out.",
+            )
+        if not given:
+            return None
+        if self.structured_outputs is not None:
+            return given[0], self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+        kind = given[0].removeprefix("guided_")
+        constraint = {kind: getattr(self, given[0]), "whitespace_pattern": self.guided_whitespace_pattern}
+        return given[0], {name: value for name, value in constraint.items() if value is not None}
+
+
+_CONSTRAINTS = [name for name in StructureFields.model_fields if name != "guided_whitespace_pattern"]

@@ -1,6 +1,6 @@
-"""`/`: a live page of the server. It reads /metrics and /requests, and loads nothing from elsewhere.
+"""The pages of the server: `/` is live and reads /metrics and /requests, `/docs` describes the API.
 
-The page and its files hold nothing of the server and need no API key; what they read does.
+They load nothing from elsewhere, hold nothing of the server and need no API key; what they read does.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 from importlib.resources import files
 
 from fastapi import APIRouter, HTTPException, Response
+from fastapi.responses import HTMLResponse
 
-from paceline.serve.middleware import PAGE, STATIC
+from paceline.serve.middleware import DOCS, PAGE, STATIC
 
 _TYPES = {
     "html": "text/html; charset=utf-8",
@@ -22,6 +23,7 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
+_DOCS_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 _HEADERS = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"}
 
 
@@ -43,5 +45,17 @@ def router() -> APIRouter:
         if name not in contents:
             raise HTTPException(404)
         return answer(name)
+
+    return routes
+
+
+def docs_router() -> APIRouter:
+    """The route of the description, which the browser makes from /openapi.json."""
+    page = files("paceline.serve").joinpath("static/docs.html").read_text("utf-8")
+    routes = APIRouter()
+
+    @routes.get(DOCS, include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(page, headers={"Content-Security-Policy": _DOCS_POLICY})
 
     return routes

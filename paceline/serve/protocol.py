@@ -15,11 +15,21 @@ from pydantic_core import PydanticCustomError
 
 from paceline.core.params import MAX_N, SamplingParams
 from paceline.core.truncation import OPTIONS, Option
-from paceline.engine.outputs import RequestOutput, SpeculativeMetrics
+from paceline.engine.outputs import RequestOutput
 from paceline.serve.errors import FieldError
-from paceline.serve.fields import Body, Bool, Float, Int, Items, Name, Seed, TokenIds, Unsupported
-from paceline.serve.neutral import NeutralFields
-from paceline.serve.structure_fields import StructureFields
+from paceline.serve.fields import (
+    Body,
+    Bool,
+    Float,
+    Int,
+    Items,
+    Name,
+    NeutralFields,
+    Seed,
+    StructureFields,
+    TokenIds,
+    Unsupported,
+)
 
 MAX_STOP_STRINGS = 16  # stop strings; every new token is compared with each
 MAX_STOP_LENGTH = 256  # characters of a stop string
@@ -190,20 +200,6 @@ class SpeculativeDecoding(BaseModel):
     num_spec_tokens: int  # length of the longest drafted path, in tokens
     unavailable_drafter: str | None = None  # asked for, but not loaded: the server's default drafted
 
-    @staticmethod
-    def of(metrics: SpeculativeMetrics) -> SpeculativeDecoding:
-        """The statistics of a request."""
-        return SpeculativeDecoding(
-            mean_acceptance_length=metrics.mean_acceptance_length,
-            draft_acceptance_rate=metrics.draft_acceptance_rate,
-            acceptance_histogram=metrics.acceptance_histogram,
-            num_spec_steps=metrics.num_spec_steps,
-            num_accepted_draft_tokens=metrics.num_accepted_draft_tokens,
-            num_draft_tokens=metrics.num_draft_tokens,
-            num_spec_tokens=len(metrics.drafts_per_position),
-            unavailable_drafter=metrics.unavailable_drafter,
-        )
-
 
 class Routed(BaseModel):
     """How a request to a virtual model got its answer."""
@@ -233,7 +229,7 @@ class Metrics(BaseModel):
             generation_time_ms=_milliseconds(times.first_token_time, times.finished_time),
             queue_time_ms=_milliseconds(times.arrival_time, times.scheduled_time),
             num_preemptions=times.num_preemptions,
-            speculative_decoding=SpeculativeDecoding.of(times.speculative),
+            speculative_decoding=SpeculativeDecoding.model_validate(times.speculative, from_attributes=True),
             routed=routed,
         )
 

@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FrameType
@@ -26,11 +26,9 @@ import uvicorn.server
 
 from paceline.draft.base import Drafter
 from paceline.engine.async_engine import AsyncEngine, Observer
-from paceline.engine.engine import Engine
 from paceline.engine.step_turns import StepTurns
 from paceline.errors import ConfigError
 from paceline.extras import needs_extra
-from paceline.models.tokenizer import Tokenizer
 from paceline.serve.app import Pages, make_models_app
 from paceline.serve.connections import Connection, ConnectionLimits
 from paceline.serve.engines import EngineGroup
@@ -132,20 +130,6 @@ def allow_files(connections: int) -> None:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-async def run(
-    engine: Engine,
-    tokenizer: Tokenizer,
-    names: tuple[str, ...],
-    options: ServeOptions,
-    listener: socket.socket,
-    facts: Mapping[str, str],
-    publisher: Publisher | None = None,
-) -> None:
-    """Serve one loaded model on a bound socket until a signal. The publisher gets KV events."""
-    model = ServedModel(names, engine, tokenizer, facts)
-    await run_models([model], RouteTable.of(*names), options, listener, publisher)
 
 
 async def run_models(

@@ -9,8 +9,7 @@ import pytest
 from benchmarks.turns import take_turns
 from paceline.bench.commands import MOVED
 from paceline.bench.decode import measure
-from paceline.bench.machine import machine_facts
-from paceline.bench.report.output import Report, busy_findings, machine_notes
+from paceline.bench.report.output import Report, busy_findings, machine_facts, machine_notes
 from paceline.bench.report.result import Finding, Result
 from paceline.errors import ConfigError
 from paceline.machine import cpu_name, has_amx

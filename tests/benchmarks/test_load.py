@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.server import gauges
 from benchmarks.server.client_requests import INVALID_FIELDS
+from benchmarks.server.cut_client import Cut, post_cut
 from benchmarks.server.load import (
     Load,
     LoadOptions,
@@ -16,7 +17,7 @@ from benchmarks.server.load import (
     run_load,
 )
 from benchmarks.server.load_report import load_facts, load_notes
-from paceline.bench.servers.client import Answer, Cut, Server, post, read_response
+from paceline.bench.servers.client import Answer, Server, read_response
 from paceline.bench.traffic.workloads import Prompt
 from paceline.errors import ConfigError
 from tests.bench.scripted_server import ScriptedServer, with_server
@@ -143,7 +144,7 @@ def test_a_client_that_disconnects_has_only_what_it_read() -> None:
 
     async def work(server: Server) -> list[Answer]:
         cuts = [Cut(reads, reset) for reads in (-1, 0, 1) for reset in (False, True)]
-        return [await post(server, "/v1/completions", body, cut) for cut in cuts]
+        return [await post_cut(server, "/v1/completions", body, cut) for cut in cuts]
 
     answers = with_server(ScriptedServer(), work)
     assert [answer.status for answer in answers[:4]] == [0, 0, 0, 0]

@@ -22,8 +22,8 @@ from paceline.serve.loading import ServedModel
 from paceline.serve.logs import set_up_logs
 from paceline.serve.options import ServeOptions
 from paceline.serve.routes.file import RouteTable
-from paceline.serve.server import bind, run, run_models
-from tests.toy import ToyBackend, ToyTokenizer, roomy_engine, toy_engine
+from paceline.serve.server import bind, run_models
+from tests.toy import ToyBackend, roomy_engine, toy_engine
 
 if TYPE_CHECKING:
     from paceline.serve.kv_events.publisher import Publisher
@@ -233,4 +233,4 @@ def _serve(log: Path, options: dict[str, Any]) -> None:
     listener = bind(own.host, own.port)
     set_up_logs("info", "json")
     engine = toy_engine(Slow(max_rows=64), max_model_len=4096, num_pages=4000)
-    asyncio.run(run(engine, ToyTokenizer(), NAMES, own, listener, FACTS))  # type: ignore[arg-type]
+    asyncio.run(run_models(*_one_model(engine, FACTS), own, listener))

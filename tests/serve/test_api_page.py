@@ -11,10 +11,9 @@ import pytest
 
 from paceline.serve.chat_protocol import ChatRequest
 from paceline.serve.completions import CompletionRequest
-from paceline.serve.fields import Body
+from paceline.serve.fields import Body, StructuredOutputs
 from paceline.serve.messages_protocol import MessagesRequest
 from paceline.serve.protocol import Speculative, StreamOptions
-from paceline.serve.structure_fields import StructuredOutputs
 from paceline.serve.tokens import DetokenizeRequest, TokenizeRequest
 from tests.serve.api import Api
 

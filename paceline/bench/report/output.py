@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.machine import machine_facts
 from paceline.bench.report.page import html_page
 from paceline.bench.report.result import Finding, Result
 from paceline.bench.report.terminal import print_result
 from paceline.errors import ConfigError
+from paceline.machine import cpu_name, find_gpu, has_amx
 
+PACKAGES = ("paceline", "numpy", "numba", "llvmlite", "tokenizers")
 # load average of the last minute, per usable core, above which timings vary, and above which they mislead
 NOTED_LOAD = 0.1
 BUSY_LOAD = 0.5
@@ -44,6 +48,34 @@ class Report:
             self._json_file.write_text(json.dumps(facts, indent=2) + "\n")
         if self._html_file is not None:
             self._html_file.write_text(html_page(result, notes), encoding="utf-8")
+
+
+def machine_facts() -> dict[str, object]:
+    """CPU, cores, instruction set, memory, load and versions, as JSON values."""
+    from paceline.backends.cpu.isa import ISA  # here, because it imports numba
+    from paceline.backends.cpu.team import default_threads
+
+    return {
+        "cpu": cpu_name(),
+        "architecture": platform.machine(),
+        "cores": os.cpu_count() or 1,
+        "usable_cores": default_threads(),
+        "isa": ISA.name,
+        "amx": has_amx(),
+        "gpu": find_gpu().name or None,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_average": round(os.getloadavg()[0], 2),  # above 0 before a bench starts: the machine is busy
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def machine_notes(
