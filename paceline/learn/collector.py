@@ -146,6 +146,7 @@ class Collector:
     # --- the collector's thread ---
 
     def _run(self) -> None:
+        expiry = self._clock() + EXPIRY_SECONDS
         while True:
             try:
                 rows = self._waiting.get(timeout=EXPIRY_SECONDS)
@@ -157,7 +158,9 @@ class Collector:
                     return
                 for row in rows:
                     self._keep(row)
-                self._store.expire()
+                if (now := self._clock()) >= expiry:
+                    self._store.expire()
+                    expiry = now + EXPIRY_SECONDS
             except (OSError, PacelineError) as error:
                 self._end(error, len(rows or ()))
                 return

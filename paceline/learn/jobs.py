@@ -100,9 +100,7 @@ class ProcessJobs:
 
     def _signal(self) -> None:
         if self._process is not None and self._process.returncode is None:
-            with suppress(ProcessLookupError):  # it has ended
-                # not process.send_signal: it would reap an ended process before the task that waits for it
-                os.kill(self._process.pid, signal.SIGSTOP if self._paused else signal.SIGCONT)
+            _send(self._process, signal.SIGSTOP if self._paused else signal.SIGCONT)
 
     def discard(self, candidate: Path) -> None:
         shutil.rmtree(candidate, ignore_errors=True)
@@ -116,6 +114,7 @@ class ProcessJobs:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
+            process_group=0,  # torch.compile starts one process per core: they are stopped too
         )
         self._process = process
         try:
@@ -128,7 +127,7 @@ class ProcessJobs:
         finally:
             self._process = None
             if process.returncode is None:  # cancelled
-                process.kill()
+                _send(process, signal.SIGKILL)
                 await process.wait()
         status = process.returncode or 0
         if status not in (0, NOTHING_BETTER):
@@ -142,3 +141,10 @@ class ProcessJobs:
         async for line in records:
             with suppress(ValueError, TypeError, KeyError):
                 self.steps = before + int(json.loads(line)["step"])
+
+
+def _send(process: asyncio.subprocess.Process, number: int) -> None:
+    """Send a signal to a process and to those that it has started."""
+    with suppress(ProcessLookupError):  # it has ended
+        # not process.send_signal: it would reap an ended process before the task that waits for it
+        os.killpg(process.pid, number)

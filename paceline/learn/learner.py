@@ -251,7 +251,8 @@ class Learner(Generic[LoadedHead]):
         finally:
             task.cancel()
             await asyncio.wait([task])  # its process has ended
-            self._job_runs = self._slowdown.working = False
+            self._job_runs = False
+            self._slowdown.set_working(False)
             self._jobs.pause(False)
 
     async def _wait(self, watching: bool = True) -> None:
@@ -271,7 +272,7 @@ class Learner(Generic[LoadedHead]):
         status.paused = state.waiting > 0 or state.running > self._config.max_running
         paused = status.paused or (state.running > 0 and not self._slowdown.may_work(self._clock()))
         self._jobs.pause(paused)
-        self._slowdown.working = self._job_runs and not paused
+        self._slowdown.set_working(self._job_runs and not paused)
         status.slowdown = self._slowdown.ratio()
 
     async def _follow(self) -> None:

@@ -6,7 +6,7 @@ import json
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -43,7 +43,7 @@ class TrafficRow:
         facts = {
             "prompt": len(self.prompt_ids),
             "segment": self.segment,
-            "sampling": asdict(self.sampling),
+            "sampling": vars(self.sampling),
             "salt": self.salt,
             "key": self.key,
             "time": self.time,

@@ -1,80 +1,107 @@
-"""Slowdown: how much a trainer slows the server's steps down, and the share of the time that it may work.
+"""Slowdown: how much a trainer slows the server down, and the share of the time that it may work.
 
-A trainer at the lowest priority still takes caches and memory bandwidth. How much that costs depends on the
-machine, so it is measured: while requests run, the trainer works and is stopped in turns, and steps of the
-same size are compared. Their means are: on few cores most steps are not disturbed, and some wait for long.
-The trainer works for as large a share of the time as keeps the loss below MAX_LOSS.
+A trainer at the lowest priority still takes caches, memory bandwidth and time of the GPU. How much that costs
+depends on the machine, so it is measured: while requests run, the trainer works and is stopped in turns, and
+decode steps of the same size are compared. The time of a step is that from the end of the step before it, so
+that what happens between two steps counts too. Means are compared: on few cores most steps are not disturbed,
+and some wait for long. The trainer works for as large a share of the time as keeps the loss below a limit.
 """
 
 from __future__ import annotations
 
-import statistics
 import threading
-from collections import deque
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from paceline.core.request import Request
 from paceline.core.stats import StepStats
 from paceline.engine.output_processor import Delta
 
-MAX_LOSS = 0.02  # of the server's speed; the targets are 0.03 on a GPU, 0.05 with one client on two cores
+MAX_LOSS = 0.02  # of the tokens per second; the targets are 0.03 on a GPU, 0.05 with one client on two cores
 MAX_SHARE = 0.9  # of the time with requests: the rest is needed to compare
-FIRST_SHARE = 0.5  # until the cost is known
-MIN_STEPS, MAX_STEPS = 16, 512  # of one size that are compared, the latest ones
+FIRST_SHARE = 0.25  # until the cost is known
+MIN_STEPS = 16  # of one size that are compared
 MAX_REQUESTS = 8  # with more the trainer waits anyway
-FRESH_STEPS = 32  # new steps until the ratio is computed again: that takes milliseconds
+# of one side; what is beyond both lets all steps so far count half, so that the latest decide
+WINDOW_SECONDS, WINDOW_STEPS = 60.0, 512
+SETTLE_SECONDS = 0.1  # after a change steps count for neither side: launched kernels of the trainer still run
 CYCLE_SECONDS = 2.0  # one period of work and one of being stopped, together
+MIN_WORK_SECONDS = 0.2  # of a period of work: what is shorter than two looks at the load would be missed
 
-Kind = tuple[bool, int, int]  # of a step: whether the trainer works, requests, rows
+Size = tuple[int, int]  # of a step: requests, rows
+
+
+@dataclass
+class _Side:
+    """Decode steps beside the trainer, or without it: by size, how many and their seconds."""
+
+    steps: dict[Size, list[float]] = field(default_factory=dict)
+    count: float = 0.0  # of all sizes
+    seconds: float = 0.0
+
+    def add(self, size: Size, seconds: float) -> None:
+        sums = self.steps.setdefault(size, [0.0, 0.0])
+        sums[0] += 1
+        sums[1] += seconds
+        self.count += 1
+        self.seconds += seconds
+        if self.seconds > WINDOW_SECONDS and self.count > WINDOW_STEPS:
+            self.count, self.seconds = self.count / 2, self.seconds / 2
+            self.steps = {size: [count / 2, total / 2] for size, (count, total) in self.steps.items()}
 
 
 class Slowdown:
     """An Observer of the engine that compares steps beside a trainer with steps without one."""
 
-    def __init__(self) -> None:
-        self.working = False  # the trainer, now
+    def __init__(self, max_loss: float = MAX_LOSS, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`max_loss`: the part of the server's tokens per second that a trainer may cost."""
+        self._max_loss, self._clock = max_loss, clock
         self._lock = threading.Lock()
-        self._ratio: float | None = None
-        self._fresh = 0  # steps since the ratio was computed
-        self._seconds: dict[Kind, deque[float]] = {}  # of steps
+        self._working = False  # the trainer, now
+        self._settled = 0.0  # when steps count again after a change
+        self._step_ended: float | None = None  # the last one; None: the engine has been idle since
+        self._alone, self._beside = _Side(), _Side()
+
+    def set_working(self, working: bool) -> None:
+        """Whether the trainer works from now on."""
+        if working != self._working:
+            self._working, self._settled = working, self._clock() + SETTLE_SECONDS
 
     def step(self, stats: StepStats, deltas: Sequence[Delta]) -> None:
+        now, before = self._clock(), self._step_ended
+        # a replica's step says nothing of running requests: there its own time counts
+        self._step_ended = now if stats.running else None
         if stats.failed or stats.prefill_tokens or not 0 < stats.requests <= MAX_REQUESTS:
             return
-        with self._lock:
-            kind = (self.working, stats.requests, stats.rows)
-            self._seconds.setdefault(kind, deque(maxlen=MAX_STEPS)).append(stats.total_time)
-            self._fresh += 1
+        if now >= self._settled:
+            seconds = stats.total_time if before is None else now - before
+            with self._lock:
+                (self._beside if self._working else self._alone).add((stats.requests, stats.rows), seconds)
 
     def aborted(self, requests: Sequence[Request]) -> None:
         return
 
     def ratio(self) -> float | None:
         """Seconds of a step beside a trainer at work, over those of one without; None if not known yet."""
-        if self._fresh >= FRESH_STEPS:
-            with self._lock:
-                self._fresh = 0
-                steps = {kind: list(seconds) for kind, seconds in self._seconds.items()}
-            self._ratio = self._compare(steps)
-        return self._ratio
-
-    def _compare(self, steps: Mapping[Kind, Sequence[float]]) -> float | None:
-        total = weight = 0.0
-        for requests, rows in {kind[1:] for kind in steps}:
-            alone, beside = (steps.get((working, requests, rows), []) for working in (False, True))
-            number = min(len(alone), len(beside))
-            if number >= MIN_STEPS and (mean := statistics.fmean(alone)) > 0:
-                total += number * statistics.fmean(beside) / mean
-                weight += number
-        return total / weight if weight else None
+        alone = beside = 0.0
+        with self._lock:
+            for size, (count, seconds) in self._alone.steps.items():
+                other_count, other_seconds = self._beside.steps.get(size, (0.0, 0.0))
+                if (weight := min(count, other_count)) >= MIN_STEPS:
+                    alone += weight * seconds / count
+                    beside += weight * other_seconds / other_count
+        return beside / alone if alone > 0 else None
 
     def share(self) -> float:
         """The share of the time with running requests in which the trainer may work."""
         ratio = self.ratio()
         if ratio is None:
             return FIRST_SHARE
-        return MAX_SHARE if ratio <= 1 else min(MAX_SHARE, MAX_LOSS / (ratio - 1))
+        return MAX_SHARE if ratio <= 1 else min(MAX_SHARE, self._max_loss / (ratio - 1))
 
     def may_work(self, now: float) -> bool:
         """Whether this second of the clock belongs to the trainer while requests run."""
-        return now % CYCLE_SECONDS < self.share() * CYCLE_SECONDS
+        share = self.share()
+        cycle = max(CYCLE_SECONDS, MIN_WORK_SECONDS / share)
+        return now % cycle < share * cycle

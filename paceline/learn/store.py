@@ -143,7 +143,6 @@ class TrafficStore:
         record = row.encode()
         if len(record) > self.limits.max_bytes:
             return False
-        self.expire(needed=len(record))
         file = self._writable(len(record))
         size = os.fstat(file).st_size
         try:
@@ -221,6 +220,8 @@ class TrafficStore:
             if status.st_nlink and not full and not old:
                 return self._file
             self._end_segment()
+        # room for all of the segment at once, because looking through the folder takes longer than a row
+        self.expire(needed=max(needed, limits.segment_bytes))
         # never one of an earlier process: its last record may be incomplete
         number = max((segment.number for segment in self._segments()), default=0) + 1
         path = self.folder / f"{number:08}-{int(now)}.rows"

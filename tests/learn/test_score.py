@@ -187,8 +187,9 @@ def test_a_process_is_paused_and_goes_on_by_signals(learned, tmp_path, monkeypat
     async def main() -> None:
         work.pause(True)
         task = asyncio.create_task(work.train(tmp_path, 0.0))
-        seen = await asyncio.to_thread(_next_change, task)
-        assert seen == os.CLD_STOPPED
+        code, process = await asyncio.to_thread(_next_change, task)
+        assert code == os.CLD_STOPPED
+        assert os.getpgid(process) == process  # with those of torch.compile, and none of the server
         assert not task.done()
         work.pause(False)
         await asyncio.to_thread(end.write_text, "now")
@@ -197,13 +198,13 @@ def test_a_process_is_paused_and_goes_on_by_signals(learned, tmp_path, monkeypat
     asyncio.run(main())
 
 
-def _next_change(task: asyncio.Task[object]) -> int:
-    """How the state of a child of this process changes next: it is stopped, or ends."""
+def _next_change(task: asyncio.Task[object]) -> tuple[int, int]:
+    """How the state of a child of this process changes next, it is stopped or ends; and its process id."""
     while not task.done():
         with suppress(ChildProcessError):  # it has not been started yet
             found = os.waitid(os.P_ALL, 0, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-            return 0 if found is None else found.si_code
-    return 0
+            return (0, 0) if found is None else (found.si_code, found.si_pid)
+    return 0, 0
 
 
 def test_a_process_that_is_stopped_ends_with_its_parent(tmp_path):
