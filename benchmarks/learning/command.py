@@ -71,8 +71,12 @@ def learning_load_command(
     model: Model = DEFAULT_MODEL,
     clients: Annotated[str, typer.Option(help="Numbers of concurrent clients.")] = "1,16",
     rounds: Annotated[int, typer.Option(help="Turns of each server with each number of clients.")] = 5,
-    requests: Annotated[int, typer.Option(help="Requests in a turn, at least two per client.")] = 8,
+    requests: Annotated[
+        str,
+        typer.Option(help="Requests in a turn, at least two per client; may differ for each of --clients."),
+    ] = "8",
     tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 48,
+    device: Annotated[str, typer.Option(help="cpu or cuda: of both servers and the trainer.")] = "cpu",
     threads: Threads = None,
     quantization: Quantization = "auto",
     json_file: JsonFile = None,
@@ -84,13 +88,13 @@ def learning_load_command(
     from paceline.bench.report.terminal import progress
 
     report = Report(json_file)
-    numbers = [int(number) for number in clients.split(",")]
+    numbers, sizes = ([int(number) for number in given.split(",")] for given in (clients, requests))
+    loads = list(zip(numbers, sizes * len(numbers) if len(sizes) == 1 else sizes, strict=True))
     flags = serve_flags(threads, quantization)
     with TemporaryDirectory() as folder, progress(2 * rounds * len(numbers)) as on_turn:
-        compared = measure_learning_load(
-            model, numbers, rounds, requests, tokens, Path(folder), flags, on_turn
-        )
+        compared = measure_learning_load(model, loads, rounds, tokens, Path(folder), flags, device, on_turn)
     facts = {"model": model, "rounds": rounds, "requests": requests, "tokens": tokens, "threads": threads}
+    facts["device"] = device
     report.show(learning_load_result(compared, facts))
 
 

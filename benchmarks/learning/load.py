@@ -1,7 +1,7 @@
 """Never worse while it learns: a server with --learn beside one without, in turns, its trainer at work.
 
 Both servers answer the same prompts. While one is measured the other one is stopped, with its trainer, so
-that each has the machine for itself. The trainer's CPU seconds in the turns say how much it worked.
+that each has the machine for itself. The trainer's CPU seconds and steps in the turns say how much it worked.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,12 @@ from paceline.errors import PacelineError
 WITHOUT, WITH = "without --learn", "with --learn"
 TRAIN_ROWS = 96  # requests before the training begins
 ENDLESS = 600  # minutes of the training: it is still at work when the measurement ends
-READY_SECONDS, TRAINED_SECONDS = 180.0, 5.0  # most until the trainer works, and CPU seconds that show it
+READY_SECONDS = 180.0  # most until the trainer has compiled and done its first steps
 PAUSE = 0.5  # seconds between turns: an engine's threads spin for a moment
-LEAST = {1: 0.95}  # bar of both ratios with one client; with more the trainer waits
-LEAST_UNDER_LOAD = 0.99
+LEAST = {"cpu": 0.95, "cuda": 0.97}  # bar of both ratios with one client, by device
+LEAST_UNDER_LOAD = 0.99  # with more clients, for which the trainer waits
+# two servers share a GPU, and the trainer needs room for its copy of the model
+FLAGS = {"cuda": ("--device", "cuda", "--kv-cache-memory-bytes", "2000000000")}
 
 
 class LearningLoadError(PacelineError):
@@ -91,6 +93,9 @@ class Compared:
     clients: int
     without: Side
     learning: Side
+    device: str = "cpu"
+    steps: int = 0  # of the trainer, in the turns of both
+    slowdown: float | None = None  # as the server measured it
 
     @property
     def throughput_ratio(self) -> float:
@@ -108,42 +113,48 @@ class Compared:
 
     @property
     def bar(self) -> float:
-        return LEAST.get(self.clients, LEAST_UNDER_LOAD)
+        return LEAST[self.device] if self.clients == 1 else LEAST_UNDER_LOAD
 
 
 def measure_learning_load(
     model: str,
-    clients: Sequence[int],
+    loads: Sequence[tuple[int, int]],
     rounds: int,
-    requests: int,
     tokens: int,
     folder: Path,
     flags: Sequence[str] = (),
+    device: str = "cpu",
     on_turn: OnTurn = lambda _: None,
 ) -> list[Compared]:
-    """The two servers with each number of clients, in turns of `requests` requests, at least two per client.
+    """The two servers with each load, which is a number of clients and of requests in a turn.
 
     Every round has its own prompts, the same for both.
     """
+    flags = (*flags, *FLAGS.get(device, ()))
     learn = ("--learn", "--learn-dir", str(folder), "--learn-min-rows", str(TRAIN_ROWS))
     compared = []
     with ExitStack() as stack:
-        plain = stack.enter_context(ServerProcess(model, *flags, own_group=True))
+        arguments = (*flags, *learn, "--learn-minutes", str(ENDLESS))
+        learning = stack.enter_context(ServerProcess(model, *arguments, own_group=True))
+        asyncio.run(_send(learning.server, conversations("tools", 0, TRAIN_ROWS), 16, min(tokens, 32)))
+        plain = stack.enter_context(ServerProcess(model, *flags, own_group=True))  # the trainer compiles
         with stopped(plain):
-            arguments = (*flags, *learn, "--learn-minutes", str(ENDLESS))
-            learning = stack.enter_context(ServerProcess(model, *arguments, own_group=True))
-            trainer = _begin_training(learning, tokens)
+            trainer = _trainer(learning)
         sent = 0
-        for number in clients:
-            size = max(requests, 2 * number)
+        for clients, requests in loads:
+            size = max(requests, 2 * clients)
             jobs = {
-                WITHOUT: _turns(plain, learning, number, sent, size, tokens),
-                WITH: _turns(learning, plain, number, sent, size, tokens, trainer),
+                WITHOUT: _turns(plain, learning, clients, sent, size, tokens),
+                WITH: _turns(learning, plain, clients, sent, size, tokens, trainer),
             }
             sent += (1 + rounds) * size
             take_turns(jobs, 1)  # compiles
+            before = _state(learning)["training_steps"]
             turns = take_turns(jobs, rounds, on_turn)
-            compared.append(Compared(number, Side(turns[WITHOUT]), Side(turns[WITH])))
+            state = _state(learning)
+            steps, slowdown = state["training_steps"] - before, state["slowdown"]
+            sides = Side(turns[WITHOUT]), Side(turns[WITH])
+            compared.append(Compared(clients, *sides, device, steps, slowdown))
     return compared
 
 
@@ -175,12 +186,20 @@ def _turns(
 
 @contextmanager
 def stopped(process: ServerProcess) -> Iterator[None]:
-    """A context in which a server and its trainer do nothing."""
-    os.killpg(process.process.pid, signal.SIGSTOP)
+    """A context in which a server and its trainer, which has its own process group, do nothing."""
+    own = process.process.pid
+    groups = {os.getpgid(each) for each in (own, *_children(own))}
+    _signal(groups, signal.SIGSTOP)
     try:
         yield
     finally:
-        os.killpg(process.process.pid, signal.SIGCONT)
+        _signal(groups, signal.SIGCONT)
+
+
+def _signal(groups: Iterable[int], number: int) -> None:
+    for group in groups:
+        with suppress(ProcessLookupError):  # a trainer that has ended
+            os.killpg(group, number)
 
 
 async def _send(server: Server, chats: Sequence[Any], clients: int, tokens: int) -> Turn:
@@ -200,20 +219,24 @@ async def _send(server: Server, chats: Sequence[Any], clients: int, tokens: int)
     return Turn(time.perf_counter() - began, sum(counts), latencies)
 
 
-def _begin_training(process: ServerProcess, tokens: int) -> int:
-    """The process id of the trainer, once it works on the rows of some requests."""
-    asyncio.run(_send(process.server, conversations("tools", 0, TRAIN_ROWS), 16, min(tokens, 32)))
+def _trainer(process: ServerProcess) -> int:
+    """The process id of the trainer, once it has compiled and trains."""
     until = time.monotonic() + READY_SECONDS
     while time.monotonic() < until:
-        state = json.loads(asyncio.run(get(process.server, "/learn")).body)
-        found = [child for child in _children(process.process.pid) if _cpu_seconds(child) > TRAINED_SECONDS]
-        if state["phase"] == "training" and found:
-            return found[0]
+        state = _state(process)
+        if state["planned_steps"]:
+            return max(_children(process.process.pid), key=_cpu_seconds)
         time.sleep(0.2)
     raise LearningLoadError(
         f"no training has begun {READY_SECONDS:.0f} s after {TRAIN_ROWS} requests. The server's last words: "
         f"{process.log[-500:]}"
     )
+
+
+def _state(process: ServerProcess) -> dict[str, Any]:
+    """What the server says of its learning."""
+    state: dict[str, Any] = json.loads(asyncio.run(get(process.server, "/learn")).body)
+    return state
 
 
 def _children(process_id: int) -> list[int]:
@@ -247,6 +270,7 @@ def learning_load_result(compared: Sequence[Compared], facts: dict[str, Any]) ->
             f"{each.latency_ratio:.3f}",
             f"{each.bar:.2f}",
             f"{each.learning.trainer_share:.2f}",
+            str(each.steps),
         )
         for each in compared
     ]
@@ -260,10 +284,12 @@ def learning_load_result(compared: Sequence[Compared], facts: dict[str, Any]) ->
             "cpu_ratio": each.cpu_ratio,
             "latency_ratio": each.latency_ratio,
             "trainer_share": each.learning.trainer_share,
+            "training_steps": each.steps,
+            "slowdown": each.slowdown,
             "without": [vars(turn) for turn in each.without.turns],
             "with": [vars(turn) for turn in each.learning.turns],
         }
         for each in compared
     ]
-    table = Table(title, (*columns, "trainer's CPU"), rows)
+    table = Table(title, (*columns, "trainer's CPU", "its steps"), rows)
     return Result(title, [table], {**facts, "loads": figures})

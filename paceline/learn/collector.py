@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from paceline.core.params import SamplingParams
 from paceline.engine.outputs import RequestOutput
@@ -57,6 +57,7 @@ class Policy:
     """Whose requests are kept."""
 
     salts: str = "off"  # see LearnOptions
+    only: str | None = None  # the one salt that is learned from, as salt_of gives it; None: by `salts`
     separate_keys: bool = False  # each API key is a salt of its own
     skipped_keys: frozenset[str] = frozenset()  # digests
     share: float = 1.0
@@ -65,9 +66,14 @@ class Policy:
         """What separates this request from others; empty: nothing."""
         return (origin.key if self.separate_keys else "") + origin.cache_salt
 
+    def may_use_head(self, origin: Origin) -> bool:
+        """Whether the head that learns may draft for this request: not if it learns from another salt."""
+        return self.only is None or self.salt_of(origin) == self.only
+
     def refuses(self, origin: Origin) -> bool:
         """Whether this request is not to be kept."""
-        salted = self.salts == "off" and bool(self.salt_of(origin))
+        salt = self.salt_of(origin)
+        salted = self.salts == "off" and bool(salt) if self.only is None else salt != self.only
         return salted or not origin.allowed or origin.key in self.skipped_keys
 
 
@@ -84,7 +90,7 @@ class Collector:
     ) -> None:
         """`redact` gets every row, and `decode` for its text; what it returns is kept, None is not."""
         self.counts = CollectorCounts()
-        self._store, self._policy, self._clock = store, policy, clock
+        self._store, self.policy, self._clock = store, policy, clock
         self._redact, self._decode = redact, decode or (lambda ids: "")
         self._waiting: queue.Queue[list[TrafficRow] | None] = queue.Queue(MAX_WAITING)
         self._ended = False  # after an error of the disk: one warning, nothing more is kept
@@ -95,7 +101,7 @@ class Collector:
         """A request has finished."""
         if self._ended:
             return
-        if self._policy.refuses(origin):
+        if self.policy.refuses(origin):
             self.counts.refused += 1
             return
         rows = self._rows(output, origin)
@@ -117,7 +123,10 @@ class Collector:
 
     def _rows(self, output: RequestOutput, origin: Origin) -> list[TrafficRow]:
         """The complete answers to a prompt that belong to the share that is kept."""
-        params, prompt = origin.params, tuple(output.prompt_token_ids)
+        answers = [each for each in output.outputs if each.finish_reason in COMPLETE]
+        if not answers:
+            return []
+        params, store = origin.params, self._store
         sampling = RowSampling(
             params.temperature,
             params.top_k,
@@ -125,22 +134,17 @@ class Collector:
             params.min_p,
             constrained=params.structure is not None or params.allowed_token_ids is not None,
         )
-        row = TrafficRow(
-            prompt,
-            (),
-            origin.segment,
-            sampling,
-            self._store.hash(self._policy.salt_of(origin)),
-            self._store.hash(origin.key),
-            self._clock(),
-        )
-        answers = [each for each in output.outputs if each.finish_reason in COMPLETE]
-        rows = [replace(row, output_ids=tuple(answer.token_ids)) for answer in answers]
+        prompt, now = tuple(output.prompt_token_ids), self._clock()
+        salt, key = store.hash(self.policy.salt_of(origin)), store.hash(origin.key)
+        rows = [
+            TrafficRow(prompt, tuple(answer.token_ids), origin.segment, sampling, salt, key, now)
+            for answer in answers
+        ]
         return [row for row in rows if self._sampled(row)]
 
     def _sampled(self, row: TrafficRow) -> bool:
         """Whether a row is in the share, by its hash: the same traffic gives the same rows."""
-        share = self._policy.share
+        share = self.policy.share
         return share >= 1.0 or unit_hash("share", row.prompt_ids + row.output_ids) < share
 
     # --- the collector's thread ---

@@ -13,7 +13,7 @@ import typer
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import ConfigError
 from paceline.learn.folder import LearnFolder
-from paceline.learn.head_commands import add_head_commands
+from paceline.learn.head_commands import Salt, add_head_commands
 from paceline.learn.history import History
 from paceline.learn.rows import Damage, TrafficRow
 from paceline.learn.split import side_of
@@ -35,17 +35,21 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("status")
-def status_command(folder: Folder, as_json: AsJson = False) -> None:
+def status_command(folder: Folder, salt: Salt = "", as_json: AsJson = False) -> None:
     """Say what the folder holds: rows, the candidate if there is one, the head that serves, decisions."""
     from paceline.learn.fine_tune import read_candidate
 
-    store = TrafficStore(_store(folder))
-    count, candidate = store.count(), read_candidate(LearnFolder(folder).candidate)
-    history = History(LearnFolder(folder).heads, first=folder)
+    learned, store = LearnFolder(folder, salt), TrafficStore(_store(folder))
+    count, candidate, history = (
+        store.count(),
+        read_candidate(learned.candidate),
+        History(learned.heads, folder),
+    )
     if as_json:
         facts = {
             "target": asdict(store.target),
             "traffic": asdict(count),
+            "salts": learned.salts(),
             "candidate": None if candidate is None else asdict(candidate),
             "head": history.current().number,
             "live": history.live(),
@@ -56,20 +60,16 @@ def status_command(folder: Folder, as_json: AsJson = False) -> None:
     typer.echo(f"target     {store.target.name} ({store.target.fingerprint})")
     for line in _lines(count):
         typer.echo(line)
+    if salts := learned.salts():
+        typer.echo(f"salts      {', '.join(salts)}: have heads of their own, see --salt")
     if candidate is not None:
         gains = ", ".join(
             f"{name} rows {before:.2f} to {candidate.after[name]:.2f}"
             for name, before in candidate.before.items()
         )
         typer.echo(f"candidate  {candidate.method}, {candidate.steps} steps; tokens per pass: {gains}")
-    typer.echo(f"head       {history.current().number or '0, the one that the server was started with'}")
-    accepted = history.live().get("accepted", {})
-    if total := sum(accepted.values()):
-        shares = ", ".join(f"{name} {count / total:.0%}" for name, count in sorted(accepted.items()))
-        typer.echo(f"drafters   {shares} of the accepted tokens since the server's start")
-    for made in history.decisions()[-SHOWN_DECISIONS:]:
-        told = f"{made['decision']}, head {made['head']}: {made.get('reason', '')}"
-        typer.echo(f"{_local(made['time'])}  {told}")
+    for line in _head_lines(history):
+        typer.echo(line)
 
 
 @app.command("show")
@@ -164,7 +164,7 @@ def train_command(
             generic or (),
             on_device,
             yielding,
-            report.scored,
+            report.progressed,
         )
     report.ended(candidate, out)
     if candidate is None:
@@ -222,6 +222,18 @@ def _lines(count: StoreCount) -> list[str]:
         lines.append(f"from       {_local(count.oldest)} to {_local(count.newest)}")
     skipped = count.damage.damaged + count.damage.cut_off
     return [*lines, f"damaged    {skipped} records, which are skipped"] if skipped else lines
+
+
+def _head_lines(history: History) -> list[str]:
+    lines = [f"head       {history.current().number or '0, the one that the server was started with'}"]
+    accepted = history.live().get("accepted", {})
+    if total := sum(accepted.values()):
+        shares = ", ".join(f"{name} {count / total:.0%}" for name, count in sorted(accepted.items()))
+        lines.append(f"drafters   {shares} of the accepted tokens since the server's start")
+    for made in history.decisions()[-SHOWN_DECISIONS:]:
+        told = f"{made['decision']}, head {made['head']}: {made.get('reason', '')}"
+        lines.append(f"{_local(made['time'])}  {told}")
+    return lines
 
 
 def _local(moment: float) -> str:

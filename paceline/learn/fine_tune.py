@@ -30,7 +30,7 @@ from paceline.train.trainer import Trainer
 
 CANDIDATE = "candidate.json"  # named so last: without it, there is no candidate
 UNFINISHED = "candidate.json.unfinished"
-OnScores = Callable[[Progress, Kept], None]
+OnProgress = Callable[[Progress, Kept | None], None]  # the steps so far, and the head if it was measured
 
 
 @refuse_unknown(ConfigError)
@@ -83,7 +83,7 @@ def fine_tune(
     generic: Sequence[Path] = (),
     device: str = "cpu",
     yielding: Yielding | None = None,
-    on_scores: OnScores = lambda progress, kept: None,
+    on_progress: OnProgress = lambda progress, kept: None,
 ) -> Candidate | None:
     """Train the head on the store's rows, and write what drafts best on held-back rows to `out`.
 
@@ -108,7 +108,7 @@ def fine_tune(
 
     stopping = EarlyStop(objective, {group: examples(rows) for group, rows in chosen.stop.items()})
     trainer = Trainer(objective, examples(chosen.train), learning, None, clock=yielding.now)
-    progress = _train(trainer, stopping, yielding, on_scores)
+    progress = _train(trainer, stopping, yielding, on_progress)
     if yielding.stopped:
         return None
     best = stopping.best
@@ -142,17 +142,18 @@ def _train_options(head: HeadCheckpoint, options: FineTuneOptions, selection: Se
     )
 
 
-def _train(trainer: Trainer, stopping: EarlyStop, yielding: Yielding, on_scores: OnScores) -> Progress:
+def _train(trainer: Trainer, stopping: EarlyStop, yielding: Yielding, report: OnProgress) -> Progress:
     """Train until the steps are done, nothing is gained any more, or `yielding` stops it."""
 
     def on_progress(progress: Progress) -> bool:
         if progress.step == 0:
-            on_scores(progress, stopping.before)
+            report(progress, stopping.before)
             return True
         if not stopping.is_due(progress) and not trainer.finished:
+            report(progress, None)
             return True
         go_on = stopping.evaluate(progress.step)
-        on_scores(progress, stopping.last)
+        report(progress, stopping.last)
         return go_on
 
     progress = trainer.train(on_progress, yielding.may_step)

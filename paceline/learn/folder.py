@@ -5,24 +5,40 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+SALTS = "salts"
+
 
 @dataclass(frozen=True)
 class LearnFolder:
     """The folder in which a server keeps what it learns."""
 
     root: Path
+    salt: str = ""  # its hash, if the heads are those of one salt; empty: heads for all requests
 
     @property
     def traffic(self) -> Path:
-        """The TrafficStore."""
+        """The TrafficStore, of all salts: its rows name theirs."""
         return self.root / "traffic"
 
     @property
     def heads(self) -> Path:
         """The heads that served, and which one does now."""
-        return self.root / "heads"
+        return self._own / "heads"
 
     @property
     def candidate(self) -> Path:
         """The head that the trainer writes."""
-        return self.root / "candidate"
+        return self._own / "candidate"
+
+    @property
+    def scores(self) -> Path:
+        """The file of the scores of the candidate and of the head that serves."""
+        return self._own / "scores.json"
+
+    def salts(self) -> list[str]:
+        """The hashes of the salts that have heads of their own."""
+        return sorted(path.name for path in (self.root / SALTS).glob("*"))
+
+    @property
+    def _own(self) -> Path:
+        return self.root / SALTS / self.salt if self.salt else self.root

@@ -19,6 +19,9 @@ from paceline.terminal.session import note
 
 Model = Annotated[str, typer.Argument(help="The target: an alias, a .gguf file, a folder or a hub id.")]
 Dir = Annotated[Path, typer.Option("--dir", help="The server's --learn-dir.")]
+Salt = Annotated[
+    str, typer.Option(help="The heads of this salt (its hash), as of a server with --learn-salt.")
+]
 Traffic = Annotated[Path, typer.Option("--from", help="The folder of --learn-dir.")]
 HeadFolder = Annotated[Path, typer.Option("--head", help="Folder of the present head.")]
 Candidate = Annotated[Path, typer.Option("--candidate", help="Folder of the head to compare with it.")]
@@ -77,24 +80,25 @@ def score(
 def promote(
     number: Annotated[int, typer.Argument(help="Number of the head; 0 is the one the server began with.")],
     folder: Dir,
+    salt: Salt = "",
 ) -> None:
     """Let a head serve from now on. A server that runs with this folder follows within seconds."""
-    history = _history(folder)
+    history = _history(folder, salt)
     head = history.promote(number)
     history.note("promoted by hand", head=head.number)
     note(f"Head {head.number} serves.")
 
 
-def rollback(folder: Dir) -> None:
+def rollback(folder: Dir, salt: Salt = "") -> None:
     """Let the head serve again that served before. A server that runs with this folder follows in seconds."""
-    history = _history(folder)
+    history = _history(folder, salt)
     before, head = history.current().number, history.rollback()
     history.note("rolled back by hand", head=head.number)
     note(f"Head {head.number} serves again, in place of {before}.")
 
 
-def _history(folder: Path) -> History:
-    heads = LearnFolder(folder).heads
+def _history(folder: Path, salt: str) -> History:
+    heads = LearnFolder(folder, salt).heads
     if not heads.is_dir():
         raise ConfigError(f"{folder} has no heads yet: give the --learn-dir of a server that has learned.")
     return History(heads, FIRST)

@@ -32,6 +32,7 @@ class Jobs(Protocol):
     """The work that other processes do. They may be killed at any time, and then give nothing."""
 
     steps: int  # of all trainings so far
+    planned_steps: int  # of the training that runs; 0: none does, or it still compiles
 
     async def train(self, present: Path, since: float) -> Path | None:
         """The folder of a new candidate, trained from the present head; None if there is none.
@@ -62,7 +63,7 @@ class ProcessJobs:
         """`train` are further arguments of the training, such as its length; `both` of both commands."""
         self._folder, self._model = folder, model
         self._both, self._train = tuple(both), tuple(train)
-        self.steps = 0
+        self.steps = self.planned_steps = 0
         self._paused = False
         self._process: asyncio.subprocess.Process | None = None  # that runs now
 
@@ -77,7 +78,7 @@ class ProcessJobs:
         return out if whole else None
 
     async def score(self, present: Path, candidate: Path) -> tuple[list[RowScore], list[RowScore]] | None:
-        out = self._folder.root / "scores.json"
+        out = self._folder.scores
         out.unlink(missing_ok=True)
         status = await self._run("score", present, "--candidate", str(candidate), "--out", str(out))
         if status != 0:
@@ -114,7 +115,6 @@ class ProcessJobs:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            process_group=0,  # torch.compile starts one process per core: they are stopped too
         )
         self._process = process
         try:
@@ -140,11 +140,16 @@ class ProcessJobs:
         before = self.steps
         async for line in records:
             with suppress(ValueError, TypeError, KeyError):
-                self.steps = before + int(json.loads(line)["step"])
+                record = json.loads(line)
+                self.steps, self.planned_steps = before + int(record["step"]), int(record["total"])
+        self.planned_steps = 0
 
 
 def _send(process: asyncio.subprocess.Process, number: int) -> None:
-    """Send a signal to a process and to those that it has started."""
-    with suppress(ProcessLookupError):  # it has ended
-        # not process.send_signal: it would reap an ended process before the task that waits for it
-        os.killpg(process.pid, number)
+    """Send a signal to a job and to what it has started: torch.compile starts a process for each core."""
+    # not process.send_signal: it would reap an ended process before the task that waits for it
+    try:
+        os.killpg(process.pid, number)  # its group, see Yielding
+    except ProcessLookupError:  # it has just started, or has ended
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, number)

@@ -246,14 +246,18 @@ class Learner(Generic[LoadedHead]):
         try:
             while not task.done():
                 await self._wait()
-                self.status.training_steps = self._jobs.steps
+                self._count_steps()
             return task.result()
         finally:
+            self._count_steps()
             task.cancel()
             await asyncio.wait([task])  # its process has ended
             self._job_runs = False
             self._slowdown.set_working(False)
             self._jobs.pause(False)
+
+    def _count_steps(self) -> None:
+        self.status.training_steps, self.status.planned_steps = self._jobs.steps, self._jobs.planned_steps
 
     async def _wait(self, watching: bool = True) -> None:
         """One poll: sleep while a job gives way to requests, follow commands, watch unless a trial does."""

@@ -30,6 +30,7 @@ class LearnOptions:
     learn_max_bytes: int = 256 * 1024 * 1024  # on disk
     learn_max_age: float = 14.0  # days
     learn_salts: str = "off"  # requests with a salt: not kept; kept for all; kept, each for its own head
+    learn_salt: str | None = None  # learn from this salt alone, and draft with its head for no other
     learn_skip_key: tuple[str, ...] = ()  # API keys whose requests are not kept
     learn_min_rows: int = 200  # new rows before a training
     learn_minutes: float = 20.0  # of a training, without the time that it waits
@@ -45,6 +46,10 @@ class LearnOptions:
         check_number(ConfigError, "learn_minutes", self.learn_minutes, 0.0, 1e6, low_open=True)
         check_integer(ConfigError, "learn_max_running", self.learn_max_running, 0, None)
         check_choice(ConfigError, "learn_salts", self.learn_salts, SALTS)
+        if self.learn_salt is not None and (not self.learn_salt or self.learn_salts != SALTS[0]):
+            raise ConfigError(
+                "--learn-salt names the one salt whose requests are kept: give a name, and no --learn-salts."
+            )
 
     @property
     def limits(self) -> StoreLimits:

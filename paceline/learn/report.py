@@ -20,12 +20,16 @@ class Reporter:
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
 
-    def scored(self, progress: Progress, kept: Kept) -> None:
-        """A head was measured on held-back rows."""
+    def progressed(self, progress: Progress, kept: Kept | None) -> None:
+        """Some steps were done; `kept` is the head after them, if it was measured on held-back rows."""
         loss = progress.history[-1].loss if progress.history else None
         if self._as_json:
-            self._print(step=kept.step, total=progress.total, loss=loss, tokens_per_pass=dict(kept.scores))
-            return
+            scores = {} if kept is None else {"tokens_per_pass": dict(kept.scores)}
+            self._print(step=progress.step, total=progress.total, loss=loss, **scores)
+        elif kept is not None:
+            self._note(progress, kept, loss)
+
+    def _note(self, progress: Progress, kept: Kept, loss: float | None) -> None:
         scores = ", ".join(f"{value:.3f} on {name} rows" for name, value in kept.scores.items())
         note(f"step {kept.step} of {progress.total}: loss {loss:.3f}, tokens per pass {scores}")
 

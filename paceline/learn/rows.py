@@ -13,6 +13,7 @@ import numpy as np
 MARKER = b"ROW\x01"
 HEADER = struct.Struct("<4sII")  # marker, bytes of the payload, CRC-32 of the payload
 ID = np.dtype("<i4")
+_encode = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps would make one for each row
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class TrafficRow:
             "key": self.key,
             "time": self.time,
         }
-        ids = np.array([*self.prompt_ids, *self.output_ids], dtype=ID)
-        payload = json.dumps(facts, separators=(",", ":")).encode() + b"\n" + ids.tobytes()
+        ids = self.prompt_ids + self.output_ids
+        payload = b"%b\n%b" % (_encode(facts).encode(), struct.pack(f"<{len(ids)}i", *ids))
         return HEADER.pack(MARKER, len(payload), zlib.crc32(payload)) + payload
 
 

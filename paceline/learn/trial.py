@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import statistics
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -78,12 +77,14 @@ class Meter:
         self._lock = threading.Lock()
         self._turn = Turn()
         self._skip = 0
-        self._accepted: Counter[str] = Counter()  # drafted tokens that were right, by drafter
+        self._accepted: dict[str, int] = {}  # drafted tokens that were right, by drafter
 
     def step(self, stats: StepStats, deltas: Sequence[Delta]) -> None:
+        drafts, accepted = [], self._accepted
         for draft in stats.drafts:
-            self._accepted[draft.drafter] += draft.count * draft.accepted
-        drafts = [draft for draft in stats.drafts if draft.drafter == self._drafter]
+            accepted[draft.drafter] = accepted.get(draft.drafter, 0) + draft.count * draft.accepted
+            if draft.drafter == self._drafter:
+                drafts.append(draft)
         if stats.failed or stats.prefill_tokens or not stats.requests:
             return
         with self._lock:

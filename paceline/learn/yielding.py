@@ -77,6 +77,8 @@ class Yielding:
         self._parent = os.getppid() if end_with_parent else None
         if end_with_parent:
             _end_with_parent()
+            with suppress(OSError):  # it leads a session, and so a group, already
+                os.setpgid(0, 0)  # signals to it reach what it starts, and nothing of its parent
         self._waited = 0.0  # seconds
         self._step_began = 0.0
         self._steps = 0  # that may_step has let begin

@@ -106,12 +106,18 @@ async def run(
             trainable = await asyncio.to_thread(remote_trainable_model, model, fleet.engine.drafters)
             learner = stack.enter_context(learning_model(learning, options, trainable, scale.bounds[1]))
             fleet.engine.push_heads(trainable.first, learner.observers)
-        offer = None if learner is None else learner.collector.offer
+        offer, restrict = (None, None) if learner is None else (learner.collector.offer, learner.restrict)
         services: dict[str, Service] = {}
         for model, fleet in zip(models, fleets, strict=True):
             parser = model.entry.tool_call_parser or options.tool_call_parser
             service = Service(
-                fleet.engine, model.tokenizer, model.names, parser, on_finished=offer, workers=workers
+                fleet.engine,
+                model.tokenizer,
+                model.names,
+                parser,
+                on_finished=offer,
+                restrict=restrict,
+                workers=workers,
             )
             services |= dict.fromkeys(model.names, service)
         told = None if learner is None else learner.start(fleets[0].engine, models[0].names[0])

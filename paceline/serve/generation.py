@@ -7,7 +7,6 @@ import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from itertools import starmap
-from typing import TypeAlias
 
 from starlette.requests import Request
 
@@ -16,12 +15,9 @@ from paceline.core.params import SamplingParams
 from paceline.engine.client import EngineClient
 from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.stream import Stream, Update
-from paceline.learn.collector import Origin
 from paceline.models.detokenizer import Watch
 from paceline.serve.errors import FieldError
 from paceline.serve.protocol import SamplingFields
-
-OnFinished: TypeAlias = Callable[[RequestOutput, Origin], None]
 
 _SEGMENT = re.compile(r"[\w.:/-]{1,64}", re.ASCII)  # valid as a metric label
 
@@ -46,7 +42,7 @@ class Generation:
         grammar: Grammar | None,
         watch: Callable[[], Watch] | None,
         hide_logprobs: bool = False,
-        on_finished: OnFinished | None = None,
+        on_finished: Callable[[RequestOutput], None] | None = None,
         adapter: str = "",
     ) -> Generation:
         """A generation whose prompts the engine has all accepted. If it refuses one, none runs.
@@ -74,10 +70,7 @@ class Generation:
                 arrived=generation._arrived,
             )
             if on_finished is not None:
-                origin = Origin(
-                    params, segment, fields.cache_salt or "", request.state.key_id, fields.store is not False
-                )
-                generation._streams[number].when_finished(lambda output: on_finished(output, origin))
+                generation._streams[number].when_finished(on_finished)
 
         try:  # concurrently, so that all prompts start in the same pass
             results = await asyncio.gather(*starmap(submit, enumerate(prompts)), return_exceptions=True)

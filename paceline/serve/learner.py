@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Generic
 
+from paceline.core.params import SamplingParams
 from paceline.draft.methods import Speculation
-from paceline.learn.collector import Collector
+from paceline.learn.collector import Collector, Origin
 from paceline.learn.history import History
 from paceline.learn.jobs import Jobs
 from paceline.learn.learner import HeadEngine, Learner, LoadedHead
@@ -48,6 +50,18 @@ class LearningModel(Generic[LoadedHead]):
         self.observers = (self._meter, self._slowdown)  # of the engine
         self._method, self._load, self._jobs, self._config = method, load, jobs, config
         self._task: asyncio.Task[None] | None = None
+
+    def restrict(self, params: SamplingParams, origin: Origin) -> SamplingParams:
+        """The params with which a request runs: no head of another salt drafts for it.
+
+        From the start of the server on, because a trial may let a candidate draft at any time.
+        """
+        if self.collector.policy.may_use_head(origin):
+            return params
+        asked = params.speculative
+        method = asked.get("method") if isinstance(asked, Mapping) else asked
+        uses_head = method in (None, "auto", self._method)
+        return replace(params, speculative="off") if uses_head else params
 
     @property
     def num_rows(self) -> int:

@@ -22,7 +22,7 @@ from paceline.learn.learner import LoadedHead
 from paceline.learn.options import Decode, LearnOptions
 from paceline.learn.selection import ALL_SALTS
 from paceline.learn.status import LearnerConfig
-from paceline.learn.store import open_store
+from paceline.learn.store import TrafficStore, open_store
 from paceline.learn.trial import TrialConfig
 from paceline.models.config import ModelConfig
 from paceline.models.heads.config import TargetName
@@ -72,11 +72,12 @@ def learn_options(flags: Mapping[str, Any], options: ServeOptions, config: Engin
             f"--learn trains the head that drafts, and here is none: give --draft {TRAINABLE[0]}:PATH, or "
             "leave --draft out for a model that has a shipped head."
         )
-    separate = _separates_keys(options) and learning.learn_salts == "off"
-    if separate:
+    salt = learned_salt(learning, options)
+    if _separates_keys(options) and learning.learn_salts == "off" and salt is None:
         raise ConfigError(
             "--learn keeps no requests with a salt, and each API key has its own: give --learn-salts shared "
-            "to learn from all of them together, or --share-cache-across-keys."
+            "to learn from all of them together, --learn-salt KEY to learn from one of them, or "
+            "--share-cache-across-keys."
         )
     learning.redact()
     return learning
@@ -120,12 +121,22 @@ def learning_model(
 ) -> Iterator[LearningModel[LoadedHead]]:
     """A context with a model that learns on this many engines."""
     folder = LearnFolder(learning.folder(model.target.fingerprint))
-    history = History(folder.heads, model.first)
     store = open_store(folder.traffic, model.target, model.vocab_size, learning.limits)
     policy = collector_policy(learning, options)
+    salt = trained_salt(policy, store)
+    if policy.only is not None:
+        folder = LearnFolder(folder.root, salt)  # no other server finds these heads
+    history = History(folder.heads, model.first)
     collector = Collector(store, policy, learning.redact(), model.decode)
-    log_event(logger, "learning", folder=str(folder.root), method=model.method, share=learning.learn_share)
-    both = ("--salt", trained_salt(learning), "--device", model.config.backend.choice.device)
+    log_event(
+        logger,
+        "learning",
+        folder=str(folder.root),
+        method=model.method,
+        share=learning.learn_share,
+        salt=salt,
+    )
+    both = ("--salt", salt, "--device", model.config.backend.choice.device)
     train = ("--minutes", str(learning.learn_minutes))
     jobs = ProcessJobs(folder, model.config.model.model, train, both)
     trial = TrialConfig()  # each engine computes keys and values again after a swap
@@ -139,19 +150,34 @@ def learning_model(
         collector.close()
 
 
-def trained_salt(learning: LearnOptions) -> str:
-    """The salt whose rows train the head that drafts for all requests: none, unless all are shared.
+def trained_salt(policy: Policy, store: TrafficStore) -> str:
+    """The salt whose rows train the head, as `paceline learn train --salt` takes it; empty: those without.
 
-    How well a head drafts reveals what it was trained on, so rows of a salt must not train a head that
-    other clients use.
+    How well a head drafts reveals what it was trained on, so rows of a salt train a head that other clients
+    use only if all salts are shared.
     """
-    return ALL_SALTS if learning.learn_salts == "shared" else ""
+    if policy.only is not None:
+        return store.hash(policy.only)
+    return ALL_SALTS if policy.salts == "shared" else ""
+
+
+def learned_salt(learning: LearnOptions, options: ServeOptions) -> str | None:
+    """The one salt to learn from, as Policy.salt_of gives it; None: --learn-salt is not given."""
+    if learning.learn_salt is None or not _separates_keys(options):
+        return learning.learn_salt
+    if learning.learn_salt not in options.api_key:
+        raise ConfigError(
+            "Each of several API keys is a salt of its own: give one of them as --learn-salt, or "
+            "--share-cache-across-keys for a cache_salt that all of them may send."
+        )
+    return key_digest(learning.learn_salt.encode()).hex()
 
 
 def collector_policy(learning: LearnOptions, options: ServeOptions) -> Policy:
     """Whose requests are kept, by the server's options."""
     return Policy(
         salts=learning.learn_salts,
+        only=learned_salt(learning, options),
         separate_keys=_separates_keys(options),
         skipped_keys=frozenset(key_digest(key.encode()).hex() for key in learning.learn_skip_key),
         share=learning.learn_share,

@@ -45,6 +45,8 @@ class LearnState(BaseModel):
     head: int  # that serves; 0 is the one the server was started with
     rows: int
     trainings: int
+    training_steps: int  # of all trainings
+    planned_steps: int  # of the training that runs; 0: none does, or it still compiles
     swaps: int
     rollbacks: int
     rejected: int
@@ -78,6 +80,8 @@ def router(learning: Learning) -> APIRouter:
             head=status.head,
             rows=learning.num_rows(),
             trainings=status.trainings,
+            training_steps=status.training_steps,
+            planned_steps=status.planned_steps,
             swaps=status.swaps,
             rollbacks=status.rollbacks,
             rejected=status.rejected,

@@ -168,7 +168,13 @@ async def run_models(
         parser = model.tool_call_parser or options.tool_call_parser
         on_finished = None if learner is None else learner.collector.offer
         service = Service(
-            front, model.tokenizer, model.names, parser, on_finished=on_finished, workers=workers
+            front,
+            model.tokenizer,
+            model.names,
+            parser,
+            on_finished=on_finished,
+            restrict=None if learner is None else learner.restrict,
+            workers=workers,
         )
         services |= dict.fromkeys(model.names, service)
         learning = None if learner is None else learner.start(front, model.names[0])

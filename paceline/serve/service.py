@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ParamSpec, TypeVar, Unpack
+from typing import Any, ParamSpec, TypeAlias, TypeVar, Unpack
 
 from starlette.requests import Request
 
@@ -25,16 +25,19 @@ from paceline.engine.admission import Limits, prompt_too_long
 from paceline.engine.client import EngineClient
 from paceline.engine.outputs import RequestOutput
 from paceline.errors import OverloadedError
+from paceline.learn.collector import Origin
 from paceline.models.chat import TemplateOptions
 from paceline.models.tokenizer import Tokenizer, TooManyTokens
 from paceline.serve.errors import ClientGone
-from paceline.serve.generation import Generation, OnFinished
+from paceline.serve.generation import Generation, segment_of
 from paceline.serve.protocol import SamplingFields
 from paceline.serve.sse import disconnected
 from paceline.serve.tools.toolbox import NO_TOOLS, Toolbox, ToolPlan
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+OnFinished: TypeAlias = Callable[[RequestOutput, Origin], None]
+Restrict: TypeAlias = Callable[[SamplingParams, Origin], SamplingParams]
 
 WORKERS = 6  # threads for bodies, templates, tokenizing and grammars
 COMPILERS = 2  # grammars compiled at a time
@@ -67,6 +70,7 @@ class Service:
     tool_call_parser: str | None = None  # None: chosen by the model's chat template
     created: int = field(default_factory=lambda: int(time.time()))
     on_finished: OnFinished | None = None  # gets every finished output, to learn from it
+    restrict: Restrict | None = None  # the params with which a request runs
     workers: ThreadPoolExecutor = field(default_factory=new_workers)
     compilers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(COMPILERS))
 
@@ -156,6 +160,16 @@ class Service:
         if params.structure is not None:
             grammar, warnings = await self._compile(plan, params.structure)
             request.state.record.warnings += warnings
+        origin = Origin(
+            params,
+            segment_of(request, fields),
+            fields.cache_salt or "",
+            request.state.key_id,
+            fields.store is not False,
+        )
+        if self.restrict is not None:
+            params = self.restrict(params, origin)
+        offer = None if adapter else self.on_finished  # the model itself is what is learned
         request.state.place.close()  # from here it counts in the engine's queue
         return await Generation.start(
             self.engine,
@@ -166,7 +180,7 @@ class Service:
             grammar,
             plan.watch,
             hidden,
-            self.on_finished if not adapter else None,  # the model itself is what is learned
+            None if offer is None else lambda output: offer(output, origin),
             adapter,
         )
 

@@ -241,6 +241,13 @@ LEARN: Group = (
         "Requests with a cache_salt, or of one of several API keys: off (not kept), shared (kept, and the "
         "head of all trains on them) or own (kept, and it does not).",
     ),
+    Flag(
+        "learn_salt",
+        str | None,
+        None,
+        "Learn only from requests with this cache_salt (of several API keys: of this key), and draft with "
+        "the head only for them.",
+    ),
     Flag("learn_skip_key", list[str] | None, None, "API key whose requests are not kept. May be repeated."),
     Flag("learn_min_rows", int, 200, "New requests to keep before the head is trained on them."),
     Flag("learn_minutes", float, 20.0, "Minutes of a training, without the time that it waits."),
@@ -320,8 +327,8 @@ SERVER = by_topic(
 LEARN = by_topic(
     LEARN,
     {
-        "Learning": "learn learn_dir learn_share learn_max_bytes learn_max_age learn_salts learn_skip_key "
-        "learn_min_rows learn_minutes learn_max_running learn_redact"
+        "Learning": "learn learn_dir learn_share learn_max_bytes learn_max_age learn_salts learn_salt "
+        "learn_skip_key learn_min_rows learn_minutes learn_max_running learn_redact"
     },
 )
 SCALE = by_topic(

@@ -54,7 +54,8 @@ def test_servers_are_compared_by_throughput_and_p95_latency_with_the_bar_of_thei
     assert one.throughput_ratio == pytest.approx(0.95)
     assert one.latency_ratio == pytest.approx(0.2)
     assert (one.bar, many.bar) == (0.95, 0.99)
+    assert Compared(1, without, learning, "cuda").bar == 0.97
     (table,) = learning_load_result([one, many], {"model": "m"}).tables
     assert table.rows[0][4] == "1.041"  # without over without: turns that should be equal
     assert table.rows[0][5] == "0.950"  # the server's CPU time per token
-    assert table.rows[0][-1] == "0.25"  # CPU seconds of the trainer per second
+    assert table.rows[0][-2] == "0.25"  # CPU seconds of the trainer per second

@@ -68,6 +68,9 @@ def test_complete_answers_are_kept_with_how_they_were_sampled(tmp_path: Path) ->
         (Policy(salts="shared"), replace(ORIGIN, cache_salt="s"), True),
         (Policy(salts="own"), replace(ORIGIN, cache_salt="s"), True),
         (Policy(salts="shared"), replace(ORIGIN, cache_salt="s", allowed=False), False),
+        (Policy(only="s"), replace(ORIGIN, cache_salt="s"), True),
+        (Policy(only="s"), replace(ORIGIN, cache_salt="t"), False),
+        (Policy(only="s"), ORIGIN, False),
         (Policy(), replace(ORIGIN, key="k"), True),
         (Policy(separate_keys=True), replace(ORIGIN, key="k"), False),
         (Policy(skipped_keys=frozenset({"k"})), replace(ORIGIN, key="k"), False),
@@ -103,8 +106,9 @@ def test_rows_of_a_salt_train_and_judge_the_head_of_that_salt_alone(tmp_path: Pa
     for place, client in enumerate(clients):
         assert {number % 3 for number in used(store.hash(client))} == {place}
     assert {number % 3 for number in used(ALL_SALTS)} == {0, 1, 2}
-    served = {salts: trained_salt(LearnOptions(learn_salts=salts)) for salts in SALTS}
+    served = {salts: trained_salt(Policy(salts), store) for salts in SALTS}
     assert served == {"off": "", "own": "", "shared": ALL_SALTS}  # of the head that drafts for everyone
+    assert trained_salt(Policy(only="mine"), store) == store.hash("mine")
 
 
 def test_a_share_is_chosen_by_hash(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.learn.early_stop import is_better
+from paceline.learn.early_stop import Kept, is_better
 from paceline.learn.fine_tune import FineTuneOptions, fine_tune, read_candidate
 from paceline.learn.gate import judge
 from paceline.learn.rows import TrafficRow
@@ -28,6 +28,7 @@ from paceline.models.heads.config import HeadConfig, TargetName
 from paceline.models.heads.fingerprint import head_fingerprint
 from paceline.models.safetensors_writer import encode
 from paceline.train.examples import Example, ExampleWriter
+from paceline.train.progress import Progress
 from tests import tiny_families
 from tests.large import REPEATS
 from tests.models.heads.driver import random_checkpoint
@@ -42,14 +43,16 @@ FEW, ONE_STEP = replace(OPTIONS, steps=3), replace(OPTIONS, steps=1)
 def test_a_candidate_drafts_better_on_rows_that_it_never_saw(
     checkpoint: Checkpoint, traffic: Path, head: Path, tmp_path: Path
 ) -> None:
-    seen: list[int] = []
-    candidate = fine_tune(
-        checkpoint, traffic, head, tmp_path / "c", OPTIONS, on_scores=lambda _, kept: seen.append(kept.step)
-    )
+    seen: list[tuple[int, bool]] = []
+
+    def note(progress: Progress, kept: Kept | None) -> None:
+        seen.append((progress.step, kept is not None))
+
+    candidate = fine_tune(checkpoint, traffic, head, tmp_path / "c", OPTIONS, on_progress=note)
     assert candidate is not None
     assert candidate.gains
     assert candidate.after[NEW] > 1.05 * candidate.before[NEW]
-    assert seen[0] == 0  # how often it is measured after that depends on the speed of a step
+    assert seen[0] == (0, True)  # how often it is measured after that depends on the speed of a step
     assert candidate == read_candidate(tmp_path / "c")
     assert candidate.parent == head_fingerprint(head) != head_fingerprint(tmp_path / "c")
     assert load_head(tmp_path / "c").config.target == load_head(head).config.target

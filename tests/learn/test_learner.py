@@ -52,6 +52,7 @@ class World:
     polls: int = 0
     since: list[float] = field(default_factory=list)  # of each training
     steps: int = 0
+    planned_steps: int = 0
 
     def __post_init__(self) -> None:
         first = self.folder / "first"

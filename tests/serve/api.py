@@ -12,10 +12,9 @@ import httpx
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.engine import Engine
 from paceline.serve.app import make_models_app
-from paceline.serve.generation import OnFinished
 from paceline.serve.options import ServeOptions
 from paceline.serve.routes.models import Models
-from paceline.serve.service import Service
+from paceline.serve.service import OnFinished, Restrict, Service
 from tests.toy import ToyTokenizer, toy_engine
 
 Result = TypeVar("Result")
@@ -32,13 +31,15 @@ class Api:
         max_queue: int = 100,
         on_finished: OnFinished | None = None,
         options: ServeOptions | None = None,
+        restrict: Restrict | None = None,
     ) -> None:
         self.engine = engine or toy_engine(max_model_len=400)
         self._keys = [f"Bearer {key}" for key in (options or ServeOptions()).api_key]
         self._runner = asyncio.Runner()
         self.front = AsyncEngine(self.engine, ToyTokenizer(), max_queue=max_queue)
         names = ("toy", "toy-too")
-        self.service = Service(self.front, ToyTokenizer(), names, on_finished=on_finished)  # type: ignore[arg-type]
+        tokenizer: Any = ToyTokenizer()
+        self.service = Service(self.front, tokenizer, names, on_finished=on_finished, restrict=restrict)
         self.models = Models.of(self.service)
         self.app = make_models_app(self.models, options or ServeOptions())
 

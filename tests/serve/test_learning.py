@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +11,21 @@ from typing import Any
 import pytest
 
 from paceline.config import EngineConfig
+from paceline.core.params import SamplingParams
+from paceline.engine.outputs import RequestOutput
 from paceline.errors import ConfigError
-from paceline.learn.collector import Collector, Policy
+from paceline.learn.collector import Collector, Origin, Policy
+from paceline.learn.folder import LearnFolder
+from paceline.learn.head_commands import rollback
+from paceline.learn.history import History
 from paceline.learn.options import LearnOptions
 from paceline.learn.store import StoreLimits, TrafficStore
 from paceline.models.heads.config import TargetName
-from paceline.serve.learning import collector_policy, learn_options
+from paceline.serve.learning import TrainableModel, collector_policy, learn_options, learning_model
+from paceline.serve.middleware import key_digest
 from paceline.serve.options import ServeOptions
 from tests.serve.api import Api
+from tests.toy import ScriptedDrafter, toy_engine
 
 CHAT = {"model": "toy", "messages": [{"role": "user", "content": "abc"}], "max_tokens": 4, "temperature": 0}
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -83,6 +91,80 @@ def test_a_key_that_is_to_be_skipped_is_the_key_that_clients_send(tmp_path: Path
     assert (len(rows), collector.counts.refused) == (2, 1)
     assert rows[0].key == rows[1].key != ""
     assert "one" not in rows[0].key
+
+
+class FakeHead(ScriptedDrafter):
+    """Drafts as the method of a head that learns."""
+
+    name = "eagle3"
+
+
+def trainable(tmp_path: Path) -> TrainableModel[Path]:
+    config, target = EngineConfig.from_options(model="smollm2-135m"), TargetName("f00d", "toy")
+    return TrainableModel(target, 1000, "eagle3", tmp_path / "first", Path, str, config)
+
+
+def test_a_head_of_one_salt_drafts_for_requests_of_this_salt_alone(tmp_path: Path) -> None:
+    drafted: dict[tuple[str, str], int] = {}  # by salt, and by what the request asks for
+
+    def finished(output: RequestOutput, origin: Origin) -> None:
+        model.collector.offer(output, origin)
+        drafted[origin.cache_salt, str(origin.params.speculative)] = (
+            output.metrics.speculative.num_draft_tokens
+        )
+
+    options = LearnOptions(learn=True, learn_dir=str(tmp_path), learn_salt="mine")
+    anything: dict[tuple[int, ...], list[int]] = defaultdict(lambda: [1] * 99)  # drafted for every prompt
+    engine = toy_engine(drafter=FakeHead(anything, "right"), budget=2, max_model_len=400)
+    with learning_model(options, ServeOptions(), trainable(tmp_path)) as model:
+        api = Api(engine, on_finished=finished, restrict=model.restrict)
+        asked: list[Any] = [None, "auto", "eagle3", {"method": "eagle3"}]
+        for speculative in (*asked, "off"):
+            for salt in ("mine", "yours", None):
+                body = {**CHAT, "cache_salt": salt, "speculative": speculative}
+                api.post("/v1/chat/completions", body)
+        api.close()
+        lookups = SamplingParams(speculative="suffix")
+        assert model.restrict(lookups, Origin(lookups, cache_salt="yours")) is lookups  # they learn apart
+    for speculative in asked:
+        assert drafted["mine", str(speculative)] > 0
+        assert drafted["yours", str(speculative)] == drafted["", str(speculative)] == 0
+    assert drafted["mine", "off"] == 0
+    store = TrafficStore(LearnFolder(tmp_path).traffic)
+    assert {row.salt for row in store.rows()} == {store.hash("mine")}
+
+
+def test_heads_of_a_salt_are_found_by_no_server_that_does_not_name_it(tmp_path: Path) -> None:
+    def served(salt: str | None) -> tuple[Path, int]:
+        options = LearnOptions(learn=True, learn_dir=str(tmp_path), learn_salt=salt)
+        with learning_model(options, ServeOptions(), trainable(tmp_path)) as model:
+            return model.history.folder, model.history.current().number
+
+    head = tmp_path / "head"
+    head.mkdir()
+    (head / "model.safetensors").write_text("weights")
+    folder, _ = served("mine")
+    history = History(folder, tmp_path / "first")
+    history.promote(history.add(head, {}).number)
+    assert [served(salt)[1] for salt in ("mine", "yours", None)] == [1, 0, 0]
+    store = TrafficStore(LearnFolder(tmp_path).traffic)
+    rollback(tmp_path, store.hash("mine"))
+    assert served("mine")[1] == 0
+
+
+def test_of_several_api_keys_one_can_have_a_head_of_its_own(tmp_path: Path) -> None:
+    config = EngineConfig.from_options(model="smollm2-135m")
+    flags = {"learn": True, "learn_salt": "one"}
+    learning = learn_options(flags, ServeOptions(api_key=("one", "two")), config)
+    policy = collector_policy(learning, ServeOptions(api_key=("one", "two")))
+    key = {name: key_digest(name.encode()).hex() for name in ("one", "two")}
+    assert policy.may_use_head(Origin(SamplingParams(), key=key["one"]))
+    assert not policy.may_use_head(Origin(SamplingParams(), key=key["two"]))
+    assert not policy.may_use_head(Origin(SamplingParams(), key=key["two"], cache_salt="one"))
+    with pytest.raises(ConfigError, match="give one of them as --learn-salt"):
+        learn_options(flags, ServeOptions(api_key=("two", "three")), config)
+    with pytest.raises(ConfigError, match="and no --learn-salts"):
+        LearnOptions(learn_salt="one", learn_salts="shared")
 
 
 def test_what_cannot_be_learned_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
