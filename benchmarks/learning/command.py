@@ -91,8 +91,11 @@ def learning_load_command(
     numbers, sizes = ([int(number) for number in given.split(",")] for given in (clients, requests))
     loads = list(zip(numbers, sizes * len(numbers) if len(sizes) == 1 else sizes, strict=True))
     flags = serve_flags(threads, quantization)
-    with TemporaryDirectory() as folder, progress(2 * rounds * len(numbers)) as on_turn:
-        compared = measure_learning_load(model, loads, rounds, tokens, Path(folder), flags, device, on_turn)
+    with TemporaryDirectory() as folder, progress(2 * (1 + rounds) * len(numbers)) as on_turn:
+        compared = []
+        for each in measure_learning_load(model, loads, rounds, tokens, Path(folder), flags, device, on_turn):
+            compared.append(each)
+            typer.echo(each.told)  # the others take minutes
     facts = {"model": model, "rounds": rounds, "requests": requests, "tokens": tokens, "threads": threads}
     facts["device"] = device
     report.show(learning_load_result(compared, facts))

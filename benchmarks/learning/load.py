@@ -112,6 +112,14 @@ class Compared:
         return self.without.cpu / self.learning.cpu if self.learning.cpu else 1.0
 
     @property
+    def told(self) -> str:
+        """Both ratios in one line."""
+        return (
+            f"{self.clients} clients: {self.throughput_ratio:.3f} of the tokens/s, {self.latency_ratio:.3f} by "
+            f"p95 latency; without/without {self.without.noise:.3f}"
+        )
+
+    @property
     def bar(self) -> float:
         return LEAST[self.device] if self.clients == 1 else LEAST_UNDER_LOAD
 
@@ -125,14 +133,13 @@ def measure_learning_load(
     flags: Sequence[str] = (),
     device: str = "cpu",
     on_turn: OnTurn = lambda _: None,
-) -> list[Compared]:
-    """The two servers with each load, which is a number of clients and of requests in a turn.
+) -> Iterator[Compared]:
+    """The two servers with each load, as it is measured: a number of clients, and of requests in a turn.
 
     Every round has its own prompts, the same for both.
     """
     flags = (*flags, *FLAGS.get(device, ()))
     learn = ("--learn", "--learn-dir", str(folder), "--learn-min-rows", str(TRAIN_ROWS))
-    compared = []
     with ExitStack() as stack:
         arguments = (*flags, *learn, "--learn-minutes", str(ENDLESS))
         learning = stack.enter_context(ServerProcess(model, *arguments, own_group=True))
@@ -141,21 +148,23 @@ def measure_learning_load(
         with stopped(plain):
             trainer = _trainer(learning)
         sent = 0
-        for clients, requests in loads:
-            size = max(requests, 2 * clients)
+
+        def measured(clients: int, size: int, rounds: int) -> dict[str, list[Turn]]:
+            nonlocal sent
             jobs = {
                 WITHOUT: _turns(plain, learning, clients, sent, size, tokens),
                 WITH: _turns(learning, plain, clients, sent, size, tokens, trainer),
             }
-            sent += (1 + rounds) * size
-            take_turns(jobs, 1)  # compiles
+            sent += rounds * size
+            return take_turns(jobs, rounds, on_turn)
+
+        for clients, requests in loads:
+            measured(clients, 2 * clients, 1)  # compiles
             before = _state(learning)["training_steps"]
-            turns = take_turns(jobs, rounds, on_turn)
-            state = _state(learning)
-            steps, slowdown = state["training_steps"] - before, state["slowdown"]
-            sides = Side(turns[WITHOUT]), Side(turns[WITH])
-            compared.append(Compared(clients, *sides, device, steps, slowdown))
-    return compared
+            turns = measured(clients, max(requests, 2 * clients), rounds)
+            state, sides = _state(learning), (Side(turns[WITHOUT]), Side(turns[WITH]))
+            steps = state["training_steps"] - before
+            yield Compared(clients, *sides, device, steps, state["slowdown"])
 
 
 def _turns(

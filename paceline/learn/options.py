@@ -35,6 +35,7 @@ class LearnOptions:
     learn_min_rows: int = 200  # new rows before a training
     learn_minutes: float = 20.0  # of a training, without the time that it waits
     learn_max_running: int = 2  # requests; with more, or with any that waits, training waits too
+    learn_max_slowdown: float = 0.02  # part of the tokens per second that training may cost
     learn_redact: str | None = None  # MODULE:FUNCTION that every row goes through before it is kept
 
     def __post_init__(self) -> None:
@@ -45,6 +46,7 @@ class LearnOptions:
         check_integer(ConfigError, "learn_min_rows", self.learn_min_rows, 1, None)
         check_number(ConfigError, "learn_minutes", self.learn_minutes, 0.0, 1e6, low_open=True)
         check_integer(ConfigError, "learn_max_running", self.learn_max_running, 0, None)
+        check_number(ConfigError, "learn_max_slowdown", self.learn_max_slowdown, 0.0, 1.0, low_open=True)
         check_choice(ConfigError, "learn_salts", self.learn_salts, SALTS)
         if self.learn_salt is not None and (not self.learn_salt or self.learn_salts != SALTS[0]):
             raise ConfigError(

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 TICK_SECONDS = 0.1  # between two ticks of StoppedTime
 LATE_SECONDS = 0.5  # after which a tick that has not come means that the process was stopped
 MAX_STEP_SECONDS = 4.0  # of GPU work, as train/progress.py chooses steps; more was compilation on the CPU
+SLACK_SECONDS = 1e-3  # by which a wait may end early
 LOWEST = 19  # priority, which gives way to every other process
 PR_SET_PDEATHSIG = 1  # of prctl
 
@@ -104,7 +105,10 @@ class Yielding:
             self._finish()
             ended = self.now()
             busy = min(ended - self._step_began, MAX_STEP_SECONDS)
-            self._sleep(busy * (1 - self._share) / self._share)
+            # the share is of the time in which it is not stopped, so that stopping it lowers what it takes
+            until = ended + busy * (1 - self._share) / self._share
+            while (left := until - self.now()) > SLACK_SECONDS and not self.stopped:
+                self._sleep(left)
             self._waited += self.now() - ended
         self._step_began = self.now()
         self._steps += 1

@@ -41,12 +41,13 @@ class LearningModel(Generic[LoadedHead]):
         history: History,
         jobs: Jobs,
         config: LearnerConfig | None = None,
+        slowdown: Slowdown | None = None,
     ) -> None:
         """`method` is the drafter whose head learns; the collector gets finished requests. `load`: what the
-        engine takes as a head, by its folder.
+        engine takes as a head, by its folder. `slowdown` says how much a trainer may work beside requests.
         """
         self.collector, self.history = collector, history
-        self._meter, self._slowdown = Meter(method), Slowdown()
+        self._meter, self._slowdown = Meter(method), slowdown or Slowdown()
         self.observers = (self._meter, self._slowdown)  # of the engine
         self._method, self._load, self._jobs, self._config = method, load, jobs, config
         self._task: asyncio.Task[None] | None = None

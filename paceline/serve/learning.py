@@ -21,6 +21,7 @@ from paceline.learn.jobs import ProcessJobs
 from paceline.learn.learner import LoadedHead
 from paceline.learn.options import Decode, LearnOptions
 from paceline.learn.selection import ALL_SALTS
+from paceline.learn.slowdown import Slowdown
 from paceline.learn.status import LearnerConfig
 from paceline.learn.store import TrafficStore, open_store
 from paceline.learn.trial import TrialConfig
@@ -136,7 +137,8 @@ def learning_model(
         share=learning.learn_share,
         salt=salt,
     )
-    both = ("--salt", salt, "--device", model.config.backend.choice.device)
+    device = model.config.backend.choice.device
+    both = ("--salt", salt, "--device", device)
     train = ("--minutes", str(learning.learn_minutes))
     jobs = ProcessJobs(folder, model.config.model.model, train, both)
     trial = TrialConfig()  # each engine computes keys and values again after a swap
@@ -145,7 +147,8 @@ def learning_model(
         min_rows=learning.learn_min_rows, max_running=learning.learn_max_running, trial=trial
     )
     try:
-        yield LearningModel(model.method, model.load, collector, history, jobs, config)
+        slowdown = Slowdown(learning.learn_max_slowdown, device)
+        yield LearningModel(model.method, model.load, collector, history, jobs, config, slowdown)
     finally:
         collector.close()
 

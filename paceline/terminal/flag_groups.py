@@ -258,6 +258,12 @@ LEARN: Group = (
         "Training waits while more requests run than this, or while any waits.",
     ),
     Flag(
+        "learn_max_slowdown",
+        float,
+        0.02,
+        "Part of the tokens per second that training may cost; it works and waits in turns to keep that.",
+    ),
+    Flag(
         "learn_redact",
         str | None,
         None,
@@ -328,7 +334,8 @@ LEARN = by_topic(
     LEARN,
     {
         "Learning": "learn learn_dir learn_share learn_max_bytes learn_max_age learn_salts learn_salt "
-        "learn_skip_key learn_min_rows learn_minutes learn_max_running learn_redact"
+        "learn_skip_key learn_min_rows learn_minutes learn_max_running learn_max_slowdown "
+        "learn_redact"
     },
 )
 SCALE = by_topic(
