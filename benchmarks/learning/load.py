@@ -115,8 +115,8 @@ class Compared:
     def told(self) -> str:
         """Both ratios in one line."""
         return (
-            f"{self.clients} clients: {self.throughput_ratio:.3f} of the tokens/s, {self.latency_ratio:.3f} by "
-            f"p95 latency; without/without {self.without.noise:.3f}"
+            f"{self.clients} clients: {self.throughput_ratio:.3f} of the tokens/s, {self.latency_ratio:.3f} "
+            f"by p95 latency; without/without {self.without.noise:.3f}"
         )
 
     @property
