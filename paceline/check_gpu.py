@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,28 +10,15 @@ import numpy as np
 from paceline.backends.base import Backend
 from paceline.backends.load import load_backend
 from paceline.backends.options import BackendOptions
+from paceline.check_digest import CONFIG as DIGEST_CONFIG
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import chain_batch
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint, Tensor
-from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.layout import expected_tensors
 from paceline.models.safetensors_writer import encode
 
-CONFIG = ModelConfig(
-    family="llama",
-    vocab_size=512,
-    hidden_size=256,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    intermediate_size=512,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(10000.0),
-    max_position=256,
-    tie_embeddings=True,
-)
+CONFIG = replace(DIGEST_CONFIG, max_position=256, tie_embeddings=True)
 TOKENS = 40  # of the prompt
 SPLIT = 13  # the second request gets its prompt in two chunks, the second beside another request
 TOLERANCE = 0.05  # relative to the largest logit: bfloat16 has 8 bits, and two layers add up their rounding

@@ -17,18 +17,17 @@ from functools import partial
 
 import numpy as np
 
-from paceline.core.arrays import Float64Array, Int64Array
+from paceline.core.arrays import Float64Array
 from paceline.core.verdict import Verdict
 from paceline.errors import BackendError
 from paceline.verify.kernels import uniforms
 from paceline.verify.logprobs import token_logprobs
 from paceline.verify.noise import STREAM_ACCEPT, STREAM_RESIDUAL, lane
 from paceline.verify.pathwise import verify_pathwise
-from paceline.verify.rule_kernels import decide_by_block, decide_by_rejection, decide_by_traversal
+from paceline.verify.rule_kernels import BLOCK, REJECTION, TRAVERSAL, decide
 from paceline.verify.sampling import Workspace
 from paceline.verify.verdict import Case
 
-Decide = Callable[..., tuple[Int64Array, Int64Array]]  # see rule_kernels.py
 VerifyGroup = Callable[[Sequence[Case], Workspace], list[Verdict]]
 
 _BUFFER_BYTES = 64 * 1024**2  # bytes of distributions per call of a rule, unless a single case needs more
@@ -46,12 +45,12 @@ def verify_block(cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
             raise ValueError(
                 f"block verification takes chains only, got a tree: parents {list(case.parents)}"
             )
-    return _verify(partial(_verify_whole, decide_by_block), cases, workspace)
+    return _verify(partial(_verify_whole, BLOCK), cases, workspace)
 
 
 def verify_traversal(cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
     """The verdicts of traversal verification."""
-    return _verify(partial(_verify_whole, decide_by_traversal), cases, workspace)
+    return _verify(partial(_verify_whole, TRAVERSAL), cases, workspace)
 
 
 def _verify(verify_group: VerifyGroup, cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
@@ -119,7 +118,7 @@ def _verify_by_level(cases: Sequence[Case], workspace: Workspace) -> list[Verdic
             except BackendError as error:
                 verdicts[index] = Verdict((), (), error=error)
         live = []
-        decided = _decide(list(levels.values()), target_probs[:filled], decide_by_rejection)
+        decided = _decide(list(levels.values()), target_probs[:filled], REJECTION)
         for (index, level), (end, token) in zip(levels.items(), decided, strict=True):
             case, path = cases[index], paths[index]
             if end >= 0:
@@ -142,7 +141,7 @@ def _reachable_level(
     return ReachableDraft(case, children, [-1] * len(children), [False] * len(children))
 
 
-def _verify_whole(decide: Decide, cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
+def _verify_whole(rule: int, cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
     """One verdict for each case by a rule that decides on whole paths."""
     target_probs = workspace.lines(sum(len(case.logits) for case in cases))
     verdicts: dict[int, Verdict] = {}
@@ -154,7 +153,7 @@ def _verify_whole(decide: Decide, cases: Sequence[Case], workspace: Workspace) -
             filled += 1 + len(drafts[index].nodes)
         except BackendError as error:
             verdicts[index] = Verdict((), (), error=error)
-    decided = _decide(list(drafts.values()), target_probs[:filled], decide)
+    decided = _decide(list(drafts.values()), target_probs[:filled], rule)
     for (index, draft), (end, token) in zip(drafts.items(), decided, strict=True):
         if end in draft.errors:
             verdicts[index] = Verdict((), (), error=draft.errors[end])
@@ -195,7 +194,7 @@ def reachable_draft(case: Case, target_probs: Float64Array, workspace: Workspace
 
 
 def _decide(
-    group: Sequence[ReachableDraft], target_probs: Float64Array, decide: Decide
+    group: Sequence[ReachableDraft], target_probs: Float64Array, rule: int
 ) -> Iterator[tuple[int, int]]:
     """For each draft, the index of the accepted path's last node and the token that follows it."""
     nodes = [(reachable.case, node) for reachable in group for node in reachable.nodes]
@@ -207,6 +206,7 @@ def _decide(
     )
     rows = [-1 if case.draws is None else int(case.draws.rows[node]) for case, node in nodes]
     ends, last = decide(
+        rule,
         target_probs,
         np.array([case.tokens[node] for case, node in nodes], dtype=np.int64),
         np.array([parent for reachable in group for parent in reachable.parents], dtype=np.int64),

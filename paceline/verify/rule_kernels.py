@@ -1,6 +1,6 @@
 """The compiled classic rules; `tests/verify/reference_rules.py` has them written to be read.
 
-Each decides all cases of a step in one call over flat arrays:
+`decide` takes all cases of a step in one call over flat arrays:
 
     target_probs  [nodes + cases, vocab]  of each case's root, then of its nodes; overwritten
     tokens        [nodes]
@@ -23,12 +23,17 @@ import numpy as np
 from paceline.compiling import compiled
 from paceline.core.arrays import BoolArray, Float64Array, Int64Array
 
+REJECTION, BLOCK, TRAVERSAL = range(3)
+Draft = tuple[
+    Int64Array, Int64Array, Float64Array, Int64Array
+]  # of a case: tokens, parents, draft_probs, draft_rows
 _LANES = 64
 _NONE_TAKEN = np.empty(0, dtype=np.int64)
 
 
 @compiled
-def decide_by_rejection(
+def decide(
+    rule: int,
     target_probs: Float64Array,
     tokens: Int64Array,
     parents: Int64Array,
@@ -39,22 +44,19 @@ def decide_by_rejection(
     coins: Float64Array,
     finals: Float64Array,
 ) -> tuple[Int64Array, Int64Array]:
-    """Ends and last tokens of all cases by (multi-candidate) rejection sampling."""
-    ends, last = _undecided(len(finals))
+    """Ends and last tokens of all cases by one of the rules."""
+    ends, last = np.full(len(finals), -1, dtype=np.int64), np.full(len(finals), -1, dtype=np.int64)
     proposed = np.empty(target_probs.shape[1])
     for case in range(len(finals)):
         nodes = slice(offsets[case], offsets[case + 1])
         target = target_probs[offsets[case] + case :]
-        end = -1
-        for node in range(offsets[case + 1] - offsets[case]):  # siblings in order, children after parents
-            if parents[nodes][node] != end:
-                continue
-            token = tokens[nodes][node]
-            _write_proposal(node, tokens[nodes], parents[nodes], draft_probs, draft_rows[nodes], proposed)
-            if coins[nodes][node] < target[end + 1][token] / proposed[token]:
-                end = node
-            else:
-                _make_residual(1.0, target[end + 1], proposed)
+        draft = (tokens[nodes], parents[nodes], draft_probs, draft_rows[nodes])
+        if rule == REJECTION:
+            end = _end_by_rejection(target, draft, coins[nodes], proposed)
+        elif rule == BLOCK:
+            end = _end_by_block(target, draft, coins[nodes], proposed)
+        else:
+            end = _end_by_traversal(target, draft, coins[nodes], proposed)
         ends[case] = end
         if end < 0 or is_open[nodes][end]:
             last[case] = draw_at(target[end + 1], _NONE_TAKEN, finals[case])
@@ -62,104 +64,74 @@ def decide_by_rejection(
 
 
 @compiled
-def decide_by_block(
-    target_probs: Float64Array,
-    tokens: Int64Array,
-    parents: Int64Array,
-    is_open: BoolArray,
-    offsets: Int64Array,
-    draft_probs: Float64Array,
-    draft_rows: Int64Array,
-    coins: Float64Array,
-    finals: Float64Array,
-) -> tuple[Int64Array, Int64Array]:
-    """Ends and last tokens of all cases by block verification. All are chains."""
-    ends, last = _undecided(len(finals))
-    proposed = np.empty(target_probs.shape[1])
-    for case in range(len(finals)):
-        nodes = slice(offsets[case], offsets[case + 1])
-        target = target_probs[offsets[case] + case :]
-        length = offsets[case + 1] - offsets[case]
-        end, weight = -1, 1.0  # weight of the path down to the node at hand
-        chances = np.empty(length)
-        for node in range(length):
-            token = tokens[nodes][node]
-            _write_proposal(node, tokens[nodes], parents[nodes], draft_probs, draft_rows[nodes], proposed)
-            at_token = target[node][token]
-            # the distribution of the last token, should the path end here
-            total = _make_residual(weight, target[node], proposed)
-            if node > 0:
-                chances[node - 1] = _stop_probability(weight, total)
-            weight = min(weight * at_token / proposed[token], 1.0)
-        if length:
-            chances[length - 1] = weight
-        for node in range(length - 1, -1, -1):
-            if coins[nodes][node] < chances[node]:
-                end = node
-                break
-        ends[case] = end
-        if end < 0 or is_open[nodes][end]:
-            last[case] = draw_at(target[end + 1], _NONE_TAKEN, finals[case])
-    return ends, last
+def _end_by_rejection(target: Float64Array, draft: Draft, coins: Float64Array, proposed: Float64Array) -> int:
+    """Where a path ends by (multi-candidate) rejection sampling. `target` becomes residuals on the way."""
+    tokens, parents, _, _ = draft
+    end = -1
+    for node in range(len(tokens)):  # siblings in order, children after parents
+        if parents[node] != end:
+            continue
+        token = tokens[node]
+        _write_proposal(node, draft, proposed)
+        if coins[node] < target[end + 1][token] / proposed[token]:
+            end = node
+        else:
+            _make_residual(1.0, target[end + 1], proposed)
+    return end
 
 
 @compiled
-def decide_by_traversal(
-    target_probs: Float64Array,
-    tokens: Int64Array,
-    parents: Int64Array,
-    is_open: BoolArray,
-    offsets: Int64Array,
-    draft_probs: Float64Array,
-    draft_rows: Int64Array,
-    coins: Float64Array,
-    finals: Float64Array,
-) -> tuple[Int64Array, Int64Array]:
-    """Ends and last tokens of all cases by traversal verification."""
-    ends, last = _undecided(len(finals))
-    proposed = np.empty(target_probs.shape[1])
-    for case in range(len(finals)):
-        nodes = slice(offsets[case], offsets[case + 1])
-        target = target_probs[offsets[case] + case :]
-        size = offsets[case + 1] - offsets[case]
-        weights = np.ones(size + 1)  # of the root, then of each node
-        deleted = np.zeros(size, dtype=np.bool_)
-        end, node = -1, 0
-        while node < size:
-            if parents[nodes][node] == end and not deleted[node]:  # the first child that is left: go down
-                token = tokens[nodes][node]
-                _write_proposal(node, tokens[nodes], parents[nodes], draft_probs, draft_rows[nodes], proposed)
-                weights[node + 1] = min(weights[end + 1] * target[end + 1][token] / proposed[token], 1.0)
-                end = node
-            node += 1
-            if node == size and end >= 0 and not coins[nodes][end] < weights[end + 1]:
-                parent = parents[nodes][end]  # a rejected leaf: remove it, and continue from its parent
-                deleted[end] = True
-                _write_proposal(end, tokens[nodes], parents[nodes], draft_probs, draft_rows[nodes], proposed)
-                total = _make_residual(weights[parent + 1], target[parent + 1], proposed)
-                weights[parent + 1] = _stop_probability(weights[parent + 1], total)
-                end, node = parent, parent + 1
-        ends[case] = end
-        if end < 0 or is_open[nodes][end]:
-            last[case] = draw_at(target[end + 1], _NONE_TAKEN, finals[case])
-    return ends, last
+def _end_by_block(target: Float64Array, draft: Draft, coins: Float64Array, proposed: Float64Array) -> int:
+    """Where a chain ends by block verification."""
+    tokens, length = draft[0], len(draft[0])
+    weight = 1.0  # of the path down to the node at hand
+    chances = np.empty(length)
+    for node in range(length):
+        token = tokens[node]
+        _write_proposal(node, draft, proposed)
+        at_token = target[node][token]
+        # the distribution of the last token, should the path end here
+        total = _make_residual(weight, target[node], proposed)
+        if node > 0:
+            chances[node - 1] = _stop_probability(weight, total)
+        weight = min(weight * at_token / proposed[token], 1.0)
+    if length:
+        chances[length - 1] = weight
+    for node in range(length - 1, -1, -1):
+        if coins[node] < chances[node]:
+            return node
+    return -1
 
 
 @compiled
-def _undecided(cases: int) -> tuple[Int64Array, Int64Array]:
-    return np.full(cases, -1, dtype=np.int64), np.full(cases, -1, dtype=np.int64)
+def _end_by_traversal(target: Float64Array, draft: Draft, coins: Float64Array, proposed: Float64Array) -> int:
+    """Where a path ends by traversal verification."""
+    tokens, parents, _, _ = draft
+    size = len(tokens)
+    weights = np.ones(size + 1)  # of the root, then of each node
+    deleted = np.zeros(size, dtype=np.bool_)
+    end, node = -1, 0
+    while node < size:
+        if parents[node] == end and not deleted[node]:  # the first child that is left: go down
+            token = tokens[node]
+            _write_proposal(node, draft, proposed)
+            weights[node + 1] = min(weights[end + 1] * target[end + 1][token] / proposed[token], 1.0)
+            end = node
+        node += 1
+        if node == size and end >= 0 and not coins[end] < weights[end + 1]:
+            parent = parents[end]  # a rejected leaf: remove it, and continue from its parent
+            deleted[end] = True
+            _write_proposal(end, draft, proposed)
+            total = _make_residual(weights[parent + 1], target[parent + 1], proposed)
+            weights[parent + 1] = _stop_probability(weights[parent + 1], total)
+            end, node = parent, parent + 1
+    return end
 
 
 @compiled
-def _write_proposal(
-    node: int,
-    tokens: Int64Array,
-    parents: Int64Array,
-    draft_probs: Float64Array,
-    draft_rows: Int64Array,
-    out: Float64Array,
-) -> None:
+def _write_proposal(node: int, draft: Draft, out: Float64Array) -> None:
     """Write the distribution that a node's token was drawn from, given the siblings before it."""
+    tokens, parents, draft_probs, draft_rows = draft
     if draft_rows[node] < 0:
         out[:] = 0.0
         out[tokens[node]] = 1.0

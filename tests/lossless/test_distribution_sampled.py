@@ -5,12 +5,14 @@ Seeds are fixed, so the numbers are always the same. Noise that is used twice is
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 from paceline.verify.kernels import uniforms
 from paceline.verify.noise import lane
-from paceline.verify.rule_kernels import decide_by_block, decide_by_rejection, decide_by_traversal
+from paceline.verify.rule_kernels import BLOCK, REJECTION, TRAVERSAL, decide
 from tests.large import LARGE
 from tests.lossless.enumeration import drawn_chain
 from tests.lossless.simulation import Noise, adversarial_tables, deviation, simulate
@@ -21,10 +23,10 @@ TABLES = adversarial_tables(1)
 CHAIN = drawn_chain(3)
 MIXED = ((-1, D), (-1, C), (0, D), (0, D), (1, D))
 CASES = [
-    pytest.param(decide_by_rejection, CHAIN, id="rejection, chain"),
-    pytest.param(decide_by_rejection, MIXED, id="rejection, tree"),
-    pytest.param(decide_by_block, CHAIN, id="block"),
-    pytest.param(decide_by_traversal, MIXED, id="traversal, tree"),
+    pytest.param(partial(decide, REJECTION), CHAIN, id="rejection, chain"),
+    pytest.param(partial(decide, REJECTION), MIXED, id="rejection, tree"),
+    pytest.param(partial(decide, BLOCK), CHAIN, id="block"),
+    pytest.param(partial(decide, TRAVERSAL), MIXED, id="traversal, tree"),
 ]
 
 
@@ -77,5 +79,5 @@ class KeyedByOwnPosition(Noise):
 
 def test_noise_of_a_thrown_away_token_used_again_in_the_next_step_is_seen():
     """Why noise is keyed by the first new position: block verification looks at tokens it throws away."""
-    again = simulate(decide_by_block, TABLES, drawn_chain(2), 450_000, 2, KeyedByOwnPosition)
+    again = simulate(partial(decide, BLOCK), TABLES, drawn_chain(2), 450_000, 2, KeyedByOwnPosition)
     assert deviation(TABLES, again) > 15
