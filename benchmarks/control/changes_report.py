@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from benchmarks.control.changes import MAX_SECONDS, MAX_STEPS, MIN_CHANGE, WINDOW, Changes
 from benchmarks.control.changes import Course as Measured
-from paceline.bench.report.result import Course, Figure, Point, Result, Table
+from paceline.bench.report.result import Figure, Lines, Point, Result, Table
 
 VERDICTS = {True: "yes", False: "NO", None: "no change"}
 DRAFTED, TOKENS = "drafted for a request", "tokens of a request"  # series
@@ -58,7 +58,7 @@ def _figure(course: Measured) -> Figure:
             float(places[start]): name for start, name in zip(course.starts(), course.phases, strict=True)
         }
         series = {name: _smooth(places, series_values) for name, series_values in values.items()}
-        charts.append(Course(f"by {axis}", (axis, "tokens in a step"), series, starts))
+        charts.append(Lines(f"by {axis}", (axis, "tokens in a step"), series, starts, few=False))
     return Figure(f"A change of {course.name}", charts)
 
 

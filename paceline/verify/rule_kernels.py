@@ -24,9 +24,7 @@ from paceline.compiling import compiled
 from paceline.core.arrays import BoolArray, Float64Array, Int64Array
 
 REJECTION, BLOCK, TRAVERSAL = range(3)
-Draft = tuple[
-    Int64Array, Int64Array, Float64Array, Int64Array
-]  # of a case: tokens, parents, draft_probs, draft_rows
+Draft = tuple[Int64Array, Int64Array, Float64Array, Int64Array]  # tokens, parents, draft_probs, draft_rows
 _LANES = 64
 _NONE_TAKEN = np.empty(0, dtype=np.int64)
 

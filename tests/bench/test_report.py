@@ -11,7 +11,7 @@ import pytest
 from paceline.bench.report.output import Report
 from paceline.bench.report.page import html_page
 from paceline.bench.report.plots import nice_ticks
-from paceline.bench.report.result import Course, Figure, Finding, Lines, Mark, Ranges, Result, Table
+from paceline.bench.report.result import Figure, Finding, Lines, Mark, Ranges, Result, Table
 
 TABLE = Table(
     "Speeds & more",
@@ -30,7 +30,10 @@ RESULT = Result(
     figures=[
         Figure("Ranges", [Ranges("times", {"chat": [MARK]}, 1.0)]),
         Figure("Lines", [Lines("chat", ("at once", "tok/s"), {"off": POINTS, "auto": POINTS})]),
-        Figure("Courses", [Course("by steps", ("steps", "tokens"), {"auto": POINTS}, {1.5: "a change"})]),
+        Figure(
+            "Courses",
+            [Lines("by steps", ("steps", "tokens"), {"auto": POINTS}, {1.5: "a change"}, few=False)],
+        ),
     ],
     series=("off", "auto"),
 )

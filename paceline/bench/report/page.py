@@ -98,7 +98,7 @@ def _findings(findings: Sequence[Finding]) -> list[str]:
 def _figure(figure: Figure, colours: Mapping[str, int]) -> list[str]:
     is_alone = len(figure.charts) == 1
     charts = "".join(svg(chart, colours, is_alone) for chart in figure.charts)
-    side_by_side = all(isinstance(chart, Lines) for chart in figure.charts)
+    side_by_side = all(isinstance(chart, Lines) and chart.few for chart in figure.charts)
     heading = f"<h2>{escape(figure.heading)}</h2>"
     return [heading, f'<div class="{"pair" if side_by_side and not is_alone else "scroll"}">{charts}</div>']
 

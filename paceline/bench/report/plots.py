@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from html import escape
 
-from paceline.bench.report.result import Chart, Course, Lines, Mark, Point, Ranges
+from paceline.bench.report.result import Chart, Lines, Mark, Point, Ranges
 
 WIDTH = 1080  # pixels of a range chart: as wide as the page; heights follow from the contents
 SMALL_WIDTH = 420  # pixels of a line chart: two fit side by side
@@ -34,9 +34,7 @@ def svg(chart: Chart, colours: Colours, is_alone: bool = False) -> str:
     """A chart in the colours of its series; a line chart that is alone is as wide as the others."""
     if isinstance(chart, Ranges):
         return _ranges(chart, colours)
-    if isinstance(chart, Lines):
-        return _lines(chart, colours, WIDTH if is_alone else SMALL_WIDTH)
-    return _course(chart, colours)
+    return _lines(chart, colours, WIDTH if is_alone or not chart.few else SMALL_WIDTH)
 
 
 def _ranges(chart: Ranges, colours: Colours) -> str:
@@ -84,62 +82,39 @@ def _mark_parts(mark: Mark, colours: Colours, x: Scale, y: float, text_x: float)
 
 
 def _lines(chart: Lines, colours: Colours, width: int) -> str:
-    """A line chart; series are named in the page's legend. x starts at the first point."""
-    points = [point for points_of_series in chart.series.values() for point in points_of_series]
-    columns = sorted({x for x, _ in points})
-    ticks = nice_ticks(max(y for _, y in points))
-    left, top, bottom, right = 58.0, 30.0, 230.0, width - 14.0
-    step = (right - left) / max(len(columns) - 1, 1)
-
-    def place(point: Point) -> Point:
-        # columns are equally spaced: concurrencies double, and positions are consecutive
-        return left + step * columns.index(point[0]), bottom - (bottom - top) * point[1] / ticks[-1]
-
-    parts = [_text(left, 16, chart.title, "heading")]
-    for tick in ticks:
-        y = place((columns[0], tick))[1]
-        parts += [_line(left, y, right, y, "grid"), _text(left - 6, y + 4, _number(tick), "end")]
-    every = max(1, math.ceil(len(columns) / 12))
-    for column in columns[::every]:
-        parts.append(_text(place((column, 0))[0], bottom + 16, _number(column), "middle"))
-    for name, points_of_series in chart.series.items():
-        placed = [place(point) for point in points_of_series]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-        parts.append(f'<g class="{_colour(colours, name)}"><title>{escape(name)}</title>')
-        parts.append(f'<polyline points="{path}"/>')
-        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in placed]
-        parts.append("</g>")
-    parts += _axes(chart.axes, (left + right) / 2, (top + bottom) / 2, bottom)
-    return _svg(width, bottom + 44, parts, chart.title)
-
-
-def _course(chart: Course, colours: Colours) -> str:
-    points = [point for points_of_series in chart.series.values() for point in points_of_series]
-    columns, ticks = nice_ticks(max(x for x, _ in points), 8), nice_ticks(max(y for _, y in points))
-    left, top, bottom, right = 58.0, 44.0, 244.0, WIDTH - 14.0
+    """A line chart; series are named in the page's legend."""
+    columns = sorted({x for points in chart.series.values() for x, _ in points})
+    if chart.few:  # concurrencies double, and positions are consecutive
+        shares = {column: number / max(len(columns) - 1, 1) for number, column in enumerate(columns)}
+        labels, top = columns[:: max(1, math.ceil(len(columns) / 12))], 30.0
+    else:
+        labels, top = nice_ticks(columns[-1], 8), 44.0
+        shares = {x: x / labels[-1] for x in (*columns, *labels, *chart.places)}
+    ticks = nice_ticks(max(y for points in chart.series.values() for _, y in points))
+    left, bottom, right = 58.0, top + 200.0, width - 14.0
 
     def place(point: Point) -> Point:
         x, y = point
-        return left + (right - left) * x / columns[-1], bottom - (bottom - top) * y / ticks[-1]
+        return left + (right - left) * shares[x], bottom - (bottom - top) * y / ticks[-1]
 
     parts = [_text(left, 16, chart.title, "heading")]
     for tick in ticks:
-        y = place((0, tick))[1]
+        y = place((labels[0], tick))[1]
         parts += [_line(left, y, right, y, "grid"), _text(left - 6, y + 4, _number(tick), "end")]
-    parts += [_text(place((column, 0))[0], bottom + 16, _number(column), "middle") for column in columns]
+    parts += [_text(place((label, 0))[0], bottom + 16, _number(label), "middle") for label in labels]
     for where, word in chart.places.items():
         x = place((where, 0))[0]
         parts += [_line(x, top - 12, x, bottom, "reference"), _text(x + 4, top - 4, word, "axis")]
-    for name, points_of_series in chart.series.items():
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, points_of_series))
+    for name, points in chart.series.items():
+        placed = [place(point) for point in points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
         parts.append(f'<g class="{_colour(colours, name)}"><title>{escape(name)}</title>')
-        parts.append(f'<polyline points="{path}"/></g>')
-    return _svg(
-        WIDTH,
-        bottom + 44,
-        [*parts, *_axes(chart.axes, (left + right) / 2, (top + bottom) / 2, bottom)],
-        chart.title,
-    )
+        parts.append(f'<polyline points="{path}"/>')
+        if chart.few:
+            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in placed]
+        parts.append("</g>")
+    parts += _axes(chart.axes, (left + right) / 2, (top + bottom) / 2, bottom)
+    return _svg(width, bottom + 44, parts, chart.title)
 
 
 def _axes(axes: tuple[str, str], x: float, y: float, bottom: float) -> list[str]:

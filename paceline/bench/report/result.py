@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Point = tuple[float, float]
@@ -43,24 +43,16 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Lines:
-    """Lines through few, equally spaced points. Two such charts fit side by side."""
+    """Lines through points. Two charts of few points fit side by side."""
 
     title: str
     axes: tuple[str, str]  # labels of the x axis and the y axis
     series: Mapping[str, Sequence[Point]]
+    places: Mapping[float, str] = field(default_factory=dict)  # labelled vertical lines at some x values
+    few: bool = True  # points are marked and equally spaced; False: x is to scale, from 0 on
 
 
-@dataclass(frozen=True)
-class Course:
-    """Lines over many points; some x values have a labelled vertical line."""
-
-    title: str
-    axes: tuple[str, str]
-    series: Mapping[str, Sequence[Point]]
-    places: Mapping[float, str]
-
-
-Chart = Ranges | Lines | Course
+Chart = Ranges | Lines
 
 
 @dataclass(frozen=True)
