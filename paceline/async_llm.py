@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.config import DEFAULT_MODEL
 from paceline.core.params import SamplingParams
@@ -22,8 +22,11 @@ from paceline.engine.outputs import (
 )
 from paceline.engine.stream import Stream, Update
 from paceline.errors import UnavailableError
-from paceline.llm import ChatTokenizer, Message, Prompt, python_config, tokenized, tokenized_chat
+from paceline.llm import Message, Prompt, python_config, tokenized, tokenized_chat
 from paceline.models.chat import TemplateOptions
+
+if TYPE_CHECKING:
+    from paceline.models.tokenizer import Tokenizer
 
 MAX_QUEUE = 256  # waiting requests
 
@@ -47,13 +50,13 @@ class AsyncLLM:
         self._set(loaded.engine, loaded.tokenizer, max_queue)
 
     @classmethod
-    def from_engine(cls, engine: Engine, tokenizer: ChatTokenizer, max_queue: int = MAX_QUEUE) -> AsyncLLM:
+    def from_engine(cls, engine: Engine, tokenizer: Tokenizer, max_queue: int = MAX_QUEUE) -> AsyncLLM:
         """An AsyncLLM around an existing engine."""
         llm = cls.__new__(cls)
         llm._set(engine, tokenizer, max_queue)
         return llm
 
-    def _set(self, engine: Engine, tokenizer: ChatTokenizer, max_queue: int) -> None:
+    def _set(self, engine: Engine, tokenizer: Tokenizer, max_queue: int) -> None:
         self._engine = engine
         self._front = AsyncEngine(engine, tokenizer, max_queue=max_queue)
         self._tokenizer = tokenizer
@@ -67,7 +70,7 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def get_tokenizer(self) -> ChatTokenizer:
+    def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._tokenizer
 

@@ -6,25 +6,23 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from paceline.config import DEFAULT_MODEL, EngineConfig
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
-from paceline.engine.admission import TextTokenizer
 from paceline.engine.engine import Engine
 from paceline.engine.outputs import RequestOutput, request_output
 from paceline.errors import ConfigError, RequestError
-from paceline.models.chat import PromptTokenizer, TemplateOptions
+from paceline.models.chat import TemplateOptions
 from paceline.options import unknown_option
+
+if TYPE_CHECKING:
+    from paceline.models.tokenizer import Tokenizer
 
 # a text, token ids, or {"prompt": text} or {"prompt_token_ids": ids}
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 Message: TypeAlias = Mapping[str, Any]
-
-
-class ChatTokenizer(TextTokenizer, PromptTokenizer, Protocol):
-    """The part of a tokenizer that the offline API needs."""
 
 
 def python_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
@@ -55,13 +53,13 @@ class LLM:
         self._set(loaded.engine, loaded.tokenizer)
 
     @classmethod
-    def from_engine(cls, engine: Engine, tokenizer: ChatTokenizer) -> LLM:
+    def from_engine(cls, engine: Engine, tokenizer: Tokenizer) -> LLM:
         """An LLM around an existing engine."""
         llm = cls.__new__(cls)
         llm._set(engine, tokenizer)
         return llm
 
-    def _set(self, engine: Engine, tokenizer: ChatTokenizer) -> None:
+    def _set(self, engine: Engine, tokenizer: Tokenizer) -> None:
         self.engine = engine
         self._tokenizer = tokenizer
         self._close = weakref.finalize(self, engine.close)  # also at interpreter exit
@@ -70,7 +68,7 @@ class LLM:
         """Save what persists, such as a suffix cache. The LLM cannot be used afterwards."""
         self._close()
 
-    def get_tokenizer(self) -> ChatTokenizer:
+    def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self._tokenizer
 
@@ -206,7 +204,7 @@ class _Progress:
             self._bar.stop()
 
 
-def tokenized(prompt: Prompt, tokenizer: ChatTokenizer) -> tuple[str | None, Sequence[int]]:
+def tokenized(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, Sequence[int]]:
     """A prompt's text (None if it was given as ids) and its token ids."""
     given = _as_mapping(prompt)
     if "prompt_token_ids" in given:
@@ -219,7 +217,7 @@ def tokenized(prompt: Prompt, tokenizer: ChatTokenizer) -> tuple[str | None, Seq
 
 def tokenized_chat(
     messages: Sequence[Message],
-    tokenizer: ChatTokenizer,
+    tokenizer: Tokenizer,
     tools: Sequence[Mapping[str, object]] | None,
     options: TemplateOptions,
 ) -> tuple[str, Sequence[int]]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from importlib import resources
 from itertools import cycle, islice
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from paceline.errors import RequestError
+
+if TYPE_CHECKING:
+    from paceline.models.tokenizer import Tokenizer
 
 
 def perplexity_text() -> str:
@@ -14,13 +17,7 @@ def perplexity_text() -> str:
     return resources.files("paceline.bench").joinpath("data/perplexity.txt").read_text(encoding="utf-8")
 
 
-class Encoder(Protocol):
-    """The part of a tokenizer that is needed here."""
-
-    def encode(self, text: str) -> list[int]: ...
-
-
-def text_ids(tokenizer: Encoder, count: int | None = None) -> list[int]:
+def text_ids(tokenizer: Tokenizer, count: int | None = None) -> list[int]:
     """The token ids of the fixed text: all, or `count` of them, repeated if it is too short."""
     ids = tokenizer.encode(perplexity_text())
     if not ids:

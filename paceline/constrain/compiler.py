@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from paceline.constrain.constraint import Constraint, Endings
 from paceline.constrain.limits import GrammarLimits
@@ -16,6 +16,7 @@ from paceline.constrain.sources import grammar_source
 from paceline.constrain.trial import STACK_BYTES, GrammarTrial
 from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.errors import GrammarError, RequestError
+from paceline.models.detokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -23,19 +24,6 @@ if TYPE_CHECKING:
 CACHED_GRAMMARS = 128  # at most
 CACHED_BYTES = 1 << 20  # of their sources, at most
 TOKENIZED = 2048  # characters of a forced text per call: a schema may force an endless text
-
-
-class GrammarTokenizer(Protocol):
-    """The part of a tokenizer that constraints need."""
-
-    @property
-    def eos_ids(self) -> frozenset[int]: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-    def is_special(self, token_id: int) -> bool: ...
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
 
 class Grammar:
@@ -65,7 +53,7 @@ class GrammarCompiler:
     """Compiles grammars, one at a time. Any thread may call it."""
 
     def __init__(
-        self, tokenizer: GrammarTokenizer, vocab_size: int, limits: GrammarLimits | None = None
+        self, tokenizer: TextTokenizer, vocab_size: int, limits: GrammarLimits | None = None
     ) -> None:
         """`vocab_size` is the model's; ids that the tokenizer lacks are never allowed."""
         self._tokenizer = tokenizer
@@ -193,7 +181,7 @@ class _Vocabulary:
     is_tokenizer_wrapper = True
     bos_token_id = None
 
-    def __init__(self, tokenizer: GrammarTokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: TextTokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self.eos_token_id = min(tokenizer.eos_ids)
         self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)]

@@ -8,26 +8,18 @@ proposes shared tokens only, and reads the target's other tokens spelled in its 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline.core.arrays import Float32Array, Int32Array, Int64Array
 from paceline.errors import ConfigError
 
+if TYPE_CHECKING:
+    from paceline.models.tokenizer import Tokenizer
+
 _ALL_IDS: Int64Array = np.empty(0, dtype=np.int64)  # the logits are those of all ids
 MAX_NAMED = 3  # differing ids that an error shows
-
-
-class TokenTexts(Protocol):
-    """The part of a tokenizer that maps ids to bytes."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-    def is_special(self, token_id: int) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +80,7 @@ def trimmed_vocabulary(target_ids: Int32Array | None, target_size: int) -> Vocab
 
 
 def common_vocabulary(
-    target: TokenTexts, draft: TokenTexts, target_size: int, draft_size: int, model: str
+    target: Tokenizer, draft: Tokenizer, target_size: int, draft_size: int, model: str
 ) -> Vocabulary:
     """The vocabulary of two models with one tokenizer; ConfigError if an id means different bytes.
 
@@ -117,7 +109,7 @@ def common_vocabulary(
 class Intersection(Vocabulary):
     """The tokens that two tokenizers share, and the spelling of the target's tokens in the draft model's."""
 
-    _texts: TokenTexts  # the target's
+    _texts: Tokenizer  # the target's
     _ids: dict[bytes, int]  # the draft model's id of each token, by its bytes
     _pieces: dict[bytes, int]  # the same without special tokens
     _longest: int  # bytes of the longest piece
@@ -149,7 +141,7 @@ class Intersection(Vocabulary):
 
 
 def vocabulary_intersection(
-    target: TokenTexts, draft: TokenTexts, target_size: int, draft_size: int, model: str
+    target: Tokenizer, draft: Tokenizer, target_size: int, draft_size: int, model: str
 ) -> Intersection:
     """The tokens that two tokenizers share by their bytes; ConfigError if there are none."""
     targets = _ids_by_bytes(target, target_size)
@@ -172,7 +164,7 @@ def vocabulary_intersection(
     )
 
 
-def _ids_by_bytes(tokenizer: TokenTexts, size: int) -> dict[bytes, int]:
+def _ids_by_bytes(tokenizer: Tokenizer, size: int) -> dict[bytes, int]:
     """The id of each token's bytes; of several the last, because byte tokens come before merged ones."""
     ids = {tokenizer.token_bytes(token): token for token in range(min(tokenizer.vocab_size, size))}
     ids.pop(b"", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from paceline.constrain.compiler import Grammar
 from paceline.core.params import SamplingParams
@@ -12,25 +12,12 @@ from paceline.core.request import Request
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.methods import PLAN_KEYS, find_method, method_names, parse_plan
 from paceline.errors import GrammarError, RequestError
-from paceline.models.detokenizer import Detokenizer, Watch
+from paceline.models.detokenizer import Detokenizer, TextTokenizer, Watch
 from paceline.options import check_bool, nearest, unknown_option
 from paceline.verify.noise import derive_seed
 from paceline.verify.sampling import Sampler
 
 REQUEST_KEYS = (*PLAN_KEYS, "strict")  # of a request's `speculative`
-
-
-class TextTokenizer(Protocol):
-    """The part of a tokenizer that requests need."""
-
-    @property
-    def eos_ids(self) -> frozenset[int]: ...
-
-    def token_bytes(self, token_id: int) -> bytes: ...
-
-    def is_special(self, token_id: int) -> bool: ...
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
 
 @dataclass(frozen=True)

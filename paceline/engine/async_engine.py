@@ -26,14 +26,14 @@ from paceline.core.request import Request
 from paceline.core.stats import StepStats
 from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.draft.base import Drafter
-from paceline.engine.admission import Limits, TextTokenizer
+from paceline.engine.admission import Limits
 from paceline.engine.engine import Delta, Engine
 from paceline.engine.intake import Intake
 from paceline.engine.outputs import RequestOutput, request_output, with_texts
 from paceline.engine.stream import Stream, Update
 from paceline.errors import PacelineError, UnavailableError
 from paceline.kv.cache import KVCache
-from paceline.models.detokenizer import Watch
+from paceline.models.detokenizer import TextTokenizer, Watch
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from paceline.backends.async_decoding import AsyncDecoder
 from paceline.backends.base import Backend
-from paceline.constrain.compiler import Grammar, GrammarCompiler, GrammarTokenizer
+from paceline.constrain.compiler import Grammar, GrammarCompiler
 from paceline.control.controller import Controller, FixedController, Load, StepPlan
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
@@ -30,7 +30,7 @@ from paceline.engine.step_stats import add_pass
 from paceline.engine.verification import Verification
 from paceline.errors import BackendLostError, RequestError
 from paceline.kv.cache import KVCache
-from paceline.models.detokenizer import Watch
+from paceline.models.detokenizer import TextTokenizer, Watch
 from paceline.verify.pathwise import verify_pathwise
 from paceline.verify.verdict import Rule
 
@@ -43,7 +43,7 @@ class Engine:
     def __init__(
         self,
         backend: Backend,
-        tokenizer: GrammarTokenizer,
+        tokenizer: TextTokenizer,
         limits: Limits,
         *,
         num_pages: int,

@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 from paceline.core.request import Request
 from paceline.core.verdict import Logprob
-from paceline.engine.admission import TextTokenizer
+from paceline.models.detokenizer import TextTokenizer
 
 TokenLogprobs = dict[int, Logprob]
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import Protocol, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 import jinja2
 import jinja2.exceptions
@@ -18,6 +18,9 @@ import jinja2.sandbox
 import jinja2.utils
 
 from paceline.errors import CheckpointError, RequestError
+
+if TYPE_CHECKING:
+    pass
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -43,21 +46,6 @@ class TemplateOptions(TypedDict, total=False):
     add_generation_prompt: bool  # the prompt ends where a new message of the assistant starts; default: True
     continue_final_message: bool  # the prompt ends within the last message, which the answer continues
     chat_template_kwargs: Mapping[str, object] | None  # more variables for the template
-
-
-class PromptTokenizer(Protocol):
-    """The part of a tokenizer that turns a prompt into ids."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        continue_final_message: bool = False,
-        chat_template_kwargs: Mapping[str, object] | None = None,
-    ) -> str: ...
 
 
 class ChatTemplate:

@@ -16,18 +16,23 @@ from paceline.core.params import SamplingParams
 Watch: TypeAlias = Callable[[str], bool]  # is told each piece of an output; True: the output ends with it
 
 
-class TokenBytes(Protocol):
-    """The part of a tokenizer that streaming needs."""
+class TextTokenizer(Protocol):
+    """The part of a tokenizer that an engine needs."""
+
+    @property
+    def eos_ids(self) -> frozenset[int]: ...
 
     def token_bytes(self, token_id: int) -> bytes: ...
 
     def is_special(self, token_id: int) -> bool: ...
 
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
 
 class Detokenizer:
     """The text of one output, growing token by token."""
 
-    def __init__(self, tokenizer: TokenBytes, params: SamplingParams, watch: Watch | None = None) -> None:
+    def __init__(self, tokenizer: TextTokenizer, params: SamplingParams, watch: Watch | None = None) -> None:
         """`watch` may end the output, besides the stop strings of the params."""
         self.ended = False  # `watch` has ended the output
         self.may_stop = bool(params.stop_strings) or watch is not None  # the text can end the output

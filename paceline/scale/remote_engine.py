@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from paceline.constrain.compiler import Grammar, GrammarCompiler, GrammarTokenizer
+from paceline.constrain.compiler import Grammar, GrammarCompiler
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.stats import StepStats
@@ -27,7 +27,7 @@ from paceline.engine.intake import Intake
 from paceline.engine.stream import Stream
 from paceline.errors import PacelineError, UnavailableError
 from paceline.kv.hashing import page_hashes
-from paceline.models.detokenizer import Watch
+from paceline.models.detokenizer import TextTokenizer, Watch
 from paceline.scale.channel import Link
 from paceline.scale.dispatch import Dispatcher, RemoteObserver
 from paceline.scale.heads import HeadPush
@@ -59,7 +59,7 @@ class RemoteEngine:
         self,
         replicas: Replicas,
         description: Description,
-        tokenizer: GrammarTokenizer,
+        tokenizer: TextTokenizer,
         options: RemoteOptions,
         observers: Iterable[RemoteObserver] = (),
     ) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request, Status
-from paceline.engine.admission import TextTokenizer
 from paceline.engine.output_processor import Delta, append_tokens
 from paceline.engine.outputs import RequestMetrics, RequestOutput, request_output, with_texts
 from paceline.engine.stream import Stream, Update
+from paceline.models.detokenizer import TextTokenizer
 from paceline.scale.channel import Link
 from paceline.scale.wire import TokenUpdate, decode_error, decode_logprobs, decode_metrics
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.core.verdict import Logprob
-from paceline.engine.admission import TextTokenizer
 from paceline.engine.outputs import TokenLogprobs
+from paceline.models.detokenizer import TextTokenizer
 
 LOWEST = -9999.0  # OpenAI's stand-in for minus infinity, which JSON lacks
 

@@ -19,11 +19,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError, PacelineError, RequestError
-from paceline.models.chat import PromptTokenizer
 from paceline.train.rows import BadRow, read_rows
+
+if TYPE_CHECKING:
+    from paceline.models.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
@@ -47,7 +49,7 @@ class Prompt:
         contents = [str(message["content"]) for message in self.messages or ()]
         return len(self.text or "") + sum(len(content) + 1 for content in contents)
 
-    def token_ids(self, tokenizer: PromptTokenizer) -> list[int]:
+    def token_ids(self, tokenizer: Tokenizer) -> list[int]:
         """The token ids that the model gets; a chat is rendered by the model's template."""
         if self.messages is None:
             return tokenizer.encode(self.text or "")
@@ -96,7 +98,7 @@ def read_prompts(path: Path, skipped: Skipped, name: str | None = None) -> Itera
 
 
 def tokenized(
-    prompts: Iterator[Prompt], tokenizer: PromptTokenizer, max_tokens: int, skipped: Skipped
+    prompts: Iterator[Prompt], tokenizer: Tokenizer, max_tokens: int, skipped: Skipped
 ) -> Iterator[tuple[Prompt, list[int]]]:
     """Each prompt with its token ids; too long, repeated and invalid ones are counted in `skipped`."""
     seen: set[int] = set()

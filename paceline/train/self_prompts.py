@@ -6,12 +6,15 @@ first words given, so that kinds of requests that a model seldom writes occur to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
 from paceline.train.answers import Answerer, Next, Watch, patient, seed_of
 from paceline.train.prompts import Prompt, Skipped
+
+if TYPE_CHECKING:
+    from paceline.models.tokenizer import Tokenizer
 
 MARK = "9c1e5b7f04"  # a text that occurs in no template
 FREE = ("",) * 8
@@ -32,24 +35,7 @@ OPENINGS = (
 )
 
 
-class TurnTokenizer(Protocol):
-    """The part of a tokenizer that renders a user turn."""
-
-    eos_ids: frozenset[int]
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, object]] | None = None,
-    ) -> str: ...
-
-
-def before_user_turn(tokenizer: TurnTokenizer) -> str:
+def before_user_turn(tokenizer: Tokenizer) -> str:
     """What the chat template writes before the text of the first user turn."""
     chat = tokenizer.apply_chat_template([{"role": "user", "content": MARK}])
     if MARK not in chat:
@@ -61,7 +47,7 @@ def before_user_turn(tokenizer: TurnTokenizer) -> str:
 
 
 def self_written(
-    tokenizer: TurnTokenizer,
+    tokenizer: Tokenizer,
     answerer: Answerer,
     number: int,
     skipped: Skipped,

@@ -8,11 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.constrain.compiler import GrammarTokenizer
 from paceline.draft.base import Drafter
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
+from paceline.models.detokenizer import TextTokenizer
 from paceline.scale.channel import Connection, Message
 from paceline.scale.heads import HeadReceiver, StepReports
 from paceline.scale.remote_engine import RemoteEngine, RemoteOptions
@@ -42,7 +42,7 @@ class FakeReplica:
     """A worker that can die or hang."""
 
     def __init__(
-        self, name: str, engine: Engine, tokenizer: GrammarTokenizer, weights_id: str, load: LoadHead
+        self, name: str, engine: Engine, tokenizer: TextTokenizer, weights_id: str, load: LoadHead
     ) -> None:
         self.name = name
         reports = StepReports()
@@ -87,7 +87,7 @@ class FakeReplicas:
     def __init__(
         self,
         make_engine: Callable[[], Engine],
-        tokenizer: GrammarTokenizer,
+        tokenizer: TextTokenizer,
         count: int,
         load: LoadHead = no_heads,
     ) -> None:

@@ -8,14 +8,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.bench.traffic.builtin_workloads import BUILT_IN
 from paceline.errors import ConfigError, PacelineError
-from paceline.models.chat import PromptTokenizer
 from paceline.options import check_integer, check_number
 from paceline.train.prompts import prompt_of, unwrapped
 from paceline.train.rows import BadRow
+
+if TYPE_CHECKING:
+    from paceline.models.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 256
 # Rows with user turns are those of Spec-Bench (category, turns), whose protocol has answers of this length.
@@ -42,7 +44,7 @@ class Prompt:
         messages = [*(self.messages or ()), *turns]
         return replace(self, id=f"{self.id}+", messages=messages, follow_ups=self.follow_ups[1:])
 
-    def token_ids(self, tokenizer: PromptTokenizer) -> list[int]:
+    def token_ids(self, tokenizer: Tokenizer) -> list[int]:
         """The token ids that the model gets; a chat is rendered by the model's template."""
         if self.messages is None:
             return tokenizer.encode(self.text or "")

@@ -11,23 +11,18 @@ Once an answer has begun a call, it can only continue with a valid call of a dec
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from paceline.serve.tools.declared import Tool, ToolChoice
 from paceline.serve.tools.formats import FENCE_END, FENCE_NAME_END, FENCE_START, ToolFormat
 from paceline.serve.tools.reasoning import ReasoningFormat
 from paceline.serve.tools.rules import escaped, json_rule, literal
 
-
-class Vocabulary(Protocol):
-    """The part of a tokenizer that the grammar needs."""
-
-    def id_of(self, token: str) -> int | None: ...
-
-    def is_special(self, token_id: int) -> bool: ...
+if TYPE_CHECKING:
+    from paceline.models.tokenizer import Tokenizer
 
 
-def special_tokens(texts: Iterable[str], vocabulary: Vocabulary) -> dict[str, int]:
+def special_tokens(texts: Iterable[str], vocabulary: Tokenizer) -> dict[str, int]:
     """Those of a format's texts that are special tokens here: a grammar must refer to them by id."""
     ids = {text: vocabulary.id_of(text) for text in texts}
     return {text: token for text, token in ids.items() if token is not None and vocabulary.is_special(token)}
