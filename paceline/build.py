@@ -25,7 +25,7 @@ from paceline.control.planner.device import DevicePlanner
 from paceline.core.arrays import Float32Array
 from paceline.core.trees import DraftPlan
 from paceline.draft.base import Drafter, Target, drafts_on_device
-from paceline.draft.methods import METHODS, Speculation, check_backend, load_drafter, parse_plan
+from paceline.draft.methods import METHODS, Speculation, load_drafter, parse_plan
 from paceline.draft.on_demand import OnDemandDrafter
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
@@ -92,7 +92,6 @@ def load_model(config: EngineConfig, beside: Backend | None = None) -> LoadedMod
 
     `beside` is a loaded backend whose passes take turns with those of this one.
     """
-    check_backend(config.speculative.speculation(), config.backend.name)
     path = resolve(config.model.model)
     check_memory_limit(path, config.backend.threads or os.cpu_count() or 1)
     if config.model.tokenizer:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from paceline.backends.base import Backend, HeadRunner
+from paceline.backends.base import Backend, HeadStorage
 from paceline.core.arrays import BoolArray, Float32Array, Float64Array, Int32Array, UInt64Array
 from paceline.core.forward import KVPool
 from paceline.core.logit_edits import LogitEdits
@@ -72,7 +72,7 @@ class DeviceDraft:
     """
 
     length: int  # of the chains, at least 1
-    runner: HeadRunner | None = None  # None: no head drafts
+    runner: HeadStorage | None = None  # of a head; None: no head drafts
     pool: KVPool | None = None  # of the head, which keeps features, or of the draft model
     feature_layers: tuple[int, ...] = ()  # that the head reads
     max_requests: int | None = None  # of a pass; None: as many as there are slots

@@ -68,14 +68,8 @@ def load_head_runner(
 def load_block_runner(
     checkpoint: HeadCheckpoint, options: BackendOptions, max_rows: int, beside: Backend
 ) -> BlockRunner:
-    """A runner of the parallel head beside the loaded target. ConfigError if the backend has none."""
-    load = _BLOCK_LOADERS.get(options.name)
-    if load is None:
-        raise ConfigError(
-            f"the {options.name} backend does not run {checkpoint.config.kind} heads yet, only "
-            f"{' and '.join(_BLOCK_LOADERS)} do. Use --backend torch, or an eagle3 head."
-        )
-    return load(checkpoint, options, max_rows, beside)
+    """A runner of the parallel head beside the loaded target."""
+    return _BLOCK_LOADERS[options.name](checkpoint, options, max_rows, beside)
 
 
 def load_medusa_runner(
@@ -209,9 +203,20 @@ def _load_cpu_block(
     return CpuBlockRunner(checkpoint, beside, max_rows, options.quantization)
 
 
+def _load_cuda_block(
+    checkpoint: HeadCheckpoint, options: BackendOptions, max_rows: int, beside: Backend
+) -> BlockRunner:
+    from paceline.backends.cuda.backend import CudaBackend
+    from paceline.backends.cuda.block_runner import CudaBlockRunner
+
+    assert isinstance(beside, CudaBackend), "the options name the backend that the target runs on"
+    return CudaBlockRunner.load(checkpoint, beside, max_rows)
+
+
 _BLOCK_LOADERS: dict[str, Callable[[HeadCheckpoint, BackendOptions, int, Backend], BlockRunner]] = {
     "cpu": _load_cpu_block,
     "torch": _load_torch_block,
+    "cuda": _load_cuda_block,
 }
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline.backends.async_decoding import DeviceDraft
 from paceline.backends.base import BlockRunner, HeadBatch, HeadChains
 from paceline.backends.options import BackendOptions
 from paceline.core.arrays import Float32Array
@@ -95,6 +96,13 @@ class BlockDrafter(PagedHeadDrafter[BlockRunner]):
 
     def _make_passes(self) -> BlockPasses:
         return BlockPasses(self._runner, self._pages, self._block)
+
+    def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
+        draft = super().device_draft(plan)
+        if draft is None:
+            return None
+        at_once = max(1, self._runner.max_rows // self._block.size)
+        return replace(draft, length=min(draft.length, self._block.num_drafts), max_requests=at_once)
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         contexts = self._pages.open(requests, [plan.budget for plan in plans])

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.backends.async_decoding import DeviceDraft
 from paceline.backends.base import HeadBatch, HeadChains, HeadOutput, HeadRunner
 from paceline.backends.options import BackendOptions
 from paceline.core.arrays import Float32Array
@@ -131,16 +130,12 @@ class GuessedTree:
 class HeadDrafter(PagedHeadDrafter[HeadRunner]):
     """Drafts with a head that a HeadRunner runs beside the target."""
 
-    attaches = True
-    drafts_on_host = False
     _passes: HeadPasses
 
     def __init__(
         self, runner: HeadRunner, shape: HeadShape, sampling: DraftSampling, least_chance: float = 0.0
     ) -> None:
         super().__init__(runner, shape, sampling, least_chance)
-        on_device = runner.keeps_features and sampling is not DraftSampling.INDEPENDENT and shape.mask is None
-        self.device = self if on_device else None
         if shape.mask is not None:
             self._scoring = replace(self._scoring, extend_factor=1.0)  # another level costs no pass
 
@@ -188,26 +183,6 @@ class HeadDrafter(PagedHeadDrafter[HeadRunner]):
             for tree, rows in zip(chosen, np.split(logits, np.cumsum(counts)[:-1]), strict=True):
                 tree.grow_levels(rows)
         return merged(trees)
-
-    def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
-        if plan.branching != 1:
-            return None
-        return DeviceDraft(plan.levels, self._runner, self._pages.pool, self._shape.feature_layers)
-
-    @property
-    def catch_up_seconds(self) -> float | None:
-        return self._runner.catch_up_seconds
-
-    def attach(self, requests: Sequence[Request]) -> bool:
-        return self._passes.attach(requests, self._shape.longest)
-
-    def prefill_ahead(self, requests: Sequence[Request]) -> None:
-        # append any token, so that the slots of their last tokens are computed too
-        opened = self._pages.open_computing(requests)
-        self._passes.compute([replace(context, tokens=[*context.tokens, 0]) for context in opened])
-
-    def detach(self, requests: Sequence[Request], unsure: int) -> None:
-        self._passes.detach(requests, unsure)
 
 
 class EagleDrafter(HeadDrafter):

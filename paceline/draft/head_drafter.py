@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast
 
 import numpy as np
 
+from paceline.backends.async_decoding import DeviceDraft
 from paceline.backends.base import ChainNoise, HeadChains, HeadStorage
 from paceline.backends.options import BackendOptions
 from paceline.core.arrays import Float32Array
@@ -68,6 +69,8 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
     """Drafts with a head whose keys and values, and features, lie beside the target's pages."""
 
     Options: ClassVar[type[Any]] = EagleOptions
+    attaches = True
+    drafts_on_host = False
     first_index = 1  # KV index of the head's first slot, see HeadPages
 
     def __init__(
@@ -80,7 +83,8 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
             self.needs = DrafterNeeds(shape.feature_layers, runner.bytes_per_page() + feature_bytes)
         self.least_chance = least_chance
         self.draft_ids = shape.vocabulary.target_ids
-        self.device = None
+        on_device = runner.keeps_features and sampling is not DraftSampling.INDEPENDENT and shape.mask is None
+        self.device = self if on_device else None
         self._runner = runner
         self._shape = shape
         self._sampling = sampling
@@ -182,6 +186,28 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
             parts = [features.layers.index(layer) for layer in self.needs.feature_layers]
             self._parts = np.array(parts, dtype=np.int64)
         self._pages.put(features.committed_spans(requests, verdicts), features.values, self._parts)
+
+    def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
+        if plan.branching != 1:
+            return None
+        return DeviceDraft(plan.levels, self._runner, self._pages.pool, self._shape.feature_layers)
+
+    @property
+    def catch_up_seconds(self) -> float | None:
+        return self._runner.catch_up_seconds
+
+    def attach(self, requests: Sequence[Request]) -> bool:
+        attached: bool = self._passes.attach(requests, self._shape.longest)
+        return attached
+
+    def prefill_ahead(self, requests: Sequence[Request]) -> None:
+        # append any token, so that the slots of their last tokens are computed too
+        opened = self._pages.open_computing(requests)
+        self._passes.compute([replace(context, tokens=[*context.tokens, 0]) for context in opened])
+
+    def detach(self, requests: Sequence[Request], unsure: int) -> None:
+        # slots that read the feature of their own token, not of the one before, are written a token later
+        self._passes.detach(requests, unsure + 1 - self.first_index)
 
     def _is_one_call(self, request: Request, plan: DraftPlan) -> bool:
         """Whether the runner can draft a request's tree alone: a greedy or coupled chain of plain logits."""

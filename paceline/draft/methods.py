@@ -54,7 +54,6 @@ class Method:
     trees: bool  # can draft trees, not only chains
     on_demand: bool = False  # needs only texts: requests may name it though it is not configured
     argument: Argument | None = None  # of the short form
-    not_on: tuple[str, ...] = ()  # backends that cannot run it
 
 
 METHODS: dict[str, Method] = {
@@ -83,7 +82,6 @@ METHODS: dict[str, Method] = {
         num_speculative_tokens=7,
         trees=True,
         argument=PATH,
-        not_on=("cuda",),
     ),
     "dspark": Method(
         "paceline.draft.block",
@@ -91,7 +89,6 @@ METHODS: dict[str, Method] = {
         num_speculative_tokens=7,
         trees=True,
         argument=PATH,
-        not_on=("cuda",),
     ),
     "medusa": Method(
         "paceline.draft.medusa", "MedusaDrafter", num_speculative_tokens=5, trees=True, argument=PATH
@@ -183,17 +180,6 @@ def find_method(name: str) -> Method | None:
 def method_names() -> list[str]:
     """The names of all methods, those of installed packages last."""
     return list(dict.fromkeys([*METHODS, *plugins.installed()]))
-
-
-def check_backend(speculation: Speculation, backend: str) -> None:
-    """ConfigError if the backend of this name cannot run one of the drafters."""
-    for name in speculation.drafters:
-        method = find_method(name)
-        if method is not None and backend in method.not_on:
-            raise ConfigError(
-                f"the {backend} backend does not run {name} heads yet. Use --backend torch on the same "
-                "device, or another method, such as eagle3."
-            )
 
 
 def load_drafter(name: str, config: DrafterConfig, target: Target) -> Drafter:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.draft.methods import METHODS
 from paceline.errors import ConfigError
 from paceline.models.registry import load_checkpoint, resolve
 from paceline.terminal.session import Interrupt, announce_compilation, note
@@ -211,7 +210,7 @@ def _measure(
     if not prompts:
         return {}
     objective = trained.objective
-    load = engine_loader(model, device, objective.method)
+    load = engine_loader(model, device)
     note(f"measuring the head in the engine, on {len(prompts)} held-out prompts at most")
     with TemporaryDirectory() as before:
         trained.write_untrained(Path(before))
@@ -223,7 +222,7 @@ def _measure(
     return measured
 
 
-def engine_loader(model: Path, device: str, method: str) -> Callable[[Any], LLM]:
+def engine_loader(model: Path, device: str) -> Callable[[Any], LLM]:
     """A function that gives an engine for a speculative configuration; all share the model's weights."""
     from paceline.build import build_engine, load_model
     from paceline.config import EngineConfig
@@ -231,7 +230,7 @@ def engine_loader(model: Path, device: str, method: str) -> Callable[[Any], LLM]
 
     def config_of(draft: Any) -> EngineConfig:
         return EngineConfig.from_options(
-            model=str(model), **_engine_options(device, method), speculative_config=draft
+            model=str(model), **_engine_options(device), speculative_config=draft
         )
 
     loaded = load_model(config_of("off"))
@@ -244,10 +243,9 @@ def engine_loader(model: Path, device: str, method: str) -> Callable[[Any], LLM]
     return load
 
 
-def _engine_options(device: str, method: str) -> dict[str, Any]:
-    """Engine options for a device; the torch backend where the cuda backend lacks Triton or the method."""
-    runs_on_cuda = find_spec("triton") is not None and "cuda" not in METHODS[method].not_on
-    if device == "cpu" or runs_on_cuda:
+def _engine_options(device: str) -> dict[str, Any]:
+    """Engine options for a device; the torch backend where the cuda backend lacks Triton."""
+    if device == "cpu" or find_spec("triton") is not None:
         return {"device": device}
     return {"backend": "torch", "device": device}
 

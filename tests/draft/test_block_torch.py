@@ -21,7 +21,6 @@ from paceline.draft.block import BlockDrafter, DFlashDrafter, DSparkDrafter
 from paceline.draft.draft_cache import Context
 from paceline.draft.growth import ROOT, ChosenTree, Scoring, make_tree, merged
 from paceline.draft.head_options import EagleOptions
-from paceline.draft.methods import check_backend, parse_speculative_config
 from paceline.draft.vocabulary import trimmed_vocabulary
 from paceline.errors import PacelineError
 from paceline.models.attention import attend
@@ -280,10 +279,3 @@ def test_a_head_that_cannot_be_used_is_refused_with_the_reason(model, tmp_path):
     ):
         with pytest.raises(PacelineError, match=message):
             generate(model, config)
-
-
-def test_a_backend_that_cannot_run_a_method_is_named_before_anything_is_loaded():
-    speculation = parse_speculative_config("suffix,dspark:folder")
-    check_backend(speculation, "cpu")
-    with pytest.raises(PacelineError, match=r"the cuda backend does not run dspark .* --backend torch"):
-        check_backend(speculation, "cuda")

@@ -18,7 +18,7 @@ import torch
 
 from paceline.backends.async_decoding import DecodeOutput, DeviceDraft, SlotInits
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
-from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork, ModelNetwork
+from paceline.backends.cuda.draft_networks import DraftNetwork, ModelNetwork
 from paceline.backends.cuda.draft_shape import chain_shape
 from paceline.backends.cuda.graphs import bucket, buckets
 from paceline.backends.cuda.head import HeadPool
@@ -239,7 +239,7 @@ class CudaAsyncDecoder:
             network = ModelNetwork(cast(Any, draft.model).weights, pool, *limits, size)
         if draft is not None and draft.runner is not None:
             keeps, layers = cast(HeadPool, draft.pool), draft.feature_layers
-            network = HeadNetwork(cast(Any, draft.runner).weights, keeps, layers, *limits)
+            network = cast(Any, draft.runner).network(keeps, layers, *limits)
         elif self._kept:
             keeps, layers = cast(HeadPool, self._kept[0].pool), self._kept[0].layers
         steps = DecodeLoop(

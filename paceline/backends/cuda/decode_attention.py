@@ -55,6 +55,9 @@ def attend(
     scoring: Scoring = LLAMA_SCORING,
 ) -> None:
     """Attention of all rows: the contract of kernels/attention.py's `attend`."""
+    if tables.visible is not None:
+        assert window is None, "windows end at a row's own position"
+        tables = replace(tables, positions=tables.visible)
     if tables.shared_prefix is not None and (window is not None or is_left_out("shared_prefix")):
         tables = replace(tables, shared_prefix=None)
     plain = window is None and scales is None and scoring.is_native and not is_left_out("decode_attention")

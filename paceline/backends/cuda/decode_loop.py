@@ -24,6 +24,7 @@ from paceline.backends.cuda.graphs import Graphs
 from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.kernels.accept import accept_drafts, move_accepted
 from paceline.backends.cuda.kernels.attention import MAX_PATH, tile_height
+from paceline.backends.cuda.kernels.block_rows import Anchors
 from paceline.backends.cuda.kernels.draft_sampling import (
     draft_candidates_for,
     score_draft_tokens,
@@ -116,7 +117,8 @@ class DecodeLoop:
             (0, 0, 1) if draft is None else (draft.catch_up_rows, draft.always, draft.tile_height)
         )
         own_height = tile_height(*weights.heads)
-        self._plan = plan = plan_step(shape, own_height, catch_up_rows, height, draft_levels)
+        before_root = draft is not None and draft.reads_own_features
+        self._plan = plan = plan_step(shape, own_height, catch_up_rows, height, draft_levels, before_root)
         self._by_network = max(len(plan.passes) - 1, 0)  # levels that the network drafts
         self.nodes = len(shape)
         # a head has no keys and values of looked-up tokens that were accepted last; in a first step it is not
@@ -270,7 +272,11 @@ class DecodeLoop:
         lengths = lines[POSITIONS, : rows * self.nodes : self.nodes]  # of the roots
         for number, children in enumerate(self._children, start=1):
             inputs = self._pass(number, rows)
-            logits = draft.extend(inputs) if number > 1 else draft.catch_up(inputs, lines[LAST, :rows])
+            logits = (
+                draft.extend(inputs)
+                if number > 1
+                else draft.catch_up(inputs, lines[LAST, :rows], self._roots(rows))
+            )
             count = rows * len(children)
             ids, size = draft.target_ids, draft.vocab_size
             score_draft_tokens(
@@ -279,6 +285,15 @@ class DecodeLoop:
             write_draft_tokens(
                 self._draft_candidates, children, lines[TOKENS], self._chances, temperatures, count, rows
             )
+
+    def _roots(self, rows: int) -> Anchors:
+        """The last known token of each request."""
+        nodes, tiles = self.nodes, self._plan.passes[0].tiles
+        tokens, positions, slot_mapping = (
+            self._rows.lines[line, : rows * nodes : nodes] for line in (TOKENS, POSITIONS, SLOT_MAPPING)
+        )
+        pages_begin = self._rows.lines[TILE_PAGES, : rows * tiles : tiles]
+        return Anchors(tokens, positions, slot_mapping, pages_begin, self.requests.pages.view(-1))
 
     def _verify(self, rows: int, needs: int, edits: EditState | None) -> Candidates:
         """Run the target over all nodes, and sample the token of each."""

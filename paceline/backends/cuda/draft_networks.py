@@ -1,6 +1,6 @@
-"""Drafters on the device: a learned head that reads the target's features, or a smaller model.
+"""Drafters on the device: learned heads that read the target's features, or a smaller model.
 
-Both compute the rows that the step's tables name, on the target's page tables and in their own KV pool, and
+All compute the rows that the step's tables name, on the target's page tables and in their own KV pool, and
 leave logits of the rows whose children are drafted next.
 """
 
@@ -11,10 +11,20 @@ from typing import Protocol
 
 import torch
 
+from paceline.backends.cuda.block import make_block_workspace, run_blocks, slot_logits, write_context
+from paceline.backends.cuda.block_weights import BlockWeights
 from paceline.backends.cuda.draft_shape import DraftShape
-from paceline.backends.cuda.head import feed_back, fuse, make_head_workspace, run_draft_lm_head, run_head_rows
+from paceline.backends.cuda.head import (
+    HeadPool,
+    feed_back,
+    fuse,
+    make_head_workspace,
+    run_draft_lm_head,
+    run_head_rows,
+)
 from paceline.backends.cuda.head_weights import HeadWeights
 from paceline.backends.cuda.kernels.attention import tile_height
+from paceline.backends.cuda.kernels.block_rows import Anchors
 from paceline.backends.cuda.kernels.draft import pick_rows
 from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.model import run_layers, run_lm_head
@@ -40,14 +50,16 @@ class DraftNetwork(Protocol):
     pool: Pool
     catch_up_rows: int  # most tokens of a request that it computes at the beginning of a step
     always: int  # fixed number of them; 0: as many as were accepted
+    reads_own_features: bool  # a row reads the feature of its own token; False: that of the token before
     tile_height: int
     vocab_size: int
     target_ids: torch.Tensor | None  # int32 [vocab_size] the target's ids; None: the same vocabulary
     feature_layers: tuple[int, ...]  # of the target
     features: torch.Tensor | None  # float32 [target's rows, width] which the target's pass writes
 
-    def catch_up(self, rows: DraftRows, last: torch.Tensor) -> torch.Tensor:
-        """Logits [requests, vocab] of the rows `last` [requests] of this pass over known tokens."""
+    def catch_up(self, rows: DraftRows, last: torch.Tensor, roots: Anchors) -> torch.Tensor:
+        """Logits [requests, vocab] after the roots, which are the rows `last` [requests] of this pass over
+        known tokens, or, where rows read their own features, follow them."""
         ...
 
     def extend(self, rows: DraftRows) -> torch.Tensor:
@@ -64,6 +76,7 @@ class HeadNetwork:
     """An eagle3, eagle or mtp head. It computes accepted tokens again, now with the target's features."""
 
     always = 0
+    reads_own_features = False
 
     def __init__(
         self,
@@ -91,7 +104,7 @@ class HeadNetwork:
         self._passes = 0
         self._states = self._workspace.states
 
-    def catch_up(self, rows: DraftRows, last: torch.Tensor) -> torch.Tensor:
+    def catch_up(self, rows: DraftRows, last: torch.Tensor, roots: Anchors) -> torch.Tensor:
         workspace = self._workspace
         states = fuse(self.weights, workspace, self._kept, rows.sources, len(rows.tokens))
         self._passes = 0
@@ -116,6 +129,51 @@ class HeadNetwork:
         self._passes += 1
 
 
+class BlockNetwork:
+    """A parallel head. It writes keys and values of accepted tokens, and drafts a chain by one pass."""
+
+    always = 0
+    reads_own_features = True
+
+    def __init__(
+        self,
+        weights: BlockWeights,
+        pool: HeadPool,
+        feature_layers: tuple[int, ...],
+        shape: DraftShape,
+        max_requests: int,
+        longest: int,
+        page_size: int,
+    ) -> None:
+        """Buffers for steps of at most `max_requests` requests of at most `longest` tokens."""
+        config = weights.config
+        self.weights, self.pool, self.shape = weights, pool, shape
+        self.feature_layers = feature_layers
+        self.catch_up_rows = shape.levels + 1
+        self.tile_height = tile_height(config.num_heads, config.num_kv_heads)
+        self.vocab_size = config.draft_vocab_size
+        self.target_ids: torch.Tensor | None = weights.target_ids
+        rows = max_requests * self.catch_up_rows
+        self._workspace = make_block_workspace(weights, pool, rows, max_requests, longest, page_size)
+        self._pages = -(-longest // page_size)  # of a request's page table
+        width = config.feature_width
+        self._kept = torch.zeros((max_requests * len(shape), width), device=weights.model.device)
+        self.features: torch.Tensor | None = self._kept
+        self._slot = 0
+
+    def catch_up(self, rows: DraftRows, last: torch.Tensor, roots: Anchors) -> torch.Tensor:
+        positions, slot_mapping = rows.tables.positions, rows.tables.slot_mapping
+        where = rows.sources, positions, slot_mapping, self.pool
+        write_context(self.weights, self._workspace, self._kept, *where)
+        run_blocks(self.weights, self._workspace, roots, self._pages, self.pool)
+        self._slot = self.weights.block.first_guess
+        return slot_logits(self.weights, self._workspace, self._slot, roots.tokens)
+
+    def extend(self, rows: DraftRows) -> torch.Tensor:
+        self._slot += 1
+        return slot_logits(self.weights, self._workspace, self._slot, rows.tokens)
+
+
 class ModelNetwork:
     """A smaller model with the target's vocabulary.
 
@@ -123,6 +181,7 @@ class ModelNetwork:
     """
 
     catch_up_rows = always = 2
+    reads_own_features = False
     target_ids: torch.Tensor | None = None
     feature_layers: tuple[int, ...] = ()
     features: torch.Tensor | None = None
@@ -146,7 +205,7 @@ class ModelNetwork:
         self._workspace = make_workspace(weights, Room.of(rows, longest))
         self._megakernel = PersistentLayers(weights, self._workspace, pool, page_size)
 
-    def catch_up(self, rows: DraftRows, last: torch.Tensor) -> torch.Tensor:
+    def catch_up(self, rows: DraftRows, last: torch.Tensor, roots: Anchors) -> torch.Tensor:
         workspace = self._workspace
         self._run(rows)
         pick_rows(workspace.attention_input, last, workspace.selected)

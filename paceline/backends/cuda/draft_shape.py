@@ -22,7 +22,8 @@ from paceline.core.tree_shapes import ROOT, static_shape
 
 # Fields of the tables that kernels/step_rows.py reads.
 # Of a row: rows before its pass, rows of its pass, its index among them, node, depth, length of its path's
-# contiguous prefix, whether its pass catches up, rows of the pass before, the parent's among them, tile.
+# contiguous prefix, whether its pass catches up (1: and ends at the root, 2: at the token before it), rows of
+# the pass before, the parent's among them, tile.
 ROW_FIELDS = 10
 # Of a tile: tiles before its pass, tiles of its pass, its index among them, first row, rows of its pass.
 TILE_FIELDS = 5
@@ -126,10 +127,12 @@ def plan_step(
     catch_up_rows: int,
     draft_height: int,
     draft_levels: int | None = None,
+    ends_before_root: bool = False,
 ) -> StepPlan:
     """The plan of a step in which the drafter catches up on at most `catch_up_rows` tokens; 0: no drafter.
 
-    It drafts the first `draft_levels` levels of the tree; None: all.
+    It drafts the first `draft_levels` levels of the tree; None: all. These tokens end at the root, or, with
+    `ends_before_root`, at the one before it.
     """
     drafted = shape.levels if draft_levels is None else min(draft_levels, shape.levels)
     levels = [shape.inner(depth) for depth in range(1, drafted)]
@@ -146,7 +149,8 @@ def plan_step(
             kept = next((depth for depth, at in enumerate(path) if depth != at), len(path))
             source = list(before).index(shape.parents[node]) if number > 2 else -1
             tile = tile_first + local // pass_rows.height
-            fields = (node, len(path) - 1, kept, int(number == 1), len(before), source, tile)
+            catches_up = 1 + ends_before_root if number == 1 else 0
+            fields = (node, len(path) - 1, kept, catches_up, len(before), source, tile)
             rows.append((row_first, len(pass_rows.nodes), local, *fields))
             rest = path[kept:]
             paths.append(rest + [0] * (max(shape.levels, 1) - len(rest)))

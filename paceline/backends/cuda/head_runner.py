@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Self, cast
+from typing import cast
 
 import numpy as np
 import torch
 
 from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner, first_slots
 from paceline.backends.cuda.backend import FIRST_LONGEST, MAX_PAGES, PAGE_SIZE, CudaBackend
+from paceline.backends.cuda.draft_networks import HeadNetwork
+from paceline.backends.cuda.draft_shape import DraftShape
 from paceline.backends.cuda.graphs import Graphs, bucket, buckets
 from paceline.backends.cuda.head import (
     HeadPool,
@@ -21,12 +23,8 @@ from paceline.backends.cuda.head import (
     run_draft_lm_head,
     run_head_rows,
 )
-from paceline.backends.cuda.head_weights import (
-    HeadWeights,
-    check_same_shapes,
-    copy_head_weights,
-    load_head_weights,
-)
+from paceline.backends.cuda.head_pools import HeadPools, place
+from paceline.backends.cuda.head_weights import HeadWeights, load_head_weights
 from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.draft import pick_rows
 from paceline.backends.cuda.kernels.draft_sampling import (
@@ -35,10 +33,10 @@ from paceline.backends.cuda.kernels.draft_sampling import (
     write_draft_tokens,
 )
 from paceline.backends.cuda.kernels.row_tables import RowTables
-from paceline.backends.cuda.tables import DeviceTables, rows_of, to_device
+from paceline.backends.cuda.tables import DeviceTables, rows_of
 from paceline.backends.cuda.workspace import Pool
 from paceline.backends.head_chains import EXTEND_FACTOR, RIVALS
-from paceline.backends.torch_parallel.calls import made_on_all_ranks, on_all_ranks
+from paceline.backends.torch_parallel.calls import on_all_ranks
 from paceline.backends.torch_parallel.ranks import Ranks
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch, KVPool
@@ -50,17 +48,15 @@ TIMED = 5  # passes of the measurement at start-up
 CHAIN_LINES = 5  # positions, slot_mapping, contiguous_until, counts and pages of rows
 
 
-class CudaHeadRunner(HeadRunner):
+class CudaHeadRunner(HeadPools, HeadRunner):
     """A HeadRunner of Triton kernels that shares weights with its target."""
-
-    page_size = PAGE_SIZE
-    least_chance = 0.0  # rows cost next to nothing on a GPU
-    keeps_features = True
 
     def __init__(self, weights: HeadWeights, max_rows: int, ranks: Ranks | None = None) -> None:
         """`ranks` are the other ranks of the target; each has the whole head."""
-        device, self.ranks = weights.norm.device, ranks
-        self.weights, self.config, self.max_rows, self.device = weights, weights.config, max_rows, device
+        device = weights.norm.device
+        super().__init__(weights, device, weights.norm.dtype, ranks)
+        self.weights: HeadWeights = weights
+        self.max_rows = max_rows
         most = self._most = bucket(max_rows)
         self._longest = min(FIRST_LONGEST, self.config.max_position)
         self._workspace = make_head_workspace(weights, most, self._longest)
@@ -93,46 +89,17 @@ class CudaHeadRunner(HeadRunner):
             return load()
         return beside.ranks.call(cls.load, (checkpoint, beside, max_rows), load, makes=True)
 
-    def replaced_by(self, other: Self) -> Self:
-        """This runner: captured graphs, of decode loops too, read its weights at their addresses.
-
-        The copies run after the passes in flight and before those that are launched next. ConfigError, and
-        nothing has changed, if the two differ in more than their values.
-        """
-        check_same_shapes(other.weights, self.weights)
-        self._copy(other)
-        return self
-
-    @on_all_ranks
-    @torch.inference_mode()
-    def _copy(self, other: Self) -> None:
-        copy_head_weights(other.weights, self.weights)
-
-    @made_on_all_ranks
-    def make_pool(self, num_pages: int) -> Pool:
-        config = self.config
-        shape = (1, num_pages * PAGE_SIZE, config.num_kv_heads, config.head_dim)
-        dtype = self.weights.norm.dtype
-        keys, values = (torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(2))
-        width = config.feature_width
-        features = torch.zeros((num_pages * PAGE_SIZE, width), dtype=dtype, device=self.device)
-        parts = torch.arange(width // config.target_hidden_size, dtype=torch.int32, device=self.device)
-        return HeadPool(num_pages, self.bytes_per_page(), keys, values, features, parts)
-
-    def bytes_per_page(self) -> int:
-        config = self.config
-        numbers = 2 * config.num_kv_heads * config.head_dim + config.feature_width
-        return PAGE_SIZE * numbers * self.weights.norm.dtype.itemsize
-
-    @on_all_ranks
-    @torch.inference_mode()
-    def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
-        """Copy features from KV slots to others; all sources are read first."""
-        features, slot_mapping = (
-            cast(HeadPool, pool).features,
-            to_device(np.stack((source, destination)), self.device),
-        )
-        features[slot_mapping[1].long()] = features[slot_mapping[0].long()]
+    def network(
+        self,
+        pool: HeadPool,
+        feature_layers: tuple[int, ...],
+        shape: DraftShape,
+        max_requests: int,
+        longest: int,
+        page_size: int,
+    ) -> HeadNetwork:
+        """The head inside the steps of a decode loop."""
+        return HeadNetwork(self.weights, pool, feature_layers, shape, max_requests, longest, page_size)
 
     @on_all_ranks
     def prepare(self, pool: KVPool) -> None:
@@ -186,7 +153,7 @@ class CudaHeadRunner(HeadRunner):
         self._chains.send(rows, requests)
         rivals = self._set_noise(noise, count)
         pool = cast(Pool, rows.pool)
-        name = ("chains", requests, longest, rivals, batch.from_target, _place(pool))
+        name = ("chains", requests, longest, rivals, batch.from_target, place(pool))
         self._graphs.run(name, lambda: self._draft_chains(requests, longest, rivals, pool))
         tokens = self._chains.tokens[: longest * requests].view(longest, requests)[:, :count].cpu().numpy()
         chances = self._chains.chances[:longest, :count].cpu().numpy().cumprod(axis=0).T
@@ -212,7 +179,7 @@ class CudaHeadRunner(HeadRunner):
             to[: len(states), : states.shape[1]] = states
         padded, pool = bucket(rows.num_rows), cast(HeadPool, rows.pool)
         self._graphs.run(
-            ("rows", padded, batch.from_target, keeps, _place(pool), only_keys),
+            ("rows", padded, batch.from_target, keeps, place(pool), only_keys),
             lambda: self._slots(padded, batch.from_target, keeps, pool, only_keys),
         )
 
@@ -344,8 +311,3 @@ def up_to_least(
     goes_on = chances >= EXTEND_FACTOR * least_chance
     kept[:, 1:] &= goes_on[:, :-1]
     return HeadChains(tokens, chances, np.logical_and.accumulate(kept, axis=1).sum(axis=1, dtype=np.int32))
-
-
-def _place(pool: Pool) -> tuple[int, int]:
-    """The identity of a pool for captured graphs: its addresses."""
-    return pool.keys.data_ptr(), pool.num_pages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -87,7 +87,7 @@ def make_head_weights(config: HeadConfig, ids: Int32Array | None, read: Take, ta
     is_normed = config.kind != "eagle"
     return HeadWeights(
         config,
-        _load_fusion(config, read, target),
+        load_fusion(config, read, target),
         _matrix(read("embed_tokens.weight")) if config.own_embedding else target.embedding,
         _load_entry(config, read),
         _load_layer(config, read),
@@ -99,7 +99,17 @@ def make_head_weights(config: HeadConfig, ids: Int32Array | None, read: Take, ta
     )
 
 
-def check_same_shapes(source: HeadWeights, to: HeadWeights) -> None:
+class AnyHead(Protocol):
+    """The weights of a head of any kind: a dataclass of tensors, or of such dataclasses."""
+
+    @property
+    def config(self) -> HeadConfig: ...
+
+    @property
+    def target_ids(self) -> torch.Tensor | None: ...
+
+
+def check_same_shapes(source: AnyHead, to: AnyHead) -> None:
     """ConfigError if two heads differ in more than the values of their weights."""
     differing = [
         each.name
@@ -115,7 +125,7 @@ def check_same_shapes(source: HeadWeights, to: HeadWeights) -> None:
         )
 
 
-def copy_head_weights(source: HeadWeights, to: HeadWeights) -> None:
+def copy_head_weights(source: AnyHead, to: AnyHead) -> None:
     """Overwrite the weights of a head with those of another of the same shapes, at the same addresses."""
     for new, old in zip(_tensors(source), _tensors(to), strict=True):
         if new is not old:  # the target's, which both share
@@ -134,8 +144,9 @@ def _tensors(part: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(getattr(part, each.name))
 
 
-def _load_fusion(config: HeadConfig, read: Take, target: Weights) -> Fusion:
-    if config.kind != "eagle3":  # features are states, perhaps after the target's last norm
+def load_fusion(config: HeadConfig, read: Take, target: Weights) -> Fusion:
+    """How a head fuses features: eagle and mtp take the target's last state, perhaps normed, as it is."""
+    if config.kind in ("eagle", "mtp"):
         normed = config.kind == "eagle" or config.norm_features
         norm = target.norm[: config.target_hidden_size] if normed else None
         return Fusion(norm, target.config.rms_norm_eps, 1, None)

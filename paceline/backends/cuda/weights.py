@@ -108,15 +108,19 @@ def load_weights(
     read = Reader(config, take, packing, blocks, shard)
     table = read.vocabulary("model.embed_tokens.weight")
     norm = read.norm("model.norm.weight")
-    ropes = [config.rope_of(index) for index in range(config.num_layers)]
-    rotations = {rope: _rotation(config, rope, norm.device) for rope in set(ropes)}
-    layers = tuple(
-        replace(load_layer(read, norm.dtype, index), rotation=rotations[rope])
-        for index, rope in enumerate(ropes)
-    )
+    layers = load_layers(read, norm.dtype, norm.device)
     head = table if config.tie_embeddings else read.vocabulary("lm_head.weight")
     rest = _residual(config), load_parameters(config, take)
     return Weights(config, table, layers, norm, head, shard, *rest)
+
+
+def load_layers(read: Reader, dtype: torch.dtype, device: torch.device) -> tuple[Layer, ...]:
+    """All layers that a reader's config names."""
+    ropes = [read.config.rope_of(index) for index in range(read.config.num_layers)]
+    rotations = {rope: _rotation(read.config, rope, device) for rope in set(ropes)}
+    return tuple(
+        replace(load_layer(read, dtype, index), rotation=rotations[rope]) for index, rope in enumerate(ropes)
+    )
 
 
 def _with_whole_steps(config: ModelConfig, packing: Callable[[str], str]) -> ModelConfig:

@@ -59,7 +59,7 @@ def plan(job: PlanJob, options: DSparkOptions) -> list[Choice]:
     del target
     law = Law(pilots, options.seed)
     note(f"timing the engine's steps, {job.concurrency} requests at once")
-    costs = measure_steps(engine_loader(model, device, METHOD), heads, METHOD, job.concurrency)
+    costs = measure_steps(engine_loader(model, device), heads, METHOD, job.concurrency)
     found = choices(law, pilots, costs, int(examples.answer_counts().sum()), job.epochs)
     _show(job, examples, pilots, law, costs, found)
     return found

@@ -18,7 +18,7 @@ from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, DraftSampling
 from paceline.draft.vocabulary import trimmed_vocabulary
 from paceline.models.config import RopeConfig
-from paceline.models.heads.config import HeadConfig
+from paceline.models.heads.config import BlockAttention, BlockConfig, HeadConfig
 from tests.backends.cuda.test_backend import make, needs_gpu
 from tests.models.heads.driver import random_checkpoint
 from tests.tiny import save_checkpoint
@@ -86,6 +86,7 @@ def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
     expected = outputs(False, False)
     assert outputs(True, True) == expected
     assert outputs(True, True, random_head) == expected
+    assert outputs(True, True, random_block_head) == expected
     assert outputs(True, True, lambda backend: draft_model(make(drafting, device, dtype))) == expected
     assert outputs(True, True, lambda backend: Copies()) == expected
 
@@ -184,3 +185,22 @@ def random_head(backend, seed: int = 3):  # type: ignore[no-untyped-def]
     runner = CudaHeadRunner(load_head_weights(head, backend.weights), max_rows=32)
     shape = HeadShape((0, 1, 2), 3 * size, trimmed_vocabulary(head.draft_ids, VOCAB_SIZE), 128)
     return Eagle3Drafter(runner, shape, DraftSampling.COUPLED)
+
+
+def random_block_head(backend):  # type: ignore[no-untyped-def]
+    """A drafter with a random DSpark head for a tiny model; six blocks fit into a pass."""
+    from paceline.backends.cuda.block_runner import CudaBlockRunner
+    from paceline.backends.cuda.block_weights import load_block_weights
+    from paceline.draft.block import DSparkDrafter
+    from paceline.draft.head_drafter import HeadShape
+
+    size, rope = backend.config.hidden_size, RopeConfig(500.0)
+    block = BlockConfig(5, 7, (BlockAttention(),) * 2, sample_from_anchor=True, markov_rank=9)
+    sizes = (VOCAB_SIZE, 90, size, size, 6, 2, 16, 80, 1e-5, rope, 128, (0, 1, 2))
+    head = random_checkpoint(HeadConfig("dspark", *sizes, qk_norm=True, block=block))
+    runner = CudaBlockRunner(load_block_weights(head, backend.weights), max_rows=32)
+    vocabulary = trimmed_vocabulary(head.draft_ids, VOCAB_SIZE)
+    shape = HeadShape((0, 1, 2), 3 * size, vocabulary, 128, block=block, layers=2, kv_heads=2, head_dim=16)
+    drafter = DSparkDrafter(runner, shape, DraftSampling.COUPLED)
+    assert drafter.device is drafter
+    return drafter

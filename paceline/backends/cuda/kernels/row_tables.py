@@ -34,3 +34,4 @@ class RowTables:
     uniform: UniformRows | None = None  # None: requests have different numbers of rows
     shared_prefix: SharedPrefixRows | None = None  # KV chunks that the shared-prefix kernel computes
     prefill: PrefillTiles | None = None  # tiles of the rows that the prefill kernel computes
+    visible: torch.Tensor | None = None  # [rows] the last position that each row sees; None: its own

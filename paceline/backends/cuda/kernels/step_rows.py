@@ -162,7 +162,8 @@ def write_rows(  # type: ignore[no-untyped-def]
     each = _field(plan_at, 1, number, num_rows, 0)
     row = first * requests + request * each + _field(plan_at, 2, number, num_rows, 0)
     catches_up = _field(plan_at, 6, number, num_rows, 0)
-    back = tl.where(catches_up > 0, fresh - 1, 0)  # rows that catch up end at the root
+    # rows that catch up end at the root, or at the token before it
+    back = tl.where(catches_up > 0, fresh + catches_up - 2, 0)
     node = _field(plan_at, 3, number, num_rows, 0)
     index, position = length + node - back, length + _field(plan_at, 4, number, num_rows, 0) - back
     end = tl.where((slot >= 0) & (length < limit), limit, 0)

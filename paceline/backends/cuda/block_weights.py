@@ -1,0 +1,153 @@
+"""The weights of a parallel head (DFlash, JetSpec, DSpark) on the device.
+
+Its layers are those of a small model, so they are loaded and run as one. Keys and values of the context come
+from the same matrices as those of the slots: from the part of each layer's QKV matrix after the queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+
+from paceline.backends.cuda.head_weights import Fusion, load_fusion
+from paceline.backends.cuda.kernels.matrix import Matrix
+from paceline.backends.cuda.layer import Layer, Reader
+from paceline.backends.cuda.shard import WHOLE
+from paceline.backends.cuda.tiled import matrix, padded_line, padded_size
+from paceline.backends.cuda.weights import Weights, load_layers, unpacked
+from paceline.errors import ConfigError
+from paceline.models.config import ModelConfig
+from paceline.models.heads.checkpoint import HeadCheckpoint
+from paceline.models.heads.config import BlockAttention, BlockConfig, HeadConfig
+
+MIN_RANK = 16  # of a product on tensor cores
+
+
+@dataclass(frozen=True)
+class MarkovWeights:
+    """What the token before adds to the logits: after @ before[token]."""
+
+    before: torch.Tensor  # [target's vocabulary, rank] the rank is padded to a power of two
+    after: torch.Tensor  # [draft vocabulary, rank]
+
+
+@dataclass(frozen=True)
+class ConfidenceWeights:
+    """The chance that a guess is accepted: sigmoid(weight . [output, before[token]] + bias)."""
+
+    weight: torch.Tensor  # float32 [hidden, or hidden + rank]
+    bias: torch.Tensor  # float32 [1]
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """All weights of a parallel head."""
+
+    config: HeadConfig
+    block: BlockConfig
+    fusion: Fusion
+    context_norm: torch.Tensor  # [padded hidden] of what all layers read of the context
+    model: Weights  # the layers over the slots, with the head's embedding, output norm and LM head
+    markov: MarkovWeights | None
+    confidence: ConfidenceWeights | None
+    target_ids: torch.Tensor | None  # int32 [draft vocabulary] the target's ids; None: the same vocabulary
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        assert self.fusion.matrix is not None
+        return [*self.model.matrices, self.fusion.matrix]
+
+    def context_matrix(self, layer: Layer) -> Matrix:
+        """The projection of keys and values alone; a tile is a head."""
+        heads, columns, bias = self.config.num_heads, layer.qkv.tiling.columns, layer.qkv.bias
+        width = 2 * self.config.num_kv_heads * self.config.head_dim
+        bias = None if bias is None else bias[heads * columns :]
+        return replace(layer.qkv, weight=layer.qkv.weight[heads:], width=width, bias=bias)
+
+
+def load_block_weights(checkpoint: HeadCheckpoint, target: Weights) -> BlockWeights:
+    """The weights of a head beside its target, in the target's dtype."""
+    config, device, dtype = checkpoint.config, target.device, target.dtype
+    block = _supported(config, target)
+
+    def read(name: str, rows: slice | None = None) -> torch.Tensor:
+        values = torch.from_numpy(checkpoint.tensors[name].float32()).to(device=device, dtype=dtype)
+        return values if rows is None else values[rows]
+
+    def floats(name: str) -> torch.Tensor:
+        return torch.from_numpy(checkpoint.tensors[name].float32()).to(device).flatten()
+
+    model = _model_config(config, len(block.layers))
+    reader = Reader(
+        model, lambda name, *rows: read(name.removeprefix("model."), *rows), unpacked, None, WHOLE
+    )
+    hidden = padded_size(config.hidden_size)
+    weights = Weights(
+        model,
+        matrix(read("embed_tokens.weight"), None) if config.own_embedding else target.embedding,
+        load_layers(reader, dtype, device),
+        padded_line(read("norm.weight"), hidden),
+        matrix(read("lm_head.weight"), None) if config.own_lm_head else target.head,
+    )
+    markov = None
+    if block.markov_rank:
+        rank = max(MIN_RANK, 1 << (block.markov_rank - 1).bit_length())
+        pair = (F.pad(read(f"markov_head.markov_w{n}.weight"), (0, rank - block.markov_rank)) for n in (1, 2))
+        markov = MarkovWeights(*pair)
+    confidence = None
+    if block.confidence:
+        confidence = ConfidenceWeights(
+            floats("confidence_head.proj.weight"), floats("confidence_head.proj.bias")
+        )
+    ids = checkpoint.draft_ids
+    return BlockWeights(
+        config,
+        block,
+        load_fusion(config, read, target),
+        padded_line(read("hidden_norm.weight"), hidden),
+        weights,
+        markov,
+        confidence,
+        None if ids is None else torch.from_numpy(ids).to(device),
+    )
+
+
+def _supported(config: HeadConfig, target: Weights) -> BlockConfig:
+    """The block of a head that the kernels can run. ConfigError if they cannot."""
+    block = config.block
+    assert block is not None, "the head is a parallel one"
+    special = block.mask_embedding or block.convolution_group or block.selector_rank
+    if special or set(block.layers) - {BlockAttention(None, block.layers[0].causal)}:
+        raise ConfigError(
+            f"the cuda backend does not run {config.kind} heads with windows, with an embedding of their own "
+            "for MASK, or with the convolutions and selector of DFlash2. Use --backend torch."
+        )
+    if target.shard.size > 1 or target.hidden != padded_size(target.config.hidden_size):
+        raise ConfigError(
+            f"the cuda backend runs {config.kind} heads on one GPU, beside a model whose hidden size is not "
+            "padded for packed weights. Use --tensor-parallel-size 1 and --quantization none, or an eagle3 "
+            "head."
+        )
+    return block
+
+
+def _model_config(config: HeadConfig, layers: int) -> ModelConfig:
+    """The layers of a head as a model."""
+    return ModelConfig(
+        "llama",
+        config.draft_vocab_size,
+        config.hidden_size,
+        layers,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.intermediate_size,
+        config.rms_norm_eps,
+        config.rope,
+        config.max_position,
+        tie_embeddings=False,
+        qkv_bias=config.qkv_bias,
+        qk_norm=config.qk_norm,
+    )
