@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from benchmarks.gpu.power import Power
 
 DEFAULT_SHAPES = "llama-3.2-1b,qwen2.5-1.5b,llama-3.1-8b"
-DEFAULT_METHODS = "plain,eagle3,tree,model,ngram"
+DEFAULT_METHODS = "plain,eagle3,tree,dspark,model,ngram"
 QUANTIZATIONS = ("none", "fp8", "int8", "int4", "mxfp4")
 WORDS = {
     "plain": "plain",
     "eagle3": "EAGLE-3 head, chain of 5",
     "tree": "EAGLE-3 head, tree of 32",
+    "dspark": "DSpark head of 5 layers, block of 7",
     "model": "draft of llama-3.2-1b, chain of 5",
     "ngram": "chain of 5, looked up",
 }

@@ -7,24 +7,38 @@ not change the time of a step, which computes all its rows whatever is accepted.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import torch
 
 from paceline.backends.async_decoding import NgramLookup
 from paceline.backends.cuda.backend import PAGE_SIZE
+from paceline.backends.cuda.block_runner import CudaBlockRunner
+from paceline.backends.cuda.block_weights import make_block_weights
 from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork, ModelNetwork
 from paceline.backends.cuda.draft_shape import DraftShape, chain_shape, tree_shape
-from paceline.backends.cuda.head_weights import HeadWeights, make_head_weights
+from paceline.backends.cuda.graphs import bucket
+from paceline.backends.cuda.head import HeadPool
+from paceline.backends.cuda.head_weights import make_head_weights
 from paceline.backends.cuda.weights import Weights
 from paceline.backends.cuda.workspace import Pool
+from paceline.models.blocks import Take
 from paceline.models.config import ModelConfig
-from paceline.models.heads.config import HeadConfig, expected_tensors
+from paceline.models.heads.config import (
+    BlockAttention,
+    BlockConfig,
+    HeadConfig,
+    expected_tensors,
+    usual_block_layers,
+)
 
 CHAIN = 5  # drafted tokens
+BLOCK, BLOCK_LAYERS, MARKOV_RANK = 7, 5, 256  # of a DSpark head: all slots draft
 TREE = (32, 3, CHAIN)  # rows including the root, maximum children, levels
 DRAFT_VOCABULARY = 32000
+IDS = np.arange(DRAFT_VOCABULARY, dtype=np.int32)
 LOOK_UP = NgramLookup(2, 4)  # default options of `ngram`
 
 # from requests, number of pages and maximum length to the draft network
@@ -43,7 +57,8 @@ class Drafting:
 
 def eagle3(target: Weights, shape: DraftShape) -> Drafting:
     """A random one-layer EAGLE-3 head of the target's sizes."""
-    head = _random_head(target)
+    config = _head_config(target)
+    head = make_head_weights(config, IDS, _random(config, target), target)
     layers = head.config.layers_of(target.config.num_layers)
 
     def make(requests: int, num_pages: int, longest: int) -> DraftNetwork:
@@ -54,6 +69,24 @@ def eagle3(target: Weights, shape: DraftShape) -> Drafting:
     fusion = head.fusion.matrix
     assert fusion is not None, "an eagle3 head has one"
     return Drafting(shape, make, shape.levels * (once - fusion.weight.nbytes) + fusion.weight.nbytes)
+
+
+def dspark(target: Weights) -> Drafting:
+    """A random DSpark head of the target's sizes, which drafts a chain of a whole block."""
+    shape, features = chain_shape(BLOCK), usual_block_layers(target.config.num_layers, BLOCK_LAYERS)
+    layers = (BlockAttention(),) * BLOCK_LAYERS
+    block = BlockConfig(BLOCK, 0, layers, sample_from_anchor=True, markov_rank=MARKOV_RANK)
+    sizes = replace(_head_config(target), kind="dspark", feature_layers=features, qk_norm=True, block=block)
+    head = make_block_weights(sizes, IDS, _random(sizes, target), target)
+
+    def make(requests: int, num_pages: int, longest: int) -> DraftNetwork:
+        runner = CudaBlockRunner(head, max_rows=bucket(requests) * BLOCK)
+        pool = cast(HeadPool, runner.make_pool(num_pages))
+        return runner.network(pool, features, shape, requests, longest, PAGE_SIZE)
+
+    assert head.markov is not None
+    markov = BLOCK * head.markov.after.nbytes
+    return Drafting(shape, make, sum(matrix.weight.nbytes for matrix in head.matrices) + markov)
 
 
 def draft_model(target: Weights, draft: Weights, weight_bytes: int) -> Drafting:
@@ -88,9 +121,10 @@ def _pool(num_pages: int, layers: int, config: ModelConfig | HeadConfig, target:
     return Pool(num_pages, 0, keys, values)
 
 
-def _random_head(target: Weights) -> HeadWeights:
+def _head_config(target: Weights) -> HeadConfig:
+    """That of a one-layer EAGLE-3 head of the target's sizes."""
     sizes = target.config
-    config = HeadConfig(
+    return HeadConfig(
         kind="eagle3",
         vocab_size=sizes.vocab_size,
         draft_vocab_size=DRAFT_VOCABULARY,
@@ -104,12 +138,12 @@ def _random_head(target: Weights) -> HeadWeights:
         rope=sizes.rope,
         max_position=sizes.max_position,
     )
+
+
+def _random(config: HeadConfig, target: Weights) -> Take:
+    """Random tensors of a head, by name."""
     shapes = dict(expected_tensors(config))
-
-    def take(name: str) -> torch.Tensor:
-        return random_tensor(shapes[name], target.device)
-
-    return make_head_weights(config, np.arange(DRAFT_VOCABULARY, dtype=np.int32), take, target)
+    return lambda name: random_tensor(shapes[name], target.device)
 
 
 def random_tensor(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from benchmarks.gpu.drafts import (
     Drafting,
     draft_model,
+    dspark,
     eagle3_chain,
     eagle3_tree,
     ngram,
@@ -105,6 +106,7 @@ _DRAFTS: dict[str, Callable[[Weights], Drafting]] = {
     "plain": _plain,
     "eagle3": eagle3_chain,
     "tree": eagle3_tree,
+    "dspark": dspark,
     "model": _with_model,
     "ngram": ngram,
 }

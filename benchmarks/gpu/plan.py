@@ -67,6 +67,7 @@ BARS = {
     ("qwen2.5-1.5b", "plain"): {1: 1.0, 64: 2.83},  # 22,600 tokens per second
     ("llama-3.1-8b", "plain"): {1: 4.2, 64: 5.5},
     ("llama-3.1-8b", "eagle3"): {1: 5.2, 16: 5.8},
+    ("llama-3.1-8b", "dspark"): {1: 4.7, 16: 5.6},
     ("llama-3.1-8b", "ngram"): {1: 4.5},
     ("llama-3.1-8b", "model"): {1: 9.0},
 }
@@ -74,11 +75,12 @@ TREE_TO_CHAIN = 1.1  # bar of a tree, relative to the chain of the same run
 COUNTS = {  # numbers of requests, by shape and method
     ("qwen2.5-1.5b", "plain"): (1, 16, 64, 256),
     ("llama-3.1-8b", "tree"): (1,),
+    ("llama-3.1-8b", "dspark"): (1, 16),
     ("llama-3.1-8b", "model"): (1, 16),
     ("llama-3.1-8b", "ngram"): (1, 16),
 }
 USUAL_COUNTS = (1, 16, 64)
-METHODS = ("plain", "eagle3", "tree", "model", "ngram")
+METHODS = ("plain", "eagle3", "tree", "dspark", "model", "ngram")
 SPECULATIVE = "llama-3.1-8b"  # the shape for drafting methods
 DRAFT_MODEL = "llama-3.2-1b"
 MIN_STEPS = 16  # per measurement

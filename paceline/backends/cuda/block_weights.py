@@ -17,7 +17,9 @@ from paceline.backends.cuda.layer import Layer, Reader
 from paceline.backends.cuda.shard import WHOLE
 from paceline.backends.cuda.tiled import matrix, padded_line, padded_size
 from paceline.backends.cuda.weights import Weights, load_layers, unpacked
+from paceline.core.arrays import Int32Array
 from paceline.errors import ConfigError
+from paceline.models.blocks import Take
 from paceline.models.config import ModelConfig
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.config import BlockAttention, BlockConfig, HeadConfig
@@ -69,49 +71,50 @@ class BlockWeights:
 
 def load_block_weights(checkpoint: HeadCheckpoint, target: Weights) -> BlockWeights:
     """The weights of a head beside its target, in the target's dtype."""
-    config, device, dtype = checkpoint.config, target.device, target.dtype
+    device, dtype = target.device, target.dtype
+
+    def read(name: str) -> torch.Tensor:
+        return torch.from_numpy(checkpoint.tensors[name].float32()).to(device=device, dtype=dtype)
+
+    return make_block_weights(checkpoint.config, checkpoint.draft_ids, read, target)
+
+
+def make_block_weights(
+    config: HeadConfig, ids: Int32Array | None, read: Take, target: Weights
+) -> BlockWeights:
+    """The weights that `read` returns by the names of heads/config.py; `ids` are the drafted target ids."""
     block = _supported(config, target)
-
-    def read(name: str, rows: slice | None = None) -> torch.Tensor:
-        values = torch.from_numpy(checkpoint.tensors[name].float32()).to(device=device, dtype=dtype)
-        return values if rows is None else values[rows]
-
-    def floats(name: str) -> torch.Tensor:
-        return torch.from_numpy(checkpoint.tensors[name].float32()).to(device).flatten()
-
     model = _model_config(config, len(block.layers))
-    reader = Reader(
-        model, lambda name, *rows: read(name.removeprefix("model."), *rows), unpacked, None, WHOLE
-    )
+    reader = Reader(model, lambda name: read(name.removeprefix("model.")), unpacked, None, WHOLE)
     hidden = padded_size(config.hidden_size)
     weights = Weights(
         model,
         matrix(read("embed_tokens.weight"), None) if config.own_embedding else target.embedding,
-        load_layers(reader, dtype, device),
+        load_layers(reader, target.dtype, target.device),
         padded_line(read("norm.weight"), hidden),
         matrix(read("lm_head.weight"), None) if config.own_lm_head else target.head,
     )
-    markov = None
-    if block.markov_rank:
-        rank = max(MIN_RANK, 1 << (block.markov_rank - 1).bit_length())
-        pair = (F.pad(read(f"markov_head.markov_w{n}.weight"), (0, rank - block.markov_rank)) for n in (1, 2))
-        markov = MarkovWeights(*pair)
-    confidence = None
-    if block.confidence:
-        confidence = ConfidenceWeights(
-            floats("confidence_head.proj.weight"), floats("confidence_head.proj.bias")
-        )
-    ids = checkpoint.draft_ids
     return BlockWeights(
         config,
         block,
         load_fusion(config, read, target),
         padded_line(read("hidden_norm.weight"), hidden),
         weights,
-        markov,
-        confidence,
-        None if ids is None else torch.from_numpy(ids).to(device),
+        _load_markov(block, read) if block.markov_rank else None,
+        _load_confidence(read) if block.confidence else None,
+        None if ids is None else torch.from_numpy(ids).to(target.device),
     )
+
+
+def _load_markov(block: BlockConfig, read: Take) -> MarkovWeights:
+    rank = max(MIN_RANK, 1 << (block.markov_rank - 1).bit_length())
+    padding = (0, rank - block.markov_rank)
+    return MarkovWeights(*(F.pad(read(f"markov_head.markov_w{n}.weight"), padding) for n in (1, 2)))
+
+
+def _load_confidence(read: Take) -> ConfidenceWeights:
+    weight, bias = (read(f"confidence_head.proj.{part}").float().flatten() for part in ("weight", "bias"))
+    return ConfidenceWeights(weight, bias)
 
 
 def _supported(config: HeadConfig, target: Weights) -> BlockConfig:
