@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
 
 import numpy as np
 import torch
@@ -20,7 +19,6 @@ from paceline.backends.cuda.block_weights import make_block_weights
 from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork, ModelNetwork
 from paceline.backends.cuda.draft_shape import DraftShape, chain_shape, tree_shape
 from paceline.backends.cuda.graphs import bucket
-from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.head_weights import make_head_weights
 from paceline.backends.cuda.weights import Weights
 from paceline.backends.cuda.workspace import Pool
@@ -81,8 +79,7 @@ def dspark(target: Weights) -> Drafting:
 
     def make(requests: int, num_pages: int, longest: int) -> DraftNetwork:
         runner = CudaBlockRunner(head, max_rows=bucket(requests) * BLOCK)
-        pool = cast(HeadPool, runner.make_pool(num_pages))
-        return runner.network(pool, features, shape, requests, longest, PAGE_SIZE)
+        return runner.network(runner.make_pool(num_pages), features, shape, requests, longest, PAGE_SIZE)
 
     assert head.markov is not None
     markov = BLOCK * head.markov.after.nbytes

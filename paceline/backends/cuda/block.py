@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from paceline.backends.cuda.block_weights import BlockWeights
-from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.block_rows import (
     Anchors,
@@ -27,7 +26,7 @@ from paceline.backends.cuda.kernels.linear import project
 from paceline.backends.cuda.kernels.matrix import Scratch, padded_rows, scratch_for
 from paceline.backends.cuda.kernels.residual import plain
 from paceline.backends.cuda.model import run_layers, run_lm_head
-from paceline.backends.cuda.workspace import Room, Workspace, make_workspace
+from paceline.backends.cuda.workspace import Pool, Room, Workspace, make_workspace
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class BlockWorkspace:
 
 
 def make_block_workspace(
-    weights: BlockWeights, pool: HeadPool, context_rows: int, requests: int, longest: int, page_size: int
+    weights: BlockWeights, pool: Pool, context_rows: int, requests: int, longest: int, page_size: int
 ) -> BlockWorkspace:
     """Buffers for passes over this many rows of the context, and blocks, of at most `longest` tokens."""
     config, block, model = weights.config, weights.block, weights.model
@@ -90,7 +89,7 @@ def write_context(
     sources: torch.Tensor | None,
     positions: torch.Tensor,
     slot_mapping: torch.Tensor,
-    pool: HeadPool,
+    pool: Pool,
 ) -> None:
     """Write keys and values of tokens at `positions` [rows] to their KV slots `slot_mapping` [rows].
 
@@ -111,7 +110,7 @@ def write_context(
 
 
 def run_blocks(
-    weights: BlockWeights, workspace: BlockWorkspace, anchors: Anchors, given_pages: int, pool: HeadPool
+    weights: BlockWeights, workspace: BlockWorkspace, anchors: Anchors, given_pages: int, pool: Pool
 ) -> None:
     """Run the blocks behind these anchors; `workspace.layers.logits` has those of their slots.
 

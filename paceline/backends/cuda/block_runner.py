@@ -24,6 +24,7 @@ from paceline.backends.cuda.head_pools import HeadPools, place
 from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.block_rows import Anchors, spare_pages
 from paceline.backends.cuda.tables import DeviceTables, rows_of
+from paceline.backends.cuda.workspace import Pool
 from paceline.core.arrays import Int32Array
 from paceline.core.forward import ForwardBatch, KVPool
 from paceline.models.heads.checkpoint import HeadCheckpoint
@@ -57,7 +58,7 @@ class CudaBlockRunner(HeadPools, BlockRunner):
 
     def network(
         self,
-        pool: HeadPool,
+        pool: Pool,
         feature_layers: tuple[int, ...],
         shape: DraftShape,
         max_requests: int,
@@ -115,7 +116,8 @@ class CudaBlockRunner(HeadPools, BlockRunner):
         self._anchors[:, : lines.shape[1]] = torch.from_numpy(lines)
         pages = torch.from_numpy(np.maximum(blocks.page_tables, 0))
         self._pages[:count, : pages.shape[1]] = pages[:, : self._pages.shape[1]]
-        anchors = Anchors(*self._anchors[:, : lines.shape[1]], self._pages.view(-1))
+        tokens, positions, valid, pages_begin = self._anchors[:, : lines.shape[1]]
+        anchors = Anchors(tokens, positions, valid, pages_begin, self._pages.view(-1))
 
         def run() -> None:
             run_blocks(self.weights, workspace, anchors, self._pages.shape[1], pool)

@@ -14,14 +14,7 @@ import torch
 from paceline.backends.cuda.block import make_block_workspace, run_blocks, slot_logits, write_context
 from paceline.backends.cuda.block_weights import BlockWeights
 from paceline.backends.cuda.draft_shape import DraftShape
-from paceline.backends.cuda.head import (
-    HeadPool,
-    feed_back,
-    fuse,
-    make_head_workspace,
-    run_draft_lm_head,
-    run_head_rows,
-)
+from paceline.backends.cuda.head import feed_back, fuse, make_head_workspace, run_draft_lm_head, run_head_rows
 from paceline.backends.cuda.head_weights import HeadWeights
 from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.block_rows import Anchors
@@ -138,7 +131,7 @@ class BlockNetwork:
     def __init__(
         self,
         weights: BlockWeights,
-        pool: HeadPool,
+        pool: Pool,
         feature_layers: tuple[int, ...],
         shape: DraftShape,
         max_requests: int,
@@ -147,8 +140,8 @@ class BlockNetwork:
     ) -> None:
         """Buffers for steps of at most `max_requests` requests of at most `longest` tokens."""
         config = weights.config
-        self.weights, self.pool, self.shape = weights, pool, shape
-        self.feature_layers = feature_layers
+        self.weights, self.shape, self.feature_layers = weights, shape, feature_layers
+        self.pool = pool
         self.catch_up_rows = shape.levels + 1
         self.tile_height = tile_height(config.num_heads, config.num_kv_heads)
         self.vocab_size = config.draft_vocab_size

@@ -91,7 +91,7 @@ class CudaHeadRunner(HeadPools, HeadRunner):
 
     def network(
         self,
-        pool: HeadPool,
+        pool: Pool,
         feature_layers: tuple[int, ...],
         shape: DraftShape,
         max_requests: int,

@@ -53,7 +53,7 @@ def test_a_block_in_a_step_drafts_behind_the_accepted_tokens(
     runner = CudaBlockRunner(head, max_rows=6)
     pool, generator = runner.make_pool(PAGES), torch.Generator().manual_seed(9)
     pool.keys.copy_(torch.randn(pool.keys.shape, generator=generator))
-    draft = runner.network(pool, (0, 1), chain_shape(CHAIN), ROWS, LONGEST, PAGE_SIZE)  # type: ignore[arg-type]
+    draft = runner.network(pool, (0, 1), chain_shape(CHAIN), ROWS, LONGEST, PAGE_SIZE)
     loop = DecodeLoop(case.weights, case.pool(), case.state, ROWS, PAGE_SIZE, draft)
     draft.target_ids = torch.full((40,), right, dtype=torch.int32, device=device)
     loop.begin([1], ROWS, torch.ones(1, 64, device=device))

@@ -57,12 +57,15 @@ class SlotRows:
         """The tables of a pass over the blocks of these requests."""
         rows, tiles = requests * self.size, -(-self.size // self.height)
         _, positions, slot_mapping, contiguous_until, visible = self.lines[:, :rows]
+        tile_rows, tile_counts, tile_pages = self.tiles[:, : requests * tiles]
         return RowTables(
             positions,
             slot_mapping,
             contiguous_until,
             None,
-            *self.tiles[:, : requests * tiles],
+            tile_rows,
+            tile_counts,
+            tile_pages,
             self.pages.view(-1),
             UniformRows(tiles, self.size, settled=False),
             visible=visible,
