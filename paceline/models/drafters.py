@@ -9,8 +9,6 @@ from paceline.models.heads.fingerprint import target_fingerprint
 from paceline.models.heads.registry import METHODS
 from paceline.models.heads.shipped import shipped_head
 
-NOT_ON_CUDA = ("dflash", "dspark")  # heads that the cuda backend does not run
-
 
 def possible_drafters(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """Each method, and whether it can draft for the model, or why not."""
@@ -22,6 +20,5 @@ def possible_drafters(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     yield "mtp", "yes" if checkpoint.mtp else "refused: the files have no block for multi-token prediction"
     fingerprint = target_fingerprint(checkpoint)
     for method in METHODS:
-        where = ", not on cuda" if method in NOT_ON_CUDA else ""
         head = "the shipped head" if shipped_head(method, fingerprint) else "a head trained for this model"
-        yield method, f"yes, with {head}{where}"
+        yield method, f"yes, with {head}"
