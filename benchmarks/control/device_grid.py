@@ -4,6 +4,9 @@ Engines take tens of seconds to capture their graphs there, and runs only tenths
 without drafters and one with `auto`. The fixed settings are requests to the latter that name a method and a
 length, and each cell is the best of several rounds. Off runs twice in each round: what its two figures differ
 by is chance, and so is as much of any other difference.
+
+All turns ask the same prompts. So that no turn copies the answers of an earlier one, each has its own
+`cache_salt`: past responses are found by requests of the same salt only.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from uuid import uuid4
 
 from benchmarks.control.grid import Cell, Grid, GridOptions
 from paceline.bench.loading import bench_config, empty_memory
@@ -28,8 +32,8 @@ from paceline.draft.methods import AUTO
 
 TEMPERATURES = (0.0, 0.8)
 HEADS = ("eagle3", "eagle", "mtp", "draft_model")  # methods with weights that draft on the device
-HEAD_LENGTHS = {"ngram": (7,)}, (2, 3, 5, 7)  # fixed lookups, and chains of the head
-LOOKUP_LENGTHS = {"suffix": (3, 7)}
+HEAD_LENGTHS = (2, 3, 5, 7)
+LOOKUP_LENGTHS = {"ngram": (7,), "suffix": (3, 7)}
 AGAIN = "off, again"
 
 
@@ -70,10 +74,9 @@ def _config(options: GridOptions, draft: Any) -> Any:
 
 
 def _fixed_settings(methods: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """What requests ask for, by label: lookups, and chains of the engine's head if it has one."""
+    """What requests ask for, by label: lookups, or prompt lookup and chains of the engine's head."""
     head = next((name for name in HEADS if name in methods), None)
-    lookups, lengths = HEAD_LENGTHS
-    by_method = LOOKUP_LENGTHS if head is None else {**lookups, head: lengths}
+    by_method = LOOKUP_LENGTHS if head is None else {"ngram": LOOKUP_LENGTHS["ngram"], head: HEAD_LENGTHS}
     return {
         f"{method} {length}": {"method": method, "num_speculative_tokens": length}
         for method, lengths in by_method.items()
@@ -108,7 +111,9 @@ def _measure(
     differing = 0
     for _ in range(options.rounds):
         for label, (engine, group) in ways.items():
-            turn = runners[engine].run(group, closed(concurrency))
+            salt = uuid4().hex
+            salted = [replace(task, cache_salt=salt) for task in group]
+            turn = runners[engine].run(salted, closed(concurrency))
             answers = [answer.token_ids for answer in turn.answers]
             expected = expected or answers
             pairs = zip(answers, expected, strict=True)

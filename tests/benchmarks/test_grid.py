@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ from benchmarks.control.grid_report import grid_result
 from paceline.bench.loading import empty_memory
 from paceline.bench.report.page import html_page
 from paceline.bench.run.contest import Contest, SpeculationOptions
+from paceline.bench.run.engine_runner import EngineRunner, Task
+from paceline.bench.run.turns import Slices
+from paceline.bench.traffic.profiles import Profile
 from paceline.errors import ConfigError
 from paceline.home import paceline_home
 from tests.benchmarks.cli import run
@@ -103,10 +107,38 @@ def test_a_grid_of_two_engines_measures_fixed_settings_by_what_requests_ask_for(
     assert [cell.label for cell in found.cells] == [
         f"letters x{requests} T={heat}" for requests in (1, 2) for heat in ("0", "0.8")
     ]
-    assert turns == ["off", "auto", "suffix 3", "suffix 7", "off, again"] * 4
+    assert turns == ["off", "auto", "ngram 7", "suffix 3", "suffix 7", "off, again"] * 4
     assert all(cell.off_spread is not None for cell in found.cells)
     assert found.identical
     assert "letters x2 T=0.8" in html_page(grid_result(found))
+
+
+def test_no_turn_copies_the_answers_of_an_earlier_one(
+    tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "letters.jsonl").write_text(json.dumps({"prompt": "abc", "max_tokens": 24}))
+    options = GridOptions(
+        (str(tmp_path / "letters.jsonl"),),
+        (1,),
+        model=str(tiny_gguf),
+        max_tokens=24,
+        threads=1,
+        temperatures=(5.0,),  # the answer does not repeat itself
+        rounds=3,
+    )
+    accepted: list[int] = []
+    slices = EngineRunner.slices
+
+    def noted(runner: EngineRunner, group: Sequence[Task], profile: Profile) -> Slices:
+        turn = yield from slices(runner, group, profile)
+        if group[0].params.speculative is not None:
+            facts = [answer.speculative for answer in turn.answers]
+            accepted.append(sum(each.num_accepted_draft_tokens for each in facts if each is not None))
+        return turn
+
+    monkeypatch.setattr(EngineRunner, "slices", noted)
+    run_device_grid(options)
+    assert accepted == [0] * 9, "ngram 7, suffix 3 and suffix 7, in three rounds"
 
 
 def test_the_command_measures_every_cell_and_writes_everything(tmp_path: Path, tiny_gguf: Path) -> None:

@@ -27,6 +27,7 @@ class Task:
     segment: str
     token_ids: list[int]
     params: SamplingParams
+    cache_salt: str = ""  # tasks of different salts see nothing of each other's prompts and responses
 
 
 class EngineRunner:
@@ -114,7 +115,9 @@ class EngineRunner:
         if profile.lengths:
             params = replace(params, max_tokens=min(params.max_tokens or 1, profile.lengths[index]))
         try:
-            (request,) = self._engine.add_request(task.token_ids, params, segment=task.segment)
+            (request,) = self._engine.add_request(
+                task.token_ids, params, segment=task.segment, cache_salt=task.cache_salt
+            )
         except RequestError as error:
             raise ConfigError(f"prompt {task.id!r} cannot be run: {error}") from None
         return request
