@@ -133,6 +133,7 @@ class KVCache:
         if self.states is not None and found:
             self.states.restore(slot, self._serial(found[-1]))
         self.reserve(slot, len(token_ids))
+        self._release_outside_windows(sequence)
         if reuse:
             self.prefix_queries += len(token_ids)
             self.prefix_hits += cached
