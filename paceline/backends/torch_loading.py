@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import cast
 
 import torch
@@ -28,6 +29,8 @@ def load_pieces(
 ) -> Transformer:
     """The model, or a rank's pieces of it; it has as many pieces for one rank as for eight."""
     config = checkpoint.config
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        _settle_bfloat16_kernels()
     parallel = TensorParallel(count_pieces(config.shared_heads), ranks or SingleRank())
     try:
         return Transformer(config, _take_from(checkpoint, device, dtype, quantization), parallel, row_by_row)
@@ -37,6 +40,18 @@ def load_pieces(
             "choose bfloat16, a device with more memory, more devices (tensor_parallel_size), or a smaller "
             "model."
         ) from error
+
+
+def _settle_bfloat16_kernels() -> None:
+    """Make torch choose the CPU's kernels for bfloat16 now.
+
+    On a CPU without bfloat16 the first wide product fails in oneDNN: torch warns, and computes it and all
+    that follow without oneDNN. Within a run that would change how products are added up.
+    """
+    wide = torch.ones(64, 64, dtype=torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.nn.functional.linear(wide, wide)
 
 
 def _take_from(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, quantization: str) -> Take:

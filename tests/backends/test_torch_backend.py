@@ -163,7 +163,6 @@ def test_features_are_the_hidden_states_of_transformers(pair: Pair) -> None:
     assert output.logits.shape == (0, VOCAB_SIZE)
 
 
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch says so on CPUs without bfloat16
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
 def test_bfloat16_is_near_float32(pair: Pair, device: str) -> None:
     short = TorchBackend.load(pair.checkpoint, device=device, dtype="bfloat16")

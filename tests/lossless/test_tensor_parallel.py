@@ -86,11 +86,12 @@ def answers(model: LoadedModel, path: Path, method: Any, dtype: str) -> list[Out
 
 
 def assert_same_bytes(got: list[Outcome], expected: list[Outcome], method: Any) -> None:
+    """The same answers, drafted for by the method on ranks as on one device."""
     assert [outcome.bytes() for outcome in got] == [outcome.bytes() for outcome in expected]
-    drafted = sum(outcome.count("num_draft_tokens") for outcome in got)
-    assert (drafted > 0) == (method != "off")
-    assert drafted == sum(outcome.count("num_draft_tokens") for outcome in expected)
-    assert not any(child.failed_drafters for outcome in got for child in outcome.children)
+    for outcomes in (got, expected):
+        drafted = sum(outcome.count("num_draft_tokens") for outcome in outcomes)
+        assert (drafted > 0) == (method != "off")
+        assert not any(child.failed_drafters for outcome in outcomes for child in outcome.children)
 
 
 @pytest.fixture(scope="module")
@@ -154,14 +155,17 @@ def compare(path: Path, case: tuple[str, str, int], config: Any, device: str = "
     with model_on(path, 1, dtype, device) as one:
         expected = answers(one, path, config, dtype)
     with model_on(path, ranks, dtype, device) as several:
-        assert_same_bytes(answers(several, path, config, dtype), expected, method)
+        got = answers(several, path, config, dtype)
+    assert_same_bytes(got, expected, method)
+    drafted = [sum(outcome.count("num_draft_tokens") for outcome in some) for some in (got, expected)]
+    assert drafted[0] == drafted[1]
 
 
 @needs_cuda
 @pytest.mark.parametrize("size", [2, 8])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_on_ranks_of_the_cuda_backend(folder: Path, method: str, size: int) -> None:
-    """Drafts are not counted: how much is drafted may depend on measured times."""
+    """Every method drafts. How much may depend on measured times, so the numbers are not compared."""
     config, path = config_of(method, folder), folder / "model"
     if isinstance(config, dict):
         config.pop("branching", None)  # chains are drafted in device passes
@@ -169,8 +173,7 @@ def test_every_method_on_ranks_of_the_cuda_backend(folder: Path, method: str, si
         expected = answers(one, path, config, "bfloat16")
     with cuda_model_on(path, size, "bfloat16") as several:
         got = answers(several, path, config, "bfloat16")
-    assert [outcome.bytes() for outcome in got] == [outcome.bytes() for outcome in expected]
-    assert not any(child.failed_drafters for outcome in got for child in outcome.children)
+    assert_same_bytes(got, expected, method)
 
 
 @needs_cuda
