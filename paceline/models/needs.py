@@ -35,7 +35,8 @@ ATTENTION_BLOCKS = frozenset(
 # Blocks that a backend has kernels for, as ModelConfig.beyond_llama names them; torch has all
 BACKEND_BLOCKS = {
     "cpu": ATTENTION_BLOCKS,
-    "cuda": ATTENTION_BLOCKS | {*RECURRENT_WORDS.values(), "gated attention", "gated shared experts"},
+    "cuda": ATTENTION_BLOCKS
+    | {*RECURRENT_WORDS.values(), "gated attention", "gated shared experts", "latent attention"},
 }
 
 CACHED_BYTES = {"cpu": 2, "torch": 4, "cuda": 2}  # of a value of the KV cache, by default

@@ -167,7 +167,7 @@ class CudaAsyncDecoder:
         """Let steps over these slots read shared prefixes once."""
         begins = (slots * self._pages.shape[1]).astype(np.int32)
         pass_rows = uniform_rows(self._pages[slots], begins, self._joined[slots], steps.nodes)
-        steps.use_shared_prefix(find_shared_prefixes(pass_rows, self._page_size, *self._weights.heads))
+        steps.use_shared_prefix(find_shared_prefixes(pass_rows, self._page_size, *self._weights.head_groups))
 
     @on_all_ranks
     def read(self) -> DecodeOutput:

@@ -84,6 +84,7 @@ class CudaBackend(Backend):
         self.weight_format = dtype if quantization == "none" else quantization
         self.config = weights.config
         self.attention_window = self.config.widest_window
+        self._value_dim = 0 if self.config.latent else self.config.head_dim  # in the KV cache
         self.max_rows = max_rows
         self.device = weights.device
         self.dtype = weights.dtype
@@ -177,17 +178,19 @@ class CudaBackend(Backend):
 
     def bytes_per_page(self) -> int:
         config = self.config
-        kv_heads = self.weights.heads[1]
-        per_token = 2 * len(config.kv_layers) * kv_heads * config.head_dim * self.dtype.itemsize
-        return per_token * PAGE_SIZE
+        each = config.head_dim + self._value_dim
+        return len(config.kv_layers) * self.weights.heads[1] * each * self.dtype.itemsize * PAGE_SIZE
 
     @made_on_all_ranks
     def make_pool(self, num_pages: int) -> Pool:
         """Zeroed storage for `num_pages` pages of keys and values of this model."""
         config = self.config
-        shape = (len(config.kv_layers), num_pages * PAGE_SIZE, self.weights.heads[1], config.head_dim)
+        shape = (len(config.kv_layers), num_pages * PAGE_SIZE, self.weights.heads[1])
         try:
-            keys, values = (torch.zeros(shape, dtype=self.dtype, device=self.device) for _ in range(2))
+            keys, values = (
+                torch.zeros((*shape, size), dtype=self.dtype, device=self.device)
+                for size in (config.head_dim, self._value_dim)
+            )
         except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors
             total = num_pages * self.bytes_per_page()
             raise BackendError(
@@ -217,8 +220,8 @@ class CudaBackend(Backend):
     def _launch(self, batch: ForwardBatch) -> Callable[[], ForwardOutput]:
         counts, begins = np.diff(batch.row_offsets), np.arange(batch.num_requests, dtype=np.int32)
         begins *= batch.page_tables.shape[1]
-        sizes = self.weights.heads
-        large = prefill_requests(batch, *sizes)
+        sizes = self.weights.head_groups
+        large = prefill_requests(batch, *sizes, self.config.latent is not None)
         contexts = np.where(large, 0, batch.context_lengths)  # these read their own contexts
         pass_rows = PassRows(batch.page_tables, begins, contexts, counts, batch.row_offsets[:-1])
         return self._begin(batch, large, find_shared_prefixes(pass_rows, PAGE_SIZE, *sizes))
@@ -239,8 +242,9 @@ class CudaBackend(Backend):
         plan = None if self._recurrences is None else plan_walks(batch)
         nodes, longest = 1 if plan is None else bucket(max(plan.nodes, 1)), int(batch.positions.max()) + 1
         self._make_room(longest, bucket(max(attending, 1)), bucket(max(outputs, 1)), nodes)
-        sizes = self.weights.heads
-        height, large_height = tile_height(*sizes), prefill_height(*sizes)
+        sizes = self.weights.head_groups
+        height = tile_height(*sizes)
+        large_height = prefill_height(*sizes, self.config.latent is not None)
         self._tables.send(batch, rows_of(batch, PAGE_SIZE, height, large, large_height))
         recurrent = self._recurrences.rows(plan, batch, rows) if self._recurrences and plan else None
         prefill_tiles = max_prefill_tiles(rows, large_height) if large.any() else 0

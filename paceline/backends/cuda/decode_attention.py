@@ -58,7 +58,8 @@ def attend(
     if tables.visible is not None:
         assert window is None, "windows end at a row's own position"
         tables = replace(tables, positions=tables.visible)
-    if tables.shared_prefix is not None and (window is not None or is_left_out("shared_prefix")):
+    no_sharing = window is not None or scoring.rope or is_left_out("shared_prefix")
+    if tables.shared_prefix is not None and no_sharing:
         tables = replace(tables, shared_prefix=None)
     plain = window is None and scales is None and scoring.is_native and not is_left_out("decode_attention")
     if not plain or not _run(query, keys, values, tables, page_size, output, scratch, earliest, scoring):

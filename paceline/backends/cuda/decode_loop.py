@@ -116,7 +116,7 @@ class DecodeLoop:
         catch_up_rows, always, height = (
             (0, 0, 1) if draft is None else (draft.catch_up_rows, draft.always, draft.tile_height)
         )
-        own_height = tile_height(*weights.heads)
+        own_height = tile_height(*weights.head_groups)
         before_root = draft is not None and draft.reads_own_features
         self._plan = plan = plan_step(shape, own_height, catch_up_rows, height, draft_levels, before_root)
         self._by_network = max(len(plan.passes) - 1, 0)  # levels that the network drafts

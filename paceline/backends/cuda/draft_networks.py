@@ -192,7 +192,7 @@ class ModelNetwork:
         """`vocab_size` is the target's: ids beyond it are padding."""
         config = weights.config
         self.weights, self.pool, self.shape, self.page_size = weights, pool, shape, page_size
-        self.tile_height = tile_height(*weights.heads)
+        self.tile_height = tile_height(*weights.head_groups)
         self.vocab_size = min(vocab_size, config.vocab_size)
         rows = max_requests * _most_rows(shape, self.catch_up_rows)
         self._workspace = make_workspace(weights, Room.of(rows, longest))

@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.backends.cuda.kernels.heads import Rotation
+from paceline.backends.cuda.kernels.latent import head_matrices
 from paceline.backends.cuda.kernels.matrix import Matrix
 from paceline.backends.cuda.kernels.packing import FP8_GROUP, SCALE_WORDS, step_of
 from paceline.backends.cuda.kernels.routing import Mixture
 from paceline.backends.cuda.kernels.scoring import LLAMA_SCORING, Scoring
+from paceline.backends.cuda.latent import LatentWeights
 from paceline.backends.cuda.recurrent import MATRICES
 from paceline.backends.cuda.shard import Shard
 from paceline.backends.cuda.tiled import (
@@ -24,7 +26,7 @@ from paceline.backends.cuda.tiled import (
     stacked_matrix,
 )
 from paceline.models.blocks import Take
-from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
+from paceline.models.config import LatentConfig, ModelConfig, MoeConfig, RopeConfig
 from paceline.models.layout import NORMS
 
 PACKINGS = ("mxfp4", "int4", "q4k", "q6k", "fp8", "int8", "none")  # in order of precision
@@ -37,7 +39,7 @@ class Layer:
     """One layer: attention, then a gated feed-forward block."""
 
     attention_norm: torch.Tensor | None  # [padded hidden]
-    qkv: Matrix  # tiles are heads: of queries, then of keys, then of values
+    qkv: Matrix  # tiles are heads: of queries, then of keys, then of values; of latents: see latent.py
     head_norms: tuple[torch.Tensor, torch.Tensor] | None  # [head_dim] of queries and of keys
     output: Matrix
     feed_forward_norm: torch.Tensor | None  # [padded hidden]
@@ -53,6 +55,7 @@ class Layer:
     shared_gate: Matrix | None = None  # of one column: the sigmoid of its output scales the shared expert
     gate: Matrix | None = None  # likewise, of every attention output
     is_recurrent: bool = False  # then `qkv` projects what the recurrence reads
+    latent: LatentWeights | None = None  # of latent attention
 
     @property
     def is_plain(self) -> bool:
@@ -194,6 +197,8 @@ class _LayerLoader:
     def _attention(self) -> Layer:
         """A layer's attention, without what follows it."""
         config, take = self.read.config, self._take
+        if config.latent is not None:
+            return self._latent_attention(config.latent)
         into, norms = self._heads()
         sinks = take("self_attn.sinks") if config.attention_sinks else None
         out = self._attention_output()
@@ -209,6 +214,34 @@ class _LayerLoader:
             joint_norms=norms if config.joint_qk_norm else None,
             gate=self._attention_gate() if config.attention_gate else None,
         )
+
+    def _latent_attention(self, latent: LatentConfig) -> Layer:
+        """A layer's attention to latents: what its kernels multiply, head by head, is not packed."""
+        config, take, place = self.read.config, self._take, "self_attn"
+        first = "q_a_proj" if latent.query_rank else "q_proj"
+        weights, packing = self._matrices([f"{place}.{first}", f"{place}.kv_a_proj_with_mqa"])
+        bias = None
+        if latent.biases:
+            key_bias = take(f"{place}.kv_a_proj_with_mqa.bias")
+            no_bias = key_bias.new_zeros(config.num_heads * (latent.rope_dim + latent.nope_dim))
+            bias = torch.cat((take(f"{place}.q_a_proj.bias") if latent.query_rank else no_bias, key_bias))
+        into, out = matrix(torch.cat(weights), bias, packing=packing), self._attention_output()
+        query, query_norm = None, None
+        if latent.query_rank:
+            (rows,), packed = self._matrices([f"{place}.q_b_proj"])
+            query, query_norm = matrix(rows, None, packing=packed), take(f"{place}.q_a_layernorm.weight")
+        both = take(f"{place}.kv_b_proj.weight").to(self.dtype).view(config.num_heads, -1, latent.rank)
+        to_keys, to_values = both[:, : latent.nope_dim], both[:, latent.nope_dim :]
+        own = LatentWeights(
+            latent,
+            query,
+            query_norm,
+            take(f"{place}.kv_a_layernorm.weight"),
+            head_matrices(to_keys.transpose(1, 2)),
+            head_matrices(to_values),
+        )
+        scoring = Scoring(config.attention_scale, rope=latent.rope_dim)
+        return Layer(None, into, None, out, None, into, out, scoring=scoring, latent=own)
 
     def _heads(self) -> tuple[Matrix, tuple[torch.Tensor, torch.Tensor] | None]:
         """The QKV projection, and the norms of queries and keys, if there are any."""
@@ -249,7 +282,9 @@ def has_residual(config: ModelConfig) -> bool:
 
 def _has_fp8_input(config: ModelConfig, name: str) -> bool:
     """Whether the input of a layer's matrix is in e4m3: not that of experts, nor of odd sizes."""
-    if ".mlp.experts." in name or config.hidden_size % FP8_GROUP or has_residual(config) or config.recurrent:
+    if config.recurrent or config.latent or has_residual(config):
+        return False
+    if ".mlp.experts." in name or config.hidden_size % FP8_GROUP:
         return False
     return ".self_attn.o_proj." not in name or config.head_dim in FP8_HEAD_SIZES
 

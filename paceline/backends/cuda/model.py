@@ -29,6 +29,7 @@ from paceline.backends.cuda.kernels.recurrent_output import gate
 from paceline.backends.cuda.kernels.recurrent_types import recurrent_shape
 from paceline.backends.cuda.kernels.residual import add_normed, plain
 from paceline.backends.cuda.kernels.row_tables import RowTables
+from paceline.backends.cuda.latent import project_latents, project_values
 from paceline.backends.cuda.logits import run_logits
 from paceline.backends.cuda.recurrent import RecurrentRows
 from paceline.backends.cuda.vocabulary import embed_tokens
@@ -77,6 +78,7 @@ def run_layers(
         keys, values = pool.keys[place], pool.values[place]
         if not begun:
             _project_qkv(layer, workspace, tables, keys, values, config.rms_norm_eps)
+        latent = workspace.latent
         attend(
             workspace.query,
             keys,
@@ -84,11 +86,13 @@ def run_layers(
             tables,
             config.window(index),
             page_size,
-            own.attention_output,
+            own.attention_output if latent is None else latent.mixed,
             workspace.attention,
             scales=own.attention_scales,
             scoring=layer.scoring,
         )
+        if layer.latent is not None and latent is not None:
+            project_values(layer.latent, latent, workspace.attention_output, tables.positions)
         begun = _run_to_next(weights, workspace, index, tables, pool, kept(index + 1))
         if not begun:
             _gate_attention(layer, workspace, rows)
@@ -126,6 +130,10 @@ def _project_qkv(
     eps: float,
 ) -> None:
     """Write queries, and keys and values to their KV slots; a norm of all heads at once comes after that."""
+    if layer.latent is not None and layer.rotation is not None and workspace.latent is not None:
+        known = layer.qkv, layer.latent, layer.rotation, tables, workspace.latent
+        project_latents(workspace.attention_input, *known, workspace.query, keys, workspace.scratch)
+        return
     where = tables.positions, tables.slot_mapping
     rotation = None if layer.joint_norms else layer.rotation
     project_heads(

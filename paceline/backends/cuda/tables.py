@@ -46,13 +46,13 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.clone()
 
 
-def prefill_requests(batch: ForwardBatch, heads: int, kv_heads: int) -> BoolArray:
+def prefill_requests(batch: ForwardBatch, heads: int, kv_heads: int, has_latents: bool = False) -> BoolArray:
     """Which requests the prefill kernel attends for: [requests].
 
     Those with a tile of contiguous rows at least, if together they are enough to occupy the device, and those
     with contiguous rows after the first FEW_ROWS, for which other kernels have no scratch.
     """
-    counts, height = np.diff(batch.row_offsets), prefill_height(heads, kv_heads)
+    counts, height = np.diff(batch.row_offsets), prefill_height(heads, kv_heads, has_latents)
     tiles, late = -(-counts // height), batch.row_offsets[1:] > FEW_ROWS
     large = counts >= height
     if late.any() or large.any():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from paceline.backends.cuda.kernels.attention import latent_groups
 from paceline.backends.cuda.kernels.heads import Rotation
 from paceline.backends.cuda.kernels.matrix import Matrix
 from paceline.backends.cuda.kernels.packing import BLOCKS, SCALE_WORDS, step_of
@@ -44,6 +45,12 @@ class Weights:
         return self.shard.heads(self.config)
 
     @property
+    def head_groups(self) -> tuple[int, int]:
+        """The query heads of this rank, and the groups of them that share a program of attention."""
+        heads, kv_heads = self.heads
+        return heads, latent_groups(heads) if self.config.latent else kv_heads
+
+    @property
     def hidden(self) -> int:
         """The padded hidden size."""
         return self.embedding.depth
@@ -63,7 +70,8 @@ class Weights:
         routers = [own.mixture.router for own in self.layers if own.mixture is not None]
         shared = [matrix for own in self.layers for matrix in own.shared or ()]
         shared += [gate for own in self.layers for gate in (own.gate, own.shared_gate) if gate is not None]
-        return [matrix for layer in layers for matrix in layer] + routers + shared + [self.head]
+        latents = [own.latent.query for own in self.layers if own.latent and own.latent.query]
+        return [matrix for layer in layers for matrix in layer] + routers + shared + latents + [self.head]
 
 
 def unpacked(name: str) -> str:
@@ -163,7 +171,7 @@ def _rotation(config: ModelConfig, rope: RopeConfig | None, device: torch.device
     frequencies = torch.from_numpy(rope_frequencies(rope, config.head_dim)).to(device)
     angles = torch.arange(config.max_position, device=device)[:, None].float() * frequencies
     cosines, sines = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
-    rest = (0, config.head_dim // 2 - len(frequencies))
+    rest = (0, 0 if config.latent else config.head_dim // 2 - len(frequencies))
     return torch.nn.functional.pad(cosines, rest, value=1.0), torch.nn.functional.pad(sines, rest)
 
 

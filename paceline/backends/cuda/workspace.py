@@ -13,6 +13,7 @@ from paceline.backends.cuda.kernels.packing import FP8_GROUP
 from paceline.backends.cuda.kernels.recurrent_types import RecurrentBuffers, recurrent_shape
 from paceline.backends.cuda.kernels.residual import plain
 from paceline.backends.cuda.kernels.routing import Routing, routing_for
+from paceline.backends.cuda.latent import LatentBuffers, make_latent_buffers
 from paceline.backends.cuda.shard import TILE
 from paceline.backends.cuda.tiled import padded_size
 from paceline.backends.cuda.weights import Weights
@@ -25,7 +26,7 @@ class Pool:
     num_pages: int
     bytes_per_page: int
     keys: torch.Tensor  # [layers, slots, KV heads, head_dim]
-    values: torch.Tensor  # [layers, slots, KV heads, head_dim]
+    values: torch.Tensor  # [layers, slots, KV heads, head_dim, or 0 of latents]
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Workspace(Activations):
     residual: ResidualBuffers | None  # of families whose norms are kernels of their own
     recurrent: RecurrentBuffers | None  # of recurrent layers
     gates: torch.Tensor | None  # float32 [rows, any] of attention or shared experts, if they have some
+    latent: LatentBuffers | None  # of latent attention
 
 
 @dataclass(frozen=True)
@@ -94,18 +96,19 @@ def make_workspace(weights: Weights, room: Room) -> Workspace:
     intermediate = max((gates.padded_width // 2 for gates, _ in _dense(weights)), default=0)
     gates = [gate for own in weights.layers for gate in (own.gate, own.shared_gate) if gate is not None]
     gated = max((own.padded_width for own in gates), default=0)
+    value_dim = config.latent.value_dim if config.latent else config.head_dim
     whole = _activations(
         weights,
         rows,
         outputs,
         Widths(
             weights.hidden,
-            padded_size(config.num_heads * config.head_dim),
+            padded_size(config.num_heads * value_dim),
             intermediate if weights.shard.size == 1 else padded_size(config.intermediate_size),
             config.vocab_size,
         ),
     )
-    own, (heads, kv_heads) = whole, weights.heads
+    own, (heads, groups) = whole, weights.head_groups
     if weights.shard.size > 1:
         hidden, vocab = weights.shard.width(config.hidden_size), weights.head.padded_width
         own = _activations(
@@ -117,11 +120,20 @@ def make_workspace(weights: Weights, room: Room) -> Workspace:
         query=torch.zeros((rows, heads, config.head_dim), dtype=weights.dtype, device=device),
         selected=_normed(weights, outputs, weights.hidden),
         scratch=scratch_for(weights.matrices, rows, device),
-        attention=attention_scratch(attending, heads, kv_heads, config.head_dim, room.longest, device, rows),
+        attention=attention_scratch(
+            attending,
+            heads,
+            groups,
+            config.latent.rank if config.latent else config.head_dim,
+            room.longest,
+            device,
+            rows,
+        ),
         routing=routing_for(mixtures[0], rows, weights.dtype, device) if mixtures else None,
         residual=_residual_buffers(weights, rows) if weights.residual else None,
         recurrent=_recurrent_buffers(weights, rows, room.nodes) if weights.recurrent else None,
         gates=torch.zeros((rows, gated), device=device) if gated else None,
+        latent=_latent_buffers(weights, rows),
     )
 
 
@@ -135,6 +147,13 @@ def _residual_buffers(weights: Weights, rows: int) -> ResidualBuffers:
     added = torch.zeros((rows, weights.hidden), device=weights.device)
     ones, unused = torch.ones((rows, 1), device=weights.device), replace(weights, residual=None)
     return ResidualBuffers(added, ones, _normed(unused, rows, weights.hidden))
+
+
+def _latent_buffers(weights: Weights, rows: int) -> LatentBuffers | None:
+    layer, like = weights.layers[0], weights.norm
+    if layer.latent is None:
+        return None
+    return make_latent_buffers(layer.latent, layer.qkv, rows, like)
 
 
 def _recurrent_buffers(weights: Weights, rows: int, nodes: int) -> RecurrentBuffers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -18,10 +19,19 @@ TREE = [-1, 0, 0, 1, 2, -1, 3, 4, 5]  # branches whose rows interleave: see test
 
 
 class Case:
-    """Requests with random keys and values, and the rows of a pass over them."""
+    """Requests with random keys and values, and the rows of a pass over them.
+
+    With `rope`, keys are this many rotated numbers and a latent of `dim`, which is the value.
+    """
 
     def __init__(
-        self, contexts: list[int], parents: list[list[int]], heads: int, kv_heads: int, dim: int
+        self,
+        contexts: list[int],
+        parents: list[list[int]],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        rope: int = 0,
     ) -> None:
         generator = np.random.default_rng(3)
         pages_each = max(-(-(c + len(p)) // PAGE_SIZE) for c, p in zip(contexts, parents, strict=True))
@@ -46,8 +56,10 @@ class Case:
         )
         torch.manual_seed(1)
         kv_slots = pages.size * PAGE_SIZE
-        self.query = torch.randn(int(self.offsets[-1]), heads, dim)
-        self.keys, self.values = (torch.randn(kv_slots, kv_heads, dim) for _ in range(2))
+        self.query = torch.randn(int(self.offsets[-1]), heads, rope + dim)
+        self.keys, self.values = (torch.randn(kv_slots, kv_heads, rope + dim) for _ in range(2))
+        if rope:
+            self.values = self.keys[..., rope:]
         seen = torch.zeros(len(contexts), pages_each * PAGE_SIZE, dtype=torch.bool)
         for request, own in enumerate(zip(contexts, parents, strict=True)):
             seen[request, : own[0] + len(own[1])] = True
@@ -66,14 +78,20 @@ class Case:
         scoring: Scoring = LLAMA_SCORING,
     ) -> torch.Tensor:
         """What the kernels give: [rows, heads, head_dim]. That of prefills attends for `large` requests."""
-        from paceline.backends.cuda.kernels.attention import attend, attention_scratch, tile_height
+        from paceline.backends.cuda.kernels.attention import (
+            attend,
+            attention_scratch,
+            latent_groups,
+            tile_height,
+        )
         from paceline.backends.cuda.kernels.prefill_attention import prefill_height
         from paceline.backends.cuda.tables import DeviceTables, rows_of
 
         heads, kv_heads, dim = self.shape
+        kv_heads = latent_groups(heads) if scoring.rope else kv_heads
         rows, large = self.batch.num_rows, large or [False] * self.batch.num_requests
         tables = DeviceTables(rows + 3, self.batch.page_tables.size, device)
-        heights = tile_height(heads, kv_heads), prefill_height(heads, kv_heads)
+        heights = tile_height(heads, kv_heads), prefill_height(heads, kv_heads, scoring.rope > 0)
         own = rows_of(self.batch, PAGE_SIZE, heights[0], np.array(large), heights[1])
         tables.send(self.batch, own)
         output = torch.full((rows, heads * dim), math.nan, dtype=dtype, device=device)
@@ -131,11 +149,29 @@ def test_scores_may_be_scaled_capped_and_have_sinks(device: torch.device, dtype:
         torch.testing.assert_close(got.float(), case.expected(dtype, 9, scoring), rtol=0, atol=1e-2)
 
 
-def test_a_drafted_row_has_the_bits_of_its_committed_path(device: torch.device, dtype: torch.dtype) -> None:
+LATENTS = Scoring(0.3, rope=10)
+
+
+@pytest.mark.parametrize("heads", [6, 20], ids=["tiles of two rows", "two groups of heads"])
+def test_latents_are_keys_and_values(heads: int, device: torch.device, dtype: torch.dtype) -> None:
+    """In the kernels of decodes, of prefill chunks and of trees."""
+    for own, large in ((CHAINS, [True, True, False]), (TREES, None)):
+        contexts, offsets = own.batch.context_lengths.tolist(), own.offsets
+        parents = [own.batch.parents[begin:end].tolist() for begin, end in pairwise(offsets)]
+        case = Case(contexts, parents, heads, 1, 18, rope=10)
+        got = case.run(device, dtype, large=large, scoring=LATENTS)
+        torch.testing.assert_close(got.float(), case.expected(dtype, scoring=LATENTS), rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("scoring", [LLAMA_SCORING, LATENTS], ids=["keys", "latents"])
+def test_a_drafted_row_has_the_bits_of_its_committed_path(
+    scoring: Scoring, device: torch.device, dtype: torch.dtype
+) -> None:
     """Node 7 of the tree lies apart from its ancestors 0, 2, 4. Decoded after them it has the same bits."""
-    tree = Case([60], [TREE], 6, 2, 14)
-    drafted = tree.run(device, dtype)[7]
-    decoded = Case([63], [[-1]], 6, 2, 14)
+    shape = (6, 1, 18, 10) if scoring.rope else (6, 2, 14)
+    tree = Case([60], [TREE], *shape)
+    drafted = tree.run(device, dtype, scoring=scoring)[7]
+    decoded = Case([63], [[-1]], *shape)
     decoded.query[0] = tree.query[7]
     index = np.arange(64)
     index[60:] = 60 + np.array([0, 2, 4, 7])  # where the path lies in the tree's pages
@@ -144,26 +180,31 @@ def test_a_drafted_row_has_the_bits_of_its_committed_path(device: torch.device, 
         kv_slot = decoded.batch.page_tables[0][own // PAGE_SIZE] * PAGE_SIZE + own % PAGE_SIZE
         source = tree.batch.page_tables[0][other // PAGE_SIZE] * PAGE_SIZE + other % PAGE_SIZE
         mine[kv_slot] = theirs[source]
-    assert torch.equal(decoded.run(device, dtype)[0], drafted)
+    assert torch.equal(decoded.run(device, dtype, scoring=scoring)[0], drafted)
 
 
+@pytest.mark.parametrize("scoring", [LLAMA_SCORING, LATENTS], ids=["keys", "latents"])
 def test_split_kv_does_not_change_bits(
-    device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    scoring: Scoring, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A context of 9 blocks: of each block another program, or all of them two KV chunks of one."""
     from paceline.backends.cuda.kernels import attention
 
-    case = Case([9 * attention.BLOCK - 1], [[-1]], 2, 1, 16)
-    shared = case.run(device, dtype, longest=1024)
-    torch.testing.assert_close(shared.float(), case.expected(dtype), rtol=0, atol=1e-2)
+    case = Case([9 * attention.BLOCK - 1], [[-1]], 2, 1, 16, scoring.rope)
+    shared = case.run(device, dtype, longest=1024, scoring=scoring)
+    torch.testing.assert_close(shared.float(), case.expected(dtype, scoring=scoring), rtol=0, atol=1e-2)
     monkeypatch.setattr(attention, "PROGRAMS", 4)
-    assert torch.equal(case.run(device, dtype, longest=1024), shared)
+    assert torch.equal(case.run(device, dtype, longest=1024, scoring=scoring), shared)
 
 
 @pytest.mark.parametrize(
-    ("contexts", "counts", "window"),
-    [((0, 64 * 64 + 62, 70), (36, 3, 1), None), ((600, 20), (5, 5), 70)],
-    ids=["several groups, and a row of the other kernel", "a window"],
+    ("contexts", "counts", "window", "scoring"),
+    [
+        ((0, 64 * 64 + 62, 70), (36, 3, 1), None, LLAMA_SCORING),
+        ((600, 20), (5, 5), 70, LLAMA_SCORING),
+        ((0, 64 * 64 + 62, 70), (6, 3, 1), None, LATENTS),
+    ],
+    ids=["several groups, and a row of the other kernel", "a window", "latents"],
 )
 def test_a_prefill_chunk_has_the_bits_of_single_rows(
     device: torch.device,
@@ -171,14 +212,18 @@ def test_a_prefill_chunk_has_the_bits_of_single_rows(
     contexts: tuple[int, ...],
     counts: tuple[int, ...],
     window: int | None,
+    scoring: Scoring,
 ) -> None:
-    case = Case(list(contexts), [chain_parents([count]).tolist() for count in counts], 3, 1, 16)
-    alone = case.run(device, dtype, window, longest=4352)
-    prefilled = case.run(device, dtype, window, longest=4352, large=[count > 1 for count in counts])
+    chains = [chain_parents([count]).tolist() for count in counts]
+    case = Case(list(contexts), chains, 3, 1, 16, scoring.rope)
+    alone = case.run(device, dtype, window, longest=4352, scoring=scoring)
+    some = [count > 1 for count in counts]
+    prefilled = case.run(device, dtype, window, longest=4352, large=some, scoring=scoring)
     if device.type == "cuda":
         assert torch.equal(prefilled, alone)
     torch.testing.assert_close(prefilled, alone, rtol=0, atol=1e-3)  # the interpreter sums as it likes
-    torch.testing.assert_close(prefilled.float(), case.expected(dtype, window), rtol=0, atol=1e-2)
+    expected = case.expected(dtype, window, scoring)
+    torch.testing.assert_close(prefilled.float(), expected, rtol=0, atol=1e-2)
 
 
 def test_requests_with_many_contiguous_rows_are_prefilled_if_they_occupy_the_device() -> None:

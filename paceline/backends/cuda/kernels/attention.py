@@ -43,11 +43,13 @@ from paceline.backends.cuda.kernels.softmax import MERGE_FAN_IN as MERGE_FAN_IN
 from paceline.backends.cuda.kernels.softmax import (
     contiguous_block,
     empty_softmax,
+    head_groups,
     kv_slots_of,
     lanes_of_tile,
     load_queries,
     merge,
     merge_partials,
+    pool_of_head,
     prefetch_kv,
     rows_of_lanes,
     store_partial,
@@ -60,6 +62,7 @@ from paceline.backends.cuda.kernels.softmax import (
 LANES = 16  # rows times query heads of a tile, at least
 WARPS = 4  # decides the bits, as BLOCK and MERGE_FAN_IN do
 STAGES = 5  # pipeline stages of the loop over blocks: two for page numbers, from which slots follow
+LATENT_WARPS, LATENT_STAGES = 8, 3  # of latents, which are longer than keys
 PROGRAMS = 264  # enough to occupy the device
 MAX_KV_SPLITS = MERGE_FAN_IN * MERGE_FAN_IN  # programs of a tile and KV head, at most
 _BLOCK, _MERGE_FAN_IN = tl.constexpr(BLOCK), tl.constexpr(MERGE_FAN_IN)
@@ -78,6 +81,11 @@ class AttentionScratch:
 def tile_height(heads: int, kv_heads: int) -> int:
     """The number of rows of a tile."""
     return rows_of_lanes(LANES, heads, kv_heads)
+
+
+def latent_groups(heads: int) -> int:
+    """The groups of query heads that read the same latents: to tiles they are what KV heads are to others."""
+    return head_groups(heads, LANES)
 
 
 def attention_scratch(
@@ -140,7 +148,7 @@ def _split_kv(position, contiguous_until, newest, count, window, kv_splits, shar
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend_chunk(  # type: ignore[no-untyped-def]
-    query,
+    queries,
     span,
     tile,
     sight,
@@ -153,23 +161,25 @@ def _attend_chunk(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     has_trees: tl.constexpr,
     softcap: tl.constexpr,
+    rope: tl.constexpr,
 ):
     """The merged softmax of a span of blocks: contiguous blocks first, then tree blocks."""
     begin, end = span
-    merged = empty_softmax(query.shape[0], query.shape[1])
+    merged = empty_softmax(queries[0].shape[0], queries[0].shape[1])
     newest = tl.max(sight[0], 0)
     tree_blocks_begin = tl.maximum(tl.minimum(end, tile[3] // _BLOCK), begin)  # the first tree block
     for index in tl.range(begin, tree_blocks_begin, num_stages=stages):
         column = index * _BLOCK + tl.arange(0, _BLOCK)
         seen, visible = column <= newest, visible_positions(column, sight)
         kv_slot = kv_slots_of(column, seen, pool[2], page_size)
-        merged = merge(merged, contiguous_block(query, kv_slot, seen, visible, scale, pool, dim, softcap))
+        other = contiguous_block(queries, kv_slot, seen, visible, scale, pool, dim, softcap, rope)
+        merged = merge(merged, other)
     if has_trees:
         for index in tl.range(tree_blocks_begin, end, num_stages=1):
             column = index * _BLOCK + tl.arange(0, _BLOCK)
             visible = visible_positions(column, sight)
             other = tree_block(
-                query, column, tile, visible, scale, tables, pool, dim, height, page_size, softcap
+                queries, column, tile, visible, scale, tables, pool, dim, height, page_size, softcap, rope
             )
             merged = merge(merged, other)
     return merged
@@ -229,6 +239,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     has_shared: tl.constexpr,  # whether the shared-prefix kernel ran before
     softcap: tl.constexpr,  # 0: no cap
     has_sinks: tl.constexpr,
+    rope: tl.constexpr,  # 0: no latents
+    rope_wide: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
     number, head, kv_split, kv_splits = (
@@ -250,22 +262,22 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     )
     oldest = tl.where(shared_chunks > 0, 0, begin)  # the first partial to merge
     pages_at += tl.load(tile_pages_at + number)
-    pool = (keys_at + head * dim, values_at + head * dim, pages_at, kv_heads * dim)
+    pool = pool_of_head(keys_at, values_at, pages_at, head, kv_heads, dim, rope)
     if begin + kv_split >= end:
         pdl_wait(pdl)  # no program may end before earlier kernels, not even of a padding tile
         return
     column = (begin + kv_split) * each * _BLOCK + tl.arange(0, _BLOCK)
     seen = (column <= newest) & (column < tree_begin)
     kv_slot = kv_slots_of(column, seen, pages_at, page_size)
-    prefetch_kv(pool, kv_slot, wide, pdl)  # keys and values of earlier passes
+    prefetch_kv(pool, kv_slot, wide, rope, pdl)  # keys and values of earlier passes
     pdl_wait(pdl)
     line = row * heads + query_head
-    query = load_queries(query_at, line, is_used, dim, wide)
+    queries = load_queries(query_at, line, is_used, dim, wide, rope, rope_wide)
     partials_at, tables = (partial_acc_at, partial_stats_at), (positions_at, contiguous_until_at, paths_at)
     merged, tile = empty_softmax(lanes, wide), (first, count, in_tile, tree_begin)
     if (each == 1) & ((begin + kv_split + 1) * _BLOCK <= tree_begin):
         visible = visible_positions(column, sight)
-        merged = contiguous_block(query, kv_slot, seen, visible, scale, pool, dim, softcap)
+        merged = contiguous_block(queries, kv_slot, seen, visible, scale, pool, dim, softcap, rope)
         if end - oldest > 1:
             store_partial(
                 merged, (line * max_partials + begin + kv_split).to(tl.int64), partials_at, is_used, dim
@@ -274,7 +286,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         for partial in range(begin + kv_split, end, kv_splits):
             span = (partial * each, tl.minimum((partial + 1) * each, blocks))
             merged = _attend_chunk(
-                query,
+                queries,
                 span,
                 tile,
                 sight,
@@ -287,6 +299,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                 stages,
                 has_trees,
                 softcap,
+                rope,
             )
             if end - oldest > 1:
                 store_partial(merged, (line * max_partials + partial).to(tl.int64), partials_at, is_used, dim)
@@ -343,15 +356,16 @@ def attend(
 
     `query` is [rows, heads, head_dim], `keys` and `values` are one layer's [slots, key heads, head_dim].
     Positions before `earliest` hold nothing and are seen by no row. If there are `scales`, as of Normed, the
-    output is rounded to e4m3; heads have whole groups of 64 then.
+    output is rounded to e4m3; heads have whole groups of 64 then. Where keys have latents (`scoring.rope`),
+    these are the values, and `values` is not read.
     """
-    _, heads, dim = query.shape
-    kv_heads = keys.shape[1]
+    heads, rope = query.shape[1], scoring.rope
+    dim, kv_heads = query.shape[2] - rope, latent_groups(heads) if rope else keys.shape[1]
     tiles, pdl = len(tables.tile_rows), supports_pdl(query.device)
     if tables.prefill is not None:
         partials = scratch.partial_acc, scratch.partial_stats
         paged = tables.prefill, tables.positions, tables.pages, window, page_size
-        attend_prefill(query, keys, values, *paged, output, partials, scoring, earliest, scales)
+        attend_prefill(query, keys, values, kv_heads, *paged, output, partials, scoring, earliest, scales)
     if not tiles:
         return
     height, parts = tile_height(heads, kv_heads), _max_partials(tiles, kv_heads, scratch.blocks)
@@ -388,14 +402,16 @@ def attend(
         height,
         height * triton.next_power_of_2(heads // kv_heads),
         page_size,
-        STAGES,
+        LATENT_STAGES if rope else STAGES,
         tables.paths is not None,
         scales is not None,
         tables.shared_prefix is not None,
         scoring.softcap(dim),
         scoring.sinks is not None,
+        rope,
+        max(16, triton.next_power_of_2(rope)),
         pdl,
-        num_warps=WARPS,
+        num_warps=LATENT_WARPS if rope else WARPS,
         enable_fp_fusion=False,
         launch_pdl=pdl,
     )

@@ -10,7 +10,7 @@ head), reads all positions that its rows see, and merges what it has computed wi
         at the end of a group (8 KV chunks), merge that into the result of the groups before, kept in memory
 
 That is the order of kernels/attention.py, and so are the bits. Rows are contiguous: their positions are
-their KV indices.
+their KV indices. Latents are so long that a program has 16 lanes for them, too.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ from paceline.backends.cuda.kernels.softmax import (
     BLOCK,
     MERGE_FAN_IN,
     empty_softmax,
+    key_products,
     kv_slots_of,
     lanes_of_tile,
     load_kv,
     load_partial,
     load_queries,
+    load_values,
     merge,
+    pool_of_head,
     rows_of_lanes,
     scaled,
     store_partial,
@@ -43,8 +46,8 @@ from paceline.backends.cuda.kernels.softmax import (
     write_attention,
 )
 
-LANES = 64  # rows times query heads of a program
-WARPS = 4
+LANES, LATENT_LANES = 64, 16  # rows times query heads of a program
+WARPS, LATENT_WARPS = 4, 8
 STAGES = 2  # pipeline stages of the loop over blocks: more take the room of a second program
 _BLOCK = tl.constexpr(BLOCK)
 
@@ -58,9 +61,9 @@ class PrefillTiles:
     pages: torch.Tensor  # offset of its request's page table
 
 
-def prefill_height(heads: int, kv_heads: int) -> int:
+def prefill_height(heads: int, kv_heads: int, has_latents: bool = False) -> int:
     """The number of rows of a tile."""
-    return rows_of_lanes(LANES, heads, kv_heads)
+    return rows_of_lanes(LATENT_LANES if has_latents else LANES, heads, kv_heads)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -104,6 +107,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     quantizes: tl.constexpr,
     softcap: tl.constexpr,  # 0: no cap
     has_sinks: tl.constexpr,
+    rope: tl.constexpr,  # 0: no latents
+    rope_wide: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
     # the last tiles of a request see most: they start first
@@ -114,7 +119,6 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         pdl_wait(pdl)  # no program may end before earlier kernels
         return
     in_tile, query_head, is_used = lanes_of_tile(head, count, heads, kv_heads, height, lanes)
-    stride: tl.constexpr = kv_heads * dim
     per_group: tl.constexpr = fan_in * fan_in  # blocks
     row = first + tl.minimum(in_tile, count - 1)
     position = tl.load(positions_at + row)
@@ -123,22 +127,24 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     begin, end = lowest // (_BLOCK * fan_in) * fan_in, newest // _BLOCK + 1
     whole = (oldest + 1) // _BLOCK  # all rows see all of the blocks below it, if there is no window
     pages_at += tl.load(tile_pages_at + number)
+    pool = pool_of_head(keys_at, values_at, pages_at, head, kv_heads, dim, rope)
     pdl_wait(pdl)
     line, partials_at = (row * heads + query_head).to(tl.int64), (partial_acc_at, partial_stats_at)
-    query = load_queries(query_at, line, is_used, dim, wide)
+    queries = load_queries(query_at, line, is_used, dim, wide, rope, rope_wide)
     chunk_max, chunk_sum, chunk_acc = empty_softmax(lanes, wide)
     group_max, group_sum, group_acc = empty_softmax(lanes, wide)
     for index in tl.range(begin, end, num_stages=stages):
         column = index * _BLOCK + tl.arange(0, _BLOCK)
         seen = column <= newest
         kv_slot = kv_slots_of(column, seen, pages_at, page_size)
-        key = load_kv(keys_at + head * dim, kv_slot, seen, stride, dim, wide)
-        value = load_kv(values_at + head * dim, kv_slot, seen, stride, dim, wide)
-        scores = scaled(tl.dot(query, tl.trans(key)), scale, softcap)
+        key = load_kv(pool[0], kv_slot, seen, pool[3], dim, wide)
+        value = load_values(key, pool, kv_slot, seen, dim, rope)
+        scores = scaled(key_products(queries, key, pool, kv_slot, seen, rope), scale, softcap)
         if (index >= whole) | (window > 0) | (index * _BLOCK < earliest):
             scores = tl.where(visible_positions(column, sight), scores, float("-inf"))
         row_max, weights = weights_of(scores)
-        row_sum, acc = sum_of_weights(weights), tl.dot(weights.to(value.dtype), value)
+        row_sum = tl.sum(weights, 1) if rope > 0 else sum_of_weights(weights)
+        acc = tl.dot(weights.to(value.dtype), value)
         chunk_max, chunk_sum, chunk_acc = merge((chunk_max, chunk_sum, chunk_acc), (row_max, row_sum, acc))
         if index % fan_in == fan_in - 1:
             group_max, group_sum, group_acc = merge(
@@ -164,6 +170,7 @@ def attend_prefill(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
+    kv_heads: int,
     tiles: PrefillTiles,
     positions: torch.Tensor,
     pages: torch.Tensor,
@@ -179,9 +186,9 @@ def attend_prefill(
 
     `partials` are partial_acc and partial_stats, with a line for each row and head at least.
     """
-    _, heads, dim = query.shape
-    kv_heads = keys.shape[1]
-    height, pdl = prefill_height(heads, kv_heads), supports_pdl(query.device)
+    heads, rope = query.shape[1], scoring.rope
+    dim, pdl = query.shape[2] - rope, supports_pdl(query.device)
+    height = prefill_height(heads, kv_heads, rope > 0)
     _prefill_kernel[(kv_heads, len(tiles.rows))](
         query,
         keys,
@@ -211,8 +218,10 @@ def attend_prefill(
         scales is not None,
         scoring.softcap(dim),
         scoring.sinks is not None,
+        rope,
+        max(16, triton.next_power_of_2(rope)),
         pdl,
-        num_warps=WARPS,
+        num_warps=LATENT_WARPS if rope else WARPS,
         enable_fp_fusion=False,
         launch_pdl=pdl,
     )

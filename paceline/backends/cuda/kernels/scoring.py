@@ -16,11 +16,12 @@ class Scoring:
     factor: float = 0.0  # of products; 0: 1 / sqrt(head_dim)
     cap: float = 0.0  # scores are cap * tanh(score / cap); 0: no cap
     sinks: torch.Tensor | None = None  # [heads] a score that takes a share of attention and has no value
+    rope: int = 0  # keys are this many rotated numbers, then a latent, which is the value; 0: no latents
 
     @property
     def is_native(self) -> bool:
         """Whether CUDA C++ kernels compute such scores."""
-        return not self.cap and self.sinks is None
+        return not self.cap and self.sinks is None and not self.rope
 
     def scale(self, dim: int) -> float:
         """The factor of products, or of their tanh, so that weights are powers of two."""

@@ -98,7 +98,7 @@ def _shared_prefix_kernel(  # type: ignore[no-untyped-def]
         own_pages_at, kv_chunk = pages_at + tl.load(item_at + 2), tl.load(item_at + 3)
         in_tile, query_head, is_used = lanes_of_tile(head, rows, heads, kv_heads, height, lanes)
         line = tl.load(rows_at + first + tl.minimum(in_tile, rows - 1)) * heads + query_head
-        query = load_queries(query_at, line, is_used, dim, wide)
+        query, _ = load_queries(query_at, line, is_used, dim, wide)
         merged = empty_softmax(lanes, wide)
         for index in tl.range(0, _MERGE_FAN_IN, num_stages=stages):
             column = kv_chunk * (_MERGE_FAN_IN * _BLOCK) + index * _BLOCK + tl.arange(0, _BLOCK)

@@ -3,6 +3,10 @@
 A partial result is, for each lane, the largest score (row_max), the sum of weights (row_sum) and the
 weighted sum of values (acc), as in FlashAttention. A pool is the addresses of keys, values and page numbers,
 and the stride between positions.
+
+Of latent attention (models/latent.py) all query heads share one KV head, [rotated key | latent], and latents
+are the values. Then `rope` is the size of the rotated part, `dim` that of a latent, and a pool has the
+addresses of latents, rotated keys and page numbers. Programs have some of the query heads each.
 """
 
 from __future__ import annotations
@@ -25,6 +29,11 @@ def rows_of_lanes(lanes: int, heads: int, kv_heads: int) -> int:
     return max(1, lanes // int(triton.next_power_of_2(heads // kv_heads)))
 
 
+def head_groups(heads: int, lanes: int) -> int:
+    """The number of equal groups of query heads that share a KV head, each of at most `lanes`."""
+    return next(count for count in range(1, heads + 1) if heads % count == 0 and heads // count <= lanes)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def lanes_of_tile(  # type: ignore[no-untyped-def]
     head, count, heads: tl.constexpr, kv_heads: tl.constexpr, height: tl.constexpr, lanes: tl.constexpr
@@ -36,11 +45,44 @@ def lanes_of_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def load_queries(query_at, line, is_used, dim: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The queries of these lines, row times heads plus head: [lanes, wide], zero where a lane is not used."""
+def pool_of_head(  # type: ignore[no-untyped-def]
+    keys_at, values_at, pages_at, head, kv_heads: tl.constexpr, dim: tl.constexpr, rope: tl.constexpr
+):
+    """The pool of a KV head, or of the latents that all groups of heads share."""
+    if rope > 0:
+        return keys_at + rope, keys_at, pages_at, dim + rope
+    else:  # noqa: RET505 -- Triton compiles what follows a return
+        return keys_at + head * dim, values_at + head * dim, pages_at, kv_heads * dim
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_queries(  # type: ignore[no-untyped-def]
+    query_at,
+    line,
+    is_used,
+    dim: tl.constexpr,
+    wide: tl.constexpr,
+    rope: tl.constexpr = 0,
+    rope_wide: tl.constexpr = 0,
+):
+    """The queries of these lines, row times heads plus head: [lanes, wide], zero where a lane is not used.
+
+    And the rotated parts that meet rotated keys; without latents they are the same once more.
+    """
+    query = _query_parts(query_at + rope, line, is_used, dim, wide, dim + rope)
+    rotated = query
+    if rope > 0:
+        rotated = _query_parts(query_at, line, is_used, rope, rope_wide, dim + rope)
+    return query, rotated
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _query_parts(  # type: ignore[no-untyped-def]
+    query_at, line, is_used, dim: tl.constexpr, wide: tl.constexpr, stride: tl.constexpr
+):
     part = tl.arange(0, wide)
     mask = is_used[:, None] & (part < dim)[None, :]
-    return tl.load(query_at + line[:, None] * dim + part[None, :], mask=mask, other=0.0)
+    return tl.load(query_at + line[:, None] * stride + part[None, :], mask=mask, other=0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -51,14 +93,15 @@ def kv_slots_of(index, seen, pages_at, page_size: tl.constexpr):  # type: ignore
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def prefetch_kv(pool, kv_slot, wide: tl.constexpr, pdl: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+def prefetch_kv(pool, kv_slot, wide: tl.constexpr, rope: tl.constexpr, pdl: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
     """Prefetch keys and values of these KV slots into the L2 cache, where kernels overlap."""
     if pdl:
         keys_at, values_at, _, stride = pool
         lines: tl.constexpr = (wide + 63) // 64
-        wanted = kv_slot.to(tl.int64)[:, None] * stride + tl.arange(0, lines)[None, :] * 64
+        first = kv_slot.to(tl.int64)[:, None] * stride
+        wanted = first + tl.arange(0, lines)[None, :] * 64
         prefetch(keys_at + wanted)
-        prefetch(values_at + wanted)
+        prefetch(values_at + (first if rope > 0 else wanted))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -87,6 +130,26 @@ def load_kv(pool_at, kv_slot, seen, stride, dim: tl.constexpr, wide: tl.constexp
     part = tl.arange(0, wide)
     mask = seen[:, None] & (part < dim)[None, :]
     return tl.load(pool_at + kv_slot[:, None].to(tl.int64) * stride + part[None, :], mask=mask, other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_values(key, pool, kv_slot, seen, dim: tl.constexpr, rope: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The values of these KV slots: [block, wide]; latents are keys and values at once."""
+    value = key
+    if rope == 0:
+        value = load_kv(pool[1], kv_slot, seen, pool[3], dim, key.shape[1])
+    return value
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def key_products(queries, key, pool, kv_slot, seen, rope: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The products of queries and keys: [lanes, block]. `queries` are those of `load_queries`."""
+    query, rotated = queries
+    products = tl.dot(query, tl.trans(key))
+    if rope > 0:
+        rotated_key = load_kv(pool[1], kv_slot, seen, pool[3], rope, rotated.shape[1])
+        products = tl.dot(rotated, tl.trans(rotated_key), products)
+    return products
 
 
 @triton.jit
@@ -162,20 +225,20 @@ def empty_softmax(lanes: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-u
 
 @triton.jit  # type: ignore[untyped-decorator]
 def contiguous_block(  # type: ignore[no-untyped-def]
-    query, kv_slot, seen, visible, scale, pool, dim: tl.constexpr, softcap: tl.constexpr
+    queries, kv_slot, seen, visible, scale, pool, dim: tl.constexpr, softcap: tl.constexpr, rope: tl.constexpr
 ):
     """The partial result of a block whose KV slots are the same for all rows of the tile."""
-    keys_at, values_at, _, stride = pool
-    wide: tl.constexpr = query.shape[1]
-    key = load_kv(keys_at, kv_slot, seen, stride, dim, wide)
-    value = load_kv(values_at, kv_slot, seen, stride, dim, wide)
-    row_max, weights = softmax_weights(tl.dot(query, tl.trans(key)), visible, scale, softcap)
+    wide: tl.constexpr = queries[0].shape[1]
+    key = load_kv(pool[0], kv_slot, seen, pool[3], dim, wide)
+    value = load_values(key, pool, kv_slot, seen, dim, rope)
+    products = key_products(queries, key, pool, kv_slot, seen, rope)
+    row_max, weights = softmax_weights(products, visible, scale, softcap)
     return row_max, tl.sum(weights, 1), tl.dot(weights.to(value.dtype), value)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def tree_block(  # type: ignore[no-untyped-def]
-    query,
+    queries,
     column,
     tile,
     visible,
@@ -186,6 +249,7 @@ def tree_block(  # type: ignore[no-untyped-def]
     height: tl.constexpr,
     page_size: tl.constexpr,
     softcap: tl.constexpr,
+    rope: tl.constexpr,
 ):
     """The partial result of a block of which each row reads its own KV slots.
 
@@ -193,19 +257,20 @@ def tree_block(  # type: ignore[no-untyped-def]
     """
     keys_at, values_at, pages_at, stride = pool
     _, _, in_tile, _ = tile
-    lanes: tl.constexpr = query.shape[0]
-    wide: tl.constexpr = query.shape[1]
+    lanes: tl.constexpr = queries[0].shape[0]
+    wide: tl.constexpr = queries[0].shape[1]
     kv_slots = _path_slots(column, tile, tables, pages_at, height, page_size)
     scores = tl.zeros([lanes, column.shape[0]], tl.float32)
     for tile_row in tl.range(height, num_stages=2):
         kv_slot = _of_row(kv_slots, tile_row)
         key = load_kv(keys_at, kv_slot, kv_slot >= 0, stride, dim, wide)
-        scores = tl.where((in_tile == tile_row)[:, None], tl.dot(query, tl.trans(key)), scores)
+        products = key_products(queries, key, pool, kv_slot, kv_slot >= 0, rope)
+        scores = tl.where((in_tile == tile_row)[:, None], products, scores)
     row_max, weights = softmax_weights(scores, visible, scale, softcap)
     acc = tl.zeros([lanes, wide], tl.float32)
     for tile_row in tl.range(height, num_stages=2):
         kv_slot = _of_row(kv_slots, tile_row)
-        value = load_kv(values_at, kv_slot, kv_slot >= 0, stride, dim, wide)
+        value = load_kv(values_at if rope == 0 else keys_at, kv_slot, kv_slot >= 0, stride, dim, wide)
         row_acc = tl.dot(weights.to(value.dtype), value)
         acc = tl.where((in_tile == tile_row)[:, None], row_acc, acc)
     return row_max, tl.sum(weights, 1), acc
