@@ -35,7 +35,7 @@ WORDS = {
 
 def gpu_command(
     shapes: Annotated[
-        str, typer.Option(help="Model shapes, with random weights; also qwen3-30b-a3b.")
+        str, typer.Option(help="Model shapes, with random weights: those of benchmarks/gpu/plan.py.")
     ] = DEFAULT_SHAPES,
     methods: Annotated[
         str, typer.Option(help="Decoding methods. All except plain are measured with llama-3.1-8b only.")

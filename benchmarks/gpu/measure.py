@@ -115,6 +115,8 @@ _DRAFTS: dict[str, Callable[[Weights], Drafting]] = {
 def weight_bytes(weights: Weights, rows: int = 1) -> int:
     """Bytes of weights that a step of `rows` rows reads; experts are assumed to be chosen evenly."""
     total = float(_bytes_of(*weights.matrices))
+    latents = [own for layer in weights.layers if (own := layer.latent) is not None]
+    total += sum(own.to_latents.weight.nbytes + own.to_values.weight.nbytes for own in latents)
     for mixture in (layer.mixture for layer in weights.layers if layer.mixture is not None):
         unused = (1 - mixture.chosen / mixture.experts) ** rows
         total -= unused * _bytes_of(mixture.gate_up, mixture.down)
@@ -179,13 +181,14 @@ def prefilled_loop(weights: Weights, requests: int, setting: Setting, drafting: 
     _prefill(backend, prompts[:1, :-1], pages[:1], pool, 0)
     _prefill(backend, prompts[1:, :-1], pages[1:], pool, common * PAGE_SIZE)
     draft = None if drafting.make is None else drafting.make(requests, requests * pages_each, longest)
-    look_up = drafting.look_up
-    loop = DecodeLoop(weights, pool, state, requests, PAGE_SIZE, draft, drafting.shape, look_up=look_up)
+    known = weights, pool, state, requests, PAGE_SIZE, draft, drafting.shape
+    states = backend.make_states(requests).tensors if config.recurrent else None  # which stay empty
+    loop = DecodeLoop(*known, look_up=drafting.look_up, states=states)
     loop.begin(list(range(requests)), requests)
     begins = np.arange(requests, dtype=np.int32) * pages_each
     computed = np.full(requests, prompt_tokens - 1, dtype=np.int32)
     rows = uniform_rows(pages, begins, computed, loop.nodes)
-    loop.use_shared_prefix(find_shared_prefixes(rows, PAGE_SIZE, config.num_heads, config.num_kv_heads))
+    loop.use_shared_prefix(find_shared_prefixes(rows, PAGE_SIZE, *weights.head_groups))
     return loop
 
 

@@ -42,6 +42,20 @@ SHAPES = {
 # families whose layers differ from llama's, as their config.json describes them
 _SIZES = ["hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"]
 _SIZES += ["intermediate_size", "vocab_size"]
+_DELTA_NET: dict[str, object] = {
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.25,
+}
+_LATENTS: dict[str, object] = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+}
 _FAMILIES: dict[str, tuple[tuple[int, ...], dict[str, object]]] = {
     "gpt-oss-20b": (
         (2880, 24, 64, 8, 64, 2880, 201088),
@@ -54,6 +68,47 @@ _FAMILIES: dict[str, tuple[tuple[int, ...], dict[str, object]]] = {
     "olmo-3-7b": (
         (4096, 32, 32, 32, 128, 11008, 100278),
         {"model_type": "olmo3", "sliding_window": 4096},
+    ),
+    # hybrids: a gated delta net in three of four layers
+    "qwen3.5-9b": ((4096, 32, 16, 4, 256, 12288, 248320), {"model_type": "qwen3_5_text", **_DELTA_NET}),
+    "qwen3-next-8-layers": (  # of 48
+        (2048, 8, 16, 2, 256, 5632, 151936),
+        {
+            "model_type": "qwen3_next",
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            **_DELTA_NET,
+        },
+    ),
+    "deepseek-v2-lite": (
+        (2048, 27, 16, 16, 192, 10944, 102400),
+        {
+            "model_type": "deepseek_v2",
+            "q_lora_rank": None,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 6,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 1,
+            "topk_method": "greedy",
+            **_LATENTS,
+        },
+    ),
+    "deepseek-v3-3-layers": (  # of 61; these have no experts
+        (7168, 3, 128, 128, 192, 18432, 129280),
+        {
+            "model_type": "deepseek_v3",
+            "q_lora_rank": 1536,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "n_group": 8,
+            "topk_group": 4,
+            "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3,
+            **_LATENTS,
+        },
     ),
 }
 SHAPES |= {

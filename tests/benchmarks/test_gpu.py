@@ -25,6 +25,7 @@ def test_the_defaults_are_known_and_others_are_refused() -> None:
     from benchmarks.gpu.plan import METHODS, SHAPES, planned
 
     others = {"qwen3-30b-a3b", "gpt-oss-20b", "gemma-3-12b", "olmo-3-7b"}
+    others |= {"qwen3.5-9b", "qwen3-next-8-layers", "deepseek-v2-lite", "deepseek-v3-3-layers"}
     assert set(SHAPES) - set(DEFAULT_SHAPES.split(",")) == others
     assert set(DEFAULT_METHODS.split(",")) == set(METHODS) == set(WORDS)
     with pytest.raises(ConfigError, match=r"no shape 'gpt-9'; choose from llama-3\.2-1b"):
