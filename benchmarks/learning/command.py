@@ -70,7 +70,9 @@ def learning_command(
 def learning_load_command(
     model: Model = DEFAULT_MODEL,
     clients: Annotated[str, typer.Option(help="Numbers of concurrent clients.")] = "1,16",
-    rounds: Annotated[int, typer.Option(help="Turns of each server with each number of clients.")] = 5,
+    rounds: Annotated[
+        str, typer.Option(help="Turns of each server; may differ for each of --clients, as in 8,5.")
+    ] = "5",
     requests: Annotated[
         str,
         typer.Option(help="Requests in a turn, at least two per client; may differ for each of --clients."),
@@ -82,23 +84,32 @@ def learning_load_command(
     json_file: JsonFile = None,
 ) -> None:
     """Is a server slower while it learns? With --learn, its trainer at work, beside one without, in turns."""
-    from benchmarks.learning.load import learning_load_result, measure_learning_load
+    from benchmarks.learning.load import Load, learning_load_result, measure_learning_load
     from benchmarks.server.process import serve_flags
     from paceline.bench.report.output import Report
     from paceline.bench.report.terminal import progress
 
     report = Report(json_file)
-    numbers, sizes = ([int(number) for number in given.split(",")] for given in (clients, requests))
-    loads = list(zip(numbers, sizes * len(numbers) if len(sizes) == 1 else sizes, strict=True))
+    loads = [Load(*numbers) for numbers in _each_of(clients, requests, rounds)]
     flags = serve_flags(threads, quantization)
-    with TemporaryDirectory() as folder, progress(2 * (1 + rounds) * len(numbers)) as on_turn:
+    turns = sum(2 * (1 + load.rounds) for load in loads)
+    with TemporaryDirectory() as folder, progress(turns) as on_turn:
         compared = []
-        for each in measure_learning_load(model, loads, rounds, tokens, Path(folder), flags, device, on_turn):
+        for each in measure_learning_load(model, loads, tokens, Path(folder), flags, device, on_turn):
             compared.append(each)
             typer.echo(each.told)  # the others take minutes
     facts = {"model": model, "rounds": rounds, "requests": requests, "tokens": tokens, "threads": threads}
     facts["device"] = device
     report.show(learning_load_result(compared, facts))
+
+
+def _each_of(first: str, *others: str) -> list[tuple[int, ...]]:
+    """The numbers of these lists, one of each together; a list of one number holds for all of the first."""
+    lists = [[int(number) for number in given.split(",")] for given in (first, *others)]
+    size = len(lists[0])
+    if any(len(each) not in (1, size) for each in lists):
+        raise typer.BadParameter(f"give one number, or one for each of --clients, which has {size}.")
+    return list(zip(*(each * size if len(each) == 1 else each for each in lists), strict=True))
 
 
 def _show(window: Window) -> None:

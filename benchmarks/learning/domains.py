@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
+from paceline.errors import ConfigError
+
 Conversation = list[dict[str, str]]
 
 CITIES = [
@@ -190,14 +192,26 @@ DOMAINS: Mapping[str, Callable[[random.Random], Conversation]] = {
 }
 
 
+def numbered_chats(start: int, number: int) -> Sequence[Conversation]:
+    """Chats from this index on, as many as one likes: each says its number, so that no two are equal."""
+    found = []
+    for index in range(start, start + number):
+        request = chat(random.Random(f"chat {index}"))[-1]["content"]
+        found.append([{"role": "user", "content": f"Question {index}. {request}"}])
+    return found
+
+
 def conversations(domain: str, start: int, number: int) -> Sequence[Conversation]:
-    """The prompts of a domain from this index on. No two are equal."""
+    """The prompts of a domain from this index on. No two are equal; ConfigError if there are too few."""
     found: dict[str, Conversation] = {}
     index = 0
     while len(found) < start + number:
         conversation = DOMAINS[domain](random.Random(f"{domain} {index}"))
         found.setdefault(conversation[-1]["content"] + conversation[0]["content"], conversation)
         index += 1
-        if index > 50 * (start + number) + 1000:  # the templates give no more
-            break
+        if index > 50 * (start + number) + 1000:
+            raise ConfigError(
+                f"The templates of {domain} give {len(found)} different prompts and {start + number} are "
+                "needed: ask for fewer requests."
+            )
     return list(found.values())[start : start + number]

@@ -1,7 +1,7 @@
 """Never worse while it learns: a server with --learn beside one without, in turns, its trainer at work.
 
 Both servers answer the same prompts. While one is measured the other one is stopped, with its trainer, so
-that each has the machine for itself. The trainer's CPU seconds and steps in the turns say how much it worked.
+that each has the machine for itself. The trainer's CPU seconds and steps in each turn say how much it worked.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import os
 import signal
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -18,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning.domains import conversations
+from benchmarks.learning.domains import conversations, numbered_chats
 from benchmarks.server.client_requests import CHAT, model_name
 from benchmarks.server.process import ServerProcess
 from benchmarks.turns import take_turns
@@ -42,6 +44,15 @@ class LearningLoadError(PacelineError):
     """The servers cannot be compared."""
 
 
+@dataclass(frozen=True)
+class Load:
+    """What is sent to both servers."""
+
+    clients: int  # at once
+    requests: int  # in a turn
+    rounds: int  # turns of each server
+
+
 @dataclass
 class Turn:
     """What the clients of a server saw in one turn."""
@@ -51,6 +62,17 @@ class Turn:
     latencies: list[float]  # seconds of each request
     trained: float = 0.0  # CPU seconds of the trainer
     served: float = 0.0  # CPU seconds of the server
+    steps: int = 0  # of the trainer; a GPU's trainer reports every tenth
+
+    @property
+    def throughput(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+    @property
+    def p95(self) -> float:
+        """Seconds in which 95 % of the requests are answered."""
+        return _p95(self.latencies)
 
 
 @dataclass
@@ -77,8 +99,7 @@ class Side:
     @property
     def p95(self) -> float:
         """Seconds in which 95 % of the requests are answered."""
-        latencies = sorted(each for turn in self.turns for each in turn.latencies)
-        return latencies[min(len(latencies) - 1, int(0.95 * len(latencies)))]
+        return _p95([each for turn in self.turns for each in turn.latencies])
 
     @property
     def trainer_share(self) -> float:
@@ -94,7 +115,6 @@ class Compared:
     without: Side
     learning: Side
     device: str = "cpu"
-    steps: int = 0  # of the trainer, in the turns of both
     slowdown: float | None = None  # as the server measured it
 
     @property
@@ -107,16 +127,35 @@ class Compared:
         return self.without.p95 / self.learning.p95
 
     @property
+    def spread(self) -> tuple[float, float]:
+        """Standard errors of the two ratios above, by the rounds: of throughput and of p95 latency."""
+        rounds = list(zip(self.without.turns, self.learning.turns, strict=True))
+        return (
+            _standard_error([math.log(after.throughput / before.throughput) for before, after in rounds]),
+            _standard_error([math.log(before.p95 / after.p95) for before, after in rounds]),
+        )
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the trainer in each turn of its server."""
+        return [turn.steps for turn in self.learning.turns]
+
+    @property
     def cpu_ratio(self) -> float:
         """The server's CPU time per token without, over that with: below 1 is a loss."""
         return self.without.cpu / self.learning.cpu if self.learning.cpu else 1.0
 
     @property
     def told(self) -> str:
-        """Both ratios in one line."""
+        """Both ratios, and what the trainer did meanwhile, in one line."""
+        throughput, latency = self.spread
+        cpu = [round(turn.trained, 1) for turn in self.learning.turns]
+        slowdown = "unknown" if self.slowdown is None else f"{self.slowdown:.3f}"
         return (
-            f"{self.clients} clients: {self.throughput_ratio:.3f} of the tokens/s, {self.latency_ratio:.3f} "
-            f"by p95 latency; without/without {self.without.noise:.3f}"
+            f"{self.clients} clients: {self.throughput_ratio:.3f} +- {throughput:.3f} of the tokens/s, "
+            f"{self.latency_ratio:.3f} +- {latency:.3f} by p95 latency; without/without "
+            f"{self.without.noise:.3f}; the trainer's steps in each turn {self.steps}, CPU seconds "
+            f"{cpu}; slowdown as the server measures it {slowdown}"
         )
 
     @property
@@ -124,20 +163,24 @@ class Compared:
         return LEAST[self.device] if self.clients == 1 else LEAST_UNDER_LOAD
 
 
+def _p95(latencies: Sequence[float]) -> float:
+    return sorted(latencies)[min(len(latencies) - 1, int(0.95 * len(latencies)))]
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
 def measure_learning_load(
     model: str,
-    loads: Sequence[tuple[int, int]],
-    rounds: int,
+    loads: Sequence[Load],
     tokens: int,
     folder: Path,
     flags: Sequence[str] = (),
     device: str = "cpu",
     on_turn: OnTurn = lambda _: None,
 ) -> Iterator[Compared]:
-    """The two servers with each load, as it is measured: a number of clients, and of requests in a turn.
-
-    Every round has its own prompts, the same for both.
-    """
+    """Both servers with each load, as it is measured. Every round has its own prompts, the same for both."""
     flags = (*flags, *FLAGS.get(device, ()))
     learn = ("--learn", "--learn-dir", str(folder), "--learn-min-rows", str(TRAIN_ROWS))
     with ExitStack() as stack:
@@ -158,13 +201,11 @@ def measure_learning_load(
             sent += rounds * size
             return take_turns(jobs, rounds, on_turn)
 
-        for clients, requests in loads:
-            measured(clients, 2 * clients, 1)  # compiles
-            before = _state(learning)["training_steps"]
-            turns = measured(clients, max(requests, 2 * clients), rounds)
-            state, sides = _state(learning), (Side(turns[WITHOUT]), Side(turns[WITH]))
-            steps = state["training_steps"] - before
-            yield Compared(clients, *sides, device, steps, state["slowdown"])
+        for load in loads:
+            measured(load.clients, 2 * load.clients, 1)  # compiles
+            turns = measured(load.clients, max(load.requests, 2 * load.clients), load.rounds)
+            sides = Side(turns[WITHOUT]), Side(turns[WITH])
+            yield Compared(load.clients, *sides, device, _state(learning)["slowdown"])
 
 
 def _turns(
@@ -180,15 +221,20 @@ def _turns(
     numbers = itertools.count()
 
     def turn() -> Turn:
-        chats = conversations("chat", first + next(numbers) * size, size)
+        chats = numbered_chats(first + next(numbers) * size, size)
         with stopped(other):
             time.sleep(PAUSE)
-            workers = (trainer, process.process.pid)
-            before = [_cpu_seconds(worker) for worker in workers]
+            before = used()
             result = asyncio.run(_send(process.server, chats, clients, tokens))
-            after = [_cpu_seconds(worker) for worker in workers]
-            result.trained, result.served = (late - early for early, late in zip(before, after, strict=True))
+            after = used()
+            result.trained, result.served = after[0] - before[0], after[1] - before[1]
+            result.steps = after[2] - before[2]
         return result
+
+    def used() -> tuple[float, float, int]:
+        """CPU seconds of the trainer and of the server, and steps of the trainer, so far."""
+        steps = 0 if trainer is None else _state(process)["training_steps"]
+        return _cpu_seconds(trainer), _cpu_seconds(process.process.pid), steps
 
     return turn
 
@@ -271,15 +317,15 @@ def learning_load_result(compared: Sequence[Compared], facts: dict[str, Any]) ->
             str(each.clients),
             f"{each.without.throughput:.1f}",
             f"{each.learning.throughput:.1f}",
-            f"{each.throughput_ratio:.3f}",
+            f"{each.throughput_ratio:.3f} +- {each.spread[0]:.3f}",
             f"{each.without.noise:.3f}",
             f"{each.cpu_ratio:.3f}",
             f"{each.without.p95:.3f}",
             f"{each.learning.p95:.3f}",
-            f"{each.latency_ratio:.3f}",
+            f"{each.latency_ratio:.3f} +- {each.spread[1]:.3f}",
             f"{each.bar:.2f}",
             f"{each.learning.trainer_share:.2f}",
-            str(each.steps),
+            str(sum(each.steps)),
         )
         for each in compared
     ]
@@ -293,7 +339,8 @@ def learning_load_result(compared: Sequence[Compared], facts: dict[str, Any]) ->
             "cpu_ratio": each.cpu_ratio,
             "latency_ratio": each.latency_ratio,
             "trainer_share": each.learning.trainer_share,
-            "training_steps": each.steps,
+            "spread": each.spread,
+            "training_steps": sum(each.steps),
             "slowdown": each.slowdown,
             "without": [vars(turn) for turn in each.without.turns],
             "with": [vars(turn) for turn in each.learning.turns],

@@ -32,7 +32,7 @@ class Jobs(Protocol):
     """The work that other processes do. They may be killed at any time, and then give nothing."""
 
     steps: int  # of all trainings so far
-    planned_steps: int  # of the training that runs; 0: none does, or it still compiles
+    planned_steps: int  # of the training that runs; 0: none does, or it still loads
 
     async def train(self, present: Path, since: float) -> Path | None:
         """The folder of a new candidate, trained from the present head; None if there is none.
@@ -146,7 +146,7 @@ class ProcessJobs:
 
 
 def _send(process: asyncio.subprocess.Process, number: int) -> None:
-    """Send a signal to a job and to what it has started: torch.compile starts a process for each core."""
+    """Send a signal to a job and to what it has started."""
     # not process.send_signal: it would reap an ended process before the task that waits for it
     try:
         os.killpg(process.pid, number)  # its group, see Yielding

@@ -12,12 +12,16 @@ from paceline.train.sequences import load_target
 
 
 def yielding_on(device: str, threads: int, gpu_share: float, end_with_parent: bool) -> Yielding:
-    """The Yielding of a trainer on this device. On a CPU its low priority is enough, so its share is 1."""
+    """The Yielding of a trainer on this device. On a CPU its low priority is enough, so its share is 1.
+
+    On a GPU nothing is compiled from now on: that takes 100 s of CPU time, and a training has few steps.
+    """
     torch.set_num_threads(threads)
     stopped_time = StoppedTime()
     stopped_time.watch()
     if device == "cpu":
         return Yielding(1.0, end_with_parent, stopped_time.seconds)
+    torch.compiler.set_stance("force_eager")
     # launches return before the device is done: without `finish`, a step would seem to take no time
     return Yielding(gpu_share, end_with_parent, stopped_time.seconds, finish=torch.cuda.synchronize)
 

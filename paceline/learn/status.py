@@ -33,7 +33,7 @@ class LearnStatus:
     head: int = 0  # number of the head that serves
     trainings: int = 0
     training_steps: int = 0  # of all trainings
-    planned_steps: int = 0  # of the training that runs; 0: none does, or it still compiles
+    planned_steps: int = 0  # of the training that runs; 0: none does, or it still loads
     rejected: int = 0  # candidates: by the gate, by the trial, or because they could not be used
     swaps: int = 0  # promotions, by itself or by hand
     rollbacks: int = 0

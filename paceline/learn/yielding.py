@@ -17,7 +17,6 @@ from contextlib import contextmanager, suppress
 
 TICK_SECONDS = 0.1  # between two ticks of StoppedTime
 LATE_SECONDS = 0.5  # after which a tick that has not come means that the process was stopped
-MAX_STEP_SECONDS = 4.0  # of GPU work, as train/progress.py chooses steps; more was compilation on the CPU
 SLACK_SECONDS = 1e-3  # by which a wait may end early
 LOWEST = 19  # priority, which gives way to every other process
 PR_SET_PDEATHSIG = 1  # of prctl
@@ -100,11 +99,11 @@ class Yielding:
         return self._stop.is_set() or orphaned
 
     def may_step(self) -> bool:
-        """Wait for the next step; False: there is none. The first step is not waited for: it compiles."""
+        """Wait for the next step; False: there is none. The first one loads kernels and does not count."""
         if self._steps > 1 and self._share < 1.0:
             self._finish()
             ended = self.now()
-            busy = min(ended - self._step_began, MAX_STEP_SECONDS)
+            busy = ended - self._step_began
             # the share is of the time in which it is not stopped, so that stopping it lowers what it takes
             until = ended + busy * (1 - self._share) / self._share
             while (left := until - self.now()) > SLACK_SECONDS and not self.stopped:

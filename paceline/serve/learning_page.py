@@ -46,7 +46,7 @@ class LearnState(BaseModel):
     rows: int
     trainings: int
     training_steps: int  # of all trainings
-    planned_steps: int  # of the training that runs; 0: none does, or it still compiles
+    planned_steps: int  # of the training that runs; 0: none does, or it still loads
     swaps: int
     rollbacks: int
     rejected: int

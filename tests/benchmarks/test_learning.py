@@ -7,9 +7,10 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.learning.command import picture_of
-from benchmarks.learning.domains import DOMAINS, conversations
+from benchmarks.learning.domains import DOMAINS, conversations, numbered_chats
 from benchmarks.learning.load import Compared, Side, Turn, learning_load_result
 from benchmarks.learning.shift import Shift, ShiftOptions, Window
+from paceline.errors import ConfigError
 
 
 @pytest.mark.parametrize("domain", DOMAINS)
@@ -18,6 +19,14 @@ def test_every_prompt_is_sent_once_and_is_the_same_on_every_machine(domain: str)
     assert conversations(domain, 60, 120) == [*first[60:], *second[:60]]
     assert len({str(chat) for chat in [*first, *second]}) == 240
     assert all(chat[-1]["role"] == "user" for chat in first)
+
+
+def test_templates_that_give_too_few_prompts_are_an_error_and_numbered_chats_never_end() -> None:
+    with pytest.raises(ConfigError, match="560 different prompts and 601 are needed"):
+        conversations("chat", 1, 600)
+    chats = numbered_chats(1000, 700)
+    assert len({str(chat) for chat in chats}) == 700
+    assert chats[100:] == numbered_chats(1100, 600)
 
 
 def test_the_gain_is_of_the_last_windows_and_swaps_are_drawn() -> None:
@@ -48,11 +57,17 @@ def test_the_gain_is_of_the_last_windows_and_swaps_are_drawn() -> None:
 def test_servers_are_compared_by_throughput_and_p95_latency_with_the_bar_of_their_load() -> None:
     without = Side([Turn(2.0, 204, [0.1] * 19 + [0.4], served=4.0), Turn(2.0, 196, [0.1] * 20)])
     learning = Side(
-        [Turn(2.0, 190, [0.1] * 20, trained=1.0, served=4.0), Turn(2.0, 190, [0.1] * 16 + [0.5] * 4)]
+        [
+            Turn(2.0, 190, [0.1] * 20, trained=1.0, served=4.0, steps=3),
+            Turn(2.0, 190, [0.1] * 16 + [0.5] * 4, steps=4),
+        ]
     )
     one, many = Compared(1, without, learning), Compared(16, without, learning)
     assert one.throughput_ratio == pytest.approx(0.95)
     assert one.latency_ratio == pytest.approx(0.2)
+    # the rounds have 190 / 204 and 190 / 196 of the throughput, and 4 and 0.2 times the p95 latency
+    assert one.spread == pytest.approx((0.0200, 1.498), abs=1e-3)
+    assert (one.steps, sum(many.steps)) == ([3, 4], 7)
     assert (one.bar, many.bar) == (0.95, 0.99)
     assert Compared(1, without, learning, "cuda").bar == 0.97
     (table,) = learning_load_result([one, many], {"model": "m"}).tables
