@@ -124,16 +124,19 @@ def fleet_command(
     replicas: Annotated[int, typer.Option(help="Number of replicas, one thread each.")] = 2,
     limit: Annotated[int, typer.Option(help="Take only this many requests.")] = 40,
     time_scale: Annotated[float, typer.Option(help="Factor on the times of the trace.")] = 1.0,
+    length_scale: Annotated[
+        float, typer.Option(help="Factor on the tokens of prompts and answers.", min=0.01, max=1.0)
+    ] = 1.0,
     shared_prefixes: Annotated[str, typer.Option(help="Prefixes of prompts of a .csv.")] = "6x128",
 ) -> None:
     """Replicas (the extra `ray`) beside the simulation of that fleet."""
-    from benchmarks.server.fleet import measure_fleet
+    from benchmarks.server.fleet import measure_fleet, scaled
     from paceline.bench.report.terminal import print_result
     from paceline.bench.simulate.fleet_view import fleet_check_result
     from paceline.bench.simulate.prompts import fleet_requests, parse_shared_prefixes
     from paceline.bench.traffic.traces import read_trace
 
-    arrivals = read_trace(trace, time_scale)[:limit]
+    arrivals = [scaled(arrival, length_scale) for arrival in read_trace(trace, time_scale)[:limit]]
     shared = None if any(arrival.blocks for arrival in arrivals) else parse_shared_prefixes(shared_prefixes)
     compared, worlds = measure_fleet(model, replicas, fleet_requests(arrivals, shared))
     for name, world in zip(("before", "after"), worlds, strict=True):

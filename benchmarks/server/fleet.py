@@ -3,7 +3,8 @@
 The replicas are timed by the wall clock, the prices of passes by CPU time: both are equal on an otherwise
 idle machine. What the server adds, and what replicas on one machine take from each other, is measured on
 the same replicas, before and after the trace, with other requests (fleet_prices.py). The simulated figures
-are the means over prices that were measured before and after.
+are the means over prices that were measured before and after. The trace is replayed several times: a figure
+that differs between two real runs cannot be predicted more exactly than that.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks.server.fleet_prices import pricing_bursts, served_world
+from benchmarks.server.fleet_prices import Probe, probes, served_world
 from benchmarks.server.process import ServerProcess
 from benchmarks.server.replicas import Fleet
 from paceline.bench.loading import bench_config
@@ -31,10 +32,13 @@ from paceline.bench.simulate.fleet_check import (
 )
 from paceline.bench.simulate.prompts import FleetRequest
 from paceline.bench.simulate.run import World
+from paceline.bench.traffic.traces import Arrival
 from paceline.build import load_model
 from paceline.config import EngineConfig, SchedulerOptions
 from paceline.errors import PacelineError
 
+RUNS = 3  # of the trace; the median of each figure counts
+SHORTEST_ANSWER = 16  # tokens, of answers that are made shorter
 FIRST_ID = 32  # of the model's ordinary tokens: simulated prompts have four different ones
 
 
@@ -47,27 +51,46 @@ def measure_fleet(
     world = replica_world(config, model)
     check_lengths(world, requests)
     prices = [plain_prices(config, model)]
-    bursts = pricing_bursts(count)
-    half = len(bursts) // 2
+    sent = probes(count)
+    half = len(sent) // 2
     flags = (model_name, "--replicas", str(count), "--threads", "1", "--draft", "off")
     with ServerProcess(*flags) as running:
         Fleet(model_name, running.server, running.process.pid).wait_for(count)
-        priced = [_answers(running.server, burst) for burst in bursts[:half]]
-        run = asyncio.run(_replay(running.server, requests))
-        priced += [_answers(running.server, burst) for burst in bursts[half:]]
+        answers = [_probe(running.server, probe) for probe in sent[:half]]
+        runs = [asyncio.run(_replay(running.server, _renamed(requests, run))) for run in range(RUNS)]
+        answers += [_probe(running.server, probe) for probe in sent[half:]]
     prices.append(plain_prices(config, model))
     worlds = [replace(world, prices={OFF: each}) for each in prices]
-    served = [served_world(each, count, bursts, priced) for each in worlds]
-    measured = {name: value for name, value in figures(run).items() if not name.startswith("busy")}
-    return compare(measured, served, count, "prefix", requests), served
+    served = [served_world(each, count, sent, answers) for each in worlds]
+    return compare([figures(run) for run in runs], served, count, "prefix", requests), served
+
+
+def scaled(arrival: Arrival, factor: float) -> Arrival:
+    """The arrival with shorter prompt and answer; times per token of very short answers would be noise."""
+    if factor == 1.0:
+        return arrival
+    prompt, answer = arrival.prompt_tokens or 0, arrival.answer_tokens or 0
+    return replace(
+        arrival,
+        prompt_tokens=max(1, round(factor * prompt)),
+        answer_tokens=max(SHORTEST_ANSWER, round(factor * answer)),
+    )
 
 
 def _config(model_name: str) -> EngineConfig:
     return bench_config(model_name, "auto", 1, SchedulerOptions().max_num_seqs)
 
 
-def _answers(server: client.Server, burst: Sequence[FleetRequest]) -> list[Answer]:
-    return asyncio.run(_replay(server, burst)).answers
+def _probe(server: client.Server, probe: Probe) -> list[Answer]:
+    for _ in range(probe.kind.cached):
+        asyncio.run(_replay(server, probe.requests))
+    return asyncio.run(_replay(server, probe.requests)).answers
+
+
+def _renamed(requests: Sequence[FleetRequest], run: int) -> list[FleetRequest]:
+    """The requests with other prompts in every run, so that none finds those of another run cached."""
+    names = 1 + max(int(request.pages.max()) for request in requests)
+    return [replace(request, pages=request.pages + run * names) for request in requests]
 
 
 async def _replay(server: client.Server, requests: Sequence[FleetRequest]) -> FleetRun:
@@ -90,7 +113,7 @@ async def _replay(server: client.Server, requests: Sequence[FleetRequest]) -> Fl
     answers = await asyncio.gather(*map(answer, requests, bodies))
     seconds = max(request.due + one.e2e_seconds for request, one in zip(requests, answers, strict=True))
     prompt_tokens = sum(request.prompt_tokens for request in requests)
-    return FleetRun(list(answers), seconds, [0.0], [], cached, prompt_tokens, 0, {})
+    return FleetRun(list(answers), seconds, [], [], cached, prompt_tokens, 0, {})
 
 
 def _body(request: FleetRequest) -> bytes:
@@ -101,5 +124,6 @@ def _body(request: FleetRequest) -> bytes:
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
+        "return_token_ids": True,  # a chunk for every token, also for one that ends no character
     }
     return json.dumps(body).encode()

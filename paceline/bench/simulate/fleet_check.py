@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import fmean, median
 
 import numpy as np
 
@@ -42,15 +42,34 @@ cpu_time = time.thread_time  # with one thread, the caller's thread computes
 
 @dataclass(frozen=True)
 class ComparedFleet:
-    """One figure, measured and simulated."""
+    """One figure, measured in one or several runs and simulated."""
 
     figure: str
-    measured: float
+    runs: tuple[float, ...]
     simulated: float
+
+    @property
+    def measured(self) -> float:
+        """The median of the runs."""
+        return median(self.runs)
 
     @property
     def ratio(self) -> float:
         return self.simulated / self.measured if self.measured else 1.0
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The least and the most of the runs, relative to their median."""
+        return min(self.runs) / (self.measured or 1.0), max(self.runs) / (self.measured or 1.0)
+
+    @property
+    def is_within_tolerance(self) -> bool:
+        return abs(self.ratio - 1) <= TOLERANCE
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether the runs themselves are within the tolerance of their median."""
+        return max(1 - self.spread[0], self.spread[1] - 1) <= TOLERANCE
 
 
 def check_fleet(
@@ -73,7 +92,7 @@ def check_fleet(
     prices.append(plain_prices(config, model))
     on_turn("prices")
     worlds = [replace(world, prices={OFF: each}) for each in prices]
-    return compare(figures(measured), worlds, num_replicas, routing, requests)
+    return compare([figures(measured)], worlds, num_replicas, routing, requests)
 
 
 def replica_world(config: EngineConfig, model: LoadedModel) -> World:
@@ -90,16 +109,17 @@ def replica_world(config: EngineConfig, model: LoadedModel) -> World:
 
 
 def compare(
-    measured: Mapping[str, float],
+    runs: Sequence[Mapping[str, float]],
     worlds: Sequence[World],
     num_replicas: int,
     routing: str,
     requests: Sequence[FleetRequest],
 ) -> list[ComparedFleet]:
-    """The measured figures beside the mean of those simulated in each of the worlds."""
+    """The figures of the runs beside the mean of those simulated in each of the worlds."""
     simulated = [figures(run_fleet(world, Method(OFF), num_replicas, routing, requests)) for world in worlds]
     return [
-        ComparedFleet(name, value, fmean(one[name] for one in simulated)) for name, value in measured.items()
+        ComparedFleet(name, tuple(run[name] for run in runs), fmean(one[name] for one in simulated))
+        for name in runs[0]
     ]
 
 
@@ -177,6 +197,7 @@ def figures(run: FleetRun) -> dict[str, float]:
     """What is compared."""
     first = [1e3 * answer.ttft for answer in run.answers]
     each = [1e3 * answer.tpot for answer in run.answers if answer.tpot is not None]
+    busy = {"busy (%)": 100 * run.utilization} if run.busy_seconds else {}
     return {
         "first token, mean (ms)": fmean(first),
         "first token, p50 (ms)": float(np.percentile(first, 50)),
@@ -185,6 +206,6 @@ def figures(run: FleetRun) -> dict[str, float]:
         "per token, p50 (ms)": float(np.percentile(each, 50)),
         "per token, p95 (ms)": float(np.percentile(each, 95)),
         "tokens per second": sum(answer.num_tokens for answer in run.answers) / run.seconds,
-        "busy (%)": 100 * run.utilization,
+        **busy,
         "prefix cache hits (%)": 100 * run.hit_rate,
     }

@@ -90,16 +90,29 @@ def fleet_result(
 
 
 def fleet_check_result(name: str, compared: Sequence[ComparedFleet]) -> Result:
-    """Both figures, and their ratio."""
-    within = sum(abs(item.ratio - 1) <= TOLERANCE for item in compared)
+    """Both figures, their ratio, and how far several real runs are from their median."""
+    within = sum(item.is_within_tolerance for item in compared)
     title = f"{name}: {within} of {len(compared)} figures within {TOLERANCE:.0%}"
+    several = any(len(item.runs) > 1 for item in compared)
     rows = [
-        (item.figure, f"{item.measured:,.1f}", f"{item.simulated:,.1f}", f"{item.ratio:.3f}")
+        (
+            item.figure,
+            f"{item.measured:,.1f}",
+            f"{item.simulated:,.1f}",
+            f"{item.ratio:.3f}",
+            *([f"{item.spread[0]:.3f} to {item.spread[1]:.3f}"] if several else []),
+        )
         for item in compared
     ]
-    facts = {"fleet": name, "rows": [asdict(item) | {"ratio": item.ratio} for item in compared]}
-    columns = ("figure", "measured", "simulated", "ratio")
-    return Result(title, [Table(title, columns, rows)], facts, timed=False)
+    measured = [{"ratio": item.ratio, "measured": item.measured} for item in compared]
+    facts = {
+        "fleet": name,
+        "rows": [asdict(item) | more for item, more in zip(compared, measured, strict=True)],
+    }
+    columns = ("figure", "measured", "simulated", "ratio", *(["real runs"] if several else []))
+    unsteady = [item.figure for item in compared if not item.is_steady]
+    notes = [f"Real runs differ by more than {TOLERANCE:.0%} from their median: {'; '.join(unsteady)}."]
+    return Result(title, [Table(title, columns, rows)], facts, notes=notes if unsteady else [], timed=False)
 
 
 def _table(title: str, rows: Sequence[FleetRow], judged: bool, priced: bool) -> Table:

@@ -65,13 +65,14 @@ class Prices(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServerPrices:
-    """Seconds that a server adds to its engine's: the first two before a request is queued, the other two to
+    """Seconds that a server adds to its engine's: the first two before a request is queued, the others to
     every pass."""
 
     request: float = 0.0
-    prompt_token: float = 0.0  # per token of the prompt
+    prompt_token: float = 0.0  # per token of the prompt, cached or not
     step: float = 0.0  # per pass
     token: float = 0.0  # per request of a pass: each gets a token
+    row: float = 0.0  # per prompt token that a pass computes: a server's caches are not those of a loop
 
     @staticmethod
     def parse(text: str) -> ServerPrices:
@@ -120,7 +121,8 @@ class ServedPrices:
         return self._factor(size.has_prompts) * self.engine.pass_seconds(size)
 
     def overhead_seconds(self, size: PassSize) -> float:
-        added = self.server.step + self.server.token * size.requests
+        server = self.server
+        added = server.step + server.token * size.requests + server.row * (size.rows - size.logits)
         return self._factor(size.has_prompts) * (self.engine.overhead_seconds(size) + added)
 
     def draft_seconds(self, call: Call) -> float:

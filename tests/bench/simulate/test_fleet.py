@@ -15,7 +15,8 @@ from paceline.bench.run.engine_runner import EngineRunner, Task
 from paceline.bench.simulate import fleet, fleet_check
 from paceline.bench.simulate.capacity import smallest
 from paceline.bench.simulate.fleet import run_fleet
-from paceline.bench.simulate.fleet_check import ComputeClock
+from paceline.bench.simulate.fleet_check import ComparedFleet, ComputeClock
+from paceline.bench.simulate.fleet_view import fleet_check_result
 from paceline.bench.simulate.prices import Call, Contention, PassSize, ServerPrices
 from paceline.bench.simulate.prompts import FleetRequest, SharedPrefixes, fleet_requests
 from paceline.bench.simulate.run import Method, World, simulated_engine
@@ -209,7 +210,7 @@ def test_the_command_finds_the_smallest_fleet_of_each_method(
         (["--replicas", "2", "--rate", "4"], "--rate has no effect with --replicas"),
         (
             ["--replicas", "2", "--server", "tokens=1"],
-            "with the names request, prompt_token, step, token; got 'tokens=1'",
+            "with the names request, prompt_token, step, token, row; got 'tokens=1'",
         ),
         (["--replicas", "2", "--max-num-seqs", "0"], "--max-num-seqs must be an integer from 1"),
         (["--replicas", "2", "--gpu-price", "1", "--replica-price", "1"], "leave --gpu-price out"),
@@ -271,6 +272,20 @@ def test_a_fleet_of_real_engines_runs_beside_the_simulated_one(
     (tmp_path / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,9999,1\n")
     with pytest.raises(ConfigError, match="the model's context has"):
         app([*arguments, "--replicas", "2"], standalone_mode=False)
+
+
+def test_real_runs_that_differ_are_named() -> None:
+    compared = [
+        ComparedFleet("steady", (10.0, 11.0, 9.5), 11.0),
+        ComparedFleet("not", (10.0, 12.0, 9.0), 13.0),
+    ]
+    result = fleet_check_result("two replicas", compared)
+    assert result.title == "two replicas: 1 of 2 figures within 15%"
+    assert [row[1:] for row in result.tables[0].rows] == [
+        ("10.0", "11.0", "1.100", "0.950 to 1.100"),
+        ("10.0", "13.0", "1.300", "0.900 to 1.200"),
+    ]
+    assert result.notes == ["Real runs differ by more than 15% from their median: not."]
 
 
 def test_a_compute_clock_counts_cpu_time_only_while_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
