@@ -61,7 +61,7 @@ def plan(job: PlanJob, options: DSparkOptions) -> list[Choice]:
     note(f"timing the engine's steps, {job.concurrency} requests at once")
     costs = measure_steps(engine_loader(model, device), heads, METHOD, job.concurrency)
     found = choices(law, pilots, costs, int(examples.answer_counts().sum()), job.epochs)
-    _show(job, examples, pilots, law, costs, found)
+    _show(job, options, examples, pilots, law, costs, found)
     return found
 
 
@@ -72,8 +72,15 @@ def _tell(pilot: Pilot) -> None:
     )
 
 
+def _same_as_pilots(options: DSparkOptions) -> str:
+    """The flags of the pilots' options: a head that is trained otherwise is not the one of the plan."""
+    names = ("batch_tokens", "draft_vocab_size", "max_length", "seed")
+    return " ".join(f"--{name.replace('_', '-')} {getattr(options, name)}" for name in names)
+
+
 def _show(
     job: PlanJob,
+    options: DSparkOptions,
     examples: Examples,
     pilots: Sequence[Pilot],
     law: Law,
@@ -108,7 +115,7 @@ def _show(
         f"A plain step takes {1e3 * costs.plain:.2f} ms with {job.concurrency} requests. Every step is "
         "assumed to draft a whole block; `auto` drafts less where that is faster.\n"
         f"Recommended: paceline train {METHOD} {job.model} {files} --layers {best.layers} "
-        f"--epochs {best.epochs} --out HEAD"
+        f"--epochs {best.epochs} {_same_as_pilots(options)} --out HEAD"
     )
     if job.json_file is not None:
         facts: dict[str, Any] = {

@@ -52,6 +52,7 @@ def test_pilots_become_a_recommendation(model: Path, answers: Path, tmp_path: Pa
     assert set(facts["drafted_seconds"]) == {"1", "2"}
     best = facts["choices"][0]
     assert f"--layers {best['layers']}" in output.replace("\n", " ")
+    assert "--batch-tokens 256" in output.replace("\n", " ")  # as the pilots had it
     assert facts["choices"] == sorted(facts["choices"], key=lambda choice: -choice["speedup"])
 
 
