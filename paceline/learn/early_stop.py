@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.learn.selection import NEW, OLD
-from paceline.train.acceptance import passes
+from paceline.train import acceptance
 from paceline.train.batches import collate, epoch_batches
 from paceline.train.examples import Examples
 from paceline.train.objective import Objective, WriteHead
@@ -36,14 +36,9 @@ def tokens_per_pass(objective: Objective, examples: Examples) -> float:
     """What chains of this head gain on these rows; 1 is plain decoding."""
     device = objective.target.embedding.device
     everything = torch.arange(len(examples)).numpy()
-    tokens = verified = 0
-    for indices in epoch_batches(examples, everything, BATCH_TOKENS[device.type], 0, 0):
-        batch = collate(examples, indices, device)
-        accepted = objective.accepted(batch).tolist()
-        for row, answer, length in zip(accepted, batch.answers.tolist(), batch.lengths.tolist(), strict=True):
-            tokens += length - 1 - answer
-            verified += passes(row[answer : length - 1])
-    return tokens / max(1, verified)
+    indices = epoch_batches(examples, everything, BATCH_TOKENS[device.type], 0, 0)
+    batches = (collate(examples, some, device) for some in indices)
+    return acceptance.tokens_per_pass(objective.accepted, batches)
 
 
 class EarlyStop:

@@ -7,7 +7,7 @@ drafted one after the other; test_acceptance.py compares the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -73,6 +73,20 @@ def _accepted(guess: Callable[[Tensor], Tensor], steps: int, draft_ids: DraftIds
         right = (draft_ids.ids[guess(part)] == true) & inside
         lengths[part] = right.long().cumprod(0).sum(0)
     return lengths.view(tokens.shape)
+
+
+def tokens_per_pass(accepted: Callable[[Batch], Tensor], batches: Iterable[Batch]) -> float:
+    """Tokens of a verification of the answers in these batches; 1 is plain decoding.
+
+    `accepted` gives the accepted guesses of a chain after each token: int64 [batch, tokens].
+    """
+    tokens = verified = 0
+    for batch in batches:
+        ends = zip(batch.answers.tolist(), batch.lengths.tolist(), strict=True)
+        for row, (answer, length) in zip(accepted(batch).tolist(), ends, strict=True):
+            tokens += length - 1 - answer
+            verified += passes(row[answer : length - 1])
+    return tokens / max(1, verified)
 
 
 def passes(accepted: Sequence[int]) -> int:

@@ -6,7 +6,8 @@ writes. Training itself goes on with the weights as they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -34,6 +35,18 @@ class WeightAverage:
         """Continue from the tensors of a checkpoint."""
         for name, average in self.tensors.items():
             average.copy_(tensors[name])
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """A context in which the parameters are their average."""
+        latest = {name: self._parameters[name].detach().clone() for name in self.tensors}
+        self.apply()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, values in latest.items():
+                    self._parameters[name].copy_(values)
 
     @torch.no_grad()
     def apply(self) -> None:

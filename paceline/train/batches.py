@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -10,9 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from paceline.errors import ConfigError
 from paceline.train.examples import Examples
 
 Indices = npt.NDArray[np.int64]
+Shares = npt.NDArray[np.float64]
 MAX_HELD_OUT = 512  # prompts
 POOL = 2048  # examples sorted by length together, so that batches have little padding
 
@@ -41,15 +43,36 @@ def split(examples: Examples, held_out: float, seed: int) -> tuple[Indices, Indi
     return np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
 
 
+def segment_shares(examples: Examples, weights: Mapping[str, float]) -> Shares | None:
+    """How often each example is in an epoch [examples], by the weight of its segment; None: all once."""
+    if not weights:
+        return None
+    if unknown := sorted(set(weights) - set(examples.segments)):
+        known = ", ".join(sorted(set(examples.segments)))
+        raise ConfigError(f"--weights names {', '.join(unknown)}, but the data has the segments {known}.")
+    return np.array([weights.get(segment, 1.0) for segment in examples.segments])
+
+
+def _repeated(chosen: Indices, shares: Shares, generator: np.random.Generator) -> Indices:
+    """Each chosen example as often as its share says: rounded up as often as its fraction says."""
+    whole, rest = np.divmod(shares[chosen], 1.0)
+    return np.repeat(chosen, whole.astype(np.int64) + (generator.random(len(chosen)) < rest))
+
+
 def epoch_batches(
-    examples: Examples, chosen: Indices, batch_tokens: int, seed: int, epoch: int
+    examples: Examples,
+    chosen: Indices,
+    batch_tokens: int,
+    seed: int,
+    epoch: int,
+    shares: Shares | None = None,
 ) -> list[Indices]:
     """Every chosen example once, in batches of at most `batch_tokens` tokens including padding.
 
-    A longer example gets its own batch.
+    With `shares` [examples], as often as that in the mean of all epochs. A longer example gets its own batch.
     """
     generator = np.random.default_rng([seed, 2, epoch])
-    order = generator.permutation(chosen)
+    order = generator.permutation(chosen if shares is None else _repeated(chosen, shares, generator))
     lengths = examples.lengths
     batches: list[Indices] = []
     for start in range(0, len(order), POOL):
@@ -64,10 +87,12 @@ def epoch_batches(
     return [batches[index] for index in generator.permutation(len(batches))]
 
 
-def all_batches(examples: Examples, chosen: Indices, batch_tokens: int, seed: int) -> Iterator[Indices]:
+def all_batches(
+    examples: Examples, chosen: Indices, batch_tokens: int, seed: int, shares: Shares | None = None
+) -> Iterator[Indices]:
     """Batches of one epoch after another, without end."""
     for epoch in count():
-        yield from epoch_batches(examples, chosen, batch_tokens, seed, epoch)
+        yield from epoch_batches(examples, chosen, batch_tokens, seed, epoch, shares)
 
 
 def on_device(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:

@@ -33,6 +33,7 @@ def write_report(
         "held_out": held_out,
         "tokens_per_pass": measured,
         "batch_tokens": _batch_tokens(trained),
+        "checks": [dataclasses.asdict(check) for check in trained.progress.checks],
         "history": [dataclasses.asdict(record) for record in trained.progress.history],
         "held_out_history": [dataclasses.asdict(record) for record in trained.progress.held_out],
     }
@@ -79,6 +80,11 @@ def card(trained: Trained, target: str, options: TrainOptions, measured: Measure
         f"| | learning rate {options.learning_rate:g}, loss {options.loss}, seed {options.seed} |",
         f"| time | {progress.seconds / 60:.1f} minutes, answering included, on {trained.device} |",
     ]
+    if progress.best is not None:
+        lines.append(
+            f"| weights | those after step {progress.best.step}: {progress.best.tokens_per_pass:.2f} tokens "
+            f"per pass on held-out answers, {progress.checks[-1].tokens_per_pass:.2f} after the last step |"
+        )
     if trained.held_out is not None:
         lines += ["", _held_out(trained.held_out)]
     if measured:

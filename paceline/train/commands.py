@@ -70,6 +70,12 @@ TRAINING: Group = (
         None,
         "Tokens per step, padding included. Default: 512 to 8192, by the speed of a first step.",
     ),
+    Flag(
+        "weights",
+        str,
+        "",
+        "How often an epoch has the examples of a segment, such as chat=2,code=0.5. Others: once.",
+    ),
     Flag("max_length", int, 1024, "Tokens per example; longer ones are truncated."),
     Flag("learning_rate", float, 5e-4, "Maximum learning rate, after the warm-up."),
     Flag("warmup_steps", int, 100, "Steps until the maximum learning rate."),
@@ -80,6 +86,13 @@ TRAINING: Group = (
         float,
         0.0,
         "Write an exponential moving average of the weights with this decay per step. 0: the last weights.",
+    ),
+    Flag(
+        "checks",
+        int,
+        8,
+        "How often acceptance on held-out answers is measured; the weights that accept most are written. 0: "
+        "the last ones.",
     ),
     Flag(
         "round_weights",
@@ -100,8 +113,8 @@ ANSWERS = by_topic(ANSWERS, {"Answers": "temperatures max_prompt_tokens max_toke
 TRAINING = by_topic(
     TRAINING,
     {
-        "Optimizer": "batch_tokens max_length learning_rate warmup_steps clip average held_out "
-        "round_weights keep_states checkpoint_every",
+        "Optimizer": "batch_tokens max_length weights learning_rate warmup_steps clip average held_out "
+        "checks round_weights keep_states checkpoint_every",
         "Loss": "step_decay loss",
     },
 )

@@ -95,12 +95,7 @@ def train(job: Job, options: TrainOptions, start: Start) -> None:
         )
     if processes.rank != 0:
         return
-    if trained.coverage < MIN_COVERAGE:
-        note(
-            f"warning: the draft vocabulary ({len(trained.objective.draft_ids)} tokens) covers only "
-            f"{100 * trained.coverage:.0f} % of the answered tokens; the head can never guess the others. "
-            f"{VOCABULARY_REMEDIES[trained.objective.start == NEW]}"
-        )
+    _warn(trained)
     with writing(job.out, "Make room: the same command writes the head, nothing is trained again."):
         trained.objective.snapshot()(job.out)
         write_report(trained, job.model, options, {}, job.out)  # in case the measurement fails
@@ -121,6 +116,21 @@ def train(job: Job, options: TrainOptions, start: Start) -> None:
             "guesses badly: more --minutes and another --out, or a GPU, make a better one."
         )
     note(use)
+
+
+def _warn(trained: Trained) -> None:
+    """Say what keeps the head from guessing well."""
+    if trained.coverage < MIN_COVERAGE:
+        note(
+            f"warning: the draft vocabulary ({len(trained.objective.draft_ids)} tokens) covers only "
+            f"{100 * trained.coverage:.0f} % of the answered tokens; the head can never guess the others. "
+            f"{VOCABULARY_REMEDIES[trained.objective.start == NEW]}"
+        )
+    if (best := trained.progress.best) is not None and best.step == 0:
+        note(
+            "warning: no weights of this run guess held-out answers better than those that it began with, "
+            "which are written. Give more data, another --learning-rate, or --checks 0 for the last weights."
+        )
 
 
 def answer(

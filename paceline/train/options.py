@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from paceline.errors import ConfigError
 from paceline.options import check_integer, check_number, refuse_unknown
 from paceline.train.losses import LOSSES
+
+MAX_WEIGHT = 100  # of a segment
 
 
 @refuse_unknown(ConfigError)
@@ -33,16 +36,35 @@ class TrainOptions:
     keep_states: float = 0.0  # GB of the target's states that are computed only once; see state_cache.py
     checkpoint_every: int = 500  # steps
     average: float = 0.0  # decay per step of the average of the weights that is written; 0: the last ones
+    checks: int = 8  # of acceptance on held-out answers: the best weights are written; 0: the last ones
     round_weights: bool = False  # the second half of training sees 4-bit matrices; see rounding.py
+    weights: str = ""  # of segments, such as chat=2,code=0.5: how often an epoch has each of their examples
     seed: int = 0
 
+    @property
+    def segment_weights(self) -> Mapping[str, float]:
+        """The weights by segment; others have 1."""
+        pairs = [part.rpartition("=") for part in self.weights.split(",") if part]
+        try:
+            found = {segment.strip(): float(weight) for segment, _, weight in pairs}
+        except ValueError:
+            found = {"": 0.0}
+        if not all(found) or not all(0 < weight <= MAX_WEIGHT for weight in found.values()):
+            raise ConfigError(
+                f"weights are segments with numbers above 0 and up to {MAX_WEIGHT}, such as chat=2,code=0.5; "
+                f"got {self.weights!r}."
+            )
+        return found
+
     def __post_init__(self) -> None:
+        _ = self.segment_weights  # refuses what it cannot read
         for name, low in (
             ("epochs", 1),
             ("draft_vocab_size", 1),
             ("max_length", 4),
             ("warmup_steps", 0),
             ("checkpoint_every", 1),
+            ("checks", 0),
             ("seed", 0),
         ):
             check_integer(ConfigError, name, getattr(self, name), low, None)

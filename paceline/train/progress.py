@@ -31,6 +31,14 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Check:
+    """Acceptance on held-out answers at some step."""
+
+    step: int
+    tokens_per_pass: float
+
+
+@dataclass(frozen=True)
 class Pace:
     """How large the steps of a run are, and how often they are recorded. Fixed at its first step."""
 
@@ -60,11 +68,17 @@ class Progress:
     pace: Pace | None = None  # None until the first step was measured
     history: list[Record] = field(default_factory=list)  # on training batches; step 0 is the untrained head
     held_out: list[Record] = field(default_factory=list)  # on held-out batches
+    checks: list[Check] = field(default_factory=list)  # of acceptance, the first one before training
 
     @property
     def seconds_left(self) -> float:
         """Estimated time until the last step."""
         return max(0, self.total - self.step) * self.step_seconds
+
+    @property
+    def best(self) -> Check | None:
+        """The check with most tokens per pass, the last of equal ones."""
+        return max(self.checks[::-1], key=lambda check: check.tokens_per_pass, default=None)
 
     def facts(self) -> dict[str, Any]:
         """Everything, for JSON."""
@@ -75,7 +89,8 @@ class Progress:
         """The progress of these facts."""
         records = {name: [Record(**record) for record in facts[name]] for name in ("history", "held_out")}
         pace = None if facts["pace"] is None else Pace(**facts["pace"])
-        return cls(**{**facts, **records, "pace": pace})
+        checks = [Check(**check) for check in facts["checks"]]
+        return cls(**{**facts, **records, "pace": pace, "checks": checks})
 
 
 def learning_rate(highest: float, warmup_steps: int, step: int, total: int) -> float:

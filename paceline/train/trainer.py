@@ -25,7 +25,8 @@ from safetensors.torch import save_file
 
 from paceline.errors import ConfigError
 from paceline.train.average import WeightAverage
-from paceline.train.batches import Batch, Indices, all_batches, collate, epoch_batches, split
+from paceline.train.batches import Batch, Indices, all_batches, collate, epoch_batches, segment_shares, split
+from paceline.train.checks import CHECKED_BATCHES, AcceptanceChecks
 from paceline.train.disk import writing
 from paceline.train.examples import Examples
 from paceline.train.losses import StepLosses
@@ -82,11 +83,13 @@ class Trainer:
         self.processes = processes or SingleProcess()
         self.device = objective.target.embedding.device
         self.chosen, self.held_out = split(examples, options.held_out, options.seed)
+        self.shares = segment_shares(examples, options.segment_weights)
         self.parameters = dict(objective.network.named_parameters())
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
         self.average = WeightAverage(self.parameters, options.average)
+        self.checks = AcceptanceChecks(objective, self.average, options)
         weights = [options.step_decay**step for step in range(objective.num_steps)]
         self.weights = torch.tensor(weights, device=self.device)
         self._data = dict(data or {})
@@ -111,8 +114,9 @@ class Trainer:
         progress, options = self.progress, self.options
         started = self._clock() - progress.seconds
         pace = progress.pace or self._first_step()
-        batches = all_batches(self.examples, self.chosen, pace.batch_tokens, options.seed)
+        batches = all_batches(self.examples, self.chosen, pace.batch_tokens, options.seed, self.shares)
         losses: list[StepLosses] = []
+        self._check_acceptance()
         progress.seconds = saved = self._clock() - started
         rank, number = self.processes.rank, self.processes.number
         go_on = self._agree_to(on_progress(progress))
@@ -126,6 +130,7 @@ class Trainer:
                 losses = []
                 progress.seconds = self._clock() - started
                 self._plan(pace)
+                self._check_acceptance()
                 go_on = self._agree_to(on_progress(progress))
             # only after a record, so that the history has no gap after a resume
             if not losses and self._is_due(saved):
@@ -133,10 +138,11 @@ class Trainer:
                 saved = progress.seconds
         if losses:
             self._add_record(losses)
+            self._check_acceptance()
         progress.seconds = self._clock() - started
         self.save()
         if self.finished:
-            self.average.apply()
+            self.checks.apply()
         return progress
 
     @property
@@ -153,7 +159,7 @@ class Trainer:
         small = small if self.device.type == "cuda" else min(small, most)
         batch = collate(
             self.examples,
-            epoch_batches(self.examples, self.chosen, small, options.seed, 0)[0],
+            epoch_batches(self.examples, self.chosen, small, options.seed, 0, self.shares)[0],
             self.device,
         )
         times: list[float] = []
@@ -187,6 +193,15 @@ class Trainer:
         last = progress.held_out[-1].step if progress.held_out else 0
         if doublings >= 0 and CURVE_FROM * 2 ** int(doublings) > last:
             progress.held_out += [record for record in [self.evaluate(CURVE_BATCHES)] if record is not None]
+
+    def _check_acceptance(self) -> None:
+        """Measure acceptance where a check is due, and end the run if it has fallen."""
+        progress = self.progress
+        if not len(self.held_out) or not self.checks.is_due(progress):
+            return
+        self.checks.measure(progress, islice(self.held_out_batches(), CHECKED_BATCHES))
+        if not self._agree_to(not self.checks.has_fallen(progress)):
+            progress.total = progress.step
 
     def _agree_to(self, go_on: bool) -> bool:
         """Rank 0's answer to whether to go on."""
@@ -244,6 +259,7 @@ class Trainer:
             state = self.optimizer.state[parameter]
             tensors |= {f"{part}.{name}": state[part] for part in state}
         tensors |= {f"average.{name}": tensor for name, tensor in self.average.tensors.items()}
+        tensors |= {f"best.{name}": tensor for name, tensor in self.checks.best.items()}
         tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
         facts = {"run": self._run_facts(), "progress": self.progress.facts()}
         unfinished = self.path.with_suffix(".unfinished")
@@ -262,7 +278,9 @@ class Trainer:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         self.objective.network.load_state_dict({name: tensors[f"head.{name}"] for name in self.parameters})
         self.average.load({name: tensors[f"average.{name}"] for name in self.average.tensors})
-        parts = {name.split(".", 1)[0] for name in tensors} - {"head", "average"}
+        best = {name: tensors[f"best.{name}"] for name in self.parameters if f"best.{name}" in tensors}
+        self.checks.load(best)
+        parts = {name.split(".", 1)[0] for name in tensors} - {"head", "average", "best"}
         state = {
             index: {part: tensors[f"{part}.{name}"] for part in parts}
             for index, name in enumerate(self.parameters)
@@ -303,7 +321,9 @@ class Trainer:
         if options.max_steps is not None:
             return options.max_steps
         batches = sum(
-            len(epoch_batches(self.examples, self.chosen, pace.batch_tokens, options.seed, epoch))
+            len(
+                epoch_batches(self.examples, self.chosen, pace.batch_tokens, options.seed, epoch, self.shares)
+            )
             for epoch in range(options.epochs)
         )
         return -(-batches // self.processes.number)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,15 @@ from paceline.models.checkpoint import Checkpoint
 from paceline.models.transformer import Transformer
 from paceline.train import trainer as trainer_module
 from paceline.train.average import WARMUP
-from paceline.train.batches import Batch, Indices, all_batches, collate, epoch_batches, split
+from paceline.train.batches import (
+    Batch,
+    Indices,
+    all_batches,
+    collate,
+    epoch_batches,
+    segment_shares,
+    split,
+)
 from paceline.train.eagle3_objective import Eagle3Objective
 from paceline.train.examples import Examples
 from paceline.train.losses import StepLosses
@@ -40,6 +50,7 @@ OPTIONS = Eagle3Options(
     held_out=0.1,
     checkpoint_every=10,
     average=0.9,
+    checks=0,
 )
 
 
@@ -275,6 +286,20 @@ def test_an_epoch_has_every_example_once_and_no_batch_is_too_large(examples: Exa
     assert first.tolist() != second.tolist()
 
 
+def test_weights_say_how_often_an_epoch_has_the_examples_of_a_segment(examples: Examples) -> None:
+    segments = ["chat" if index % 2 else "code" for index in range(len(examples))]
+    mixed = replace(examples, segments=segments)
+    shares = segment_shares(mixed, {"chat": 2.5})
+    chosen = np.arange(len(examples))
+    epochs = [np.concatenate(epoch_batches(mixed, chosen, 96, 0, epoch, shares)) for epoch in range(8)]
+    counts = np.array([np.bincount(epoch, minlength=len(examples)) for epoch in epochs])
+    assert (counts[:, ::2] == 1).all()
+    assert set(counts[:, 1::2].flat) == {2, 3}
+    assert abs(counts[:, 1::2].mean() - 2.5) < 0.2
+    with pytest.raises(ConfigError, match="has the segments chat, code"):
+        segment_shares(mixed, {"chats": 2.0})
+
+
 def test_at_least_one_prompt_is_held_out_unless_disabled(examples: Examples) -> None:
     assert len(np.unique(examples.prompts[split(examples, 0.001, seed=0)[1]])) == 1
     assert not len(split(examples, 0.0, seed=0)[1])
@@ -313,12 +338,14 @@ def test_the_expected_length_multiplies_the_matches() -> None:
         ({"epochs": 0}, "epochs must be"),
         ({"held_out": 0.9}, "held_out must be"),
         ({"minutes": 1.0, "max_steps": 3}, "give one of them"),
+        ({"weights": "chat"}, "such as chat=2,code=0.5"),
+        ({"weights": "chat=0"}, "numbers above 0"),
         ({"epoch": 3}, "did you mean 'epochs'"),
     ],
 )
-def test_bad_options_are_refused(options: dict[str, float], message: str) -> None:
+def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Eagle3Options(**options)  # type: ignore[arg-type]
+        Eagle3Options(**options)
 
 
 class Threads:

@@ -46,7 +46,7 @@ def run_pilots(
     for layers in plan.layers:
         for steps in plan.steps:
             warmup = max(1, round(WARMUP_SHARE * steps))
-            chosen = replace(options, layers=layers, max_steps=steps, warmup_steps=warmup)
+            chosen = replace(options, layers=layers, max_steps=steps, warmup_steps=warmup, checks=0)
             objective = BlockObjective(target, examples, chosen, name)
             pilots.append(_run(Trainer(objective, examples, chosen, None), layers, steps))
             heads[layers] = objective.snapshot()
