@@ -162,7 +162,7 @@ def compare(path: Path, case: tuple[str, str, int], config: Any, device: str = "
 
 
 @needs_cuda
-@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_on_ranks_of_the_cuda_backend(folder: Path, method: str, size: int) -> None:
     """Every method drafts. How much may depend on measured times, so the numbers are not compared."""
