@@ -18,7 +18,7 @@ from paceline.core.verdict import Logprob
 from paceline.errors import BackendError, PacelineError
 from paceline.extras import needs_extra
 from paceline.home import paceline_home
-from paceline.machine import find_gpu
+from paceline.machine import find_gpu, usable_cores
 from paceline.terminal.session import announce_compilation
 
 GPU_TEST = "kernels on the GPU"
@@ -75,13 +75,12 @@ def check(model: str | None = None, with_torch: bool = False) -> Report:
 
 def machine() -> dict[str, Any]:
     """Processor and memory."""
-    affinity: Any = getattr(os, "sched_getaffinity", None)
     return {
         "system": f"{platform.system()} {platform.release()}",
         "processor": processor_name(),
         "architecture": platform.machine(),
         "cores": os.cpu_count(),
-        "usable cores": len(affinity(0)) if affinity else os.cpu_count(),
+        "usable cores": usable_cores(),
         **_memory(),
     }
 

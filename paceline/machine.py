@@ -81,6 +81,13 @@ def find_gpu() -> Gpu:
     return Gpu(name, facts=facts)
 
 
+def usable_cores() -> int:
+    """The CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def cpu_name(cpuinfo: str | None = None) -> str:
     """The CPU's name, from the text of /proc/cpuinfo or from Python's platform module."""
     text = _read("/proc/cpuinfo") if cpuinfo is None else cpuinfo

@@ -59,6 +59,10 @@ class Backend(Protocol):
         """
         return None
 
+    def compile_ahead(self, warm_up: Callable[[], object]) -> None:
+        """Compile what this warm-up would compile, on all cores, where that is quicker; nothing runs."""
+        return  # not abstract
+
     def prepare(
         self,
         pool: KVPool,

@@ -192,16 +192,25 @@ class Engine:
 
     def prepare(self) -> None:
         """Warm up: compile and allocate what the first steps would wait for. Call it before any request."""
-        layers, kept_features = self._drafting.feature_layers, self._drafting.kept_features
-        self.backend.prepare(self._pool, self.limits.max_model_len, layers, kept_features)
-        self._drafting.prepare()
+        self.compile_ahead()
+        for plan, seconds in self._warm_up().items():
+            self._controller.expect(plan, seconds, self._drafting.catch_up_seconds(plan))
         self.tokenizer.token_bytes(0)  # builds the table of all tokens
-        for plan in dict.fromkeys([PLAIN, *self._controller.device_plans()]):
-            catch_up = self._drafting.catch_up_seconds(plan)
-            self._controller.expect(plan, self._device.prepare(plan), catch_up)
         gc.unfreeze()  # what earlier engines froze
         gc.collect()
         gc.freeze()  # else a collection between two steps would scan all that was loaded, for 0.25 s
+
+    def compile_ahead(self) -> None:
+        """Compile the kernels of a warm-up on all cores, where a backend compiles one by one otherwise."""
+        self.backend.compile_ahead(self._warm_up)
+
+    def _warm_up(self) -> dict[DraftPlan, Mapping[int, float]]:
+        """Run passes of every kind and size over unused pages. The seconds of device passes, by requests."""
+        layers, kept_features = self._drafting.feature_layers, self._drafting.kept_features
+        self.backend.prepare(self._pool, self.limits.max_model_len, layers, kept_features)
+        self._drafting.prepare()
+        plans = dict.fromkeys([PLAIN, *self._controller.device_plans()])
+        return {plan: self._device.prepare(plan) for plan in plans}
 
     def close(self) -> None:
         """Stop: drafters and the controller save their state."""

@@ -15,7 +15,7 @@ from typing import Any
 from paceline.backends.options import BackendOptions
 from paceline.errors import ConfigError
 from paceline.extras import needs_extra
-from paceline.machine import find_gpu
+from paceline.machine import find_gpu, usable_cores
 from paceline.scale.options import ScaleOptions
 
 CONNECT_SECONDS = 5.0
@@ -56,7 +56,7 @@ def cluster(scale: ScaleOptions) -> Iterator[Any]:
     ray = import_ray()
     quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "namespace": "paceline"}
     if scale.ray_address is None:
-        ray.init(address="local", include_dashboard=False, num_cpus=len(os.sched_getaffinity(0)), **quiet)
+        ray.init(address="local", include_dashboard=False, num_cpus=usable_cores(), **quiet)
     else:
         _check_reachable(scale.ray_address)
         try:
@@ -76,7 +76,7 @@ def cluster(scale: ScaleOptions) -> Iterator[Any]:
 
 def machine_resources() -> dict[str, float]:
     """What this machine has, in Ray's words, for when no cluster is there to ask."""
-    return {"CPU": len(os.sched_getaffinity(0)), "GPU": 1 if find_gpu().usable else 0}
+    return {"CPU": usable_cores(), "GPU": 1 if find_gpu().usable else 0}
 
 
 def _check_reachable(address: str) -> None:

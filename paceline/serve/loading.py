@@ -116,6 +116,7 @@ def warm_up(config: EngineConfig, model: LoadedModel) -> None:
         ),
     )
     engine = build_engine(small, model).engine
+    engine.compile_ahead()
     length = min(WARM_TOKENS, engine.limits.max_model_len - 3)
     requests: list[Request] = []
     for params in (

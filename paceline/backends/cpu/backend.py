@@ -13,11 +13,11 @@ from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.compiled_model import CompiledModel, CpuPool
 from paceline.backends.cpu.features import KEPT_FIELDS
 from paceline.backends.cpu.packing import address_of
-from paceline.backends.cpu.team import default_threads
 from paceline.backends.cpu.workspace import Workspace
 from paceline.core.arrays import Float32Array
 from paceline.core.forward import ForwardBatch, ForwardOutput, KeptFeatures, KVPool
 from paceline.errors import BackendError, ConfigError
+from paceline.machine import usable_cores
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.quantizations import DEFAULTS, QUANTIZATIONS
 from paceline.options import check_choice
@@ -74,7 +74,7 @@ class CpuBackend(CompiledModel, Backend):
             )
         if quantization == "auto":
             quantization = DEFAULTS["cpu"]
-        workspace = Workspace(checkpoint, quantization, threads or default_threads(), max_rows)
+        workspace = Workspace(checkpoint, quantization, threads or usable_cores(), max_rows)
         return cls(workspace, quantization, beside)
 
     def first_layers(self, count: int) -> CpuBackend:

@@ -128,10 +128,3 @@ def _end_workers(control: int, block: npt.NDArray[np.uint8], workers: Sequence[t
 @compiled(cached=True)
 def _start_pass_from_python(control, threads):  # type: ignore[no-untyped-def]
     start_pass(control, threads, 0)
-
-
-def default_threads() -> int:
-    """The cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

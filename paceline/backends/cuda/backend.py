@@ -12,6 +12,7 @@ import torch
 
 from paceline.backends.base import NO_STATES, Backend
 from paceline.backends.cuda.async_decoder import CudaAsyncDecoder
+from paceline.backends.cuda.compiling import compile_only
 from paceline.backends.cuda.graphs import Graphs, bucket, buckets
 from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.kernels.attention import tile_height
@@ -300,6 +301,12 @@ class CudaBackend(Backend):
         now = workspace_bytes(self.weights, self._room)
         ahead = workspace_bytes(self.weights, Room.of(rows, longest))
         return DeviceMemory(total, free, max(0, here - now) + ahead)
+
+    def compile_ahead(self, warm_up: Callable[[], object]) -> None:
+        """Compile the kernels that this warm-up launches, on all cores."""
+        if self.device.type == "cuda":
+            with compile_only(self.device):
+                warm_up()
 
     @on_all_ranks
     def prepare(

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import struct
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 import triton
 
+from paceline.backends.cuda.compiling import cached_kernel
 from paceline.backends.cuda.kernels import attention
 from paceline.backends.cuda.kernels.attention import (
     BLOCK,
@@ -142,7 +142,7 @@ def _threads(dim: int) -> int:
     return 128 + 256 + 2 * dim
 
 
-@lru_cache
+@cached_kernel
 def _kernel(
     sizes: tuple[int, int, int, int], tiles_each: int, has_trees: bool, scale: float, device: torch.device
 ) -> NativeKernel | None:

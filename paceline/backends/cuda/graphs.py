@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from paceline.backends.cuda.compiling import compiles_only
+
 STEP, LARGE_STEP = 128, 256  # of rows between sizes, up to MANY rows and beyond
 MANY = 512
 
@@ -26,7 +28,7 @@ def buckets(most: int) -> list[int]:
 
 
 class Graphs:
-    """Captured graphs by key. Without a CUDA device, the work simply runs."""
+    """Captured graphs by key. Without a CUDA device, and to compile only, the work simply runs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -37,7 +39,7 @@ class Graphs:
 
         Work with the same name must use the same buffers every time.
         """
-        if self._device.type != "cuda":
+        if self._device.type != "cuda" or compiles_only():
             work()
             return
         graph = self._captured.get(name)

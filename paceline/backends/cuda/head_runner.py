@@ -12,6 +12,7 @@ import torch
 
 from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner, first_slots
 from paceline.backends.cuda.backend import FIRST_LONGEST, MAX_PAGES, PAGE_SIZE, CudaBackend
+from paceline.backends.cuda.compiling import compiles_only
 from paceline.backends.cuda.draft_networks import HeadNetwork
 from paceline.backends.cuda.draft_shape import DraftShape
 from paceline.backends.cuda.graphs import Graphs, bucket, buckets
@@ -109,7 +110,7 @@ class CudaHeadRunner(HeadPools, HeadRunner):
             self.run(batch)
             if rows <= MAX_OUTPUT_ROWS:
                 self.run(replace(batch, rows=replace(batch.rows, logit_rows=np.zeros(1, np.int32))))
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and not compiles_only():
             torch.cuda.synchronize(self.device)
             start = time.perf_counter()
             for _ in range(TIMED):

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from paceline.backends.cuda.compiling import compiled, compiles_only
 from paceline.backends.cuda.kernels.attention import BLOCK, LANES, MERGE_FAN_IN, tile_height
 from paceline.backends.cuda.kernels.matrix import Matrix
 from paceline.backends.cuda.kernels.pdl import HOPPER
@@ -80,9 +81,12 @@ class PersistentLayers:
             return False
         weights, workspace, _, _ = self._known
         key = len(tokens), tables.positions.data_ptr()
-        if key not in self._passes:
-            self._passes[key] = self._prepare(tables, features, feature_layers)
-        own = self._passes[key]
+        if key in self._passes:
+            own = self._passes[key]
+        else:
+            own = self._prepare(tables, features, feature_layers)
+            if not compiles_only():
+                self._passes[key] = own
         if own is None:
             return False
         norm = weights.layers[0].attention_norm
@@ -170,7 +174,8 @@ class _Pass:
 
     def run(self) -> None:
         """Run all layers; `workspace.attention_input` is then what the head reads."""
-        self._kernel((self._programs, 1, 1), (THREADS, 1, 1), [self._addresses], self._shared)
+        if self._kernel is not None:  # otherwise passes only compile
+            self._kernel((self._programs, 1, 1), (THREADS, 1, 1), [self._addresses], self._shared)
 
 
 @lru_cache
@@ -185,18 +190,24 @@ def _compiler() -> Callable[..., Any] | None:
     return found
 
 
-@lru_cache
 def _compile(sizes: tuple[tuple[str, int], ...], shared: int, device: torch.device) -> Any:
-    """The kernel for these constants: it is called with grid, block, arguments and bytes of shared memory."""
+    """The kernel for these constants: it is called with grid, block, arguments and bytes of shared memory.
+
+    None while passes only compile.
+    """
     compiler = _compiler()
     assert compiler is not None, "asked before"
     folder = Path(__file__).with_name("source")
     source = "".join((folder / f"{name}.cu").read_text() for name in SOURCES)
     defined = "".join(f"#define {name} {value}\n" for name, value in sizes)
-    with torch.cuda.device(device):
-        kernel = compiler(defined + source, "persistent_layers")
-        kernel.set_shared_memory_config(shared)
-    return kernel
+
+    def compile_source() -> Any:
+        with torch.cuda.device(device):
+            kernel = compiler(defined + source, "persistent_layers")
+            kernel.set_shared_memory_config(shared)
+        return kernel
+
+    return compiled((defined, shared, device), compile_source)
 
 
 def _sizes(weights: Weights, tables: RowTables, page_size: int, blocks: int) -> dict[str, int] | None:

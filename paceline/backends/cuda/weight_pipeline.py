@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 
+from paceline.backends.cuda.compiling import cached_kernel
 from paceline.backends.cuda.kernels.matrix import Matrix
 from paceline.backends.cuda.kernels.pdl import HOPPER
 from paceline.backends.cuda.native import NativeKernel, native_kernel, tensor_map
@@ -46,7 +47,7 @@ def num_multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@lru_cache
+@cached_kernel
 def pipeline_kernel(
     file: str,
     name: str,

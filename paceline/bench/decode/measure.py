@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.backends.cpu.team import default_threads
 from paceline.bench.peers.contestants import (
     Contestant,
     ContestantError,
@@ -21,7 +20,7 @@ from paceline.bench.text import text_ids
 from paceline.bench.timing import OnTurn, Timing
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import ConfigError
-from paceline.machine import has_amx
+from paceline.machine import has_amx, usable_cores
 from paceline.models.registry import load_tokenizer, resolve
 from paceline.options import check_integer
 
@@ -105,7 +104,7 @@ def measure_decode(options: DecodeOptions, on_turn: OnTurn = lambda _: None) -> 
     """Both contestants' times, measured alternately. A peer that fails is reported and does not stop ours."""
     path = resolve(options.model)
     ids = text_ids(load_tokenizer(path), max(options.prompt_tokens, options.prefill))
-    threads = options.threads or default_threads()
+    threads = options.threads or usable_cores()
     peer, peer_error = None, None
     with ExitStack() as stack:
         ours = Entrant(stack.enter_context(start_paceline(path, threads, options.quantization)), options, ids)

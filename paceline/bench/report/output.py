@@ -53,13 +53,13 @@ class Report:
 def machine_facts() -> dict[str, object]:
     """CPU, cores, instruction set, memory, load and versions, as JSON values."""
     from paceline.backends.cpu.isa import ISA  # here, because it imports numba
-    from paceline.backends.cpu.team import default_threads
+    from paceline.machine import usable_cores
 
     return {
         "cpu": cpu_name(),
         "architecture": platform.machine(),
         "cores": os.cpu_count() or 1,
-        "usable_cores": default_threads(),
+        "usable_cores": usable_cores(),
         "isa": ISA.name,
         "amx": has_amx(),
         "gpu": find_gpu().name or None,

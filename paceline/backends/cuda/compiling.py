@@ -1,0 +1,78 @@
+"""Compile the kernels of a warm-up on all CPU cores, before its passes run.
+
+A kernel is compiled when it is first launched, one after the other: with an empty cache, a minute and more
+until a server is ready. So the passes of a warm-up run once to compile only: launches submit their kernels to
+threads, which mostly run without Python's lock, and launch nothing. Buffers hold zeros or old values then,
+and outputs mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import triton
+
+from paceline.machine import usable_cores
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_threads: ThreadPoolExecutor | None = None  # while passes only compile
+_compiled: dict[Hashable, Future[Any]] = {}  # CUDA C++ kernels; Triton keeps its own
+
+
+def compiles_only() -> bool:
+    """Whether launches only compile: nothing may be captured, timed or decided by results."""
+    return _threads is not None
+
+
+@contextmanager
+def compile_only(device: torch.device) -> Iterator[None]:
+    """Compile what is launched meanwhile instead of running it; wait for it at the end.
+
+    A kernel that does not compile raises its error when it is launched again.
+    """
+    global _threads
+    run = triton.JITFunction.run
+
+    def compile_kernel(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(kernel, *args, grid=grid, warmup=True, **options)
+
+    setting = {"initializer": torch.cuda.set_device, "initargs": (device,)} if device.type == "cuda" else {}
+    with ThreadPoolExecutor(usable_cores(), **setting) as threads:
+        _threads, triton.JITFunction.run = threads, compile_kernel
+        try:
+            with triton.AsyncCompileMode(threads, ignore_errors=True):
+                yield
+        finally:
+            _threads, triton.JITFunction.run = None, run
+
+
+def compiled(key: Hashable, make: Callable[[], T]) -> T | None:
+    """What `make` gives, made once for each key; None while passes only compile: a thread makes it."""
+    if _threads is not None:
+        if key not in _compiled:
+            _compiled[key] = _threads.submit(make)
+        return None
+    made = _compiled.get(key)
+    if made is None or made.exception() is not None:
+        made = _compiled[key] = Future()
+        made.set_result(make())
+    result: T = made.result()
+    return result
+
+
+def cached_kernel(find: Callable[P, T]) -> Callable[P, T]:
+    """`find`, whose results are kept, unless passes only compile: those are not the kernels to run."""
+    cached = lru_cache(find)
+
+    @wraps(find)
+    def found(*args: P.args, **options: P.kwargs) -> T:
+        return find(*args, **options) if compiles_only() else cached(*args, **options)  # type: ignore[arg-type]
+
+    return found
