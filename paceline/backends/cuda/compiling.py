@@ -43,8 +43,11 @@ def compile_only(device: torch.device) -> Iterator[None]:
     def compile_kernel(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return run(kernel, *args, grid=grid, warmup=True, **options)
 
-    setting = {"initializer": torch.cuda.set_device, "initargs": (device,)} if device.type == "cuda" else {}
-    with ThreadPoolExecutor(usable_cores(), **setting) as threads:
+    def use_device() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    with ThreadPoolExecutor(usable_cores(), initializer=use_device) as threads:
         _threads, triton.JITFunction.run = threads, compile_kernel
         try:
             with triton.AsyncCompileMode(threads, ignore_errors=True):
