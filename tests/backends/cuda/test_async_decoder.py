@@ -81,11 +81,7 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
         made.append(Recording(state, rows, 1 + given.levels, host_drafts))
         return made[-1]
 
-    def network(weights, pool, layers, shape, rows, longest, size):  # type: ignore[no-untyped-def]
-        return shape
-
     monkeypatch.setattr(async_decoder, "DecodeLoop", loop)
-    monkeypatch.setattr(async_decoder, "HeadNetwork", network)
     return made
 
 
@@ -103,7 +99,7 @@ def decoder(loops):  # type: ignore[no-untyped-def]
 
 
 def head_draft(length: int) -> DeviceDraft:
-    return DeviceDraft(length, SimpleNamespace(weights=None), SimpleNamespace(), (0, 1, 2))  # type: ignore[arg-type]
+    return DeviceDraft(length, SimpleNamespace(network=lambda *sizes: None), SimpleNamespace(), (0, 1, 2))  # type: ignore[arg-type]
 
 
 def biased() -> LogitEdits:
