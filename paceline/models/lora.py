@@ -8,6 +8,7 @@ read; what would change anything else (biases, embeddings, DoRA) is refused.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from paceline.models.files import read_json
 from paceline.models.layout import expected_tensors
 from paceline.models.safetensors_files import SafeTensor, read_safetensors
 
+FILES = ("adapter_config.json", "adapter_model.safetensors")
 TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.(?:default\.)?weight")
 MODULE = re.compile(r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)")
 # options that make an adapter something else than the sum above, and the values that do not
@@ -54,9 +56,14 @@ class Adapter:
     matrices: Mapping[str, LoraMatrix]
 
 
+def adapter_fingerprint(folder: Path) -> str:
+    """A hash of an adapter's files."""
+    return hashlib.sha256(b"".join((folder / part).read_bytes() for part in FILES)).hexdigest()[:12]
+
+
 def load_adapter(name: str, folder: Path, config: ModelConfig) -> Adapter:
     """The adapter in a folder, checked against the model that it is for."""
-    for part in ("adapter_config.json", "adapter_model.safetensors"):
+    for part in FILES:
         if not (folder / part).is_file():
             raise CheckpointError(
                 f"the adapter {name} has no {part} in {folder}: give a folder that peft has saved, as "

@@ -44,7 +44,7 @@ def serve_config(model: str, options: dict[str, Any]) -> str:
             )
     given = {name: value for name, value in options.items() if value != defaults[name] and name not in ours}
     engine, server, scale = split_options(given)
-    checked = EngineConfig.from_options(model=model, **engine)
+    checked = EngineConfig.from_options(model=model, lora_modules=server.lora_modules, **engine)
     if not scale.wanted:
         raise ConfigError("say how many replicas: --replicas N or --autoscale MIN:MAX.")
     import_ray()

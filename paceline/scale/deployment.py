@@ -23,6 +23,7 @@ from paceline.build import Loaded
 from paceline.config import EngineConfig
 from paceline.draft.base import Drafter
 from paceline.engine.async_engine import AsyncEngine
+from paceline.models.lora import adapter_fingerprint
 from paceline.scale.heads import HeadReceiver, StepReports
 from paceline.scale.options import ScaleOptions
 from paceline.scale.watchdog import Watchdog
@@ -76,7 +77,7 @@ class Replica:
         front.start()
         name = serve.get_replica_context().replica_id.unique_id
         heads = HeadReceiver(front, partial(load_head, loaded), reports)
-        self._worker = ReplicaWorker(front, name, description(loaded, facts), heads)
+        self._worker = ReplicaWorker(front, name, description(config, loaded, facts), heads)
         self._watchdog = Watchdog(hang_timeout)
 
     async def introduce(self, address: Address) -> None:
@@ -120,11 +121,13 @@ def wanted_replicas(context: AutoscalingContext) -> tuple[float, dict[str, Any]]
     return sum(by_replica.values()) / context.config.get_target_ongoing_requests(), {}
 
 
-def description(loaded: Loaded, facts: Mapping[str, str]) -> Description:
+def description(config: EngineConfig, loaded: Loaded, facts: Mapping[str, str]) -> Description:
     """What an ingress must know of a loaded engine."""
     engine = loaded.engine
+    weights = [loaded.fingerprint[:12], facts["backend"], facts["quantization"]]
+    weights += [f"{name}:{adapter_fingerprint(folder)}" for name, folder in config.model.adapters.items()]
     return Description(
-        weights_id=f"{loaded.fingerprint[:12]} {facts['backend']} {facts['quantization']}",
+        weights_id=" ".join(weights),
         limits=engine.limits,
         plans=dict(engine.plans),
         pool_tokens=engine.kv.pages.num_pages * engine.kv.page_size,

@@ -18,7 +18,7 @@ from paceline.scale.launch import RemoteModel, with_threads
 from paceline.scale.options import ScaleOptions
 from paceline.scale.pages import pages
 from paceline.serve.app import make_app
-from paceline.serve.loading import model_names
+from paceline.serve.loading import model_names, with_adapters
 from paceline.serve.logs import set_up_logs
 from paceline.serve.options import ServeOptions
 from paceline.serve.routes.file import ModelEntry
@@ -59,7 +59,7 @@ def make_application(model: str, options: Mapping[str, Any]) -> Any:
     from paceline.scale.deployment import replica_application
 
     engine, server, scale = split_options(options)
-    config = EngineConfig.from_options(model=model, **engine)
+    config = EngineConfig.from_options(model=model, lora_modules=server.lora_modules, **engine)
     total = ray.cluster_resources() if ray.is_initialized() else machine_resources()
     (share,) = replica_resources([config.backend], scale, total)
     config = with_threads(config, share)
@@ -72,7 +72,8 @@ def make_application(model: str, options: Mapping[str, Any]) -> Any:
         ray_actor_options={"num_cpus": 0},
         logging_config={"log_level": "WARNING", "enable_access_log": False},
     )
-    return made.bind(replicas, model_names(model, server), config, server, scale)
+    names = with_adapters(model_names(model, server), config)
+    return made.bind(replicas, names, config, server, scale)
 
 
 class Ingress:

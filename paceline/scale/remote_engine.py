@@ -157,7 +157,6 @@ class RemoteEngine:
         arrived: asyncio.Event | None = None,
     ) -> Stream:
         """The stream of a request, checked as its replica would check it."""
-        assert not adapter, "replicas are not offered adapters"
         assert (grammar is None) == (params.structure is None)
         self._intake.check_open(request_id, params.n)
         description = self._description
@@ -176,12 +175,13 @@ class RemoteEngine:
             watch=watch,
             segment=segment,
             cache_salt=cache_salt,
+            adapter=adapter,
         )
         self._num_arrived += 1
         structure, lenient = (None, False) if grammar is None else self._sources[grammar]
         stream = Stream(request_id, self.abort, arrived)
         prompt = children[0].prompt_token_ids
-        hashes = page_hashes(prompt, description.page_size, cache_salt)
+        hashes = page_hashes(prompt, description.page_size, children[0].cache_salt)
         seeded = replace(params, seed=children[0].seed)
         run = RemoteRun(children, seeded, stream, self._tokenizer, self.now, hashes, session)
         first = RemoteRequest(
@@ -192,6 +192,7 @@ class RemoteEngine:
             lenient=lenient,
             segment=segment,
             cache_salt=cache_salt,
+            adapter=adapter,
             resume=None,
         )
         self._intake.add(stream, params.n)

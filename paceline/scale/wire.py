@@ -52,6 +52,7 @@ class RemoteRequest:
     lenient: bool
     segment: str
     cache_salt: str
+    adapter: str  # "": none
     resume: Mapping[int, Sequence[int]] | None  # tokens that unfinished outputs already have
 
 

@@ -161,6 +161,7 @@ class ReplicaWorker:
             key,
             segment=request.segment,
             cache_salt=request.cache_salt,
+            adapter=request.adapter,
             grammar=grammar,
             resume=request.resume,
         )

@@ -22,6 +22,7 @@ from paceline.build import LoadedModel, build_engine
 from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams
 from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.client import EngineClient
 from paceline.engine.engine import Engine
 from paceline.errors import BackendError, ConfigError, ModelError, RequestError
 from paceline.models.checkpoint import Checkpoint
@@ -34,6 +35,7 @@ from paceline.serve.service import Service
 from tests.backends.driver import drive
 from tests.draft.test_draft_model_cpu import save_tokenizer
 from tests.lossless.subject import Outcome
+from tests.scale.fake import Fleet
 from tests.tiny import save_checkpoint
 
 PROMPT = [*range(3, 30), 5, 6, 7, 5, 6]
@@ -192,6 +194,38 @@ def test_a_request_names_the_adapter_after_the_model(model: LoadedModel, folder:
         return [str(ids) for ids in found]
 
     assert len(set(asyncio.run(main()))) == 3
+
+
+def test_on_replicas_the_bytes_are_those_of_one_engine_also_when_one_dies(
+    checkpoint: Checkpoint, adapters: list[Adapter], model: LoadedModel, folder: Path
+) -> None:
+    names, tokens = ["", "a", "b"] * 2, 25
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.8, seed=3)
+
+    def replica() -> Engine:
+        backend = TorchBackend.load(checkpoint, row_by_row=True, adapters=adapters)
+        return make_engine(LoadedModel(backend, model.tokenizer, checkpoint.config), folder, "off")
+
+    async def ask(engine: EngineClient, number: int) -> list[int]:
+        stream = await engine.submit(PROMPT, params, str(number), adapter=names[number])
+        return list((await stream.finished()).outputs[0].token_ids)
+
+    async def main() -> None:
+        alone = AsyncEngine(make_engine(model, folder, "off"), model.tokenizer, max_queue=9)
+        alone.start()
+        expected = await asyncio.gather(*[ask(alone, number) for number in range(len(names))])
+        await alone.stop()
+        assert len({tuple(ids) for ids in expected}) == 3
+        async with Fleet(replica, model.tokenizer) as there:
+            asking = asyncio.gather(*[ask(there.engine, number) for number in range(len(names))])
+            first = there.replicas.all[0]
+            while not any(request.num_output for request in first.engine.unfinished):
+                await asyncio.sleep(0.005)
+            await first.kill()
+            assert await asking == expected
+            assert there.engine.num_resumed > 0
+
+    asyncio.run(asyncio.wait_for(main(), 120))
 
 
 def test_what_cannot_be_served_is_refused(

@@ -24,8 +24,8 @@ def test_requests_survive_json() -> None:
     )
     resume = {1: [5, 6], 0: []}
     for request in (
-        RemoteRequest("k-1", [1, 2, 3], params, structure, True, "segment", "salt", resume),
-        RemoteRequest("k-2", [1], SamplingParams(seed=0), None, False, "", "", None),
+        RemoteRequest("k-1", [1, 2, 3], params, structure, True, "segment", "salt", "sql", resume),
+        RemoteRequest("k-2", [1], SamplingParams(seed=0), None, False, "", "", "", None),
     ):
         kind, content = json.loads(json.dumps(encode_request(request)))
         arrived = decode_request(content)
