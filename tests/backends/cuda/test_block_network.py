@@ -36,6 +36,15 @@ def rows_of(tokens: list[int], first: int, pages: np.ndarray, pool: Any) -> Forw
     )
 
 
+def draft_slots(loop: Any) -> torch.Tensor:
+    """The KV slots of the tokens on which the head catches up, of all requests."""
+    from paceline.backends.cuda.kernels.step_rows import SLOT_MAPPING
+
+    first, count = ROWS * loop.nodes, ROWS * (CHAIN + 1)
+    slots: torch.Tensor = loop._rows.lines[SLOT_MAPPING, first : first + count]
+    return slots
+
+
 @pytest.mark.parametrize("temperature", [1.0, *repeated(0.0)])
 def test_a_block_in_a_step_drafts_behind_the_accepted_tokens(
     temperature: float, device: torch.device, dtype: torch.dtype
@@ -56,7 +65,9 @@ def test_a_block_in_a_step_drafts_behind_the_accepted_tokens(
     draft = runner.network(pool, (0, 1), chain_shape(CHAIN), ROWS, LONGEST, PAGE_SIZE)
     loop = DecodeLoop(case.weights, case.pool(), case.state, ROWS, PAGE_SIZE, draft)
     draft.target_ids = torch.full((40,), right, dtype=torch.int32, device=device)
+    case.state.pages[0] = 2  # what padding must not write to
     loop.begin([1], ROWS, torch.ones(1, 64, device=device))
+    assert draft_slots(loop).tolist() == [2 * PAGE_SIZE + LENGTH - 1] + [-1] * 5
     loop.step(ROWS)
     count = int(loop.counts[0])
     assert count == CHAIN

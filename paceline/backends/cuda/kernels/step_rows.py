@@ -166,7 +166,8 @@ def write_rows(  # type: ignore[no-untyped-def]
     back = tl.where(catches_up > 0, fresh + catches_up - 2, 0)
     node = _field(plan_at, 3, number, num_rows, 0)
     index, position = length + node - back, length + _field(plan_at, 4, number, num_rows, 0) - back
-    end = tl.where((slot >= 0) & (length < limit), limit, 0)
+    # padding has no length, so its rows that end before the root begin below zero
+    end = tl.where((slot >= 0) & (length < limit), limit, -wide_rows)
     valid = inside & (index < end) & ((node < fresh) | (catches_up == 0))
     valid_slot = tl.maximum(slot, 0)
     page = tl.load(pages_at + valid_slot * most_pages + index // page_size, mask=valid, other=0)
