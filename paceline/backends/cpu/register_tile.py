@@ -56,10 +56,10 @@ class Tile:
         self.builder, self.rows, self.isa = builder, rows, isa
         self.weights, self.activations, self.group_stride, self.groups = args[:4]
         self.out, self.out_stride, self.bias, self.added = args[4:]
-        self.width = 16 if isa.wide_registers else 8
+        self.columns, self.width = isa.columns, 16 if isa.wide_registers else 8
         self.floats, self.ints = ir.VectorType(ir.FloatType(), self.width), ir.VectorType(I32, self.width)
         self.bytes = ir.VectorType(I8, 4 * self.width)
-        starts = range(0, COLUMNS, self.width)
+        starts = range(0, self.columns, self.width)
         self.sums = {
             (row, start): cgutils.alloca_once(builder, self.floats) for row in range(rows) for start in starts
         }
@@ -99,7 +99,7 @@ class Tile:
 
     def parts(self) -> Iterator[int]:
         """The first column of each part of the tile."""
-        for start in range(0, COLUMNS, self.width):
+        for start in range(0, self.columns, self.width):
             yield start
             self.forget()
 

@@ -72,10 +72,10 @@ _I64 = ir.IntType(64)
 
 
 def _emit_int8(tile: Tile) -> None:
-    builder, size = tile.builder, GROUP * COLUMNS
+    builder, size = tile.builder, GROUP * tile.columns
     with cgutils.for_range(builder, tile.groups) as loop:
-        address = builder.add(tile.weights, builder.mul(loop.index, _I64(size + 2 * COLUMNS)))
-        tile.prefetch(address, size + 2 * COLUMNS)
+        address = builder.add(tile.weights, builder.mul(loop.index, _I64(size + 2 * tile.columns)))
+        tile.prefetch(address, size + 2 * tile.columns)
         for start in tile.parts():
             weights = partial(_int8_step, tile, address, start)
             dots = tile.dots(loop.index, weights, tile.isa.dot_wide, tile.isa.offset_weights)
@@ -86,13 +86,13 @@ def _emit_int8(tile: Tile) -> None:
 
 
 def _int8_step(tile: Tile, address: Any, start: int, step: int) -> Any:
-    return tile.load_bytes(address, 4 * (COLUMNS * step + start))
+    return tile.load_bytes(address, 4 * (tile.columns * step + start))
 
 
 def _nibble_step(tile: Tile, address: Any, start: int, step: int) -> Any:
     """The low nibbles are the first half of the k, the high ones the second."""
     half = GROUP // 8
-    packed = tile.load_bytes(address, 4 * (COLUMNS * (step % half) + start))
+    packed = tile.load_bytes(address, 4 * (tile.columns * (step % half) + start))
     if step < half:
         return tile.builder.and_(packed, tile.constant(tile.bytes, 15))
     return tile.builder.lshr(packed, tile.constant(tile.bytes, 4))
@@ -110,11 +110,11 @@ def _add_group4(tile: Tile, group: Any, start: int, address: Any, scale: Any, mi
 def _emit_int4(tile: Tile) -> None:
     builder = tile.builder
     with cgutils.for_range(builder, tile.groups) as loop:
-        address = builder.add(tile.weights, builder.mul(loop.index, _I64(20 * COLUMNS)))
-        tile.prefetch(address, 20 * COLUMNS)
+        address = builder.add(tile.weights, builder.mul(loop.index, _I64(20 * tile.columns)))
+        tile.prefetch(address, 20 * tile.columns)
         for start in tile.parts():
-            scale = partial(tile.halves, address, 16 * COLUMNS + 2 * start)
-            minimum = partial(tile.halves, address, 18 * COLUMNS + 2 * start)
+            scale = partial(tile.halves, address, 16 * tile.columns + 2 * start)
+            minimum = partial(tile.halves, address, 18 * tile.columns + 2 * start)
             _add_group4(tile, loop.index, start, address, scale, minimum)
 
 
@@ -125,29 +125,29 @@ def _emit_int4k(tile: Tile) -> None:
         return builder.fmul(factor, _bytes_as_floats(tile, address, offset))
 
     with cgutils.for_range(builder, builder.lshr(tile.groups, _I64(3))) as loop:
-        address = builder.add(tile.weights, builder.mul(loop.index, _I64(148 * COLUMNS)))
-        starts, side_at = range(0, COLUMNS, tile.width), 128 * COLUMNS
+        address = builder.add(tile.weights, builder.mul(loop.index, _I64(148 * tile.columns)))
+        starts, side_at = range(0, tile.columns, tile.width), 128 * tile.columns
         scales = {start: tile.halves(address, side_at + 2 * start) for start in starts}
         minus = tile.constant(tile.floats, -1.0)
         minimums = {
-            start: builder.fmul(tile.halves(address, side_at + 2 * (COLUMNS + start)), minus)
+            start: builder.fmul(tile.halves(address, side_at + 2 * (tile.columns + start)), minus)
             for start in starts
         }
-        tile.prefetch(builder.add(address, _I64(side_at)), 20 * COLUMNS)
+        tile.prefetch(builder.add(address, _I64(side_at)), 20 * tile.columns)
         with cgutils.for_range(builder, _I64(8)) as inner:
-            nibbles = builder.add(address, builder.mul(inner.index, _I64(16 * COLUMNS)))
-            side = builder.add(address, builder.mul(inner.index, _I64(COLUMNS)))
+            nibbles = builder.add(address, builder.mul(inner.index, _I64(16 * tile.columns)))
+            side = builder.add(address, builder.mul(inner.index, _I64(tile.columns)))
             group = builder.add(builder.mul(loop.index, _I64(8)), inner.index)
-            tile.prefetch(nibbles, 16 * COLUMNS)
+            tile.prefetch(nibbles, 16 * tile.columns)
             for start in tile.parts():
-                scale = partial(scaled, scales[start], side, side_at + 4 * COLUMNS + start)
-                minimum = partial(scaled, minimums[start], side, side_at + 12 * COLUMNS + start)
+                scale = partial(scaled, scales[start], side, side_at + 4 * tile.columns + start)
+                minimum = partial(scaled, minimums[start], side, side_at + 12 * tile.columns + start)
                 _add_group4(tile, group, start, nibbles, scale, minimum)
 
 
 def _six_bit_step(tile: Tile, address: Any, start: int, step: int) -> Any:
     """Nibbles with two more bits above them."""
-    high = tile.load_bytes(address, 4 * (COLUMNS * (4 + step % 2) + start))
+    high = tile.load_bytes(address, 4 * (tile.columns * (4 + step % 2) + start))
     shift = 4 - 2 * (step // 2)
     if shift > 0:
         high = tile.builder.shl(high, tile.constant(tile.bytes, shift))
@@ -158,19 +158,21 @@ def _six_bit_step(tile: Tile, address: Any, start: int, step: int) -> Any:
 
 
 def _emit_int6k(tile: Tile) -> None:
-    builder, side_at = tile.builder, 8 * 24 * COLUMNS
+    builder, side_at = tile.builder, 8 * 24 * tile.columns
     pairs = ir.VectorType(I8, 2 * tile.width)
     with cgutils.for_range(builder, builder.lshr(tile.groups, _I64(3))) as loop:
-        address = builder.add(tile.weights, builder.mul(loop.index, _I64(210 * COLUMNS)))
-        scales = {start: tile.halves(address, side_at + 2 * start) for start in range(0, COLUMNS, tile.width)}
-        tile.prefetch(builder.add(address, _I64(side_at)), 18 * COLUMNS)
+        address = builder.add(tile.weights, builder.mul(loop.index, _I64(210 * tile.columns)))
+        scales = {
+            start: tile.halves(address, side_at + 2 * start) for start in range(0, tile.columns, tile.width)
+        }
+        tile.prefetch(builder.add(address, _I64(side_at)), 18 * tile.columns)
         with cgutils.for_range(builder, _I64(8)) as inner:
-            bits = builder.add(address, builder.mul(inner.index, _I64(24 * COLUMNS)))
-            side = builder.add(address, builder.mul(inner.index, _I64(2 * COLUMNS)))
+            bits = builder.add(address, builder.mul(inner.index, _I64(24 * tile.columns)))
+            side = builder.add(address, builder.mul(inner.index, _I64(2 * tile.columns)))
             group = builder.add(builder.mul(loop.index, _I64(8)), inner.index)
-            tile.prefetch(bits, 24 * COLUMNS)
+            tile.prefetch(bits, 24 * tile.columns)
             for start in tile.parts():
-                of_16 = load_at(builder, side, pairs, side_at + 2 * COLUMNS + 2 * start)
+                of_16 = load_at(builder, side, pairs, side_at + 2 * tile.columns + 2 * start)
                 factors = builder.sext(of_16, ir.VectorType(I16, 2 * tile.width))
                 weights = partial(_six_bit_step, tile, bits, start)
                 for row, sums in tile.scaled_dots(group, weights, tile.isa.dot_scaled, factors):
@@ -190,11 +192,11 @@ def _bytes_as_floats(tile: Tile, address: Any, offset: int) -> Any:
 def _emit_float32(tile: Tile) -> None:
     builder = tile.builder
     with cgutils.for_range(builder, tile.groups) as loop:
-        address = builder.add(tile.weights, builder.mul(loop.index, _I64(GROUP * 4 * COLUMNS)))
+        address = builder.add(tile.weights, builder.mul(loop.index, _I64(GROUP * 4 * tile.columns)))
         records = builder.add(tile.activations, builder.mul(loop.index, tile.group_stride))
         for step in range(GROUP):
-            for start in range(0, COLUMNS, tile.width):
-                weights = load_at(builder, address, tile.floats, 4 * (step * COLUMNS + start))
+            for start in range(0, tile.columns, tile.width):
+                weights = load_at(builder, address, tile.floats, 4 * (step * tile.columns + start))
                 for row in range(tile.rows):
                     value = tile.isa.spread(builder, records, row * GROUP + step, tile.floats)
                     tile.accumulate(row, start, weights, value)

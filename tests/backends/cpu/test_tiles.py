@@ -60,7 +60,7 @@ def cases() -> list[object]:
 
 @dataclass(frozen=True)
 class Weights:
-    """16 columns of weights, as the tile reads them and as numpy multiplies them."""
+    """The columns of a tile's weights, as the tile reads them and as numpy multiplies them."""
 
     stream: np.ndarray  # uint8 [bytes of a tile], 8-bit weights as signed bytes
     quants: np.ndarray  # [GROUPS, 32, 16]: int64, or float32 weights
@@ -79,8 +79,8 @@ class Activations:
 
 def by_fours(values: np.ndarray) -> np.ndarray:
     """[groups, k, 16] bytes as [groups, k / 4, 16, 4], the order of a tile's stream, flat per group."""
-    groups, depth, _ = values.shape
-    return values.reshape(groups, depth // 4, 4, COLUMNS).swapaxes(2, 3).reshape(groups, -1)
+    groups, depth, columns = values.shape
+    return values.reshape(groups, depth // 4, 4, columns).swapaxes(2, 3).reshape(groups, -1)
 
 
 def as_bytes(values: np.ndarray) -> np.ndarray:
@@ -91,62 +91,62 @@ def random_halves(random: np.random.Generator, *shape: int) -> np.ndarray:
     return random.uniform(-2, 2, shape).astype(np.float16)
 
 
-def int8_weights(random: np.random.Generator) -> Weights:
-    quants = random.integers(-128, 128, (GROUPS, GROUP, COLUMNS)).astype(np.int8)
+def int8_weights(random: np.random.Generator, columns: int) -> Weights:
+    quants = random.integers(-128, 128, (GROUPS, GROUP, columns)).astype(np.int8)
     quants[0] = -128  # the largest sums there are: -128 * 127 * 32
-    scale = random_halves(random, GROUPS, COLUMNS)
+    scale = random_halves(random, GROUPS, columns)
     stream = np.concatenate([by_fours(quants).view(np.uint8), as_bytes(scale)], axis=1)
     return Weights(stream.ravel(), quants.astype(np.int64), scale.astype(np.float32))
 
 
-def nibbles(random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def nibbles(random: np.random.Generator, columns: int) -> tuple[np.ndarray, np.ndarray]:
     """4-bit weights [GROUPS, 32, 16] and their bytes [GROUPS, 256]: k in the low half, k + 16 in the high."""
-    quants = random.integers(0, 16, (GROUPS, GROUP, COLUMNS)).astype(np.uint8)
+    quants = random.integers(0, 16, (GROUPS, GROUP, columns)).astype(np.uint8)
     quants[0] = 15
     return quants.astype(np.int64), by_fours(quants[:, :16] | quants[:, 16:] << 4)
 
 
-def int4_weights(random: np.random.Generator) -> Weights:
-    quants, packed = nibbles(random)
-    scale, minimum = random_halves(random, GROUPS, COLUMNS), random_halves(random, GROUPS, COLUMNS)
+def int4_weights(random: np.random.Generator, columns: int) -> Weights:
+    quants, packed = nibbles(random, columns)
+    scale, minimum = random_halves(random, GROUPS, columns), random_halves(random, GROUPS, columns)
     stream = np.concatenate([packed, as_bytes(scale), as_bytes(minimum)], axis=1)
     return Weights(stream.ravel(), quants, scale.astype(np.float32), minimum.astype(np.float32))
 
 
-def int4k_weights(random: np.random.Generator) -> Weights:
-    quants, packed = nibbles(random)
-    d, dmin = random_halves(random, GROUPS // 8, COLUMNS), random_halves(random, GROUPS // 8, COLUMNS)
-    scales = random.integers(0, 64, (GROUPS, COLUMNS)).astype(np.uint8)
-    minimums = random.integers(0, 64, (GROUPS, COLUMNS)).astype(np.uint8)
-    parts = [packed.reshape(-1, 8 * 16 * COLUMNS), as_bytes(d), as_bytes(dmin)]
-    parts += [scales.reshape(-1, 8 * COLUMNS), minimums.reshape(-1, 8 * COLUMNS)]
+def int4k_weights(random: np.random.Generator, columns: int) -> Weights:
+    quants, packed = nibbles(random, columns)
+    d, dmin = random_halves(random, GROUPS // 8, columns), random_halves(random, GROUPS // 8, columns)
+    scales = random.integers(0, 64, (GROUPS, columns)).astype(np.uint8)
+    minimums = random.integers(0, 64, (GROUPS, columns)).astype(np.uint8)
+    parts = [packed.reshape(-1, 8 * 16 * columns), as_bytes(d), as_bytes(dmin)]
+    parts += [scales.reshape(-1, 8 * columns), minimums.reshape(-1, 8 * columns)]
     scale = np.repeat(d.astype(np.float32), 8, axis=0) * scales
     minimum = -np.repeat(dmin.astype(np.float32), 8, axis=0) * minimums
     return Weights(np.concatenate(parts, axis=1).ravel(), quants, scale, minimum)
 
 
-def int6k_weights(random: np.random.Generator) -> Weights:
+def int6k_weights(random: np.random.Generator, columns: int) -> Weights:
     """A scale for every 16 k belongs to the exact integers, so the quants here are scale * (q - 32)."""
-    quants = random.integers(0, 64, (GROUPS, GROUP, COLUMNS)).astype(np.uint8)
-    scales = random.integers(-128, 128, (GROUPS, 2, COLUMNS)).astype(np.int8)
+    quants = random.integers(0, 64, (GROUPS, GROUP, columns)).astype(np.uint8)
+    scales = random.integers(-128, 128, (GROUPS, 2, columns)).astype(np.int8)
     quants[0], scales[0] = 0, -128  # the largest sums there are
     quants[1], scales[1] = 63, 127
-    low, steps = quants & 15, (quants >> 4).reshape(GROUPS, 4, 8, COLUMNS)
+    low, steps = quants & 15, (quants >> 4).reshape(GROUPS, 4, 8, columns)
     high = steps[:, 0] | steps[:, 1] << 2 | steps[:, 2] << 4 | steps[:, 3] << 6
     packed = np.concatenate([by_fours(low[:, :16] | low[:, 16:] << 4), by_fours(high)], axis=1)
-    d = random_halves(random, GROUPS // 8, COLUMNS)
-    pairs = scales.swapaxes(1, 2).reshape(-1, 8 * COLUMNS * 2)
-    parts = [packed.reshape(-1, 8 * 24 * COLUMNS), as_bytes(d), pairs.view(np.uint8)]
+    d = random_halves(random, GROUPS // 8, columns)
+    pairs = scales.swapaxes(1, 2).reshape(-1, 8 * columns * 2)
+    parts = [packed.reshape(-1, 8 * 24 * columns), as_bytes(d), pairs.view(np.uint8)]
     scaled = (quants.astype(np.int64) - 32) * np.repeat(scales.astype(np.int64), 16, axis=1)
     return Weights(np.concatenate(parts, axis=1).ravel(), scaled, np.repeat(d.astype(np.float32), 8, axis=0))
 
 
-def float32_weights(random: np.random.Generator) -> Weights:
-    values = random.standard_normal((GROUPS, GROUP, COLUMNS)).astype(np.float32)
+def float32_weights(random: np.random.Generator, columns: int) -> Weights:
+    values = random.standard_normal((GROUPS, GROUP, columns)).astype(np.float32)
     return Weights(values.view(np.uint8).ravel(), values, np.zeros(0, np.float32))
 
 
-WEIGHTS: dict[int, Callable[[np.random.Generator], Weights]] = {
+WEIGHTS: dict[int, Callable[[np.random.Generator, int], Weights]] = {
     INT8: int8_weights,
     INT4: int4_weights,
     INT4K: int4k_weights,
@@ -175,17 +175,17 @@ def float32_activations(random: np.random.Generator) -> Activations:
 
 
 @functools.cache
-def inputs(weight_format: int) -> tuple[Weights, Activations]:
+def inputs(weight_format: int, columns: int) -> tuple[Weights, Activations]:
     random = np.random.default_rng(weight_format)
     make = float32_activations if weight_format == FLOAT32 else int8_activations
-    return WEIGHTS[weight_format](random), make(random)
+    return WEIGHTS[weight_format](random, columns), make(random)
 
 
 @functools.cache
-def expected(weight_format: int) -> np.ndarray:
-    """[ROWS, 16] floats: exact integer sums in a group, one chain of fused multiply-adds over the groups."""
-    weights, activations = inputs(weight_format)
-    result = np.zeros((ROWS, COLUMNS), np.float32)
+def expected(weight_format: int, columns: int) -> np.ndarray:
+    """[ROWS, columns]: exact integer sums in a group, one chain of fused multiply-adds over the groups."""
+    weights, activations = inputs(weight_format, columns)
+    result = np.zeros((ROWS, columns), np.float32)
     if weight_format == FLOAT32:
         for group in range(GROUPS):
             for k in range(GROUP):
@@ -222,15 +222,15 @@ def multiply(
     bias: np.ndarray | None = None,
     before: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Rows first..first + rows of the activations times the weights, by one tile: [rows, 16]."""
-    weights, activations = inputs(weight_format)
+    """Rows first..first + rows of the activations times the weights, by one tile: [rows, columns]."""
+    weights, activations = inputs(weight_format, isa.columns)
     stream = weights.stream.copy()
     if weight_format == INT8 and isa.offset_weights:
-        stream.reshape(GROUPS, -1)[:, : GROUP * COLUMNS] ^= 0x80
+        stream.reshape(GROUPS, -1)[:, : GROUP * isa.columns] ^= 0x80
     stride = 24  # floats between two rows of the output: the tile must leave the last 8 alone
     out = np.full((rows, stride), np.float32(77), np.float32)
     if before is not None:
-        out[:, :COLUMNS] = before
+        out[:, : isa.columns] = before
     records = activations.records
     kernel(isa.name, weight_format)(
         rows,
@@ -243,8 +243,8 @@ def multiply(
         0 if bias is None else bias.ctypes.data,
         int(before is not None),
     )
-    assert np.all(out[:, COLUMNS:] == 77)
-    return out[:, :COLUMNS]
+    assert np.all(out[:, isa.columns :] == 77)
+    return out[:, : isa.columns]
 
 
 @pytest.mark.parametrize(("isa", "weight_format", "rows"), cases())
@@ -252,7 +252,7 @@ def test_a_tile_gives_the_bits_of_numpy(isa: Isa, weight_format: int, rows: int)
     # hence the same bits for a row alone and among others, and by every instruction set
     for first in range(0, ROWS - rows + 1, rows):
         found = multiply(isa, weight_format, rows, first)
-        assert_same_bits(found, expected(weight_format)[first : first + rows])
+        assert_same_bits(found, expected(weight_format, isa.columns)[first : first + rows])
 
 
 @pytest.mark.parametrize("weight_format", FORMAT_NAMES, ids=FORMAT_NAMES.values())
@@ -260,7 +260,7 @@ def test_a_bias_is_added_to_every_row_and_the_result_to_what_was_there(weight_fo
     random = np.random.default_rng(9)
     bias = random.standard_normal(COLUMNS).astype(np.float32)
     before = random.standard_normal((3, COLUMNS)).astype(np.float32)
-    product = expected(weight_format)[2:5]
+    product = expected(weight_format, COLUMNS)[2:5]
     assert_same_bits(multiply(ISA, weight_format, 3, first=2, bias=bias), product + bias)
     assert_same_bits(multiply(ISA, weight_format, 3, first=2, before=before), before + product)
     assert_same_bits(multiply(ISA, weight_format, 3, 2, bias, before), before + (product + bias))
@@ -269,7 +269,7 @@ def test_a_bias_is_added_to_every_row_and_the_result_to_what_was_there(weight_fo
 @pytest.mark.parametrize("weight_format", FORMAT_NAMES, ids=FORMAT_NAMES.values())
 def test_the_reference_is_the_product_itself(weight_format: int) -> None:
     """The emulated chain, held to double precision: float32 sums of 512 products are this near."""
-    weights, activations = inputs(weight_format)
+    weights, activations = inputs(weight_format, COLUMNS)
     matrix, values = weights.quants.astype(np.float64), activations.values.astype(np.float64)
     if weight_format != FLOAT32:
         matrix = matrix * weights.scale[:, None, :]
@@ -278,7 +278,7 @@ def test_the_reference_is_the_product_itself(weight_format: int) -> None:
         matrix = matrix + weights.minimum[:, None, :]
     exact = np.einsum("gkc,rgk->rc", matrix, values)
     largest = np.einsum("gkc,rgk->rc", np.abs(matrix), np.abs(values))
-    assert np.all(np.abs(expected(weight_format) - exact) <= 1e-6 * largest)
+    assert np.all(np.abs(expected(weight_format, COLUMNS) - exact) <= 1e-6 * largest)
 
 
 def test_the_instruction_set_in_use_is_one_this_machine_can_run() -> None:
