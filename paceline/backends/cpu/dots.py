@@ -22,6 +22,8 @@ from paceline.backends.cpu.emit import I8, I16, I32, I64, call, join, part, spla
 
 # emit(builder, address, index, kind: <n x i32> or <n x float>) -> word `index` at the address, in all lanes
 EmitSpread = Callable[[ir.IRBuilder, Any, int, ir.VectorType], Any]
+# insert(builder, low, high, count) -> the low `count` bits of each byte of `low`, below those of `high`
+EmitInsert = Callable[[ir.IRBuilder, Any, Any, int], Any]
 EmitStep = Callable[[ir.IRBuilder, Any, Any, Any], Any]
 # finish(builder, sums, factors: <2 n x i16>, two alike for each column, or None) -> <n x i32>
 EmitFinish = Callable[[ir.IRBuilder, Any, Any], Any]
@@ -144,6 +146,22 @@ def sdot(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> An
     """s8 x s8 in 4 columns by Arm's `sdot`."""
     four, spread = ir.VectorType(I32, 4), builder.bitcast(activations, weights.type)
     return call(builder, "llvm.aarch64.neon.sdot.v4i32.v16i8", four, sums, weights, spread)
+
+
+def sli(builder: ir.IRBuilder, low: Any, high: Any, count: int) -> Any:
+    """Arm's shift left and insert, 16 bytes at a time."""
+    size, name = 16, "llvm.aarch64.neon.vsli.v16i8"
+    pieces = [
+        (part(builder, low, at, size), part(builder, high, at, size)) for at in range(0, low.type.count, size)
+    ]
+    return join(builder, [call(builder, name, a.type, a, b, I32(count)) for a, b in pieces])
+
+
+def plain_insert(builder: ir.IRBuilder, low: Any, high: Any, count: int) -> Any:
+    """Plain LLVM: what `sli` computes."""
+    lanes = low.type.count
+    mask, shift = (ir.Constant(low.type, [value] * lanes) for value in ((1 << count) - 1, count))
+    return builder.or_(builder.and_(low, mask), builder.shl(high, shift))
 
 
 def plain(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:

@@ -80,7 +80,9 @@ def _run_mlp(control, tasks, job, matrices, counter, scratch, out, added):  # ty
     gate_rows(tasks, job, counter, rows, matrices + DESCRIPTOR * GATE, matrices + DESCRIPTOR * UP, scratch)
     barrier(control, tasks[1])
     wide, stride = field(job, WIDE_RECORDS_AT), 4 * field(job, HIDDEN_PADDED)
-    project(tasks, job, counter + line, matrices + DESCRIPTOR * DOWN, wide, rows, out, stride, 0, added)
+    project(
+        tasks, job, counter + line, matrices + DESCRIPTOR * DOWN, wide, rows, out, stride, 0, added, scratch
+    )
     barrier(control, tasks[1])
 
 
@@ -117,7 +119,7 @@ def _enter(control, tasks, job, counter, embedding, scratch):  # type: ignore[no
         barrier(control, threads)
         matrix = field(job, REDUCE_AT)
         if matrix != 0:
-            project(tasks, job, counter + line, matrix, records, rows, state, stride, bias, 0)
+            project(tasks, job, counter + line, matrix, records, rows, state, stride, bias, 0, scratch)
             barrier(control, threads)
     if field(job, CONTEXT_NORM_AT) != 0:
         norm_context(tasks, job, counter + 2 * line, rows, scratch)
@@ -127,7 +129,7 @@ def _enter(control, tasks, job, counter, embedding, scratch):  # type: ignore[no
     barrier(control, threads)
     matrix = field(job, MIX_AT)
     if matrix != 0:
-        project(tasks, job, counter + 3 * line, matrix, records, rows, state, stride, bias, 0)
+        project(tasks, job, counter + 3 * line, matrix, records, rows, state, stride, bias, 0, scratch)
         barrier(control, threads)
 
 
@@ -154,7 +156,9 @@ def _run_layer(control, tasks, job, layer, counter, scratch, only_keys):  # type
         place = counter + line * (1 + part)
         part_bias = bias + 4 * column if bias != 0 else 0
         if part > 0 or not only_keys:
-            project(tasks, job, place, matrix, records, rows, qkv + 4 * column, qkv_stride, part_bias, 0)
+            project(
+                tasks, job, place, matrix, records, rows, qkv + 4 * column, qkv_stride, part_bias, 0, scratch
+            )
         column += COLUMNS * load_int64(matrix + 24)
     barrier(control, threads)
 
@@ -173,7 +177,7 @@ def _run_layer(control, tasks, job, layer, counter, scratch, only_keys):  # type
     branch, parallel = field(job, BRANCH_AT), field(job, PARALLEL)
     out, added = (branch, 0) if branch != 0 else (state, 1)
     matrix = matrices + DESCRIPTOR * OUTPUT
-    project(tasks, job, counter + line * 7, matrix, records, rows, out, state_stride, bias, added)
+    project(tasks, job, counter + line * 7, matrix, records, rows, out, state_stride, bias, added, scratch)
     barrier(control, threads)
     if branch != 0 and not parallel:
         add_branch(tasks, job, counter + line * 14, rows, 2 * layer, scratch)
@@ -215,7 +219,7 @@ def _run_pass(control, index, threads, job):  # type: ignore[no-untyped-def]
         barrier(control, threads)
         records, logits, stride = field(job, RECORDS_AT), field(job, LOGITS_AT), field(job, LOGITS_STRIDE)
         head = embedding + DESCRIPTOR
-        project(tasks, job, counter + 2 * line, head, records, outputs, logits, stride, 0, 0)
+        project(tasks, job, counter + 2 * line, head, records, outputs, logits, stride, 0, 0, scratch)
         if has_raw_logits(job):
             barrier(control, threads)
             finish_logits(tasks, job, counter + 3 * line, outputs, COLUMNS * load_int64(head + 24))

@@ -34,14 +34,21 @@ class Isa:
     spread: EmitSpread
     dot_narrow: Dot  # weights in 0..15
     dot_wide: Dot  # weights of 8 bits, signed unless `offset_weights`
-    dot_scaled: Dot  # weights in 0..63, with a scale for every 16
+    dot_scaled: Dot | None  # weights in 0..63, with a scale for every 16; None: they are stored signed
+    insert: dots.EmitInsert = dots.plain_insert
     offset_weights: bool = False  # 8-bit weights are stored as w + 128: the instruction wants them unsigned
     columns: int = 16  # outputs of one tile: as many as their sums fit into registers
     tile_rows: int = 4  # rows of the largest register tile
+    unpack_rows: int = 0  # from as many rows on, weights are unpacked once for all of them; 0: never
     wide_registers: bool = False  # 16 lanes are one register, and there are 32 of them
     slow_conversion: bool = False  # int to float costs more than a float addition; not with `offset_weights`
     single_loads: bool = False  # a load of two registers, which LLVM prefers, takes longer than two loads
     native_half: bool = True  # half <-> float conversions are instructions
+
+    @property
+    def signed_six(self) -> bool:
+        """Whether 6-bit weights are stored signed, in the upper bits of a byte."""
+        return self.dot_scaled is None
 
 
 _PAIRS = Dot(dots.add_pairs, dots.join_pairs, pairs=True)
@@ -111,8 +118,10 @@ ISAS = {
             spread=dots.spread_lane,
             dot_narrow=Dot(dots.by_parts(4, dots.sdot)),
             dot_wide=Dot(dots.by_parts(4, dots.sdot)),
-            dot_scaled=_scaled(dots.by_parts(4, dots.sdot)),
+            dot_scaled=None,
+            insert=dots.sli,
             columns=8,
+            unpack_rows=8,
             slow_conversion=True,
             single_loads=True,
         ),
@@ -201,7 +210,8 @@ def emulated(isa: Isa) -> Isa:
         family="",
         dot_narrow=Dot(dots.plain),
         dot_wide=wide,
-        dot_scaled=_scaled(dots.plain),
+        dot_scaled=_scaled(dots.plain) if isa.dot_scaled else None,
+        insert=dots.plain_insert,
     )
 
 

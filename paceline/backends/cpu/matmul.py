@@ -1,37 +1,85 @@
-"""Linear layers out of tiles: any number of rows, any range of tiles."""
+"""Linear layers out of tiles: any number of rows, any range of tiles.
+
+A tile unpacks its weights for each few rows again. Where Isa.unpack_rows says so, many rows meet tiles that
+were unpacked once into scratch memory.
+"""
 
 from __future__ import annotations
 
 from numba import types
 
 from paceline.backends.cpu.compiled import compiled, kernel, switch
-from paceline.backends.cpu.simd import caller, load_int64
+from paceline.backends.cpu.isa import ISA
+from paceline.backends.cpu.simd import caller, load_int64, store_int64
 from paceline.backends.cpu.tiles import (
+    COLUMNS,
     FLOAT32,
-    FORMAT_NAMES,
     GROUP,
+    INT4,
+    INT4K,
+    INT6K,
     RECORD,
     TILE_ARGUMENTS,
     TILE_ROWS,
-    emit_tile,
+    UNPACKED4,
+    UNPACKED4_BYTES,
+    UNPACKED6,
+    UNPACKED6_BYTES,
+    tile_table,
 )
 
 # A matrix descriptor is 5 int64: address, format, groups, tiles, bytes of a tile.
 DESCRIPTOR = 40
 
-_switch = switch(
-    2, TILE_ARGUMENTS, {(name, rows): emit_tile(name, rows) for name in FORMAT_NAMES for rows in TILE_ROWS}
-)
+_switch = switch(2, TILE_ARGUMENTS, tile_table())
 
 
 @kernel(types.int64, types.int64, *TILE_ARGUMENTS)
 def run_tile(weight_format, rows, weights, records, stride, groups, out, out_stride, bias, added):  # type: ignore[no-untyped-def]
-    """The tile of a format and a number of rows."""
+    """The tile of a format and a number of rows, or, for 0 rows, the tile unpacked to `out`."""
     _switch(weight_format, rows, weights, records, stride, groups, out, out_stride, bias, added)
 
 
 _call_tile = caller(types.int64, types.int64, *TILE_ARGUMENTS)
 _LARGEST = TILE_ROWS[-1]
+_UNPACK_ROWS = ISA.unpack_rows
+_LINE = 64  # bytes before unpacked tiles, for their descriptor
+
+
+@compiled(inline=True)
+def unit_bytes(groups):  # type: ignore[no-untyped-def]
+    """The most scratch memory that `unpack_tiles` needs for 32 columns."""
+    return _LINE + groups * GROUP * UNPACKED6_BYTES
+
+
+@compiled
+def tiles_at_once(matrix, rows, tiles, space):  # type: ignore[no-untyped-def]
+    """How many of `tiles` tiles can be unpacked into `space` bytes of scratch memory, at least one."""
+    if _UNPACK_ROWS == 0 or rows < _UNPACK_ROWS:
+        return tiles
+    return max(1, min(tiles, (space - _LINE) // (load_int64(matrix + 16) * COLUMNS * UNPACKED6_BYTES)))
+
+
+@compiled
+def unpack_tiles(run_tile, matrix, first, last, rows, scratch):  # type: ignore[no-untyped-def]
+    """A matrix with the same tiles first..last: for many rows, one whose tiles are unpacked in scratch."""
+    weight_format, groups = load_int64(matrix + 8), load_int64(matrix + 16)
+    if weight_format in (INT4, INT4K):
+        unpacked, size = UNPACKED4, groups * COLUMNS * UNPACKED4_BYTES
+    else:
+        unpacked, size = UNPACKED6, groups * COLUMNS * UNPACKED6_BYTES
+    is_packed = unpacked == UNPACKED4 or weight_format == INT6K
+    if _UNPACK_ROWS == 0 or rows < _UNPACK_ROWS or not is_packed:
+        return matrix
+    source, step, target = load_int64(matrix), load_int64(matrix + 32), scratch + _LINE
+    for tile in range(first, last):
+        place = target + (tile - first) * size
+        _call_tile(run_tile, weight_format, 0, source + tile * step, 0, 0, groups, place, 0, 0, 0)
+    store_int64(scratch, target - first * size)
+    store_int64(scratch + 8, unpacked)
+    store_int64(scratch + 16, groups)
+    store_int64(scratch + 32, size)
+    return scratch
 
 
 @compiled

@@ -237,21 +237,29 @@ def _pack_q6_k(rows: Bytes) -> Bytes:
     count, superblocks = blocks.shape[:2]
     tiles, groups = count // COLUMNS, superblocks * 8
     # of each 128 values: 64 bytes of nibbles, then 32 bytes of two bits of 4 groups
-    halves = np.array([[0], [4]], dtype=np.uint8)
-    low = blocks[:, :, :128].reshape(count, superblocks, 2, 1, 64) >> halves & np.uint8(15)
-    nibbles: Bytes = np.bitwise_or.reduce(low.reshape(count, groups, 2, 16) << halves, axis=2)
+    low = blocks[:, :, :128].reshape(count, superblocks, 2, 1, 64) >> np.array([[0], [4]], dtype=np.uint8)
     shifts = np.array([[0], [2], [4], [6]], dtype=np.uint8)
     high = blocks[:, :, 128:192].reshape(count, superblocks, 2, 1, 32) >> shifts & np.uint8(3)
-    # steps s, s + 2, s + 4 and s + 6 of 4 k share a byte of the stream
-    steps = high.reshape(count, groups, 4, 8) << shifts
-    bits: Bytes = np.bitwise_or.reduce(steps, axis=2)
-    weights = np.concatenate([_interleave(nibbles, 4), _interleave(bits, 2)], axis=2)
+    quants = low.reshape(count, groups, 32) & np.uint8(15) | high.reshape(count, groups, 32) << np.uint8(4)
+    weights = _interleave(pack_six_bits(quants, ISA.signed_six), 6)
     scales = np.ascontiguousarray(blocks[:, :, 192:208]).view(np.uint16).reshape(count, groups)
     return _stream(
         weights.reshape(tiles, superblocks, 192 * COLUMNS),
         _columns(_halves(blocks, 208)),
         _columns(scales).reshape(tiles, superblocks, 16 * COLUMNS),
     )
+
+
+def pack_six_bits(quants: Bytes, signed: bool) -> Bytes:
+    """[..., 32] numbers of 6 bits as [..., 24] bytes: see the format int6k in tiles.py."""
+    steps = quants.reshape(*quants.shape[:-1], 2, 4, 4)
+    if signed:
+        steps = steps ^ np.uint8(32)
+    shifts = np.array([[0], [2], [4]], dtype=np.uint8)
+    packed = steps[..., :3, :] | (steps[..., 3:, :] >> shifts) << np.uint8(6)
+    if signed:
+        packed = packed << np.uint8(2) | packed >> np.uint8(6)
+    return packed.reshape(*quants.shape[:-1], 24)
 
 
 def _pack_q8_0(rows: Bytes) -> Bytes:

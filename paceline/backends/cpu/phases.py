@@ -58,7 +58,7 @@ from paceline.backends.cpu.job import (
     scale_of,
     take,
 )
-from paceline.backends.cpu.matmul import multiply_rows
+from paceline.backends.cpu.matmul import multiply_rows, tiles_at_once, unit_bytes, unpack_tiles
 from paceline.backends.cpu.rows import (
     copy_row,
     gate,
@@ -71,25 +71,28 @@ from paceline.backends.cpu.rows import (
 from paceline.backends.cpu.simd import load_float, load_int32, load_int64, store_int64
 from paceline.backends.cpu.tiles import COLUMNS, GROUP, RECORD
 
+UNPACKED_SPACE = 1 << 18  # bytes of scratch for a matrix's unpacked tiles: some of the L2 cache
 CHUNK_ROWS = 16  # that meet some tiles before the next rows do: their records stay in the L1 or L2 cache
+GATED_BYTES = 2 * CHUNK_ROWS * 4 * GROUP  # 32 columns of the gate and up projections of so many rows
 
 
 @compiled
-def project(tasks, job, counter, matrix, records, rows, out, out_stride, bias, added):  # type: ignore[no-untyped-def]
+def project(tasks, job, counter, matrix, records, rows, out, out_stride, bias, added, scratch):  # type: ignore[no-untyped-def]
     """Tiles of one matrix: out = records @ matrix + bias, or with `added` out += that."""
     tiles, run_tile, stride = load_int64(matrix + 24), field(job, RUN_TILE), record_stride(rows)
-    chunk = max(1, min(16, tiles // (8 * tasks[1])))
+    chunk = tiles_at_once(matrix, rows, max(1, min(16, tiles // (8 * tasks[1]))), UNPACKED_SPACE)
     while True:
         first, last = take(tasks, counter, tiles, chunk)
         if first >= tiles:
             return
+        weights = unpack_tiles(run_tile, matrix, first, last, rows, scratch)
         for row in range(0, rows, CHUNK_ROWS):
             count = min(CHUNK_ROWS, rows - row)
             for tile in range(first, last):
                 tile_bias = bias + 4 * COLUMNS * tile if bias != 0 else 0
                 place = out + row * out_stride + 4 * COLUMNS * tile
                 multiply_rows(
-                    run_tile, matrix, tile, records, stride, row, count, place, out_stride, tile_bias, added
+                    run_tile, weights, tile, records, stride, row, count, place, out_stride, tile_bias, added
                 )
 
 
@@ -276,10 +279,13 @@ def gate_unit(  # type: ignore[no-untyped-def]
     quantized, run_tile, activation = field(job, QUANTIZED), field(job, RUN_TILE), field(job, ACTIVATION)
     size = RECORD if quantized else 4 * GROUP
     ups_at = scratch + CHUNK_ROWS * 4 * GROUP
+    first, last, unpacked_at = GROUP // COLUMNS * unit, GROUP // COLUMNS * (unit + 1), scratch + GATED_BYTES
+    gates = unpack_tiles(run_tile, gates, first, last, rows, unpacked_at)
+    ups = unpack_tiles(run_tile, ups, first, last, rows, unpacked_at + unit_bytes(load_int64(gates + 16)))
     for start in range(0, rows, CHUNK_ROWS):
         count = min(CHUNK_ROWS, rows - start)
         for part in range(GROUP // COLUMNS):
-            tile, place = GROUP // COLUMNS * unit + part, 4 * COLUMNS * part
+            tile, place = first + part, 4 * COLUMNS * part
             gate_bias = gate_biases + 4 * COLUMNS * tile if gate_biases != 0 else 0
             multiply_rows(
                 run_tile, gates, tile, records, stride, start, count, scratch + place, 4 * GROUP, gate_bias, 0

@@ -6,20 +6,22 @@ See tiles.py for the formats, and for what a record is.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils
 
 from paceline.backends.cpu.dots import Dot, sum_products
-from paceline.backends.cpu.emit import I8, I32, call, join, load_as_written
+from paceline.backends.cpu.emit import I8, I16, I32, call, join, load_as_written
 from paceline.backends.cpu.isa import ISA, Isa
 from paceline.backends.cpu.simd import halves_at
 
 COLUMNS = ISA.columns  # outputs of one tile
 GROUP = 32  # k per activation scale, and per weight scale of every format but float32
 RECORD = 48  # bytes of one row's quantized activations of one group
+UNPACKED4_BYTES = GROUP + 8  # of a group and column, unpacked: 4-bit weights, float scale and minimum
+UNPACKED6_BYTES = GROUP + 12  # 6-bit weights, floats: a quarter of each scale, the scale of both
 PREFETCH = 4096  # bytes the tiles read ahead
 NEAR_PREFETCH = 512  # the same for few rows where the hardware reads far ahead itself
 
@@ -27,6 +29,7 @@ NEAR_PREFETCH = 512  # the same for few rows where the hardware reads far ahead 
 SCALE, SCALED_SUM, OFFSET, HALF_SUMS = 8, 9, 10, 11
 MAGIC_BITS = 0x4B400000
 _MAGIC = 1.5 * 2**23  # a float whose lowest bit is worth 1: adding an int to its bits adds it to the float
+_QUARTER_BITS, _QUARTER_MAGIC = 0x4A400000, 1.5 * 2**21  # the same, of a bit that is worth 1/4
 _I64 = ir.IntType(64)
 
 
@@ -66,6 +69,7 @@ class Tile:
         for place in self.sums.values():
             builder.store(self.constant(self.floats, 0.0), place)
         self.prefetch_distance = self.distance()
+        self.keeps_weights = isa.single_loads and rows <= 2  # few rows leave registers for loaded weights
 
     def distance(self) -> Any:
         """How many bytes ahead weights are asked for.
@@ -105,7 +109,7 @@ class Tile:
 
     def forget(self) -> None:
         """Let nothing read so far be kept for later: reading it again is cheaper than a spilled register."""
-        if not self.isa.wide_registers:
+        if not self.isa.wide_registers and not self.keeps_weights:
             self.builder.fence("seq_cst", "singlethread")
 
     def record(self, group: Any, row: int) -> Any:
@@ -125,6 +129,10 @@ class Tile:
             place = self.builder.inttoptr(self.builder.add(address, _I64(part)), register.as_pointer())
             parts.append(load_as_written(self.builder, place, register))
         return join(self.builder, parts)
+
+    def load_floats(self, address: Any, offset: int) -> Any:
+        """The floats of a part's columns."""
+        return self.builder.bitcast(self.load_bytes(address, offset), self.floats)
 
     def halves(self, address: Any, offset: int) -> Any:
         """The half floats of a part's columns, widened."""
@@ -148,11 +156,12 @@ class Tile:
     ) -> Iterator[tuple[int, Any]]:
         """Each row with its exact dot products of one group, times a scale for every 16 k, as floats.
 
-        `weights(step)` are w + 32 for w in -32..31; `scales` are <2 n x i16>, two for each column. A product
+        `weights(step)` are w + 32 for w in -32..31; `scales` are <2 n x i8>, two for each column. A product
         is at most 2 * 128 * 16 * 32 * 127 < 2 ** 24, so it is exact as a float, too.
         """
         self.prefetch_records(group)
-        builder, halves = self.builder, scales.type
+        builder, halves = self.builder, ir.VectorType(I16, scales.type.count)
+        scales = builder.sext(scales, halves)
         by_half = [self.alike(scales, half) for half in range(2)]
         five = ir.Constant(halves, [5] * halves.count)
         for rows in self.row_sets():
@@ -168,6 +177,59 @@ class Tile:
                     totals[row] = builder.add(totals[row], dot.finish(builder, sums, factors))
             for row in rows:
                 yield row, builder.sitofp(totals[row], self.floats)
+
+    def signed_scaled_dots(
+        self, group: Any, weights: Callable[[int], Any], scales: Sequence[Callable[[], Any]]
+    ) -> Iterator[tuple[int, Any]]:
+        """As scaled_dots, for weights 4 w and functions that emit a quarter of the scales of each half.
+
+        All are floats here, and their products exact, too.
+        """
+        totals: dict[int, Any] = {}
+        dot = self.isa.dot_wide
+        for half, scale in enumerate(scales):
+            chains = {row: self.start(group, row, dot, False) for row in range(self.rows)}
+            steps = range(GROUP // 8 * half, GROUP // 8 * (half + 1))
+            for row, sums in self.run_steps(group, weights, dot, steps, chains):
+                numbers = self.as_floats(sums)
+                first = totals.get(row)
+                totals[row] = (
+                    self.fma(numbers, scale(), first) if first else self.builder.fmul(numbers, scale())
+                )
+        yield from totals.items()
+
+    def quarters(self, pairs: Any, which: int) -> Any:
+        """A quarter of one signed byte of each pair, as floats."""
+        offset = self.builder.xor(pairs, ir.Constant(pairs.type, [0x80] * pairs.type.count))
+        floats = self.with_magic(offset, list(range(which, pairs.type.count, 2)), _QUARTER_BITS)
+        return self.builder.fsub(floats, self.constant(self.floats, _QUARTER_MAGIC + 32))
+
+    def with_magic(self, numbers: Any, lanes: list[int], magic: int) -> Any:
+        """Bytes of a vector as the lowest ones of floats whose other bits are `magic`."""
+        constants = ir.Constant(numbers.type, (list(magic.to_bytes(4, "little")) * 4)[: numbers.type.count])
+        count = numbers.type.count
+        mask = [index for lane in lanes for index in (lane, count + 1, count + 2, count + 3)]
+        places = ir.Constant(ir.VectorType(I32, len(mask)), mask)
+        return self.builder.bitcast(self.builder.shuffle_vector(numbers, constants, places), self.floats)
+
+    def multiplier(self, factors: Any) -> Callable[[Any, int], Any]:
+        """A function of an address and an offset: the bytes there, of a part's columns, times the factors."""
+        builder, kind = self.builder, ir.VectorType(I8, self.width)
+        if not self.isa.slow_conversion:
+            return lambda address, offset: builder.fmul(
+                factors,
+                builder.sitofp(builder.zext(load_at(builder, address, kind, offset), self.ints), self.floats),
+            )
+        # (magic + byte) * factor - magic * factor is exact; a sum that is loaded costs nothing, a copy would
+        place = cgutils.alloca_once(builder, self.floats)
+        builder.store(builder.fmul(factors, self.constant(self.floats, -_MAGIC)), place)
+
+        def multiply(address: Any, offset: int) -> Any:
+            numbers = load_at(builder, address, kind, offset)
+            floats = self.with_magic(numbers, list(range(self.width)), MAGIC_BITS)
+            return self.fma(floats, factors, load_as_written(builder, place, self.floats))
+
+        return multiply
 
     def alike(self, pairs: Any, which: int) -> Any:
         """One number of each pair, twice."""
@@ -219,9 +281,49 @@ class Tile:
             return self.builder.fsub(self.builder.bitcast(numbers, self.floats), magic)
         return self.builder.sitofp(numbers, self.floats)
 
+    def add_group(
+        self,
+        group: Any,
+        start: int,
+        weights: Callable[[int], Any],
+        dot: Dot,
+        scale: Callable[[], Any],
+        minimum: Callable[[], Any] | None = None,
+        offset: bool = False,
+    ) -> None:
+        """Add the products of a group and part of the columns; `scale` and `minimum` emit theirs in time."""
+        for row, sums in self.dots(group, weights, dot, offset):
+            row_scale = self.spread(group, row, SCALE, self.floats)
+            self.accumulate(row, start, sums, self.builder.fmul(scale(), row_scale))
+            if minimum is not None:
+                self.accumulate(row, start, minimum(), self.spread(group, row, SCALED_SUM, self.floats))
+
+    def add_scaled_group(
+        self, group: Any, start: int, weights: Callable[[int], Any], scales: Any, scale: Callable[[], Any]
+    ) -> None:
+        """The same for 6-bit weights, with bytes `scales`, two for each column, beside the `scale`."""
+        dot = self.isa.dot_scaled
+        if dot is not None:
+            self.add_dots(group, start, self.scaled_dots(group, weights, dot, scales), scale)
+            return
+        floats = [functools.cache(functools.partial(self.quarters, scales, half)) for half in range(2)]
+        self.add_dots(group, start, self.signed_scaled_dots(group, weights, floats), scale)
+
+    def add_dots(
+        self, group: Any, start: int, dots: Iterator[tuple[int, Any]], scale: Callable[[], Any]
+    ) -> None:
+        """Add each row's dot products of one part of the columns, times the scales."""
+        for row, sums in dots:
+            row_scale = self.spread(group, row, SCALE, self.floats)
+            self.accumulate(row, start, sums, self.builder.fmul(scale(), row_scale))
+
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        """a * b + c with one rounding."""
+        return call(self.builder, f"llvm.fma.v{self.width}f32", self.floats, a, b, c)
+
     def accumulate(self, row: int, start: int, a: Any, b: Any) -> None:
-        place, name = self.sums[row, start], f"llvm.fma.v{self.width}f32"
-        self.builder.store(call(self.builder, name, self.floats, a, b, self.builder.load(place)), place)
+        place = self.sums[row, start]
+        self.builder.store(self.fma(a, b, self.builder.load(place)), place)
 
     def finish(self) -> None:
         """out = result + bias, or with `added` out += result + bias; a bias at address 0 is none."""
@@ -243,3 +345,46 @@ class Tile:
         for key, place in self.sums.items():
             pointer = builder.inttoptr(targets[key], self.floats.as_pointer())
             builder.store(builder.load(place), pointer).align = 4
+
+
+class UnpackedTile(Tile):
+    """Writes the weights and scales of a tile to `out` as the tiles of unpacked formats read them.
+
+    Many rows then meet weights that were unpacked once.
+    """
+
+    def __init__(self, builder: ir.IRBuilder, isa: Isa, args: list[Any]) -> None:
+        super().__init__(builder, 0, isa, args)
+
+    def write(
+        self, group: Any, start: int, weights: Callable[[int], Any], scales: list[Any], size: int
+    ) -> None:
+        """The weights of a group and part of the columns, and floats of each column behind those."""
+        place = self.builder.add(self.out, self.builder.mul(group, _I64(size * self.columns)))
+        for step in range(GROUP // 4):
+            self.store(place, 4 * (self.columns * step + start), weights(step))
+        for index, value in enumerate(scales):
+            self.store(place, GROUP * self.columns + 4 * (self.columns * index + start), value)
+
+    def store(self, address: Any, offset: int, value: Any) -> None:
+        pointer = self.builder.inttoptr(self.builder.add(address, _I64(offset)), value.type.as_pointer())
+        self.builder.store(value, pointer).align = 4
+
+    def add_group(
+        self,
+        group: Any,
+        start: int,
+        weights: Callable[[int], Any],
+        dot: Dot,
+        scale: Callable[[], Any],
+        minimum: Callable[[], Any] | None = None,
+        offset: bool = False,
+    ) -> None:
+        assert minimum is not None
+        self.write(group, start, weights, [scale(), minimum()], UNPACKED4_BYTES)
+
+    def add_scaled_group(
+        self, group: Any, start: int, weights: Callable[[int], Any], scales: Any, scale: Callable[[], Any]
+    ) -> None:
+        floats = [self.quarters(scales, half) for half in range(2)]
+        self.write(group, start, weights, [*floats, scale()], UNPACKED6_BYTES)

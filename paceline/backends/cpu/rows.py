@@ -42,7 +42,7 @@ from paceline.backends.cpu.tiles import COLUMNS, FLOAT32, GROUP, INT4, INT4K, IN
 # Activations of the MLP's gate, by ModelConfig.activation
 SILU, GELU_TANH, CLAMPED_SILU = 0, 1, 2
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH, "clamped_silu": CLAMPED_SILU}
-OFFSET = 128 if ISA.offset_weights else 0
+OFFSET, SIGNED_SIX = 128 if ISA.offset_weights else 0, ISA.signed_six
 
 
 @compiled
@@ -200,6 +200,22 @@ def gate(gates, ups, activation):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _read_six_bits(bits, within):  # type: ignore[no-untyped-def]
+    """q - 32 of one of the 32 values of a group and column in the format int6k: see tiles.py."""
+    place = bits + within // 16 * 3 * 4 * COLUMNS + within % 4
+    step, quant = within // 4 % 4, 0
+    for index in range(3):
+        byte = load_byte(place + index * 4 * COLUMNS)
+        if SIGNED_SIX:
+            byte = byte >> 2 | (byte & 3) << 6
+        if step == index:
+            quant = byte & 63
+        elif step == 3:
+            quant |= byte >> 6 << 2 * index
+    return (quant ^ 32) - 32 if SIGNED_SIX else quant - 32
+
+
+@compiled
 def read_matrix_row(address, weight_format, groups, size, row, out):  # type: ignore[no-untyped-def]
     """Unpack row `row` of a packed matrix to floats: the embedding of a token."""
     tile, column = address + row // COLUMNS * size, row % COLUMNS
@@ -233,10 +249,8 @@ def read_matrix_row(address, weight_format, groups, size, row, out):  # type: ig
                 value = scale * np.float32(nibble) - minimum
             elif weight_format == INT6K:
                 block = tile + group // 8 * 210 * COLUMNS
-                bits, step = block + group % 8 * 24 * COLUMNS, within // 4
-                high = load_byte(bits + ((4 + step % 2) * COLUMNS + column) * 4 + within % 4)
-                quant = (load_byte(bits + place) >> shift & 15) | (high >> (2 * (step // 2)) & 3) << 4
+                quant = _read_six_bits(block + group % 8 * 24 * COLUMNS + 4 * column, within)
                 of_16 = load_byte(block + (194 + group % 8 * 2) * COLUMNS + 2 * column + within // 16)
                 scale = load_half(block + 192 * COLUMNS + 2 * column) * np.float32(np.int8(of_16))
-                value = scale * np.float32(quant - 32)
+                value = scale * np.float32(quant)
         store_float(out + 4 * k, value)

@@ -8,9 +8,10 @@ the tile reads them, one sequential stream per C columns:
             then C half scales and C half minimums (Q4_0 and Q4_1 exactly as published)
     int4k   per 256 k: 8 such groups of nibbles, then C half `d`, C half `dmin`,
             8 x C byte scales, 8 x C byte minimums (Q4_K exactly as published)
-    int6k   per 256 k: 8 groups of nibbles as in int4, each followed by [2][C columns][4 k] bytes with bits
-            4 and 5 of 16 k: step s of 4 k has bits 2 (s // 2) of vector s % 2; then C half `d`,
-            8 x C x 2 signed byte scales, of 16 k each (Q6_K exactly as published: w = d * scale * (q - 32))
+    int6k   per 256 k: 8 groups of [2][3][C columns][4 k] bytes: of 4 steps of 4 k, three have their 6 bits in
+            a byte each, and in its upper bits 2 of the fourth's, from the lowest on; then C half `d`,
+            8 x C x 2 signed byte scales, of 16 k each (Q6_K exactly as published: w = d * scale * (q - 32)).
+            Where weights must be signed: q - 32 in 6 bits, and the bytes rotated left by 2, which gives 4 w
     float32 per k: C floats
 
 Activations are stored as [K / 32][rows][record], so that all rows of a group lie together; a record is
@@ -28,7 +29,7 @@ number of rows in the tile: the tiles of 1 and of 8 rows are the same function o
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from llvmlite import ir
@@ -36,16 +37,16 @@ from numba import types
 from numba.core import cgutils
 
 from paceline.backends.cpu.compiled import Emit
-from paceline.backends.cpu.emit import I8, I16
+from paceline.backends.cpu.emit import I8
 from paceline.backends.cpu.isa import ISA, Isa
 from paceline.backends.cpu.register_tile import (
     COLUMNS,
     GROUP,
-    MAGIC_BITS,
     RECORD,
-    SCALE,
-    SCALED_SUM,
+    UNPACKED4_BYTES,
+    UNPACKED6_BYTES,
     Tile,
+    UnpackedTile,
     load_at,
 )
 
@@ -61,12 +62,20 @@ __all__ = [
     "RECORD",
     "TILE_ARGUMENTS",
     "TILE_ROWS",
+    "UNPACKED4",
+    "UNPACKED4_BYTES",
+    "UNPACKED6",
+    "UNPACKED6_BYTES",
+    "UNPACKED_FORMATS",
     "emit_tile",
+    "emit_unpacking",
     "tile_bytes",
+    "tile_table",
 ]
 
-INT8, INT4, INT4K, INT6K, FLOAT32 = range(5)  # weight formats
+INT8, INT4, INT4K, INT6K, FLOAT32, UNPACKED4, UNPACKED6 = range(7)  # weight formats
 FORMAT_NAMES = {INT8: "int8", INT4: "int4", INT4K: "int4k", INT6K: "int6k", FLOAT32: "float32"}
+UNPACKED_FORMATS = {INT4: UNPACKED4, INT4K: UNPACKED4, INT6K: UNPACKED6}
 TILE_ROWS = tuple(range(1, ISA.tile_rows + 1))
 _I64 = ir.IntType(64)
 
@@ -77,34 +86,30 @@ def _emit_int8(tile: Tile) -> None:
         address = builder.add(tile.weights, builder.mul(loop.index, _I64(size + 2 * tile.columns)))
         tile.prefetch(address, size + 2 * tile.columns)
         for start in tile.parts():
-            weights = partial(_int8_step, tile, address, start)
-            dots = tile.dots(loop.index, weights, tile.isa.dot_wide, tile.isa.offset_weights)
-            scale = tile.halves(address, size + 2 * start)
-            for row, sums in dots:
-                row_scale = tile.spread(loop.index, row, SCALE, tile.floats)
-                tile.accumulate(row, start, sums, builder.fmul(scale, row_scale))
+            weights, scale = _bytes(tile, address, start), partial(tile.halves, address, size + 2 * start)
+            tile.add_group(
+                loop.index, start, weights, tile.isa.dot_wide, scale, offset=tile.isa.offset_weights
+            )
 
 
-def _int8_step(tile: Tile, address: Any, start: int, step: int) -> Any:
-    return tile.load_bytes(address, 4 * (tile.columns * step + start))
+def _bytes(tile: Tile, address: Any, start: int) -> Callable[[int], Any]:
+    """The weights of each step of 4 k, as they are stored."""
+    return lambda step: tile.load_bytes(address, 4 * (tile.columns * step + start))
 
 
-def _nibble_step(tile: Tile, address: Any, start: int, step: int) -> Any:
-    """The low nibbles are the first half of the k, the high ones the second."""
-    half = GROUP // 8
-    packed = tile.load_bytes(address, 4 * (tile.columns * (step % half) + start))
-    if step < half:
-        return tile.builder.and_(packed, tile.constant(tile.bytes, 15))
-    return tile.builder.lshr(packed, tile.constant(tile.bytes, 4))
+def _nibbles(tile: Tile, address: Any, start: int) -> Callable[[int], Any]:
+    """The weights of each step of 4 k: low nibbles are the first half of the k, high ones the second."""
+    builder, half = tile.builder, GROUP // 8
+    stored = _bytes(tile, address, start)
+    if tile.keeps_weights:
+        stored = cache(stored)
 
+    def weights(step: int) -> Any:
+        if step < half:
+            return builder.and_(stored(step), tile.constant(tile.bytes, 15))
+        return builder.lshr(stored(step - half), tile.constant(tile.bytes, 4))
 
-def _add_group4(tile: Tile, group: Any, start: int, address: Any, scale: Any, minimum: Any) -> None:
-    """One group of one part of the columns; `scale()` and `minimum()` emit theirs when it is time."""
-    dots = tile.dots(group, partial(_nibble_step, tile, address, start), tile.isa.dot_narrow, False)
-    for row, sums in dots:
-        row_scale = tile.spread(group, row, SCALE, tile.floats)
-        tile.accumulate(row, start, sums, tile.builder.fmul(scale(), row_scale))
-        tile.accumulate(row, start, minimum(), tile.spread(group, row, SCALED_SUM, tile.floats))
+    return weights
 
 
 def _emit_int4(tile: Tile) -> None:
@@ -115,22 +120,21 @@ def _emit_int4(tile: Tile) -> None:
         for start in tile.parts():
             scale = partial(tile.halves, address, 16 * tile.columns + 2 * start)
             minimum = partial(tile.halves, address, 18 * tile.columns + 2 * start)
-            _add_group4(tile, loop.index, start, address, scale, minimum)
+            weights = _nibbles(tile, address, start)
+            tile.add_group(loop.index, start, weights, tile.isa.dot_narrow, scale, minimum)
 
 
 def _emit_int4k(tile: Tile) -> None:
     builder = tile.builder
-
-    def scaled(factor: Any, address: Any, offset: int) -> Any:
-        return builder.fmul(factor, _bytes_as_floats(tile, address, offset))
-
     with cgutils.for_range(builder, builder.lshr(tile.groups, _I64(3))) as loop:
         address = builder.add(tile.weights, builder.mul(loop.index, _I64(148 * tile.columns)))
         starts, side_at = range(0, tile.columns, tile.width), 128 * tile.columns
-        scales = {start: tile.halves(address, side_at + 2 * start) for start in starts}
+        scales = {start: tile.multiplier(tile.halves(address, side_at + 2 * start)) for start in starts}
         minus = tile.constant(tile.floats, -1.0)
         minimums = {
-            start: builder.fmul(tile.halves(address, side_at + 2 * (tile.columns + start)), minus)
+            start: tile.multiplier(
+                builder.fmul(tile.halves(address, side_at + 2 * (tile.columns + start)), minus)
+            )
             for start in starts
         }
         tile.prefetch(builder.add(address, _I64(side_at)), 20 * tile.columns)
@@ -140,21 +144,35 @@ def _emit_int4k(tile: Tile) -> None:
             group = builder.add(builder.mul(loop.index, _I64(8)), inner.index)
             tile.prefetch(nibbles, 16 * tile.columns)
             for start in tile.parts():
-                scale = partial(scaled, scales[start], side, side_at + 4 * tile.columns + start)
-                minimum = partial(scaled, minimums[start], side, side_at + 12 * tile.columns + start)
-                _add_group4(tile, group, start, nibbles, scale, minimum)
+                scale = cache(partial(scales[start], side, side_at + 4 * tile.columns + start))
+                minimum = cache(partial(minimums[start], side, side_at + 12 * tile.columns + start))
+                weights = _nibbles(tile, nibbles, start)
+                tile.add_group(group, start, weights, tile.isa.dot_narrow, scale, minimum)
 
 
-def _six_bit_step(tile: Tile, address: Any, start: int, step: int) -> Any:
-    """Nibbles with two more bits above them."""
-    high = tile.load_bytes(address, 4 * (tile.columns * (4 + step % 2) + start))
-    shift = 4 - 2 * (step // 2)
-    if shift > 0:
-        high = tile.builder.shl(high, tile.constant(tile.bytes, shift))
-    elif shift < 0:
-        high = tile.builder.lshr(high, tile.constant(tile.bytes, -shift))
-    high = tile.builder.and_(high, tile.constant(tile.bytes, 0x30))
-    return tile.builder.or_(_nibble_step(tile, address, start, step), high)
+def _six_bits(tile: Tile, address: Any, start: int) -> Callable[[int], Any]:
+    """The weights of each step of 4 k: three as they are stored, the fourth out of the bits beside those."""
+    builder, stored = tile.builder, cache(_bytes(tile, address, start))
+
+    def weights(step: int) -> Any:
+        first = step // 4 * 3
+        if step % 4 < 3:
+            mask = 0xFC if tile.isa.signed_six else 63
+            return builder.and_(stored(first + step % 4), tile.constant(tile.bytes, mask))
+        parts = [stored(first + index) for index in range(3)]
+        if tile.isa.signed_six:
+            low = builder.shl(parts[0], tile.constant(tile.bytes, 2))
+            return tile.isa.insert(builder, tile.isa.insert(builder, low, parts[1], 4), parts[2], 6)
+        bits = [
+            builder.and_(
+                builder.lshr(part, tile.constant(tile.bytes, 6 - 2 * index)),
+                tile.constant(tile.bytes, 3 << 2 * index),
+            )
+            for index, part in enumerate(parts)
+        ]
+        return builder.or_(builder.or_(bits[0], bits[1]), bits[2])
+
+    return weights
 
 
 def _emit_int6k(tile: Tile) -> None:
@@ -162,9 +180,8 @@ def _emit_int6k(tile: Tile) -> None:
     pairs = ir.VectorType(I8, 2 * tile.width)
     with cgutils.for_range(builder, builder.lshr(tile.groups, _I64(3))) as loop:
         address = builder.add(tile.weights, builder.mul(loop.index, _I64(210 * tile.columns)))
-        scales = {
-            start: tile.halves(address, side_at + 2 * start) for start in range(0, tile.columns, tile.width)
-        }
+        starts = range(0, tile.columns, tile.width)
+        scales = {start: tile.halves(address, side_at + 2 * start) for start in starts}
         tile.prefetch(builder.add(address, _I64(side_at)), 18 * tile.columns)
         with cgutils.for_range(builder, _I64(8)) as inner:
             bits = builder.add(address, builder.mul(inner.index, _I64(24 * tile.columns)))
@@ -173,20 +190,34 @@ def _emit_int6k(tile: Tile) -> None:
             tile.prefetch(bits, 24 * tile.columns)
             for start in tile.parts():
                 of_16 = load_at(builder, side, pairs, side_at + 2 * tile.columns + 2 * start)
-                factors = builder.sext(of_16, ir.VectorType(I16, 2 * tile.width))
-                weights = partial(_six_bit_step, tile, bits, start)
-                for row, sums in tile.scaled_dots(group, weights, tile.isa.dot_scaled, factors):
-                    row_scale = tile.spread(group, row, SCALE, tile.floats)
-                    tile.accumulate(row, start, sums, builder.fmul(scales[start], row_scale))
+                scale = partial(scales.__getitem__, start)
+                tile.add_scaled_group(group, start, _six_bits(tile, bits, start), of_16, scale)
 
 
-def _bytes_as_floats(tile: Tile, address: Any, offset: int) -> Any:
-    values = tile.builder.zext(
-        load_at(tile.builder, address, ir.VectorType(I8, tile.width), offset), tile.ints
-    )
-    if tile.isa.slow_conversion:
-        values = tile.builder.or_(values, tile.constant(tile.ints, MAGIC_BITS))
-    return tile.as_floats(values)
+def _emit_unpacked4(tile: Tile) -> None:
+    builder, side_at = tile.builder, GROUP * tile.columns
+    with cgutils.for_range(builder, tile.groups) as loop:
+        address = builder.add(tile.weights, builder.mul(loop.index, _I64(UNPACKED4_BYTES * tile.columns)))
+        for start in tile.parts():
+            scale, minimum = (
+                partial(tile.load_floats, address, side_at + 4 * (tile.columns * index + start))
+                for index in range(2)
+            )
+            weights = _bytes(tile, address, start)
+            tile.add_group(loop.index, start, weights, tile.isa.dot_wide, scale, minimum)
+
+
+def _emit_unpacked6(tile: Tile) -> None:
+    builder, side_at = tile.builder, GROUP * tile.columns
+    with cgutils.for_range(builder, tile.groups) as loop:
+        address = builder.add(tile.weights, builder.mul(loop.index, _I64(UNPACKED6_BYTES * tile.columns)))
+        for start in tile.parts():
+            first, second, scale = (
+                partial(tile.load_floats, address, side_at + 4 * (tile.columns * index + start))
+                for index in range(3)
+            )
+            dots = tile.signed_scaled_dots(loop.index, _bytes(tile, address, start), [first, second])
+            tile.add_dots(loop.index, start, dots, scale)
 
 
 def _emit_float32(tile: Tile) -> None:
@@ -208,10 +239,27 @@ _EMITTERS: dict[int, Callable[[Tile], None]] = {
     INT4K: _emit_int4k,
     INT6K: _emit_int6k,
     FLOAT32: _emit_float32,
+    UNPACKED4: _emit_unpacked4,
+    UNPACKED6: _emit_unpacked6,
 }
 
 
 TILE_ARGUMENTS = (types.int64,) * 8  # weights, records, group_stride, groups, out, out_stride, bias, added
+
+
+def tile_table(isa: Isa = ISA) -> dict[tuple[int, ...], Emit]:
+    """The code of all tiles by format and number of rows; 0 rows: the code that unpacks a tile."""
+    keys = [(name, rows) for name in FORMAT_NAMES for rows in TILE_ROWS]
+    table: dict[tuple[int, ...], Emit] = {key: emit_tile(*key, isa) for key in keys}
+    for name, unpacked in UNPACKED_FORMATS.items() if isa.unpack_rows else ():
+        table[name, 0] = emit_unpacking(name, isa)
+        table |= {(unpacked, rows): emit_tile(unpacked, rows, isa) for rows in TILE_ROWS}
+    return table
+
+
+def emit_unpacking(weight_format: int, isa: Isa = ISA) -> Emit:
+    """The code that writes a tile of a format as one of its unpacked format, to `out`."""
+    return lambda builder, arguments: _EMITTERS[weight_format](UnpackedTile(builder, isa, arguments))
 
 
 def emit_tile(weight_format: int, rows: int, isa: Isa = ISA) -> Emit:
@@ -237,5 +285,7 @@ def tile_bytes(weight_format: int, depth: int) -> int:
         INT4K: depth // 256 * 148,
         INT6K: depth // 256 * 210,
         FLOAT32: depth * 4,
+        UNPACKED4: depth // GROUP * UNPACKED4_BYTES,
+        UNPACKED6: depth // GROUP * UNPACKED6_BYTES,
     }
     return COLUMNS * bytes_of_column[weight_format]

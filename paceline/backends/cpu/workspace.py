@@ -11,10 +11,10 @@ import numpy as np
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.attention import PAGE, RESULT_ROWS, STATE_BYTES, TASK_HEADS
 from paceline.backends.cpu.attention_tiles import run_products
-from paceline.backends.cpu.matmul import run_tile
+from paceline.backends.cpu.matmul import run_tile, unit_bytes
 from paceline.backends.cpu.model_weights import ModelWeights, matrix_names, round_up
 from paceline.backends.cpu.packing import PackedMatrix, address_of
-from paceline.backends.cpu.phases import CHUNK_ROWS
+from paceline.backends.cpu.phases import GATED_BYTES, UNPACKED_SPACE
 from paceline.backends.cpu.rows import record_stride
 from paceline.backends.cpu.sampling import run_gumbel_argmax
 from paceline.backends.cpu.simd import LANES
@@ -117,7 +117,10 @@ class Workspace(ModelWeights):
         attention += (self.rows // PAGE + 2) * self.block_bytes
         routing = 4 * (self.hidden + LANES)
         routing += 4 * (2 * config.moe.num_experts + config.moe.groups) if config.moe else 0
-        return max(attention, 2 * CHUNK_ROWS * 4 * GROUP, routing, 4 * self._entry_width)
+        deepest = max(self._entry_width // GROUP, *(matrix.groups for matrix in self._matrices.values()))
+        gated = 2 * unit_bytes.py_func(self.hidden // GROUP)
+        unpacked: int = max(UNPACKED_SPACE, unit_bytes.py_func(deepest), gated)
+        return max(attention, GATED_BYTES + unpacked, routing, 4 * self._entry_width)
 
     def _set_expert_buffers(self, moe: MoeConfig) -> None:
         job, pairs, width = (

@@ -23,13 +23,20 @@ from paceline.backends.cpu.tiles import (
     INT8,
     RECORD,
     TILE_ARGUMENTS,
+    UNPACKED4,
+    UNPACKED6,
+    UNPACKED_FORMATS,
     emit_tile,
+    emit_unpacking,
+    tile_bytes,
 )
 from paceline.machine import family
 from tests.backends.cpu.numbers import assert_same_bits, fma
 
 GROUPS = 16  # two of the largest blocks
 ROWS = 8
+
+NAMES = {**FORMAT_NAMES, UNPACKED4: "unpacked4", UNPACKED6: "unpacked6"}
 
 # those this machine may lack, and their kernels by plain instructions, which it never lacks
 EMULATED = [emulated(ISAS[name]) for name in ("avx512vnni", "avxvnni", "neon")]
@@ -131,9 +138,11 @@ def int6k_weights(random: np.random.Generator, columns: int) -> Weights:
     scales = random.integers(-128, 128, (GROUPS, 2, columns)).astype(np.int8)
     quants[0], scales[0] = 0, -128  # the largest sums there are
     quants[1], scales[1] = 63, 127
-    low, steps = quants & 15, (quants >> 4).reshape(GROUPS, 4, 8, columns)
-    high = steps[:, 0] | steps[:, 1] << 2 | steps[:, 2] << 4 | steps[:, 3] << 6
-    packed = np.concatenate([by_fours(low[:, :16] | low[:, 16:] << 4), by_fours(high)], axis=1)
+    steps = quants.reshape(GROUPS, 2, 4, 4, columns)
+    high = (
+        steps[:, :, 3:] >> np.array([0, 2, 4], np.uint8)[:, None, None]
+    )  # of the fourth step, in the others'
+    packed = by_fours((steps[:, :, :3] | high << 6).reshape(GROUPS, 24, columns))
     d = random_halves(random, GROUPS // 8, columns)
     pairs = scales.swapaxes(1, 2).reshape(-1, 8 * columns * 2)
     parts = [packed.reshape(-1, 8 * 24 * columns), as_bytes(d), pairs.view(np.uint8)]
@@ -206,12 +215,20 @@ def kernel(isa_name: str, weight_format: int) -> Callable[..., None]:
     """All tested tiles of a format, by their number of rows."""
     isa = {isa.name: isa for isa in (*ISAS.values(), *EMULATED)}[isa_name]
     tiles = {(rows,): emit_tile(weight_format, rows, isa) for rows in tile_rows(isa)}
-    name = f"{isa_name}_{FORMAT_NAMES[weight_format]}".replace("-", "_")
+    if weight_format in UNPACKED_FORMATS and isa.unpack_rows:
+        tiles[(0,)] = emit_unpacking(weight_format, isa)
+    name = f"{isa_name}_{NAMES[weight_format]}".replace("-", "_")
     arguments = "rows, weights, records, group_stride, groups, out, out_stride, bias, added"
     # by its name, and without a closure, it is found in the cache by the next run
     scope = {"tile": switch(1, TILE_ARGUMENTS, tiles), "__name__": __name__}
     exec(compile(f"def {name}({arguments}):\n    tile({arguments})", __file__, "exec"), scope)
     return compiled(scope[name], cached=True)  # type: ignore[no-any-return]
+
+
+def signed_six(stream: np.ndarray, columns: int) -> np.ndarray:
+    """Bytes of 6-bit weights q as those of q - 32, in the upper bits of a byte."""
+    flipped = stream.reshape(-1, 3, 4 * columns) ^ np.array([0x20, 0x20, 0xA0], np.uint8)[:, None]
+    return (flipped << 2 | flipped >> 6).reshape(stream.shape)
 
 
 def multiply(
@@ -221,17 +238,26 @@ def multiply(
     first: int = 0,
     bias: np.ndarray | None = None,
     before: np.ndarray | None = None,
+    unpacked: bool = False,
 ) -> np.ndarray:
     """Rows first..first + rows of the activations times the weights, by one tile: [rows, columns]."""
     weights, activations = inputs(weight_format, isa.columns)
     stream = weights.stream.copy()
     if weight_format == INT8 and isa.offset_weights:
         stream.reshape(GROUPS, -1)[:, : GROUP * isa.columns] ^= 0x80
+    if weight_format == INT6K and isa.dot_scaled is None:
+        weights_of_blocks = stream.reshape(GROUPS // 8, -1)[:, : 192 * isa.columns]
+        weights_of_blocks[:] = signed_six(weights_of_blocks, isa.columns)
     stride = 24  # floats between two rows of the output: the tile must leave the last 8 alone
     out = np.full((rows, stride), np.float32(77), np.float32)
     if before is not None:
         out[:, : isa.columns] = before
     records = activations.records
+    if unpacked:
+        packed, run = stream, kernel(isa.name, weight_format)
+        weight_format = UNPACKED_FORMATS[weight_format]
+        stream = np.zeros(tile_bytes(weight_format, GROUPS * GROUP) // COLUMNS * isa.columns, np.uint8)
+        run(0, packed.ctypes.data, 0, 0, GROUPS, stream.ctypes.data, 0, 0, 0)
     kernel(isa.name, weight_format)(
         rows,
         stream.ctypes.data,
@@ -253,6 +279,18 @@ def test_a_tile_gives_the_bits_of_numpy(isa: Isa, weight_format: int, rows: int)
     for first in range(0, ROWS - rows + 1, rows):
         found = multiply(isa, weight_format, rows, first)
         assert_same_bits(found, expected(weight_format, isa.columns)[first : first + rows])
+
+
+@pytest.mark.parametrize("weight_format", UNPACKED_FORMATS, ids=lambda name: FORMAT_NAMES[name])
+@pytest.mark.parametrize(
+    "isa", [isa for isa in (*ISAS.values(), *EMULATED) if isa.unpack_rows], ids=lambda isa: isa.name
+)
+def test_tiles_that_were_unpacked_first_give_the_same_bits(isa: Isa, weight_format: int) -> None:
+    if not can_run(isa):
+        pytest.skip(f"this CPU has no {isa.name}")
+    for rows in tile_rows(isa):
+        found = multiply(isa, weight_format, rows, first=1, unpacked=True)
+        assert_same_bits(found, expected(weight_format, isa.columns)[1 : 1 + rows])
 
 
 @pytest.mark.parametrize("weight_format", FORMAT_NAMES, ids=FORMAT_NAMES.values())
