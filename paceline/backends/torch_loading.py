@@ -10,13 +10,12 @@ import torch
 from paceline.errors import BackendError
 from paceline.models.blocks import Take, Weight
 from paceline.models.checkpoint import Checkpoint
+from paceline.models.quantizations import is_packed
 from paceline.models.quantized.rounded import rounded, slabs
 from paceline.models.tensor_parallel import Communicator, SingleRank, TensorParallel, count_pieces
 from paceline.models.transformer import Transformer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-ROUNDED = "_proj.weight"  # matrices that a quantization applies to, as on the cuda backend
-NOT_ROUNDED = "kv_b_proj.weight"  # of latent attention: it is cut up, not multiplied
 
 
 def load_pieces(
@@ -60,7 +59,7 @@ def _take_from(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
     def take(name: str, rows: slice | None = None) -> Weight:
         tensor = checkpoint.tensors[name]
         tensor = tensor if rows is None else tensor.take_rows(rows)
-        if quantization != "none" and name.endswith(ROUNDED) and not name.endswith(NOT_ROUNDED):
+        if quantization != "none" and is_packed(name):
             return rounded(tensor, quantization, device, dtype)
         # torch aligns what it allocates: a product may add in another order where data is aligned otherwise
         values = torch.empty(tensor.shape, dtype=dtype, device=device)

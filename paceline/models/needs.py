@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.config import RECURRENT_WORDS, ModelConfig
-from paceline.models.quantizations import BLOCKS, INT8, NATIVE, QUANTIZATIONS
+from paceline.models.quantizations import BLOCKS, INT8, NATIVE, QUANTIZATIONS, is_packed
 
 # of families whose layers all attend
 ATTENTION_BLOCKS = frozenset(
@@ -93,15 +93,14 @@ def state_bytes(config: ModelConfig) -> int:
 
 def block_kind(tensor: Tensor) -> str:
     """How a file keeps a matrix, as BLOCKS names it, also where a tensor gives its values as float32."""
-    return tensor.stored.kind if tensor.stored.kind in ("MXFP4", "FP8") else tensor.kind
+    return tensor.stored.kind if tensor.stored.kind in ("MXFP4", "FP8", "FP8 in blocks") else tensor.kind
 
 
 def _weights_bytes(checkpoint: Checkpoint, backend: str, quantization: str) -> int:
     """The bytes of all weights: only the cpu backend quantizes embedding and LM head."""
     size, plain, total = QUANTIZATIONS[backend][quantization], QUANTIZATIONS[backend]["none"], 0.0
     for name, tensor in checkpoint.tensors.items():
-        is_packed = name.endswith("_proj.weight") or backend == "cpu"
-        if len(tensor.shape) < 2 or not is_packed:
+        if len(tensor.shape) < 2 or not (is_packed(name) or backend == "cpu"):
             size_of_value = plain
         elif size == NATIVE:
             size_of_value = BLOCKS[backend].get(block_kind(tensor), INT8)

@@ -57,7 +57,10 @@ def table() -> list[str]:
 def quantized_table() -> list[str]:
     """How backends keep the matrices of each kind of quantized safetensors."""
     kept = {"Q4_0": "4 bits, as stored", "Q8_0": "8 bits, as stored", "FP8": "FP8, as stored"}
-    with_zeros = "4 bits, the product of zero point and scale in 16 bits"
+    kept |= {
+        "FP8 in blocks": "FP8, as stored",
+        "Q4_1": "4 bits, the product of zero point and scale in 16 bits",
+    }
     lines = ["| file | `cpu` (auto) | `cuda`, `--quantization native` |", "| --- | --- | --- |"]
     for name, (config, pack) in quantized_files.FORMATS.items():
         folder = Path(tempfile.mkdtemp())
@@ -65,7 +68,7 @@ def quantized_table() -> list[str]:
         # the only matrix that is deeper than a block of 128
         tensor = load_checkpoint(folder).tensors["model.layers.0.mlp.down_proj.weight"]
         on_cuda = kept.get(block_kind(tensor), "rounded to int8")
-        on_cpu = with_zeros if tensor.kind == "Q4_1" else kept.get(tensor.kind, "rounded to int8")
+        on_cpu = kept.get(tensor.kind, "rounded to int8")
         lines.append(f"| {name}: {quantized_files.WORDS[name]} | {on_cpu} | {on_cuda} |")
     return lines
 

@@ -29,7 +29,17 @@ from paceline.models.blocks import Take
 from paceline.models.config import LatentConfig, ModelConfig, MoeConfig, RopeConfig
 from paceline.models.layout import NORMS
 
-PACKINGS = ("mxfp4", "int4", "q4k", "q6k", "fp8", "int8", "none")  # in order of precision
+PACKINGS = (
+    "mxfp4",
+    "int4",
+    "q41",
+    "q4k",
+    "q6k",
+    "fp8",
+    "fp8_blocks",
+    "int8",
+    "none",
+)  # in order of precision
 MULTIPLIES_E4M3 = (8, 9)  # compute capability
 FP8_HEAD_SIZES = (64, 128, 256)  # head sizes whose attention output can be quantized to e4m3
 

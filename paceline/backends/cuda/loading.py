@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import torch
 
-from paceline.backends.cuda.kernels.packing import block_lines
+from paceline.backends.cuda.kernels.packing import BLOCKS, block_lines, step_of
 from paceline.backends.cuda.shard import WHOLE, Shard
 from paceline.backends.cuda.weights import Weights, load_weights, packing_for
 from paceline.errors import BackendError
@@ -15,6 +15,7 @@ from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.config import ModelConfig
 from paceline.models.files import release_pages
 from paceline.models.needs import block_kind
+from paceline.models.quantizations import is_packed
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -25,19 +26,18 @@ def load_checkpoint_weights(
 ) -> Weights:
     """The weights of a model, or a rank's part of them: no other rows of the file are read."""
     kind = DTYPES[dtype]
-    packing = packing_for(quantization, lambda name: block_kind(checkpoint.tensors[name]))
+    packing = packing_for(quantization, lambda name: _kept_kind(checkpoint.tensors[name]))
 
     def find(name: str, rows: slice | None) -> Tensor:
         tensor = checkpoint.tensors[name]
         return tensor if rows is None else tensor.take_rows(rows)
 
     def take(name: str, rows: slice | None = None) -> torch.Tensor:
-        is_packed = name.endswith("_proj.weight") and packing(name) != "none"
-        tensor = find(name, rows)
+        tensor, in_full = find(name, rows), is_packed(name) and packing(name) != "none"
         values = _stored(tensor).to(device)
         if tensor.kind in STORED:
             release_pages(tensor.blocks())  # the file's pages are not needed again
-        return values.to(torch.float32 if is_packed else kind)
+        return values.to(torch.float32 if in_full else kind)
 
     def blocks(name: str, rows: slice | None = None) -> torch.Tensor:
         tensor = find(name, rows)
@@ -54,6 +54,12 @@ def load_checkpoint_weights(
             "Choose a device with more memory, more devices (tensor_parallel_size), a smaller model, or end "
             "what else runs there."
         ) from error
+
+
+def _kept_kind(tensor: Tensor) -> str:
+    """How a file keeps a matrix; F32 if its depth is not whole steps of such blocks."""
+    kind = block_kind(tensor)
+    return "F32" if kind in BLOCKS and tensor.shape[1] % step_of(BLOCKS[kind]) else kind
 
 
 def _stored(tensor: Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from paceline.errors import ConfigError
 from paceline.models.blocks import Take
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.layout import expected_tensors
+from paceline.models.quantizations import is_packed
 from paceline.models.rope import rope_frequencies
 
 MAX_FILLING = 1.1  # ratio of a padded size to the size
@@ -82,10 +83,11 @@ def unpacked(name: str) -> str:
 def packing_for(quantization: str, kind_of: Callable[[str], str]) -> Callable[[str], str]:
     """The packing of each matrix under a quantization, by name; `kind_of` gives its type in the file.
 
-    `native` keeps blocks of Q4_0, Q8_0, Q4_K, Q6_K and MXFP4, and FP8 with a scale by row; else it is int8.
+    `native` keeps blocks of Q4_0, Q4_1, Q8_0, Q4_K, Q6_K and MXFP4, and FP8 with scales by row or block; else
+    it is int8.
     """
     if quantization == "native":
-        own = {"Q4_0": "int4", "MXFP4": "mxfp4", "FP8": "fp8", **BLOCKS}
+        own = {"Q4_0": "int4", "MXFP4": "mxfp4", "FP8": "fp8", "FP8 in blocks": "fp8_blocks", **BLOCKS}
         return lambda name: own.get(kind_of(name), "int8")
     return lambda name: quantization
 
@@ -137,7 +139,7 @@ def _with_whole_steps(config: ModelConfig, packing: Callable[[str], str]) -> Mod
     Matrices of gpt-oss have 2880 inputs, and a step of 4 bits has 256. Zeros change no product, but take
     room.
     """
-    names = [name for name, _ in expected_tensors(config) if name.endswith("_proj.weight")]
+    names = [name for name, _ in expected_tensors(config) if is_packed(name)]
     kinds = {packing(name) for name in names} - {"none"}
     if config.recurrent is not None:
         return config

@@ -54,7 +54,9 @@ def fp8(name: str, parts: Parts, quantization: Quantization) -> GroupedWeight:
     weight, scale = parts["weight"], _required(name, parts, "weight_scale_inv", "weight_scale")
     out, inputs = _matrix_shape(name, weight)
     scales, groups = _scales_by_row(name, scale, out, inputs, quantization.block)
-    stored = Stored("FP8" if int(groups[-1]) == 0 else "FP8 in blocks", _bytes(parts))
+    borders = np.flatnonzero(np.diff(groups)) + 1  # where another scale begins
+    kind = "FP8" if not len(borders) else "FP8 in blocks" if not (borders % 128).any() else "FP8 in groups"
+    stored = Stored(kind, _bytes(parts))
     return GroupedWeight(
         (out, inputs), stored, 0, lambda rows: E4M3[_lines(weight, rows)], scales, None, groups
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +11,12 @@ import torch
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.gguf_blocks import dequantize
 from paceline.models.layout import expected_tensors
+from paceline.models.registry import load_checkpoint
+from tests.models.quantized import files
 
 WIDTH, DEPTH = 64, 512
-PACKINGS = ("int8", "int4", "mxfp4", "fp8")
+WHOLE_STEPS = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+PACKINGS = ("int8", "int4", "mxfp4", "fp8", "fp8_blocks")
 
 
 def rounded(weight: torch.Tensor, packing: str) -> torch.Tensor:
@@ -21,6 +26,10 @@ def rounded(weight: torch.Tensor, packing: str) -> torch.Tensor:
     if packing == "fp8":
         codes, scales = room.round_to_fp8(weight)
         return codes.view(torch.float8_e4m3fn).float() * scales[:, None]
+    if packing == "fp8_blocks":
+        codes, scales = room.round_to_fp8_blocks(weight)
+        numbers = codes.view(torch.float8_e4m3fn).float().view(*scales.shape, -1)
+        return (numbers * scales[..., None]).flatten(1)
     round_to = {"int8": room.round_to_int8, "int4": room.round_to_int4, "mxfp4": room.round_to_mxfp4}
     codes, scales = round_to[packing](weight)
     if packing == "mxfp4":
@@ -29,7 +38,8 @@ def rounded(weight: torch.Tensor, packing: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("packing", "bound"), [("int8", 0.01), ("int4", 0.1), ("mxfp4", 0.15), ("fp8", 0.04)]
+    ("packing", "bound"),
+    [("int8", 0.01), ("int4", 0.1), ("mxfp4", 0.15), ("fp8", 0.04), ("fp8_blocks", 0.04)],
 )
 def test_a_product_of_packed_weights(
     packing: str, bound: float, device: torch.device, dtype: torch.dtype
@@ -121,15 +131,19 @@ def test_sizes_are_filled_up_to_whole_steps_of_packed_weights() -> None:
 def k_blocks(kind: str, rows: int, depth: int) -> np.ndarray:
     """Random blocks of a file, uint8 [rows, bytes], whose scales are numbers."""
     generator = np.random.default_rng(8)
-    size, halves = (144, slice(0, 4)) if kind == "Q4_K" else (210, slice(208, 210))
-    blocks = generator.integers(0, 256, (rows, depth // 256, size), dtype=np.uint8)
+    values, size, halves = {
+        "Q4_1": (32, 20, slice(0, 4)),
+        "Q4_K": (256, 144, slice(0, 4)),
+        "Q6_K": (256, 210, slice(208, 210)),
+    }[kind]
+    blocks = generator.integers(0, 256, (rows, depth // values, size), dtype=np.uint8)
     count = (halves.stop - halves.start) // 2
-    scales = (generator.random((rows, depth // 256, count)) / 500).astype(np.float16)
+    scales = (generator.random((rows, depth // values, count)) / 500).astype(np.float16)
     blocks[..., halves] = scales.view(np.uint8)
     return blocks.reshape(rows, -1)
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q4_1", "Q4_K", "Q6_K"])
 def test_a_product_of_a_files_own_blocks(kind: str, device: torch.device, dtype: torch.dtype) -> None:
     """As exact as one of float32 weights: nothing is rounded but what rows are."""
     from paceline.backends.cuda.kernels import matrix
@@ -152,13 +166,13 @@ def test_a_product_of_a_files_own_blocks(kind: str, device: torch.device, dtype:
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_nothing_is_packed_as_nothing(packing: str) -> None:
-    assert not rounded(torch.zeros(2, 64), packing).any()
+    assert not rounded(torch.zeros(2, 128), packing).any()
 
 
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="the interpreter multiplies by numpy, which sums as it likes"
 )
-@pytest.mark.parametrize("packing", [*PACKINGS, "q4k", "q6k"])
+@pytest.mark.parametrize("packing", [*PACKINGS, "q41", "q4k", "q6k"])
 def test_a_row_has_the_same_bits_among_any_number_of_rows(
     packing: str, device: torch.device, dtype: torch.dtype
 ) -> None:
@@ -231,3 +245,40 @@ def test_layers_keep_the_blocks_of_k_quants_where_they_are_of_one_kind() -> None
     # values are of another kind than queries and keys, with which they are one matrix
     assert [own.tiling.packing for own in weights.matrices] == ["int8", "q4k", "q4k", "q6k", "none"]
     assert [own.depth for own in weights.matrices] == [256] * 5
+
+
+@pytest.mark.parametrize(
+    ("format", "packing", "bound"),
+    [("fp8-block", "fp8_blocks", 1e-6), ("awq", "q41", 2e-3), ("w4a16-zeros", "q41", 2e-3)],
+)
+def test_quantized_safetensors_keep_their_bits(
+    format: str, packing: str, bound: float, tmp_path: Path, device: torch.device
+) -> None:
+    """The product of zero point and scale is rounded to float16, and nothing else."""
+    from paceline.backends.cuda.kernels import matrix
+    from paceline.backends.cuda.kernels.linear import project
+    from paceline.backends.cuda.loading import load_checkpoint_weights
+
+    sizes = files.VALUES | WHOLE_STEPS | {"intermediate_size": 512}
+    expected = files.write(tmp_path, *files.FORMATS[format], sizes)
+    weights = load_checkpoint_weights(load_checkpoint(tmp_path), device, "float16", "native")
+    (layer,) = weights.layers
+    assert {own.tiling.packing for own in (layer.qkv, layer.output, layer.gate_up, layer.down)} == {packing}
+    rows = torch.eye(512, device=device, dtype=torch.float16)[200:216]  # some columns of the matrix
+    normed = matrix.Normed(rows, torch.ones(16, 1, device=device), 1, 0.0)
+    output = torch.zeros(16, 256, device=device)
+    project(normed, layer.down, output, 16, matrix.scratch_for([layer.down], 16, device))
+    whole = expected["model.layers.0.mlp.down_proj.weight"].float()
+    torch.testing.assert_close(
+        output.T.cpu(), whole[:, 200:216], rtol=bound, atol=bound * float(whole.abs().max())
+    )
+
+
+def test_blocks_that_are_no_whole_steps_are_rounded_to_int8(tmp_path: Path, device: torch.device) -> None:
+    """256 values of a step: 384 are none, but they are three of 128, the step of int8."""
+    from paceline.backends.cuda.loading import load_checkpoint_weights
+
+    sizes = files.VALUES | WHOLE_STEPS | {"intermediate_size": 384}
+    files.write(tmp_path, *files.FORMATS["awq"], sizes)
+    weights = load_checkpoint_weights(load_checkpoint(tmp_path), device, "float16", "native")
+    assert [own.tiling.packing for own in weights.matrices] == ["q41", "q41", "q41", "int8", "none"]

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from paceline.backends.cuda.kernels.fp8 import fp8_matmul
-from paceline.backends.cuda.kernels.unpacking import packed_matmul
+from paceline.backends.cuda.kernels.unpacking import packed_matmul, words_of_scales
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -141,7 +141,7 @@ def matmul_split(  # type: ignore[no-untyped-def]
     else:
         words_at = weight_at + first * (steps * 32)
         tile_scales_at = scales_at
-        scale_words: tl.constexpr = 5 if packing == "q4k" else 3 if packing == "q6k" else step // 64
+        scale_words: tl.constexpr = words_of_scales(packing, step)
         if packing != "fp8":
             tile_scales_at += first * (steps * scale_words)
         total = packed_matmul(

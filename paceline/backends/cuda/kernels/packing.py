@@ -4,11 +4,13 @@
     int4    integers -8 to 7, likewise: those of Q4_0
     mxfp4   e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign), likewise, with powers of two as scales
     fp8     e4m3, a float32 scale for each row
-    e4m3    the same, multiplied without unpacking by rows that are in e4m3 too: see fp8.py
-    q4k     GGUF's Q4_K: integers 0 to 15, a scale and a minimum for every 32
+    fp8_blocks  e4m3, a float32 scale for every 128 of a row: those of files with a scale per block
+    e4m3    as fp8, multiplied without unpacking by rows that are in e4m3 too: see fp8.py
+    q41     GGUF's Q4_1: integers 0 to 15, a float16 scale and minimum for every 32; AWQ's numbers, too
+    q4k     GGUF's Q4_K: likewise, with scales and minimums that have scales of their own
     q6k     GGUF's Q6_K in 8 bits: integers -32 to 31, a scale for every 16
 
-The last two are never quantized here: they are a file's own blocks.
+The last three are never quantized here: they are a file's own blocks.
 
 A word holds the same element of several groups of 32, so that shifting a block of words by `bits` gives the
 next group, ready to be multiplied: with 4 bits, element 5 of groups 0 to 7 is in word 5.
@@ -21,17 +23,19 @@ from itertools import pairwise
 import torch
 
 GROUP = 32  # numbers of a row that share a scale; also words of a row and step
-BITS = {"int8": 8, "int4": 4, "mxfp4": 4, "fp8": 8, "e4m3": 8, "q4k": 4, "q6k": 8}
+BITS = {"int8": 8, "int4": 4, "mxfp4": 4, "fp8": 8, "fp8_blocks": 8, "e4m3": 8, "q41": 4, "q4k": 4, "q6k": 8}
 BIASES = {
     "int8": 128,
     "int4": 8,
     "mxfp4": 0,
     "fp8": 0,
+    "fp8_blocks": 0,
+    "q41": 0,
     "q4k": 0,
     "q6k": 128,
 }  # offsets that make all numbers non-negative
-BLOCKS = {"Q4_K": "q4k", "Q6_K": "q6k"}  # file formats that are kept as they are
-SCALE_WORDS = {"q4k": 5, "q6k": 3}  # words of scales of a row and step
+BLOCKS = {"Q4_1": "q41", "Q4_K": "q4k", "Q6_K": "q6k"}  # file formats that are kept as they are
+SCALE_WORDS = {"q41": 8, "q4k": 5, "q6k": 3}  # words of scales of a row and step
 LARGEST_FP8 = 448.0
 FP8_LARGEST = (240.0, 256.0, 288.0, 320.0, 352.0, 384.0, 416.0, LARGEST_FP8)  # the largest of each mantissa
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; the fourth bit is the sign
@@ -46,8 +50,8 @@ def step_of(packing: str) -> int:
 def pack(weight: torch.Tensor, packing: str) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix [rows, depth] as words: int32 [rows, steps, GROUP], or as e4m3 [rows, depth], and its scales.
 
-    Those of groups are pairs in one word: int32 [rows, steps, pairs]; those of rows are float32 [rows]. What
-    `block_lines` gives is only taken apart.
+    Those of groups are pairs in one word: int32 [rows, steps, pairs]; those of rows are float32 [rows], and
+    those of steps the bits of float32, int32 [rows, steps, 1]. What `block_lines` gives is only taken apart.
     """
     if packing in SCALE_WORDS:
         lines = weight.view(len(weight), -1, GROUP + SCALE_WORDS[packing])
@@ -58,6 +62,8 @@ def pack(weight: torch.Tensor, packing: str) -> tuple[torch.Tensor, torch.Tensor
     words = _words(numbers, packing)
     if packing == "fp8":
         return words, scales
+    if packing == "fp8_blocks":
+        return words, scales.contiguous().view(torch.int32)[..., None]
     return words, scales.view(len(weight), -1, 32 // BITS[packing]).contiguous().view(torch.int32)
 
 
@@ -85,6 +91,14 @@ def block_lines(blocks: torch.Tensor, kind: str) -> torch.Tensor:
     numbers, scales = _TAKE_APART[kind](blocks)
     words = _words(numbers, BLOCKS[kind])
     return torch.cat((words, scales), -1).flatten(1)
+
+
+def _q41_parts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers [rows, depth]; of each 256 eight words, of scale and minimum."""
+    rows = len(blocks)
+    parts = blocks.view(rows, -1, 20)
+    numbers = torch.cat((parts[..., 4:] & 15, parts[..., 4:] >> 4), -1)
+    return numbers.flatten(1), parts[..., :4].reshape(rows, -1, 32).view(torch.int32)
 
 
 def _q4k_parts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,6 +175,12 @@ def round_to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.view(torch.int8), scales
 
 
+def round_to_fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with a scale for each step of a row: float32 [rows, steps]."""
+    codes, scales = round_to_fp8(weight.reshape(-1, step_of("fp8_blocks")))
+    return codes.view(weight.shape), scales.view(len(weight), -1)
+
+
 def _numbers(groups: torch.Tensor, scales: torch.Tensor, low: int, high: int) -> torch.Tensor:
     numbers = (groups / _divisor(scales.float())[..., None]).round().clamp(low, high)
     return numbers.to(torch.int8).flatten(1)
@@ -171,6 +191,6 @@ def _divisor(scales: torch.Tensor) -> torch.Tensor:
     return torch.where(scales == 0, 1.0, scales)
 
 
-_TAKE_APART = {"Q4_K": _q4k_parts, "Q6_K": _q6k_parts}
+_TAKE_APART = {"Q4_1": _q41_parts, "Q4_K": _q4k_parts, "Q6_K": _q6k_parts}
 _ROUND = {"int8": round_to_int8, "int4": round_to_int4, "mxfp4": round_to_mxfp4}
-_ROUND |= {"fp8": round_to_fp8, "e4m3": round_to_fp8}
+_ROUND |= {"fp8": round_to_fp8, "fp8_blocks": round_to_fp8_blocks, "e4m3": round_to_fp8}

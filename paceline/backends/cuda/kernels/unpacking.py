@@ -7,6 +7,12 @@ import triton.language as tl
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
+def words_of_scales(packing: str, step: int) -> int:
+    """The words of a row and step that hold scales: of most formats, two scales of groups in each."""
+    return {"q41": 8, "q4k": 5, "q6k": 3, "fp8_blocks": 1}.get(packing, step // 64)
+
+
+@triton.constexpr_function  # type: ignore[untyped-decorator]
 def _unpacking(packing: str, index: int) -> str:
     """PTX that turns element `index` of two words into two bfloat16, without their scale.
 
@@ -32,7 +38,7 @@ def _unpacking(packing: str, index: int) -> str:
             mov.b32 scale, 0x7E807E80; mov.b32 zero, 0x80008000;
             fma.rn.bf16x2 $0, number, scale, zero;
         }}"""
-    halves, least = "0x5410" if index < 4 else "0x7632", "0xC300C300" if packing == "q4k" else "0xC308C308"
+    halves, least = "0x5410" if index < 4 else "0x7632", "0xC308C308" if packing == "int4" else "0xC300C300"
     return f"""{{
         .reg .b32 both, one, least;
         prmt.b32 both, $1, $2, {halves};
@@ -50,7 +56,7 @@ def _numbers(words, index: tl.constexpr, packing: tl.constexpr, dtype: tl.conste
     Assembled from bits, because a multiprocessor converts far fewer numbers per cycle than it adds: an
     integer becomes the lowest mantissa bits of 2 ** 23, an e4m3 a float32 whose exponent is 120 too low.
     """
-    if packing == "fp8":
+    if packing == "fp8" or packing == "fp8_blocks":
         code = words >> 8 * index
         bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
         numbers = bits.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
@@ -65,7 +71,7 @@ def _numbers(words, index: tl.constexpr, packing: tl.constexpr, dtype: tl.conste
     elif packing == "int8" or packing == "q6k":
         numbers = (((words >> 8 * index) & 0xFF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
     else:
-        least: tl.constexpr = 0.0 if packing == "q4k" else 8.0
+        least: tl.constexpr = 8.0 if packing == "int4" else 0.0
         numbers = (((words >> 4 * index) & 0xF) | 0x4B000000).to(tl.float32, bitcast=True) - (
             8388608.0 + least
         )
@@ -84,14 +90,18 @@ def _add_scaled(  # type: ignore[no-untyped-def]
 ):
     """The total plus one more group's product; `scales_at` are the scales of its step."""
     shape: tl.constexpr = total.shape
-    if packing == "q4k":
-        both = tl.load(scales_at + column)
-        pair = tl.load(scales_at + (1 + index // 2) * columns + column) >> 16 * (index % 2)
-        scale = _half(both) * (pair & 0xFF).to(tl.float32)
-        minimum = _half(both >> 16) * ((pair >> 8) & 0xFF).to(tl.float32)
+    if packing == "q4k" or packing == "q41":
+        if packing == "q41":
+            both = tl.load(scales_at + index * columns + column)
+            scale, least = _half(both), _half(both >> 16)
+        else:
+            both = tl.load(scales_at + column)
+            pair = tl.load(scales_at + (1 + index // 2) * columns + column) >> 16 * (index % 2)
+            scale = _half(both) * (pair & 0xFF).to(tl.float32)
+            least = -(_half(both >> 16) * ((pair >> 8) & 0xFF).to(tl.float32))
         total = tl.fma(tl.dot(numbers, rows), tl.broadcast_to(scale[:, None], shape), total)
-        taken = tl.dot(tl.full(numbers.shape, 1.0, numbers.dtype), rows)
-        total = tl.fma(taken, tl.broadcast_to(-minimum[:, None], shape), total)
+        sums = tl.dot(tl.full(numbers.shape, 1.0, numbers.dtype), rows)
+        total = tl.fma(sums, tl.broadcast_to(least[:, None], shape), total)
     elif packing == "q6k":
         whole = _half(tl.load(scales_at + column))
         pair = tl.load(scales_at + (1 + index // 2) * columns + column) >> 16 * (index % 2)
@@ -127,7 +137,7 @@ def packed_matmul(  # type: ignore[no-untyped-def]
 ):
     """Packed weights of a tile times the rows `row` [tokens], `begin` to `end`: float32 [columns, tokens].
 
-    Groups are multiplied as integers, then scaled.
+    Groups are multiplied as integers, then scaled; of `fp8_blocks`, whole steps.
     """
     group: tl.constexpr = 32
     column, along = tl.arange(0, columns), tl.arange(0, group)
@@ -137,6 +147,7 @@ def packed_matmul(  # type: ignore[no-untyped-def]
         at = tl.multiple_of(at, 64)
         number = at // step
         words = tl.load(words_at + number * (columns * group) + column[:, None] * group + along[None, :])
+        of_step = tl.zeros([columns, tokens], tl.float32)
         for index in tl.static_range(step // group):
             rows = tl.load(
                 rows_at + at + index * group + row[None, :] * depth + along[:, None],
@@ -146,7 +157,12 @@ def packed_matmul(  # type: ignore[no-untyped-def]
             numbers = _numbers(words, index, packing, dtype)
             if packing == "fp8":
                 total = tl.dot(numbers, rows, total)
+            elif packing == "fp8_blocks":
+                of_step = tl.dot(numbers, rows, of_step)
             else:
                 step_scales_at = scales_at + number * (scale_words * columns)
                 total = _add_scaled(total, numbers, rows, step_scales_at, column, index, columns, packing)
+        if packing == "fp8_blocks":
+            scale = tl.load(scales_at + number * columns + column).to(tl.float32, bitcast=True)
+            total = tl.fma(of_step, tl.broadcast_to(scale[:, None], total.shape), total)
     return total
