@@ -56,7 +56,13 @@ def cluster(scale: ScaleOptions) -> Iterator[Any]:
     ray = import_ray()
     quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "namespace": "paceline"}
     if scale.ray_address is None:
-        ray.init(address="local", include_dashboard=False, num_cpus=usable_cores(), **quiet)
+        try:
+            ray.init(address="local", include_dashboard=False, num_cpus=usable_cores(), **quiet)
+        except Exception as error:  # Ray raises no narrower one, for example after 30 s on a busy machine
+            raise ConfigError(
+                f"Ray did not start on this machine ({error}). Try again when it is less busy, or start a "
+                "cluster with `ray start --head` and add --ray-address auto."
+            ) from error
     else:
         _check_reachable(scale.ray_address)
         try:

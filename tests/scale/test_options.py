@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -99,6 +100,18 @@ def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
 def test_an_address_that_cannot_be_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=r"HOST:PORT|no Ray cluster answers"):
         cluster._check_reachable(address)
+
+
+def test_a_cluster_that_does_not_start_is_an_error_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(cluster, "import_ray", lambda: SimpleNamespace(init=init))
+    with (
+        pytest.raises(ConfigError, match=r"Ray did not start .*timed out.* less busy, .*--ray-address auto"),
+        cluster.cluster(ScaleOptions(replicas=2)),
+    ):
+        raise AssertionError("it did not start")
 
 
 def test_the_command_line_refuses_more_replicas_at_least_than_at_most() -> None:
