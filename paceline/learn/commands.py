@@ -13,7 +13,7 @@ import typer
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import ConfigError
 from paceline.learn.folder import LearnFolder
-from paceline.learn.head_commands import Salt, add_head_commands
+from paceline.learn.head_commands import CURRENT, HeadFolder, Salt, add_head_commands, present_head
 from paceline.learn.history import History
 from paceline.learn.rows import Damage, TrafficRow
 from paceline.learn.split import side_of
@@ -99,7 +99,7 @@ def train_command(
     source: From,
     out: Annotated[Path, typer.Option(help="Folder of the candidate.")],
     model: Model = DEFAULT_MODEL,
-    head: Annotated[str, typer.Option(help="Head to train further: its folder, or shipped.")] = "shipped",
+    head: HeadFolder = CURRENT,
     minutes: Annotated[float | None, typer.Option(help="Minutes of work; waiting does not count.")] = None,
     steps: Annotated[int | None, typer.Option(help="Number of optimizer steps, instead of minutes.")] = None,
     since: Annotated[
@@ -135,8 +135,6 @@ def train_command(
     from paceline.learn.limits import yielding_on
     from paceline.learn.report import Reporter
     from paceline.learn.selection import Selection
-    from paceline.models.heads.fingerprint import target_fingerprint
-    from paceline.models.heads.registry import resolve_head
     from paceline.models.registry import load_checkpoint, resolve
     from paceline.train.job import chosen_device
 
@@ -152,7 +150,7 @@ def train_command(
     yielding = yielding_on(on_device, threads, gpu_share, end_with_parent)
     report = Reporter(as_json)
     checkpoint = load_checkpoint(resolve(model))
-    parent = resolve_head(head, fingerprint=target_fingerprint(checkpoint))
+    parent = present_head(head, source, salt, model)
     with stopped_by_signals(yielding):
         candidate = fine_tune(
             checkpoint,

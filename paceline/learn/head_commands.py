@@ -23,10 +23,17 @@ Salt = Annotated[
     str, typer.Option(help="The heads of this salt (its hash), as of a server with --learn-salt.")
 ]
 Traffic = Annotated[Path, typer.Option("--from", help="The folder of --learn-dir.")]
-HeadFolder = Annotated[Path, typer.Option("--head", help="Folder of the present head.")]
+HeadFolder = Annotated[
+    str,
+    typer.Option(
+        "--head", help="Folder of the present head, or shipped. Default: the one that serves in --from."
+    ),
+]
 Candidate = Annotated[Path, typer.Option("--candidate", help="Folder of the head to compare with it.")]
-Out = Annotated[Path, typer.Option("--out", help="File for the scores of each row, as JSON.")]
+Out = Annotated[Path | None, typer.Option("--out", help="File for the scores of each row, as JSON.")]
 
+CURRENT = "current"  # --head: the one that serves in the folder
+REFUSED = 3  # exit status if the candidate is refused
 STOPPED = 143  # exit status of a command that was ended
 FIRST = Path()  # the head that a server was started with is not in its folder
 
@@ -40,10 +47,10 @@ def add_head_commands(app: App) -> None:
 
 def score(
     source: Traffic,
-    head: HeadFolder,
     candidate: Candidate,
-    out: Out,
     model: Model = DEFAULT_MODEL,
+    head: HeadFolder = CURRENT,
+    out: Out = None,
     salt: Annotated[
         str, typer.Option(help="Rows of this salt (its hash), or all. Default: rows without a salt.")
     ] = "",
@@ -54,7 +61,7 @@ def score(
     ] = False,
     nice: Annotated[int, typer.Option(help="Priority: 19 gives way to everything, 0 is the usual one.")] = 19,
 ) -> None:
-    """Replay held-back answers with two heads, and compare the passes that each would have needed."""
+    """Replay held-back answers with two heads, and judge by the passes that each would have needed."""
     from paceline.learn.yielding import lower_priority
 
     lower_priority(nice)  # before the imports, which take seconds
@@ -65,28 +72,41 @@ def score(
 
     on_device = chosen_device(device)
     may_go_on = yielding_on(on_device, 1, gpu_share, end_with_parent).may_step
-    scores = score_heads(model, LearnFolder(source).traffic, (head, candidate), may_go_on, salt, on_device)
+    heads = (present_head(head, source, salt, model), candidate)
+    scores = score_heads(model, LearnFolder(source).traffic, heads, may_go_on, salt, on_device)
     if scores is None:
         raise typer.Exit(STOPPED)
     present, new = scores
-    rows = {"present": [asdict(row) for row in present], "candidate": [asdict(row) for row in new]}
-    unfinished = out.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(rows))
-    os.replace(unfinished, out)
+    if out is not None:
+        rows = {"present": [asdict(row) for row in present], "candidate": [asdict(row) for row in new]}
+        unfinished = out.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(rows))
+        os.replace(unfinished, out)
     verdict = judge(present, new)
     note(f"{'passes' if verdict.passes else 'is refused'}: {verdict.reason}")
+    if not verdict.passes:
+        raise typer.Exit(REFUSED)
 
 
 def promote(
-    number: Annotated[int, typer.Argument(help="Number of the head; 0 is the one the server began with.")],
+    head: Annotated[
+        str,
+        typer.Argument(
+            help="Number of the head, 0 is the one the server began with; or the folder of a candidate."
+        ),
+    ],
     folder: Dir,
     salt: Salt = "",
 ) -> None:
     """Let a head serve from now on. A server that runs with this folder follows within seconds."""
-    history = _history(folder, salt)
-    head = history.promote(number)
-    history.note("promoted by hand", head=head.number)
-    note(f"Head {head.number} serves.")
+    if head.isdecimal():
+        history, number = _history(folder, salt), int(head)
+    else:
+        history = History(LearnFolder(folder, salt).heads, FIRST)
+        number = _add_candidate(Path(head), folder, history)
+    promoted = history.promote(number)
+    history.note("promoted by hand", head=promoted.number)
+    note(f"Head {promoted.number} serves.")
 
 
 def rollback(folder: Dir, salt: Salt = "") -> None:
@@ -95,6 +115,40 @@ def rollback(folder: Dir, salt: Salt = "") -> None:
     before, head = history.current().number, history.rollback()
     history.note("rolled back by hand", head=head.number)
     note(f"Head {head.number} serves again, in place of {before}.")
+
+
+def present_head(named: str, folder: Path, salt: str, model: str) -> Path:
+    """The folder of the head that `--head` names, of a learning folder and of the target `model`."""
+    from paceline.learn.selection import ALL_SALTS
+    from paceline.models.heads.fingerprint import target_fingerprint
+    from paceline.models.heads.registry import resolve_head
+    from paceline.models.heads.shipped import SHIPPED_HEAD
+    from paceline.models.registry import load_checkpoint, resolve
+
+    if named == CURRENT:
+        current = History(LearnFolder(folder, "" if salt == ALL_SALTS else salt).heads, FIRST).current()
+        if current.number:
+            return current.path
+        named = SHIPPED_HEAD
+    shipped = named.endswith(SHIPPED_HEAD)
+    return resolve_head(
+        named, fingerprint=target_fingerprint(load_checkpoint(resolve(model))) if shipped else None
+    )
+
+
+def _add_candidate(candidate: Path, folder: Path, history: History) -> int:
+    """The number of a candidate of `paceline learn train`, which is copied into the history."""
+    from paceline.learn.fine_tune import CANDIDATE, read_candidate
+    from paceline.learn.store import TrafficStore
+
+    found, target = read_candidate(candidate), TrafficStore(LearnFolder(folder).traffic).target
+    if found is None:
+        raise ConfigError(f"{candidate} has no candidate: give a number, or --out of `paceline learn train`.")
+    if found.target != target.fingerprint:
+        raise ConfigError(f"{candidate} was trained for another target than {target.name}, that of {folder}.")
+    # rows after it are new for the next training
+    evidence = {"trained": (candidate / CANDIDATE).stat().st_mtime, "rows": dict(found.rows)}
+    return history.add(candidate, evidence).number
 
 
 def _history(folder: Path, salt: str) -> History:

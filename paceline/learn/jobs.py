@@ -24,7 +24,7 @@ from paceline.learn.gate import RowScore
 logger = logging.getLogger(__name__)
 
 CANDIDATE = "candidate.json"  # the last file that the trainer writes
-NOTHING_BETTER = 3  # exit status of a trainer that found no better head
+NOTHING_BETTER = 3  # exit status of a trainer that found no better head, or of a scorer that refuses one
 LAST_LINES = 400  # characters of stderr in a warning
 
 
@@ -81,7 +81,7 @@ class ProcessJobs:
         out = self._folder.scores
         out.unlink(missing_ok=True)
         status = await self._run("score", present, "--candidate", str(candidate), "--out", str(out))
-        if status != 0:
+        if status not in (0, NOTHING_BETTER):  # the gate judges the scores
             return None
         try:
             scores = json.loads(out.read_text())

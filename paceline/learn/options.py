@@ -32,6 +32,7 @@ class LearnOptions:
     learn_salts: str = "off"  # requests with a salt: not kept; kept for all; kept, each for its own head
     learn_salt: str | None = None  # learn from this salt alone, and draft with its head for no other
     learn_skip_key: tuple[str, ...] = ()  # API keys whose requests are not kept
+    learn_generic: tuple[str, ...] = ()  # files of `paceline train answers`, replayed against forgetting
     learn_min_rows: int = 200  # new rows before a training
     learn_minutes: float = 20.0  # of a training, without the time that it waits
     learn_max_running: int = 2  # requests; with more, or with any that waits, training waits too
@@ -47,6 +48,9 @@ class LearnOptions:
         check_number(ConfigError, "learn_minutes", self.learn_minutes, 0.0, 1e6, low_open=True)
         check_integer(ConfigError, "learn_max_running", self.learn_max_running, 0, None)
         check_number(ConfigError, "learn_max_slowdown", self.learn_max_slowdown, 0.0, 1.0, low_open=True)
+        for file in self.learn_generic:
+            if not Path(file).expanduser().is_file():
+                raise ConfigError(f"--learn-generic {file} is no file: make one by `paceline train answers`.")
         check_choice(ConfigError, "learn_salts", self.learn_salts, SALTS)
         if self.learn_salt is not None and (not self.learn_salt or self.learn_salts != SALTS[0]):
             raise ConfigError(

@@ -57,7 +57,8 @@ def learn_options(flags: Mapping[str, Any], options: ServeOptions, config: Engin
     `config` is of the served model; of several, none learns.
     """
     given: dict[str, Any] = {
-        name: tuple(value or ()) if name == "learn_skip_key" else value for name, value in flags.items()
+        name: tuple(value or ()) if name in ("learn_skip_key", "learn_generic") else value
+        for name, value in flags.items()
     }
     learning = LearnOptions(**given)
     if not learning.learn:
@@ -139,7 +140,10 @@ def learning_model(
     )
     device = model.config.backend.choice.device
     both = ("--salt", salt, "--device", device)
-    train = ("--minutes", str(learning.learn_minutes))
+    generic = [
+        part for file in learning.learn_generic for part in ("--generic", str(Path(file).expanduser()))
+    ]
+    train = ("--minutes", str(learning.learn_minutes), *generic)
     jobs = ProcessJobs(folder, model.config.model.model, train, both)
     trial = TrialConfig()  # each engine computes keys and values again after a swap
     trial = replace(trial, skipped_steps=replicas * trial.skipped_steps)

@@ -249,6 +249,12 @@ LEARN: Group = (
         "the head only for them.",
     ),
     Flag("learn_skip_key", list[str] | None, None, "API key whose requests are not kept. May be repeated."),
+    Flag(
+        "learn_generic",
+        list[str] | None,
+        None,
+        "File of `paceline train answers` to replay against forgetting. May be repeated.",
+    ),
     Flag("learn_min_rows", int, 200, "New requests to keep before the head is trained on them."),
     Flag("learn_minutes", float, 20.0, "Minutes of a training, without the time that it waits."),
     Flag(
@@ -334,7 +340,7 @@ LEARN = by_topic(
     LEARN,
     {
         "Learning": "learn learn_dir learn_share learn_max_bytes learn_max_age learn_salts learn_salt "
-        "learn_skip_key learn_min_rows learn_minutes learn_max_running learn_max_slowdown "
+        "learn_skip_key learn_generic learn_min_rows learn_minutes learn_max_running learn_max_slowdown "
         "learn_redact"
     },
 )

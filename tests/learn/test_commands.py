@@ -89,3 +89,29 @@ def test_train_reports_as_json_and_ends_with_3_if_nothing_is_gained(
     assert read_candidate(out) is None
     with pytest.raises(ConfigError, match="either --steps or --minutes"):
         run(*arguments, "--minutes", "1")
+
+
+def test_the_loop_by_hand_trains_judges_and_promotes_a_candidate(
+    checkpoint: Checkpoint, folder: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.learn.yielding.lower_priority", lambda nice: None)
+    candidate, model = tmp_path / "candidate", (str(checkpoint.source), "--from", str(folder))
+    train = ("train", *model, "--batch-tokens", "256", "--learning-rate", "2e-2", "--device", "cpu")
+    score = ("score", *model, "--candidate", str(candidate), "--device", "cpu")
+    assert run(*train, "--head", str(head), "--steps", "24", "--out", str(candidate)).exit_code == 0
+    judged = run(*score, "--head", str(head))
+    assert (judged.exit_code, "passes: " in judged.output) == (0, True)
+    run("promote", str(candidate), "--dir", str(folder))
+    history = History(LearnFolder(folder).heads, head)
+    assert history.current().number == 1
+    assert history.card(1)["evidence"]["rows"]["train"] > 0
+    # from now on the present head is the one that was promoted
+    judged = run(*score)
+    assert (judged.exit_code, "is refused: " in judged.output) == (NOTHING_GAINED, True)
+    with pytest.raises(ConfigError, match="has no candidate"):
+        run("promote", str(tmp_path / "none"), "--dir", str(folder))
+    card = candidate / "candidate.json"
+    card.write_text(json.dumps({**json.loads(card.read_text()), "target": "0" * 16}))
+    with pytest.raises(ConfigError, match="was trained for another target"):
+        run("promote", str(candidate), "--dir", str(folder))
+    assert history.current().number == 1

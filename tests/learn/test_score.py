@@ -229,10 +229,10 @@ def test_promote_and_rollback_by_hand_change_what_a_server_follows(learned, tmp_
         rollback(learned.root)
     history = History(learned.heads, tmp_path / "present")
     number = history.add(learned.candidate, {}).number
-    promote(number, learned.root)
+    promote(str(number), learned.root)
     assert history.current().number == number
     rollback(learned.root)
     assert history.current().path == tmp_path / "present"
     assert os.listdir(learned.heads / f"{number:04}")
     with pytest.raises(ConfigError, match="no intact head 9"):
-        promote(9, learned.root)
+        promote("9", learned.root)

@@ -177,6 +177,8 @@ def test_what_cannot_be_learned_is_refused_before_anything_is_loaded(tmp_path: P
     refused("here is none: give --draft eagle3:PATH", {"speculative_config": "off"})
     refused("here is none", {"speculative_config": "ngram"})
     refused("--learn-salts shared", api_key=("one", "two"))
+    with pytest.raises(ConfigError, match=r"none\.jsonl is no file: make one by `paceline train answers`"):
+        LearnOptions(learn_generic=(str(tmp_path / "none.jsonl"),))
 
 
 def test_one_api_key_separates_nothing_and_off_is_the_default(tmp_path: Path) -> None:
