@@ -56,12 +56,6 @@ def load_head_runner(
             f"the mtp block of {layer.family} models has a layer of their own kind, for which the "
             f"{options.name} backend has no kernels yet. Use --backend torch, or another method."
         )
-    config = checkpoint.config
-    if (config.num_layers > 1 or config.mask_token_id is not None) and options.name == "cuda":
-        raise ConfigError(
-            "the cuda backend does not run eagle3 heads with several layers or a mask token (P-EAGLE). Use "
-            "--backend torch, which runs on a GPU too, or another head."
-        )
     return _HEAD_LOADERS[options.name](checkpoint, options, max_rows, beside)
 
 

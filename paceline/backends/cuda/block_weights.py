@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from paceline.backends.cuda.head_weights import Fusion, load_fusion
+from paceline.backends.cuda.head_weights import Fusion, load_fusion, model_of_layers
 from paceline.backends.cuda.kernels.matrix import Matrix
 from paceline.backends.cuda.layer import Layer, Reader
 from paceline.backends.cuda.shard import WHOLE
@@ -20,7 +20,6 @@ from paceline.backends.cuda.weights import Weights, load_layers, unpacked
 from paceline.core.arrays import Int32Array
 from paceline.errors import ConfigError
 from paceline.models.blocks import Take
-from paceline.models.config import ModelConfig
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.config import BlockAttention, BlockConfig, HeadConfig
 
@@ -84,7 +83,7 @@ def make_block_weights(
 ) -> BlockWeights:
     """The weights that `read` returns by the names of heads/config.py; `ids` are the drafted target ids."""
     block = _supported(config, target)
-    model = _model_config(config, len(block.layers))
+    model = model_of_layers(config, len(block.layers))
     reader = Reader(model, lambda name: read(name.removeprefix("model.")), unpacked, None, WHOLE)
     hidden = padded_size(config.hidden_size)
     weights = Weights(
@@ -134,23 +133,3 @@ def _supported(config: HeadConfig, target: Weights) -> BlockConfig:
             "head."
         )
     return block
-
-
-def _model_config(config: HeadConfig, layers: int) -> ModelConfig:
-    """The layers of a head as a model."""
-    return ModelConfig(
-        "llama",
-        config.draft_vocab_size,
-        config.hidden_size,
-        layers,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        config.intermediate_size,
-        config.rms_norm_eps,
-        config.rope,
-        config.max_position,
-        tie_embeddings=False,
-        qkv_bias=config.qkv_bias,
-        qk_norm=config.qk_norm,
-    )

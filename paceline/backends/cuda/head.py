@@ -30,7 +30,7 @@ from paceline.backends.cuda.workspace import Pool
 class HeadPool(Pool):
     """The KV pool of a head, and the target's features that its rows read."""
 
-    features: torch.Tensor  # [slots, width]
+    features: torch.Tensor  # [slots + 1, width] the last row is what masks read
     parts: torch.Tensor  # int32 [layers] 0, 1, ...: see store_features
 
 
@@ -139,43 +139,53 @@ def run_head_rows(
 
     Row r reads the state sources[r], or r without `sources`. `tables` hold KV indices; `rope_positions`
     int32 [rows] are the RoPE positions, one less. The outputs go to `hidden`, which must not overlap the
-    states. With `only_keys`, keys and values are stored and there are no outputs: a head has one layer.
+    states. With `only_keys`, keys and values are stored and there are no outputs.
     """
-    config, layer, entry, rows = weights.config, weights.layer, weights.entry, len(tokens)
-    scratch, attention_norm, feed_forward_norm = (
-        workspace.scratch,
-        layer.attention_norm,
-        layer.feed_forward_norm,
-    )
+    read = _enter(weights, workspace, tokens, states, sources, hidden)
+    layers, rows, scratch = (weights.layer, *weights.further), len(tokens), workspace.scratch
+    norms = [layer.attention_norm for layer in weights.further] + [weights.norm]
+    query, attention_output = workspace.query, workspace.attention_output
+    for layer, keys, values, norm in zip(layers, pool.keys, pool.values, norms, strict=True):
+        assert layer.feed_forward_norm is not None
+        assert norm is not None
+        to = None, query, keys, values, scratch  # no norms of heads
+        project_heads(read, layer.qkv, rope_positions, tables.slot_mapping, weights.rotation, *to)
+        if only_keys and layer is layers[-1]:
+            return
+        # a head has no row at KV index 0
+        attend(
+            query, keys, values, tables, None, page_size, attention_output, workspace.attention, earliest=1
+        )
+        reads, activated, read = workspace.feed_forward_input, workspace.activated, workspace.output
+        buffers = LayerBuffers(hidden, attention_output, reads, activated, read)
+        if run_fused_layer(layer, buffers, norm, rows, scratch, None):
+            continue
+        add_product(attention_output, layer.output, hidden, layer.feed_forward_norm, reads, rows, scratch)
+        gate_up(reads, layer.gate_up, activated, rows, scratch)
+        add_product(activated, layer.down, hidden, norm, read, rows, scratch)
+
+
+def _enter(
+    weights: HeadWeights,
+    workspace: HeadWorkspace,
+    tokens: torch.Tensor,
+    states: torch.Tensor,
+    sources: torch.Tensor | None,
+    hidden: torch.Tensor,
+) -> Normed:
+    """What the first layer's attention reads of tokens and states; the residual stream goes to `hidden`."""
+    config, entry, rows = weights.config, weights.entry, len(tokens)
+    attention_norm = weights.layer.attention_norm
     assert attention_norm is not None
-    assert feed_forward_norm is not None
-    keys, values = pool.keys[0], pool.values[0]
     embed_tokens(tokens, weights.embedding, workspace.embedded, weights.norm, workspace.scratch_input)
     size, eps = config.hidden_size, config.rms_norm_eps
     joined = workspace.joined
     join(workspace.embedded, states, sources, entry.norms, size, eps, entry.residual, joined, hidden, rows)
-    attention_input = _plain(workspace, joined)
-    if entry.joining is not None:
-        attention_input = workspace.attention_input
-        add_product(joined, entry.joining, hidden, attention_norm, attention_input, rows, scratch)
-        if not entry.normed:
-            attention_input = _plain(workspace, attention_input.rows)
-    query, attention_output = workspace.query, workspace.attention_output
-    rotation, slot_mapping = weights.rotation, tables.slot_mapping
-    project_heads(
-        attention_input, layer.qkv, rope_positions, slot_mapping, rotation, None, query, keys, values, scratch
-    )
-    if only_keys:
-        return
-    # a head has no row at KV index 0
-    attend(query, keys, values, tables, None, page_size, attention_output, workspace.attention, earliest=1)
-    reads, activated, written = workspace.feed_forward_input, workspace.activated, workspace.output
-    buffers = LayerBuffers(hidden, attention_output, reads, activated, written)
-    if run_fused_layer(layer, buffers, weights.norm, rows, scratch, None):
-        return
-    add_product(attention_output, layer.output, hidden, feed_forward_norm, reads, rows, scratch)
-    gate_up(reads, layer.gate_up, activated, rows, scratch)
-    add_product(activated, layer.down, hidden, weights.norm, written, rows, scratch)
+    if entry.joining is None:
+        return _plain(workspace, joined)
+    read = workspace.attention_input
+    add_product(joined, entry.joining, hidden, attention_norm, read, rows, workspace.scratch)
+    return read if entry.normed else _plain(workspace, read.rows)
 
 
 def feed_back(

@@ -58,7 +58,7 @@ class HeadPools:
         shape = (self._layers, slots, config.num_kv_heads, config.head_dim)
         keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
         width = config.feature_width
-        features = torch.zeros((num_pages * PAGE_SIZE, width), dtype=dtype, device=device)
+        features = torch.zeros((num_pages * PAGE_SIZE + 1, width), dtype=dtype, device=device)
         parts = torch.arange(width // config.target_hidden_size, dtype=torch.int32, device=device)
         return HeadPool(num_pages, self.bytes_per_page(), keys, values, features, parts)
 

@@ -55,7 +55,7 @@ class CudaHeadRunner(HeadPools, HeadRunner):
     def __init__(self, weights: HeadWeights, max_rows: int, ranks: Ranks | None = None) -> None:
         """`ranks` are the other ranks of the target; each has the whole head."""
         device = weights.norm.device
-        super().__init__(weights, device, weights.norm.dtype, ranks)
+        super().__init__(weights, device, weights.norm.dtype, ranks, weights.config.num_layers)
         self.weights: HeadWeights = weights
         self.max_rows = max_rows
         most = self._most = bucket(max_rows)
@@ -172,13 +172,16 @@ class CudaHeadRunner(HeadPools, HeadRunner):
         self._make_room(int(rows.positions.max()) + 2 + self._chains.longest)
         height = tile_height(self.config.num_heads, self.config.num_kv_heads)
         by_index = replace(rows, positions=rows.positions + 1)  # visibility is by KV index
-        self._tables.send(by_index, rows_of(by_index, PAGE_SIZE, height), batch.places)
-        keeps = batch.places is not None
+        padded, pool = bucket(rows.num_rows), cast(HeadPool, rows.pool)
+        places, keeps = batch.places, batch.places is not None
+        if places is not None and len(batch.states):  # of masks
+            pool.features[-1] = torch.from_numpy(batch.states[0]).to(self.device)
+            places = np.where(places < 0, len(pool.features) - 1, places)
+        self._tables.send(by_index, rows_of(by_index, PAGE_SIZE, height), places)
         if not keeps:
             states = torch.from_numpy(batch.states).to(self.device)
             to = self._features if batch.from_target else self._workspace.states
             to[: len(states), : states.shape[1]] = states
-        padded, pool = bucket(rows.num_rows), cast(HeadPool, rows.pool)
         self._graphs.run(
             ("rows", padded, batch.from_target, keeps, place(pool), only_keys),
             lambda: self._slots(padded, batch.from_target, keeps, pool, only_keys),

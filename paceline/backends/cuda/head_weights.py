@@ -11,11 +11,14 @@ import torch.nn.functional as F
 
 from paceline.backends.cuda.kernels.draft import NO_RESIDUAL, NORMED_RESIDUAL, STATE_RESIDUAL
 from paceline.backends.cuda.kernels.matrix import Matrix, tile_matrix, tile_pair
+from paceline.backends.cuda.layer import Layer, Reader
+from paceline.backends.cuda.shard import WHOLE
 from paceline.backends.cuda.tiled import heads_matrix, padded_size, tiling_for
-from paceline.backends.cuda.weights import Layer, Weights
+from paceline.backends.cuda.weights import Weights, load_layers, unpacked
 from paceline.core.arrays import Int32Array
 from paceline.errors import BackendError, ConfigError
 from paceline.models.blocks import Take
+from paceline.models.config import ModelConfig
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.config import HeadConfig
 from paceline.models.rope import rope_frequencies
@@ -50,6 +53,7 @@ class HeadWeights:
     embedding: Matrix
     entry: Entry
     layer: Layer
+    further: tuple[Layer, ...]  # after the first one, which alone reads embeddings beside states
     norm: torch.Tensor  # [padded hidden] of the LM head's input; ones if it is not normed
     is_normed: bool
     vocabulary: Matrix
@@ -58,10 +62,10 @@ class HeadWeights:
 
     @property
     def matrices(self) -> list[Matrix]:
-        layer = self.layer
         maybe = (self.fusion.matrix, self.entry.joining)
-        own = [layer.qkv, layer.output, layer.gate_up, layer.down, self.vocabulary]
-        return own + [matrix for matrix in maybe if matrix is not None]
+        layers = (self.layer, *self.further)
+        own = [each for layer in layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        return own + [self.vocabulary] + [matrix for matrix in maybe if matrix is not None]
 
 
 def load_head_weights(checkpoint: HeadCheckpoint, target: Weights) -> HeadWeights:
@@ -91,6 +95,7 @@ def make_head_weights(config: HeadConfig, ids: Int32Array | None, read: Take, ta
         _matrix(read("embed_tokens.weight")) if config.own_embedding else target.embedding,
         _load_entry(config, read),
         _load_layer(config, read),
+        _load_further(config, read, target),
         _line(read("norm.weight")) if is_normed else _ones(config, read),
         is_normed,
         _matrix(read("lm_head.weight")) if config.own_lm_head else target.head,
@@ -189,6 +194,37 @@ def _load_layer(config: HeadConfig, read: Take) -> Layer:
         _line(part("post_attention_layernorm.weight")),
         tile_pair(gate, up, tiling_for(2 * len(gate), gate.shape[1])),
         _matrix(part("mlp.down_proj.weight")),
+    )
+
+
+def _load_further(config: HeadConfig, read: Take, target: Weights) -> tuple[Layer, ...]:
+    """The layers of an eagle3 head after its first, which are those of a llama."""
+
+    def take(name: str, rows: slice | None = None) -> torch.Tensor:
+        _, _, number, part = name.split(".", 3)  # model.layers.NUMBER.PART
+        return read(f"layers.{int(number) + 1}.{part}")
+
+    model = model_of_layers(config, config.num_layers - 1)
+    return load_layers(Reader(model, take, unpacked, None, WHOLE), target.dtype, target.device)
+
+
+def model_of_layers(config: HeadConfig, layers: int) -> ModelConfig:
+    """The layers of a head as those of a model."""
+    return ModelConfig(
+        "llama",
+        config.draft_vocab_size,
+        config.hidden_size,
+        layers,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.intermediate_size,
+        config.rms_norm_eps,
+        config.rope,
+        config.max_position,
+        tie_embeddings=False,
+        qkv_bias=config.qkv_bias,
+        qk_norm=config.qk_norm,
     )
 
 

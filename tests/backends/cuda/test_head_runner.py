@@ -16,11 +16,12 @@ from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig, RopeConfig
 from tests.models.heads.driver import DrivenHead, batch_of, drive_heads, random_checkpoint, run_heads
 from tests.models.heads.tiny_heads import CONFIGS as ALL
-from tests.models.heads.tiny_heads import TARGET_EPS, VOCAB, random_shared, torch_head
+from tests.models.heads.tiny_heads import P_EAGLE, TARGET_EPS, VOCAB, random_shared, torch_head
 
-CONFIGS = {name: replace(config, max_position=64) for name, config in ALL.items()}  # short, as tests are
+MASKED = "p-eagle"  # of three layers
+CONFIGS = {name: replace(config, max_position=64) for name, config in (*ALL.items(), (MASKED, P_EAGLE))}
 # interpreted, a pass takes half a second
-KINDS = tuple(CONFIGS) if torch.cuda.is_available() else ("all flags",)
+KINDS = tuple(CONFIGS) if torch.cuda.is_available() else ("all flags", MASKED)
 NODES, PARENTS = [5, 9, 7], [-1, -1, 0]
 LENGTH = 4
 
@@ -127,6 +128,20 @@ def test_features_that_a_pool_keeps_are_read_by_their_kv_slots(
     given.rows.pool.features[5] = features[0].to(device)
     kept = replace(given, states=np.empty((0, 0), np.float32), places=np.array([5], np.int32))
     assert np.array_equal(runner.run(kept).logits, expected)
+
+
+def test_masks_read_their_feature_beside_those_that_a_pool_keeps(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    runner = make_runner(MASKED, device, dtype)
+    features = torch.randn((2, CONFIGS[MASKED].feature_width), generator=torch.Generator().manual_seed(1))
+    features = features.to(dtype).float()
+    (request,) = drive_heads(runner, pages_each=2)
+    given = batch_of([request.ask(features.numpy(), [3, 170])], from_target=True, outputs=[0, 1])
+    expected = runner.run(given).logits.copy()
+    given.rows.pool.features[5] = features[0].to(device)
+    masked = replace(given, states=features[1:].numpy(), places=np.array([5, -1], np.int32))
+    assert np.array_equal(runner.run(masked).logits, expected)
 
 
 def test_a_chain_ends_where_it_is_unlikely() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,7 @@ def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
     assert outputs(True, True) == expected
     assert outputs(True, True, random_head) == expected
     assert outputs(True, True, random_block_head) == expected
+    assert outputs(True, True, lambda backend: random_head(backend, mask_token_id=7)) == expected
     assert outputs(True, True, lambda backend: draft_model(make(drafting, device, dtype))) == expected
     assert outputs(True, True, lambda backend: Copies()) == expected
 
@@ -171,19 +173,23 @@ def draft_model(backend):  # type: ignore[no-untyped-def]
     return drafter
 
 
-def random_head(backend, seed: int = 3):  # type: ignore[no-untyped-def]
-    """A drafter with a random head for a tiny model."""
+def random_head(backend, seed: int = 3, mask_token_id: int | None = None):  # type: ignore[no-untyped-def]
+    """A drafter with a random head for a tiny model, of two layers if it drafts by masks (P-EAGLE)."""
     from paceline.backends.cuda.head_runner import CudaHeadRunner
     from paceline.backends.cuda.head_weights import load_head_weights
     from paceline.draft.eagle import Eagle3Drafter
-    from paceline.draft.head_drafter import HeadShape
+    from paceline.draft.head_drafter import HeadShape, Mask
 
     size = backend.config.hidden_size
     rope = RopeConfig(500.0)
     config = HeadConfig("eagle3", VOCAB_SIZE, 90, size, size, 6, 2, 16, 80, 1e-5, rope, 128, (0, 1, 2))
+    mask = None
+    if mask_token_id is not None:
+        config = replace(config, num_layers=2, mask_token_id=mask_token_id)
+        mask = Mask(mask_token_id, np.ones(3 * size, np.float32))
     head = random_checkpoint(config, seed)
     runner = CudaHeadRunner(load_head_weights(head, backend.weights), max_rows=32)
-    shape = HeadShape((0, 1, 2), 3 * size, trimmed_vocabulary(head.draft_ids, VOCAB_SIZE), 128)
+    shape = HeadShape((0, 1, 2), 3 * size, trimmed_vocabulary(head.draft_ids, VOCAB_SIZE), 128, mask=mask)
     return Eagle3Drafter(runner, shape, DraftSampling.COUPLED)
 
 
