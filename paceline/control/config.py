@@ -147,7 +147,6 @@ class ExplorerConfig:
     # on the device: trials of a few passes
     device_share: float = 0.01  # of all time
     trial_passes: int = 6  # after those that settle
-    attach_cost: float = 4  # plain passes: a head is attached after the pipeline was drained
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ class ChainConfig:
     fade: float = 0.97  # factor on the counts per draft
     recent_fade: float = 0.9  # the same for recent counts: texts differ, and answers are short
     usual_weight: float = 3.0  # tokens; weight of the usual acceptance beside the recent counts
-    max_chance: float = 0.995  # upper bound of an estimated acceptance
     max_fades: int = 4  # per pass: drafts of one pass are alike
     parent_weight: float = 1.0  # drafts; weight of the depth above, where there are few observations
 
@@ -52,21 +51,19 @@ class DevicePlannerConfig:
     young_passes: int = 48  # first passes, in which ...
     young_hold: int = 4  # ... choices hold shorter
     settle_passes: int = 2  # after a switch, not timed: they overlap with passes of the old plan
+    attach_cost: float = 4  # plain passes: a head is attached after the pipeline was drained
     # the tokens over which the cost of a head's catching up is spread
     usual_output: float = 0.6  # of max_tokens, before an output has ended
     # up to this many requests in prefill it is not charged: their prompts take little of the time
     few_requests: int = 4
     least_output: float = 0.25  # of a usual output: the least that is still expected of a request
     end_rate: float = 0.05  # step size of what is learned from each output that ends
-    # the largest share of accepted tokens that do not shorten the run, in a large batch without further
-    # requests: about 30 and 38 % with 16 and 64 requests of 64 tokens (docs/lab/2026-11-17-auto-on-gpu.md)
-    spread_loss: float = 0.4
     # arms: few, because graphs are captured for each
     head_lengths: tuple[int, ...] = (2, 3, 5, 7)  # tokens of a head's chains
     lookup_lengths: tuple[int, ...] = (3, 7)  # tokens of chains that are looked up in texts
-    # tokens of a lookup, and of the head's chain where the lookup finds nothing (0: no head). Up to 8 rows a
+    # tokens of a lookup, and of the head's chain where the lookup finds nothing. Up to 8 rows a
     # megakernel computes all layers, so 7 looked-up tokens cost little more than 5 with one request
-    cascade_lengths: tuple[tuple[int, int], ...] = ((2, 2), (3, 3), (7, 5), (15, 3), (7, 0))
+    cascade_lengths: tuple[tuple[int, int], ...] = ((2, 2), (3, 3), (7, 5), (15, 3))
     # lookups on the device; in a cascade with a head they need longer matches (engine/drafting.py)
     lookup: Mapping[str, Any] = field(
         default_factory=lambda: {

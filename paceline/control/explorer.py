@@ -126,8 +126,6 @@ class DeviceExplorer:
         config, present, other = CONFIG.explorer, arms[best], arms[oldest]
         lost = config.trial_passes * max(0.0, other.seconds - present.seconds / present.tokens)
         lost += other.catch_up
-        if present.arm.attaches and not other.arm.attaches:  # it is attached again afterwards
-            lost += config.attach_cost * arms[PLAIN].seconds
         if not self.budget.can_afford(lost):
             return best
         self.budget.spend(lost)

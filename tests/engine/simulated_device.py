@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.backends.async_decoding import DecodeOutput, DeviceDraft, SlotInits
+from paceline.backends.async_decoding import DecodeOutput, DeviceDraft, NgramLookup, SlotInits
 from paceline.backends.base import Backend
 from paceline.control.acceptance.chains import ChainAcceptance
 from paceline.control.auto import AutoController
 from paceline.control.controller import Controller, FixedController
 from paceline.control.cost import StepCosts
-from paceline.control.planner.arms import Arm
+from paceline.control.planner.arms import Arm, device_arms, prior_acceptance
 from paceline.control.planner.device import DevicePlanner
 from paceline.core.arrays import Int32Array
 from paceline.core.forward import ForwardBatch, ForwardOutput, KVPool
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request, SamplingNeeds
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import Drafter
+from paceline.draft.base import Drafter, TextDrafts
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from tests.toy_tokenizer import VOCAB, ToyTokenizer
@@ -39,8 +39,8 @@ TOKEN = 5  # the only one that is ever sampled
 class Machine:
     """Seconds of everything, and the clock."""
 
-    # of a decode pass, by requests and drafted tokens of each, when nothing else runs
-    device_pass: Callable[[int, int], float]
+    # of a decode pass, by requests, verified tokens of each and passes of the head, when nothing else runs
+    device_pass: Callable[[int, int, int], float]
     slower: float = 0.0  # seconds that a pass in traffic takes longer, per request: contexts are not empty
     per_row: float = 1.5e-6  # of a prefill, on the device
     catch_up: float = 0.2e-6  # per token of a head's catching up, on the device and on the host each
@@ -59,10 +59,16 @@ class Machine:
         self.now = max(self.now, until)
 
 
-def small_gpu_pass(requests: int, length: int) -> float:
+def small_gpu_pass(requests: int, length: int, by_head: int) -> float:
     """Of a 135M model on an H200, about."""
-    rows = requests * (1 + length)
-    return 0.56e-3 + 0.045e-3 * length + 2.0e-6 * rows
+    return 0.56e-3 + 0.045e-3 * by_head + 2.0e-6 * requests * (1 + length)
+
+
+def lengths_of(draft: DeviceDraft | None) -> tuple[int, int]:
+    """Verified tokens of a request, and those that a head can draft."""
+    if draft is None:
+        return 0, 0
+    return draft.length, draft.length if draft.network_length is None else draft.network_length
 
 
 @dataclass
@@ -77,13 +83,14 @@ class SimulatedDevice(Backend):
 
     machine: Machine
     chance: Callable[[int], float]  # of each drafted token, by the number of the request's slot
+    copies: Callable[[int], bool]  # whether the request in a slot repeats its text: all lookups are right
     name: str = "simulated"
     batch_invariant: bool = True
     chooses: bool = True
     page_size: int = 16
     max_rows: int = 2048
     supported_sampling: SamplingNeeds = SamplingNeeds.NOTHING
-    supports_lookup: bool = False
+    supports_lookup: bool = True
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def __post_init__(self) -> None:
@@ -130,16 +137,20 @@ class SimulatedDevice(Backend):
         draft: DeviceDraft | None,
         host_drafts: Int32Array | None = None,
     ) -> None:
-        machine, length = self.machine, 0 if draft is None else draft.length
+        machine, (length, by_head) = self.machine, lengths_of(draft)
         drafted = machine.host_drafted if length else 0.0
         machine.now += machine.host_pass + (machine.host_request + drafted) * len(slots)
-        seconds = machine.device_pass(1 << (len(slots) - 1).bit_length(), length)
+        seconds = machine.device_pass(1 << (len(slots) - 1).bit_length(), length, by_head)
         done = machine.queue(seconds + machine.slower * len(slots))
         chances = np.array([self.chance(slot) for slot in slots])
-        right = self.rng.random((len(slots), length)) < chances[:, None]
-        counts = 1 + np.cumprod(right, axis=1).sum(axis=1).astype(np.int32)
+        right = self.rng.random((len(slots), by_head)) < chances[:, None]
+        counts = 1 + np.cumprod(right, axis=1).sum(axis=1)
+        found = None
+        if draft is not None and draft.look_up is not None:
+            found = np.array([length if self.copies(slot) else 0 for slot in slots], dtype=np.int32)
+            counts = np.where(found > 0, 1 + found, counts)
         tokens = np.full((len(slots), 1 + length), TOKEN, np.int32)
-        self._unread.append((done, DecodeOutput(tokens, counts.astype(np.int32))))
+        self._unread.append((done, DecodeOutput(tokens, counts.astype(np.int32), found=found)))
 
     def read(self) -> DecodeOutput:
         done, output = self._unread.popleft()
@@ -156,8 +167,8 @@ class SimulatedDevice(Backend):
         if len(arguments) > 1:  # of the backend
             return {}
         (draft,) = arguments
-        length = draft.length if isinstance(draft, DeviceDraft) else 0
-        return {1 << power: self.machine.device_pass(1 << power, length) for power in range(7)}
+        lengths = lengths_of(draft if isinstance(draft, DeviceDraft) else None)
+        return {1 << power: self.machine.device_pass(1 << power, *lengths) for power in range(7)}
 
 
 class SimulatedHead(Drafter):
@@ -196,6 +207,26 @@ class SimulatedHead(Drafter):
         self._known.difference_update(requests)
 
 
+class SimulatedLookup(Drafter):
+    """Prompt lookup, which the device does."""
+
+    name = "ngram"
+
+    def __init__(self) -> None:
+        self.device = TextDrafts(NgramLookup(3, 8), optimistic=False)
+
+    def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
+        return DraftTrees.chains([()] * len(requests))
+
+
+def cascades() -> AutoController:
+    """A controller of lookups and a head, as `auto` has them for a model with a shipped head."""
+    longest = {"ngram": 15, "head": 7}
+    planner = DevicePlanner(device_arms("head", "ngram", longest), prior_acceptance(longest, ["head"], {}))
+    plans = {name: DraftPlan(name, most) for name, most in longest.items()}
+    return AutoController(plans, StepCosts([1, 64], [1e-3, 2e-3]), device=planner)
+
+
 def auto(prior: float) -> AutoController:
     """A controller that expects this chance of each drafted token."""
     arms = [Arm(DraftPlan("head", length), attaches=True) for length in HEAD_LENGTHS]
@@ -211,16 +242,21 @@ def fixed(length: int) -> Controller:
     return FixedController(DraftPlan("head", length) if length else DraftPlan())
 
 
-def simulated_engine(machine: Machine, chance: Callable[[int], float], controller: Controller) -> Engine:
+def simulated_engine(
+    machine: Machine,
+    chance: Callable[[int], float],
+    controller: Controller,
+    copies: Callable[[int], bool] = lambda slot: False,
+) -> Engine:
     """An engine on this machine, warmed up."""
     engine = Engine(
-        SimulatedDevice(machine, chance),
+        SimulatedDevice(machine, chance, copies),
         ToyTokenizer(),
         Limits(VOCAB, LONGEST, SLOTS, 2048),
         num_pages=SLOTS * LONGEST // 16,
         enable_prefix_caching=False,
         controller=controller,
-        drafters={"head": SimulatedHead(machine)},
+        drafters={"head": SimulatedHead(machine), "ngram": SimulatedLookup()},
         clock=lambda: machine.now,
     )
     engine.prepare()

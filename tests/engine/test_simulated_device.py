@@ -9,7 +9,16 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.engine.simulated_device import Machine, auto, fixed, seconds_of, simulated_engine, small_gpu_pass
+from paceline.control.controller import FixedController
+from tests.engine.simulated_device import (
+    Machine,
+    auto,
+    cascades,
+    fixed,
+    seconds_of,
+    simulated_engine,
+    small_gpu_pass,
+)
 from tests.large import REPEATS
 
 RUNS = 3  # of auto: the first ones learn
@@ -58,3 +67,16 @@ def test_a_short_run_is_never_slower_than_plain_decoding(make, right, prompt, re
     # the time of a single short answer is luck, and long prompts are not drafted for where the gain is unsure
     if requests > 1 and prompt < 100:
         assert min(own[1:]) < min(off, two, three) / 0.9
+
+
+@pytest.mark.parametrize("repeating", [0, 3, 16])
+def test_a_batch_is_as_fast_as_by_the_best_arm_also_where_few_of_its_texts_repeat(repeating):
+    """Requests that copy end early, and the batch with those that do not: their tokens count little."""
+
+    def run(controller, runs):
+        machine = device_bound()
+        engine = simulated_engine(machine, chance(0.55), controller, copies=lambda slot: slot < repeating)
+        return [seconds_of(engine, machine, 16, 45, output) for _ in range(runs)]
+
+    by_arm = [min(run(FixedController(plan), 2)) for plan in cascades().device_plans()]
+    assert min(run(cascades(), RUNS)[1:]) < min(by_arm) / 0.95

@@ -50,7 +50,7 @@ class ChainAcceptance:
 
     Counts fade, so recent drafts count most. Where a draft ends early, or there is none, the next token
     counts as rejected. There are two sets of counts: the usual acceptance comes from about 33 drafts, and the
-    last few drafts correct it by one factor for all depths, because texts differ between answers.
+    last few drafts correct its odds by one factor for all depths, because texts differ between answers.
     """
 
     def __init__(self, longest: int, chances: Sequence[float], weight: float, share: float = 1.0) -> None:
@@ -114,12 +114,19 @@ class ChainAcceptance:
         """Expected accepted tokens of a draft of this length."""
         if not self._by_length:
             self._count_new()
-            config, recent, chances = CONFIG.chains, self._recent, self._usual_chances()
-            expected_hits = float(recent.tries @ chances) + config.usual_weight
-            ratio = (float(recent.hits.sum()) + config.usual_weight) / expected_hits
-            reached = np.minimum(ratio * chances, config.max_chance).cumprod()
+            chances = self._usual_chances()
+            odds = self._recent_odds(chances)
+            reached = (odds * chances / (1.0 - chances + odds * chances)).cumprod()
             self._by_length = [0.0, *reached.cumsum().tolist()]
         return self._by_length[length]
+
+    def _recent_odds(self, chances: Float64Array) -> float:
+        """The odds of recent tokens to be accepted, over those that `chances` [depth] give them."""
+        recent, weight = self._recent, CONFIG.chains.usual_weight
+        tries, hits, expected = recent.tries.sum(), recent.hits.sum(), recent.tries @ chances
+        accepted = (hits + weight) / (expected + weight)
+        rejected = (tries - hits + weight) / (tries - expected + weight)
+        return float(accepted / rejected)
 
     def _usual_chances(self) -> Float64Array:
         """[depth] The usual acceptance; where there are few counts, mostly that of the depth above."""

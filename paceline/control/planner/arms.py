@@ -45,8 +45,6 @@ def device_arms(head: str | None, lookup: str | None, longest: Mapping[str, int]
     ]
     return [
         Arm(DraftPlan(lookup, found, otherwise=DraftPlan(head, length), enough=NOTHING_FOUND), attaches=True)
-        if length
-        else Arm(DraftPlan(lookup, found))
         for found, length in dict.fromkeys(pairs)
     ]
 

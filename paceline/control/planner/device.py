@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 class ArmEstimate:
     """What a pass by an arm's plan is expected to give under the present load."""
 
-    arm: Arm
-    tokens: float  # per request, as far as they shorten the time of all
+    tokens: float  # per request, see DevicePlanner.tokens
     seconds: float
     catch_up: float  # seconds, until the head can draft for all present requests
     catch_up_per_token: float  # seconds, spread over the tokens that requests get
@@ -140,8 +139,7 @@ class DevicePlanner:
         load, costs = self._load, self._costs
         return {
             plan: ArmEstimate(
-                arm,
-                1.0 + load.usable * (self.tokens(plan) - 1.0),
+                self.tokens(plan),
                 self.seconds(plan),
                 *(self._catch_up() if arm.attaches else (0.0, 0.0)),
                 costs.knows(plan, load.requests, load.context),
@@ -161,7 +159,7 @@ class DevicePlanner:
         is_attached = self.arms[self._plan].attaches or not load.is_decoding
         seconds = load.catch_up(is_attached) * each
         if not is_attached:
-            seconds += CONFIG.explorer.attach_cost * self.seconds(PLAIN)
+            seconds += CONFIG.device_planner.attach_cost * self.seconds(PLAIN)
         if is_attached and load.requests <= CONFIG.device_planner.few_requests:
             return seconds, 0.0
         present, later = seconds / load.tokens_left, load.prompt_per_token * load.requests * each
@@ -214,12 +212,14 @@ class DevicePlanner:
                 self._acceptance[drafter, greedy].begin_with(chains)
 
     def tokens(self, plan: DraftPlan) -> float:
-        """Expected new tokens of a pass by this plan, for one request."""
-        tokens, asked = 1.0, 1.0
-        for part in drafting_parts(plan):
+        """Expected new tokens of a pass by this plan, for one request, as far as they shorten the time of
+        all. Of a lookup before a head only what it adds to the head's chain."""
+        tokens, behind = 1.0, 0.0  # `behind`: accepted tokens of the drafter that is asked otherwise
+        for part in reversed(drafting_parts(plan)):
             acceptance = self._acceptance[part.drafter or "", self._load.greedy]
-            tokens += asked * acceptance.accepted(part.levels)
-            asked *= 1.0 - acceptance.share
+            gained = acceptance.accepted(part.levels) - acceptance.share * behind
+            tokens += self._load.usable(acceptance.accepted(1)) * gained
+            behind = gained
         return tokens
 
     def seconds(self, plan: DraftPlan) -> float:

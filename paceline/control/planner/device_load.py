@@ -86,15 +86,15 @@ class DeviceLoad:
         self._usual_output = None if output is None else max(1.0, float(output))
         self._usual_prompt, self.replaced = max(0.0, prompt), min(max(0.0, replaced), 1.0)
 
-    @property
-    def usable(self) -> float:
-        """The fraction of accepted tokens that shortens the time of all requests.
+    def usable(self, first: float) -> float:
+        """The fraction of accepted tokens that shortens the time of all requests; `first`: the chance that
+        the first token of a draft is accepted.
 
-        Requests of a batch get different numbers of them. If nothing follows a request that ends, passes are
-        as many as the request with the lowest acceptance needs, and passes are slow while most requests run.
+        If nothing follows a request that ends, a batch takes as many passes as its slowest request needs.
+        Requests get different numbers of tokens, and the more so the rarer drafts are right.
         """
-        loss = CONFIG.device_planner.spread_loss * (1.0 - 1.0 / math.sqrt(self.requests))
-        return 1.0 - loss * (1.0 - self.replaced)
+        in_batch: float = first ** (1.0 - 1.0 / math.sqrt(self.requests))
+        return self.replaced + (1.0 - self.replaced) * in_batch
 
     def _left(self, request: Request) -> float:
         """Output tokens that a request is expected to get from now on."""
