@@ -31,7 +31,19 @@ if TYPE_CHECKING:
 MAX_QUEUE = 256  # waiting requests
 
 
-class AsyncLLM:
+class AsyncEngineOwner:
+    """What an AsyncLLM holds: an engine, its asynchronous front, and the streams of running requests."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, max_queue: int) -> None:
+        self._engine = engine
+        self._front = AsyncEngine(engine, tokenizer, max_queue=max_queue)
+        self._tokenizer = tokenizer
+        self._numbers = count()
+        self._streams: dict[str, Stream] = {}
+        self._started = self._closed = False
+
+
+class AsyncLLM(AsyncEngineOwner):
     """A loaded model that generates text for an event loop.
 
         async with AsyncLLM("smollm2-135m") as llm:
@@ -47,22 +59,14 @@ class AsyncLLM:
 
         loaded = build_engine(python_config(model, options))
         loaded.engine.prepare()
-        self._set(loaded.engine, loaded.tokenizer, max_queue)
+        super().__init__(loaded.engine, loaded.tokenizer, max_queue)
 
     @classmethod
     def from_engine(cls, engine: Engine, tokenizer: Tokenizer, max_queue: int = MAX_QUEUE) -> AsyncLLM:
         """An AsyncLLM around an existing engine."""
         llm = cls.__new__(cls)
-        llm._set(engine, tokenizer, max_queue)
+        AsyncEngineOwner.__init__(llm, engine, tokenizer, max_queue)
         return llm
-
-    def _set(self, engine: Engine, tokenizer: Tokenizer, max_queue: int) -> None:
-        self._engine = engine
-        self._front = AsyncEngine(engine, tokenizer, max_queue=max_queue)
-        self._tokenizer = tokenizer
-        self._numbers = count()
-        self._streams: dict[str, Stream] = {}
-        self._started = self._closed = False
 
     async def __aenter__(self) -> AsyncLLM:
         return self

@@ -36,7 +36,16 @@ def python_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     return config
 
 
-class LLM:
+class EngineOwner:
+    """What an LLM holds: an engine, closed with it, and its tokenizer."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self.engine = engine
+        self._tokenizer = tokenizer
+        self._close = weakref.finalize(self, engine.close)  # also at interpreter exit
+
+
+class LLM(EngineOwner):
     """A loaded model that generates text.
 
     Options: tokenizer, max_model_len, backend, dtype, quantization, device, threads, tensor_parallel_size,
@@ -50,19 +59,14 @@ class LLM:
 
         loaded = build_engine(python_config(model, options))
         loaded.engine.prepare()
-        self._set(loaded.engine, loaded.tokenizer)
+        super().__init__(loaded.engine, loaded.tokenizer)
 
     @classmethod
     def from_engine(cls, engine: Engine, tokenizer: Tokenizer) -> LLM:
         """An LLM around an existing engine."""
         llm = cls.__new__(cls)
-        llm._set(engine, tokenizer)
+        EngineOwner.__init__(llm, engine, tokenizer)
         return llm
-
-    def _set(self, engine: Engine, tokenizer: Tokenizer) -> None:
-        self.engine = engine
-        self._tokenizer = tokenizer
-        self._close = weakref.finalize(self, engine.close)  # also at interpreter exit
 
     def close(self) -> None:
         """Save what persists, such as a suffix cache. The LLM cannot be used afterwards."""

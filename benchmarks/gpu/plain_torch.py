@@ -7,7 +7,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from paceline.models.attention import Norm, Rotation, rotate
+from paceline.models.attention import GroupedQueryAttention, Norm, Rotation, rotate
 from paceline.models.blocks import MLP, RMSNorm
 from paceline.models.layer import Layer
 from paceline.models.transformer import Transformer
@@ -57,7 +57,7 @@ class PlainDecode:
         rotation: Rotation,
         visible: torch.Tensor,
     ) -> torch.Tensor:
-        attention = layer.attention
+        attention = cast(GroupedQueryAttention, layer.attention)
         query, key, value = (
             F.linear(normed, linear.weight, linear.bias).view(len(normed), -1, self.model.config.head_dim)
             for linear in (attention.query, attention.key, attention.value)

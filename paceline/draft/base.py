@@ -131,6 +131,9 @@ class NoOptions:
     """The options of a drafter that has none of its own."""
 
 
+UNBOUND: Any = None  # of an attribute that `Drafter.bind` sets, before any use
+
+
 class Drafter(Protocol):
     """Proposes draft trees and observes every pass, also those that other drafters drafted for.
 

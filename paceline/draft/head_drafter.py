@@ -15,7 +15,7 @@ from paceline.core.arrays import Float32Array
 from paceline.core.features import Features
 from paceline.core.forward import KeptFeatures
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Target
+from paceline.draft.base import UNBOUND, Drafter, DrafterNeeds, DraftSampling, Target
 from paceline.draft.draft_cache import Context
 from paceline.draft.growth import Scoring
 from paceline.draft.head_options import EagleOptions, find_head
@@ -88,6 +88,8 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
         self._runner = runner
         self._shape = shape
         self._sampling = sampling
+        self._pages: HeadPages = UNBOUND
+        self._passes: Any = UNBOUND  # of the head over its pages
         self._seen_layers: tuple[int, ...] = ()  # feature layers of the last pass
         self._parts = np.empty(0, dtype=np.int64)  # [layers] the index of each layer of the head among them
         self._scoring = Scoring(shape.vocabulary, Workspace(shape.vocabulary.target_size), least_chance)

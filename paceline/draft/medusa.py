@@ -17,7 +17,7 @@ from paceline.backends.base import MedusaRunner
 from paceline.core.arrays import Float32Array
 from paceline.core.features import Features
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Target
+from paceline.draft.base import UNBOUND, Drafter, DrafterNeeds, DraftSampling, Target
 from paceline.draft.draft_cache import Context
 from paceline.draft.growth import GrowingTree, Scoring, make_tree, merged
 from paceline.draft.head_options import HeadOptions, find_head
@@ -63,6 +63,7 @@ class MedusaDrafter(Drafter):
         self._sampling: DraftSampling = target.sampling
         self._norm, self._eps = target.final_norm, target.config.rms_norm_eps
         self._scoring = Scoring(vocabulary, Workspace(vocabulary.target_size), least_chance)
+        self._kv: KVCache = UNBOUND
         self._states: dict[Request, tuple[int, Float32Array]] = {}  # (position of its token, state [hidden])
 
     @classmethod

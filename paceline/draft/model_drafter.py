@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from paceline.core.features import Features
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import Drafter, DraftSampling
+from paceline.draft.base import UNBOUND, Drafter, DraftSampling
 from paceline.draft.draft_cache import DraftCache
 from paceline.draft.draft_pass import DraftRunner
 from paceline.draft.growth import Scoring, frontier_rows, make_trees, merged
@@ -37,6 +37,8 @@ class ModelDrafter(Drafter):
         self._backend = backend
         self._vocab_size = vocab_size
         self._make_cache = make_cache
+        self._cache: DraftCache = UNBOUND
+        self._runner: DraftRunner = UNBOUND
         self._sampling = sampling
         self._scoring = Scoring(vocabulary, Workspace(vocabulary.target_size))
 

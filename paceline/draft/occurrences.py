@@ -25,15 +25,16 @@ class Occurrences:
         """`levels` are the n of the n-grams to index, ascending."""
         self.levels = np.array(levels, dtype=np.int64)
         self._capacity = capacity
-        self._start_afresh()
-
-    def _start_afresh(self) -> None:
-        size = 1 << self._capacity.bit_length()  # more than the capacity: position 0 stays empty
+        size = 1 << capacity.bit_length()  # more than the capacity: position 0 stays empty
         # rows: tokens, links, heads, namespaces
-        self.table = np.zeros((2 + 2 * len(self.levels), size), np.int32)
+        self.table = np.zeros((2 + 2 * len(levels), size), np.int32)
         self.oldest = 1  # position of the oldest token
         self.end = 1  # position of the next token
         self._address = int(self.table.ctypes.data)
+
+    def _forget_all(self) -> None:
+        self.table[:] = 0
+        self.oldest = self.end = 1
 
     def __len__(self) -> int:
         return self.end - self.oldest
@@ -56,7 +57,7 @@ class Occurrences:
         new = np.asarray(tokens, dtype=np.int32)
         if self.end + len(new) > LAST_POSITION:  # index all tokens again, with positions from 1
             tokens_left, namespaces = self.tokens(), self.namespaces()
-            self._start_afresh()
+            self._forget_all()
             changes = np.flatnonzero(np.diff(namespaces)) + 1
             for part, part_namespaces in zip(
                 np.split(tokens_left, changes), np.split(namespaces, changes), strict=True

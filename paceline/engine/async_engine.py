@@ -83,6 +83,7 @@ class AsyncEngine:
         self._stuck_after = stuck_after
         self._turn = turn or nullcontext()
         self._busy_since: float | None = None  # start of the current step; None: idle
+        self._loop: asyncio.AbstractEventLoop | None = None  # in which it was started
         self._watching: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
         self._children: dict[str, list[Request]] = {}  # used by the engine's thread only
@@ -231,7 +232,7 @@ class AsyncEngine:
 
     async def replace_head(self, name: str, drafter: Drafter) -> None:
         """Replace a head between two passes; returns when it is done. See Engine.replace_head."""
-        done: asyncio.Future[None] = self._loop.create_future()
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def settle(error: Exception | None) -> None:
             if done.cancelled():
@@ -296,6 +297,7 @@ class AsyncEngine:
 
     def _in_loop(self, function: Callable[..., None], *arguments: object) -> None:
         """Call a function in the event loop, if it is still open."""
+        assert self._loop is not None, "start comes first"
         try:
             self._loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the event loop is closed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 
@@ -19,9 +20,9 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys and val
 Norm = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Attention:
-    """Grouped-query attention of rows over the keys of their views. A piece has some KV heads, and all of
-    the query heads that share them."""
+class Attention(ABC):
+    """Attention of rows over the keys of their views, without the projections to queries, keys and values.
+    A piece has some KV heads, and all of the query heads that share them."""
 
     def __init__(
         self, take: Take, name: str, config: ModelConfig, layer: int, parallel: TensorParallel = WHOLE
@@ -33,7 +34,6 @@ class Attention:
         self.rotated_norm = self.unit if config.unit_qk and has_rope else no_norm
         is_scaled = config.temperature is not None and config.temperature.with_rope == has_rope
         self.temperature = config.temperature if is_scaled else None
-        self._take_projections(take, name, config, parallel)
         self.output = Linear(take, f"{name}.o_proj", config.hidden_size, config.output_bias, parallel)
         self.sinks: list[torch.Tensor | None] = [None for _ in parallel.own_pieces]
         if config.attention_sinks:
@@ -54,52 +54,12 @@ class Attention:
         mixed = self.attend_rows(pieces, rows, cache).flatten(1)
         return self.output(mixed if self.gate is None else mixed * torch.sigmoid(self.gate(normed)))
 
-    def _take_projections(self, take: Take, name: str, config: ModelConfig, parallel: TensorParallel) -> None:
-        self._take_queries(take, name, config, parallel)
-        size = self.shape.num_kv_heads * self.shape.head_dim
-        self.key = Linear(take, f"{name}.k_proj", size, config.qkv_bias, parallel)
-        self.value = (
-            self.key
-            if self.shape.values_are_keys
-            else Linear(take, f"{name}.v_proj", size, config.qkv_bias, parallel)
-        )
-        has_norms = config.qk_norm or config.joint_qk_norm
-        self.key_norm = RMSNorm(take, f"{name}.k_norm", config.rms_norm_eps) if has_norms else no_norm
-        self.value_norm = self.unit if config.value_norm else no_norm
-
-    def _take_queries(self, take: Take, name: str, config: ModelConfig, parallel: TensorParallel) -> None:
-        size, has_norms = config.num_heads * self.shape.head_dim, config.qk_norm or config.joint_qk_norm
-        self.query = Linear(take, f"{name}.q_proj", size, config.qkv_bias, parallel)
-        self.query_norm = RMSNorm(take, f"{name}.q_norm", config.rms_norm_eps) if has_norms else no_norm
-
+    @abstractmethod
     def heads(self, hidden: torch.Tensor, rotation: Rotation | None) -> list[Heads]:
         """Queries, keys and values of [..., hidden], with norms and rope: [..., heads, head_dim] each.
 
         One of each for every piece that this rank has.
         """
-        shape = (*hidden.shape[:-1], -1, self.shape.head_dim)
-        queries = self._rotated(self.query, self.query_norm, hidden, rotation)
-        keys = self._rotated(self.key, self.key_norm, hidden, rotation)
-        return [
-            (query, key, self.value_norm(value.view(shape)))
-            for query, key, value in zip(queries, keys, self.value.parts(hidden), strict=True)
-        ]
-
-    def _rotated(
-        self, linear: Linear, norm: Norm, hidden: torch.Tensor, rotation: Rotation | None
-    ) -> list[torch.Tensor]:
-        """Queries or keys [..., heads, head_dim] of each own piece, with norms and rope."""
-        return [self.rotated_norm(rotate(part, rotation)) for part in self._normed(linear, norm, hidden)]
-
-    def _normed(self, linear: Linear, norm: Norm, hidden: torch.Tensor) -> list[torch.Tensor]:
-        """The heads [..., heads, head_dim] of each own piece, normed one by one or all at once."""
-        shape = (*hidden.shape[:-1], -1, self.shape.head_dim)
-        parts = linear.parts(hidden)
-        if not self.config.joint_qk_norm:
-            return [norm(part.view(shape)) for part in parts]
-        whole = norm(self.parallel.join(parts, linear.size))
-        own = self.parallel.rows(linear.size)
-        return [whole[..., columns].contiguous().view(shape) for columns in own]
 
     def attend_rows(self, pieces: list[Heads], rows: Rows, cache: KeyValues) -> torch.Tensor:
         """Store keys and values, and mix the values that each row sees: [rows, heads, head_dim]."""
@@ -108,7 +68,8 @@ class Attention:
             self._mix(heads, rows, keys, values, sinks).flatten(1)
             for heads, (keys, values, sinks) in zip(pieces, stored, strict=True)
         ]
-        return self.parallel.join(mixed, self.query.size).view(len(mixed[0]), -1, self.shape.head_dim)
+        size = self.config.num_heads * self.shape.head_dim
+        return self.parallel.join(mixed, size).view(len(mixed[0]), -1, self.shape.head_dim)
 
     def _mix(
         self,
@@ -141,19 +102,71 @@ class Attention:
 class SharedAttention(Attention):
     """Attention to the keys and values of an earlier layer: it has queries only."""
 
-    def _take_projections(self, take: Take, name: str, config: ModelConfig, parallel: TensorParallel) -> None:
-        self._take_queries(take, name, config, parallel)
+    def __init__(
+        self, take: Take, name: str, config: ModelConfig, layer: int, parallel: TensorParallel = WHOLE
+    ) -> None:
+        super().__init__(take, name, config, layer, parallel)
+        size, self.has_norms = config.num_heads * self.shape.head_dim, config.qk_norm or config.joint_qk_norm
+        self.query = Linear(take, f"{name}.q_proj", size, config.qkv_bias, parallel)
+        self.query_norm = RMSNorm(take, f"{name}.q_norm", config.rms_norm_eps) if self.has_norms else no_norm
 
     def heads(self, hidden: torch.Tensor, rotation: Rotation | None) -> list[Heads]:
         """Queries [..., heads, head_dim] of every own piece, and empty keys and values."""
         queries = self._rotated(self.query, self.query_norm, hidden, rotation)
         return [(query, query[..., :0], query[..., :0]) for query in queries]
 
+    def _rotated(
+        self, linear: Linear, norm: Norm, hidden: torch.Tensor, rotation: Rotation | None
+    ) -> list[torch.Tensor]:
+        """Queries or keys [..., heads, head_dim] of each own piece, with norms and rope."""
+        return [self.rotated_norm(rotate(part, rotation)) for part in self._normed(linear, norm, hidden)]
+
+    def _normed(self, linear: Linear, norm: Norm, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """The heads [..., heads, head_dim] of each own piece, normed one by one or all at once."""
+        shape = (*hidden.shape[:-1], -1, self.shape.head_dim)
+        parts = linear.parts(hidden)
+        if not self.config.joint_qk_norm:
+            return [norm(part.view(shape)) for part in parts]
+        whole = norm(self.parallel.join(parts, linear.size))
+        own = self.parallel.rows(linear.size)
+        return [whole[..., columns].contiguous().view(shape) for columns in own]
+
+
+class GroupedQueryAttention(SharedAttention):
+    """Attention with keys and values of its own, which groups of query heads share."""
+
+    def __init__(
+        self, take: Take, name: str, config: ModelConfig, layer: int, parallel: TensorParallel = WHOLE
+    ) -> None:
+        super().__init__(take, name, config, layer, parallel)
+        size = self.shape.num_kv_heads * self.shape.head_dim
+        self.key = Linear(take, f"{name}.k_proj", size, config.qkv_bias, parallel)
+        self.value = (
+            self.key
+            if self.shape.values_are_keys
+            else Linear(take, f"{name}.v_proj", size, config.qkv_bias, parallel)
+        )
+        self.key_norm = RMSNorm(take, f"{name}.k_norm", config.rms_norm_eps) if self.has_norms else no_norm
+        self.value_norm = self.unit if config.value_norm else no_norm
+
+    def heads(self, hidden: torch.Tensor, rotation: Rotation | None) -> list[Heads]:
+        """Queries, keys and values of [..., hidden], with norms and rope: [..., heads, head_dim] each."""
+        shape = (*hidden.shape[:-1], -1, self.shape.head_dim)
+        queries = self._rotated(self.query, self.query_norm, hidden, rotation)
+        keys = self._rotated(self.key, self.key_norm, hidden, rotation)
+        return [
+            (query, key, self.value_norm(value.view(shape)))
+            for query, key, value in zip(queries, keys, self.value.parts(hidden), strict=True)
+        ]
+
 
 class LatentAttention(Attention):
     """Attention over the latents of tokens, which are keys and values at once: see latent.py."""
 
-    def _take_projections(self, take: Take, name: str, config: ModelConfig, parallel: TensorParallel) -> None:
+    def __init__(
+        self, take: Take, name: str, config: ModelConfig, layer: int, parallel: TensorParallel = WHOLE
+    ) -> None:
+        super().__init__(take, name, config, layer, parallel)
         assert config.latent is not None
         self.latent = LatentProjections(take, name, config, config.latent)
 

@@ -6,7 +6,15 @@ from typing import Protocol
 
 import torch
 
-from paceline.models.attention import Attention, Heads, LatentAttention, Norm, Rotation, SharedAttention
+from paceline.models.attention import (
+    Attention,
+    GroupedQueryAttention,
+    Heads,
+    LatentAttention,
+    Norm,
+    Rotation,
+    SharedAttention,
+)
 from paceline.models.blocks import MLP, NORMS, FeedForward, PerLayerGate, Take, no_norm
 from paceline.models.config import FEED_FORWARD, MIXER, ModelConfig, RopeConfig
 from paceline.models.experts import MixtureOfExperts, NormedExperts
@@ -164,7 +172,7 @@ def attention_class(config: ModelConfig, layer: int) -> type[Attention]:
     """The class of the attention of a layer."""
     if config.latent:
         return LatentAttention
-    return Attention if config.shape_of(layer).shared_with is None else SharedAttention
+    return GroupedQueryAttention if config.shape_of(layer).shared_with is None else SharedAttention
 
 
 def feed_forward(take: Take, config: ModelConfig, layer: int, parallel: TensorParallel) -> FeedForward:

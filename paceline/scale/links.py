@@ -71,6 +71,7 @@ class Links:
         self._replicas = replicas
         self._options = options
         self._listener = Listener(self)
+        self._address: Address | None = None  # of the listener, once it has started
         self._handlers: list[tuple[str, Handler]] = [("state", self._note)]
         self._more = asyncio.Event()  # a replica has become usable
         self._empty_since: float | None = None
@@ -80,8 +81,13 @@ class Links:
     async def start(self, host: str) -> None:
         """Listen on this address, and let replicas connect."""
         self._address = await self._listener.start(host)
-        await self._replicas.introduce(self._address)
+        await self._introduce()
         self._tasks = {asyncio.create_task(work()) for work in (self._watch, self._search)}
+
+    async def _introduce(self) -> None:
+        """Let replicas connect that do not know this ingress yet."""
+        assert self._address is not None, "start comes first"
+        await self._replicas.introduce(self._address)
 
     def close(self) -> None:
         """Close all connections."""
@@ -111,7 +117,7 @@ class Links:
         try:
             with suppress(Exception):  # of Ray, while replicas come and go: the search goes on
                 await self._replicas.wake()
-                await self._replicas.introduce(self._address)
+                await self._introduce()
         finally:
             self._tasks.discard(asyncio.current_task())
             self._waking = None
@@ -222,4 +228,4 @@ class Links:
             complete = len(self.by_replica) >= self._options.most
             await asyncio.sleep(REPEAT_SECONDS if complete else SEARCH_SECONDS)
             with suppress(Exception):  # a replica that is gone: the next round leaves it out
-                await self._replicas.introduce(self._address)
+                await self._introduce()

@@ -77,6 +77,7 @@ class RemoteEngine:
         self._dispatcher = Dispatcher(replicas, expected, routing, self._observers)
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by request id
         self._num_arrived = 0
+        self._heads: HeadPush | None = None  # None: replicas draft with their own
 
     async def start(self, host: str) -> None:
         """Listen on this address for the tokens of replicas, and connect to them."""
@@ -214,6 +215,7 @@ class RemoteEngine:
 
     async def replace_head(self, name: str, head: Path) -> None:
         """Let all replicas, and those to come, draft with the head in a folder: see HeadPush."""
+        assert self._heads is not None, "push_heads comes first"
         await self._heads.replace(name, head)
 
     async def drain(self) -> None:

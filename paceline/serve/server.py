@@ -245,6 +245,7 @@ class Server(uvicorn.Server):
         self._engine = engine
         self._options = options
         self._signal_at: float | None = None  # time of the first signal
+        self._stopping: asyncio.Task[None] | None = None  # held, or it could be collected before it ends
         self._loop = asyncio.get_running_loop()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -38,6 +38,8 @@ class CpuBackend(CompiledModel, Backend):
         self.attention_window = self.config.widest_window
         self._feature_layers: tuple[int, ...] = ()  # of the last pass
         self._features = np.empty((0, 0), dtype=np.float32)
+        self._kept: tuple[KeptFeatures, ...] = ()  # of the last pass
+        self._kept_parts = np.empty((0, KEPT_FIELDS), dtype=np.int64)  # what the job reads of them
         self._tell_kept(())
         self._chosen = np.empty(workspace.rows, dtype=np.int32)
         self._job[fields.CHOSEN_TOKENS_AT] = address_of(self._chosen)

@@ -102,7 +102,16 @@ class CpuHeadRunner(CpuHead, HeadRunner):
         super().__init__(head, beside, max_rows, quantization)
         self._fed_back = np.zeros((max_rows, 1, self.workspace.hidden), dtype=np.float32)  # its own states
         self._fed_back_at = address_of(self._fed_back)
-        self._prepare_chains(head)
+        self._least_chances = np.zeros(2, dtype=np.float32)  # to be kept, and to be extended
+        self._seeds, self._temperatures = np.zeros(max_rows, np.uint64), np.zeros(max_rows, np.float64)
+        self._wanted, self._lengths = np.zeros(max_rows, np.int32), np.zeros(max_rows, np.int32)
+        self._chosen, self._chosen_chances = np.empty(max_rows, np.int32), np.empty(max_rows, np.float32)
+        self._next_rows = np.empty((NEXT_ARRAYS, max_rows), np.int32)  # one row per request in every pass
+        self._drafts, self._chances = np.empty(max_rows, np.int32), np.empty(max_rows, np.float32)
+        ids = np.arange(0) if head.draft_ids is None else head.draft_ids
+        self._target_ids = np.ascontiguousarray(ids, dtype=np.int32)  # empty: the head has all tokens
+        self._candidate_ids = self._target_ids.astype(np.int64)
+        self._prepare_chains()
 
     def prepare(self, pool: KVPool) -> None:
         """Touch the memory of the pool and, by a pass of the most rows, of the buffers."""
@@ -148,6 +157,9 @@ class CpuHeadRunner(CpuHead, HeadRunner):
     def _make_room(self, drafts: int) -> None:
         """Allocate room for this many drafted tokens, over all requests."""
         self._drafts, self._chances = np.empty(drafts, np.int32), np.empty(drafts, np.float32)
+        self._tell_room()
+
+    def _tell_room(self) -> None:
         self._job[fields.DRAFTS_AT] = address_of(self._drafts)
         self._job[fields.CHANCES_AT] = address_of(self._chances)
 
@@ -158,32 +170,21 @@ class CpuHeadRunner(CpuHead, HeadRunner):
         self._job[fields.FROM_TARGET] = batch.from_target
         return self._run(batch.rows, batch.rows.logit_rows)
 
-    def _prepare_chains(self, head: HeadCheckpoint) -> None:
+    def _prepare_chains(self) -> None:
         """Write to the job what drafting chains needs and what never changes."""
-        job, rows = self._job, self.max_rows
-        self._least_chances = np.zeros(2, dtype=np.float32)  # to be kept, and to be extended
-        self._seeds, self._temperatures = np.zeros(rows, dtype=np.uint64), np.zeros(rows, dtype=np.float64)
-        job[fields.SEEDS_AT], job[fields.TEMPERATURES_AT] = (
-            address_of(self._seeds),
-            address_of(self._temperatures),
-        )
-        self._wanted, self._lengths = np.zeros(rows, dtype=np.int32), np.zeros(rows, dtype=np.int32)
-        self._chosen, self._chosen_chances = np.empty(rows, dtype=np.int32), np.empty(rows, dtype=np.float32)
-        self._next_rows = np.empty((NEXT_ARRAYS, rows), dtype=np.int32)  # one row per request in every pass
+        job = self._job
+        job[fields.SEEDS_AT] = address_of(self._seeds)
+        job[fields.TEMPERATURES_AT] = address_of(self._temperatures)
         self._next_rows[NEXT_PARENTS] = -1
-        self._next_rows[NEXT_LOGIT_ROWS] = np.arange(rows)
+        self._next_rows[NEXT_LOGIT_ROWS] = np.arange(self.max_rows)
         job[fields.RUN_COUPLED] = run_coupled.address
         job[fields.NUM_COUNTERS] = self.workspace.counters.size
         job[fields.DRAFT_VOCABULARY] = self.config.vocab_size
-        if head.draft_ids is not None:
-            self._target_ids = np.ascontiguousarray(head.draft_ids, dtype=np.int32)
+        if len(self._target_ids):
             job[fields.TARGET_IDS_AT] = address_of(self._target_ids)
-            self._candidate_ids = self._target_ids.astype(np.int64)
-            job[fields.CANDIDATE_IDS_AT], job[fields.NUM_CANDIDATE_IDS] = (
-                address_of(self._candidate_ids),
-                len(self._candidate_ids),
-            )
-        self._make_room(rows)
+            job[fields.CANDIDATE_IDS_AT] = address_of(self._candidate_ids)
+            job[fields.NUM_CANDIDATE_IDS] = len(self._candidate_ids)
+        self._tell_room()
         job[fields.LEAST_CHANCES_AT] = address_of(self._least_chances)
         job[fields.DRAFTS_WANTED_AT] = address_of(self._wanted)
         job[fields.NUM_DRAFTS_AT] = address_of(self._lengths)

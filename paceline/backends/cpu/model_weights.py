@@ -39,6 +39,7 @@ class ModelWeights:
         self.job = np.zeros(fields.JOB_SIZE, dtype=np.int64)
         self.hidden = round_up(self.config.hidden_size, GROUP)
         self._matrices = _pack_matrices(checkpoint, quantization, threads, packed)
+        self._norms = [self._norm(name) for name in self._norm_names()]  # addresses, the LM head's last
         self._set_weights()
         self._set_blocks()
         self.job[fields.HAS_EXPERTS_AT] = self._buffer(self.config.num_layers, dtype=np.int64)
@@ -78,13 +79,15 @@ class ModelWeights:
     def _layer_names(self, *suffixes: str) -> list[str]:
         return [_LAYER.format(i) + name for i in range(self.config.num_layers) for name in suffixes]
 
+    def _norm_names(self) -> list[str]:
+        """The norms before attention and MLP of each layer, and the one before the LM head."""
+        before_mlp = "input_layernorm" if self._is_parallel else "post_attention_layernorm"
+        return [*self._layer_names("input_layernorm.weight", f"{before_mlp}.weight"), "model.norm.weight"]
+
     def _set_weights(self) -> None:
         config, job = self.config, self.job
-        before_mlp = "input_layernorm" if self._is_parallel else "post_attention_layernorm"
-        names = [*self._layer_names("input_layernorm.weight", f"{before_mlp}.weight"), "model.norm.weight"]
         windows = [config.window(layer) or 0 for layer in range(config.num_layers)]
         job[fields.EPSILON_AT] = self._keep(np.array([config.rms_norm_eps], dtype=np.float32))
-        self._norms = [self._norm(name) for name in names]  # addresses
         job[fields.NORMS_AT] = self._keep(np.array(self._norms, dtype=np.int64))
         job[fields.ROPES_AT] = self._keep(self._ropes())
         job[fields.WINDOWS_AT] = self._keep(np.array(windows, dtype=np.int64))

@@ -47,6 +47,12 @@ class Workspace(ModelWeights):
         self.max_pages = round_up(self.config.max_position, PAGE) // PAGE  # of one request
         self._record = RECORD if self.quantized else 4 * GROUP
         self._entry_width = entry_width
+        counters = fields.ENTRY_COUNTERS + fields.LAST_COUNTERS
+        counters += fields.COUNTERS_PER_LAYER * self.config.num_layers
+        self.counters = np.zeros((counters, threads, 8), dtype=np.int64)
+        self.feature_slots = np.full(self.config.num_layers + 1, -1, dtype=np.int64)
+        self.row_requests = np.zeros(rows, dtype=np.int32)  # the request of each row
+        self.chains = np.zeros(rows, dtype=np.int32)  # for each request, whether its rows are a chain
         self._set_sizes()
         self._set_buffers()
         if self.config.moe is not None:
@@ -99,12 +105,6 @@ class Workspace(ModelWeights):
         scratch = round_up(self._scratch_bytes(), 64)
         job[fields.SCRATCH_BYTES] = scratch
         job[fields.SCRATCH_AT] = self._buffer(self.threads, scratch, dtype=np.uint8)
-        counters = fields.ENTRY_COUNTERS + fields.LAST_COUNTERS
-        counters += fields.COUNTERS_PER_LAYER * config.num_layers
-        self.counters = np.zeros((counters, self.threads, 8), dtype=np.int64)
-        self.feature_slots = np.full(config.num_layers + 1, -1, dtype=np.int64)
-        self.row_requests = np.zeros(rows, dtype=np.int32)  # the request of each row
-        self.chains = np.zeros(rows, dtype=np.int32)  # for each request, whether its rows are a chain
         job[fields.COUNTERS_AT] = address_of(self.counters)
         job[fields.FEATURE_SLOT_AT] = address_of(self.feature_slots)
         job[fields.REQUEST_AT], job[fields.CHAIN_AT] = address_of(self.row_requests), address_of(self.chains)

@@ -50,7 +50,10 @@ class CudaBlockRunner(HeadPools, BlockRunner):
         self._features = torch.zeros((self._most, self.config.feature_width), device=self.device)
         self._ids = None if weights.target_ids is None else weights.target_ids.cpu().numpy()
         self._place = (0, 0)
-        self._make_room(self._longest)
+        self._anchors = torch.zeros((4, self._blocks), dtype=torch.int32, device=self.device)
+        self._pages = self._page_tables(self._longest)
+        self._graphs = Graphs(self.device)
+        self._workspace: BlockWorkspace | None = None  # of the last pool
 
     @classmethod
     def load(cls, checkpoint: HeadCheckpoint, beside: CudaBackend, max_rows: int) -> CudaBlockRunner:
@@ -128,6 +131,7 @@ class CudaBlockRunner(HeadPools, BlockRunner):
     @torch.inference_mode()
     def guess(self, slots: Int32Array, previous: Int32Array) -> BlockGuesses:
         """Logits of rows of the last blocks, and the chances that their guesses are accepted."""
+        assert self._workspace is not None, "run_blocks comes first"
         layers, weights = self._workspace.layers, self.weights
         rows, before = (torch.from_numpy(ids).to(self.device).long() for ids in (slots, previous))
         logits = layers.logits[rows]
@@ -154,17 +158,17 @@ class CudaBlockRunner(HeadPools, BlockRunner):
     def _workspace_for(self, pool: HeadPool, length: int) -> BlockWorkspace:
         """The buffers for passes over this pool and contexts of this length; graphs hold their addresses."""
         if length > self._longest:
-            self._make_room(min(bucket(length) * 2, max(length, self.config.max_position)))
-        if self._place != place(pool):
+            self._longest = min(bucket(length) * 2, max(length, self.config.max_position))
+            self._pages = self._page_tables(self._longest)
+            self._workspace = None
+        if self._workspace is None or self._place != place(pool):
             self._place, self._graphs = place(pool), Graphs(self.device)
             self._workspace = make_block_workspace(
                 self.weights, pool, self._most, self._blocks, self._longest, PAGE_SIZE
             )
         return self._workspace
 
-    def _make_room(self, longest: int) -> None:
-        """Allocate page tables for contexts of this length; other buffers follow with the next pass."""
-        self._longest, self._place = longest, (0, 0)
-        self._anchors = torch.zeros((4, self._blocks), dtype=torch.int32, device=self.device)
+    def _page_tables(self, longest: int) -> torch.Tensor:
+        """Room for the page tables of all blocks, for contexts of this length."""
         pages = -(-longest // PAGE_SIZE)
-        self._pages = torch.zeros((self._blocks, pages), dtype=torch.int32, device=self.device)
+        return torch.zeros((self._blocks, pages), dtype=torch.int32, device=self.device)

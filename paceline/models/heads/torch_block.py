@@ -31,6 +31,8 @@ from paceline.models.heads.torch_head import (
     Layer,
     Norm,
     TargetWeights,
+    own_embedding,
+    own_lm_head,
 )
 
 # As Attend, with the number of the layer first
@@ -142,7 +144,7 @@ class BlockHead(BesideTarget):
             ConvolvedLayer(config, block) if block.convolution_group else Layer(config) for _ in block.layers
         )
         self.norm = Norm(hidden, eps)
-        self.make_tables()
+        self.lm_head, self.embed_tokens = own_lm_head(config), own_embedding(config)
         if block.mask_embedding:
             self.mask_embedding = nn.Parameter(torch.zeros(hidden))
         if block.markov_rank:

@@ -183,21 +183,29 @@ class Layer(nn.Module):
         return output
 
 
+def own_lm_head(config: HeadConfig) -> nn.Linear | None:
+    """An LM head for the draft vocabulary; None: the head uses the target's."""
+    return nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if config.own_lm_head else None
+
+
+def own_embedding(config: HeadConfig) -> nn.Embedding | None:
+    """An embedding; None: the head uses the target's."""
+    return nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
+
+
 class BesideTarget(nn.Module):
-    """A network with an embedding and an LM head, its own or the target's."""
+    """A network with an embedding and an LM head, its own or the target's.
+
+    Subclasses make the two after their layers, so that a seed gives the same weights with and without them.
+    """
+
+    lm_head: nn.Linear | None
+    embed_tokens: nn.Embedding | None
 
     def __init__(self, config: HeadConfig, shared: TargetWeights) -> None:
         super().__init__()
         self.config = config
         self.shared = shared  # not parameters of this module: neither trained nor saved
-
-    def make_tables(self) -> None:
-        """Create the tables that are the head's own; after its layers, so that a seed gives the same ones."""
-        config = self.config
-        if config.own_lm_head:
-            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-        if config.own_embedding:
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
 
     def compile_small_steps(self) -> None:
         """Compile norms, rotations and MLPs: many small kernels on a GPU. The caller has the attention."""
@@ -207,12 +215,12 @@ class BesideTarget(nn.Module):
 
     def logits(self, outputs: Tensor) -> Tensor:
         """Scores over the draft vocabulary [..., draft vocabulary]."""
-        if not self.config.own_lm_head:
+        if self.lm_head is None:
             return self.shared.scores(outputs)
         return F.linear(outputs, self.lm_head.weight)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        if not self.config.own_embedding:
+        if self.embed_tokens is None:
             return self.shared.embed(tokens)
         return F.embedding(tokens, self.embed_tokens.weight)
 
@@ -223,7 +231,7 @@ class Head(BesideTarget, ABC):
     def __init__(self, config: HeadConfig, shared: TargetWeights) -> None:
         super().__init__(config, shared)
         self.midlayer = Layer(config)
-        self.make_tables()
+        self.lm_head, self.embed_tokens = own_lm_head(config), own_embedding(config)
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
