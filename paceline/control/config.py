@@ -39,7 +39,8 @@ class MeasureConfig:
     small_pass: int = 16  # rows up to which a pass is repeated often
     small_repeats: int = 12  # of small passes; the fastest counts, because other load only slows them
     repeats: int = 3  # of larger passes, up to `large_pass` rows
-    large_pass: int = 64  # rows above which a pass runs once: on a CPU it takes tenths of a second
+    large_pass: int = 64  # rows above which a pass is repeated least: on a CPU it takes tenths of a second
+    large_repeats: int = 2  # the first one may capture a CUDA graph
     max_seconds: float = 2.0  # in all: it delays the start of a server
 
 

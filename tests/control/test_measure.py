@@ -41,6 +41,32 @@ def test_rows_and_keys_are_priced_as_they_were_timed():
     assert costs.per_key == pytest.approx(1e-6)
 
 
+class CompilingToy(TimedToy):
+    """A toy whose first pass of a size takes seconds, unless it was compiled ahead."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda rows, context: cost(rows, context) + self._first_time(rows, context))
+        self._ready: set[tuple[int, int]] = set()
+        self._compiles = False
+
+    def _first_time(self, rows: int, context: int) -> float:
+        is_first = (rows, context) not in self._ready
+        self._ready.add((rows, context))
+        return 5.0 if is_first and not self._compiles else 0.0
+
+    def compile_ahead(self, warm_up: Callable[[], object]) -> None:
+        self._compiles = True
+        warm_up()
+        self._compiles = False
+
+
+def test_no_compilation_is_timed():
+    toy = CompilingToy()
+    costs = measure_steps(toy, 256, toy.clock)
+    for rows in (1, 8, 9, 16, 64, 128):
+        assert float(costs.seconds(rows, 0)) == pytest.approx(cost(rows, 0))
+
+
 def test_a_slow_model_is_measured_at_fewer_points():
     toy = TimedToy(lambda rows, context: 0.3)
     costs = measure_steps(toy, 256, toy.clock)
