@@ -30,7 +30,15 @@ from tests.toy import ToyTokenizer, drain
 @needs_gpu
 @pytest.mark.parametrize(
     ("family", "temperature"),
-    [("llama", 0.0), ("llama", 1.0), ("qwen3-5", 1.0), ("lfm2", 0.0), ("granite-hybrid", 1.0)],
+    [
+        ("llama", 0.0),
+        ("llama", 1.0),
+        ("qwen3-5", 1.0),
+        ("lfm2", 0.0),
+        ("granite-hybrid", 1.0),
+        ("deepseek-v2", 0.0),
+        ("deepseek-v3", 1.0),
+    ],
 )
 def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
     family: str,
