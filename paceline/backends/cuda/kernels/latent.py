@@ -100,20 +100,21 @@ def _norm_latents_kernel(  # type: ignore[no-untyped-def]
     pdl_sync(pdl)
     row = tl.program_id(0).to(tl.int64)
     projected_at += row * row_stride
-    if tl.program_id(1) == 1:
-        query_latents_at += row * latent_stride
-        _store_normed(projected_at, query_norm_at, query_latents_at, eps, query_rank, query_wide)
-    else:
-        slot, half = tl.load(slot_mapping_at + row).to(tl.int64), rope // 2
-        if slot >= 0:
-            part = tl.arange(0, half_wide)
-            inside, angles = part < half, tl.load(positions_at + row) * half + part
-            keys_at += slot * (rope + rank)
-            own_at = projected_at + key_begin
-            one, two = _rotated(own_at + part, angles, (cosines_at, sines_at), inside, half)
-            tl.store(keys_at + part, one.to(keys_at.dtype.element_ty), mask=inside)
-            tl.store(keys_at + half + part, two.to(keys_at.dtype.element_ty), mask=inside)
-            _store_normed(own_at + rope, key_norm_at, keys_at + rope, eps, rank, rank_wide)
+    if query_rank > 0:  # noqa: SIM102 -- known when it is compiled
+        if tl.program_id(1) == 1:
+            query_latents_at += row * latent_stride
+            _store_normed(projected_at, query_norm_at, query_latents_at, eps, query_rank, query_wide)
+    slot = tl.load(slot_mapping_at + row).to(tl.int64)
+    if (tl.program_id(1) == 0) & (slot >= 0):
+        half: tl.constexpr = rope // 2
+        part = tl.arange(0, half_wide)
+        inside, angles = part < half, tl.load(positions_at + row) * half + part
+        keys_at += slot * (rope + rank)
+        own_at = projected_at + key_begin
+        one, two = _rotated(own_at + part, angles, (cosines_at, sines_at), inside, half)
+        tl.store(keys_at + part, one.to(keys_at.dtype.element_ty), mask=inside)
+        tl.store(keys_at + half + part, two.to(keys_at.dtype.element_ty), mask=inside)
+        _store_normed(own_at + rope, key_norm_at, keys_at + rope, eps, rank, rank_wide)
 
 
 def norm_latents(
