@@ -51,16 +51,16 @@ class DraftCostConfig:
     # Prior standard deviation of each term, in plain passes. The level's is large: cost that could belong to
     # levels is attributed to them, so that short drafts are tried too often rather than too seldom.
     prior_deviation: tuple[float, ...] = (0.3, 0.02, 0.5, 0.005, 0.008)
-    restored_deviation: float = 0.5  # of a price from memory: its relative deviation
+    restored_deviation: float = 0.5  # of a cost from memory: its relative deviation
     min_deviation: float = 0.05  # fraction of the prior deviation that is added to that
-    drift: float = 0.0005  # fraction by which the covariance returns to the prior per call: prices change
+    drift: float = 0.0005  # fraction by which the covariance returns to the prior per call: costs change
     noise: float = 0.05  # plain passes: deviation between equal calls
     slow_noise: float = 2.0  # times that noise for a call slower than expected: it may have been preempted
     max_deviations: float = 2.0  # at which a slow call is clipped
     slow_calls: int = 3  # in a row that are believed: the drafter has become slower
     warm_up_calls: int = 2  # of which the fastest counts: the first calls fill caches
-    catch_up_price: float = 0.004  # plain passes: prior price of a token to catch up with
-    idle_fade: float = 0.998  # factor on the price of an unused drafter per choice, so it is tried again
+    catch_up_cost: float = 0.004  # plain passes: prior cost of a token to catch up with
+    idle_fade: float = 0.998  # factor on the cost of an unused drafter per choice, so it is tried again
     length_rate: float = 0.2  # step size of a segment's steps per request
 
 

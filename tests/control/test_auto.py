@@ -309,7 +309,7 @@ def test_what_was_learned_survives_a_restart_and_a_damaged_file_is_ignored(tmp_p
     first.close()
     first.acceptance.drafters["d", True].calibration.fit()  # by all that it has seen, as the next one will
     again = controller(world, memory=memory)
-    assert again.costs.drafts.prices("d") == pytest.approx(first.costs.drafts.prices("d"))
+    assert again.costs.drafts.terms("d") == pytest.approx(first.costs.drafts.terms("d"))
     assert again.acceptance.drafters["d", True].calibration.line == pytest.approx(
         first.acceptance.drafters["d", True].calibration.line
     )

@@ -6,7 +6,7 @@ import pytest
 from paceline.control.planner.evaluate import evaluate
 
 
-def written_out(chances, sizes, most, prices, catch_up, spent, rate):
+def written_out(chances, sizes, most, costs, catch_up, spent, rate):
     """The numpy reference."""
     scenarios = len(chances)
     nodes = np.sort(chances.reshape(scenarios, -1), axis=-1)[:, ::-1]
@@ -14,7 +14,7 @@ def written_out(chances, sizes, most, prices, catch_up, spent, rate):
     stops = np.argmax(worth - rate * spent[: worth.shape[1]], axis=-1)
     seconds = spent[stops]
     for own, levels, (call, request, level, node, _), behind in zip(
-        sizes, most, prices, catch_up, strict=True
+        sizes, most, costs, catch_up, strict=True
     ):
         asked = own >= 0
         looked_at = np.minimum(np.maximum(own, 0).max(axis=-1) + 1, levels) * asked.any(axis=-1)
@@ -31,9 +31,9 @@ def test_equals_the_numpy_reference(requests, drafters):
     for _ in range(20):
         chances = random.uniform(size=(6, requests, 5)) * (random.uniform(size=(6, requests, 5)) < 0.7)
         sizes = random.integers(-1, 6, size=(drafters, 6, requests))
-        most, prices = random.integers(1, 6, size=drafters), random.uniform(size=(drafters, 5))
+        most, costs = random.integers(1, 6, size=drafters), random.uniform(size=(drafters, 5))
         catch_up = random.uniform(size=(drafters, requests))
         spent = np.cumsum(random.uniform(size=5 * requests + 1))
         rate = random.uniform(0.2, 2.0)
-        given = chances, sizes, most, prices, catch_up, spent, rate
+        given = chances, sizes, most, costs, catch_up, spent, rate
         assert evaluate(*given) == pytest.approx(written_out(*given))

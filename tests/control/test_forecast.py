@@ -22,7 +22,7 @@ PLANS = {"head": DraftPlan("head", 3), "copies": DraftPlan("copies", 3)}
 def catch_up_tokens(costs: CostModel, name: str, request: SimulatedRequest) -> float:
     """Tokens that a drafter is expected to catch up with in each step."""
     forecast = make_forecast(name, PLANS[name], cast(Any, [request]), costs, AcceptanceModel(PLANS))
-    return float(forecast.catch_up[0] / (CONFIG.draft_calls.catch_up_price * costs.passes.seconds(1, 0)))
+    return float(forecast.catch_up[0] / (CONFIG.draft_calls.catch_up_cost * costs.passes.seconds(1, 0)))
 
 
 def request_of(num_output: int, max_output: int = 201) -> SimulatedRequest:

@@ -33,7 +33,7 @@ def cost(rows: int, context: int) -> float:
     return 0.004 + 0.001 * (rows > 8) + 1e-6 * rows * context
 
 
-def test_rows_and_keys_are_priced_as_they_were_timed():
+def test_rows_and_keys_cost_what_was_timed():
     toy = TimedToy(cost)
     costs = measure_steps(toy, 256, toy.clock)
     for rows in (1, 8, 9, 16, 64):

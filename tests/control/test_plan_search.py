@@ -10,7 +10,7 @@ import pytest
 from paceline.control.cost import StepCosts
 from paceline.control.cost.draft_calls import DraftCosts
 from paceline.control.planner.forecast import Forecast
-from paceline.control.planner.prices import Batch, PassPrices, worth_verifying
+from paceline.control.planner.row_costs import Batch, RowCosts, worth_verifying
 from paceline.control.planner.search import Choice, PlanSearch
 from paceline.core.stats import DraftCall
 
@@ -39,7 +39,7 @@ def names(choice: Choice) -> list[tuple[str, ...]]:
 
 
 def verified(steps: StepCosts, chances: list[float], rows: int = 1) -> int:
-    return worth_verifying(chances, PassPrices(Batch(1, rows, 0), steps, len(chances)), rate=250.0)
+    return worth_verifying(chances, RowCosts(Batch(1, rows, 0), steps, len(chances)), rate=250.0)
 
 
 def test_all_nodes_are_verified_where_rows_are_free_and_none_where_they_cost_a_step():
@@ -49,7 +49,7 @@ def test_all_nodes_are_verified_where_rows_are_free_and_none_where_they_cost_a_s
 
 def test_a_tile_is_filled_and_not_exceeded_unless_that_pays():
     assert verified(CLIFF, [0.9, 0.8, 0.3, 0.25, 0.2]) == 3
-    assert verified(CLIFF, [0.9] * 7) == 7  # the whole next tile is worth its price
+    assert verified(CLIFF, [0.9] * 7) == 7  # the whole next tile is worth its cost
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.control.acceptance.calibration import Calibration
 from paceline.control.cost import StepCosts
-from paceline.control.planner.prices import Batch, PassPrices
+from paceline.control.planner.row_costs import Batch, RowCosts
 from paceline.control.planner.trim import FastTrim
 from paceline.core.trees import DraftTrees, Draws
 
@@ -18,8 +18,8 @@ RATE = 250.0
 
 def fast_trim(seconds: list[float], ratios: list[float]) -> FastTrim:
     steps = StepCosts(range(1, len(seconds) + 1), seconds)
-    prices = PassPrices(Batch(1, 1, 0), steps, len(seconds) - 1)
-    return FastTrim([{"head": (Calibration().line, ratio)} for ratio in ratios], prices, RATE)
+    row_costs = RowCosts(Batch(1, 1, 0), steps, len(seconds) - 1)
+    return FastTrim([{"head": (Calibration().line, ratio)} for ratio in ratios], row_costs, RATE)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 TERMS = 5  # the call, each request, each level, each node, each token to catch up with
 
 
-class CallPrices:
-    """The prices of one drafter's terms, none below 0: a Kalman filter.
+class CallCosts:
+    """The costs of one drafter's terms, none below 0: a Kalman filter.
 
-    A call moves most the prices that are least certain, and leaves alone those that it says nothing about.
-    So calls of different lengths soon separate the price of a call from that of a level.
+    A call moves most the costs that are least certain, and leaves alone those that it says nothing about.
+    So calls of different lengths soon separate the cost of a call from that of a level.
     """
 
     def __init__(self, plain: float) -> None:
@@ -30,14 +30,14 @@ class CallPrices:
         self._prior = np.diag(np.square(plain * np.array(CONFIG.draft_calls.prior_deviation)))
         self._first: list[float] = []  # seconds of the warm-up calls
         # A drafter that was never called costs nothing, so that it is tried once, but not for a long prompt.
-        self._prior_prices = [0.0, 0.0, 0.0, 0.0, CONFIG.draft_calls.catch_up_price * plain]
-        self.prices = self._prior_prices
-        self._covariance = self._prior  # [terms, terms] of the error of the prices
+        self._prior_terms = [0.0, 0.0, 0.0, 0.0, CONFIG.draft_calls.catch_up_cost * plain]
+        self.terms = self._prior_terms
+        self._covariance = self._prior  # [terms, terms] of the error of the costs
         self._slow = 0  # consecutive calls that were much slower than expected
 
     def _reset(self) -> None:
         """Go back to the prior."""
-        self.prices, self._covariance, self._slow = self._prior_prices, self._prior, 0
+        self.terms, self._covariance, self._slow = self._prior_terms, self._prior, 0
 
     @property
     def is_known(self) -> bool:
@@ -54,7 +54,7 @@ class CallPrices:
             if not is_fastest:
                 return
             self._reset()
-        error = seconds - float(call_sizes @ self.prices)
+        error = seconds - float(call_sizes @ self.terms)
         noise = config.noise * self._plain * (config.slow_noise if error > 0.0 else 1.0)
         variance = float(call_sizes @ self._covariance @ call_sizes) + noise * noise
         max_error = config.max_deviations * math.sqrt(variance)
@@ -70,35 +70,35 @@ class CallPrices:
         gain = spread / (float(spread @ sizes) + noise * noise)
         self._covariance = self._covariance - np.outer(gain, spread)
         self._covariance += CONFIG.draft_calls.drift * (self._prior - self._covariance)
-        self.prices = np.maximum(self.prices + gain * error, 0.0).tolist()
+        self.terms = np.maximum(self.terms + gain * error, 0.0).tolist()
 
     def fade(self) -> None:
-        """Lower the prices a little."""
-        self.prices = [CONFIG.draft_calls.idle_fade * price for price in self.prices]
+        """Lower the costs a little."""
+        self.terms = [CONFIG.draft_calls.idle_fade * cost for cost in self.terms]
 
     def facts(self) -> list[float]:
-        """The prices in plain passes, a unit that holds on another machine too."""
-        return [price / self._plain for price in self.prices]
+        """The costs in plain passes, a unit that holds on another machine too."""
+        return [cost / self._plain for cost in self.terms]
 
     def begin_with(self, facts: Any) -> None:
         """Start from these facts. ValueError or TypeError if they make no sense."""
         config = CONFIG.draft_calls
-        passes = np.array([float(price) for price in facts])
-        if len(passes) != TERMS or not all(0.0 <= price < 100.0 for price in passes):
+        passes = np.array([float(cost) for cost in facts])
+        if len(passes) != TERMS or not all(0.0 <= cost < 100.0 for cost in passes):
             raise ValueError(f"a draft does not cost {facts} passes")
         self._reset()
         min_deviation = config.min_deviation * np.array(config.prior_deviation)
         deviation = config.restored_deviation * passes + min_deviation
         self._covariance = np.diag(np.square(self._plain * deviation))
-        self.prices, self._first = (self._plain * passes).tolist(), [0.0] * config.warm_up_calls
+        self.terms, self._first = (self._plain * passes).tolist(), [0.0] * config.warm_up_calls
 
 
 class DraftCosts:
-    """The prices of several drafters."""
+    """The costs of several drafters."""
 
     def __init__(self, drafters: Iterable[str], plain: float) -> None:
         """`plain`: seconds of a pass without drafts."""
-        self._drafters = {name: CallPrices(plain) for name in drafters}
+        self._drafters = {name: CallCosts(plain) for name in drafters}
 
     def knows(self, drafter: str) -> bool:
         """Whether it is one of these drafters."""
@@ -106,13 +106,13 @@ class DraftCosts:
 
     def seconds(self, drafter: str, requests: Numbers, levels: Numbers, nodes: Numbers) -> Float64Array:
         """[...] seconds of calls of these sizes with nothing to catch up with; 0 for those of no request."""
-        call, request, level, node, _ = self.prices(drafter)
+        call, request, level, node, _ = self.terms(drafter)
         count = np.asarray(requests)
         return np.where(count > 0, call, 0.0) + request * count + level * levels + node * nodes
 
-    def prices(self, drafter: str) -> list[float]:
+    def terms(self, drafter: str) -> list[float]:
         """Seconds of each of the TERMS."""
-        return self._drafters[drafter].prices
+        return self._drafters[drafter].terms
 
     def observe(self, call: DraftCall, catch_up: int) -> None:
         """Update from a call that had this many tokens to catch up with."""
@@ -120,13 +120,13 @@ class DraftCosts:
         self._drafters[call.drafter].observe(sizes, call.seconds)
 
     def fade(self, drafters: Iterable[str]) -> None:
-        """Lower the prices of unused drafters, so that none stays too expensive to be tried."""
+        """Lower the costs of unused drafters, so that none stays too expensive to be tried."""
         for name in drafters:
             self._drafters[name].fade()
 
     def facts(self) -> dict[str, list[float]]:
-        """The prices of drafters that were called, as JSON values."""
-        return {name: prices.facts() for name, prices in self._drafters.items() if prices.is_known}
+        """The costs of drafters that were called, as JSON values."""
+        return {name: costs.facts() for name, costs in self._drafters.items() if costs.is_known}
 
     def begin_with(self, facts: Mapping[str, Any]) -> None:
         """Start from these facts. ValueError or TypeError if they make no sense."""

@@ -18,7 +18,7 @@ Backlog = Callable[["Request"], int]  # tokens that a drafter must catch up with
 
 
 class CostModel:
-    """Prices in seconds, updated by every step."""
+    """Costs in seconds, updated by every step."""
 
     def __init__(self, drafters: Iterable[str], passes: StepCosts, backlogs: Mapping[str, Backlog]) -> None:
         names = list(drafters)
@@ -50,7 +50,7 @@ class CostModel:
         steps_left = max(1.0, 0.5 * (request.max_output - request.num_output - 1))
         usual_steps = max(1.0, self._segment_steps.get(request.segment, math.inf))
         at_first = self._max_behind[drafter] * (request.num_computed - request.num_output)
-        return self.drafts.prices(drafter)[-1] * max(
+        return self.drafts.terms(drafter)[-1] * max(
             backlog / min(usual_steps, steps_left), at_first / usual_steps
         )
 

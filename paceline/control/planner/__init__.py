@@ -1,1 +1,1 @@
-"""The planner: from forecasts and prices to plans, for passes through the host and on the device."""
+"""The planner: from forecasts and costs to plans, for passes through the host and on the device."""

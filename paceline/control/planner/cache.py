@@ -44,4 +44,4 @@ class PlanCache:
         self.steps_left = config.cached_steps
         if len(self.running) > 1:  # a single request's drafter leaves out by itself what would not pay
             lines = [acceptance.lines(request, drafters) for request in self.running]
-            self.fast_trim = FastTrim(lines, choice.search.prices, choice.best.rate)
+            self.fast_trim = FastTrim(lines, choice.search.row_costs, choice.best.rate)

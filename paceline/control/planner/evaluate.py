@@ -18,7 +18,7 @@ def evaluate(
     chances: Any,  # [scenarios, requests, nodes] of drafted nodes; 0: there is no such node
     sizes: Any,  # [drafters, scenarios, requests] nodes that it drafts; -1: it is not asked
     most: Any,  # [drafters] levels that it may draft: a draft that ends earlier has computed one level more
-    prices: Any,  # [drafters, TERMS] of its calls
+    costs: Any,  # [drafters, TERMS] of its calls
     catch_up: Any,  # [drafters, requests] seconds of catching up, per draft
     pass_seconds: Any,  # [more rows]
     rate: float,  # tokens that a second is worth
@@ -59,10 +59,8 @@ def evaluate(
                     largest = max(largest, size)
                     seconds += catch_up[drafter, request]
             if asked:
-                call, each, level, node_price, _ = prices[drafter]
-                seconds += (
-                    call + each * asked + level * min(largest + 1, most[drafter]) + node_price * drafted
-                )
+                call, each, level, node_cost, _ = costs[drafter]
+                seconds += call + each * asked + level * min(largest + 1, most[drafter]) + node_cost * drafted
     return tokens / scenarios, seconds / scenarios, rows / scenarios
 
 

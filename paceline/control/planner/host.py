@@ -15,8 +15,8 @@ from paceline.control.acceptance.model import AcceptanceModel
 from paceline.control.config import CONFIG
 from paceline.control.cost.model import CostModel
 from paceline.control.planner.forecast import make_forecast
-from paceline.control.planner.prices import Batch
 from paceline.control.planner.records import DraftAssignment, Shortfall
+from paceline.control.planner.row_costs import Batch
 from paceline.control.planner.search import Choice, PlanSearch
 from paceline.core.trees import DraftPlan
 

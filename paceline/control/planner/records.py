@@ -11,7 +11,7 @@ from paceline.control.acceptance.drafter import Key
 from paceline.control.config import CONFIG
 from paceline.control.explorer import Probe
 from paceline.control.guard import ABGuard
-from paceline.control.planner.prices import BoolArray
+from paceline.control.planner.row_costs import BoolArray
 from paceline.control.planner.search import Choice
 from paceline.core.trees import PLAIN, DraftPlan
 

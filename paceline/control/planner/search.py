@@ -2,7 +2,7 @@
 
 Drafts cost seconds and bring tokens, and a second is worth the tokens per second of the best choice so far.
 So a step is worth its tokens less what its seconds are worth, and the nodes of all requests compete for rows
-in the order of their chances (prices.py).
+in the order of their chances (row_costs.py).
 
 The chances of a draft are unknown before it is made. Recent drafts stand for them: each of a few scenarios is
 decided as the step would be (evaluate.py), and the mean is what a candidate is expected to give.
@@ -22,7 +22,7 @@ from paceline.control.cost import Float64Array, StepCosts
 from paceline.control.cost.draft_calls import TERMS, DraftCosts
 from paceline.control.planner.evaluate import evaluate
 from paceline.control.planner.forecast import Forecast
-from paceline.control.planner.prices import Batch, PassPrices
+from paceline.control.planner.row_costs import Batch, RowCosts
 
 Int64Array = npt.NDArray[np.int64]
 Names = tuple[str, ...]  # drafters in the order in which they are asked: the second if the first has little
@@ -68,7 +68,7 @@ class DrafterLoad:
 
 
 class PlanSearch:
-    """The search for one batch at present prices."""
+    """The search for one batch at present costs."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class PlanSearch:
         margin = config.stay_margin if is_drafting else config.start_margin
         self._margin = margin * (config.batch_margin if count > 1 else 1.0)
         self.count = count
-        self.prices = PassPrices(batch, passes, count * nodes)
-        self.plain = Choice(None, batch.tokens, self.prices.listed[0] + batch.per_token * batch.tokens)
+        self.row_costs = RowCosts(batch, passes, count * nodes)
+        self.plain = Choice(None, batch.tokens, self.row_costs.listed[0] + batch.per_token * batch.tokens)
         self.forecasts: Mapping[str, Forecast] = {}  # by drafter
         self._drafts = drafts
         self._rate = self.plain.rate  # tokens per second of the best so far: what a second is worth
@@ -111,9 +111,9 @@ class PlanSearch:
 
     def headroom(self) -> float:
         """What very good drafts for all requests would gain if they cost nothing; 1: twice as fast."""
-        depths = 1 + np.arange(len(self.prices.seconds) - 1) // self.count
+        depths = 1 + np.arange(len(self.row_costs.seconds) - 1) // self.count
         tokens = self.plain.tokens + np.concatenate(([0.0], np.cumsum(CONFIG.planner.good_chance**depths)))
-        rates = tokens / (self.prices.seconds + self.batch.per_token * tokens)
+        rates = tokens / (self.row_costs.seconds + self.batch.per_token * tokens)
         return float(rates.max()) / self.plain.rate - 1.0
 
     def alone(self, name: str) -> Choice:
@@ -134,10 +134,10 @@ class PlanSearch:
         return [choice for choice in choices if choice.rate >= least][-1]
 
     def min_chance(self, name: str, choice: Choice) -> float:
-        """The chance at which a node of this drafter pays for its row and level, at a choice's prices."""
-        level = self._drafts.prices(name)[2]  # drafting a node means computing one more level
-        rows = max(1, min(round(choice.rows), len(self.prices.listed) - 1))
-        row = (self.prices.listed[rows] - self.prices.listed[0]) / rows
+        """The chance at which a node of this drafter pays for its row and level, at a choice's costs."""
+        level = self._drafts.terms(name)[2]  # drafting a node means computing one more level
+        rows = max(1, min(round(choice.rows), len(self.row_costs.listed) - 1))
+        row = (self.row_costs.listed[rows] - self.row_costs.listed[0]) / rows
         return choice.rate * (row + level / self.count)
 
     def _drafted(self, name: str) -> Float64Array:
@@ -148,7 +148,7 @@ class PlanSearch:
     def _lengths(self, name: str) -> list[int]:
         """The draft lengths to evaluate: the longest, and shorter ones where levels are expensive."""
         most = self.forecasts[name].chances.shape[2]
-        level = self._drafts.prices(name)[2]
+        level = self._drafts.terms(name)[2]
         is_expensive = level * self.plain.rate > EXPENSIVE_LEVEL * self.count
         shorter = DRAFT_LENGTHS if is_expensive else ()
         return [length for length in shorter if length < most] + [most]
@@ -171,10 +171,10 @@ class PlanSearch:
         """The first drafter for all requests, and the second where the first has too little."""
         one, other = self.forecasts[first].chances, self._drafted(second)[:, :, :length]
         sizes = np.count_nonzero(other, axis=2)
-        call, request, level, node, _ = self._drafts.prices(second)
-        price = (call + level * (sizes.mean() + 1)) / self.count + request + node * sizes.mean()
-        row = best.rate * self.prices.row(best.rows)
-        enough = self._kept(other, row) - best.rate * (price + self.forecasts[second].catch_up)  # [requests]
+        call, request, level, node, _ = self._drafts.terms(second)
+        cost = (call + level * (sizes.mean() + 1)) / self.count + request + node * sizes.mean()
+        row = best.rate * self.row_costs.row(best.rows)
+        enough = self._kept(other, row) - best.rate * (cost + self.forecasts[second].catch_up)  # [requests]
         enough = np.maximum(enough, 0.0) * CONFIG.planner.cascade_margin
         asked = np.maximum(one - row, 0.0).sum(axis=2) < enough
         chances = np.zeros((*asked.shape, max(one.shape[2], length)))
@@ -188,15 +188,15 @@ class PlanSearch:
         return self._expected(candidate, chances, loads)
 
     def _each_its_own(self, best: Choice) -> Choice:
-        """For each request the drafter whose drafts are worth most at the present price of a row, or none.
+        """For each request the drafter whose drafts are worth most at the present cost of a row, or none.
 
         Levels are free here: the other requests of the drafter's call pay for them.
         """
-        row = best.rate * self.prices.row(best.rows)
+        row = best.rate * self.row_costs.row(best.rows)
         length = best.candidate.length if best.candidate is not None else 1
         worth = [np.zeros(self.count)]
         for name, forecast in self.forecasts.items():
-            _, request, _, node, _ = self._drafts.prices(name)
+            _, request, _, node, _ = self._drafts.terms(name)
             drafted = self._drafted(name)[:, :, :length]
             sizes = np.count_nonzero(drafted, axis=2).mean(axis=0)
             worth.append(self._kept(drafted, row) - best.rate * (request + node * sizes + forecast.catch_up))
@@ -226,9 +226,9 @@ class PlanSearch:
             np.ascontiguousarray(chances),
             np.array([load.sizes for load in loads.values()]).reshape(-1, len(chances), self.count),
             np.array([min(load.most, self.forecasts[name].levels) for name, load in loads.items()]),
-            np.array([self._drafts.prices(name) for name in loads]).reshape(-1, TERMS),
+            np.array([self._drafts.terms(name) for name in loads]).reshape(-1, TERMS),
             np.array([self.forecasts[name].catch_up for name in loads]).reshape(-1, self.count),
-            self.prices.seconds,
+            self.row_costs.seconds,
             self._rate,
         )
         tokens = self.batch.tokens + accepted

@@ -142,7 +142,7 @@ class StepPlanner:
     def _make_probe(
         self, choice: HostChoice, line: int, drafter: str, request: Request, chosen: DraftRecord | None
     ) -> Probe | None:
-        """A probe of a drafter for the request at index `line`, with its price; None if it makes no sense."""
+        """A probe of a drafter for the request at index `line`, with its cost; None if it makes no sense."""
         costs = self._costs
         left = request.max_output - request.num_output - 1
         length = min(CONFIG.explorer.max_nodes, self._plans[drafter].budget, left)
@@ -153,7 +153,7 @@ class StepPlanner:
         missed = 0.0  # tokens of the chosen draft that it replaces
         if chosen is None or not choice.search.goes_before(drafter, chosen.names):
             missed = 0.0 if chosen is None else choice.search.expected(chosen.names[-1], line)
-            seconds += choice.search.prices.row(choice.best.rows)
-        seconds += costs.drafts.prices(drafter)[-1] * costs.backlog(drafter, request)
+            seconds += choice.search.row_costs.row(choice.best.rows)
+        seconds += costs.drafts.terms(drafter)[-1] * costs.backlog(drafter, request)
         rate = choice.best.rate
         return Probe(key_of(request), line, drafter, length, missed + rate * seconds, rate)

@@ -15,8 +15,8 @@ import numpy as np
 from paceline.control.acceptance.calibration import POINTS
 from paceline.control.acceptance.model import AcceptanceModel, key_of
 from paceline.control.cost.model import CostModel
-from paceline.control.planner.prices import PassPrices, worth_verifying
 from paceline.control.planner.records import StepRecord
+from paceline.control.planner.row_costs import RowCosts, worth_verifying
 from paceline.control.planner.search import PlanSearch
 from paceline.core.trees import DraftTrees
 
@@ -29,7 +29,7 @@ class FastTrim:
     """Trims without learning: one interpolation per request, with the models of the last full step."""
 
     lines: Sequence[Mapping[str, tuple[Sequence[float], float]]]  # [requests] AcceptanceModel.lines
-    prices: PassPrices
+    row_costs: RowCosts
     rate: float  # tokens that a second is worth
 
     def trim(self, drafters: Sequence[str | None], trees: DraftTrees) -> DraftTrees:
@@ -50,7 +50,7 @@ class FastTrim:
                 is_judged[first:end] = True
         judged = np.flatnonzero(is_judged)
         order = judged[np.argsort(-chances[judged], kind="stable")]
-        count = worth_verifying(chances[order].tolist(), self.prices, self.rate)
+        count = worth_verifying(chances[order].tolist(), self.row_costs, self.rate)
         if count == len(order) or np.isnan(chances[judged]).any():
             return trees
         keep = np.ones(trees.num_nodes, dtype=np.bool_)
@@ -68,11 +68,11 @@ def trim_drafts(
 ) -> DraftTrees:
     """The nodes worth verifying. Notes the drafts in the step's record and in the acceptance model."""
     candidates = _record_drafts(step, parts, trees, acceptance)
-    prices = search.prices
+    row_costs = search.row_costs
     rows = sum(part.num_tokens for part in parts) + trees.num_nodes - len(candidates)
     if rows != search.batch.rows:
-        prices = PassPrices(replace(search.batch, rows=rows), costs.passes, len(candidates))
-    count = worth_verifying([-chance for chance, _ in candidates], prices, step.choice.rate)
+        row_costs = RowCosts(replace(search.batch, rows=rows), costs.passes, len(candidates))
+    count = worth_verifying([-chance for chance, _ in candidates], row_costs, step.choice.rate)
     if count == len(candidates):
         return trees
     keep = np.ones(trees.num_nodes, dtype=np.bool_)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from paceline.control.cost import StepCosts
 
 BoolArray = npt.NDArray[np.bool_]
-ROW_SPAN = 4  # rows over which the price of one more is averaged: the table has steps
+ROW_SPAN = 4  # rows over which the cost of one more is averaged: the table has steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Batch:
     per_token: float = 0.0  # seconds on the host for a new token, drafted or not
 
 
-class PassPrices:
+class RowCosts:
     """Seconds of a batch's pass with 0, 1, 2, ... more rows."""
 
     def __init__(self, batch: Batch, passes: StepCosts, most: int) -> None:
@@ -43,14 +43,14 @@ class PassPrices:
         return (self.listed[last] - self.listed[first]) / max(1, last - first)
 
 
-def worth_verifying(chances: Sequence[float], prices: PassPrices, rate: float) -> int:
+def worth_verifying(chances: Sequence[float], costs: RowCosts, rate: float) -> int:
     """How many nodes to verify, given their chances in descending order and the tokens per second `rate`.
 
     Every place to stop is compared, because rows get cheap and expensive in turn: a row that fills a tile is
     worth taking where one that starts another is not.
     """
-    best, best_worth, worth, before = 0, 0.0, 0.0, prices.listed[0]
-    for count, (chance, seconds) in enumerate(zip(chances, prices.listed[1:], strict=False), start=1):
+    best, best_worth, worth, before = 0, 0.0, 0.0, costs.listed[0]
+    for count, (chance, seconds) in enumerate(zip(chances, costs.listed[1:], strict=False), start=1):
         worth += chance - rate * (seconds - before)
         before = seconds
         if worth > best_worth:
