@@ -194,6 +194,10 @@ class Drafter(Protocol):
         """Drop the state of a request that has ended."""
         return  # not abstract
 
+    def remember(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """Take an answer from before the engine's start, to a request without a salt, as one of its own."""
+        return  # not abstract
+
     def replace_head(self, other: Drafter) -> None:
         """Draft with the head of `other` from now on; called between steps, while requests run.
 

@@ -144,6 +144,10 @@ class HybridDrafter(Drafter):
         for part in self._parts:
             part.forget(request)
 
+    def remember(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        for part in self._parts:
+            part.remember(prompt, output)
+
     def close(self) -> None:
         for part in self._parts:
             part.close()

@@ -160,6 +160,9 @@ class SuffixDrafter(Drafter):
         if request.error is None:
             self._past.add(request.prompt_token_ids, request.output_token_ids, request.cache_salt)
 
+    def remember(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        self._past.add(prompt, output)
+
     def save(self) -> None:
         """Write the past responses to `suffix_cache_path`, if that is set."""
         if self._path is not None:

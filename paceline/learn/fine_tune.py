@@ -100,7 +100,7 @@ def fine_tune(
     old = generic_rows(generic, config.vocab_size, selection.max_length)
     chosen = choose(traffic.rows(), old, selection)
     remove_candidate(out, head)
-    make_folder(out)
+    make_folder(out, mode=0o700)  # a head gives away what it was trained on
     objective = objective_for(parent, load_target_beside_server(checkpoint, device), name, learning)
 
     def examples(rows: Sequence[TrafficRow]) -> Examples:

@@ -80,6 +80,7 @@ def score(
     if out is not None:
         rows = {"present": [asdict(row) for row in present], "candidate": [asdict(row) for row in new]}
         unfinished = out.with_suffix(".unfinished")
+        unfinished.touch(mode=0o600)  # of each row it says how well its text was guessed
         unfinished.write_text(json.dumps(rows))
         os.replace(unfinished, out)
     verdict = judge(present, new)

@@ -98,7 +98,6 @@ class History:
 
     def add(self, candidate: Path, evidence: Mapping[str, Any]) -> Head:
         """A copy of a candidate in the history. It does not serve before it is promoted."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         with self._locked():
             number = max([0, *self.numbers(), *self._read().before]) + 1
             unfinished = self.folder / "unfinished"
@@ -120,7 +119,7 @@ class History:
     def promote(self, number: int) -> Head:
         """Let a head serve from now on. ConfigError if there is no intact head of this number."""
         if (found := self.find(number)) is None:
-            there = ", ".join(str(each) for each in [0, *self.numbers()])
+            there = ", ".join(str(each) for each in [0, *self.numbers()] if self.find(each))
             raise ConfigError(f"There is no intact head {number} in {self.folder}: choose one of {there}.")
         with self._locked():
             state = self._read()
@@ -149,7 +148,6 @@ class History:
 
     def note(self, decision: str, **evidence: Any) -> None:
         """Append a decision to the log of decisions."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         line = json.dumps({"time": self._clock(), "decision": decision, **evidence})
         with self._locked():
             lines = [*self._decision_lines()[1 - MAX_DECISIONS :], line]
@@ -158,7 +156,7 @@ class History:
 
     def note_live(self, **facts: Any) -> None:
         """Store the latest measurements of drafts on live traffic, in place of the earlier ones."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._make_folder()
         unfinished = self.folder / f"{LIVE}.unfinished"
         unfinished.write_text(json.dumps({"time": self._clock(), **facts}))
         os.replace(unfinished, self.folder / LIVE)
@@ -211,10 +209,14 @@ class History:
             if number not in kept:
                 shutil.rmtree(self._path(number), ignore_errors=True)
 
+    def _make_folder(self) -> None:
+        # heads give away what they were trained on
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """A context in which no other process changes the history."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._make_folder()
         with (self.folder / "lock").open("a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield

@@ -159,14 +159,29 @@ class TrafficStore:
 
         What cannot be read is skipped, and added to `damage`.
         """
-        since = max(since, self._clock() - self._max_age)
         damage = damage or Damage()
         for segment in self._segments():
-            try:
-                data = segment.path.read_bytes()
-            except FileNotFoundError:  # dropped meanwhile
-                continue
-            yield from (row for row in decode_rows(data, self.vocab_size, damage) if row.time >= since)
+            yield from self._rows_of(segment, since, damage)
+
+    def newest(self, count: int) -> list[TrafficRow]:
+        """At most this many of the newest rows, the oldest first. Segments before theirs are not read."""
+        found: list[TrafficRow] = []
+        for segment in reversed(self._segments()):
+            found = [*self._rows_of(segment), *found]
+            if len(found) >= count:
+                break
+        return found[-count:]
+
+    def _rows_of(
+        self, segment: _Segment, since: float = 0.0, damage: Damage | None = None
+    ) -> Iterator[TrafficRow]:
+        since = max(since, self._clock() - self._max_age)
+        try:
+            data = segment.path.read_bytes()
+        except FileNotFoundError:  # dropped meanwhile
+            return
+        rows = decode_rows(data, self.vocab_size, damage or Damage())
+        yield from (row for row in rows if row.time >= since)
 
     def count(self) -> StoreCount:
         """What the store holds, read from the files."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,6 +35,7 @@ from paceline.serve.options import ServeOptions
 
 logger = logging.getLogger(__name__)
 
+REMEMBERED = 10_000  # kept answers that drafters of past responses get at the start, as many as they hold
 TRAINABLE = ("eagle3", "dflash", "dspark")  # methods whose heads can be trained further, as objectives.KINDS
 
 
@@ -49,6 +50,8 @@ class TrainableModel(Generic[LoadedHead]):
     load: Callable[[Path], LoadedHead]  # what its engine takes as a head, by its folder
     decode: Decode
     config: EngineConfig
+    # gives the engine's drafters an answer from before its start: prompt, output; None: engines elsewhere
+    remember: Callable[[Sequence[int], Sequence[int]], None] | None = None
 
 
 def learn_options(flags: Mapping[str, Any], options: ServeOptions, config: EngineConfig) -> LearnOptions:
@@ -89,7 +92,13 @@ def trainable_model(model: ServedModel, config: EngineConfig) -> TrainableModel[
     """The loaded model with its trainable head; ConfigError if it has none."""
     loaded = model.loaded
     assert loaded is not None
-    method = trainable_method(loaded.drafters, loaded.model_config)
+    drafters = loaded.drafters
+    method = trainable_method(drafters, loaded.model_config)
+
+    def remember(prompt: Sequence[int], output: Sequence[int]) -> None:
+        for drafter in drafters.values():
+            drafter.remember(prompt, output)
+
     return TrainableModel(
         TargetName(loaded.fingerprint, model.names[0]),
         loaded.model_config.vocab_size,
@@ -98,6 +107,7 @@ def trainable_model(model: ServedModel, config: EngineConfig) -> TrainableModel[
         partial(loaded.load_head, method),
         model.tokenizer.decode,
         config,
+        remember,
     )
 
 
@@ -130,6 +140,12 @@ def learning_model(
         folder = LearnFolder(folder.root, salt)  # no other server finds these heads
     history = History(folder.heads, model.first)
     collector = Collector(store, policy, learning.redact(), model.decode)
+    remembered = 0
+    if model.remember is not None:  # what was redacted, refused or too old is not there
+        for row in store.newest(REMEMBERED):
+            if not row.salt:
+                model.remember(row.prompt_ids, row.output_ids)
+                remembered += 1
     log_event(
         logger,
         "learning",
@@ -137,6 +153,7 @@ def learning_model(
         method=model.method,
         share=learning.learn_share,
         salt=salt,
+        remembered=remembered,
     )
     device = model.config.backend.choice.device
     both = ("--salt", salt, "--device", device)

@@ -21,8 +21,8 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
         raise ConfigError(f"{path} cannot be written ({error}). {remedy}") from error
 
 
-def make_folder(path: Path) -> None:
-    """Create the folder and check that it is writable: before hours of work, not after."""
+def make_folder(path: Path, mode: int = 0o777) -> None:
+    """Create the folder, with this mode, and check that it is writable: before hours of work, not after."""
     with writing(path, "Give another folder with --out."):
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True, mode=mode)
         TemporaryFile(dir=path).close()

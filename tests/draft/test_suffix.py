@@ -72,6 +72,13 @@ def test_with_prompts_the_first_answer_token_is_found_by_the_end_of_the_prompt()
     assert draft(drafter, [*prompt, *output[:5]]) == output[5:]
 
 
+def test_answers_from_before_the_start_are_drafted_for_requests_without_a_salt():
+    drafter, output = suffix_drafter(), [*range(40)]
+    drafter.remember([7, 8], output)
+    assert draft(drafter, output[:20]) == output[20:28]
+    assert draft(drafter, output[:20], salt="ann") == []
+
+
 def test_nothing_of_a_prompt_is_kept_across_requests():
     drafter = suffix_drafter(least=0.0)
     prompt, output = [*range(100, 150)], [*range(10)]

@@ -56,6 +56,7 @@ def test_a_candidate_drafts_better_on_rows_that_it_never_saw(
     assert candidate.after[NEW] > 1.05 * candidate.before[NEW]
     assert seen[0] == (0, True)  # how often it is measured after that depends on the speed of a step
     assert candidate == read_candidate(tmp_path / "c")
+    assert (tmp_path / "c").stat().st_mode & 0o077 == 0
     assert candidate.parent == head_fingerprint(head) != head_fingerprint(tmp_path / "c")
     assert load_head(tmp_path / "c").config.target == load_head(head).config.target
     again = fine_tune(

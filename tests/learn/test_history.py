@@ -47,6 +47,7 @@ def test_the_first_head_serves_until_another_is_promoted(history, tmp_path):
     history.promote(head.number)
     assert served(history) == "a"
     assert history.card(head.number)["evidence"] == {"gain": 1.1}
+    assert history.folder.stat().st_mode & 0o077 == 0  # a head gives away what it was trained on
 
 
 def test_a_rollback_brings_back_what_served_before_down_to_the_first(history, tmp_path):

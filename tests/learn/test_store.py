@@ -44,6 +44,19 @@ def test_rows_are_read_as_they_were_appended_also_while_the_store_is_written(tmp
     assert count.bytes == sum(path.stat().st_size for path in segments(tmp_path))
 
 
+def test_the_newest_rows_are_read_across_segments_and_no_segment_before_them(tmp_path: Path) -> None:
+    store = store_in(tmp_path, StoreLimits(max_bytes=1 << 16))
+    for number in range(300):
+        store.append(row(number, tokens=60))
+    found = segments(tmp_path)
+    assert len(found) > 3
+    everything = list(store.rows())
+    assert store.newest(5) == everything[-5:]
+    assert store.newest(10_000) == everything
+    found[0].write_bytes(b"damage")
+    assert store.newest(40) == everything[-40:]
+
+
 def test_a_file_cut_off_at_any_byte_keeps_every_row_before_it(tmp_path: Path) -> None:
     store = store_in(tmp_path)
     for number in range(3):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,23 @@ def test_a_head_of_one_salt_drafts_for_requests_of_this_salt_alone(tmp_path: Pat
     assert drafted["mine", "off"] == 0
     store = TrafficStore(LearnFolder(tmp_path).traffic)
     assert {row.salt for row in store.rows()} == {store.hash("mine")}
+
+
+def test_what_was_kept_without_a_salt_is_remembered_by_drafters_after_a_restart(tmp_path: Path) -> None:
+    options = LearnOptions(learn=True, learn_dir=str(tmp_path), learn_salts="own")
+    bodies = [{}, {"cache_salt": "mine"}, {"store": False}]
+    with learning_model(options, ServeOptions(), trainable(tmp_path)) as model:
+        api = Api(on_finished=model.collector.offer)
+        for number, body in enumerate(bodies):
+            message = {"role": "user", "content": "abc"[number:]}
+            api.post("/v1/chat/completions", {**CHAT, "messages": [message], **body})
+        api.close()
+    rows = list(TrafficStore(LearnFolder(tmp_path).traffic).rows())
+    remembered: list[tuple[Sequence[int], Sequence[int]]] = []
+    again = replace(trainable(tmp_path), remember=lambda *answer: remembered.append(answer))
+    with learning_model(options, ServeOptions(), again):
+        assert remembered == [(row.prompt_ids, row.output_ids) for row in rows if not row.salt]
+    assert (len(rows), len(remembered)) == (3, 2)  # one with a salt; the last is a request of api.close
 
 
 def test_heads_of_a_salt_are_found_by_no_server_that_does_not_name_it(tmp_path: Path) -> None:
