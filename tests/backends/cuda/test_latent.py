@@ -9,6 +9,7 @@ from paceline.models.attention import rotate
 from paceline.models.config import LatentConfig, ModelConfig, RopeConfig
 from paceline.models.latent import LatentProjections
 from paceline.models.layout import expected_tensors
+from paceline.models.quantizations import is_packed
 
 HIDDEN, HEADS, SLOTS, EPS = 40, 6, 32, 1e-5
 LATENTS = {
@@ -120,3 +121,23 @@ def test_a_row_has_the_same_bits_among_others(kind: str, device: torch.device, d
         whole = torch.arange(0, SLOTS).flip(0)
         assert torch.equal(some_keys[torch.arange(rows.start, rows.stop).flip(0)[1:]], keys[whole[at]])
         assert torch.equal(case.values(mixed[rows]), values[rows])
+
+
+def test_the_matrices_of_heads_are_not_packed(dtype: torch.dtype) -> None:
+    """All others of the layer are, where they have whole steps."""
+    from paceline.backends.cuda.weights import load_weights
+
+    latent = LatentConfig(rank=64, query_rank=128, rope_dim=16, nope_dim=24, value_dim=32)
+    sizes = (64, 256, 1, 4, 1, 80, 256, EPS, RopeConfig(dim=16), 64, True)
+    config = ModelConfig("deepseek_v3", *sizes, latent=latent)
+    shapes = dict(expected_tensors(config))
+
+    def take(name: str) -> torch.Tensor:
+        return torch.ones(shapes[name], dtype=torch.float32 if is_packed(name) else dtype)
+
+    (layer,) = load_weights(config, take, lambda name: "fp8_blocks").layers
+    assert layer.latent is not None
+    assert layer.latent.query is not None
+    packed = (layer.qkv, layer.latent.query, layer.output, layer.gate_up, layer.down)
+    assert [own.tiling.packing for own in packed] == ["fp8_blocks"] * 5
+    assert {own.weight.dtype for own in (layer.latent.to_latents, layer.latent.to_values)} == {dtype}
