@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.config import LatentConfig, ModelConfig, RopeConfig
 from paceline.models.layout import expected_tensors
 from tests.backends.driver import Driven, drive, run
 
 LENGTH, PAGES_EACH, COMPANY = 100, 19, 300
 VOCAB_SIZE = 700
 ROPE = RopeConfig(10000.0)
+LATENTS: dict[int, dict[str, Any]] = {
+    query_rank: {
+        "attention_scale": 192**-0.5,
+        "latent": LatentConfig(rank=512, query_rank=query_rank, rope_dim=64, nope_dim=128, value_dim=128),
+    }
+    for query_rank in (0, 1536)
+}
+ROPE_64 = RopeConfig(10000.0, dim=64)
 # two layers each, so that keys of the second tell all that happened in the first
 SHAPES = {
     "smollm2-135m": ModelConfig("llama", VOCAB_SIZE, 576, 2, 9, 3, 64, 1536, 1e-5, ROPE, 512, True),
@@ -25,10 +34,17 @@ SHAPES = {
         "qwen2", VOCAB_SIZE, 1536, 2, 12, 2, 128, 8960, 1e-6, ROPE, 512, True, qkv_bias=True
     ),
     "llama-3.1-8b": ModelConfig("llama", VOCAB_SIZE, 4096, 2, 32, 8, 128, 14336, 1e-5, ROPE, 512, True),
+    "deepseek-v2-lite": ModelConfig(
+        "deepseek_v2", VOCAB_SIZE, 2048, 2, 16, 1, 576, 1408, 1e-6, ROPE_64, 512, True, **LATENTS[0]
+    ),
+    "deepseek-v3": ModelConfig(
+        "deepseek_v3", VOCAB_SIZE, 7168, 2, 128, 1, 576, 2048, 1e-6, ROPE_64, 512, True, **LATENTS[1]
+    ),
 }
 CASES = [(shape, "none") for shape in SHAPES] + [
     ("llama-3.1-8b", packing) for packing in ("fp8", "int8", "int4")
 ]
+CASES.append(("deepseek-v3", "fp8_blocks"))
 
 
 def random_backend(shape: str, quantization: str):  # type: ignore[no-untyped-def]
