@@ -38,7 +38,7 @@ SHAPES = {
         "deepseek_v2", VOCAB_SIZE, 2048, 2, 16, 1, 576, 1408, 1e-6, ROPE_64, 512, True, **LATENTS[0]
     ),
     "deepseek-v3": ModelConfig(
-        "deepseek_v3", VOCAB_SIZE, 7168, 2, 128, 1, 576, 2048, 1e-6, ROPE_64, 512, True, **LATENTS[1]
+        "deepseek_v3", VOCAB_SIZE, 7168, 2, 128, 1, 576, 2048, 1e-6, ROPE_64, 512, True, **LATENTS[1536]
     ),
 }
 CASES = [(shape, "none") for shape in SHAPES] + [
