@@ -22,6 +22,7 @@ from paceline.train.progress import Check, Progress
 from paceline.train.rounding import rounded_weights
 
 CHECKED_BATCHES = 2  # held-out batches of a check; a parallel head guesses after every token of them
+LEAST_STEPS = 64  # between two checks, each of which takes as long as about 2 steps, of a parallel head 6
 FALLEN = 0.99  # of the best: fewer tokens per pass are no noise
 FALLEN_CHECKS = 3  # in a row end a run
 
@@ -35,10 +36,14 @@ class AcceptanceChecks:
         self._parameters = dict(objective.network.named_parameters())
 
     def is_due(self, progress: Progress) -> bool:
-        """Whether to measure now: at the first step, at the last, and as often as asked in between."""
-        if not self._options.checks or not progress.checks:
-            return bool(self._options.checks)
-        every, last = max(1, progress.total // self._options.checks), progress.checks[-1].step
+        """Whether to measure now: at the first step, at the last, and at most as often as asked in between.
+
+        Short runs are never measured.
+        """
+        if not self._options.checks or (not progress.checks and progress.total < LEAST_STEPS):
+            return False
+        every = max(LEAST_STEPS, progress.total // self._options.checks)
+        last = progress.checks[-1].step if progress.checks else -every
         return progress.step >= last + every or last < progress.step >= progress.total
 
     @torch.no_grad()

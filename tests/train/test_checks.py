@@ -16,10 +16,15 @@ from paceline.train import trainer as trainer_module
 from paceline.train.acceptance import tokens_per_pass
 from paceline.train.checks import CHECKED_BATCHES
 from paceline.train.examples import Examples
-from paceline.train.progress import Pace, Progress
+from paceline.train.progress import Check, Pace, Progress
 from tests.train.test_trainer import OPTIONS, Killed, trainer, weights
 
 EVERY_STEP = replace(OPTIONS, max_steps=8, checks=4, checkpoint_every=1)
+
+
+@pytest.fixture(autouse=True)
+def _short_runs_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks_module, "LEAST_STEPS", 1)
 
 
 @pytest.fixture
@@ -68,6 +73,17 @@ def test_a_run_ends_when_three_checks_of_its_second_half_accept_less(
     assert (run.progress.best.step, run.progress.step) == (8, 16)
     assert run.finished
     assert trainer(target, examples, tmp_path, replace(EVERY_STEP, max_steps=20, checks=10)).finished
+
+
+def test_short_runs_are_not_measured(
+    target: Transformer, examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = trainer(target, examples, tmp_path, replace(OPTIONS, checks=8))
+    monkeypatch.setattr(checks_module, "LEAST_STEPS", 16)
+    steps = [step for step in range(65) if run.checks.is_due(Progress(step, 64, checks=[Check(0, 1.0)]))]
+    assert steps[0] == 16
+    assert not run.checks.is_due(Progress(0, 15))
+    assert run.checks.is_due(Progress(0, 16))
 
 
 def test_a_check_measures_what_is_written(target: Transformer, examples: Examples, tmp_path: Path) -> None:
