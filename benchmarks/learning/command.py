@@ -92,7 +92,7 @@ def learning_load_command(
     report = Report(json_file)
     loads = [Load(*numbers) for numbers in _each_of(clients, requests, rounds)]
     flags = serve_flags(threads, quantization)
-    turns = sum(2 * (1 + load.rounds) for load in loads)
+    turns = sum(3 * (1 + load.rounds) for load in loads)
     with TemporaryDirectory() as folder, progress(turns) as on_turn:
         compared = []
         for each in measure_learning_load(model, loads, tokens, Path(folder), flags, device, on_turn):

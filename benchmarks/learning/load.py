@@ -1,7 +1,8 @@
-"""Never worse while it learns: a server with --learn beside one without, in turns, its trainer at work.
+"""Never worse while it learns: a server with --learn beside two without, in turns, its trainer at work.
 
-Both servers answer the same prompts. While one is measured the other one is stopped, with its trainer, so
-that each has the machine for itself. The trainer's CPU seconds and steps in each turn say how much it worked.
+All answer the same prompts. While one is measured the others are stopped, with the trainer, so that each has
+the machine for itself. What the two without differ by is noise: their controllers learn apart. The trainer's
+CPU seconds and steps in each turn say how much it worked.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from paceline.bench.servers.client import Server, get, post
 from paceline.bench.timing import OnTurn
 from paceline.errors import PacelineError
 
-WITHOUT, WITH = "without --learn", "with --learn"
+WITHOUT, CONTROL, WITH = "without --learn", "another without --learn", "with --learn"
 TRAIN_ROWS = 96  # requests before the training begins
 ENDLESS = 600  # minutes of the training: it is still at work when the measurement ends
 READY_SECONDS = 180.0  # most until the trainer has compiled and done its first steps
@@ -62,6 +63,8 @@ class Turn:
     latencies: list[float]  # seconds of each request
     trained: float = 0.0  # CPU seconds of the trainer
     served: float = 0.0  # CPU seconds of the server
+    passes: int = 0  # of the server
+    drafted: int = 0  # tokens
     steps: int = 0  # of the trainer; a GPU's trainer reports every tenth
 
     @property
@@ -87,9 +90,13 @@ class Side:
         return sum(turn.tokens for turn in self.turns) / sum(turn.seconds for turn in self.turns)
 
     @property
-    def noise(self) -> float:
-        """Tokens per second in its odd turns over those in its even ones: without noise it would be 1."""
-        return Side(self.turns[::2]).throughput / Side(self.turns[1::2] or self.turns).throughput
+    def tokens_per_pass(self) -> float:
+        """What drafts gain."""
+        return sum(turn.tokens for turn in self.turns) / max(1, sum(turn.passes for turn in self.turns))
+
+    @property
+    def drafted_per_pass(self) -> float:
+        return sum(turn.drafted for turn in self.turns) / max(1, sum(turn.passes for turn in self.turns))
 
     @property
     def cpu(self) -> float:
@@ -109,13 +116,24 @@ class Side:
 
 @dataclass(frozen=True)
 class Compared:
-    """Both servers with one number of clients."""
+    """All servers with one number of clients."""
 
     clients: int
-    without: Side
+    first: Side  # without --learn
+    control: Side  # another one without
     learning: Side
     device: str = "cpu"
     slowdown: float | None = None  # as the server measured it
+
+    @property
+    def without(self) -> Side:
+        """Both servers without --learn."""
+        return Side([*self.first.turns, *self.control.turns])
+
+    @property
+    def noise(self) -> float:
+        """Tokens per second of one server without --learn over those of the other: 1 but for noise."""
+        return self.control.throughput / self.first.throughput
 
     @property
     def throughput_ratio(self) -> float:
@@ -129,7 +147,8 @@ class Compared:
     @property
     def spread(self) -> tuple[float, float]:
         """Standard errors of the two ratios above, by the rounds: of throughput and of p95 latency."""
-        rounds = list(zip(self.without.turns, self.learning.turns, strict=True))
+        plain = zip(self.first.turns, self.control.turns, strict=True)
+        rounds = [(Side(list(pair)), turn) for pair, turn in zip(plain, self.learning.turns, strict=True)]
         return (
             _standard_error([math.log(after.throughput / before.throughput) for before, after in rounds]),
             _standard_error([math.log(before.p95 / after.p95) for before, after in rounds]),
@@ -147,15 +166,17 @@ class Compared:
 
     @property
     def told(self) -> str:
-        """Both ratios, and what the trainer did meanwhile, in one line."""
+        """Both ratios, and what the servers and the trainer did meanwhile."""
         throughput, latency = self.spread
+        sides = (self.first, self.control, self.learning)
+        passes = " ".join(f"{side.tokens_per_pass:.3f}" for side in sides)
+        drafted = " ".join(f"{side.drafted_per_pass:.3f}" for side in sides)
         cpu = [round(turn.trained, 1) for turn in self.learning.turns]
-        slowdown = "unknown" if self.slowdown is None else f"{self.slowdown:.3f}"
         return (
             f"{self.clients} clients: {self.throughput_ratio:.3f} +- {throughput:.3f} of the tokens/s, "
-            f"{self.latency_ratio:.3f} +- {latency:.3f} by p95 latency; without/without "
-            f"{self.without.noise:.3f}; the trainer's steps in each turn {self.steps}, CPU seconds "
-            f"{cpu}; slowdown as the server measures it {slowdown}"
+            f"{self.latency_ratio:.3f} +- {latency:.3f} by p95 latency; without/without {self.noise:.3f}\n"
+            f"  without, without, with: tokens per pass {passes}, drafted tokens per pass {drafted}\n"
+            f"  the trainer: steps in each turn {self.steps}, CPU seconds {cpu}, slowdown {self.slowdown}"
         )
 
     @property
@@ -180,23 +201,27 @@ def measure_learning_load(
     device: str = "cpu",
     on_turn: OnTurn = lambda _: None,
 ) -> Iterator[Compared]:
-    """Both servers with each load, as it is measured. Every round has its own prompts, the same for both."""
+    """The servers with each load, as it is measured. Every round has its own prompts, the same for all."""
     flags = (*flags, *FLAGS.get(device, ()))
     learn = ("--learn", "--learn-dir", str(folder), "--learn-min-rows", str(TRAIN_ROWS))
     with ExitStack() as stack:
         arguments = (*flags, *learn, "--learn-minutes", str(ENDLESS))
-        learning = stack.enter_context(ServerProcess(model, *arguments, own_group=True))
-        asyncio.run(_send(learning.server, conversations("tools", 0, TRAIN_ROWS), 16, min(tokens, 32)))
-        plain = stack.enter_context(ServerProcess(model, *flags, own_group=True))  # the trainer compiles
-        with stopped(plain):
+        servers = []
+        for options in (arguments, flags, flags):  # the trainer begins while the others start
+            server = stack.enter_context(ServerProcess(model, *options, own_group=True))
+            asyncio.run(_send(server.server, conversations("tools", 0, TRAIN_ROWS), 16, min(tokens, 32)))
+            servers.append(server)
+        learning, plain, control = servers
+        with stopped(plain, control):
             trainer = _trainer(learning)
         sent = 0
 
         def measured(clients: int, size: int, rounds: int) -> dict[str, list[Turn]]:
             nonlocal sent
             jobs = {
-                WITHOUT: _turns(plain, learning, clients, sent, size, tokens),
-                WITH: _turns(learning, plain, clients, sent, size, tokens, trainer),
+                WITHOUT: _turns(plain, (learning, control), clients, sent, size, tokens),
+                CONTROL: _turns(control, (learning, plain), clients, sent, size, tokens),
+                WITH: _turns(learning, (plain, control), clients, sent, size, tokens, trainer),
             }
             sent += rounds * size
             return take_turns(jobs, rounds, on_turn)
@@ -204,46 +229,49 @@ def measure_learning_load(
         for load in loads:
             measured(load.clients, 2 * load.clients, 1)  # compiles
             turns = measured(load.clients, max(load.requests, 2 * load.clients), load.rounds)
-            sides = Side(turns[WITHOUT]), Side(turns[WITH])
-            yield Compared(load.clients, *sides, device, _state(learning)["slowdown"])
+            first, second, third = (Side(turns[name]) for name in (WITHOUT, CONTROL, WITH))
+            yield Compared(load.clients, first, second, third, device, _state(learning)["slowdown"])
 
 
 def _turns(
     process: ServerProcess,
-    other: ServerProcess,
+    others: Sequence[ServerProcess],
     clients: int,
     first: int,
     size: int,
     tokens: int,
     trainer: int | None = None,
 ) -> Callable[[], Turn]:
-    """A job that measures the next turn of a server each time, while the other one is stopped."""
+    """A job that measures the next turn of a server each time, while the others are stopped."""
     numbers = itertools.count()
 
     def turn() -> Turn:
         chats = numbered_chats(first + next(numbers) * size, size)
-        with stopped(other):
+        with stopped(*others):
             time.sleep(PAUSE)
             before = used()
             result = asyncio.run(_send(process.server, chats, clients, tokens))
             after = used()
             result.trained, result.served = after[0] - before[0], after[1] - before[1]
-            result.steps = after[2] - before[2]
+            result.passes, result.drafted, result.steps = (
+                late - early for early, late in zip(before[2], after[2], strict=True)
+            )
         return result
 
-    def used() -> tuple[float, float, int]:
-        """CPU seconds of the trainer and of the server, and steps of the trainer, so far."""
+    def used() -> tuple[float, float, tuple[int, int, int]]:
+        """So far: CPU seconds of the trainer and of the server; passes, drafted tokens, training steps."""
         steps = 0 if trainer is None else _state(process)["training_steps"]
-        return _cpu_seconds(trainer), _cpu_seconds(process.process.pid), steps
+        counts = *_counters(process, "engine_steps", "spec_decode_num_draft_tokens"), steps
+        return _cpu_seconds(trainer), _cpu_seconds(process.process.pid), counts
 
     return turn
 
 
 @contextmanager
-def stopped(process: ServerProcess) -> Iterator[None]:
-    """A context in which a server and its trainer, which has its own process group, do nothing."""
-    own = process.process.pid
-    groups = {os.getpgid(each) for each in (own, *_children(own))}
+def stopped(*processes: ServerProcess) -> Iterator[None]:
+    """A context in which servers and their trainers, which have their own process groups, do nothing."""
+    own = [process.process.pid for process in processes]
+    groups = {os.getpgid(each) for pid in own for each in (pid, *_children(pid))}
     _signal(groups, signal.SIGSTOP)
     try:
         yield
@@ -294,6 +322,17 @@ def _state(process: ServerProcess) -> dict[str, Any]:
     return state
 
 
+def _counters(process: ServerProcess, *names: str) -> tuple[int, int]:
+    """Two counters of the server's metrics."""
+    text = asyncio.run(get(process.server, "/metrics")).body.decode()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    first, second = (
+        sum(int(float(line.split()[-1])) for line in lines if line.startswith(f"paceline:{name}_total"))
+        for name in names
+    )
+    return first, second
+
+
 def _children(process_id: int) -> list[int]:
     """The processes that this one has started."""
     threads = Path(f"/proc/{process_id}/task").glob("*/children")
@@ -318,7 +357,7 @@ def learning_load_result(compared: Sequence[Compared], facts: dict[str, Any]) ->
             f"{each.without.throughput:.1f}",
             f"{each.learning.throughput:.1f}",
             f"{each.throughput_ratio:.3f} +- {each.spread[0]:.3f}",
-            f"{each.without.noise:.3f}",
+            f"{each.noise:.3f}",
             f"{each.cpu_ratio:.3f}",
             f"{each.without.p95:.3f}",
             f"{each.learning.p95:.3f}",
@@ -335,14 +374,15 @@ def learning_load_result(compared: Sequence[Compared], facts: dict[str, Any]) ->
         {
             "clients": each.clients,
             "throughput_ratio": each.throughput_ratio,
-            "noise": each.without.noise,
+            "noise": each.noise,
             "cpu_ratio": each.cpu_ratio,
             "latency_ratio": each.latency_ratio,
             "trainer_share": each.learning.trainer_share,
             "spread": each.spread,
             "training_steps": sum(each.steps),
             "slowdown": each.slowdown,
-            "without": [vars(turn) for turn in each.without.turns],
+            "without": [vars(turn) for turn in each.first.turns],
+            "control": [vars(turn) for turn in each.control.turns],
             "with": [vars(turn) for turn in each.learning.turns],
         }
         for each in compared

@@ -56,21 +56,25 @@ def test_the_gain_is_of_the_last_windows_and_swaps_are_drawn() -> None:
 
 def test_servers_are_compared_by_throughput_and_p95_latency_with_the_bar_of_their_load() -> None:
     without = Side([Turn(2.0, 204, [0.1] * 19 + [0.4], served=4.0), Turn(2.0, 196, [0.1] * 20)])
+    slower = Side([Turn(2.5, 204, [0.1] * 19 + [0.4], passes=102, served=4.0), Turn(2.0, 196, [0.1] * 20)])
     learning = Side(
         [
             Turn(2.0, 190, [0.1] * 20, trained=1.0, served=4.0, steps=3),
             Turn(2.0, 190, [0.1] * 16 + [0.5] * 4, steps=4),
         ]
     )
-    one, many = Compared(1, without, learning), Compared(16, without, learning)
+    one, many = (Compared(clients, without, without, learning) for clients in (1, 16))
     assert one.throughput_ratio == pytest.approx(0.95)
     assert one.latency_ratio == pytest.approx(0.2)
     # the rounds have 190 / 204 and 190 / 196 of the throughput, and 4 and 0.2 times the p95 latency
     assert one.spread == pytest.approx((0.0200, 1.498), abs=1e-3)
     assert (one.steps, sum(many.steps)) == ([3, 4], 7)
     assert (one.bar, many.bar) == (0.95, 0.99)
-    assert Compared(1, without, learning, "cuda").bar == 0.97
+    assert Compared(1, without, without, learning, "cuda").bar == 0.97
+    assert Compared(1, without, slower, learning).throughput_ratio == pytest.approx(95 / (800 / 8.5))
+    assert Compared(1, without, slower, learning).noise == pytest.approx(4 / 4.5)
+    assert slower.tokens_per_pass == pytest.approx(400 / 102)
     (table,) = learning_load_result([one, many], {"model": "m"}).tables
-    assert table.rows[0][4] == "1.041"  # without over without: turns that should be equal
+    assert table.rows[0][4] == "1.000"  # without over without: servers that should be equal
     assert table.rows[0][5] == "0.950"  # the server's CPU time per token
     assert table.rows[0][-2] == "0.25"  # CPU seconds of the trainer per second
