@@ -140,6 +140,12 @@ def _mamba2_tensors(config: RecurrentConfig, hidden: int) -> Iterator[tuple[str,
     yield "mamba.out_proj.weight", (hidden, value_size)
 
 
+# where a recurrence is in a layer, the matrices that read the residual stream, and the one that adds to it
+RECURRENT_MATRICES = {
+    "short_conv": ("conv", ("in_proj",), "o_proj"),
+    "gated_delta": ("linear_attn", ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"), "out_proj"),
+    "mamba2": ("mamba", ("in_proj",), "out_proj"),
+}
 RECURRENT_TENSORS = {
     "short_conv": _short_conv_tensors,
     "gated_delta": _gated_delta_tensors,

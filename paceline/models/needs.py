@@ -32,11 +32,14 @@ ATTENTION_BLOCKS = frozenset(
         "experts with biases",
     )
 )
+# of families with recurrent layers
+HYBRID_BLOCKS = frozenset((*RECURRENT_WORDS.values(), "gated attention", "gated shared experts"))
 # Blocks that a backend has kernels for, as ModelConfig.beyond_llama names them; torch has all
 BACKEND_BLOCKS = {
-    "cpu": ATTENTION_BLOCKS,
-    "cuda": ATTENTION_BLOCKS
-    | {*RECURRENT_WORDS.values(), "gated attention", "gated shared experts", "latent attention"},
+    "cpu": ATTENTION_BLOCKS
+    | HYBRID_BLOCKS
+    | {"relu2 activations", "layers of one block", "attention beside a recurrence"},
+    "cuda": ATTENTION_BLOCKS | HYBRID_BLOCKS | {"latent attention"},
 }
 
 CACHED_BYTES = {"cpu": 2, "torch": 4, "cuda": 2}  # of a value of the KV cache, by default

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from paceline.backends.cpu import CpuBackend
 from paceline.backends.torch_backend import TorchBackend
 from paceline.kv.states import SequenceStates
 from paceline.models.needs import cached_values, state_bytes
-from paceline.models.recurrent import RecurrentMixer
 from paceline.models.registry import load_checkpoint
 from tests.backends.driver import drive
 from tests.engine.test_exactness_cpu import requests, run
@@ -24,9 +24,21 @@ def load(family, folder):
     return TorchBackend.load(load_checkpoint(save_checkpoint(family, folder)), max_rows=64, row_by_row=True)
 
 
-@pytest.fixture(scope="module", params=["qwen3-5", *repeated("lfm2", "qwen3-next", "granite-hybrid")])
+def load_compiled(family, folder):
+    checkpoint = load_checkpoint(save_checkpoint(family, folder))
+    return CpuBackend.load(checkpoint, quantization="int8", threads=2, max_rows=64)
+
+
+COMPILED = [f"cpu {family}" for family in ("qwen3-5", "lfm2", "granite-hybrid", "falcon-h1")]
+
+
+@pytest.fixture(
+    scope="module", params=["qwen3-5", *COMPILED, *repeated("lfm2", "qwen3-next", "granite-hybrid")]
+)
 def backend(request, tmp_path_factory):
-    return load(request.param, tmp_path_factory.mktemp(request.param))
+    family = request.param.removeprefix("cpu ")
+    loads = load_compiled if request.param in COMPILED else load
+    return loads(family, tmp_path_factory.mktemp(family))
 
 
 @pytest.fixture(scope="module")
@@ -69,12 +81,12 @@ def test_same_bytes_with_drafts(backend, alone, style):
 
 
 def test_a_state_after_other_rows_than_the_accepted_ones_is_noticed(backend, alone, plant):
-    advance = RecurrentMixer.advance
+    advance = type(backend).advance_state
 
     def careless(self, states, slot, rows, checkpoints):
         advance(self, states, slot, range(len(rows)), checkpoints)
 
-    plant(RecurrentMixer, "advance", careless)
+    plant(type(backend), "advance_state", careless)
     truth = {tuple(ids): alone[number][0] for number, (ids, _) in enumerate(WANTED)}
     assert run(backend, WANTED, drafter=ScriptedDrafter(truth, "tree"))[0] != alone
     plant.assert_ran()

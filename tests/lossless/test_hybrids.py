@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from paceline.backends.base import Backend
+from paceline.backends.cpu import CpuBackend
 from paceline.backends.load import load_backend
 from paceline.backends.options import BackendOptions
 from paceline.backends.torch_backend import TorchBackend
@@ -38,10 +40,20 @@ METHODS: dict[str, dict[str, Any]] = {
 OTHERS = [family for family in {**HYBRIDS, **MORE_HYBRIDS} if family != "qwen3-5"]
 
 
-@pytest.fixture(scope="module", params=["qwen3-5", *repeated(*OTHERS)])
+COMPILED = [("cpu", family) for family in ("qwen3-5", *OTHERS)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[("torch", "qwen3-5"), *COMPILED, *repeated(*(("torch", one) for one in OTHERS))],
+    ids="-".join,
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp(request.param)
-    save_tokenizer(save_checkpoint(request.param, root))
+    """The folder of a model, in one that is named after the backend that runs it."""
+    backend, family = request.param
+    root = tmp_path_factory.mktemp(family) / backend
+    root.mkdir()
+    save_tokenizer(save_checkpoint(family, root))
     write_head(random_checkpoint(EAGLE3), root / "head", "sglang")
     return root
 
@@ -49,7 +61,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def model(folder: Path) -> LoadedModel:
     checkpoint, tokenizer = load_with_tokenizer(folder)
-    backend = TorchBackend.load(checkpoint, row_by_row=True)
+    backend: Backend = TorchBackend.load(checkpoint, row_by_row=True)
+    if folder.name == "cpu":
+        backend = CpuBackend.load(checkpoint, quantization="int8", threads=1)
     norm = checkpoint.tensors["model.norm.weight"].float32()
     return LoadedModel(backend, tokenizer, checkpoint.config, final_norm=norm)
 
@@ -59,7 +73,7 @@ def answers(model: LoadedModel, folder: Path, method: Any) -> list[Outcome]:
     config = EngineConfig.from_options(
         model=str(folder),
         speculative_config=method,
-        backend="torch",
+        backend=folder.name,
         threads=1,
         max_model_len=64,
         max_num_seqs=3,
@@ -100,6 +114,7 @@ def test_what_cannot_take_back_a_state_is_refused(model: LoadedModel, folder: Pa
     with pytest.raises(ConfigError, match=r"draft model .* recurrent layers.* without such layers"):
         answers(model, folder, {"method": "draft_model", "model": str(folder)})
     checkpoint, _ = load_with_tokenizer(folder)
-    options = BackendOptions("torch", tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match=r"recurrent layers, which only one device can run\. Use 1"):
-        load_backend(checkpoint, options, 16)
+    if folder.name == "torch":
+        options = BackendOptions("torch", tensor_parallel_size=2)
+        with pytest.raises(ConfigError, match=r"recurrent layers, which only one device can run\. Use 1"):
+            load_backend(checkpoint, options, 16)

@@ -6,6 +6,8 @@ draft, or beside other requests; tiles.py, rows.py and attention.py explain why,
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from paceline.backends.base import Backend
@@ -13,9 +15,10 @@ from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.compiled_model import CompiledModel, CpuPool
 from paceline.backends.cpu.features import KEPT_FIELDS
 from paceline.backends.cpu.packing import address_of
+from paceline.backends.cpu.states import CpuStates, RecurrentRows, copy_state
 from paceline.backends.cpu.workspace import Workspace
 from paceline.core.arrays import Float32Array
-from paceline.core.forward import ForwardBatch, ForwardOutput, KeptFeatures, KVPool
+from paceline.core.forward import ForwardBatch, ForwardOutput, KeptFeatures, KVPool, StatePool
 from paceline.errors import BackendError, ConfigError
 from paceline.machine import usable_cores
 from paceline.models.checkpoint import Checkpoint
@@ -41,6 +44,8 @@ class CpuBackend(CompiledModel, Backend):
         self._kept: tuple[KeptFeatures, ...] = ()  # of the last pass
         self._kept_parts = np.empty((0, KEPT_FIELDS), dtype=np.int64)  # what the job reads of them
         self._tell_kept(())
+        self._recurrent = RecurrentRows(workspace) if self.config.recurrent else None
+        self.bytes_per_state = self._recurrent.bytes_per_state if self._recurrent else 0
         self._chosen = np.empty(workspace.rows, dtype=np.int32)
         self._job[fields.CHOSEN_TOKENS_AT] = address_of(self._chosen)
 
@@ -97,6 +102,8 @@ class CpuBackend(CompiledModel, Backend):
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Logits of the wanted rows and, if asked, features of all rows and tokens that are chosen here."""
         features, choices, job = self._prepare_features(batch), batch.choices, self._job
+        if self._recurrent is not None:
+            self._recurrent.begin_pass(batch)
         if choices is None:
             job[fields.NUM_CHOSEN] = 0
             return ForwardOutput(self._run(batch, batch.logit_rows), features)
@@ -108,6 +115,27 @@ class CpuBackend(CompiledModel, Backend):
             batch, np.concatenate((batch.logit_rows, choices.rows)) if wanted else choices.rows
         )
         return ForwardOutput(logits[:wanted], features, self._chosen[:count])
+
+    def make_states(self, count: int) -> CpuStates:
+        """Zeroed storage for `count` states of the recurrent layers."""
+        assert self._recurrent is not None
+        return self._recurrent.make_states(count)
+
+    def copy_state(self, states: StatePool, source: int, destination: int) -> None:
+        """Give a slot the state of another one."""
+        assert isinstance(states, CpuStates)
+        copy_state(states, source, destination)
+
+    def advance_state(
+        self, states: StatePool, slot: int, rows: Sequence[int], checkpoints: Mapping[int, int]
+    ) -> None:
+        """Walk again along the accepted rows of a request, from the inputs that the last pass kept."""
+        assert isinstance(states, CpuStates)
+        assert self._recurrent is not None
+        self._recurrent.begin_advance(states, slot, rows, checkpoints)
+        self._run_advance()
+        if len(rows) in checkpoints:
+            copy_state(states, slot, checkpoints[len(rows)])
 
     def _prepare_features(self, batch: ForwardBatch) -> Float32Array | None:
         """Room for the wanted features of all rows, told to the job; the same room in every pass."""

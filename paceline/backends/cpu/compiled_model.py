@@ -58,11 +58,12 @@ class CompiledModel:
 
     def bytes_per_page(self) -> int:
         """Bytes of keys and values of 16 tokens in all layers."""
-        return self.config.num_layers * self.config.num_kv_heads * self.workspace.block_bytes
+        return len(self.config.kv_layers) * self.config.num_kv_heads * self.workspace.block_bytes
 
     def make_pool(self, num_pages: int) -> CpuPool:
         """Storage for `num_pages` pages of keys and values."""
-        shape = (self.config.num_layers, num_pages, self.config.num_kv_heads, self.workspace.block_bytes)
+        layers, heads = len(self.config.kv_layers), self.config.num_kv_heads
+        shape = (layers, num_pages, heads, self.workspace.block_bytes)
         try:
             data = aligned_zeros(shape)
             return CpuPool(num_pages, self.bytes_per_page(), data, address_of(data))
@@ -102,6 +103,12 @@ class CompiledModel:
         job[fields.KV_AT], job[fields.NUM_PAGES] = batch.pool.address, batch.pool.num_pages
         run_passes(self._team.control, 0, self.threads, self._job_at)
         return self._logits[:outputs, : self.config.vocab_size]
+
+    def _run_advance(self) -> None:
+        """Advance the states of recurrent layers, as the job says."""
+        self._job[fields.ADVANCING], self.workspace.counters[:] = 1, 0
+        run_passes(self._team.control, 0, self.threads, self._job_at)
+        self._job[fields.ADVANCING] = 0
 
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
         """Copy keys and values from KV places to others; sources are read before destinations are written."""

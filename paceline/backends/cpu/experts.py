@@ -118,7 +118,8 @@ def gate_experts(tasks, job, counter, layer, scratch):  # type: ignore[no-untype
         up_biases = biases + 4 * field(job, EXPERT_WIDTH) if biases != 0 else 0
         records = field(job, EXPERT_RECORDS_AT) + first * groups * size
         out = field(job, EXPERT_WIDE_RECORDS_AT) + (first * units + unit * rows) * size
-        gate_unit(job, unit, gates, gates + DESCRIPTOR, biases, up_biases, records, rows, rows, out, scratch)
+        ups = gates + DESCRIPTOR
+        gate_unit(job, unit, gates, ups, biases, up_biases, records, rows, rows, 0, out, scratch)
 
 
 @compiled

@@ -18,6 +18,8 @@ from paceline.backends.cpu.experts import (
 )
 from paceline.backends.cpu.features import are_wanted, save_features
 from paceline.backends.cpu.job import (
+    ADVANCING,
+    ATTENTION_GATE,
     BRANCH_AT,
     CONTEXT_NORM_AT,
     COUNTERS_AT,
@@ -30,6 +32,7 @@ from paceline.backends.cpu.job import (
     GATE,
     HAS_EXPERTS_AT,
     HIDDEN_PADDED,
+    INPUTS,
     INPUTS_AT,
     LAYER_MATRICES,
     LAYERS,
@@ -47,17 +50,21 @@ from paceline.backends.cpu.job import (
     QKV_BIAS_AT,
     QKV_STRIDE,
     RECORDS_AT,
+    RECURRENT_OUTPUT,
     REDUCE_AT,
     ROWS,
     SCRATCH_AT,
     SCRATCH_BYTES,
+    SHARED_SHARES_AT,
     STATE_AT,
+    STATE_LAYERS_AT,
     UP,
     WIDE_RECORDS_AT,
     field,
 )
 from paceline.backends.cpu.matmul import DESCRIPTOR
 from paceline.backends.cpu.phases import attend_rows, gate_rows, project, rope_and_store
+from paceline.backends.cpu.recurrent import advance_states, keep_rows, recur
 from paceline.backends.cpu.residual import (
     add_branch,
     embed_rows,
@@ -74,10 +81,10 @@ from paceline.backends.cpu.tiles import COLUMNS
 
 
 @compiled
-def _run_mlp(control, tasks, job, matrices, counter, scratch, out, added):  # type: ignore[no-untyped-def]
-    """Gate, up and down projections of all rows, into `out` or onto it."""
-    rows, line = field(job, ROWS), 64 * tasks[1]
-    gate_rows(tasks, job, counter, rows, matrices + DESCRIPTOR * GATE, matrices + DESCRIPTOR * UP, scratch)
+def _run_mlp(control, tasks, job, matrices, counter, shares, scratch, out, added):  # type: ignore[no-untyped-def]
+    """Gate, up and down projections of all rows, into `out` or onto it; `shares`: factors of rows, or 0."""
+    rows, line, gates = field(job, ROWS), 64 * tasks[1], matrices + DESCRIPTOR * GATE
+    gate_rows(tasks, job, counter, rows, gates, matrices + DESCRIPTOR * UP, shares, scratch)
     barrier(control, tasks[1])
     wide, stride = field(job, WIDE_RECORDS_AT), 4 * field(job, HIDDEN_PADDED)
     project(
@@ -134,66 +141,108 @@ def _enter(control, tasks, job, counter, embedding, scratch):  # type: ignore[no
 
 
 @compiled
-def _run_layer(control, tasks, job, layer, counter, scratch, only_keys):  # type: ignore[no-untyped-def]
-    """One transformer layer; `only_keys`: compute only its keys and values, no output is asked."""
-    threads, line = tasks[1], 64 * tasks[1]  # a counter is a cache line for each thread
-    rows, records, state = field(job, ROWS), field(job, RECORDS_AT), field(job, STATE_AT)
-    state_stride = 4 * field(job, HIDDEN_PADDED)
-    matrices = field(job, MATRICES_AT) + DESCRIPTOR * LAYER_MATRICES * layer
-    entered = (
-        field(job, INPUTS_AT) != 0 and field(job, MIX_AT) == 0
-    )  # then the first layer's records are there
-    if not entered or (layer > 0 and field(job, CONTEXT_NORM_AT) == 0):
-        normalize_rows(tasks, job, counter, rows, 2 * layer, 0, scratch)
-        barrier(control, threads)
-
-    qkv, qkv_stride, column = field(job, QKV_AT), field(job, QKV_STRIDE), 0
+def _project_inputs(tasks, job, layer, matrices, counter, only_keys, scratch):  # type: ignore[no-untyped-def]
+    """What the layer's mixer reads of all rows; the first column of the last part, a gate of attention."""
+    rows, records, column, gate_column = field(job, ROWS), field(job, RECORDS_AT), 0, 0
+    qkv, stride = field(job, QKV_AT), field(job, QKV_STRIDE)
     bias = field(job, QKV_BIAS_AT)
     if bias != 0:
-        bias += qkv_stride * layer
-    for part in range(3):
+        bias += stride * layer
+    for part in range(INPUTS):
         matrix = matrices + DESCRIPTOR * part
-        place = counter + line * (1 + part)
+        place = counter + 64 * tasks[1] * part
         part_bias = bias + 4 * column if bias != 0 else 0
-        if part > 0 or not only_keys:
-            project(
-                tasks, job, place, matrix, records, rows, qkv + 4 * column, qkv_stride, part_bias, 0, scratch
-            )
+        gate_column = column
+        if load_int64(matrix) != 0 and (part > 0 or not only_keys):
+            out = qkv + 4 * column
+            project(tasks, job, place, matrix, records, rows, out, stride, part_bias, 0, scratch)
         column += COLUMNS * load_int64(matrix + 24)
-    barrier(control, threads)
+    return gate_column
 
-    rope_and_store(tasks, job, counter + line * 4, rows, layer)
+
+@compiled
+def _project_output(control, tasks, job, layer, matrix, counter, out, added, scratch):  # type: ignore[no-untyped-def]
+    """What a mixer adds, from its records, into `out` or onto it."""
+    stride, bias = 4 * field(job, HIDDEN_PADDED), field(job, OUTPUT_BIAS_AT)
+    if bias != 0:
+        bias += stride * layer
+    records, rows = field(job, RECORDS_AT), field(job, ROWS)
+    project(tasks, job, counter, matrix, records, rows, out, stride, bias, added, scratch)
+    barrier(control, tasks[1])
+
+
+@compiled
+def _mix(control, tasks, job, layer, matrices, counter, scratch, only_keys, out, added):  # type: ignore[no-untyped-def]
+    """Attention or a recurrence of all rows, or both, into `out` or onto it.
+
+    `only_keys`: compute only what later passes read, keys and values or inputs of a recurrence.
+    """
+    threads, line, rows = tasks[1], 64 * tasks[1], field(job, ROWS)
+    output, recurrent_output = matrices + DESCRIPTOR * OUTPUT, matrices + DESCRIPTOR * RECURRENT_OUTPUT
+    attends, recurs, state_layer = load_int64(output) != 0, load_int64(recurrent_output) != 0, 0
+    gate_column = _project_inputs(tasks, job, layer, matrices, counter, only_keys and not recurs, scratch)
+    barrier(control, threads)
+    if attends:
+        rope_and_store(tasks, job, counter + line * 4, rows, layer)
+    if recurs:
+        state_layer = load_int64(field(job, STATE_LAYERS_AT) + 8 * layer)
+        keep_rows(tasks, job, counter + line * 8, rows, state_layer)
     barrier(control, threads)
     if only_keys:
         return
-    attend_rows(tasks, job, counter + line * 5, rows, layer, scratch)
-    barrier(control, threads)
-    quantize_rows(tasks, job, counter + line * 6, rows)
-    barrier(control, threads)
-
-    bias = field(job, OUTPUT_BIAS_AT)
-    if bias != 0:
-        bias += state_stride * layer
-    branch, parallel = field(job, BRANCH_AT), field(job, PARALLEL)
-    out, added = (branch, 0) if branch != 0 else (state, 1)
-    matrix = matrices + DESCRIPTOR * OUTPUT
-    project(tasks, job, counter + line * 7, matrix, records, rows, out, state_stride, bias, added, scratch)
-    barrier(control, threads)
-    if branch != 0 and not parallel:
-        add_branch(tasks, job, counter + line * 14, rows, 2 * layer, scratch)
+    if attends:
+        attend_rows(tasks, job, counter + line * 5, rows, layer, scratch)
         barrier(control, threads)
+        quantize_rows(tasks, job, counter + line * 6, rows, gate_column if field(job, ATTENTION_GATE) else 0)
+        barrier(control, threads)
+        _project_output(control, tasks, job, layer, output, counter + line * 7, out, added, scratch)
+    if recurs:
+        recur(control, tasks, job, counter + line * 9, state_layer, scratch)
+        added = 1 if added or attends else 0
+        _project_output(
+            control, tasks, job, layer, recurrent_output, counter + line * 12, out, added, scratch
+        )
 
-    normalize_rows(tasks, job, counter + line * 8, rows, 2 * layer + 1, 0, scratch)
+
+@compiled
+def _feed_forward(control, tasks, job, layer, matrices, counter, scratch, out, added):  # type: ignore[no-untyped-def]
+    """The MLP or the experts of all rows, into `out` or onto it."""
+    if load_int64(field(job, HAS_EXPERTS_AT) + 8 * layer):
+        _run_experts(control, tasks, job, layer, counter, scratch, out, added)
+        if load_int64(matrices + DESCRIPTOR * DOWN) != 0:  # an expert that all rows share
+            shares = field(job, SHARED_SHARES_AT)
+            _run_mlp(control, tasks, job, matrices, counter + 320 * tasks[1], shares, scratch, out, 1)
+    else:
+        _run_mlp(control, tasks, job, matrices, counter, 0, scratch, out, added)
+
+
+@compiled
+def _run_layer(control, tasks, job, layer, counter, scratch, only_keys):  # type: ignore[no-untyped-def]
+    """One transformer layer; `only_keys`: compute only its keys and values, no output is asked."""
+    threads, line, rows = tasks[1], 64 * tasks[1], field(job, ROWS)  # a counter: a cache line for each thread
+    matrices = field(job, MATRICES_AT) + DESCRIPTOR * LAYER_MATRICES * layer
+    branch, parallel = field(job, BRANCH_AT), field(job, PARALLEL)
+    out, added = (branch, 0) if branch != 0 else (field(job, STATE_AT), 1)
+    if load_int64(matrices) != 0:  # a mixer
+        entered = field(job, INPUTS_AT) != 0 and field(job, MIX_AT) == 0  # with the first layer's records
+        if not entered or (layer > 0 and field(job, CONTEXT_NORM_AT) == 0):
+            normalize_rows(tasks, job, counter, rows, 2 * layer, 0, scratch)
+            barrier(control, threads)
+        _mix(control, tasks, job, layer, matrices, counter + line, scratch, only_keys, out, added)
+        if only_keys:
+            return
+        if branch != 0 and not parallel:
+            add_branch(tasks, job, counter + line * 15, rows, 2 * layer, scratch)
+            barrier(control, threads)
+    has_experts = load_int64(field(job, HAS_EXPERTS_AT) + 8 * layer)
+    if load_int64(matrices + DESCRIPTOR * DOWN) == 0 and not has_experts:
+        return
+    normalize_rows(tasks, job, counter + line * 16, rows, 2 * layer + 1, 0, scratch)
     barrier(control, threads)
     added = added or parallel
-    if load_int64(field(job, HAS_EXPERTS_AT) + 8 * layer):
-        _run_experts(control, tasks, job, layer, counter + line * 9, scratch, out, added)
-        if load_int64(matrices + DESCRIPTOR * GATE) != 0:  # an expert that all rows share
-            _run_mlp(control, tasks, job, matrices, counter + line * 16, scratch, out, 1)
-    else:
-        _run_mlp(control, tasks, job, matrices, counter + line * 9, scratch, out, added)
+    _feed_forward(control, tasks, job, layer, matrices, counter + line * 17, scratch, out, added)
     if branch != 0:
-        add_branch(tasks, job, counter + line * 15, rows, 2 * layer + 1, scratch)
+        add_branch(tasks, job, counter + line * 25, rows, 2 * layer + 1, scratch)
         barrier(control, threads)
 
 
@@ -231,7 +280,12 @@ def _run_pass(control, index, threads, job):  # type: ignore[no-untyped-def]
 
 @compiled
 def _run_job(control, index, threads, job):  # type: ignore[no-untyped-def]
-    """One pass and, if drafts are wanted after it, one more for each depth of the chains."""
+    """One pass and, if drafts are wanted after it, one more for each depth of the chains; or no pass, but
+    the recurrent states of a request along rows of the last one."""
+    if field(job, ADVANCING):
+        scratch = field(job, SCRATCH_AT) + field(job, SCRATCH_BYTES) * index
+        advance_states(control, (index, threads), job, field(job, COUNTERS_AT), scratch)
+        return
     drafting = field(job, DRAFTING)  # read before the pass ends: after it the caller may change the job
     _run_pass(control, index, threads, job)
     while drafting:

@@ -16,6 +16,15 @@ from paceline.backends.cpu.simd import load_float, load_int64
     # norm, the QK norm is over all heads at once; the MLP's activation, of rows.ACTIVATIONS
     OUTPUT_NORMS_AT, SINKS_AT, CENTERED, PARALLEL, JOINT_QK_NORM, ACTIVATION,
     SCALES_AT,
+    # the layer of the KV pool of each layer; whether attention's output has a gate, after q, k and v
+    KV_LAYERS_AT, ATTENTION_GATE,
+    # recurrent layers, see recurrent.py: the kind (0: none), the number of each layer's state (-1: none),
+    # sizes, columns of a projected row, parameters, buffers
+    RECURRENCE, STATE_LAYERS_AT, NUM_STATE_LAYERS, CONV_KERNEL, CHANNELS, KEY_HEADS, VALUE_HEADS, KEY_DIM,
+    VALUE_DIM, NORM_GROUPS, GATED_NORM, CONV_COLUMN, GATE_COLUMN, RATE_COLUMN, STRENGTH_COLUMN,
+    CONV_WEIGHTS_AT, CONV_BIASES_AT, RATES_AT, RATE_BIASES_AT, PASSED_AT, MIXER_NORMS_AT,
+    KEPT_ROWS_AT, KEPT_STRIDE, KEPT_LAYER, CONVOLVED_AT, READS_AT, MIXED_AT, MIXED_PADDED, NODES_AT,
+    NODES_BYTES,
     # buffers, set once
     STATE_AT, BRANCH_AT, QKV_AT, QKV_STRIDE, ATTENTION_AT, ATTENTION_PADDED, RECORDS_AT, WIDE_RECORDS_AT,
     SCRATCH_AT, SCRATCH_BYTES, COUNTERS_AT,
@@ -23,6 +32,8 @@ from paceline.backends.cpu.simd import load_float, load_int64
     EXPERTS, EXPERTS_PER_TOKEN, EXPERT_WIDTH, NORMALIZE_SHARES, HAS_EXPERTS_AT, ROUTERS_AT,
     EXPERT_MATRICES_AT, CHOICES_AT, SHARES_AT, SPANS_AT, EXPERT_RECORDS_AT, EXPERT_WIDE_RECORDS_AT,
     PAIR_OUTPUTS_AT,
+    # the gate of the expert that all rows share: its weights, each row's share of it; 0: none
+    SHARED_GATES_AT, SHARED_SHARES_AT,
     # of some mixtures, else 0: sigmoid scores, what corrects them in the choice, groups of experts, how many
     # of them are chosen and by how many of their best; biases of routers and of experts
     SIGMOID_SCORES, CORRECTIONS_AT, EXPERT_GROUPS, CHOSEN_GROUPS, GROUP_EXPERTS, ROUTER_BIASES_AT,
@@ -39,6 +50,10 @@ from paceline.backends.cpu.simd import load_float, load_int64
     ROWS, TOKENS_AT, POSITIONS_AT, PARENTS_AT, REQUEST_AT, ROW_START_AT, CONTEXT_AT, PAGES_AT, MAX_PAGES,
     CHAIN_AT, OUTPUTS, LOGIT_ROWS_AT, LOGITS_AT, LOGITS_STRIDE, KV_AT, NUM_PAGES, FEATURE_SLOT_AT,
     FEATURES_AT, FEATURES_STRIDE, KEPT, KEPT_AT, INPUTS_AT, FROM_TARGET, STATES_AT,
+    # walks of recurrent layers: the states, bytes of one and of a layer's part of it; tables of rows and of
+    # walks; whether the states advance along the rows of the last pass, instead of a pass
+    POOL_AT, STATE_BYTES, STATE_LAYER_BYTES, WALKS, WALK_LENGTH, WALK_ROWS_AT, WALK_PREVIOUS_AT,
+    WALK_SLOTS_AT, WALK_BEFORE_AT, WALK_AFTER_AT, WALK_BEGINS_AT, WALK_COUNTS_AT, ADVANCING,
     # how many of the outputs, the last ones, are sampled, see sampling.py; seeds and temperatures are
     # those of outputs, of a draft head those of requests
     NUM_CHOSEN, VOCABULARY, SEEDS_AT, TEMPERATURES_AT, CHOSEN_TOKENS_AT,
@@ -48,11 +63,13 @@ from paceline.backends.cpu.simd import load_float, load_int64
     MAX_DRAFTS, DRAFTS_WANTED_AT, DRAFTS_AT, CHANCES_AT, NUM_DRAFTS_AT, CHOSEN_AT, CHOSEN_CHANCES_AT,
     NEXT_ROWS_AT, NEXT_ROWS_STRIDE,
     JOB_SIZE,
-) = range(120)  # fmt: skip
+) = range(167)  # fmt: skip
 
 # Matrices of a layer, in the order of the descriptor table; behind all layers: the embedding and the head.
-Q, K, V, OUTPUT, GATE, UP, DOWN, LAYER_MATRICES = range(8)
-COUNTERS_PER_LAYER = 19
+# The first INPUTS read the norm before the mixer: Q, K, V and attention's gate, or those of a recurrence.
+INPUTS = 4
+OUTPUT, RECURRENT_OUTPUT, GATE, UP, DOWN, LAYER_MATRICES = range(INPUTS, INPUTS + 6)
+COUNTERS_PER_LAYER = 28
 ENTRY_COUNTERS = 4
 LAST_COUNTERS = 5
 # The floats at SCALES_AT: of scores and the cap of scores, of embeddings, of what is added to the residual

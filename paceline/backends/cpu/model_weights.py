@@ -10,15 +10,24 @@ import numpy.typing as npt
 
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.packing import PackedMatrix, address_of, aligned_zeros, pack_matrices
+from paceline.backends.cpu.recurrent import KINDS
 from paceline.backends.cpu.rows import ACTIVATIONS
+from paceline.backends.cpu.simd import LANES
 from paceline.backends.cpu.tiles import GROUP
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
+from paceline.models.config import (
+    FEED_FORWARD,
+    MIXER,
+    ModelConfig,
+    MoeConfig,
+    RecurrentConfig,
+    RopeConfig,
+)
+from paceline.models.layout import RECURRENT_MATRICES
 from paceline.models.rope import rope_tables
 
 _LAYER = "model.layers.{}."
-_ATTENTION = tuple(f"self_attn.{part}_proj" for part in "qkvo")
-_MLP = ("gate_proj", "up_proj", "down_proj")
+_FIRST_NORM = "input_layernorm"
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -45,6 +54,8 @@ class ModelWeights:
         self.job[fields.HAS_EXPERTS_AT] = self._buffer(self.config.num_layers, dtype=np.int64)
         if self.config.moe is not None:
             self._set_experts(self.config.moe)
+        if self.config.recurrent is not None:
+            self._set_recurrence(self.config.recurrent)
         del self._tensors
 
     @property
@@ -68,9 +79,14 @@ class ModelWeights:
         return self._keep(aligned_zeros(shape, dtype))
 
     def _vectors(self, names: list[str], width: int) -> npt.NDArray[np.float32]:
-        """Vectors, or matrices row by row, below each other, padded with zeros to `width`."""
-        rows = [np.atleast_2d(self._tensors[name].float32()) for name in names]
-        return np.concatenate([np.pad(row, ((0, 0), (0, width - row.shape[1]))) for row in rows])
+        """Vectors, or matrices row by row, below each other, padded with zeros to `width`.
+
+        A vector of zeros for each tensor that the model lacks.
+        """
+        known = self._tensors
+        rows = [np.atleast_2d(known[name].float32()) if name in known else np.zeros((1, 0)) for name in names]
+        padded = [np.pad(row, ((0, 0), (0, width - row.shape[1]))) for row in rows]
+        return np.concatenate(padded).astype(np.float32, copy=False)
 
     def _norm(self, name: str) -> int:
         """The address of the weights of a norm; 0 if the model lacks it."""
@@ -79,32 +95,63 @@ class ModelWeights:
     def _layer_names(self, *suffixes: str) -> list[str]:
         return [_LAYER.format(i) + name for i in range(self.config.num_layers) for name in suffixes]
 
-    def _norm_names(self) -> list[str]:
-        """The norms before attention and MLP of each layer, and the one before the LM head."""
-        before_mlp = "input_layernorm" if self._is_parallel else "post_attention_layernorm"
-        return [*self._layer_names("input_layernorm.weight", f"{before_mlp}.weight"), "model.norm.weight"]
-
     def _set_weights(self) -> None:
-        config, job = self.config, self.job
-        windows = [config.window(layer) or 0 for layer in range(config.num_layers)]
+        config, job, layers = self.config, self.job, range(self.config.num_layers)
         job[fields.EPSILON_AT] = self._keep(np.array([config.rms_norm_eps], dtype=np.float32))
         job[fields.NORMS_AT] = self._keep(np.array(self._norms, dtype=np.int64))
         job[fields.ROPES_AT] = self._keep(self._ropes())
-        job[fields.WINDOWS_AT] = self._keep(np.array(windows, dtype=np.int64))
+        job[fields.WINDOWS_AT] = self._table([config.window(layer) or 0 for layer in layers])
+        attending = set(config.attending_layers)
+        job[fields.KV_LAYERS_AT] = self._table(
+            [config.kv_layer(layer) if layer in attending else 0 for layer in layers]
+        )
         job[fields.MATRICES_AT] = self._descriptors(matrix_names(config))
+        job[fields.ATTENTION_GATE] = config.attention_gate
         if config.qk_norm or config.joint_qk_norm:
             names = self._layer_names("self_attn.q_norm.weight", "self_attn.k_norm.weight")
-            width = self._qkv_widths()[0] if config.joint_qk_norm else config.head_dim
+            queries = round_up(config.num_heads * config.head_dim, GROUP)
+            width = queries if config.joint_qk_norm else config.head_dim
             job[fields.HEAD_NORMS_AT] = self._keep(self._vectors(names, width))
-        if config.qkv_bias:
-            parts = [
-                self._vectors(self._layer_names(f"self_attn.{part}_proj.bias"), width)
-                for part, width in zip("qkv", self._qkv_widths(), strict=True)
-            ]
-            job[fields.QKV_BIAS_AT] = self._keep(np.concatenate(parts, axis=1))
-        if config.output_bias:
-            names = self._layer_names("self_attn.o_proj.bias")
-            job[fields.OUTPUT_BIAS_AT] = self._keep(self._vectors(names, self.hidden))
+        if any(bias_name(name) in self._tensors for layer in layers for name in mixer_names(config, layer)):
+            job[fields.QKV_BIAS_AT], job[fields.OUTPUT_BIAS_AT] = self._mixer_biases()
+
+    def _norm_names(self) -> list[str]:
+        """The norms before the mixer and before the feed-forward block of each layer, and the last one."""
+        names = list[str]()
+        for layer in range(self.config.num_layers):
+            has_mixer = self.config.has_part(layer, MIXER)
+            before_mlp = "post_attention_layernorm" if has_mixer and not self._is_parallel else _FIRST_NORM
+            names += [_LAYER.format(layer) + f"{name}.weight" for name in (_FIRST_NORM, before_mlp)]
+        return [*names, "model.norm.weight"]
+
+    def _mixer_biases(self) -> tuple[int, int]:
+        """The addresses of the biases of what mixers read and give, a line for each layer."""
+        layers = range(self.config.num_layers)
+        inputs = np.zeros((len(layers), self.inputs_width), dtype=np.float32)
+        outputs = np.zeros((len(layers), self.hidden), dtype=np.float32)
+        for layer in layers:
+            names, column = mixer_names(self.config, layer), 0
+            for name, width in zip(names, self._input_widths(layer), strict=False):
+                inputs[layer, column : column + width] = self._vectors([bias_name(name)], width)
+                column += width
+            for name in names[fields.INPUTS :]:
+                outputs[layer] += self._vectors([bias_name(name)], self.hidden)[0]
+        return self._keep(inputs), self._keep(outputs)
+
+    def _input_widths(self, layer: int) -> list[int]:
+        """Columns of what a layer's mixer reads in the pass's buffer, each padded as its matrix is."""
+        names = mixer_names(self.config, layer)[: fields.INPUTS]
+        return [round_up(self._matrices[name].rows, GROUP) if name else 0 for name in names]
+
+    @property
+    def inputs_width(self) -> int:
+        """Columns of the widest of them; vectors may be read behind those of a recurrence."""
+        slack = GROUP if self.config.recurrent else 0
+        return max(sum(self._input_widths(layer)) for layer in range(self.config.num_layers)) + slack
+
+    def _table(self, values: list[int]) -> int:
+        """The address of a number for each layer."""
+        return self._keep(np.array(values, dtype=np.int64))
 
     @property
     def _is_parallel(self) -> bool:
@@ -159,8 +206,15 @@ class ModelWeights:
         job[fields.HAS_EXPERTS_AT] = self._keep(has_experts)
         job[fields.ROUTERS_AT] = self._of_experts(moe, "mlp.gate.weight", (moe.num_experts, self.hidden))
         job[fields.EXPERT_MATRICES_AT] = self._descriptors(
-            [name if layer in moe.layers else None for layer in layers for name in _expert_names(moe, layer)]
+            [
+                name if layer in moe.layers else None
+                for layer in layers
+                for name in _expert_names(self.config, moe, layer)
+            ]
         )
+        if moe.shared_gate:
+            name = "mlp.shared_expert_gate.weight"
+            job[fields.SHARED_GATES_AT] = self._of_experts(moe, name, (1, self.hidden))
         if moe.correction_bias:
             name = "mlp.gate.e_score_correction_bias"
             job[fields.CORRECTIONS_AT] = self._of_experts(moe, name, (1, moe.num_experts))
@@ -180,7 +234,7 @@ class ModelWeights:
         width = round_up(moe.intermediate_size, GROUP)
         table = np.zeros((self.config.num_layers, moe.num_experts, 2 * width + self.hidden), dtype=np.float32)
         for layer in moe.layers:
-            names = [name.replace(".weight", ".bias") for name in _expert_names(moe, layer)]
+            names = [bias_name(name) for name in _expert_names(self.config, moe, layer)]
             for part, size in enumerate((width, width, self.hidden)):
                 table[layer, :, part * width : part * width + size] = self._vectors(names[part::3], size)
         return self._keep(table)
@@ -190,10 +244,79 @@ class ModelWeights:
         lines = [self._matrices[name].descriptor() if name else [0] * 5 for name in names]
         return self._keep(np.array(lines, dtype=np.int64))
 
-    def _qkv_widths(self) -> tuple[int, int, int]:
-        """Columns of queries, keys and values in the pass's buffer, each padded as their matrices are."""
-        keys = round_up(self.config.num_kv_heads * self.config.head_dim, GROUP)
-        return round_up(self.config.num_heads * self.config.head_dim, GROUP), keys, keys
+    def _set_recurrence(self, recurrent: RecurrentConfig) -> None:
+        """Sizes and parameters of recurrent layers, and where their parts are in a projected row."""
+        config, job, layers = self.config, self.job, self.config.recurrent_layers
+        job[fields.RECURRENCE], job[fields.CONV_KERNEL] = KINDS[recurrent.kind], recurrent.conv_kernel
+        numbers = [layers.index(layer) if layer in layers else -1 for layer in range(config.num_layers)]
+        job[fields.STATE_LAYERS_AT], job[fields.NUM_STATE_LAYERS] = self._table(numbers), len(layers)
+        job[fields.KEY_HEADS], job[fields.VALUE_HEADS] = recurrent.key_heads, recurrent.value_heads
+        job[fields.KEY_DIM], job[fields.VALUE_DIM] = recurrent.key_dim, recurrent.value_dim
+        channels = round_up(recurrent.conv_size or config.hidden_size, LANES)
+        heads, job[fields.CHANNELS] = round_up(recurrent.value_heads, LANES), channels
+        place, _, _ = RECURRENT_MATRICES[recurrent.kind]
+        names = [f"{_LAYER.format(layer)}{place}." for layer in layers]
+        convolution = "conv" if recurrent.kind == "short_conv" else "conv1d"
+        weights = [self._tensors[f"{name}{convolution}.weight"].float32()[:, 0].T for name in names]
+        padded = [np.pad(weight, ((0, 0), (0, channels - weight.shape[1]))) for weight in weights]
+        job[fields.CONV_WEIGHTS_AT] = self._keep(np.ascontiguousarray(np.stack(padded)))
+        if recurrent.conv_bias:
+            biases = self._vectors([f"{name}{convolution}.bias" for name in names], channels)
+            job[fields.CONV_BIASES_AT] = self._keep(biases)
+        if recurrent.kind == "short_conv":
+            return
+        rates = self._vectors([f"{name}A_log" for name in names], heads).astype(np.float64)
+        job[fields.RATES_AT] = self._keep(np.exp(rates).astype(np.float32))
+        job[fields.RATE_BIASES_AT] = self._keep(self._vectors([f"{name}dt_bias" for name in names], heads))
+        self._set_memory(recurrent, names)
+
+    def _set_memory(self, recurrent: RecurrentConfig, names: list[str]) -> None:
+        """What is particular to the delta rule and to Mamba2; `names` are prefixes of the layers' tensors."""
+        job, values = self.job, recurrent.value_heads * recurrent.value_dim
+        layer = self.config.recurrent_layers[0]
+        widths = self._input_widths(layer)
+        first = sum(widths[:3]) if layer in self.config.attending_layers else 0
+        if recurrent.kind == "gated_delta":
+            columns = (first, *(first + sum(widths[:part]) for part in (1, 2, 3)))
+            norms, groups = np.tile(self._norm_weights(names), recurrent.value_heads), recurrent.value_heads
+        else:
+            job[fields.PASSED_AT] = self._keep(
+                self._vectors([f"{name}D" for name in names], recurrent.value_heads)
+            )
+            columns = (first + values, first, first + values + recurrent.conv_size, 0)
+            norms, groups = self._norm_weights(names), recurrent.norm_groups
+            job[fields.GATED_NORM] = recurrent.gated_norm
+        job[fields.CONV_COLUMN], job[fields.GATE_COLUMN] = columns[:2]
+        job[fields.RATE_COLUMN], job[fields.STRENGTH_COLUMN] = columns[2:]
+        job[fields.NORM_GROUPS], job[fields.MIXER_NORMS_AT] = groups, self._keep(norms)
+
+    def _norm_weights(self, names: list[str]) -> npt.NDArray[np.float32]:
+        """The weights of the norms of what recurrent layers read; empty ones if there are none."""
+        tensors = [
+            self._tensors[f"{name}norm.weight"].float32()
+            for name in names
+            if f"{name}norm.weight" in self._tensors
+        ]
+        return np.stack(tensors) if tensors else np.zeros((1, 1), dtype=np.float32)
+
+
+def mixer_names(config: ModelConfig, layer: int) -> list[str | None]:
+    """The matrices of a layer that read the norm before its mixer, then those of what it adds."""
+    prefix, inputs, outputs = _LAYER.format(layer), list[str](), list[str | None]([None, None])
+    if layer in config.attending_layers:
+        attention = [*"qkv", "gate"] if config.attention_gate else [*"qkv"]
+        inputs += [f"{prefix}self_attn.{part}_proj.weight" for part in attention]
+        outputs[0] = f"{prefix}self_attn.o_proj.weight"
+    if config.recurrent is not None and config.is_recurrent(layer):
+        place, parts, output = RECURRENT_MATRICES[config.recurrent.kind]
+        inputs += [f"{prefix}{place}.{part}.weight" for part in parts]
+        outputs[1] = f"{prefix}{place}.{output}.weight"
+    return [*inputs, *[None] * (fields.INPUTS - len(inputs)), *outputs]
+
+
+def bias_name(name: str | None) -> str:
+    """The bias of a matrix."""
+    return (name or "").replace(".weight", ".bias")
 
 
 def matrix_names(config: ModelConfig) -> list[str | None]:
@@ -205,17 +328,25 @@ def matrix_names(config: ModelConfig) -> list[str | None]:
     shared = "mlp.shared_experts" if config.moe and config.moe.shared_intermediate_size else None
     names: list[str | None] = []
     for layer in range(config.num_layers):
-        names += [_LAYER.format(layer) + f"{part}.weight" for part in _ATTENTION]
+        names += mixer_names(config, layer)
         mlp = shared if layer in sparse else "mlp"
-        names += [_LAYER.format(layer) + f"{mlp}.{part}.weight" if mlp else None for part in _MLP]
+        if not config.has_part(layer, FEED_FORWARD):
+            mlp = None
+        parts = _mlp_parts(config)
+        names += [_LAYER.format(layer) + f"{mlp}.{part}.weight" if mlp else None for part in parts]
     head = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
     return [*names, "model.embed_tokens.weight", head]
 
 
-def _expert_names(moe: MoeConfig, layer: int) -> list[str]:
-    prefix = _LAYER.format(layer)
+def _mlp_parts(config: ModelConfig) -> tuple[str, str, str]:
+    """The matrices of an MLP: gate, up and down; without a gate, the second is not read."""
+    return ("gate_proj" if config.is_gated else "up_proj", "up_proj", "down_proj")
+
+
+def _expert_names(config: ModelConfig, moe: MoeConfig, layer: int) -> list[str]:
+    prefix, parts = _LAYER.format(layer), _mlp_parts(config)
     return [
-        f"{prefix}mlp.experts.{expert}.{part}.weight" for expert in range(moe.num_experts) for part in _MLP
+        f"{prefix}mlp.experts.{expert}.{part}.weight" for expert in range(moe.num_experts) for part in parts
     ]
 
 
@@ -223,8 +354,9 @@ def _pack_matrices(
     checkpoint: Checkpoint, quantization: str, threads: int, known: Mapping[str, PackedMatrix]
 ) -> dict[str, PackedMatrix]:
     """All matrices by name, packed by several threads unless they are known."""
-    moe = checkpoint.config.moe
-    names = [name for name in matrix_names(checkpoint.config) if name]
-    names += [name for layer in sorted(moe.layers) for name in _expert_names(moe, layer)] if moe else []
+    config, moe = checkpoint.config, checkpoint.config.moe
+    names = [name for name in matrix_names(config) if name]
+    if moe is not None:
+        names += [name for layer in sorted(moe.layers) for name in _expert_names(config, moe, layer)]
     tensors = {name: checkpoint.tensors[name] for name in names if name not in known}
     return {**known, **pack_matrices(tensors, quantization, threads)}

@@ -34,6 +34,7 @@ from paceline.backends.cpu.job import (
     JOINT_QK_NORM,
     KV_AT,
     KV_HEADS,
+    KV_LAYERS_AT,
     MAX_PAGES,
     NUM_PAGES,
     PAGES_AT,
@@ -60,12 +61,14 @@ from paceline.backends.cpu.job import (
 )
 from paceline.backends.cpu.matmul import multiply_rows, tiles_at_once, unit_bytes, unpack_tiles
 from paceline.backends.cpu.rows import (
+    RELU2,
     copy_row,
     gate,
     normalize,
     normalize_head,
     record_stride,
     rotate,
+    scale_row,
     write_record,
 )
 from paceline.backends.cpu.simd import load_float, load_int32, load_int64, store_int64
@@ -99,6 +102,7 @@ def project(tasks, job, counter, matrix, records, rows, out, out_stride, bias, a
 @compiled
 def _block_address(job, layer, page, head):  # type: ignore[no-untyped-def]
     """Where the keys of a page start, for a layer and KV head."""
+    layer = load_int64(field(job, KV_LAYERS_AT) + 8 * layer)
     width = field(job, HEAD_WIDTH)
     padded = (width + 15) // 16 * 16
     size = (2 if field(job, HALF_KV) else 4) * PAGE * (width + padded)
@@ -270,11 +274,12 @@ def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-u
 
 @compiled
 def gate_unit(  # type: ignore[no-untyped-def]
-    job, unit, gates, ups, gate_biases, up_biases, records, stride, rows, out, scratch
+    job, unit, gates, ups, gate_biases, up_biases, records, stride, rows, shares, out, scratch
 ):
     """32 columns of the gate and up projections of all rows, activated, and their records at `out`.
 
-    Two groups of the records that are read are `stride` records apart; biases may be 0.
+    Two groups of the records that are read are `stride` records apart; biases may be 0, and so may `shares`,
+    factors of the rows.
     """
     quantized, run_tile, activation = field(job, QUANTIZED), field(job, RUN_TILE), field(job, ACTIVATION)
     size = RECORD if quantized else 4 * GROUP
@@ -290,6 +295,8 @@ def gate_unit(  # type: ignore[no-untyped-def]
             multiply_rows(
                 run_tile, gates, tile, records, stride, start, count, scratch + place, 4 * GROUP, gate_bias, 0
             )
+            if activation == RELU2:  # which has no gate
+                continue
             up_bias = up_biases + 4 * COLUMNS * tile if up_biases != 0 else 0
             multiply_rows(
                 run_tile, ups, tile, records, stride, start, count, ups_at + place, 4 * GROUP, up_bias, 0
@@ -297,11 +304,13 @@ def gate_unit(  # type: ignore[no-untyped-def]
         for row in range(count):
             values = scratch + 4 * GROUP * row
             gate(values, ups_at + 4 * GROUP * row, activation)
+            if shares != 0:
+                scale_row(values, load_float(shares + 4 * (start + row)), GROUP)
             write_record(values, out + (start + row) * size, quantized)
 
 
 @compiled
-def gate_rows(tasks, job, counter, rows, gates, ups, scratch):  # type: ignore[no-untyped-def]
+def gate_rows(tasks, job, counter, rows, gates, ups, shares, scratch):  # type: ignore[no-untyped-def]
     """Gate, up and activation of all rows, 32 columns a task."""
     size = RECORD if field(job, QUANTIZED) else 4 * GROUP
     units, stride = COLUMNS * load_int64(gates + 24) // GROUP, record_stride(rows)
@@ -310,4 +319,4 @@ def gate_rows(tasks, job, counter, rows, gates, ups, scratch):  # type: ignore[n
         if unit >= units:
             return
         out = field(job, WIDE_RECORDS_AT) + unit * stride * size
-        gate_unit(job, unit, gates, ups, 0, 0, field(job, RECORDS_AT), stride, rows, out, scratch)
+        gate_unit(job, unit, gates, ups, 0, 0, field(job, RECORDS_AT), stride, rows, shares, out, scratch)

@@ -27,6 +27,8 @@ from paceline.backends.cpu.job import (
     NORMED_STATES,
     NORMS_AT,
     OUTPUT_NORMS_AT,
+    QKV_AT,
+    QKV_STRIDE,
     QUANTIZED,
     RECORDS_AT,
     RESIDUAL_SCALE,
@@ -41,6 +43,7 @@ from paceline.backends.cpu.rows import (
     add_scaled_row,
     center,
     copy_row,
+    gate_by_sigmoid,
     normalize,
     read_matrix_row,
     record_stride,
@@ -111,14 +114,17 @@ def normalize_rows(tasks, job, counter, rows, norm, gathered, scratch):  # type:
 
 
 @compiled
-def quantize_rows(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
-    """The attention's output into records."""
+def quantize_rows(tasks, job, counter, rows, gate_column):  # type: ignore[no-untyped-def]
+    """The attention's output into records; with the sigmoid of what is at `gate_column`, if that is not 0."""
     padded, stride = field(job, ATTENTION_PADDED), record_stride(rows)
     while True:
         row, _ = take(tasks, counter, rows, 1)
         if row >= rows:
             return
         source = field(job, ATTENTION_AT) + 4 * padded * row
+        if gate_column != 0:
+            gates = field(job, QKV_AT) + row * field(job, QKV_STRIDE) + 4 * gate_column
+            gate_by_sigmoid(source, gates, padded)
         write_records(source, padded // GROUP, field(job, RECORDS_AT), stride, row, field(job, QUANTIZED))
 
 

@@ -21,6 +21,8 @@ from paceline.backends.cpu.job import (
     ROUTER_BIASES_AT,
     ROUTERS_AT,
     SHARE_SCALE,
+    SHARED_GATES_AT,
+    SHARED_SHARES_AT,
     SHARES_AT,
     SIGMOID_SCORES,
     STATE_AT,
@@ -51,7 +53,7 @@ def route_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-un
     padded, experts = field(job, HIDDEN_PADDED), field(job, EXPERTS)
     weight = load_int64(field(job, NORMS_AT) + 8 * (2 * layer + 1))
     router = field(job, ROUTERS_AT) + 4 * padded * experts * layer
-    biases = field(job, ROUTER_BIASES_AT)
+    biases, shared_gates = field(job, ROUTER_BIASES_AT), field(job, SHARED_GATES_AT)
     scores = scratch + 4 * padded
     while True:
         row, _ = take(tasks, counter, rows, 1)
@@ -69,6 +71,12 @@ def route_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-un
                 score += load_float(biases + 4 * (experts * layer + expert))
             store_float(scores + 4 * expert, score)
             top = max(top, score)
+        if shared_gates != 0:
+            total = spread(np.float32(0))
+            for k in range(0, padded, 16):
+                total = fma(load(normed + 4 * k), load(shared_gates + 4 * (padded * layer + k)), total)
+            grown = _exponential(-sum_lanes(total), scores + 4 * experts)
+            store_float(field(job, SHARED_SHARES_AT) + 4 * row, np.float32(1) / (np.float32(1) + grown))
         is_sigmoid = field(job, SIGMOID_SCORES)
         divisor = _sigmoids(scores, experts) if is_sigmoid else _softmax(scores, experts, top)
         _choose(job, row, layer, scores, divisor)

@@ -40,8 +40,8 @@ from paceline.backends.cpu.simd import (
 from paceline.backends.cpu.tiles import COLUMNS, FLOAT32, GROUP, INT4, INT4K, INT6K, INT8, RECORD
 
 # Activations of the MLP's gate, by ModelConfig.activation
-SILU, GELU_TANH, CLAMPED_SILU = 0, 1, 2
-ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH, "clamped_silu": CLAMPED_SILU}
+SILU, GELU_TANH, CLAMPED_SILU, RELU2 = 0, 1, 2, 3
+ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH, "clamped_silu": CLAMPED_SILU, "relu2": RELU2}
 OFFSET, SIGNED_SIX = 128 if ISA.offset_weights else 0, ISA.signed_six
 
 
@@ -176,14 +176,35 @@ def normalize_head(values, weight, width, epsilon):  # type: ignore[no-untyped-d
         store_float(values + 4 * i, load_float(values + 4 * i) * scale * load_float(weight + 4 * i))
 
 
+@compiled(inline=True)
+def silu(values):  # type: ignore[no-untyped-def]
+    """values * sigmoid(values)."""
+    minus = multiply(values, spread(np.float32(-1)))
+    return divide(values, add(spread(np.float32(1)), exponential(minus)))
+
+
+@compiled
+def gate_by_sigmoid(values, gates, padded):  # type: ignore[no-untyped-def]
+    """values *= sigmoid(gates)."""
+    one = spread(np.float32(1))
+    for k in range(0, padded, 16):
+        grown = exponential(multiply(load(gates + 4 * k), spread(np.float32(-1))))
+        store(values + 4 * k, divide(load(values + 4 * k), add(one, grown)))
+
+
 @compiled
 def gate(gates, ups, activation):  # type: ignore[no-untyped-def]
     """The MLP's activation of 32 columns, in place of the gates: activation(gate) * up.
 
-    All are gate * sigmoid(y) for some y: SiLU's is the gate, that of GELU by tanh a polynomial of it.
+    All are gate * sigmoid(y) for some y: SiLU's is the gate, that of GELU by tanh a polynomial of it. But
+    the squared ReLU has no gate: it is that of the first values.
     """
     for k in range(0, GROUP, 16):
         value, up = load(gates + 4 * k), load(ups + 4 * k)
+        if activation == RELU2:
+            positive = larger(value, spread(np.float32(0)))
+            store(gates + 4 * k, multiply(positive, positive))
+            continue
         minus = multiply(value, spread(np.float32(-1)))
         if activation == GELU_TANH:
             # -2 sqrt(2 / pi) (gate + 0.044715 gate ** 3)

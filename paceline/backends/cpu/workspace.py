@@ -15,12 +15,14 @@ from paceline.backends.cpu.matmul import run_tile, unit_bytes
 from paceline.backends.cpu.model_weights import ModelWeights, matrix_names, round_up
 from paceline.backends.cpu.packing import PackedMatrix, address_of
 from paceline.backends.cpu.phases import GATED_BYTES, UNPACKED_SPACE
+from paceline.backends.cpu.recurrent import BLOCK
 from paceline.backends.cpu.rows import record_stride
 from paceline.backends.cpu.sampling import run_gumbel_argmax
 from paceline.backends.cpu.simd import LANES
 from paceline.backends.cpu.tiles import GROUP, RECORD
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.config import MoeConfig
+from paceline.models.config import MoeConfig, RecurrentConfig
+from paceline.models.hybrid_fields import MAX_KERNEL
 
 
 class Workspace(ModelWeights):
@@ -57,6 +59,8 @@ class Workspace(ModelWeights):
         self._set_buffers()
         if self.config.moe is not None:
             self._set_expert_buffers(self.config.moe)
+        if self.config.recurrent is not None:
+            self._set_recurrent_buffers(self.config.recurrent)
 
     def first_layers(self, count: int) -> Workspace:
         """The same without the layers from `count` on. Weights and buffers are shared: passes take turns."""
@@ -91,13 +95,14 @@ class Workspace(ModelWeights):
 
     def _set_buffers(self) -> None:
         config, job, rows = self.config, self.job, self.rows
-        attention, qkv = round_up(config.num_heads * config.head_dim, GROUP), sum(self._qkv_widths())
+        attention, qkv = round_up(config.num_heads * config.head_dim, GROUP), self.inputs_width
         job[fields.STATE_AT] = self._buffer(rows, self.hidden)
         if job[fields.OUTPUT_NORMS_AT]:
             job[fields.BRANCH_AT] = self._buffer(rows, self.hidden)
         job[fields.QKV_AT], job[fields.QKV_STRIDE] = self._buffer(rows, qkv), 4 * qkv
         job[fields.ATTENTION_AT], job[fields.ATTENTION_PADDED] = self._buffer(rows, attention), attention
-        groups, stride = max(self.hidden, attention, self._entry_width) // GROUP, record_stride.py_func(rows)
+        most = max(self.hidden, attention, self._entry_width, self._mixed_width)
+        groups, stride = most // GROUP, record_stride.py_func(rows)
         job[fields.RECORDS_AT] = self._buffer(groups, stride, self._record, dtype=np.uint8)
         shared = config.moe.shared_intermediate_size if config.moe else 0
         wide = round_up(max(config.intermediate_size, shared), GROUP) // GROUP
@@ -120,7 +125,25 @@ class Workspace(ModelWeights):
         deepest = max(self._entry_width // GROUP, *(matrix.groups for matrix in self._matrices.values()))
         gated = 2 * unit_bytes.py_func(self.hidden // GROUP)
         unpacked: int = max(UNPACKED_SPACE, unit_bytes.py_func(deepest), gated)
-        return max(attention, GATED_BYTES + unpacked, routing, 4 * self._entry_width)
+        memory = 4 * BLOCK * (config.recurrent.key_dim + MAX_KERNEL) if config.recurrent else 0
+        return max(attention, GATED_BYTES + unpacked, routing, 4 * self._entry_width, memory)
+
+    @property
+    def _mixed_width(self) -> int:
+        """Floats of a row that recurrent layers give to their output projection."""
+        own = self.config.recurrent
+        return round_up(own.value_heads * own.value_dim or self.config.hidden_size, GROUP) if own else 0
+
+    def _set_recurrent_buffers(self, recurrent: RecurrentConfig) -> None:
+        job, rows, layers = self.job, self.rows, len(self.config.recurrent_layers)
+        channels, heads = int(job[fields.CHANNELS]), round_up(recurrent.value_heads, LANES)
+        kept, blocks = channels + 2 * heads, round_up(recurrent.value_dim, BLOCK) // BLOCK
+        job[fields.KEPT_ROWS_AT] = self._buffer(layers, rows, kept)
+        job[fields.KEPT_STRIDE], job[fields.KEPT_LAYER] = 4 * kept, 4 * kept * rows
+        job[fields.MIXED_AT] = self._buffer(rows, self._mixed_width)
+        job[fields.MIXED_PADDED] = self._mixed_width
+        job[fields.CONVOLVED_AT] = self._buffer(rows * channels + LANES)  # the last heads' vectors are whole
+        job[fields.READS_AT] = self._buffer(rows, recurrent.value_heads, blocks * BLOCK)
 
     def _set_expert_buffers(self, moe: MoeConfig) -> None:
         job, pairs, width = (
@@ -130,6 +153,8 @@ class Workspace(ModelWeights):
         )
         job[fields.CHOICES_AT] = self._buffer(pairs, 2, dtype=np.int64)
         job[fields.SHARES_AT] = self._buffer(pairs)
+        if moe.shared_gate:
+            job[fields.SHARED_SHARES_AT] = self._buffer(self.rows)
         job[fields.SPANS_AT] = self._buffer(moe.num_experts, 2, dtype=np.int64)
         groups = self.hidden // GROUP
         job[fields.EXPERT_RECORDS_AT] = self._buffer(pairs, groups, self._record, dtype=np.uint8)

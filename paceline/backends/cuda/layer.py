@@ -14,7 +14,6 @@ from paceline.backends.cuda.kernels.packing import FP8_GROUP, SCALE_WORDS, step_
 from paceline.backends.cuda.kernels.routing import Mixture
 from paceline.backends.cuda.kernels.scoring import LLAMA_SCORING, Scoring
 from paceline.backends.cuda.latent import LatentWeights
-from paceline.backends.cuda.recurrent import MATRICES
 from paceline.backends.cuda.shard import Shard
 from paceline.backends.cuda.tiled import (
     heads_matrix,
@@ -27,7 +26,7 @@ from paceline.backends.cuda.tiled import (
 )
 from paceline.models.blocks import Take
 from paceline.models.config import LatentConfig, ModelConfig, MoeConfig, RopeConfig
-from paceline.models.layout import NORMS
+from paceline.models.layout import NORMS, RECURRENT_MATRICES
 
 PACKINGS = (
     "mxfp4",
@@ -193,7 +192,7 @@ class _LayerLoader:
 
     def _recurrence(self, kind: str) -> Layer:
         """A layer's recurrence, without what follows it."""
-        place, inputs, output = MATRICES[kind]
+        place, inputs, output = RECURRENT_MATRICES[kind]
         recurrent, take = self.read.config.recurrent, self._take
         biases = kind == "short_conv" and recurrent is not None and recurrent.conv_bias
         read_by, packed = self._matrices([f"{place}.{part}" for part in inputs])

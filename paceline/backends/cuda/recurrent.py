@@ -27,13 +27,8 @@ from paceline.backends.cuda.tables import to_device
 from paceline.core.arrays import Int32Array
 from paceline.core.forward import ForwardBatch
 from paceline.models.config import ModelConfig
+from paceline.models.layout import RECURRENT_MATRICES
 
-# where a recurrence is in a layer, the matrices that read the residual stream, and the one that adds to it
-MATRICES = {
-    "short_conv": ("conv", ("in_proj",), "o_proj"),
-    "gated_delta": ("linear_attn", ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"), "out_proj"),
-    "mamba2": ("mamba", ("in_proj",), "out_proj"),
-}
 LINES = 8  # of a WalkPlan
 
 
@@ -69,7 +64,7 @@ def load_parameters(config: ModelConfig, take: Callable[[str], torch.Tensor]) ->
     recurrent = config.recurrent
     if recurrent is None:
         return None
-    place, _, _ = MATRICES[recurrent.kind]
+    place, _, _ = RECURRENT_MATRICES[recurrent.kind]
     has_memory = recurrent.kind != "short_conv"
     convolution = "conv" if recurrent.kind == "short_conv" else "conv1d"
 

@@ -10,14 +10,21 @@ import numpy as np
 from paceline.backends.cpu import CpuBackend
 from paceline.backends.cpu.isa import ISA
 from paceline.check_digest import generation_digest
-from tests.backends.cpu.checkpoints import blocks_checkpoint, uneven_checkpoint
+from tests.backends.cpu.checkpoints import (
+    RECURRENCES,
+    blocks_checkpoint,
+    recurrent_checkpoint,
+    uneven_checkpoint,
+)
 from tests.backends.driver import drive
 
 
 def digests() -> dict[str, str]:
     """A digest of the logits of a prefill, a tree and a decode, for each model and quantization."""
     found = {"paceline check": generation_digest()}
-    for checkpoint in (blocks_checkpoint(), uneven_checkpoint()):
+    models = {"blocks": blocks_checkpoint(), "uneven": uneven_checkpoint()}
+    models |= {kind: recurrent_checkpoint(kind) for kind in RECURRENCES}
+    for model, checkpoint in models.items():
         for quantization in ("native", "int8", "none"):
             backend = CpuBackend.load(checkpoint, quantization=quantization, threads=2, max_rows=48)
             request = drive(backend, pages_each=4)[0]
@@ -28,8 +35,9 @@ def digests() -> dict[str, str]:
             ]
             backend.close()
             assert all(np.isfinite(part).all() for part in logits)
-            name = f"{checkpoint.config.vocab_size} {quantization}"
-            found[name] = hashlib.sha256(b"".join(part.tobytes() for part in logits)).hexdigest()
+            found[f"{model} {quantization}"] = hashlib.sha256(
+                b"".join(part.tobytes() for part in logits)
+            ).hexdigest()
     return found
 
 

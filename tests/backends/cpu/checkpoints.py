@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
 import numpy as np
 
 from paceline.models.checkpoint import Checkpoint, Tensor
-from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
+from paceline.models.config import ModelConfig, MoeConfig, RecurrentConfig, RopeConfig
 from paceline.models.gguf import GgufTensor
 from paceline.models.gguf_blocks import FORMATS
 from paceline.models.layout import expected_tensors
@@ -100,6 +101,14 @@ ALL_BLOCKS = ModelConfig(
     **SIZES,
 )
 
+# A recurrent layer of each kind, then one that attends; heads are no multiples of a vector
+HEADS = {"key_heads": 2, "value_heads": 6, "key_dim": 18, "value_dim": 22}
+RECURRENCES = {
+    "short_conv": RecurrentConfig("short_conv", frozenset({0}), 3, conv_bias=True),
+    "gated_delta": RecurrentConfig("gated_delta", frozenset({0}), 4, **HEADS),
+    "mamba2": RecurrentConfig("mamba2", frozenset({0}), 4, conv_bias=True, norm_groups=2, **HEADS),
+}
+
 
 def floats(values: np.ndarray) -> GgufTensor:
     """An array as a tensor of a file."""
@@ -163,6 +172,12 @@ def blocks_checkpoint() -> Checkpoint:
 def uneven_checkpoint() -> Checkpoint:
     """A model whose sizes all leave half of their last group empty."""
     return _checkpoint(UNEVEN, {})
+
+
+def recurrent_checkpoint(kind: str) -> Checkpoint:
+    """A model with a recurrent layer of this kind."""
+    config = replace(UNEVEN, recurrent=RECURRENCES[kind], attention_gate=kind == "gated_delta")
+    return _checkpoint(config, {})
 
 
 def all_blocks_checkpoint() -> Checkpoint:

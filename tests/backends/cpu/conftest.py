@@ -11,7 +11,7 @@ from paceline.models.checkpoint import Checkpoint
 from paceline.models.registry import load_checkpoint, resolve
 from tests.backends.cpu.checkpoints import all_blocks_checkpoint, blocks_checkpoint, uneven_checkpoint
 from tests.tiny import save_checkpoint
-from tests.tiny_families import FAMILIES, TORCH_FAMILIES
+from tests.tiny_families import FAMILIES, MORE_HYBRIDS, TORCH_FAMILIES
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +23,7 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], C
     def load(name: str) -> Checkpoint:
         if name in made:
             return made[name]()
-        if name in FAMILIES | TORCH_FAMILIES:
+        if name in FAMILIES | TORCH_FAMILIES | MORE_HYBRIDS:
             return load_checkpoint(save_checkpoint(name, tmp_path_factory.mktemp(name)))
         return load_checkpoint(resolve(name))
 

@@ -49,7 +49,7 @@ class Subject:
         same = itertools.takewhile(
             lambda pair: pair[0] == pair[1], zip(self._said, tokens[:-1], strict=False)
         )
-        shared = len(list(same))
+        shared = 0 if self._alone.states is not None else len(list(same))  # a state cannot go back
         self._alone.context_length, self._said = shared, list(tokens)
         for end in range(shared, len(tokens)):
             self._remembered[tokens[: end + 1]] = self._alone.extend(tokens[end : end + 1])[0]

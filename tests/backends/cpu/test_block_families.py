@@ -21,11 +21,11 @@ from paceline.models.checkpoint import Checkpoint
 from paceline.models.needs import missing_blocks
 from tests.backends.cpu.subject import TREES, assert_chunks_are_true, assert_tree_is_true, load, plant
 from tests.backends.driver import drive, run
-from tests.tiny_families import TORCH_FAMILIES
+from tests.tiny_families import MORE_HYBRIDS, TORCH_FAMILIES
 
 CLOSE = 1e-4
 TREE = TREES["late branches"]
-MODELS = [*TORCH_FAMILIES, "all blocks"]
+MODELS = [*TORCH_FAMILIES, *MORE_HYBRIDS, "all blocks"]
 
 
 def runs(checkpoint: Checkpoint) -> bool:
@@ -89,6 +89,8 @@ def test_the_first_layers_are_a_model_of_their_own(
 
 def test_an_unknown_block_is_refused_by_name(checkpoint_of: Callable[[str], Checkpoint]) -> None:
     known = checkpoint_of("gemma3")
-    other = replace(known, config=replace(known.config, activation="relu2"), source=Path("x"))
-    with pytest.raises(BackendError, match=r"has relu2 activations, for which the cpu .* --backend torch"):
+    other = replace(known, config=replace(known.config, value_norm=True), source=Path("x"))
+    with pytest.raises(
+        BackendError, match=r"has norms without weights, for which the cpu .* --backend torch"
+    ):
         load_backend(other, BackendOptions("cpu"), 16)
