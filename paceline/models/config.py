@@ -142,6 +142,7 @@ class RecurrentConfig:
     value_dim: int = 0  # of a head
     norm_groups: int = 1  # mamba2: each part of this number is normed by itself; 0: nothing is normed
     gated_norm: bool = True  # mamba2: what is normed is gated already
+    tiled_values: bool = False  # gated_delta: those that share a key head are key_heads apart, in GGUF files
     beside_attention: bool = False  # these layers attend too: what both give is added
 
     @property
@@ -324,6 +325,7 @@ class ModelConfig:
             "latent attention": self.latent is not None,
             "gated attention": self.attention_gate,
             RECURRENT_WORDS[self.recurrent.kind] if self.recurrent else "": self.recurrent is not None,
+            "tiled value heads": self.recurrent is not None and self.recurrent.tiled_values,
             "attention beside a recurrence": self.recurrent is not None and self.recurrent.beside_attention,
             "layers of one block": bool(self.layer_parts),
             "layers with different heads": len({*self.layer_shapes}) > 1,

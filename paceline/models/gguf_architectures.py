@@ -50,10 +50,34 @@ BLOCK_NAMES = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
-WITHOUT_SUFFIX = ("attn_sinks", "exp_probs_b")  # parts whose names here end before .weight or .bias
+WITHOUT_SUFFIX = ("attn_sinks", "exp_probs_b", "ssm_dt")  # parts whose names here end before .weight or .bias
+CONVOLUTIONS = ("shortconv.conv", "ssm_conv1d")  # parts of [channels, 1, kernel]
 _JOINED_MLP = {"ffn_up": "mlp.gate_up_proj"}
 _CAPS = {"attn_logit_softcapping": "attn_logit_softcapping"}
 _CAPS |= {"final_logit_softcapping": "final_logit_softcapping"}
+
+
+_DELTA_NET_KEYS = {
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "full_attention_interval": "full_attention_interval",
+}
+_DELTA_NET_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+_SHARED_EXPERT_NAMES = {
+    f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
+}
 
 
 def _nothing_more(fields: Fields) -> Values:
@@ -70,6 +94,7 @@ class Architecture:
     names: Mapping[str, str] = field(default_factory=dict)  # of a layer's parts, beside BLOCK_NAMES
     more: Callable[[Fields], Values] = _nothing_more  # config keys that take more than a metadata key
     truncated_yarn: bool = True  # see RopeConfig.truncate
+    tiled_values: bool = False  # see RecurrentConfig.tiled_values, if key heads are shared
 
 
 def _llama(fields: Fields) -> Values:
@@ -151,6 +176,32 @@ def mtp_layers(fields: Fields) -> int:
     return fields.integer("nextn_predict_layers", 0, least=0, most=MAX_MTP_LAYERS)
 
 
+def _lfm2(fields: Fields) -> Values:
+    """Layers without KV heads are short convolutions. Files have the final size of the MLP."""
+    heads = fields.values.get("attention.head_count_kv")
+    if not isinstance(heads, np.ndarray) or not heads.any():
+        raise fields.wrong("attention.head_count_kv", "the number of KV heads of each layer")
+    return {
+        "num_key_value_heads": int(heads.max()),
+        "layer_types": [FULL if count else "conv" for count in heads.tolist()],
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _qwen35(fields: Fields) -> Values:
+    """The size of value heads, which files have of all heads together, and the share of heads with rope."""
+    heads, size = fields.integer("ssm.time_step_rank"), fields.integer("ssm.inner_size")
+    if size % heads:
+        raise fields.wrong("ssm.inner_size", f"a multiple of the {heads} value heads")
+    rotated = fields.integer("rope.dimension_count") / fields.integer("attention.key_length")
+    own = {"linear_value_head_dim": size // heads, "partial_rotary_factor": rotated}
+    return _without_mtp(fields) | own
+
+
+def _qwen35_moe(fields: Fields) -> Values:
+    return _qwen35(fields) | _qwen3_moe(fields)
+
+
 def _gpt_oss(fields: Fields) -> Values:
     return _windows(fields) | {"intermediate_size": fields.values.get("expert_feed_forward_length")}
 
@@ -192,9 +243,7 @@ ARCHITECTURES = {
         names={
             "post_attention_norm": "post_attention_layernorm",
             "exp_probs_b": "mlp.gate.e_score_correction_bias",
-            "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-            "ffn_up_shexp": "mlp.shared_experts.up_proj",
-            "ffn_down_shexp": "mlp.shared_experts.down_proj",
+            **_SHARED_EXPERT_NAMES,
         },
         more=_glm4,
     ),
@@ -205,6 +254,26 @@ ARCHITECTURES = {
         more=_windows,
     ),
     "exaone4": Architecture("exaone4", more=_windows),
+    "lfm2": Architecture(
+        "lfm2",
+        keys={"norm_eps": "attention.layer_norm_rms_epsilon", "conv_L_cache": "shortconv.l_cache"},
+        names={
+            "shortconv.conv": "conv.conv",
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.out_proj": "conv.o_proj",
+        },
+        more=_lfm2,
+    ),
+    "qwen35": Architecture(
+        "qwen3_5_text", keys=_DELTA_NET_KEYS, names=_DELTA_NET_NAMES, more=_qwen35, tiled_values=True
+    ),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text",
+        keys=_DELTA_NET_KEYS | {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+        names=_DELTA_NET_NAMES | _SHARED_EXPERT_NAMES | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+        more=_qwen35_moe,
+        tiled_values=True,
+    ),
     "gpt-oss": Architecture(
         "gpt_oss",
         names={"post_attention_norm": "post_attention_layernorm", "attn_sinks": "self_attn.sinks"},

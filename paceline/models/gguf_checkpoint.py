@@ -20,19 +20,23 @@ from paceline.models.gguf_architectures import (
     ARCHITECTURES,
     BLOCK_NAMES,
     CONFIG_KEYS,
+    CONVOLUTIONS,
     WITHOUT_SUFFIX,
     mtp_layers,
 )
 from paceline.models.layout import select_tensors
 from paceline.models.rope import yarn_attention_factor
+from paceline.models.tensor_views import LogOfNegated
 
 TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "token_embd_norm.weight": "model.norm.weight",  # of LFM2: the norm before the LM head
     "output.weight": "lm_head.weight",
 }
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+BLOCK_NAME = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
+RATES = re.compile(r"blk\.(\d+)\.ssm_a")  # -exp(A_log) of delta nets
 # weights [experts, out, in], biases [experts, out]
 STACKED_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|bias)")
 SINGLE_EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")  # in old files
@@ -42,7 +46,7 @@ def gguf_checkpoint(file: GgufFile) -> Checkpoint:
     """The model in an opened GGUF file, its config and tensors checked against each other."""
     config = _config(file)
     tensors: dict[str, Tensor] = {}
-    fused = fused_matrices(config, gated_queries=False)
+    fused = fused_matrices(config, FAMILIES[config.family].files.gated_queries)
     for name, stored in _renamed(file, config):
         for own_name, tensor in split_joined(name, stored, fused):
             if own_name in tensors:
@@ -67,10 +71,10 @@ def _config(file: GgufFile) -> ModelConfig:
     fields = Fields(metadata, f"{source}: {architecture}")
     keys = {**CONFIG_KEYS, **known.keys}
     values: dict[str, object] = {key: metadata.get(name) for key, name in keys.items()}
-    values |= {"model_type": known.family} | known.more(fields)
     values["num_key_value_heads"] = metadata.get(
         "attention.head_count_kv", metadata.get("attention.head_count")
     )
+    values |= {"model_type": known.family} | known.more(fields)
     values["rope_theta"] = fields.number("rope.freq_base", 10000.0)
     values["norm_topk_prob"] = fields.flag("expert_weights_norm", True)
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
@@ -83,6 +87,9 @@ def _config(file: GgufFile) -> ModelConfig:
     config = _with_rope_size(fields, model_config(values, source))
     if "blk.0.attn_q.bias" in file.tensors and not config.qkv_bias:
         config = replace(config, qkv_bias=True)
+    recurrent = config.recurrent
+    if known.tiled_values and recurrent and recurrent.key_heads < recurrent.value_heads:
+        config = replace(config, recurrent=replace(recurrent, tiled_values=True))
     if "rope_freqs.weight" in file.tensors:
         divisors = _frequency_divisors(file, config.rope.dim or config.head_dim)
         config = _with_rope(config, replace(config.rope, frequency_divisors=divisors))
@@ -154,7 +161,7 @@ def _frequency_divisors(file: GgufFile, rotated: int) -> tuple[float, ...]:
     return divisors
 
 
-def _renamed(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, GgufTensor]]:
+def _renamed(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """Every tensor under its Hugging Face name, experts one by one, rope rows in half-split order."""
     architecture = str(file.metadata["general.architecture"])
     known = ARCHITECTURES[architecture]
@@ -172,9 +179,17 @@ def _renamed(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, GgufTen
                 yield f"model.layers.{match[1]}.mlp.experts.{expert}.{match[2]}_proj.{match[3]}", part
         elif match := SINGLE_EXPERT.fullmatch(name):
             yield f"model.layers.{match[1]}.mlp.experts.{match[3]}.{match[2]}_proj.weight", tensor
+        elif (match := RATES.fullmatch(name)) and "ssm_alpha" in names:
+            if not (tensor.float32() < 0).all():
+                raise damaged(file.path, f"{name} has values that are not negative")
+            yield f"model.layers.{match[1]}.linear_attn.A_log", LogOfNegated(tensor)
         elif (match := BLOCK_NAME.fullmatch(name)) and match[2] in names:
             if known.interleaved_rope and match[2] in ("attn_q", "attn_k"):
                 tensor = _half_split(file, name, tensor, config)
+            if match[2] in CONVOLUTIONS and len(tensor.shape) == 2:  # files leave out the axis of 1
+                tensor = replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
+            if match[2] == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:
+                tensor = replace(tensor, shape=(1, *tensor.shape))
             suffix = "" if match[2] in WITHOUT_SUFFIX else f".{match[3]}"
             yield f"model.layers.{match[1]}.{names[match[2]]}{suffix}", tensor
         elif name.startswith("rope_factors_"):

@@ -244,10 +244,11 @@ class GatedDeltaNet:
         sizes, key_size = self.recurrent, self.recurrent.key_heads * self.recurrent.key_dim
         query, key, value = torch.split(mixed, [key_size, key_size, len(mixed) - 2 * key_size])
         shared_by = sizes.value_heads // sizes.key_heads
-        query, key = (
-            unit_length(part.view(sizes.key_heads, -1)).repeat_interleave(shared_by, dim=0)
-            for part in (query, key)
-        )
+        query, key = (unit_length(part.view(sizes.key_heads, -1)) for part in (query, key))
+        if sizes.tiled_values:
+            query, key = query.repeat(shared_by, 1), key.repeat(shared_by, 1)
+        else:
+            query, key = (part.repeat_interleave(shared_by, dim=0) for part in (query, key))
         return query / sizes.key_dim**0.5, key, value.view(sizes.value_heads, -1)
 
 

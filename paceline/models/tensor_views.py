@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from decimal import Decimal
 
 import numpy as np
 import numpy.typing as npt
@@ -108,3 +109,17 @@ class Scaled(_Computed):
     def take_rows(self, part: slice) -> Scaled:
         """Some of these rows."""
         return Scaled(self.tensor.take_rows(part), self.factors[part])
+
+
+@dataclass(frozen=True)
+class LogOfNegated(_Computed):
+    """A vector of which files hold the negative exponentials."""
+
+    def float32(self) -> npt.NDArray[np.float32]:
+        """The values as float32, a new array of `shape`, by decimal arithmetic: libraries differ in bits."""
+        values = [float(Decimal(-float(value)).ln()) for value in self.tensor.float32()]
+        return np.array(values, dtype=np.float32)
+
+    def take_rows(self, part: slice) -> LogOfNegated:
+        """Some of these values."""
+        return LogOfNegated(self.tensor.take_rows(part))

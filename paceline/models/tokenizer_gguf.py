@@ -25,6 +25,9 @@ GPT2_SPLIT = None  # the pattern built into the library's ByteLevel
 _CONTRACTIONS_AND_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _SIGNS_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 QWEN2_SPLIT = _CONTRACTIONS_AND_WORDS + r"\p{N}" + _SIGNS_AND_SPACES
+QWEN35_SPLIT = QWEN2_SPLIT.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
+    r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
+)
 LLAMA3_SPLIT = _CONTRACTIONS_AND_WORDS + r"\p{N}{1,3}" + _SIGNS_AND_SPACES
 
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -52,8 +55,10 @@ PRE_TOKENIZERS = {
     # before a digit. We omit that step, as transformers does for this file.
     "smollm": PreTokenizer(GPT2_SPLIT),
     "qwen2": PreTokenizer(QWEN2_SPLIT),
+    "qwen35": PreTokenizer(QWEN35_SPLIT),
     "deepseek-r1-qwen": PreTokenizer(QWEN2_SPLIT),
     "llama-bpe": PreTokenizer(LLAMA3_SPLIT, add_bos=True, whole_words_first=True),
+    "lfm2": PreTokenizer(LLAMA3_SPLIT, add_bos=True, whole_words_first=True),
     "dbrx": PreTokenizer(LLAMA3_SPLIT),  # OLMo 2, Phi 4
     "glm4": PreTokenizer(LLAMA3_SPLIT),
     "olmo": PreTokenizer(GPT2_SPLIT),

@@ -107,6 +107,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "sliding_window_pattern": 2,
     },
+    "lfm2": {
+        "model_type": "lfm2",
+        **{key: value for key, value in SIZES.items() if key != "rms_norm_eps"},
+        "norm_eps": 1e-4,
+        "layer_types": ["conv", "full_attention"],
+        "conv_L_cache": 4,
+        "block_auto_adjust_ff_dim": False,
+    },
     "gpt_oss": {
         "model_type": "gpt_oss",
         **SIZES,
@@ -120,7 +128,8 @@ ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen
 ARCHITECTURES |= {"qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3", "gpt_oss": "gpt-oss"}
 ARCHITECTURES |= {"glm4_moe": "glm4moe"}
 ARCHITECTURES |= {"olmo3": "olmo2"} | {
-    name: name for name in ("gemma2", "phi3", "olmo2", "exaone4", "granite", "smollm3", "glm4", "cohere2")
+    name: name
+    for name in ("gemma2", "phi3", "olmo2", "exaone4", "lfm2", "granite", "smollm3", "glm4", "cohere2")
 }
 INTERLEAVED = ("llama", "granite", "smollm3", "glm4", "cohere2")  # architectures
 # config key -> what writes it
@@ -138,6 +147,8 @@ WRITERS = {
     "n_shared_experts": "add_expert_shared_count",
     "first_k_dense_replace": "add_leading_dense_block_count",
     "routed_scaling_factor": "add_expert_weights_scale",
+    "norm_eps": "add_layer_norm_rms_eps",
+    "conv_L_cache": "add_shortconv_l_cache",
 }
 
 GGUF_NAMES = {
@@ -162,10 +173,14 @@ GGUF_NAMES = {
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
     "self_attn.sinks": "attn_sinks",
+    "conv.conv": "shortconv.conv",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.o_proj": "shortconv.out_proj",
     "mlp.gate.e_score_correction": "exp_probs_b",
     **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
 }
 OTHER_NAMES = {name: {"post_attention_layernorm": "post_attention_norm"} for name in ("gpt_oss", "glm4_moe")}
+OTHER_NAMES["lfm2"] = {"model.norm": "token_embd_norm"}
 # matrices that a family's files hold as one
 JOINED = {
     "phi3": {"self_attn.qkv_proj": "qkv", "mlp.gate_up_proj": ("gate", "up")},
@@ -241,9 +256,11 @@ def gguf_tensors(model: str, tensors: Tensors) -> Tensors:
         match = re.fullmatch(r"(model\.layers)\.(\d+)\.(.*)\.(weight|bias)|(.*)\.(weight)", name)
         assert match is not None
         if match[5]:
-            stored[f"{GGUF_NAMES[match[5]]}.weight"] = tensor
+            stored[f"{names[match[5]]}.weight"] = tensor
             continue
         part = names[match[3]]
+        if part == "shortconv.conv":
+            tensor = tensor[:, 0]
         if ARCHITECTURES[values["model_type"]] in INTERLEAVED and part in heads:
             tensor = interleave(tensor, heads[part], values.get("partial_rotary_factor", 1.0))
         stored[f"blk.{match[2]}.{part}.{match[4]}"] = tensor
@@ -270,10 +287,14 @@ def write_gguf(
     writer.add_embedding_length(values["hidden_size"])
     writer.add_feed_forward_length(values["intermediate_size"])
     writer.add_head_count(values["num_attention_heads"])
-    writer.add_head_count_kv(values["num_key_value_heads"])
+    is_hybrid = "conv" in values.get("layer_types", ())
+    heads = values["num_key_value_heads"]
+    writer.add_head_count_kv(
+        [heads * (kind != "conv") for kind in values["layer_types"]] if is_hybrid else heads
+    )
     writer.add_key_length(values["head_dim"])
     writer.add_value_length(values["head_dim"])
-    if "layer_norm_eps" not in values:
+    if "rms_norm_eps" in values and "layer_norm_eps" not in values:
         writer.add_layer_norm_rms_eps(values["rms_norm_eps"])
     writer.add_rope_freq_base(values["rope_theta"])
     if values.get("sliding_window"):
@@ -281,7 +302,7 @@ def write_gguf(
     for key, method in WRITERS.items():
         if key in values:
             getattr(writer, method)(values[key])
-    if "layer_types" in values:
+    if "layer_types" in values and not is_hybrid:
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in values["layer_types"]])
     if "partial_rotary_factor" in values:
         writer.add_rope_dimension_count(int(values["partial_rotary_factor"] * values["head_dim"]))
@@ -300,7 +321,7 @@ def write_gguf(
     add_tokenizer(writer, values["vocab_size"])
     quantization = gguf.GGMLQuantizationType[kind]
     for name, tensor in (gguf_tensors(model, tensors) | (extra or {})).items():
-        if tensor.ndim == 1 or kind == "F32" or name.endswith(".bias"):
+        if tensor.ndim == 1 or kind == "F32" or name.endswith((".bias", "shortconv.conv.weight")):
             writer.add_tensor(name, tensor)
         else:
             writer.add_tensor(name, gguf.quants.quantize(tensor, quantization), raw_dtype=quantization)

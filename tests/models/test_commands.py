@@ -56,11 +56,15 @@ def test_show_reports_config_tensors_and_tokenizer(tmp_path: Path) -> None:
     assert "Q8_0" in run("show", str(path))
 
 
-def test_show_says_what_would_run_a_hybrid_and_why_others_refuse_it(tmp_path: Path) -> None:
+def test_show_says_why_a_backend_refuses_a_model(tmp_path: Path) -> None:
+    folder = tiny.save_checkpoint("ministral3", tmp_path)
+    text = run("show", str(folder / "model.safetensors"))  # any of its files names a model
+    assert "cpu refuses this ministral3 model: it has no kernels for scaled queries." in text
+
+
+def test_show_says_what_would_run_a_hybrid(tmp_path: Path) -> None:
     folder = tiny.save_checkpoint("lfm2", tmp_path)
     (folder / "tokenizer.json").unlink(missing_ok=True)
-    text = run("show", str(folder / "model.safetensors"))  # any of its files names a model
-    assert "cpu refuses this lfm2 model: it has no kernels for short convolutions." in text
     facts = json.loads(run("show", str(folder), "--json"))
     assert facts["cache"]["state_bytes_per_request"] > 0
     assert facts["drafters"]["layerskip"].startswith("refused: recurrent layers")

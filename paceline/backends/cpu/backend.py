@@ -15,7 +15,7 @@ from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.compiled_model import CompiledModel, CpuPool
 from paceline.backends.cpu.features import KEPT_FIELDS
 from paceline.backends.cpu.packing import address_of
-from paceline.backends.cpu.states import CpuStates, RecurrentRows, copy_state
+from paceline.backends.cpu.states import CpuStates, RecurrentRows
 from paceline.backends.cpu.workspace import Workspace
 from paceline.core.arrays import Float32Array
 from paceline.core.forward import ForwardBatch, ForwardOutput, KeptFeatures, KVPool, StatePool
@@ -124,18 +124,19 @@ class CpuBackend(CompiledModel, Backend):
     def copy_state(self, states: StatePool, source: int, destination: int) -> None:
         """Give a slot the state of another one."""
         assert isinstance(states, CpuStates)
-        copy_state(states, source, destination)
+        states.copy(source, destination)
 
     def advance_state(
         self, states: StatePool, slot: int, rows: Sequence[int], checkpoints: Mapping[int, int]
     ) -> None:
-        """Walk again along the accepted rows of a request, from the inputs that the last pass kept."""
+        """Take the states that the last pass stored, or walk again along the accepted rows."""
         assert isinstance(states, CpuStates)
         assert self._recurrent is not None
-        self._recurrent.begin_advance(states, slot, rows, checkpoints)
-        self._run_advance()
+        if not self._recurrent.take_stored(states, slot, rows, checkpoints):
+            self._recurrent.begin_advance(states, slot, rows, checkpoints)
+            self._run_advance()
         if len(rows) in checkpoints:
-            copy_state(states, slot, checkpoints[len(rows)])
+            states.copy(slot, checkpoints[len(rows)])
 
     def _prepare_features(self, batch: ForwardBatch) -> Float32Array | None:
         """Room for the wanted features of all rows, told to the job; the same room in every pass."""

@@ -64,7 +64,7 @@ from paceline.backends.cpu.job import (
 )
 from paceline.backends.cpu.matmul import DESCRIPTOR
 from paceline.backends.cpu.phases import attend_rows, gate_rows, project, rope_and_store
-from paceline.backends.cpu.recurrent import advance_states, keep_rows, recur
+from paceline.backends.cpu.recurrent import advance_states, finish_rows, keep_rows, walk_layer
 from paceline.backends.cpu.residual import (
     add_branch,
     embed_rows,
@@ -175,7 +175,7 @@ def _project_output(control, tasks, job, layer, matrix, counter, out, added, scr
 def _mix(control, tasks, job, layer, matrices, counter, scratch, only_keys, out, added):  # type: ignore[no-untyped-def]
     """Attention or a recurrence of all rows, or both, into `out` or onto it.
 
-    `only_keys`: compute only what later passes read, keys and values or inputs of a recurrence.
+    `only_keys`: compute only what later passes read, keys and values or states.
     """
     threads, line, rows = tasks[1], 64 * tasks[1], field(job, ROWS)
     output, recurrent_output = matrices + DESCRIPTOR * OUTPUT, matrices + DESCRIPTOR * RECURRENT_OUTPUT
@@ -188,6 +188,8 @@ def _mix(control, tasks, job, layer, matrices, counter, scratch, only_keys, out,
         state_layer = load_int64(field(job, STATE_LAYERS_AT) + 8 * layer)
         keep_rows(tasks, job, counter + line * 8, rows, state_layer)
     barrier(control, threads)
+    if recurs:
+        walk_layer(control, tasks, job, counter + line * 9, state_layer, scratch)
     if only_keys:
         return
     if attends:
@@ -197,10 +199,11 @@ def _mix(control, tasks, job, layer, matrices, counter, scratch, only_keys, out,
         barrier(control, threads)
         _project_output(control, tasks, job, layer, output, counter + line * 7, out, added, scratch)
     if recurs:
-        recur(control, tasks, job, counter + line * 9, state_layer, scratch)
+        finish_rows(tasks, job, counter + line * 12, rows, state_layer)
+        barrier(control, threads)
         added = 1 if added or attends else 0
         _project_output(
-            control, tasks, job, layer, recurrent_output, counter + line * 12, out, added, scratch
+            control, tasks, job, layer, recurrent_output, counter + line * 13, out, added, scratch
         )
 
 

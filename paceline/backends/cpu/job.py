@@ -21,7 +21,7 @@ from paceline.backends.cpu.simd import load_float, load_int64
     # recurrent layers, see recurrent.py: the kind (0: none), the number of each layer's state (-1: none),
     # sizes, columns of a projected row, parameters, buffers
     RECURRENCE, STATE_LAYERS_AT, NUM_STATE_LAYERS, CONV_KERNEL, CHANNELS, KEY_HEADS, VALUE_HEADS, KEY_DIM,
-    VALUE_DIM, NORM_GROUPS, GATED_NORM, CONV_COLUMN, GATE_COLUMN, RATE_COLUMN, STRENGTH_COLUMN,
+    VALUE_DIM, TILED_VALUES, NORM_GROUPS, GATED_NORM, CONV_COLUMN, GATE_COLUMN, RATE_COLUMN, STRENGTH_COLUMN,
     CONV_WEIGHTS_AT, CONV_BIASES_AT, RATES_AT, RATE_BIASES_AT, PASSED_AT, MIXER_NORMS_AT,
     KEPT_ROWS_AT, KEPT_STRIDE, KEPT_LAYER, CONVOLVED_AT, READS_AT, MIXED_AT, MIXED_PADDED, NODES_AT,
     NODES_BYTES,
@@ -63,7 +63,7 @@ from paceline.backends.cpu.simd import load_float, load_int64
     MAX_DRAFTS, DRAFTS_WANTED_AT, DRAFTS_AT, CHANCES_AT, NUM_DRAFTS_AT, CHOSEN_AT, CHOSEN_CHANCES_AT,
     NEXT_ROWS_AT, NEXT_ROWS_STRIDE,
     JOB_SIZE,
-) = range(167)  # fmt: skip
+) = range(168)  # fmt: skip
 
 # Matrices of a layer, in the order of the descriptor table; behind all layers: the embedding and the head.
 # The first INPUTS read the norm before the mixer: Q, K, V and attention's gate, or those of a recurrence.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from decimal import Decimal
 
 import numpy as np
 import numpy.typing as npt
@@ -252,6 +253,7 @@ class ModelWeights:
         job[fields.STATE_LAYERS_AT], job[fields.NUM_STATE_LAYERS] = self._table(numbers), len(layers)
         job[fields.KEY_HEADS], job[fields.VALUE_HEADS] = recurrent.key_heads, recurrent.value_heads
         job[fields.KEY_DIM], job[fields.VALUE_DIM] = recurrent.key_dim, recurrent.value_dim
+        job[fields.TILED_VALUES] = recurrent.tiled_values
         channels = round_up(recurrent.conv_size or config.hidden_size, LANES)
         heads, job[fields.CHANNELS] = round_up(recurrent.value_heads, LANES), channels
         place, _, _ = RECURRENT_MATRICES[recurrent.kind]
@@ -265,8 +267,10 @@ class ModelWeights:
             job[fields.CONV_BIASES_AT] = self._keep(biases)
         if recurrent.kind == "short_conv":
             return
-        rates = self._vectors([f"{name}A_log" for name in names], heads).astype(np.float64)
-        job[fields.RATES_AT] = self._keep(np.exp(rates).astype(np.float32))
+        rates = self._vectors([f"{name}A_log" for name in names], heads)
+        # by decimal arithmetic: numpy and C libraries differ in the last bit
+        rates[:] = [[float(Decimal(float(rate)).exp()) for rate in line] for line in rates]
+        job[fields.RATES_AT] = self._keep(rates)
         job[fields.RATE_BIASES_AT] = self._keep(self._vectors([f"{name}dt_bias" for name in names], heads))
         self._set_memory(recurrent, names)
 

@@ -10,8 +10,9 @@ so that a row's result has the same bits in a prompt chunk, in a tree and alone:
         Mamba2       M = g M + k e,  e = dt v
     read             M q
 
-A pass changes no stored state. It keeps the inputs of its rows, in all layers, and `advance_states` walks
-again along those that were accepted.
+A pass changes no request's state. It keeps the inputs of its rows, in all layers, so that `advance_states`
+can walk again along those that were accepted; and it stores the states after chains in spare places, which
+become the request's if all of a chain was accepted (states.py).
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ from paceline.backends.cpu.job import (
     STATE_BYTES,
     STATE_LAYER_BYTES,
     STRENGTH_COLUMN,
+    TILED_VALUES,
     VALUE_DIM,
     VALUE_HEADS,
     WALK_AFTER_AT,
@@ -72,6 +74,14 @@ from paceline.backends.cpu.job import (
     field,
     take,
 )
+from paceline.backends.cpu.recurrent_memory import (
+    BLOCK,
+    inverse_length,
+    product,
+    softplus,
+    sum_of_squares,
+    update,
+)
 from paceline.backends.cpu.rows import copy_row, record_stride, silu, write_records
 from paceline.backends.cpu.simd import (
     add,
@@ -79,7 +89,6 @@ from paceline.backends.cpu.simd import (
     exponential,
     fma,
     fma_float,
-    larger,
     load,
     load_float,
     load_int32,
@@ -89,7 +98,6 @@ from paceline.backends.cpu.simd import (
     store,
     store_float,
     store_int64,
-    sum_lanes,
 )
 from paceline.backends.cpu.team import barrier
 from paceline.backends.cpu.tiles import GROUP
@@ -97,8 +105,10 @@ from paceline.backends.cpu.tiles import GROUP
 # Kinds of recurrences, by RecurrentConfig.kind
 SHORT_CONV, GATED_DELTA, MAMBA2 = 1, 2, 3
 KINDS = {"short_conv": SHORT_CONV, "gated_delta": GATED_DELTA, "mamba2": MAMBA2}
-FIRST, CONTINUES = -1, -2  # where the state before a row is: the request's, that after the row before it
-BLOCK = 16  # columns of a memory that are walked together
+# where the state before a row is: the request's, that after the row before it; from 0: stored aside
+FIRST, CONTINUES = -1, -2
+# where that after it goes: nowhere; in slot n (STORED - n); from 0: aside, for rows that continue from it
+NOT_STORED, STORED = -1, -2
 PART = 512  # channels of a task of the convolution
 
 
@@ -117,26 +127,6 @@ def _kept_row(job, layer, row):  # type: ignore[no-untyped-def]
 def _state(job, layer, slot):  # type: ignore[no-untyped-def]
     """The state of a layer in a slot: the last inputs of the convolution, oldest first, then the memory."""
     return field(job, POOL_AT) + slot * field(job, STATE_BYTES) + layer * field(job, STATE_LAYER_BYTES)
-
-
-@compiled(inline=True)
-def _memory_bytes(job):  # type: ignore[no-untyped-def]
-    """Bytes of the memory of BLOCK columns."""
-    return 4 * BLOCK * field(job, KEY_DIM)
-
-
-@compiled
-def _softplus(x):  # type: ignore[no-untyped-def]
-    """log(1 + exp(x)) = max(x, 0) + log(1 + y) with y = exp(-|x|), by the series of atanh(y / (2 + y))."""
-    zero, one = spread(np.float32(0)), spread(np.float32(1))
-    minus = multiply(x, spread(np.float32(-1)))
-    y = exponential(multiply(larger(x, minus), spread(np.float32(-1))))
-    z = divide(y, add(y, add(one, one)))  # at most 1 / 3
-    square = multiply(z, z)
-    series = spread(np.float32(2 / 17))
-    for odd in (15, 13, 11, 9, 7, 5, 3, 1):
-        series = fma(series, square, spread(np.float32(2) / np.float32(odd)))
-    return fma(z, series, larger(x, zero))
 
 
 @compiled
@@ -160,7 +150,7 @@ def keep_rows(tasks, job, counter, rows, layer):  # type: ignore[no-untyped-def]
         decays = kept + 4 * channels
         for head in range(0, heads, 16):
             rate = load(source + 4 * (field(job, RATE_COLUMN) + head))
-            step = _softplus(add(rate, load(rate_biases + 4 * head)))
+            step = softplus(add(rate, load(rate_biases + 4 * head)))
             minus = multiply(multiply(step, load(rates + 4 * head)), minus_one)
             store(decays + 4 * head, exponential(minus))
             if field(job, RECURRENCE) == GATED_DELTA:
@@ -219,107 +209,76 @@ def convolve_rows(tasks, job, counter, layer, scratch):  # type: ignore[no-untyp
 
 
 @compiled
-def _inverse_length(values, width):  # type: ignore[no-untyped-def]
-    """1 / |values|."""
-    return np.float32(1) / np.float32(math.sqrt(_sum_of_squares(values, width) + np.float32(1e-6)))
-
-
-@compiled
-def _sum_of_squares(values, width):  # type: ignore[no-untyped-def]
-    """The sum of squares of `width` floats, which need not be a multiple of 16."""
-    whole, squares = width // 16 * 16, spread(np.float32(0))
-    for k in range(0, whole, 16):
-        squares = fma(load(values + 4 * k), load(values + 4 * k), squares)
-    total = sum_lanes(squares)
-    for k in range(whole, width):
-        total = fma_float(load_float(values + 4 * k), load_float(values + 4 * k), total)
-    return total
-
-
-@compiled
-def _product(memory, vector, width):  # type: ignore[no-untyped-def]
-    """memory [width][16] times a vector [width], in four sums, which do not wait for each other."""
-    zero, whole = spread(np.float32(0)), width // 4 * 4
-    first, second, third, fourth = zero, zero, zero, zero
-    for k in range(0, whole, 4):
-        line, value = memory + 64 * k, vector + 4 * k
-        first = fma(spread(load_float(value)), load(line), first)
-        second = fma(spread(load_float(value + 4)), load(line + 64), second)
-        third = fma(spread(load_float(value + 8)), load(line + 128), third)
-        fourth = fma(spread(load_float(value + 12)), load(line + 192), fourth)
-    for k in range(whole, width):
-        first = fma(spread(load_float(vector + 4 * k)), load(memory + 64 * k), first)
-    return add(add(first, second), add(third, fourth))
-
-
-@compiled
-def _update(memory, key, width, decay, added):  # type: ignore[no-untyped-def]
-    """memory = decay * memory + key added^T."""
-    factor = spread(decay)
-    for k in range(width):
-        line = memory + 64 * k
-        store(line, fma(spread(load_float(key + 4 * k)), added, multiply(load(line), factor)))
-
-
-@compiled
-def _step(job, layer, row, convolved, head, block, memory):  # type: ignore[no-untyped-def]
-    """What a row reads of BLOCK columns of a value head's memory, after it has changed them."""
+def _step(job, layer, row, convolved, head, block, before, memory):  # type: ignore[no-untyped-def]
+    """What a row reads of BLOCK columns of a value head's memory, which it changes from `before`."""
     key_dim, value_dim, heads = field(job, KEY_DIM), field(job, VALUE_DIM), field(job, VALUE_HEADS)
-    size, own = field(job, KEY_HEADS) * key_dim, head // (heads // field(job, KEY_HEADS)) * key_dim
+    key_heads = field(job, KEY_HEADS)
+    key_head = head % key_heads if field(job, TILED_VALUES) else head // (heads // key_heads)
+    size, own = key_heads * key_dim, key_head * key_dim
     decays = _kept_row(job, layer, row) + 4 * field(job, CHANNELS)
     decay = load_float(decays + 4 * head)
     strength = load_float(decays + 4 * (_heads_padded(job) + head))
     place = head * value_dim + BLOCK * block
     if field(job, RECURRENCE) == MAMBA2:
-        value = load(convolved + 4 * place)
         key = convolved + 4 * (heads * value_dim + own)
-        _update(memory, key, key_dim, decay, multiply(value, spread(strength)))
-        return _product(memory, key + 4 * size, key_dim)
+        added = multiply(load(convolved + 4 * place), spread(strength))
+        return update(before, memory, key, key + 4 * size, key_dim, decay, added)
     query, key = convolved + 4 * own, convolved + 4 * (size + own)
     value = load(convolved + 4 * (2 * size + place))
-    length = _inverse_length(key, key_dim)  # keys and queries are divided by their lengths
-    found = multiply(_product(memory, key, key_dim), spread(-decay * length))
+    length = inverse_length(key, key_dim)  # keys and queries are divided by their lengths
+    found = multiply(product(before, key, key_dim), spread(-decay * length))
     error = multiply(add(value, found), spread(strength * length))
-    _update(memory, key, key_dim, decay, error)
-    factor = _inverse_length(query, key_dim) / np.float32(math.sqrt(np.float32(key_dim)))
-    return multiply(_product(memory, query, key_dim), spread(factor))
+    read = update(before, memory, key, query, key_dim, decay, error)
+    factor = inverse_length(query, key_dim) / np.float32(math.sqrt(np.float32(key_dim)))
+    return multiply(read, spread(factor))
 
 
 @compiled
-def walk_rows(tasks, job, counter, layer, advancing, scratch):  # type: ignore[no-untyped-def]
-    """Walk along the rows of each request, BLOCK columns of a value head a task.
+def _walk(job, layer, part, begin, end, nodes, scratch):  # type: ignore[no-untyped-def]
+    """Walk along the rows of a request, with BLOCK columns of a value head.
 
-    States that other rows than the next continue are stored aside; if `advancing`, in slots.
+    The memory is changed in `scratch`, or where it is stored at the end.
     """
     heads, channels = field(job, VALUE_HEADS), field(job, CHANNELS)
-    blocks, size = (field(job, VALUE_DIM) + BLOCK - 1) // BLOCK, _memory_bytes(job)
+    blocks, size = (field(job, VALUE_DIM) + BLOCK - 1) // BLOCK, 4 * BLOCK * field(job, KEY_DIM)
+    place = 4 * channels * (field(job, CONV_KERNEL) - 1) + size * part  # in a layer's state
+    last = load_int32(field(job, WALK_AFTER_AT) + 4 * (end - 1))
+    memory = _state(job, layer, STORED - last) + place if last <= STORED else scratch
+    for number in range(begin, end):
+        state = load_int32(field(job, WALK_BEFORE_AT) + 4 * number)
+        slot = load_int32(field(job, WALK_SLOTS_AT) + 4 * number)
+        before = memory
+        if state >= 0:
+            before = nodes + size * state
+        elif state == FIRST and slot >= 0:
+            before = _state(job, layer, slot) + place
+        elif state == FIRST:
+            for k in range(0, size, 64):
+                store(memory + k, spread(np.float32(0)))
+        row = load_int32(field(job, WALK_ROWS_AT) + 4 * number)
+        convolved = field(job, CONVOLVED_AT) + 4 * channels * number
+        read = _step(job, layer, row, convolved, part // blocks, part % blocks, before, memory)
+        store(field(job, READS_AT) + 64 * (heads * blocks * row + part), read)
+        after = load_int32(field(job, WALK_AFTER_AT) + 4 * number)
+        if after >= 0:
+            copy_row(memory, nodes + size * after, size // 4)
+        elif after <= STORED and number < end - 1:
+            copy_row(memory, _state(job, layer, STORED - after) + place, size // 4)
+
+
+@compiled
+def walk_rows(tasks, job, counter, layer, scratch):  # type: ignore[no-untyped-def]
+    """Walk along the rows of each request, BLOCK columns of a value head a task."""
+    blocks = (field(job, VALUE_DIM) + BLOCK - 1) // BLOCK
     nodes = field(job, NODES_AT) + field(job, NODES_BYTES) * tasks[0]
-    seen = 4 * channels * (field(job, CONV_KERNEL) - 1)
+    parts = field(job, VALUE_HEADS) * blocks
     while True:
-        task, _ = take(tasks, counter, field(job, WALKS) * heads * blocks, 1)
-        if task >= field(job, WALKS) * heads * blocks:
+        task, _ = take(tasks, counter, field(job, WALKS) * parts, 1)
+        if task >= field(job, WALKS) * parts:
             return
-        walk, part = task // (heads * blocks), task % (heads * blocks)
-        begin = load_int32(field(job, WALK_BEGINS_AT) + 4 * walk)
-        for number in range(begin, begin + load_int32(field(job, WALK_COUNTS_AT) + 4 * walk)):
-            before = load_int32(field(job, WALK_BEFORE_AT) + 4 * number)
-            slot = load_int32(field(job, WALK_SLOTS_AT) + 4 * number)
-            if before >= 0:
-                copy_row(nodes + size * before, scratch, size // 4)
-            elif before == FIRST and slot >= 0:
-                copy_row(_state(job, layer, slot) + seen + size * part, scratch, size // 4)
-            elif before == FIRST:
-                for k in range(0, size, 64):
-                    store(scratch + k, spread(np.float32(0)))
-            row = load_int32(field(job, WALK_ROWS_AT) + 4 * number)
-            convolved = field(job, CONVOLVED_AT) + 4 * channels * number
-            read = _step(job, layer, row, convolved, part // blocks, part % blocks, scratch)
-            after = load_int32(field(job, WALK_AFTER_AT) + 4 * number)
-            if after >= 0:
-                target = _state(job, layer, after) + seen + size * part if advancing else nodes + size * after
-                copy_row(scratch, target, size // 4)
-            if not advancing:
-                store(field(job, READS_AT) + 64 * (heads * blocks * row + part), read)
+        begin = load_int32(field(job, WALK_BEGINS_AT) + 4 * (task // parts))
+        end = begin + load_int32(field(job, WALK_COUNTS_AT) + 4 * (task // parts))
+        _walk(job, layer, task % parts, begin, end, nodes, scratch)
 
 
 @compiled
@@ -346,7 +305,7 @@ def _norm_groups(job, layer, mixed):  # type: ignore[no-untyped-def]
     for group in range(groups):
         size = width // groups
         values, weight = mixed + 4 * size * group, weights + 4 * size * group
-        mean = _sum_of_squares(values, size) / np.float32(size)
+        mean = sum_of_squares(values, size) / np.float32(size)
         scale = np.float32(1) / np.float32(math.sqrt(mean + load_float(field(job, EPSILON_AT))))
         whole = size // 16 * 16
         for k in range(0, whole, 16):
@@ -382,22 +341,22 @@ def finish_rows(tasks, job, counter, rows, layer):  # type: ignore[no-untyped-de
 
 
 @compiled
-def _store_inputs(job, layer):  # type: ignore[no-untyped-def]
-    """Store the last inputs of the convolution wherever the walk stores a state; its own slot is the last."""
-    kernel, channels = field(job, CONV_KERNEL), field(job, CHANNELS)
+def _store_inputs(job, layer, scratch):  # type: ignore[no-untyped-def]
+    """Store the last inputs of the convolution wherever a walk stores a state.
+
+    Oldest first: within a slot they move to the front. A walk stores in its own slot at its end.
+    """
+    channels = field(job, CHANNELS)
     for number in range(field(job, WALK_LENGTH)):
         after = load_int32(field(job, WALK_AFTER_AT) + 4 * number)
-        slot = load_int32(field(job, WALK_SLOTS_AT) + 4 * number)
-        if after < 0:
+        if after > STORED:
             continue
-        for place in range(kernel - 1):  # oldest first: what is moved within a slot moves to the front
-            target, source = _state(job, layer, after) + 4 * channels * place, number - (kernel - 2) + place
-            if source >= 0:
-                row = load_int32(field(job, WALK_ROWS_AT) + 4 * source)
-                copy_row(_kept_row(job, layer, row), target, channels)
-            elif slot >= 0:
-                place_before = kernel - 1 + source
-                copy_row(_state(job, layer, slot) + 4 * channels * place_before, target, channels)
+        _list_inputs(job, layer, number, scratch)
+        for place in range(field(job, CONV_KERNEL) - 1):
+            target = _state(job, layer, STORED - after) + 4 * channels * place
+            source = load_int64(scratch + 8 * (place + 1))
+            if source != 0:
+                copy_row(source, target, channels)
             else:
                 for k in range(0, channels, 16):
                     store(target + 4 * k, spread(np.float32(0)))
@@ -411,26 +370,26 @@ def advance_states(control, tasks, job, counter, scratch):  # type: ignore[no-un
         for layer in range(layers):
             convolve_rows(tasks, job, counter, layer, scratch)
             barrier(control, tasks[1])
-            walk_rows(tasks, job, counter + line, layer, 1, scratch)
+            walk_rows(tasks, job, counter + line, layer, scratch)
             barrier(control, tasks[1])
             counter += 2 * line
     while True:
         layer, _ = take(tasks, counter, layers, 1)
         if layer >= layers:
             break
-        _store_inputs(job, layer)
+        _store_inputs(job, layer, scratch)
     barrier(control, tasks[1])
 
 
 @compiled
-def recur(control, tasks, job, counter, layer, scratch):  # type: ignore[no-untyped-def]
-    """A recurrent layer of all rows, after their projections: records of what the output projection reads."""
+def walk_layer(control, tasks, job, counter, layer, scratch):  # type: ignore[no-untyped-def]
+    """The recurrence of all rows of a pass, from what is kept of them."""
     line = 64 * tasks[1]
-    rows = field(job, WALK_LENGTH)
     convolve_rows(tasks, job, counter, layer, scratch)
     barrier(control, tasks[1])
     if field(job, RECURRENCE) != SHORT_CONV:
-        walk_rows(tasks, job, counter + line, layer, 0, scratch)
-        barrier(control, tasks[1])
-    finish_rows(tasks, job, counter + 2 * line, rows, layer)
+        walk_rows(tasks, job, counter + line, layer, scratch)
+    task, _ = take(tasks, counter + 2 * line, 1, 1)
+    if task == 0:
+        _store_inputs(job, layer, scratch)
     barrier(control, tasks[1])

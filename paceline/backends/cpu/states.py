@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from paceline.backends.cpu import job as fields
+from paceline.backends.cpu.attention import PAGE
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.model_weights import round_up
 from paceline.backends.cpu.packing import address_of, aligned_zeros
-from paceline.backends.cpu.recurrent import BLOCK, CONTINUES, FIRST
+from paceline.backends.cpu.recurrent import CONTINUES, FIRST, NOT_STORED, STORED
+from paceline.backends.cpu.recurrent_memory import BLOCK
 from paceline.backends.cpu.workspace import Workspace
-from paceline.core.arrays import Float32Array
+from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch
 
-NOT_STORED = -1
+SPARE_STATES = 16  # for states after chains; a request without one walks again
 # tables of walks, [rows] each: the row of the pass, the number in the walk of the one before it, the slot of
 # its request's state, where the state before it is, where that after it goes; then of each walk
 ROWS, PREVIOUS, SLOTS, BEFORE, AFTER, BEGINS, COUNTS, NUM_TABLES = range(8)
@@ -31,12 +32,25 @@ ADDRESSES = (
 )
 
 
-@dataclass(frozen=True)
 class CpuStates:
-    """States of recurrent layers; recurrent.py describes one layer's part."""
+    """States of recurrent layers; recurrent.py describes one layer's part. Slots have places, and some places
+    are spare: a state that a pass has computed takes the place of another without being copied."""
 
-    num_states: int
-    data: Float32Array  # [slots, recurrent layers, floats]
+    def __init__(self, count: int, layers: int, floats: int) -> None:
+        self.num_states = count
+        # [places, recurrent layers, floats]
+        self.data: Float32Array = aligned_zeros((count + SPARE_STATES, layers, floats), np.float32)
+        self.places = np.arange(count, dtype=np.int32)  # [slots]
+        self.spares = [*range(count + SPARE_STATES - 1, count - 1, -1)]
+
+    def copy(self, source: int, destination: int) -> None:
+        """Give a slot the state of another one."""
+        self.data[self.places[destination]] = self.data[self.places[source]]
+
+    def take_place(self, slot: int, place: int) -> None:
+        """Give a slot the state at a place that was spare."""
+        self.spares.append(int(self.places[slot]))
+        self.places[slot] = place
 
 
 class RecurrentRows:
@@ -55,6 +69,8 @@ class RecurrentRows:
         self._firsts: dict[
             int, tuple[int, bool]
         ] = {}  # slot: its request's first row, whether it had a state
+        # slot: the pool, and where in it the last pass has stored the states after some numbers of rows
+        self._stored: dict[int, tuple[CpuStates, dict[int, int]]] = {}
         for table, place in zip(self._tables, ADDRESSES, strict=False):
             self._job[place] = address_of(table)
         self._job[fields.STATE_LAYER_BYTES] = 4 * self._floats
@@ -66,28 +82,62 @@ class RecurrentRows:
 
     def make_states(self, count: int) -> CpuStates:
         """Zeroed storage for `count` states."""
-        return CpuStates(count, aligned_zeros((count, self._layers, self._floats), np.float32))
+        return CpuStates(count, self._layers, self._floats)
 
     def begin_pass(self, batch: ForwardBatch) -> None:
         """Tell the job the walks of a pass: a row continues from its parent."""
-        slots, job = np.full(batch.num_requests, -1, dtype=np.int32), self._job
-        if batch.states is not None:
-            assert isinstance(batch.states.pool, CpuStates)
-            slots[:] = batch.states.slots
-            job[fields.POOL_AT] = address_of(batch.states.pool.data)
-        has_state = (batch.context_lengths > 0) & (slots >= 0)
-        self._firsts = {
-            slot: (first, known)
-            for slot, first, known in zip(
-                slots.tolist(), batch.row_offsets.tolist(), has_state.tolist(), strict=False
-            )
-        }
-        read = np.where(has_state, slots, -1).astype(np.int32)
+        states, job = None if batch.states is None else batch.states.pool, self._job
+        slots = np.full(batch.num_requests, -1) if batch.states is None else batch.states.slots
+        self._begin(slots, batch)
+        read = np.full(batch.num_requests, -1, dtype=np.int32)
+        if states is not None:
+            assert isinstance(states, CpuStates)
+            read[:] = np.where(batch.context_lengths > 0, states.places[slots], -1)
+            job[fields.POOL_AT] = address_of(states.data)
         nodes = int(_plan_walks(self._tables, batch.parents, batch.row_offsets, read))
+        if states is not None:
+            self._store_chains(states, batch)
         if nodes * self._block > self._nodes.shape[1]:
             self._nodes = aligned_zeros((self._threads, nodes * self._block), np.float32)
         job[fields.NODES_AT], job[fields.NODES_BYTES] = address_of(self._nodes), self._nodes.strides[0]
         job[fields.WALKS], job[fields.WALK_LENGTH] = batch.num_requests, batch.num_rows
+
+    def _begin(self, slots: Int32Array, batch: ForwardBatch) -> None:
+        """Forget the last pass."""
+        for states, places in self._stored.values():
+            states.spares += places.values()
+        self._stored = {}
+        has_state = (batch.context_lengths > 0).tolist()
+        firsts = zip(slots.tolist(), batch.row_offsets.tolist(), has_state, strict=False)
+        self._firsts = {slot: (first, known) for slot, first, known in firsts}
+
+    def _store_chains(self, states: CpuStates, batch: ForwardBatch) -> None:
+        """Let the pass store the state after each chain, and at the last page border inside of it."""
+        assert batch.states is not None
+        for request, slot in enumerate(batch.states.slots.tolist()):
+            first, end = int(batch.row_offsets[request]), int(batch.row_offsets[request + 1])
+            if (batch.parents[first:end] != np.arange(end - first) - 1).any():
+                continue
+            context = int(batch.context_lengths[request])
+            border = (context + end - first) // PAGE * PAGE - context
+            places = dict[int, int]()  # number of rows: place
+            for count in {end - first, border}:
+                if count > 0 and states.spares:
+                    places[count] = states.spares.pop()
+                    self._tables[AFTER, first + count - 1] = STORED - places[count]
+            self._stored[slot] = states, places
+
+    def take_stored(self, states: CpuStates, slot: int, rows: Sequence[int], kept: Mapping[int, int]) -> bool:
+        """Whether the last pass has stored the state after these rows, and those to keep; then they are
+        those of the slots from now on. `kept`: a number of rows, and the slot for the state after them."""
+        _, places = self._stored.pop(slot, (states, {}))
+        is_stored = {len(rows), *kept} <= places.keys() and list(rows) == [*range(len(rows))]
+        if is_stored:
+            states.take_place(slot, places.pop(len(rows)))
+            for count in kept.keys() & places.keys():
+                states.take_place(kept[count], places.pop(count))
+        states.spares += places.values()
+        return is_stored
 
     def begin_advance(
         self, states: CpuStates, slot: int, rows: Sequence[int], checkpoints: Mapping[int, int]
@@ -96,12 +146,12 @@ class RecurrentRows:
         (first, has_state), count, tables = self._firsts[slot], len(rows), self._tables
         tables[ROWS, :count] = first + np.asarray(rows)
         tables[PREVIOUS, :count] = np.arange(count) - 1
-        tables[SLOTS, :count] = slot if has_state else -1
+        tables[SLOTS, :count] = states.places[slot] if has_state else -1
         tables[BEFORE, :count], tables[AFTER, :count] = CONTINUES, NOT_STORED
         tables[BEFORE, 0] = FIRST
-        for number, kept in checkpoints.items():
-            tables[AFTER, number - 1] = kept
-        tables[AFTER, count - 1], tables[BEGINS, 0], tables[COUNTS, 0] = slot, 0, count
+        for number, kept in {**checkpoints, count: slot}.items():
+            tables[AFTER, number - 1] = STORED - states.places[kept]
+        tables[BEGINS, 0], tables[COUNTS, 0] = 0, count
         job = self._job
         job[fields.POOL_AT], job[fields.WALKS], job[fields.WALK_LENGTH] = address_of(states.data), 1, count
 
@@ -126,8 +176,3 @@ def _plan_walks(tables, parents, offsets, slots):  # type: ignore[no-untyped-def
                 tables[BEFORE, row] = tables[AFTER, first + parent]
         most = max(most, nodes)
     return most
-
-
-def copy_state(states: CpuStates, source: int, destination: int) -> None:
-    """Give a slot the state of another one."""
-    states.data[destination] = states.data[source]

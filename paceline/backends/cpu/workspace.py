@@ -15,7 +15,7 @@ from paceline.backends.cpu.matmul import run_tile, unit_bytes
 from paceline.backends.cpu.model_weights import ModelWeights, matrix_names, round_up
 from paceline.backends.cpu.packing import PackedMatrix, address_of
 from paceline.backends.cpu.phases import GATED_BYTES, UNPACKED_SPACE
-from paceline.backends.cpu.recurrent import BLOCK
+from paceline.backends.cpu.recurrent_memory import BLOCK
 from paceline.backends.cpu.rows import record_stride
 from paceline.backends.cpu.sampling import run_gumbel_argmax
 from paceline.backends.cpu.simd import LANES
