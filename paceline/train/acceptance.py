@@ -20,6 +20,8 @@ from paceline.train.sequences import LOGITS_AT_ONCE
 
 BLOCKS_AT_ONCE = 32  # per sequence
 
+Accepted = Callable[[Batch], Tensor]  # accepted guesses of a chain after each token: int64 [batch, tokens]
+
 
 def draft_starts(batch: Batch) -> Tensor:
     """Where a draft may start, by its last known token: bool [batch, tokens].
@@ -75,24 +77,31 @@ def _accepted(guess: Callable[[Tensor], Tensor], steps: int, draft_ids: DraftIds
     return lengths.view(tokens.shape)
 
 
-def tokens_per_pass(accepted: Callable[[Batch], Tensor], batches: Iterable[Batch]) -> float:
-    """Tokens of a verification of the answers in these batches; 1 is plain decoding.
-
-    `accepted` gives the accepted guesses of a chain after each token: int64 [batch, tokens].
-    """
+def tokens_per_pass(accepted: Accepted, batches: Iterable[Batch]) -> float:
+    """Tokens of a verification of the answers in these batches; 1 is plain decoding."""
     tokens = verified = 0
     for batch in batches:
-        ends = zip(batch.answers.tolist(), batch.lengths.tolist(), strict=True)
-        for row, (answer, length) in zip(accepted(batch).tolist(), ends, strict=True):
-            tokens += length - 1 - answer
-            verified += passes(row[answer : length - 1])
+        tokens += int((batch.lengths - 1 - batch.answers).sum())
+        verified += len(lengths_by_pass(accepted, batch))
     return tokens / max(1, verified)
 
 
-def passes(accepted: Sequence[int]) -> int:
-    """Passes that give one token after each of these starts; accepted[i]: guesses that are right after i."""
-    place = count = 0
+def lengths_by_pass(accepted: Accepted, batch: Batch) -> list[int]:
+    """Accepted guesses of every pass that the answers of a batch take."""
+    ends = zip(batch.answers.tolist(), batch.lengths.tolist(), strict=True)
+    rows = zip(accepted(batch).tolist(), ends, strict=True)
+    return [length for row, (answer, end) in rows for length in by_pass(row[answer : end - 1])]
+
+
+def by_pass(accepted: Sequence[int]) -> list[int]:
+    """Accepted guesses of each pass, out of those that are right after each start.
+
+    A pass starts after the tokens of the one before. So few starts count in a stretch that is guessed well,
+    and a mean over all of them would be too high.
+    """
+    found: list[int] = []
+    place = 0
     while place < len(accepted):
+        found.append(accepted[place])
         place += accepted[place] + 1
-        count += 1
-    return count
+    return found

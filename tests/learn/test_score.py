@@ -32,7 +32,7 @@ from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import target_fingerprint
 from paceline.models.registry import load_checkpoint
 from paceline.models.safetensors_writer import encode
-from paceline.train.acceptance import passes
+from paceline.train.acceptance import by_pass
 from paceline.train.batches import Batch
 from paceline.train.sequences import load_target
 from tests.models.heads.driver import random_checkpoint
@@ -95,7 +95,7 @@ def test_a_score_is_the_passes_that_chains_of_the_head_would_need(target, config
         ids = torch.tensor([[*row.prompt_ids, *row.output_ids]])
         accepted = objective.accepted(Batch(ids, torch.tensor([8]), torch.tensor([ids.shape[1]])))
         assert found.tokens == LONGER - 1
-        assert found.passes == passes(accepted[0, 8:-1].tolist())
+        assert found.passes == len(by_pass(accepted[0, 8:-1].tolist()))
         assert found.offered[0] == found.passes
         assert sum(found.accepted) == found.tokens - found.passes
     assert scores == replay_acceptance(target.model, target.name, given, chosen)

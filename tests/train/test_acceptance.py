@@ -7,7 +7,13 @@ import torch
 
 from paceline.models.transformer import Transformer
 from paceline.train import acceptance
-from paceline.train.acceptance import accepted_by_blocks, accepted_by_steps, passes
+from paceline.train.acceptance import (
+    accepted_by_blocks,
+    accepted_by_steps,
+    by_pass,
+    lengths_by_pass,
+    tokens_per_pass,
+)
 from paceline.train.batches import Batch
 from paceline.train.eagle3 import unroll
 from paceline.train.losses import DraftIds
@@ -99,6 +105,14 @@ def test_a_block_is_accepted_as_far_as_it_guesses_the_answer(
 
 
 def test_a_pass_gives_what_is_accepted_and_one_token_more() -> None:
-    assert passes([0, 0, 0]) == 3
-    assert passes([2, 0, 0, 1, 0]) == 2  # the second pass starts after the three tokens of the first
-    assert passes([]) == 0
+    assert by_pass([0, 0, 0]) == [0, 0, 0]
+    assert by_pass([2, 1, 0, 1, 0]) == [2, 1]  # the second pass starts after the three tokens of the first
+    assert by_pass([]) == []
+
+
+def test_tokens_per_pass_are_of_the_passes_alone() -> None:
+    """Two answers: of four tokens after the first, in two passes, and of two, in one."""
+    batch = batch_of([[7, 1, 2, 3, 4, 5], [7, 8, 1, 2, 3]], [1, 2])
+    accepted = torch.tensor([[0, 2, 9, 9, 0, 0], [0, 0, 2, 9, 0, 0]])
+    assert lengths_by_pass(lambda given: accepted, batch) == [2, 0, 2]
+    assert tokens_per_pass(lambda given: accepted, [batch]) == 6 / 3

@@ -11,7 +11,7 @@ import torch
 
 from paceline.models.heads.config import TargetName
 from paceline.models.transformer import Transformer
-from paceline.train.acceptance import draft_starts
+from paceline.train.acceptance import lengths_by_pass
 from paceline.train.block_objective import BlockObjective
 from paceline.train.examples import Examples
 from paceline.train.objective import WriteHead
@@ -73,11 +73,7 @@ def _run(trainer: Trainer, layers: int, steps: int) -> Pilot:
 
 @torch.no_grad()
 def survival(trainer: Trainer) -> tuple[float, ...]:
-    """The share of drafts on held-out answers whose first 1, 2, ... tokens are right."""
-    positions = trainer.objective.num_steps
-    right, drafts = torch.zeros(positions), 0
-    for batch in islice(trainer.held_out_batches(), SCORED_BATCHES):
-        lengths = trainer.objective.accepted(batch)[draft_starts(batch)].cpu()
-        drafts += len(lengths)
-        right += (lengths[:, None] > torch.arange(positions)).sum(0)
-    return tuple((right / max(1, drafts)).tolist())
+    """The share of passes over held-out answers whose first 1, 2, ... drafted tokens are right."""
+    objective, batches = trainer.objective, islice(trainer.held_out_batches(), SCORED_BATCHES)
+    lengths = torch.tensor([length for one in batches for length in lengths_by_pass(objective.accepted, one)])
+    return tuple((lengths[:, None] > torch.arange(objective.num_steps)).float().mean(0).tolist())
