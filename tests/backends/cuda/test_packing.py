@@ -12,7 +12,6 @@ from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.gguf_blocks import dequantize
 from paceline.models.layout import expected_tensors
 from paceline.models.registry import load_checkpoint
-from tests.models.quantized import files
 
 WIDTH, DEPTH = 64, 512
 WHOLE_STEPS = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
@@ -259,6 +258,9 @@ def test_quantized_safetensors_keep_their_bits(
     from paceline.backends.cuda.kernels.linear import project
     from paceline.backends.cuda.loading import load_checkpoint_weights
 
+    pytest.importorskip("gguf")
+    from tests.models.quantized import files
+
     sizes = files.VALUES | WHOLE_STEPS | {"intermediate_size": 512}
     expected = files.write(tmp_path, *files.FORMATS[format], sizes)
     weights = load_checkpoint_weights(load_checkpoint(tmp_path), device, "float16", "native")
@@ -277,6 +279,9 @@ def test_quantized_safetensors_keep_their_bits(
 def test_blocks_that_are_no_whole_steps_are_rounded_to_int8(tmp_path: Path, device: torch.device) -> None:
     """256 values of a step: 384 are none, but they are three of 128, the step of int8."""
     from paceline.backends.cuda.loading import load_checkpoint_weights
+
+    pytest.importorskip("gguf")
+    from tests.models.quantized import files
 
     sizes = files.VALUES | WHOLE_STEPS | {"intermediate_size": 384}
     files.write(tmp_path, *files.FORMATS["awq"], sizes)
