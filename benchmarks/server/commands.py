@@ -141,7 +141,7 @@ def fleet_command(
     compared, worlds = measure_fleet(model, replicas, fleet_requests(arrivals, shared))
     for name, world in zip(("before", "after"), worlds, strict=True):
         typer.echo(
-            f"with the prices measured {name}: --server {world.server} (milliseconds); beside a busy "
+            f"with the costs measured {name}: --server {world.server} (milliseconds); beside a busy "
             f"replica prompts take {world.contention.prompts:.2f} and decoding "
             f"{world.contention.decoding:.2f} times as long"
         )

@@ -1,9 +1,9 @@
 """A trace through `paceline serve --replicas`, beside the simulation of that fleet.
 
-The replicas are timed by the wall clock, the prices of passes by CPU time: both are equal on an otherwise
+The replicas are timed by the wall clock, the costs of passes by CPU time: both are equal on an otherwise
 idle machine. What the server adds, and what replicas on one machine take from each other, is measured on
-the same replicas, before and after the trace, with other requests (fleet_prices.py). The simulated figures
-are the means over prices that were measured before and after. The trace is replayed several times: a figure
+the same replicas, before and after the trace, with other requests (fleet_costs.py). The simulated figures
+are the means over costs that were measured before and after. The trace is replayed several times: a figure
 that differs between two real runs cannot be predicted more exactly than that.
 """
 
@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks.server.fleet_prices import Probe, probes, served_world
+from benchmarks.server.fleet_costs import Probe, probes, served_world
 from benchmarks.server.process import ServerProcess
 from benchmarks.server.replicas import Fleet
 from paceline.bench.loading import bench_config
@@ -27,7 +27,7 @@ from paceline.bench.simulate.fleet_check import (
     ComparedFleet,
     compare,
     figures,
-    plain_prices,
+    plain_costs,
     replica_world,
 )
 from paceline.bench.simulate.prompts import FleetRequest
@@ -50,7 +50,7 @@ def measure_fleet(
     model = load_model(config)
     world = replica_world(config, model)
     check_lengths(world, requests)
-    prices = [plain_prices(config, model)]
+    costs = [plain_costs(config, model)]
     sent = probes(count)
     half = len(sent) // 2
     flags = (model_name, "--replicas", str(count), "--threads", "1", "--draft", "off")
@@ -59,8 +59,8 @@ def measure_fleet(
         answers = [_probe(running.server, probe) for probe in sent[:half]]
         runs = [asyncio.run(_replay(running.server, _renamed(requests, run))) for run in range(RUNS)]
         answers += [_probe(running.server, probe) for probe in sent[half:]]
-    prices.append(plain_prices(config, model))
-    worlds = [replace(world, prices={OFF: each}) for each in prices]
+    costs.append(plain_costs(config, model))
+    worlds = [replace(world, costs={OFF: each}) for each in costs]
     served = [served_world(each, count, sent, answers) for each in worlds]
     return compare([figures(run) for run in runs], served, count, "prefix", requests), served
 

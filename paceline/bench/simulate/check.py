@@ -1,7 +1,7 @@
 """Validation of the simulation: the same requests measured by the real engine and simulated.
 
 The simulation takes from the real runs what it cannot know: the length of each answer and the acceptance
-of each drafter in it. Prices come from other prompts, measured in the same seconds. Nothing is taken from
+of each drafter in it. Costs come from other prompts, measured in the same seconds. Nothing is taken from
 the runs of `auto`: its drafters have the acceptance measured where each was used alone.
 """
 
@@ -20,8 +20,8 @@ from paceline.bench.run.rows import rows
 from paceline.bench.run.slices import Disturbances, in_slices
 from paceline.bench.run.speculation import COLD, OFF, ONE_BY_ONE, Key, Runs
 from paceline.bench.run.turns import Answer, Slices, Turn
-from paceline.bench.simulate.measuring import PassMeter, TimedStep, measure_prices, watching
-from paceline.bench.simulate.prices import Prices
+from paceline.bench.simulate.costs import CostModel
+from paceline.bench.simulate.measuring import PassMeter, TimedStep, measure_costs, watching
 from paceline.bench.simulate.run import Method, World, simulated_turn
 from paceline.bench.simulate.world import Acceptance
 from paceline.bench.timing import OnTurn
@@ -36,7 +36,7 @@ from paceline.engine.engine import Engine
 
 TOLERANCE = 0.1  # relative error
 MIN_TASKS = 6  # requests per setting, or the concurrency if that is more
-PRICING_TASKS = 10  # other requests, to measure prices with
+PRICING_TASKS = 10  # other requests, to measure costs with
 REPEATS = 4  # simulations per setting, each with its own noise
 ANSWER = 96  # maximum tokens per answer
 
@@ -74,8 +74,8 @@ def check(
     results: list[Compared] = []
     for profile in map(closed, concurrency):
         tasks = compared[: max(MIN_TASKS, profile.concurrency or 1)]
-        real, prices = _measure(makers, meter, tasks, pricing_tasks, profile, on_turn)
-        results += _compare(makers, real, prices, config_of(OFF).max_num_batched_tokens, tasks)
+        real, costs = _measure(makers, meter, tasks, pricing_tasks, profile, on_turn)
+        results += _compare(makers, real, costs, config_of(OFF).max_num_batched_tokens, tasks)
     return results
 
 
@@ -86,8 +86,8 @@ def _measure(
     pricing_tasks: Sequence[Task],
     profile: Profile,
     on_turn: OnTurn,
-) -> tuple[Runs, Mapping[str, Prices]]:
-    """All methods' turns and the prices of their steps, interleaved in slices so that noise affects both."""
+) -> tuple[Runs, Mapping[str, CostModel]]:
+    """All methods' turns and the costs of their steps, interleaved in slices so that noise affects both."""
     watched: dict[str, list[TimedStep]] = {label: [] for label in makers}
     disturbances = Disturbances()
     courses: dict[str, Slices] = {"passes": meter.slices()}
@@ -96,7 +96,7 @@ def _measure(
         first.run(pricing_tasks[:1], ONE_BY_ONE)  # compile everything, and let `auto` learn its drafters
         first.close()
         courses[label] = EngineRunner(make(), disturbances).slices(tasks, profile)
-        courses[f"prices of {label}"] = watching(
+        courses[f"costs of {label}"] = watching(
             make(), pricing_tasks, disturbances, watched[label], again=lambda: not all(turns.values())
         )
     turns: dict[Key, list[list[Turn]]] = {(COLD, label): [] for label in makers}
@@ -104,13 +104,13 @@ def _measure(
         on_turn(f"{profile.label}: {label}")
         if label in makers:
             turns[COLD, label] = [[turn]]
-    return Runs([tasks], profile, turns), measure_prices(meter.prices(), watched, _alone(makers))
+    return Runs([tasks], profile, turns), measure_costs(meter.costs(), watched, _alone(makers))
 
 
 def _compare(
     makers: Mapping[str, Callable[[], Engine]],
     real: Runs,
-    prices: Mapping[str, Prices],
+    costs: Mapping[str, CostModel],
     max_num_batched_tokens: int,
     tasks: Sequence[Task],
 ) -> list[Compared]:
@@ -118,7 +118,7 @@ def _compare(
     profile = real.profile
     drafters = {name: _acceptances(real, name) for name in _alone(makers)}
     answers = _answers(real, OFF)
-    world = World(prices, drafters, max_num_batched_tokens)
+    world = World(costs, drafters, max_num_batched_tokens)
     methods = [
         Method(label, label, parse_speculative_config(label).default_plan.budget)
         if label in drafters
@@ -176,7 +176,7 @@ def _answers(runs: Runs, method: str) -> list[Answer]:
 
 
 def _tasks(model: LoadedModel) -> tuple[list[Task], list[Task]]:
-    """Prompts of all built-in workloads, interleaved, as one segment: to compare, and to measure prices."""
+    """Prompts of all built-in workloads, interleaved, as one segment: to compare, and to measure costs."""
     workloads = [load_workload(name, None, ANSWER).prompts for name in BUILT_IN]
     prompts = [prompt for some in zip(*workloads, strict=False) for prompt in some]
     tasks = [

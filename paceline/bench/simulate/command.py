@@ -95,10 +95,10 @@ def simulate_engine(
 
 
 def check_guesses(model: str | None, guesses: Guesses) -> None:
-    """Raise ConfigError for guesses that a machine with prices does not need."""
+    """Raise ConfigError for guesses that a machine with costs does not need."""
     check_integer(ConfigError, "gamma", guesses.gamma, 1, MAX_DRAFT_TOKENS)
     if guesses.row_cost is not None or (model is None and guesses.draft_cost is not None):
-        raise ConfigError("--row-cost and --draft-cost are for a machine without prices: leave them out.")
+        raise ConfigError("--row-cost and --draft-cost are for a machine without costs: leave them out.")
 
 
 def find_world(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 from paceline.bench.run.turns import Answer
-from paceline.bench.simulate.prices import Call, PassSize, Prices, ServedPrices, ServerPrices
+from paceline.bench.simulate.costs import Call, CostModel, PassSize, ServedCosts, ServerCosts
 from paceline.bench.simulate.prompts import FleetRequest
 from paceline.bench.simulate.run import LEARNING, Method, World, simulated_engine
 from paceline.bench.simulate.world import PAGE_SIZE, VOCABULARY, VirtualClock
@@ -86,7 +86,7 @@ class Fleet:
     replicas: list[Replica]
     routing: Routing
     reasons: Counter[str]
-    server: ServerPrices = field(default_factory=ServerPrices)
+    server: ServerCosts = field(default_factory=ServerCosts)
     _busy: list[tuple[float, int]] = field(default_factory=list)  # heap of the times of next steps
     _ends: list[tuple[float, int]] = field(default_factory=list)  # heap of ends that the router has not seen
     _loads: dict[str, int] = field(default_factory=dict)  # requests, as the router sees them
@@ -162,8 +162,8 @@ def run_fleet(
     replicas = []
     for number in range(num_replicas):
         clock = VirtualClock()
-        prices = ServedPrices(world.prices[method.label], world.server, world.contention, clock.is_crowded)
-        served = replace(world, prices={method.label: prices})
+        costs = ServedCosts(world.costs[method.label], world.server, world.contention, clock.is_crowded)
+        served = replace(world, costs={method.label: costs})
         engine = simulated_engine(served, method, clock, limits, num_pages, reasons, True)
         replicas.append(Replica(f"{number:06}", engine, clock))
         if method.label == AUTO:  # like a server that has run for a while: its controller knows its drafters
@@ -217,7 +217,7 @@ def _pooled(world: World, size: int) -> World:
     """One machine with the memory and the speed of `size` of them."""
     return replace(
         world,
-        prices={label: _Faster(prices, size) for label, prices in world.prices.items()},
+        costs={label: _Faster(costs, size) for label, costs in world.costs.items()},
         max_num_batched_tokens=size * world.max_num_batched_tokens,
         server_kv_tokens=None if world.server_kv_tokens is None else size * world.server_kv_tokens,
         max_num_seqs=size * world.max_num_seqs,
@@ -226,16 +226,16 @@ def _pooled(world: World, size: int) -> World:
 
 @dataclass(frozen=True)
 class _Faster:
-    """Prices of a machine that is `factor` times as fast: it does as many rows in the same time."""
+    """Costs of a machine that is `factor` times as fast: it does as many rows in the same time."""
 
-    prices: Prices
+    costs: CostModel
     factor: int
 
     def pass_seconds(self, size: PassSize) -> float:
-        return self.prices.pass_seconds(size) / self.factor
+        return self.costs.pass_seconds(size) / self.factor
 
     def overhead_seconds(self, size: PassSize) -> float:
-        return self.prices.overhead_seconds(size) / self.factor
+        return self.costs.overhead_seconds(size) / self.factor
 
     def draft_seconds(self, call: Call) -> float:
-        return self.prices.draft_seconds(call) / self.factor
+        return self.costs.draft_seconds(call) / self.factor

@@ -21,9 +21,9 @@ from paceline.bench.loading import bench_config
 from paceline.bench.run.engine_runner import Task
 from paceline.bench.run.slices import Disturbances, FloatArray, alone
 from paceline.bench.run.speculation import OFF
+from paceline.bench.simulate.costs import CostModel
 from paceline.bench.simulate.fleet import ROUTINGS, Fleet, FleetRun, Replica, check_lengths, run_fleet
-from paceline.bench.simulate.measuring import PassMeter, TimedStep, measure_prices, watching
-from paceline.bench.simulate.prices import Prices
+from paceline.bench.simulate.measuring import PassMeter, TimedStep, measure_costs, watching
 from paceline.bench.simulate.prompts import FleetRequest
 from paceline.bench.simulate.run import Method, World
 from paceline.bench.simulate.world import VirtualClock
@@ -35,7 +35,7 @@ from paceline.core.request import Request
 from paceline.core.stats import StepStats
 
 TOLERANCE = 0.15  # relative error
-PRICING_PROMPTS = 16  # other requests, to measure prices with
+PRICING_PROMPTS = 16  # other requests, to measure costs with
 PRICING_TOKENS = 64  # of each
 cpu_time = time.thread_time  # with one thread, the caller's thread computes
 
@@ -79,24 +79,24 @@ def check_fleet(
     requests: Sequence[FleetRequest],
     on_turn: OnTurn = lambda _: None,
 ) -> list[ComparedFleet]:
-    """Plain decoding by a fleet of real engines, and by the simulated fleet with prices measured just before
+    """Plain decoding by a fleet of real engines, and by the simulated fleet with costs measured just before
     and just after it."""
     config = bench_config(model_name, "auto", 1, SchedulerOptions().max_num_seqs)
     model = load_model(config)
     world = replica_world(config, model)
     check_lengths(world, requests)
-    prices = [plain_prices(config, model)]
-    on_turn("prices")
+    costs = [plain_costs(config, model)]
+    on_turn("costs")
     measured = real_fleet(config, model, num_replicas, routing, requests)
     on_turn(f"{num_replicas} real engines")
-    prices.append(plain_prices(config, model))
-    on_turn("prices")
-    worlds = [replace(world, prices={OFF: each}) for each in prices]
+    costs.append(plain_costs(config, model))
+    on_turn("costs")
+    worlds = [replace(world, costs={OFF: each}) for each in costs]
     return compare([figures(measured)], worlds, num_replicas, routing, requests)
 
 
 def replica_world(config: EngineConfig, model: LoadedModel) -> World:
-    """A replica with the default settings of a server; its prices are not measured yet."""
+    """A replica with the default settings of a server; its costs are not measured yet."""
     engine = build_engine(replace(config, cache=CacheOptions()), model).engine
     return World(
         {},
@@ -179,8 +179,8 @@ class _NoDisturbances(Disturbances):
         return 0.0
 
 
-def plain_prices(config: EngineConfig, model: LoadedModel) -> Prices:
-    """Prices of plain decoding, in CPU time."""
+def plain_costs(config: EngineConfig, model: LoadedModel) -> CostModel:
+    """Costs of plain decoding, in CPU time."""
     chance = np.random.default_rng(0)
     ids = chance.integers(4, size=(PRICING_PROMPTS, PRICING_TOKENS)).tolist()
     params = SamplingParams(temperature=0, max_tokens=4 * PRICING_TOKENS, ignore_eos=True)
@@ -190,7 +190,7 @@ def plain_prices(config: EngineConfig, model: LoadedModel) -> Prices:
     alone(watching(engine, tasks, _NoDisturbances(), steps, cpu_time))
     meter = PassMeter(model.backend, model.config.max_position, cpu_time)
     alone(meter.slices())
-    return measure_prices(meter.prices(), {OFF: steps}, [])[OFF]
+    return measure_costs(meter.costs(), {OFF: steps}, [])[OFF]
 
 
 def figures(run: FleetRun) -> dict[str, float]:

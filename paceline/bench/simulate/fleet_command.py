@@ -20,11 +20,11 @@ from paceline.bench.simulate.command import (
     refuse_given,
     without_advice,
 )
+from paceline.bench.simulate.costs import ServerCosts
 from paceline.bench.simulate.flags import DRAFTS, FLEET, MACHINE, TRAFFIC
 from paceline.bench.simulate.fleet import ROUTINGS, FleetRun, run_fleet
 from paceline.bench.simulate.fleet_check import TOLERANCE, check_fleet
 from paceline.bench.simulate.fleet_view import FleetRow, Found, fleet_check_result, fleet_result
-from paceline.bench.simulate.prices import ServerPrices
 from paceline.bench.simulate.prompts import FleetRequest, fleet_requests, parse_shared_prefixes
 from paceline.bench.simulate.run import Method, World, parse_methods
 from paceline.bench.simulate.view import Assumed
@@ -61,7 +61,7 @@ def simulate_fleet(
     drafters, acceptance = given_drafters(guesses.alpha, drafts)
     methods = parse_methods(drafts["methods"] or f"{OFF},{AUTO}", list(drafters))
     price = _price(machine, fleet)
-    server = ServerPrices() if fleet["server"] is None else ServerPrices.parse(fleet["server"])
+    server = ServerCosts() if fleet["server"] is None else ServerCosts.parse(fleet["server"])
     name, world, _ = find_world(model, guesses, machine, traffic, drafters, methods, drafts["chances"])
     world = replace(world, server=server)
     if fleet["max_num_seqs"] is not None:

@@ -1,4 +1,4 @@
-"""Prices computed from the figures of GPUs and a model (roofline), for machines that are not here.
+"""Costs computed from the figures of GPUs and a model (roofline), for machines that are not here.
 
 A pass reads all weights and the KV cache of its requests, and computes two operations per weight and row;
 the slower of both counts. With tensor parallelism every GPU does its share of both, and each layer ends with
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
+from paceline.bench.simulate.costs import Call, PassSize
 from paceline.bench.simulate.presets import GPUS, MODELS, Gpu, ModelSize
-from paceline.bench.simulate.prices import Call, PassSize
 from paceline.errors import ConfigError
 from paceline.options import check_integer, check_number
 
@@ -111,8 +111,8 @@ def find_gpu(
 
 
 @dataclass(frozen=True)
-class RooflinePrices:
-    """Prices of a model on one or several GPUs."""
+class RooflineCosts:
+    """Costs of a model on one or several GPUs."""
 
     gpu: Gpu
     model: ModelSize

@@ -1,4 +1,4 @@
-"""Prices of a model on this machine: passes timed alone, everything else from steps of real engines."""
+"""Costs of a model on this machine: passes timed alone, everything else from steps of real engines."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from paceline.backends.base import Backend
 from paceline.bench.run.engine_runner import Task
 from paceline.bench.run.slices import ContestantClock, Disturbances
 from paceline.bench.run.turns import Slices, Turn
-from paceline.bench.simulate.prices import (
+from paceline.bench.simulate.costs import (
     LONG,
     ROWS,
     Call,
-    MeasuredPrices,
+    MeasuredCosts,
     PassSize,
     call_terms,
     fit,
@@ -102,8 +102,8 @@ class PassMeter:
                 yield
         return Turn(0.0, [])
 
-    def prices(self) -> MeasuredPrices:
-        """Prices of passes; everything else is still free."""
+    def costs(self) -> MeasuredCosts:
+        """Costs of passes; everything else is still free."""
         verified = self._quickest[: len(self._verified)]
         prompts = self._quickest[len(self._verified) : -2]
         few = verified[self._verified.index(self._few)]
@@ -112,7 +112,7 @@ class PassMeter:
         # keys that rows read of each other are priced as keys, not again with the rows
         verified = np.maximum(verified - per_key * _own_keys(self._verified), verified[0])
         prompts = np.maximum(prompts - per_key * _own_keys(self._prompts), verified[0])
-        return MeasuredPrices(
+        return MeasuredCosts(
             verified=StepCosts(self._verified, _rising(verified)),
             prompts=StepCosts([1, *self._prompts], _rising(np.array([verified[0], *prompts]))),
             per_key=per_key,
@@ -156,10 +156,10 @@ def watching(
     return Turn(0.0, [])
 
 
-def measure_prices(
-    passes: MeasuredPrices, watched: Mapping[str, Sequence[TimedStep]], drafters: Sequence[str]
-) -> dict[str, MeasuredPrices]:
-    """The prices of each method's steps, by label.
+def measure_costs(
+    passes: MeasuredCosts, watched: Mapping[str, Sequence[TimedStep]], drafters: Sequence[str]
+) -> dict[str, MeasuredCosts]:
+    """The costs of each method's steps, by label.
 
     In an engine, passes are slower than alone by a factor that all methods share; what a step takes beyond
     that is the method's overhead. `drafters` are the methods with one drafter that drafts in every step: its
@@ -177,7 +177,7 @@ def measure_prices(
             terms.append(step_terms)
             seconds.append(step.seconds_without_drafting)
     scale, prompt_scale, *overheads = fit(np.array(terms), np.array(seconds))
-    drafts = {name: _draft_prices(name, watched[name]) for name in drafters}
+    drafts = {name: _draft_costs(name, watched[name]) for name in drafters}
     return {
         label: replace(
             passes,
@@ -190,8 +190,8 @@ def measure_prices(
     }
 
 
-def _draft_prices(name: str, steps: Sequence[TimedStep]) -> list[float]:
-    """[terms] prices of a drafter's calls, from steps that all drafted."""
+def _draft_costs(name: str, steps: Sequence[TimedStep]) -> list[float]:
+    """[terms] costs of a drafter's calls, from steps that all drafted."""
     drafted = [step.stats for step in steps if step.stats.prefill_tokens == 0]
     calls = [
         Call(name, stats.requests, max([draft.depth for draft in stats.drafts], default=0), stats.drafted)

@@ -12,7 +12,7 @@ from paceline.bench.run.figures import Objective
 from paceline.bench.run.rows import Row, rows
 from paceline.bench.run.speculation import COLD, OFF, Key, Runs
 from paceline.bench.run.turns import Turn
-from paceline.bench.simulate.prices import Contention, Prices, ServerPrices, start_costs
+from paceline.bench.simulate.costs import Contention, CostModel, ServerCosts, start_costs
 from paceline.bench.simulate.world import (
     PAGE_SIZE,
     VOCABULARY,
@@ -63,14 +63,14 @@ class Method:
 class World:
     """What is simulated: a machine, its drafters, and the size of a batch."""
 
-    prices: Mapping[str, Prices]  # by method: what is loaded beside the target costs a little in every step
+    costs: Mapping[str, CostModel]  # by method: what is loaded beside the target costs a little in every step
     drafters: Mapping[str, Sequence[Acceptance]]  # per drafter, the acceptances that requests use in turn
     max_num_batched_tokens: int
     kv_tokens: int | None = None  # KV cache tokens that fit into memory; None: enough for all
     server_kv_tokens: int | None = None  # KV cache tokens of a replica of a fleet; None: enough for all
     max_num_seqs: int = 256  # requests per pass of a replica
     contention: Contention = field(default_factory=Contention)  # none: each replica has its own machine
-    server: ServerPrices = field(default_factory=ServerPrices)  # around each replica of a fleet
+    server: ServerCosts = field(default_factory=ServerCosts)  # around each replica of a fleet
     max_model_len: int | None = None  # tokens of a request; None: any number
     tells_chances: bool = True
     num_gpus: int = 1  # what is paid for
@@ -198,25 +198,25 @@ def simulated_engine(
             f"a request of {longest} tokens does not fit: there is room for the keys and values of "
             f"{num_pages * PAGE_SIZE}. Make it shorter, or use fewer --bits, a larger --gpu or more of them."
         )
-    prices, max_rows = world.prices[method.label], limits.max_num_batched_tokens
+    costs, max_rows = world.costs[method.label], limits.max_num_batched_tokens
     drafters = {
-        name: SimulatedDrafter(name, acceptances, prices, clock, world.tells_chances)
+        name: SimulatedDrafter(name, acceptances, costs, clock, world.tells_chances)
         for name, acceptances in world.drafters.items()
     }
     return Engine(
-        SimulatedBackend(prices, clock, max_rows),
+        SimulatedBackend(costs, clock, max_rows),
         CountingTokenizer(),
         limits,
         num_pages=num_pages,
         enable_prefix_caching=enable_prefix_caching,
-        controller=_controller(world, method, prices, max_rows, reasons),
+        controller=_controller(world, method, costs, max_rows, reasons),
         drafters=drafters,
         clock=clock,
     )
 
 
 def _controller(
-    world: World, method: Method, prices: Prices, max_rows: int, reasons: Counter[str]
+    world: World, method: Method, costs: CostModel, max_rows: int, reasons: Counter[str]
 ) -> Controller:
     """The real controller, or a fixed plan."""
     if method.label != AUTO:
@@ -229,4 +229,4 @@ def _controller(
     def count(decision: Decision) -> None:
         reasons[decision.reason] += 1
 
-    return AutoController(plans, start_costs(prices, max_rows), log=count)
+    return AutoController(plans, start_costs(costs, max_rows), log=count)

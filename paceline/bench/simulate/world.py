@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.base import Backend
-from paceline.bench.simulate.prices import Call, PassSize, Prices
+from paceline.bench.simulate.costs import Call, CostModel, PassSize
 from paceline.core.arrays import Int32Array
 from paceline.core.forward import ForwardBatch, ForwardOutput
 from paceline.core.request import Request
@@ -76,15 +76,15 @@ class NoPool:
 
 
 class SimulatedBackend(Backend):
-    """A backend whose passes take as long as they are priced."""
+    """A backend whose passes take as long as they cost."""
 
     name = "simulated"
     page_size = PAGE_SIZE
     batch_invariant = True
     supports_features = False
 
-    def __init__(self, prices: Prices, clock: VirtualClock, max_rows: int) -> None:
-        self._prices = prices
+    def __init__(self, costs: CostModel, clock: VirtualClock, max_rows: int) -> None:
+        self._costs = costs
         self._clock = clock
         self.max_rows = max_rows
         # [vocabulary, vocabulary] logits after each token
@@ -104,7 +104,7 @@ class SimulatedBackend(Backend):
             contexts=int(batch.context_lengths.sum()),
             keys=int(batch.positions.sum()) + batch.num_rows,
         )
-        self._clock.advance(self._prices.pass_seconds(size) + self._prices.overhead_seconds(size))
+        self._clock.advance(self._costs.pass_seconds(size) + self._costs.overhead_seconds(size))
         return ForwardOutput(self._logits[batch.tokens[batch.logit_rows]])
 
     def first_layers(self, count: int) -> Backend:
@@ -133,7 +133,7 @@ class Acceptance:
 
 
 class SimulatedDrafter(Drafter):
-    """Drafts chains with a given acceptance, at the price of a real drafter.
+    """Drafts chains with a given acceptance, at the cost of a real drafter.
 
     Whether the token at a position of a request is predicted correctly is decided by that position's noise,
     so it does not depend on when it is drafted. A correct draft is at least as deep as it is correct:
@@ -144,13 +144,13 @@ class SimulatedDrafter(Drafter):
         self,
         name: str,
         acceptances: Sequence[Acceptance],
-        prices: Prices,
+        costs: CostModel,
         clock: VirtualClock,
         tells_chances: bool = True,
     ) -> None:
         """Request i uses `acceptances[seed % len]`."""
         self.name = name
-        self._prices = prices
+        self._costs = costs
         self._clock = clock
         self._tells_chances = tells_chances
         self._profiles = [_Profile(acceptance) for acceptance in acceptances]
@@ -160,7 +160,7 @@ class SimulatedDrafter(Drafter):
         chains = [self._chain(request, plan) for request, plan in zip(requests, plans, strict=True)]
         lengths = [len(chain) for chain in chains]
         call = Call(self.name, len(requests), max(lengths), sum(lengths))
-        self._clock.advance(self._prices.draft_seconds(call))
+        self._clock.advance(self._costs.draft_seconds(call))
         chances = [
             self._profile_of(request).chances[:length]
             for request, length in zip(requests, lengths, strict=True)

@@ -1,4 +1,4 @@
-"""Simulated machines: by the figures of a data sheet, or by prices measured here."""
+"""Simulated machines: by the figures of a data sheet, or by costs measured here."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from paceline.bench.loading import bench_config
 from paceline.bench.run.engine_runner import Task
 from paceline.bench.run.slices import Disturbances, alone
 from paceline.bench.run.speculation import OFF
-from paceline.bench.simulate.hardware import STEP_OVERHEAD, RooflinePrices, find_gpu, find_model
-from paceline.bench.simulate.measuring import PROMPT, STEPS, PassMeter, TimedStep, measure_prices, watching
-from paceline.bench.simulate.prices import PassSize
+from paceline.bench.simulate.costs import PassSize
+from paceline.bench.simulate.hardware import STEP_OVERHEAD, RooflineCosts, find_gpu, find_model
+from paceline.bench.simulate.measuring import PROMPT, STEPS, PassMeter, TimedStep, measure_costs, watching
 from paceline.bench.simulate.run import Length, Method, World
 from paceline.bench.simulate.sources import CHAIN, Drafters
 from paceline.bench.traffic.workloads import load_workload
@@ -25,7 +25,7 @@ from paceline.options import check_integer, check_number
 from paceline.terminal.flags import Options
 
 GPU_ROWS = 2048  # rows per pass
-USUAL_PROMPTS = "chat"  # workload to measure prices with, if none is named
+USUAL_PROMPTS = "chat"  # workload to measure costs with, if none is named
 
 
 def given_world(
@@ -47,13 +47,13 @@ def given_world(
         machine["draft_params"],
     )
     overhead = check_number(ConfigError, "--overhead", overhead, 0, 1000)
-    prices = RooflinePrices(gpu, size, overhead, num_gpus)
+    costs = RooflineCosts(gpu, size, overhead, num_gpus)
     world = World(
-        prices={method.label: prices for method in methods},
+        costs={method.label: costs for method in methods},
         drafters=drafters,
         max_num_batched_tokens=_max_rows(traffic, GPU_ROWS),
-        kv_tokens=prices.kv_tokens(),
-        server_kv_tokens=prices.kv_tokens(),
+        kv_tokens=costs.kv_tokens(),
+        server_kv_tokens=costs.kv_tokens(),
         num_gpus=num_gpus,
         tells_chances=chances,
     )
@@ -68,7 +68,7 @@ def measured_world(
     methods: Sequence[Method],
     chances: bool,
 ) -> tuple[World, list[Length]]:
-    """This machine with measured prices, and the lengths of its requests. A drafter known only by its
+    """This machine with measured costs, and the lengths of its requests. A drafter known only by its
     acceptance costs `draft_cost` one-row passes per level."""
     check_number(ConfigError, "draft_cost", draft_cost, 0.0, 1000.0)
     rows = _max_rows(traffic, USUAL_ROWS_PER_PASS)
@@ -92,15 +92,13 @@ def measured_world(
         alone(watching(engine, tasks, Disturbances(), steps))
     meter = PassMeter(model.backend, model.config.max_position)
     alone(meter.slices())
-    passes = meter.prices()
-    prices = measure_prices(passes, watched, loaded)
+    passes = meter.costs()
+    costs = measure_costs(passes, watched, loaded)
     chain = (0.0, 0.0, draft_cost * passes.pass_seconds(PassSize.chain(1)), 0.0)
-    priced = {
-        config: replace(price, drafts={**price.drafts, CHAIN: chain}) for config, price in prices.items()
-    }
+    priced = {config: replace(own, drafts={**own.drafts, CHAIN: chain}) for config, own in costs.items()}
     loads = {method.label: everyone if method.label == AUTO else method.drafter for method in methods}
     world = World(
-        prices={label: priced[config if config in priced else OFF] for label, config in loads.items()},
+        costs={label: priced[config if config in priced else OFF] for label, config in loads.items()},
         drafters=drafters,
         max_num_batched_tokens=rows,
         server_kv_tokens=kv_tokens,

@@ -14,10 +14,10 @@ import pytest
 from paceline.bench.run.engine_runner import EngineRunner, Task
 from paceline.bench.simulate import fleet, fleet_check
 from paceline.bench.simulate.capacity import smallest
+from paceline.bench.simulate.costs import Call, Contention, PassSize, ServerCosts
 from paceline.bench.simulate.fleet import run_fleet
 from paceline.bench.simulate.fleet_check import ComparedFleet, ComputeClock
 from paceline.bench.simulate.fleet_view import fleet_check_result
-from paceline.bench.simulate.prices import Call, Contention, PassSize, ServerPrices
 from paceline.bench.simulate.prompts import FleetRequest, SharedPrefixes, fleet_requests
 from paceline.bench.simulate.run import Method, World, simulated_engine
 from paceline.bench.simulate.world import Acceptance, VirtualClock
@@ -32,7 +32,7 @@ from paceline.scale.routing import LeastLoadedRouting
 OFF = Method("off")
 
 
-class RowPrices:
+class RowCosts:
     """1 ms for a pass and 0.1 ms for each of its rows; drafts are free."""
 
     def pass_seconds(self, size: PassSize) -> float:
@@ -47,7 +47,7 @@ class RowPrices:
 
 def world(kv_tokens: int | None = None, **options: Any) -> World:
     return World(
-        {label: RowPrices() for label in ("off", "auto")},
+        {label: RowCosts() for label in ("off", "auto")},
         {"chain": [Acceptance.constant(0.8, 8)]},
         max_num_batched_tokens=64,
         server_kv_tokens=kv_tokens,
@@ -88,8 +88,8 @@ def test_a_fleet_of_one_takes_the_time_of_one_server() -> None:
 
 def test_a_server_delays_requests_and_stretches_passes() -> None:
     """A prompt of 40 tokens waits 1 ms and 40 times 0.1 ms; its passes take 5 and 1.1 ms, and 2.5 ms more."""
-    server = ServerPrices.parse("request=1,prompt_token=0.1,step=2,token=0.5")
-    assert ServerPrices.parse(str(server)) == server
+    server = ServerCosts.parse("request=1,prompt_token=0.1,step=2,token=0.5")
+    assert ServerCosts.parse(str(server)) == server
     run = run_fleet(world(server=server), OFF, 2, "prefix", fleet_requests(steady(2, 0.0, answer=2)))
     assert [answer.ttft for answer in run.answers] == pytest.approx(2 * [0.005 + 0.005 + 0.0025])
     assert [answer.tpot for answer in run.answers] == pytest.approx(2 * [0.0011 + 0.0025])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.simulate.prices import Call, PassSize
+from paceline.bench.simulate.costs import Call, PassSize
 from paceline.bench.simulate.run import Length, Method, World, parse_methods, simulate
 from paceline.bench.simulate.world import Acceptance
 from paceline.bench.traffic.profiles import closed
 from paceline.errors import ConfigError
 
 
-class FlatPrices:
+class FlatCosts:
     """10 ms for a pass, and one for each of its requests and for each drafted level."""
 
     def __init__(self) -> None:
@@ -33,9 +33,9 @@ def world(
 ) -> tuple[World, list[Method]]:
     found = parse_methods(",".join(methods), ["chain"])
     drafters = {"chain": [acceptance or Acceptance.constant(0.7, 16)]}
-    prices = FlatPrices()
+    costs = FlatCosts()
     settings = {"max_num_batched_tokens": 64} | options
-    return World({method.label: prices for method in found}, drafters, **settings), found  # type: ignore[arg-type]
+    return World({method.label: costs for method in found}, drafters, **settings), found  # type: ignore[arg-type]
 
 
 def test_plain_decoding_takes_what_its_passes_cost():
@@ -111,7 +111,7 @@ def test_a_request_that_can_never_fit_is_reported():
 def test_requests_take_acceptances_in_turn():
     here, methods = world("chain:4")
     mixed = World(
-        here.prices,
+        here.costs,
         {"chain": [Acceptance.constant(1.0, 4), Acceptance.constant(0.0, 4)]},
         max_num_batched_tokens=64,
     )
@@ -121,12 +121,12 @@ def test_requests_take_acceptances_in_turn():
 
 def test_256_concurrent_requests_share_passes():
     here, methods = world("off", max_num_batched_tokens=512)
-    prices = here.prices["off"]
-    assert isinstance(prices, FlatPrices)
+    costs = here.costs["off"]
+    assert isinstance(costs, FlatCosts)
     (row,) = simulate(here, methods, [Length(2, 3)], [closed(256)]).rows
     assert row.output_tokens == 512 * 3
-    assert max(prices.rows) == 512
-    assert 256 in prices.rows
+    assert max(costs.rows) == 512
+    assert 256 in costs.rows
 
 
 @pytest.mark.parametrize("wrong", ["eagle", "chain:0", "chain:x", "off,,auto"])

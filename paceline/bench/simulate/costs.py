@@ -1,4 +1,4 @@
-"""Prices of a step's parts in seconds: measured, or computed from a machine's figures."""
+"""Costs of a step's parts in seconds: measured, or computed from a machine's figures."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Call:
     nodes: int  # of all drafts
 
 
-class Prices(Protocol):
+class CostModel(Protocol):
     """Seconds of the parts of a step."""
 
     def pass_seconds(self, size: PassSize) -> float:
@@ -64,7 +64,7 @@ class Prices(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ServerPrices:
+class ServerCosts:
     """Seconds that a server adds to its engine's: the first two before a request is queued, the others to
     every pass."""
 
@@ -75,21 +75,21 @@ class ServerPrices:
     row: float = 0.0  # per prompt token that a pass computes: a server's caches are not those of a loop
 
     @staticmethod
-    def parse(text: str) -> ServerPrices:
-        """The prices of a text such as request=15,step=0.5, in milliseconds."""
-        names, prices = [item.name for item in fields(ServerPrices)], {}
+    def parse(text: str) -> ServerCosts:
+        """The costs of a text such as request=15,step=0.5, in milliseconds."""
+        names, costs = [item.name for item in fields(ServerCosts)], {}
         for part in text.split(","):
             name, _, value = part.strip().partition("=")
             try:
-                prices[name] = float(value) / 1e3
+                costs[name] = float(value) / 1e3
             except ValueError:
-                prices[name] = -1.0
-            if name not in names or not prices[name] >= 0:
+                costs[name] = -1.0
+            if name not in names or not costs[name] >= 0:
                 raise ConfigError(
                     "--server must be milliseconds, such as request=15,step=0.5, with the names "
                     f"{', '.join(names)}; got {text!r}."
                 )
-        return ServerPrices(**prices)
+        return ServerCosts(**costs)
 
     def __str__(self) -> str:
         values = [(item.name, 1e3 * getattr(self, item.name)) for item in fields(self)]
@@ -109,11 +109,11 @@ class Contention:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedPrices:
-    """Prices of an engine within a server, on a machine that it may share."""
+class ServedCosts:
+    """Costs of an engine within a server, on a machine that it may share."""
 
-    engine: Prices
-    server: ServerPrices
+    engine: CostModel
+    server: ServerCosts
     contention: Contention
     crowded: Callable[[], bool]  # whether another replica computes now
 
@@ -134,18 +134,18 @@ class ServedPrices:
         return self.contention.prompts if has_prompts else self.contention.decoding
 
 
-def start_costs(prices: Prices, max_rows: int) -> StepCosts:
+def start_costs(costs: CostModel, max_rows: int) -> StepCosts:
     """The step costs that a controller would measure when it starts."""
     rows = [count for count in ROWS if count <= max(2, max_rows)]
-    seconds = [prices.pass_seconds(PassSize.chain(count)) for count in rows]
+    seconds = [costs.pass_seconds(PassSize.chain(count)) for count in rows]
     max_measured = rows[-1]
-    longer = prices.pass_seconds(PassSize.chain(max_measured, LONG)) - seconds[-1]
+    longer = costs.pass_seconds(PassSize.chain(max_measured, LONG)) - seconds[-1]
     return StepCosts(rows, seconds, max(0.0, longer) / (max_measured * LONG))
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredPrices:
-    """Prices measured here, for one drafting method."""
+class MeasuredCosts:
+    """Costs measured here, for one drafting method."""
 
     verified: StepCosts  # of passes that need the logits of every row
     prompts: StepCosts  # of passes that need the logits of one row
@@ -153,7 +153,7 @@ class MeasuredPrices:
     per_context: float  # seconds per committed token of a request
     scale: float = 1.0  # factor on all of these, in passes without prompts
     prompt_scale: float = 1.0  # the same in passes with prompts
-    overhead: Sequence[float] = (0.0, 0.0)  # [terms] prices of `overhead_terms`
+    overhead: Sequence[float] = (0.0, 0.0)  # [terms] costs of `overhead_terms`
     drafts: Mapping[str, Sequence[float]] = field(default_factory=dict)  # by drafter, [terms] of `call_terms`
 
     def pass_seconds(self, size: PassSize) -> float:
@@ -181,26 +181,26 @@ def call_terms(call: Call) -> tuple[float, ...]:
 
 
 def fit(terms: Float64Array, seconds: Float64Array) -> list[float]:
-    """[terms] non-negative prices whose products with `terms` [samples, terms] best fit `seconds` [samples].
+    """[terms] non-negative costs whose products with `terms` [samples, terms] best fit `seconds` [samples].
 
     Errors are relative to the expected duration, so that short samples count as much as long ones.
     """
     usual = np.median(seconds)
     expected = terms @ nonnegative_fit(terms, seconds, np.maximum(seconds, 0.1 * usual))
     expected = np.maximum(expected, 0.1 * usual)
-    prices: list[float] = nonnegative_fit(terms, np.minimum(seconds, OUTLIER * expected), expected).tolist()
-    return prices
+    costs: list[float] = nonnegative_fit(terms, np.minimum(seconds, OUTLIER * expected), expected).tolist()
+    return costs
 
 
 def nonnegative_fit(terms: Float64Array, seconds: Float64Array, scale: Float64Array) -> Float64Array:
-    """[terms] non-negative least squares of errors in units of `scale` [samples]: the most negative price
+    """[terms] non-negative least squares of errors in units of `scale` [samples]: the most negative cost
     is set to 0 until none is left."""
-    prices = np.zeros(terms.shape[1])
+    costs = np.zeros(terms.shape[1])
     active = list(range(terms.shape[1]))
     while active:
         solution = np.linalg.lstsq(terms[:, active] / scale[:, None], seconds / scale, rcond=None)[0]
         if solution.min() >= 0.0:
-            prices[active] = solution
+            costs[active] = solution
             break
         del active[int(solution.argmin())]
-    return prices
+    return costs

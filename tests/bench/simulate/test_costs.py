@@ -1,4 +1,4 @@
-"""Prices: of data sheets compared with measured servers, and of this machine from a few of its steps."""
+"""Costs: of data sheets compared with measured servers, and of this machine from a few of its steps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 
 from paceline.bench.run.engine_runner import Task
 from paceline.bench.run.slices import Disturbances, alone
-from paceline.bench.simulate.hardware import RooflinePrices, find_gpu, find_model, model_size
-from paceline.bench.simulate.measuring import PassMeter, TimedStep, measure_prices, watching
+from paceline.bench.simulate.costs import Call, CostModel, MeasuredCosts, PassSize, fit, start_costs
+from paceline.bench.simulate.hardware import RooflineCosts, find_gpu, find_model, model_size
+from paceline.bench.simulate.measuring import PassMeter, TimedStep, measure_costs, watching
 from paceline.bench.simulate.presets import GPUS, MODELS
-from paceline.bench.simulate.prices import Call, MeasuredPrices, PassSize, Prices, fit, start_costs
 from paceline.bench.simulate.world import (
     Acceptance,
     CountingTokenizer,
@@ -31,15 +31,15 @@ from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 
-LLAMA_8B = RooflinePrices(GPUS["h200"], model_size(8.03e9))
+LLAMA_8B = RooflineCosts(GPUS["h200"], model_size(8.03e9))
 
 
-def step_ms(prices: Prices, requests: int, drafted: int = 0, context: int = 256) -> float:
+def step_ms(costs: CostModel, requests: int, drafted: int = 0, context: int = 256) -> float:
     """Milliseconds of a step of `requests` requests, each with a chain of `drafted` tokens."""
     rows = requests * (1 + drafted)
     size = PassSize(rows, requests, rows, requests * context, rows * context)
-    drafting = prices.draft_seconds(Call("head", requests, drafted, requests * drafted))
-    return 1e3 * (prices.pass_seconds(size) + prices.overhead_seconds(size) + drafting)
+    drafting = costs.draft_seconds(Call("head", requests, drafted, requests * drafted))
+    return 1e3 * (costs.pass_seconds(size) + costs.overhead_seconds(size) + drafting)
 
 
 @pytest.mark.parametrize(
@@ -64,9 +64,9 @@ def test_missing_model_figures_are_the_usual_ones_for_its_size():
 
 
 def test_weights_that_do_not_fit_are_refused():
-    assert 300_000 < RooflinePrices(GPUS["h100"], model_size(8e9)).kv_tokens() < 500_000
+    assert 300_000 < RooflineCosts(GPUS["h100"], model_size(8e9)).kv_tokens() < 500_000
     with pytest.raises(ConfigError, match="weights take 140"):
-        RooflinePrices(GPUS["a100"], model_size(70e9, draft_params=0)).kv_tokens()
+        RooflineCosts(GPUS["a100"], model_size(70e9, draft_params=0)).kv_tokens()
 
 
 def test_a_gpu_is_named_or_given_by_figures():
@@ -112,14 +112,14 @@ def test_figures_of_every_model_fit_together(name):
 
 def test_several_gpus_divide_the_work_and_pay_for_communication():
     model = MODELS["llama-3.1-70b"]
-    two, four = (RooflinePrices(GPUS["h100"], model, 0.0, count) for count in (2, 4))
+    two, four = (RooflineCosts(GPUS["h100"], model, 0.0, count) for count in (2, 4))
     row, prompt = PassSize.chain(1), PassSize(2048, 1, 1, 0, 0)
     reading = model.weight_bytes / (0.85 * 3.35e12)
-    for prices, count in ((two, 2), (four, 4)):
-        communication = prices.pass_seconds(row) - reading / count
+    for costs, count in ((two, 2), (four, 4)):
+        communication = costs.pass_seconds(row) - reading / count
         assert communication == pytest.approx(2 * 80 * 10e-6, rel=0.05)  # latency of 160 all-reduces
     assert four.kv_tokens() > 3 * two.kv_tokens() > 0
-    slow = RooflinePrices(GPUS["l40s"], model, 0.0, 4)  # over PCIe: 5 seconds of all-reduces per GB sent
+    slow = RooflineCosts(GPUS["l40s"], model, 0.0, 4)  # over PCIe: 5 seconds of all-reduces per GB sent
     sent = 2 * 80 * 2 * (3 / 4) * 2048 * 8192 * 2 / (0.7 * 32e9)
     assert slow.pass_seconds(prompt) > sent > slow.pass_seconds(row)
     assert four.draft_seconds(Call("head", 1, 3, 3)) < two.draft_seconds(Call("head", 1, 3, 3))
@@ -127,25 +127,25 @@ def test_several_gpus_divide_the_work_and_pay_for_communication():
 
 def test_a_kv_head_is_not_split():
     """Latent attention has one, which every GPU keeps."""
-    prices = RooflinePrices(GPUS["h200"], MODELS["deepseek-v3"], 0.0, num_gpus=8)
-    read = prices.pass_seconds(PassSize(1, 1, 1, 100_000, 0)) - prices.pass_seconds(PassSize(1, 1, 1, 0, 0))
+    costs = RooflineCosts(GPUS["h200"], MODELS["deepseek-v3"], 0.0, num_gpus=8)
+    read = costs.pass_seconds(PassSize(1, 1, 1, 100_000, 0)) - costs.pass_seconds(PassSize(1, 1, 1, 0, 0))
     assert read == pytest.approx(100_000 * 61 * 576 * 2 / (0.85 * 4.8e12))
 
 
-def test_fitted_prices_are_not_negative():
+def test_fitted_costs_are_not_negative():
     rng = np.random.default_rng(0)
     terms = rng.uniform(1, 9, (50, 3))
     assert fit(terms, terms @ [0.1, 0.0, 2.0]) == pytest.approx([0.1, 0.0, 2.0], abs=1e-9)
     assert min(fit(terms, 5.0 - 0.1 * terms[:, 0])) >= 0
 
 
-def test_start_costs_are_the_prices_of_passes():
+def test_start_costs_are_the_costs_of_passes():
     costs = start_costs(LLAMA_8B, max_rows=512)
     alone_seconds = LLAMA_8B.pass_seconds(PassSize.chain(8, 1024))
     assert float(costs.seconds(8, 1024)) == pytest.approx(alone_seconds, rel=0.01)
 
 
-TRUE = MeasuredPrices(
+TRUE = MeasuredCosts(
     verified=StepCosts([1, 8, 64], [0.004, 0.006, 0.03]),
     prompts=StepCosts([1, 64, 512], [0.004, 0.02, 0.15]),
     per_key=1e-7,
@@ -171,7 +171,7 @@ def test_measured_passes_have_their_price():
     clock = VirtualClock()
     meter = PassMeter(TimedBackend(TRUE, clock, 512), 4096, clock)
     alone(meter.slices())
-    found = meter.prices()
+    found = meter.costs()
     for size in (PassSize.chain(1), PassSize.chain(8, 500), PassSize(512, 1, 1, 0, 131328)):
         assert found.pass_seconds(size) == pytest.approx(TRUE.pass_seconds(size), rel=0.03)
 
@@ -207,17 +207,17 @@ def steps_of(plan: DraftPlan) -> list[TimedStep]:
     return watched
 
 
-def test_prices_are_fitted_from_an_engines_steps():
-    """Of a simulated one, whose prices are known."""
+def test_costs_are_fitted_from_an_engines_steps():
+    """Of a simulated one, whose costs are known."""
     watched = {"off": steps_of(PLAIN), "head": steps_of(DraftPlan("head", 3))}
-    passes = MeasuredPrices(TRUE.verified, TRUE.prompts, TRUE.per_key, TRUE.per_context)
-    found = measure_prices(passes, watched, ["head"])
+    passes = MeasuredCosts(TRUE.verified, TRUE.prompts, TRUE.per_key, TRUE.per_context)
+    found = measure_costs(passes, watched, ["head"])
     for requests, drafted in ((1, 0), (4, 3), (12, 0), (16, 3)):
-        prices = found["head" if drafted else "off"]
+        costs = found["head" if drafted else "off"]
         step = partial(step_ms, requests=requests, drafted=0, context=64)
-        assert step(prices) == pytest.approx(step(TRUE), rel=0.03)
+        assert step(costs) == pytest.approx(step(TRUE), rel=0.03)
         call = Call("head", requests, drafted, requests * drafted)
-        assert prices.draft_seconds(call) == pytest.approx(TRUE.draft_seconds(call), rel=0.05)
+        assert costs.draft_seconds(call) == pytest.approx(TRUE.draft_seconds(call), rel=0.05)
 
 
 def test_steps_are_timed_at_several_concurrencies():

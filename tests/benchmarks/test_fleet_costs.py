@@ -6,17 +6,17 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from benchmarks.server.fleet_prices import probes, served_world
+from benchmarks.server.fleet_costs import probes, served_world
+from paceline.bench.simulate.costs import Contention, ServerCosts
 from paceline.bench.simulate.fleet import run_fleet
-from paceline.bench.simulate.prices import Contention, ServerPrices
 from paceline.bench.simulate.run import Method
 from tests.bench.simulate.test_fleet import world
 
 
-def test_the_prices_of_a_server_are_found_from_its_answers() -> None:
+def test_the_costs_of_a_server_are_found_from_its_answers() -> None:
     """A simulated server takes the place of the real one."""
     here, sent = replace(world(), max_num_batched_tokens=512), probes(2, repeats=1)
-    server = ServerPrices(request=0.015, prompt_token=2e-5, step=0.001, token=0.0005, row=3e-5)
+    server = ServerCosts(request=0.015, prompt_token=2e-5, step=0.001, token=0.0005, row=3e-5)
     true = replace(here, server=server, contention=Contention(1.1, 1.25))
     answers = []
     for probe in sent:

@@ -16,8 +16,8 @@ import numpy as np
 
 from paceline.bench.run.speculation import OFF
 from paceline.bench.run.turns import Answer
+from paceline.bench.simulate.costs import Contention, ServerCosts, nonnegative_fit
 from paceline.bench.simulate.fleet import run_fleet
-from paceline.bench.simulate.prices import Contention, ServerPrices, nonnegative_fit
 from paceline.bench.simulate.prompts import FleetRequest, fleet_requests
 from paceline.bench.simulate.run import Method, World
 from paceline.bench.simulate.world import PAGE_SIZE, VOCABULARY
@@ -87,7 +87,7 @@ def served_world(
     waited = first - first_alone - passes * computing * (step + token)
     terms = np.stack([np.ones(len(kinds)), prompts, computing * computed], 1)
     request, prompt_token, row = nonnegative_fit(terms[unqueued], waited[unqueued], first[unqueued])
-    return replace(world, server=ServerPrices(*map(float, (request, prompt_token, step, token, row))))
+    return replace(world, server=ServerCosts(*map(float, (request, prompt_token, step, token, row))))
 
 
 def _simulated(
