@@ -11,7 +11,7 @@ from paceline.config import DEFAULT_MODEL
 from paceline.terminal.help import App
 
 if TYPE_CHECKING:
-    from benchmarks.server.replica_harm import Round
+    from benchmarks.server.replica_faults import Round
 
 Clients = Annotated[int, typer.Option(help="Number of concurrent clients.")]
 Tokens = Annotated[int, typer.Option(help="Tokens per answer.")]
@@ -20,30 +20,35 @@ Turns = Annotated[int, typer.Option(help="Turns of each server.")]
 app = App(help="Two replicas: what they survive and what they cost.", no_args_is_help=True)
 
 
-@app.command("harm")
-def harm_command(
+@app.command("harm", hidden=True)  # the former name, in lab notes
+@app.command("faults")
+def faults_command(
     model: Model = DEFAULT_MODEL,
-    harm: Annotated[
+    fault: Annotated[
         list[str] | None,
-        typer.Option(help="kill, hang (SIGSTOP), restart (all replicas, in turn), none. Default: kill."),
+        typer.Option(
+            "--fault",
+            "--harm",
+            help="kill, hang (SIGSTOP), restart (all replicas, in turn), none. Default: kill.",
+        ),
     ] = None,
     rounds: Annotated[int, typer.Option(help="Times of each.")] = 10,
     clients: Clients = 50,
     max_tokens: Tokens = 64,
     progress: Annotated[
-        float, typer.Option(help="Harm when the furthest answer has this share of its tokens.")
+        float, typer.Option(help="Inject it when the furthest answer has this share of its tokens.")
     ] = 0.5,
 ) -> None:
-    """Harm replicas while clients stream. Answers are compared with those of one process."""
-    from benchmarks.server.replica_harm import measure_harm
-    from benchmarks.server.replicas import HARMS
+    """Inject faults into replicas while clients stream. Answers are compared with those of one process."""
+    from benchmarks.server.replica_faults import measure_faults
+    from benchmarks.server.replicas import FAULTS
     from paceline.errors import ConfigError
 
-    wanted = harm or ["kill"]
-    if unknown := set(wanted) - HARMS.keys():
-        raise ConfigError(f"--harm is one of {', '.join(HARMS)}, got {', '.join(unknown)}.")
+    wanted = fault or ["kill"]
+    if unknown := set(wanted) - FAULTS.keys():
+        raise ConfigError(f"--fault is one of {', '.join(FAULTS)}, got {', '.join(unknown)}.")
     bad = late = 0
-    for one in measure_harm(model, wanted, rounds, clients, max_tokens, progress):
+    for one in measure_faults(model, wanted, rounds, clients, max_tokens, progress):
         bad += one.failed + one.differing
         late += one.late
         typer.echo(_round(one))
@@ -57,7 +62,7 @@ def _round(one: Round) -> str:
 
     pauses = one.pauses or [0.0]
     return (
-        f"{one.harm:8} {one.requests} requests, {one.failed} failed, {one.differing} differ, "
+        f"{one.fault:8} {one.requests} requests, {one.failed} failed, {one.differing} differ, "
         f"{one.resumed} resumed, {one.seconds:.1f} s; pause: p50 {milliseconds(pauses, 0.5):.0f} ms, max "
         f"{milliseconds(pauses, 1):.0f} ms; noticed after {1e3 * one.noticed:.0f} ms, then a new request "
         f"took {1e3 * max(one.new):.0f} ms to its first text"

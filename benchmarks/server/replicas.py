@@ -1,4 +1,4 @@
-"""A server of two replicas, what it is asked, and how its processes are found and harmed."""
+"""A server of two replicas, what it is asked, how its processes are found, and faults to inject."""
 
 from __future__ import annotations
 
@@ -113,18 +113,18 @@ class Fleet:
 
 
 @dataclass(frozen=True)
-class Harm:
+class Fault:
     """Something that is done to a fleet, or to a replica with a process id."""
 
     do: Callable[[Fleet, int], None]
     loses: bool = False  # answers lose their replica
 
 
-HARMS: Mapping[str, Harm] = {
-    "kill": Harm(lambda fleet, pid: os.kill(pid, signal.SIGKILL), loses=True),
-    "hang": Harm(lambda fleet, pid: os.kill(pid, signal.SIGSTOP), loses=True),
-    "restart": Harm(lambda fleet, pid: fleet.restart()),
-    "none": Harm(lambda fleet, pid: None),
+FAULTS: Mapping[str, Fault] = {
+    "kill": Fault(lambda fleet, pid: os.kill(pid, signal.SIGKILL), loses=True),
+    "hang": Fault(lambda fleet, pid: os.kill(pid, signal.SIGSTOP), loses=True),
+    "restart": Fault(lambda fleet, pid: fleet.restart()),
+    "none": Fault(lambda fleet, pid: None),
 }
 
 

@@ -1,9 +1,9 @@
 """Replicas that are killed, stopped or replaced while clients stream: are the answers right, and how late?
 
-The pause of an answer is its longest time without text after the harm. A lost replica's answers are computed
+The pause of an answer is its longest time without text after the fault. A lost replica's answers are computed
 again, prompt and tokens, at the replica that is left, and nothing else may delay them. The measure of that is
-a new request, as long as a prompt with its answer, sent when the ingress has noticed the harm: after that, no
-answer may pause longer than the new request waits for its first text. New requests are sent one after the
+a new request, as long as a prompt with its answer, sent when the ingress has noticed the fault: after that,
+no answer may pause longer than the new request waits for its first text. New requests are sent one after the
 other until all answers have ended; the slowest counts. Each round has its own cache salt, so that nothing is
 found in a prefix cache.
 """
@@ -19,7 +19,7 @@ from itertools import count, cycle, pairwise
 
 from benchmarks.server.cut_client import first_text_seconds
 from benchmarks.server.process import ServerProcess
-from benchmarks.server.replicas import HARMS, REPLICAS, Fleet, answers_alone, ask_all, body
+from benchmarks.server.replicas import FAULTS, REPLICAS, Fleet, answers_alone, ask_all, body
 from paceline.bench.servers.client import Answer, get, post
 
 TOLERANCE = 0.05  # of a pause: texts of the same pass are sent one after the other
@@ -29,16 +29,16 @@ PROBE_TOKENS = 4  # of the answer to a new request: the first may have no text
 
 @dataclass(frozen=True)
 class Round:
-    """What one harm did."""
+    """What one fault did."""
 
-    harm: str
+    fault: str
     requests: int
     failed: int
     differing: int
     resumed: int
     seconds: float
     pauses: list[float]  # seconds, of each answer that was not complete
-    noticed: float  # seconds from the harm until the first answer was resumed; 0: none was
+    noticed: float  # seconds from the fault until the first answer was resumed; 0: none was
     new: list[float]  # seconds to the first text of new requests after that
 
     @property
@@ -47,26 +47,26 @@ class Round:
         return max(self.pauses, default=0.0) > (1 + TOLERANCE) * (self.noticed + max(self.new))
 
 
-def measure_harm(
-    model: str, harms: Sequence[str], rounds: int, clients: int, tokens: int, progress: float
+def measure_faults(
+    model: str, faults: Sequence[str], rounds: int, clients: int, tokens: int, progress: float
 ) -> Iterator[Round]:
-    """`rounds` rounds of each harm (a key of HARMS), when an answer has this share of its tokens."""
+    """`rounds` rounds of each fault (a key of FAULTS), when an answer has this share of its tokens."""
     truth = answers_alone(model, clients, tokens)
     with ServerProcess(model, *REPLICAS) as running:
         fleet = Fleet(model, running.server, running.process.pid)
         fleet.wait_for()
-        for number, harm in enumerate([harm for harm in harms for _ in range(rounds)]):
+        for number, fault in enumerate([fault for fault in faults for _ in range(rounds)]):
             before = fleet.pids()
             victim = before[number % 2]
-            harmed = _HarmedFleet(fleet, clients, tokens, truth, f"round {number}")
-            yield asyncio.run(harmed.round(harm, victim, progress))
-            gone = {"none": [], "restart": before}.get(harm, [victim])
+            faulty = _FaultyFleet(fleet, clients, tokens, truth, f"round {number}")
+            yield asyncio.run(faulty.round(fault, victim, progress))
+            gone = {"none": [], "restart": before}.get(fault, [victim])
             fleet.wait_for(2, frozenset(gone))
 
 
 @dataclass
-class _HarmedFleet:
-    """A fleet whose clients stream while it is harmed."""
+class _FaultyFleet:
+    """A fleet into which faults are injected while its clients stream."""
 
     fleet: Fleet
     clients: int
@@ -75,18 +75,18 @@ class _HarmedFleet:
     cache_salt: str
 
     async def round(self, name: str, victim: int, progress: float) -> Round:
-        """One harm. Clients that have their answers ask again until it is done."""
-        harm, begun = HARMS[name], time.perf_counter()
+        """One fault. Clients that have their answers ask again until it is done."""
+        fault, begun = FAULTS[name], time.perf_counter()
         before = (await self.fleet.state())["resumed"]
         asking = asyncio.create_task(self._ask())
         while await self._furthest() < progress * self.tokens:
             await asyncio.sleep(POLL_SECONDS)
-        harmed, noticed = time.perf_counter(), 0.0
-        harming = asyncio.create_task(asyncio.to_thread(harm.do, self.fleet, victim))
-        again = asyncio.create_task(self._ask_until_done(asking, harming))
-        while harm.loses and not noticed and not again.done():
+        injected, noticed = time.perf_counter(), 0.0
+        injecting = asyncio.create_task(asyncio.to_thread(fault.do, self.fleet, victim))
+        again = asyncio.create_task(self._ask_until_done(asking, injecting))
+        while fault.loses and not noticed and not again.done():
             if (await self.fleet.state())["resumed"] > before:
-                noticed = time.perf_counter() - harmed
+                noticed = time.perf_counter() - injected
             await asyncio.sleep(POLL_SECONDS)
         new = [answer async for answer in self._new_requests(again)]
         answers = await again
@@ -97,18 +97,18 @@ class _HarmedFleet:
             sum(answer.text != text for answer, text in zip(answers, cycle(self.truth), strict=False)),
             (await self.fleet.state())["resumed"] - before,
             time.perf_counter() - begun,
-            [pause(answer, harmed) for answer in answers if answer.ended > harmed],
+            [pause(answer, injected) for answer in answers if answer.ended > injected],
             noticed,
             [first_text_seconds(answer) or 0.0 for answer in new],
         )
 
     async def _ask_until_done(
-        self, asking: asyncio.Task[list[Answer]], harming: asyncio.Task[None]
+        self, asking: asyncio.Task[list[Answer]], injecting: asyncio.Task[None]
     ) -> list[Answer]:
         answers = await asking
-        while not harming.done():
+        while not injecting.done():
             answers += await self._ask()
-        await harming
+        await injecting
         return answers
 
     async def _furthest(self) -> int:
@@ -129,11 +129,11 @@ class _HarmedFleet:
                 break
 
 
-def pause(answer: Answer, harmed: float) -> float:
-    """The longest time without text after the harm. For an answer that was requested after it, the wait for
+def pause(answer: Answer, injected: float) -> float:
+    """The longest time without text after the fault. For an answer that was requested after it, the wait for
     its first text does not count."""
     times = [when for when, _ in answer.texts]
-    if answer.sent < harmed:
+    if answer.sent < injected:
         times.insert(0, answer.sent)
-    gaps = [after - max(before, harmed) for before, after in pairwise(times) if after > harmed]
+    gaps = [after - max(before, injected) for before, after in pairwise(times) if after > injected]
     return max(gaps, default=0.0)
