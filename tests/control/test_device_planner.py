@@ -316,3 +316,27 @@ def test_lookups_and_a_head_in_one_pass_are_as_fast_as_the_best_of_their_arms(te
     done = both(lookups, copied, seconds, count).run(auto, 700)
     assert rate(done[100:]) > 0.95 * max(fixed.values())
     assert rate(done[:100]) > 0.9 * max(fixed.values())
+
+
+def test_recent_drafts_are_forgotten_with_the_requests_that_they_were_made_for():
+    """If drafting stops after a few bad drafts, nothing but that would ever correct them."""
+    chances = ChainAcceptance(3, [0.6], 12)
+    for _ in range(60):
+        chances.add([facts(2), facts(1), facts(0)], 3, 2)
+        usual = chances.accepted(2)
+    for _ in range(8):
+        chances.add([facts(0)], 1, 2)
+    streak = chances.accepted(2)
+    chances.fade_recent(0.5)
+    half = chances.accepted(2)
+    chances.fade_recent(0.0)
+    assert streak < half < chances.accepted(2) < usual
+    assert chances.accepted(2) > 1.3 * streak
+
+
+def test_a_few_accepted_lookups_do_not_promise_long_ones():
+    chances = ChainAcceptance(15, [0.1, 0.7], 3)
+    before = chances.accepted(15)
+    for _ in range(5):
+        chances.add([facts(2)], 1, 2)
+    assert before < chances.accepted(15) < 8

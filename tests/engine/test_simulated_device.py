@@ -79,4 +79,4 @@ def test_a_batch_is_as_fast_as_by_the_best_arm_also_where_few_of_its_texts_repea
         return [seconds_of(engine, machine, 16, 45, output) for _ in range(runs)]
 
     by_arm = [min(run(FixedController(plan), 2)) for plan in cascades().device_plans()]
-    assert min(run(cascades(), RUNS)[1:]) < min(by_arm) / 0.95
+    assert min(run(cascades(), RUNS)[1:]) < min(by_arm) / 0.92

@@ -88,6 +88,13 @@ class ChainAcceptance:
                 counts.drafted += new.drafted
         self._new = {}
 
+    def fade_recent(self, remaining: float) -> None:
+        """Note that only this fraction of the requests still run: recent drafts of others say little of the
+        answers that follow, and if drafting has stopped, nothing else would ever correct them."""
+        self._count_new()
+        self._recent.fade(remaining, len(self._recent.tries), least=0.0)
+        self._by_length = []
+
     def add_shadow(self, shadow: ShadowFacts) -> None:
         """Count shadow drafts."""
         length = min(len(self._usual.tries), len(shadow.tries))

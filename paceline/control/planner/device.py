@@ -107,6 +107,9 @@ class DevicePlanner:
         if now.is_new(running, load):
             before = now.requests, now.context, now.greedy
             now.note(running, load)
+            if now.remaining < 1.0:
+                for acceptance in self._acceptance.values():
+                    acceptance.fade_recent(now.remaining)
             if not now.is_settled:
                 self._changed_at = self._pass
             if (now.requests, now.context, now.greedy) != before or now.starts_batch:
