@@ -58,7 +58,12 @@ def _variant(padded: int, first: int, ring: tuple[int, int], loaded: int | None 
 VARIANTS = {  # by packing
     "none": (_variant(FEW, 1, (24, 12)), _variant(32, 17, (20, 10)), _variant(96, 65, (14, 7))),
     "e4m3": (_variant(FEW, 1, (24, 12)), _variant(32, 17, (20, 10)), _variant(64, 33, (16, 8))),
-    "int4": (_variant(FEW, 1, (18, 6), loaded=8), _variant(FEW, 9, (18, 6))),
+    "int4": (
+        _variant(FEW, 1, (18, 6), loaded=8),
+        _variant(FEW, 9, (18, 6)),
+        _variant(32, 17, (12, 6)),
+        _variant(64, 33, (9, 4)),
+    ),
 }
 
 
@@ -154,8 +159,14 @@ def _halves(matrix: Matrix) -> bool:
     """Whether two programs have half of the splits each: of packed weights there may be more than two."""
     splits, steps = matrix.tiling.splits, matrix.depth // matrix.tiling.step
     if matrix.tiling.packing == "e4m3":
-        return splits % 2 == 0 and steps % (2 * splits) == 0  # a pipeline cell has two steps
+        return splits % 2 == 0 and steps % splits == 0  # a pipeline cell is a step
     return splits == 2 or (matrix.tiling.packing != "none" and splits % 2 == 0)
+
+
+def _is_shared(matrix: Matrix) -> bool:
+    """Whether both warpgroups of a program have one or two of its splits, of one depth."""
+    splits, steps = matrix.tiling.splits, matrix.depth // matrix.tiling.step
+    return matrix.tiling.packing != "none" and splits in (4, 8) and steps % splits == 0
 
 
 def _argument(
@@ -174,10 +185,15 @@ def _argument(
     four_units = layer.gate_up.padded_width // GATE_UP_COLUMNS
     of_attention, of_activated = buffers.attention_scales, buffers.activated_scales
     (feed, feed_scales), (following, following_scales) = read.read_by(layer.gate_up), written.read_by(matrix)
+
+    def residual_product(own: Matrix, rows: torch.Tensor, scales: torch.Tensor | None) -> bytes:
+        """A product that is added to the residual stream."""
+        return product(own, rows, loaded, own.tiles, False, scales, _is_shared(own))
+
     products = (
-        product(layer.output, buffers.attention_output, loaded, layer.output.tiles, False, of_attention),
+        residual_product(layer.output, buffers.attention_output, of_attention),
         product(layer.gate_up, feed, loaded, four_units, True, feed_scales),
-        product(layer.down, buffers.activated, loaded, layer.down.tiles, False, of_activated),
+        residual_product(layer.down, buffers.activated, of_activated),
         product(matrix, following, loaded, heads_units, heads is not None, following_scales),
     )
     of_heads: tuple[torch.Tensor | None, ...] = (None,) * 8

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from paceline.backends.cuda.kernels.matrix import Matrix, Tiling, tile_heads, tile_matrix, tile_pair
+from paceline.backends.cuda.kernels.matrix import UNPACKED, Matrix, Tiling, tile_heads, tile_matrix, tile_pair
 from paceline.backends.cuda.kernels.packing import SCALE_WORDS, depth_of, step_of
 from paceline.backends.cuda.shard import TILE, WHOLE, Shard
 
@@ -61,8 +61,8 @@ def _expert_tiling(width: int, depth: int, packing: str, experts: int, columns: 
 
 def tiling_for(width: int, depth: int, columns: int = TILE, packing: str = "none") -> Tiling:
     """How a matrix of this padded shape is tiled. It depends on the shape alone: it decides the bits."""
-    step = step_of(packing) if packing != "none" else 128 if depth % 128 == 0 else 64
-    tiles, steps = width // columns, depth // step
+    step = step_of(packing) if packing not in UNPACKED else 128 if depth % 128 == 0 else 64
+    tiles, steps = width // columns, depth // (step_of(packing) if packing == "e4m3" else step)
     programs, most = (PROGRAMS, MAX_SPLITS) if packing == "none" else (PACKED_PROGRAMS, 4 * MAX_SPLITS)
     programs = FP8_PROGRAMS if packing == "e4m3" else programs
     splits = 1

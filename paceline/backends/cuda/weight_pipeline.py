@@ -23,7 +23,7 @@ SHARED_SOURCES = (
     "pipeline_epilogues",
 )  # concatenated in this order, followed by the kernel's own file
 TILE = 64  # columns of a tile
-STEPS = {"none": 128, "e4m3": 64, "int4": 256}  # {packing: depth of a step} in the layout of weights
+STEPS = {"none": 128, "e4m3": 128, "int4": 256}  # {packing: depth of a step} in the layout of weights
 DTYPES = {"none": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "int4": torch.int32}  # of weights
 LINE = 64  # 2-byte numbers of a line of a pipeline cell, which has TILE lines
 THREADS = 384
@@ -83,24 +83,37 @@ def pipeline_numbers(
 
 def pipeline_multiply(rows: int, packing: str) -> str:
     """The source of the instruction that multiplies such weights."""
+    if packing == "int4":
+        return wgmma_source(rows, "multiply_from_registers", from_registers=True)
     return wgmma_source(rows, kind="e4m3" if packing == "e4m3" else "bf16")
 
 
-def wgmma_source(rows: int, name: str = "multiply", transposed: bool = False, kind: str = "bf16") -> str:
+def wgmma_source(
+    rows: int,
+    name: str = "multiply",
+    transposed: bool = False,
+    kind: str = "bf16",
+    from_registers: bool = False,
+) -> str:
     """The source of the WGMMA instruction for 64 columns and this many rows, which names all its registers.
 
-    `transposed`: the columns are contiguous in memory, not the depth; only in bfloat16.
+    `transposed`: the columns are contiguous in memory, not the depth; only in bfloat16. `from_registers`: the
+    columns are in four registers of each thread, not in shared memory.
     """
-    count = rows // 2
-    deep, layouts = (32, "") if kind == "e4m3" else (16, f", {int(transposed)}, 0")
+    count, words = rows // 2, 4 if from_registers else 1
+    deep = 32 if kind == "e4m3" else 16
+    layouts = "" if kind == "e4m3" else ", 0" if from_registers else f", {int(transposed)}, 0"
     sums, names = ", ".join(f'"+f"(d[{i}])' for i in range(count)), ", ".join(f"%{i}" for i in range(count))
+    left = "const unsigned int (&left)[4]" if from_registers else "unsigned long long left"
+    inputs = ", ".join(f'"r"(left[{i}])' for i in range(4)) if from_registers else '"l"(left)'
+    given = ", ".join(f"%{count + i}" for i in range(words))
+    given = f"{{{given}}}" if from_registers else given
     return (
-        f"__device__ inline void {name}(float (&d)[{count}], unsigned long long left, "
-        "unsigned long long right, int adds) {\n"
-        f'    asm volatile("{{ .reg .pred adds; setp.ne.b32 adds, %{count + 2}, 0; "\n'
+        f"__device__ inline void {name}(float (&d)[{count}], {left}, unsigned long long right, int adds) {{\n"
+        f'    asm volatile("{{ .reg .pred adds; setp.ne.b32 adds, %{count + words + 1}, 0; "\n'
         f'                 "wgmma.mma_async.sync.aligned.m64n{rows}k{deep}.f32.{kind}.{kind} {{{names}}}, "\n'
-        f'                 "%{count}, %{count + 1}, adds, 1, 1{layouts}; }}"\n'
-        f'                 : {sums} : "l"(left), "l"(right), "r"(adds));\n}}\n'
+        f'                 "{given}, %{count + words}, adds, 1, 1{layouts}; }}"\n'
+        f'                 : {sums} : {inputs}, "l"(right), "r"(adds));\n}}\n'
     )
 
 
@@ -111,10 +124,12 @@ def product(
     units: int,
     in_halves: bool,
     row_scales: torch.Tensor | None = None,
+    is_shared: bool = False,
 ) -> bytes:
     """A product of the first `loaded` rows as kernels see it: TMA descriptors, scales, and sizes.
 
-    `units` is the number of programs or clusters with a part of it.
+    `units` is the number of programs or clusters with a part of it; `is_shared`, whether each warpgroup of a
+    program has half of its splits.
     Lines of weights come in eights, each next to its counterpart: that of the other half of the tile, where
     the halves are gate and up or parts of a head, else the next eight. Rows in e4m3 have scales; pairs of
     such numbers are one number of a descriptor.
@@ -124,10 +139,10 @@ def product(
     second, next_eight = (columns // 2, 8) if in_halves else (8, 16)
     sizes = line, 8, 2, columns // 16, matrix.tiles * steps
     strides = line, second * line, next_eight * line, columns * line
-    weights = tensor_map(matrix.weight.data_ptr(), sizes, strides, (min(line, LINE), 8, 2, TILE // 16, 1))
+    weights = tensor_map(matrix.weight.data_ptr(), sizes, strides, (LINE, 8, 2, TILE // 16, 1))
     lines = tensor_map(rows.data_ptr(), (depth, len(rows)), (depth,), (LINE, loaded))
     scales = [0 if own is None else own.data_ptr() for own in (matrix.scales, row_scales)]
-    return weights + lines + struct.pack("<3i4x2Q32x", steps, units, matrix.tiling.splits, *scales)
+    return weights + lines + struct.pack("<4i2Q32x", steps, units, matrix.tiling.splits, is_shared, *scales)
 
 
 def argument(*parts: bytes) -> bytes:

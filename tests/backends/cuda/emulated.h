@@ -172,14 +172,13 @@ struct __align__(64) Map {  // as long as that of the driver
     long strides[4];  // in numbers, of all dimensions but the first
     char rest[128 - 88];
 };
-// A box of a tensor as lines of 128 bytes, swizzled in eights, or of 64; what lies beyond it is zero.
-inline void copy_box(void* to, const Map& map, const int (&from)[5], u64* mbarrier) {
-    Flag& own = flag_of(mbarrier);
-    int boxes = 1, each = map.box[0] / 8;  // 16 bytes each
+// A box of a tensor as lines of 128 bytes, swizzled in eights; what lies beyond it is zero.
+inline void copy_box(void* to, const Map& map, const int (&from)[5], Flag& own, char* shared = raw) {
+    int boxes = 1, each = 8;  // 16 bytes each
     for (int d = 1; d < map.rank; d++) boxes *= map.box[d];
     for (int i = 0; i < boxes * each; i++) {
         u32 at = shared_address(to) + i * 16;
-        Copy copy = {at ^ (at >> 3 & (each == 8 ? 0x70 : 0x30)), {}};
+        Copy copy = {at ^ (at >> 3 & 0x70), {}};
         long number = from[0] + i % each * 8;
         bool there = number < map.sizes[0];
         for (int d = 1, left = i / each; d < map.rank; left /= map.box[d], d++) {
@@ -189,15 +188,24 @@ inline void copy_box(void* to, const Map& map, const int (&from)[5], u64* mbarri
         if (there) memcpy(copy.bytes, map.numbers + number, 16);
         own.on_their_way.push_back(copy);
     }
-    if (at_once) own.arrive(raw), own.settle();
+    if (at_once) own.arrive(shared), own.settle();
 }
 inline void copy_kv_lines(void* to, const Map& map, int column, int head, int kv_slot, u64* mbarrier) {
-    copy_box(to, map, {column, head, kv_slot}, mbarrier);
+    copy_box(to, map, {column, head, kv_slot}, flag_of(mbarrier));
 }
 inline void copy_weights(void* to, const Map& map, int deep, int group, int block, u64* mbarrier) {
-    copy_box(to, map, {deep, 0, 0, group, block}, mbarrier);
+    copy_box(to, map, {deep, 0, 0, group, block}, flag_of(mbarrier));
 }
-inline void copy_rows(void* to, const Map& map, int deep, u64* mbarrier) { copy_box(to, map, {deep, 0}, mbarrier); }
+inline void copy_rows(void* to, const Map& map, int deep, u64* mbarrier) {
+    copy_box(to, map, {deep, 0}, flag_of(mbarrier));
+}
+inline void copy_rows_to_both(void* to, const Map& map, int deep, int line, u64* mbarrier) {
+    for (int i = 0; i < 2; i++) {
+        Program& own = programs[blockIdx.x / 2 * 2 + i];
+        Flag& flag = own.flags.at(shared_address(mbarrier));
+        copy_box(to, map, {deep, line}, flag, i == blockIdx.x % 2 ? raw : own.shared.data());
+    }
+}
 inline void copy_bytes(void* to, const void* from, int bytes, u64* mbarrier) {
     Flag& own = flag_of(mbarrier);
     for (int i = 0; i < bytes; i += 16) {
@@ -232,6 +240,10 @@ template <int> inline void increase_registers() {}
 static std::map<int, Barrier> of_clusters;
 inline void sync_cluster() { of_clusters[blockIdx.x / 2].wait(2 * THREADS_OF_PROGRAM); }
 inline u32 cluster_address(const void* here, int number) { return (u32)number << 24 | shared_address(here); }
+inline void arrive_cluster(u32 mbarrier) {
+    Flag& own = programs[blockIdx.x / 2 * 2 + (mbarrier >> 24)].flags.at(mbarrier & 0xffffff);
+    own.left--, own.settle();
+}
 inline void store_async(u32 to, float a, float b, float c, float d, u32 mbarrier) {
     Program& other = programs[blockIdx.x / 2 * 2 + (to >> 24)];
     Flag& own = other.flags.at(mbarrier & 0xffffff);
@@ -327,7 +339,6 @@ inline void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 }
 // Products of the matrix unit, whose operands lie in lines of 128 bytes, swizzled in eights.
 inline u64 smem_descriptor(const void* at) { return shared_address(at) >> 4; }
-inline u64 short_descriptor(const void* at) { return shared_address(at) >> 4; }
 inline void wgmma_fence() {}
 inline void wgmma_commit() { now->multiplied[threadIdx.x]++; }
 // A product has ended when it has for all four warps.
@@ -336,7 +347,7 @@ template <int LEFT> inline void wgmma_wait() {
     while (*std::min_element(four, four + 128) < ended) leave_turn();
 }
 inline float at_swizzled(u32 at) { return unpack(shared_16(at ^ (at >> 3 & 0x70))); }
-inline float fp8_at_swizzled(u32 at, u32 bits) { return unpack_fp8(raw[at ^ (at >> 3 & bits)]); }
+inline float fp8_at_swizzled(u32 at) { return unpack_fp8(raw[at ^ (at >> 3 & 0x70)]); }
 #ifndef E4M3
 #define E4M3 0
 #endif
@@ -349,13 +360,28 @@ template <int N> inline void multiply_64(float (&d)[N], u64 left, u64 right, int
             sum += at_swizzled((u32)(left << 4) + (rotated ? k * 128 + m * 2 : m * 128 + k * 2)) *
                    at_swizzled((u32)(right << 4) + n * 128 + k * 2);
         for (int k = 0; k < 32 && E4M3; k++)
-            sum += fp8_at_swizzled((u32)(left << 4) + m * 64 + k, 0x30) *
-                   fp8_at_swizzled((u32)(right << 4) + n * 128 + k, 0x70);
+            sum += fp8_at_swizzled((u32)(left << 4) + m * 128 + k) *
+                   fp8_at_swizzled((u32)(right << 4) + n * 128 + k);
         d[i] = sum;
     }
 }
 template <int N> inline void multiply(float (&d)[N], u64 left, u64 right, int adds) {
     multiply_64(d, left, right, adds, false);
+}
+// The left operand is in registers: a warp has 16 lines, as for the product of 16 by 8.
+template <int N> inline void multiply_from_registers(float (&d)[N], const u32 (&a)[4], u64 right, int adds) {
+    u64(*all)[8] = shown(a, sizeof a);
+    int g = lane_number() / 4, pair = lane_number() % 4 * 2;
+    for (int i = 0; i < N; i++) {
+        int line = g + i / 2 % 2 * 8, n = i / 4 * 8 + pair + i % 2;
+        float sum = adds ? d[i] : 0.0f;
+        for (int k = 0; k < 16; k++) {
+            u32 words[4];
+            memcpy(words, all[line % 8 * 4 + k % 8 / 2], sizeof words);
+            sum += unpack(half_of(words[line / 8 + k / 8 * 2], k % 2)) * at_swizzled((u32)(right << 4) + n * 128 + k * 2);
+        }
+        d[i] = sum;
+    }
 }
 template <int N> inline void multiply_transposed(float (&d)[N], u64 left, u64 right, int adds) {
     multiply_64(d, left, right, adds, true);

@@ -68,12 +68,15 @@ def near(got: torch.Tensor, expected: torch.Tensor, bound: float = 1e-3) -> None
     assert float(((got.float() - expected).norm(dim=1) / expected.norm(dim=1)).max()) < bound
 
 
-def test_a_product_is_added_and_the_next_rows_are_quantized(device: torch.device, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("step", [64, 128])  # splits are cut at any 64
+def test_a_product_is_added_and_the_next_rows_are_quantized(
+    step: int, device: torch.device, dtype: torch.dtype
+) -> None:
     from paceline.backends.cuda.kernels import matrix
     from paceline.backends.cuda.kernels.linear import add_product
 
     case = Case(device, dtype)
-    own = matrix.tile_matrix(case.weight, WIDTH, matrix.Tiling(64, 64, splits=2, packing="e4m3"))
+    own = matrix.tile_matrix(case.weight, WIDTH, matrix.Tiling(64, step, splits=2, packing="e4m3"))
     hidden, norm = torch.zeros(ROWS, WIDTH, device=device), torch.full((WIDTH,), 0.5, device=device)
     written, scratch = case.result(device, dtype), matrix.scratch_for([own], ROWS, device)
     inputs, scales = case.normed.read_by(own)
@@ -89,7 +92,7 @@ def test_gate_and_up_of_quantized_rows(device: torch.device, dtype: torch.dtype)
 
     case = Case(device, dtype)
     half = WIDTH // 2
-    own = matrix.tile_pair(case.weight[:half], case.weight[half:], matrix.Tiling(128, 64, 1, 8, "e4m3"))
+    own = matrix.tile_pair(case.weight[:half], case.weight[half:], matrix.Tiling(128, 128, 1, 8, "e4m3"))
     numbers = torch.zeros(ROWS, half, device=device).to(torch.float8_e4m3fn)
     scales, scratch = torch.zeros(2, 1, 16, device=device), matrix.scratch_for([own], ROWS, device)
     gate_up(case.normed, own, numbers, ROWS, scratch, scales)
@@ -127,7 +130,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(device: torch.device, 
     torch.manual_seed(5)
     numbers, scales = rounded_rows(torch.randn(128, 1024, device=device))
     weight = torch.randn(WIDTH, 1024, device=device)
-    own = matrix.tile_matrix(weight, WIDTH, matrix.Tiling(64, 64, splits=2, packing="e4m3"))
+    own = matrix.tile_matrix(weight, WIDTH, matrix.Tiling(64, 128, splits=2, packing="e4m3"))
     found = []
     for rows in (1, 20, 64, 128):
         hidden, norm = torch.zeros(128, WIDTH, device=device), torch.ones(WIDTH, device=device, dtype=dtype)

@@ -17,10 +17,10 @@ from paceline.models.layout import expected_tensors
 
 LONGEST, PAGE_SIZE, STEPS = 256, 16, 3
 MANY_STEPS = 40  # graphs one after the other, with no synchronization in between
-# sizes that are cut as those of an 8B: heads, output and down in two splits (packed, four or eight), gate and
-# up and the head in one
+# sizes that are cut as those of an 8B: heads, output and down in two splits (packed, four or eight of one
+# depth), gate and up and the head in one
 CONFIG = ModelConfig(
-    "qwen2", 17150, 2560, 3, 20, 10, 128, 8704, 1e-6, RopeConfig(1e4), LONGEST, True, qkv_bias=True
+    "qwen2", 17150, 3072, 3, 24, 12, 128, 10240, 1e-6, RopeConfig(1e4), LONGEST, True, qkv_bias=True
 )
 is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 needs_hopper = pytest.mark.skipif(not is_hopper, reason="needs a Hopper GPU")
@@ -81,6 +81,8 @@ def decode(weights: Any, requests: int, given: Any) -> list[torch.Tensor]:
         (9, 5, "fp8"),
         (1, 0, "int4"),
         (2, 5, "int4"),
+        (3, 5, "int4"),
+        (9, 5, "int4"),
     ],
 )
 def test_the_fused_layer_kernel_has_the_same_bits(

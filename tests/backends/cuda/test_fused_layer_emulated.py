@@ -17,8 +17,14 @@ from paceline.backends.cuda.kernels.packing import round_to_fp8, round_to_int4
 from tests.backends.cuda.emulating import compiled, needs_compiler
 
 KV_HEADS, DIM, EPS = 1, 128, 1e-5
-# {packing: hidden size, intermediate size, heads, splits of down}
-SIZES = {"none": (256, 384, 2, 2), "e4m3": (256, 512, 2, 4), "int4": (512, 512, 4, 2)}
+# {(packing, rows): hidden size, intermediate size, heads, splits of output and of down}. Warpgroups share a
+# product with four or eight splits.
+SIZES = {
+    ("none", 5): (256, 384, 2, 2, 2),
+    ("e4m3", 18): (256, 512, 2, 2, 4),
+    ("int4", 5): (512, 2048, 4, 2, 8),
+    ("int4", 18): (512, 1024, 4, 2, 4),
+}
 SLOTS, POSITIONS = 40, 64
 WAIT = 352  # threads that wait for the kernels ahead: all but the warp that asks for weights
 
@@ -26,14 +32,22 @@ WAIT = 352  # threads that wait for the kernels ahead: all but the warp that ask
 class Emulated:
     """A kernel of CUDA C++ as the backend knows it, that runs on the host."""
 
-    def __init__(self, file: str, name: str, numbers: dict[str, int]) -> None:
+    def __init__(
+        self,
+        file: str,
+        name: str,
+        numbers: dict[str, int],
+        argument: str = "Arguments",
+        waiting: int = WAIT,
+        sources: Sequence[str] = weight_pipeline.SHARED_SOURCES,
+    ) -> None:
         own: dict[str, object] = {
             "THREADS_OF_PROGRAM": weight_pipeline.THREADS,
-            "WAITING_THREADS": WAIT,
+            "WAITING_THREADS": waiting,
             "SHARED_BYTES": 228 << 10,
         }
-        own |= {"KERNEL": name, "ARGUMENT": {"fused_layer": "Arguments", "logits": "Logits"}[file]}
-        files, options = (*weight_pipeline.SHARED_SOURCES[1:], file), ("-shared", "-fPIC")
+        own |= {"KERNEL": name, "ARGUMENT": argument}
+        files, options = (*sources[1:], file), ("-shared", "-fPIC")
         library = compiled(files, "emulated_pipeline.h", {**numbers, **own}, *options)
         self._library, self.runs = ctypes.CDLL(str(library)), 0
 
@@ -114,18 +128,17 @@ def rotated(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> 
 
 
 @needs_compiler
-@pytest.mark.parametrize("packing", ["none", "e4m3", "int4"])
-def test_the_fused_layer(on_host: Any, packing: str) -> None:
-    """Five rows of 16 (e4m3: 18 of 32), rings that are used anew many times, a cluster without a tile."""
+@pytest.mark.parametrize(("packing", "rows"), SIZES)
+def test_the_fused_layer(on_host: Any, packing: str, rows: int) -> None:
+    """Five rows of 16 or 18 of 32, rings that are used anew many times, a cluster without a tile."""
     torch.manual_seed(2)
     # a split has whole steps of the layout; results are transposed in the slots of rows
-    hidden_size, intermediate, heads_count, down_splits = SIZES[packing]
-    rows = 18 if packing == "e4m3" else 5
+    hidden_size, intermediate, heads_count, output_splits, down_splits = SIZES[packing, rows]
     variant = next(own for own in fused_layer.VARIANTS[packing] if rows in own.rows)
     padded, ring = variant.padded, ((6, 5) if packing == "e4m3" else (6, 2))
     numbers = weight_pipeline.pipeline_numbers(padded, ring, packing, variant.loaded)
     kernel, step = Emulated("fused_layer", "fused_layer", numbers), weight_pipeline.STEPS[packing]
-    on_host(fused_layer, kernel, hidden_size // 32 + 2)
+    on_host(fused_layer, kernel, max(hidden_size // 32, 2 * (heads_count + 2)) + 2)
     output, down = (
         random(hidden_size, heads_count * DIM, scale=0.06),
         random(hidden_size, intermediate, scale=0.05),
@@ -135,7 +148,7 @@ def test_the_fused_layer(on_host: Any, packing: str) -> None:
     feed_norm, norm = (1 + random(hidden_size, scale=0.2) for _ in range(2))
     layer = SimpleNamespace(
         mixture=None,
-        output=tile_matrix(output, hidden_size, Tiling(step=step, splits=2, packing=packing)),
+        output=tile_matrix(output, hidden_size, Tiling(step=step, splits=output_splits, packing=packing)),
         gate_up=tile_pair(gate, up, Tiling(128 if packing == "e4m3" else 64, step, packing=packing)),
         down=tile_matrix(down, hidden_size, Tiling(step=step, splits=down_splits, packing=packing)),
         feed_forward_norm=feed_norm,
@@ -211,7 +224,7 @@ def test_logits_of_many_rows(on_host: Any) -> None:
     """Programs have tiles again and again, and one has fewer than the others."""
     torch.manual_seed(3)
     numbers = weight_pipeline.pipeline_numbers(logits.PADDED, (6, 2), "none")
-    kernel = Emulated("logits", "all_logits", numbers)
+    kernel = Emulated("logits", "all_logits", numbers, "Logits")
     on_host(logits, kernel, 2)
     rows, width, depth = 66, 3 * 256 - 20, 256
     weight = torch.zeros(3 * 256, depth, dtype=torch.bfloat16)

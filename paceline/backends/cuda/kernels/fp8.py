@@ -49,6 +49,7 @@ def fp8_matmul(  # type: ignore[no-untyped-def]
     end,
     columns: tl.constexpr,
     tokens: tl.constexpr,
+    step: tl.constexpr,
     stages: tl.constexpr,
 ):
     """Weights of a tile times the rows `row` [tokens], `begin` to `end`: float32 [columns, tokens].
@@ -58,12 +59,13 @@ def fp8_matmul(  # type: ignore[no-untyped-def]
     The tensor core sums e4m3 products in fewer bits than float32 has, so it sums no more than a group.
     """
     column, along = tl.arange(0, columns), tl.arange(0, 64)
-    weights, rows = weight_at + column[:, None] * 64 + along[None, :], rows_at + row[None, :] * depth
+    weights, rows = weight_at + column[:, None] * step + along[None, :], rows_at + row[None, :] * depth
     total = tl.zeros([columns, tokens], tl.float32)
     for at in tl.range(begin, end, 64, num_stages=stages):
         at = tl.multiple_of(at, 64)
         numbers = tl.load(rows + at + along[:, None], mask=real[None, :], other=0.0)
-        some = tl.dot(tl.load(weights + at * columns), numbers)
+        offset = tl.multiple_of(at // step * (step * columns) + at % step, 64)
+        some = tl.dot(tl.load(weights + offset), numbers)
         scale = tl.load(row_scales_at + scale_offset(row, at // 64, depth // 64))
         total = tl.fma(some, tl.broadcast_to(scale[None, :], some.shape), total)
     return total

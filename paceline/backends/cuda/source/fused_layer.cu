@@ -53,15 +53,15 @@ __device__ inline void run_products(Shared& s, const Arguments& own, const Parts
     wait_dependencies();
 #pragma unroll 1  // unrolled, it would need too many registers
     for (int round = 0; round < 2; round++) {
-        Part part = round ? parts.down : parts.output;
-        if (group == 0 && parts.has_tile) {
+        const Product& product_of = round ? own.down : own.output;
+        if (parts.has_tile && (group == 0 || product_of.is_shared)) {
             Sums sums;
             Added added(own, round);
             if (threadIdx.x == 0) expect_bytes(&s.exchanged, sizeof(s.received[0]));
-            multiply_splits<1>(s, at, sums, round ? own.down : own.output, 0, false);
-            finish_residual(s, own, sums, added, round);
+            multiply_splits(s, at, sums, product_of, group, 1, false);
+            if (group == 0) finish_residual(s, own, sums, added, round);
         } else {
-            skip_rows(s, at, part);
+            skip_rows(s, at, round ? parts.down : parts.output);
         }
         int product = round ? DOWN : OUTPUT;
         if (parts.has_tile) signal_ready(s, ready_counters(own, product).units + cluster(), product);
@@ -69,7 +69,7 @@ __device__ inline void run_products(Shared& s, const Arguments& own, const Parts
         if (parts.has_four) {
             float sums[2][ROWS / 2];
             GateUpScales scales(own, group);
-            multiply_stages<2, 4>(s, at, sums, parts.gate_up, group, true);
+            multiply_stages<2>(s, at, sums, parts.gate_up.count, group, 4, 1, true);
             sync_factors();
             if constexpr (E4M3) finish_gate_up_fp8(s, own, sums, scales, group);
             else finish_gate_up(s, own, sums, group);
@@ -82,7 +82,7 @@ __device__ inline void run_products(Shared& s, const Arguments& own, const Parts
         int part = threadIdx.x / 32 * 8 + threadIdx.x % 32 / 4;  // index within half a head
         RopeTable rope_table(own, part);
         if (threadIdx.x == 0) expect_bytes(&s.exchanged, sizeof(s.received));
-        multiply_splits<2>(s, at, sums, own.heads, group, true);
+        multiply_splits(s, at, sums, own.heads, group, 2, true);
         launch_dependents_once();
         sync_factors();
         finish_qkv(s, own, sums, rope_table, part);

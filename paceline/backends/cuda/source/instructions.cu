@@ -66,6 +66,13 @@ __device__ inline void copy_rows(void* to, const Map& map, int deep, u64* mbarri
                  "r"(shared_address(mbarrier)) : "memory");
 }
 
+// Lines from `line` on, to this place of both programs of a cluster, whose mbarriers both count them.
+__device__ inline void copy_rows_to_both(void* to, const Map& map, int deep, int line, u64* mbarrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)), "l"(&map), "r"(deep), "r"(line),
+                 "r"(shared_address(mbarrier)), "h"((u16)3) : "memory");
+}
+
 __device__ inline void copy_bytes(void* to, const void* from, int bytes, u64* mbarrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
                  "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(mbarrier)) : "memory");
@@ -109,6 +116,10 @@ __device__ inline u32 cluster_address(const void* here, int number) {
     u32 there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(number));
     return there;
+}
+// Arrives at the mbarrier at this `cluster_address`.
+__device__ inline void arrive_cluster(u32 mbarrier) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(mbarrier) : "memory");
 }
 __device__ inline void store_async(u32 to, float a, float b, float c, float d, u32 mbarrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
@@ -205,10 +216,6 @@ __device__ inline float unpack(u16 bits) { return __uint_as_float((u32)bits << 1
 // The WGMMA descriptor of lines of 128 bytes in the 128-byte swizzle.
 __device__ inline u64 smem_descriptor(const void* at) {
     return (u64)((shared_address(at) & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
-}
-// The same of lines of 64 bytes in the 64-byte swizzle.
-__device__ inline u64 short_descriptor(const void* at) {
-    return (u64)((shared_address(at) & 0x3ffff) >> 4) | 1ull << 16 | 32ull << 32 | 2ull << 62;
 }
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS + 128, 1) all_logits(co
         int group = threadIdx.x / 128;
         for (int unit = blockIdx.x; unit < own.product.units; unit += gridDim.x) {
             float sums[2][ROWS / 2];
-            multiply_stages<2, 4>(s, at, sums, part, group, false);
+            multiply_stages<2>(s, at, sums, part.count, group, 4, 1, false);
             if (unit == blockIdx.x) sync_factors();
             finish_logits(s, own, sums, unit * 4 + group * 2);
         }

@@ -15,18 +15,19 @@
 constexpr int MMA_THREADS = 256, NORM_THREADS = 64;  // threads that multiply, and that compute norm factors
 constexpr int WEIGHT_LOADER = MMA_THREADS, ROW_LOADER = MMA_THREADS + 32, FIRST_NORM_THREAD = MMA_THREADS + 64;
 // A cell has 128 bytes of each of 64 columns, a slot of rows the same depth of each row: ROW_LINES lines of 128 bytes.
-// TMA sees both as 2-byte numbers. A step is that of the layout of weights: two cells, one, or (e4m3) half of one.
+// TMA sees both as 2-byte numbers. A step is that of the layout of weights: a cell, or two (bfloat16).
 constexpr int LINE = 64, ROW_LINES = INT4 ? 4 : 1, CELL_BYTES = 64 * 128, ROW_BYTES = ROWS * 128 * ROW_LINES;
-constexpr int STEP = INT4 ? 256 : E4M3 ? 64 : 128, CELL_DEPTH = INT4 ? 256 : E4M3 ? 128 : 64;
-constexpr int CELL_STEPS = E4M3 ? 2 : 1, STEP_BYTES = CELL_BYTES / CELL_STEPS;  // of a cell
+constexpr int STEP = INT4 ? 256 : 128, CELL_DEPTH = INT4 ? 256 : E4M3 ? 128 : 64;
 constexpr int ROW_SCALE_BYTES = E4M3 ? ROWS * 8 : 0;  // of a slot of rows: two groups of 64
 constexpr int SCALE_BYTES = INT4 ? 64 * 16 : 0;  // of a cell: eight groups of 32
-constexpr int RELEASES = INT4 ? 4 : 1;  // arrivals that release a stage, of a warpgroup: of its warps, or of WGMMA's end
+constexpr bool PACKED = E4M3 || INT4;
+constexpr int RELEASES = PACKED ? 4 : 1;  // arrivals that release a stage, of a warpgroup: of its warps, which read scales, or of WGMMA's end
 constexpr int HALF = ROWS / 2, HALF_SUMS = HALF / 2;  // rows of a program's epilogue, and a thread's sums of them
 
 struct Product {
     Map weights, rows;
     int steps, units, splits;  // of the depth; programs or clusters with a part of it
+    int is_shared;  // whether each warpgroup has half of a program's splits, not the first all of them
     // e4m3: of columns, and of every 64 numbers of rows: [16 rows][group][row]. 4 bits: [block][4 pairs][column].
     const float *scales, *row_scales;
 };
@@ -78,6 +79,9 @@ __device__ inline void init_mbarriers(Shared& s) {
     fence_mbarrier_init();
 }
 
+// Barrier of the multiplying threads.
+__device__ inline void sync() { sync_named_barrier<1, MMA_THREADS>(); }
+
 // The next kernel's programs start where programs of this kernel have ended.
 __device__ inline void launch_dependents_once() {
     if (threadIdx.x == 0) launch_dependents();
@@ -100,13 +104,16 @@ __device__ inline int qkv_head() { return gridDim.x / 2 - 1 - cluster(); }
 // A depth range of a product, in cells: that of a program, half of the splits, or of one of them.
 struct Part {
     int begin, count;
+    bool is_shared;
     __device__ Part(const Product& own, int first, int end)
         : begin(first * own.steps / own.splits * STEP / CELL_DEPTH),
-          count(end * own.steps / own.splits * STEP / CELL_DEPTH - begin) {}
+          count(end * own.steps / own.splits * STEP / CELL_DEPTH - begin), is_shared(PACKED && own.is_shared) {}
     __device__ Part(const Product& own, bool mine, bool is_split)
         : Part(own, is_split ? split() * own.splits / 2 : 0, is_split ? (split() + 1) * own.splits / 2 : own.splits) {
         if (!mine) count = 0;
     }
+    // The i-th cell that is loaded: of each warpgroup in turn, if they share the product.
+    __device__ int cell(int i) const { return begin + (is_shared ? i / 2 + i % 2 * (count / 2) : i); }
 };
 
 struct RingPosition {  // a thread's position: cell of weights, slot of rows, and mbarrier phases
@@ -114,8 +121,8 @@ struct RingPosition {  // a thread's position: cell of weights, slot of rows, an
     __device__ void next_cells(int count) {
         if ((cell += count) >= CELLS) cell -= CELLS, cell_turn ^= 1;
     }
-    __device__ void next_slot() {
-        if (++slot == ROW_SLOTS) slot = 0, slot_turn ^= 1;
+    __device__ void next_slots(int count) {
+        if ((slot += count) >= ROW_SLOTS) slot -= ROW_SLOTS, slot_turn ^= 1;
     }
 };
 
@@ -133,18 +140,16 @@ __device__ inline void load_scales(Shared& s, int cell, const Product& own, int 
 // CELLS_EACH cells for each CELL_DEPTH of the depth: of TILES tiles, or of parts of tiles.
 template <int CELLS_EACH, int TILES>
 __device__ inline void load_weights(Shared& s, RingPosition& at, const Product& own, int unit, Part part) {
-    for (int number = part.begin; number < part.begin + part.count; number++)
+    for (int i = 0; i < part.count; i++)
 #pragma unroll
         for (int cell = 0; cell < CELLS_EACH; cell++, at.next_cells(1)) {
             constexpr int parts = CELLS_EACH / TILES;
+            int number = part.cell(i);
             int block = (unit * TILES + cell / parts) * own.steps + number * CELL_DEPTH / STEP;
             int group = cell % parts * 4, deep = number * CELL_DEPTH % STEP;
             wait_mbarrier(&s.used[at.cell], at.cell_turn ^ 1);  // new mbarriers count as released
             expect_bytes(&s.full[at.cell], CELL_BYTES + SCALE_BYTES);
-#pragma unroll
-            for (int step = 0; step < CELL_STEPS; step++)
-                copy_weights(s.weights[at.cell] + step * STEP_BYTES, own.weights, deep, group, block + step,
-                             &s.full[at.cell]);
+            copy_weights(s.weights[at.cell], own.weights, deep, group, block, &s.full[at.cell]);
             if constexpr (INT4) load_scales<parts>(s, at.cell, own, block, cell % parts);
         }
 }
@@ -180,25 +185,28 @@ struct ReadyCounters {
 // A warp loads rows as soon as the units that write them are ready; its first thread issues the copies.
 __device__ inline void load_rows(Shared& s, RingPosition& at, const Product& own, Part part,
                                  const ReadyCounters& ready) {
-    int end = part.begin + part.count;
-    for (int number = part.begin, until = end; number < end; number = until) {
-        if (ready.count) {
-            until = min(ready.await_slot(number), end);
+    int until = 0, other_until = 0;  // of this warpgroup's cells, and of the other's, if they share the product
+    for (int i = 0; i < part.count; i++, at.next_slots(1)) {
+        int number = part.cell(i);
+        if (ready.count && number >= until) {
+            until = ready.await_slot(number);
             fence_async_global();  // rows are loaded by TMA
         }
-        if (threadIdx.x % 32) continue;
-        for (; number < until; number++, at.next_slot()) {
-            wait_mbarrier(&s.used_rows[at.slot], at.slot_turn ^ 1);
-            expect_bytes(&s.full_rows[at.slot], LOADED * 128 * ROW_LINES + ROW_SCALE_BYTES);
-#pragma unroll
-            for (int line = 0; line < ROW_LINES; line++)
-                copy_rows(s.rows[at.slot] + line * (ROWS * 128), own.rows, (number * ROW_LINES + line) * LINE,
-                          &s.full_rows[at.slot]);
-            if constexpr (E4M3)
-#pragma unroll
-                for (int block = 0; block < ROWS / 16; block++)
-                    copy_bytes(s.row_scales[at.slot][block], own.row_scales + (block * own.steps + number * 2) * 16, 128,
-                               &s.full_rows[at.slot]);
+        if (part.is_shared) {
+            int own_until = until;
+            until = other_until, other_until = own_until;
         }
+        if (threadIdx.x % 32) continue;
+        wait_mbarrier(&s.used_rows[at.slot], at.slot_turn ^ 1);
+        expect_bytes(&s.full_rows[at.slot], LOADED * 128 * ROW_LINES + ROW_SCALE_BYTES);
+#pragma unroll
+        for (int line = 0; line < ROW_LINES; line++)
+            copy_rows(s.rows[at.slot] + line * (ROWS * 128), own.rows, (number * ROW_LINES + line) * LINE,
+                      &s.full_rows[at.slot]);
+        if constexpr (E4M3)
+#pragma unroll
+            for (int block = 0; block < ROWS / 16; block++)
+                copy_bytes(s.row_scales[at.slot][block], own.row_scales + (block * own.steps + number) * 32, 128,
+                           &s.full_rows[at.slot]);
     }
 }

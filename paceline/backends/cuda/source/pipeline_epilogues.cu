@@ -1,7 +1,6 @@
 // Synchronization between programs, and the epilogues of products.
 
-// Barriers of the multiplying threads, of the first warpgroup, and of all that use norm factors.
-__device__ inline void sync() { sync_named_barrier<1, MMA_THREADS>(); }
+// Barriers of the first warpgroup, and of all that use norm factors.
 __device__ inline void sync_first() { sync_named_barrier<2, 128>(); }
 __device__ inline void sync_factors() { sync_named_barrier<3, MMA_THREADS + NORM_THREADS>(); }
 
