@@ -22,7 +22,7 @@ from paceline.backends.cuda.compiling import compiled
 logger = logging.getLogger(__name__)
 
 BFLOAT16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-SWIZZLES = {64: 2, 128: 3}  # {bytes of a line: CU_TENSOR_MAP_SWIZZLE_64B or ..._128B}
+SWIZZLE_128B = 3  # CU_TENSOR_MAP_SWIZZLE_128B
 CLUSTER, OVERLAP = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, ..._PROGRAMMATIC_STREAM_SERIALIZATION
 CARVEOUT, ALL_SHARED = 9, 100  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
@@ -74,7 +74,7 @@ def _check(result: int, doing: str) -> None:
 
 @cache
 def tensor_map(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
-    """The TMA descriptor of a bfloat16 tensor: boxes of it, of lines of 64 or 128 bytes, are copied swizzled.
+    """The TMA descriptor of a bfloat16 tensor: boxes of it, of lines of 128 bytes, are copied swizzled.
 
     Sizes, strides and the box have the innermost dimension first; strides, in elements, skip the innermost.
     """
@@ -91,7 +91,7 @@ def tensor_map(address: int, sizes: Sequence[int], strides: Sequence[int], box: 
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*[1] * rank),
         0,  # not interleaved
-        SWIZZLES[2 * box[0]],
+        SWIZZLE_128B,
         0,  # no L2 promotion
         0,  # zeros beyond the sizes
     )

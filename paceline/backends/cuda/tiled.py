@@ -13,6 +13,7 @@ from paceline.backends.cuda.shard import TILE, WHOLE, Shard
 PROGRAMS = 132  # multiprocessors of an H100 or H200; a constant, because it decides the bits
 PACKED_PROGRAMS = 528  # more programs: unpacking takes time in which others can load
 FP8_PROGRAMS = 264  # e4m3 is not unpacked, but its steps are short
+FUSED_SIZE = 2560  # of e4m3 matrices whose lines have 128 bytes, for fused_layer.py; 64 are faster elsewhere
 MAX_SPLITS = 4
 MIN_STEPS = 3  # steps of a split, at least: the pipeline must fill
 
@@ -61,7 +62,8 @@ def _expert_tiling(width: int, depth: int, packing: str, experts: int, columns: 
 
 def tiling_for(width: int, depth: int, columns: int = TILE, packing: str = "none") -> Tiling:
     """How a matrix of this padded shape is tiled. It depends on the shape alone: it decides the bits."""
-    step = step_of(packing) if packing not in UNPACKED else 128 if depth % 128 == 0 else 64
+    is_wide = packing == "none" or (packing == "e4m3" and min(width, depth) >= FUSED_SIZE)
+    step = 128 if is_wide and depth % 128 == 0 else 64 if packing in UNPACKED else step_of(packing)
     tiles, steps = width // columns, depth // (step_of(packing) if packing == "e4m3" else step)
     programs, most = (PROGRAMS, MAX_SPLITS) if packing == "none" else (PACKED_PROGRAMS, 4 * MAX_SPLITS)
     programs = FP8_PROGRAMS if packing == "e4m3" else programs

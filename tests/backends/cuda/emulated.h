@@ -173,7 +173,8 @@ struct __align__(64) Map {  // as long as that of the driver
     char rest[128 - 88];
 };
 // A box of a tensor as lines of 128 bytes, swizzled in eights; what lies beyond it is zero.
-inline void copy_box(void* to, const Map& map, const int (&from)[5], Flag& own, char* shared = raw) {
+inline void copy_box(void* to, const Map& map, const int (&from)[5], u64* mbarrier) {
+    Flag& own = flag_of(mbarrier);
     int boxes = 1, each = 8;  // 16 bytes each
     for (int d = 1; d < map.rank; d++) boxes *= map.box[d];
     for (int i = 0; i < boxes * each; i++) {
@@ -188,23 +189,18 @@ inline void copy_box(void* to, const Map& map, const int (&from)[5], Flag& own, 
         if (there) memcpy(copy.bytes, map.numbers + number, 16);
         own.on_their_way.push_back(copy);
     }
-    if (at_once) own.arrive(shared), own.settle();
+    if (at_once) own.arrive(raw), own.settle();
 }
 inline void copy_kv_lines(void* to, const Map& map, int column, int head, int kv_slot, u64* mbarrier) {
-    copy_box(to, map, {column, head, kv_slot}, flag_of(mbarrier));
+    copy_box(to, map, {column, head, kv_slot}, mbarrier);
 }
 inline void copy_weights(void* to, const Map& map, int deep, int group, int block, u64* mbarrier) {
-    copy_box(to, map, {deep, 0, 0, group, block}, flag_of(mbarrier));
+    copy_box(to, map, {deep, 0, 0, group, block}, mbarrier);
 }
-inline void copy_rows(void* to, const Map& map, int deep, u64* mbarrier) {
-    copy_box(to, map, {deep, 0}, flag_of(mbarrier));
-}
-inline void copy_rows_to_both(void* to, const Map& map, int deep, int line, u64* mbarrier) {
-    for (int i = 0; i < 2; i++) {
-        Program& own = programs[blockIdx.x / 2 * 2 + i];
-        Flag& flag = own.flags.at(shared_address(mbarrier));
-        copy_box(to, map, {deep, line}, flag, i == blockIdx.x % 2 ? raw : own.shared.data());
-    }
+inline void copy_rows(void* to, const Map& map, int deep, u64* mbarrier) { copy_box(to, map, {deep, 0}, mbarrier); }
+inline bool is_elected() {
+    __syncwarp();
+    return lane_number() == 0;
 }
 inline void copy_bytes(void* to, const void* from, int bytes, u64* mbarrier) {
     Flag& own = flag_of(mbarrier);
@@ -240,10 +236,6 @@ template <int> inline void increase_registers() {}
 static std::map<int, Barrier> of_clusters;
 inline void sync_cluster() { of_clusters[blockIdx.x / 2].wait(2 * THREADS_OF_PROGRAM); }
 inline u32 cluster_address(const void* here, int number) { return (u32)number << 24 | shared_address(here); }
-inline void arrive_cluster(u32 mbarrier) {
-    Flag& own = programs[blockIdx.x / 2 * 2 + (mbarrier >> 24)].flags.at(mbarrier & 0xffffff);
-    own.left--, own.settle();
-}
 inline void store_async(u32 to, float a, float b, float c, float d, u32 mbarrier) {
     Program& other = programs[blockIdx.x / 2 * 2 + (to >> 24)];
     Flag& own = other.flags.at(mbarrier & 0xffffff);

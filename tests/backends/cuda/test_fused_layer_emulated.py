@@ -32,22 +32,14 @@ WAIT = 352  # threads that wait for the kernels ahead: all but the warp that ask
 class Emulated:
     """A kernel of CUDA C++ as the backend knows it, that runs on the host."""
 
-    def __init__(
-        self,
-        file: str,
-        name: str,
-        numbers: dict[str, int],
-        argument: str = "Arguments",
-        waiting: int = WAIT,
-        sources: Sequence[str] = weight_pipeline.SHARED_SOURCES,
-    ) -> None:
+    def __init__(self, file: str, name: str, numbers: dict[str, int]) -> None:
         own: dict[str, object] = {
             "THREADS_OF_PROGRAM": weight_pipeline.THREADS,
-            "WAITING_THREADS": waiting,
+            "WAITING_THREADS": WAIT,
             "SHARED_BYTES": 228 << 10,
         }
-        own |= {"KERNEL": name, "ARGUMENT": argument}
-        files, options = (*sources[1:], file), ("-shared", "-fPIC")
+        own |= {"KERNEL": name, "ARGUMENT": {"fused_layer": "Arguments", "logits": "Logits"}[file]}
+        files, options = (*weight_pipeline.SHARED_SOURCES[1:], file), ("-shared", "-fPIC")
         library = compiled(files, "emulated_pipeline.h", {**numbers, **own}, *options)
         self._library, self.runs = ctypes.CDLL(str(library)), 0
 
@@ -224,7 +216,7 @@ def test_logits_of_many_rows(on_host: Any) -> None:
     """Programs have tiles again and again, and one has fewer than the others."""
     torch.manual_seed(3)
     numbers = weight_pipeline.pipeline_numbers(logits.PADDED, (6, 2), "none")
-    kernel = Emulated("logits", "all_logits", numbers, "Logits")
+    kernel = Emulated("logits", "all_logits", numbers)
     on_host(logits, kernel, 2)
     rows, width, depth = 66, 3 * 256 - 20, 256
     weight = torch.zeros(3 * 256, depth, dtype=torch.bfloat16)

@@ -55,7 +55,7 @@ def _matmul(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _add_splits(at, begin: tl.constexpr, end: tl.constexpr, size):  # type: ignore[no-untyped-def]
+def _add_splits(at, begin: tl.constexpr, end: tl.constexpr, size: tl.constexpr):  # type: ignore[no-untyped-def]
     """The sum of these splits, in order."""
     total = tl.load(at + begin * size, cache_modifier=".cg")
     for other in tl.static_range(begin + 1, end):
@@ -244,17 +244,10 @@ def matmul_tiles(  # type: ignore[no-untyped-def]
 ):
     """Whether this program is its tiles' last, and, if it is, their sums: float32 [tiles * columns, tokens].
 
-    With `packing` "sums" split_product.py has left those of each split, [rows, splits, columns].
     Programs are (row tile, column tiles, split); without `is_split_k` a program loops over all splits.
     `rows_first`: rows are many, and not packed.
     """
     row_tile, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if packing == "sums":
-        width, column = tl.num_programs(1) * columns, tile * columns + tl.arange(0, columns)
-        sums_at = (
-            partial_at + program_tokens(tokens)[None, :].to(tl.int64) * (splits * width) + column[:, None]
-        )
-        return True, _add_splits(sums_at, 0, splits, width)
     rows_at += row_tile * tokens * depth
     if rows_first:
         return True, _matmul_many(

@@ -34,7 +34,6 @@ WIDE = 128  # columns of a program that loops over all splits, if there are
 ENOUGH_PROGRAMS = 96  # this many of them, about one per multiprocessor
 SMALL_BYTES = 4 << 20  # of a matrix that may be read once per row tile: it stays in L2
 MAX_FP8_STAGES = 20  # pipeline stages of steps of 64 bytes
-SUMS_TOKENS = 32  # rows of a program that adds up sums
 UNPACKED = ("none", "e4m3")  # formats that tensor cores take as they are
 
 
@@ -203,14 +202,6 @@ def launch_for(matrix: Matrix, rows: int, most_tiles: int = 1) -> Launch:
         "launch_pdl": pdl,
     }
     return Launch((row_tiles, matrix.tiles // tiles, tiling.splits if is_split_k else 1), options)
-
-
-def launch_for_sums(matrix: Matrix, rows: int) -> Launch:
-    """The launch of the rest of a product, whose sums split_product.py has left."""
-    options = launch_for(matrix, rows).options
-    options |= {"packing": "sums", "is_split_k": False, "tokens": SUMS_TOKENS, "tiles": 1, "stages": 1}
-    options["num_warps"] = matrix.tiling.warps
-    return Launch((-(-rows // SUMS_TOKENS), matrix.tiles, 1), options)
 
 
 def has_many_rows(matrix: Matrix, tokens: int, row_tiles: int, tiles: int) -> bool:

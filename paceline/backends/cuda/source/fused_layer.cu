@@ -106,10 +106,10 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS + 128, 1)
     if (threadIdx.x >= MMA_THREADS) {
         decrease_registers<40>();  // for the multiplying warpgroups
         RingPosition at;
-        if (threadIdx.x == WEIGHT_LOADER) load_all_weights(s, at, own, parts);
-        if (threadIdx.x >= ROW_LOADER) {
+        if (warp_number() == WEIGHT_LOADER / 32) load_all_weights(s, at, own, parts);
+        else {
             wait_dependencies();
-            if (threadIdx.x < FIRST_NORM_THREAD) load_all_rows(s, at, own, parts);
+            if (warp_number() == ROW_LOADER / 32) load_all_rows(s, at, own, parts);
             else compute_all_norm_factors(s, own, parts);
         }
     } else {

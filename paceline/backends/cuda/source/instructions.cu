@@ -66,13 +66,6 @@ __device__ inline void copy_rows(void* to, const Map& map, int deep, u64* mbarri
                  "r"(shared_address(mbarrier)) : "memory");
 }
 
-// Lines from `line` on, to this place of both programs of a cluster, whose mbarriers both count them.
-__device__ inline void copy_rows_to_both(void* to, const Map& map, int deep, int line, u64* mbarrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)), "l"(&map), "r"(deep), "r"(line),
-                 "r"(shared_address(mbarrier)), "h"((u16)3) : "memory");
-}
-
 __device__ inline void copy_bytes(void* to, const void* from, int bytes, u64* mbarrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
                  "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(mbarrier)) : "memory");
@@ -117,10 +110,6 @@ __device__ inline u32 cluster_address(const void* here, int number) {
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(number));
     return there;
 }
-// Arrives at the mbarrier at this `cluster_address`.
-__device__ inline void arrive_cluster(u32 mbarrier) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(mbarrier) : "memory");
-}
 __device__ inline void store_async(u32 to, float a, float b, float c, float d, u32 mbarrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
                  "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d), "r"(mbarrier) : "memory");
@@ -130,6 +119,14 @@ __device__ inline float4 received(const float* at) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
                  : "r"(shared_address(at)) : "memory");
     return v;
+}
+
+// True in one thread of a warp, all of whose threads are here. The compiler then knows that what this thread issues has
+// one set of operands: under a condition on threadIdx it loops over threads.
+__device__ inline bool is_elected() {
+    u32 yes;
+    asm volatile("{ .reg .pred own; elect.sync _|own, 0xffffffff; selp.u32 %0, 1, 0, own; }" : "=r"(yes)::"memory");
+    return yes;
 }
 
 // Adds one; returns the value before.

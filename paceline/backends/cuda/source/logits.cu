@@ -34,8 +34,8 @@ extern "C" __global__ void __launch_bounds__(MMA_THREADS + 128, 1) all_logits(co
         decrease_registers<40>();
         if (threadIdx.x >= ROW_LOADER) wait_dependencies();
         for (int unit = blockIdx.x; unit < own.product.units; unit += gridDim.x) {
-            if (threadIdx.x == WEIGHT_LOADER) load_weights<4, 4>(s, at, own.product, unit, part);
-            if (threadIdx.x >= ROW_LOADER && threadIdx.x < FIRST_NORM_THREAD) load_rows(s, at, own.product, part, {});
+            if (warp_number() == WEIGHT_LOADER / 32) load_weights<4, 4>(s, at, own.product, unit, part);
+            if (warp_number() == ROW_LOADER / 32) load_rows(s, at, own.product, part, {});
         }
         if (threadIdx.x >= FIRST_NORM_THREAD) compute_norm_factors(s, own.squares, own.tiles, own.size, own.eps);
     } else {

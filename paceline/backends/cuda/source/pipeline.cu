@@ -2,7 +2,7 @@
 //
 // Weights stream by TMA through a ring of shared memory (pipeline stages), whatever product they belong to: while
 // programs wait for each other's results, the weights of the next product are loaded. A cluster is two programs, one
-// for each split of a tile (split-K). Two warpgroups multiply (WGMMA), one thread loads weights and one loads rows.
+// for each split of a tile (split-K). Two warpgroups multiply (WGMMA), one warp loads weights and one loads rows.
 //
 // The files are concatenated in the order instructions, pipeline, pipeline_products, pipeline_epilogues, and
 // fused_layer or logits.
@@ -96,6 +96,8 @@ __device__ inline float silu(float x) {
     return __fmul_rn(x, inverse(below));
 }
 
+// The number of this warp, which the compiler sees to be the same in all its threads.
+__device__ inline int warp_number() { return __shfl_sync(~0u, threadIdx.x / 32, 0); }
 __device__ inline int cluster() { return blockIdx.x / 2; }
 __device__ inline int split() { return blockIdx.x % 2; }
 // QKV heads are assigned from the last program on: those have no share of gate and up.
@@ -137,7 +139,7 @@ __device__ inline void load_scales(Shared& s, int cell, const Product& own, int 
             copy_bytes(&s.weight_scales[cell][i / 2][i % 2 * 32], from + i * 64, 128, &s.full[cell]);
 }
 
-// CELLS_EACH cells for each CELL_DEPTH of the depth: of TILES tiles, or of parts of tiles.
+// Called by a warp: CELLS_EACH cells for each CELL_DEPTH of the depth, of TILES tiles, or of parts of tiles.
 template <int CELLS_EACH, int TILES>
 __device__ inline void load_weights(Shared& s, RingPosition& at, const Product& own, int unit, Part part) {
     for (int i = 0; i < part.count; i++)
@@ -148,6 +150,7 @@ __device__ inline void load_weights(Shared& s, RingPosition& at, const Product& 
             int block = (unit * TILES + cell / parts) * own.steps + number * CELL_DEPTH / STEP;
             int group = cell % parts * 4, deep = number * CELL_DEPTH % STEP;
             wait_mbarrier(&s.used[at.cell], at.cell_turn ^ 1);  // new mbarriers count as released
+            if (!is_elected()) continue;
             expect_bytes(&s.full[at.cell], CELL_BYTES + SCALE_BYTES);
             copy_weights(s.weights[at.cell], own.weights, deep, group, block, &s.full[at.cell]);
             if constexpr (INT4) load_scales<parts>(s, at.cell, own, block, cell % parts);
@@ -182,7 +185,7 @@ struct ReadyCounters {
     }
 };
 
-// A warp loads rows as soon as the units that write them are ready; its first thread issues the copies.
+// A warp loads rows as soon as the units that write them are ready.
 __device__ inline void load_rows(Shared& s, RingPosition& at, const Product& own, Part part,
                                  const ReadyCounters& ready) {
     int until = 0, other_until = 0;  // of this warpgroup's cells, and of the other's, if they share the product
@@ -196,8 +199,8 @@ __device__ inline void load_rows(Shared& s, RingPosition& at, const Product& own
             int own_until = until;
             until = other_until, other_until = own_until;
         }
-        if (threadIdx.x % 32) continue;
         wait_mbarrier(&s.used_rows[at.slot], at.slot_turn ^ 1);
+        if (!is_elected()) continue;
         expect_bytes(&s.full_rows[at.slot], LOADED * 128 * ROW_LINES + ROW_SCALE_BYTES);
 #pragma unroll
         for (int line = 0; line < ROW_LINES; line++)
