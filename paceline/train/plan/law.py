@@ -101,5 +101,5 @@ def _logits(survival: Sequence[float]) -> Floats:
 
 def _length(logits: Floats) -> Floats:
     """Acceptance lengths [scenarios] of chances [scenarios, positions]."""
-    lengths: Floats = 1.0 + (1 / (1 + np.exp(-logits))).cumprod(1).sum(1)
+    lengths: Floats = 1.0 + ((1 + np.tanh(logits / 2)) / 2).cumprod(1).sum(1)
     return lengths
