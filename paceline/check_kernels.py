@@ -107,4 +107,4 @@ def _multiply(run, matrix, inputs, records, out, rows, groups, tiles, quantized)
         write_records(inputs + row * groups * 4 * GROUP, groups, records, rows, row, quantized)
     for tile in range(tiles):
         place = out + tile * 4 * COLUMNS
-        multiply_rows(run, matrix, tile, records, rows, 0, rows, place, tiles * 4 * COLUMNS, 0, 0)
+        multiply_rows(run, matrix, tile, records, rows, rows, place, tiles * 4 * COLUMNS, 0, 0)

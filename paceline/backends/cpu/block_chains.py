@@ -79,7 +79,7 @@ def add_markov(weights, previous, logits):  # type: ignore[no-untyped-def]
     write_records(values, weights.descriptors[0, 2], records, 1, 0, weights.quantized)
     for tile in range(weights.descriptors[1, 3]):
         place = logits + 4 * COLUMNS * tile
-        multiply_rows(weights.run_tile, matrix, tile, records, 1, 0, 1, place, 0, 0, 1)
+        multiply_rows(weights.run_tile, matrix, tile, records, 1, 1, place, 0, 0, 1)
 
 
 @compiled

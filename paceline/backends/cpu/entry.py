@@ -39,7 +39,7 @@ from paceline.backends.cpu.job import (
     take,
 )
 from paceline.backends.cpu.residual import read_embedding
-from paceline.backends.cpu.rows import copy_row, normalize, record_stride, write_records
+from paceline.backends.cpu.rows import copy_row, normalize, record_stride, write_row
 from paceline.backends.cpu.simd import load_float, load_int32
 from paceline.backends.cpu.tiles import GROUP, RECORD
 
@@ -50,7 +50,7 @@ def enter_rows(tasks, job, counter, rows, scratch):  # type: ignore[no-untyped-d
     count, width, part = field(job, FEATURES), field(job, FEATURE_WIDTH), field(job, FEATURE_PADDED)
     padded, epsilon = count * part, load_float(field(job, INPUT_EPSILON_AT))
     norms, norm = field(job, FEATURE_NORMS_AT), field(job, INPUT_NORM_AT)
-    records, stride = field(job, RECORDS_AT), record_stride(rows)
+    records, groups = field(job, RECORDS_AT), padded // GROUP
     while True:
         row, _ = take(tasks, counter, rows, 1)
         if row >= rows:
@@ -64,7 +64,7 @@ def enter_rows(tasks, job, counter, rows, scratch):  # type: ignore[no-untyped-d
             normalize(values, norm, scratch, count * width, padded, epsilon)
             values = scratch
         if field(job, REDUCE_AT) != 0:
-            write_records(values, padded // GROUP, records, stride, row, field(job, QUANTIZED))
+            write_row(values, groups, records, row, rows, groups, field(job, QUANTIZED))
         else:
             copy_row(values, field(job, STATE_AT) + 4 * padded * row, padded)
 
@@ -73,14 +73,14 @@ def enter_rows(tasks, job, counter, rows, scratch):  # type: ignore[no-untyped-d
 def norm_context(tasks, job, counter, rows, scratch):  # type: ignore[no-untyped-def]
     """Records of the normed state, which all layers of a parallel head read."""
     padded, norm = field(job, HIDDEN_PADDED), field(job, CONTEXT_NORM_AT)
-    records, stride = field(job, RECORDS_AT), record_stride(rows)
+    records, groups = field(job, RECORDS_AT), padded // GROUP
     while True:
         row, _ = take(tasks, counter, rows, 1)
         if row >= rows:
             return
         state = field(job, STATE_AT) + 4 * padded * row
         normalize(state, norm, scratch, field(job, HIDDEN), padded, load_float(field(job, EPSILON_AT)))
-        write_records(scratch, padded // GROUP, records, stride, row, field(job, QUANTIZED))
+        write_row(scratch, groups, records, row, rows, groups, field(job, QUANTIZED))
 
 
 @compiled
@@ -98,7 +98,7 @@ def join_rows(tasks, job, counter, rows, embedding, scratch):  # type: ignore[no
         read_embedding(embedding, load_int32(field(job, TOKENS_AT) + 4 * row), scratch)
         if norms != 0:
             normalize(scratch, norms, scratch, width, padded, epsilon)
-        write_records(scratch, groups, records, stride, row, quantized)
+        write_row(scratch, groups, records, row, rows, 2 * groups, quantized)
         residual = field(job, STATE_AT) + 4 * padded * row
         if field(job, FROM_TARGET) == 0:
             copy_row(field(job, INPUTS_AT) + 4 * padded * row, residual, padded)
@@ -106,4 +106,4 @@ def join_rows(tasks, job, counter, rows, embedding, scratch):  # type: ignore[no
         if norms != 0:
             normed = residual if field(job, NORMED_RESIDUAL) else scratch
             normalize(residual, norms + 4 * padded, normed, width, padded, epsilon)
-        write_records(normed, groups, behind, stride, row, quantized)
+        write_row(normed, groups, behind, row, rows, 2 * groups, quantized)

@@ -35,7 +35,7 @@ from paceline.backends.cpu.job import (
 from paceline.backends.cpu.matmul import DESCRIPTOR, multiply_rows
 from paceline.backends.cpu.phases import gate_unit
 from paceline.backends.cpu.routing import PAIR
-from paceline.backends.cpu.rows import record_stride
+from paceline.backends.cpu.rows import ROW_BLOCK, record_block, record_stride
 from paceline.backends.cpu.simd import (
     fma,
     load,
@@ -85,9 +85,11 @@ def gather_rows(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
         choice = field(job, CHOICES_AT) + PAIR * pair
         span = field(job, SPANS_AT) + _SPAN * load_int64(choice)
         first, count = load_int64(span), load_int64(span + 8)
-        block = field(job, EXPERT_RECORDS_AT) + first * groups * size
+        row, block = pair // chosen, field(job, EXPERT_RECORDS_AT) + first * groups * size
+        own = record_block(field(job, RECORDS_AT), row, rows, groups, field(job, QUANTIZED))
+        own += row % ROW_BLOCK * size
         for group in range(groups):
-            source = field(job, RECORDS_AT) + (group * record_stride(rows) + pair // chosen) * size
+            source = own + group * record_stride(rows) * size
             target = block + (group * count + load_int64(choice + 8) - first) * size
             for offset in range(0, size, 8):
                 store_int64(target + offset, load_int64(source + offset))
@@ -119,7 +121,10 @@ def gate_experts(tasks, job, counter, layer, scratch):  # type: ignore[no-untype
         records = field(job, EXPERT_RECORDS_AT) + first * groups * size
         out = field(job, EXPERT_WIDE_RECORDS_AT) + (first * units + unit * rows) * size
         ups = gates + DESCRIPTOR
-        gate_unit(job, unit, gates, ups, biases, up_biases, records, rows, rows, 0, out, scratch)
+        block = ROW_BLOCK * size  # an expert's records are not in blocks: 16 rows are followed by the next
+        gate_unit(
+            job, unit, gates, ups, biases, up_biases, records, rows, block, rows, 0, out, block, scratch
+        )
 
 
 @compiled
@@ -143,7 +148,7 @@ def project_experts(tasks, job, counter, layer):  # type: ignore[no-untyped-def]
         bias = _biases(job, layer, expert)
         if bias != 0:
             bias += 4 * (2 * field(job, EXPERT_WIDTH) + COLUMNS * tile)
-        multiply_rows(field(job, RUN_TILE), matrix, tile, records, rows, 0, rows, out, 4 * padded, bias, 0)
+        multiply_rows(field(job, RUN_TILE), matrix, tile, records, rows, rows, out, 4 * padded, bias, 0)
 
 
 @compiled

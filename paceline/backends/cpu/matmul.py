@@ -83,8 +83,8 @@ def unpack_tiles(run_tile, matrix, first, last, rows, scratch):  # type: ignore[
 
 
 @compiled
-def multiply_rows(run_tile, matrix, tile, records, stride, first_row, count, out, out_stride, bias, added):  # type: ignore[no-untyped-def]
-    """Rows first_row..first_row + count of the records times tile `tile` of a matrix.
+def multiply_rows(run_tile, matrix, tile, records, stride, count, out, out_stride, bias, added):  # type: ignore[no-untyped-def]
+    """The first `count` rows of the records times tile `tile` of a matrix.
 
     `run_tile` is the address of that kernel; two groups are `stride` records apart. Writes 16 floats a row to
     `out`, or adds them; see tiles.py for the last four arguments.
@@ -95,7 +95,7 @@ def multiply_rows(run_tile, matrix, tile, records, stride, first_row, count, out
     row = 0
     while row < count:
         step = min(count - row, _LARGEST)
-        place, target = records + (first_row + row) * size, out + row * out_stride
+        place, target = records + row * size, out + row * out_stride
         _call_tile(
             run_tile,
             weight_format,

@@ -62,10 +62,12 @@ from paceline.backends.cpu.job import (
 from paceline.backends.cpu.matmul import multiply_rows, tiles_at_once, unit_bytes, unpack_tiles
 from paceline.backends.cpu.rows import (
     RELU2,
+    ROW_BLOCK,
     copy_row,
     gate,
     normalize,
     normalize_head,
+    record_block,
     record_stride,
     rotate,
     scale_row,
@@ -75,8 +77,7 @@ from paceline.backends.cpu.simd import load_float, load_int32, load_int64, store
 from paceline.backends.cpu.tiles import COLUMNS, GROUP, RECORD
 
 UNPACKED_SPACE = 1 << 18  # bytes of scratch for a matrix's unpacked tiles: some of the L2 cache
-CHUNK_ROWS = 16  # that meet some tiles before the next rows do: their records stay in the L1 or L2 cache
-GATED_BYTES = 2 * CHUNK_ROWS * 4 * GROUP  # 32 columns of the gate and up projections of so many rows
+GATED_BYTES = 2 * ROW_BLOCK * 4 * GROUP  # 32 columns of the gate and up projections of so many rows
 
 
 @compiled
@@ -89,13 +90,14 @@ def project(tasks, job, counter, matrix, records, rows, out, out_stride, bias, a
         if first >= tiles:
             return
         weights = unpack_tiles(run_tile, matrix, first, last, rows, scratch)
-        for row in range(0, rows, CHUNK_ROWS):
-            count = min(CHUNK_ROWS, rows - row)
+        for row in range(0, rows, ROW_BLOCK):
+            count = min(ROW_BLOCK, rows - row)
+            block = record_block(records, row, rows, load_int64(matrix + 16), field(job, QUANTIZED))
             for tile in range(first, last):
                 tile_bias = bias + 4 * COLUMNS * tile if bias != 0 else 0
                 place = out + row * out_stride + 4 * COLUMNS * tile
                 multiply_rows(
-                    run_tile, weights, tile, records, stride, row, count, place, out_stride, tile_bias, added
+                    run_tile, weights, tile, block, stride, count, place, out_stride, tile_bias, added
                 )
 
 
@@ -274,39 +276,50 @@ def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-u
 
 @compiled
 def gate_unit(  # type: ignore[no-untyped-def]
-    job, unit, gates, ups, gate_biases, up_biases, records, stride, rows, shares, out, scratch
+    job,
+    unit,
+    gates,
+    ups,
+    gate_biases,
+    up_biases,
+    records,
+    stride,
+    block,
+    rows,
+    shares,
+    out,
+    out_block,
+    scratch,
 ):
     """32 columns of the gate and up projections of all rows, activated, and their records at `out`.
 
-    Two groups of the records that are read are `stride` records apart; biases may be 0, and so may `shares`,
-    factors of the rows.
+    Two groups of the records that are read are `stride` records apart, blocks of rows `block` bytes, and at
+    `out` `out_block` bytes; biases may be 0, and so may `shares`, factors of the rows.
     """
     quantized, run_tile, activation = field(job, QUANTIZED), field(job, RUN_TILE), field(job, ACTIVATION)
     size = RECORD if quantized else 4 * GROUP
-    ups_at = scratch + CHUNK_ROWS * 4 * GROUP
+    ups_at = scratch + ROW_BLOCK * 4 * GROUP
     first, last, unpacked_at = GROUP // COLUMNS * unit, GROUP // COLUMNS * (unit + 1), scratch + GATED_BYTES
     gates = unpack_tiles(run_tile, gates, first, last, rows, unpacked_at)
     ups = unpack_tiles(run_tile, ups, first, last, rows, unpacked_at + unit_bytes(load_int64(gates + 16)))
-    for start in range(0, rows, CHUNK_ROWS):
-        count = min(CHUNK_ROWS, rows - start)
+    for start in range(0, rows, ROW_BLOCK):
+        count, source = min(ROW_BLOCK, rows - start), records + start // ROW_BLOCK * block
         for part in range(GROUP // COLUMNS):
             tile, place = first + part, 4 * COLUMNS * part
             gate_bias = gate_biases + 4 * COLUMNS * tile if gate_biases != 0 else 0
             multiply_rows(
-                run_tile, gates, tile, records, stride, start, count, scratch + place, 4 * GROUP, gate_bias, 0
+                run_tile, gates, tile, source, stride, count, scratch + place, 4 * GROUP, gate_bias, 0
             )
             if activation == RELU2:  # which has no gate
                 continue
             up_bias = up_biases + 4 * COLUMNS * tile if up_biases != 0 else 0
-            multiply_rows(
-                run_tile, ups, tile, records, stride, start, count, ups_at + place, 4 * GROUP, up_bias, 0
-            )
+            multiply_rows(run_tile, ups, tile, source, stride, count, ups_at + place, 4 * GROUP, up_bias, 0)
         for row in range(count):
             values = scratch + 4 * GROUP * row
             gate(values, ups_at + 4 * GROUP * row, activation)
             if shares != 0:
                 scale_row(values, load_float(shares + 4 * (start + row)), GROUP)
-            write_record(values, out + (start + row) * size, quantized)
+            write_record(values, out + start // ROW_BLOCK * out_block + row * size, quantized)
 
 
 @compiled
@@ -319,4 +332,8 @@ def gate_rows(tasks, job, counter, rows, gates, ups, shares, scratch):  # type: 
         if unit >= units:
             return
         out = field(job, WIDE_RECORDS_AT) + unit * stride * size
-        gate_unit(job, unit, gates, ups, 0, 0, field(job, RECORDS_AT), stride, rows, shares, out, scratch)
+        block, out_block = load_int64(gates + 16) * stride * size, units * stride * size
+        gate_unit(
+            job, unit, gates, ups, 0, 0, field(job, RECORDS_AT), stride, block, rows, shares, out, out_block,
+            scratch,
+        )  # fmt: skip

@@ -82,7 +82,7 @@ from paceline.backends.cpu.recurrent_memory import (
     sum_of_squares,
     update,
 )
-from paceline.backends.cpu.rows import copy_row, record_stride, silu, write_records
+from paceline.backends.cpu.rows import copy_row, silu, write_row
 from paceline.backends.cpu.simd import (
     add,
     divide,
@@ -319,7 +319,8 @@ def _norm_groups(job, layer, mixed):  # type: ignore[no-untyped-def]
 @compiled
 def finish_rows(tasks, job, counter, rows, layer):  # type: ignore[no-untyped-def]
     """Norm and gate of what each row has read, into records."""
-    padded, stride, width = field(job, MIXED_PADDED), record_stride(rows), field(job, HIDDEN)
+    padded, width = field(job, MIXED_PADDED), field(job, HIDDEN)
+    groups = padded // GROUP
     while True:
         row, _ = take(tasks, counter, rows, 1)
         if row >= rows:
@@ -337,7 +338,7 @@ def finish_rows(tasks, job, counter, rows, layer):  # type: ignore[no-untyped-de
                 _norm_groups(job, layer, mixed)
         for k in range(width, padded):
             store_float(mixed + 4 * k, np.float32(0))
-        write_records(mixed, padded // GROUP, field(job, RECORDS_AT), stride, row, field(job, QUANTIZED))
+        write_row(mixed, groups, field(job, RECORDS_AT), row, rows, groups, field(job, QUANTIZED))
 
 
 @compiled

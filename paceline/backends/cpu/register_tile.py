@@ -90,7 +90,7 @@ class Tile:
             call(builder, "llvm.prefetch.p0", ir.VoidType(), place, I32(0), I32(3), I32(1))
 
     def prefetch_records(self, group: Any) -> None:
-        """Ask for the records of many rows two groups ahead: those of a prompt's groups lie pages apart."""
+        """Ask for the records of many rows two groups ahead."""
         builder = self.builder
         if self.isa.wide_registers and self.rows > 2:
             ahead = self.record(builder.add(group, _I64(2)), 0)

@@ -46,10 +46,9 @@ from paceline.backends.cpu.rows import (
     gate_by_sigmoid,
     normalize,
     read_matrix_row,
-    record_stride,
     scale_row,
     soft_cap,
-    write_records,
+    write_row,
 )
 from paceline.backends.cpu.simd import load_float, load_int32, load_int64
 from paceline.backends.cpu.tiles import GROUP
@@ -107,7 +106,8 @@ def normalize_rows(tasks, job, counter, rows, norm, gathered, scratch):  # type:
         source = load_int32(field(job, LOGIT_ROWS_AT) + 4 * row) if gathered else row
         before = state + 4 * padded * source
         after = norm_row(job, before, weight, scratch)
-        write_records(after, padded // GROUP, records, record_stride(rows), row, field(job, QUANTIZED))
+        groups = padded // GROUP
+        write_row(after, groups, records, row, rows, groups, field(job, QUANTIZED))
         if states != 0:
             told = after if field(job, NORMED_STATES) else before
             copy_row(told, states + 4 * padded * row, padded)
@@ -116,7 +116,8 @@ def normalize_rows(tasks, job, counter, rows, norm, gathered, scratch):  # type:
 @compiled
 def quantize_rows(tasks, job, counter, rows, gate_column):  # type: ignore[no-untyped-def]
     """The attention's output into records; with the sigmoid of what is at `gate_column`, if that is not 0."""
-    padded, stride = field(job, ATTENTION_PADDED), record_stride(rows)
+    padded = field(job, ATTENTION_PADDED)
+    groups = padded // GROUP
     while True:
         row, _ = take(tasks, counter, rows, 1)
         if row >= rows:
@@ -125,7 +126,7 @@ def quantize_rows(tasks, job, counter, rows, gate_column):  # type: ignore[no-un
         if gate_column != 0:
             gates = field(job, QKV_AT) + row * field(job, QKV_STRIDE) + 4 * gate_column
             gate_by_sigmoid(source, gates, padded)
-        write_records(source, padded // GROUP, field(job, RECORDS_AT), stride, row, field(job, QUANTIZED))
+        write_row(source, groups, field(job, RECORDS_AT), row, rows, groups, field(job, QUANTIZED))
 
 
 @compiled

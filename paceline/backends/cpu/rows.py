@@ -1,8 +1,8 @@
 """Operations on one row: embedding, norm, quantization, RoPE, the MLP's activation, soft caps.
 
 Every function here reads and writes one row only, in a fixed order, so its result cannot depend on other
-rows. `records` are the quantized activations described in tiles.py: the record of group g and row r is at
-records + (g * record_stride(rows) + r) * size.
+rows. `records` are the quantized activations described in tiles.py, in blocks of 16 rows; the record of
+group g and row r of a block is at (g * record_stride(rows) + r) * size.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from paceline.backends.cpu.simd import (
 )
 from paceline.backends.cpu.tiles import COLUMNS, FLOAT32, GROUP, INT4, INT4K, INT6K, INT8, RECORD
 
+ROW_BLOCK = 16  # rows whose records lie together: they meet some tiles before the next rows do
+
 # Activations of the MLP's gate, by ModelConfig.activation
 SILU, GELU_TANH, CLAMPED_SILU, RELU2 = 0, 1, 2, 3
 ACTIVATIONS = {"silu": SILU, "gelu_tanh": GELU_TANH, "clamped_silu": CLAMPED_SILU, "relu2": RELU2}
@@ -72,7 +74,16 @@ def write_record(values, record, quantized):  # type: ignore[no-untyped-def]
 @compiled(inline=True)
 def record_stride(rows):  # type: ignore[no-untyped-def]
     """Records from one group to the next: odd, because at powers of two groups would share cache sets."""
-    return rows | 1
+    return min(rows, ROW_BLOCK) | 1
+
+
+@compiled(inline=True)
+def record_block(records, row, rows, groups, quantized):  # type: ignore[no-untyped-def]
+    """Where the block that has `row` begins, in records of `rows` rows of `groups` groups.
+
+    The records of a block lie together: a prompt's rows side by side would be a page for each group.
+    """
+    return records + row // ROW_BLOCK * groups * record_stride(rows) * (RECORD if quantized else 4 * GROUP)
 
 
 @compiled
@@ -81,6 +92,13 @@ def write_records(values, groups, records, stride, row, quantized):  # type: ign
     size = RECORD if quantized else 4 * GROUP
     for group in range(groups):
         write_record(values + 128 * group, records + (group * stride + row) * size, quantized)
+
+
+@compiled
+def write_row(values, groups, records, row, rows, all_groups, quantized):  # type: ignore[no-untyped-def]
+    """Store `groups` groups of floats as records of a row, in the records of `rows` rows of `all_groups`."""
+    block = record_block(records, row, rows, all_groups, quantized)
+    write_records(values, groups, block, record_stride(rows), row % ROW_BLOCK, quantized)
 
 
 @compiled

@@ -14,6 +14,11 @@ the tile reads them, one sequential stream per C columns:
             Where weights must be signed: q - 32 in 6 bits, and the bytes rotated left by 2, which gives 4 w
     float32 per k: C floats
 
+Two more formats exist in scratch memory only (Isa.unpack_rows), for many rows:
+
+    unpacked4  per group of 32 k: [8][C columns][4 k] bytes, C float scales, C float minimums
+    unpacked6  the same bytes with 4 w, a quarter of C float scales of each 16 k, C float `d`
+
 Activations are stored as [K / 32][rows][record], so that all rows of a group lie together; a record is
 
     32 int8 values | float scale | float scale * sum of the values | int32 -128 * sum |

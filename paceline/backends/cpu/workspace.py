@@ -16,7 +16,7 @@ from paceline.backends.cpu.model_weights import ModelWeights, matrix_names, roun
 from paceline.backends.cpu.packing import PackedMatrix, address_of
 from paceline.backends.cpu.phases import GATED_BYTES, UNPACKED_SPACE
 from paceline.backends.cpu.recurrent_memory import BLOCK
-from paceline.backends.cpu.rows import record_stride
+from paceline.backends.cpu.rows import ROW_BLOCK, record_stride
 from paceline.backends.cpu.sampling import run_gumbel_argmax
 from paceline.backends.cpu.simd import LANES
 from paceline.backends.cpu.tiles import GROUP, RECORD
@@ -102,11 +102,11 @@ class Workspace(ModelWeights):
         job[fields.QKV_AT], job[fields.QKV_STRIDE] = self._buffer(rows, qkv), 4 * qkv
         job[fields.ATTENTION_AT], job[fields.ATTENTION_PADDED] = self._buffer(rows, attention), attention
         most = max(self.hidden, attention, self._entry_width, self._mixed_width)
-        groups, stride = most // GROUP, record_stride.py_func(rows)
-        job[fields.RECORDS_AT] = self._buffer(groups, stride, self._record, dtype=np.uint8)
+        groups, padded_rows = most // GROUP, -(-rows // ROW_BLOCK) * record_stride.py_func(rows)
+        job[fields.RECORDS_AT] = self._buffer(groups, padded_rows, self._record, dtype=np.uint8)
         shared = config.moe.shared_intermediate_size if config.moe else 0
         wide = round_up(max(config.intermediate_size, shared), GROUP) // GROUP
-        job[fields.WIDE_RECORDS_AT] = self._buffer(wide, stride, self._record, dtype=np.uint8)
+        job[fields.WIDE_RECORDS_AT] = self._buffer(wide, padded_rows, self._record, dtype=np.uint8)
         scratch = round_up(self._scratch_bytes(), 64)
         job[fields.SCRATCH_BYTES] = scratch
         job[fields.SCRATCH_AT] = self._buffer(self.threads, scratch, dtype=np.uint8)
