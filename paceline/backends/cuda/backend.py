@@ -303,8 +303,11 @@ class CudaBackend(Backend):
         return DeviceMemory(total, free, max(0, here - now) + ahead)
 
     def compile_ahead(self, warm_up: Callable[[], object]) -> None:
-        """Compile the kernels that this warm-up launches, on all cores."""
-        if self.device.type == "cuda":
+        """Compile the kernels that this warm-up launches, on all cores.
+
+        Not with other ranks: those would run the passes, and wait for the gathers that this one leaves out.
+        """
+        if self.device.type == "cuda" and self.ranks is None:
             with compile_only(self.device):
                 warm_up()
 

@@ -64,8 +64,9 @@ def compiled(key: Hashable, make: Callable[[], T]) -> T | None:
         return None
     made = _compiled.get(key)
     if made is None or made.exception() is not None:
-        made = _compiled[key] = Future()
+        made = Future()
         made.set_result(make())
+        _compiled[key] = made  # only now: nobody may wait for what failed
     result: T = made.result()
     return result
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import triton
 
+from paceline.backends.cuda.backend import CudaBackend
 from paceline.backends.cuda.compiling import cached_kernel, compile_only, compiled, compiles_only
 from paceline.core.params import SamplingParams
 from tests.backends.cuda.test_backend import make, needs_gpu
@@ -42,8 +44,19 @@ def test_a_kernel_that_failed_in_a_thread_raises_its_error_when_it_is_needed() -
 
     with compile_only(CPU):
         assert compiled("failing", fail) is None
-    with pytest.raises(RuntimeError, match="no such instruction"):
-        compiled("failing", fail)
+    for _ in range(2):  # and does not wait for what will never be made
+        with pytest.raises(RuntimeError, match="no such instruction"):
+            compiled("failing", fail)
+
+
+@pytest.mark.parametrize("ranks", [None, object()])
+def test_a_rank_among_others_compiles_nothing_ahead_because_they_would_run_the_passes(
+    ranks: object | None,
+) -> None:
+    calls: list[bool] = []
+    backend: Any = SimpleNamespace(device=torch.device("cuda"), ranks=ranks)
+    CudaBackend.compile_ahead(backend, lambda: calls.append(compiles_only()))
+    assert calls == ([True] if ranks is None else [])
 
 
 def test_what_is_found_while_compiling_is_not_kept() -> None:
