@@ -206,12 +206,13 @@ def measure_learning_load(
     learn = ("--learn", "--learn-dir", str(folder), "--learn-min-rows", str(TRAIN_ROWS))
     with ExitStack() as stack:
         arguments = (*flags, *learn, "--learn-minutes", str(ENDLESS))
-        servers = []
-        for options in (arguments, flags, flags):  # the trainer begins while the others start
-            server = stack.enter_context(ServerProcess(model, *options, own_group=True))
+        servers = [
+            stack.enter_context(ServerProcess(model, *options, own_group=True))
+            for options in (flags, arguments, flags)
+        ]
+        for server in servers:  # after the last start, which a trainer would disturb
             asyncio.run(_send(server.server, conversations("tools", 0, TRAIN_ROWS), 16, min(tokens, 32)))
-            servers.append(server)
-        learning, plain, control = servers
+        plain, learning, control = servers
         with stopped(plain, control):
             trainer = _trainer(learning)
         sent = 0

@@ -70,7 +70,6 @@ class StepStats:
 
     requests: int = 0  # requests in the pass
     failed: bool = False  # the pass raised: its requests have ended with the error
-    disturbed: bool = False  # another process used the device meanwhile: its time says nothing of costs
     overlapped: bool = False  # the pass was launched before the previous one was read
     plan: DraftPlan | None = None  # of all requests of a device pass; None: a host pass
     rows: int = 0  # rows of the pass

@@ -255,10 +255,6 @@ class AsyncEngine:
         self._send(swap)
         await done
 
-    def set_disturbed(self, disturbed: bool) -> None:
-        """Whether another process uses the device from now on. See Engine.set_disturbed."""
-        self._engine.set_disturbed(disturbed)
-
     async def drain(self) -> None:
         """Accept no new requests, and return when all running and waiting ones have finished."""
         await self._intake.drain()

@@ -66,7 +66,6 @@ class Engine:
             self.kv, limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len
         )
         self.stats = StepStats()  # of the last step
-        self._disturbed = False  # see set_disturbed
         self.grammars = GrammarCompiler(tokenizer, limits.vocab_size)  # any thread may use it
         self._pool = self.kv.add_pool(backend, backend.attention_window)
         if backend.bytes_per_state:
@@ -191,11 +190,6 @@ class Engine:
         self._drafting.replace_head(name, drafter)
         self._device.attach_anew()
 
-    def set_disturbed(self, disturbed: bool) -> None:
-        """Whether another process uses the device from now on: the times of passes then say nothing of what
-        they cost, and the controller learns none from them. Any thread may say so."""
-        self._disturbed = disturbed
-
     def prepare(self) -> None:
         """Warm up: compile and allocate what the first steps would wait for. Call it before any request."""
         self.compile_ahead()
@@ -308,7 +302,7 @@ class Engine:
         self, result: StepResult, schedule: Schedule, deltas: Sequence[Delta], timer: StepTimer
     ) -> StepStats:
         stats = self.state()
-        stats.rows, stats.attended, stats.disturbed = result.num_rows, result.attended, self._disturbed
+        stats.rows, stats.attended = result.num_rows, result.attended
         stats.overlapped = schedule.executor.on_device
         stats.plan = common_plan(schedule.parts) if stats.overlapped else None
         gained = [len(delta.token_ids) for delta in deltas]

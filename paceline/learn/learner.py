@@ -44,8 +44,6 @@ class HeadEngine(Protocol[LoadedHead_contra]):
 
     async def replace_head(self, name: str, drafter: LoadedHead_contra, /) -> None: ...
 
-    def set_disturbed(self, disturbed: bool, /) -> None: ...
-
 
 class Learner(Generic[LoadedHead]):
     """Runs `run` as a task of the event loop of an engine."""
@@ -257,7 +255,6 @@ class Learner(Generic[LoadedHead]):
             await asyncio.wait([task])  # its process has ended
             self._job_runs = False
             self._slowdown.set_working(False)
-            self._engine.set_disturbed(False)
             self._jobs.pause(False)
 
     def _count_steps(self) -> None:
@@ -280,10 +277,7 @@ class Learner(Generic[LoadedHead]):
         status.paused = state.waiting > 0 or state.running > self._config.max_running
         paused = status.paused or (state.running > 0 and not self._slowdown.may_work(self._clock()))
         self._jobs.pause(paused)
-        working = self._job_runs and not paused
-        # one look longer: kernels that a stopped trainer has launched still run
-        self._engine.set_disturbed(working or self._slowdown.working)
-        self._slowdown.set_working(working)
+        self._slowdown.set_working(self._job_runs and not paused)
         status.slowdown = self._slowdown.ratio()
 
     async def _follow(self) -> None:

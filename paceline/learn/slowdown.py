@@ -72,11 +72,6 @@ class Slowdown:
         self._step_ended: float | None = None  # the last one; None: the engine has been idle since
         self._alone, self._beside = _Side(), _Side()
 
-    @property
-    def working(self) -> bool:
-        """Whether the trainer works, as was said last."""
-        return self._working
-
     def set_working(self, working: bool) -> None:
         """Whether the trainer works from now on."""
         if working != self._working:

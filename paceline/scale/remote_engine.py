@@ -218,9 +218,6 @@ class RemoteEngine:
         assert self._heads is not None, "push_heads comes first"
         await self._heads.replace(name, head)
 
-    def set_disturbed(self, disturbed: bool) -> None:
-        """Nothing: the replicas' devices may be on other machines than the trainer."""
-
     async def drain(self) -> None:
         await self._intake.drain()
 

@@ -252,24 +252,6 @@ def test_seconds_of_plans_that_are_no_longer_used_follow_those_in_use():
     assert costs.seconds(PLAIN, 16, 0) == pytest.approx(1.4, rel=0.07)
 
 
-@pytest.mark.parametrize("disturbed", [False, True])
-def test_passes_beside_another_process_on_the_device_teach_no_costs(disturbed):
-    auto, running = controller(), [SimulatedRequest("0", 900)]
-    costs = {plan: small(1 + plan.levels) + PER_LEVEL * plan.levels for plan in auto.device_plans()}
-    for plan, seconds in costs.items():
-        auto.expect(plan, {1: seconds})
-    for _ in range(50):
-        step = auto.plan(running, Load(1, 0, on_device=True))
-        plan = step.record
-        assert isinstance(plan, DraftPlan)
-        drafts = (facts(1, plan.levels, plan.levels),) if plan.levels else ()
-        stats = StepStats(requests=1, rows=1 + plan.levels, plan=plan, drafts=drafts, disturbed=disturbed)
-        stats.forward_time = 3 * costs[plan]
-        auto.observe(step, stats)
-    learned = {plan: auto._device.seconds(plan) for plan in costs}
-    assert (learned == pytest.approx(costs)) is disturbed
-
-
 def test_what_was_learned_on_the_device_is_known_to_the_next_engine(tmp_path):
     memory = Memory(tmp_path / "memory.json")
     first = controller(memory=memory)

@@ -48,7 +48,6 @@ class World:
     running: int = 1
     swaps: list[str] = field(default_factory=list)  # contents of the heads, in the order they came in
     paused: list[bool] = field(default_factory=list)
-    disturbed: list[bool] = field(default_factory=list)  # as the engine was told at each look
     on_poll: Callable[[World], None] = lambda world: None
     polls: int = 0
     since: list[float] = field(default_factory=list)  # of each training
@@ -73,9 +72,6 @@ class World:
         assert name == "eagle3"
         self.in_use = drafter
         self.swaps.append(drafter)
-
-    def set_disturbed(self, disturbed: bool) -> None:
-        self.disturbed.append(disturbed)
 
     def step(self) -> None:
         tokens = round(1000 * self.factor * self.live.get(self.in_use, float(self.in_use)))
@@ -433,8 +429,6 @@ def test_while_few_requests_run_the_trainer_works_for_its_share_and_alone_always
     world.trained, world.running = [None], 1
     world.run(40)
     assert 0.6 < sum(world.paused) / len(world.paused) < 0.9  # FIRST_SHARE: nothing is known yet
-    assert any(world.disturbed)  # the engine was told while the trainer worked
-    assert not world.disturbed[-1]
     world.paused, world.trained, world.running, world.collected = [], [None], 0, 20
     world.run(40)
     assert not any(world.paused)
