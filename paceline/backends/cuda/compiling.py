@@ -8,6 +8,7 @@ and outputs mean nothing.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,45 +23,50 @@ from paceline.machine import usable_cores
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_threads: ThreadPoolExecutor | None = None  # while passes only compile
+_mode = threading.local()  # .threads: the pool while passes of this thread only compile; others run theirs
+_patching = threading.RLock()
 _compiled: dict[Hashable, Future[Any]] = {}  # CUDA C++ kernels; Triton keeps its own
 
 
 def compiles_only() -> bool:
-    """Whether launches only compile: nothing may be captured, timed or decided by results."""
-    return _threads is not None
+    """Whether launches of this thread only compile: nothing may be captured, timed or decided by results."""
+    return _pool() is not None
+
+
+def _pool() -> ThreadPoolExecutor | None:
+    return getattr(_mode, "threads", None)
 
 
 @contextmanager
 def compile_only(device: torch.device) -> Iterator[None]:
-    """Compile what is launched meanwhile instead of running it; wait for it at the end.
+    """Compile what this thread launches meanwhile instead of running it; wait for it at the end.
 
-    A kernel that does not compile raises its error when it is launched again.
+    Other threads, such as that of another engine, launch as always. A kernel that does not compile raises its
+    error when it is launched again.
     """
-    global _threads
-    run = triton.JITFunction.run
 
     def compile_kernel(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return run(kernel, *args, grid=grid, warmup=True, **options)
+        return run(kernel, *args, grid=grid, warmup=warmup or compiles_only(), **options)
 
     def use_device() -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
 
-    with ThreadPoolExecutor(usable_cores(), initializer=use_device) as threads:
-        _threads, triton.JITFunction.run = threads, compile_kernel
+    with _patching, ThreadPoolExecutor(usable_cores(), initializer=use_device) as threads:
+        run = triton.JITFunction.run
+        _mode.threads, triton.JITFunction.run = threads, compile_kernel
         try:
             with triton.AsyncCompileMode(threads, ignore_errors=True):
                 yield
         finally:
-            _threads, triton.JITFunction.run = None, run
+            _mode.threads, triton.JITFunction.run = None, run
 
 
 def compiled(key: Hashable, make: Callable[[], T]) -> T | None:
     """What `make` gives, made once for each key; None while passes only compile: a thread makes it."""
-    if _threads is not None:
+    if (threads := _pool()) is not None:
         if key not in _compiled:
-            _compiled[key] = _threads.submit(make)
+            _compiled[key] = threads.submit(make)
         return None
     made = _compiled.get(key)
     if made is None or made.exception() is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +81,21 @@ def test_launches_run_again_after_an_error() -> None:
         fail()
     assert triton.JITFunction.run is run
     assert not compiles_only()
+
+
+def test_other_threads_launch_and_make_kernels_as_always_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launch(kernel: Any, *args: Any, grid: Any, warmup: bool) -> bool:
+        return not warmup
+
+    monkeypatch.setattr(triton.JITFunction, "run", launch)
+
+    def launches() -> tuple[bool, object]:
+        key = f"of {threading.get_ident()}"
+        return triton.JITFunction.run(None, grid=(1,), warmup=False), compiled(key, lambda: "kernel")
+
+    with ThreadPoolExecutor(1) as other, compile_only(CPU):
+        assert other.submit(launches).result() == (True, "kernel")
+        assert launches() == (False, None)
 
 
 @needs_gpu
