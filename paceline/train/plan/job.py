@@ -52,6 +52,8 @@ def plan(job: PlanJob, options: DSparkOptions) -> list[Choice]:
             )
     model, device = resolve(job.model), chosen_device(job.device)
     checkpoint, examples = load_checkpoint(model), read_examples(job.answers, options.max_length)
+    if len(set(examples.prompts.tolist())) < 2:
+        raise ConfigError("The data answers one prompt, so none can be held out to measure on: give more.")
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     target = load_target(checkpoint, torch.device(device), dtype)
     name = TargetName(target_fingerprint(checkpoint), checkpoint.source.name)

@@ -63,6 +63,16 @@ def test_prompts_are_not_answers(model: Path, tmp_path: Path) -> None:
         run("plan", str(model), "--data", str(prompts), app=app)
 
 
+def test_answers_to_one_prompt_are_refused_before_anything_is_trained(model: Path, tmp_path: Path) -> None:
+    writer = ExampleWriter(
+        tmp_path / "answers.jsonl", load_checkpoint(model).config.vocab_size, {"model": "tiny"}
+    )
+    writer.append(Example(f"0#{number}", "letters", [*range(24)], 6) for number in range(8))
+    writer.close()
+    with pytest.raises(ConfigError, match="The data answers one prompt, so none can be held out"):
+        run("plan", str(model), "--data", str(writer.path), "--device", "cpu", app=app)
+
+
 def test_one_amount_of_data_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--steps needs two numbers or more"):
         run("plan", "nothing", "--data", str(tmp_path), "--steps", "100", app=app)
