@@ -19,7 +19,7 @@ QUANTIZATIONS = {
 }
 # what `native` keeps, by checkpoint.Tensor.kind; all else becomes int8
 BLOCKS = {
-    "cpu": {"Q4_0": INT4_WITH_MINIMUM, "Q4_1": INT4_WITH_MINIMUM, "Q4_K": 18.5 / 32},
+    "cpu": {"Q4_0": INT4_WITH_MINIMUM, "Q4_1": INT4_WITH_MINIMUM, "Q4_K": 18.5 / 32, "Q6_K": 210 / 256},
     "cuda": {
         "Q4_0": INT4,
         "Q4_1": INT4_WITH_MINIMUM,

@@ -9,10 +9,12 @@ import pytest
 from paceline.backends.cpu import packing
 from paceline.backends.cpu.pack_kernels import DECODERS
 from paceline.backends.cpu.packing import address_of, choose_format, pack, pack_matrices
-from paceline.backends.cpu.tiles import COLUMNS, FLOAT32, GROUP, INT4, INT4K, INT6K, INT8
+from paceline.backends.cpu.tiles import COLUMNS, FLOAT32, GROUP, INT4, INT4K, INT6K, INT8, tile_bytes
+from paceline.models import quantizations
 from paceline.models.checkpoint import Tensor
 from paceline.models.gguf import GgufTensor
 from paceline.models.gguf_blocks import FORMATS
+from paceline.models.quantizations import BLOCKS
 from tests.backends.cpu.checkpoints import floats, quantized, random_blocks
 from tests.backends.cpu.numbers import assert_same_bits
 from tests.backends.cpu.unpacking import unpack
@@ -196,6 +198,12 @@ def test_the_formats_of_the_quantizations() -> None:
     assert {choose_format(kind, "int8") for kind in FORMATS} == {INT8}
     assert {choose_format(kind, "none") for kind in FORMATS} == {FLOAT32}
     assert {choose_format(kind, "int4") for kind in FORMATS} == {INT4}
+
+
+def test_the_memory_that_a_model_is_said_to_need_is_that_of_its_tiles() -> None:
+    for kind in FORMATS:
+        size = tile_bytes(choose_format(kind, "native"), 256) / (COLUMNS * 256)
+        assert size == BLOCKS["cpu"].get(kind, quantizations.INT8), kind
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
