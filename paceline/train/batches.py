@@ -54,9 +54,15 @@ def segment_shares(examples: Examples, weights: Mapping[str, float]) -> Shares |
 
 
 def _repeated(chosen: Indices, shares: Shares, generator: np.random.Generator) -> Indices:
-    """Each chosen example as often as its share says: rounded up as often as its fraction says."""
+    """Each chosen example as often as its share says: rounded up as often as its fraction says.
+
+    One of them at least, so that there is no epoch without a batch.
+    """
     whole, rest = np.divmod(shares[chosen], 1.0)
-    return np.repeat(chosen, whole.astype(np.int64) + (generator.random(len(chosen)) < rest))
+    counts = whole.astype(np.int64) + (generator.random(len(chosen)) < rest)
+    if not counts.any():
+        counts[shares[chosen].argmax()] = 1
+    return np.repeat(chosen, counts)
 
 
 def epoch_batches(

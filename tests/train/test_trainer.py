@@ -296,6 +296,8 @@ def test_weights_say_how_often_an_epoch_has_the_examples_of_a_segment(examples: 
     assert (counts[:, ::2] == 1).all()
     assert set(counts[:, 1::2].flat) == {2, 3}
     assert abs(counts[:, 1::2].mean() - 2.5) < 0.2
+    rare = segment_shares(mixed, {"chat": 1e-6, "code": 1e-9})
+    assert [len(batch) for batch in epoch_batches(mixed, chosen, 96, 0, 0, rare)] == [1]
     with pytest.raises(ConfigError, match="has the segments chat, code"):
         segment_shares(mixed, {"chats": 2.0})
 
