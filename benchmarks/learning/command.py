@@ -97,7 +97,7 @@ def learning_load_command(
         compared = []
         for each in measure_learning_load(model, loads, tokens, Path(folder), flags, device, on_turn):
             compared.append(each)
-            typer.echo(each.told)  # the others take minutes
+            typer.echo(each.summary)  # the others take minutes
     facts = {"model": model, "rounds": rounds, "requests": requests, "tokens": tokens, "threads": threads}
     facts["device"] = device
     report.show(learning_load_result(compared, facts))

@@ -47,7 +47,7 @@ class LearningLoadError(PacelineError):
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent to both servers."""
+    """What is sent to each server."""
 
     clients: int  # at once
     requests: int  # in a turn
@@ -165,7 +165,7 @@ class Compared:
         return self.without.cpu / self.learning.cpu if self.learning.cpu else 1.0
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """Both ratios, and what the servers and the trainer did meanwhile."""
         throughput, latency = self.spread
         sides = (self.first, self.control, self.learning)

@@ -2,7 +2,7 @@
 
 A kernel is compiled when it is first launched, one after the other: with an empty cache, a minute and more
 until a server is ready. So the passes of a warm-up run once to compile only: launches submit their kernels to
-threads, which mostly run without Python's lock, and launch nothing. Buffers hold zeros or old values then,
+threads, which mostly release the GIL, and launch nothing. Buffers hold zeros or old values then,
 and outputs mean nothing.
 """
 

@@ -142,8 +142,8 @@ def run_head_rows(
     states. With `only_keys`, keys and values are stored and there are no outputs.
     """
     read = _enter(weights, workspace, tokens, states, sources, hidden)
-    layers, rows, scratch = (weights.layer, *weights.further), len(tokens), workspace.scratch
-    norms = [layer.attention_norm for layer in weights.further] + [weights.norm]
+    layers, rows, scratch = (weights.layer, *weights.later_layers), len(tokens), workspace.scratch
+    norms = [layer.attention_norm for layer in weights.later_layers] + [weights.norm]
     query, attention_output = workspace.query, workspace.attention_output
     for layer, keys, values, norm in zip(layers, pool.keys, pool.values, norms, strict=True):
         assert layer.feed_forward_norm is not None

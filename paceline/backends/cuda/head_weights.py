@@ -53,7 +53,7 @@ class HeadWeights:
     embedding: Matrix
     entry: Entry
     layer: Layer
-    further: tuple[Layer, ...]  # after the first one, which alone reads embeddings beside states
+    later_layers: tuple[Layer, ...]  # like a llama's; only `layer`, the first, reads embeddings beside states
     norm: torch.Tensor  # [padded hidden] of the LM head's input; ones if it is not normed
     is_normed: bool
     vocabulary: Matrix
@@ -63,7 +63,7 @@ class HeadWeights:
     @property
     def matrices(self) -> list[Matrix]:
         maybe = (self.fusion.matrix, self.entry.joining)
-        layers = (self.layer, *self.further)
+        layers = (self.layer, *self.later_layers)
         own = [each for layer in layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         return own + [self.vocabulary] + [matrix for matrix in maybe if matrix is not None]
 
@@ -95,7 +95,7 @@ def make_head_weights(config: HeadConfig, ids: Int32Array | None, read: Take, ta
         _matrix(read("embed_tokens.weight")) if config.own_embedding else target.embedding,
         _load_entry(config, read),
         _load_layer(config, read),
-        _load_further(config, read, target),
+        _load_later_layers(config, read, target),
         _line(read("norm.weight")) if is_normed else _ones(config, read),
         is_normed,
         _matrix(read("lm_head.weight")) if config.own_lm_head else target.head,
@@ -197,7 +197,7 @@ def _load_layer(config: HeadConfig, read: Take) -> Layer:
     )
 
 
-def _load_further(config: HeadConfig, read: Take, target: Weights) -> tuple[Layer, ...]:
+def _load_later_layers(config: HeadConfig, read: Take, target: Weights) -> tuple[Layer, ...]:
     """The layers of an eagle3 head after its first, which are those of a llama."""
 
     def take(name: str, rows: slice | None = None) -> torch.Tensor:

@@ -45,7 +45,7 @@ class HeadMatrices:
 
 
 def head_matrices(weights: torch.Tensor) -> HeadMatrices:
-    """Those of weights [heads, width, depth]."""
+    """Weights [heads, width, depth], padded to whole tiles."""
     _, width, depth = weights.shape
     step = min(MAX_STEP, max(16, triton.next_power_of_2(depth)))
     rest = (0, -depth % step, 0, -width % 64)
