@@ -33,7 +33,7 @@ from paceline.errors import PacelineError
 WITHOUT, CONTROL, WITH = "without --learn", "another without --learn", "with --learn"
 TRAIN_ROWS = 96  # requests before the training begins
 ENDLESS = 600  # minutes of the training: it is still at work when the measurement ends
-READY_SECONDS = 180.0  # most until the trainer has compiled and done its first steps
+READY_SECONDS = 180.0  # most until the trainer has loaded and done its first steps
 PAUSE = 0.5  # seconds between turns: an engine's threads spin for a moment
 LEAST = {"cpu": 0.95, "cuda": 0.97}  # bar of both ratios with one client, by device
 LEAST_UNDER_LOAD = 0.99  # with more clients, for which the trainer waits
@@ -304,7 +304,7 @@ async def _send(server: Server, chats: Sequence[Any], clients: int, tokens: int)
 
 
 def _trainer(process: ServerProcess) -> int:
-    """The process id of the trainer, once it has compiled and trains."""
+    """The process id of the trainer, once it has loaded and trains."""
     until = time.monotonic() + READY_SECONDS
     while time.monotonic() < until:
         state = _state(process)
