@@ -146,7 +146,7 @@ class ModelWeights:
 
     @property
     def inputs_width(self) -> int:
-        """Columns of the widest of them; vectors may be read behind those of a recurrence."""
+        """Columns of the widest layer; a recurrence also reads the rest of its last vector, behind them."""
         slack = GROUP if self.config.recurrent else 0
         return max(sum(self._input_widths(layer)) for layer in range(self.config.num_layers)) + slack
 

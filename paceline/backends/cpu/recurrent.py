@@ -2,8 +2,9 @@
 readable form of each).
 
 A row continues from the state after its parent. A convolution reads the inputs of the rows before it, or the
-state's where those end; a memory is carried along a walk over the rows of a request, one row after the other,
-so that a row's result has the same bits in a prompt chunk, in a tree and alone:
+state's where those end; a memory (the SSM state of a head) is carried along a walk (a sequential scan) over
+the rows of a request, one row after the other, so that a row's result has the same bits in a prompt chunk, in
+a tree and alone:
 
     memory of 16 columns of a value head       [key_dim][16] floats; the columns do not depend on each other
         delta rule   M = g M + k e,  e = b (v - g M k)

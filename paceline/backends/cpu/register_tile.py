@@ -291,7 +291,7 @@ class Tile:
         minimum: Callable[[], Any] | None = None,
         offset: bool = False,
     ) -> None:
-        """Add the products of a group and part of the columns; `scale` and `minimum` emit theirs in time."""
+        """Add the products of a group and part of the columns; `scale` and `minimum` emit their loads."""
         for row, sums in self.dots(group, weights, dot, offset):
             row_scale = self.spread(group, row, SCALE, self.floats)
             self.accumulate(row, start, sums, self.builder.fmul(scale(), row_scale))

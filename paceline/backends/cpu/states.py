@@ -128,8 +128,10 @@ class RecurrentRows:
             self._stored[slot] = states, places
 
     def take_stored(self, states: CpuStates, slot: int, rows: Sequence[int], kept: Mapping[int, int]) -> bool:
-        """Whether the last pass has stored the state after these rows, and those to keep; then they are
-        those of the slots from now on. `kept`: a number of rows, and the slot for the state after them."""
+        """Give the slots the states that the last pass has stored; False, and no slot has changed, if it has
+        not stored all. Needed: the state after these rows, and those of `kept`: by number of rows, the slot
+        for the state after them.
+        """
         _, places = self._stored.pop(slot, (states, {}))
         is_stored = {len(rows), *kept} <= places.keys() and list(rows) == [*range(len(rows))]
         if is_stored:

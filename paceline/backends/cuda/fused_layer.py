@@ -164,7 +164,7 @@ def _halves(matrix: Matrix) -> bool:
 
 
 def _is_shared(matrix: Matrix) -> bool:
-    """Whether both warpgroups of a program have one or two of its splits, of one depth."""
+    """Whether each warpgroup of a program computes half of its splits, one or two that are equally deep."""
     splits, steps = matrix.tiling.splits, matrix.depth // matrix.tiling.step
     return matrix.tiling.packing != "none" and splits in (4, 8) and steps % splits == 0
 
