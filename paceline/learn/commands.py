@@ -12,8 +12,15 @@ import typer
 
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import ConfigError
-from paceline.learn.folder import LearnFolder
-from paceline.learn.head_commands import CURRENT, HeadFolder, Salt, add_head_commands, present_head
+from paceline.learn.folder import NOTHING_BETTER, LearnFolder
+from paceline.learn.head_commands import (
+    CURRENT,
+    STOPPED,
+    HeadFolder,
+    Salt,
+    add_head_commands,
+    present_head,
+)
 from paceline.learn.history import History
 from paceline.learn.rows import Damage, TrafficRow
 from paceline.learn.split import side_of
@@ -24,9 +31,7 @@ from paceline.terminal.session import note
 app = App(help="Learn from the traffic that a server with --learn has kept.", no_args_is_help=True)
 add_head_commands(app)
 
-NOTHING_GAINED = 3  # exit status of a training without a candidate
 SHOWN_DECISIONS = 10
-STOPPED = 143  # exit status after SIGTERM, as of a shell
 
 Model = Annotated[str, typer.Argument(help="The target: an alias, a .gguf file, a folder or a hub id.")]
 Folder = Annotated[Path, typer.Option("--dir", help="The folder of --learn-dir.")]
@@ -168,7 +173,7 @@ def train_command(
     if candidate is None:
         raise typer.Exit(STOPPED)
     if not candidate.gains:
-        raise typer.Exit(NOTHING_GAINED)
+        raise typer.Exit(NOTHING_BETTER)
 
 
 @app.command("export")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SALTS = "salts"
+NOTHING_BETTER = 3  # exit status of a trainer that found no better head, or of a scorer that refuses one
 
 
 @dataclass(frozen=True)

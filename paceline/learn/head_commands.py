@@ -12,7 +12,7 @@ import typer
 
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import ConfigError
-from paceline.learn.folder import LearnFolder
+from paceline.learn.folder import NOTHING_BETTER, LearnFolder
 from paceline.learn.history import History
 from paceline.terminal.help import App
 from paceline.terminal.session import note
@@ -26,15 +26,16 @@ Traffic = Annotated[Path, typer.Option("--from", help="The folder of --learn-dir
 HeadFolder = Annotated[
     str,
     typer.Option(
-        "--head", help="Folder of the present head, or shipped. Default: the one that serves in --from."
+        "--head",
+        help="Folder of the present head, or shipped. Default: the head that was promoted in --from, if none "
+        "was, the shipped one.",
     ),
 ]
 Candidate = Annotated[Path, typer.Option("--candidate", help="Folder of the head to compare with it.")]
 Out = Annotated[Path | None, typer.Option("--out", help="File for the scores of each row, as JSON.")]
 
 CURRENT = "current"  # --head: the one that serves in the folder
-REFUSED = 3  # exit status if the candidate is refused
-STOPPED = 143  # exit status of a command that was ended
+STOPPED = 143  # exit status after SIGTERM, as of a shell
 FIRST = Path()  # the head that a server was started with is not in its folder
 
 
@@ -86,7 +87,7 @@ def score(
     verdict = judge(present, new)
     note(f"{'passes' if verdict.passes else 'is refused'}: {verdict.reason}")
     if not verdict.passes:
-        raise typer.Exit(REFUSED)
+        raise typer.Exit(NOTHING_BETTER)
 
 
 def promote(

@@ -18,13 +18,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from paceline.learn.folder import LearnFolder
+from paceline.learn.folder import NOTHING_BETTER, LearnFolder
 from paceline.learn.gate import RowScore
 
 logger = logging.getLogger(__name__)
 
 CANDIDATE = "candidate.json"  # the last file that the trainer writes
-NOTHING_BETTER = 3  # exit status of a trainer that found no better head, or of a scorer that refuses one
 LAST_LINES = 400  # characters of stderr in a warning
 
 

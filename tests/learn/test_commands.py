@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from paceline.errors import ConfigError
-from paceline.learn.commands import NOTHING_GAINED, app
+from paceline.learn.commands import app
 from paceline.learn.early_stop import EarlyStop
 from paceline.learn.fine_tune import read_candidate
-from paceline.learn.folder import LearnFolder
+from paceline.learn.folder import NOTHING_BETTER, LearnFolder
 from paceline.learn.history import History
 from paceline.learn.rows import TrafficRow
 from paceline.models.checkpoint import Checkpoint
@@ -82,7 +82,7 @@ def test_train_reports_as_json_and_ends_with_3_if_nothing_is_gained(
     monkeypatch.setattr(EarlyStop, "evaluate", lambda self, step: False)  # no step gains anything
     result = run(*arguments)
     lines = [json.loads(line) for line in result.stdout.splitlines()]
-    assert result.exit_code == NOTHING_GAINED
+    assert result.exit_code == NOTHING_BETTER
     assert lines[0]["step"] == 0
     assert set(lines[0]["tokens_per_pass"]) == {"new"}
     assert lines[-1] == {"candidate": None, "stopped": False}
@@ -107,7 +107,7 @@ def test_the_loop_by_hand_trains_judges_and_promotes_a_candidate(
     assert history.card(1)["evidence"]["rows"]["train"] > 0
     # from now on the present head is the one that was promoted
     judged = run(*score)
-    assert (judged.exit_code, "is refused: " in judged.output) == (NOTHING_GAINED, True)
+    assert (judged.exit_code, "is refused: " in judged.output) == (NOTHING_BETTER, True)
     with pytest.raises(ConfigError, match="has no candidate"):
         run("promote", str(tmp_path / "none"), "--dir", str(folder))
     card = candidate / "candidate.json"
