@@ -165,13 +165,6 @@ def test_a_p_eagle_head_drafts_all_levels_in_one_pass(sampling, checkpoint, back
     assert engine.scheduler.num_preemptions > 0
 
 
-def test_p_eagle_heads_are_refused_where_they_cannot_run(checkpoint, backend, tmp_path):
-    write_head(random_checkpoint(P_EAGLE), tmp_path, "vllm")
-    target = replace(target_of(checkpoint, backend), backend=BackendOptions(backend="cuda"))
-    with pytest.raises(PacelineError, match=r"P-EAGLE\). Use --backend torch"):
-        Eagle3Drafter.load(EagleOptions(str(tmp_path)), target)
-
-
 def checked_drafter(name, checkpoint, backend, sampling, folder) -> AgainstWhole:
     write_head(random_checkpoint(replace(HEADS[name], norm_before_residual=False)), folder, "sglang")
     kind = AgainstWhole if HEADS[name].kind == "eagle" else Against3
