@@ -1,4 +1,4 @@
-"""No attribute is born outside `__init__`: who has read it knows all state of an object."""
+"""Every attribute is created in `__init__`, so that reading it tells the whole state of an object."""
 
 from __future__ import annotations
 

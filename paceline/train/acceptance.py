@@ -96,8 +96,8 @@ def lengths_by_pass(accepted: Accepted, batch: Batch) -> list[int]:
 def by_pass(accepted: Sequence[int]) -> list[int]:
     """Accepted guesses of each pass, out of those that are right after each start.
 
-    A pass starts after the tokens of the one before. So few starts count in a stretch that is guessed well,
-    and a mean over all of them would be too high.
+    A pass starts after the tokens of the one before. Where many drafts are accepted, few passes start, so a
+    mean over all tokens would be too high.
     """
     found: list[int] = []
     place = 0

@@ -82,7 +82,7 @@ def _end_by_rejection(target: Float64Array, draft: Draft, coins: Float64Array, p
 def _end_by_block(target: Float64Array, draft: Draft, coins: Float64Array, proposed: Float64Array) -> int:
     """Where a chain ends by block verification."""
     tokens, length = draft[0], len(draft[0])
-    weight = 1.0  # of the path down to the node at hand
+    weight = 1.0  # of the path from the root to `node`
     chances = np.empty(length)
     for node in range(length):
         token = tokens[node]

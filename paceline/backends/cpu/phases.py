@@ -77,7 +77,7 @@ from paceline.backends.cpu.simd import load_float, load_int32, load_int64, store
 from paceline.backends.cpu.tiles import COLUMNS, GROUP, RECORD
 
 UNPACKED_SPACE = 1 << 18  # bytes of scratch for a matrix's unpacked tiles: some of the L2 cache
-GATED_BYTES = 2 * ROW_BLOCK * 4 * GROUP  # 32 columns of the gate and up projections of so many rows
+GATED_BYTES = 2 * ROW_BLOCK * 4 * GROUP  # gate and up projections of ROW_BLOCK rows, 32 float32 columns each
 
 
 @compiled

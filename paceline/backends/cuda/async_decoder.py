@@ -6,10 +6,10 @@ requests. A pass by another loop than the last, or over other slots, first write
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -17,11 +17,10 @@ import numpy.typing as npt
 import torch
 
 from paceline.backends.async_decoding import DecodeOutput, DeviceDraft, SlotInits
-from paceline.backends.cuda.compiling import compiles_only
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
 from paceline.backends.cuda.draft_networks import DraftNetwork, ModelNetwork
 from paceline.backends.cuda.draft_shape import chain_shape
-from paceline.backends.cuda.graphs import bucket, buckets
+from paceline.backends.cuda.graphs import bucket, buckets, mean_seconds
 from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.kernels.recurrent_types import StateTensors
 from paceline.backends.cuda.pass_buffers import Buffer, make_buffer
@@ -38,7 +37,6 @@ from paceline.core.request import SamplingNeeds
 
 Int64Array = npt.NDArray[np.int64]
 
-TIMED = 5  # steps per measurement
 BUFFERS = 4  # per loop: more than passes in flight, so none is overwritten unread
 
 
@@ -208,22 +206,13 @@ class CudaAsyncDecoder:
         for rows in buckets(loop.most):
             steps.begin([], rows)
             steps.step(rows)
-            if self.device.type == "cuda" and not compiles_only():
-                seconds[rows] = self._time(steps, rows)
+            if (measured := mean_seconds(self.device, partial(steps.step, rows))) is not None:
+                seconds[rows] = measured
         steps.step(rows, int(self.supported_sampling), self._writer.edits)  # compiles kernels for all sizes
         steps.use_shared_prefix(no_shared_prefix(rows))
         steps.step(rows)  # compiles; other sizes are captured when first needed
         self._last = None
         return seconds
-
-    def _time(self, steps: DecodeLoop, rows: int) -> float:
-        """Seconds of one step, averaged over consecutive ones."""
-        torch.cuda.synchronize(self.device)
-        start = time.perf_counter()
-        for _ in range(TIMED):
-            steps.step(rows)
-        torch.cuda.synchronize(self.device)
-        return (time.perf_counter() - start) / TIMED
 
     def _loop(self, draft: DeviceDraft | None) -> Loop:
         """The loop of this draft, created when first needed."""

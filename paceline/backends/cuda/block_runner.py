@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
@@ -16,10 +15,9 @@ from paceline.backends.block_chains import chains_by_guesses
 from paceline.backends.cuda.backend import FIRST_LONGEST, MAX_PAGES, PAGE_SIZE, CudaBackend
 from paceline.backends.cuda.block import BlockWorkspace, make_block_workspace, run_blocks, write_context
 from paceline.backends.cuda.block_weights import BlockWeights, load_block_weights
-from paceline.backends.cuda.compiling import compiles_only
 from paceline.backends.cuda.draft_networks import BlockNetwork
 from paceline.backends.cuda.draft_shape import DraftShape
-from paceline.backends.cuda.graphs import Graphs, bucket, buckets
+from paceline.backends.cuda.graphs import Graphs, bucket, buckets, mean_seconds
 from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.head_pools import HeadPools, place
 from paceline.backends.cuda.kernels.attention import tile_height
@@ -31,7 +29,6 @@ from paceline.core.forward import ForwardBatch, KVPool
 from paceline.models.heads.checkpoint import HeadCheckpoint
 
 MAX_BLOCKS = 128  # of a pass: each has spare pages in every pool
-TIMED = 5  # passes of the measurement at start-up
 
 
 class CudaBlockRunner(HeadPools, BlockRunner):
@@ -78,13 +75,8 @@ class CudaBlockRunner(HeadPools, BlockRunner):
             given = first_slots(pool, PAGE_SIZE, rows)
             batch = replace(given, rows=replace(given.rows, context_lengths=np.zeros(1, np.int32)))
             self.write_context(batch)
-        if self.device.type == "cuda" and not compiles_only():
-            torch.cuda.synchronize(self.device)
-            start = time.perf_counter()
-            for _ in range(TIMED):
-                self.write_context(batch)
-            torch.cuda.synchronize(self.device)
-            self.catch_up_seconds = (time.perf_counter() - start) / (TIMED * rows)
+        if (seconds := mean_seconds(self.device, lambda: self.write_context(batch))) is not None:
+            self.catch_up_seconds = seconds / rows
 
     @torch.inference_mode()
     def write_context(self, batch: HeadBatch) -> None:

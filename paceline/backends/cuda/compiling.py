@@ -72,7 +72,7 @@ def compiled(key: Hashable, make: Callable[[], T]) -> T | None:
     if made is None or made.exception() is not None:
         made = Future()
         made.set_result(make())
-        _compiled[key] = made  # only now: nobody may wait for what failed
+        _compiled[key] = made  # only when it is made: a Future that never ends would be waited for
     result: T = made.result()
     return result
 

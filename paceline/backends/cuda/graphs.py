@@ -1,8 +1,9 @@
-"""CUDA graphs: a pass is captured once and replayed as one launch."""
+"""CUDA graphs: a pass is captured once and replayed as one launch, and timed."""
 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,7 @@ from paceline.backends.cuda.compiling import compiles_only
 
 STEP, LARGE_STEP = 128, 256  # of rows between sizes, up to MANY rows and beyond
 MANY = 512
+TIMED = 5  # runs per measurement
 
 
 def bucket(count: int) -> int:
@@ -25,6 +27,18 @@ def bucket(count: int) -> int:
 def buckets(most: int) -> list[int]:
     """The sizes that passes of up to `most` rows are padded to, each once and no larger than `most`."""
     return sorted({min(bucket(count), most) for count in range(1, most + 1)})
+
+
+def mean_seconds(device: torch.device, run: Callable[[], object]) -> float | None:
+    """Seconds of one run, averaged over consecutive ones; None if nothing runs on a GPU."""
+    if device.type != "cuda" or compiles_only():
+        return None
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(TIMED):
+        run()
+    torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) / TIMED
 
 
 class Graphs:

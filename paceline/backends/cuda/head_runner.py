@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
@@ -12,10 +11,9 @@ import torch
 
 from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner, first_slots
 from paceline.backends.cuda.backend import FIRST_LONGEST, MAX_PAGES, PAGE_SIZE, CudaBackend
-from paceline.backends.cuda.compiling import compiles_only
 from paceline.backends.cuda.draft_networks import HeadNetwork
 from paceline.backends.cuda.draft_shape import DraftShape
-from paceline.backends.cuda.graphs import Graphs, bucket, buckets
+from paceline.backends.cuda.graphs import Graphs, bucket, buckets, mean_seconds
 from paceline.backends.cuda.head import (
     HeadPool,
     feed_back,
@@ -45,7 +43,6 @@ from paceline.errors import BackendError
 from paceline.models.heads.checkpoint import HeadCheckpoint
 
 MAX_OUTPUT_ROWS = 128  # of a pass with outputs, whose graphs are captured at start: see HeadPasses.max_before
-TIMED = 5  # passes of the measurement at start-up
 CHAIN_LINES = 5  # positions, slot_mapping, contiguous_until, counts and pages of rows
 
 
@@ -110,13 +107,8 @@ class CudaHeadRunner(HeadPools, HeadRunner):
             self.run(batch)
             if rows <= MAX_OUTPUT_ROWS:
                 self.run(replace(batch, rows=replace(batch.rows, logit_rows=np.zeros(1, np.int32))))
-        if self.device.type == "cuda" and not compiles_only():
-            torch.cuda.synchronize(self.device)
-            start = time.perf_counter()
-            for _ in range(TIMED):
-                self.run(batch)
-            torch.cuda.synchronize(self.device)
-            self.catch_up_seconds = (time.perf_counter() - start) / (TIMED * rows)
+        if (seconds := mean_seconds(self.device, lambda: self.run(batch))) is not None:
+            self.catch_up_seconds = seconds / rows
 
     @on_all_ranks
     @torch.inference_mode()

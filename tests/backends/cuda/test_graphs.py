@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.backends.cuda.graphs import Graphs
+from paceline.backends.cuda.compiling import compile_only
+from paceline.backends.cuda.graphs import TIMED, Graphs, mean_seconds
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="nothing is captured without a GPU")
@@ -38,3 +39,13 @@ def test_graphs_that_are_garbage_are_not_freed_during_a_capture(device: torch.de
         gc.set_threshold(*thresholds)
     assert not replaced
     assert total.item() == 4
+
+
+def test_only_work_on_a_gpu_is_timed_and_not_while_kernels_are_compiled(device: torch.device) -> None:
+    runs: list[int] = []
+    seconds = mean_seconds(device, lambda: runs.append(0))
+    assert (seconds is None) == (device.type != "cuda")
+    assert len(runs) == (0 if seconds is None else TIMED)
+    with compile_only(device):
+        assert mean_seconds(device, lambda: runs.append(1)) is None
+    assert 1 not in runs
