@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+
 from benchmarks.control.commands import bad_drafters_command, changes_command, grid_command
 from benchmarks.engine.commands import (
     concurrency_command,
@@ -42,4 +45,6 @@ app.command("head")(head_command)
 app.command("perplexity")(perplexity_command)
 
 if __name__ == "__main__":
+    # a benchmark that is told to stop stops the servers it started: leaving `with` blocks does that
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     main(app)
