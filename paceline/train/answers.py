@@ -6,8 +6,11 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from itertools import islice
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from paceline.core.params import SamplingParams
+from paceline.core.request import Request
+from paceline.llm import LLM
 from paceline.train.examples import Example, ExampleWriter
 from paceline.train.prompts import Prompt
 
@@ -30,8 +33,11 @@ def patient(answers: int, tokens: int) -> Next:
     return Next.GO_ON
 
 
-class Answerer(Protocol):
-    """A target that answers prompts."""
+class Answerer:
+    """The target as it is served. Each answer depends only on its prompt and seed."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
 
     def answer(
         self,
@@ -43,9 +49,29 @@ class Answerer(Protocol):
     ) -> list[list[int] | None]:
         """One answer per prompt, including its end-of-sequence token, of at most `max_tokens` tokens.
 
-        The same arguments give the same answers, unless `watch` cuts them short. None: no answer.
+        The same arguments give the same answers, unless `watch`, asked after every step, cuts them short.
+        None: no answer.
         """
-        ...
+        engine = self._llm.engine
+        requests: list[Request] = []
+        answers = tokens = 0
+        try:
+            for prompt, temperature, seed in zip(prompts, temperatures, seeds, strict=True):
+                params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
+                requests += engine.add_request(prompt, params)
+            after = Next.GO_ON
+            while answers < len(requests) and (after := watch(answers, tokens)) is Next.GO_ON:
+                for delta in engine.step():
+                    tokens += len(delta.token_ids)
+                    answers += delta.request.finished
+            usable = [request.finished or after is Next.CUT for request in requests]
+            return [
+                (request.output_token_ids or None) if use else None
+                for request, use in zip(requests, usable, strict=True)
+            ]
+        finally:
+            for request in requests:
+                engine.abort(request.request_id)
 
 
 def write_answers(

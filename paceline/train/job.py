@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from paceline.terminal.session import Interrupt, announce_compilation, note
 from paceline.train.card import Measured, serve_command, write_report
 from paceline.train.disk import make_folder, writing
 from paceline.train.examples import is_answers
-from paceline.train.make_answers import AnswerOptions, make_answers
+from paceline.train.make_answers import AnswerOptions, engine_options, make_answers
 from paceline.train.objective import NEW
 from paceline.train.options import TrainOptions
 from paceline.train.processes import processes_on, started_by_torchrun
@@ -239,9 +238,7 @@ def engine_loader(model: Path, device: str) -> Callable[[Any], LLM]:
     from paceline.llm import LLM
 
     def config_of(draft: Any) -> EngineConfig:
-        return EngineConfig.from_options(
-            model=str(model), **_engine_options(device), speculative_config=draft
-        )
+        return EngineConfig.from_options(model=str(model), **engine_options(device), speculative_config=draft)
 
     loaded = load_model(config_of("off"))
 
@@ -251,13 +248,6 @@ def engine_loader(model: Path, device: str) -> Callable[[Any], LLM]:
         return LLM.from_engine(built.engine, built.tokenizer)
 
     return load
-
-
-def _engine_options(device: str) -> dict[str, Any]:
-    """Engine options for a device; the torch backend where the cuda backend lacks Triton."""
-    if device == "cpu" or find_spec("triton") is not None:
-        return {"device": device}
-    return {"backend": "torch", "device": device}
 
 
 def chosen_device(wanted: str) -> str:

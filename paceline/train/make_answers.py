@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.llm import LLM
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import ModelConfig
 from paceline.models.registry import load_checkpoint, load_tokenizer
-from paceline.models.tokenizer import Tokenizer
 from paceline.options import check_integer, check_number, refuse_unknown
 from paceline.train.answers import Answerer, Next, write_answers
 from paceline.train.examples import ExampleWriter
@@ -25,6 +25,7 @@ from paceline.train.rows import read_rows
 from paceline.train.self_prompts import self_written
 
 REQUESTS_ON_GPU = 256  # at once; above this the time of a pass grows in proportion
+PROMPTS_ON_CPU = 64  # per batch
 PROMPTS_ON_GPU = 1024  # per batch; the last answers of one leave the GPU nearly idle, a kill loses one
 RESERVED = 128  # tokens that the engine may reserve for a request beyond its maximum length
 
@@ -67,37 +68,31 @@ class Answered:
 
 @contextmanager
 def open_answerer(
-    checkpoint: Checkpoint, tokenizer: Tokenizer, device: str, options: AnswerOptions
+    checkpoint: Checkpoint, device: str, options: AnswerOptions
 ) -> Iterator[tuple[Answerer, int]]:
-    """The answerer for this device, and its preferred number of prompts per batch."""
+    """The target on this device, and its preferred number of prompts per batch."""
+    how = engine_options(device)
+    if device != "cpu":
+        how |= _full_batches(checkpoint.config, options)
+    llm = LLM(str(checkpoint.source), speculative_config="off", **how)
+    try:
+        yield Answerer(llm), PROMPTS_ON_CPU if device == "cpu" else PROMPTS_ON_GPU
+    finally:
+        llm.close()
+
+
+def engine_options(device: str) -> dict[str, Any]:
+    """Engine options for a device; the torch backend where the cuda backend lacks Triton."""
     if device == "cpu" or find_spec("triton") is not None:
-        from paceline.llm import LLM
-        from paceline.train.engine_answers import EngineAnswerer
-
-        how = {"device": "cpu"} if device == "cpu" else _on_gpu(checkpoint.config, device, options)
-        llm = LLM(str(checkpoint.source), speculative_config="off", **how)
-        try:
-            yield EngineAnswerer(llm), 64 if device == "cpu" else PROMPTS_ON_GPU
-        finally:
-            llm.close()
-        return
-    import torch
-
-    from paceline.train.sampler import Sampler
-    from paceline.train.sequences import load_target
-
-    target = load_target(checkpoint, torch.device(device), torch.bfloat16)
-    sampler = Sampler(target, tokenizer.eos_ids)
-    yield sampler, sampler.batch_size(options.max_prompt_tokens, options.max_tokens)
+        return {"device": device}
+    return {"backend": "torch", "device": device}
 
 
-def _on_gpu(config: ModelConfig, device: str, options: AnswerOptions) -> dict[str, Any]:
+def _full_batches(config: ModelConfig, options: AnswerOptions) -> dict[str, Any]:
     """Engine options for answering many prompts on a GPU: full batches, and KV cache for all of them."""
     longest = min(options.max_prompt_tokens + options.max_tokens, config.max_position)
     bytes_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2  # of the KV cache
     return {
-        "backend": "cuda",
-        "device": device,
         "max_num_seqs": REQUESTS_ON_GPU,
         "max_num_batched_tokens": 8 * REQUESTS_ON_GPU,
         "max_model_len": longest,
@@ -135,7 +130,7 @@ def make_answers(
         done = len(writer.done) + answers
         return Answered(done, writer.answered_tokens + tokens, total, skipped, writing_prompts)
 
-    with open_answerer(checkpoint, tokenizer, device, options) as (answerer, batch_size):
+    with open_answerer(checkpoint, device, options) as (answerer, batch_size):
         end = math.inf if seconds is None else time.monotonic() + seconds
 
         def after(progress: Answered) -> Next:

@@ -79,7 +79,7 @@ def target_states(
         )
         return mixed.transpose(1, 2)
 
-    last, features = run_layers(model, tokens, positions, attend, feature_layers)
+    last, features = _run_layers(model, tokens, positions, attend, feature_layers)
     final = model.norm(last)
     wanted = torch.ones_like(tokens, dtype=torch.bool) if answers is None else positions >= answers[:, None]
     return TargetStates(torch.cat(features, dim=-1), final, _best_tokens(model, final, wanted))
@@ -94,24 +94,20 @@ def _best_tokens(model: Transformer, final: torch.Tensor, wanted: torch.Tensor) 
     return best
 
 
-def run_layers(
+def _run_layers(
     model: Transformer,
     tokens: torch.Tensor,
     positions: torch.Tensor,
     attend: Attend,
-    wanted: Sequence[int] = (),
+    wanted: Sequence[int],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The last layer's output [batch, tokens, hidden] before the final norm, and the `wanted` hidden states.
 
-    `attend` computes attention. positions is [tokens], or [batch, tokens] if they differ by sequence.
+    `attend` computes attention; positions is [tokens].
     """
     # MoE layers index rows by expert, which torch.compile cannot fuse
     before, after = _stages(compiled=model.embedding.is_cuda and model.config.moe is None)
-    shape = (*positions.shape, 1, -1)
-    rotations = {
-        rope: None if rotation is None else (rotation[0].view(shape), rotation[1].view(shape))
-        for rope, rotation in model.rotations(positions.flatten()).items()
-    }
+    rotations = model.rotations(positions)
     hidden = model.embed(tokens)
     states = {0: hidden}
     for index, layer in enumerate(model.layers):

@@ -15,9 +15,9 @@ from paceline.models.registry import load_checkpoint
 from paceline.models.transformer import Transformer
 from paceline.train.eagle3_objective import Eagle3Objective
 from paceline.train.options import Eagle3Options
-from paceline.train.sampler import Sampler
 from paceline.train.sequences import load_target
 from tests import tiny, tiny_families
+from tests.train.sampling import sampled
 
 
 @pytest.fixture(scope="session")
@@ -37,9 +37,9 @@ def rows(checkpoint: Checkpoint) -> list[TrafficRow]:
     target = load_target(checkpoint, torch.device("cpu"), torch.float32)
     generator = np.random.default_rng(0)
     prompts = [generator.integers(0, tiny_families.VOCAB_SIZE, size=3).tolist() for _ in range(120)]
-    answers = Sampler(target, []).answer(prompts, [0.0] * 120, [0] * 120, 20)
+    answers = sampled(target, prompts, 0.0, (), 20)
     return [
-        TrafficRow(tuple(prompt), tuple(answer or ()), "s", time=1000.0 + number)
+        TrafficRow(tuple(prompt), tuple(answer), "s", time=1000.0 + number)
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
     ]
 

@@ -10,9 +10,9 @@ from paceline.models.checkpoint import Checkpoint
 from paceline.models.registry import load_checkpoint
 from paceline.models.transformer import Transformer
 from paceline.train.examples import Examples
-from paceline.train.sampler import Sampler
 from paceline.train.sequences import load_target
 from tests import tiny
+from tests.train.sampling import sampled
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +36,7 @@ def examples(target: Transformer) -> Examples:
     """Answers of the target itself to random prompts of different lengths."""
     generator = np.random.default_rng(0)
     prompts = [generator.integers(0, 173, size=generator.integers(2, 9)).tolist() for _ in range(60)]
-    answers = Sampler(target, [5, 6]).answer(prompts, [0.7] * 60, [0] * 60, 24)
+    answers = sampled(target, prompts, 0.7, (5, 6), 24)
     pairs = [(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True) if len(answer) > 1]
     sequences = [prompt + answer for prompt, answer in pairs]
     return Examples(

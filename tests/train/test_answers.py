@@ -12,8 +12,7 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.llm import LLM
-from paceline.train.answers import Next, Watch, patient, write_answers
-from paceline.train.engine_answers import EngineAnswerer
+from paceline.train.answers import Answerer, Next, Watch, patient, write_answers
 from paceline.train.examples import ExampleWriter, read_examples
 from paceline.train.prompts import Prompt, Skipped
 from paceline.train.self_prompts import before_user_turn, self_written
@@ -28,7 +27,7 @@ def prompts(number: int = 5) -> Iterator[tuple[Prompt, list[int]]]:
 
 def run(path: Path, watch: Watch = patient, max_num_seqs: int = 16) -> None:
     engine = toy_engine(max_num_seqs=max_num_seqs)
-    answerer = EngineAnswerer(LLM.from_engine(engine, ToyTokenizer()))  # type: ignore[arg-type]
+    answerer = Answerer(LLM.from_engine(engine, ToyTokenizer()))  # type: ignore[arg-type]
     write_answers(prompts(), answerer, ExampleWriter(path, VOCAB, {}), TEMPERATURES, 8, 0, 10, watch)
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from paceline.llm import LLM
-from paceline.models.registry import load_checkpoint, load_tokenizer
+from paceline.models.registry import load_checkpoint
 from paceline.train import make_answers
-from paceline.train.engine_answers import EngineAnswerer
 from paceline.train.make_answers import AnswerOptions, open_answerer
 from tests.models.files import config_of, random_tensors, write_gguf
 
@@ -30,12 +29,11 @@ def test_a_full_pass_of_the_longest_answers_fits_and_changes_none_of_them(
         made.append(LLM(model, **options))
         return made[-1]
 
-    monkeypatch.setattr("paceline.llm.LLM", load)
+    monkeypatch.setattr(make_answers, "LLM", load)
     options = AnswerOptions(max_prompt_tokens=PROMPT, max_tokens=ANSWER)
     prompts = [[(3 * one + place) % 90 + 5 for place in range(PROMPT)] for one in range(REQUESTS + 2)]
     heats, seeds = [0.0, 0.9] * 3, list(range(6))
-    with open_answerer(load_checkpoint(path), load_tokenizer(path), "cuda", options) as (answerer, number):
-        assert isinstance(answerer, EngineAnswerer)
+    with open_answerer(load_checkpoint(path), "cuda", options) as (answerer, number):
         assert number > REQUESTS
         together = answerer.answer(prompts, heats, seeds, ANSWER)
         alone = [
