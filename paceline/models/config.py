@@ -12,6 +12,7 @@ from functools import cached_property
 
 MIXER, FEED_FORWARD = "mixer", "feed_forward"  # the parts of a layer
 RECURRENT_WORDS = {"short_conv": "short convolutions", "gated_delta": "gated delta nets", "mamba2": "Mamba2"}
+LATENT_NORM_EPS = 1e-6  # of the norms of latents, whatever that of the other norms is
 UNGATED = ("relu2",)  # activations of MLPs without a gate
 
 

@@ -24,9 +24,7 @@ from __future__ import annotations
 import torch
 
 from paceline.models.blocks import Linear, RMSNorm, Take
-from paceline.models.config import LatentConfig, ModelConfig
-
-NORM_EPS = 1e-6  # of the latents' norms, whatever that of the other norms is
+from paceline.models.config import LATENT_NORM_EPS, LatentConfig, ModelConfig
 
 
 class LatentProjections:
@@ -39,9 +37,9 @@ class LatentProjections:
         self.query_latent: Linear | None = None
         if latent.query_rank:
             self.query_latent = Linear(take, f"{name}.q_a_proj", latent.query_rank, latent.biases)
-            self.query_norm = RMSNorm(take, f"{name}.q_a_layernorm", NORM_EPS)
+            self.query_norm = RMSNorm(take, f"{name}.q_a_layernorm", LATENT_NORM_EPS)
         self.key = Linear(take, f"{name}.kv_a_proj_with_mqa", latent.rope_dim + latent.rank, latent.biases)
-        self.key_norm = RMSNorm(take, f"{name}.kv_a_layernorm", NORM_EPS)
+        self.key_norm = RMSNorm(take, f"{name}.kv_a_layernorm", LATENT_NORM_EPS)
         both = take(f"{name}.kv_b_proj.weight").view(config.num_heads, -1, latent.rank)
         # [heads, nope, rank] and [heads, value, rank]
         self.to_keys, self.to_values = both[:, : latent.nope_dim], both[:, latent.nope_dim :]

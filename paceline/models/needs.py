@@ -38,7 +38,8 @@ HYBRID_BLOCKS = frozenset((*RECURRENT_WORDS.values(), "gated attention", "gated 
 BACKEND_BLOCKS = {
     "cpu": ATTENTION_BLOCKS
     | HYBRID_BLOCKS
-    | {"relu2 activations", "layers of one block", "attention beside a recurrence", "tiled value heads"},
+    | {"relu2 activations", "layers of one block", "attention beside a recurrence", "tiled value heads"}
+    | {"latent attention"},
     "cuda": ATTENTION_BLOCKS | HYBRID_BLOCKS | {"latent attention"},
 }
 

@@ -5,6 +5,9 @@ A page holds 16 positions. For each layer, page and KV head, keys are stored tra
     keys    [head width][16 positions]      16 scores are computed side by side, one lane per position
     values  [16 positions][head width]      an output is computed 16 columns at a time
 
+Latent attention (MLA) stores no values: they are the last numbers of the keys, and are transposed when they
+are read.
+
 Both are half floats, or floats where nothing is quantized. Blocks of 16 are aligned to positions, not to the
 pass; a lane's score, the order of the sum of exponentials and the order in which values are added follow the
 position alone. So a row gets the same bits however its context was cut into passes.
@@ -20,7 +23,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.backends.cpu.attention_tiles import TILE_HEADS, TILE_VECTORS, call_products
+from paceline.backends.cpu.attention_tiles import (
+    TILE_HEADS,
+    TILE_VECTORS,
+    call_products,
+    transpose_floats,
+    transpose_halves,
+)
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.rows import scale_row, soft_cap
 from paceline.backends.cpu.simd import (
@@ -112,6 +121,15 @@ def _exponentiate(scores, stride, each, rows, last, begin, end, factor, states):
 
 
 @compiled
+def heads_of_task(parts, shared, threads):  # type: ignore[no-untyped-def]
+    """How many of the `shared` heads of each part a task has: all, or fewer until every thread has a task."""
+    each = shared
+    while each > 1 and (shared % each != 0 or shared // each * parts < threads):
+        each -= 1
+    return each
+
+
+@compiled
 def rows_of_task(rows, parts, shared, threads, stride):  # type: ignore[no-untyped-def]
     """The number of rows of a task, where each row has `parts` tasks of `shared` heads.
 
@@ -150,6 +168,21 @@ def _widen(blocks, first, last, end, offset, vectors, pitch, step, half, out):  
             store(target, load_halves(source))
             store(target + pitch, load_halves(source + 32))
             source, target = source + 64, target + 2 * pitch
+
+
+@compiled
+def _widen_transposed(blocks, first, last, offset, vectors, step, half, out):  # type: ignore[no-untyped-def]
+    """Rows of 16 positions, a multiple of 16 of them, at `offset` bytes of blocks first..last, as floats.
+
+    At `out` they are columns: positions are 4 * `vectors` bytes apart, blocks `step` bytes.
+    """
+    for block in range(first, last + 1):
+        source, target = load_int64(blocks + 8 * block) + offset, out + step * (block - first)
+        for vector in range(0, vectors, 16):
+            if half:
+                transpose_halves(source + 2 * PAGE * vector, target + 4 * vector, 4 * vectors)
+            else:
+                transpose_floats(source + 4 * PAGE * vector, target + 4 * vector, 4 * vectors)
 
 
 @compiled
@@ -212,8 +245,8 @@ def _finish(mixed, share, target, width):  # type: ignore[no-untyped-def]
 
 @compiled
 def attend(  # type: ignore[no-untyped-def]
-    run, half, queries, each, rows, width, blocks, first, last, factor, cap, sinks, scores, stride, states,
-    out, out_row,
+    run, half, queries, each, rows, width, value_width, in_keys, blocks, first, last, factor, cap, sinks,
+    scores, stride, states, out, out_row,
 ):  # fmt: skip
     """Attention of `rows` rows at successive positions, for `each` heads of a row that share a KV head.
 
@@ -221,7 +254,8 @@ def attend(  # type: ignore[no-untyped-def]
     TASK_HEADS heads in total.
     `run` is the address of run_products. Scores are multiplied by `factor`, which is above 0, and capped if
     `cap` is; `sinks` has a score for each of a row's heads that only the sum of exponentials has, or is 0.
-    Entry b of `blocks` is the address of the keys of positions 16 b to 16 b + 15, followed by the values.
+    Entry b of `blocks` is the address of the keys of positions 16 b to 16 b + 15, followed by the values; or,
+    with `in_keys`, the last `value_width` numbers of each key, a multiple of 16, are its value.
     Heads are contiguous in `queries`, row by row; rows of `out` are `out_row` bytes apart; `scores` has
     `stride` bytes for each of up to TASK_HEADS heads, `states` STATE_BYTES and then RESULT_ROWS rows of a
     head's padded width.
@@ -229,7 +263,7 @@ def attend(  # type: ignore[no-untyped-def]
     Keys are scored chunk by chunk; then, knowing the largest score, exponentials and values chunk by chunk.
     """
     size = 2 if half else 4
-    padded = (width + 15) // 16 * 16
+    padded = (value_width + 15) // 16 * 16
     final = last + rows - 1
     begin, end = first // PAGE, final // PAGE
     result = states + STATE_BYTES
@@ -255,21 +289,35 @@ def attend(  # type: ignore[no-untyped-def]
             chunk_end = min(chunk + CHUNK - 1, end)
             _exponentiate(scores, stride, heads, rows, last, chunk, chunk_end, weight_factor, states)
             offset, step = size * PAGE * width, 4 * PAGE * padded
-            _widen(blocks, chunk, chunk_end, end, offset, padded, 64, step, half, floats)
+            if in_keys:
+                offset -= size * PAGE * value_width
+                _widen_transposed(blocks, chunk, chunk_end, offset, padded, step, half, floats)
+            else:
+                _widen(blocks, chunk, chunk_end, end, offset, padded, 64, step, half, floats)
             low, high = max(first, PAGE * chunk), min(final, PAGE * (chunk_end + 1) - 1)
             _mix_chunk(
                 run, heads, rows, PAGE * chunk, last, low, high, scores, stride, floats, padded, result
             )
         for head in range(heads * rows):
-            target = out + head // heads * out_row + 4 * ((start + head % heads) * width)
+            target = out + head // heads * out_row + 4 * ((start + head % heads) * value_width)
             share = np.float32(1) / sum_lanes(load(states + _STATE * head + 64))
-            _finish(result + 4 * head * padded, share, target, width)
+            _finish(result + 4 * head * padded, share, target, value_width)
         start += heads
 
 
 @compiled
-def write_key_value(key, value, place, block, width, half):  # type: ignore[no-untyped-def]
-    """Store a row's key and value of one KV head at position `place` of a block."""
+def write_key(key, place, block, width, half):  # type: ignore[no-untyped-def]
+    """Store a row's key of one KV head at position `place` of a block."""
+    for d in range(width):
+        if half:
+            store_half(block + 2 * (d * PAGE + place), load_float(key + 4 * d))
+        else:
+            store_float(block + 4 * (d * PAGE + place), load_float(key + 4 * d))
+
+
+@compiled
+def write_value(value, place, block, width, half):  # type: ignore[no-untyped-def]
+    """Store a row's value of one KV head at position `place` of a block, behind its keys."""
     padded = (width + 15) // 16 * 16
     if half:
         values = block + 2 * PAGE * width + 2 * place * padded
@@ -277,17 +325,14 @@ def write_key_value(key, value, place, block, width, half):  # type: ignore[no-u
             store_halves(values + 2 * d, load(value + 4 * d))
         for d in range(width // 16 * 16, width):
             store_half(values + 2 * d, load_float(value + 4 * d))
-        for d in range(width):
-            store_half(block + 2 * (d * PAGE + place), load_float(key + 4 * d))
     else:
         values = block + 4 * PAGE * width + 4 * place * padded
         for d in range(width):
             store_float(values + 4 * d, load_float(value + 4 * d))
-            store_float(block + 4 * (d * PAGE + place), load_float(key + 4 * d))
 
 
 @compiled
-def copy_key_value(source, source_place, target, target_place, width, half):  # type: ignore[no-untyped-def]
+def copy_key_value(source, source_place, target, target_place, width, in_keys, half):  # type: ignore[no-untyped-def]
     """Copy one position of a block of one KV head to a position of another block."""
     padded = (width + 15) // 16 * 16
     for d in range(width):
@@ -296,6 +341,8 @@ def copy_key_value(source, source_place, target, target_place, width, half):  # 
             store_word(target + 2 * b, load_word(source + 2 * a))
         else:
             store_int32(target + 4 * b, load_int32(source + 4 * a))
+    if in_keys:
+        return
     for d in range(width):
         a, b = PAGE * width + source_place * padded + d, PAGE * width + target_place * padded + d
         if half:

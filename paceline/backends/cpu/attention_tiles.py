@@ -20,7 +20,7 @@ from numba.core import cgutils
 from paceline.backends.cpu.compiled import kernel, switch
 from paceline.backends.cpu.emit import I32, call, join, load_as_written
 from paceline.backends.cpu.isa import ISA
-from paceline.backends.cpu.simd import LANES, caller, read_at, write_at
+from paceline.backends.cpu.simd import LANES, caller, halves_at, operation, read_at, write_at
 
 # Vectors of 16 sums side by side for a tile of 1, 2, 3, ... heads. With 32 registers of 16 lanes, 24 sums are
 # fed by 4 loads and 6 spread numbers a step; where 16 lanes are 2 or 4 registers, 4 sums fill them.
@@ -120,3 +120,33 @@ def run_products(heads, vectors, numbers, stride, rows, row, steps, out, out_str
 
 
 call_products = caller(types.int64, types.int64, *_ARGUMENTS)
+
+
+def _write_transposed(builder: ir.IRBuilder, rows: list[Any], out: Any, pitch: Any) -> None:
+    """Write 16 vectors of 16 as columns: lane i of all of them goes to out + pitch * i, side by side.
+
+    Squares of 1, 2, 4 and 8 lanes change places across the diagonal, two vectors at a time.
+    """
+    for size in (1, 2, 4, 8):
+        below = [lane + LANES - size if lane & size else lane for lane in range(LANES)]
+        above = [lane + LANES if lane & size else lane + size for lane in range(LANES)]
+        for first in (row for row in range(LANES) if not row & size):
+            pair = rows[first], rows[first + size]
+            for row, lanes in ((first, below), (first + size, above)):
+                rows[row] = builder.shuffle_vector(*pair, ir.Constant(ir.VectorType(I32, LANES), lanes))
+    for index, row in enumerate(rows):
+        write_at(builder, _at(builder, out, pitch, index), row, 4)
+
+
+@operation(types.void, types.int64, types.int64, types.int64)
+def transpose_floats(builder, source, out, pitch):  # type: ignore[no-untyped-def]
+    """Write 16 x 16 floats as columns, `pitch` bytes apart."""
+    rows = [read_at(builder, _at(builder, source, _I64(64), row), _FLOATS, 4) for row in range(LANES)]
+    _write_transposed(builder, rows, out, pitch)
+
+
+@operation(types.void, types.int64, types.int64, types.int64)
+def transpose_halves(builder, source, out, pitch):  # type: ignore[no-untyped-def]
+    """Write 16 x 16 half floats as columns of floats, `pitch` bytes apart."""
+    rows = [halves_at(builder, _at(builder, source, _I64(32), row)) for row in range(LANES)]
+    _write_transposed(builder, rows, out, pitch)

@@ -116,7 +116,8 @@ class CompiledModel:
         layers, pages, heads, block = pool.data.shape
         spare = np.empty((len(source), block), dtype=np.uint8)
         places = source.astype(np.int64), destination.astype(np.int64)
-        shape = layers, pages, heads, block, self.config.head_dim, int(self.workspace.half_kv)
+        in_keys, half = self.config.latent is not None, self.workspace.half_kv
+        shape = layers, pages, heads, block, self.workspace.head_width, int(in_keys), int(half)
         _move(pool.address, address_of(spare), *places, *shape)
 
     def close(self) -> None:
@@ -151,12 +152,12 @@ def _describe(  # type: ignore[no-untyped-def]
 
 
 @compiled(cached=True)
-def _move(data, spare, sources, targets, layers, pages, heads, block, width, half):  # type: ignore[no-untyped-def]
+def _move(data, spare, sources, targets, layers, pages, heads, block, width, in_keys, half):  # type: ignore[no-untyped-def]
     for layer in range(layers):
         for head in range(heads):
             for i in range(len(sources)):
                 address = data + ((layer * pages + sources[i] // PAGE) * heads + head) * block
-                copy_key_value(address, sources[i] % PAGE, spare + i * block, 0, width, half)
+                copy_key_value(address, sources[i] % PAGE, spare + i * block, 0, width, in_keys, half)
             for i in range(len(sources)):
                 address = data + ((layer * pages + targets[i] // PAGE) * heads + head) * block
-                copy_key_value(spare + i * block, 0, address, targets[i] % PAGE, width, half)
+                copy_key_value(spare + i * block, 0, address, targets[i] % PAGE, width, in_keys, half)

@@ -34,6 +34,7 @@ from paceline.backends.cpu.job import (
     HIDDEN_PADDED,
     INPUTS,
     INPUTS_AT,
+    LATENT_PADDED,
     LAYER_MATRICES,
     LAYERS,
     LOGITS_AT,
@@ -62,6 +63,7 @@ from paceline.backends.cpu.job import (
     WIDE_RECORDS_AT,
     field,
 )
+from paceline.backends.cpu.latent import absorb_queries, finish_values, store_latents
 from paceline.backends.cpu.matmul import DESCRIPTOR
 from paceline.backends.cpu.phases import attend_rows, gate_rows, project, rope_and_store
 from paceline.backends.cpu.recurrent import advance_states, finish_rows, keep_rows, walk_layer
@@ -161,6 +163,16 @@ def _project_inputs(tasks, job, layer, matrices, counter, only_keys, scratch):  
 
 
 @compiled
+def _store_keys(tasks, job, counter, rows, layer, matrices, scratch):  # type: ignore[no-untyped-def]
+    """Keys and values of all rows to their pages; queries are rotated, or their latents normed."""
+    if field(job, LATENT_PADDED) > 0:
+        key_column = COLUMNS * load_int64(matrices + 24)
+        store_latents(tasks, job, counter, rows, layer, key_column, scratch)
+    else:
+        rope_and_store(tasks, job, counter, rows, layer)
+
+
+@compiled
 def _project_output(control, tasks, job, layer, matrix, counter, out, added, scratch):  # type: ignore[no-untyped-def]
     """What a mixer adds, from its records, into `out` or onto it."""
     stride, bias = 4 * field(job, HIDDEN_PADDED), field(job, OUTPUT_BIAS_AT)
@@ -183,7 +195,7 @@ def _mix(control, tasks, job, layer, matrices, counter, scratch, only_keys, out,
     gate_column = _project_inputs(tasks, job, layer, matrices, counter, only_keys and not recurs, scratch)
     barrier(control, threads)
     if attends:
-        rope_and_store(tasks, job, counter + line * 4, rows, layer)
+        _store_keys(tasks, job, counter + line * 4, rows, layer, matrices, scratch)
     if recurs:
         state_layer = load_int64(field(job, STATE_LAYERS_AT) + 8 * layer)
         keep_rows(tasks, job, counter + line * 8, rows, state_layer)
@@ -193,10 +205,15 @@ def _mix(control, tasks, job, layer, matrices, counter, scratch, only_keys, out,
     if only_keys:
         return
     if attends:
+        latent, later = field(job, LATENT_PADDED) > 0, counter + line * 8  # such layers have no recurrence
+        if latent:
+            absorb_queries(control, tasks, job, later, rows, layer, scratch)
         attend_rows(tasks, job, counter + line * 5, rows, layer, scratch)
         barrier(control, threads)
         quantize_rows(tasks, job, counter + line * 6, rows, gate_column if field(job, ATTENTION_GATE) else 0)
         barrier(control, threads)
+        if latent:
+            finish_values(control, tasks, job, later + line * 3, rows, layer, scratch)
         _project_output(control, tasks, job, layer, output, counter + line * 7, out, added, scratch)
     if recurs:
         finish_rows(tasks, job, counter + line * 12, rows, state_layer)

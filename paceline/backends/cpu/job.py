@@ -9,7 +9,7 @@ from paceline.backends.cpu.simd import load_float, load_int64
 # The job: index of each field. Sizes are counts; names in *_AT are addresses.
 (
     # the model, set once
-    LAYERS, HIDDEN, HIDDEN_PADDED, HEADS, KV_HEADS, HEAD_WIDTH, QUANTIZED, HALF_KV, EPSILON_AT,
+    LAYERS, HIDDEN, HIDDEN_PADDED, HEADS, KV_HEADS, HEAD_WIDTH, BLOCK_BYTES, QUANTIZED, HALF_KV, EPSILON_AT,
     FIRST_INDEX, MATRICES_AT, NORMS_AT, HEAD_NORMS_AT, QKV_BIAS_AT, OUTPUT_BIAS_AT, ROPES_AT, WINDOWS_AT,
     # blocks that llama does not have, 0 for it: addresses of norms of what attention and MLP add, two a
     # layer; sinks of each layer's heads; whether norms subtract the mean, attention and MLP read the same
@@ -18,6 +18,10 @@ from paceline.backends.cpu.simd import load_float, load_int64
     SCALES_AT,
     # the layer of the KV pool of each layer; whether attention's output has a gate, after q, k and v
     KV_LAYERS_AT, ATTENTION_GATE,
+    # latent attention, see latent.py: sizes (LATENT_PADDED 0: none), matrices and norms, what heads' matrices
+    # read and give
+    LATENT_RANK, LATENT_PADDED, QUERY_RANK, ROPE_WIDTH, NOPE_WIDTH, VALUE_WIDTH, LATENT_MATRICES_AT,
+    LATENT_NORMS_AT, HEAD_ROWS_AT, HEAD_ROWS_STRIDE,
     # recurrent layers, see recurrent.py: the kind (0: none), the number of each layer's state (-1: none),
     # sizes, columns of a projected row, parameters, buffers
     RECURRENCE, STATE_LAYERS_AT, NUM_STATE_LAYERS, CONV_KERNEL, CHANNELS, KEY_HEADS, VALUE_HEADS, KEY_DIM,
@@ -26,8 +30,8 @@ from paceline.backends.cpu.simd import load_float, load_int64
     KEPT_ROWS_AT, KEPT_STRIDE, KEPT_LAYER, CONVOLVED_AT, READS_AT, MIXED_AT, MIXED_PADDED, NODES_AT,
     NODES_BYTES,
     # buffers, set once
-    STATE_AT, BRANCH_AT, QKV_AT, QKV_STRIDE, ATTENTION_AT, ATTENTION_PADDED, RECORDS_AT, WIDE_RECORDS_AT,
-    SCRATCH_AT, SCRATCH_BYTES, COUNTERS_AT,
+    STATE_AT, BRANCH_AT, QKV_AT, QKV_STRIDE, QUERIES_AT, QUERIES_STRIDE, ATTENTION_AT, ATTENTION_PADDED,
+    RECORDS_AT, WIDE_RECORDS_AT, SCRATCH_AT, SCRATCH_BYTES, COUNTERS_AT,
     # experts: sizes, tables and buffers; EXPERTS is 0 in a dense model
     EXPERTS, EXPERTS_PER_TOKEN, EXPERT_WIDTH, NORMALIZE_SHARES, HAS_EXPERTS_AT, ROUTERS_AT,
     EXPERT_MATRICES_AT, CHOICES_AT, SHARES_AT, SPANS_AT, EXPERT_RECORDS_AT, EXPERT_WIDE_RECORDS_AT,
@@ -63,12 +67,15 @@ from paceline.backends.cpu.simd import load_float, load_int64
     MAX_DRAFTS, DRAFTS_WANTED_AT, DRAFTS_AT, CHANCES_AT, NUM_DRAFTS_AT, CHOSEN_AT, CHOSEN_CHANCES_AT,
     NEXT_ROWS_AT, NEXT_ROWS_STRIDE,
     JOB_SIZE,
-) = range(168)  # fmt: skip
+) = range(181)  # fmt: skip
 
 # Matrices of a layer, in the order of the descriptor table; behind all layers: the embedding and the head.
 # The first INPUTS read the norm before the mixer: Q, K, V and attention's gate, or those of a recurrence.
 INPUTS = 4
 OUTPUT, RECURRENT_OUTPUT, GATE, UP, DOWN, LAYER_MATRICES = range(INPUTS, INPUTS + 6)
+# Matrices of a layer with latent attention in LATENT_MATRICES: queries from their latent, each head's queries
+# to the space of latents, and each head's latents to values
+QUERY_MATRIX, TO_LATENTS, TO_VALUES, LATENT_MATRICES = range(4)
 COUNTERS_PER_LAYER = 28
 ENTRY_COUNTERS = 4
 LAST_COUNTERS = 5

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.cpu import job as fields
+from paceline.backends.cpu.latent_weights import input_names, latent_names, norm_names, with_head_matrices
 from paceline.backends.cpu.packing import PackedMatrix, address_of, aligned_zeros, pack_matrices
 from paceline.backends.cpu.recurrent import KINDS
 from paceline.backends.cpu.rows import ACTIVATIONS
@@ -19,6 +20,7 @@ from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import (
     FEED_FORWARD,
     MIXER,
+    LatentConfig,
     ModelConfig,
     MoeConfig,
     RecurrentConfig,
@@ -55,6 +57,8 @@ class ModelWeights:
         self.job[fields.HAS_EXPERTS_AT] = self._buffer(self.config.num_layers, dtype=np.int64)
         if self.config.moe is not None:
             self._set_experts(self.config.moe)
+        if self.config.latent is not None:
+            self._set_latents(self.config.latent)
         if self.config.recurrent is not None:
             self._set_recurrence(self.config.recurrent)
         del self._tensors
@@ -89,9 +93,10 @@ class ModelWeights:
         padded = [np.pad(row, ((0, 0), (0, width - row.shape[1]))) for row in rows]
         return np.concatenate(padded).astype(np.float32, copy=False)
 
-    def _norm(self, name: str) -> int:
-        """The address of the weights of a norm; 0 if the model lacks it."""
-        return self._keep(self._vectors([name], self.hidden)) if name in self._tensors else 0
+    def _norm(self, name: str, width: int = 0) -> int:
+        """The address of a norm's weights, of the residual stream by default; 0 if the model lacks it."""
+        known = name in self._tensors
+        return self._keep(self._vectors([name], width or self.hidden)) if known else 0
 
     def _layer_names(self, *suffixes: str) -> list[str]:
         return [_LAYER.format(i) + name for i in range(self.config.num_layers) for name in suffixes]
@@ -245,6 +250,18 @@ class ModelWeights:
         lines = [self._matrices[name].descriptor() if name else [0] * 5 for name in names]
         return self._keep(np.array(lines, dtype=np.int64))
 
+    def _set_latents(self, latent: LatentConfig) -> None:
+        """Sizes, matrices and norms of latent attention."""
+        job, padded = self.job, round_up(latent.rank, GROUP)
+        job[fields.LATENT_RANK], job[fields.LATENT_PADDED] = latent.rank, padded
+        job[fields.QUERY_RANK], job[fields.ROPE_WIDTH] = latent.query_rank, latent.rope_dim
+        job[fields.NOPE_WIDTH], job[fields.VALUE_WIDTH] = latent.nope_dim, latent.value_dim
+        job[fields.LATENT_MATRICES_AT] = self._descriptors(latent_names(self.config))
+        widest = round_up(max(latent.rank, latent.query_rank), GROUP)
+        job[fields.LATENT_NORMS_AT] = self._table(
+            [self._norm(name, widest) for name in norm_names(self.config)]
+        )
+
     def _set_recurrence(self, recurrent: RecurrentConfig) -> None:
         """Sizes and parameters of recurrent layers, and where their parts are in a projected row."""
         config, job, layers = self.config, self.job, self.config.recurrent_layers
@@ -309,7 +326,8 @@ def mixer_names(config: ModelConfig, layer: int) -> list[str | None]:
     prefix, inputs, outputs = _LAYER.format(layer), list[str](), list[str | None]([None, None])
     if layer in config.attending_layers:
         attention = [*"qkv", "gate"] if config.attention_gate else [*"qkv"]
-        inputs += [f"{prefix}self_attn.{part}_proj.weight" for part in attention]
+        names = [f"{prefix}self_attn.{part}_proj.weight" for part in attention]
+        inputs += input_names(config.latent, layer) if config.latent else names
         outputs[0] = f"{prefix}self_attn.o_proj.weight"
     if config.recurrent is not None and config.is_recurrent(layer):
         place, parts, output = RECURRENT_MATRICES[config.recurrent.kind]
@@ -362,5 +380,8 @@ def _pack_matrices(
     names = [name for name in matrix_names(config) if name]
     if moe is not None:
         names += [name for layer in sorted(moe.layers) for name in _expert_names(config, moe, layer)]
-    tensors = {name: checkpoint.tensors[name] for name in names if name not in known}
+    if config.latent is not None:
+        names += [name for name in latent_names(config) if name]
+    made = with_head_matrices(config, checkpoint.tensors)
+    tensors = {name: made[name] for name in names if name not in known}
     return {**known, **pack_matrices(tensors, quantization, threads)}

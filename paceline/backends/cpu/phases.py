@@ -14,14 +14,17 @@ from paceline.backends.cpu.attention import (
     TASK_HEADS,
     attend,
     copy_key_value,
+    heads_of_task,
     rows_of_task,
-    write_key_value,
+    write_key,
+    write_value,
 )
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.job import (
     ACTIVATION,
     ATTENTION_AT,
     ATTENTION_PADDED,
+    BLOCK_BYTES,
     BLOCK_ROWS,
     CHAIN_AT,
     CONTEXT_AT,
@@ -35,6 +38,7 @@ from paceline.backends.cpu.job import (
     KV_AT,
     KV_HEADS,
     KV_LAYERS_AT,
+    LATENT_PADDED,
     MAX_PAGES,
     NUM_PAGES,
     PAGES_AT,
@@ -43,6 +47,8 @@ from paceline.backends.cpu.job import (
     QKV_AT,
     QKV_STRIDE,
     QUANTIZED,
+    QUERIES_AT,
+    QUERIES_STRIDE,
     RECORDS_AT,
     REQUEST_AT,
     ROPE,
@@ -83,7 +89,20 @@ GATED_BYTES = 2 * ROW_BLOCK * 4 * GROUP  # gate and up projections of ROW_BLOCK 
 @compiled
 def project(tasks, job, counter, matrix, records, rows, out, out_stride, bias, added, scratch):  # type: ignore[no-untyped-def]
     """Tiles of one matrix: out = records @ matrix + bias, or with `added` out += that."""
-    tiles, run_tile, stride = load_int64(matrix + 24), field(job, RUN_TILE), record_stride(rows)
+    project_heads(tasks, job, counter, matrix, 1, records, rows, out, out_stride, 0, bias, added, scratch)
+
+
+@compiled
+def project_heads(  # type: ignore[no-untyped-def]
+    tasks, job, counter, matrix, heads, records, rows, out, out_stride, head_stride, bias, added, scratch
+):
+    """The same for a matrix below the other for each of `heads` heads, which read parts of the records.
+
+    The results of two heads are `head_stride` bytes apart.
+    """
+    groups, tiles = load_int64(matrix + 16), load_int64(matrix + 24)
+    run_tile, stride, own_tiles = field(job, RUN_TILE), record_stride(rows), tiles // heads
+    own_bytes = groups * stride * (RECORD if field(job, QUANTIZED) else 4 * GROUP)
     chunk = tiles_at_once(matrix, rows, max(1, min(16, tiles // (8 * tasks[1]))), UNPACKED_SPACE)
     while True:
         first, last = take(tasks, counter, tiles, chunk)
@@ -92,23 +111,23 @@ def project(tasks, job, counter, matrix, records, rows, out, out_stride, bias, a
         weights = unpack_tiles(run_tile, matrix, first, last, rows, scratch)
         for row in range(0, rows, ROW_BLOCK):
             count = min(ROW_BLOCK, rows - row)
-            block = record_block(records, row, rows, load_int64(matrix + 16), field(job, QUANTIZED))
+            block = record_block(records, row, rows, heads * groups, field(job, QUANTIZED))
             for tile in range(first, last):
+                head = tile // own_tiles
                 tile_bias = bias + 4 * COLUMNS * tile if bias != 0 else 0
-                place = out + row * out_stride + 4 * COLUMNS * tile
+                place = out + row * out_stride + head * head_stride + 4 * COLUMNS * (tile - head * own_tiles)
                 multiply_rows(
-                    run_tile, weights, tile, block, stride, count, place, out_stride, tile_bias, added
-                )
+                    run_tile, weights, tile, block + head * own_bytes, stride, count, place, out_stride,
+                    tile_bias, added,
+                )  # fmt: skip
 
 
 @compiled
-def _block_address(job, layer, page, head):  # type: ignore[no-untyped-def]
+def block_address(job, layer, page, head):  # type: ignore[no-untyped-def]
     """Where the keys of a page start, for a layer and KV head."""
     layer = load_int64(field(job, KV_LAYERS_AT) + 8 * layer)
-    width = field(job, HEAD_WIDTH)
-    padded = (width + 15) // 16 * 16
-    size = (2 if field(job, HALF_KV) else 4) * PAGE * (width + padded)
-    return field(job, KV_AT) + ((layer * field(job, NUM_PAGES) + page) * field(job, KV_HEADS) + head) * size
+    block = (layer * field(job, NUM_PAGES) + page) * field(job, KV_HEADS) + head
+    return field(job, KV_AT) + block * field(job, BLOCK_BYTES)
 
 
 @compiled
@@ -170,8 +189,9 @@ def rope_and_store(tasks, job, counter, rows, layer):  # type: ignore[no-untyped
                 key = keys + 4 * head * width
                 rotate(key, cosines, sines, pairs)
                 value = key + 4 * key_columns
-                address = _block_address(job, layer, page, head)
-                write_key_value(key, value, index % PAGE, address, width, half_kv)
+                address = block_address(job, layer, page, head)
+                write_key(key, index % PAGE, address, width, half_kv)
+                write_value(value, index % PAGE, address, width, half_kv)
 
 
 @compiled
@@ -180,12 +200,12 @@ def _list_blocks(job, layer, row, request, head, first, last, blocks, spare):  #
     context = load_int32(field(job, CONTEXT_AT) + 4 * request)
     start = load_int32(field(job, ROW_START_AT) + 4 * request)
     for block in range(first // PAGE, last // PAGE + 1):
-        store_int64(blocks + 8 * block, _block_address(job, layer, page_of(job, request, block * PAGE), head))
+        store_int64(blocks + 8 * block, block_address(job, layer, page_of(job, request, block * PAGE), head))
     if load_int32(field(job, CHAIN_AT) + 4 * request):
         return
     # A tree: from the block of the first drafted position on, copy the path's keys and values together.
-    width, half_kv = field(job, HEAD_WIDTH), field(job, HALF_KV)
-    block_bytes = (2 if half_kv else 4) * PAGE * (width + (width + 15) // 16 * 16)
+    width, half_kv, block_bytes = field(job, HEAD_WIDTH), field(job, HALF_KV), field(job, BLOCK_BYTES)
+    in_keys = field(job, LATENT_PADDED) != 0
     begin = max(context // PAGE, first // PAGE)
     node = row - start
     for position in range(last, begin * PAGE - 1, -1):
@@ -194,8 +214,8 @@ def _list_blocks(job, layer, row, request, head, first, last, blocks, spare):  #
             index = context + node
             node = load_int32(field(job, PARENTS_AT) + 4 * (start + node))
         target = spare + (position // PAGE - begin) * block_bytes
-        source = _block_address(job, layer, page_of(job, request, index), head)
-        copy_key_value(source, index % PAGE, target, position % PAGE, width, half_kv)
+        source = block_address(job, layer, page_of(job, request, index), head)
+        copy_key_value(source, index % PAGE, target, position % PAGE, width, in_keys, half_kv)
     for block in range(begin, last // PAGE + 1):
         store_int64(blocks + 8 * block, spare + (block - begin) * block_bytes)
 
@@ -223,10 +243,11 @@ def _rows_together(job, row, rows, most, window):  # type: ignore[no-untyped-def
 
 @compiled
 def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-untyped-def]
-    """Attention, a task for a few rows and a KV head, or for each row and head where those are too few."""
+    """Attention, a task for a few rows and a KV head, or for some of its heads where those are too few."""
     heads, kv_heads, width = field(job, HEADS), field(job, KV_HEADS), field(job, HEAD_WIDTH)
-    half_kv, shared = field(job, HALF_KV), heads // kv_heads
-    each = 1 if rows * kv_heads < tasks[1] else shared  # query heads of a task
+    half_kv, shared, rank = field(job, HALF_KV), heads // kv_heads, field(job, LATENT_PADDED)
+    value_width, in_keys = (rank, 1) if rank > 0 else (width, 0)
+    each = heads_of_task(rows * kv_heads, shared, tasks[1])
     stride = 4 * PAGE * field(job, MAX_PAGES)
     most = rows_of_task(rows, kv_heads, shared, tasks[1], stride) if each == shared else 1
     # on whole cache lines, as all behind it is: vectors that cross two lines take twice as long
@@ -259,17 +280,17 @@ def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-u
             _list_blocks(
                 job, layer, final, request, head // shared, first, last + together - 1, blocks, spare
             )
-            query = field(job, QKV_AT) + row * field(job, QKV_STRIDE) + 4 * head * width
+            query = field(job, QUERIES_AT) + row * field(job, QUERIES_STRIDE) + 4 * head * width
             if together > 1:
                 for other in range(together):
-                    source = query + other * field(job, QKV_STRIDE)
+                    source = query + other * field(job, QUERIES_STRIDE)
                     copy_row(source, queries + 4 * other * each * width, each * width)
                 query = queries
-            out = field(job, ATTENTION_AT) + row * out_row + 4 * head * width
+            out = field(job, ATTENTION_AT) + row * out_row + 4 * head * value_width
             own_sinks = sinks + 4 * (heads * layer + head) if sinks != 0 else 0
             attend(
-                run, half_kv, query, each, together, width, blocks, first, last, factor, cap, own_sinks,
-                scores, stride, states, out, out_row,
+                run, half_kv, query, each, together, width, value_width, in_keys, blocks, first, last,
+                factor, cap, own_sinks, scores, stride, states, out, out_row,
             )  # fmt: skip
             row += together
 

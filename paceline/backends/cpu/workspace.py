@@ -21,7 +21,7 @@ from paceline.backends.cpu.sampling import run_gumbel_argmax
 from paceline.backends.cpu.simd import LANES
 from paceline.backends.cpu.tiles import GROUP, RECORD
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.config import MoeConfig, RecurrentConfig
+from paceline.models.config import LatentConfig, MoeConfig, RecurrentConfig
 from paceline.models.hybrid_fields import MAX_KERNEL
 
 
@@ -77,17 +77,24 @@ class Workspace(ModelWeights):
         return early
 
     @property
+    def head_width(self) -> int:
+        """Numbers of a query and of a key; a latent is padded to whole groups."""
+        latent = self.config.latent
+        return latent.rope_dim + round_up(latent.rank, GROUP) if latent else self.config.head_dim
+
+    @property
     def block_bytes(self) -> int:
-        """Bytes of the keys and values of one page, layer and KV head."""
-        width = self.config.head_dim
-        return (2 if self.half_kv else 4) * PAGE * (width + round_up(width, LANES))
+        """Bytes of the keys and values of one page, layer and KV head; latents are both."""
+        width = self.head_width
+        values = 0 if self.config.latent else round_up(width, LANES)
+        return (2 if self.half_kv else 4) * PAGE * (width + values)
 
     def _set_sizes(self) -> None:
         config, job = self.config, self.job
         job[fields.LAYERS] = config.num_layers
         job[fields.HIDDEN], job[fields.HIDDEN_PADDED] = config.hidden_size, self.hidden
         job[fields.HEADS], job[fields.KV_HEADS] = config.num_heads, config.num_kv_heads
-        job[fields.HEAD_WIDTH] = config.head_dim
+        job[fields.HEAD_WIDTH], job[fields.BLOCK_BYTES] = self.head_width, self.block_bytes
         job[fields.QUANTIZED], job[fields.HALF_KV] = self.quantized, self.half_kv
         job[fields.RUN_TILE] = run_tile.address
         job[fields.RUN_PRODUCTS] = run_products.address
@@ -95,13 +102,17 @@ class Workspace(ModelWeights):
 
     def _set_buffers(self) -> None:
         config, job, rows = self.config, self.job, self.rows
-        attention, qkv = round_up(config.num_heads * config.head_dim, GROUP), self.inputs_width
+        mixed, qkv = int(job[fields.LATENT_PADDED]) or config.head_dim, self.inputs_width
+        attention = round_up(config.num_heads * mixed, GROUP)
         job[fields.STATE_AT] = self._buffer(rows, self.hidden)
         if job[fields.OUTPUT_NORMS_AT]:
             job[fields.BRANCH_AT] = self._buffer(rows, self.hidden)
         job[fields.QKV_AT], job[fields.QKV_STRIDE] = self._buffer(rows, qkv), 4 * qkv
+        job[fields.QUERIES_AT], job[fields.QUERIES_STRIDE] = job[fields.QKV_AT], job[fields.QKV_STRIDE]
+        if config.latent is not None:
+            self._set_latent_buffers(config.latent)
         job[fields.ATTENTION_AT], job[fields.ATTENTION_PADDED] = self._buffer(rows, attention), attention
-        most = max(self.hidden, attention, self._entry_width, self._mixed_width)
+        most = max(self.hidden, attention, self._entry_width, self._mixed_width, self._latent_width)
         groups, padded_rows = most // GROUP, -(-rows // ROW_BLOCK) * record_stride.py_func(rows)
         job[fields.RECORDS_AT] = self._buffer(groups, padded_rows, self._record, dtype=np.uint8)
         shared = config.moe.shared_intermediate_size if config.moe else 0
@@ -114,11 +125,28 @@ class Workspace(ModelWeights):
         job[fields.FEATURE_SLOT_AT] = address_of(self.feature_slots)
         job[fields.REQUEST_AT], job[fields.CHAIN_AT] = address_of(self.row_requests), address_of(self.chains)
 
+    @property
+    def _latent_width(self) -> int:
+        """The most floats that latent attention writes as records of a row, but for what it mixed."""
+        own, heads = self.config.latent, self.config.num_heads
+        widths = (
+            (heads * round_up(own.nope_dim, GROUP), own.query_rank, heads * own.value_dim) if own else (0,)
+        )
+        return round_up(max(widths), GROUP)
+
+    def _set_latent_buffers(self, latent: LatentConfig) -> None:
+        job, heads = self.job, self.config.num_heads
+        queries = round_up(heads * self.head_width, LANES)
+        job[fields.QUERIES_AT], job[fields.QUERIES_STRIDE] = self._buffer(self.rows, queries), 4 * queries
+        widest = max(latent.rope_dim + latent.nope_dim, round_up(latent.value_dim, GROUP))
+        widest = round_up(heads * widest, GROUP)
+        job[fields.HEAD_ROWS_AT], job[fields.HEAD_ROWS_STRIDE] = self._buffer(self.rows, widest), 4 * widest
+
     def _scratch_bytes(self) -> int:
         """The most bytes of scratch memory that a thread needs in any phase."""
-        config = self.config
-        attention = (8 + 4 * PAGE * TASK_HEADS) * self.max_pages + 4 * TASK_HEADS * config.head_dim
-        attention += 64 + STATE_BYTES + 4 * RESULT_ROWS * (config.head_dim + 15)
+        config, width = self.config, self.head_width
+        attention = (8 + 4 * PAGE * TASK_HEADS) * self.max_pages + 4 * TASK_HEADS * width
+        attention += 64 + STATE_BYTES + 4 * RESULT_ROWS * (width + 15)
         attention += (self.rows // PAGE + 2) * self.block_bytes
         routing = 4 * (self.hidden + LANES)
         routing += 4 * (2 * config.moe.num_experts + config.moe.groups) if config.moe else 0
@@ -126,7 +154,8 @@ class Workspace(ModelWeights):
         gated = 2 * unit_bytes.py_func(self.hidden // GROUP)
         unpacked: int = max(UNPACKED_SPACE, unit_bytes.py_func(deepest), gated)
         memory = 4 * BLOCK * (config.recurrent.key_dim + MAX_KERNEL) if config.recurrent else 0
-        return max(attention, GATED_BYTES + unpacked, routing, 4 * self._entry_width, memory)
+        latents = 4 * max(self._latent_width, width)
+        return max(attention, GATED_BYTES + unpacked, routing, 4 * self._entry_width, memory, latents)
 
     @property
     def _mixed_width(self) -> int:

@@ -16,8 +16,7 @@ from paceline.backends.cuda.kernels.linear import project
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch
 from paceline.backends.cuda.kernels.residual import plain
 from paceline.backends.cuda.kernels.row_tables import RowTables
-from paceline.models.config import LatentConfig
-from paceline.models.latent import NORM_EPS
+from paceline.models.config import LATENT_NORM_EPS, LatentConfig
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def project_latents(
     key_begin = own.query_rank or weights.query_size
     norms, where = (weights.query_norm, weights.key_norm), (tables.positions, tables.slot_mapping)
     latents = buffers.query_latents
-    norm_latents(buffers.projected, key_begin, norms, NORM_EPS, *where, rotation, latents, keys)
+    norm_latents(buffers.projected, key_begin, norms, LATENT_NORM_EPS, *where, rotation, latents, keys)
     if weights.query is not None and latents is not None:
         project(plain(latents, buffers.ones), weights.query, buffers.queries, rows, scratch)
     queries = buffers.queries[:, : weights.query_size].view(-1, query.shape[1], own.rope_dim + own.nope_dim)

@@ -13,6 +13,7 @@ from paceline.check_digest import generation_digest
 from tests.backends.cpu.checkpoints import (
     RECURRENCES,
     blocks_checkpoint,
+    latent_checkpoint,
     recurrent_checkpoint,
     uneven_checkpoint,
 )
@@ -22,7 +23,7 @@ from tests.backends.driver import drive
 def digests() -> dict[str, str]:
     """A digest of the logits of a prefill, a tree and a decode, for each model and quantization."""
     found = {"paceline check": generation_digest()}
-    models = {"blocks": blocks_checkpoint(), "uneven": uneven_checkpoint()}
+    models = {"blocks": blocks_checkpoint(), "uneven": uneven_checkpoint(), "latent": latent_checkpoint()}
     models |= {kind: recurrent_checkpoint(kind) for kind in RECURRENCES}
     for model, checkpoint in models.items():
         for quantization in ("native", "int8", "none"):

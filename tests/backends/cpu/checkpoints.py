@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 
 from paceline.models.checkpoint import Checkpoint, Tensor
-from paceline.models.config import ModelConfig, MoeConfig, RecurrentConfig, RopeConfig
+from paceline.models.config import LatentConfig, ModelConfig, MoeConfig, RecurrentConfig, RopeConfig
 from paceline.models.gguf import GgufTensor
 from paceline.models.gguf_blocks import FORMATS
 from paceline.models.layout import expected_tensors
@@ -178,6 +178,14 @@ def recurrent_checkpoint(kind: str) -> Checkpoint:
     """A model with a recurrent layer of this kind."""
     config = replace(UNEVEN, recurrent=RECURRENCES[kind], attention_gate=kind == "gated_delta")
     return _checkpoint(config, {})
+
+
+def latent_checkpoint() -> Checkpoint:
+    """A model with latent attention; sizes of heads are no multiples of a vector."""
+    latent = LatentConfig(rank=42, query_rank=50, rope_dim=10, nope_dim=22, value_dim=18, biases=True)
+    rope = replace(ROPE, dim=latent.rope_dim)
+    sizes = {"head_dim": latent.rope_dim + latent.rank, "attention_scale": 0.2, "output_bias": True}
+    return _checkpoint(replace(UNEVEN, family="deepseek_v3", rope=rope, latent=latent, **sizes), {})
 
 
 def all_blocks_checkpoint() -> Checkpoint:

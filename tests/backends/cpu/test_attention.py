@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.backends.cpu.attention import PAGE, RESULT_ROWS, STATE_BYTES, TASK_HEADS, attend, rows_of_task
+from paceline.backends.cpu.attention import (
+    PAGE,
+    RESULT_ROWS,
+    STATE_BYTES,
+    TASK_HEADS,
+    attend,
+    heads_of_task,
+    rows_of_task,
+)
 from paceline.backends.cpu.attention_tiles import run_products
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.rows import soft_cap
@@ -33,14 +41,24 @@ def _soft_cap(values, cap, count):  # type: ignore[no-untyped-def]
 
 
 def attended(
-    pages: np.ndarray, queries: np.ndarray, first: int, last: int, cap: float, sinks: np.ndarray
+    pages: np.ndarray,
+    queries: np.ndarray,
+    first: int,
+    last: int,
+    cap: float,
+    sinks: np.ndarray,
+    latent: int = 0,
 ) -> np.ndarray:
-    """What rows at positions from `last` on get out of positions from `first` on; a cap comes with sinks."""
+    """What rows at positions from `last` on get out of positions from `first` on; a cap comes with sinks.
+
+    `latent`: how many numbers of each key, the last ones, are its value; 0: values are stored.
+    """
     rows, each, width = queries.shape
+    size = each * (latent or width)
     blocks = np.array([page.ctypes.data for page in pages], np.int64)
     scores = np.full((TASK_HEADS, PAGE * PAGES), np.nan, np.float32)
     room = np.full(STATE_BYTES // 4 + RESULT_ROWS * (width + 15), np.nan, np.float32)
-    out = np.full((rows, each * width + 8), np.float32(GUARD), np.float32)
+    out = np.full((rows, size + 8), np.float32(GUARD), np.float32)
     _attend(
         run_products.address,
         int(pages.dtype == np.float16),
@@ -48,6 +66,8 @@ def attended(
         each,
         rows,
         width,
+        latent or width,
+        int(latent > 0),
         blocks.ctypes.data,
         first,
         last,
@@ -60,8 +80,8 @@ def attended(
         out.ctypes.data,
         out.strides[0],
     )
-    assert np.all(out[:, each * width :] == GUARD)
-    return out[:, : each * width].reshape(queries.shape)
+    assert np.all(out[:, size:] == GUARD)
+    return out[:, :size].reshape(rows, each, -1)
 
 
 def softmax(scores: np.ndarray, cap: float, sink: float | None) -> tuple[np.ndarray, np.float32]:
@@ -142,6 +162,23 @@ def test_attention_has_the_bits_of_numpy(
     assert_same_bits(attended(*arguments, sinks), expected(*arguments, sinks))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize(("each", "rows", "first", "last"), [(3, 8, 0, 130), (50, 1, 20, 70), (1, 2, 0, 0)])
+def test_latents_in_keys_have_the_bits_of_stored_values(
+    dtype: type[np.generic], each: int, rows: int, first: int, last: int
+) -> None:
+    random, rope, latent = np.random.default_rng(each), 10, 32
+    width = rope + latent
+    keys = random.standard_normal((PAGES, width, PAGE)).astype(dtype)
+    values = np.zeros((PAGES, PAGE, 48), dtype)  # as wide as a key, padded to whole vectors
+    values[:, :, :latent] = keys[:, rope:].swapaxes(1, 2)
+    stored = np.concatenate((keys.reshape(PAGES, -1), values.reshape(PAGES, -1)), axis=1)
+    queries = random.standard_normal((rows, each, width)).astype(np.float32)
+    arguments = (queries, first, last, 0.0, np.zeros(each, np.float32))
+    found = attended(keys.reshape(PAGES, -1), *arguments, latent=latent)
+    assert_same_bits(found, attended(stored, *arguments)[:, :, :latent])
+
+
 def test_attention_is_that_of_double_precision() -> None:
     random, width, rows = np.random.default_rng(0), 64, 3
     pages = random.standard_normal((PAGES, 2 * PAGE * width)).astype(np.float32)
@@ -161,3 +198,10 @@ def test_many_rows_are_one_task_where_threads_have_enough_of_them() -> None:
     assert rows_of_task(512, 3, 3, 2, 2048) == 16
     assert rows_of_task(512, 3, 3, 2, 32768) == 8  # longer scores, fewer of them
     assert rows_of_task(512, 1, 80, 2, 2048) == 1  # more heads than a task has room for
+
+
+def test_heads_that_share_keys_are_split_where_threads_would_wait() -> None:
+    assert heads_of_task(3, 3, 2) == 3
+    assert heads_of_task(1, 128, 2) == 64
+    assert heads_of_task(2, 6, 4) == 3
+    assert heads_of_task(3, 3, 16) == 1
