@@ -9,7 +9,12 @@ import pytest
 
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.registry import load_checkpoint, resolve
-from tests.backends.cpu.checkpoints import all_blocks_checkpoint, blocks_checkpoint, uneven_checkpoint
+from tests.backends.cpu.checkpoints import (
+    all_blocks_checkpoint,
+    blocks_checkpoint,
+    latent_checkpoint,
+    uneven_checkpoint,
+)
 from tests.tiny import save_checkpoint
 from tests.tiny_families import FAMILIES, MORE_HYBRIDS, TORCH_FAMILIES
 
@@ -18,6 +23,7 @@ from tests.tiny_families import FAMILIES, MORE_HYBRIDS, TORCH_FAMILIES
 def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
     """A checkpoint by name: a tiny family, one of checkpoints.py, or a real model's alias."""
     made = {"blocks": blocks_checkpoint, "uneven": uneven_checkpoint, "all blocks": all_blocks_checkpoint}
+    made |= {"latent": latent_checkpoint}
 
     @functools.cache
     def load(name: str) -> Checkpoint:

@@ -40,6 +40,7 @@ MODELS = [
     ("blocks", "native"),
     ("blocks", "none"),
     ("uneven", "int8"),
+    ("latent", "int8"),
     ("mistral-window", "int8"),
     ("qwen3", "none"),
     ("mixtral", "int8"),
