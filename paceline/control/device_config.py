@@ -21,6 +21,8 @@ class DeviceCostConfig:
     own_drift: float = 0.005  # the same for one plan
     noise: float = 0.15  # standard deviation of one observation
     max_outlier: float = 2.0  # ratio to the usual seconds at which an observation is clipped
+    # standard deviations; a pass that takes longer does not count: it waited for another process's kernels
+    gate: float = 3.0
     # a head's catching up, which the device computes and the host prepares
     catch_up_guess: float = 0.001  # plain passes per token, before it was measured
     catch_up_rate: float = 0.2  # step size of the host's seconds per token

@@ -252,6 +252,19 @@ def test_seconds_of_plans_that_are_no_longer_used_follow_those_in_use():
     assert costs.seconds(PLAIN, 16, 0) == pytest.approx(1.4, rel=0.07)
 
 
+def test_a_plan_is_not_blamed_for_what_slows_all_plans_down():
+    """Another process takes the GPU for a moment, and then the next plan is in use."""
+    costs, two, seven = DevicePassCosts(), DraftPlan("head", 2), DraftPlan("head", 7)
+    for plan, seconds in ((PLAIN, 1.0), (two, 1.2), (seven, 1.5)):
+        costs.expect(plan, 1, seconds)
+    for _ in range(20):
+        for plan, seconds in ((two, 1.2), (two, 2.4), (seven, 1.5), (seven, 1.5)):
+            for _ in range(25):
+                costs.observe(plan, 1, 0, seconds)
+    assert costs.seconds(seven, 1, 0) == pytest.approx(1.5, rel=0.02)
+    assert costs.seconds(two, 1, 0) == pytest.approx(1.2, rel=0.05)
+
+
 def test_what_was_learned_on_the_device_is_known_to_the_next_engine(tmp_path):
     memory = Memory(tmp_path / "memory.json")
     first = controller(memory=memory)

@@ -65,7 +65,7 @@ class DevicePassCosts:
         self._max_requests[plan] = max(requests, self._max_requests.get(plan, 0))
 
     def observe(self, plan: DraftPlan, requests: int, context: int, seconds: float) -> None:
-        """Update from a pass; one that took much longer than usual is clipped."""
+        """Update from a pass. One that took much longer than usual is clipped, or does not count."""
         config, usual, count = CONFIG.device_passes, seconds, 0
         kind = plan, requests, context
         is_measured = (plan, requests) in self._measured
@@ -73,22 +73,30 @@ class DevicePassCosts:
             usual, count = self._seen[kind]
         if is_measured:
             usual = self.seconds(*kind)
-            self._observe_drift(kind, min(seconds, config.max_outlier * usual) - usual)
+            if not self._observe_drift(kind, min(seconds, config.max_outlier * usual) - usual):
+                return
         rate = max(config.rate, 1 / (1 + count))
         mean = usual + rate * (min(seconds, config.max_outlier * usual) - usual)
         self._seen[kind] = (self.seconds(*kind) if is_measured else mean), count + 1
 
-    def _observe_drift(self, kind: Kind, error: float) -> None:
-        """Update what all plans, and this one, take longer than at start-up, from an error in seconds."""
+    def _observe_drift(self, kind: Kind, seconds: float) -> bool:
+        """Update what all plans, and this one, take longer than at start-up, from a pass that took so many
+        seconds more than expected. False if it is outside of the validation gate, and so does not count.
+
+        The gate widens with every such pass, so that what passes take from now on is learned at last.
+        """
         config, (_, requests, context) = CONFIG.device_passes, kind
-        unit = self._unit(requests)
+        error = seconds / self._unit(requests)
         shared = self._drifts.setdefault((requests, context), self._nearest_drift(requests, context))
         own = self._own_drifts.setdefault(kind, Drift(0.0, config.own_deviation**2))
         shared.variance += config.drift**2
         own.variance += config.own_drift**2
         total = shared.variance + own.variance + config.noise**2
-        shared.update(error / unit, total)
-        own.update(error / unit, total)
+        if error > config.gate * math.sqrt(total):
+            return False
+        shared.update(error, total)
+        own.update(error, total)
+        return True
 
     def _nearest_drift(self, requests: int, context: int) -> Drift:
         """The first guess under a load: what was learned under the nearest one, or by an earlier engine."""
