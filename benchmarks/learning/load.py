@@ -109,6 +109,11 @@ class Side:
         return _p95([each for turn in self.turns for each in turn.latencies])
 
     @property
+    def median(self) -> float:
+        """Seconds of the median request: few training steps do not change it."""
+        return statistics.median([each for turn in self.turns for each in turn.latencies])
+
+    @property
     def trainer_share(self) -> float:
         """CPU seconds of the trainer per second."""
         return sum(turn.trained for turn in self.turns) / sum(turn.seconds for turn in self.turns)
@@ -145,14 +150,22 @@ class Compared:
         return self.without.p95 / self.learning.p95
 
     @property
-    def spread(self) -> tuple[float, float]:
-        """Standard errors of the two ratios above, by the rounds: of throughput and of p95 latency."""
+    def median_ratio(self) -> float:
+        """The median latency without, over that with: the loss of requests that no training step touches."""
+        return self.without.median / self.learning.median
+
+    @property
+    def by_round(self) -> list[tuple[float, float]]:
+        """Both ratios in each round: of throughput and of p95 latency."""
         plain = zip(self.first.turns, self.control.turns, strict=True)
         rounds = [(Side(list(pair)), turn) for pair, turn in zip(plain, self.learning.turns, strict=True)]
-        return (
-            _standard_error([math.log(after.throughput / before.throughput) for before, after in rounds]),
-            _standard_error([math.log(before.p95 / after.p95) for before, after in rounds]),
-        )
+        return [(after.throughput / before.throughput, before.p95 / after.p95) for before, after in rounds]
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Standard errors of the ratios of throughput and of p95 latency, by the rounds."""
+        throughput, latency = zip(*self.by_round, strict=True)
+        return _standard_error(throughput), _standard_error(latency)
 
     @property
     def steps(self) -> list[int]:
@@ -171,10 +184,13 @@ class Compared:
         sides = (self.first, self.control, self.learning)
         passes = " ".join(f"{side.tokens_per_pass:.3f}" for side in sides)
         drafted = " ".join(f"{side.drafted_per_pass:.3f}" for side in sides)
-        cpu = [round(turn.trained, 1) for turn in self.learning.turns]
+        cpu = [round(turn.trained, 2) for turn in self.learning.turns]
+        rounds = " ".join(f"{ratio:.3f}" for ratio, _ in self.by_round)
         return (
             f"{self.clients} clients: {self.throughput_ratio:.3f} +- {throughput:.3f} of the tokens/s, "
-            f"{self.latency_ratio:.3f} +- {latency:.3f} by p95 latency; without/without {self.noise:.3f}\n"
+            f"{self.latency_ratio:.3f} +- {latency:.3f} by p95 latency, {self.median_ratio:.3f} by median "
+            f"latency; without/without {self.noise:.3f}\n"
+            f"  of the tokens/s in each round: {rounds}\n"
             f"  without, without, with: tokens per pass {passes}, drafted tokens per pass {drafted}\n"
             f"  the trainer: steps in each turn {self.steps}, CPU seconds {cpu}, slowdown {self.slowdown}"
         )
@@ -188,8 +204,10 @@ def _p95(latencies: Sequence[float]) -> float:
     return sorted(latencies)[min(len(latencies) - 1, int(0.95 * len(latencies)))]
 
 
-def _standard_error(values: Sequence[float]) -> float:
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+def _standard_error(ratios: Sequence[float]) -> float:
+    """Of the mean logarithm of ratios."""
+    logs = [math.log(ratio) for ratio in ratios]
+    return statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
 
 
 def measure_learning_load(
@@ -378,6 +396,8 @@ def learning_load_result(compared: Sequence[Compared], facts: dict[str, Any]) ->
             "noise": each.noise,
             "cpu_ratio": each.cpu_ratio,
             "latency_ratio": each.latency_ratio,
+            "median_ratio": each.median_ratio,
+            "by_round": each.by_round,
             "trainer_share": each.learning.trainer_share,
             "spread": each.spread,
             "training_steps": sum(each.steps),

@@ -67,6 +67,8 @@ def test_servers_are_compared_by_throughput_and_p95_latency_with_the_bar_of_thei
     assert one.throughput_ratio == pytest.approx(0.95)
     assert one.latency_ratio == pytest.approx(0.2)
     # the rounds have 190 / 204 and 190 / 196 of the throughput, and 4 and 0.2 times the p95 latency
+    assert [ratio for pair in one.by_round for ratio in pair] == pytest.approx([190 / 204, 4, 190 / 196, 0.2])
+    assert one.median_ratio == pytest.approx(1.0)
     assert one.spread == pytest.approx((0.0200, 1.498), abs=1e-3)
     assert (one.steps, sum(many.steps)) == ([3, 4], 7)
     assert (one.bar, many.bar) == (0.95, 0.99)
