@@ -20,6 +20,7 @@ from paceline.learn.head_commands import (
     Salt,
     add_head_commands,
     present_head,
+    present_trained,
 )
 from paceline.learn.history import History
 from paceline.learn.rows import Damage, TrafficRow
@@ -108,9 +109,12 @@ def train_command(
     minutes: Annotated[float | None, typer.Option(help="Minutes of work; waiting does not count.")] = None,
     steps: Annotated[int | None, typer.Option(help="Number of optimizer steps, instead of minutes.")] = None,
     since: Annotated[
-        str,
-        typer.Option(help="Rows from this time on are new, the others are replayed: 2026-11-17T09:30."),
-    ] = "0",
+        str | None,
+        typer.Option(
+            help="Rows from this time on are new, the others are replayed: 2026-11-17T09:30. Default: from "
+            "the training of the head that was promoted in --from; 0: all are new."
+        ),
+    ] = None,
     replay: Annotated[float, typer.Option(help="Share of old rows among those trained on.")] = 0.4,
     generic: Annotated[
         list[Path] | None,
@@ -150,7 +154,8 @@ def train_command(
         batch_tokens=batch_tokens,
         gpu_share=gpu_share,
     )
-    selection = Selection(_timestamp(since), replay, salt)
+    begin = present_trained(head, source, salt) if since is None else _timestamp(since)
+    selection = Selection(begin, replay, salt)
     on_device = chosen_device(device)
     yielding = yielding_on(on_device, threads, gpu_share, end_with_parent)
     report = Reporter(as_json)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -65,6 +66,7 @@ class Candidate:
     seconds: float  # of training, waiting not counted
     before: Mapping[str, float]  # tokens per pass of the parent on held-back rows, by group
     after: Mapping[str, float]
+    trained: float = 0.0  # when it was begun, in seconds since 1970: later rows are new for the next one
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -98,7 +100,7 @@ def fine_tune(
     check_target(parent.config, config, name.fingerprint, str(head))
     learning = _train_options(parent, options, selection)
     old = generic_rows(generic, config.vocab_size, selection.max_length)
-    chosen = choose(traffic.rows(), old, selection)
+    began, chosen = time.time(), choose(traffic.rows(), old, selection)
     remove_candidate(out, head)
     make_folder(out, mode=0o700)  # a head gives away what it was trained on
     objective = objective_for(parent, load_target_beside_server(checkpoint, device), name, learning)
@@ -121,6 +123,7 @@ def fine_tune(
         seconds=round(progress.seconds, 1),
         before=dict(stopping.before.scores),
         after=dict(best.scores),
+        trained=began,
         options={**asdict(options), **asdict(selection), "steps_done": progress.step},
     )
     if candidate.gains:

@@ -121,14 +121,13 @@ def rollback(folder: Dir, salt: Salt = "") -> None:
 
 def present_head(named: str, folder: Path, salt: str, model: str) -> Path:
     """The folder of the head that `--head` names, of a learning folder and of the target `model`."""
-    from paceline.learn.selection import ALL_SALTS
     from paceline.models.heads.fingerprint import target_fingerprint
     from paceline.models.heads.registry import resolve_head
     from paceline.models.heads.shipped import SHIPPED_HEAD
     from paceline.models.registry import load_checkpoint, resolve
 
     if named == CURRENT:
-        current = History(LearnFolder(folder, "" if salt == ALL_SALTS else salt).heads, FIRST).current()
+        current = _served(folder, salt).current()
         if current.number:
             return current.path
         named = SHIPPED_HEAD
@@ -138,9 +137,22 @@ def present_head(named: str, folder: Path, salt: str, model: str) -> Path:
     )
 
 
+def present_trained(named: str, folder: Path, salt: str) -> float:
+    """When the training of that head began, in seconds since 1970; 0 if it was not promoted in the folder."""
+    history = _served(folder, salt)
+    return history.trained(history.current().number) if named == CURRENT else 0.0
+
+
+def _served(folder: Path, salt: str) -> History:
+    """The heads of the server whose rows have this salt."""
+    from paceline.learn.selection import ALL_SALTS
+
+    return History(LearnFolder(folder, "" if salt == ALL_SALTS else salt).heads, FIRST)
+
+
 def _add_candidate(candidate: Path, folder: Path, history: History) -> int:
     """The number of a candidate of `paceline learn train`, which is copied into the history."""
-    from paceline.learn.fine_tune import CANDIDATE, read_candidate
+    from paceline.learn.fine_tune import read_candidate
     from paceline.learn.store import TrafficStore
 
     found, target = read_candidate(candidate), TrafficStore(LearnFolder(folder).traffic).target
@@ -148,9 +160,7 @@ def _add_candidate(candidate: Path, folder: Path, history: History) -> int:
         raise ConfigError(f"{candidate} has no candidate: give a number, or --out of `paceline learn train`.")
     if found.target != target.fingerprint:
         raise ConfigError(f"{candidate} was trained for another target than {target.name}, that of {folder}.")
-    # rows after it are new for the next training
-    evidence = {"trained": (candidate / CANDIDATE).stat().st_mtime, "rows": dict(found.rows)}
-    return history.add(candidate, evidence).number
+    return history.add(candidate, {"trained": found.trained, "rows": dict(found.rows)}).number
 
 
 def _history(folder: Path, salt: str) -> History:

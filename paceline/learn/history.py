@@ -96,6 +96,10 @@ class History:
             found = json.loads((self._path(number) / CARD).read_text())
         return found
 
+    def trained(self, number: int) -> float:
+        """When the training of a head began, in seconds since 1970; 0 if that is not known."""
+        return float(self.card(number).get("evidence", {}).get("trained", 0.0))
+
     def add(self, candidate: Path, evidence: Mapping[str, Any]) -> Head:
         """A copy of a candidate in the history. It does not serve before it is promoted."""
         with self._locked():

@@ -113,7 +113,7 @@ class Learner(Generic[LoadedHead]):
         self.status.phase = "training"
         self.status.trainings += 1
         self._began = self._clock()  # rows that come meanwhile are new for the next head
-        since = float(self._history.card(present.number).get("evidence", {}).get("trained", 0.0))
+        since = self._history.trained(present.number)
         logger.info("learn: trains head %04d further, after %d rows", present.number, self._trained_rows)
         candidate = await self._during(self._jobs.train(present.path, since))
         if candidate is None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -98,14 +100,20 @@ def test_the_loop_by_hand_trains_judges_and_promotes_a_candidate(
     candidate, model = tmp_path / "candidate", (str(checkpoint.source), "--from", str(folder))
     train = ("train", *model, "--batch-tokens", "256", "--learning-rate", "2e-2", "--device", "cpu")
     score = ("score", *model, "--candidate", str(candidate), "--device", "cpu")
+    began = time.time()
     assert run(*train, "--head", str(head), "--steps", "24", "--out", str(candidate)).exit_code == 0
+    copied = began + 3600  # rows that came during the training are new, whatever the file's time
+    os.utime(candidate / "candidate.json", (copied, copied))
     judged = run(*score, "--head", str(head))
     assert (judged.exit_code, "passes: " in judged.output) == (0, True)
     run("promote", str(candidate), "--dir", str(folder))
     history = History(LearnFolder(folder).heads, head)
     assert history.current().number == 1
     assert history.card(1)["evidence"]["rows"]["train"] > 0
-    # from now on the present head is the one that was promoted
+    assert began <= history.trained(1) < copied
+    # from now on the present head is the one that was promoted, and its rows are old
+    with pytest.raises(ConfigError, match="too few rows to learn from: 0 to train on"):
+        run(*train, "--steps", "1", "--out", str(tmp_path / "next"))
     judged = run(*score)
     assert (judged.exit_code, "is refused: " in judged.output) == (NOTHING_BETTER, True)
     with pytest.raises(ConfigError, match="has no candidate"):
