@@ -34,10 +34,9 @@ class DeviceCostConfig:
 class ChainConfig:
     """Acceptance of chains that are drafted on the device."""
 
-    fade: float = 0.97  # factor on the counts per draft
+    fade: float = 0.97  # factor on the counts per pass
     recent_fade: float = 0.9  # the same for recent counts: texts differ, and answers are short
-    usual_weight: float = 3.0  # tokens; weight of the usual acceptance beside the recent counts
-    max_fades: int = 4  # per pass: drafts of one pass are alike
+    usual_weight: float = 6.0  # tokens; weight of the usual acceptance beside the recent counts
     parent_weight: float = 1.0  # drafts; weight of the depth above, where there are few observations
 
 
@@ -50,8 +49,6 @@ class DevicePlannerConfig:
     unseen_margin: float = 0.005
     switch_margin: float = 1.02  # over the present plan: for less, nothing is switched
     hold: int = 8  # passes
-    young_passes: int = 48  # first passes, in which ...
-    young_hold: int = 4  # ... choices hold shorter
     settle_passes: int = 2  # after a switch, not timed: they overlap with passes of the old plan
     attach_cost: float = 4  # plain passes: a head is attached after the pipeline was drained
     # the tokens over which the cost of a head's catching up is spread

@@ -42,15 +42,15 @@ class NewDrafts:
     untried: list[int]  # [length] drafts whose request ended there
     requests: int = 0
     drafted: int = 0  # those of them with a draft
-    fades: int = 0
+    passes: int = 0
 
 
 class ChainAcceptance:
     """The chance that a drafted token is accepted at each depth, given that all before it were.
 
     Counts fade, so recent drafts count most. Where a draft ends early, or there is none, the next token
-    counts as rejected. There are two sets of counts: the usual acceptance comes from about 33 drafts, and the
-    last few drafts correct its odds by one factor for all depths, because texts differ between answers.
+    counts as rejected. There are two sets of counts: the usual acceptance comes from about 33 passes, and the
+    last few passes correct its odds by one factor for all depths, because texts differ between answers.
     """
 
     def __init__(self, longest: int, chances: Sequence[float], weight: float, share: float = 1.0) -> None:
@@ -61,15 +61,15 @@ class ChainAcceptance:
         self._usual = Counts(tries, tries * known, weight, weight * share)
         self._recent = Counts(np.zeros(longest), np.zeros(longest), 0.0, 0.0)
         self._new: dict[int, NewDrafts] = {}  # by length, not counted yet
-        self._by_length: list[float] = []  # expected accepted tokens, until the next drafts are counted
+        self._reached: list[float] = []  # by depth, until the next drafts are counted
 
     def add(self, drafts: Sequence[DraftFacts], requests: int, length: int) -> None:
         """Count the drafts of a pass in which each of `requests` could have a draft of this length."""
         if length not in self._new:
             self._new[length] = NewDrafts([0] * (length + 1), [0] * length)
-        new, self._by_length = self._new[length], []
+        new, self._reached = self._new[length], []
         new.requests += requests
-        new.fades += min(requests, CONFIG.chains.max_fades)  # drafts of one pass are alike
+        new.passes += 1
         for draft in drafts:
             new.drafted += draft.count
             new.accepted[min(draft.accepted, length)] += draft.count
@@ -82,7 +82,7 @@ class ChainAcceptance:
         for new in self._new.values():
             reached = np.cumsum(new.accepted[::-1])[::-1].astype(np.float64)  # [depth] accepted down to it
             reached[0] = new.requests
-            self._count(reached[:-1] - new.untried, reached[1:], new.fades)
+            self._count(reached[:-1] - new.untried, reached[1:], new.passes)
             for counts in (self._usual, self._recent):
                 counts.asked += new.requests
                 counts.drafted += new.drafted
@@ -93,19 +93,19 @@ class ChainAcceptance:
         answers that follow, and if drafting has stopped, nothing else would ever correct them."""
         self._count_new()
         self._recent.fade(remaining, len(self._recent.tries), least=0.0)
-        self._by_length = []
+        self._reached = []
 
     def add_shadow(self, shadow: ShadowFacts) -> None:
         """Count shadow drafts."""
         length = min(len(self._usual.tries), len(shadow.tries))
         tries, hits = np.array(shadow.tries[:length]), np.array(shadow.hits[:length])
-        self._count(tries, hits, min(shadow.tries[0], CONFIG.chains.max_fades))
+        self._count(tries, hits, min(shadow.tries[0], 1))
 
-    def _count(self, tries: Float64Array, hits: Float64Array, fades: int) -> None:
-        """Fade the counts, and add these."""
-        self._by_length = []
-        self._usual.fade(CONFIG.chains.fade**fades, len(tries), least=1.0)  # never to nothing
-        self._recent.fade(CONFIG.chains.recent_fade**fades, len(tries), least=0.0)
+    def _count(self, tries: Float64Array, hits: Float64Array, passes: int) -> None:
+        """Fade the counts, and add these of so many passes."""
+        self._reached = []
+        self._usual.fade(CONFIG.chains.fade**passes, len(tries), least=1.0)  # never to nothing
+        self._recent.fade(CONFIG.chains.recent_fade**passes, len(tries), least=0.0)
         for counts in (self._usual, self._recent):
             counts.add(tries, hits)
 
@@ -117,15 +117,18 @@ class ChainAcceptance:
         usual = self._usual.drafted / self._usual.asked
         return float((recent.drafted + weight * usual) / (recent.asked + weight))
 
-    def accepted(self, length: int) -> float:
-        """Expected accepted tokens of a draft of this length."""
-        if not self._by_length:
+    def reached(self, length: int) -> list[float]:
+        """[depth] The chance that a draft of this length is accepted down to there."""
+        if not self._reached:
             self._count_new()
             chances = self._usual_chances()
             odds = self._recent_odds(chances)
-            reached = (odds * chances / (1.0 - chances + odds * chances)).cumprod()
-            self._by_length = [0.0, *reached.cumsum().tolist()]
-        return self._by_length[length]
+            self._reached = (odds * chances / (1.0 - chances + odds * chances)).cumprod().tolist()
+        return self._reached[:length]
+
+    def accepted(self, length: int) -> float:
+        """Expected accepted tokens of a draft of this length."""
+        return sum(self.reached(length))
 
     def _recent_odds(self, chances: Float64Array) -> float:
         """The odds of recent tokens to be accepted, over those that `chances` [depth] give them."""
@@ -160,7 +163,7 @@ class ChainAcceptance:
         asked, drafted = (float(count) for count in facts["drafted"])
         if not 0.0 <= drafted <= asked or not asked > 0.0:
             raise ValueError("these are not counts of requests")
-        self._usual, self._by_length = Counts(tries, hits, asked, drafted), []
+        self._usual, self._reached = Counts(tries, hits, asked, drafted), []
 
 
 def known_chances(known: Mapping[str, Any], drafter: str, greedy: bool) -> list[float]:

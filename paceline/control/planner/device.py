@@ -126,16 +126,16 @@ class DevicePlanner:
         config = CONFIG.device_planner
         arms = self._estimates()
         best = best_arm(arms, self._plan, self._is_trial)
-        chosen = self._explorer.pick(best, arms) if self._load.is_settled else best
+        may_try = self._load.is_settled or self._load.starts_batch  # then a head need not be attached
+        chosen = self._explorer.pick(best, arms) if may_try else best
         self._is_trial = chosen != best
         self.reason = "probe" if self._is_trial else "gain" if best.budget else "no gain"
         is_timed = arms[chosen].is_timed and arms[PLAIN].is_timed
         self.gain = arms[chosen].rate / arms[PLAIN].rate if is_timed else None
         if chosen != self._plan:
             self._plan, self._changed_at = chosen, self._pass
-        hold = config.young_hold if self._pass <= config.young_passes else config.hold
         trial = CONFIG.explorer.trial_passes + config.settle_passes
-        self._next_choice = self._pass + (trial if self._is_trial else hold)
+        self._next_choice = self._pass + (trial if self._is_trial else config.hold)
 
     def _estimates(self) -> dict[DraftPlan, ArmEstimate]:
         """Of the arms whose buffers are large enough for the present load."""
@@ -216,14 +216,21 @@ class DevicePlanner:
 
     def tokens(self, plan: DraftPlan) -> float:
         """Expected new tokens of a pass by this plan, for one request, as far as they shorten the time of
-        all. Of a lookup before a head only what it adds to the head's chain."""
-        tokens, behind = 1.0, 0.0  # `behind`: accepted tokens of the drafter that is asked otherwise
-        for part in reversed(drafting_parts(plan)):
+        all."""
+        reached = self._reached(plan)
+        accepted = sum(reached)
+        squared = sum([(2 * depth + 1) * chance for depth, chance in enumerate(reached)])
+        return self._load.tokens(1.0 + accepted, squared - accepted**2)
+
+    def _reached(self, plan: DraftPlan) -> list[float]:
+        """[depth] The chance that a request's draft is accepted down to there."""
+        reached, share = [0.0] * plan.levels, 1.0  # `share` of the requests have no draft yet
+        for part in drafting_parts(plan):
             acceptance = self._acceptance[part.drafter or "", self._load.greedy]
-            gained = acceptance.accepted(part.levels) - acceptance.share * behind
-            tokens += self._load.usable(acceptance.accepted(1)) * gained
-            behind = gained
-        return tokens
+            for depth, chance in enumerate(acceptance.reached(part.levels)):
+                reached[depth] += share * chance
+            share -= share * acceptance.share
+        return reached
 
     def seconds(self, plan: DraftPlan) -> float:
         """Expected seconds of a pass by this plan under the present load."""

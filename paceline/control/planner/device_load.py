@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from paceline.control.config import CONFIG
@@ -88,15 +90,17 @@ class DeviceLoad:
         self._usual_output = None if output is None else max(1.0, float(output))
         self._usual_prompt, self.replaced = max(0.0, prompt), min(max(0.0, replaced), 1.0)
 
-    def usable(self, first: float) -> float:
-        """The fraction of accepted tokens that shortens the time of all requests; `first`: the chance that
-        the first token of a draft is accepted.
+    def tokens(self, mean: float, variance: float) -> float:
+        """Tokens per pass that shorten the time of all requests, if a pass brings each of them so many in the
+        mean.
 
         If nothing follows a request that ends, a batch takes as many passes as its slowest request needs.
-        Requests get different numbers of tokens, and the more so the rarer drafts are right.
+        Until a request has its tokens, the sum of what its passes bring varies: its passes have a relative
+        standard deviation of √(variance / (tokens mean)), and the slowest of n is the expected maximum of n.
         """
-        in_batch: float = first ** (1.0 - 1.0 / math.sqrt(self.requests))
-        return self.replaced + (1.0 - self.replaced) * in_batch
+        deviation = math.sqrt(max(0.0, variance) / (self.tokens_left * mean))
+        slowest = mean / (1.0 + expected_maximum(self.requests) * deviation)
+        return self.replaced * mean + (1.0 - self.replaced) * slowest
 
     def _left(self, request: Request) -> float:
         """Output tokens that a request is expected to get from now on."""
@@ -110,3 +114,9 @@ class DeviceLoad:
         before = num_output if self._usual_output is None else self._usual_output
         self._usual_output = before + rate * (num_output - before)
         self.replaced += rate * (is_followed - self.replaced)
+
+
+@cache
+def expected_maximum(count: int) -> float:
+    """Of so many standard normal numbers (Blom's approximation)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
