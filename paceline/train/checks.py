@@ -52,7 +52,7 @@ class AcceptanceChecks:
         with self._average.applied():
             kept = {name: each.detach().clone() for name, each in self._parameters.items()}
             rounds = self._options.round_weights
-            with rounded_weights(self._parameters.values()) if rounds else nullcontext():
+            with rounded_weights(self._parameters) if rounds else nullcontext():
                 check = Check(progress.step, tokens_per_pass(self._objective.accepted, batches))
         progress.checks.append(check)
         if progress.best is check:

@@ -1,18 +1,20 @@
 """Training for weights of 4 bits: gradients are those at the rounded weights, and move the exact ones.
 
-A head is served with 4-bit matrices, on the cpu backend and from a file of 4 bits. It guesses better there
-if it has learned with them. It does so in the second half of a run, when its weights move little.
+A head is served with 4-bit matrices, on the cpu backend and from a file of 4 bits; `fc` keeps 8 bits in both.
+It guesses better there if it has learned with them. It does so in the second half of a run, when its weights
+move little.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from paceline.models.heads.checkpoint import EIGHT_BITS
 from paceline.train.sequences import fused
 
 GROUP = 32  # inputs that share a scale and a zero point
@@ -37,9 +39,13 @@ def _rounded_on(device_type: str) -> Callable[[Tensor], Tensor]:
 
 
 @contextmanager
-def rounded_weights(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """A context in which those of the parameters that are matrices of whole groups are rounded."""
-    matrices = [each for each in parameters if each.ndim == 2 and each.shape[1] % GROUP == 0]
+def rounded_weights(parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """A context in which those of the parameters that are served with 4 bits are rounded, by name."""
+    matrices = [
+        each
+        for name, each in parameters.items()
+        if each.ndim == 2 and each.shape[1] % GROUP == 0 and name.removesuffix(".weight") not in EIGHT_BITS
+    ]
     exact = [matrix.detach().clone() for matrix in matrices]
     with torch.no_grad():
         for matrix in matrices:

@@ -231,7 +231,7 @@ class Trainer:
     def _backward(self, batch: Batch) -> StepLosses:
         """The losses of a batch, with their gradients in the parameters."""
         is_rounded = self.options.round_weights and 2 * self.progress.step >= self.progress.total > 0
-        with rounded_weights(self.parameters.values()) if is_rounded else nullcontext():
+        with rounded_weights(self.parameters) if is_rounded else nullcontext():
             losses = self.objective.losses(batch)
             self.optimizer.zero_grad(set_to_none=True)
             torch.autograd.backward((losses.losses * self.weights).sum())

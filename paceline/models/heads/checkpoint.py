@@ -40,7 +40,7 @@ TORCH_KINDS = {
     "torch.bool": "BOOL",
 }
 QUANTIZATIONS = {"int4": 4, "int8": 8}  # bits
-EIGHT_BITS = ("fc",)  # modules that keep them in int4: the dimensions of a feature differ a hundredfold
+EIGHT_BITS = ("fc",)  # modules that keep them in int4: its columns differ a hundredfold, as features do
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # names in config.json
 FINGERPRINT, TARGET_NAME = "paceline_target_fingerprint", "paceline_target_name"  # safetensors metadata
 

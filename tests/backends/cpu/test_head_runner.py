@@ -15,6 +15,7 @@ from paceline.backends.torch_head_runner import TorchHeadRunner
 from paceline.errors import BackendError, ConfigError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.config import HeadConfig
+from paceline.models.safetensors_writer import encode
 from tests.backends.cpu.heads import draft, extend, random_slots
 from tests.backends.cpu.numbers import assert_same_bits
 from tests.backends.driver import drive
@@ -170,6 +171,21 @@ def test_a_quantized_head_is_near_torch(
     quantized, exact = found
     for got, want in ((quantized.logits, exact.logits), (quantized.states, exact.states)):
         assert bound / 100 < np.sqrt(np.mean((got - want) ** 2)) / want.std() < bound
+
+
+def test_a_head_of_4_bits_reads_features_by_a_matrix_of_8(target: Checkpoint) -> None:
+    """Columns of `fc` differ as features do: 4 bits would lose the small ones, which read large features."""
+    spread = np.where(np.arange(EAGLE3.feature_width) % 2, 4.0, 0.25).astype(np.float32)
+    random = random_checkpoint(EAGLE3)
+    matrix = encode(random.tensors["fc.weight"].float32() * spread)
+    head = replace(random, tensors={**random.tensors, "fc.weight": matrix})
+    backend = CpuBackend.load(target, quantization="int8", threads=1, max_rows=MAX_ROWS)
+    tokens, features, _ = random_slots(EAGLE3, LENGTH)
+    reference = TorchHeadRunner.load(head, TorchBackend.load(target), MAX_ROWS)
+    runners = (CpuHeadRunner(head, backend, MAX_ROWS, "int4"), reference)
+    found, exact = (extend(drive_heads(each, PAGES)[0], tokens, features / spread).logits for each in runners)
+    backend.close()
+    assert np.sqrt(np.mean((found - exact) ** 2)) / exact.std() < 0.2
 
 
 # Pages ----------------------------------------------------------------------------------------------
