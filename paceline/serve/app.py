@@ -125,7 +125,7 @@ def add_middleware(
         Gate,
         engine=engines,
         keys=options.api_key,
-        share_cache=options.share_cache_across_keys,
+        separate_keys=options.separates_keys,
         max_body_bytes=options.max_body_bytes,
     )
     if options.cors_origin:

@@ -78,7 +78,7 @@ def learn_options(flags: Mapping[str, Any], options: ServeOptions, config: Engin
             "leave --draft out for a model that has a shipped head."
         )
     salt = learned_salt(learning, options)
-    if _separates_keys(options) and learning.learn_salts == "off" and salt is None:
+    if options.separates_keys and learning.learn_salts == "off" and salt is None:
         raise ConfigError(
             "--learn keeps no requests with a salt, and each API key has its own: give --learn-salts shared "
             "to learn from all of them together, --learn-salt KEY to learn from one of them, or "
@@ -187,7 +187,7 @@ def trained_salt(policy: Policy, store: TrafficStore) -> str:
 
 def learned_salt(learning: LearnOptions, options: ServeOptions) -> str | None:
     """The one salt to learn from, as Policy.salt_of gives it; None: --learn-salt is not given."""
-    if learning.learn_salt is None or not _separates_keys(options):
+    if learning.learn_salt is None or not options.separates_keys:
         return learning.learn_salt
     if learning.learn_salt not in options.api_key:
         raise ConfigError(
@@ -202,12 +202,7 @@ def collector_policy(learning: LearnOptions, options: ServeOptions) -> Policy:
     return Policy(
         salts=learning.learn_salts,
         only=learned_salt(learning, options),
-        separate_keys=_separates_keys(options),
+        separate_keys=options.separates_keys,
         skipped_keys=frozenset(key_digest(key.encode()).hex() for key in learning.learn_skip_key),
         share=learning.learn_share,
     )
-
-
-def _separates_keys(options: ServeOptions) -> bool:
-    """Whether requests of different API keys are kept apart. With one key there is nothing to separate."""
-    return len(set(options.api_key)) > 1 and not options.share_cache_across_keys

@@ -145,13 +145,13 @@ class Gate:
     """Checks the API key, that the server is not draining, and the size of the body."""
 
     def __init__(
-        self, app: ASGIApp, engine: EngineGroup, keys: Sequence[str], share_cache: bool, max_body_bytes: int
+        self, app: ASGIApp, engine: EngineGroup, keys: Sequence[str], separate_keys: bool, max_body_bytes: int
     ) -> None:
         self._app = app
         self._engine = engine
         self._keys = [key_digest(key.encode()) for key in keys]
         # per key, for the engine's caches; random, so that they reveal nothing about the key
-        self._salts = ["" if share_cache else secrets.token_hex(16) for _ in keys]
+        self._salts = [secrets.token_hex(16) if separate_keys else "" for _ in keys]
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

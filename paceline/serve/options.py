@@ -105,6 +105,11 @@ class ServeOptions:
         check_choice(ConfigError, "log_format", self.log_format, LOG_FORMATS)
 
     @property
+    def separates_keys(self) -> bool:
+        """Whether API keys share no cache with each other. With one key there is nothing to separate."""
+        return len(set(self.api_key)) > 1 and not self.share_cache_across_keys
+
+    @property
     def kv_events(self) -> KVEventsOptions | None:
         """How KV events are published; None: they are not."""
         return KVEventsOptions.from_flags(
@@ -115,11 +120,12 @@ class ServeOptions:
         )
 
     def _refuse_events_of_keys(self) -> None:
-        """Each API key salts its prompts, and salted blocks are not published: there would be no events."""
-        if self.api_key and not self.share_cache_across_keys:
+        """Each of several API keys salts its prompts, and salted blocks are not published: there would be no
+        events."""
+        if self.separates_keys:
             raise ConfigError(
-                "KV events leave out prompts with a cache salt, and each API key has its own. Let the "
-                "gateway check the keys, add --share-cache-across-keys, or publish their token ids too: "
+                "KV events leave out prompts with a cache salt, and each of several API keys has its own. "
+                "Let the gateway check them, add --share-cache-across-keys, or publish their token ids too: "
                 "--kv-events-config '{\"publish_salted\": true}'."
             )
 

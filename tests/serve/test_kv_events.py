@@ -318,7 +318,7 @@ def test_vllms_json_and_the_flags_say_the_same() -> None:
         ({"kv_events_endpoint": "5557"}, "such as tcp://"),
         ({"kv_events_endpoint": "inproc://here"}, "such as tcp://"),
         ({"kv_events_replay_endpoint": "tcp://gateway:5558"}, "must be an address to bind"),
-        ({"kv_events_endpoint": "tcp://*:5557", "api_key": ("k",)}, "--share-cache-across-keys"),
+        ({"kv_events_endpoint": "tcp://*:5557", "api_key": ("k", "l")}, "--share-cache-across-keys"),
         ({"metrics_prefix": "sglang"}, "one of paceline, vllm"),
     ],
 )

@@ -148,6 +148,17 @@ def test_keys_may_share_caches() -> None:
         assert cached(client, "sk-eve") > 0
 
 
+def test_one_key_separates_nothing_so_its_requests_find_what_has_no_salt() -> None:
+    """Such as answers that were kept by --learn, or in a file of past responses, before a restart."""
+    drafter = SuffixDrafter(SuffixOptions())
+    engine = toy_engine(drafter=drafter, budget=4, branching=1)
+    for pair, true in zip(PAIRS, TRUE, strict=True):
+        drafter.remember(pair[true], answer_to(tuple(pair[true])))
+    with serving(engine, api_key=KEYS[:1]) as client:
+        seen = guess(client, "answers", "sk-ann")
+        assert secrets_found(seen, seen_without_victim("suffix", "responses", "answers")) > len(PAIRS) / 2
+
+
 def test_each_key_has_its_own_prefix_cache() -> None:
     with serving(api_key=KEYS) as client:
         assert cached(client, "sk-ann") == 0
