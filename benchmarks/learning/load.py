@@ -186,11 +186,12 @@ class Compared:
         drafted = " ".join(f"{side.drafted_per_pass:.3f}" for side in sides)
         cpu = [round(turn.trained, 2) for turn in self.learning.turns]
         rounds = " ".join(f"{ratio:.3f}" for ratio, _ in self.by_round)
+        medians = [statistics.median(ratios) for ratios in zip(*self.by_round, strict=True)]
         return (
             f"{self.clients} clients: {self.throughput_ratio:.3f} +- {throughput:.3f} of the tokens/s, "
             f"{self.latency_ratio:.3f} +- {latency:.3f} by p95 latency, {self.median_ratio:.3f} by median "
             f"latency; without/without {self.noise:.3f}\n"
-            f"  of the tokens/s in each round: {rounds}\n"
+            f"  of the tokens/s in each round: {rounds}; median {medians[0]:.3f}, by p95 {medians[1]:.3f}\n"
             f"  without, without, with: tokens per pass {passes}, drafted tokens per pass {drafted}\n"
             f"  the trainer: steps in each turn {self.steps}, CPU seconds {cpu}, slowdown {self.slowdown}"
         )
