@@ -209,21 +209,21 @@ def facts(accepted: int, nodes: int = 2, depth: int = 2) -> DraftFacts:
 
 def test_chances_are_counted_by_depth_and_untried_depths_keep_theirs():
     chances = ChainAcceptance(3, [0.5, 0.5, 0.8], 12)
-    assert chances.accepted(3) == pytest.approx(0.5 + 0.25 + 0.2, rel=0.03)
+    assert chances.reached(3) == pytest.approx([0.5, 0.25, 0.2], rel=0.1)
     for _ in range(2000):
         chances.add([facts(2), facts(1)], 2, 2)
-    assert chances.accepted(3) == pytest.approx(1 + 0.5 + 0.4, rel=0.03)
+    assert chances.reached(3) == pytest.approx([1, 0.5, 0.4], rel=0.1)
 
 
 def test_an_empty_draft_counts_as_rejected_and_a_request_that_ends_does_not():
     chances = ChainAcceptance(2, [0.5], 12)
     for _ in range(2000):
         chances.add([facts(2)], 4, 2)  # three found nothing
-    assert chances.accepted(2) == pytest.approx(0.25 + 0.25, rel=0.03)
+    assert chances.reached(2) == pytest.approx([0.25, 0.25], rel=0.03)
     chances = ChainAcceptance(2, [0.5], 12)
     for _ in range(2000):
         chances.add([facts(1, depth=1), facts(2)], 2, 2)  # the first ended with its first token
-    assert chances.accepted(2) == pytest.approx(1 + 1, rel=0.03)
+    assert chances.reached(2) == pytest.approx([1, 1], rel=0.03)
 
 
 def test_what_passes_take_longer_in_traffic_is_expected_of_plans_that_were_not_used_too():
@@ -336,20 +336,20 @@ def test_recent_drafts_are_forgotten_with_the_requests_that_they_were_made_for()
     chances = ChainAcceptance(3, [0.6], 12)
     for _ in range(60):
         chances.add([facts(2), facts(1), facts(0)], 3, 2)
-        usual = chances.accepted(2)
+        usual = sum(chances.reached(2))
     for _ in range(8):
         chances.add([facts(0)], 1, 2)
-    streak = chances.accepted(2)
+    streak = sum(chances.reached(2))
     chances.fade_recent(0.5)
-    half = chances.accepted(2)
+    half = sum(chances.reached(2))
     chances.fade_recent(0.0)
-    assert streak < half < chances.accepted(2) < usual
-    assert chances.accepted(2) > 1.2 * streak
+    assert streak < half < sum(chances.reached(2)) < usual
+    assert sum(chances.reached(2)) > 1.2 * streak
 
 
 def test_a_few_accepted_lookups_do_not_promise_long_ones():
     chances = ChainAcceptance(15, [0.1, 0.7], 3)
-    before = chances.accepted(15)
+    before = sum(chances.reached(15))
     for _ in range(5):
         chances.add([facts(2)], 1, 2)
-    assert before < chances.accepted(15) < 8
+    assert before < sum(chances.reached(15)) < 8

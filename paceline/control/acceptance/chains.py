@@ -126,10 +126,6 @@ class ChainAcceptance:
             self._reached = (odds * chances / (1.0 - chances + odds * chances)).cumprod().tolist()
         return self._reached[:length]
 
-    def accepted(self, length: int) -> float:
-        """Expected accepted tokens of a draft of this length."""
-        return sum(self.reached(length))
-
     def _recent_odds(self, chances: Float64Array) -> float:
         """The odds of recent tokens to be accepted, over those that `chances` [depth] give them."""
         recent, weight = self._recent, CONFIG.chains.usual_weight
