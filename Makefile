@@ -21,7 +21,7 @@ WITH_RAY := '.[serve,dev,ray]'
 timed = @begin=$$(date +%s); ($(2)); status=$$?; \
 	printf '%-8s %5d s\n' $(1) $$(($$(date +%s) - begin)) >> $(TIMES); exit $$status
 
-.PHONY: install model serve test test-large test-scale lint types check checked-tests tests fuzz clean
+.PHONY: install model serve test test-large test-scale lint types check portable checked-tests tests fuzz clean
 
 # what serving needs: no torch, nothing for tests
 $(SERVING): pyproject.toml constraints.txt
@@ -53,6 +53,10 @@ types: install
 check: model
 	$(call timed,check,$(BIN)/python -m paceline check)
 
+# and those for any CPU on the second core; the test that holds all CPUs to them says what is wrong
+portable: install
+	$(call timed,portable,PACELINE_ISA=portable $(BIN)/python -m tests.backends.cpu.bits > /dev/null || true)
+
 # other plugins are not used, and take seconds to import
 PLUGINS := -p xdist.plugin -p _hypothesis_pytestplugin
 tests: export PYTEST_DISABLE_PLUGIN_AUTOLOAD := 1
@@ -61,7 +65,7 @@ tests: install model
 	$(call timed,tests,$(BIN)/python -m pytest $(PLUGINS) --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15)
 
 # kernels are compiled while the rest is installed, linted and type-checked: tests wait for them alone
-checked-tests: install check
+checked-tests: install check portable
 	@$(MAKE) tests
 
 # two cores always have something to do
