@@ -120,21 +120,7 @@ def _pool(num_pages: int, layers: int, config: ModelConfig | HeadConfig, target:
 
 def _head_config(target: Weights) -> HeadConfig:
     """That of a one-layer EAGLE-3 head of the target's sizes."""
-    sizes = target.config
-    return HeadConfig(
-        kind="eagle3",
-        vocab_size=sizes.vocab_size,
-        draft_vocab_size=DRAFT_VOCABULARY,
-        hidden_size=sizes.hidden_size,
-        target_hidden_size=sizes.hidden_size,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        intermediate_size=sizes.intermediate_size,
-        rms_norm_eps=sizes.rms_norm_eps,
-        rope=sizes.rope,
-        max_position=sizes.max_position,
-    )
+    return HeadConfig.beside(target.config, "eagle3", draft_vocab_size=DRAFT_VOCABULARY)
 
 
 def _random(config: HeadConfig, target: Weights) -> Take:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-from pathlib import Path
-
 import numpy as np
 import torch
 
 from paceline.core.arrays import Int32Array
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
-from paceline.models.heads.checkpoint import HeadCheckpoint, write_head
+from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.config import (
     BlockAttention,
     BlockConfig,
@@ -27,12 +23,11 @@ from paceline.train.acceptance import accepted_by_blocks
 from paceline.train.batches import Batch
 from paceline.train.block import block_losses, random_anchors
 from paceline.train.examples import Examples
-from paceline.train.losses import LOSSES, DraftIds, StepLosses
+from paceline.train.losses import StepLosses
 from paceline.train.new_head import choose_draft_ids, copy_output, load_weights, shared_weights
-from paceline.train.objective import NEW, WriteHead, float16_weights, precision_of
+from paceline.train.objective import Objective, WriteHead, precision_of, write_later
 from paceline.train.options import BlockOptions, DSparkOptions
 from paceline.train.sequences import target_states
-from paceline.train.state_cache import StateCache
 
 TITLES = {"dflash": "A DFlash draft head", "dspark": "A DSpark draft head", "jetspec": "A JetSpec draft head"}
 SAMPLES, SAMPLE_WIDTH = 8, 256  # texts, and their tokens, by which the sizes of features are measured
@@ -40,8 +35,10 @@ MIN_SIZE = 0.02  # of a dimension, relative to its feature: those below carry li
 SMALL = 0.1  # of the embeddings of a new Markov head, which adds nothing at first
 
 
-class BlockObjective:
+class BlockObjective(Objective):
     """Trains a parallel head on blocks behind random anchors; see block.py."""
+
+    network: BlockHead
 
     def __init__(
         self,
@@ -53,30 +50,25 @@ class BlockObjective:
     ) -> None:
         """A new head, or the one of `init_from`."""
         self.method, self.title = _kind(options), TITLES[options.recipe]
-        self.target, self.name = target, name
-        self.start = NEW if init_from is None else str(init_from.source)
         if init_from is None:
             counts = examples.answer_counts()
-            self.draft_ids = choose_draft_ids(counts, options.draft_vocab_size)
+            draft_ids = choose_draft_ids(counts, options.draft_vocab_size)
             # an id that no answer has, so that MASK is told from every anchor
             mask = int(np.flatnonzero(counts == counts.min())[-1])
             config = block_config(target.config, options, mask, name)
-            self.network = new_block_head(config, target, self.draft_ids, options.seed)
+            self.network = new_block_head(config, target, draft_ids, options.seed)
             if config.fc_norm:
                 equalize_features(self.network, target, examples)
         else:
-            self.network, self.draft_ids = _head_from(init_from, target, self.method)
-        self.num_steps = self.network.block.num_drafts
-        self._loss, self._anchors, self._seed = LOSSES[options.loss], options.anchors, options.seed
-        device = target.embedding.device
-        if device.type == "cuda":
-            self.network.compile_small_steps()
-        self._ids = DraftIds(torch.from_numpy(self.draft_ids).long().to(device), target.head)
+            self.network, draft_ids = _head_from(init_from, target, self.method)
         layers = self.network.config.layers_of(target.config.num_layers)
-        self._states = StateCache(target, layers, len(examples.tokens), options.keep_states)
+        super().__init__(target, examples, options, draft_ids, layers, init_from)
+        self.name, self.num_steps = name, self.network.block.num_drafts
+        self._anchors, self._seed = options.anchors, options.seed
+        if target.embedding.is_cuda:
+            self.network.compile_small_steps()
 
     def losses(self, batch: Batch) -> StepLosses:
-        """The losses of a batch, per token ahead."""
         states = self._states(batch)
         anchors = random_anchors(batch, self._anchors, self._seed)
         with precision_of(self.target):
@@ -84,22 +76,14 @@ class BlockObjective:
 
     @torch.no_grad()
     def accepted(self, batch: Batch) -> torch.Tensor:
-        """Accepted guesses of a chain after each token: int64 [batch, tokens]; see acceptance.py."""
         states = self._states(batch)
         with precision_of(self.target):
             return accepted_by_blocks(self.network, states.features, self._ids, batch)
 
-    def calibrate(self, batches: Iterable[Batch]) -> None:
-        """Nothing to do: trees are shaped by the head's confidence."""
-
     def snapshot(self) -> WriteHead:
-        """A function that writes the head as it is now, in the format of its authors."""
-        config = replace(self.network.config, target=self.name)
-        head = HeadCheckpoint(config, float16_weights(self.network), self.draft_ids, Path())
-        return lambda folder: write_head(head, folder, "vllm")
+        return write_later(self.network, self.draft_ids, self.name)
 
     def size(self) -> str:
-        """The head's size, for its card."""
         config, block = self.network.config, self.network.block
         return f"{len(block.layers)} layers, hidden {config.hidden_size}, blocks of {block.size} slots"
 
@@ -125,19 +109,11 @@ def block_config(
         confidence=is_dspark,
         confidence_with_markov=is_dspark,
     )
-    return HeadConfig(
-        kind=_kind(options),
-        vocab_size=target.vocab_size,
+    return HeadConfig.beside(
+        target,
+        _kind(options),
         draft_vocab_size=min(options.draft_vocab_size, target.vocab_size),
-        hidden_size=target.hidden_size,
-        target_hidden_size=target.hidden_size,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
         intermediate_size=options.intermediate_size or target.intermediate_size,
-        rms_norm_eps=target.rms_norm_eps,
-        rope=target.rope,
-        max_position=target.max_position,
         # a target with few layers has fewer at these places
         feature_layers=tuple(sorted({min(layer, target.num_layers) for layer in usual})),
         fc_norm=options.fc_norm,

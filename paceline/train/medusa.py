@@ -28,21 +28,21 @@ from paceline.models.transformer import Transformer
 from paceline.train.acceptance import accepted_by_steps
 from paceline.train.batches import Batch
 from paceline.train.examples import Examples
-from paceline.train.losses import LOSSES, DraftIds, StepLosses, distillation_losses
+from paceline.train.losses import StepLosses, distillation_losses
 from paceline.train.new_head import choose_draft_ids
-from paceline.train.objective import NEW, WriteHead, float16_weights, precision_of
+from paceline.train.objective import Objective, WriteHead, float16_weights, precision_of
 from paceline.train.options import MedusaOptions
-from paceline.train.state_cache import StateCache
 
 MAX_TREE_PATHS = 64  # of the tree stored with the heads
 MAX_BRANCHES = 10  # candidates per head in a tree
 NEVER = 1 << 30  # rank of a token outside the draft vocabulary
 
 
-class MedusaObjective:
+class MedusaObjective(Objective):
     """Trains heads on the target's distributions."""
 
     method, title = "medusa", "Medusa draft heads"
+    network: TorchMedusa
 
     def __init__(
         self,
@@ -53,26 +53,21 @@ class MedusaObjective:
         init_from: MedusaCheckpoint | None = None,
     ) -> None:
         """New heads, or those of `init_from`."""
-        self.target = target
-        self.start = NEW if init_from is None else str(init_from.source)
         if init_from is None:
-            self.draft_ids = choose_draft_ids(examples.answer_counts(), options.draft_vocab_size)
-            sizes = options.heads, options.layers, target.config.hidden_size, len(self.draft_ids)
+            draft_ids = choose_draft_ids(examples.answer_counts(), options.draft_vocab_size)
+            sizes = options.heads, options.layers, target.config.hidden_size, len(draft_ids)
             self.config = MedusaConfig(*sizes, name)
-            self.network = new_medusa(self.config, target, self.draft_ids)
+            self.network = new_medusa(self.config, target, draft_ids)
         else:
-            self.config, self.draft_ids = replace(init_from.config, target=name), _ids_of(init_from, target)
+            self.config, draft_ids = replace(init_from.config, target=name), _ids_of(init_from, target)
             self.network = TorchMedusa.load(init_from, target.embedding.device, torch.float32)
             self.network.requires_grad_(True)
-        self.num_steps = self.config.num_heads
-        self._loss = LOSSES[options.loss]
-        self._paths: tuple[tuple[int, ...], ...] = ()
         layers = (target.config.num_layers,)
-        self._states = StateCache(target, layers, len(examples.tokens), options.keep_states)
-        self._ids = DraftIds(torch.from_numpy(self.draft_ids).long().to(target.embedding.device), target.head)
+        super().__init__(target, examples, options, draft_ids, layers, init_from)
+        self.num_steps = self.config.num_heads
+        self._paths: tuple[tuple[int, ...], ...] = ()
 
     def losses(self, batch: Batch) -> StepLosses:
-        """The losses of a batch, per head."""
         states = self._states(batch)
         inputs = [states.final] * self.num_steps
         with precision_of(self.target):
@@ -82,7 +77,6 @@ class MedusaObjective:
 
     @torch.no_grad()
     def accepted(self, batch: Batch) -> torch.Tensor:
-        """Accepted guesses of a chain after each token: int64 [batch, tokens]; see acceptance.py."""
         states = self._states(batch)
         with precision_of(self.target):
             return accepted_by_steps([states.final] * self.num_steps, self.network.scores, self._ids, batch)
@@ -116,7 +110,6 @@ class MedusaObjective:
         return lambda folder: write_medusa(heads, folder)
 
     def size(self) -> str:
-        """The heads' size, for their card."""
         config = self.config
         return f"{config.num_heads} heads of {config.num_layers} blocks, hidden {config.hidden_size}"
 

@@ -36,19 +36,11 @@ def head_config(target: ModelConfig, options: Eagle3Options, name: TargetName | 
     """The config of a new head: one layer like those of its target."""
     layers = usual_feature_layers(target.num_layers)
     usable = all(1 <= layer <= target.num_layers for layer in layers)
-    return HeadConfig(
-        kind="eagle3",
-        vocab_size=target.vocab_size,
+    return HeadConfig.beside(
+        target,
+        "eagle3",
         draft_vocab_size=min(options.draft_vocab_size, target.vocab_size),
-        hidden_size=target.hidden_size,
-        target_hidden_size=target.hidden_size,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
         intermediate_size=options.intermediate_size or target.intermediate_size,
-        rms_norm_eps=target.rms_norm_eps,
-        rope=target.rope,
-        max_position=target.max_position,
         # a target with few layers may not have three distinct ones at the usual places
         feature_layers=None
         if usable and len(set(layers)) == 3

@@ -1,60 +1,89 @@
-"""Objective: the contract between the training loop and a kind of head."""
+"""Objective: what the training loop asks of a kind of head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.core.arrays import Int32Array
+from paceline.models.heads.checkpoint import HeadCheckpoint, write_head
+from paceline.models.heads.config import TargetName
+from paceline.models.heads.medusa import MedusaCheckpoint
+from paceline.models.heads.torch_head import BesideTarget
 from paceline.models.safetensors_files import SafeTensor
 from paceline.models.safetensors_writer import encode
 from paceline.models.transformer import Transformer
 from paceline.train.batches import Batch
-from paceline.train.losses import StepLosses
+from paceline.train.examples import Examples
+from paceline.train.losses import LOSSES, DraftIds, StepLosses
+from paceline.train.options import TrainOptions
+from paceline.train.state_cache import StateCache
 
 NEW = "new"
 WriteHead = Callable[[Path], None]  # writes a head into a folder
 
 
-class Objective(Protocol):
+class Objective(ABC):
     """A head in training: its parameters, its losses, and how it is written."""
 
     method: str  # its method in speculative_config
     title: str  # its name in texts
-    target: Transformer
-    draft_ids: Int32Array  # [draft vocabulary] target ids that it can predict
     num_steps: int  # tokens ahead that it predicts
-    start: str  # NEW, or the name of the head that is trained further
+    network: nn.Module  # whose parameters are trained
 
-    @property
-    def network(self) -> nn.Module:
-        """The module whose parameters are trained."""
-        ...
+    def __init__(
+        self,
+        target: Transformer,
+        examples: Examples,
+        options: TrainOptions,
+        draft_ids: Int32Array,
+        layers: Sequence[int],
+        init_from: HeadCheckpoint | MedusaCheckpoint | None,
+    ) -> None:
+        """A head that predicts the target ids `draft_ids` [draft vocabulary] from the hidden states `layers`.
 
+        `init_from` is the head that is trained further; None: it is new.
+        """
+        self.target, self.draft_ids = target, draft_ids
+        self.start = NEW if init_from is None else str(init_from.source)
+        self._loss = LOSSES[options.loss]
+        ids = torch.from_numpy(draft_ids).long().to(target.embedding.device)
+        self._ids = DraftIds(ids, target.head)
+        self._states = StateCache(target, layers, len(examples.tokens), options.keep_states)
+
+    @abstractmethod
     def losses(self, batch: Batch) -> StepLosses:
         """The losses of a batch, per token ahead."""
-        ...
 
+    @abstractmethod
     def accepted(self, batch: Batch) -> torch.Tensor:
         """Accepted guesses of a chain after each token: int64 [batch, tokens]; see acceptance.py."""
-        ...
 
     def calibrate(self, batches: Iterable[Batch]) -> None:
         """Called after training with the held-out batches, for what depends on the head's accuracy."""
-        ...
+        return  # not abstract: most trees are shaped by the head's confidence
 
+    @abstractmethod
     def snapshot(self) -> WriteHead:
         """A function that writes the head as it is now, whenever it is called."""
-        ...
 
+    @abstractmethod
     def size(self) -> str:
         """The head's size, for its card."""
-        ...
+
+
+def write_later(network: BesideTarget, draft_ids: Int32Array, target: TargetName | None) -> WriteHead:
+    """A function that writes a head as it is now, in the format that vLLM and SGLang load."""
+    config = replace(network.config, target=target)
+    head = HeadCheckpoint(config, float16_weights(network), draft_ids, Path())
+    return lambda folder: write_head(head, folder, "vllm")
 
 
 def float16_weights(network: nn.Module) -> Mapping[str, SafeTensor]:

@@ -21,10 +21,10 @@ from paceline.models.heads.config import BlockAttention, BlockConfig, HeadConfig
 from paceline.models.heads.formats import (
     SPECULATORS_VERSION,
     qwen_fields,
+    read_sizes,
     refuse_activation,
     speculators_part,
 )
-from paceline.models.rope_fields import rope_config
 
 KINDS = ("dflash", "dspark")
 NESTED = ("dflash_config", "dspark_config")  # where plain configs keep some of the fields
@@ -56,30 +56,17 @@ def read_block_config(values: Mapping[str, object], source: str, shapes: Shapes)
     layer = fields.group("transformer_layer_config") if speculators else fields
     is_dspark = "dspark" in _architectures(values) or values.get("speculators_model_type") == "dspark"
     _refuse_unsupported(fields, layer)
-    hidden, heads = layer.integer("hidden_size"), layer.integer("num_attention_heads")
-    vocab, own_lm_head = layer.integer("vocab_size"), "lm_head.weight" in shapes
-    target_hidden = fields.integer("target_hidden_size", hidden)
-    num_features = shapes.get("fc.weight", (0, target_hidden))[1] // target_hidden
+    sizes = read_sizes(fields, layer, shapes, max_position=32768)
+    width = sizes["target_hidden_size"]
+    num_features = shapes.get("fc.weight", (0, width))[1] // width
     return HeadConfig(
         kind="dspark" if is_dspark else "dflash",
-        vocab_size=vocab,
-        draft_vocab_size=shapes["lm_head.weight"][0] if own_lm_head else vocab,
-        hidden_size=hidden,
-        target_hidden_size=target_hidden,
-        num_heads=heads,
-        num_kv_heads=layer.integer("num_key_value_heads", heads),
-        head_dim=layer.integer("head_dim", max(1, hidden // heads)),
-        intermediate_size=layer.integer("intermediate_size"),
-        rms_norm_eps=layer.number("rms_norm_eps", 1e-6),
-        rope=rope_config(layer, 10000.0),
-        max_position=layer.integer("max_position_embeddings", 32768),
+        **sizes,
         feature_layers=_feature_layers(fields, num_features),
         fc_norm=fields.flag("fc_norm", False),
         qkv_bias="layers.0.self_attn.q_proj.bias" in shapes,
         qk_norm="layers.0.self_attn.q_norm.weight" in shapes,
-        own_embedding="embed_tokens.weight" in shapes,
-        own_lm_head=own_lm_head,
-        block=_block(fields, layer, is_dspark, vocab, shapes),
+        block=_block(fields, layer, is_dspark, sizes["vocab_size"], shapes),
     )
 
 

@@ -41,6 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.layout import layer_tensors
@@ -126,6 +127,14 @@ class HeadConfig:
     mask_token_id: int | None = None
     layer: ModelConfig | None = None  # of an mtp head: its layer is one of this model's, not llama's
     target: TargetName | None = None  # None: its file does not say
+
+    @staticmethod
+    def beside(model: ModelConfig, kind: str, **others: Any) -> HeadConfig:
+        """A head whose layers have the sizes of its target `model`, except for `others`."""
+        same = "vocab_size hidden_size num_heads num_kv_heads head_dim intermediate_size rms_norm_eps"
+        sizes = {name: getattr(model, name) for name in (*same.split(), "rope", "max_position")}
+        sizes |= {"draft_vocab_size": model.vocab_size, "target_hidden_size": model.hidden_size}
+        return HeadConfig(kind=kind, **{**sizes, **others})
 
     @property
     def num_features(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.models.config import RopeConfig
@@ -44,43 +45,47 @@ def read_config(
     speculators = fields.has("speculators_model_type")
     layer = fields.group("transformer_layer_config") if speculators else fields
     refuse_activation(layer)
-    hidden = layer.integer("hidden_size")
-    heads = layer.integer("num_attention_heads")
-    vocab = layer.integer("vocab_size")
-    own_lm_head = "lm_head.weight" in shapes
     eagle3 = "midlayer.hidden_norm.weight" in shapes
     num_layers = layer.integer("num_hidden_layers", 1, most=64)
     if num_layers != 1 and not eagle3:
         raise UnsupportedModelError(f"{source}: only eagle3 heads may have several layers, not {num_layers}.")
     # as vLLM, which most heads are served with: this flag is true where a speculators file lacks it
     defaults = {"norm_before_residual": speculators and eagle3}
-    flags = {name: fields.flag(name, defaults.get(name, False)) for name in FLAGS}
+    flags: dict[str, Any] = {name: fields.flag(name, defaults.get(name, False)) for name in FLAGS}
     if flags["fc_norm"] and flags["norm_before_fc"]:
         raise fields.wrong("fc_norm", "false where norm_before_fc is true")
     return HeadConfig(
         kind="eagle3" if eagle3 else "eagle",
-        vocab_size=vocab,
-        draft_vocab_size=shapes["lm_head.weight"][0] if own_lm_head else vocab,
-        hidden_size=hidden,
-        target_hidden_size=fields.integer("target_hidden_size", hidden),
-        num_heads=heads,
-        num_kv_heads=layer.integer("num_key_value_heads", heads),
-        head_dim=layer.integer("head_dim", max(1, hidden // heads)),
-        intermediate_size=layer.integer("intermediate_size"),
-        rms_norm_eps=layer.number("rms_norm_eps", 1e-6),
-        rope=rope_config(layer, 10000.0),
-        max_position=layer.integer("max_position_embeddings", 2048),
+        **read_sizes(fields, layer, shapes, max_position=2048),
         feature_layers=_feature_layers(fields) if eagle3 else None,
         fc_bias="fc.bias" in shapes,
-        own_embedding="embed_tokens.weight" in shapes,
-        own_lm_head=own_lm_head,
-        fc_norm=flags["fc_norm"],
-        norm_before_fc=flags["norm_before_fc"],
-        norm_output=flags["norm_output"],
-        norm_before_residual=flags["norm_before_residual"],
+        **flags,
         num_layers=num_layers,
-        mask_token_id=_mask_token(fields, vocab) if "mask_hidden" in shapes else None,
+        mask_token_id=_mask_token(fields, layer.integer("vocab_size")) if "mask_hidden" in shapes else None,
     )
+
+
+def read_sizes(
+    fields: Fields, layer: Fields, shapes: Mapping[str, tuple[int, ...]], max_position: int
+) -> dict[str, Any]:
+    """The fields of a HeadConfig that every format has. `max_position`: of a file that does not tell it."""
+    hidden, heads = layer.integer("hidden_size"), layer.integer("num_attention_heads")
+    vocab, own_lm_head = layer.integer("vocab_size"), "lm_head.weight" in shapes
+    return {
+        "vocab_size": vocab,
+        "draft_vocab_size": shapes["lm_head.weight"][0] if own_lm_head else vocab,
+        "hidden_size": hidden,
+        "target_hidden_size": fields.integer("target_hidden_size", hidden),
+        "num_heads": heads,
+        "num_kv_heads": layer.integer("num_key_value_heads", heads),
+        "head_dim": layer.integer("head_dim", max(1, hidden // heads)),
+        "intermediate_size": layer.integer("intermediate_size"),
+        "rms_norm_eps": layer.number("rms_norm_eps", 1e-6),
+        "rope": rope_config(layer, 10000.0),
+        "max_position": layer.integer("max_position_embeddings", max_position),
+        "own_embedding": "embed_tokens.weight" in shapes,
+        "own_lm_head": own_lm_head,
+    }
 
 
 def _mask_token(fields: Fields, vocab: int) -> int:

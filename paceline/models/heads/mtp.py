@@ -98,19 +98,9 @@ def mtp_head(target: ModelConfig, tensors: Mapping[str, Tensor]) -> HeadCheckpoi
 
 def _config(target: ModelConfig, layout: MtpLayout) -> HeadConfig:
     """The HeadConfig of the block, which has the sizes of a layer of its target."""
-    return HeadConfig(
-        kind="mtp",
-        vocab_size=target.vocab_size,
-        draft_vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        target_hidden_size=target.hidden_size,
-        num_heads=target.num_heads,
-        num_kv_heads=target.num_kv_heads,
-        head_dim=target.head_dim,
-        intermediate_size=target.intermediate_size,
-        rms_norm_eps=target.rms_norm_eps,
-        rope=target.rope,
-        max_position=target.max_position,
+    return HeadConfig.beside(
+        target,
+        "mtp",
         feature_layers=(target.num_layers,),
         norm_features=layout.norm_features,
         norm_output=layout.norm_output,
