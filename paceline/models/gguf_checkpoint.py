@@ -22,8 +22,9 @@ from paceline.models.gguf_architectures import (
     CONFIG_KEYS,
     CONVOLUTIONS,
     WITHOUT_SUFFIX,
-    mtp_layers,
 )
+from paceline.models.gguf_fields import mtp_layers
+from paceline.models.layer_kinds import FULL, SLIDING
 from paceline.models.layout import select_tensors
 from paceline.models.rope import yarn_attention_factor
 from paceline.models.tensor_views import LogOfNegated
@@ -33,12 +34,16 @@ TOP_NAMES = {
     "output_norm.weight": "model.norm.weight",
     "token_embd_norm.weight": "model.norm.weight",  # of LFM2: the norm before the LM head
     "output.weight": "lm_head.weight",
+    "per_layer_token_embd.weight": "model.embed_tokens_per_layer.weight",
+    "per_layer_model_proj.weight": "model.per_layer_model_projection.weight",
+    "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-BLOCK_NAME = re.compile(r"blk\.(\d+)\.([\w.]+)\.(weight|bias)")
-RATES = re.compile(r"blk\.(\d+)\.ssm_a")  # -exp(A_log) of delta nets
+BLOCK_NAME = re.compile(r"blk\.(\d+)\.([\w.]+?)(?:\.(weight|bias|scale))?")
+HUGE_DIVISOR = 1e20  # of a frequency: nothing turns by an angle that was divided by it
+VECTORS = ("ssm_a", "ssm_d", "ssm_norm")  # which files may store as a matrix
 # weights [experts, out, in], biases [experts, out]
-STACKED_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|bias)")
+STACKED_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down|gate_up)_exps\.(weight|bias)")
 SINGLE_EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")  # in old files
 
 
@@ -78,14 +83,19 @@ def _config(file: GgufFile) -> ModelConfig:
     values["rope_theta"] = fields.number("rope.freq_base", 10000.0)
     values["norm_topk_prob"] = fields.flag("expert_weights_norm", True)
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
-    values["attention_bias"] = "blk.0.attn_output.bias" in file.tensors
-    values["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
+    parts = {name.split(".", 2)[-1] for name in file.tensors}  # of any layer
+    values["attention_bias"] = "attn_output.bias" in parts
+    values["use_qk_norm"] = "attn_q_norm.weight" in parts
+    values["mamba_conv_bias"] = values["use_conv_bias"] = "ssm_conv1d.bias" in parts
+    values["mamba_rms_norm"] = "ssm_norm.weight" in parts
     if "token_embd.weight" not in file.tensors:
         raise damaged(file.path, "the tensor token_embd.weight is missing")
     values["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
+    if known.ropes_by_kind:
+        return model_config(values | _kinds_of_layers(file, fields), source)
     values["rope_parameters"] = _rope_parameters(file, fields) | {"truncate": known.truncated_yarn}
     config = _with_rope_size(fields, model_config(values, source))
-    if "blk.0.attn_q.bias" in file.tensors and not config.qkv_bias:
+    if "attn_q.bias" in parts and not config.qkv_bias:
         config = replace(config, qkv_bias=True)
     recurrent = config.recurrent
     if known.tiled_values and recurrent and recurrent.key_heads < recurrent.value_heads:
@@ -94,6 +104,33 @@ def _config(file: GgufFile) -> ModelConfig:
         divisors = _frequency_divisors(file, config.rope.dim or config.head_dim)
         config = _with_rope(config, replace(config.rope, frequency_divisors=divisors))
     return config
+
+
+def _kinds_of_layers(file: GgufFile, fields: Fields) -> dict[str, object]:
+    """What Gemma 4's layers with and without a window have, as far as tensors say it: ropes, values.
+
+    Without a window only some angles turn; the others are divided by a huge number.
+    """
+    full: dict[str, object] = {
+        "rope_type": "proportional",
+        "rope_theta": fields.number("rope.freq_base", 1e6),
+    }
+    if "rope_freqs.weight" in file.tensors:
+        divisors = file.tensors["rope_freqs.weight"].float32()
+        turning = int((divisors == 1).sum())
+        if not turning or (divisors[:turning] != 1).any() or (divisors[turning:] < HUGE_DIVISOR).any():
+            raise damaged(file.path, "rope_freqs.weight are not ones, and then numbers that stop the rest")
+        full["partial_rotary_factor"] = (turning + 0.5) / len(divisors)  # rounded down to whole angles
+    sliding = {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 10000.0)}
+    layers = {
+        part: {name.split(".")[1] for name in file.tensors if name.endswith(f".attn_{part}.weight")}
+        for part in "kv"
+    }
+    values: dict[str, object] = {"rope_parameters": {FULL: full, SLIDING: sliding}}
+    values["attention_k_eq_v"] = not layers["k"] <= layers["v"]
+    if "per_layer_token_embd.weight" in file.tensors:
+        values["vocab_size_per_layer_input"] = file.tensors["per_layer_token_embd.weight"].shape[0]
+    return values
 
 
 def _rope_parameters(file: GgufFile, fields: Fields) -> dict[str, object]:
@@ -130,6 +167,8 @@ def _with_rope_size(fields: Fields, config: ModelConfig) -> ModelConfig:
     """
     width = config.head_dim
     rotated = fields.integer("rope.dimension_count", config.rope.dim or width)
+    if config.layer_ropes and not any(config.layer_ropes):
+        rotated = width  # nothing is rotated
     is_partial = FAMILIES[config.family].partial_rope and rotated < width and rotated % 2 == 0
     sizes = {
         "rope.dimension_count": width if is_partial else rotated,
@@ -179,19 +218,15 @@ def _renamed(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, Tensor]
                 yield f"model.layers.{match[1]}.mlp.experts.{expert}.{match[2]}_proj.{match[3]}", part
         elif match := SINGLE_EXPERT.fullmatch(name):
             yield f"model.layers.{match[1]}.mlp.experts.{match[3]}.{match[2]}_proj.weight", tensor
-        elif (match := RATES.fullmatch(name)) and "ssm_alpha" in names:
-            if not (tensor.float32() < 0).all():
-                raise damaged(file.path, f"{name} has values that are not negative")
-            yield f"model.layers.{match[1]}.linear_attn.A_log", LogOfNegated(tensor)
         elif (match := BLOCK_NAME.fullmatch(name)) and match[2] in names:
             if known.interleaved_rope and match[2] in ("attn_q", "attn_k"):
                 tensor = _half_split(file, name, tensor, config)
-            if match[2] in CONVOLUTIONS and len(tensor.shape) == 2:  # files leave out the axis of 1
-                tensor = replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
-            if match[2] == "ffn_gate_inp_shexp" and len(tensor.shape) == 1:
-                tensor = replace(tensor, shape=(1, *tensor.shape))
-            suffix = "" if match[2] in WITHOUT_SUFFIX else f".{match[3]}"
-            yield f"model.layers.{match[1]}.{names[match[2]]}{suffix}", tensor
+            suffix = "" if match[2] in WITHOUT_SUFFIX else f".{match[3] or 'weight'}"
+            own_name = f"model.layers.{match[1]}.{names[match[2]]}{suffix}"
+            yield (
+                own_name if config.moe else own_name.replace(".mlp.shared_experts.", ".mlp."),
+                _as_we_store(file, name, match[2], match[3], tensor),
+            )
         elif name.startswith("rope_factors_"):
             raise UnsupportedModelError(
                 f"{file.path.name}: rope scaling 'longrope' ({name}) is not supported. "
@@ -202,6 +237,22 @@ def _renamed(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, Tensor]
                 f"{file.path.name}: tensor {name!r} is not one that {architecture} models have. "
                 f"The file holds another kind of model, or was made by a converter we do not know."
             )
+
+
+def _as_we_store(file: GgufFile, name: str, part: str, suffix: str | None, tensor: GgufTensor) -> Tensor:
+    """A tensor of a layer in the shape and with the values that checkpoint.py's tensors have."""
+    shape = tensor.shape
+    if part in CONVOLUTIONS and suffix == "weight" and len(shape) == 2:  # files leave out the axis of 1
+        return replace(tensor, shape=(shape[0], 1, shape[1]))
+    if part == "ffn_gate_inp_shexp" and len(shape) == 1:
+        return replace(tensor, shape=(1, *shape))
+    if part in VECTORS and len(shape) == 2 and tensor.row_order is None:
+        tensor = replace(tensor, shape=(math.prod(shape),), data=tensor.data.reshape(1, -1))
+    if part != "ssm_a":
+        return tensor
+    if not (tensor.float32() < 0).all():
+        raise damaged(file.path, f"{name} has values that are not negative")
+    return LogOfNegated(tensor)
 
 
 def _mtp_prefixes(file: GgufFile, architecture: str, config: ModelConfig) -> tuple[str, ...]:

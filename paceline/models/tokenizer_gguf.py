@@ -1,7 +1,8 @@
 """The Tokenizer of a GGUF file, from its metadata.
 
-Two kinds of vocabularies are supported: `gpt2`, byte-level BPE with the file's merges, and `llama`,
-sentencepiece BPE with byte fallback, whose merges are derived from the scores.
+Three kinds of vocabularies are supported: `gpt2`, byte-level BPE with the file's merges, `llama`,
+sentencepiece BPE with byte fallback, whose merges are derived from the scores, and `gemma4`, the same with
+the file's merges.
 """
 
 from __future__ import annotations
@@ -168,10 +169,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
             f"{', '.join(PRE_TOKENIZERS)}; or give a folder with safetensors and tokenizer.json."
         )
     style = PRE_TOKENIZERS[name]
-    lines = vocabulary.texts("tokenizer.ggml.merges")
-    if not all(line.count(" ") == 1 for line in lines):
-        raise damaged(vocabulary.file.path, "tokenizer.ggml.merges has an entry that is not a pair")
-    merges = [(left, right) for left, right in (line.split(" ") for line in lines)]
+    merges = _listed_merges(vocabulary)
     backend = tokenizers.Tokenizer(vocabulary.bpe(merges, ignore_merges=style.whole_words_first))
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=style.split is None)
     steps: list[pre_tokenizers.PreTokenizer] = []
@@ -187,12 +185,21 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    return _pieces(vocabulary, _merges(vocabulary))
+
+
+def _gemma4(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    return _pieces(vocabulary, _listed_merges(vocabulary))
+
+
+def _pieces(vocabulary: _Vocabulary, merges: list[tuple[str, str]]) -> tokenizers.Tokenizer:
+    """BPE of sentencepiece's pieces, in which spaces are a character of their own, with byte fallback."""
     if not {f"<0x{byte:02X}>" for byte in range(256)} <= set(vocabulary.tokens):
         raise UnsupportedModelError(
             f"{vocabulary.file.path.name}: its sentencepiece vocabulary has no byte tokens. "
             f"Give a folder with safetensors and tokenizer.json instead."
         )
-    backend = tokenizers.Tokenizer(vocabulary.bpe(_merges(vocabulary), fuse_unk=True, byte_fallback=True))
+    backend = tokenizers.Tokenizer(vocabulary.bpe(merges, fuse_unk=True, byte_fallback=True))
     prefix = vocabulary.fields.flag("tokenizer.ggml.add_space_prefix", True)
     backend.pre_tokenizer = pre_tokenizers.Metaspace(
         replacement=WORD_SPACE, prepend_scheme="first" if prefix else "never", split=False
@@ -202,6 +209,14 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     if (processor := vocabulary.bos_processor(default=True)) is not None:
         backend.post_processor = processor
     return backend
+
+
+def _listed_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """The merges that the file has, best first."""
+    lines = vocabulary.texts("tokenizer.ggml.merges")
+    if not all(line.count(" ") == 1 for line in lines):
+        raise damaged(vocabulary.file.path, "tokenizer.ggml.merges has an entry that is not a pair")
+    return [(left, right) for left, right in (line.split(" ") for line in lines)]
 
 
 def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
@@ -221,4 +236,4 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     return [pair for *_, pair in found]
 
 
-BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece}
+BUILDERS = {"gpt2": _byte_level, "llama": _sentencepiece, "gemma4": _gemma4}

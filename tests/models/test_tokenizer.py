@@ -216,6 +216,27 @@ def test_sentencepiece_without_a_space_before_the_text(tmp_path: Path) -> None:
     assert ours.decode(ids) == "the the"
 
 
+def test_gemma_4_merges_pieces_in_the_order_of_the_file(tmp_path: Path) -> None:
+    from transformers import GemmaTokenizer
+
+    file = read_gguf(write_sentencepiece(tmp_path / "spm.gguf"))
+    merges = ["t h", "th e", "▁ the", "▁ ▁", "a b", "b c", "i n", "in g"]
+    file.metadata.update({"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": merges})
+    file.metadata["tokenizer.ggml.add_space_prefix"] = False
+    ours = gguf_tokenizer(file)
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    vocabulary = {str(token): number for number, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    theirs = GemmaTokenizer(vocabulary, pairs, bos_token="<s>", eos_token="</s>", pad_token="<unk>")
+    for text in [*varied_strings(200), "the there  abc thing\n\n other"]:
+        ids = ours.encode(text, add_special_tokens=False)
+        if 0 not in ids and "[INST]" not in text:  # control tokens are another matter
+            assert ids == theirs.encode(text, add_special_tokens=False), repr(text)
+            assert ours.decode(ids) == theirs.decode(ids)
+    assert ours.encode("the")[0] == 1
+
+
 def test_sentencepiece_without_byte_tokens_is_refused(tmp_path: Path) -> None:
     file = read_gguf(write_sentencepiece(tmp_path / "spm.gguf"))
     file.metadata["tokenizer.ggml.tokens"][5] = "other"  # type: ignore[index]
