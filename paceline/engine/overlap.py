@@ -1,9 +1,9 @@
 """Overlap (asynchronous) scheduling: the next pass that can be launched before those in flight are read.
 
-Decoding requests are launched again before their last pass was read. New requests are prefilled in their own
-pass, queued after the passes in flight, and join the decode batch once it has been read. Of a burst, the next
-prefill is launched before the first is read. Requests that the
-device cannot sample (constrained ones) decode in that host pass too, beside those that stay on the device.
+Decoding requests are launched again before their last pass was read. New requests are prefilled in a host
+pass of their own, queued after the passes in flight, and join the decode batch once it has been read. While
+nothing decodes, the next prefill of a burst is launched before the first is read. Requests that the device
+cannot sample (constrained ones) decode in the host pass too, beside those that stay on the device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Hashes of prompt prefixes, page by page: equal hashes in every process mean equal tokens from the root.
 
-The prefix cache itself needs no hash: its index is exact. A router that does not have the
-pages compares these.
+For routers, which do not have the pages. The prefix cache itself needs no hash: its index is exact.
 """
 
 from __future__ import annotations
