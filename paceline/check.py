@@ -8,8 +8,6 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 from paceline.backends.options import BackendOptions
@@ -18,7 +16,8 @@ from paceline.core.verdict import Logprob
 from paceline.errors import BackendError, PacelineError
 from paceline.extras import needs_extra
 from paceline.home import paceline_home
-from paceline.machine import find_gpu, usable_cores
+from paceline.kv.sizing import available_memory
+from paceline.machine import cpu_name, find_gpu, total_memory, usable_cores, version_of
 from paceline.terminal.session import announce_compilation
 
 GPU_TEST = "kernels on the GPU"
@@ -77,39 +76,13 @@ def machine() -> dict[str, Any]:
     """Processor and memory."""
     return {
         "system": f"{platform.system()} {platform.release()}",
-        "processor": processor_name(),
+        "processor": cpu_name(),
         "architecture": platform.machine(),
         "cores": os.cpu_count(),
         "usable cores": usable_cores(),
-        **_memory(),
+        "memory": f"{total_memory() / 2**30:.1f} GiB",
+        "available memory": f"{available_memory() / 2**30:.1f} GiB",
     }
-
-
-def processor_name() -> str:
-    """The processor's name, if the system knows it."""
-    for line in _lines(Path("/proc/cpuinfo")):
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return platform.processor() or "unknown"
-
-
-def _memory() -> dict[str, str]:
-    sizes = {}
-    for line in _lines(Path("/proc/meminfo")):
-        name, _, value = line.partition(":")
-        if name in ("MemTotal", "MemAvailable"):
-            label = "memory" if name == "MemTotal" else "available memory"
-            sizes[label] = f"{int(value.split()[0]) * 1024 / 2**30:.1f} GiB"
-    return sizes
-
-
-def _lines(path: Path) -> list[str]:
-    """The lines of a system file; empty if it does not exist."""
-    try:
-        return path.read_text(errors="replace").splitlines()
-    except OSError:
-        return []
 
 
 def kernels() -> dict[str, Any]:
@@ -136,13 +109,8 @@ def kernels() -> dict[str, Any]:
 
 def versions() -> dict[str, Any]:
     """Versions of Python and of the relevant packages, without importing them."""
-    installed = {"python": platform.python_version(), "executable": sys.executable}
-    for package in PACKAGES:
-        try:
-            installed[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            installed[package] = "not installed"
-    return installed
+    installed = {package: version_of(package) or "not installed" for package in PACKAGES}
+    return {"python": platform.python_version(), "executable": sys.executable, **installed}
 
 
 def models() -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from paceline.core.forward import DeviceMemory
 from paceline.errors import ConfigError
 from paceline.kv.pages import pages_for
+from paceline.machine import total_memory
 
 DEFAULT_TOKENS = 16_384  # at least, so that several requests fit when the model's context is short
 DEFAULT_BYTES = 512 * 1024 * 1024  # at most
@@ -92,7 +93,7 @@ def size_cache(
 
 def available_memory() -> int:
     """Bytes of memory that this process can still use without swapping, as reported by the system."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    free = total_memory()
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -35,7 +35,7 @@ ENGINE: Group = (
         "tensor_parallel_size",
         int,
         1,
-        "Processes that share the model, with the bytes of one (torch backend only).",
+        "Processes that share the model, with the bytes of one (torch and cuda backends).",
     ),
     Flag(
         "exact",

@@ -7,7 +7,6 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from paceline.bench.report.page import html_page
 from paceline.bench.report.result import Finding, Result
 from paceline.bench.report.terminal import print_result
 from paceline.errors import ConfigError
-from paceline.machine import cpu_name, find_gpu, has_amx
+from paceline.machine import cpu_name, find_gpu, has_amx, total_memory, usable_cores, version_of
 
 PACKAGES = ("paceline", "numpy", "numba", "llvmlite", "tokenizers")
 # load average of the last minute, per usable core, above which timings vary, and above which they mislead
@@ -53,7 +52,6 @@ class Report:
 def machine_facts() -> dict[str, object]:
     """CPU, cores, instruction set, memory, load and versions, as JSON values."""
     from paceline.backends.cpu.isa import ISA  # here, because it imports numba
-    from paceline.machine import usable_cores
 
     return {
         "cpu": cpu_name(),
@@ -63,19 +61,12 @@ def machine_facts() -> dict[str, object]:
         "isa": ISA.name,
         "amx": has_amx(),
         "gpu": find_gpu().name or None,
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": total_memory(),
         "load_average": round(os.getloadavg()[0], 2),  # above 0 before a bench starts: the machine is busy
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: version_of(name) for name in PACKAGES},
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def machine_notes(
