@@ -148,13 +148,15 @@ def build_engine(
         model_context=model.config.max_position,
         max_model_len=config.model.max_model_len,
         memory_bytes=config.cache.kv_cache_memory_bytes,
-        available_bytes=available_memory(),
+        available_bytes=max(0, available_memory() - backend.buffer_bytes),
         device=backend.device_memory(
             config.scheduler.max_num_seqs * 3 * (2 + deepest),  # rows: chains of each length have buffers
             config.model.max_model_len or model.config.max_position,
         ),
         utilization=config.cache.gpu_memory_utilization,
-        states_bytes=states_memory(backend.bytes_per_state, config.scheduler.max_num_seqs),
+        states_bytes=states_memory(
+            backend.bytes_per_state, config.scheduler.max_num_seqs, backend.spare_states
+        ),
     )
     limits = Limits(
         model.config.vocab_size,

@@ -38,6 +38,8 @@ class Backend(Protocol):
     adapters: Collection[str] = ()  # names of loaded LoRA adapters, which a batch may ask for
     attention_window: int | None = None  # last positions that rows attend to in any layer; None: all
     bytes_per_state: int = 0  # of the recurrent layers' states of one request; 0: no layer is recurrent
+    spare_states: int = 0  # that `make_states` makes beside those it is asked for
+    buffer_bytes: int = 0  # of buffers in the host's memory that no pass has touched yet
 
     def make_pool(self, num_pages: int) -> KVPool:
         """Storage for `num_pages` pages of keys and values of this model."""

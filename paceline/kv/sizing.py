@@ -44,9 +44,12 @@ def size_cache(
     With `memory_bytes`: what fits in it. Without, on a device: what `utilization` of its memory leaves. On
     the host: one full context and at least 16k tokens, but at most 512 MB (unless max_model_len asks for
     more) and a quarter of the available memory. Without max_model_len, the context is the model's, or what
-    fits. `states_bytes` of the host's memory are for the states of recurrent layers.
+    fits. `states_bytes` of the host's or the device's memory are for the states of recurrent layers.
     """
-    if device is None and states_bytes > available_bytes:
+    if device is not None:
+        used = device.total - device.free
+        available_bytes = max(0, int(device.total * utilization) - used - device.needed)
+    if states_bytes > available_bytes:
         raise ConfigError(
             f"the recurrent layers' states of all requests need {states_bytes:,} bytes, but "
             f"{available_bytes:,} bytes of memory are available. Lower max_num_seqs."
@@ -68,12 +71,11 @@ def size_cache(
         num_pages = memory_bytes // bytes_per_page
         source = f"kv_cache_memory_bytes ({memory_bytes:,})"
     elif device is not None:
-        used = device.total - device.free
-        left = max(0, int(device.total * utilization) - used - device.needed)
-        num_pages = left // bytes_per_page
+        num_pages = available_bytes // bytes_per_page
+        needed_bytes = device.needed + states_bytes
         source = (
             f"gpu_memory_utilization {utilization:g} of the GPU's {device.total:,} bytes "
-            f"({used:,} are in use, {device.needed:,} are for buffers)"
+            f"({used:,} are in use, {needed_bytes:,} are for buffers)"
         )
         remedy = "gpu_memory_utilization"
     else:

@@ -41,9 +41,11 @@ def count_checkpoints(bytes_per_state: int) -> int:
     return min(MAX_CHECKPOINTS, CHECKPOINT_BYTES // bytes_per_state)
 
 
-def states_memory(bytes_per_state: int, max_sequences: int) -> int:
-    """Bytes of all states; 0 for a model without recurrent layers."""
-    return bytes_per_state * (max_sequences + count_checkpoints(bytes_per_state)) if bytes_per_state else 0
+def states_memory(bytes_per_state: int, max_sequences: int, spare_states: int = 0) -> int:
+    """Bytes of all states, those that a backend keeps spare too; 0 for a model without recurrent layers."""
+    if not bytes_per_state:
+        return 0
+    return bytes_per_state * (max_sequences + count_checkpoints(bytes_per_state) + spare_states)
 
 
 class SequenceStates:

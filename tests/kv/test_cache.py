@@ -270,6 +270,19 @@ def test_on_a_device_the_pages_fill_what_utilization_leaves_beside_weights_and_b
         size(device=device, utilization=0.25)
 
 
+def test_states_of_recurrent_layers_have_their_memory_before_pages_do():
+    gigabyte, page = 10**9, 16 * 46_080
+    device = DeviceMemory(total=80 * gigabyte, free=60 * gigabyte, needed=2 * gigabyte)
+    filled = size(device=device, utilization=0.9, states_bytes=30 * gigabyte)
+    assert 0 <= (72 - 20 - 2 - 30) * gigabyte - filled.num_pages * page < page
+    with pytest.raises(ConfigError, match=r"states of all requests need 51,.* Lower max_num_seqs"):
+        size(device=device, utilization=0.9, states_bytes=51 * gigabyte)
+    with pytest.raises(ConfigError, match=r"but 17,179,869,184 bytes .* Lower max_num_seqs"):
+        size(states_bytes=18 * gigabyte)
+    few = size(available_bytes=2 * gigabyte, states_bytes=gigabyte)
+    assert 0 <= gigabyte // 4 - few.num_pages * page < page
+
+
 def test_an_asked_context_gets_its_memory_or_a_refusal_with_numbers():
     assert size(model_context=131_072, max_model_len=40_000).num_pages * 16 >= 40_000
     with pytest.raises(ConfigError, match="max_model_len to"):

@@ -15,7 +15,7 @@ from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.compiled_model import CompiledModel, CpuPool
 from paceline.backends.cpu.features import KEPT_FIELDS
 from paceline.backends.cpu.packing import address_of
-from paceline.backends.cpu.states import CpuStates, RecurrentRows
+from paceline.backends.cpu.states import SPARE_STATES, CpuStates, RecurrentRows
 from paceline.backends.cpu.workspace import Workspace
 from paceline.core.arrays import Float32Array
 from paceline.core.forward import ForwardBatch, ForwardOutput, KeptFeatures, KVPool, StatePool
@@ -46,6 +46,7 @@ class CpuBackend(CompiledModel, Backend):
         self._tell_kept(())
         self._recurrent = RecurrentRows(workspace) if self.config.recurrent else None
         self.bytes_per_state = self._recurrent.bytes_per_state if self._recurrent else 0
+        self.spare_states, self.buffer_bytes = SPARE_STATES, workspace.buffer_bytes
         self._chosen = np.empty(workspace.rows, dtype=np.int32)
         self._job[fields.CHOSEN_TOKENS_AT] = address_of(self._chosen)
 

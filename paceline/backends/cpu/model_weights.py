@@ -49,6 +49,7 @@ class ModelWeights:
         self._tensors = checkpoint.tensors
         self._kept: list[npt.NDArray[np.generic]] = []  # keeps alive what the job's addresses point into
         self.job = np.zeros(fields.JOB_SIZE, dtype=np.int64)
+        self.buffer_bytes = 0  # of what passes write; the system takes memory for it when they first do
         self.hidden = round_up(self.config.hidden_size, GROUP)
         self._matrices = _pack_matrices(checkpoint, quantization, threads, packed)
         self._norms = [self._norm(name) for name in self._norm_names()]  # addresses, the LM head's last
@@ -81,7 +82,9 @@ class ModelWeights:
         return address_of(array)
 
     def _buffer(self, *shape: int, dtype: npt.DTypeLike = np.float32) -> int:
-        return self._keep(aligned_zeros(shape, dtype))
+        buffer = aligned_zeros(shape, dtype)
+        self.buffer_bytes += buffer.nbytes
+        return self._keep(buffer)
 
     def _vectors(self, names: list[str], width: int) -> npt.NDArray[np.float32]:
         """Vectors, or matrices row by row, below each other, padded with zeros to `width`.

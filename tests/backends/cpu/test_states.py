@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paceline.backends.cpu import CpuBackend
+from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.states import SPARE_STATES, CpuStates, RecurrentRows
+from paceline.kv.states import count_checkpoints, states_memory
 from tests.backends.cpu.checkpoints import RECURRENCES, recurrent_checkpoint
 from tests.backends.driver import Driven, drive, run
 
@@ -71,6 +73,17 @@ def test_stored_states_are_those_of_another_walk(backend, monkeypatch, count, ke
     for got, want in zip(found, expected, strict=True):
         assert got == want
         assert any(want)
+
+
+def test_all_states_and_kept_rows_are_counted(backend):
+    """The system gives memory when it is touched: what is not counted would be given away to KV pages."""
+    states = backend.make_states(5)
+    counted = states_memory(backend.bytes_per_state, 5, backend.spare_states)
+    assert (
+        states.data.nbytes == counted - count_checkpoints(backend.bytes_per_state) * backend.bytes_per_state
+    )
+    job, layers = backend.workspace.job, len(backend.config.recurrent_layers)
+    assert backend.buffer_bytes > layers * backend.max_rows * job[fields.KEPT_STRIDE]
 
 
 def test_spare_places_come_back_whatever_becomes_of_a_pass(backend):
