@@ -31,7 +31,8 @@ def measure_steps(load: Load, heads: Mapping[int, WriteHead], method: str, concu
         engines = {0: load("off")}
         for layers, write in heads.items():
             write(path := Path(folder) / str(layers))
-            engines[layers] = load({"method": method, "model": str(path)})
+            # pilots are unsure: with a min_prob they would end their chains early, and look cheap
+            engines[layers] = load({"method": method, "model": str(path), "min_prob": 0.0})
         jobs = {layers: _timed(llm, concurrency) for layers, llm in engines.items()}
         rounds = [{layers: job() for layers, job in jobs.items()} for _ in range(1 + ROUNDS)]
         best = {layers: min(seconds[layers] for seconds in rounds[1:]) for layers in jobs}

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from paceline.core.request import Request
 from paceline.errors import ConfigError
+from paceline.llm import LLM
 from paceline.models.registry import load_checkpoint
+from paceline.train.block_objective import BlockObjective
 from paceline.train.commands import app
-from paceline.train.examples import Example, ExampleWriter
+from paceline.train.examples import Example, ExampleWriter, read_examples
+from paceline.train.job import engine_loader
+from paceline.train.options import DSparkOptions
+from paceline.train.plan.costs import measure_steps
+from paceline.train.sequences import load_target
 from tests.bench.cli import run
 from tests.models.files import config_of, random_tensors, write_gguf
 
@@ -54,6 +63,31 @@ def test_pilots_become_a_recommendation(model: Path, answers: Path, tmp_path: Pa
     assert f"--layers {best['layers']}" in output.replace("\n", " ")
     assert "--batch-tokens 256" in output.replace("\n", " ")  # as the pilots had it
     assert facts["choices"] == sorted(facts["choices"], key=lambda choice: -choice["speedup"])
+
+
+def test_timed_steps_draft_the_whole_block(model: Path, answers: Path) -> None:
+    """Though a head that has learned nothing is sure of nothing."""
+    target = load_target(load_checkpoint(model), torch.device("cpu"), torch.float32)
+    options = DSparkOptions(layers=1, draft_vocab_size=64)
+    head = BlockObjective(target, read_examples([answers], 128), options).snapshot()
+    load, requests = engine_loader(model, "cpu"), list[Request]()
+
+    def load_watched(draft: Any) -> LLM:
+        llm = load(draft)
+        add = llm.engine.add_request
+
+        def add_request(*given: Any) -> list[Request]:
+            added = add(*given)
+            requests.extend(added if draft != "off" else [])
+            return added
+
+        llm.engine.add_request = add_request  # type: ignore[method-assign,assignment]
+        return llm
+
+    costs = measure_steps(load_watched, {1: head}, "dspark", concurrency=2)
+    assert set(costs.drafted) == {1}
+    for facts in (request.speculative for request in requests):
+        assert facts.num_draft_tokens == options.block_size * facts.num_spec_steps > 0
 
 
 def test_prompts_are_not_answers(model: Path, tmp_path: Path) -> None:
