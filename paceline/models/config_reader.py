@@ -25,6 +25,11 @@ def model_config(values: Mapping[str, object], source: str) -> ModelConfig:
     `source` names the file in errors. An architecture or a feature that we do not run is an
     UnsupportedModelError; a missing or impossible number is a CheckpointError.
     """
+    if str(values.get("model_type")).endswith("_assistant"):
+        raise UnsupportedModelError(
+            f"{source} is an assistant of Gemma 4, which drafts from its target's keys and values. That is "
+            "not supported yet: draft with ngram, suffix, a draft model or a trained head instead."
+        )
     fields = text_fields(Fields(values, source))
     name = fields.text("model_type")
     if name not in FAMILIES:

@@ -198,6 +198,28 @@ ARCHITECTURES = {
         },
         more=readers.glm4,
     ),
+    "deepseek2": Architecture(
+        "deepseek_v2",
+        keys={
+            "q_lora_rank": "attention.q_lora_rank",
+            "kv_lora_rank": "attention.kv_lora_rank",
+            "qk_rope_head_dim": "rope.dimension_count",
+        }
+        | _SIGMOID_EXPERT_KEYS,
+        names={
+            "attn_q_a": "self_attn.q_a_proj",
+            "attn_q_a_norm": "self_attn.q_a_layernorm",
+            "attn_q_b": "self_attn.q_b_proj",
+            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+            "attn_kv_b": "self_attn.kv_b_proj",
+            "attn_k_b": "self_attn.k_b_proj",
+            "attn_v_b": "self_attn.v_b_proj",
+            "exp_probs_b": "mlp.gate.e_score_correction_bias",
+            **_SHARED_EXPERT_NAMES,
+        },
+        more=readers.deepseek2,
+    ),
     "cohere2": Architecture(
         "cohere2",
         interleaved_rope=True,

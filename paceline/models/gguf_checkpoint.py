@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.checkpoint import Checkpoint, Tensor
-from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.config import LatentConfig, ModelConfig, RopeConfig
 from paceline.models.config_reader import model_config
 from paceline.models.families import FAMILIES
 from paceline.models.fields import Fields
-from paceline.models.file_layouts import fused_matrices, half_split_rows, split_joined
+from paceline.models.file_layouts import fused_matrices, half_split_rows, latent_rows, split_joined
 from paceline.models.files import damaged
 from paceline.models.gguf import GgufFile, GgufTensor
 from paceline.models.gguf_architectures import (
@@ -27,7 +27,7 @@ from paceline.models.gguf_fields import mtp_layers
 from paceline.models.layer_kinds import FULL, SLIDING
 from paceline.models.layout import select_tensors
 from paceline.models.rope import yarn_attention_factor
-from paceline.models.tensor_views import LogOfNegated
+from paceline.models.tensor_views import JoinedHeads, LogOfNegated, RowsOf
 
 TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -57,6 +57,8 @@ def gguf_checkpoint(file: GgufFile) -> Checkpoint:
             if own_name in tensors:
                 raise damaged(file.path, f"two tensors stand for {own_name}")
             tensors[own_name] = tensor
+    if config.latent is not None:
+        tensors = dict(_latent_tensors(file, tensors, config.latent))
     return Checkpoint(config, select_tensors(config, tensors, file.path), file.path)
 
 
@@ -79,9 +81,9 @@ def _config(file: GgufFile) -> ModelConfig:
     values["num_key_value_heads"] = metadata.get(
         "attention.head_count_kv", metadata.get("attention.head_count")
     )
+    values["norm_topk_prob"] = fields.flag("expert_weights_norm", True)
     values |= {"model_type": known.family} | known.more(fields)
     values["rope_theta"] = fields.number("rope.freq_base", 10000.0)
-    values["norm_topk_prob"] = fields.flag("expert_weights_norm", True)
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
     parts = {name.split(".", 2)[-1] for name in file.tensors}  # of any layer
     values["attention_bias"] = "attn_output.bias" in parts
@@ -157,6 +159,9 @@ def _rope_parameters(file: GgufFile, fields: Fields) -> dict[str, object]:
     if kind == "yarn" and fields.has("rope.scaling.attn_factor"):
         usual = yarn_attention_factor(fields.number("rope.scaling.factor"))
         parameters["attention_factor"] = usual * fields.number("rope.scaling.attn_factor")
+    if fields.has("rope.scaling.yarn_log_multiplier"):  # of DeepSeek, a tenth of both numbers
+        scale = round(10 * fields.number("rope.scaling.yarn_log_multiplier"), 6)
+        parameters |= {"mscale": scale, "mscale_all_dim": scale}
     return {"rope_type": "default" if kind == "none" else kind, **parameters}
 
 
@@ -165,6 +170,8 @@ def _with_rope_size(fields: Fields, config: ModelConfig) -> ModelConfig:
 
     UnsupportedModelError if its family always rotates whole heads, or if values are not as wide as keys.
     """
+    if config.latent is not None:
+        return config
     width = config.head_dim
     rotated = fields.integer("rope.dimension_count", config.rope.dim or width)
     if config.layer_ropes and not any(config.layer_ropes):
@@ -237,6 +244,24 @@ def _renamed(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, Tensor]
                 f"{file.path.name}: tensor {name!r} is not one that {architecture} models have. "
                 f"The file holds another kind of model, or was made by a converter we do not know."
             )
+
+
+def _latent_tensors(
+    file: GgufFile, tensors: Mapping[str, Tensor], latent: LatentConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of latent attention in our order of rows, and W_uk and W_uv of all heads as one matrix."""
+    for name, tensor in tensors.items():
+        if name.endswith(".v_b_proj.weight"):
+            continue
+        if name.endswith(".k_b_proj.weight"):
+            values = tensors.get(name.replace(".k_b_proj.", ".v_b_proj."))
+            shape = (tensor.shape[0], latent.value_dim, latent.rank)
+            if values is None or values.shape != shape or tensor.shape[1:] != (latent.rank, latent.nope_dim):
+                raise damaged(file.path, f"{name} and v_b_proj are not matrices of the same heads")
+            yield name.replace(".k_b_proj.", ".kv_b_proj."), JoinedHeads(tensor, values)
+            continue
+        rows = latent_rows(name, tensor.shape[0], latent)
+        yield name, tensor if rows is None else RowsOf(tensor, rows)
 
 
 def _as_we_store(file: GgufFile, name: str, part: str, suffix: str | None, tensor: GgufTensor) -> Tensor:

@@ -12,6 +12,7 @@ from paceline.models.fields import Fields
 from paceline.models.layer_kinds import FULL, SLIDING
 
 Values = dict[str, object]
+SOFTMAX, SIGMOID = 1, 2  # how experts are scored
 MAX_MTP_LAYERS = 64  # models have one or a few
 
 
@@ -134,6 +135,28 @@ def qwen35_moe(fields: Fields) -> Values:
 
 def gpt_oss(fields: Fields) -> Values:
     return windows(fields) | {"intermediate_size": fields.values.get("expert_feed_forward_length")}
+
+
+def deepseek2(fields: Fields) -> Values:
+    """Sizes of latent attention; version 3 has sigmoid scores. Old files have sizes of heads instead."""
+    rotated, key, value = (
+        fields.integer("rope.dimension_count"),
+        "attention.key_length",
+        "attention.value_length",
+    )
+    end = "_mla" if fields.has(f"{key}_mla") else ""
+    if (size := fields.integer(key + end)) <= rotated:
+        raise fields.wrong(key + end, f"more than the {rotated} rotated values")
+    groups = fields.integer("expert_group_count", 1)
+    return without_mtp(fields) | {
+        "model_type": "deepseek_v3"
+        if fields.integer("expert_gating_func", SOFTMAX) == SIGMOID
+        else "deepseek_v2",
+        "qk_nope_head_dim": size - rotated,
+        "v_head_dim": fields.integer(value + end),
+        "norm_topk_prob": fields.flag("expert_weights_norm", False),
+        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+    }
 
 
 def _mamba_size(fields: Fields) -> int:

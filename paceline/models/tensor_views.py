@@ -123,3 +123,31 @@ class LogOfNegated(_Computed):
     def take_rows(self, part: slice) -> LogOfNegated:
         """Some of these values."""
         return LogOfNegated(self.tensor.take_rows(part))
+
+
+@dataclass(frozen=True)
+class JoinedHeads(_Computed):
+    """W_uk and W_uv of latent attention as one matrix; files hold both apart, and the first transposed."""
+
+    values: Tensor  # [heads, value, rank], beside `tensor` [heads, rank, nope]
+    part: slice | None = None  # of the rows; None: all
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        heads, rank, nope = self.tensor.shape
+        return len(range(heads * (nope + self.values.shape[1]))[self.part or slice(None)]), rank
+
+    @property
+    def stored(self) -> Stored:
+        """What the file holds of it."""
+        return Stored(self.tensor.stored.kind, self.tensor.stored.nbytes + self.values.stored.nbytes)
+
+    def float32(self) -> npt.NDArray[np.float32]:
+        """The values as float32, a new array of `shape`."""
+        both = np.concatenate((self.tensor.float32().swapaxes(1, 2), self.values.float32()), axis=1)
+        return both.reshape(-1, both.shape[2])[self.part or slice(None)]
+
+    def take_rows(self, part: slice) -> JoinedHeads:
+        """Some of these rows."""
+        assert self.part is None
+        return JoinedHeads(self.tensor, self.values, part)

@@ -12,7 +12,9 @@ import pytest
 from paceline.build import load_model
 from paceline.config import EngineConfig
 from tests.lossless.subject import Case, Truth, make_engine, run
-from tests.models.files import config_of, random_tensors, write_gguf
+from tests.models.files import MODELS, config_of, random_tensors, write_gguf
+from tests.models.test_gguf_families import with_gguf
+from tests.tiny import save_checkpoint
 
 SAMPLINGS = ("T 0", "T 0.7, penalties", "T 1, n 2")
 PLANS: dict[str, Any] = {
@@ -25,9 +27,15 @@ PLANS: dict[str, Any] = {
 CONFIGS = ({"method": "ngram"}, {"method": "suffix"}, {"method": "layerskip", "exit_layer": 1})
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
+def write_file(family: str, folder: Path) -> Path:
+    if family in MODELS:
+        return write_gguf(folder / "m.gguf", family, random_tensors(config_of(family)), kind="Q8_0")
+    return with_gguf(save_checkpoint(family, folder)) / "model.gguf"
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "deepseek-v3"])
 def test_every_plan_gives_the_bytes_of_plain_decoding(family: str, tmp_path: Path) -> None:
-    path = str(write_gguf(tmp_path / "m.gguf", family, random_tensors(config_of(family)), kind="Q8_0"))
+    path = str(write_file(family, tmp_path))
     model = load_model(EngineConfig.from_options(model=path, backend="cpu", threads=1))
     random = np.random.default_rng(4)
     prompts = [tuple(np.tile(random.integers(2, 80, 9), 3).tolist()) for _ in range(6)]

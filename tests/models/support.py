@@ -86,7 +86,7 @@ def _with_table(guide: str, begin: str, lines: list[str]) -> str:
 
 def gguf_families() -> set[str]:
     """The families that GGUF files are read of; some are stored as another architecture."""
-    return {known.family for known in ARCHITECTURES.values()} | {"mistral", "mixtral", "olmo3"}
+    return {known.family for known in ARCHITECTURES.values()} | {"mistral", "mixtral", "olmo3", "deepseek_v3"}
 
 
 def checkpoints(family: str) -> list[Checkpoint]:
