@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.errors import ConfigError
+from paceline.kv.pages import pages_for
 from paceline.models.registry import load_checkpoint, resolve
 from paceline.terminal.session import Interrupt, announce_compilation, note
 from paceline.train.card import Measured, serve_command, write_report
@@ -39,6 +40,7 @@ VOCABULARY_REMEDIES = {
     True: "Give a larger --draft-vocab-size.",
     False: "It is that of --init-from: train a new head instead.",
 }
+HEAD_ROOM = 2  # times the target's keys and values: a head's pages and features count too
 INTERRUPTED = 130  # exit status after Ctrl-C, as of a shell
 
 
@@ -231,19 +233,27 @@ def _measure(
     return measured
 
 
-def engine_loader(model: Path, device: str) -> Callable[[Any], LLM]:
-    """A function that gives an engine for a speculative configuration; all share the model's weights."""
+def engine_loader(model: Path, device: str, kv_tokens: int | None = None) -> Callable[[Any], LLM]:
+    """A function that gives an engine for a speculative configuration; all share the model's weights.
+
+    `kv_tokens`: tokens in the KV cache of each; None: most of a GPU's memory, so only one engine at a time.
+    """
     from paceline.build import build_engine, load_model
     from paceline.config import EngineConfig
     from paceline.llm import LLM
 
-    def config_of(draft: Any) -> EngineConfig:
-        return EngineConfig.from_options(model=str(model), **engine_options(device), speculative_config=draft)
+    def config_of(draft: Any, kv_bytes: int | None = None) -> EngineConfig:
+        options = {**engine_options(device), "kv_cache_memory_bytes": kv_bytes}
+        return EngineConfig.from_options(model=str(model), **options, speculative_config=draft)
 
     loaded = load_model(config_of("off"))
+    kv_bytes = None
+    if kv_tokens is not None:
+        pages = pages_for(kv_tokens, loaded.backend.page_size)
+        kv_bytes = HEAD_ROOM * pages * loaded.backend.bytes_per_page()
 
     def load(draft: Any) -> LLM:
-        built = build_engine(config_of(draft), loaded)
+        built = build_engine(config_of(draft, kv_bytes), loaded)
         built.engine.prepare()
         return LLM.from_engine(built.engine, built.tokenizer)
 

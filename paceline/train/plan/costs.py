@@ -18,6 +18,7 @@ from paceline.train.plan.choose import StepCosts
 PROMPT_TOKENS = 128
 STEPS = 24  # timed steps of a round, if the context has room for them
 ROUNDS = 4
+KV_TOKENS = 1024  # of a request at most: its prompt, and the timed steps with whole blocks accepted
 
 Load = Callable[[Any], LLM]  # an LLM for a speculative configuration
 

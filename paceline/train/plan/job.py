@@ -21,7 +21,7 @@ from paceline.train.examples import Examples, is_answers, read_examples
 from paceline.train.job import chosen_device, engine_loader
 from paceline.train.options import DSparkOptions
 from paceline.train.plan.choose import Choice, StepCosts, choices
-from paceline.train.plan.costs import measure_steps
+from paceline.train.plan.costs import KV_TOKENS, measure_steps
 from paceline.train.plan.law import Law, Pilot
 from paceline.train.plan.pilots import PilotPlan, run_pilots
 from paceline.train.sequences import load_target
@@ -61,7 +61,8 @@ def plan(job: PlanJob, options: DSparkOptions) -> list[Choice]:
     del target
     law = Law(pilots, options.seed)
     note(f"timing the engine's steps, {job.concurrency} requests at once")
-    costs = measure_steps(engine_loader(model, device), heads, METHOD, job.concurrency)
+    load = engine_loader(model, device, job.concurrency * KV_TOKENS)
+    costs = measure_steps(load, heads, METHOD, job.concurrency)
     found = choices(law, pilots, costs, int(examples.answer_counts().sum()), job.epochs)
     _show(job, options, examples, pilots, law, costs, found)
     return found
