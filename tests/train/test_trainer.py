@@ -76,15 +76,21 @@ def weights(of: Trainer) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in of.objective.network.parameters()])
 
 
+@pytest.fixture(scope="module")
+def whole(target: Transformer, examples: Examples, tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    """A finished run with OPTIONS."""
+    run = trainer(target, examples, tmp_path_factory.mktemp("whole"))
+    run.train()
+    return run
+
+
 class Killed(Exception):
     pass
 
 
 def test_a_killed_run_that_is_resumed_ends_with_the_same_bits(
-    target: Transformer, examples: Examples, tmp_path: Path
+    target: Transformer, examples: Examples, tmp_path: Path, whole: Recording
 ) -> None:
-    whole = trainer(target, examples, tmp_path / "whole")
-    whole.train()
 
     def kill(progress: Progress) -> bool:
         if progress.step == 20:  # after the checkpoint of step 10, before that of step 20
@@ -134,12 +140,12 @@ def test_slow_steps_are_checkpointed_by_time(
     assert written == [10, 20, 20]  # where a record ends, and at the end of the run
 
 
-def test_a_finished_run_is_not_trained_again(target: Transformer, examples: Examples, tmp_path: Path) -> None:
-    first = trainer(target, examples, tmp_path)
-    first.train()
-    again = trainer(target, examples, tmp_path)
+def test_a_finished_run_is_not_trained_again(
+    target: Transformer, examples: Examples, whole: Recording
+) -> None:
+    again = trainer(target, examples, whole.path.parent)
     again.train()
-    assert torch.equal(weights(first), weights(again))
+    assert torch.equal(weights(whole), weights(again))
     assert not hasattr(again, "seen")
 
 
@@ -198,7 +204,7 @@ def test_a_run_ends_within_a_step_of_its_minutes(
             clock.now += step_seconds
             return super()._backward(batch)
 
-    options = Eagle3Options(**{**vars(OPTIONS), "max_steps": None, "minutes": 1.0})
+    options = Eagle3Options(**{**vars(OPTIONS), "max_steps": None, "minutes": 1.0, "unroll": 1})
     objective = Eagle3Objective(target, examples, options)
     run = Slow(objective, examples, options, tmp_path, spent=spent, clock=clock.monotonic)
     totals: list[int] = []
@@ -218,7 +224,7 @@ def test_a_run_ends_within_a_step_of_its_minutes(
 def test_the_batch_is_chosen_by_speed_and_stays_in_a_resumed_run(
     target: Transformer, examples: Examples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = Eagle3Options(**{**vars(OPTIONS), "batch_tokens": None})
+    options = Eagle3Options(**{**vars(OPTIONS), "batch_tokens": None, "max_steps": 12})
     first = trainer(target, examples, tmp_path, options)
     stopped = first.train(lambda progress: progress.step < 10)
     assert (stopped.step, first.finished) == (10, False)
@@ -232,7 +238,7 @@ def test_the_batch_is_chosen_by_speed_and_stays_in_a_resumed_run(
     resumed = trainer(target, examples, tmp_path, options)
     assert resumed.train().pace == stopped.pace
     batches = all_batches(examples, resumed.chosen, chosen, options.seed)
-    assert [*first.seen, *resumed.seen] == [tuple(one) for one in islice(batches, 20)]
+    assert [*first.seen, *resumed.seen] == [tuple(one) for one in islice(batches, 12)]
 
 
 @pytest.mark.parametrize(
@@ -258,17 +264,15 @@ def test_short_runs_have_a_short_warm_up() -> None:
     assert rates[3:] == sorted(rates[3:], reverse=True)
 
 
-def test_the_history_begins_with_the_untrained_head(
-    target: Transformer, examples: Examples, tmp_path: Path
-) -> None:
-    progress = trainer(target, examples, tmp_path).train()
+def test_the_history_begins_with_the_untrained_head(whole: Recording) -> None:
+    progress = whole.progress
     assert [record.step for record in progress.history] == [0, 10, 20]
     assert [record.step for record in progress.held_out] == [0, 20]
     assert progress.held_out[-1].loss < progress.held_out[0].loss
 
 
 def test_epochs_decide_the_number_of_steps(target: Transformer, examples: Examples, tmp_path: Path) -> None:
-    options = Eagle3Options(**{**vars(OPTIONS), "max_steps": None, "epochs": 2})
+    options = Eagle3Options(**{**vars(OPTIONS), "max_steps": None, "epochs": 2, "batch_tokens": 400})
     run = trainer(target, examples, tmp_path, options)
     batches = [epoch_batches(examples, run.chosen, options.batch_tokens, 0, epoch) for epoch in range(2)]
     assert run.train().step == len(batches[0]) + len(batches[1])
