@@ -29,7 +29,7 @@ def load_pieces(
     """The model, or a rank's pieces of it; it has as many pieces for one rank as for eight."""
     config = checkpoint.config
     if device.type == "cpu" and dtype == torch.bfloat16:
-        _settle_bfloat16_kernels()
+        settle_bfloat16_kernels()
     parallel = TensorParallel(count_pieces(config.shared_heads), ranks or SingleRank())
     try:
         return Transformer(config, _take_from(checkpoint, device, dtype, quantization), parallel, row_by_row)
@@ -41,7 +41,7 @@ def load_pieces(
         ) from error
 
 
-def _settle_bfloat16_kernels() -> None:
+def settle_bfloat16_kernels() -> None:
     """Make torch choose the CPU's kernels for bfloat16 now.
 
     On a CPU without bfloat16 the first wide product fails in oneDNN: torch warns, and computes it and all
