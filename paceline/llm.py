@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from paceline.config import DEFAULT_MODEL, EngineConfig
@@ -174,38 +175,26 @@ class LLM(EngineOwner):
 
     def _step_until_done(self, groups: Sequence[Sequence[Request]], show_progress: bool) -> None:
         unfinished = {id(request) for children in groups for request in children}
-        with _Progress(len(unfinished), show_progress) as progress:
+        with _progress(len(unfinished), show_progress) as advance:
             while unfinished:
                 for delta in self.engine.step():
                     if delta.request.finished and id(delta.request) in unfinished:
                         unfinished.remove(id(delta.request))
-                        progress.advance()
+                        advance()
 
 
-class _Progress:
-    """A progress bar over finished requests; shown on a terminal for more than one request."""
+@contextmanager
+def _progress(total: int, wanted: bool) -> Iterator[Callable[[], None]]:
+    """A progress bar, shown on a terminal for more than one request; call it for each that has finished."""
+    if not wanted or total < 2 or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
 
-    def __init__(self, total: int, wanted: bool) -> None:
-        self._bar: Any = None
-        if wanted and total > 1 and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import Progress
-
-            self._bar = Progress(console=Console(stderr=True))
-            self._task = self._bar.add_task("Generating", total=total)
-
-    def __enter__(self) -> _Progress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def advance(self) -> None:
-        if self._bar is not None:
-            self._bar.advance(self._task)
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("Generating", total=total)
+        yield lambda: bar.advance(task)
 
 
 def tokenized(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, Sequence[int]]:

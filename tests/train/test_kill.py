@@ -17,7 +17,7 @@ from paceline.train.progress import Progress
 from paceline.train.run import train_head
 from paceline.train.trainer import OnProgress
 
-OPTIONS = Eagle3Options(max_steps=40, unroll=2, intermediate_size=16, batch_tokens=96, checkpoint_every=10)
+OPTIONS = Eagle3Options(max_steps=30, unroll=2, intermediate_size=16, batch_tokens=96, checkpoint_every=10)
 
 
 def train(model: Path, answers: Path, out: Path, on_progress: OnProgress = lambda progress: True) -> None:
