@@ -118,8 +118,9 @@ def weight_bytes(weights: Weights, rows: int = 1) -> int:
     latents = [own for layer in weights.layers if (own := layer.latent) is not None]
     total += sum(own.to_latents.weight.nbytes + own.to_values.weight.nbytes for own in latents)
     for mixture in (layer.mixture for layer in weights.layers if layer.mixture is not None):
-        unused = (1 - mixture.chosen / mixture.experts) ** rows
-        total -= unused * _bytes_of(mixture.gate_up, mixture.down)
+        experts = mixture.moe.num_experts
+        unused = (1 - mixture.moe.experts_per_token / experts) ** rows
+        total -= unused * _bytes_of(mixture.gate_up, mixture.down) * experts / mixture.experts
     return round(total)
 
 

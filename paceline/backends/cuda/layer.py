@@ -22,6 +22,7 @@ from paceline.backends.cuda.tiled import (
     padded_size,
     pair_lines,
     pair_matrix,
+    same_sizes,
     stacked_matrix,
 )
 from paceline.models.blocks import Take
@@ -39,6 +40,7 @@ PACKINGS = (
     "int8",
     "none",
 )  # in order of precision
+SHARED = "mlp.shared_experts"
 MULTIPLIES_E4M3 = (8, 9)  # compute capability
 FP8_HEAD_SIZES = (64, 128, 256)  # head sizes whose attention output can be quantized to e4m3
 
@@ -60,7 +62,7 @@ class Layer:
     activation: str = "silu"
     joint_norms: tuple[torch.Tensor, torch.Tensor] | None = None  # of all heads of queries, and of keys
     output_norms: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # after attention and MLP
-    shared: tuple[Matrix, Matrix] | None = None  # gate_up and down of a shared expert
+    shared: tuple[Matrix, Matrix] | None = None  # gate_up and down of a shared expert outside of `mixture`
     shared_gate: Matrix | None = None  # of one column: the sigmoid of its output scales the shared expert
     gate: Matrix | None = None  # likewise, of every attention output
     is_recurrent: bool = False  # then `qkv` projects what the recurrence reads
@@ -136,7 +138,7 @@ class _LayerLoader:
         recurrent = config.recurrent if config.is_recurrent(self.index) else None
         mixer = self._attention() if recurrent is None else self._recurrence(recurrent.kind)
         moe = config.moe if config.moe and self.index in config.moe.layers else None
-        mlps = ["mlp"] if moe is None else [f"mlp.experts.{expert}" for expert in range(moe.num_experts)]
+        mlps = ["mlp"] if moe is None else self._experts(moe)
         gate_up, down = self._feed_forward(mlps, moe is not None and moe.biases)
         followed = replace(
             mixer,
@@ -149,15 +151,33 @@ class _LayerLoader:
         )
         return followed if moe is None else self._with_experts(followed, moe)
 
+    def _experts(self, moe: MoeConfig) -> list[str]:
+        """The MLPs that are stacked: all experts, and the shared one if it is packed as they are."""
+        names = [f"mlp.experts.{expert}" for expert in range(moe.num_experts)]
+        is_stacked = moe.shared_intermediate_size % moe.intermediate_size == 0 and not moe.biases
+        if not moe.shared_intermediate_size or not is_stacked:
+            return names
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            own = [f"model.layers.{self.index}.{mlp}.{part}.weight" for mlp in (names[0], SHARED)]
+            if len(set(map(self.read.packing, own))) > 1:
+                return names
+        return [*names, SHARED]
+
     def _with_experts(self, layer: Layer, moe: MoeConfig) -> Layer:
         """The same layer, with a router to its experts, and the shared expert, if there is one."""
-        take = self._take
-        router = matrix(take("mlp.gate.weight"), take("mlp.gate.bias") if moe.biases else None)
+        take, down = self._take, layer.down
+        shared = layer.gate_up.padded_width // (2 * down.depth) - moe.num_experts
+        scores = [take("mlp.gate.weight")]
+        scores += [take("mlp.shared_expert_gate.weight")] if moe.shared_gate and shared else []
+        router = matrix(torch.cat(scores), take("mlp.gate.bias") if moe.biases else None)
         correction = take("mlp.gate.e_score_correction_bias").float() if moe.correction_bias else None
+        mixture = Mixture(router, layer.gate_up, down, moe, layer.activation, correction, shared)
+        if shared or not moe.shared_intermediate_size:
+            return replace(layer, mixture=mixture)
         return replace(
             layer,
-            mixture=Mixture(router, layer.gate_up, layer.down, moe, layer.activation, correction),
-            shared=self._feed_forward(["mlp.shared_experts"]) if moe.shared_intermediate_size else None,
+            mixture=mixture,
+            shared=self._feed_forward([SHARED]),
             shared_gate=matrix(take("mlp.shared_expert_gate.weight"), None) if moe.shared_gate else None,
         )
 
@@ -180,10 +200,10 @@ class _LayerLoader:
         config, shard, take = self.read.config, self.read.shard, self._take
         gates = [f"{own}.{part}_proj" for part in ("gate", "up") for own in mlps]
         downs = [f"{own}.down_proj" for own in mlps]
-        intermediate = self._matrices(gates, shard.rows(config.intermediate_size))
-        gate_up = pair_matrix(*intermediate, config.intermediate_size, shard)
-        hidden = self._matrices(downs, shard.rows(config.hidden_size))
-        down = stacked_matrix(*hidden, config.hidden_size, shard)
+        weights, packing = self._matrices(gates, shard.rows(config.intermediate_size))
+        gate_up = pair_matrix(same_sizes(weights, 0), packing, config.intermediate_size, shard)
+        weights, packing = self._matrices(downs, shard.rows(config.hidden_size))
+        down = stacked_matrix(same_sizes(weights, 1), packing, config.hidden_size, shard)
         if biases:
             gate_up = replace(gate_up, bias=pair_lines([take(f"{own}.bias") for own in gates], gate_up))
             lines = [take(f"{own}.bias") for own in downs]

@@ -48,6 +48,17 @@ def stacked_matrix(weights: list[torch.Tensor], packing: str, size: int, shard: 
     return tile_matrix(torch.cat(padded), sum(map(len, weights)), tiling)
 
 
+def same_sizes(weights: list[torch.Tensor], dimension: int) -> list[torch.Tensor]:
+    """Matrices cut along a dimension to the size of the first; what is missing of the last part is zero."""
+    size = weights[0].shape[dimension]
+    parts = [part for weight in weights for part in weight.split(size, dimension)]
+    missing = [size - part.shape[dimension] for part in parts]
+    return [
+        torch.nn.functional.pad(part, (0, 0, 0, more) if dimension == 0 else (0, more)) if more else part
+        for part, more in zip(parts, missing, strict=True)
+    ]
+
+
 def _filled_rows(weight: torch.Tensor, size: int, shard: Shard) -> tuple[int, int]:
     """The rows of a rank, and of the matrix of `size` rows that it shares, filled up to whole tiles."""
     size = len(weight) if shard.size == 1 else size  # experts have a size of their own

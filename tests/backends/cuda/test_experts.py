@@ -29,16 +29,19 @@ class Case:
         normalize: bool,
         packing: str = "none",
         activation: str = "silu",
+        size: tuple[int, int] | None = None,
         **of_moe: Any,
     ) -> None:
         from paceline.backends.cuda.kernels import matrix, routing
         from paceline.backends.cuda.weights import load_weights
 
         torch.manual_seed(7)
-        size, width = (60, 37) if packing == "none" else (128, 128)
+        hidden, width = size or ((60, 37) if packing == "none" else (128, 128))
         moe = MoeConfig(EXPERTS, chosen, width, normalize, frozenset([0]), **of_moe)
-        sizes = 64, size, 1, 2, 1, 16, 1
-        config = ModelConfig("mixtral", *sizes, EPS, RopeConfig(), 16, True, moe=moe, activation=activation)
+        sizes = 64, hidden, 1, 2, 1, 16, 1
+        self.config = config = ModelConfig(
+            "mixtral", *sizes, EPS, RopeConfig(), 16, True, moe=moe, activation=activation
+        )
         self.weights = {
             name: (torch.ones(shape) if "norm" in name else torch.randn(shape) / 8).to(device, dtype)
             for name, shape in expected_tensors(config)
@@ -48,8 +51,8 @@ class Case:
         mixture = load_weights(config, self.weights.__getitem__, lambda name: packing).layers[0].mixture
         assert mixture is not None
         self.mixture = mixture
-        self.size, self.padded = size, mixture.gate_up.depth
-        self.hidden = F.pad(torch.randn(MAX_ROWS, size), (0, self.padded - size)).to(device)
+        self.size, self.padded = hidden, mixture.gate_up.depth
+        self.hidden = F.pad(torch.randn(MAX_ROWS, hidden), (0, self.padded - hidden)).to(device)
         self.norm = torch.randn(self.padded).to(device, dtype)
         self.routing = routing.routing_for(mixture, MAX_ROWS, dtype, device)
         self.scratch = matrix.scratch_for([mixture.router], MAX_ROWS, device)
@@ -106,21 +109,27 @@ def test_a_mixture_is_that_of_torch(
             | {"groups": 3, "chosen_groups": 2},
         ),
         ("gelu_tanh", {"scoring": "sigmoid"}),
+        ("silu", {"shared_intermediate_size": 37, "shared_gate": True}),
+        ("silu", {"shared_intermediate_size": 74, "weight_scale": 2.0}),
     ],
-    ids=["gpt-oss", "glm4-moe", "sigmoid alone"],
+    ids=["gpt-oss", "glm4-moe", "sigmoid alone", "qwen3-next", "deepseek-v2"],
 )
 def test_routers_and_experts_of_other_families_are_those_of_torch(
     activation: str, of_moe: dict[str, Any], device: torch.device, dtype: torch.dtype
 ) -> None:
     case = Case(device, dtype, 3, True, activation=activation, **of_moe)
     near(case.run(range(6))[0], case.expected(range(6)))
+    near(case.run([4])[0], case.expected([4]))  # a row alone
 
 
-def test_rows_give_the_same_alone_and_among_others(device: torch.device, dtype: torch.dtype) -> None:
-    case = Case(device, dtype, 3, True)
+@pytest.mark.parametrize("shared", [0, 74])
+def test_rows_give_the_same_alone_and_among_others(
+    shared: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    case = Case(device, dtype, 3, shared == 0, shared_intermediate_size=shared)
     together = case.run(range(MAX_ROWS if torch.cuda.is_available() else 5))
-    for row in (0, 4):
-        for got, expected in zip(case.run([row], padding=1), together, strict=True):
+    for row, padding in ((0, 1), (4, 0)):
+        for got, expected in zip(case.run([row], padding=padding), together, strict=True):
             if torch.cuda.is_available():
                 assert torch.equal(got[0], expected[row])
             else:  # numpy multiplies, and sums as it likes
@@ -147,6 +156,25 @@ def test_padding_and_rows_that_are_no_numbers_disturb_no_other(
     near(hidden[[0, 2]], case.expected([0, 2]))
     assert hidden[1].isnan().all()
     assert case.routing.blocks[2].sum() == 3 * 3
+    case.run([], padding=1)
+    assert not case.routing.blocks[2, :3].any()
+
+
+def test_a_shared_expert_is_stacked_with_the_others_if_it_is_packed_as_they_are(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    from paceline.backends.cuda.weights import load_weights
+
+    def packed(name: str) -> str:
+        return "int8" if "shared_experts.down_proj" in name else "none"
+
+    case = Case(device, dtype, 2, True, "none", size=(128, 128), shared_intermediate_size=256)
+    assert (case.mixture.shared, case.mixture.chosen) == (2, 4)
+    layer = load_weights(case.config, case.weights.__getitem__, packed).layers[0]
+    assert layer.mixture is not None
+    assert layer.shared is not None
+    assert layer.mixture.shared == 0
+    assert layer.shared[1].tiling.packing == "int8"
 
 
 @pytest.mark.parametrize(("packing", "error"), [("int8", 0.02), ("fp8", 0.06)])

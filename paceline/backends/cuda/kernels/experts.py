@@ -20,19 +20,37 @@ import triton.language as tl
 
 from paceline.backends.cuda.kernels.activations import activated
 from paceline.backends.cuda.kernels.linear import project
-from paceline.backends.cuda.kernels.matmul import apply_scales, halves, matmul_split, sum_of_squares
-from paceline.backends.cuda.kernels.matrix import Normed, Scratch, stages_for
-from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
+from paceline.backends.cuda.kernels.matmul import (
+    apply_scales,
+    halves,
+    matmul_split,
+    prefetch_steps,
+    sum_of_squares,
+)
+from paceline.backends.cuda.kernels.matrix import AHEAD, Normed, Scratch, stages_for
+from paceline.backends.cuda.kernels.pdl import pdl_launch, pdl_sync, pdl_wait, supports_pdl
 from paceline.backends.cuda.kernels.routing import Mixture, Routing, block_rows, blocks_for, route
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _block_pairs(lists_at, blocks_at, list_line, block_line, block, count, tokens: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A block's expert, its pairs [tokens], padded with the last one, and which of them are real."""
-    expert, first = tl.load(blocks_at + block), tl.load(blocks_at + block_line + block)
+def _load_block(blocks_at, block_line):  # type: ignore[no-untyped-def]
+    """The expert of this program's block, the first index in its list, and how many rows it has."""
+    at = blocks_at + tl.program_id(1)
+    expert, first = tl.load(at, cache_modifier=".cg"), tl.load(at + block_line, cache_modifier=".cg")
+    return expert, first, tl.load(at + 2 * block_line, cache_modifier=".cg")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _block_pairs(  # type: ignore[no-untyped-def]
+    lists_at, list_line, expert, first, count, tokens: tl.constexpr, is_alone: tl.constexpr
+):
+    """The pairs of a block [tokens], padded with the last one, and which of them are real."""
     token = tl.arange(0, tokens)
-    pair = tl.load(lists_at + expert * list_line + first + tl.minimum(token, count - 1))
-    return expert, pair, token < count
+    if is_alone:
+        pair = tl.program_id(1) + tl.zeros([tokens], tl.int32)
+    else:
+        pair = tl.load(lists_at + expert * list_line + first + tl.minimum(token, count - 1))
+    return pair, token < count
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -57,15 +75,15 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     step: tl.constexpr,
     packing: tl.constexpr,
     stages: tl.constexpr,
+    is_alone: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
-    pdl_sync(pdl)
-    tile, block = tl.program_id(0), tl.program_id(1)
-    count = tl.load(blocks_at + 2 * block_line + block)
+    pdl_wait(pdl)
+    pdl_launch(pdl)  # after the wait: the next kernel reads blocks before its own
+    tile = tl.program_id(0)
+    expert, first, count = _load_block(blocks_at, block_line)
     if count > 0:
-        expert, pair, is_there = _block_pairs(
-            lists_at, blocks_at, list_line, block_line, block, count, tokens
-        )
+        pair, is_there = _block_pairs(lists_at, list_line, expert, first, count, tokens, is_alone)
         matrix_tile, row = expert * tl.num_programs(0) + tile, pair // chosen
         factor = tl.load(factors_at + row)[None, :]
         total = matmul_split(
@@ -112,16 +130,20 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     step: tl.constexpr,
     packing: tl.constexpr,
     stages: tl.constexpr,
+    is_alone: tl.constexpr,
+    ahead: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
-    pdl_sync(pdl)
-    tile, block = tl.program_id(0), tl.program_id(1)
-    count = tl.load(blocks_at + 2 * block_line + block)
+    pdl_launch(pdl)
+    tile = tl.program_id(0)
+    expert, first, count = _load_block(blocks_at, block_line)
+    matrix_tile, steps = expert * tl.num_programs(0) + tile, depth // step
+    if ahead > 0:  # noqa: SIM102 -- known when it is compiled
+        if count > 0:
+            prefetch_steps(weight_at, matrix_tile * steps, steps, columns, step, packing, ahead)
+    pdl_wait(pdl)
     if count > 0:
-        expert, pair, is_there = _block_pairs(
-            lists_at, blocks_at, list_line, block_line, block, count, tokens
-        )
-        matrix_tile = expert * tl.num_programs(0) + tile
+        pair, is_there = _block_pairs(lists_at, list_line, expert, first, count, tokens, is_alone)
         total = matmul_split(
             rows_at,
             pair,
@@ -192,14 +214,14 @@ def add_experts(
     tokens = block_rows(mixture, rows)
     project(read, mixture.router, routing.scores, rows, scratch)
     route(mixture, read, slot_mapping, routing, tokens)
-    _run_blocks(mixture, read, routing, blocks_for(mixture, rows, tokens), tokens)
+    _run_blocks(mixture, read, routing, rows, tokens)
     _combine(mixture, routing, hidden, norm, normed, rows)
 
 
-def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, blocks: int, tokens: int) -> None:
+def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, rows: int, tokens: int) -> None:
     """Write every expert's output for its rows to `routing.outputs`."""
-    pdl = supports_pdl(read.rows.device)
-    gate_up, down = mixture.gate_up, mixture.down
+    pdl, is_alone = supports_pdl(read.rows.device), rows == 1
+    gate_up, down, blocks = mixture.gate_up, mixture.down, blocks_for(mixture, rows, tokens)
     _gate_up_kernel[(gate_up.tiles // mixture.experts, blocks)](
         read.rows,
         routing.factors,
@@ -221,6 +243,7 @@ def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, blocks: int, t
         gate_up.tiling.step,
         gate_up.tiling.packing,
         stages_for(gate_up, tokens),
+        is_alone,
         pdl,
         num_warps=gate_up.tiling.warps,
         enable_fp_fusion=False,
@@ -244,6 +267,8 @@ def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, blocks: int, t
         down.tiling.step,
         down.tiling.packing,
         stages_for(down, tokens),
+        is_alone,
+        AHEAD if pdl and is_alone else 0,
         pdl,
         num_warps=down.tiling.warps,
         enable_fp_fusion=False,

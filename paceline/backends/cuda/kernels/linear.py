@@ -14,6 +14,7 @@ import triton.language as tl
 from paceline.backends.cuda.kernels.activations import activated
 from paceline.backends.cuda.kernels.fp8 import store_fp8
 from paceline.backends.cuda.kernels.matmul import (
+    begin_product,
     halves,
     load_squares,
     matmul_tiles,
@@ -22,7 +23,6 @@ from paceline.backends.cuda.kernels.matmul import (
     sum_of_squares,
 )
 from paceline.backends.cuda.kernels.matrix import MAX_TILES, Matrix, Normed, Scratch, launch_for
-from paceline.backends.cuda.kernels.pdl import pdl_sync
 
 
 @triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
@@ -53,9 +53,10 @@ def _project_kernel(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     tiles: tl.constexpr,
     rows_first: tl.constexpr,
+    ahead: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
-    pdl_sync(pdl)
+    begin_product(weight_at, depth, splits, columns, step, packing, ahead, pdl)
     column = tl.program_id(1) * tiles * columns + tl.arange(0, tiles * columns)
     token = program_tokens(tokens)
     squares = load_squares(squares_at, token, groups, max_groups)
@@ -115,9 +116,10 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     tiles: tl.constexpr,
     rows_first: tl.constexpr,
+    ahead: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
-    pdl_sync(pdl)
+    begin_product(weight_at, depth, splits, columns, step, packing, ahead, pdl)
     half: tl.constexpr = tiles * columns // 2
     column = tl.program_id(1) * half + tl.arange(0, half)
     token = program_tokens(tokens)
@@ -181,13 +183,14 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     tiles: tl.constexpr,
     rows_first: tl.constexpr,
+    ahead: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
     first = tl.program_id(1) * tiles
     column = first * columns + tl.arange(0, tiles * columns)
     token = program_tokens(tokens)
     norm = tl.load(norm_at + column).to(tl.float32)[:, None]
-    pdl_sync(pdl)
+    begin_product(weight_at, depth, splits, columns, step, packing, ahead, pdl)
     offset = token[None, :] * padded_width + column[:, None]
     # of many rows, the product needs the registers; unpacking needs some too
     is_early: tl.constexpr = not rows_first and (tokens < 64 or packing == "none" or packing == "e4m3")

@@ -30,6 +30,7 @@ MAX_PACKED_TOKENS = 64  # unpacking needs registers
 MAX_STAGES = 6
 MULTIPROCESSORS = 132  # of an H100 or H200
 FEW_PROGRAMS = 264  # two per multiprocessor
+AHEAD = 512  # cache lines of weights that each of few programs prefetches before it waits for its input
 WIDE = 128  # columns of a program that loops over all splits, if there are
 ENOUGH_PROGRAMS = 96  # this many of them, about one per multiprocessor
 SMALL_BYTES = 4 << 20  # of a matrix that may be read once per row tile: it stays in L2
@@ -186,6 +187,7 @@ def launch_for(matrix: Matrix, rows: int, most_tiles: int = 1) -> Launch:
     is_split_k = False
     if not rows_first:
         tiles, is_split_k = split_of(matrix, tokens, row_tiles, most_tiles == MAX_TILES)
+    programs = row_tiles * matrix.tiles * tiling.splits
     options = {
         "splits": tiling.splits,
         "is_split_k": is_split_k,
@@ -196,6 +198,7 @@ def launch_for(matrix: Matrix, rows: int, most_tiles: int = 1) -> Launch:
         "stages": stages_for(matrix, tokens, tiles, rows_first),
         "tiles": tiles,
         "rows_first": rows_first,
+        "ahead": AHEAD if pdl and tiles == 1 and programs <= FEW_PROGRAMS else 0,
         "pdl": pdl,
         "num_warps": MANY_WARPS if rows_first else tiling.warps * tiles,
         "enable_fp_fusion": False,

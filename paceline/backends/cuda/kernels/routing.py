@@ -14,27 +14,35 @@ from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
 from paceline.models.config import MoeConfig
 
 LOWEST = tl.constexpr(-3.0e38)  # below all scores but those of padding and of experts already chosen
+CHOSEN = tl.constexpr(-(1 << 31))  # below the integers of all scores
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The experts of a layer."""
+    """The experts of a layer: those that rows choose, then shared ones, through which all rows go."""
 
-    router: Matrix
+    router: Matrix  # a score of each expert, then, if there is a gate, of the shared ones
     gate_up: Matrix  # a `tile_pair` of all experts, one after the other
     down: Matrix  # of all experts, one after the other
     moe: MoeConfig  # how rows choose their experts
     activation: str = "silu"
     correction: torch.Tensor | None = None  # float32 [experts] added to scores, for the choice alone
+    shared: int = 0  # experts after those that can be chosen
 
     @property
     def experts(self) -> int:
-        return self.router.width
+        """All of them, with the shared ones."""
+        return self.moe.num_experts + self.shared
 
     @property
     def chosen(self) -> int:
-        """Top-k: the experts of a row."""
-        return self.moe.experts_per_token
+        """The experts of a row: its top-k, then the shared ones."""
+        return self.moe.experts_per_token + self.shared
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the sigmoid of a score is the weight of the shared experts; else it is 1."""
+        return self.router.width > self.moe.num_experts
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,8 @@ class Routing:
     factors: torch.Tensor  # float32 [rows] norm factors
     counts: torch.Tensor  # int32 [experts + 1] pairs of each, then finished programs; zero between kernels
     lists: torch.Tensor  # int32 [experts, rows] pairs of each
-    blocks: torch.Tensor  # int32 [3, blocks] expert, first index in its list, count; 0 after the last
+    blocks: torch.Tensor  # int32 [3, blocks] expert, first index in its list, count; 0 after the last.
+    # The blocks of one row alone are its pairs, in order, and need no lists
     activated: torch.Tensor  # [rows * chosen, padded intermediate]
     outputs: torch.Tensor  # float32 [rows * chosen, padded hidden]
 
@@ -86,25 +95,26 @@ def blocks_for(mixture: Mixture, rows: int, tokens: int) -> int:
 @triton.jit  # type: ignore[untyped-decorator]
 def _choose(  # type: ignore[no-untyped-def]
     preferences,
-    scores,
     experts,
-    chosen: tl.constexpr,
+    top_k: tl.constexpr,
     most_chosen: tl.constexpr,
     most_experts: tl.constexpr,
 ):
-    """The top-k experts by preference, ties to the lower: int32 [most_chosen]; and their scores."""
+    """The top-k experts by preference, ties to the lower: int32 [most_chosen].
+
+    By integers in the order of preferences, for whose maximum a warp has an instruction.
+    """
     expert, rank = tl.arange(0, most_experts), tl.arange(0, most_chosen)
     # no expert is chosen twice, even if scores are NaN
-    left = tl.where(expert < experts, tl.where(preferences > LOWEST, preferences, LOWEST), float("-inf"))
+    known = tl.where(preferences > LOWEST, preferences, LOWEST) + 0.0  # -0 equals 0
+    bits = known.to(tl.int32, bitcast=True)
+    left = tl.where(expert < experts, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), CHOSEN)
     best = tl.zeros([most_chosen], tl.int32)
-    best_scores = tl.zeros([most_chosen], tl.float32)
-    for turn in tl.static_range(chosen):
-        index = tl.argmax(left, 0)
-        score = tl.sum(tl.where(expert == index, scores, 0.0), 0)
+    for turn in tl.static_range(top_k):
+        index = tl.min(tl.where(left == tl.max(left, 0), expert, most_experts), 0)
         best = tl.where(rank == turn, index, best)
-        best_scores = tl.where(rank == turn, score, best_scores)
-        left = tl.where(expert == index, float("-inf"), left)
-    return best, best_scores
+        left = tl.where(expert == index, CHOSEN, left)
+    return best
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -163,6 +173,49 @@ def _cut(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _weigh(  # type: ignore[no-untyped-def]
+    scores_at,
+    correction_at,
+    experts,
+    normalize: tl.constexpr,
+    is_sigmoid: tl.constexpr,
+    has_correction: tl.constexpr,
+    expert_groups: tl.constexpr,
+    chosen_groups: tl.constexpr,
+    group_experts: tl.constexpr,
+    top_k: tl.constexpr,
+    most_chosen: tl.constexpr,
+    most_experts: tl.constexpr,
+    most_groups: tl.constexpr,
+):
+    """The top-k experts of a row's scores, int32 [most_chosen], and their weights, float32 [most_chosen]."""
+    expert, rank = tl.arange(0, most_experts), tl.arange(0, most_chosen)
+    scores = tl.load(scores_at + expert, mask=expert < experts, other=float("-inf"))
+    top, preferences = tl.max(scores, 0), scores  # not their sigmoids, which are equal for large ones
+    if has_correction or expert_groups > 1:
+        if is_sigmoid:
+            preferences = 1.0 / (1.0 + tl.exp(-scores))
+        else:
+            preferences = tl.exp(scores - top)
+            preferences /= tl.sum(preferences, 0)
+        if has_correction:
+            preferences += tl.load(correction_at + expert, mask=expert < experts, other=0.0)
+        if expert_groups > 1:
+            preferences = _of_best_groups(
+                preferences, experts, expert_groups, chosen_groups, group_experts, most_groups
+            )
+    best = _choose(preferences, experts, top_k, most_chosen, most_experts)
+    weights = tl.load(scores_at + best)  # a load takes less time than a sum for each of them
+    weights = 1.0 / (1.0 + tl.exp(-weights)) if is_sigmoid else tl.exp(weights - top)
+    weights = tl.where(rank < top_k, weights, 0.0)
+    if normalize:
+        weights /= tl.sum(weights, 0)
+    elif not is_sigmoid:
+        weights /= tl.sum(tl.exp(scores - top), 0)
+    return best, weights
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _route_kernel(  # type: ignore[no-untyped-def]
     scores_at,
     squares_at,
@@ -187,56 +240,59 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     chosen_groups: tl.constexpr,
     group_experts: tl.constexpr,
     weight_scale: tl.constexpr,
-    chosen: tl.constexpr,
+    top_k: tl.constexpr,
+    shared: tl.constexpr,
+    is_gated: tl.constexpr,
+    is_alone: tl.constexpr,
     tokens: tl.constexpr,
     most_chosen: tl.constexpr,
     most_experts: tl.constexpr,
     most_groups: tl.constexpr,
+    most_counts: tl.constexpr,
     most_blocks: tl.constexpr,
     max_groups: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
     pdl_sync(pdl)
-    row = tl.program_id(0)
-    one = row + tl.arange(0, 1)
-    expert, rank = tl.arange(0, most_experts), tl.arange(0, most_chosen)
-    factor = norm_factor(load_squares(squares_at, one, groups, max_groups), size, eps)
-    tl.store(factors_at + one[None, :], factor)
-    scores = tl.load(scores_at + row * score_line + expert, mask=expert < experts, other=float("-inf"))
-    is_chosen, top = rank < chosen, tl.max(scores, 0)
-    if is_sigmoid or has_correction or expert_groups > 1:
-        preferences = scores  # large ones have the same sigmoid
-        if is_sigmoid:
-            scores = 1.0 / (1.0 + tl.exp(-scores))
-        else:
-            scores = tl.exp(scores - top)
-            scores /= tl.sum(scores, 0)
-        if has_correction or expert_groups > 1:
-            preferences = scores
-        if has_correction:
-            preferences += tl.load(correction_at + expert, mask=expert < experts, other=0.0)
-        if expert_groups > 1:
-            preferences = _of_best_groups(
-                preferences, experts, expert_groups, chosen_groups, group_experts, most_groups
-            )
-        best, shares = _choose(preferences, scores, experts, chosen, most_chosen, most_experts)
-        total = tl.sum(tl.where(is_chosen, shares, 0.0), 0) if normalize else 1.0
-    else:
-        best, best_scores = _choose(scores, scores, experts, chosen, most_chosen, most_experts)
-        shares = tl.where(is_chosen, tl.exp(best_scores - top), 0.0)
-        total = tl.sum(shares, 0) if normalize else tl.sum(tl.exp(scores - top), 0)
-    shares = shares / total
+    row, chosen = tl.program_id(0), top_k + shared
+    one, rank = row + tl.arange(0, 1), tl.arange(0, most_chosen)
+    is_real = tl.load(slot_mapping_at + row) >= 0  # padding rows have no experts
+    squares = load_squares(squares_at, one, groups, max_groups)
+    scores_at += row * score_line
+    best, shares = _weigh(
+        scores_at,
+        correction_at,
+        experts,
+        normalize,
+        is_sigmoid,
+        has_correction,
+        expert_groups,
+        chosen_groups,
+        group_experts,
+        top_k,
+        most_chosen,
+        most_experts,
+        most_groups,
+    )
     if weight_scale != 1:
         shares *= weight_scale
-    tl.store(shares_at + row * chosen + rank, shares, mask=is_chosen)
-    is_chosen = rank < tl.where(
-        tl.load(slot_mapping_at + row) >= 0, chosen, 0
-    )  # padding rows have no experts
-    slot = tl.atomic_add(counts_at + best, tl.full([most_chosen], 1, tl.int32), mask=is_chosen)
-    tl.store(lists_at + best * list_line + slot, row * chosen + rank, mask=is_chosen)
-    tl.debug_barrier()
-    if tl.atomic_add(counts_at + experts, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-        _cut(counts_at, blocks_at, experts, block_line, tokens, most_experts, most_blocks)
+    if shared > 0:
+        gate = 1.0 / (1.0 + tl.exp(-tl.load(scores_at + experts))) if is_gated else 1.0
+        shares = tl.where(rank < top_k, shares, gate)
+        best = tl.where(rank < top_k, best, experts + rank - top_k)
+    tl.store(factors_at + one[None, :], norm_factor(squares, size, eps))
+    tl.store(shares_at + row * chosen + rank, shares, mask=rank < chosen)
+    if is_alone:
+        tl.store(blocks_at + rank, best, mask=rank < chosen)
+        tl.store(blocks_at + 2 * block_line + rank, tl.where(is_real, 1, 0) + rank * 0, mask=rank < chosen)
+    else:
+        is_chosen = rank < tl.where(is_real, chosen, 0)
+        slot = tl.atomic_add(counts_at + best, tl.full([most_chosen], 1, tl.int32), mask=is_chosen)
+        tl.store(lists_at + best * list_line + slot, row * chosen + rank, mask=is_chosen)
+        tl.debug_barrier()
+        counted = experts + shared
+        if tl.atomic_add(counts_at + counted, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+            _cut(counts_at, blocks_at, counted, block_line, tokens, most_counts, most_blocks)
 
 
 def route(mixture: Mixture, read: Normed, slot_mapping: torch.Tensor, routing: Routing, tokens: int) -> None:
@@ -256,7 +312,7 @@ def route(mixture: Mixture, read: Normed, slot_mapping: torch.Tensor, routing: R
         routing.scores.shape[1],
         routing.lists.shape[1],
         routing.blocks.shape[1],
-        mixture.experts,
+        moe.num_experts,
         groups,
         read.size,
         read.eps,
@@ -267,11 +323,15 @@ def route(mixture: Mixture, read: Normed, slot_mapping: torch.Tensor, routing: R
         moe.chosen_groups,
         moe.group_experts,
         moe.weight_scale,
-        mixture.chosen,
+        moe.experts_per_token,
+        mixture.shared,
+        mixture.is_gated,
+        len(slot_mapping) == 1,
         tokens,
         triton.next_power_of_2(mixture.chosen),
-        triton.next_power_of_2(mixture.experts),
+        triton.next_power_of_2(moe.num_experts),
         triton.next_power_of_2(moe.groups),
+        triton.next_power_of_2(mixture.experts),
         triton.next_power_of_2(routing.blocks.shape[1]),
         triton.next_power_of_2(groups),
         pdl,
