@@ -163,7 +163,9 @@ class CudaAsyncDecoder:
         self._unread.append((buffer, index, needs))
 
     def _use_shared_prefix(self, steps: DecodeLoop, slots: Int64Array) -> None:
-        """Let steps over these slots read shared prefixes once."""
+        """Let steps over these slots read shared prefixes once, unless they are latents."""
+        if self._weights.config.latent is not None:
+            return
         begins = (slots * self._pages.shape[1]).astype(np.int32)
         pass_rows = uniform_rows(self._pages[slots], begins, self._joined[slots], steps.nodes)
         steps.use_shared_prefix(find_shared_prefixes(pass_rows, self._page_size, *self._weights.head_groups))

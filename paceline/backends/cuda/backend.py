@@ -224,6 +224,8 @@ class CudaBackend(Backend):
         sizes = self.weights.head_groups
         large = prefill_requests(batch, *sizes, self.config.latent is not None)
         contexts = np.where(large, 0, batch.context_lengths)  # these read their own contexts
+        if self.config.latent is not None:  # latents that several requests share are read once per request
+            return self._begin(batch, large, None)
         pass_rows = PassRows(batch.page_tables, begins, contexts, counts, batch.row_offsets[:-1])
         return self._begin(batch, large, find_shared_prefixes(pass_rows, PAGE_SIZE, *sizes))
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from paceline.backends.cuda.kernels.packing import SCALE_WORDS
+
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def words_of_scales(packing: str, step: int) -> int:
     """The words of a row and step that hold scales: of most formats, two scales of groups in each."""
-    return {"q41": 8, "q4k": 5, "q6k": 3, "fp8_blocks": 1}.get(packing, step // 64)
+    if packing in SCALE_WORDS:
+        return SCALE_WORDS[packing]
+    return 1 if packing == "fp8_blocks" else step // 64
 
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
