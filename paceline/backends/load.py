@@ -51,10 +51,10 @@ def load_head_runner(
     that the head shares with it.
     """
     layer = checkpoint.config.layer
-    if layer is not None and options.name != "torch":
+    if layer is not None and options.name == "cpu":
         raise ConfigError(
             f"the mtp block of {layer.family} models has a layer of their own kind, for which the "
-            f"{options.name} backend has no kernels yet. Use --backend torch, or another method."
+            "cpu backend has no kernels yet. Use --backend torch, or another method."
         )
     return _HEAD_LOADERS[options.name](checkpoint, options, max_rows, beside)
 

@@ -42,7 +42,9 @@ class RowsOf:
         return dequantize(self.kind, self.blocks()).reshape(self.shape)
 
     def blocks(self) -> npt.NDArray[np.uint8]:
-        """The stored bytes: uint8 [rows, bytes per row]."""
+        """The stored bytes: uint8 [rows, bytes per row]; a vector is one row."""
+        if len(self.shape) == 1:
+            return self.tensor.blocks().reshape(self.tensor.shape[0], -1)[self.rows].reshape(1, -1)
         return self.tensor.blocks()[self.rows]
 
     def take_rows(self, part: slice) -> RowsOf:

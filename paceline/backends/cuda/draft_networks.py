@@ -86,7 +86,7 @@ class HeadNetwork:
         self.weights, self.pool, self.shape, self.page_size = weights, pool, shape, page_size
         self.feature_layers = feature_layers
         self.catch_up_rows = shape.levels + 1
-        self.tile_height = tile_height(config.num_heads, config.num_kv_heads)
+        self.tile_height = tile_height(*weights.head_groups)
         self.vocab_size = config.draft_vocab_size
         self.target_ids: torch.Tensor | None = weights.target_ids
         rows = max_requests * _most_rows(shape, self.catch_up_rows)

@@ -3,12 +3,13 @@
     features ─ norm ─ fc ─> state            for rows after the target's tokens (fuse)
     state, token ─ embed, join ─> layer ─> logits, and the state that the next row reads
 
-eagle3 feeds embedding and state side by side to its attention; eagle and mtp project both to one first.
+eagle3 feeds embedding and state side by side to its attention; eagle and mtp project both to one first. The
+layer is one of llama's shape, or, of some mtp blocks, a layer of the target's family: see model.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,9 +22,11 @@ from paceline.backends.cuda.kernels.heads import project_heads
 from paceline.backends.cuda.kernels.linear import add_product, gate_up, project
 from paceline.backends.cuda.kernels.matrix import Normed, Scratch, padded_rows, scratch_for
 from paceline.backends.cuda.kernels.row_tables import RowTables
+from paceline.backends.cuda.model import run_head_layer
+from paceline.backends.cuda.shard import TILE
 from paceline.backends.cuda.tiled import padded_size
 from paceline.backends.cuda.vocabulary import embed_tokens
-from paceline.backends.cuda.workspace import Pool
+from paceline.backends.cuda.workspace import Pool, Room, Workspace, make_workspace
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class HeadWorkspace:
     own_logits: torch.Tensor  # those that this rank computes; on one GPU the same buffer
     scratch: Scratch
     attention: AttentionScratch
+    model: Workspace | None = None  # of a layer of the target's family; shares input and output with this one
 
 
 def make_head_workspace(weights: HeadWeights, max_rows: int, longest: int) -> HeadWorkspace:
@@ -75,6 +79,9 @@ def make_head_workspace(weights: HeadWeights, max_rows: int, longest: int) -> He
         return Normed(zeros(rows, hidden), numbers(rows, groups), config.hidden_size, config.rms_norm_eps)
 
     joining, fusing = weights.entry.joining, weights.fusion.matrix
+    model = None
+    if weights.model is not None:  # the LM head is run here
+        model = make_workspace(weights.model, replace(Room.of(max_rows, longest), outputs=1))
     own_logits = logits = numbers(rows, config.draft_vocab_size)
     if weights.vocabulary.shard.size > 1:
         own_logits = numbers(rows, weights.vocabulary.padded_width)
@@ -87,19 +94,20 @@ def make_head_workspace(weights: HeadWeights, max_rows: int, longest: int) -> He
         scratch_input=normed(hidden // 64),
         joined=zeros(rows, 2 * hidden),
         hidden=(numbers(rows, hidden), numbers(rows, hidden)),
-        attention_input=normed(1 if joining is None else joining.tiles),
+        attention_input=model.attention_input if model else normed(1 if joining is None else joining.tiles),
         query=zeros(rows, config.num_heads, config.head_dim),
         attention_output=zeros(rows, padded_size(config.num_heads * config.head_dim)),
         feed_forward_input=normed(layer.output.tiles),
-        activated=zeros(rows, layer.gate_up.padded_width // 2),
-        output=normed(layer.down.tiles),
-        picked=normed(layer.down.tiles),
+        activated=zeros(rows, 0 if model else layer.gate_up.padded_width // 2),
+        output=model.attention_input if model else normed(layer.down.tiles),
+        picked=normed(hidden // TILE),
         logits=logits,
         own_logits=own_logits,
         scratch=scratch_for(weights.matrices, rows, device),
         attention=attention_scratch(
             rows, config.num_heads, config.num_kv_heads, config.head_dim, longest, device
         ),
+        model=model,
     )
 
 
@@ -142,6 +150,10 @@ def run_head_rows(
     states. With `only_keys`, keys and values are stored and there are no outputs.
     """
     read = _enter(weights, workspace, tokens, states, sources, hidden)
+    if weights.model is not None and workspace.model is not None:
+        own = replace(workspace.model, hidden=hidden, own=replace(workspace.model.own, hidden=hidden))
+        run_head_layer(weights.model, own, tables, rope_positions, pool, page_size, only_keys)
+        return
     layers, rows, scratch = (weights.layer, *weights.later_layers), len(tokens), workspace.scratch
     norms = [layer.attention_norm for layer in weights.later_layers] + [weights.norm]
     query, attention_output = workspace.query, workspace.attention_output

@@ -55,16 +55,22 @@ class HeadPools:
     def make_pool(self, num_pages: int) -> Pool:
         config, dtype, device = self.config, self.dtype, self.device
         slots = (num_pages + self._spare_pages) * PAGE_SIZE
-        shape = (self._layers, slots, config.num_kv_heads, config.head_dim)
-        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        shape = (self._layers, slots, config.num_kv_heads)
+        keys, values = (torch.zeros((*shape, size), dtype=dtype, device=device) for size in self._kv_sizes)
         width = config.feature_width
         features = torch.zeros((num_pages * PAGE_SIZE + 1, width), dtype=dtype, device=device)
         parts = torch.arange(width // config.target_hidden_size, dtype=torch.int32, device=device)
         return HeadPool(num_pages, self.bytes_per_page(), keys, values, features, parts)
 
+    @property
+    def _kv_sizes(self) -> tuple[int, int]:
+        """The numbers of a key and of a value; latents are both."""
+        layer, size = self.config.layer, self.config.head_dim
+        return size, 0 if layer is not None and layer.latent is not None else size
+
     def bytes_per_page(self) -> int:
         config = self.config
-        numbers = 2 * self._layers * config.num_kv_heads * config.head_dim + config.feature_width
+        numbers = self._layers * config.num_kv_heads * sum(self._kv_sizes) + config.feature_width
         return PAGE_SIZE * numbers * self.dtype.itemsize
 
     @on_all_ranks

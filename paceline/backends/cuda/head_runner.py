@@ -162,7 +162,7 @@ class CudaHeadRunner(HeadPools, HeadRunner):
         rows = batch.rows
         assert rows.num_rows <= self.max_rows, f"{rows.num_rows} rows, but max_rows is {self.max_rows}"
         self._make_room(int(rows.positions.max()) + 2 + self._chains.longest)
-        height = tile_height(self.config.num_heads, self.config.num_kv_heads)
+        height = tile_height(*self.weights.head_groups)
         by_index = replace(rows, positions=rows.positions + 1)  # visibility is by KV index
         padded, pool = bucket(rows.num_rows), cast(HeadPool, rows.pool)
         places, keeps = batch.places, batch.places is not None

@@ -59,13 +59,22 @@ class HeadWeights:
     vocabulary: Matrix
     target_ids: torch.Tensor | None  # int32 [draft vocabulary] the target's ids; None: the same vocabulary
     rotation: tuple[torch.Tensor, torch.Tensor]  # cosine and sine: float32 [positions, head_dim // 2]
+    model: Weights | None = None  # of `layer` alone, if it is one of the target's family
 
     @property
     def matrices(self) -> list[Matrix]:
         maybe = (self.fusion.matrix, self.entry.joining)
-        layers = (self.layer, *self.later_layers)
+        layers = () if self.model else (self.layer, *self.later_layers)
         own = [each for layer in layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        own += self.model.matrices if self.model else []
         return own + [self.vocabulary] + [matrix for matrix in maybe if matrix is not None]
+
+    @property
+    def head_groups(self) -> tuple[int, int]:
+        """The query heads, and the groups of them that share a program of attention."""
+        if self.model is not None:
+            return self.model.head_groups
+        return self.config.num_heads, self.config.num_kv_heads
 
 
 def load_head_weights(checkpoint: HeadCheckpoint, target: Weights) -> HeadWeights:
@@ -88,19 +97,20 @@ def make_head_weights(config: HeadConfig, ids: Int32Array | None, read: Take, ta
         )
     frequencies = torch.from_numpy(rope_frequencies(config.rope, config.head_dim)).to(device)
     angles = torch.arange(config.max_position, device=device)[:, None].float() * frequencies
-    is_normed = config.kind != "eagle"
+    is_normed, model = config.kind != "eagle", _load_model(config, read, target)
     return HeadWeights(
         config,
         load_fusion(config, read, target),
         _matrix(read("embed_tokens.weight")) if config.own_embedding else target.embedding,
         _load_entry(config, read),
-        _load_layer(config, read),
-        _load_later_layers(config, read, target),
+        _load_layer(config, read) if model is None else model.layers[0],
+        () if model is not None else _load_later_layers(config, read, target),
         _line(read("norm.weight")) if is_normed else _ones(config, read),
         is_normed,
         _matrix(read("lm_head.weight")) if config.own_lm_head else target.head,
         None if ids is None else torch.from_numpy(ids).to(device),
         (angles.cos(), angles.sin()),
+        model,
     )
 
 
@@ -195,6 +205,23 @@ def _load_layer(config: HeadConfig, read: Take) -> Layer:
         tile_pair(gate, up, tiling_for(2 * len(gate), gate.shape[1])),
         _matrix(part("mlp.down_proj.weight")),
     )
+
+
+def _load_model(config: HeadConfig, read: Take, target: Weights) -> Weights | None:
+    """The head's layer as a model of one, if it is a layer of the target's family (latents, experts)."""
+    if config.layer is None:
+        return None
+    if target.shard.size > 1:
+        raise BackendError(
+            f"The mtp block of {config.layer.family} models runs on one GPU of the cuda backend only; leave "
+            "tensor_parallel_size out, or draft with ngram or suffix."
+        )
+
+    def take(name: str, rows: slice | None = None) -> torch.Tensor:
+        return read(name.replace("model.layers.0.", "midlayer."))
+
+    layers = load_layers(Reader(config.layer, take, unpacked, None, WHOLE), target.dtype, target.device)
+    return Weights(config.layer, target.embedding, layers, _line(read("norm.weight")), target.head)
 
 
 def _load_later_layers(config: HeadConfig, read: Take, target: Weights) -> tuple[Layer, ...]:

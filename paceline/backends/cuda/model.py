@@ -16,6 +16,8 @@ what they computed after each of the last four: see shard.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from paceline.backends.cuda.decode_attention import attend
@@ -52,7 +54,7 @@ def run_layers(
 
     The wanted hidden states go to `features` [rows, len(feature_layers) * hidden].
     """
-    config, rows, own = weights.config, len(tokens), workspace.own
+    config, rows = weights.config, len(tokens)
     size = config.hidden_size
     norms = [layer.attention_norm for layer in weights.layers] + [weights.norm]
 
@@ -78,28 +80,34 @@ def run_layers(
         keys, values = pool.keys[place], pool.values[place]
         if not begun:
             _project_qkv(layer, workspace, tables, keys, values, config.rms_norm_eps)
-        latent = workspace.latent
-        attend(
-            workspace.query,
-            keys,
-            values,
-            tables,
-            config.window(index),
-            page_size,
-            own.attention_output if latent is None else latent.mixed,
-            workspace.attention,
-            scales=own.attention_scales,
-            scoring=layer.scoring,
-        )
-        if layer.latent is not None and latent is not None:
-            project_values(layer.latent, latent, workspace.attention_output, tables.positions)
+        _attend(layer, workspace, tables, keys, values, config.window(index), page_size)
         begun = _run_to_next(weights, workspace, index, tables, pool, kept(index + 1))
         if not begun:
-            _gate_attention(layer, workspace, rows)
-            _add_mixed(weights, workspace, layer, workspace.attention_output, rows)
-            _feed_forward(weights, layer, workspace, tables.slot_mapping, norms[index + 1])
+            _finish_layer(weights, layer, workspace, tables.slot_mapping, norms[index + 1])
     if not begun:
         _keep_features(weights, workspace, rows, kept(len(weights.layers)))
+
+
+def run_head_layer(
+    weights: Weights,
+    workspace: Workspace,
+    tables: RowTables,
+    rope_positions: torch.Tensor,
+    pool: Pool,
+    page_size: int,
+    only_keys: bool,
+) -> None:
+    """Run the only layer of a model that is a draft head, over rows that `workspace.attention_input` has.
+
+    As in head.py, `tables` have KV indices, which are one more than RoPE positions, and none has index 0.
+    """
+    (layer,), keys, values = weights.layers, pool.keys[0], pool.values[0]
+    rotated = replace(tables, positions=rope_positions)
+    _project_qkv(layer, workspace, rotated, keys, values, weights.config.rms_norm_eps)
+    if not only_keys:
+        window = weights.config.window(0)
+        _attend(layer, workspace, tables, keys, values, window, page_size, earliest=1)
+        _finish_layer(weights, layer, workspace, tables.slot_mapping, weights.norm)
 
 
 def _embed(weights: Weights, workspace: Workspace, tokens: torch.Tensor) -> None:
@@ -150,6 +158,49 @@ def _project_qkv(
     )
     if layer.joint_norms is not None:
         norm_heads(workspace.query, keys, layer.joint_norms, eps, *where, layer.rotation)
+
+
+def _attend(
+    layer: Layer,
+    workspace: Workspace,
+    tables: RowTables,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    window: int | None,
+    page_size: int,
+    earliest: int = 0,
+) -> None:
+    """Write what attention gives to `workspace.attention_output`; of latents, the heads' values of it."""
+    own, latent = workspace.own, workspace.latent
+    attend(
+        workspace.query,
+        keys,
+        values,
+        tables,
+        window,
+        page_size,
+        own.attention_output if latent is None else latent.mixed,
+        workspace.attention,
+        earliest,
+        own.attention_scales,
+        layer.scoring,
+    )
+    if layer.latent is not None and latent is not None:
+        project_values(layer.latent, latent, workspace.attention_output, tables.positions)
+
+
+def _finish_layer(
+    weights: Weights,
+    layer: Layer,
+    workspace: Workspace,
+    slot_mapping: torch.Tensor,
+    norm: torch.Tensor | None,
+) -> None:
+    """Everything of a layer after its attention, kernel by kernel; this norm comes next."""
+    rows = len(slot_mapping)
+    _gate_attention(layer, workspace, rows)
+    _add_mixed(weights, workspace, layer, workspace.attention_output, rows)
+    _feed_forward(weights, layer, workspace, slot_mapping, norm)
 
 
 def _add_mixed(weights: Weights, workspace: Workspace, layer: Layer, mixed: torch.Tensor, rows: int) -> None:
