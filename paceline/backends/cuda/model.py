@@ -30,6 +30,7 @@ from paceline.backends.cuda.kernels.recurrent import convolve, scan_states
 from paceline.backends.cuda.kernels.recurrent_output import gate
 from paceline.backends.cuda.kernels.recurrent_types import recurrent_shape
 from paceline.backends.cuda.kernels.residual import add_normed, plain
+from paceline.backends.cuda.kernels.router import Scores, has_parts
 from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.latent import project_latents, project_values
 from paceline.backends.cuda.logits import run_logits
@@ -215,7 +216,10 @@ def _add_mixed(weights: Weights, workspace: Workspace, layer: Layer, mixed: torc
     assert norm is not None
     scales, read = workspace.attention_scales, own.feed_forward_input
     shard.join([own.attention_output, own.attention_scales], [workspace.attention_output, scales], rows)
-    add_product(mixed, layer.output, own.hidden, shard.own(norm), read, rows, scratch, scales)
+    scores = None
+    if layer.mixture is not None and workspace.routing is not None and has_parts(rows):
+        scores = Scores(layer.mixture.router, workspace.routing.parts)
+    add_product(mixed, layer.output, own.hidden, shard.own(norm), read, rows, scratch, scales, scores)
     shard.join(read.parts, workspace.feed_forward_input.parts, rows)
 
 
@@ -336,7 +340,8 @@ def _add_mlps(
         add_product(activated, dense[1], hidden, shard.own(norm), written, rows, scratch, scales)
         shard.join(written.parts, workspace.attention_input.parts, rows)
     if layer.mixture is not None and workspace.routing is not None:
-        add_experts(layer.mixture, read, slot_mapping, hidden, norm, written, workspace.routing, scratch)
+        parts = has_parts(rows) and weights.residual is None  # see _add_mixed
+        add_experts(layer.mixture, read, slot_mapping, hidden, norm, written, workspace.routing, parts)
 
 
 def _gate_shared(layer: Layer, workspace: Workspace, rows: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -14,6 +14,9 @@ from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
 from paceline.models.experts import MixtureOfExperts
 from paceline.models.layout import expected_tensors
 from paceline.models.transformer import Transformer
+
+if TYPE_CHECKING:
+    from paceline.backends.cuda.kernels.matrix import Normed
 
 EPS, EXPERTS, MAX_ROWS = 1e-5, 6, 128
 
@@ -30,14 +33,17 @@ class Case:
         packing: str = "none",
         activation: str = "silu",
         size: tuple[int, int] | None = None,
+        experts: int = EXPERTS,
         **of_moe: Any,
     ) -> None:
-        from paceline.backends.cuda.kernels import matrix, routing
+        from paceline.backends.cuda.kernels.matrix import scratch_for
+        from paceline.backends.cuda.kernels.routing import routing_for
+        from paceline.backends.cuda.tiled import matrix
         from paceline.backends.cuda.weights import load_weights
 
         torch.manual_seed(7)
         hidden, width = size or ((60, 37) if packing == "none" else (128, 128))
-        moe = MoeConfig(EXPERTS, chosen, width, normalize, frozenset([0]), **of_moe)
+        moe = MoeConfig(experts, chosen, width, normalize, frozenset([0]), **of_moe)
         sizes = 64, hidden, 1, 2, 1, 16, 1
         self.config = config = ModelConfig(
             "mixtral", *sizes, EPS, RopeConfig(), 16, True, moe=moe, activation=activation
@@ -54,23 +60,37 @@ class Case:
         self.size, self.padded = hidden, mixture.gate_up.depth
         self.hidden = F.pad(torch.randn(MAX_ROWS, hidden), (0, self.padded - hidden)).to(device)
         self.norm = torch.randn(self.padded).to(device, dtype)
-        self.routing = routing.routing_for(mixture, MAX_ROWS, dtype, device)
-        self.scratch = matrix.scratch_for([mixture.router], MAX_ROWS, device)
+        self.routing = routing_for(mixture, MAX_ROWS, dtype, device)
+        self.nothing = matrix(torch.zeros((hidden, 64), dtype=dtype, device=device), None)
+        self.scratch = scratch_for([self.nothing], MAX_ROWS, device)
 
     def run(self, rows: Sequence[int], padding: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The residual stream of these rows, then what the next norm reads and its sums of squares."""
-        from paceline.backends.cuda.kernels.experts import add_experts
-        from paceline.backends.cuda.kernels.matrix import Normed
+        """The residual stream of these rows, then what the next norm reads and its sums of squares.
 
-        count = len(rows)
+        What experts read is written by the kernel that adds to the stream, with parts of scores of few rows.
+        """
+        from paceline.backends.cuda.kernels.experts import add_experts
+        from paceline.backends.cuda.kernels.linear import add_product
+        from paceline.backends.cuda.kernels.router import Scores, has_parts
+
+        count, mixture = len(rows), self.mixture
         hidden = self.hidden[[*rows, *[0] * (MAX_ROWS - count)]]
-        squares = hidden.square().view(MAX_ROWS, self.padded // 64, -1).sum(-1)
-        read = Normed(hidden.to(self.norm.dtype), squares, self.size, EPS)
-        written = Normed(torch.zeros_like(read.rows), torch.zeros_like(squares), self.size, EPS)
+        read, written = self._normed(), self._normed()
         slot_mapping = torch.tensor([*range(count), *[-1] * padding], dtype=torch.int32, device=hidden.device)
-        add_experts(self.mixture, read, slot_mapping, hidden, self.norm, written, self.routing, self.scratch)
+        early = has_parts(len(slot_mapping))
+        scores = Scores(mixture.router, self.routing.parts) if early else None
+        inputs, ones = read.rows.new_zeros((MAX_ROWS, 64)), torch.ones_like(self.norm)
+        filled = len(slot_mapping), self.scratch, None, scores
+        add_product(inputs, self.nothing, hidden, ones, read, *filled)
+        add_experts(mixture, read, slot_mapping, hidden, self.norm, written, self.routing, early)
         assert not self.routing.counts.any()
         return hidden[:count], written.rows[:count], written.squares[:count]
+
+    def _normed(self) -> Normed:
+        from paceline.backends.cuda.kernels.matrix import Normed
+
+        squares = self.hidden.new_zeros((MAX_ROWS, self.padded // 64))
+        return Normed(self.norm.new_zeros(self.hidden.shape), squares, self.size, EPS)
 
     def expected(self, rows: Sequence[int]) -> torch.Tensor:
         return self.behind(self.reference, rows)
@@ -156,8 +176,23 @@ def test_padding_and_rows_that_are_no_numbers_disturb_no_other(
     near(hidden[[0, 2]], case.expected([0, 2]))
     assert hidden[1].isnan().all()
     assert case.routing.blocks[2].sum() == 3 * 3
-    case.run([], padding=1)
+    case.run([], padding=1)  # alone
     assert not case.routing.blocks[2, :3].any()
+
+
+def test_many_experts_are_scored_alike_in_few_rows_and_in_many(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    """Parts of the scores of 131 columns, and scores at once."""
+    case = Case(device, dtype, 3, True, experts=130, shared_intermediate_size=37, shared_gate=True)
+    together = case.run(range(MAX_ROWS if torch.cuda.is_available() else 17))
+    few = case.run(range(2))
+    near(few[0], case.expected(range(2)))
+    for got, expected in zip(few, together, strict=True):
+        if torch.cuda.is_available():
+            assert torch.equal(got, expected[:2])
+        else:
+            near(got, expected[:2].float(), 1e-3)
 
 
 def test_a_shared_expert_is_stacked_with_the_others_if_it_is_packed_as_they_are(

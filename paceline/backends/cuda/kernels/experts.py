@@ -1,6 +1,6 @@
 """Mixtures of experts: every row goes through its top-k experts, grouped by expert.
 
-    router       a product like any other: a score of each expert
+    router       a score of each expert; of few rows, by the kernel before: see router.py
     route        a row's experts and their weights; the row joins their lists, and the last program to finish
                  cuts the lists into blocks: an expert and at most `tokens` of its rows
     gate, up     of every block, with SwiGLU: an expert's weights are read once for all rows of a block
@@ -19,7 +19,6 @@ import triton
 import triton.language as tl
 
 from paceline.backends.cuda.kernels.activations import activated
-from paceline.backends.cuda.kernels.linear import project
 from paceline.backends.cuda.kernels.matmul import (
     apply_scales,
     halves,
@@ -27,8 +26,9 @@ from paceline.backends.cuda.kernels.matmul import (
     prefetch_steps,
     sum_of_squares,
 )
-from paceline.backends.cuda.kernels.matrix import AHEAD, Normed, Scratch, stages_for
+from paceline.backends.cuda.kernels.matrix import AHEAD, Normed, stages_for
 from paceline.backends.cuda.kernels.pdl import pdl_launch, pdl_sync, pdl_wait, supports_pdl
+from paceline.backends.cuda.kernels.router import score_rows
 from paceline.backends.cuda.kernels.routing import Mixture, Routing, block_rows, blocks_for, route
 
 
@@ -204,16 +204,18 @@ def add_experts(
     norm: torch.Tensor,
     normed: Normed,
     routing: Routing,
-    scratch: Scratch,
+    has_parts: bool = False,
 ) -> None:
     """Add the experts' output for norm(rows) to `hidden`, and prepare `normed` for the norm of this weight.
 
-    Rows whose slot mapping is negative are padding; their results are undefined.
+    Rows whose slot mapping is negative are padding; their results are undefined. With `has_parts`, the kernel
+    that wrote `read` has stored parts of the rows' scores.
     """
     rows = len(slot_mapping)
     tokens = block_rows(mixture, rows)
-    project(read, mixture.router, routing.scores, rows, scratch)
-    route(mixture, read, slot_mapping, routing, tokens)
+    if not has_parts:
+        score_rows(read, mixture.router, routing.scores, rows)
+    route(mixture, read, slot_mapping, routing, tokens, has_parts)
     _run_blocks(mixture, read, routing, rows, tokens)
     _combine(mixture, routing, hidden, norm, normed, rows)
 

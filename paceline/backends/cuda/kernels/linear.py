@@ -23,6 +23,7 @@ from paceline.backends.cuda.kernels.matmul import (
     sum_of_squares,
 )
 from paceline.backends.cuda.kernels.matrix import MAX_TILES, Matrix, Normed, Scratch, launch_for
+from paceline.backends.cuda.kernels.router import Scores, prefetch_router, store_scores
 
 
 @triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
@@ -167,6 +168,8 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     squares_at,
     fp8_at,
     fp8_scales_at,
+    router_at,
+    scores_at,
     partial_at,
     counters_at,
     depth,
@@ -174,6 +177,8 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     padded_width,
     has_bias: tl.constexpr,
     quantizes: tl.constexpr,
+    experts: tl.constexpr,  # padded; 0: nobody wants scores of these rows
+    router_step: tl.constexpr,
     splits: tl.constexpr,
     is_split_k: tl.constexpr,
     columns: tl.constexpr,
@@ -190,6 +195,8 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     column = first * columns + tl.arange(0, tiles * columns)
     token = program_tokens(tokens)
     norm = tl.load(norm_at + column).to(tl.float32)[:, None]
+    if experts > 0 and pdl:
+        prefetch_router(router_at, first, padded_width, experts, router_step)
     begin_product(weight_at, depth, splits, columns, step, packing, ahead, pdl)
     offset = token[None, :] * padded_width + column[:, None]
     # of many rows, the product needs the registers; unpacking needs some too
@@ -228,6 +235,9 @@ def _add_kernel(  # type: ignore[no-untyped-def]
             store_fp8(weighted, token, first, padded_width, fp8_at, fp8_scales_at)
         tile = first + tl.arange(0, tiles)
         groups = tl.num_programs(1) * tiles
+        if experts > 0:
+            rows = weighted.to(normed_at.dtype.element_ty)
+            store_scores(rows, first, groups, token, router_at, scores_at, padded_width, experts, router_step)
         tl.store(squares_at + token[None, :] * groups + tile[:, None], sum_of_squares(hidden, tiles))
 
 
@@ -301,11 +311,14 @@ def add_product(
     rows: int,
     scratch: Scratch,
     scales: torch.Tensor | None = None,
+    scores: Scores | None = None,
 ) -> None:
     """Add inputs @ weight.T + bias to `hidden`, and prepare `normed` for the norm of this weight [hidden].
 
-    Inputs in e4m3 have `scales`, as of Normed.
+    Inputs in e4m3 have `scales`, as of Normed. With `scores`, rows are few, and their parts of scores of
+    experts are stored too.
     """
+    router = None if scores is None else scores.router
     launch = launch_for(matrix, rows, MAX_TILES if normed.fp8 is None else 1)
     _add_kernel[launch.grid](
         inputs,
@@ -319,6 +332,8 @@ def add_product(
         normed.squares,
         normed.fp8,
         normed.scales,
+        None if router is None else router.weight,
+        None if scores is None else scores.parts,
         scratch.partial,
         scratch.counters,
         matrix.depth,
@@ -326,5 +341,7 @@ def add_product(
         matrix.padded_width,
         matrix.bias is not None,
         normed.fp8 is not None,
+        0 if router is None else router.padded_width,
+        0 if router is None else router.tiling.step,
         **launch.options,
     )

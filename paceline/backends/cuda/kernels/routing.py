@@ -11,6 +11,7 @@ import triton.language as tl
 from paceline.backends.cuda.kernels.matmul import load_squares, norm_factor
 from paceline.backends.cuda.kernels.matrix import MIN_TOKENS, Matrix, Normed, row_tile
 from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
+from paceline.backends.cuda.shard import TILE
 from paceline.models.config import MoeConfig
 
 LOWEST = tl.constexpr(-3.0e38)  # below all scores but those of padding and of experts already chosen
@@ -49,7 +50,8 @@ class Mixture:
 class Routing:
     """The buffers of a mixture. All layers, which run in turn, share one set."""
 
-    scores: torch.Tensor  # float32 [rows, padded experts]
+    scores: torch.Tensor  # float32 [rows, padded experts] without the norm's factor and bias
+    parts: torch.Tensor  # float32 [MIN_TOKENS, tiles of the residual stream, padded experts] of few rows
     shares: torch.Tensor  # float32 [rows, chosen] weights of a row's experts
     factors: torch.Tensor  # float32 [rows] norm factors
     counts: torch.Tensor  # int32 [experts + 1] pairs of each, then finished programs; zero between kernels
@@ -69,6 +71,7 @@ def routing_for(mixture: Mixture, rows: int, dtype: torch.dtype, device: torch.d
 
     return Routing(
         scores=zeros(rows, mixture.router.padded_width),
+        parts=zeros(MIN_TOKENS, mixture.router.depth // TILE, mixture.router.padded_width),
         shares=zeros(rows, mixture.chosen),
         factors=zeros(rows),
         counts=zeros(experts + 1, kind=torch.int32),
@@ -93,28 +96,36 @@ def blocks_for(mixture: Mixture, rows: int, tokens: int) -> int:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _ordered(numbers):  # type: ignore[no-untyped-def]
+    """Integers in the order of float32 numbers, for whose maximum a warp has an instruction.
+
+    NaN and numbers below LOWEST become LOWEST, so that no expert is chosen twice.
+    """
+    bits = (tl.where(numbers > LOWEST, numbers, LOWEST) + 0.0).to(tl.int32, bitcast=True)  # -0 equals 0
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _choose(  # type: ignore[no-untyped-def]
     preferences,
+    scores,
     experts,
     top_k: tl.constexpr,
     most_chosen: tl.constexpr,
     most_experts: tl.constexpr,
 ):
-    """The top-k experts by preference, ties to the lower: int32 [most_chosen].
-
-    By integers in the order of preferences, for whose maximum a warp has an instruction.
-    """
+    """The top-k experts by preference, ties to the lower: int32 [most_chosen]; and their scores."""
     expert, rank = tl.arange(0, most_experts), tl.arange(0, most_chosen)
-    # no expert is chosen twice, even if scores are NaN
-    known = tl.where(preferences > LOWEST, preferences, LOWEST) + 0.0  # -0 equals 0
-    bits = known.to(tl.int32, bitcast=True)
-    left = tl.where(expert < experts, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), CHOSEN)
-    best = tl.zeros([most_chosen], tl.int32)
+    left, known = tl.where(expert < experts, _ordered(preferences), CHOSEN), _ordered(scores)
+    best, best_scores = tl.zeros([most_chosen], tl.int32), tl.zeros([most_chosen], tl.int32)
     for turn in tl.static_range(top_k):
         index = tl.min(tl.where(left == tl.max(left, 0), expert, most_experts), 0)
+        score = tl.max(tl.where(expert == index, known, CHOSEN), 0)
         best = tl.where(rank == turn, index, best)
+        best_scores = tl.where(rank == turn, score, best_scores)
         left = tl.where(expert == index, CHOSEN, left)
-    return best
+    bits = tl.where(best_scores < 0, best_scores ^ 0x7FFFFFFF, best_scores)
+    return best, bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -173,8 +184,21 @@ def _cut(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _scores(at, column, columns, bias_at, factor, parts: tl.constexpr, line, has_bias: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A row's scores of these columns: the sum of `parts` in order, by the norm's factor, and the bias."""
+    inside = column < columns
+    total = tl.load(at + column, mask=inside, other=0.0)
+    for part in tl.static_range(1, parts):
+        total += tl.load(at + part * line + column, mask=inside, other=0.0)
+    total *= factor
+    if has_bias:
+        total += tl.load(bias_at + column, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside, total, float("-inf"))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _weigh(  # type: ignore[no-untyped-def]
-    scores_at,
+    scores,
     correction_at,
     experts,
     normalize: tl.constexpr,
@@ -188,9 +212,11 @@ def _weigh(  # type: ignore[no-untyped-def]
     most_experts: tl.constexpr,
     most_groups: tl.constexpr,
 ):
-    """The top-k experts of a row's scores, int32 [most_chosen], and their weights, float32 [most_chosen]."""
+    """The top-k experts of a row's scores, int32 [most_chosen], and their weights, float32 [most_chosen].
+
+    `scores` are float32 [most_experts], -inf beyond the last expert.
+    """
     expert, rank = tl.arange(0, most_experts), tl.arange(0, most_chosen)
-    scores = tl.load(scores_at + expert, mask=expert < experts, other=float("-inf"))
     top, preferences = tl.max(scores, 0), scores  # not their sigmoids, which are equal for large ones
     if has_correction or expert_groups > 1:
         if is_sigmoid:
@@ -204,8 +230,7 @@ def _weigh(  # type: ignore[no-untyped-def]
             preferences = _of_best_groups(
                 preferences, experts, expert_groups, chosen_groups, group_experts, most_groups
             )
-    best = _choose(preferences, experts, top_k, most_chosen, most_experts)
-    weights = tl.load(scores_at + best)  # a load takes less time than a sum for each of them
+    best, weights = _choose(preferences, scores, experts, top_k, most_chosen, most_experts)
     weights = 1.0 / (1.0 + tl.exp(-weights)) if is_sigmoid else tl.exp(weights - top)
     weights = tl.where(rank < top_k, weights, 0.0)
     if normalize:
@@ -226,6 +251,7 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     lists_at,
     blocks_at,
     correction_at,
+    bias_at,
     score_line,
     list_line,
     block_line,
@@ -240,6 +266,8 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     chosen_groups: tl.constexpr,
     group_experts: tl.constexpr,
     weight_scale: tl.constexpr,
+    has_bias: tl.constexpr,
+    parts: tl.constexpr,
     top_k: tl.constexpr,
     shared: tl.constexpr,
     is_gated: tl.constexpr,
@@ -257,10 +285,14 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     row, chosen = tl.program_id(0), top_k + shared
     one, rank = row + tl.arange(0, 1), tl.arange(0, most_chosen)
     is_real = tl.load(slot_mapping_at + row) >= 0  # padding rows have no experts
-    squares = load_squares(squares_at, one, groups, max_groups)
-    scores_at += row * score_line
+    factor = norm_factor(load_squares(squares_at, one, groups, max_groups), size, eps)
+    tl.store(factors_at + one[None, :], factor)
+    factor = tl.reshape(factor, (1,))
+    scores_at += row * parts * score_line
+    expert = tl.arange(0, most_experts)
+    scores = _scores(scores_at, expert, experts, bias_at, factor, parts, score_line, has_bias)
     best, shares = _weigh(
-        scores_at,
+        scores,
         correction_at,
         experts,
         normalize,
@@ -277,10 +309,14 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     if weight_scale != 1:
         shares *= weight_scale
     if shared > 0:
-        gate = 1.0 / (1.0 + tl.exp(-tl.load(scores_at + experts))) if is_gated else 1.0
-        shares = tl.where(rank < top_k, shares, gate)
+        weight = tl.full([most_chosen], 1.0, tl.float32)
+        if is_gated:
+            score = _scores(
+                scores_at, experts + rank * 0, experts + 1, None, factor, parts, score_line, False
+            )
+            weight = 1.0 / (1.0 + tl.exp(-score))
+        shares = tl.where(rank < top_k, shares, weight)
         best = tl.where(rank < top_k, best, experts + rank - top_k)
-    tl.store(factors_at + one[None, :], norm_factor(squares, size, eps))
     tl.store(shares_at + row * chosen + rank, shares, mask=rank < chosen)
     if is_alone:
         tl.store(blocks_at + rank, best, mask=rank < chosen)
@@ -295,12 +331,19 @@ def _route_kernel(  # type: ignore[no-untyped-def]
             _cut(counts_at, blocks_at, counted, block_line, tokens, most_counts, most_blocks)
 
 
-def route(mixture: Mixture, read: Normed, slot_mapping: torch.Tensor, routing: Routing, tokens: int) -> None:
-    """Choose every row's experts by `routing.scores`, and cut the rows of experts into blocks of `tokens`."""
-    pdl, moe = supports_pdl(read.rows.device), mixture.moe
+def route(
+    mixture: Mixture,
+    read: Normed,
+    slot_mapping: torch.Tensor,
+    routing: Routing,
+    tokens: int,
+    has_parts: bool,
+) -> None:
+    """Choose every row's experts by its scores, and cut the rows of experts into blocks of `tokens`."""
+    pdl, moe, bias = supports_pdl(read.rows.device), mixture.moe, mixture.router.bias
     groups = read.squares.shape[1]
     _route_kernel[(len(slot_mapping),)](
-        routing.scores,
+        routing.parts if has_parts else routing.scores,
         read.squares,
         slot_mapping,
         routing.shares,
@@ -309,6 +352,7 @@ def route(mixture: Mixture, read: Normed, slot_mapping: torch.Tensor, routing: R
         routing.lists,
         routing.blocks,
         mixture.correction,
+        bias,
         routing.scores.shape[1],
         routing.lists.shape[1],
         routing.blocks.shape[1],
@@ -323,6 +367,8 @@ def route(mixture: Mixture, read: Normed, slot_mapping: torch.Tensor, routing: R
         moe.chosen_groups,
         moe.group_experts,
         moe.weight_scale,
+        bias is not None,
+        routing.parts.shape[1] if has_parts else 1,
         moe.experts_per_token,
         mixture.shared,
         mixture.is_gated,

@@ -1,0 +1,110 @@
+"""The router of a mixture: a score of each expert for each row, in one order of sums for any number of rows.
+
+A score is a sum over tiles of 64 columns of the residual stream. With few rows each program that finishes a
+tile of the stream (linear.py) stores its part of all scores at once, which saves a kernel and its latency;
+`route` adds the parts up. With more rows a kernel of its own adds them up in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from paceline.backends.cuda.kernels.matrix import MIN_TOKENS, Matrix, Normed, token_tile
+from paceline.backends.cuda.kernels.pdl import pdl_sync, prefetch, supports_pdl
+
+COLUMNS = tl.constexpr(64)  # of a tile of the residual stream, and of the router
+MAX_TOKENS, STAGES = 64, 4
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Where the parts of scores go, of passes of few rows."""
+
+    router: Matrix
+    parts: torch.Tensor  # float32 [MIN_TOKENS, tiles of the residual stream, padded experts]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _lines_at(router_at, tile, depth, expert, step: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the router has the weights of these experts for a tile of the stream, COLUMNS in a line."""
+    column = tile * COLUMNS
+    at = router_at + column // step * (COLUMNS * step) + column % step
+    return at + expert // COLUMNS * (COLUMNS * depth) + expert % COLUMNS * step
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def prefetch_router(router_at, tile, depth, experts: tl.constexpr, step: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
+    """Prefetch what `store_scores` reads of the router: a cache line of each expert."""
+    for first in tl.static_range(0, experts, COLUMNS):
+        prefetch(_lines_at(router_at, tile, depth, first + tl.arange(0, COLUMNS), step))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_scores(  # type: ignore[no-untyped-def]
+    rows, tile, tiles, token, router_at, parts_at, depth, experts: tl.constexpr, step: tl.constexpr
+) -> None:
+    """Store the part of all scores that a tile of the stream [COLUMNS, tokens] gives."""
+    at_once: tl.constexpr = 64 if experts == 64 else 128
+    to = parts_at + (token[None, :] * tiles + tile) * experts
+    for first in tl.static_range(0, experts, at_once):
+        expert = first + tl.arange(0, at_once)
+        lines, inside = _lines_at(router_at, tile, depth, expert, step), (expert < experts)[:, None]
+        weights = tl.load(lines[:, None] + tl.arange(0, COLUMNS)[None, :], mask=inside, other=0.0)
+        tl.store(to + expert[:, None], tl.dot(weights, rows), mask=inside)
+
+
+@triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
+def _scores_kernel(  # type: ignore[no-untyped-def]
+    rows_at,
+    router_at,
+    scores_at,
+    depth,
+    row_count,
+    line,
+    tokens: tl.constexpr,
+    step: tl.constexpr,
+    stages: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    pdl_sync(pdl)
+    token = tl.program_id(0) * tokens + tl.arange(0, tokens)
+    part = tl.arange(0, COLUMNS)
+    expert = tl.program_id(1) * COLUMNS + part
+    real = (token < row_count)[None, :]
+    total = tl.zeros([COLUMNS, tokens], tl.float32)
+    for tile in tl.range(0, depth // COLUMNS, num_stages=stages):
+        weights = tl.load(_lines_at(router_at, tile, depth, expert, step)[:, None] + part[None, :])
+        at = rows_at + token[None, :].to(tl.int64) * depth + tile * COLUMNS + part[:, None]
+        own = tl.dot(weights, tl.load(at, mask=real, other=0.0))
+        total += tl.where(real, own, 0.0)  # added after the product: the tensor core would round otherwise
+    to = scores_at + token[None, :].to(tl.int64) * line + expert[:, None]
+    tl.store(to, total, mask=real)
+
+
+def has_parts(rows: int) -> bool:
+    """Whether the kernel that adds to the residual stream stores parts of scores."""
+    return rows <= MIN_TOKENS
+
+
+def score_rows(read: Normed, router: Matrix, scores: torch.Tensor, rows: int) -> None:
+    """Write scores of rows to `scores` [rows, padded experts], without the norm's factor and the bias."""
+    tokens, pdl = min(MAX_TOKENS, token_tile(rows)), supports_pdl(scores.device)
+    _scores_kernel[(-(-rows // tokens), router.tiles)](
+        read.rows,
+        router.weight,
+        scores,
+        router.depth,
+        rows,
+        scores.shape[1],
+        tokens,
+        router.tiling.step,
+        STAGES,
+        pdl,
+        num_warps=4,
+        enable_fp_fusion=False,
+        launch_pdl=pdl,
+    )
