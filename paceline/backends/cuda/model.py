@@ -10,8 +10,8 @@ A layer is five kernels:
     down projection          hidden += MLP, and the sums of squares for the next norm
 
 For some numbers of rows, everything from one attention to the next is one kernel: see fused_layer.py. In a
-mixture of experts the last two are five kernels: see kernels/experts.py. Ranks of tensor parallelism gather
-what they computed after each of the last four: see shard.py.
+mixture of experts the last two are four or five kernels: see kernels/experts.py. Ranks of tensor parallelism
+gather what they computed after each of the last four: see shard.py.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.models.config import LatentConfig, ModelConfig, RopeConfig
+from paceline.models.config import LatentConfig, ModelConfig, MoeConfig, RopeConfig
 from paceline.models.layout import expected_tensors
 from tests.backends.driver import Driven, drive, run
 
@@ -24,6 +24,7 @@ LATENTS: dict[int, dict[str, Any]] = {
     for query_rank in (0, 1536)
 }
 ROPE_64 = RopeConfig(10000.0, dim=64)
+EXPERTS = MoeConfig(128, 8, 768, True, frozenset({0, 1}))
 # two layers each, so that keys of the second tell all that happened in the first
 SHAPES = {
     "smollm2-135m": ModelConfig("llama", VOCAB_SIZE, 576, 2, 9, 3, 64, 1536, 1e-5, ROPE, 512, True),
@@ -36,6 +37,15 @@ SHAPES = {
     "llama-3.1-8b": ModelConfig("llama", VOCAB_SIZE, 4096, 2, 32, 8, 128, 14336, 1e-5, ROPE, 512, True),
     "deepseek-v2-lite": ModelConfig(
         "deepseek_v2", VOCAB_SIZE, 2048, 2, 16, 1, 576, 1408, 1e-6, ROPE_64, 512, True, **LATENTS[0]
+    ),
+    "qwen3-30b-a3b": ModelConfig(
+        "qwen3_moe", VOCAB_SIZE, 2048, 2, 32, 4, 128, 6144, 1e-6, ROPE, 512, True, qk_norm=True, moe=EXPERTS
+    ),
+    "deepseek-v2-lite with experts": ModelConfig(
+        "deepseek_v2",
+        *(VOCAB_SIZE, 2048, 2, 16, 1, 576, 1408, 1e-6, ROPE_64, 512, True),
+        **LATENTS[0],
+        moe=MoeConfig(64, 6, 1408, False, frozenset({1}), shared_intermediate_size=2816),
     ),
     "deepseek-v3": ModelConfig(
         "deepseek_v3", VOCAB_SIZE, 7168, 2, 128, 1, 576, 2048, 1e-6, ROPE_64, 512, True, **LATENTS[1536]
