@@ -22,6 +22,7 @@ import torch
 
 from paceline.backends.cuda.decode_attention import attend
 from paceline.backends.cuda.fused_layer import LayerBuffers, NextQkv, run_fused_layer
+from paceline.backends.cuda.kernels.activations import gate_rows
 from paceline.backends.cuda.kernels.experts import add_experts
 from paceline.backends.cuda.kernels.heads import norm_heads, project_heads
 from paceline.backends.cuda.kernels.linear import add_product, gate_up, project
@@ -251,7 +252,7 @@ def _gate_attention(layer: Layer, workspace: Workspace, rows: int) -> None:
     if layer.gate is not None and workspace.gates is not None:
         mixed = workspace.attention_output[:rows]
         project(workspace.attention_input, layer.gate, workspace.gates, rows, workspace.scratch)
-        mixed.mul_(torch.sigmoid(workspace.gates[:rows, : mixed.shape[1]]))
+        gate_rows(mixed, workspace.gates[:rows])
 
 
 def _run_to_next(
@@ -350,7 +351,7 @@ def _gate_shared(layer: Layer, workspace: Workspace, rows: int) -> None:
         project(workspace.feed_forward_input, layer.shared_gate, workspace.gates, rows, workspace.scratch)
         width = layer.shared[1].depth
         activated = workspace.activated.view(-1)[: rows * width].view(rows, width)
-        activated.mul_(torch.sigmoid(workspace.gates[:rows, :1]))
+        gate_rows(activated, workspace.gates[:rows, :1])
 
 
 def _keep_features(weights: Weights, workspace: Workspace, rows: int, features: torch.Tensor | None) -> None:
