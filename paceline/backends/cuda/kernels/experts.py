@@ -76,11 +76,19 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     packing: tl.constexpr,
     stages: tl.constexpr,
     is_alone: tl.constexpr,
+    experts: tl.constexpr,
+    shared: tl.constexpr,  # the last of them; a row alone has them as its last blocks
+    ahead: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
+    tile = tl.program_id(0)
+    if ahead > 0:  # shared experts are known before the wait
+        from_end = tl.num_programs(1) - tl.program_id(1)
+        if from_end <= shared:
+            first = ((experts - from_end) * tl.num_programs(0) + tile) * (depth // step)
+            prefetch_steps(weight_at, first, depth // step, columns, step, packing, ahead)
     pdl_wait(pdl)
     pdl_launch(pdl)  # after the wait: the next kernel reads blocks before its own
-    tile = tl.program_id(0)
     expert, first, count = _load_block(blocks_at, block_line)
     if count > 0:
         pair, is_there = _block_pairs(lists_at, list_line, expert, first, count, tokens, is_alone)
@@ -246,6 +254,9 @@ def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, rows: int, tok
         gate_up.tiling.packing,
         stages_for(gate_up, tokens),
         is_alone,
+        mixture.experts,
+        mixture.shared,
+        AHEAD if pdl and is_alone and mixture.shared else 0,
         pdl,
         num_warps=gate_up.tiling.warps,
         enable_fp_fusion=False,
