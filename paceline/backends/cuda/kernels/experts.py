@@ -232,7 +232,12 @@ def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, rows: int, tok
     """Write every expert's output for its rows to `routing.outputs`."""
     pdl, is_alone = supports_pdl(read.rows.device), rows == 1
     gate_up, down, blocks = mixture.gate_up, mixture.down, blocks_for(mixture, rows, tokens)
-    _gate_up_kernel[(gate_up.tiles // mixture.experts, blocks)](
+    grids = [(own.tiles // mixture.experts, blocks) for own in (gate_up, down)]
+    stages = [
+        stages_for(own, tokens, programs=tiles * blocks if is_alone else 0)
+        for own, (tiles, blocks) in zip((gate_up, down), grids, strict=True)
+    ]
+    _gate_up_kernel[grids[0]](
         read.rows,
         routing.factors,
         gate_up.weight,
@@ -252,7 +257,7 @@ def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, rows: int, tok
         tokens,
         gate_up.tiling.step,
         gate_up.tiling.packing,
-        stages_for(gate_up, tokens),
+        stages[0],
         is_alone,
         mixture.experts,
         mixture.shared,
@@ -262,7 +267,7 @@ def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, rows: int, tok
         enable_fp_fusion=False,
         launch_pdl=pdl,
     )
-    _down_kernel[(down.tiles // mixture.experts, blocks)](
+    _down_kernel[grids[1]](
         routing.activated,
         down.weight,
         down.scales,
@@ -279,7 +284,7 @@ def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, rows: int, tok
         tokens,
         down.tiling.step,
         down.tiling.packing,
-        stages_for(down, tokens),
+        stages[1],
         is_alone,
         AHEAD if pdl and is_alone else 0,
         pdl,

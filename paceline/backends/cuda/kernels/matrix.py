@@ -28,6 +28,7 @@ PACKED_PROGRAMS_EACH = {
 FP8_PROGRAMS_EACH = {64: 3, 16: 2}  # {rows of a tile, at least: programs per multiprocessor} of e4m3
 MAX_PACKED_TOKENS = 64  # unpacking needs registers
 MAX_STAGES = 6
+MAX_RESIDENT = 4  # programs per multiprocessor, for which stages are shortened
 MULTIPROCESSORS = 132  # of an H100 or H200
 FEW_PROGRAMS = 264  # two per multiprocessor
 AHEAD = 512  # cache lines of weights that each of few programs prefetches before it waits for its input
@@ -242,14 +243,21 @@ def split_of(matrix: Matrix, tokens: int, row_tiles: int, may_join: bool) -> tup
     return (wide if turns(wide) <= turns(1) else 1), True
 
 
-def stages_for(matrix: Matrix, tokens: int, tiles: int = 1, rows_first: bool = False) -> int:
-    """The number of pipeline stages in shared memory: what fits `programs_each` programs."""
+def stages_for(
+    matrix: Matrix, tokens: int, tiles: int = 1, rows_first: bool = False, programs: int = 0
+) -> int:
+    """The number of pipeline stages in shared memory: what fits `programs_each` programs.
+
+    If there are a few more `programs` than that, as many stages as let all of them be resident at once.
+    """
+    each, needed = programs_each(matrix, tokens), -(-programs // MULTIPROCESSORS)
+    each = needed if each < needed <= MAX_RESIDENT else each
     is_short = matrix.tiling.packing == "e4m3"
     size = tiles * matrix.weight[0, 0].nbytes + tokens * matrix.tiling.step * (1 if is_short else 2)
     if tiles == MAX_TILES or rows_first or is_short:  # iterations have a depth of 64
         size = size * 64 // matrix.tiling.step
     most = MAX_FP8_STAGES if is_short else MAX_STAGES
-    return max(2, min(most, shared_bytes(matrix.weight.device) // programs_each(matrix, tokens) // size))
+    return max(2, min(most, shared_bytes(matrix.weight.device) // each // size))
 
 
 def programs_each(matrix: Matrix, tokens: int) -> int:
