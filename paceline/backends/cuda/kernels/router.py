@@ -13,11 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.matrix import MIN_TOKENS, Matrix, Normed, token_tile
+from paceline.backends.cuda.kernels.matrix import Matrix, Normed, token_tile
 from paceline.backends.cuda.kernels.pdl import pdl_sync, prefetch, supports_pdl
 
 COLUMNS = tl.constexpr(64)  # of a tile of the residual stream, and of the router
-MAX_TOKENS, STAGES = 64, 4
+FEW_ROWS = 64  # whose parts of scores are stored
+STAGES = 4
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Scores:
     """Where the parts of scores go, of passes of few rows."""
 
     router: Matrix
-    parts: torch.Tensor  # float32 [MIN_TOKENS, tiles of the residual stream, padded experts]
+    parts: torch.Tensor  # float32 [FEW_ROWS, tiles of the residual stream, padded experts]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -50,7 +51,7 @@ def store_scores(  # type: ignore[no-untyped-def]
     """Store the part of all scores that a tile of the stream [COLUMNS, tokens] gives."""
     at_once: tl.constexpr = 64 if experts == 64 else 128
     to = parts_at + (token[None, :] * tiles + tile) * experts
-    for first in tl.static_range(0, experts, at_once):
+    for first in tl.range(0, experts, at_once, num_stages=2):
         expert = first + tl.arange(0, at_once)
         lines, inside = _lines_at(router_at, tile, depth, expert, step), (expert < experts)[:, None]
         weights = tl.load(lines[:, None] + tl.arange(0, COLUMNS)[None, :], mask=inside, other=0.0)
@@ -87,12 +88,12 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
 
 def has_parts(rows: int) -> bool:
     """Whether the kernel that adds to the residual stream stores parts of scores."""
-    return rows <= MIN_TOKENS
+    return rows <= FEW_ROWS
 
 
 def score_rows(read: Normed, router: Matrix, scores: torch.Tensor, rows: int) -> None:
     """Write scores of rows to `scores` [rows, padded experts], without the norm's factor and the bias."""
-    tokens, pdl = min(MAX_TOKENS, token_tile(rows)), supports_pdl(scores.device)
+    tokens, pdl = min(FEW_ROWS, token_tile(rows)), supports_pdl(scores.device)
     _scores_kernel[(-(-rows // tokens), router.tiles)](
         read.rows,
         router.weight,

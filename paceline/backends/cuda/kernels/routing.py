@@ -11,6 +11,7 @@ import triton.language as tl
 from paceline.backends.cuda.kernels.matmul import load_squares, norm_factor
 from paceline.backends.cuda.kernels.matrix import MIN_TOKENS, Matrix, Normed, row_tile
 from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
+from paceline.backends.cuda.kernels.router import FEW_ROWS
 from paceline.backends.cuda.shard import TILE
 from paceline.models.config import MoeConfig
 
@@ -51,7 +52,7 @@ class Routing:
     """The buffers of a mixture. All layers, which run in turn, share one set."""
 
     scores: torch.Tensor  # float32 [rows, padded experts] without the norm's factor and bias
-    parts: torch.Tensor  # float32 [MIN_TOKENS, tiles of the residual stream, padded experts] of few rows
+    parts: torch.Tensor  # float32 [FEW_ROWS, tiles of the residual stream, padded experts] of few rows
     shares: torch.Tensor  # float32 [rows, chosen] weights of a row's experts
     factors: torch.Tensor  # float32 [rows] norm factors
     counts: torch.Tensor  # int32 [experts + 1] pairs of each, then finished programs; zero between kernels
@@ -71,7 +72,7 @@ def routing_for(mixture: Mixture, rows: int, dtype: torch.dtype, device: torch.d
 
     return Routing(
         scores=zeros(rows, mixture.router.padded_width),
-        parts=zeros(MIN_TOKENS, mixture.router.depth // TILE, mixture.router.padded_width),
+        parts=zeros(min(rows, FEW_ROWS), mixture.router.depth // TILE, mixture.router.padded_width),
         shares=zeros(rows, mixture.chosen),
         factors=zeros(rows),
         counts=zeros(experts + 1, kind=torch.int32),
