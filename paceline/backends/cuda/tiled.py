@@ -51,7 +51,7 @@ def stacked_matrix(weights: list[torch.Tensor], packing: str, size: int, shard: 
 def same_sizes(weights: list[torch.Tensor], dimension: int) -> list[torch.Tensor]:
     """Matrices cut along a dimension to the size of the first; what is missing of the last part is zero."""
     size = weights[0].shape[dimension]
-    parts = [part for weight in weights for part in weight.split(size, dimension)]
+    parts = [part for weight in weights for part in torch.split(weight, size, dimension)]
     missing = [size - part.shape[dimension] for part in parts]
     return [
         torch.nn.functional.pad(part, (0, 0, 0, more) if dimension == 0 else (0, more)) if more else part

@@ -32,7 +32,7 @@ from paceline.backends.cuda.kernels.router import score_rows
 from paceline.backends.cuda.kernels.routing import Mixture, Routing, block_rows, blocks_for, route
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _load_block(blocks_at, block_line):  # type: ignore[no-untyped-def]
     """The expert of this program's block, the first index in its list, and how many rows it has."""
     at = blocks_at + tl.program_id(1)

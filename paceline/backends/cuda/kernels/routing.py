@@ -96,7 +96,7 @@ def blocks_for(mixture: Mixture, rows: int, tokens: int) -> int:
     return used + (pairs - used) // tokens
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _ordered(numbers):  # type: ignore[no-untyped-def]
     """Integers in the order of float32 numbers, for whose maximum a warp has an instruction.
 
