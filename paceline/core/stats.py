@@ -71,6 +71,7 @@ class StepStats:
     requests: int = 0  # requests in the pass
     failed: bool = False  # the pass raised: its requests have ended with the error
     overlapped: bool = False  # the pass was launched before the previous one was read
+    disturbed: bool = False  # a trainer computes beside it: its times say nothing of its plan
     plan: DraftPlan | None = None  # of all requests of a device pass; None: a host pass
     rows: int = 0  # rows of the pass
     attended: int = 0  # keys of committed tokens that its rows read, summed over the rows

@@ -230,6 +230,10 @@ class AsyncEngine:
         if self._dead is None:
             self._send(end)
 
+    def note_disturbance(self, disturbed: bool) -> None:
+        """Say whether a trainer computes beside the engine. See Engine.note_disturbance."""
+        self._engine.note_disturbance(disturbed)
+
     async def replace_head(self, name: str, drafter: Drafter) -> None:
         """Replace a head between two passes; returns when it is done. See Engine.replace_head."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

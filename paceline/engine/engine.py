@@ -66,6 +66,7 @@ class Engine:
             self.kv, limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len
         )
         self.stats = StepStats()  # of the last step
+        self._disturbed = False  # a trainer computes on the same device
         self.grammars = GrammarCompiler(tokenizer, limits.vocab_size)  # any thread may use it
         self._pool = self.kv.add_pool(backend, backend.attention_window)
         if backend.bytes_per_state:
@@ -189,6 +190,10 @@ class Engine:
         """
         self._drafting.replace_head(name, drafter)
         self._device.attach_anew()
+
+    def note_disturbance(self, disturbed: bool) -> None:
+        """From now on a trainer computes on the same device, or no longer does. Any thread may call this."""
+        self._disturbed = disturbed
 
     def prepare(self) -> None:
         """Warm up: compile and allocate what the first steps would wait for. Call it before any request."""
@@ -357,6 +362,7 @@ class Engine:
     def state(self) -> StepStats:
         """The statistics of an empty step: requests and cache usage now. Any thread may ask."""
         return StepStats(
+            disturbed=self._disturbed,
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             kv_usage=self.kv.usage,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from paceline.train.progress import Progress
 EVALUATIONS = 8  # in a run, besides the one before it
 PATIENCE = 3  # evaluations in a row without a gain end the run
 MAX_LOSS = 0.01  # of tokens per pass on old rows: more is forgetting (the bar is 2 %)
-BATCH_TOKENS = {"cpu": 1024, "cuda": 8192}  # of an evaluation; small batches leave a GPU idle
+BATCH_TOKENS = {"cpu": 1024, "cuda": 2048}  # of an evaluation, which gives way between two batches
 
 Scores = Mapping[str, float]  # tokens per pass, by group of rows
 
@@ -32,22 +32,34 @@ class Kept:
 
 
 @torch.no_grad()
-def tokens_per_pass(objective: Objective, examples: Examples) -> float:
-    """What chains of this head gain on these rows; 1 is plain decoding."""
+def tokens_per_pass(
+    objective: Objective, examples: Examples, may_go_on: Callable[[], bool] = lambda: True
+) -> float:
+    """What chains of this head gain on these rows; 1 is plain decoding. `may_go_on`: asked before a batch."""
     device = objective.target.embedding.device
     everything = torch.arange(len(examples)).numpy()
     indices = epoch_batches(examples, everything, BATCH_TOKENS[device.type], 0, 0)
-    batches = (collate(examples, some, device) for some in indices)
+    batches = (collate(examples, some, device) for some in indices if may_go_on())
     return acceptance.tokens_per_pass(objective.accepted, batches)
 
 
 class EarlyStop:
     """Measures a head while it trains."""
 
-    def __init__(self, objective: Objective, groups: Mapping[str, Examples]) -> None:
-        """`groups`: rows that are never trained on. The head as it is now is the one to beat."""
+    def __init__(
+        self,
+        objective: Objective,
+        groups: Mapping[str, Examples],
+        may_go_on: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`groups`: rows that are never trained on. The head as it is now is the one to beat.
+
+        `may_go_on`, asked before every batch of an evaluation, waits while it must; if it says no, what is
+        measured then is of no use.
+        """
         self._objective, self._groups = objective, groups
-        self.before = self._measured(0)
+        self.before = self._measured(0, lambda: True)  # kernels are loaded meanwhile: no measure of its time
+        self._may_go_on = may_go_on
         self.best = self.before
         self.last = self.before
         self._without_gain = 0
@@ -65,15 +77,17 @@ class EarlyStop:
 
     def evaluate(self, step: int) -> bool:
         """Measure the head after this step. Returns whether to go on."""
-        self.last = kept = self._measured(step)
+        self.last = kept = self._measured(step, self._may_go_on)
         if is_better(kept.scores, self.best.scores, self.before.scores):
             self.best, self._without_gain = kept, 0
         else:
             self._without_gain += 1
         return self._without_gain < PATIENCE
 
-    def _measured(self, step: int) -> Kept:
-        scores = {name: tokens_per_pass(self._objective, group) for name, group in self._groups.items()}
+    def _measured(self, step: int, may_go_on: Callable[[], bool]) -> Kept:
+        scores = {
+            name: tokens_per_pass(self._objective, group, may_go_on) for name, group in self._groups.items()
+        }
         return Kept(step, scores, self._objective.snapshot())
 
 

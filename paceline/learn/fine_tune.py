@@ -108,7 +108,8 @@ def fine_tune(
     def examples(rows: Sequence[TrafficRow]) -> Examples:
         return examples_of(rows, config.vocab_size, selection.max_length)
 
-    stopping = EarlyStop(objective, {group: examples(rows) for group, rows in chosen.stop.items()})
+    held_back = {group: examples(rows) for group, rows in chosen.stop.items()}
+    stopping = EarlyStop(objective, held_back, yielding.may_step)
     trainer = Trainer(objective, examples(chosen.train), learning, None, clock=yielding.now)
     progress = _train(trainer, stopping, yielding, on_progress)
     if yielding.stopped:

@@ -42,6 +42,8 @@ class HeadEngine(Protocol[LoadedHead_contra]):
     @property
     def state(self) -> StepStats: ...
 
+    def note_disturbance(self, disturbed: bool, /) -> None: ...
+
     async def replace_head(self, name: str, drafter: LoadedHead_contra, /) -> None: ...
 
 
@@ -81,6 +83,7 @@ class Learner(Generic[LoadedHead]):
         self._low_points = 0  # of the curve, in a row
         self._overruled = False  # somebody changed `current` by hand
         self._job_runs = False
+        self._worked = False  # a job, at the last look
 
     async def run(self) -> None:
         """Serve the current head, then learn until cancelled or the engine ends. What fails costs a cycle."""
@@ -254,7 +257,7 @@ class Learner(Generic[LoadedHead]):
             task.cancel()
             await asyncio.wait([task])  # its process has ended
             self._job_runs = False
-            self._slowdown.set_working(False)
+            self._note_working(False)
             self._jobs.pause(False)
 
     def _count_steps(self) -> None:
@@ -277,8 +280,14 @@ class Learner(Generic[LoadedHead]):
         status.paused = state.waiting > 0 or state.running > self._config.max_running
         paused = status.paused or (state.running > 0 and not self._slowdown.may_work(self._clock()))
         self._jobs.pause(paused)
-        self._slowdown.set_working(self._job_runs and not paused)
+        self._note_working(self._job_runs and not paused)
         status.slowdown = self._slowdown.ratio()
+
+    def _note_working(self, working: bool) -> None:
+        """Say whether a job works. Kernels that it has launched run until the next look at least."""
+        self._engine.note_disturbance(working or self._worked)
+        self._slowdown.set_working(working)
+        self._worked = working
 
     async def _follow(self) -> None:
         """Serve what `current` says, if somebody has changed it by hand or this is the start."""

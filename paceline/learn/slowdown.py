@@ -20,9 +20,9 @@ from paceline.engine.output_processor import Delta
 
 MAX_LOSS = 0.02  # of the tokens per second; the targets are 0.03 on a GPU, 0.05 with one client on two cores
 # most of the time with requests, by device. The rest is needed to compare. On a GPU the trainer computes in a
-# tenth of its time, and a request beside such a step may take twice as long: 2 % of the time, and less than
-# 5 % of the requests, since a step of 0.15 s disturbs those of 0.06 s that begin before it too
-MAX_SHARE = {"cpu": 0.9, "cuda": 0.2}
+# tenth of its time, and requests stand still beside its steps: 1 % of the time. A step of 0.05 s disturbs one
+# or two requests of 0.06 s: with twice the share these would be 5 % of them, which p95 latency shows
+MAX_SHARE = {"cpu": 0.9, "cuda": 0.1}
 FIRST_SHARE = 0.25  # until the cost is known
 MIN_STEPS = 16  # of one size that are compared
 MAX_REQUESTS = 8  # with more the trainer waits anyway

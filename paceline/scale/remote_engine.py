@@ -213,6 +213,9 @@ class RemoteEngine:
         self._heads = HeadPush(lambda: self._dispatcher.links.usable, first, observers)
         self._dispatcher.links.handle(self._heads.handlers)
 
+    def note_disturbance(self, disturbed: bool) -> None:
+        """Replicas are not told: the trainer computes beside one of them at most."""
+
     async def replace_head(self, name: str, head: Path) -> None:
         """Let all replicas, and those to come, draft with the head in a folder: see HeadPush."""
         assert self._heads is not None, "push_heads comes first"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -201,6 +202,19 @@ def test_a_pass_through_the_host_does_not_update_the_device_model():
     auto.observe(step, StepStats(requests=1, rows=40, prefill_tokens=39, new_tokens=1, forward_time=1.0))
     assert auto.facts().regret == 0
     assert auto._device.seconds(PLAIN) == 1  # the guess before anything was measured
+
+
+@pytest.mark.parametrize("disturbed", [True, False])
+def test_passes_beside_a_trainer_are_not_timed(disturbed):
+    auto = controller()
+    for plan in auto.device_plans():
+        auto.expect(plan, {1: 0.001})
+    running = [SimulatedRequest("0", 900)]
+    for _ in range(50):
+        step = auto.plan(running, Load(1, 0, on_device=True))
+        stats = StepStats(requests=1, rows=1, new_tokens=1, plan=step.record, forward_time=0.0012)
+        auto.observe(step, replace(stats, disturbed=disturbed))
+    assert auto._device.seconds(PLAIN) == pytest.approx(0.001 if disturbed else 0.0012, rel=0.02)
 
 
 def facts(accepted: int, nodes: int = 2, depth: int = 2) -> DraftFacts:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from paceline.errors import ConfigError
+from paceline.learn import early_stop
 from paceline.learn.early_stop import Kept, is_better
 from paceline.learn.fine_tune import FineTuneOptions, fine_tune, read_candidate
 from paceline.learn.gate import judge
@@ -64,6 +65,22 @@ def test_a_candidate_drafts_better_on_rows_that_it_never_saw(
     )  # a candidate's candidate
     assert again is not None
     assert again.before[NEW] == pytest.approx(candidate.after[NEW], rel=0.05)
+
+
+def test_an_evaluation_gives_way_before_every_batch(
+    checkpoint: Checkpoint, traffic: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early_stop, "BATCH_TOKENS", {"cpu": 64})
+    asked = 0
+
+    class Counting(Yielding):
+        def may_step(self) -> bool:
+            nonlocal asked
+            asked += 1
+            return super().may_step()
+
+    fine_tune(checkpoint, traffic, head, tmp_path / "c", ONE_STEP, yielding=Counting())
+    assert asked > 2 * ONE_STEP.steps + 2  # of the one step, and of the batches after it
 
 
 @pytest.mark.parametrize("config", [DSPARK, pytest.param(OWN_HEAD, marks=REPEATS)], ids=["dspark", "dflash"])

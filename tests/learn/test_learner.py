@@ -47,6 +47,7 @@ class World:
     running: int = 1
     swaps: list[str] = field(default_factory=list)  # contents of the heads, in the order they came in
     paused: list[bool] = field(default_factory=list)
+    disturbed: list[bool] = field(default_factory=list)
     on_poll: Callable[[World], None] = lambda world: None
     polls: int = 0
     since: list[float] = field(default_factory=list)  # of each training
@@ -66,6 +67,9 @@ class World:
     @property
     def state(self) -> StepStats:
         return StepStats(running=self.running)
+
+    def note_disturbance(self, disturbed: bool) -> None:
+        self.disturbed.append(disturbed)
 
     async def replace_head(self, name: str, drafter: Any) -> None:
         assert name == "eagle3"
@@ -374,3 +378,17 @@ def test_while_few_requests_run_the_trainer_works_for_its_share_and_alone_always
     world.paused, world.trained, world.running, world.collected = [], [None], 0, 20
     world.run(40)
     assert not any(world.paused)
+
+
+def test_passes_are_disturbed_while_the_trainer_works_and_until_the_look_after(world):
+    async def train(present: Path, since: float) -> None:
+        for _ in range(12):  # looks
+            await asyncio.sleep(0)
+
+    world.train, world.running = train, 1
+    world.run(15)
+    first, stopped = world.disturbed.index(True), world.paused.index(True)
+    assert stopped - first > 1
+    assert world.disturbed[first : stopped + 1] == [True] * (stopped + 1 - first)
+    assert len(world.disturbed) > stopped + 5
+    assert not any(world.disturbed[stopped + 1 :])

@@ -197,7 +197,7 @@ class DevicePlanner:
         usual = CONFIG.device_passes.max_outlier * self.seconds(plan)
         self._explorer.observe(plan, self._pass, min(stats.total_time, usual))
         is_settled = self._pass - self._changed_at > CONFIG.device_planner.settle_passes
-        is_timed = is_settled and plan == self._plan and not stats.prefill_tokens
+        is_timed = is_settled and plan == self._plan and not stats.prefill_tokens and not stats.disturbed
         if is_timed and request_bucket(stats.requests) == self._load.requests:
             self._costs.observe(plan, self._load.requests, self._load.context, stats.total_time)
 
