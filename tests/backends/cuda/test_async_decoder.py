@@ -88,7 +88,7 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
 def make_decoder(device: torch.device = CPU):  # type: ignore[no-untyped-def]
     from paceline.backends.cuda.async_decoder import CudaAsyncDecoder
 
-    config = SimpleNamespace(num_heads=4, num_kv_heads=2, vocab_size=VOCAB_SIZE)
+    config = SimpleNamespace(num_heads=4, num_kv_heads=2, vocab_size=VOCAB_SIZE, latent=None)
     weights = type("Weights", (), {"device": device, "config": config, "head_groups": (4, 2)})
     return CudaAsyncDecoder(weights, None, SLOTS, LONGEST, PAGE, (1,))  # type: ignore[arg-type]
 
