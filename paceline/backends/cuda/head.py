@@ -18,10 +18,9 @@ from paceline.backends.cuda.fused_layer import LayerBuffers, run_fused_layer
 from paceline.backends.cuda.head_weights import HeadWeights
 from paceline.backends.cuda.kernels.attention import AttentionScratch, attention_scratch
 from paceline.backends.cuda.kernels.draft import join, norm_rows
-from paceline.backends.cuda.kernels.heads import project_heads
-from paceline.backends.cuda.kernels.linear import add_product, gate_up, project
 from paceline.backends.cuda.kernels.matrix import Normed, Scratch, padded_rows, scratch_for
 from paceline.backends.cuda.kernels.row_tables import RowTables
+from paceline.backends.cuda.many_rows import add_product, gate_up, project, project_heads
 from paceline.backends.cuda.model import run_head_layer
 from paceline.backends.cuda.shard import TILE
 from paceline.backends.cuda.tiled import padded_size

@@ -24,8 +24,7 @@ from paceline.backends.cuda.decode_attention import attend
 from paceline.backends.cuda.fused_layer import LayerBuffers, NextQkv, run_fused_layer
 from paceline.backends.cuda.kernels.activations import gate_rows
 from paceline.backends.cuda.kernels.experts import add_experts
-from paceline.backends.cuda.kernels.heads import norm_heads, project_heads
-from paceline.backends.cuda.kernels.linear import add_product, gate_up, project
+from paceline.backends.cuda.kernels.heads import norm_heads
 from paceline.backends.cuda.kernels.matrix import Normed
 from paceline.backends.cuda.kernels.recurrent import convolve, scan_states
 from paceline.backends.cuda.kernels.recurrent_output import gate
@@ -35,6 +34,7 @@ from paceline.backends.cuda.kernels.router import Scores, has_parts
 from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.latent import project_latents, project_values
 from paceline.backends.cuda.logits import run_logits
+from paceline.backends.cuda.many_rows import add_product, gate_up, project, project_heads
 from paceline.backends.cuda.recurrent import RecurrentRows
 from paceline.backends.cuda.vocabulary import embed_tokens
 from paceline.backends.cuda.weights import Layer, Weights

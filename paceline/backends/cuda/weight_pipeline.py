@@ -18,6 +18,7 @@ from paceline.backends.cuda.native import NativeKernel, native_kernel, tensor_ma
 
 SHARED_SOURCES = (
     "instructions",
+    "activations",
     "pipeline",
     "pipeline_products",
     "pipeline_epilogues",
@@ -97,12 +98,12 @@ def wgmma_source(
 ) -> str:
     """The source of the WGMMA instruction for 64 columns and this many rows, which names all its registers.
 
-    `transposed`: the columns are contiguous in memory, not the depth; only in bfloat16. `from_registers`: the
-    columns are in four registers of each thread, not in shared memory.
+    `from_registers`: the columns are in four registers of each thread, not in shared memory. `transposed`:
+    the columns, or with `from_registers` the rows, are contiguous in memory, not the depth; only in bfloat16.
     """
     count, words = rows // 2, 4 if from_registers else 1
     deep = 32 if kind == "e4m3" else 16
-    layouts = "" if kind == "e4m3" else ", 0" if from_registers else f", {int(transposed)}, 0"
+    layouts = "" if kind == "e4m3" else f", {int(transposed)}" + ("" if from_registers else ", 0")
     sums, names = ", ".join(f'"+f"(d[{i}])' for i in range(count)), ", ".join(f"%{i}" for i in range(count))
     left = "const unsigned int (&left)[4]" if from_registers else "unsigned long long left"
     inputs = ", ".join(f'"r"(left[{i}])' for i in range(4)) if from_registers else '"l"(left)'

@@ -198,6 +198,12 @@ inline void copy_weights(void* to, const Map& map, int deep, int group, int bloc
     copy_box(to, map, {deep, 0, 0, group, block}, mbarrier);
 }
 inline void copy_rows(void* to, const Map& map, int deep, u64* mbarrier) { copy_box(to, map, {deep, 0}, mbarrier); }
+inline void copy_row_box(void* to, const Map& map, int deep, int row, u64* mbarrier) {
+    copy_box(to, map, {deep, row}, mbarrier);
+}
+inline void copy_tile_box(void* to, const Map& map, int deep, int step, int tile, u64* mbarrier) {
+    copy_box(to, map, {deep, 0, step, tile}, mbarrier);
+}
 inline bool is_elected() {
     __syncwarp();
     return lane_number() == 0;
@@ -361,7 +367,8 @@ template <int N> inline void multiply(float (&d)[N], u64 left, u64 right, int ad
     multiply_64(d, left, right, adds, false);
 }
 // The left operand is in registers: a warp has 16 lines, as for the product of 16 by 8.
-template <int N> inline void multiply_from_registers(float (&d)[N], const u32 (&a)[4], u64 right, int adds) {
+template <int N>
+inline void multiply_16_lines(float (&d)[N], const u32 (&a)[4], u64 right, int adds, bool rotated) {
     u64(*all)[8] = shown(a, sizeof a);
     int g = lane_number() / 4, pair = lane_number() % 4 * 2;
     for (int i = 0; i < N; i++) {
@@ -370,10 +377,17 @@ template <int N> inline void multiply_from_registers(float (&d)[N], const u32 (&
         for (int k = 0; k < 16; k++) {
             u32 words[4];
             memcpy(words, all[line % 8 * 4 + k % 8 / 2], sizeof words);
-            sum += unpack(half_of(words[line / 8 + k / 8 * 2], k % 2)) * at_swizzled((u32)(right << 4) + n * 128 + k * 2);
+            sum += unpack(half_of(words[line / 8 + k / 8 * 2], k % 2)) *
+                   at_swizzled((u32)(right << 4) + (rotated ? k * 128 + n * 2 : n * 128 + k * 2));
         }
         d[i] = sum;
     }
+}
+template <int N> inline void multiply_from_registers(float (&d)[N], const u32 (&a)[4], u64 right, int adds) {
+    multiply_16_lines(d, a, right, adds, false);
+}
+template <int N> inline void multiply_weights(float (&d)[N], const u32 (&a)[4], u64 right, int adds) {
+    multiply_16_lines(d, a, right, adds, true);
 }
 template <int N> inline void multiply_transposed(float (&d)[N], u64 left, u64 right, int adds) {
     multiply_64(d, left, right, adds, true);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,8 +77,12 @@ class Case:
         longest: int = 128,
         large: list[bool] | None = None,
         scoring: Scoring = LLAMA_SCORING,
+        by: Any = None,
     ) -> torch.Tensor:
-        """What the kernels give: [rows, heads, head_dim]. That of prefills attends for `large` requests."""
+        """What the kernels give: [rows, heads, head_dim]. That of prefills attends for `large` requests.
+
+        `by` is the function to ask, if not that of the Triton kernels.
+        """
         from paceline.backends.cuda.kernels.attention import (
             attend,
             attention_scratch,
@@ -98,7 +103,7 @@ class Case:
         scratch = attention_scratch(rows + 3, heads, kv_heads, dim, longest, device)
         query, keys, values = (x.to(device, dtype) for x in (self.query, self.keys, self.values))
         table = tables.tables(rows + 3, own.prefill_tiles.shape[1] + 1 if any(large) else 0, not all(large))
-        attend(query, keys, values, table, window, PAGE_SIZE, output, scratch, scoring=scoring)
+        (by or attend)(query, keys, values, table, window, PAGE_SIZE, output, scratch, scoring=scoring)
         assert not scratch.counters.any()
         return output.view(rows, heads, dim).cpu()
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +12,7 @@ import torch
 from paceline.backends.cuda import fused_layer, logits, weight_pipeline
 from paceline.backends.cuda.kernels.matrix import Normed, Scratch, Tiling, tile_heads, tile_matrix, tile_pair
 from paceline.backends.cuda.kernels.packing import round_to_fp8, round_to_int4
-from tests.backends.cuda.emulating import compiled, needs_compiler
+from tests.backends.cuda.emulating import Emulated, needs_compiler, tensor_map
 
 KV_HEADS, DIM, EPS = 1, 128, 1e-5
 # {(packing, rows): hidden size, intermediate size, heads, splits of output and of down}. Warpgroups share a
@@ -26,36 +24,8 @@ SIZES = {
     ("int4", 18): (512, 1024, 4, 2, 4),
 }
 SLOTS, POSITIONS = 40, 64
+SHARED_SOURCES = weight_pipeline.SHARED_SOURCES
 WAIT = 352  # threads that wait for the kernels ahead: all but the warp that asks for weights
-
-
-class Emulated:
-    """A kernel of CUDA C++ as the backend knows it, that runs on the host."""
-
-    def __init__(self, file: str, name: str, numbers: dict[str, int]) -> None:
-        own: dict[str, object] = {
-            "THREADS_OF_PROGRAM": weight_pipeline.THREADS,
-            "WAITING_THREADS": WAIT,
-            "SHARED_BYTES": 228 << 10,
-        }
-        own |= {"KERNEL": name, "ARGUMENT": {"fused_layer": "Arguments", "logits": "Logits"}[file]}
-        files, options = (*weight_pipeline.SHARED_SOURCES[1:], file), ("-shared", "-fPIC")
-        library = compiled(files, "emulated_pipeline.h", {**numbers, **own}, *options)
-        self._library, self.runs = ctypes.CDLL(str(library)), 0
-
-    def launch(self, argument: bytes, grid: Sequence[int], cluster: Sequence[int], threads: int) -> None:
-        room = ctypes.create_string_buffer(len(argument) + 64)
-        aligned = -(-ctypes.addressof(room) // 64) * 64
-        ctypes.memmove(aligned, argument, len(argument))
-        ended = self._library.run(ctypes.c_void_p(aligned), grid[0], self.runs)
-        self.runs += 1  # others rest then, and every other time copies arrive at once
-        assert ended, "programs wait for ever"
-
-
-def tensor_map(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
-    """What emulated.h calls a Map."""
-    five, four = (lambda own: [*own, *[0] * (5 - len(own))]), [*strides, *[0] * (4 - len(strides))]
-    return struct.pack("<Q11i4x4q", address, len(sizes), *five(sizes), *five(box), *four).ljust(128, b"\0")
 
 
 def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -129,7 +99,8 @@ def test_the_fused_layer(on_host: Any, packing: str, rows: int) -> None:
     variant = next(own for own in fused_layer.VARIANTS[packing] if rows in own.rows)
     padded, ring = variant.padded, ((6, 5) if packing == "e4m3" else (6, 2))
     numbers = weight_pipeline.pipeline_numbers(padded, ring, packing, variant.loaded)
-    kernel, step = Emulated("fused_layer", "fused_layer", numbers), weight_pipeline.STEPS[packing]
+    files = *SHARED_SOURCES, "fused_layer"
+    kernel, step = Emulated(files, "fused_layer", "Arguments", numbers, WAIT), weight_pipeline.STEPS[packing]
     on_host(fused_layer, kernel, max(hidden_size // 32, 2 * (heads_count + 2)) + 2)
     output, down = (
         random(hidden_size, heads_count * DIM, scale=0.06),
@@ -216,7 +187,7 @@ def test_logits_of_many_rows(on_host: Any) -> None:
     """Programs have tiles again and again, and one has fewer than the others."""
     torch.manual_seed(3)
     numbers = weight_pipeline.pipeline_numbers(logits.PADDED, (6, 2), "none")
-    kernel = Emulated("logits", "all_logits", numbers)
+    kernel = Emulated((*SHARED_SOURCES, "logits"), "all_logits", "Logits", numbers, WAIT)
     on_host(logits, kernel, 2)
     rows, width, depth = 66, 3 * 256 - 20, 256
     weight = torch.zeros(3 * 256, depth, dtype=torch.bfloat16)

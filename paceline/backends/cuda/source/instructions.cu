@@ -66,6 +66,18 @@ __device__ inline void copy_rows(void* to, const Map& map, int deep, u64* mbarri
                  "r"(shared_address(mbarrier)) : "memory");
 }
 
+// Lines of 64 of the depth, of as many rows as the map's box has.
+__device__ inline void copy_row_box(void* to, const Map& map, int deep, int row, u64* mbarrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(to)), "l"(&map), "r"(deep), "r"(row),
+                 "r"(shared_address(mbarrier)) : "memory");
+}
+// The same of all columns of some tiles, [tile, step, column, 128 of the depth], from a tile on.
+__device__ inline void copy_tile_box(void* to, const Map& map, int deep, int step, int tile, u64* mbarrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, 0, %3, %4}], [%5];" ::"r"(shared_address(to)), "l"(&map), "r"(deep), "r"(step),
+                 "r"(tile), "r"(shared_address(mbarrier)) : "memory");
+}
 __device__ inline void copy_bytes(void* to, const void* from, int bytes, u64* mbarrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
                  "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(mbarrier)) : "memory");

@@ -4,8 +4,8 @@
 // programs wait for each other's results, the weights of the next product are loaded. A cluster is two programs, one
 // for each split of a tile (split-K). Two warpgroups multiply (WGMMA), one warp loads weights and one loads rows.
 //
-// The files are concatenated in the order instructions, pipeline, pipeline_products, pipeline_epilogues, and
-// fused_layer or logits.
+// The files are concatenated in the order instructions, activations, pipeline, pipeline_products, pipeline_epilogues,
+// and fused_layer or logits.
 // weight_pipeline.py defines before them ROWS, CELLS (stages of weights), ROW_SLOTS (stages of rows), E4M3 (whether
 // weights and rows are e4m3, not bfloat16), INT4 (whether weights have 4 bits), LOADED (rows
 // that are loaded, if not all), and `multiply` for this many rows.
@@ -85,15 +85,6 @@ __device__ inline void sync() { sync_named_barrier<1, MMA_THREADS>(); }
 // The next kernel's programs start where programs of this kernel have ended.
 __device__ inline void launch_dependents_once() {
     if (threadIdx.x == 0) launch_dependents();
-}
-
-__device__ inline u16 rounded(float x) { return (u16)pack(x, 0.0f); }
-// x / below has the bits of `divide`, without its handling of divisors below 1. Flushing the power of two to zero
-// changes nothing: one is added to it.
-__device__ inline float silu(float x) {
-    float below = __fadd_rn(power_of_two(__fmul_rn(-x, 1.4426950216293335f)), 1.0f);
-    if (below > 8.507059173023462e+37f) below = __fmul_rn(below, 0.25f), x = __fmul_rn(x, 0.25f);
-    return __fmul_rn(x, inverse(below));
 }
 
 // The number of this warp, which the compiler sees to be the same in all its threads.

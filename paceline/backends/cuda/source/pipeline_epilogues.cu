@@ -13,10 +13,6 @@ __device__ inline void signal_ready(Shared& s, u32* unit, int product) {
     arrive_mbarrier(&s.ended[product]);
 }
 
-__device__ inline float in_pairs(float x, int lanes) {
-    return __fadd_rn(x, __shfl_xor_sync(0xffffffff, x, lanes));
-}
-
 // The RMSNorm factor of each row, one warp each; sums of squares are added in pairs. Separate warps compute it, when
 // all programs have written their sums of squares.
 __device__ inline void compute_norm_factors(Shared& s, const float* squares, int tiles, float size, float eps) {
@@ -176,11 +172,6 @@ struct GateUpScales {
         for (int tile = 0; tile < 2; tile++) gate[tile] = from[tile * 32], up[tile] = from[64 + tile * 32];
     }
 };
-
-// SwiGLU: a thread's first line is gate, its second up.
-__device__ inline float gated(float gate, float up, float factor) {
-    return __fmul_rn(silu(__fmul_rn(gate, factor)), __fmul_rn(up, factor));
-}
 
 __device__ inline void finish_gate_up_fp8(Shared& s, const Arguments& own, const float (&sums)[2][ROWS / 2],
                                           const GateUpScales& scales, int group) {

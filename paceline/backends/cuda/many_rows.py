@@ -1,0 +1,248 @@
+"""Products of hundreds of rows, by a kernel that the tensor cores limit: prompts, and steps of many requests.
+
+It is CUDA C++ for Hopper (source/many_rows*.cu): persistent and warp-specialized, with TMA copies and WGMMA.
+The functions here are those of kernels/linear.py and kernels/heads.py, which run wherever this kernel
+cannot, with the same bits.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from paceline.backends.cuda.compiling import cached_kernel
+from paceline.backends.cuda.kernels import heads as triton_heads
+from paceline.backends.cuda.kernels import linear
+from paceline.backends.cuda.kernels.heads import Rotation
+from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch
+from paceline.backends.cuda.kernels.router import Scores
+from paceline.backends.cuda.native import NativeKernel, is_left_out, native_kernel, tensor_map
+from paceline.backends.cuda.weight_pipeline import (
+    LINE,
+    THREADS,
+    TILE,
+    argument,
+    can_stream,
+    num_multiprocessors,
+    supports_pipeline,
+    wgmma_source,
+)
+
+SOURCES = "instructions", "activations", "many_rows_products", "many_rows_epilogues", "many_rows"
+LEAST = 129  # rows; fewer are one row tile
+ROWS = 128  # of a program
+STAGES = {256: 4, 128: 6}  # {columns of a program: pipeline stages}
+KINDS = {"gate_up": 0, "add": 1, "heads": 2, "project": 3}
+HEAD = 128  # size of heads
+MAX_GROUPS = 128  # of a row's sums of squares
+TENSORS = (  # of `Arguments`, in order
+    "squares",
+    "written_squares",
+    "output",
+    "hidden",
+    "norm",
+    "bias",
+    "query_norm",
+    "key_norm",
+    "positions",
+    "slot_mapping",
+    "cosines",
+    "sines",
+    "keys",
+    "values",
+)
+IN_REGISTERS = 128  # columns with which splits are added up in registers
+# Measured, in units of a stage of 256 columns (0.6 microseconds): a stage, what follows the stages of a unit,
+# and sums that go through memory
+STAGE_TIME, EPILOGUE, EXCHANGE = {256: 1.0, 128: 0.53}, {256: 12, 128: 7}, 10
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a product is cut into units of work. It does not affect the bits."""
+
+    columns: int  # of a program
+    is_parallel: bool  # whether splits are units of their own
+
+    def units(self, matrix: Matrix, rows: int) -> int:
+        """The number of units."""
+        each = matrix.tiling.splits if self.is_parallel else 1
+        return row_tiles(rows) * (matrix.padded_width // self.columns) * each
+
+    def time(self, matrix: Matrix, rows: int, multiprocessors: int) -> float:
+        """The time of the multiprocessor with most units, where a stage of 256 columns takes 1."""
+        turns, splits = -(-self.units(matrix, rows) // multiprocessors), matrix.tiling.splits
+        stages = matrix.depth / LINE / (splits if self.is_parallel else 1)
+        waits = EXCHANGE if self.is_parallel or (splits > 1 and self.columns > IN_REGISTERS) else 0
+        return turns * (stages * STAGE_TIME[self.columns] + EPILOGUE[self.columns] + waits)
+
+
+def row_tiles(rows: int) -> int:
+    """The number of tiles of this many rows."""
+    return -(-rows // ROWS)
+
+
+def plan_for(matrix: Matrix, rows: int, multiprocessors: int) -> Plan | None:
+    """The fastest plan; None if none fits."""
+    fitting = [columns for columns in STAGES if matrix.padded_width % columns == 0]
+    parallel = (False, True) if matrix.tiling.splits == 2 else (False,)
+    plans = [Plan(columns, own) for columns in fitting for own in parallel]
+    return min(plans, key=lambda plan: plan.time(matrix, rows, multiprocessors), default=None)
+
+
+@cached_kernel
+def many_rows_kernel(kind: str, columns: int, device: torch.device) -> NativeKernel | None:
+    """The compiled kernel; None if it is not available."""
+    numbers = {"COLUMNS": columns, "STAGES": STAGES[columns], "KIND": KINDS[kind]}
+    shared = STAGES[columns] * (ROWS + columns) * LINE * 2 + 1024
+    return native_kernel("many_rows", SOURCES, numbers, wgmma_source(columns), shared, device)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """What the kernel reads and writes besides its rows: members of `Arguments` in many_rows_products.cu."""
+
+    tensors: Mapping[str, torch.Tensor | None]  # some of TENSORS
+    width: int = 0
+    query_heads: int = 0
+    kv_heads: int = 0
+    columns: int = 0
+    size: int = 1
+    eps: float = 0.0
+    head_eps: float = 0.0
+
+    @property
+    def addresses(self) -> list[int]:
+        tensors = [self.tensors.get(name) for name in TENSORS]
+        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+def run_many_rows(
+    kind: str, inputs: torch.Tensor, matrix: Matrix, rows: int, scratch: Scratch, operands: Operands
+) -> bool:
+    """Run a product of many rows; False, with nothing done, if this kernel cannot."""
+    device = matrix.weight.device
+    if rows < LEAST or not supports_pipeline(device) or not can_stream(matrix) or is_left_out("many_rows"):
+        return False
+    plan = plan_for(matrix, rows, num_multiprocessors(device))
+    if plan is None or len(inputs) < row_tiles(rows) * ROWS:
+        return False
+    kernel = many_rows_kernel(kind, plan.columns, device)
+    if kernel is None:
+        return False
+    programs = min(num_multiprocessors(device), plan.units(matrix, rows))
+    argument_bytes = _argument(plan, inputs, matrix, rows, scratch, operands)
+    kernel.launch(argument_bytes, (programs, 1), (1, 1), THREADS)
+    return True
+
+
+def _argument(
+    plan: Plan, inputs: torch.Tensor, matrix: Matrix, rows: int, scratch: Scratch, operands: Operands
+) -> bytes:
+    """The `Arguments` of source/many_rows_products.cu."""
+    columns, step, depth = matrix.tiling.columns, matrix.tiling.step, matrix.depth
+    steps, each = depth // step, plan.columns // columns
+    sizes, strides = (step, columns, steps, matrix.tiles), (step, columns * step, columns * depth)
+    weights = tensor_map(matrix.weight.data_ptr(), sizes, strides, (LINE, columns, 1, each))
+    lines = tensor_map(inputs.data_ptr(), (depth, len(inputs)), (depth,), (LINE, ROWS))
+    addresses = [scratch.partial.data_ptr(), scratch.counters.data_ptr(), *operands.addresses]
+    squares = operands.tensors.get("squares")
+    groups = 0 if squares is None else squares.shape[1]
+    cut = (
+        steps,
+        matrix.tiling.splits,
+        columns,
+        row_tiles(rows),
+        matrix.padded_width // plan.columns,
+        plan.is_parallel,
+    )
+    rest = operands.width, groups, rows, operands.query_heads, operands.kv_heads, operands.columns
+    numbers = struct.pack("<12i3f", *cut, *rest, float(operands.size), operands.eps, operands.head_eps)
+    return argument(weights, lines, struct.pack(f"<{len(addresses)}Q", *addresses), numbers)
+
+
+def _is_normed(normed: Normed) -> bool:
+    """Whether the kernel can compute the factors of such rows."""
+    groups = normed.squares.shape[1]
+    return groups <= MAX_GROUPS and groups % 4 == 0
+
+
+def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scratch: Scratch) -> None:
+    """`project` of kernels/linear.py."""
+    stride, width, read = output.stride(0), matrix.width, {"squares": normed.squares, "hidden": output}
+    operands = Operands(read, stride, columns=width, size=normed.size, eps=normed.eps)
+    fits = _is_normed(normed) and matrix.bias is None and stride % 2 == width % 2 == 0
+    fits = fits and output.dtype == torch.float32
+    if not fits or not run_many_rows("project", normed.rows, matrix, rows, scratch, operands):
+        linear.project(normed, matrix, output, rows, scratch)
+
+
+def gate_up(
+    normed: Normed,
+    matrix: Matrix,
+    output: torch.Tensor,
+    rows: int,
+    scratch: Scratch,
+    scales: torch.Tensor | None = None,
+    activation: str = "silu",
+) -> None:
+    """`gate_up` of kernels/linear.py."""
+    tensors = {"squares": normed.squares, "output": output}
+    operands = Operands(tensors, matrix.padded_width // 2, size=normed.size, eps=normed.eps)
+    fits = _is_normed(normed) and matrix.tiling.columns == TILE and scales is None and activation == "silu"
+    if not fits or not run_many_rows("gate_up", normed.rows, matrix, rows, scratch, operands):
+        linear.gate_up(normed, matrix, output, rows, scratch, scales, activation)
+
+
+def add_product(
+    inputs: torch.Tensor,
+    matrix: Matrix,
+    hidden: torch.Tensor,
+    norm: torch.Tensor,
+    normed: Normed,
+    rows: int,
+    scratch: Scratch,
+    scales: torch.Tensor | None = None,
+    scores: Scores | None = None,
+) -> None:
+    """`add_product` of kernels/linear.py."""
+    tensors = {"written_squares": normed.squares, "output": normed.rows, "hidden": hidden, "norm": norm}
+    fits = matrix.bias is None and normed.fp8 is None and matrix.tiling.columns == TILE and scores is None
+    operands = Operands(tensors, matrix.padded_width)
+    if not fits or not run_many_rows("add", inputs, matrix, rows, scratch, operands):
+        linear.add_product(inputs, matrix, hidden, norm, normed, rows, scratch, scales, scores)
+
+
+def project_heads(
+    normed: Normed,
+    matrix: Matrix,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    rotation: Rotation | None,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scratch: Scratch,
+    head_eps: float | None = None,
+) -> None:
+    """`project_heads` of kernels/heads.py."""
+    tensors: dict[str, torch.Tensor | None] = {
+        "squares": normed.squares,
+        "output": query,
+        "bias": matrix.bias,
+    }
+    tensors |= {"positions": positions, "slot_mapping": slot_mapping, "keys": keys, "values": values}
+    tensors |= dict(zip(("query_norm", "key_norm"), norms or (None, None), strict=True))
+    tensors |= dict(zip(("cosines", "sines"), rotation or (None, None), strict=True))
+    counts, own_eps = (query.shape[1], keys.shape[1]), normed.eps if head_eps is None else head_eps
+    operands = Operands(tensors, 0, *counts, size=normed.size, eps=normed.eps, head_eps=own_eps)
+    fits = _is_normed(normed) and rotation is not None and matrix.tiling.columns == HEAD == query.shape[2]
+    rows = len(positions)
+    if not fits or not run_many_rows("heads", normed.rows, matrix, rows, scratch, operands):
+        triton_heads.project_heads(
+            normed, matrix, positions, slot_mapping, rotation, norms, query, keys, values, scratch, head_eps
+        )

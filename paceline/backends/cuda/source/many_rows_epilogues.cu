@@ -1,0 +1,168 @@
+// What becomes of the sums of a unit. A row is in four threads, which have two of every eight columns.
+
+// Adds numbers up in pairs; the sum is the first of them.
+template <int COUNT> __device__ inline void add_pairs(float (&numbers)[COUNT]) {
+#pragma unroll
+    for (int apart = 1; apart < COUNT; apart *= 2)
+#pragma unroll
+        for (int i = 0; i < COUNT; i++)
+            if (i % (2 * apart) == 0) numbers[i] = __fadd_rn(numbers[i], numbers[i + apart]);
+}
+
+// The RMSNorm factor of a row, the same in its four threads; squares are added in pairs.
+__device__ inline float norm_factor(const Arguments& own, int row) {
+    constexpr int each = 32;  // of at most 128 groups
+    float sums[each];
+#pragma unroll
+    for (int i = 0; i < each; i += 4) {
+        int group = threadIdx.x % 4 * each + i;
+        float4 four = make_float4(0, 0, 0, 0);
+        if (group < own.groups) four = __ldcg((const float4*)(own.squares + (long)row * own.groups + group));
+        sums[i] = four.x, sums[i + 1] = four.y, sums[i + 2] = four.z, sums[i + 3] = four.w;
+    }
+    add_pairs(sums);
+    float sum = in_pairs(in_pairs(sums[0], 1), 2);
+    return inverse_root(__fadd_rn(divide(sum, own.size), own.eps));
+}
+
+__device__ inline void store_gated(const Arguments& own, const Unit& unit, int row, const Sums& sums,
+                                   const float (&factors)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int tile = 0; tile < COLUMNS / TILE; tile++) {
+            u32 words[4];
+#pragma unroll
+            for (int eight = 0; eight < 4; eight++) {
+                const float *gate = &sums[(tile * 8 + eight) * 4 + half * 2], *up = gate + TILE / 4;
+                words[eight] = pack(gated(gate[0], up[0], factors[half]), gated(gate[1], up[1], factors[half]));
+            }
+            int column = (unit.group * COLUMNS + tile * TILE) / 2;
+            store_eights(own.output + (long)(row + half * 8) * own.width + column, words);
+        }
+}
+
+// Adds a tile of a row to the residual stream.
+__device__ inline void add_tile(const Arguments& own, int row, int column, const float* sums) {
+    int pair = threadIdx.x % 4 * 2;
+    float2 hidden[8];
+    u32 norms[8], words[2][4];
+    float squares[8];
+    float* at = own.hidden + (long)row * own.width + column + pair;
+#pragma unroll
+    for (int eight = 0; eight < 8; eight++) {
+        hidden[eight] = __ldcg((const float2*)(at + eight * 8));
+        norms[eight] = *(const u32*)(own.norm + column + eight * 8 + pair);
+    }
+#pragma unroll
+    for (int eight = 0; eight < 8; eight++) {
+        float one = __fadd_rn(hidden[eight].x, sums[eight * 4]), two = __fadd_rn(hidden[eight].y, sums[eight * 4 + 1]);
+        __stcg((float2*)(at + eight * 8), make_float2(one, two));
+        words[eight / 4][eight % 4] =
+            pack(__fmul_rn(one, unpack((u16)norms[eight])), __fmul_rn(two, unpack((u16)(norms[eight] >> 16))));
+        squares[eight] = in_pairs(in_pairs(__fadd_rn(__fmul_rn(one, one), __fmul_rn(two, two)), 1), 2);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        store_eights(own.output + (long)row * own.width + column + half * 32, words[half]);
+    add_pairs(squares);
+    if (pair == 0) own.written_squares[(long)row * (own.width / TILE) + column / TILE] = squares[0];
+}
+
+__device__ inline void add_to_hidden(const Arguments& own, const Unit& unit, int row, const Sums& sums) {
+#pragma unroll
+    for (int tile = 0; tile < COLUMNS / TILE; tile++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            add_tile(own, row + half * 8, unit.group * COLUMNS + tile * TILE, &sums[tile * 32 + half * 2]);
+}
+
+// A head of a row, whose second half is RoPE's pair of its first.
+struct Head {
+    const float* sums;  // of every eight columns two
+    const u16* bias;  // or null
+    float factor;
+    // The numbers `part` and `part` + 1 of a half, `part` less this thread's pair.
+    __device__ float2 two(int half, int part) const {
+        const float* own = sums + half * 32 + part / 2;
+        float2 numbers = make_float2(__fmul_rn(own[0], factor), __fmul_rn(own[1], factor));
+        if (bias) {
+            u32 both = *(const u32*)(bias + half * 64 + part + threadIdx.x % 4 * 2);
+            numbers.x = __fadd_rn(numbers.x, unpack((u16)both));
+            numbers.y = __fadd_rn(numbers.y, unpack((u16)(both >> 16)));
+        }
+        return numbers;
+    }
+    // The factor of its own norm; squares are added in pairs.
+    __device__ float norm_factor(float eps) const {
+        float squares[16];
+#pragma unroll
+        for (int eight = 0; eight < 16; eight++) {
+            float2 own = two(eight / 8, eight % 8 * 8);
+            squares[eight] = in_pairs(in_pairs(__fadd_rn(__fmul_rn(own.x, own.x), __fmul_rn(own.y, own.y)), 1), 2);
+        }
+        add_pairs(squares);
+        return inverse_root(__fadd_rn(divide(squares[0], 128.0f), eps));
+    }
+};
+
+__device__ inline void store_head(const Arguments& own, int row, int number, const Head& head) {
+    int pair = threadIdx.x % 4 * 2, real = min(row, own.row_count - 1);
+    bool is_query = number < own.query_heads, is_key = !is_query && number < own.query_heads + own.kv_heads;
+    int slot = is_query ? row : row < own.row_count ? own.slot_mapping[real] : -1;
+    int each = is_query ? own.query_heads : own.kv_heads;
+    long line = (long)slot * each + (is_query ? number : (number - own.query_heads) % own.kv_heads);
+    u16* to = (is_query ? own.output : is_key ? own.keys : own.values) + line * 128;
+    const u16* norm = is_query ? own.query_norm : is_key ? own.key_norm : nullptr;
+    float factor = norm ? head.norm_factor(own.head_eps) : 1.0f;
+    int angle = own.positions[real] * 64 + pair;
+#pragma unroll
+    for (int four = 0; four < 2; four++) {  // eights of each half
+        u32 words[2][4];
+#pragma unroll
+        for (int eight = 0; eight < 4; eight++) {
+            int part = (four * 4 + eight) * 8;
+            float2 halves[2] = {head.two(0, part), head.two(1, part)};
+            if (norm)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    u32 both = *(const u32*)(norm + half * 64 + part + pair);
+                    halves[half].x = __fmul_rn(halves[half].x, __fmul_rn(factor, unpack((u16)both)));
+                    halves[half].y = __fmul_rn(halves[half].y, __fmul_rn(factor, unpack((u16)(both >> 16))));
+                }
+            if (is_query || is_key) {
+                float2 cosine = *(const float2*)(own.cosines + angle + part);
+                float2 sine = *(const float2*)(own.sines + angle + part);
+                rotate(halves[0].x, halves[1].x, cosine.x, sine.x), rotate(halves[0].y, halves[1].y, cosine.y, sine.y);
+            }
+            words[0][eight] = pack(halves[0].x, halves[0].y), words[1][eight] = pack(halves[1].x, halves[1].y);
+        }
+        store_eights(to + four * 32, words[0], slot >= 0);
+        store_eights(to + 64 + four * 32, words[1], slot >= 0);
+    }
+}
+
+__device__ inline void store_heads(const Arguments& own, const Unit& unit, int row, const Sums& sums,
+                                   const float (&factors)[2]) {
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 128; i++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int number = unit.group * (COLUMNS / 128) + i;
+            const u16* bias = own.bias ? own.bias + number * 128 : nullptr;
+            store_head(own, row + half * 8, number, {&sums[i * 64 + half * 2], bias, factors[half]});
+        }
+}
+
+// Logits of rows and columns that are not padding.
+__device__ inline void store_logits(const Arguments& own, const Unit& unit, int row, const Sums& sums,
+                                    const float (&factors)[2]) {
+    int first = unit.group * COLUMNS + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; i += 2) {
+        int half = i / 2 % 2, line = row + half * 8, column = first + i / 4 * 8;
+        float2 two = make_float2(__fmul_rn(sums[i], factors[half]), __fmul_rn(sums[i + 1], factors[half]));
+        if (line < own.row_count && column < own.columns)
+            *(float2*)(own.hidden + (long)line * own.width + column) = two;
+    }
+}

@@ -1,0 +1,186 @@
+// Products of hundreds of rows, which the tensor cores limit, not memory: gate and up with SwiGLU, products that are
+// added to the residual stream, QKV, and logits. Sums have the order of ../kernels/matmul.py, and so have the bits.
+//
+// A program has 128 rows and COLUMNS columns (a unit), and takes one unit after the other. One warp loads weights and
+// one loads rows by TMA; each of two warpgroups multiplies 64 of the rows (WGMMA). Rows are the left operand: then both
+// halves of a gated tile, and of a head, are in one thread, and a row is in four.
+//
+// The files are concatenated in the order instructions, activations, many_rows_products, many_rows_epilogues,
+// many_rows.
+// many_rows.py defines before them COLUMNS, STAGES, KIND (one of those below), and `multiply` for this many columns.
+
+constexpr int GATE_UP = 0, ADD = 1, HEADS = 2, PROJECT = 3;
+constexpr int ROWS = 128, MMA_THREADS = 256, WEIGHT_LOADER = MMA_THREADS / 32, ROW_LOADER = WEIGHT_LOADER + 1;
+constexpr int DEPTH = 64, STEP = 128;  // of a stage, and of a step in the layout of weights
+constexpr int ROW_BYTES = ROWS * 128, WEIGHT_BYTES = COLUMNS * 128;
+constexpr int TILE = 64;  // columns whose squares are summed together
+
+struct Arguments {  // in the order of many_rows.py
+    Map weights, rows;
+    float* partial;  // sums of splits: [unit][split][four][thread][4]
+    u32* counters;  // of finished splits per unit, zero between kernels
+    const float* squares;  // of the rows, by tile; and of the residual stream, where they are written
+    float* written_squares;
+    u16* output;  // activated, or normed rows, or queries
+    float* hidden;  // the residual stream, or logits
+    const u16 *norm, *bias, *query_norm, *key_norm;  // the last two: of heads, or null
+    const int *positions, *slot_mapping;
+    const float *cosines, *sines;
+    u16 *keys, *values;
+    int steps, splits, tile_columns, row_tiles, column_groups;
+    int is_parallel;  // whether each split is a unit of its own
+    int width, groups, row_count;  // `width`: of a line of the output
+    int query_heads, kv_heads, columns;  // `columns`: of logits, without padding
+    float size, eps, head_eps;
+};
+
+struct __align__(1024) Shared {
+    char weights[STAGES][WEIGHT_BYTES];
+    char rows[STAGES][ROW_BYTES];
+    u64 full[STAGES], used[STAGES];  // mbarriers
+    u32 arrived;
+};
+
+// Barrier of the multiplying threads.
+__device__ inline void sync() { sync_named_barrier<1, MMA_THREADS>(); }
+
+struct Unit {
+    int row_tile, group, begin, end;  // of columns, and its splits
+    __device__ Unit(const Arguments& own, int number) {
+        row_tile = number % own.row_tiles, group = number / own.row_tiles % own.column_groups;
+        begin = number / own.row_tiles / own.column_groups, end = own.is_parallel ? begin + 1 : own.splits;
+    }
+    __device__ static int count(const Arguments& own) {
+        return own.row_tiles * own.column_groups * (own.is_parallel ? own.splits : 1);
+    }
+    __device__ int number(const Arguments& own) const { return group * own.row_tiles + row_tile; }
+};
+
+// The stages of a product before a split.
+__device__ inline int stages_before(const Arguments& own, int split) {
+    return split * own.steps / own.splits * (STEP / DEPTH);
+}
+
+struct RingPosition {
+    int stage = 0, turn = 0;
+    __device__ void next() {
+        if (++stage == STAGES) stage = 0, turn ^= 1;
+    }
+};
+
+// Called by a warp.
+__device__ inline void load_stage(Shared& s, const Arguments& own, const Unit& unit, int number, int stage,
+                                  bool of_rows) {
+    u64* full = &s.full[stage];
+    if (of_rows) {
+        expect_bytes(full, ROW_BYTES);
+        copy_row_box(s.rows[stage], own.rows, number * DEPTH, unit.row_tile * ROWS, full);
+        return;
+    }
+    expect_bytes(full, WEIGHT_BYTES);
+    copy_tile_box(s.weights[stage], own.weights, number * DEPTH % STEP, number * DEPTH / STEP,
+                  unit.group * COLUMNS / own.tile_columns, full);
+}
+
+__device__ inline void load_stages(Shared& s, const Arguments& own, bool of_rows) {
+    RingPosition at;
+    for (int number = blockIdx.x; number < Unit::count(own); number += gridDim.x) {
+        Unit unit(own, number);
+        int end = stages_before(own, unit.end);
+#pragma unroll 1
+        for (int i = stages_before(own, unit.begin); i < end; i++, at.next()) {
+            wait_mbarrier(&s.used[at.stage], at.turn ^ 1);  // new mbarriers count as released
+            if (is_elected()) load_stage(s, own, unit, i, at.stage, of_rows);
+        }
+    }
+}
+
+__device__ inline void release(Shared& s, int stage) {
+    if (threadIdx.x % 128 == 0) arrive_mbarrier(&s.used[stage]);
+}
+
+// A thread's sums: of every eight columns two of its first row, and two of its second, eight rows further.
+typedef float Sums[COLUMNS / 2];
+
+// The products of a stage; they may end later.
+__device__ inline void multiply_stage(Shared& s, const RingPosition& at, Sums& sums, bool is_first) {
+    wait_mbarrier(&s.full[at.stage], at.turn);
+    u64 left = smem_descriptor(s.rows[at.stage] + threadIdx.x / 128 * (ROW_BYTES / 2));
+    u64 right = smem_descriptor(s.weights[at.stage]);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; k++) multiply(sums, left + k * 2, right + k * 2, !is_first || k);
+    wgmma_commit();
+}
+
+// The first stage is apart: the compiler serializes products whose sums may have been written otherwise.
+__device__ inline void multiply_split(Shared& s, RingPosition& at, Sums& sums, int count) {
+    multiply_stage(s, at, sums, true);
+    int last = at.stage;
+    at.next();
+#pragma unroll 1
+    for (int number = 1; number < count; number++, at.next()) {
+        multiply_stage(s, at, sums, false);
+        wgmma_wait<1>();
+        release(s, last);
+        last = at.stage;
+    }
+    wgmma_wait<0>();
+    release(s, last);
+}
+
+__device__ inline float4* partial_at(const Arguments& own, const Unit& unit, int split) {
+    long number = (long)unit.number(own) * own.splits + split;
+    return (float4*)own.partial + number * (ROWS * COLUMNS / 4) + threadIdx.x;
+}
+__device__ inline void store_partial(float4* to, const Sums& sums) {
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; i += 4)
+        __stcg(to + i / 4 * MMA_THREADS, make_float4(sums[i], sums[i + 1], sums[i + 2], sums[i + 3]));
+}
+__device__ inline void add_partial(const float4* from, Sums& sums) {
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; i += 4) {
+        float4 other = __ldcg(from + i / 4 * MMA_THREADS);
+        sums[i] = __fadd_rn(sums[i], other.x), sums[i + 1] = __fadd_rn(sums[i + 1], other.y);
+        sums[i + 2] = __fadd_rn(sums[i + 2], other.z), sums[i + 3] = __fadd_rn(sums[i + 3], other.w);
+    }
+}
+
+__device__ inline int stages_of(const Arguments& own, int split) {
+    return stages_before(own, split + 1) - stages_before(own, split);
+}
+
+// A unit's splits, added up in order. With 256 columns registers hold one split: the sum waits in memory.
+__device__ inline void multiply_splits(Shared& s, RingPosition& at, const Arguments& own, const Unit& unit,
+                                       Sums& sums) {
+    multiply_split(s, at, sums, stages_of(own, unit.begin));
+#pragma unroll 1
+    for (int split = unit.begin + 1; split < unit.end; split++) {
+        if constexpr (COLUMNS > 128) {
+            store_partial(partial_at(own, unit, unit.begin), sums);
+            multiply_split(s, at, sums, stages_of(own, split));
+            add_partial(partial_at(own, unit, unit.begin), sums);
+        } else {
+            Sums more;
+            multiply_split(s, at, more, stages_of(own, split));
+#pragma unroll
+            for (int i = 0; i < COLUMNS / 2; i++) sums[i] = __fadd_rn(sums[i], more[i]);
+        }
+    }
+}
+
+// Of two splits in programs of their own: true, with the sum of both, in the one that ends last.
+__device__ inline bool is_last_split(Shared& s, const Arguments& own, const Unit& unit, Sums& sums) {
+    store_partial(partial_at(own, unit, unit.begin), sums);
+    sync();
+    if (threadIdx.x == 0) {
+        u32* counter = own.counters + unit.number(own);
+        s.arrived = add_acq_rel(counter);
+        if (s.arrived) *counter = 0;
+    }
+    sync();
+    if (!s.arrived) return false;
+    add_partial(partial_at(own, unit, 1 - unit.begin), sums);  // the sum of two does not depend on the order
+    return true;
+}
