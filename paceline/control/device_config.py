@@ -36,8 +36,9 @@ class ChainConfig:
 
     fade: float = 0.97  # factor on the counts per pass
     recent_fade: float = 0.9  # the same for recent counts: texts differ, and answers are short
-    usual_weight: float = 6.0  # tokens; weight of the usual acceptance beside the recent counts
+    usual_weight: float = 12.0  # tokens; weight of the usual acceptance beside the recent counts
     parent_weight: float = 1.0  # drafts; weight of the depth above, where there are few observations
+    least_chance: float = 0.005  # of acceptance and of rejection: usual is not certain
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,6 @@ class DevicePlannerConfig:
     """The choice among a few plans for passes on the device."""
 
     start_margin: float = 1.04  # over plain decoding, to draft
-    # added to it for each doubling of the requests, while passes under this load were timed only at start-up
-    unseen_margin: float = 0.005
     switch_margin: float = 1.02  # over the present plan: for less, nothing is switched
     hold: int = 8  # passes
     settle_passes: int = 2  # after a switch, not timed: they overlap with passes of the old plan

@@ -28,10 +28,12 @@ class Counts:
         if self.asked > least:
             self.asked, self.drafted = factor * self.asked, factor * self.drafted
 
-    def add(self, tries: Float64Array, hits: Float64Array) -> None:
-        """Add the counts of the first depths."""
+    def add(self, tries: Float64Array, hits: Float64Array, asked: float, drafted: float) -> None:
+        """Add the counts of the first depths, and of requests."""
         self.tries[: len(tries)] += tries
         self.hits[: len(hits)] += hits
+        self.asked += asked
+        self.drafted += drafted
 
 
 @dataclass
@@ -82,10 +84,7 @@ class ChainAcceptance:
         for new in self._new.values():
             reached = np.cumsum(new.accepted[::-1])[::-1].astype(np.float64)  # [depth] accepted down to it
             reached[0] = new.requests
-            self._count(reached[:-1] - new.untried, reached[1:], new.passes)
-            for counts in (self._usual, self._recent):
-                counts.asked += new.requests
-                counts.drafted += new.drafted
+            self._count(reached[:-1] - new.untried, reached[1:], new.requests, new.drafted, new.passes)
         self._new = {}
 
     def fade_recent(self, remaining: float) -> None:
@@ -98,16 +97,21 @@ class ChainAcceptance:
     def add_shadow(self, shadow: ShadowFacts) -> None:
         """Count shadow drafts."""
         length = min(len(self._usual.tries), len(shadow.tries))
-        tries, hits = np.array(shadow.tries[:length]), np.array(shadow.hits[:length])
-        self._count(tries, hits, min(shadow.tries[0], 1))
+        self._count(np.array(shadow.tries[:length]), np.array(shadow.hits[:length]), 0, 0, 1)
 
-    def _count(self, tries: Float64Array, hits: Float64Array, passes: int) -> None:
-        """Fade the counts, and add these of so many passes."""
+    def _count(
+        self, tries: Float64Array, hits: Float64Array, requests: int, drafted: int, passes: int
+    ) -> None:
+        """Fade the counts, and add these of so many passes. To the usual counts each pass adds one draft in
+        all: sixteen requests at once say no more of later texts than one."""
+        if tries[0] <= 0:
+            return
         self._reached = []
         self._usual.fade(CONFIG.chains.fade**passes, len(tries), least=1.0)  # never to nothing
         self._recent.fade(CONFIG.chains.recent_fade**passes, len(tries), least=0.0)
-        for counts in (self._usual, self._recent):
-            counts.add(tries, hits)
+        self._recent.add(tries, hits, requests, drafted)
+        share = passes / tries[0]
+        self._usual.add(share * tries, share * hits, share * requests, share * drafted)
 
     @property
     def share(self) -> float:
@@ -128,10 +132,13 @@ class ChainAcceptance:
 
     def _recent_odds(self, chances: Float64Array) -> float:
         """The odds of recent tokens to be accepted, over those that `chances` [depth] give them."""
-        recent, weight = self._recent, CONFIG.chains.usual_weight
+        recent = self._recent
         tries, hits, expected = recent.tries.sum(), recent.hits.sum(), recent.tries @ chances
-        accepted = (hits + weight) / (expected + weight)
-        rejected = (tries - hits + weight) / (tries - expected + weight)
+        if not tries:
+            return 1.0
+        usual = CONFIG.chains.usual_weight / tries  # tokens that went as usual, over the recent ones
+        accepted = (hits + usual * expected) / expected
+        rejected = (tries - hits + usual * (tries - expected)) / (tries - expected)
         return float(accepted / rejected)
 
     def _usual_chances(self) -> Float64Array:
@@ -141,7 +148,8 @@ class ChainAcceptance:
         for hits, tries in zip(self._usual.hits.tolist(), self._usual.tries.tolist(), strict=True):
             chance = (hits + parent * chance) / (tries + parent)
             chances.append(chance)
-        return np.array(chances)
+        unsure = CONFIG.chains.least_chance
+        return np.array(chances).clip(unsure, 1.0 - unsure)
 
     def facts(self) -> dict[str, list[float]]:
         """The usual counts as JSON values."""

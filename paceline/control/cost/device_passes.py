@@ -51,10 +51,6 @@ class DevicePassCosts:
         """Whether such a pass was ever timed, or one of this many requests at start-up."""
         return (plan, requests) in self._measured or (plan, requests, context) in self._seen
 
-    def has_seen(self, plan: DraftPlan, requests: int, context: int) -> bool:
-        """Whether such a pass was timed among others, not only at start-up."""
-        return (plan, requests, context) in self._seen
-
     def max_requests(self, plan: DraftPlan) -> float:
         """The largest batch for which passes by this plan were prepared at start-up."""
         return self._max_requests.get(plan, math.inf)

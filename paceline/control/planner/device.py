@@ -11,7 +11,6 @@ shadow drafts (engine/shadow.py), which cost the device nothing. Other arms are 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -39,7 +38,6 @@ class ArmEstimate:
     catch_up: float  # seconds, until the head can draft for all present requests
     catch_up_per_token: float  # seconds, spread over the tokens that requests get
     is_timed: bool  # such passes were timed, now or at start-up
-    margin: float  # factor over plain decoding, to draft by it
 
     @property
     def rate(self) -> float:
@@ -52,7 +50,7 @@ def best_arm(arms: Mapping[DraftPlan, ArmEstimate], present: DraftPlan, is_trial
     left only for a gain beyond a margin."""
     config = CONFIG.device_planner
     rates = {plan: estimate.rate for plan, estimate in arms.items()}
-    best = max(rates, key=lambda plan: rates[plan] / arms[plan].margin)
+    best = max(rates, key=lambda plan: rates[plan] / (config.start_margin if plan.budget else 1.0))
     present_rate = rates.get(present, 0.0)
     is_small_gain = rates[best] < config.switch_margin * present_rate and not is_trial
     return present if best.budget and is_small_gain and present_rate > rates[PLAIN] else best
@@ -146,7 +144,6 @@ class DevicePlanner:
                 self.seconds(plan),
                 *(self._catch_up() if arm.attaches else (0.0, 0.0)),
                 costs.knows(plan, load.requests, load.context),
-                self._margin(plan),
             )
             for plan, arm in self.arms.items()
             if load.requests <= costs.max_requests(plan)
@@ -167,17 +164,6 @@ class DevicePlanner:
             return seconds, 0.0
         present, later = seconds / load.tokens_left, load.prompt_per_token * load.requests * each
         return seconds, present + load.replaced * (later - present)
-
-    def _margin(self, plan: DraftPlan) -> float:
-        """The factor over plain decoding that is asked of a plan.
-
-        What start-up times promise is rarely better in traffic, and with many requests often worse.
-        """
-        config, load = CONFIG.device_planner, self._load
-        if not plan.budget:
-            return 1.0
-        is_seen = self._costs.has_seen(plan, load.requests, load.context)
-        return config.start_margin + (0.0 if is_seen else config.unseen_margin * math.log2(load.requests))
 
     def observe(self, plan: DraftPlan, stats: StepStats) -> None:
         """Learn from a pass by a plan."""
