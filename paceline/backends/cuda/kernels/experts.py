@@ -26,10 +26,12 @@ from paceline.backends.cuda.kernels.matmul import (
     prefetch_steps,
     sum_of_squares,
 )
-from paceline.backends.cuda.kernels.matrix import AHEAD, Normed, stages_for
+from paceline.backends.cuda.kernels.matrix import Normed, stages_for
 from paceline.backends.cuda.kernels.pdl import pdl_launch, pdl_sync, pdl_wait, supports_pdl
 from paceline.backends.cuda.kernels.router import score_rows
 from paceline.backends.cuda.kernels.routing import Mixture, Routing, block_rows, blocks_for, route
+
+AHEAD = 512  # cache lines of a known expert's weights that a program prefetches before it waits for its input
 
 
 @triton.jit
