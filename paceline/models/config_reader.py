@@ -126,13 +126,15 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
     if activation != family.activation:
         raise UnsupportedModelError(
             f"{fields.source}: {family.activation_name} {activation!r} is not supported, only "
-            f"{family.activation}."
+            f"{family.activation}: use a model that has it."
         )
     if fields.flag("mlp_bias", False):
         raise UnsupportedModelError(f"{fields.source}: mlp_bias is not supported; use a model without it.")
     # "vision": of images only
     if fields.values.get("use_bidirectional_attention") not in (None, False, "vision"):
-        raise UnsupportedModelError(f"{fields.source}: bidirectional attention is not supported.")
+        raise UnsupportedModelError(
+            f"{fields.source}: bidirectional attention is not supported; use a model without."
+        )
     method = fields.group("quantization_config").text("quant_method", "none")
     if fields.has("quantization_config") and method not in (*family.quantizations, *METHODS):
         raise UnsupportedModelError(

@@ -63,7 +63,7 @@ def gpt_oss_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Sinks, and an MLP of which only one setting was ever published."""
     if (fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)) != (1.702, 7.0):
         raise UnsupportedModelError(
-            f"{fields.source}: only swiglu_alpha 1.702 with swiglu_limit 7 is supported."
+            f"{fields.source}: only swiglu_alpha 1.702 with swiglu_limit 7 is supported; use such a model."
         )
     return {"attention_sinks": True, "activation": "clamped_silu"}
 

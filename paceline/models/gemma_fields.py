@@ -95,7 +95,7 @@ def _sizes(fields: Fields, config: ModelConfig, layer: int) -> tuple[int, int]:
         if unknown - LAYER_SIZES:
             raise UnsupportedModelError(
                 f"{fields.source}: per_layer_config has {', '.join(sorted(unknown - LAYER_SIZES))}, which is "
-                f"not supported, only {', '.join(sorted(LAYER_SIZES))}."
+                f"not supported, only {', '.join(sorted(LAYER_SIZES))}. Use a model without it."
             )
         sizes = own.group(str(layer))
     elif config.sliding_windows[layer] is None:

@@ -69,7 +69,8 @@ def _config(file: GgufFile) -> ModelConfig:
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{source}: architecture {architecture!r} is not supported. "
-            f"Supported are {', '.join(ARCHITECTURES)} (mistral and mixtral are stored as llama)."
+            f"Supported are {', '.join(ARCHITECTURES)} (mistral and mixtral are stored as llama); "
+            "or give a folder of safetensors."
         )
     known, prefix = ARCHITECTURES[architecture], architecture + "."
     metadata = {
@@ -185,7 +186,7 @@ def _with_rope_size(fields: Fields, config: ModelConfig) -> ModelConfig:
         if size != width:
             raise UnsupportedModelError(
                 f"{fields.source}.{name} is {size}, but heads have {width} values; "
-                f"only models where both are equal are supported."
+                f"only models where both are equal are supported. Use one, or safetensors."
             )
     return _with_rope(config, replace(config.rope, dim=rotated if is_partial else 0))
 

@@ -77,7 +77,7 @@ def olmo2(fields: Fields) -> Values:
 def granite(fields: Fields) -> Values:
     if not fields.flag("rope.scaling.finetuned", True):
         raise UnsupportedModelError(
-            f"{fields.source}: granite models without rotary embedding are not supported."
+            f"{fields.source}: granite models without rotary embedding are not supported; use one with it."
         )
     return {}
 
@@ -85,7 +85,7 @@ def granite(fields: Fields) -> Values:
 def glm4(fields: Fields) -> Values:
     if fields.has("rope.dimension_sections"):
         raise UnsupportedModelError(
-            f"{fields.source}: rotary embedding of several sections is not supported."
+            f"{fields.source}: rotary embedding of several sections is not supported; use a text model."
         )
     return without_mtp(fields)
 

@@ -91,7 +91,9 @@ def falcon_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
         if fields.flag(name, False):
             raise UnsupportedModelError(f"{fields.source}: {name} is not supported; use a model without it.")
     if fields.values.get("time_step_limit") not in NO_STEP_LIMITS:
-        raise UnsupportedModelError(f"{fields.source}: time_step_limit is not supported.")
+        raise UnsupportedModelError(
+            f"{fields.source}: time_step_limit is not supported; use a model without."
+        )
     heads, groups = fields.integer("mamba_n_heads", 128), fields.integer("mamba_n_groups", 1)
     size = fields.integer("mamba_expand", 2) * config.hidden_size
     if fields.values.get("mamba_d_ssm", 0) is not None:
@@ -174,7 +176,9 @@ def nemotron_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
         if fields.values.get(name) not in (None, False):
             raise UnsupportedModelError(f"{fields.source}: {name} is not supported; use a model without it.")
     if fields.values.get("time_step_limit") not in NO_STEP_LIMITS:
-        raise UnsupportedModelError(f"{fields.source}: time_step_limit is not supported.")
+        raise UnsupportedModelError(
+            f"{fields.source}: time_step_limit is not supported; use a model without."
+        )
     kinds = nemotron_kinds(fields)
     heads = fields.integer("mamba_num_heads", 128, most=MAX_HEADS)
     groups = fields.integer("n_groups", 8, most=heads)

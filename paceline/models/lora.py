@@ -96,7 +96,8 @@ def load_adapter(name: str, folder: Path, config: ModelConfig) -> Adapter:
 def _check_supported(fields: Fields, config: ModelConfig) -> None:
     if fields.text("peft_type", "LORA") != "LORA":
         raise UnsupportedModelError(
-            f"{fields.source}: peft_type {fields.text('peft_type')!r} is not supported, only LORA."
+            f"{fields.source}: peft_type {fields.text('peft_type')!r} is not supported, only LORA. Merge the "
+            "adapter into the model, and serve that."
         )
     for option, neutral in NEUTRAL.items():
         if fields.has(option) and fields.values[option] not in neutral:

@@ -37,6 +37,11 @@ GPT4O_SPLIT = (  # words begin anew where a large letter follows a small one
     f"{_BEFORE_WORD}{_UPPER}*{_LOWER}+{_CONTRACTION}{_BEFORE_WORD}{_UPPER}+{_LOWER}*{_CONTRACTION}"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_SIGN_AND_LETTERS = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"
+DEEPSEEK3_SPLIT = (
+    _SIGN_AND_LETTERS
+    + r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class PreTokenizer:
     add_bos: bool = False  # the default, if the file has no add_bos_token
     whole_words_first: bool = False  # a word that is a token is used as it is, without merging
     digits_first: bool = False  # each digit is a word, whatever the pattern says
+    before: tuple[str, ...] = ()  # patterns of words that are split off first, one after the other
 
 
 PRE_TOKENIZERS = {
@@ -66,6 +72,7 @@ PRE_TOKENIZERS = {
     "refact": PreTokenizer(GPT2_SPLIT, digits_first=True),  # Granite
     "command-r": PreTokenizer(GPT2_SPLIT, digits_first=True),
     "gpt-4o": PreTokenizer(GPT4O_SPLIT),  # gpt-oss
+    "deepseek-v3": PreTokenizer(DEEPSEEK3_SPLIT, before=(r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+")),
 }
 
 # files name one end token; these control tokens end an answer too, in models that have them
@@ -175,8 +182,8 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     steps: list[pre_tokenizers.PreTokenizer] = []
     if style.digits_first:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if style.split is not None:
-        steps.append(pre_tokenizers.Split(tokenizers.Regex(style.split), behavior="isolated"))
+    for pattern in (*style.before, *([style.split] if style.split is not None else [])):
+        steps.append(pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated"))
     backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, to_bytes]) if steps else to_bytes
     backend.decoder = decoders.ByteLevel()
     if (processor := vocabulary.bos_processor(default=style.add_bos)) is not None:

@@ -259,6 +259,23 @@ def test_a_tiny_vocabulary_merges_and_knows_its_control_tokens(file: GgufFile) -
     assert ours.apply_chat_template([{"role": "user", "content": "x"}]) == "user: x\n"
 
 
+def test_deepseek_3_splits_off_digits_by_threes_and_a_sign_with_its_letters(file: GgufFile) -> None:
+    file.metadata["tokenizer.ggml.pre"] = "deepseek-v3"
+    merges = ["1 2", "12 3", "123 4", "/ a", "a b", "/a b", "a 1"]
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    tokens[-9:] = ["12", "123", "1234", "/a", "/ab", "a1", "x", "ab", "abc"]
+    file.metadata["tokenizer.ggml.merges"] = merges
+    ours = gguf_tokenizer(file)
+
+    def pieces(text: str) -> list[str]:
+        return [ours.decode([token]) for token in ours.encode(text, add_special_tokens=False)]
+
+    assert pieces("1234") == ["123", "4"]
+    assert pieces("/ab/ab") == ["/ab", "/ab"]
+    assert pieces("a1") == ["a", "1"]
+
+
 def test_llama_3_vocabularies_start_with_their_begin_token(file: GgufFile) -> None:
     file.metadata["tokenizer.ggml.pre"] = "llama-bpe"
     assert gguf_tokenizer(file).encode("abc") == [0, 79]
