@@ -19,7 +19,7 @@ from paceline.train.batches import Batch
 from paceline.train.objective import Objective
 from paceline.train.options import TrainOptions
 from paceline.train.progress import Check, Progress
-from paceline.train.rounding import rounded_weights
+from paceline.train.rounding import round_matrices, rounded_weights
 
 CHECKED_BATCHES = 2  # held-out batches of a check; a parallel head guesses after every token of them
 LEAST_STEPS = 64  # between two checks, each of which takes as long as about 2 steps, of a parallel head 6
@@ -75,6 +75,8 @@ class AcceptanceChecks:
         self._average.apply()
         for name, tensor in self.best.items():
             self._parameters[name].copy_(tensor)
+        if self._options.round_weights:
+            round_matrices(self._parameters)
 
     def load(self, best: Mapping[str, Tensor]) -> None:
         """Continue from the tensors of a checkpoint."""

@@ -2,7 +2,8 @@
 
 A head is served with 4-bit matrices, on the cpu backend and from a file of 4 bits; `fc` keeps 8 bits in both.
 It guesses better there if it has learned with them. It does so in the second half of a run, when its weights
-move little.
+move little, and is written with rounded weights: engines round to other grids, on which the exact ones would
+fall elsewhere, but every grid of 16 steps from a group's smallest weight to its largest has the rounded ones.
 """
 
 from __future__ import annotations
@@ -38,21 +39,30 @@ def _rounded_on(device_type: str) -> Callable[[Tensor], Tensor]:
     return fused(rounded) if device_type == "cuda" else rounded
 
 
+def round_matrices(parameters: Mapping[str, Tensor]) -> None:
+    """Round those of the parameters, by name, that are served with 4 bits."""
+    with torch.no_grad():
+        for matrix in _matrices(parameters):
+            matrix.copy_(_rounded_on(matrix.device.type)(matrix))
+
+
 @contextmanager
 def rounded_weights(parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """A context in which those of the parameters that are served with 4 bits are rounded, by name."""
-    matrices = [
-        each
-        for name, each in parameters.items()
-        if each.ndim == 2 and each.shape[1] % GROUP == 0 and name.removesuffix(".weight") not in EIGHT_BITS
-    ]
-    exact = [matrix.detach().clone() for matrix in matrices]
-    with torch.no_grad():
-        for matrix in matrices:
-            matrix.copy_(_rounded_on(matrix.device.type)(matrix))
+    """A context in which those of the parameters, by name, that are served with 4 bits are rounded."""
+    exact = [matrix.detach().clone() for matrix in _matrices(parameters)]
+    round_matrices(parameters)
     try:
         yield
     finally:
         with torch.no_grad():
-            for matrix, values in zip(matrices, exact, strict=True):
+            for matrix, values in zip(_matrices(parameters), exact, strict=True):
                 matrix.copy_(values)
+
+
+def _matrices(parameters: Mapping[str, Tensor]) -> list[Tensor]:
+    """The matrices of whole groups, without those that keep 8 bits."""
+    return [
+        each
+        for name, each in parameters.items()
+        if each.ndim == 2 and each.shape[1] % GROUP == 0 and name.removesuffix(".weight") not in EIGHT_BITS
+    ]
