@@ -32,6 +32,7 @@ class DeviceLoad:
         self._decoding = 0.0  # tokens of the requests that decode
         self._prefilling = 0.0  # and of those that do not yet
         self._usual_output: float | None = None  # tokens of outputs that have ended, moving mean
+        self._output_variance = 0.0  # of those outputs over their mean, moving mean
         self._usual_prompt = 0.0  # tokens, mean of the last requests
 
     def is_new(self, running: Sequence[Request], load: Load) -> bool:
@@ -94,12 +95,14 @@ class DeviceLoad:
         """Tokens per pass that shorten the time of all requests, if a pass brings each of them so many in the
         mean.
 
-        If nothing follows a request that ends, a batch takes as many passes as its slowest request needs.
-        Until a request has its tokens, the sum of what its passes bring varies: its passes have a relative
-        standard deviation of √(variance / (tokens mean)), and the slowest of n is the expected maximum of n.
+        If nothing follows a request that ends, a batch takes as many passes as its slowest request needs:
+        the expected maximum of n requests. Without drafts, passes differ only as outputs do in length. What
+        drafts bring differs too: the passes that a request needs for its tokens have a relative variance of
+        variance / (tokens mean) more.
         """
-        deviation = math.sqrt(max(0.0, variance) / (self.tokens_left * mean))
-        slowest = mean / (1.0 + expected_maximum(self.requests) * deviation)
+        most, outputs = expected_maximum(self.requests), self._output_variance
+        drafted = math.sqrt(outputs + max(0.0, variance) / (self.tokens_left * mean))
+        slowest = mean * (1.0 + most * math.sqrt(outputs)) / (1.0 + most * drafted)
         return self.replaced * mean + (1.0 - self.replaced) * slowest
 
     def _left(self, request: Request) -> float:
@@ -111,8 +114,9 @@ class DeviceLoad:
 
     def _note_end(self, num_output: int, is_followed: bool) -> None:
         rate = CONFIG.device_planner.end_rate
-        before = num_output if self._usual_output is None else self._usual_output
+        before = max(1.0, num_output if self._usual_output is None else self._usual_output)
         self._usual_output = before + rate * (num_output - before)
+        self._output_variance += rate * ((num_output / before - 1.0) ** 2 - self._output_variance)
         self.replaced += rate * (is_followed - self.replaced)
 
 
