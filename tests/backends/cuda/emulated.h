@@ -69,18 +69,25 @@ alignas(1024) char raw[SHARED_BYTES];  // of the program whose turn it is
 constexpr int STACK = 1 << 16, WARPS_OF_PROGRAM = THREADS_OF_PROGRAM / 32;
 static jmp_buf in_scheduler;
 
-void leave_turn();
+struct Copy {
+    u32 to;
+    char bytes[16];
+};
+// What a thread waits for: until `turn` changes, or copies are on their way to it, a turn would change nothing.
+struct Wait {
+    const int* turn = nullptr;
+    int value = 0;
+    const std::vector<Copy>* copies = nullptr;
+    bool goes_on() const { return turn && *turn == value && (!copies || copies->empty()); }
+};
+void leave_turn(Wait wait = {});
 struct Barrier {
     int count = 0, turn = 0;
     void wait(int threads) {
         int own = turn;
         if (++count == threads) count = 0, turn++;
-        else while (turn == own) leave_turn();
+        else while (turn == own) leave_turn({&turn, own});
     }
-};
-struct Copy {
-    u32 to;
-    char bytes[16];
 };
 struct Flag {  // of which a number in shared memory tells nothing
     int count = 0, left = 0, bytes = 0, turn = 0;
@@ -103,14 +110,16 @@ struct Program {
     std::unique_ptr<char[]> stacks;
     Barrier of_all, of_kernels, numbered[16], of_warp[WARPS_OF_PROGRAM];
     u64 slots[WARPS_OF_PROGRAM][2][32][8];  // what threads of a warp show each other, by turns
-    int turns[THREADS_OF_PROGRAM] = {}, multiplied[THREADS_OF_PROGRAM] = {};
+    int turns[THREADS_OF_PROGRAM] = {}, multiplied[THREADS_OF_PROGRAM] = {}, commits = 0;
+    Wait waits[THREADS_OF_PROGRAM];
     std::map<u32, Flag> flags;
     bool has_waited = false;
 };
 static std::vector<Program> programs;
 static Program* now;  // whose turn it is
-inline void leave_turn() {
+inline void leave_turn(Wait wait) {
     int own = threadIdx.x;
+    now->waits[own] = wait;
     if (!_setjmp(now->places[own])) _longjmp(in_scheduler, 1);  // a context would ask the system each time
     threadIdx.x = own;
 }
@@ -163,8 +172,10 @@ inline void expect_bytes(u64* mbarrier, int bytes) {
 inline void arrive_mbarrier(u64* mbarrier) { expect_bytes(mbarrier, 0); }
 inline void wait_mbarrier(u64* mbarrier, int parity) {
     Flag& own = flag_of(mbarrier);
-    for (; own.turn % 2 == parity; leave_turn())
+    for (int turn = own.turn; turn % 2 == parity; turn = own.turn) {
         if (!own.on_their_way.empty()) own.arrive(raw), own.settle();
+        leave_turn({&own.turn, turn, &own.on_their_way});
+    }
 }
 struct __align__(64) Map {  // as long as that of the driver
     u16* numbers;
@@ -338,11 +349,11 @@ inline void multiply(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 // Products of the matrix unit, whose operands lie in lines of 128 bytes, swizzled in eights.
 inline u64 smem_descriptor(const void* at) { return shared_address(at) >> 4; }
 inline void wgmma_fence() {}
-inline void wgmma_commit() { now->multiplied[threadIdx.x]++; }
+inline void wgmma_commit() { now->multiplied[threadIdx.x]++, now->commits++; }
 // A product has ended when it has for all four warps.
 template <int LEFT> inline void wgmma_wait() {
     int *four = now->multiplied + threadIdx.x / 128 * 128, ended = now->multiplied[threadIdx.x] - LEFT;
-    while (*std::min_element(four, four + 128) < ended) leave_turn();
+    while (*std::min_element(four, four + 128) < ended) leave_turn({&now->commits, now->commits});
 }
 inline float at_swizzled(u32 at) { return unpack(shared_16(at ^ (at >> 3 & 0x70))); }
 inline float fp8_at_swizzled(u32 at) { return unpack_fp8(raw[at ^ (at >> 3 & 0x70)]); }
@@ -439,15 +450,19 @@ static bool run_programs() {
     for (int round = 0; left && round < MOST_ROUNDS; round++) {
         left = 0;
         for (Program& own : programs) {
+            bool is_here = programs.size() == 1 && round;  // its shared memory
             now = &own, blockIdx = own.block;
-            if (round == 0 || programs.size() > 1) memcpy(raw, own.shared.data(), SHARED_BYTES);
             for (int i = 0; i < THREADS_OF_PROGRAM; i++) {
                 if (own.ended[i]) continue;
                 bool turn = programs.size() == 1 || !rests(round, blockIdx.x, i / 32);
-                if (turn) give_turn(i);
+                if (turn && !own.waits[i].goes_on()) {
+                    if (!is_here) memcpy(raw, own.shared.data(), SHARED_BYTES);
+                    is_here = true;
+                    give_turn(i);
+                }
                 left += !own.ended[i];
             }
-            if (programs.size() > 1) memcpy(own.shared.data(), raw, SHARED_BYTES);
+            if (is_here && programs.size() > 1) memcpy(own.shared.data(), raw, SHARED_BYTES);
         }
     }
     return !left;
