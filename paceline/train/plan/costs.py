@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,23 +23,29 @@ KV_TOKENS = 1024  # of a request at most: its prompt, and the timed steps with w
 Load = Callable[[Any], LLM]  # an LLM for a speculative configuration
 
 
-def measure_steps(load: Load, heads: Mapping[int, WriteHead], method: str, concurrency: int) -> StepCosts:
+def measure_steps(
+    load: Load, heads: Mapping[int, WriteHead], method: str, concurrency: int, drafts: Sequence[int]
+) -> StepCosts:
     """The best of several rounds, in turns, after an untimed one.
 
-    A step with a head drafts its whole block for every request.
+    Steps with a head, by its layers, draft each of these numbers of tokens for every request.
     """
     with TemporaryDirectory() as folder:
-        engines = {0: load("off")}
+        engines = {(0, 0): load("off")}
         for layers, write in heads.items():
             write(path := Path(folder) / str(layers))
-            # pilots are unsure: with a min_prob they would end their chains early, and look cheap
-            engines[layers] = load({"method": method, "model": str(path), "min_prob": 0.0})
-        jobs = {layers: _timed(llm, concurrency) for layers, llm in engines.items()}
-        rounds = [{layers: job() for layers, job in jobs.items()} for _ in range(1 + ROUNDS)]
-        best = {layers: min(seconds[layers] for seconds in rounds[1:]) for layers in jobs}
+            for count in drafts:
+                # pilots are unsure: with a min_prob they would end their chains early, and look cheap
+                options = {"method": method, "model": str(path), "num_speculative_tokens": count}
+                engines[layers, count] = load({**options, "min_prob": 0.0})
+        jobs = {case: _timed(llm, concurrency) for case, llm in engines.items()}
+        rounds = [{case: job() for case, job in jobs.items()} for _ in range(1 + ROUNDS)]
+        best = {case: min(seconds[case] for seconds in rounds[1:]) for case in jobs}
         for llm in engines.values():
             llm.close()
-    return StepCosts(best.pop(0), best)
+    return StepCosts(
+        best[0, 0], {layers: {count: best[layers, count] for count in drafts} for layers in heads}
+    )
 
 
 def _timed(llm: LLM, concurrency: int) -> Callable[[], float]:

@@ -19,6 +19,7 @@ from paceline.models.registry import load_checkpoint, resolve
 from paceline.terminal.session import note
 from paceline.train.examples import Examples, is_answers, read_examples
 from paceline.train.job import chosen_device, engine_loader
+from paceline.train.new_head import choose_draft_ids, coverage
 from paceline.train.options import DSparkOptions
 from paceline.train.plan.choose import Choice, StepCosts, choices
 from paceline.train.plan.costs import KV_TOKENS, measure_steps
@@ -27,6 +28,10 @@ from paceline.train.plan.pilots import PilotPlan, run_pilots
 from paceline.train.sequences import load_target
 
 METHOD = "dspark"
+FEWEST_DRAFTS = (
+    2  # of a block that is recommended; between it and the pilots' block, times of steps are interpolated
+)
+VOCABULARIES = (8192, 12288, 16384, 32768)  # draft tokens, whose coverage is told
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ def plan(job: PlanJob, options: DSparkOptions) -> list[Choice]:
     law = Law(pilots, options.seed)
     note(f"timing the engine's steps, {job.concurrency} requests at once")
     load = engine_loader(model, device, job.concurrency * KV_TOKENS)
-    costs = measure_steps(load, heads, METHOD, job.concurrency)
+    costs = measure_steps(load, heads, METHOD, job.concurrency, (FEWEST_DRAFTS, options.block_size))
     found = choices(law, pilots, costs, int(examples.answer_counts().sum()), job.epochs)
     _show(job, options, examples, pilots, law, costs, found)
     return found
@@ -81,6 +86,15 @@ def _same_as_pilots(options: DSparkOptions) -> str:
     return " ".join(f"--{name.replace('_', '-')} {getattr(options, name)}" for name in names)
 
 
+def _coverages(examples: Examples, size: int) -> str:
+    """The answered tokens that heads of the pilots' vocabulary, and of larger ones, can predict."""
+    counts = examples.answer_counts()
+    sizes = [size, *(larger for larger in VOCABULARIES if size < larger <= len(counts))]
+    shares = [f"{100 * coverage(counts, choose_draft_ids(counts, each)):.1f} %" for each in sizes]
+    told = ", ".join(f"{each:,}: {share}" for each, share in zip(sizes, shares, strict=True))
+    return f"Answered tokens that a head can guess, by --draft-vocab-size: {told}. Others end a chain."
+
+
 def _show(
     job: PlanJob,
     options: DSparkOptions,
@@ -97,16 +111,26 @@ def _show(
         trained.add_row(str(pilot.layers), f"{pilot.tokens:,}", f"{pilot.length:.2f}", f"{fitted:.2f}")
     console = Console()
     console.print(trained)
-    columns = ("layers", "epochs", "tokens a pass", "90 % interval", "step ms", "times plain", "hours")
+    columns = (
+        "layers",
+        "epochs",
+        "block",
+        "tokens a pass",
+        "90 % interval",
+        "step ms",
+        "times plain",
+        "hours",
+    )
     planned = Table(*columns, "with twice the data", title="Heads trained on all of the data")
     for choice in found:
         acceptance = choice.acceptance
         planned.add_row(
             str(choice.layers),
             str(choice.epochs),
+            str(choice.drafts),
             f"{acceptance.length:.2f}",
             f"{acceptance.low:.2f} to {acceptance.high:.2f}",
-            f"{1e3 * costs.drafted[choice.layers]:.2f}",
+            f"{1e3 * choice.step_seconds:.2f}",
             f"{choice.speedup:.2f}",
             f"{choice.hours:.2f}",
             f"{100 * (choice.more_data - 1):+.1f} %",
@@ -117,15 +141,16 @@ def _show(
     note(
         f"A plain step takes {1e3 * costs.plain:.2f} ms with {job.concurrency} requests. Every step is "
         "assumed to draft a whole block; `auto` drafts less where that is faster.\n"
-        f"Recommended: paceline train {METHOD} {job.model} {files} --layers {best.layers} "
-        f"--epochs {best.epochs} {_same_as_pilots(options)} --out HEAD"
+        f"{_coverages(examples, options.draft_vocab_size)}\n"
+        f"Recommended: paceline train {METHOD} {job.model} {files} --layers {best.layers} --block-size "
+        f"{best.drafts} --epochs {best.epochs} {_same_as_pilots(options)} --out HEAD"
     )
     if job.json_file is not None:
         facts: dict[str, Any] = {
             "answers": len(examples),
             "pilots": [asdict(pilot) for pilot in pilots],
             "plain_seconds": costs.plain,
-            "drafted_seconds": dict(costs.drafted),
+            "drafted_seconds": {layers: dict(steps) for layers, steps in costs.drafted.items()},
             "choices": [asdict(choice) for choice in found],
         }
         job.json_file.write_text(json.dumps(facts, indent=2) + "\n")

@@ -76,12 +76,15 @@ class Law:
         self._noise = widths * random.standard_normal(SCENARIOS)  # of the planned run itself
         self._scatter = scatter
 
-    def predict(self, layers: int, tokens: float) -> Prediction:
-        """The acceptance length of a head of this size, trained on this number of tokens."""
+    def predict(self, layers: int, tokens: float, drafts: int | None = None) -> Prediction:
+        """The acceptance length of a head of this size, trained on this number of tokens.
+
+        `drafts`: drafted tokens of a pass; None: all positions of the pilots.
+        """
         terms = self._terms(layers, tokens)
-        logits = terms @ self._coefficients  # [positions]
+        logits = (terms @ self._coefficients)[:drafts]  # [positions]
         moved = self._shifts @ terms + self._noise  # [scenarios] in units of the scatter
-        lengths = _length(logits + moved[:, None] * self._scatter)
+        lengths = _length(logits + moved[:, None] * self._scatter[:drafts])
         low, high = np.percentile(lengths, INTERVAL)
         return Prediction(float(_length(logits[None])[0]), float(low), float(high))
 

@@ -72,7 +72,7 @@ def test_positions_that_never_or_always_match_have_a_finite_law() -> None:
 
 
 def test_the_fastest_head_is_not_the_best_guesser_where_its_step_is_slow() -> None:
-    law, costs = Law(pilots()), StepCosts(plain=0.010, drafted={1: 0.013, 5: 0.030})
+    law, costs = Law(pilots()), StepCosts(plain=0.010, drafted={1: {3: 0.013}, 5: {3: 0.030}})
     found = choices(law, pilots(), costs, answered_tokens=1_000_000, epochs=(1, 3))
     assert [(choice.layers, choice.epochs) for choice in found] == [(1, 3), (1, 1), (5, 3), (5, 1)]
     best, deep = found[0], found[2]
@@ -80,3 +80,16 @@ def test_the_fastest_head_is_not_the_best_guesser_where_its_step_is_slow() -> No
     assert best.speedup == pytest.approx(best.acceptance.length * 0.010 / 0.013)
     assert best.hours == pytest.approx(3 * 1_000_000 * 1e-3 / 3600)
     assert best.more_data > 1
+
+
+def test_a_block_ends_where_a_further_token_is_not_worth_its_rows() -> None:
+    law, pilot = Law(pilots()), [each for each in pilots() if each.layers == 1]
+    lengths = [law.predict(1, 1e6, drafts).length for drafts in (1, 2, 3)]
+    assert lengths == sorted(lengths)
+    assert lengths[-1] == law.predict(1, 1e6).length
+
+    def block(slowest: float) -> int:
+        costs = StepCosts(plain=0.010, drafted={1: {1: 0.012, 3: slowest}})
+        return choices(law, pilot, costs, answered_tokens=1_000_000, epochs=(1,))[0].drafts
+
+    assert (block(0.0121), block(0.100)) == (3, 1)

@@ -60,12 +60,14 @@ def test_pilots_become_a_recommendation(model: Path, answers: Path, tmp_path: Pa
     }  # fmt: skip
     assert set(facts["drafted_seconds"]) == {"1", "2"}
     best = facts["choices"][0]
-    assert f"--layers {best['layers']}" in output.replace("\n", " ")
+    assert f"--layers {best['layers']} --block-size {best['drafts']}" in output.replace("\n", " ")
+    assert "by --draft-vocab-size: 64: " in output.replace("\n", " ")
     assert "--batch-tokens 256" in output.replace("\n", " ")  # as the pilots had it
     assert facts["choices"] == sorted(facts["choices"], key=lambda choice: -choice["speedup"])
 
 
-def test_timed_steps_draft_the_whole_block(model: Path, answers: Path) -> None:
+@pytest.mark.parametrize("drafts", [3, 7])
+def test_timed_steps_draft_whole_blocks(drafts: int, model: Path, answers: Path) -> None:
     """Though a head that has learned nothing is sure of nothing."""
     target = load_target(load_checkpoint(model), torch.device("cpu"), torch.float32)
     options = DSparkOptions(layers=1, draft_vocab_size=64)
@@ -84,10 +86,10 @@ def test_timed_steps_draft_the_whole_block(model: Path, answers: Path) -> None:
         llm.engine.add_request = add_request  # type: ignore[method-assign,assignment]
         return llm
 
-    costs = measure_steps(load_watched, {1: head}, "dspark", concurrency=2)
-    assert set(costs.drafted) == {1}
+    costs = measure_steps(load_watched, {1: head}, "dspark", 2, [drafts])
+    assert [*costs.drafted[1]] == [drafts]
     for facts in (request.speculative for request in requests):
-        assert facts.num_draft_tokens == options.block_size * facts.num_spec_steps > 0
+        assert facts.num_draft_tokens == drafts * facts.num_spec_steps > 0
 
 
 def test_prompts_are_not_answers(model: Path, tmp_path: Path) -> None:
