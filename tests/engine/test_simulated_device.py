@@ -95,3 +95,22 @@ def test_after_texts_that_are_hard_to_draft_for_other_batches_are_drafted_for_ag
     assert sum(hard) < 1.02 * len(hard) * min(hard)
     right = 0.75
     assert min(run(6)) < 0.75 * min(hard)
+
+
+def test_a_trainer_beside_the_engine_teaches_no_costs():
+    slower = [1.0]
+    machine = Machine(lambda *size: slower[0] * small_gpu_pass(*size))
+    controller = auto(0.6)
+    engine = simulated_engine(machine, lambda slot: 0.6, controller)
+
+    def costs(factor: float, disturbed: bool) -> list[float]:
+        """Seconds that are expected of a pass by each arm, after three requests."""
+        slower[0] = factor
+        engine.note_disturbance(disturbed)
+        for _ in range(3):
+            seconds_of(engine, machine, 1, 45, lambda number: 128)
+        return [controller._device.seconds(plan) for plan in controller.device_plans()]
+
+    before = costs(1.0, False)
+    assert costs(1.4, True) == before
+    assert costs(1.4, False)[0] > 1.1 * before[0]
