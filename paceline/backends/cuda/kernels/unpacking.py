@@ -42,6 +42,16 @@ def _unpacking(packing: str, index: int) -> str:
             mov.b32 scale, 0x7E807E80; mov.b32 zero, 0x80008000;
             fma.rn.bf16x2 $0, number, scale, zero;
         }}"""
+    if packing == "fp8" or packing == "fp8_blocks":  # e4m3 likewise, times 2 ** 120
+        return f"""{{
+            .reg .b32 both, number, scale, zero;
+            prmt.b32 both, $1, $2, 0x{4 + index}0{index}0;
+            shr.b32 number, both, 4;
+            and.b32 number, number, 0x07F007F0;
+            lop3.b32 number, both, 0x80008000, number, 0xEA;
+            mov.b32 scale, 0x7B807B80; mov.b32 zero, 0x80008000;
+            fma.rn.bf16x2 $0, number, scale, zero;
+        }}"""
     halves, least = "0x5410" if index < 4 else "0x7632", "0xC308C308" if packing == "int4" else "0xC300C300"
     return f"""{{
         .reg .b32 both, one, least;
@@ -60,14 +70,14 @@ def _numbers(words, index: tl.constexpr, packing: tl.constexpr, dtype: tl.conste
     Assembled from bits, because a multiprocessor converts far fewer numbers per cycle than it adds: an
     integer becomes the lowest mantissa bits of 2 ** 23, an e4m3 a float32 whose exponent is 120 too low.
     """
-    if packing == "fp8" or packing == "fp8_blocks":
-        code = words >> 8 * index
-        bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
-        numbers = bits.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
-    elif dtype == tl.bfloat16:
+    if dtype == tl.bfloat16:
         numbers = tl.inline_asm_elementwise(
             _unpacking(packing, index), "=r,r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2
         )
+    elif packing == "fp8" or packing == "fp8_blocks":
+        code = words >> 8 * index
+        bits = ((code & 0x7F) << 20) | ((code & 0x80) << 24)
+        numbers = bits.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
     elif packing == "mxfp4":
         code = words >> 4 * index
         bits = ((code & 7) << 22) | ((code & 8) << 28)
