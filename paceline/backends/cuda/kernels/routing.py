@@ -197,6 +197,16 @@ def _scores(at, column, columns, bias_at, factor, parts: tl.constexpr, line, has
     return tl.where(inside, total, float("-inf"))
 
 
+@triton.jit
+def _sum(values):  # type: ignore[no-untyped-def]
+    """The sum of values: [1]. In pairs, which fixes the order: see norm_factor."""
+    count: tl.constexpr = values.shape[0]
+    for power in tl.static_range(12):
+        if (count >> power) > 1:
+            values = tl.sum(tl.reshape(values, ((count >> power) // 2, 2)), 1)
+    return values
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def _weigh(  # type: ignore[no-untyped-def]
     scores,
@@ -224,7 +234,7 @@ def _weigh(  # type: ignore[no-untyped-def]
             preferences = 1.0 / (1.0 + tl.exp(-scores))
         else:
             preferences = tl.exp(scores - top)
-            preferences /= tl.sum(preferences, 0)
+            preferences /= _sum(preferences)
         if has_correction:
             preferences += tl.load(correction_at + expert, mask=expert < experts, other=0.0)
         if expert_groups > 1:
@@ -235,9 +245,9 @@ def _weigh(  # type: ignore[no-untyped-def]
     weights = 1.0 / (1.0 + tl.exp(-weights)) if is_sigmoid else tl.exp(weights - top)
     weights = tl.where(rank < top_k, weights, 0.0)
     if normalize:
-        weights /= tl.sum(weights, 0)
+        weights /= _sum(weights)
     elif not is_sigmoid:
-        weights /= tl.sum(tl.exp(scores - top), 0)
+        weights /= _sum(tl.exp(scores - top))
     return best, weights
 
 
