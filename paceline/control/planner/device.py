@@ -103,16 +103,16 @@ class DevicePlanner:
         """The plan of the passes that will follow over these requests, some of which are being prefilled."""
         now = self._load
         if now.is_new(running, load):
-            before = now.requests, now.context, now.greedy
+            before, was_settled = (now.requests, now.context, now.greedy), now.is_settled
             now.note(running, load)
             if now.remaining < 1.0:
                 for acceptance in self._acceptance.values():
                     acceptance.fade_recent(now.remaining)
-            if not now.is_settled:
+            if not (was_settled and now.is_settled):
                 self._changed_at = self._pass
             if (now.requests, now.context, now.greedy) != before or now.starts_batch:
                 self._changed_at = self._pass
-                if all(estimate.is_timed for estimate in self._estimates().values()):
+                if all(self._is_timed(plan) for plan in self._fitting()):
                     self._choose()
                 else:  # it needs trials
                     settle = CONFIG.device_planner.settle_passes
@@ -136,18 +136,25 @@ class DevicePlanner:
         self._next_choice = self._pass + (trial if self._is_trial else config.hold)
 
     def _estimates(self) -> dict[DraftPlan, ArmEstimate]:
-        """Of the arms whose buffers are large enough for the present load."""
-        load, costs = self._load, self._costs
+        """Of the arms that fit."""
+        none, of_head = (0.0, 0.0), self._catch_up()
         return {
             plan: ArmEstimate(
                 self.tokens(plan),
                 self.seconds(plan),
-                *(self._catch_up() if arm.attaches else (0.0, 0.0)),
-                costs.knows(plan, load.requests, load.context),
+                *(of_head if self.arms[plan].attaches else none),
+                self._is_timed(plan),
             )
-            for plan, arm in self.arms.items()
-            if load.requests <= costs.max_requests(plan)
+            for plan in self._fitting()
         }
+
+    def _fitting(self) -> list[DraftPlan]:
+        """Of the arms whose buffers are large enough for the present load."""
+        return [plan for plan in self.arms if self._load.requests <= self._costs.max_requests(plan)]
+
+    def _is_timed(self, plan: DraftPlan) -> bool:
+        """Whether passes by this plan were timed under the present load."""
+        return self._costs.knows(plan, self._load.requests, self._load.context)
 
     def _catch_up(self) -> tuple[float, float]:
         """Seconds until the head can draft for all present requests, and per token that they get.
@@ -182,8 +189,9 @@ class DevicePlanner:
         # the first passes compile and capture graphs: that earns no time for trials
         usual = CONFIG.device_passes.max_outlier * self.seconds(plan)
         self._explorer.observe(plan, self._pass, min(stats.total_time, usual))
-        is_settled = self._pass - self._changed_at > CONFIG.device_planner.settle_passes
-        is_timed = is_settled and plan == self._plan and not stats.prefill_tokens and not stats.disturbed
+        has_settled = self._pass - self._changed_at > CONFIG.device_planner.settle_passes
+        is_usual = self._load.is_settled and not stats.prefill_tokens and not stats.disturbed
+        is_timed = has_settled and is_usual and plan == self._plan
         if is_timed and request_bucket(stats.requests) == self._load.requests:
             self._costs.observe(plan, self._load.requests, self._load.context, stats.total_time)
 

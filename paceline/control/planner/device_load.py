@@ -23,12 +23,12 @@ class DeviceLoad:
         self.requests, self.context = 1, 0  # buckets, see cost/device_passes.py
         self.greedy = True  # most requests sample greedily: their drafts are accepted more often
         self.is_settled = True  # all requests decode, and none is waiting for a slot
-        self.tokens_left = float("inf")  # expected output tokens of a request from now on, mean
         self.starts_batch = False  # all requests are new, and those before them have ended
         self.remaining = 1.0  # fraction of the requests before that still run
         self.replaced = 0.5  # fraction of ended requests that others have followed at once, moving mean
-        self._count = 0  # requests, with those that come
+        self._count = self._coming = 0  # requests, with those that come, and these alone
         self._running: Sequence[Request] = ()
+        self._tokens_left: float | None = None  # None: not asked for since the last note
         self._decoding = 0.0  # tokens of the requests that decode
         self._prefilling = 0.0  # and of those that do not yet
         self._usual_output: float | None = None  # tokens of outputs that have ended, moving mean
@@ -36,10 +36,14 @@ class DeviceLoad:
         self._usual_prompt = 0.0  # tokens, mean of the last requests
 
     def is_new(self, running: Sequence[Request], load: Load) -> bool:
-        """Whether requests have come or ended, or some are still being prefilled. The newest is the last."""
-        before = self._running
-        has_changed = len(running) != len(before) or bool(running and running[-1] is not before[-1])
-        return not self.is_settled or load.coming > 0 or has_changed
+        """Whether requests have come or ended, or the last one that was being prefilled decodes now. The
+        newest is the last."""
+        before, newest = self._running, running[-1] if running else None
+        if len(running) != len(before) or load.coming != self._coming:
+            return True
+        return newest is not None and (
+            newest is not before[-1] or (not self.is_settled and newest.num_pending == 1)
+        )
 
     def note(self, running: Sequence[Request], load: Load) -> None:
         """Count these requests, and expect that `load.coming` more will be like them."""
@@ -52,7 +56,8 @@ class DeviceLoad:
             followed = 0
         for number, request in enumerate(ended):
             self._note_end(request.num_output, number < followed)
-        self._running, self._count = list(running), load.running + load.coming
+        self._running, self._tokens_left = list(running), None
+        self._count, self._coming = load.running + load.coming, load.coming
         pending = [request.num_pending for request in running]
         tokens = [request.num_computed + count for request, count in zip(running, pending, strict=True)]
         self.is_settled = not load.coming and max(pending, default=1) == 1
@@ -62,10 +67,17 @@ class DeviceLoad:
             self._decoding = float(sum([own for own, count in pairs if count == 1]))
             self._usual_prompt = (total - sum([request.num_output for request in running])) / len(running)
             self.greedy = 2 * sum([request.sampler.greedy for request in running]) > len(running)
-            self.tokens_left = sum([self._left(request) for request in running]) / len(running)
         self._prefilling = total - self._decoding + load.coming * self._usual_prompt
         self.requests = request_bucket(max(1, self._count))
         self.context = context_bucket(total / max(1, len(running)))
+
+    @property
+    def tokens_left(self) -> float:
+        """Output tokens that a request is expected to get from now on, mean; infinite if there is none."""
+        if self._tokens_left is None:
+            left = [self._left(request) for request in self._running]
+            self._tokens_left = sum(left) / len(left) if left else math.inf
+        return self._tokens_left
 
     @property
     def is_decoding(self) -> bool:
