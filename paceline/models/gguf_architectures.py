@@ -127,6 +127,7 @@ class Architecture:
         readers.nothing_more
     )  # config keys that take more than a metadata key
     truncated_yarn: bool = True  # see RopeConfig.truncate
+    yarn_multiplier: float = 1.0  # of yarn's scale for all of a head, in yarn_log_multiplier
     ropes_by_kind: bool = False  # layers with a window have another rope, and other sizes of heads
     tiled_values: bool = False  # see RecurrentConfig.tiled_values, if key heads are shared
 
@@ -219,7 +220,20 @@ ARCHITECTURES = {
             **_SHARED_EXPERT_NAMES,
         },
         more=readers.deepseek2,
+        yarn_multiplier=0.1,
     ),
+    "llama4": Architecture(
+        "llama4_text",
+        interleaved_rope=True,
+        keys={
+            "intermediate_size": "expert_feed_forward_length",
+            "intermediate_size_mlp": "feed_forward_length",
+            "interleave_moe_layer_step": "interleave_moe_layer_step",
+        },
+        names=_SHARED_EXPERT_NAMES,
+        more=readers.llama4,
+    ),
+    "mistral3": Architecture("ministral3", interleaved_rope=True, more=readers.mistral3),
     "cohere2": Architecture(
         "cohere2",
         interleaved_rope=True,

@@ -12,6 +12,7 @@ from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.config import LatentConfig, ModelConfig, RopeConfig
 from paceline.models.config_reader import model_config
 from paceline.models.families import FAMILIES
+from paceline.models.family_fields import QUERY_GROWTH
 from paceline.models.fields import Fields
 from paceline.models.file_layouts import fused_matrices, half_split_rows, latent_rows, split_joined
 from paceline.models.files import damaged
@@ -22,6 +23,7 @@ from paceline.models.gguf_architectures import (
     CONFIG_KEYS,
     CONVOLUTIONS,
     WITHOUT_SUFFIX,
+    Architecture,
 )
 from paceline.models.gguf_fields import mtp_layers
 from paceline.models.layer_kinds import FULL, SLIDING
@@ -83,7 +85,6 @@ def _config(file: GgufFile) -> ModelConfig:
         "attention.head_count_kv", metadata.get("attention.head_count")
     )
     values["norm_topk_prob"] = fields.flag("expert_weights_norm", True)
-    values |= {"model_type": known.family} | known.more(fields)
     values["rope_theta"] = fields.number("rope.freq_base", 10000.0)
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
     parts = {name.split(".", 2)[-1] for name in file.tensors}  # of any layer
@@ -91,12 +92,13 @@ def _config(file: GgufFile) -> ModelConfig:
     values["use_qk_norm"] = "attn_q_norm.weight" in parts
     values["mamba_conv_bias"] = values["use_conv_bias"] = "ssm_conv1d.bias" in parts
     values["mamba_rms_norm"] = "ssm_norm.weight" in parts
+    values |= {"model_type": known.family} | known.more(fields)
     if "token_embd.weight" not in file.tensors:
         raise damaged(file.path, "the tensor token_embd.weight is missing")
     values["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     if known.ropes_by_kind:
         return model_config(values | _kinds_of_layers(file, fields), source)
-    values["rope_parameters"] = _rope_parameters(file, fields) | {"truncate": known.truncated_yarn}
+    values["rope_parameters"] = _rope_parameters(file, fields, known) | {"truncate": known.truncated_yarn}
     config = _with_rope_size(fields, model_config(values, source))
     if "attn_q.bias" in parts and not config.qkv_bias:
         config = replace(config, qkv_bias=True)
@@ -136,7 +138,7 @@ def _kinds_of_layers(file: GgufFile, fields: Fields) -> dict[str, object]:
     return values
 
 
-def _rope_parameters(file: GgufFile, fields: Fields) -> dict[str, object]:
+def _rope_parameters(file: GgufFile, fields: Fields, known: Architecture) -> dict[str, object]:
     kind = fields.text("rope.scaling.type", "none")
     lists = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
     if all(name in file.tensors for name in lists.values()):
@@ -160,9 +162,11 @@ def _rope_parameters(file: GgufFile, fields: Fields) -> dict[str, object]:
     if kind == "yarn" and fields.has("rope.scaling.attn_factor"):
         usual = yarn_attention_factor(fields.number("rope.scaling.factor"))
         parameters["attention_factor"] = usual * fields.number("rope.scaling.attn_factor")
-    if fields.has("rope.scaling.yarn_log_multiplier"):  # of DeepSeek, a tenth of both numbers
-        scale = round(10 * fields.number("rope.scaling.yarn_log_multiplier"), 6)
+    if fields.has("rope.scaling.yarn_log_multiplier"):  # stands for both numbers
+        scale = round(fields.number("rope.scaling.yarn_log_multiplier") / known.yarn_multiplier, 6)
         parameters |= {"mscale": scale, "mscale_all_dim": scale}
+    if fields.has("attention.temperature_scale"):
+        parameters[QUERY_GROWTH] = fields.number("attention.temperature_scale")
     return {"rope_type": "default" if kind == "none" else kind, **parameters}
 
 

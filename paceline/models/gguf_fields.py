@@ -13,6 +13,7 @@ from paceline.models.layer_kinds import FULL, SLIDING
 
 Values = dict[str, object]
 SOFTMAX, SIGMOID = 1, 2  # how experts are scored
+LLAMA4_MAVERICK_EXPERTS = 128
 MAX_MTP_LAYERS = 64  # models have one or a few
 
 
@@ -157,6 +158,21 @@ def deepseek2(fields: Fields) -> Values:
         "norm_topk_prob": fields.flag("expert_weights_norm", False),
         "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
     }
+
+
+def llama4(fields: Fields) -> Values:
+    """Files leave out that queries and keys are normed, except in the model of 128 experts (Maverick)."""
+    if fields.has("attention.sliding_window"):
+        raise UnsupportedModelError(
+            f"{fields.source}: llama 4 models without chunked attention are not supported; use safetensors."
+        )
+    return {"use_qk_norm": fields.integer("expert_count") != LLAMA4_MAVERICK_EXPERTS}
+
+
+def mistral3(fields: Fields) -> Values:
+    """Ministral 3 scales its queries; Mistral Small 3 is as mistral."""
+    name = "ministral3" if fields.has("attention.temperature_scale") else "mistral"
+    return {"model_type": name} | window(fields)
 
 
 def _mamba_size(fields: Fields) -> int:

@@ -37,6 +37,10 @@ GPT4O_SPLIT = (  # words begin anew where a large letter follows a small one
     f"{_BEFORE_WORD}{_UPPER}*{_LOWER}+{_CONTRACTION}{_BEFORE_WORD}{_UPPER}+{_LOWER}*{_CONTRACTION}"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+TEKKEN_SPLIT = (
+    f"{_BEFORE_WORD}{_UPPER}*{_LOWER}+|{_BEFORE_WORD}{_UPPER}+{_LOWER}*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _SIGN_AND_LETTERS = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"
 DEEPSEEK3_SPLIT = (
     _SIGN_AND_LETTERS
@@ -72,6 +76,8 @@ PRE_TOKENIZERS = {
     "refact": PreTokenizer(GPT2_SPLIT, digits_first=True),  # Granite
     "command-r": PreTokenizer(GPT2_SPLIT, digits_first=True),
     "gpt-4o": PreTokenizer(GPT4O_SPLIT),  # gpt-oss
+    "llama4": PreTokenizer(GPT4O_SPLIT),
+    "tekken": PreTokenizer(TEKKEN_SPLIT, add_bos=True, whole_words_first=True),  # Mistral since Nemo
     "deepseek-v3": PreTokenizer(DEEPSEEK3_SPLIT, before=(r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+")),
 }
 

@@ -62,6 +62,12 @@ FAMILIES = {
         | {"rope_parameters": YARN_ROPE | {"mscale": 0.9, "mscale_all_dim": 0.9}},
     ),
     "deepseek-v3": TORCH_FAMILIES["deepseek-v3"],
+    "llama4-files": Family(
+        "Llama4TextConfig",
+        {"head_dim": 14, "intermediate_size_mlp": 77, "num_hidden_layers": 4, "interleave_moe_layer_step": 2}
+        | {"num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "ministral3": TORCH_FAMILIES["ministral3"],
     "gemma4": TORCH_FAMILIES["gemma4"],
     "gemma4-moe": TORCH_FAMILIES["gemma4-moe"],
 }
@@ -70,6 +76,8 @@ ARCHITECTURES = {
     "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
     "falcon_h1": gguf.MODEL_ARCH.FALCON_H1,
     "gemma4_text": gguf.MODEL_ARCH.GEMMA4,
+    "llama4_text": gguf.MODEL_ARCH.LLAMA4,
+    "ministral3": gguf.MODEL_ARCH.MISTRAL3,
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
 }
@@ -183,12 +191,33 @@ def deepseek(name: str, tensor: np.ndarray, config: Config) -> Iterator[Named]:
     yield f"blk.{layer_of(name)}.attn_v_b.weight", both[:, nope:]
 
 
+def llama4(name: str, tensor: np.ndarray, config: Config) -> Iterator[Named]:
+    """Experts as [experts, out, in], gate and up projections apart."""
+    layer = layer_of(name)
+    if name.endswith("experts.gate_up_proj"):
+        for part, values in zip(("gate", "up"), np.split(tensor.swapaxes(1, 2), 2, axis=1), strict=True):
+            yield f"blk.{layer}.ffn_{part}_exps.weight", values
+    elif name.endswith("experts.down_proj"):
+        yield f"blk.{layer}.ffn_down_exps.weight", tensor.swapaxes(1, 2)
+    else:
+        yield name, tensor
+
+
+def ministral(name: str, tensor: np.ndarray, config: Config) -> Iterator[Named]:
+    """q and k in the order of interleaved rope."""
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    part = name.split(".")[-2]
+    yield name, interleave(tensor, heads[part]) if part in heads else tensor
+
+
 CONVERTERS: dict[str, Callable[[str, np.ndarray, Config], Iterator[Named]]] = {
     "qwen3_next": qwen3_next,
     "granitemoehybrid": granite,
     "falcon_h1": falcon,
     "nemotron_h": nemotron,
     "gemma4_text": gemma4,
+    "llama4_text": llama4,
+    "ministral3": ministral,
     "deepseek_v2": deepseek,
     "deepseek_v3": deepseek,
 }
@@ -357,8 +386,30 @@ def add_deepseek(writer: gguf.GGUFWriter, config: Config) -> None:
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
+def add_llama4(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_feed_forward_length(config["intermediate_size_mlp"])
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
+    writer.add_expert_count(config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+
+
+def add_ministral(writer: gguf.GGUFWriter, config: Config) -> None:
+    scaling = config["rope_parameters"]
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(scaling["rope_theta"])
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(scaling["factor"])
+    writer.add_rope_scaling_orig_ctx_len(scaling["original_max_position_embeddings"])
+    writer.add_rope_scaling_yarn_beta_fast(scaling["beta_fast"])
+    writer.add_attn_temperature_scale(scaling["llama_4_scaling_beta"])
+
+
 ADDERS = {"qwen3_next": add_qwen3_next, "granitemoehybrid": add_mamba, "falcon_h1": add_mamba}
 ADDERS |= {"nemotron_h": add_nemotron, "gemma4_text": add_gemma4}
+ADDERS |= {"llama4_text": add_llama4, "ministral3": add_ministral}
 ADDERS |= {"deepseek_v2": add_deepseek, "deepseek_v3": add_deepseek}
 
 

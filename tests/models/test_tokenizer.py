@@ -276,6 +276,18 @@ def test_deepseek_3_splits_off_digits_by_threes_and_a_sign_with_its_letters(file
     assert pieces("a1") == ["a", "1"]
 
 
+def test_tekken_splits_off_each_digit_and_words_at_large_letters(file: GgufFile) -> None:
+    file.metadata["tokenizer.ggml.pre"] = "tekken"
+    tokens = file.metadata["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    tokens[-5:] = ["12", "aB", "Ba", "ab", "abc"]
+    file.metadata["tokenizer.ggml.merges"] = ["1 2", "a B", "B a"]
+    ours = gguf_tokenizer(file)
+    ids = ours.encode("12aBa", add_special_tokens=False)
+    assert [ours.decode([token]) for token in ids] == ["1", "2", "a", "Ba"]
+    assert ours.encode("a")[0] == ours.bos_id
+
+
 def test_llama_3_vocabularies_start_with_their_begin_token(file: GgufFile) -> None:
     file.metadata["tokenizer.ggml.pre"] = "llama-bpe"
     assert gguf_tokenizer(file).encode("abc") == [0, 79]
