@@ -4,26 +4,46 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
+from tests.large import LARGE
+
 
 @pytest.fixture(scope="session", autouse=True)
-def language_stays_patched() -> Iterator[None]:
-    """Save 40% of the interpreter's time: it patches Triton's language for each launch, and each call in it.
+def interpreter_is_quick() -> Iterator[None]:
+    """Save most of the interpreter's time.
 
-    No kernel is compiled in a process that interprets, so the patches can stay.
+    It patches Triton's language for each launch, and each call in it; no kernel is compiled in a process that
+    interprets, so the patches can stay. It computes sums and products of integers a second time, to find
+    overflows; shapes of tests are far from those, compiled kernels have no such check, and `make test-large`
+    has it. It makes a table of all types for each question about one.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
     from triton.runtime import interpreter
 
+    builder = interpreter.interpreter_builder
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(interpreter, "_patch_lang", _patched_once(interpreter))
+        patches.setattr(interpreter, "_get_np_dtype", _dtype_looked_up(interpreter))
+        patches.setattr(builder, "options", replace(builder.options, sanitize_overflow=LARGE))
         yield
+
+
+def _dtype_looked_up(interpreter: Any) -> Callable[[Any], Any]:
+    of_number, pointer = cache(interpreter._get_np_dtype), interpreter.tl.pointer_type
+    of_pointer = interpreter._get_np_dtype(pointer(interpreter.tl.int8))
+
+    def dtype_of(kind: Any) -> Any:
+        return of_pointer if isinstance(kind.scalar, pointer) else of_number(kind.scalar)
+
+    return dtype_of
 
 
 def _patched_once(interpreter: Any) -> Callable[[Any], Any]:
