@@ -25,7 +25,8 @@ from paceline.backends.cuda.kernels.attention import (
 )
 from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.kernels.scoring import LLAMA_SCORING, Scoring
-from paceline.backends.cuda.native import NativeKernel, float_bits, is_left_out, native_kernel, tensor_map
+from paceline.backends.cuda.native import NativeKernel, float_bits, is_left_out, native_kernel
+from paceline.backends.cuda.prefill_attention import kv_map, run_prefill
 from paceline.backends.cuda.weight_pipeline import (
     argument,
     num_multiprocessors,
@@ -35,7 +36,6 @@ from paceline.backends.cuda.weight_pipeline import (
 
 SOURCES = ("instructions", "softmax", "decode_attention")  # concatenated in this order
 HEAD_SIZES = (64, 128)
-COLUMNS = 64  # elements per TMA copy of a line
 MAX_SPAN = 64  # nodes of a tree: it spans at most a block and the next
 TILES_PER_PROGRAM = 2  # if a request has several
 STAGES = 5  # pipeline stages: windows of keys and values in flight or in use
@@ -61,7 +61,10 @@ def attend(
     no_sharing = window is not None or scoring.rope or is_left_out("shared_prefix")
     if tables.shared_prefix is not None and no_sharing:
         tables = replace(tables, shared_prefix=None)
-    plain = window is None and scales is None and scoring.is_native and not is_left_out("decode_attention")
+    plain = window is None and scales is None and scoring.is_native
+    if plain and run_prefill(query, keys, values, tables, page_size, output, scratch, earliest, scoring):
+        tables = replace(tables, prefill=None)
+    plain &= not is_left_out("decode_attention")
     if not plain or not _run(query, keys, values, tables, page_size, output, scratch, earliest, scoring):
         attention.attend(
             query, keys, values, tables, window, page_size, output, scratch, earliest, scales, scoring
@@ -125,16 +128,10 @@ def _run(
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     sizes = rows // requests, uniform.tiles, kv_chunks, output.stride(0)
     of_rows = struct.pack(f"<{len(addresses)}Q6i", *addresses, *sizes, earliest, uniform.settled)
-    maps = _map(keys, lines), _map(values, lines)
+    maps = kv_map(keys, lines), kv_map(values, lines)
     grid = (groups, kv_heads, max(1, min(kv_splits, kv_chunks)))
     kernel.launch(argument(*maps, of_rows), grid, (1,), _threads(dim))
     return True
-
-
-def _map(pool: torch.Tensor, lines: int) -> bytes:
-    """The TMA descriptor of keys or values [slots, KV heads, dim]."""
-    slots, heads, dim = pool.shape
-    return tensor_map(pool.data_ptr(), (dim, heads, slots), (dim, heads * dim), (COLUMNS, 1, lines))
 
 
 def _threads(dim: int) -> int:

@@ -28,7 +28,15 @@ CARVEOUT, ALL_SHARED = 9, 100  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVE
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
 # Optional kernels, which can be left out to compare: those in CUDA C++ (Triton's run instead), and the
 # shared-prefix kernel (each request reads its own prefix instead).
-KERNELS = ("decode_attention", "fused_layer", "logits", "many_rows", "persistent", "shared_prefix")
+KERNELS = (
+    "decode_attention",
+    "fused_layer",
+    "logits",
+    "many_rows",
+    "persistent",
+    "prefill_attention",
+    "shared_prefix",
+)
 ALIASES = {"attend": "decode_attention", "between": "fused_layer", "common": "shared_prefix"}  # older names
 
 _left_out: set[str] = set()

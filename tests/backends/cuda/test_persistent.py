@@ -201,9 +201,16 @@ def test_other_devices_have_no_such_kernel() -> None:
 
 
 def test_the_source_comes_with_the_package() -> None:
-    from paceline.backends.cuda import decode_attention, many_rows, persistent, weight_pipeline
+    from paceline.backends.cuda import (
+        decode_attention,
+        many_rows,
+        persistent,
+        prefill_attention,
+        weight_pipeline,
+    )
 
     folder = resources.files("paceline.backends.cuda") / "source"
     streamed = (*weight_pipeline.SHARED_SOURCES, "fused_layer", "logits", *many_rows.SOURCES)
-    wanted = {f"{name}.cu" for name in (*persistent.SOURCES, *decode_attention.SOURCES, *streamed)}
+    attending = *decode_attention.SOURCES, *prefill_attention.SOURCES
+    wanted = {f"{name}.cu" for name in (*persistent.SOURCES, *attending, *streamed)}
     assert {entry.name for entry in folder.iterdir()} == wanted
