@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -67,15 +68,14 @@ class Plan:
     columns: int  # of a program
     is_parallel: bool  # whether splits are units of their own
 
-    def units(self, matrix: Matrix, rows: int) -> int:
-        """The number of units."""
-        each = matrix.tiling.splits if self.is_parallel else 1
-        return row_tiles(rows) * (matrix.padded_width // self.columns) * each
+    def units(self, width: int, splits: int, rows: int) -> int:
+        """The number of units of a matrix of this padded width."""
+        return row_tiles(rows) * (width // self.columns) * (splits if self.is_parallel else 1)
 
-    def time(self, matrix: Matrix, rows: int, multiprocessors: int) -> float:
+    def time(self, width: int, depth: int, splits: int, rows: int, multiprocessors: int) -> float:
         """The time of the multiprocessor with most units, where a stage of 256 columns takes 1."""
-        turns, splits = -(-self.units(matrix, rows) // multiprocessors), matrix.tiling.splits
-        stages = matrix.depth / LINE / (splits if self.is_parallel else 1)
+        turns = -(-self.units(width, splits, rows) // multiprocessors)
+        stages = depth / LINE / (splits if self.is_parallel else 1)
         waits = EXCHANGE if self.is_parallel or (splits > 1 and self.columns > IN_REGISTERS) else 0
         return turns * (stages * STAGE_TIME[self.columns] + EPILOGUE[self.columns] + waits)
 
@@ -85,12 +85,14 @@ def row_tiles(rows: int) -> int:
     return -(-rows // ROWS)
 
 
-def plan_for(matrix: Matrix, rows: int, multiprocessors: int) -> Plan | None:
-    """The fastest plan; None if none fits."""
-    fitting = [columns for columns in STAGES if matrix.padded_width % columns == 0]
-    parallel = (False, True) if matrix.tiling.splits == 2 else (False,)
-    plans = [Plan(columns, own) for columns in fitting for own in parallel]
-    return min(plans, key=lambda plan: plan.time(matrix, rows, multiprocessors), default=None)
+@lru_cache
+def plan_for(width: int, depth: int, splits: int, rows: int, multiprocessors: int) -> Plan | None:
+    """The fastest plan for a matrix of this padded width; None if none fits."""
+    fitting = [columns for columns in STAGES if width % columns == 0]
+    plans = [
+        Plan(columns, own) for columns in fitting for own in ((False, True) if splits == 2 else (False,))
+    ]
+    return min(plans, key=lambda plan: plan.time(width, depth, splits, rows, multiprocessors), default=None)
 
 
 @cached_kernel
@@ -127,13 +129,14 @@ def run_many_rows(
     device = matrix.weight.device
     if rows < LEAST or not supports_pipeline(device) or not can_stream(matrix) or is_left_out("many_rows"):
         return False
-    plan = plan_for(matrix, rows, num_multiprocessors(device))
+    width, splits, multiprocessors = matrix.padded_width, matrix.tiling.splits, num_multiprocessors(device)
+    plan = plan_for(width, matrix.depth, splits, rows, multiprocessors)
     if plan is None or len(inputs) < row_tiles(rows) * ROWS:
         return False
     kernel = many_rows_kernel(kind, plan.columns, device)
     if kernel is None:
         return False
-    programs = min(num_multiprocessors(device), plan.units(matrix, rows))
+    programs = min(multiprocessors, plan.units(width, splits, rows))
     argument_bytes = _argument(plan, inputs, matrix, rows, scratch, operands)
     kernel.launch(argument_bytes, (programs, 1), (1, 1), THREADS)
     return True

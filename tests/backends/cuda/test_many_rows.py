@@ -126,12 +126,12 @@ def matrix(width: int, depth: int, splits: int) -> Matrix:
 @pytest.mark.parametrize(("rows", "plan"), [(256, Plan(128, True)), (384, Plan(128, False))])
 def test_few_rows_have_narrow_units_or_a_unit_for_each_split(rows: int, plan: Plan) -> None:
     """Otherwise the 8B's down would leave most multiprocessors idle."""
-    assert plan_for(matrix(4096, 14336, 2), rows, 132) == plan
-    assert plan_for(matrix(28672, 4096, 1), rows, 132) == Plan(256, False)
+    assert plan_for(4096, 14336, 2, rows, 132) == plan
+    assert plan_for(28672, 4096, 1, rows, 132) == Plan(256, False)
 
 
 def test_widths_that_no_unit_divides_have_no_plan() -> None:
-    assert plan_for(matrix(192, 512, 1), 300, 132) is None
+    assert plan_for(192, 512, 1, 300, 132) is None
 
 
 def test_the_kernel_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
