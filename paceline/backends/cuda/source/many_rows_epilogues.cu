@@ -42,39 +42,53 @@ __device__ inline void store_gated(const Arguments& own, const Unit& unit, int r
         }
 }
 
-// Adds a tile of a row to the residual stream.
-__device__ inline void add_tile(const Arguments& own, int row, int column, const float* sums) {
-    int pair = threadIdx.x % 4 * 2;
+// A tile of a row of the residual stream, and the weights of the norm after it. Loaded before the tile before it is
+// written, since loads do not pass stores.
+struct ResidualTile {
+    float* at;
+    int row, column;
     float2 hidden[8];
-    u32 norms[8], words[2][4];
-    float squares[8];
-    float* at = own.hidden + (long)row * own.width + column + pair;
+    u32 norms[8];
+    // The tile of this number: two rows of each.
+    __device__ void load(const Arguments& own, const Unit& unit, int first_row, int number) {
+        row = first_row + number % 2 * 8, column = unit.group * COLUMNS + number / 2 * TILE;
+        int pair = threadIdx.x % 4 * 2;
+        at = own.hidden + (long)row * own.width + column + pair;
 #pragma unroll
-    for (int eight = 0; eight < 8; eight++) {
-        hidden[eight] = __ldcg((const float2*)(at + eight * 8));
-        norms[eight] = *(const u32*)(own.norm + column + eight * 8 + pair);
+        for (int eight = 0; eight < 8; eight++) {
+            hidden[eight] = __ldcg((const float2*)(at + eight * 8));
+            norms[eight] = *(const u32*)(own.norm + column + eight * 8 + pair);
+        }
     }
+    __device__ void add(const Arguments& own, const float* sums) {
+        u32 words[2][4];
+        float squares[8];
 #pragma unroll
-    for (int eight = 0; eight < 8; eight++) {
-        float one = __fadd_rn(hidden[eight].x, sums[eight * 4]), two = __fadd_rn(hidden[eight].y, sums[eight * 4 + 1]);
-        __stcg((float2*)(at + eight * 8), make_float2(one, two));
-        words[eight / 4][eight % 4] =
-            pack(__fmul_rn(one, unpack((u16)norms[eight])), __fmul_rn(two, unpack((u16)(norms[eight] >> 16))));
-        squares[eight] = in_pairs(in_pairs(__fadd_rn(__fmul_rn(one, one), __fmul_rn(two, two)), 1), 2);
-    }
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-        store_eights(own.output + (long)row * own.width + column + half * 32, words[half]);
-    add_pairs(squares);
-    if (pair == 0) own.written_squares[(long)row * (own.width / TILE) + column / TILE] = squares[0];
-}
-
-__device__ inline void add_to_hidden(const Arguments& own, const Unit& unit, int row, const Sums& sums) {
-#pragma unroll
-    for (int tile = 0; tile < COLUMNS / TILE; tile++)
+        for (int eight = 0; eight < 8; eight++) {
+            float one = __fadd_rn(hidden[eight].x, sums[eight * 4]);
+            float two = __fadd_rn(hidden[eight].y, sums[eight * 4 + 1]);
+            __stcg((float2*)(at + eight * 8), make_float2(one, two));
+            words[eight / 4][eight % 4] =
+                pack(__fmul_rn(one, unpack((u16)norms[eight])), __fmul_rn(two, unpack((u16)(norms[eight] >> 16))));
+            squares[eight] = in_pairs(in_pairs(__fadd_rn(__fmul_rn(one, one), __fmul_rn(two, two)), 1), 2);
+        }
 #pragma unroll
         for (int half = 0; half < 2; half++)
-            add_tile(own, row + half * 8, unit.group * COLUMNS + tile * TILE, &sums[tile * 32 + half * 2]);
+            store_eights(own.output + (long)row * own.width + column + half * 32, words[half]);
+        add_pairs(squares);
+        if (threadIdx.x % 4 == 0) own.written_squares[(long)row * (own.width / TILE) + column / TILE] = squares[0];
+    }
+};
+
+__device__ inline void add_to_hidden(const Arguments& own, const Unit& unit, int row, const Sums& sums) {
+    constexpr int count = COLUMNS / TILE * 2;
+    ResidualTile tiles[2];
+    tiles[0].load(own, unit, row, 0);
+#pragma unroll
+    for (int i = 0; i < count; i++) {
+        if (i + 1 < count) tiles[(i + 1) % 2].load(own, unit, row, i + 1);
+        tiles[i % 2].add(own, &sums[i / 2 * 32 + i % 2 * 2]);
+    }
 }
 
 // A head of a row, whose second half is RoPE's pair of its first.
@@ -106,7 +120,20 @@ struct Head {
     }
 };
 
-__device__ inline void store_head(const Arguments& own, int row, int number, const Head& head) {
+// RoPE's factors of a row.
+struct Angles {
+    float2 cosines[8], sines[8];
+    __device__ Angles(const Arguments& own, int row) {
+        int first = own.positions[min(row, own.row_count - 1)] * 64 + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int eight = 0; eight < 8; eight++) {
+            cosines[eight] = *(const float2*)(own.cosines + first + eight * 8);
+            sines[eight] = *(const float2*)(own.sines + first + eight * 8);
+        }
+    }
+};
+
+__device__ inline void store_head(const Arguments& own, int row, int number, const Head& head, const Angles& angles) {
     int pair = threadIdx.x % 4 * 2, real = min(row, own.row_count - 1);
     bool is_query = number < own.query_heads, is_key = !is_query && number < own.query_heads + own.kv_heads;
     int slot = is_query ? row : row < own.row_count ? own.slot_mapping[real] : -1;
@@ -115,7 +142,6 @@ __device__ inline void store_head(const Arguments& own, int row, int number, con
     u16* to = (is_query ? own.output : is_key ? own.keys : own.values) + line * 128;
     const u16* norm = is_query ? own.query_norm : is_key ? own.key_norm : nullptr;
     float factor = norm ? head.norm_factor(own.head_eps) : 1.0f;
-    int angle = own.positions[real] * 64 + pair;
 #pragma unroll
     for (int four = 0; four < 2; four++) {  // eights of each half
         u32 words[2][4];
@@ -131,8 +157,7 @@ __device__ inline void store_head(const Arguments& own, int row, int number, con
                     halves[half].y = __fmul_rn(halves[half].y, __fmul_rn(factor, unpack((u16)(both >> 16))));
                 }
             if (is_query || is_key) {
-                float2 cosine = *(const float2*)(own.cosines + angle + part);
-                float2 sine = *(const float2*)(own.sines + angle + part);
+                float2 cosine = angles.cosines[part / 8], sine = angles.sines[part / 8];
                 rotate(halves[0].x, halves[1].x, cosine.x, sine.x), rotate(halves[0].y, halves[1].y, cosine.y, sine.y);
             }
             words[0][eight] = pack(halves[0].x, halves[0].y), words[1][eight] = pack(halves[1].x, halves[1].y);
@@ -145,13 +170,15 @@ __device__ inline void store_head(const Arguments& own, int row, int number, con
 __device__ inline void store_heads(const Arguments& own, const Unit& unit, int row, const Sums& sums,
                                    const float (&factors)[2]) {
 #pragma unroll
-    for (int i = 0; i < COLUMNS / 128; i++)
+    for (int half = 0; half < 2; half++) {
+        Angles angles(own, row + half * 8);
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
+        for (int i = 0; i < COLUMNS / 128; i++) {
             int number = unit.group * (COLUMNS / 128) + i;
             const u16* bias = own.bias ? own.bias + number * 128 : nullptr;
-            store_head(own, row + half * 8, number, {&sums[i * 64 + half * 2], bias, factors[half]});
+            store_head(own, row + half * 8, number, {&sums[i * 64 + half * 2], bias, factors[half]}, angles);
         }
+    }
 }
 
 // Logits of rows and columns that are not padding.
