@@ -55,10 +55,10 @@ TENSORS = (  # of `Arguments`, in order
     "keys",
     "values",
 )
-IN_REGISTERS = 128  # columns with which splits are added up in registers
-# Measured, in units of a stage of 256 columns (0.6 microseconds): a stage, what follows the stages of a unit,
-# and sums that go through memory
-STAGE_TIME, EPILOGUE, EXCHANGE = {256: 1.0, 128: 0.53}, {256: 12, 128: 7}, 10
+# Measured, in units of 0.6 microseconds: a stage, and what follows the stages of a unit, which has the only
+# split, all splits, or one of several
+STAGE_TIME = {256: 1.0, 128: 0.53}
+EPILOGUE = {256: {"one": 12, "all": 21, "parallel": 34}, 128: {"one": 10, "all": 15, "parallel": 28}}
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Plan:
         """The time of the multiprocessor with most units, where a stage of 256 columns takes 1."""
         turns = -(-self.units(width, splits, rows) // multiprocessors)
         stages = depth / LINE / (splits if self.is_parallel else 1)
-        waits = EXCHANGE if self.is_parallel or (splits > 1 and self.columns > IN_REGISTERS) else 0
-        return turns * (stages * STAGE_TIME[self.columns] + EPILOGUE[self.columns] + waits)
+        ending = "parallel" if self.is_parallel else "all" if splits > 1 else "one"
+        return turns * (stages * STAGE_TIME[self.columns] + EPILOGUE[self.columns][ending])
 
 
 def row_tiles(rows: int) -> int:
