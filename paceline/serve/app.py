@@ -93,7 +93,7 @@ def make_models_app(
         route_metrics = RouteMetrics(models.table)
         route_page, prefix = RoutePage(route_metrics), options.metrics_prefix
         others = [route_page, *([LearnPage(learning)] if learning else ())]
-        here = metrics_page.reader(metrics, models.engines.engines, prefix)
+        here = metrics_page.reader(metrics, models.engines.engines, prefix, models.num_adapters)
         read = metrics_page.followed_by(pages.metrics if pages else here, others)
         routers += [
             metrics_page.router(read),

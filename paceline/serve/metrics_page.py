@@ -47,7 +47,9 @@ class View:
     cache: KVCache | None = None  # of an engine in this process
 
 
-def reader(metrics: Sequence[Metrics], engines: Sequence[EngineClient], prefix: str) -> Reader:
+def reader(
+    metrics: Sequence[Metrics], engines: Sequence[EngineClient], prefix: str, num_adapters: int = 0
+) -> Reader:
     """Reads the metrics of models, each with its engine. `prefix`: as in ServeOptions."""
 
     async def read() -> Sequence[Collector]:
@@ -63,7 +65,10 @@ def reader(metrics: Sequence[Metrics], engines: Sequence[EngineClient], prefix: 
             )
             for counted, engine in zip(metrics, engines, strict=True)
         ]
-        return [*pages, *([LoraPage()] if prefix == "vllm" else ())]
+        if prefix == "vllm":
+            names = [counted.model_name for counted in metrics]
+            pages.append(LoraPage(dict(zip(names, engines, strict=True)), num_adapters))
+        return pages
 
     return read
 

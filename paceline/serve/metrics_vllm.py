@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from paceline.core.request import Status
+from paceline.engine.client import EngineClient
 from paceline.serve.metrics import HISTOGRAMS
 
 PREFIX = "paceline:"
@@ -50,11 +52,28 @@ def vllm_alias(family: Metric, model_name: str) -> Metric:
 
 
 class LoraPage(Collector):
-    """What gateways read about LoRA adapters: there are none, whatever the server's models."""
+    """The LoRA adapters of running and of waiting requests, as clients name them: gateways read these."""
+
+    def __init__(self, engines: Mapping[str, EngineClient], num_adapters: int) -> None:
+        """`engines` by the names of their models; `num_adapters` are served."""
+        self._engines, self._num_adapters = engines, num_adapters
 
     def collect(self) -> Iterator[Metric]:
         name = VLLM + "lora_requests_info"
-        family = GaugeMetricFamily(name, "LoRA adapters of running and waiting requests: none.")
-        labels = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+        family = GaugeMetricFamily(
+            name, "1; the labels name the LoRA adapters of running and waiting requests."
+        )
+        labels = {"max_lora": str(self._num_adapters)}
+        for status in (Status.RUNNING, Status.WAITING):
+            labels[f"{status.value}_lora_adapters"] = ",".join(self._adapters(status))
         family.add_sample(name, labels, 1.0)
         yield family
+
+    def _adapters(self, status: Status) -> list[str]:
+        found = {
+            f"{model}:{request.adapter}"
+            for model, engine in self._engines.items()
+            for request in engine.unfinished
+            if request.adapter and request.status is status
+        }
+        return sorted(found)

@@ -7,16 +7,21 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.core.params import SamplingParams
+from paceline.core.request import Status
 from paceline.core.stats import ControlFacts, DraftFacts, StepStats
 from paceline.engine.engine import Engine
 from paceline.serve.metrics import HISTOGRAMS, OTHER, Histogram, Metrics
 from paceline.serve.metrics_page import Page, View
+from paceline.serve.metrics_vllm import LoraPage
+from paceline.serve.routes.models import Models
+from paceline.serve.service import Service
 from paceline.terminal.flag_groups import SERVER
 from tests.serve.running import Client, serving
 from tests.toy import ENDLESS, ScriptedDrafter, ToyBackend, ToyTokenizer, drain, roomy_engine, toy_engine
@@ -325,3 +330,26 @@ def test_with_vllms_prefix_every_name_that_both_have_is_there_with_the_sums() ->
     assert (cache.labels["block_size"], cache.labels["num_gpu_blocks"]) == ("4", "400")
     (adapters,) = families["vllm:lora_requests_info"].samples
     assert adapters.labels["max_lora"] == "0"
+
+
+def test_gateways_read_which_adapters_requests_run_with_or_wait_for() -> None:
+    requests = [
+        SimpleNamespace(adapter="sql", status=Status.RUNNING),
+        SimpleNamespace(adapter="sql", status=Status.RUNNING),
+        SimpleNamespace(adapter="chat", status=Status.WAITING),
+        SimpleNamespace(adapter="", status=Status.WAITING),
+    ]
+    engines: Any = {"toy": SimpleNamespace(unfinished=requests), "other": SimpleNamespace(unfinished=[])}
+    ((sample,),) = [family.samples for family in LoraPage(engines, num_adapters=3).collect()]
+    assert sample.labels == {
+        "max_lora": "3",
+        "running_lora_adapters": "toy:sql",
+        "waiting_lora_adapters": "toy:chat",
+    }
+
+
+def test_adapters_are_counted_once_whatever_names_their_model_has() -> None:
+    names = ("toy", "also", "toy:sql", "toy:chat", "also:sql", "also:chat")
+    engine: Any = object()
+    service = Service(engine, ToyTokenizer(), names)  # type: ignore[arg-type]
+    assert Models.of(service).num_adapters == 2

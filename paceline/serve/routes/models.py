@@ -76,6 +76,12 @@ class Models:
         """The service of requests that name no model."""
         return self.reference(None)
 
+    @property
+    def num_adapters(self) -> int:
+        """The number of LoRA adapters, of all models."""
+        named = ((id(service), service.adapter_of(name)) for name, service in self.services.items())
+        return len({(model, adapter) for model, adapter in named if adapter})
+
     def check(self, name: str | None) -> str:
         """The name to answer with. Raises ApiError 404 if the request names another model."""
         if name is None:
