@@ -217,9 +217,9 @@ def _add_mixed(weights: Weights, workspace: Workspace, layer: Layer, mixed: torc
     assert norm is not None
     scales, read = workspace.attention_scales, own.feed_forward_input
     shard.join([own.attention_output, own.attention_scales], [workspace.attention_output, scales], rows)
-    scores = None
-    if layer.mixture is not None and workspace.routing is not None and has_parts(rows):
-        scores = Scores(layer.mixture.router, workspace.routing.parts)
+    scores, routing = None, workspace.routing
+    if layer.mixture is not None and routing is not None and has_parts(layer.mixture.router, rows):
+        scores = Scores(layer.mixture.router, routing.parts)
     add_product(mixed, layer.output, own.hidden, shard.own(norm), read, rows, scratch, scales, scores)
     shard.join(read.parts, workspace.feed_forward_input.parts, rows)
 
@@ -341,7 +341,7 @@ def _add_mlps(
         add_product(activated, dense[1], hidden, shard.own(norm), written, rows, scratch, scales)
         shard.join(written.parts, workspace.attention_input.parts, rows)
     if layer.mixture is not None and workspace.routing is not None:
-        parts = has_parts(rows) and weights.residual is None  # see _add_mixed
+        parts = has_parts(layer.mixture.router, rows) and weights.residual is None  # see _add_mixed
         add_experts(layer.mixture, read, slot_mapping, hidden, norm, written, workspace.routing, parts)
 
 

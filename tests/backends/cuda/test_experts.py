@@ -77,7 +77,7 @@ class Case:
         hidden = self.hidden[[*rows, *[0] * (MAX_ROWS - count)]]
         read, written = self._normed(), self._normed()
         slot_mapping = torch.tensor([*range(count), *[-1] * padding], dtype=torch.int32, device=hidden.device)
-        early = has_parts(len(slot_mapping))
+        early = has_parts(mixture.router, len(slot_mapping))
         scores = Scores(mixture.router, self.routing.parts) if early else None
         inputs, ones = read.rows.new_zeros((MAX_ROWS, 64)), torch.ones_like(self.norm)
         filled = len(slot_mapping), self.scratch, None, scores

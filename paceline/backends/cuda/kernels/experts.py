@@ -23,15 +23,12 @@ from paceline.backends.cuda.kernels.matmul import (
     apply_scales,
     halves,
     matmul_split,
-    prefetch_steps,
     sum_of_squares,
 )
 from paceline.backends.cuda.kernels.matrix import Normed, stages_for
 from paceline.backends.cuda.kernels.pdl import pdl_launch, pdl_sync, pdl_wait, supports_pdl
 from paceline.backends.cuda.kernels.router import score_rows
 from paceline.backends.cuda.kernels.routing import Mixture, Routing, block_rows, blocks_for, route
-
-AHEAD = 512  # cache lines of a known expert's weights that a program prefetches before it waits for its input
 
 
 @triton.jit
@@ -78,17 +75,9 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     packing: tl.constexpr,
     stages: tl.constexpr,
     is_alone: tl.constexpr,
-    experts: tl.constexpr,
-    shared: tl.constexpr,  # the last of them; a row alone has them as its last blocks
-    ahead: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
     tile = tl.program_id(0)
-    if ahead > 0:  # shared experts are known before the wait
-        from_end = tl.num_programs(1) - tl.program_id(1)
-        if from_end <= shared:
-            first = ((experts - from_end) * tl.num_programs(0) + tile) * (depth // step)
-            prefetch_steps(weight_at, first, depth // step, columns, step, packing, ahead)
     pdl_wait(pdl)
     pdl_launch(pdl)  # after the wait: the next kernel reads blocks before its own
     expert, first, count = _load_block(blocks_at, block_line)
@@ -141,18 +130,14 @@ def _down_kernel(  # type: ignore[no-untyped-def]
     packing: tl.constexpr,
     stages: tl.constexpr,
     is_alone: tl.constexpr,
-    ahead: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
     pdl_launch(pdl)
     tile = tl.program_id(0)
-    expert, first, count = _load_block(blocks_at, block_line)
-    matrix_tile, steps = expert * tl.num_programs(0) + tile, depth // step
-    if ahead > 0:  # noqa: SIM102 -- known when it is compiled
-        if count > 0:
-            prefetch_steps(weight_at, matrix_tile * steps, steps, columns, step, packing, ahead)
+    expert, first, count = _load_block(blocks_at, block_line)  # routed before the kernel before this one
     pdl_wait(pdl)
     if count > 0:
+        matrix_tile = expert * tl.num_programs(0) + tile
         pair, is_there = _block_pairs(lists_at, list_line, expert, first, count, tokens, is_alone)
         total = matmul_split(
             rows_at,
@@ -261,9 +246,6 @@ def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, rows: int, tok
         gate_up.tiling.packing,
         stages[0],
         is_alone,
-        mixture.experts,
-        mixture.shared,
-        AHEAD if pdl and is_alone and mixture.shared else 0,
         pdl,
         num_warps=gate_up.tiling.warps,
         enable_fp_fusion=False,
@@ -288,7 +270,6 @@ def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, rows: int, tok
         down.tiling.packing,
         stages[1],
         is_alone,
-        AHEAD if pdl and is_alone else 0,
         pdl,
         num_warps=down.tiling.warps,
         enable_fp_fusion=False,

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from paceline.backends.cuda.kernels.matmul import (
-    begin_product,
     halves,
     load_squares,
     matmul_tiles,
@@ -108,10 +107,9 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     tiles: tl.constexpr,  # 1: a tile is a head
     rows_first: tl.constexpr,  # False
-    ahead: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
-    begin_product(weight_at, depth, splits, columns, step, packing, ahead, pdl)
+    pdl_sync(pdl)
     head = tl.program_id(1)  # a tile is a head: queries, then keys, then values
     half: tl.constexpr = dim // 2
     token = program_tokens(tokens)

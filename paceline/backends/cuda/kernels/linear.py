@@ -14,7 +14,6 @@ import triton.language as tl
 from paceline.backends.cuda.kernels.activations import activated
 from paceline.backends.cuda.kernels.fp8 import store_fp8
 from paceline.backends.cuda.kernels.matmul import (
-    begin_product,
     halves,
     load_squares,
     matmul_tiles,
@@ -23,6 +22,7 @@ from paceline.backends.cuda.kernels.matmul import (
     sum_of_squares,
 )
 from paceline.backends.cuda.kernels.matrix import MAX_TILES, Matrix, Normed, Scratch, launch_for
+from paceline.backends.cuda.kernels.pdl import pdl_sync
 from paceline.backends.cuda.kernels.router import Scores, prefetch_router, store_scores
 
 
@@ -54,10 +54,9 @@ def _project_kernel(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     tiles: tl.constexpr,
     rows_first: tl.constexpr,
-    ahead: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
-    begin_product(weight_at, depth, splits, columns, step, packing, ahead, pdl)
+    pdl_sync(pdl)
     column = tl.program_id(1) * tiles * columns + tl.arange(0, tiles * columns)
     token = program_tokens(tokens)
     squares = load_squares(squares_at, token, groups, max_groups)
@@ -117,10 +116,9 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     tiles: tl.constexpr,
     rows_first: tl.constexpr,
-    ahead: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
-    begin_product(weight_at, depth, splits, columns, step, packing, ahead, pdl)
+    pdl_sync(pdl)
     half: tl.constexpr = tiles * columns // 2
     column = tl.program_id(1) * half + tl.arange(0, half)
     token = program_tokens(tokens)
@@ -188,7 +186,6 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     tiles: tl.constexpr,
     rows_first: tl.constexpr,
-    ahead: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
     first = tl.program_id(1) * tiles
@@ -197,7 +194,7 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     norm = tl.load(norm_at + column).to(tl.float32)[:, None]
     if experts > 0 and pdl:
         prefetch_router(router_at, first, padded_width, experts, router_step)
-    begin_product(weight_at, depth, splits, columns, step, packing, ahead, pdl)
+    pdl_sync(pdl)
     offset = token[None, :] * padded_width + column[:, None]
     # of many rows, the product needs the registers; unpacking needs some too
     is_early: tl.constexpr = not rows_first and (tokens < 64 or packing == "none" or packing == "e4m3")

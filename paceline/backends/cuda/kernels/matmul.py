@@ -20,50 +20,7 @@ import triton
 import triton.language as tl
 
 from paceline.backends.cuda.kernels.fp8 import fp8_matmul
-from paceline.backends.cuda.kernels.pdl import pdl_launch, pdl_wait, prefetch
 from paceline.backends.cuda.kernels.unpacking import packed_matmul, words_of_scales
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def prefetch_steps(  # type: ignore[no-untyped-def]
-    weight_at,
-    first,
-    count,
-    columns: tl.constexpr,
-    step: tl.constexpr,
-    packing: tl.constexpr,
-    ahead: tl.constexpr,
-) -> None:
-    """Prefetch the first `ahead` cache lines of `count` steps of weights, from step `first` on, into L2."""
-    line: tl.constexpr = 1024 // weight_at.dtype.element_ty.primitive_bitwidth  # 128 bytes
-    is_whole: tl.constexpr = packing == "none" or packing == "e4m3"
-    each: tl.constexpr = columns * (step if is_whole else 32)  # elements of a step
-    offset = tl.minimum(tl.arange(0, ahead) * line, count * each - line)
-    prefetch(weight_at + first.to(tl.int64) * each + offset)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def begin_product(  # type: ignore[no-untyped-def]
-    weight_at,
-    depth,
-    splits: tl.constexpr,
-    columns: tl.constexpr,
-    step: tl.constexpr,
-    packing: tl.constexpr,
-    ahead: tl.constexpr,
-    pdl: tl.constexpr,
-) -> None:
-    """Wait for the kernels before this one; meanwhile prefetch weights of this program's split.
-
-    Programs are (row tile, column tile, split).
-    """
-    pdl_launch(pdl)
-    if ahead > 0:
-        steps, split = depth // step, tl.program_id(2)
-        begin, end = split * steps // splits, (split + 1) * steps // splits
-        first = tl.program_id(1) * steps + begin
-        prefetch_steps(weight_at, first, end - begin, columns, step, packing, ahead)
-    pdl_wait(pdl)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -31,7 +31,6 @@ MAX_STAGES = 6
 MAX_RESIDENT = 4  # programs per multiprocessor, for which stages are shortened
 MULTIPROCESSORS = 132  # of an H100 or H200
 FEW_PROGRAMS = 264  # two per multiprocessor
-AHEAD = 0  # cache lines of weights that each of few programs prefetches before it waits for its input
 WIDE = 128  # columns of a program that loops over all splits, if there are
 ENOUGH_PROGRAMS = 96  # this many of them, about one per multiprocessor
 SMALL_BYTES = 4 << 20  # of a matrix that may be read once per row tile: it stays in L2
@@ -188,7 +187,6 @@ def launch_for(matrix: Matrix, rows: int, most_tiles: int = 1) -> Launch:
     is_split_k = False
     if not rows_first:
         tiles, is_split_k = split_of(matrix, tokens, row_tiles, most_tiles == MAX_TILES)
-    programs = row_tiles * matrix.tiles * tiling.splits
     options = {
         "splits": tiling.splits,
         "is_split_k": is_split_k,
@@ -199,7 +197,6 @@ def launch_for(matrix: Matrix, rows: int, most_tiles: int = 1) -> Launch:
         "stages": stages_for(matrix, tokens, tiles, rows_first),
         "tiles": tiles,
         "rows_first": rows_first,
-        "ahead": AHEAD if pdl and tiles == 1 and programs <= FEW_PROGRAMS else 0,
         "pdl": pdl,
         "num_warps": MANY_WARPS if rows_first else tiling.warps * tiles,
         "enable_fp_fusion": False,
@@ -248,10 +245,12 @@ def stages_for(
 ) -> int:
     """The number of pipeline stages in shared memory: what fits `programs_each` programs.
 
-    If there are a few more `programs` than that, as many stages as let all of them be resident at once.
+    If there are a few more `programs` than that, as many stages as let all of them be resident at once; not
+    of short tiles, all of whose loads are in flight.
     """
     each, needed = programs_each(matrix, tokens), -(-programs // MULTIPROCESSORS)
-    each = needed if each < needed <= MAX_RESIDENT else each
+    is_long = matrix.weight.shape[1] > MAX_STAGES  # steps
+    each = needed if each < needed <= MAX_RESIDENT and is_long else each
     is_short = matrix.tiling.packing == "e4m3"
     size = tiles * matrix.weight[0, 0].nbytes + tokens * matrix.tiling.step * (1 if is_short else 2)
     if tiles == MAX_TILES or rows_first or is_short:  # iterations have a depth of 64

@@ -1,8 +1,8 @@
 """The router of a mixture: a score of each expert for each row, in one order of sums for any number of rows.
 
-A score is a sum over tiles of 64 columns of the residual stream. With few rows each program that finishes a
-tile of the stream (linear.py) stores its part of all scores at once, which saves a kernel and its latency;
-`route` adds the parts up. With more rows a kernel of its own adds them up in the same order.
+A score is a sum over tiles of 64 columns of the residual stream. With few rows and experts each program that
+finishes a tile of the stream (linear.py) stores its part of all scores at once, which saves a kernel and its
+latency; `route` adds the parts up. With more of either a kernel of its own adds them up in the same order.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import triton.language as tl
 
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed, token_tile
 from paceline.backends.cuda.kernels.pdl import pdl_sync, prefetch, supports_pdl
+from paceline.backends.cuda.shard import TILE
 
-COLUMNS = tl.constexpr(64)  # of a tile of the residual stream, and of the router
-FEW_ROWS = 64  # whose parts of scores are stored
-STAGES = 4
+COLUMNS = tl.constexpr(TILE)  # of a tile of the residual stream, and of the router
+FEW_ROWS = 64  # of which parts of scores are stored
+MAX_PARTS = 8192  # numbers of a row, for which that takes less time than a kernel
+STAGES = 8  # few programs read the router: each keeps 80 KB in flight
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,9 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
     tl.store(to, total, mask=real)
 
 
-def has_parts(rows: int) -> bool:
+def has_parts(router: Matrix, rows: int) -> bool:
     """Whether the kernel that adds to the residual stream stores parts of scores."""
-    return rows <= FEW_ROWS
+    return rows <= FEW_ROWS and router.depth // TILE * router.padded_width <= MAX_PARTS
 
 
 def score_rows(read: Normed, router: Matrix, scores: torch.Tensor, rows: int) -> None:
