@@ -39,7 +39,7 @@ BACKEND_BLOCKS = {
     "cpu": ATTENTION_BLOCKS
     | HYBRID_BLOCKS
     | {"relu2 activations", "layers of one block", "attention beside a recurrence", "tiled value heads"}
-    | {"latent attention"},
+    | {"latent attention", "scaled queries"},
     "cuda": ATTENTION_BLOCKS | HYBRID_BLOCKS | {"latent attention"},
 }
 

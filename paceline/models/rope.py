@@ -13,7 +13,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from paceline.models.config import RopeConfig
+from paceline.models.config import RopeConfig, Temperature
 
 Float32Array = npt.NDArray[np.float32]
 Float64Array = npt.NDArray[np.float64]
@@ -154,3 +154,13 @@ def yarn_attention_factor(factor: float, mscale: float = 0.0, mscale_all_dim: fl
 def yarn_mscale(factor: float, weight: float) -> float:
     """How much larger queries and keys are in a context that is `factor` times as long."""
     return 0.1 * weight * _logarithm(factor) + 1 if factor > 1 else 1.0
+
+
+def query_factor_table(temperature: Temperature, positions: int) -> npt.NDArray[np.float32]:
+    """The factor of the queries at each position, by decimal arithmetic: libraries differ in the last bit."""
+    periods = (np.arange(positions) + temperature.offset) // temperature.period
+    strength = decimal.Decimal(temperature.strength)
+    by_period = [
+        float(1 + strength * decimal.Decimal(period + 1).ln()) for period in range(int(periods[-1]) + 1)
+    ]
+    return np.array(by_period, dtype=np.float32)[periods]

@@ -6,9 +6,11 @@ import hashlib
 import math
 
 import numpy as np
+import torch
 
-from paceline.models.config import RopeConfig
-from paceline.models.rope import cosine_and_sine, rope_frequencies, rope_tables
+from paceline.models.attention import query_factors
+from paceline.models.config import RopeConfig, Temperature
+from paceline.models.rope import cosine_and_sine, query_factor_table, rope_frequencies, rope_tables
 
 
 def digest(*arrays: np.ndarray) -> str:
@@ -39,3 +41,9 @@ def test_tables_have_the_same_bits_everywhere() -> None:
     )  # fmt: skip
     assert digest(*rope_tables(RopeConfig(theta=100000.0), 64, 2048)) == "3f0006661c3c0111"
     assert digest(*rope_tables(llama3, 128, 2048)) == "8fe14ebed295b4d0"
+
+
+def test_the_factors_of_queries_are_those_of_torch() -> None:
+    temperature = Temperature(strength=0.3, period=11, offset=1, with_rope=True)
+    expected = query_factors(temperature, torch.arange(500)).numpy()
+    np.testing.assert_allclose(query_factor_table(temperature, 500), expected, rtol=1e-6)

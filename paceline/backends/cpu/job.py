@@ -82,8 +82,9 @@ LAST_COUNTERS = 5
 # The floats at SCALES_AT: of scores and the cap of scores, of embeddings, of what is added to the residual
 # stream, of logits and the cap of logits, of experts' shares. A cap of 0: none.
 SCORE_SCALE, SCORE_CAP, EMBEDDING_SCALE, RESIDUAL_SCALE, LOGITS_SCALE, LOGITS_CAP, SHARE_SCALE = range(7)
-# Bytes of a layer in ROPES: addresses of cosines and sines, rotated pairs of a head (0: no rope)
-ROPE = 24
+# Bytes of a layer in ROPES: addresses of cosines and sines, rotated pairs of a head (0: no rope); the address
+# of factors of queries by position, or 0
+ROPE = 32
 
 
 @compiled(inline=True)

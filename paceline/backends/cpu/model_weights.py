@@ -27,7 +27,7 @@ from paceline.models.config import (
     RopeConfig,
 )
 from paceline.models.layout import RECURRENT_MATRICES
-from paceline.models.rope import rope_tables
+from paceline.models.rope import query_factor_table, rope_tables
 
 _LAYER = "model.layers.{}."
 _FIRST_NORM = "input_layernorm"
@@ -192,7 +192,7 @@ class ModelWeights:
             job[fields.SINKS_AT] = self._keep(sinks)
 
     def _ropes(self) -> npt.NDArray[np.int64]:
-        """Every layer's rope: addresses of cosines and sines, and the rotated pairs of a head."""
+        """A line for each layer, see ROPE of job.py."""
         config = self.config
         ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
         known: dict[RopeConfig | None, tuple[int, int, int]] = {None: (0, 0, 0)}
@@ -200,7 +200,12 @@ class ModelWeights:
             if rope is not None and rope not in known:
                 cosines, sines = rope_tables(rope, config.head_dim, config.max_position)
                 known[rope] = self._keep(cosines), self._keep(sines), cosines.shape[1]
-        return np.array([known[rope] for rope in ropes], dtype=np.int64)
+        temperature, factors = config.temperature, 0
+        if temperature is not None:
+            factors = self._keep(query_factor_table(temperature, config.max_position))
+        scaled = [temperature is not None and temperature.with_rope == (rope is not None) for rope in ropes]
+        lines = [(*known[rope], factors * own) for rope, own in zip(ropes, scaled, strict=True)]
+        return np.array(lines, dtype=np.int64)
 
     def _set_experts(self, moe: MoeConfig) -> None:
         """The routers and experts of the layers that have them; zeros in the others."""

@@ -161,7 +161,7 @@ def _norm_heads(job, values, heads, norm):  # type: ignore[no-untyped-def]
 
 @compiled
 def rope_and_store(tasks, job, counter, rows, layer):  # type: ignore[no-untyped-def]
-    """QK norms and RoPE of queries and keys; stores keys and values in their pages."""
+    """QK norms and RoPE of queries and keys, factors of queries; stores keys and values in their pages."""
     heads, kv_heads, width = field(job, HEADS), field(job, KV_HEADS), field(job, HEAD_WIDTH)
     half_kv, rope = field(job, HALF_KV), field(job, ROPES_AT) + ROPE * layer
     pairs = load_int64(rope + 16)
@@ -179,6 +179,8 @@ def rope_and_store(tasks, job, counter, rows, layer):  # type: ignore[no-untyped
             _norm_heads(job, qkv, heads, 2 * layer)
             for head in range(heads):
                 rotate(qkv + 4 * head * width, cosines, sines, pairs)
+            if load_int64(rope + 24) != 0:
+                scale_row(qkv, load_float(load_int64(rope + 24) + 4 * position), query_columns)
         else:
             request = load_int32(field(job, REQUEST_AT) + 4 * row)
             index = kv_index(job, request, row)
