@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
@@ -152,13 +153,16 @@ class _LayerLoader:
         return followed if moe is None else self._with_experts(followed, moe)
 
     def _experts(self, moe: MoeConfig) -> list[str]:
-        """The MLPs that are stacked: all experts, and the shared one if it is packed as they are."""
+        """The MLPs that are stacked: all experts, and the shared one if it is packed as they are.
+
+        That is asked of all layers: they share buffers for as many experts (`routing_for`).
+        """
         names = [f"mlp.experts.{expert}" for expert in range(moe.num_experts)]
         is_stacked = moe.shared_intermediate_size % moe.intermediate_size == 0 and not moe.biases
         if not moe.shared_intermediate_size or not is_stacked:
             return names
-        for part in ("gate_proj", "up_proj", "down_proj"):
-            own = [f"model.layers.{self.index}.{mlp}.{part}.weight" for mlp in (names[0], SHARED)]
+        for layer, part in product(moe.layers, ("gate_proj", "up_proj", "down_proj")):
+            own = [f"model.layers.{layer}.{mlp}.{part}.weight" for mlp in (names[0], SHARED)]
             if len(set(map(self.read.packing, own))) > 1:
                 return names
         return [*names, SHARED]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -210,6 +211,24 @@ def test_a_shared_expert_is_stacked_with_the_others_if_it_is_packed_as_they_are(
     assert layer.shared is not None
     assert layer.mixture.shared == 0
     assert layer.shared[1].tiling.packing == "int8"
+
+
+def test_shared_experts_are_stacked_in_all_layers_or_in_none(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    """Layers share the buffers of their mixtures, which the first one's sizes decide."""
+    from paceline.backends.cuda.weights import load_weights
+
+    def packed(name: str) -> str:
+        return "int8" if "layers.0.mlp.shared_experts.down_proj" in name else "none"
+
+    config = Case(device, dtype, 2, True, "none", size=(128, 128), shared_intermediate_size=256).config
+    assert config.moe is not None
+    config = replace(config, num_layers=2, moe=replace(config.moe, layers=frozenset([0, 1])))
+    weights = {name: torch.zeros(shape).to(device, dtype) for name, shape in expected_tensors(config)}
+    layers = load_weights(config, weights.__getitem__, packed).layers
+    assert [layer.mixture.shared for layer in layers if layer.mixture] == [0, 0]
+    assert all(layer.shared is not None for layer in layers)
 
 
 @pytest.mark.parametrize(("packing", "error"), [("int8", 0.02), ("fp8", 0.06)])
