@@ -257,6 +257,12 @@ def test_experts_are_read_for_both_families() -> None:
     assert [entry.layers for entry in layers if entry] == [{1}, {1}, {0, 1}]
 
 
+def test_an_assistant_of_gemma_4_is_refused_with_what_to_use_instead() -> None:
+    text = {"model_type": "gemma4_text", "num_kv_shared_layers": 4}
+    with pytest.raises(UnsupportedModelError, match=r"assistant of Gemma 4, .* draft with ngram, suffix"):
+        config("llama", model_type="gemma4_assistant", text_config=text)
+
+
 def test_latent_attention_keeps_one_small_head_per_token() -> None:
     scaling = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
     scaling |= {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
