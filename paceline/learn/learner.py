@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -84,6 +85,7 @@ class Learner(Generic[LoadedHead]):
         self._overruled = False  # somebody changed `current` by hand
         self._job_runs = False
         self._worked = False  # a job, at the last look
+        self._ran = -math.inf  # time at which a request last ran
 
     async def run(self) -> None:
         """Serve the current head, then learn until cancelled or the engine ends. What fails costs a cycle."""
@@ -276,9 +278,13 @@ class Learner(Generic[LoadedHead]):
 
     def _give_way(self) -> None:
         """Pause the job under load, and with few requests for a part of the time: see Slowdown."""
-        state, status = self._engine.state, self.status
+        state, status, now = self._engine.state, self.status, self._clock()
+        if state.running:
+            self._ran = now
+        # a client that sends its next request at once leaves no time to work in
+        is_busy = now - self._ran < self._config.idle_seconds
         status.paused = state.waiting > 0 or state.running > self._config.max_running
-        paused = status.paused or (state.running > 0 and not self._slowdown.may_work(self._clock()))
+        paused = status.paused or (is_busy and not self._slowdown.may_work(now))
         self._jobs.pause(paused)
         self._note_working(self._job_runs and not paused)
         status.slowdown = self._slowdown.ratio()

@@ -49,7 +49,8 @@ class StoppedTime:
         threading.Thread(target=run, name="paceline-learn-ticks", daemon=True).start()
 
     def _late(self, now: float) -> float:
-        late = now - self._ticked - TICK_SECONDS
+        # it was stopped between two ticks, on average in the middle
+        late = now - self._ticked - TICK_SECONDS / 2
         return late if late > LATE_SECONDS else 0.0
 
 

@@ -380,6 +380,15 @@ def test_while_few_requests_run_the_trainer_works_for_its_share_and_alone_always
     assert not any(world.paused)
 
 
+def test_a_moment_between_two_requests_is_no_time_to_work_in(world):
+    def next_request(world: World) -> None:
+        world.running = int(world.polls % 5 > 0)
+
+    world.trained, world.on_poll, world.running = [None], next_request, 1
+    world.run(40)
+    assert 0.6 < sum(world.paused) / len(world.paused) < 0.9
+
+
 def test_passes_are_disturbed_while_the_trainer_works_and_until_the_look_after(world):
     async def train(present: Path, since: float) -> None:
         for _ in range(12):  # looks
