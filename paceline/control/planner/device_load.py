@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,7 @@ class DeviceLoad:
         self._prefilling = 0.0  # and of those that do not yet
         self._usual_output: float | None = None  # tokens of outputs that have ended, moving mean
         self._output_variance = 0.0  # of those outputs over their mean, moving mean
+        self._at_limit = 1.0  # fraction of those outputs that have reached max_tokens, moving mean
         self._usual_prompt = 0.0  # tokens, mean of the last requests
 
     def is_new(self, running: Sequence[Request], load: Load) -> bool:
@@ -55,7 +55,7 @@ class DeviceLoad:
         if self.starts_batch:  # after the last one has ended
             followed = 0
         for number, request in enumerate(ended):
-            self._note_end(request.num_output, number < followed)
+            self._note_end(request, number < followed)
         self._running, self._tokens_left = list(running), None
         self._count, self._coming = load.running + load.coming, load.coming
         pending = [request.num_pending for request in running]
@@ -108,13 +108,15 @@ class DeviceLoad:
         mean.
 
         If nothing follows a request that ends, a batch takes as many passes as its slowest request needs:
-        the expected maximum of n requests. Without drafts, passes differ only as outputs do in length. What
-        drafts bring differs too: the passes that a request needs for its tokens have a relative variance of
-        variance / (tokens mean) more.
+        the expected maximum of n requests. Drafts bring some requests less than others by chance. Where
+        requests end by themselves, the longest output counts, with and without drafts; those that reach
+        their max_tokens are equally long.
         """
-        most, outputs = expected_maximum(self.requests), self._output_variance
-        drafted = math.sqrt(outputs + max(0.0, variance) / (self.tokens_left * mean))
-        slowest = mean * (1.0 + most * math.sqrt(outputs)) / (1.0 + most * drafted)
+        luck = max(0.0, variance) / (self.tokens_left * mean)  # relative variance of a request's passes
+        at_limit = self._at_limit * self.requests
+        count, lengths = (at_limit, 0.0) if at_limit >= 1.0 else (self.requests, self._output_variance)
+        most = expected_maximum(count)
+        slowest = mean * (1.0 + most * math.sqrt(lengths)) / (1.0 + most * math.sqrt(lengths + luck))
         return self.replaced * mean + (1.0 - self.replaced) * slowest
 
     def _left(self, request: Request) -> float:
@@ -124,15 +126,15 @@ class DeviceLoad:
         left = max(usual - request.num_output, config.least_output * usual)
         return max(min(left, most - request.num_output), 1.0)
 
-    def _note_end(self, num_output: int, is_followed: bool) -> None:
-        rate = CONFIG.device_planner.end_rate
-        before = max(1.0, num_output if self._usual_output is None else self._usual_output)
-        self._usual_output = before + rate * (num_output - before)
-        self._output_variance += rate * ((num_output / before - 1.0) ** 2 - self._output_variance)
+    def _note_end(self, request: Request, is_followed: bool) -> None:
+        rate, output = CONFIG.device_planner.end_rate, request.num_output
+        before = max(1.0, output if self._usual_output is None else self._usual_output)
+        self._usual_output = before + rate * (output - before)
+        self._output_variance += rate * ((output / before - 1.0) ** 2 - self._output_variance)
+        self._at_limit += rate * ((output >= request.max_output) - self._at_limit)
         self.replaced += rate * (is_followed - self.replaced)
 
 
-@cache
-def expected_maximum(count: int) -> float:
+def expected_maximum(count: float) -> float:
     """Of so many standard normal numbers (Blom's approximation)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
