@@ -73,7 +73,7 @@ class DevicePassCosts:
                 return
         rate = max(config.rate, 1 / (1 + count))
         mean = usual + rate * (min(seconds, config.max_outlier * usual) - usual)
-        self._seen[kind] = (self.seconds(*kind) if is_measured else mean), count + 1
+        self._seen[kind] = mean, count + 1
 
     def _observe_drift(self, kind: Kind, seconds: float) -> bool:
         """Update what all plans, and this one, take longer than at start-up, from a pass that took so many
@@ -83,7 +83,9 @@ class DevicePassCosts:
         """
         config, (_, requests, context) = CONFIG.device_passes, kind
         error = seconds / self._unit(requests)
-        shared = self._drifts.setdefault((requests, context), self._nearest_drift(requests, context))
+        shared = self._drifts.get((requests, context))
+        if shared is None:
+            shared = self._drifts[requests, context] = self._nearest_drift(requests, context)
         own = self._own_drifts.setdefault(kind, Drift(0.0, config.own_deviation**2))
         shared.variance += config.drift**2
         own.variance += config.own_drift**2
@@ -141,8 +143,7 @@ class DevicePassCosts:
     def facts(self) -> dict[str, Any]:
         """What passes in traffic took, as JSON values; start-up times are measured anew."""
         seen = [
-            [plan.label, requests, context, seconds, count]
-            for (plan, requests, context), (seconds, count) in self._seen.items()
+            [kind[0].label, *kind[1:], self.seconds(*kind), count] for kind, (_, count) in self._seen.items()
         ]
         return {"passes": seen, "catch_up": self._catch_up_on_host}
 
