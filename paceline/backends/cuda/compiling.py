@@ -62,6 +62,17 @@ def compile_only(device: torch.device) -> Iterator[None]:
             _mode.threads, triton.JITFunction.run = None, run
 
 
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Make a GPU the current one of this thread, with a CUDA context, which the driver's functions need.
+
+    `torch.cuda.device` alone gives a new thread no context if the GPU is the first one, its default.
+    """
+    with torch.cuda.device(device):
+        torch.cuda.set_device(torch.cuda.current_device())
+        yield
+
+
 def compiled(key: Hashable, make: Callable[[], T]) -> T | None:
     """What `make` gives, made once for each key; None while passes only compile: a thread makes it."""
     if (threads := _pool()) is not None:

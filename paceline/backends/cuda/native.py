@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from paceline.backends.cuda.compiling import compiled
+from paceline.backends.cuda.compiling import compiled, on_device
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +60,16 @@ def is_left_out(name: str) -> bool:
 
 @lru_cache
 def compiler() -> Callable[..., Any] | None:
-    """torch's private function that compiles a CUDA C++ kernel, or None where torch has none."""
+    """torch's private function that compiles a CUDA C++ kernel; None where torch has none, logged once.
+
+    No public function compiles without a CUDA toolkit on the machine; this one uses torch's NVRTC.
+    """
     found: Callable[..., Any] | None = getattr(torch.cuda, "_compile_kernel", None)
+    if found is None:
+        logger.warning(
+            "Triton's kernels run where those in CUDA C++ are faster: this torch has no "
+            "torch.cuda._compile_kernel. Install torch 2.11, which has it."
+        )
     return found
 
 
@@ -134,7 +142,7 @@ class NativeKernel:
         assert make is not None, "asked before"
 
         def compile_source() -> Any:
-            with torch.cuda.device(device):
+            with on_device(device):
                 kernel = make(source, name, compute_capability="90a")
                 kernel.set_shared_memory_config(shared_bytes)
                 # otherwise a program of the next kernel would find no shared memory

@@ -15,20 +15,18 @@ time. The backend uses a single stream, which guarantees that.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.backends.cuda.compiling import compiled, compiles_only
+from paceline.backends.cuda.compiling import compiled, compiles_only, on_device
 from paceline.backends.cuda.kernels.attention import BLOCK, LANES, MERGE_FAN_IN, tile_height
 from paceline.backends.cuda.kernels.matrix import Matrix
 from paceline.backends.cuda.kernels.pdl import HOPPER
 from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.kernels.rows import embed
-from paceline.backends.cuda.native import float_bits, is_left_out
+from paceline.backends.cuda.native import compiler, float_bits, is_left_out
 from paceline.backends.cuda.weights import Layer, Weights
 from paceline.backends.cuda.workspace import Pool, Workspace
 
@@ -101,7 +99,7 @@ class PersistentLayers:
         """The megakernel for the rows of `tables`, or None if device, model or torch do not support it."""
         weights, workspace, pool, page_size = self._known
         sizes = _sizes(weights, tables, page_size, workspace.attention.blocks)
-        if sizes is None or _compiler() is None:
+        if sizes is None or compiler() is None:
             return None
         try:
             own = _Pass(sizes, weights, workspace, tables, pool, features, feature_layers)
@@ -178,32 +176,20 @@ class _Pass:
             self._kernel((self._programs, 1, 1), (THREADS, 1, 1), [self._addresses], self._shared)
 
 
-@lru_cache
-def _compiler() -> Callable[..., Any] | None:
-    """torch's private function that compiles a CUDA C++ kernel, or None, which is logged once.
-
-    No public function compiles without a CUDA toolkit on the machine; this one uses torch's NVRTC.
-    """
-    found: Callable[..., Any] | None = getattr(torch.cuda, "_compile_kernel", None)
-    if found is None:
-        logger.info("layers run as separate kernels: this torch has no torch.cuda._compile_kernel")
-    return found
-
-
 def _compile(sizes: tuple[tuple[str, int], ...], shared: int, device: torch.device) -> Any:
     """The kernel for these constants: it is called with grid, block, arguments and bytes of shared memory.
 
     None while passes only compile.
     """
-    compiler = _compiler()
-    assert compiler is not None, "asked before"
+    make = compiler()
+    assert make is not None, "asked before"
     folder = Path(__file__).with_name("source")
     source = "".join((folder / f"{name}.cu").read_text() for name in SOURCES)
     defined = "".join(f"#define {name} {value}\n" for name, value in sizes)
 
     def compile_source() -> Any:
-        with torch.cuda.device(device):
-            kernel = compiler(defined + source, "persistent_layers")
+        with on_device(device):
+            kernel = make(defined + source, "persistent_layers")
             kernel.set_shared_memory_config(shared)
         return kernel
 

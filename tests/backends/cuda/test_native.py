@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,3 +128,11 @@ def test_what_cannot_be_compiled_is_left_to_triton(
             is None
         )
     assert ("no such driver" in caplog.text) == (compiler is not None)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs the CUDA driver")
+def test_a_kernel_is_compiled_in_a_new_thread_too() -> None:
+    """Where nothing has used the GPU yet, and so no CUDA context is current."""
+    device, source = torch.device("cuda"), 'extern "C" __global__ void nothing() {}'
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(native.NativeKernel, source, "nothing", 1024, device).result()
