@@ -123,9 +123,8 @@ class Architecture:
     interleaved_rope: bool = False  # the two parts of a rotated pair are neighbours in the rows of q and k
     keys: Mapping[str, str] = field(default_factory=dict)  # config key <- metadata key, beside CONFIG_KEYS
     names: Mapping[str, str] = field(default_factory=dict)  # of a layer's parts, beside BLOCK_NAMES
-    more: Callable[[Fields], readers.Values] = (
-        readers.nothing_more
-    )  # config keys that take more than a metadata key
+    # config keys that take more than a metadata key
+    more: Callable[[Fields], readers.Values] = readers.nothing_more
     truncated_yarn: bool = True  # see RopeConfig.truncate
     yarn_multiplier: float = 1.0  # of yarn's scale for all of a head, in yarn_log_multiplier
     ropes_by_kind: bool = False  # layers with a window have another rope, and other sizes of heads

@@ -1,4 +1,4 @@
-"""Products of hundreds of rows, by a kernel that the tensor cores limit: prompts, and steps of many requests.
+"""Products of hundreds of rows, by a compute-bound kernel: prompts, and steps of many requests.
 
 It is CUDA C++ for Hopper (source/many_rows*.cu): persistent and warp-specialized, with TMA copies and WGMMA.
 The functions here are those of kernels/linear.py and kernels/heads.py, which run wherever this kernel

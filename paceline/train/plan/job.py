@@ -28,10 +28,8 @@ from paceline.train.plan.pilots import PilotPlan, run_pilots
 from paceline.train.sequences import load_target
 
 METHOD = "dspark"
-FEWEST_DRAFTS = (
-    2  # of a block that is recommended; between it and the pilots' block, times of steps are interpolated
-)
-VOCABULARIES = (8192, 12288, 16384, 32768)  # draft tokens, whose coverage is told
+FEWEST_DRAFTS = 2  # of a recommended block. Step times between it and the pilots' block are interpolated
+VOCABULARIES = (8192, 12288, 16384, 32768)  # draft vocabulary sizes whose coverage is printed
 
 
 @dataclass(frozen=True)

@@ -245,8 +245,8 @@ def stages_for(
 ) -> int:
     """The number of pipeline stages in shared memory: what fits `programs_each` programs.
 
-    If there are a few more `programs` than that, as many stages as let all of them be resident at once; not
-    of short tiles, all of whose loads are in flight.
+    If there are a few more `programs` than that, as many stages as let all of them be resident at once. Short
+    tiles keep their stages: all of their loads are in flight at once.
     """
     each, needed = programs_each(matrix, tokens), -(-programs // MULTIPROCESSORS)
     is_long = matrix.weight.shape[1] > MAX_STAGES  # steps

@@ -1,4 +1,4 @@
-// Products of hundreds of rows, which the tensor cores limit, not memory: gate and up with SwiGLU, products that are
+// Products of hundreds of rows, bound by tensor cores, not by memory: gate and up with SwiGLU, products that are
 // added to the residual stream, QKV, and logits. Sums have the order of ../kernels/matmul.py, and so have the bits.
 //
 // A program has 128 rows and COLUMNS columns (a unit), and takes one unit after the other. One warp loads weights and
