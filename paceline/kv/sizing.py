@@ -52,7 +52,8 @@ def size_cache(
     if states_bytes > available_bytes:
         raise ConfigError(
             f"the recurrent layers' states of all requests need {states_bytes:,} bytes, but "
-            f"{available_bytes:,} bytes of memory are available. Lower max_num_seqs."
+            f"{available_bytes:,} bytes of memory are available. Lower max_num_seqs"
+            f"{'' if device is None else ' or raise gpu_memory_utilization'}."
         )
     available_bytes -= states_bytes
     if max_model_len is not None and max_model_len > model_context:
