@@ -196,6 +196,18 @@ def test_many_experts_are_scored_alike_in_few_rows_and_in_many(
             near(got, expected[:2].float(), 1e-3)
 
 
+@pytest.mark.parametrize(("kilobytes", "stages"), [(227, 8), (99, 6)])
+def test_the_router_of_many_rows_fits_in_shared_memory(
+    kilobytes: int, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of Hopper, and of smaller GPUs."""
+    from paceline.backends.cuda.kernels import router
+
+    monkeypatch.setattr(router, "shared_bytes", lambda device: kilobytes << 10)
+    assert router.stages_for(64, torch.zeros(1, dtype=torch.bfloat16)) == stages
+    assert stages * (64 * 64 + 64 * 64) * 2 <= kilobytes << 10
+
+
 def test_a_shared_expert_is_stacked_with_the_others_if_it_is_packed_as_they_are(
     device: torch.device, dtype: torch.dtype
 ) -> None:

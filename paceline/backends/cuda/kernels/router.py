@@ -13,14 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.matrix import Matrix, Normed, token_tile
+from paceline.backends.cuda.kernels.matrix import Matrix, Normed, shared_bytes, token_tile
 from paceline.backends.cuda.kernels.pdl import pdl_sync, prefetch, supports_pdl
 from paceline.backends.cuda.shard import TILE
 
 COLUMNS = tl.constexpr(TILE)  # of a tile of the residual stream, and of the router
 FEW_ROWS = 64  # of which parts of scores are stored
 MAX_PARTS = 8192  # numbers of a row, for which that takes less time than a kernel
-STAGES = 8  # few programs read the router: each keeps 80 KB in flight
+MAX_STAGES = 8  # few programs read the router: each keeps 80 KB in flight
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,12 @@ def has_parts(router: Matrix, rows: int) -> bool:
     return rows <= FEW_ROWS and router.depth // TILE * router.padded_width <= MAX_PARTS
 
 
+def stages_for(tokens: int, rows: torch.Tensor) -> int:
+    """Pipeline stages of a router's kernel with tiles of so many rows: what fits in shared memory."""
+    stage = TILE * (TILE + tokens) * rows.element_size()
+    return min(MAX_STAGES, shared_bytes(rows.device) // stage)
+
+
 def score_rows(read: Normed, router: Matrix, scores: torch.Tensor, rows: int) -> None:
     """Write scores of rows to `scores` [rows, padded experts], without the norm's factor and the bias."""
     tokens, pdl = min(FEW_ROWS, token_tile(rows)), supports_pdl(scores.device)
@@ -105,7 +111,7 @@ def score_rows(read: Normed, router: Matrix, scores: torch.Tensor, rows: int) ->
         scores.shape[1],
         tokens,
         router.tiling.step,
-        STAGES,
+        stages_for(tokens, read.rows),
         pdl,
         num_warps=4,
         enable_fp_fusion=False,
