@@ -13,7 +13,6 @@ from paceline import LLM, check_gpu, check_kernels
 from paceline import check as check_room
 from paceline.backends import options
 from paceline.backends.cpu import model_weights
-from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.packing import choose_format
 from paceline.backends.cpu.tiles import FORMAT_NAMES
 from paceline.backends.load import load_backend
@@ -74,13 +73,6 @@ def test_a_kernel_whose_rows_depend_on_each_other_is_noticed(plant):
         compare(CASES["float32"])
 
 
-# Kernels that have run on real CPUs. Those of others have only been emulated: `paceline check` tells there.
-compared = pytest.mark.xfail(
-    ISA.name not in ("avx512", "avx2", "portable"), reason="never run on such a CPU", strict=False
-)
-
-
-@compared
 def test_the_digest_of_a_fixed_generation_is_that_of_every_machine():
     assert compare_digest() == "digest e21707309dfe6e49, as on every machine"
     assert generation_digest(threads=1) == "e21707309dfe6e49"
@@ -97,7 +89,6 @@ def test_other_bits_than_those_of_other_machines_are_noticed(plant):
     assert "not e21707309dfe6e49 as on other machines" in compare_digest()
 
 
-@compared
 @pytest.mark.real
 def test_the_default_model_has_the_digest_of_every_machine():
     assert check_room.model_outcome(None).endswith("digest 3e8699c39f11ea2a, as on every machine")
