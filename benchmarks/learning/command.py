@@ -84,7 +84,8 @@ def learning_load_command(
     json_file: JsonFile = None,
 ) -> None:
     """Is a server slower while it learns? With --learn, its trainer at work, beside one without, in turns."""
-    from benchmarks.learning.load import Load, learning_load_result, measure_learning_load
+    from benchmarks.learning.load import Load, measure_learning_load
+    from benchmarks.learning.load_report import learning_load_result
     from benchmarks.server.process import serve_flags
     from paceline.bench.report.output import Report
     from paceline.bench.report.terminal import progress

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.learning.command import picture_of
 from benchmarks.learning.domains import DOMAINS, conversations, numbered_chats
-from benchmarks.learning.load import Compared, Side, Turn, learning_load_result
+from benchmarks.learning.load_report import Compared, Side, Turn, learning_load_result
 from benchmarks.learning.shift import Shift, ShiftOptions, Window
 from paceline.errors import ConfigError
 

@@ -27,7 +27,7 @@ class Ending(SimulatedRequest):
 
 
 def after_batches(requests: int, outputs: np.ndarray, limit: int) -> DeviceLoad:
-    """The load of a batch of new requests, after batches with outputs of so many tokens, at most `limit`."""
+    """The load of a batch of new requests, after batches whose output lengths in tokens are `outputs`."""
     load, names = DeviceLoad(), count()
     for number in range(0, len(outputs) + 1, requests):
         running = [Ending(str(next(names)), limit, num_pending=2) for _ in range(requests)]

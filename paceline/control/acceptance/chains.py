@@ -102,7 +102,7 @@ class ChainAcceptance:
     def _count(
         self, tries: Float64Array, hits: Float64Array, requests: int, drafted: int, passes: int
     ) -> None:
-        """Fade the counts, and add these of so many passes. To the usual counts each pass adds one draft in
+        """Fade the counts, and add those of `passes` passes. To the usual counts each pass adds one draft in
         all: sixteen requests at once say no more of later texts than one."""
         if tries[0] <= 0:
             return

@@ -76,8 +76,9 @@ class DevicePassCosts:
         self._seen[kind] = mean, count + 1
 
     def _observe_drift(self, kind: Kind, seconds: float) -> bool:
-        """Update what all plans, and this one, take longer than at start-up, from a pass that took so many
-        seconds more than expected. False if it is outside of the validation gate, and so does not count.
+        """Update the shared drift and this plan's own from a pass that took `seconds` more than expected.
+
+        False if the pass is outside of the validation gate, and so does not count.
 
         The gate widens with every such pass, so that what passes take from now on is learned at last.
         """

@@ -104,8 +104,8 @@ class DeviceLoad:
         self._usual_prompt, self.replaced = max(0.0, prompt), min(max(0.0, replaced), 1.0)
 
     def tokens(self, mean: float, variance: float) -> float:
-        """Tokens per pass that shorten the time of all requests, if a pass brings each of them so many in the
-        mean.
+        """Tokens per pass of the whole batch, from mean and variance of the tokens that one request gets per
+        pass.
 
         If nothing follows a request that ends, a batch takes as many passes as its slowest request needs:
         the expected maximum of n requests. Drafts bring some requests less than others by chance. Where
@@ -136,5 +136,5 @@ class DeviceLoad:
 
 
 def expected_maximum(count: float) -> float:
-    """Of so many standard normal numbers (Blom's approximation)."""
+    """The expected maximum of `count` standard normal numbers (Blom's approximation)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))

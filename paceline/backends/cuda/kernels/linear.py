@@ -175,7 +175,7 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     padded_width,
     has_bias: tl.constexpr,
     quantizes: tl.constexpr,
-    experts: tl.constexpr,  # padded; 0: nobody wants scores of these rows
+    experts: tl.constexpr,  # padded; 0: store no router scores
     router_step: tl.constexpr,
     splits: tl.constexpr,
     is_split_k: tl.constexpr,

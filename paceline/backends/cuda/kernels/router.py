@@ -94,7 +94,7 @@ def has_parts(router: Matrix, rows: int) -> bool:
 
 
 def stages_for(tokens: int, rows: torch.Tensor) -> int:
-    """Pipeline stages of a router's kernel with tiles of so many rows: what fits in shared memory."""
+    """Pipeline stages that fit in shared memory, for a router's kernel with tiles of `tokens` rows."""
     stage = TILE * (TILE + tokens) * rows.element_size()
     return min(MAX_STAGES, shared_bytes(rows.device) // stage)
 
