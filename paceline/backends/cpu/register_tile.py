@@ -23,7 +23,7 @@ RECORD = 48  # bytes of one row's quantized activations of one group
 UNPACKED4_BYTES = GROUP + 8  # of a group and column, unpacked: 4-bit weights, float scale and minimum
 UNPACKED6_BYTES = GROUP + 12  # 6-bit weights, floats: a quarter of each scale, the scale of both
 PREFETCH = 4096  # bytes the tiles read ahead
-NEAR_PREFETCH = 512  # the same for few rows where the hardware reads far ahead itself
+NEAR_PREFETCH = 2048  # the same for few rows where the hardware reads far ahead itself
 
 # The words of a record behind the values
 SCALE, SCALED_SUM, OFFSET, HALF_SUMS = 8, 9, 10, 11
@@ -89,14 +89,14 @@ class Tile:
             place = builder.inttoptr(builder.add(ahead, _I64(line)), I8.as_pointer())
             call(builder, "llvm.prefetch.p0", ir.VoidType(), place, I32(0), I32(3), I32(1))
 
-    def prefetch_records(self, group: Any) -> None:
-        """Ask for the records of many rows two groups ahead."""
+    def prefetch_records(self, group: Any, ahead: int) -> None:
+        """Ask for the records of many rows `ahead` groups ahead: in a prompt they are not in L1."""
         builder = self.builder
-        if self.isa.wide_registers and self.rows > 2:
-            ahead = self.record(builder.add(group, _I64(2)), 0)
+        if self.rows > 2:
+            place = self.record(builder.add(group, _I64(ahead)), 0)
             for line in range(0, self.rows * RECORD, 64):
-                place = builder.inttoptr(builder.add(ahead, _I64(line)), I8.as_pointer())
-                call(builder, "llvm.prefetch.p0", ir.VoidType(), place, I32(0), I32(3), I32(1))
+                pointer = builder.inttoptr(builder.add(place, _I64(line)), I8.as_pointer())
+                call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(3), I32(1))
 
     def constant(self, kind: ir.VectorType, value: float) -> Any:
         return ir.Constant(kind, [value] * kind.count)
@@ -145,7 +145,8 @@ class Tile:
 
         `weights(step)` emits the weights of 4 k; with `offset` they are w + 128.
         """
-        self.prefetch_records(group)
+        if self.isa.wide_registers:
+            self.prefetch_records(group, 2)
         for rows in self.row_sets():
             chains = {row: self.start(group, row, dot, offset) for row in rows}
             for row, sums in self.run_steps(group, weights, dot, range(GROUP // 4), chains):
@@ -159,7 +160,8 @@ class Tile:
         `weights(step)` are w + 32 for w in -32..31; `scales` are <2 n x i8>, two for each column. A product
         is at most 2 * 128 * 16 * 32 * 127 < 2 ** 24, so it is exact as a float, too.
         """
-        self.prefetch_records(group)
+        if self.isa.wide_registers:
+            self.prefetch_records(group, 2)
         builder, halves = self.builder, ir.VectorType(I16, scales.type.count)
         scales = builder.sext(scales, halves)
         by_half = [self.alike(scales, half) for half in range(2)]

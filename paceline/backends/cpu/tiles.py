@@ -203,6 +203,7 @@ def _emit_unpacked4(tile: Tile) -> None:
     builder, side_at = tile.builder, GROUP * tile.columns
     with cgutils.for_range(builder, tile.groups) as loop:
         address = builder.add(tile.weights, builder.mul(loop.index, _I64(UNPACKED4_BYTES * tile.columns)))
+        tile.prefetch_records(loop.index, 4)
         for start in tile.parts():
             scale, minimum = (
                 partial(tile.load_floats, address, side_at + 4 * (tile.columns * index + start))
@@ -216,6 +217,7 @@ def _emit_unpacked6(tile: Tile) -> None:
     builder, side_at = tile.builder, GROUP * tile.columns
     with cgutils.for_range(builder, tile.groups) as loop:
         address = builder.add(tile.weights, builder.mul(loop.index, _I64(UNPACKED6_BYTES * tile.columns)))
+        tile.prefetch_records(loop.index, 4)
         for start in tile.parts():
             first, second, scale = (
                 partial(tile.load_floats, address, side_at + 4 * (tile.columns * index + start))
