@@ -40,7 +40,7 @@ BACKEND_BLOCKS = {
     | HYBRID_BLOCKS
     | {"relu2 activations", "layers of one block", "attention beside a recurrence", "tiled value heads"}
     | {"latent attention", "scaled queries"},
-    "cuda": ATTENTION_BLOCKS | HYBRID_BLOCKS | {"latent attention"},
+    "cuda": ATTENTION_BLOCKS | HYBRID_BLOCKS | {"latent attention", "scaled queries"},
 }
 
 CACHED_BYTES = {"cpu": 2, "torch": 4, "cuda": 2}  # of a value of the KV cache, by default

@@ -57,9 +57,9 @@ def test_show_reports_config_tensors_and_tokenizer(tmp_path: Path) -> None:
 
 
 def test_show_says_why_a_backend_refuses_a_model(tmp_path: Path) -> None:
-    folder = tiny.save_checkpoint("ministral3", tmp_path)
+    folder = tiny.save_checkpoint("falcon-h1", tmp_path)
     text = run("show", str(folder / "model.safetensors"))  # any of its files names a model
-    assert "cuda refuses this ministral3 model: it has no kernels for scaled queries." in text
+    assert "cuda refuses this falcon_h1 model: it has no kernels for attention beside a recurrence." in text
     assert "cpu refuses" not in text
 
 

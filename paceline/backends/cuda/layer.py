@@ -68,12 +68,13 @@ class Layer:
     gate: Matrix | None = None  # likewise, of every attention output
     is_recurrent: bool = False  # then `qkv` projects what the recurrence reads
     latent: LatentWeights | None = None  # of latent attention
+    query_factors: torch.Tensor | None = None  # float32 [positions] by which queries grow
 
     @property
     def is_plain(self) -> bool:
         """Whether the CUDA C++ kernels can run it."""
         known = self.scoring.is_native and self.activation == "silu" and self.joint_norms is None
-        return known and self.gate is None and not self.is_recurrent
+        return known and self.gate is None and not self.is_recurrent and self.query_factors is None
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from paceline.backends.cuda.decode_attention import attend
 from paceline.backends.cuda.fused_layer import LayerBuffers, NextQkv, run_fused_layer
 from paceline.backends.cuda.kernels.activations import gate_rows
 from paceline.backends.cuda.kernels.experts import add_experts
-from paceline.backends.cuda.kernels.heads import norm_heads
+from paceline.backends.cuda.kernels.heads import norm_heads, scale_queries
 from paceline.backends.cuda.kernels.matrix import Normed
 from paceline.backends.cuda.kernels.recurrent import convolve, scan_states
 from paceline.backends.cuda.kernels.recurrent_output import gate
@@ -139,7 +139,7 @@ def _project_qkv(
     values: torch.Tensor,
     eps: float,
 ) -> None:
-    """Write queries, and keys and values to their KV slots; a norm of all heads at once comes after that."""
+    """Write queries, and keys and values to their KV slots; norms of all heads at once and factors follow."""
     if layer.latent is not None and layer.rotation is not None and workspace.latent is not None:
         known = layer.qkv, layer.latent, layer.rotation, tables, workspace.latent
         project_latents(workspace.attention_input, *known, workspace.query, keys, workspace.scratch)
@@ -160,6 +160,8 @@ def _project_qkv(
     )
     if layer.joint_norms is not None:
         norm_heads(workspace.query, keys, layer.joint_norms, eps, *where, layer.rotation)
+    if layer.query_factors is not None:
+        scale_queries(workspace.query, layer.query_factors, tables.positions)
 
 
 def _attend(

@@ -22,7 +22,7 @@ from paceline.models.blocks import Take
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.layout import expected_tensors
 from paceline.models.quantizations import is_packed
-from paceline.models.rope import rope_frequencies
+from paceline.models.rope import query_factor_table, rope_frequencies
 
 MAX_FILLING = 1.1  # ratio of a padded size to the size
 
@@ -128,8 +128,10 @@ def load_layers(read: Reader, dtype: torch.dtype, device: torch.device) -> tuple
     """All layers that a reader's config names."""
     ropes = [read.config.rope_of(index) for index in range(read.config.num_layers)]
     rotations = {rope: _rotation(read.config, rope, device) for rope in set(ropes)}
+    factors = _query_factors(read.config, device)
     return tuple(
-        replace(load_layer(read, dtype, index), rotation=rotations[rope]) for index, rope in enumerate(ropes)
+        replace(load_layer(read, dtype, index), rotation=rotations[rope], query_factors=factors[rope is None])
+        for index, rope in enumerate(ropes)
     )
 
 
@@ -175,6 +177,17 @@ def _rotation(config: ModelConfig, rope: RopeConfig | None, device: torch.device
     cosines, sines = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
     rest = (0, 0 if config.latent else config.head_dim // 2 - len(frequencies))
     return torch.nn.functional.pad(cosines, rest, value=1.0), torch.nn.functional.pad(sines, rest)
+
+
+def _query_factors(
+    config: ModelConfig, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Factors of queries by position, of layers with RoPE and of those without."""
+    temperature = config.temperature
+    if temperature is None:
+        return None, None
+    factors = torch.from_numpy(query_factor_table(temperature, config.max_position)).to(device)
+    return (factors, None) if temperature.with_rope else (None, factors)
 
 
 def _residual(config: ModelConfig) -> Residual | None:

@@ -32,7 +32,7 @@ OTHERS = (
     "glm4-moe",
     "gpt-oss",
 )
-OTHERS += ("cohere2", "phi3-partial-rope", "deepseek-v2", "deepseek-v3")
+OTHERS += ("cohere2", "phi3-partial-rope", "deepseek-v2", "deepseek-v3", "ministral3")
 KNOWN: dict[str, Family] = FAMILIES | {name: TORCH_FAMILIES[name] for name in OTHERS}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="interpreted, whole models take minutes")
 

@@ -117,3 +117,15 @@ def test_a_head_has_the_same_bits_among_any_number_of_rows(device: torch.device,
         found.append((query[0], keys[0], values[0]))
     for other in found[1:]:
         assert all(torch.equal(mine, its) for mine, its in zip(found[0], other, strict=True))
+
+
+def test_queries_grow_with_their_positions(device: torch.device, dtype: torch.dtype) -> None:
+    from paceline.backends.cuda.kernels.heads import scale_queries
+
+    torch.manual_seed(3)
+    given = torch.randn(4, HEADS, DIM).to(dtype)
+    factors, query = torch.rand(10) + 1, given.to(device, copy=True)
+    scale_queries(query, factors.to(device), torch.tensor(POSITIONS).int().to(device))
+    expected = (given[:3].float() * factors[POSITIONS][:, None, None]).to(dtype)
+    assert torch.equal(query[:3].cpu(), expected)
+    assert torch.equal(query[3].cpu(), given[3])

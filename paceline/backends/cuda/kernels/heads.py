@@ -207,6 +207,36 @@ def project_heads(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _scale_queries_kernel(  # type: ignore[no-untyped-def]
+    query_at, factors_at, positions_at, width, wide: tl.constexpr, pdl: tl.constexpr
+) -> None:
+    pdl_sync(pdl)
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, wide)
+    factor = tl.load(factors_at + tl.load(positions_at + row))
+    at, inside = query_at + row * width + column, column < width
+    scaled = tl.load(at, mask=inside, other=0.0).to(tl.float32) * factor
+    tl.store(at, scaled.to(query_at.dtype.element_ty), mask=inside)
+
+
+def scale_queries(query: torch.Tensor, factors: torch.Tensor, positions: torch.Tensor) -> None:
+    """Scale the queries [rows, heads, head_dim] by the factors of their positions, in place.
+
+    `factors` are float32 [positions]; `project_heads` has written the queries.
+    """
+    pdl, width = supports_pdl(query.device), query.shape[1] * query.shape[2]
+    _scale_queries_kernel[(len(positions),)](
+        query,
+        factors,
+        positions,
+        width,
+        triton.next_power_of_2(width),
+        pdl,
+        enable_fp_fusion=False,
+        launch_pdl=pdl,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _norm_line(  # type: ignore[no-untyped-def]
     line_at,
     norm_at,
