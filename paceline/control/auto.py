@@ -78,6 +78,7 @@ class AutoController(Controller):
         self._step = 0  # steps through the host
         self._cache: PlanCache | None = None  # the plans of the last step that was planned in full
         self.reasons: Counter[str] = Counter()  # steps by reason
+        self._choices = -1  # of the device planner, at the last plan
         self._facts: ControlFacts | None = None  # of the last step in which there was something to decide
 
     def close(self) -> None:
@@ -121,6 +122,14 @@ class AutoController(Controller):
     def _plan_device(self, device: DevicePlanner, running: Sequence[Request], load: Load) -> StepPlan:
         plan = device.choose(running, load)
         self.reasons[device.reason] += 1
+        if device.choices != self._choices:
+            self._choices = device.choices
+            self._note_choice(device, plan, load)
+        plans = [plan if request.plan is None else request.plan for request in running]
+        return StepPlan(plans, plan, shadow=None if plan.budget else device.shadow)
+
+    def _note_choice(self, device: DevicePlanner, plan: DraftPlan, load: Load) -> None:
+        """Tell what the device planner has chosen."""
         facts = ControlFacts(device.reason, self.regret, device.gain, self.poor_segments)
         if self._log is not None and (self._facts is None or self._facts.reason != facts.reason):
             names = "+".join([part.drafter or "" for part in drafting_parts(plan)])
@@ -130,8 +139,6 @@ class AutoController(Controller):
             )
             self._log(Decision(self._step, device.reason, load, drafts, best, plain))
         self._facts = facts
-        plans = [plan if request.plan is None else request.plan for request in running]
-        return StepPlan(plans, plan, shadow=None if plan.budget else device.shadow)
 
     def _reusable(self, running: Sequence[Request], load: Load) -> PlanCache | None:
         """The cached plans, if this step can reuse them."""

@@ -59,6 +59,9 @@ class DraftPlan:
         other = (self.otherwise or PLAIN).shrunk(self.budget)
         return other if other.levels <= self.levels else replace(other, depth=self.levels)
 
+    def __hash__(self) -> int:  # of few fields: every pass looks plans up many times
+        return hash((self.drafter, self.budget, self.depth))
+
     def __post_init__(self) -> None:
         assert (self.budget > 0) == (self.drafter is not None), "a budget belongs to a drafter"
 

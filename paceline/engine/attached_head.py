@@ -26,7 +26,7 @@ class AttachedHead:
 
     def is_by(self, plan: DraftPlan) -> bool:
         """Whether it is the plan's head, or neither is there."""
-        return self._drafting.head_of(self._plan) == self._drafting.head_of(plan)
+        return plan is self._plan or self._drafting.head_of(self._plan) == self._drafting.head_of(plan)
 
     def attach(self, requests: Sequence[Request], plan: DraftPlan) -> bool:
         """Whether the plan's head drafts for all of these requests on the device now."""

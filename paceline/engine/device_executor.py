@@ -97,10 +97,12 @@ class DeviceExecutor:
 
     def draft(self, plan: DraftPlan) -> DeviceDraft | None:
         """How the decoder drafts by this plan; None if it cannot."""
+        if plan in self._drafts:
+            return self._drafts[plan]
         decoder = self.decoder()
         if decoder is None or not plan.budget:
             return None
-        if plan not in self._drafts and len(self._drafts) < MAX_DRAFTS:
+        if len(self._drafts) < MAX_DRAFTS:
             draft = self._drafting.device_draft(plan)
             if draft is None or (draft.reads_texts and not decoder.supports_lookup):
                 return None

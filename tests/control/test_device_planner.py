@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -383,3 +384,24 @@ def test_one_request_is_believed_as_soon_after_a_crowd_as_after_another_one():
         after.append(chances.reached(1)[0])
     assert after[0] == pytest.approx(after[1], rel=0.05)
     assert after[1] < 0.5
+
+
+def test_moments_of_accepted_tokens_are_those_of_the_chances_by_depth():
+    estimate = ChainAcceptance(3, [0.9, 0.5, 0.8], 12).estimate()
+    for length in range(4):
+        reached = [1.0, *estimate.reached[:length], 0.0]
+        chances = [above - below for above, below in pairwise(reached)]  # [accepted tokens]
+        moments = [sum(chance * count**power for count, chance in enumerate(chances)) for power in (1, 2)]
+        assert [estimate.accepted[length], estimate.squared[length]] == pytest.approx(moments)
+
+
+def test_passes_that_are_counted_together_teach_about_as_much_as_one_by_one():
+    together, one_by_one = DevicePassCosts(), DevicePassCosts()
+    for costs in (together, one_by_one):
+        costs.expect(PLAIN, 4, 1.0)
+    for seconds in (1.2, 1.1, 1.3, 9.0, 1.2, 1.15):
+        together.observe(PLAIN, 4, 0, seconds)
+        one_by_one.observe(PLAIN, 4, 0, seconds)
+        one_by_one.seconds(PLAIN, 4, 0)
+    assert together.seconds(PLAIN, 4, 0) == pytest.approx(one_by_one.seconds(PLAIN, 4, 0), rel=0.03)
+    assert together.seconds(PLAIN, 4, 0) == pytest.approx(1.19, rel=0.05)

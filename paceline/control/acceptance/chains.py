@@ -4,36 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import numpy as np
 
 from paceline.control.config import CONFIG
-from paceline.control.cost import Float64Array
 from paceline.core.stats import DraftFacts, ShadowFacts
 
 
 class Counts:
-    """Tried and accepted tokens by depth, and requests with and without a draft. New drafts fade them."""
+    """Tried and accepted tokens by depth, and requests with and without a draft. New drafts fade them.
 
-    def __init__(self, tries: Float64Array, hits: Float64Array, asked: float, drafted: float) -> None:
+    Lists: for so few depths they are faster than arrays.
+    """
+
+    def __init__(self, tries: list[float], hits: list[float], asked: float, drafted: float) -> None:
         self.tries, self.hits = tries, hits  # [depth]
         self.asked, self.drafted = asked, drafted  # requests, and those of them with a draft
 
     def fade(self, factor: float, length: int, least: float) -> None:
         """Multiply the counts of the first `length` depths; those up to `least` stay."""
-        factors = np.where(self.tries[:length] > least, factor, 1.0)
-        self.tries[:length] *= factors
-        self.hits[:length] *= factors
+        for depth in range(length):
+            if self.tries[depth] > least:
+                self.tries[depth] *= factor
+                self.hits[depth] *= factor
         if self.asked > least:
             self.asked, self.drafted = factor * self.asked, factor * self.drafted
 
-    def add(self, tries: Float64Array, hits: Float64Array, asked: float, drafted: float) -> None:
-        """Add the counts of the first depths, and of requests."""
-        self.tries[: len(tries)] += tries
-        self.hits[: len(hits)] += hits
-        self.asked += asked
-        self.drafted += drafted
+    def add(
+        self, weight: float, tries: Sequence[float], hits: Sequence[float], asked: int, drafted: int
+    ) -> None:
+        """Add `weight` times the counts of the first depths, and of requests."""
+        for depth, (tried, hit) in enumerate(zip(tries, hits, strict=True)):
+            self.tries[depth] += weight * tried
+            self.hits[depth] += weight * hit
+        self.asked += weight * asked
+        self.drafted += weight * drafted
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What is expected of a draft, until more drafts are counted."""
+
+    share: float  # of requests that have a draft
+    reached: list[float]  # [depth] the chance that a draft is accepted down to there
+    accepted: list[float]  # [length] mean of the accepted tokens of a draft of this length
+    squared: list[float]  # [length] mean of their square
 
 
 @dataclass
@@ -58,18 +76,19 @@ class ChainAcceptance:
     def __init__(self, longest: int, chances: Sequence[float], weight: float, share: float = 1.0) -> None:
         """The prior: `chances` by depth (the last one holds for deeper tokens too), worth `weight` drafts;
         and the `share` of requests that have a draft."""
-        known = np.array([*chances[:longest], *[chances[-1]] * (longest - len(chances))])
-        tries = weight * np.cumprod([1.0, *known[:-1]])
-        self._usual = Counts(tries, tries * known, weight, weight * share)
-        self._recent = Counts(np.zeros(longest), np.zeros(longest), 0.0, 0.0)
+        known = [*chances[:longest], *[chances[-1]] * (longest - len(chances))]
+        tries = [weight * chance for chance in accumulate([1.0, *known[:-1]], mul)]
+        hits = [tried * chance for tried, chance in zip(tries, known, strict=True)]
+        self._usual = Counts(tries, hits, weight, weight * share)
+        self._recent = Counts([0.0] * longest, [0.0] * longest, 0.0, 0.0)
         self._new: dict[int, NewDrafts] = {}  # by length, not counted yet
-        self._reached: list[float] = []  # by depth, until the next drafts are counted
+        self._estimate: Estimate | None = None  # None: drafts were counted since it was made
 
     def add(self, drafts: Sequence[DraftFacts], requests: int, length: int) -> None:
         """Count the drafts of a pass in which each of `requests` could have a draft of this length."""
         if length not in self._new:
             self._new[length] = NewDrafts([0] * (length + 1), [0] * length)
-        new, self._reached = self._new[length], []
+        new, self._estimate = self._new[length], None
         new.requests += requests
         new.passes += 1
         for draft in drafts:
@@ -82,9 +101,10 @@ class ChainAcceptance:
     def _count_new(self) -> None:
         """Count the drafts of the last passes, together: there is no time for it in every pass."""
         for new in self._new.values():
-            reached = np.cumsum(new.accepted[::-1])[::-1].astype(np.float64)  # [depth] accepted down to it
+            reached = [*accumulate(reversed(new.accepted))][::-1]  # [depth] drafts accepted down to it
             reached[0] = new.requests
-            self._count(reached[:-1] - new.untried, reached[1:], new.requests, new.drafted, new.passes)
+            tries = [count - untried for count, untried in zip(reached, new.untried, strict=False)]
+            self._count(tries, reached[1:], new.requests, new.drafted, new.passes)
         self._new = {}
 
     def fade_recent(self, remaining: float) -> None:
@@ -92,82 +112,86 @@ class ChainAcceptance:
         answers that follow, and if drafting has stopped, nothing else would ever correct them."""
         self._count_new()
         self._recent.fade(remaining, len(self._recent.tries), least=0.0)
-        self._reached = []
+        self._estimate = None
 
     def add_shadow(self, shadow: ShadowFacts) -> None:
         """Count shadow drafts."""
         length = min(len(self._usual.tries), len(shadow.tries))
-        self._count(np.array(shadow.tries[:length]), np.array(shadow.hits[:length]), 0, 0, 1)
+        self._count(shadow.tries[:length], shadow.hits[:length], 0, 0, 1)
 
     def _count(
-        self, tries: Float64Array, hits: Float64Array, requests: int, drafted: int, passes: int
+        self, tries: Sequence[float], hits: Sequence[float], requests: int, drafted: int, passes: int
     ) -> None:
         """Fade the counts, and add those of `passes` passes. To the usual counts each pass adds one draft in
         all: sixteen requests at once say no more of later texts than one."""
         if tries[0] <= 0:
             return
-        self._reached = []
+        self._estimate = None
         self._usual.fade(CONFIG.chains.fade**passes, len(tries), least=1.0)  # never to nothing
         self._recent.fade(CONFIG.chains.recent_fade**passes, len(tries), least=0.0)
-        self._recent.add(tries, hits, requests, drafted)
-        share = passes / tries[0]
-        self._usual.add(share * tries, share * hits, share * requests, share * drafted)
+        self._recent.add(1.0, tries, hits, requests, drafted)
+        self._usual.add(passes / tries[0], tries, hits, requests, drafted)
 
-    @property
-    def share(self) -> float:
-        """The fraction of requests that have a draft."""
-        self._count_new()
-        weight, recent = CONFIG.chains.usual_weight, self._recent
-        usual = self._usual.drafted / self._usual.asked
-        return float((recent.drafted + weight * usual) / (recent.asked + weight))
+    def estimate(self) -> Estimate:
+        """What is expected of the next drafts."""
+        if self._estimate is None:
+            self._count_new()
+            weight, recent = CONFIG.chains.usual_weight, self._recent
+            usual = self._usual.drafted / self._usual.asked
+            chances = self._usual_chances()
+            odds = self._recent_odds(chances)
+            reached = [*accumulate([odds * each / (1.0 - each + odds * each) for each in chances], mul)]
+            squares = [(2 * depth + 1) * chance for depth, chance in enumerate(reached)]
+            self._estimate = Estimate(
+                share=(recent.drafted + weight * usual) / (recent.asked + weight),
+                reached=reached,
+                accepted=[0.0, *accumulate(reached)],
+                squared=[0.0, *accumulate(squares)],
+            )
+        return self._estimate
 
     def reached(self, length: int) -> list[float]:
         """[depth] The chance that a draft of this length is accepted down to there."""
-        if not self._reached:
-            self._count_new()
-            chances = self._usual_chances()
-            odds = self._recent_odds(chances)
-            self._reached = (odds * chances / (1.0 - chances + odds * chances)).cumprod().tolist()
-        return self._reached[:length]
+        return self.estimate().reached[:length]
 
-    def _recent_odds(self, chances: Float64Array) -> float:
+    def _recent_odds(self, chances: list[float]) -> float:
         """The odds of recent tokens to be accepted, over those that `chances` [depth] give them."""
         recent = self._recent
-        tries, hits, expected = recent.tries.sum(), recent.hits.sum(), recent.tries @ chances
+        tries, hits = sum(recent.tries), sum(recent.hits)
         if not tries:
             return 1.0
+        expected = sum([tried * chance for tried, chance in zip(recent.tries, chances, strict=True)])
         usual = CONFIG.chains.usual_weight / tries  # tokens that went as usual, over the recent ones
         accepted = (hits + usual * expected) / expected
         rejected = (tries - hits + usual * (tries - expected)) / (tries - expected)
-        return float(accepted / rejected)
+        return accepted / rejected
 
-    def _usual_chances(self) -> Float64Array:
+    def _usual_chances(self) -> list[float]:
         """[depth] The usual acceptance; where there are few counts, mostly that of the depth above."""
-        parent, chances = CONFIG.chains.parent_weight, []
-        chance = float(self._usual.hits[0] / self._usual.tries[0])
-        for hits, tries in zip(self._usual.hits.tolist(), self._usual.tries.tolist(), strict=True):
+        parent, unsure, chances = CONFIG.chains.parent_weight, CONFIG.chains.least_chance, []
+        chance = self._usual.hits[0] / self._usual.tries[0]
+        for hits, tries in zip(self._usual.hits, self._usual.tries, strict=True):
             chance = (hits + parent * chance) / (tries + parent)
-            chances.append(chance)
-        unsure = CONFIG.chains.least_chance
-        return np.array(chances).clip(unsure, 1.0 - unsure)
+            chances.append(min(max(chance, unsure), 1.0 - unsure))
+        return chances
 
     def facts(self) -> dict[str, list[float]]:
         """The usual counts as JSON values."""
         self._count_new()
         usual = self._usual
         drafted = [float(usual.asked), float(usual.drafted)]
-        return {"tries": usual.tries.tolist(), "hits": usual.hits.tolist(), "drafted": drafted}
+        return {"tries": list(usual.tries), "hits": list(usual.hits), "drafted": drafted}
 
     def begin_with(self, facts: Mapping[str, Any]) -> None:
         """Start from these facts. KeyError, ValueError or TypeError if they make no sense."""
-        tries, hits = (np.array(facts[name], dtype=np.float64) for name in ("tries", "hits"))
-        is_sound = tries.shape == hits.shape == self._usual.tries.shape
-        if not is_sound or not (hits >= 0.0).all() or not (hits <= tries).all() or not (tries > 0.0).all():
+        tries, hits = ([float(count) for count in facts[name]] for name in ("tries", "hits"))
+        pairs = zip(hits, tries, strict=True)
+        if len(tries) != len(self._usual.tries) or not all(0.0 <= hit <= tried > 0.0 for hit, tried in pairs):
             raise ValueError("these are not counts of drafts")
         asked, drafted = (float(count) for count in facts["drafted"])
         if not 0.0 <= drafted <= asked or not asked > 0.0:
             raise ValueError("these are not counts of requests")
-        self._usual, self._reached = Counts(tries, hits, asked, drafted), []
+        self._usual, self._estimate = Counts(tries, hits, asked, drafted), None
 
 
 def known_chances(known: Mapping[str, Any], drafter: str, greedy: bool) -> list[float]:

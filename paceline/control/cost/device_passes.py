@@ -2,8 +2,8 @@
 
 The estimate is the time measured at start-up, when nothing else ran and contexts were empty, plus two
 numbers (`Drift`): what passes of all plans take longer under this load, and how this plan differs from that.
-Each pass updates both by a Kalman filter, the more uncertain one more. So the estimates of plans that are not
-used follow the traffic too.
+A Kalman filter updates both, the more uncertain one more. So the estimates of plans that are not used follow
+the traffic too. Passes are only noted when they end, and counted together when an estimate is asked for.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from paceline.control.config import CONFIG
@@ -44,11 +45,14 @@ class DevicePassCosts:
         self._seen: dict[Kind, tuple[float, int]] = {}  # mean seconds, and of how many passes
         self._drifts: dict[Load, Drift] = {}  # of all plans
         self._own_drifts: dict[Kind, Drift] = {}  # of one plan, added to that of all
+        self._guesses: dict[Load, Drift] = {}  # of loads without passes, until the next pass is counted
+        self._new: tuple[Kind, list[float]] = ((PLAIN, 1, 0), [])  # seconds of the last passes, not counted
         self._catch_up_on_device: float | None = None  # seconds per token, measured at start-up
         self._catch_up_on_host: float | None = None  # seconds per token, moving mean
 
     def knows(self, plan: DraftPlan, requests: int, context: int) -> bool:
         """Whether such a pass was ever timed, or one of this many requests at start-up."""
+        self._count_new()
         return (plan, requests) in self._measured or (plan, requests, context) in self._seen
 
     def max_requests(self, plan: DraftPlan) -> float:
@@ -57,45 +61,60 @@ class DevicePassCosts:
 
     def expect(self, plan: DraftPlan, requests: int, seconds: float) -> None:
         """Add a measurement of start-up, when nothing else ran."""
+        self._guesses = {}
         self._measured[plan, requests] = seconds
         self._max_requests[plan] = max(requests, self._max_requests.get(plan, 0))
 
     def observe(self, plan: DraftPlan, requests: int, context: int, seconds: float) -> None:
-        """Update from a pass. One that took much longer than usual is clipped, or does not count."""
-        config, usual, count = CONFIG.device_passes, seconds, 0
+        """Note a pass."""
         kind = plan, requests, context
-        is_measured = (plan, requests) in self._measured
-        if kind in self._seen:
-            usual, count = self._seen[kind]
-        if is_measured:
+        if self._new[0] != kind or len(self._new[1]) == CONFIG.device_planner.hold:
+            self._count_new()
+            self._new = kind, []
+        self._new[1].append(seconds)
+
+    def _count_new(self) -> None:
+        """Update from the median of the last passes, all of one kind: single slow ones do not count."""
+        (kind, passes), config = self._new, CONFIG.device_passes
+        if not passes:
+            return
+        self._new, self._guesses = (kind, []), {}
+        middle, number = median(passes), len(passes)
+        usual, count = self._seen.get(kind, (middle, 0))
+        if kind[:2] in self._measured:
             usual = self.seconds(*kind)
-            if not self._observe_drift(kind, min(seconds, config.max_outlier * usual) - usual):
-                return
-        rate = max(config.rate, 1 / (1 + count))
-        mean = usual + rate * (min(seconds, config.max_outlier * usual) - usual)
-        self._seen[kind] = mean, count + 1
+        middle = min(middle, config.max_outlier * usual)
+        if kind[:2] not in self._measured or self._observe_drift(kind, middle - usual, number):
+            rate = max(1.0 - (1.0 - config.rate) ** number, number / (number + count))
+            self._seen[kind] = usual + rate * (middle - usual), count + number
 
-    def _observe_drift(self, kind: Kind, seconds: float) -> bool:
-        """Update the shared drift and this plan's own from a pass that took `seconds` more than expected.
+    def _observe_drift(self, kind: Kind, seconds: float, number: int) -> bool:
+        """Update the shared drift and this plan's own from passes that took `seconds` more than expected.
 
-        False if the pass is outside of the validation gate, and so does not count.
-
-        The gate widens with every such pass, so that what passes take from now on is learned at last.
+        False if they are outside of the validation gate, and so do not count. The gate widens with every such
+        pass, so that what passes take from now on is learned at last.
         """
         config, (_, requests, context) = CONFIG.device_passes, kind
         error = seconds / self._unit(requests)
-        shared = self._drifts.get((requests, context))
-        if shared is None:
-            shared = self._drifts[requests, context] = self._nearest_drift(requests, context)
+        shared = self._drifts.setdefault((requests, context), self._shared_drift(requests, context))
         own = self._own_drifts.setdefault(kind, Drift(0.0, config.own_deviation**2))
-        shared.variance += config.drift**2
-        own.variance += config.own_drift**2
-        total = shared.variance + own.variance + config.noise**2
+        shared.variance += number * config.drift**2
+        own.variance += number * config.own_drift**2
+        total = shared.variance + own.variance + config.noise**2 / number
         if error > config.gate * math.sqrt(total):
             return False
         shared.update(error, total)
         own.update(error, total)
         return True
+
+    def _shared_drift(self, requests: int, context: int) -> Drift:
+        """What passes of all plans take longer under this load, learned or guessed."""
+        load = requests, context
+        if load in self._drifts:
+            return self._drifts[load]
+        if load not in self._guesses:
+            self._guesses[load] = self._nearest_drift(requests, context)
+        return self._guesses[load]
 
     def _nearest_drift(self, requests: int, context: int) -> Drift:
         """The first guess under a load: what was learned under the nearest one, or by an earlier engine."""
@@ -143,6 +162,7 @@ class DevicePassCosts:
 
     def facts(self) -> dict[str, Any]:
         """What passes in traffic took, as JSON values; start-up times are measured anew."""
+        self._count_new()
         seen = [
             [kind[0].label, *kind[1:], self.seconds(*kind), count] for kind, (_, count) in self._seen.items()
         ]
@@ -166,12 +186,13 @@ class DevicePassCosts:
 
     def seconds(self, plan: DraftPlan, requests: int, context: int) -> float:
         """Of such a pass: as measured and learned, or the mean, or that of the nearest kind of pass."""
+        self._count_new()
         kind = plan, requests, context
-        if (plan, requests) in self._measured:
-            measured = self._measured[plan, requests]
-            shared = self._drifts.get((requests, context)) or self._nearest_drift(requests, context)
-            own = self._own_drifts.get(kind, Drift())
-            return max(measured + (shared.value + own.value) * self._unit(requests), 0.5 * measured)
+        measured = self._measured.get((plan, requests))
+        if measured is not None:
+            own = self._own_drifts.get(kind)
+            drift = self._shared_drift(requests, context).value + (0.0 if own is None else own.value)
+            return max(measured + drift * self._unit(requests), 0.5 * measured) if drift else measured
         if kind in self._seen:
             return self._seen[kind][0]
         per_token = CONFIG.device_passes.guess_per_token

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from paceline.control.acceptance.chains import ChainAcceptance, known_chances
@@ -21,9 +22,10 @@ class Arm:
     attaches: bool = False  # with a head: it must compute all tokens of a request before it drafts for it
 
 
-def drafting_parts(plan: DraftPlan) -> list[DraftPlan]:
+@lru_cache(maxsize=64)
+def drafting_parts(plan: DraftPlan) -> tuple[DraftPlan, ...]:
     """The plan, and its `otherwise`, which drafts where the plan itself does not; empty if it is plain."""
-    return [part for part in (plan, plan.second()) if part.budget]
+    return tuple([part for part in (plan, plan.second()) if part.budget])
 
 
 def device_arms(head: str | None, lookup: str | None, longest: Mapping[str, int]) -> list[Arm]:

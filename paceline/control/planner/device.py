@@ -11,8 +11,10 @@ shadow drafts (engine/shadow.py), which cost the device nothing. Other arms are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from paceline.control.acceptance.chains import ChainAcceptance
@@ -49,11 +51,13 @@ def best_arm(arms: Mapping[DraftPlan, ArmEstimate], present: DraftPlan, is_trial
     """The plan with most tokens per second. Plain decoding, and the present plan unless it was a trial, are
     left only for a gain beyond a margin."""
     config = CONFIG.device_planner
-    rates = {plan: estimate.rate for plan, estimate in arms.items()}
-    best = max(rates, key=lambda plan: rates[plan] / (config.start_margin if plan.budget else 1.0))
-    present_rate = rates.get(present, 0.0)
-    is_small_gain = rates[best] < config.switch_margin * present_rate and not is_trial
-    return present if best.budget and is_small_gain and present_rate > rates[PLAIN] else best
+    rates = [(arm.rate / (config.start_margin if plan.budget else 1.0), plan) for plan, arm in arms.items()]
+    _, best = max(rates, key=itemgetter(0))
+    if is_trial or not best.budget or best == present or present not in arms:
+        return best
+    present_rate = arms[present].rate
+    is_small_gain = arms[best].rate < config.switch_margin * present_rate
+    return present if is_small_gain and present_rate > arms[PLAIN].rate else best
 
 
 class DevicePlanner:
@@ -74,6 +78,8 @@ class DevicePlanner:
         self._plan = PLAIN if self.shadow else max(guesses, key=guesses.__getitem__)
         self._pass = self._next_choice = self._changed_at = 0  # counts passes
         self._is_trial = False
+        self._expected_seconds = math.inf  # of a pass, at the last choice
+        self.choices = 0  # so far
         self.reason = "gain"  # of the last choice
         self.gain: float | None = None  # of the last choice; None: one of its two arms was not timed
 
@@ -128,6 +134,8 @@ class DevicePlanner:
         chosen = self._explorer.pick(best, arms) if may_try else best
         self._is_trial = chosen != best
         self.reason = "probe" if self._is_trial else "gain" if best.budget else "no gain"
+        self.choices += 1
+        self._expected_seconds = arms[chosen].seconds
         is_timed = arms[chosen].is_timed and arms[PLAIN].is_timed
         self.gain = arms[chosen].rate / arms[PLAIN].rate if is_timed else None
         if chosen != self._plan:
@@ -187,8 +195,8 @@ class DevicePlanner:
             self._acceptance[part.drafter or "", greedy].add(drafts, asked, part.levels)
             asked -= sum([draft.count for draft in drafts])
         # the first passes compile and capture graphs: that earns no time for trials
-        usual = CONFIG.device_passes.max_outlier * self.seconds(plan)
-        self._explorer.observe(plan, self._pass, min(stats.total_time, usual))
+        longest = CONFIG.device_passes.max_outlier * self._expected_seconds
+        self._explorer.observe(plan, self._pass, min(stats.total_time, longest))
         has_settled = self._pass - self._changed_at > CONFIG.device_planner.settle_passes
         is_usual = self._load.is_settled and not stats.prefill_tokens and not stats.disturbed
         is_timed = has_settled and is_usual and plan == self._plan
@@ -211,20 +219,13 @@ class DevicePlanner:
     def tokens(self, plan: DraftPlan) -> float:
         """Expected new tokens of a pass by this plan, for one request, as far as they shorten the time of
         all."""
-        reached = self._reached(plan)
-        accepted = sum(reached)
-        squared = sum([(2 * depth + 1) * chance for depth, chance in enumerate(reached)])
-        return self._load.tokens(1.0 + accepted, squared - accepted**2)
-
-    def _reached(self, plan: DraftPlan) -> list[float]:
-        """[depth] The chance that a request's draft is accepted down to there."""
-        reached, share = [0.0] * plan.levels, 1.0  # `share` of the requests have no draft yet
+        accepted, squared, share = 0.0, 0.0, 1.0  # `share` of the requests have no draft yet
         for part in drafting_parts(plan):
-            acceptance = self._acceptance[part.drafter or "", self._load.greedy]
-            for depth, chance in enumerate(acceptance.reached(part.levels)):
-                reached[depth] += share * chance
-            share -= share * acceptance.share
-        return reached
+            estimate = self._acceptance[part.drafter or "", self._load.greedy].estimate()
+            accepted += share * estimate.accepted[part.levels]
+            squared += share * estimate.squared[part.levels]
+            share -= share * estimate.share
+        return self._load.tokens(1.0 + accepted, squared - accepted**2)
 
     def seconds(self, plan: DraftPlan) -> float:
         """Expected seconds of a pass by this plan under the present load."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
@@ -135,6 +136,7 @@ class DeviceLoad:
         self.replaced += rate * (is_followed - self.replaced)
 
 
+@lru_cache(maxsize=64)
 def expected_maximum(count: float) -> float:
     """The expected maximum of `count` standard normal numbers (Blom's approximation)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
