@@ -124,8 +124,7 @@ class DeviceExplorer:
             return best
         oldest = min(others, key=self._last_used.__getitem__)
         config, present, other = CONFIG.explorer, arms[best], arms[oldest]
-        lost = config.trial_passes * max(0.0, other.seconds - present.seconds / present.tokens)
-        lost += other.catch_up
+        lost = config.trial_passes * max(0.0, other.seconds - other.tokens / present.rate) + other.catch_up
         if not self.budget.can_afford(lost):
             return best
         self.budget.spend(lost)
