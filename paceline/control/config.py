@@ -147,7 +147,7 @@ class ExplorerConfig:
     cheap_promise: float = 0.5  # tokens that a cheap probe must promise to replace the chosen draft
     # on the device: trials of a few passes
     device_share: float = 0.01  # of all time
-    trial_passes: int = 6  # after those that settle
+    device_saved: float = 8  # passes' time that can be saved up: a head is attached, and tried
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,7 @@ class DeviceCostConfig:
     max_outlier: float = 2.0  # ratio to the usual seconds at which an observation is clipped
     # standard deviations; a pass that takes longer does not count: it waited for another process's kernels
     gate: float = 3.0
-    # a head's catching up, which the device computes and the host prepares
-    catch_up_guess: float = 0.001  # plain passes per token, before it was measured
-    catch_up_rate: float = 0.2  # step size of the host's seconds per token
-    catch_up_tokens: int = 512  # a pass over fewer tokens takes the host as long as over these
-    max_catch_up: float = 4.0  # the host's seconds per token, in those of the device, at most
+    catch_up_guess: float = 0.001  # plain passes per token of a head's catching up, before it was measured
 
 
 @dataclass(frozen=True)
@@ -52,8 +48,6 @@ class DevicePlannerConfig:
     attach_cost: float = 4  # plain passes: a head is attached after the pipeline was drained
     # the tokens over which the cost of a head's catching up is spread
     usual_output: float = 0.6  # of max_tokens, before an output has ended
-    # up to this many requests in prefill it is not charged: their prompts take little of the time
-    few_requests: int = 4
     least_output: float = 0.25  # of a usual output: the least that is still expected of a request
     end_rate: float = 0.05  # step size of what is learned from each output that ends
     # arms: few, because graphs are captured for each

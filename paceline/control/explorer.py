@@ -101,7 +101,7 @@ class DeviceExplorer:
 
     def __init__(self, plans: Sequence[DraftPlan], shadow: DraftPlan | None) -> None:
         """`shadow`: the plan of the shadow drafts beside plain passes, which spare trials."""
-        self.budget = TimeBudget(CONFIG.explorer.device_share)
+        self.budget = TimeBudget(CONFIG.explorer.device_share, max_saved=CONFIG.explorer.device_saved)
         self._shadow = shadow
         self._last_used = dict.fromkeys(plans, 0)  # the last pass by each plan
 
@@ -112,7 +112,8 @@ class DeviceExplorer:
 
     def pick(self, best: DraftPlan, arms: Mapping[DraftPlan, ArmEstimate]) -> DraftPlan:
         """A plan whose passes were never timed under this load, the one that was not used for longest if
-        there is time to try it, or `best`. Time for a trial is paid here."""
+        there is time to try it, or `best`. Time for a trial is paid here: what it is expected to lose. If it
+        loses more, the acceptance model expects less of the plan, and the next trial costs more."""
         for plan, estimate in arms.items():
             if not estimate.is_timed:
                 return plan
@@ -123,8 +124,10 @@ class DeviceExplorer:
         if not others:
             return best
         oldest = min(others, key=self._last_used.__getitem__)
-        config, present, other = CONFIG.explorer, arms[best], arms[oldest]
-        lost = config.trial_passes * max(0.0, other.seconds - other.tokens / present.rate) + other.catch_up
+        present, other = arms[best], arms[oldest]
+        lost = other.catch_up + CONFIG.device_planner.hold * max(
+            0.0, other.seconds - other.tokens / present.rate
+        )
         if not self.budget.can_afford(lost):
             return best
         self.budget.spend(lost)

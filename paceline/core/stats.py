@@ -84,8 +84,6 @@ class StepStats:
     asked: frozenset[tuple[str, int]] = frozenset()
     draft_calls: tuple[DraftCall, ...] = ()
     shadow: ShadowFacts | None = None  # of a plain pass on the device
-    caught_up: int = 0  # tokens that a head on the device has caught up with since the last step
-    catch_up_time: float = 0.0  # seconds of the host, part of plan_time
     draft_failures: int = 0  # drafters that raised
     control: ControlFacts | None = None  # None: the controller had nothing to decide
     running: int = 0

@@ -6,7 +6,7 @@ of passes. So one head is attached at a time, and its requests are detached befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from paceline.core.request import Request
 from paceline.core.trees import PLAIN, DraftPlan
@@ -16,13 +16,10 @@ from paceline.engine.drafting import Drafting
 class AttachedHead:
     """The head in use on the device, if any, and its requests."""
 
-    def __init__(self, drafting: Drafting, clock: Callable[[], float]) -> None:
+    def __init__(self, drafting: Drafting) -> None:
         self._drafting = drafting
         self._requests: dict[Request, None] = {}
-        self._prefilled: set[Request] = set()  # prefilled ahead, not attached yet
         self._plan = PLAIN  # of the head
-        self._clock = clock
-        self._caught_up, self._seconds = 0, 0.0  # tokens, and the host's time, since `take_catch_up`
 
     def is_by(self, plan: DraftPlan) -> bool:
         """Whether it is the plan's head, or neither is there."""
@@ -31,13 +28,8 @@ class AttachedHead:
     def attach(self, requests: Sequence[Request], plan: DraftPlan) -> bool:
         """Whether the plan's head drafts for all of these requests on the device now."""
         new = [request for request in requests if request not in self._requests and not request.undrafted]
-        if new:
-            start = self._clock()
-            if not self._drafting.attach(plan, new):
-                return False
-            missing = [request for request in new if request not in self._prefilled]
-            self._note(missing, self._clock() - start if missing else 0.0)
-            self._prefilled.difference_update(new)
+        if new and not self._drafting.attach(plan, new):
+            return False
         self._requests.update(dict.fromkeys(new))
         self._plan = plan
         return True
@@ -45,20 +37,7 @@ class AttachedHead:
     def prefill_ahead(self, coming: Sequence[Request], plan: DraftPlan) -> None:
         """Let the plan's head prefill these requests after the pass that ends their prefill."""
         if coming:
-            start = self._clock()
             self._drafting.prefill_ahead(plan, coming)
-            self._note(coming, self._clock() - start)
-            self._prefilled.update(coming)
-
-    def _note(self, requests: Sequence[Request], seconds: float) -> None:
-        self._caught_up += sum([len(request.token_ids) for request in requests])
-        self._seconds += seconds
-
-    def take_catch_up(self) -> tuple[int, float]:
-        """Tokens that the head has caught up with since the last call, and the host's seconds for them."""
-        taken = self._caught_up, self._seconds
-        self._caught_up, self._seconds = 0, 0.0
-        return taken
 
     def detach(self) -> None:
         """Return the requests to the host."""
@@ -71,7 +50,6 @@ class AttachedHead:
     def forget_finished(self) -> None:
         """Drop the requests that have ended."""
         self._requests = {request: None for request in self._requests if not request.finished}
-        self._prefilled = {request for request in self._prefilled if not request.finished}
 
     def drop(self) -> None:
         """Forget all requests: a pass failed, or the keys and values of the head are void."""

@@ -13,7 +13,6 @@ page writes to it in a later pass.
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -53,7 +52,6 @@ class DeviceExecutor:
         make: Callable[[], AsyncDecoder | None],
         drafting: Drafting,
         kv: KVCache,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`make` makes the backend's decoder; None if the backend has none."""
         self._make = make
@@ -67,7 +65,7 @@ class DeviceExecutor:
         self._joined: dict[Request, int] = {}  # requests in the decoder: their passes in flight
         # requests whose texts were written to the device: the slots, and the tokens that were known then
         self._with_texts: dict[Request, tuple[int, int]] = {}
-        self._head = AttachedHead(drafting, clock)
+        self._head = AttachedHead(drafting)
         self._last_plan = PLAIN
         self._optimistic = OptimisticDrafts(drafting)
         self.shadow = ShadowDrafts(drafting)
@@ -305,10 +303,6 @@ class DeviceExecutor:
             self._write_texts(decoder, coming)
         if not draft.from_texts:
             self._head.prefill_ahead([request for request in coming if not request.undrafted], plan)
-
-    def take_catch_up(self) -> tuple[int, float]:
-        """Tokens that a head has caught up with since the last call, and the host's seconds for them."""
-        return self._head.take_catch_up()
 
     def prepare(self, plan: DraftPlan) -> Mapping[int, float]:
         """Warm up: capture and compile for this plan. The seconds of its passes, by number of requests."""

@@ -87,9 +87,7 @@ class Engine:
             self._controller,
             Verification(rule, limits.vocab_size),
         )
-        self._device = DeviceExecutor(
-            self._make_decoder if samples else _no_decoder, self._drafting, self.kv, clock
-        )
+        self._device = DeviceExecutor(self._make_decoder if samples else _no_decoder, self._drafting, self.kv)
         self._overlap = OverlapScheduler(
             self.scheduler,
             self._device,
@@ -313,7 +311,6 @@ class Engine:
         gained = [len(delta.token_ids) for delta in deltas]
         add_pass(stats, result.parts, result.shapes, result.verdicts, gained, timer.seconds)
         stats.draft_calls, stats.shadow = self._drafting.take_calls(), self._device.shadow.take()
-        stats.caught_up, stats.catch_up_time = self._device.take_catch_up()
         preemptions, failures = self._counted
         self._counted = self.scheduler.num_preemptions, self._drafting.failures
         stats.preemptions, stats.draft_failures = self._counted[0] - preemptions, self._counted[1] - failures

@@ -47,8 +47,7 @@ class DevicePassCosts:
         self._own_drifts: dict[Kind, Drift] = {}  # of one plan, added to that of all
         self._guesses: dict[Load, Drift] = {}  # of loads without passes, until the next pass is counted
         self._new: tuple[Kind, list[float]] = ((PLAIN, 1, 0), [])  # seconds of the last passes, not counted
-        self._catch_up_on_device: float | None = None  # seconds per token, measured at start-up
-        self._catch_up_on_host: float | None = None  # seconds per token, moving mean
+        self._catch_up: float | None = None  # seconds per token, measured at start-up
 
     def knows(self, plan: DraftPlan, requests: int, context: int) -> bool:
         """Whether such a pass was ever timed, or one of this many requests at start-up."""
@@ -134,31 +133,14 @@ class DevicePassCosts:
         return self._measured.get((PLAIN, requests), 1e-3)
 
     def expect_catch_up(self, seconds: float) -> None:
-        """Add the seconds per token of a head's catching up on the device, measured at start-up."""
-        self._catch_up_on_device = seconds
-
-    def observe_catch_up(self, tokens: int, seconds: float) -> None:
-        """Update from the seconds in which the host has launched a head's passes over these tokens.
-
-        A pass over few tokens takes the host as long as one over many, and the first may compile: neither
-        says what a token costs in a large pass.
-        """
-        config, known = CONFIG.device_passes, self._catch_up_on_host
-        each = seconds / max(tokens, config.catch_up_tokens)
-        each = min(each, config.max_catch_up * self._device_catch_up())
-        self._catch_up_on_host = each if known is None else known + config.catch_up_rate * (each - known)
-
-    def _device_catch_up(self) -> float:
-        """Seconds per token of a head's catching up on the device, measured or guessed."""
-        if self._catch_up_on_device is not None:
-            return self._catch_up_on_device
-        return CONFIG.device_passes.catch_up_guess * self.seconds(PLAIN, 1, 0)
+        """Add the seconds per token of a head's catching up, measured at start-up."""
+        self._catch_up = seconds
 
     def catch_up(self) -> float:
-        """Seconds per token of a head's catching up: of the device, and of the host, which then launches
-        nothing else."""
-        device, host = self._device_catch_up(), self._catch_up_on_host
-        return device + (device if host is None else host)
+        """Seconds per token of a head's catching up, measured or guessed."""
+        if self._catch_up is not None:
+            return self._catch_up
+        return CONFIG.device_passes.catch_up_guess * self.seconds(PLAIN, 1, 0)
 
     def facts(self) -> dict[str, Any]:
         """What passes in traffic took, as JSON values; start-up times are measured anew."""
@@ -166,7 +148,7 @@ class DevicePassCosts:
         seen = [
             [kind[0].label, *kind[1:], self.seconds(*kind), count] for kind, (_, count) in self._seen.items()
         ]
-        return {"passes": seen, "catch_up": self._catch_up_on_host}
+        return {"passes": seen}
 
     def begin_with(self, facts: Mapping[str, Any], plans: Iterable[DraftPlan]) -> None:
         """Start from these facts, as far as they are about `plans`. KeyError, ValueError or TypeError if they
@@ -180,8 +162,6 @@ class DevicePassCosts:
             weight = min(int(count), CONFIG.device_passes.measured_weight)
             if label in by_label:
                 seen[by_label[label], int(requests), int(context)] = float(seconds), weight
-        host = facts["catch_up"]
-        self._catch_up_on_host = None if host is None else float(host)
         self._seen = seen
 
     def seconds(self, plan: DraftPlan, requests: int, context: int) -> float:

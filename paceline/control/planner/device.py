@@ -140,8 +140,7 @@ class DevicePlanner:
         self.gain = arms[chosen].rate / arms[PLAIN].rate if is_timed else None
         if chosen != self._plan:
             self._plan, self._changed_at = chosen, self._pass
-        trial = CONFIG.explorer.trial_passes + config.settle_passes
-        self._next_choice = self._pass + (trial if self._is_trial else config.hold)
+        self._next_choice = self._pass + config.hold
 
     def _estimates(self) -> dict[DraftPlan, ArmEstimate]:
         """Of the arms that fit."""
@@ -167,23 +166,20 @@ class DevicePlanner:
     def _catch_up(self) -> tuple[float, float]:
         """Seconds until the head can draft for all present requests, and per token that they get.
 
-        If it must be attached to requests that decode, passes in flight end first. In steady traffic the
-        prompts of later requests count instead of the present ones: a share `replaced` of the cost.
+        The host prepares it while the device prefills. If the head must be attached to requests that decode,
+        passes in flight end first. In steady traffic the prompts of later requests count instead of the
+        present ones: a share `replaced` of the cost.
         """
         load, each = self._load, self._costs.catch_up()
         is_attached = self.arms[self._plan].attaches or not load.is_decoding
         seconds = load.catch_up(is_attached) * each
         if not is_attached:
             seconds += CONFIG.device_planner.attach_cost * self.seconds(PLAIN)
-        if is_attached and load.requests <= CONFIG.device_planner.few_requests:
-            return seconds, 0.0
         present, later = seconds / load.tokens_left, load.prompt_per_token * load.requests * each
         return seconds, present + load.replaced * (later - present)
 
     def observe(self, plan: DraftPlan, stats: StepStats) -> None:
         """Learn from a pass by a plan."""
-        if stats.caught_up:
-            self._costs.observe_catch_up(stats.caught_up, stats.catch_up_time)
         if plan not in self.arms:
             return
         shadow, greedy = stats.shadow, self._load.greedy
