@@ -269,6 +269,17 @@ class MedusaRunner(Protocol):
         ...
 
 
+class AssistantRunner(Protocol):
+    """A loaded assistant, which reads the pool of its target and writes nothing."""
+
+    def run(self, batch: ForwardBatch, states: Float32Array) -> HeadOutput:
+        """Logits and states of all rows, given the states that they read: [rows, the target's hidden size].
+
+        A row sees the committed tokens of its request, and no other row.
+        """
+        ...
+
+
 def first_slots(pool: KVPool, page_size: int, rows: int) -> HeadBatch:
     """A pass of a head over the first slots of a request, which read features that its pool keeps."""
     count = np.arange(rows, dtype=np.int32)

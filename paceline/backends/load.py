@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from paceline.backends.base import Backend, BlockRunner, HeadRunner, MedusaRunner
+from paceline.backends.base import AssistantRunner, Backend, BlockRunner, HeadRunner, MedusaRunner
 from paceline.backends.options import BackendOptions
 from paceline.errors import BackendError, ConfigError
 from paceline.extras import needs_extra
 from paceline.models.checkpoint import Checkpoint
+from paceline.models.heads.assistant import AssistantCheckpoint
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.medusa import MedusaCheckpoint, NumpyMedusa
 from paceline.models.lora import Adapter
@@ -71,6 +72,19 @@ def load_medusa_runner(
 ) -> MedusaRunner:
     """A runner of Medusa heads beside the loaded target, on the backend that the options name."""
     return _MEDUSA_LOADERS[options.name](checkpoint, beside)
+
+
+def load_assistant_runner(checkpoint: AssistantCheckpoint, beside: Backend) -> AssistantRunner:
+    """A runner of the assistant beside its target. ConfigError where the backend has none."""
+    if beside.name != "torch":
+        raise ConfigError(
+            f"the {beside.name} backend does not run assistants. Use --backend torch, or another method."
+        )
+    from paceline.backends.torch_assistant_runner import TorchAssistantRunner
+    from paceline.backends.torch_backend import TorchBackend
+
+    assert isinstance(beside, TorchBackend)
+    return TorchAssistantRunner.load(checkpoint, beside)
 
 
 def _load_cpu(

@@ -122,9 +122,9 @@ class GuessedTree:
         self._states.update(zip(self.tree.frontier, states.copy(), strict=True))
         self.tree.grow(logits)
 
-    def states_of(self, part: Part) -> list[Float32Array]:
-        """The states that the rows of a part read: those of their parents."""
-        return [self._states[self.tree.parents[node]] for node in part.nodes]
+    def states_of(self, nodes: Sequence[int]) -> list[Float32Array]:
+        """The states that these nodes read: those of their parents."""
+        return [self._states[self.tree.parents[node]] for node in nodes]
 
 
 class HeadDrafter(PagedHeadDrafter[HeadRunner]):
@@ -157,12 +157,12 @@ class HeadDrafter(PagedHeadDrafter[HeadRunner]):
         trees = make_trees(contexts, plans, self._scoring, self._sampling)
         growing = [GuessedTree(tree) for tree in trees if tree is not None]
         if growing:
-            _grow(growing, self._passes.catch_up([guessed.tree.context for guessed in growing]))
+            grow_level(growing, self._passes.catch_up([guessed.tree.context for guessed in growing]))
         while growing := [guessed for guessed in growing if guessed.tree.frontier]:
             parts = [guessed.tree.part() for guessed in growing]
             pairs = zip(growing, parts, strict=True)
-            states = np.stack([state for guessed, part in pairs for state in guessed.states_of(part)])
-            _grow(growing, self._passes.run_guesses(parts, states))
+            states = np.stack([state for guessed, part in pairs for state in guessed.states_of(part.nodes)])
+            grow_level(growing, self._passes.run_guesses(parts, states))
         return merged(trees)
 
     def _propose_masked(
@@ -197,7 +197,7 @@ class Eagle3Drafter(EagleDrafter):
     name = "eagle3"
 
 
-def _grow(growing: Sequence[GuessedTree], output: HeadOutput) -> None:
+def grow_level(growing: Sequence[GuessedTree], output: HeadOutput) -> None:
     """Add a level to each tree, given the outputs for their frontiers."""
     for guessed, rows in zip(growing, frontier_rows([guessed.tree for guessed in growing]), strict=True):
         guessed.grow(output.logits[rows], output.states[rows])

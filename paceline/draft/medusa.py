@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.backends.base import MedusaRunner
-from paceline.core.arrays import Float32Array
-from paceline.core.features import Features
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import UNBOUND, Drafter, DrafterNeeds, DraftSampling, Target
+from paceline.draft.base import Target
 from paceline.draft.draft_cache import Context
 from paceline.draft.growth import GrowingTree, Scoring, make_tree, merged
 from paceline.draft.head_options import HeadOptions, find_head
+from paceline.draft.last_state import LastStateDrafter
 from paceline.draft.ranked import Path, make_ranked_tree
 from paceline.draft.vocabulary import Vocabulary, trimmed_vocabulary
 from paceline.errors import HeadMismatchError
@@ -30,12 +29,10 @@ from paceline.verify.sampling import Workspace
 
 if TYPE_CHECKING:
     from paceline.core.request import Request
-    from paceline.core.verdict import Verdict
-    from paceline.kv.cache import KVCache
 
 
-class MedusaDrafter(Drafter):
-    """Drafts with Medusa heads. Its only state is each request's last hidden state."""
+class MedusaDrafter(LastStateDrafter):
+    """Drafts with Medusa heads."""
 
     name = "medusa"
     Options = HeadOptions
@@ -53,18 +50,13 @@ class MedusaDrafter(Drafter):
 
         A chain ends where the heads give it a chance below `least_chance`.
         """
-        assert target.final_norm is not None
-        self.needs = DrafterNeeds(feature_layers=(target.config.num_layers,))
+        super().__init__(target)
         self.least_chance = least_chance
         self.draft_ids = vocabulary.target_ids
         self._runner = runner
         self._num_heads = num_heads
         self._paths = paths
-        self._sampling: DraftSampling = target.sampling
-        self._norm, self._eps = target.final_norm, target.config.rms_norm_eps
         self._scoring = Scoring(vocabulary, Workspace(vocabulary.target_size), least_chance)
-        self._kv: KVCache = UNBOUND
-        self._states: dict[Request, tuple[int, Float32Array]] = {}  # (position of its token, state [hidden])
 
     @classmethod
     def load(cls, options: HeadOptions, target: Target) -> MedusaDrafter:
@@ -92,9 +84,6 @@ class MedusaDrafter(Drafter):
             runner, config.num_heads, trimmed_vocabulary(ids, target_vocab), target, head.paths, least_chance
         )
 
-    def bind(self, kv: KVCache) -> None:
-        self._kv = kv
-
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         pairs = zip(requests, plans, strict=True)
         trees = [self._tree(request, plan) if self._is_ready(request) else None for request, plan in pairs]
@@ -106,28 +95,9 @@ class MedusaDrafter(Drafter):
                 tree.grow_levels(guesses[:, number])
         return merged(trees)
 
-    def _is_ready(self, request: Request) -> bool:
-        """Whether it has the state of the token before the last."""
-        state = self._states.get(request)
-        return state is not None and state[0] == len(request.token_ids) - 2 == request.num_computed - 1
-
     def _tree(self, request: Request, plan: DraftPlan) -> GrowingTree:
         context = Context(request, request.token_ids, self._kv.page_tables[request.slot], plan.budget)
         plan = replace(plan, depth=min(plan.levels, self._num_heads))
         if plan.branching > 1 and self._paths:
             return make_ranked_tree(context, plan, self._scoring, self._sampling, self._paths)
         return make_tree(context, plan, self._scoring, self._sampling)
-
-    def observe(
-        self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
-    ) -> None:
-        assert features is not None, "the engine provides what DrafterNeeds ask for"
-        for index, (request, verdict) in enumerate(zip(requests, verdicts, strict=True)):
-            values = features.committed(index, request, verdict, self.needs.feature_layers)
-            if len(values):
-                last = values[-1]
-                state = last / np.sqrt(np.mean(last * last) + self._eps) * self._norm
-                self._states[request] = request.num_computed - 1, state
-
-    def forget(self, request: Request) -> None:
-        self._states.pop(request, None)

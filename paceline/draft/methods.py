@@ -94,6 +94,9 @@ METHODS: dict[str, Method] = {
         "paceline.draft.medusa", "MedusaDrafter", num_speculative_tokens=5, trees=True, argument=PATH
     ),
     "mtp": Method("paceline.draft.mtp", "MtpDrafter", num_speculative_tokens=2, trees=True),
+    "assistant": Method(
+        "paceline.draft.assistant", "AssistantDrafter", num_speculative_tokens=4, trees=True, argument=PATH
+    ),
     "layerskip": Method(
         "paceline.draft.layerskip",
         "LayerSkipDrafter",

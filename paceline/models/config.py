@@ -48,7 +48,9 @@ class AttentionShape:
     head_dim: int
     num_kv_heads: int
     values_are_keys: bool = False  # one matrix projects both; they differ by what follows it
-    shared_with: int | None = None  # the earlier layer whose keys and values it reads, having none of its own
+    # the earlier layer whose keys and values it reads, having none of its own; in a model of which no layer
+    # has any (an assistant): the layer of its target's KV pool
+    shared_with: int | None = None
 
 
 @dataclass(frozen=True)
@@ -268,6 +270,8 @@ class ModelConfig:
     def kv_layer(self, layer: int) -> int:
         """Where in a KV pool the keys and values are that `layer` reads."""
         source = self.shape_of(layer).shared_with
+        if source is not None and not self.kv_layers:
+            return source
         return self.kv_layers.index(layer if source is None else source)
 
     @property

@@ -25,10 +25,10 @@ def model_config(values: Mapping[str, object], source: str) -> ModelConfig:
     `source` names the file in errors. An architecture or a feature that we do not run is an
     UnsupportedModelError; a missing or impossible number is a CheckpointError.
     """
-    if str(values.get("model_type")).endswith("_assistant"):
+    if is_assistant(values):
         raise UnsupportedModelError(
-            f"{source} is an assistant of Gemma 4, which drafts from its target's keys and values. That is "
-            "not supported yet: draft with ngram, suffix, a draft model or a trained head instead."
+            f"{source} is an assistant of Gemma 4, which drafts from its target's keys and values. Serve the "
+            "target, and give the assistant as --draft assistant:PATH."
         )
     fields = text_fields(Fields(values, source))
     name = fields.text("model_type")
@@ -80,6 +80,11 @@ def model_config(values: Mapping[str, object], source: str) -> ModelConfig:
         joint_qk_norm=family.joint_qk_norm,
     )
     return replace(config, **family.more(fields, config)) if family.more else config
+
+
+def is_assistant(values: Mapping[str, object]) -> bool:
+    """Whether a config.json is that of an assistant: see heads/assistant.py."""
+    return str(values.get("model_type")).endswith("_assistant")
 
 
 def text_fields(fields: Fields) -> Fields:

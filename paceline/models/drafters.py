@@ -18,6 +18,8 @@ def possible_drafters(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     why = "recurrent layers cannot take back the states of a rejected draft"
     yield "layerskip", f"refused: {why}" if is_recurrent else "yes"
     yield "mtp", "yes" if checkpoint.mtp else "refused: the files have no block for multi-token prediction"
+    has_assistants = checkpoint.config.family.startswith("gemma4")
+    yield "assistant", "yes, with its assistant" if has_assistants else "refused: only Gemma 4 has assistants"
     fingerprint = target_fingerprint(checkpoint)
     for method in METHODS:
         head = "the shipped head" if shipped_head(method, fingerprint) else "a head trained for this model"

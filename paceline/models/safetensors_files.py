@@ -22,7 +22,7 @@ from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.checkpoint import Checkpoint, Stored, Tensor
 from paceline.models.config_reader import model_config
 from paceline.models.families import FAMILIES
-from paceline.models.file_layouts import converted, our_name
+from paceline.models.file_layouts import FileLayout, converted, our_name
 from paceline.models.files import MAX_JSON_BYTES, damaged, map_file, parse_json, read_json, release_pages
 from paceline.models.gguf_blocks import FORMATS, Bytes, dequantize
 from paceline.models.layout import select_tensors
@@ -76,16 +76,9 @@ def safetensors_checkpoint(folder: Path) -> Checkpoint:
     values = read_json(folder / "config.json")
     config = model_config(values, f"{folder.name}/config.json")
     quantization = read_quantization(values, f"{folder.name}/config.json")
-    layout, tensors = FAMILIES[config.family].files, dict[str, Tensor]()
-    for path, names in _files(folder).items():
-        found = read_safetensors(path, integers=bool(layout.stacked_experts) or quantization is not None)
-        for name in names if names is not None else found:
-            if name not in found:
-                raise damaged(path, f"it lacks the tensor {name}, which {INDEX_FILE} says is in it")
-            if (ours := our_name(name, layout, "text_config" in values)) in tensors:
-                raise damaged(path, f"the tensor {name} is there twice")
-            if ours is not None:
-                tensors[ours] = found[name]
+    layout = FAMILIES[config.family].files
+    integers = bool(layout.stacked_experts) or quantization is not None
+    tensors: dict[str, Tensor] = dict(read_folder(folder, layout, "text_config" in values, integers))
     if quantization is not None:
         tensors = dequantized(tensors, quantization)
     tensors = dict(converted(tensors, layout, config))
@@ -93,6 +86,23 @@ def safetensors_checkpoint(folder: Path) -> Checkpoint:
     mtp = {name: tensors.pop(name) for name in list(tensors) if prefix and name.startswith(prefix)}
     words = "" if quantization is None else quantization.words
     return Checkpoint(config, select_tensors(config, tensors, folder), folder, mtp, words)
+
+
+def read_folder(
+    folder: Path, layout: FileLayout, has_other_models: bool, integers: bool = False
+) -> dict[str, SafeTensor]:
+    """The mapped tensors of a folder under the names of checkpoint.py, not yet `converted`."""
+    tensors: dict[str, SafeTensor] = {}
+    for path, names in _files(folder).items():
+        found = read_safetensors(path, integers)
+        for name in names if names is not None else found:
+            if name not in found:
+                raise damaged(path, f"it lacks the tensor {name}, which {INDEX_FILE} says is in it")
+            if (ours := our_name(name, layout, has_other_models)) in tensors:
+                raise damaged(path, f"the tensor {name} is there twice")
+            if ours is not None:
+                tensors[ours] = found[name]
+    return tensors
 
 
 def read_safetensors(path: Path, integers: bool = False) -> dict[str, SafeTensor]:

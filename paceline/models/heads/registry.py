@@ -20,7 +20,7 @@ def resolve_head(name: str, method: str = DEFAULT_METHOD, fingerprint: str | Non
     or a hub id, each also behind its method, as in eagle3:shipped.
     """
     prefix, colon, rest = name.partition(":")
-    if colon and prefix in METHODS:
+    if colon and prefix in (*METHODS, "assistant"):
         if prefix != method:
             raise CheckpointError(f"{name!r} is a head of the method {prefix}: give one of {method}.")
         name = rest
