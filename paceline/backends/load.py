@@ -51,12 +51,6 @@ def load_head_runner(
     `beside` is the loaded target: its passes take turns with those of the head, and it has the weights
     that the head shares with it.
     """
-    layer = checkpoint.config.layer
-    if layer is not None and options.name == "cpu":
-        raise ConfigError(
-            f"the mtp block of {layer.family} models has a layer of their own kind, for which the "
-            "cpu backend has no kernels yet. Use --backend torch, or another method."
-        )
     return _HEAD_LOADERS[options.name](checkpoint, options, max_rows, beside)
 
 

@@ -39,7 +39,8 @@ BACKEND_BLOCKS = {
     "cpu": ATTENTION_BLOCKS
     | HYBRID_BLOCKS
     | {"relu2 activations", "layers of one block", "attention beside a recurrence", "tiled value heads"}
-    | {"latent attention", "scaled queries"},
+    | {"latent attention", "scaled queries", "chunked attention", "norms without weights"}
+    | {"experts with scaled inputs"},
     "cuda": ATTENTION_BLOCKS | HYBRID_BLOCKS | {"latent attention", "scaled queries"},
 }
 

@@ -27,6 +27,7 @@ from paceline.backends.cpu.job import (
     QUANTIZED,
     RECORDS_AT,
     RUN_TILE,
+    SCALED_INPUTS,
     SHARES_AT,
     SPANS_AT,
     field,
@@ -35,7 +36,7 @@ from paceline.backends.cpu.job import (
 from paceline.backends.cpu.matmul import DESCRIPTOR, multiply_rows
 from paceline.backends.cpu.phases import gate_unit
 from paceline.backends.cpu.routing import PAIR
-from paceline.backends.cpu.rows import ROW_BLOCK, record_block, record_stride
+from paceline.backends.cpu.rows import ROW_BLOCK, record_block, record_stride, scale_record
 from paceline.backends.cpu.simd import (
     fma,
     load,
@@ -43,6 +44,7 @@ from paceline.backends.cpu.simd import (
     load_int64,
     spread,
     store,
+    store_float,
     store_int64,
 )
 from paceline.backends.cpu.tiles import COLUMNS, GROUP, RECORD
@@ -75,7 +77,10 @@ def sort_pairs(tasks, job, rows):  # type: ignore[no-untyped-def]
 
 @compiled
 def gather_rows(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
-    """Copy each pair's records into the block of its expert: [groups][the expert's rows][record]."""
+    """Copy each pair's records into the block of its expert: [groups][the expert's rows][record].
+
+    Where shares scale what experts read, they are 1 from then on.
+    """
     chosen, groups = field(job, EXPERTS_PER_TOKEN), field(job, HIDDEN_PADDED) // GROUP
     size = RECORD if field(job, QUANTIZED) else 4 * GROUP
     while True:
@@ -88,11 +93,16 @@ def gather_rows(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
         row, block = pair // chosen, field(job, EXPERT_RECORDS_AT) + first * groups * size
         own = record_block(field(job, RECORDS_AT), row, rows, groups, field(job, QUANTIZED))
         own += row % ROW_BLOCK * size
+        share = field(job, SHARES_AT) + 4 * pair
         for group in range(groups):
             source = own + group * record_stride(rows) * size
             target = block + (group * count + load_int64(choice + 8) - first) * size
             for offset in range(0, size, 8):
                 store_int64(target + offset, load_int64(source + offset))
+            if field(job, SCALED_INPUTS):
+                scale_record(target, load_float(share), field(job, QUANTIZED))
+        if field(job, SCALED_INPUTS):
+            store_float(share, np.float32(1))
 
 
 @compiled

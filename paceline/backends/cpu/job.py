@@ -10,11 +10,15 @@ from paceline.backends.cpu.simd import load_float, load_int64
 (
     # the model, set once
     LAYERS, HIDDEN, HIDDEN_PADDED, HEADS, KV_HEADS, HEAD_WIDTH, BLOCK_BYTES, QUANTIZED, HALF_KV, EPSILON_AT,
-    FIRST_INDEX, MATRICES_AT, NORMS_AT, HEAD_NORMS_AT, QKV_BIAS_AT, OUTPUT_BIAS_AT, ROPES_AT, WINDOWS_AT,
+    FIRST_INDEX, MATRICES_AT, NORMS_AT, HEAD_NORMS_AT, QKV_BIAS_AT, OUTPUT_BIAS_AT, ROPES_AT,
+    # of each layer: the number of last positions that a row sees, negative: the size of chunks, 0: all
+    WINDOWS_AT,
     # blocks that llama does not have, 0 for it: addresses of norms of what attention and MLP add, two a
     # layer; sinks of each layer's heads; whether norms subtract the mean, attention and MLP read the same
-    # norm, the QK norm is over all heads at once; the MLP's activation, of rows.ACTIVATIONS
-    OUTPUT_NORMS_AT, SINKS_AT, CENTERED, PARALLEL, JOINT_QK_NORM, ACTIVATION,
+    # norm, the QK norm is over all heads at once; ones in place of the weights of norms of rotated queries
+    # and keys, and of values; the MLP's activation, of rows.ACTIVATIONS
+    OUTPUT_NORMS_AT, SINKS_AT, CENTERED, PARALLEL, JOINT_QK_NORM, UNIT_QK_AT, UNIT_VALUES_AT,
+    ACTIVATION,
     SCALES_AT,
     # the layer of the KV pool of each layer; whether attention's output has a gate, after q, k and v
     KV_LAYERS_AT, ATTENTION_GATE,
@@ -39,9 +43,10 @@ from paceline.backends.cpu.simd import load_float, load_int64
     # the gate of the expert that all rows share: its weights, each row's share of it; 0: none
     SHARED_GATES_AT, SHARED_SHARES_AT,
     # of some mixtures, else 0: sigmoid scores, what corrects them in the choice, groups of experts, how many
-    # of them are chosen and by how many of their best; biases of routers and of experts
+    # of them are chosen and by how many of their best; biases of routers and of experts; whether shares
+    # scale what experts read
     SIGMOID_SCORES, CORRECTIONS_AT, EXPERT_GROUPS, CHOSEN_GROUPS, GROUP_EXPERTS, ROUTER_BIASES_AT,
-    EXPERT_BIASES_AT,
+    EXPERT_BIASES_AT, SCALED_INPUTS,
     # the entry of a draft head, see entry.py; a model has no inputs but its tokens
     FEATURES, FEATURE_WIDTH, FEATURE_PADDED, FEATURE_NORMS_AT, INPUT_NORM_AT, INPUT_EPSILON_AT, REDUCE_AT,
     MIX_AT, ENTRY_BIAS_AT, JOIN_NORMS_AT, NORMED_RESIDUAL, NORMED_STATES,
@@ -67,7 +72,7 @@ from paceline.backends.cpu.simd import load_float, load_int64
     MAX_DRAFTS, DRAFTS_WANTED_AT, DRAFTS_AT, CHANCES_AT, NUM_DRAFTS_AT, CHOSEN_AT, CHOSEN_CHANCES_AT,
     NEXT_ROWS_AT, NEXT_ROWS_STRIDE,
     JOB_SIZE,
-) = range(181)  # fmt: skip
+) = range(184)  # fmt: skip
 
 # Matrices of a layer, in the order of the descriptor table; behind all layers: the embedding and the head.
 # The first INPUTS read the norm before the mixer: Q, K, V and attention's gate, or those of a recurrence.

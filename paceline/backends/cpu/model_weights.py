@@ -109,7 +109,8 @@ class ModelWeights:
         job[fields.EPSILON_AT] = self._keep(np.array([config.rms_norm_eps], dtype=np.float32))
         job[fields.NORMS_AT] = self._keep(np.array(self._norms, dtype=np.int64))
         job[fields.ROPES_AT] = self._keep(self._ropes())
-        job[fields.WINDOWS_AT] = self._table([config.window(layer) or 0 for layer in layers])
+        reaches = map(config.reach, layers)
+        job[fields.WINDOWS_AT] = self._table([reach.window or -(reach.chunk or 0) for reach in reaches])
         attending = set(config.attending_layers)
         job[fields.KV_LAYERS_AT] = self._table(
             [config.kv_layer(layer) if layer in attending else 0 for layer in layers]
@@ -187,6 +188,8 @@ class ModelWeights:
         norms = np.array([self._norm(name) for name in names], dtype=np.int64)
         if norms.any() or self._is_parallel or config.residual_scale != 1:
             job[fields.OUTPUT_NORMS_AT] = self._keep(norms)
+        ones = self._keep(np.ones(config.head_dim, dtype=np.float32))
+        job[fields.UNIT_QK_AT], job[fields.UNIT_VALUES_AT] = ones * config.unit_qk, ones * config.value_norm
         if config.attention_sinks:
             sinks = self._vectors(self._layer_names("self_attn.sinks"), config.num_heads)
             job[fields.SINKS_AT] = self._keep(sinks)
@@ -215,7 +218,7 @@ class ModelWeights:
         job[fields.NORMALIZE_SHARES] = moe.normalize_weights
         job[fields.SIGMOID_SCORES] = moe.scoring == "sigmoid"
         job[fields.EXPERT_GROUPS], job[fields.CHOSEN_GROUPS] = moe.groups, moe.chosen_groups
-        job[fields.GROUP_EXPERTS] = moe.group_experts
+        job[fields.GROUP_EXPERTS], job[fields.SCALED_INPUTS] = moe.group_experts, moe.scaled_inputs
         has_experts = np.array([layer in moe.layers for layer in layers], dtype=np.int64)
         job[fields.HAS_EXPERTS_AT] = self._keep(has_experts)
         job[fields.ROUTERS_AT] = self._of_experts(moe, "mlp.gate.weight", (moe.num_experts, self.hidden))

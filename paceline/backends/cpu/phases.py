@@ -59,6 +59,8 @@ from paceline.backends.cpu.job import (
     SCORE_CAP,
     SCORE_SCALE,
     SINKS_AT,
+    UNIT_QK_AT,
+    UNIT_VALUES_AT,
     WIDE_RECORDS_AT,
     WINDOWS_AT,
     field,
@@ -160,6 +162,16 @@ def _norm_heads(job, values, heads, norm):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _rotate_heads(job, values, heads, cosines, sines, pairs):  # type: ignore[no-untyped-def]
+    """RoPE of a row's heads in place, and the norm of what was rotated, if the model has one."""
+    width, ones = field(job, HEAD_WIDTH), field(job, UNIT_QK_AT)
+    for head in range(heads):
+        rotate(values + 4 * head * width, cosines, sines, pairs)
+        if ones != 0 and pairs > 0:
+            normalize_head(values + 4 * head * width, ones, width, load_float(field(job, EPSILON_AT)))
+
+
+@compiled
 def rope_and_store(tasks, job, counter, rows, layer):  # type: ignore[no-untyped-def]
     """QK norms and RoPE of queries and keys, factors of queries; stores keys and values in their pages."""
     heads, kv_heads, width = field(job, HEADS), field(job, KV_HEADS), field(job, HEAD_WIDTH)
@@ -177,8 +189,7 @@ def rope_and_store(tasks, job, counter, rows, layer):  # type: ignore[no-untyped
         cosines, sines = load_int64(rope) + 4 * pairs * position, load_int64(rope + 8) + 4 * pairs * position
         if task % 2 == 0:
             _norm_heads(job, qkv, heads, 2 * layer)
-            for head in range(heads):
-                rotate(qkv + 4 * head * width, cosines, sines, pairs)
+            _rotate_heads(job, qkv, heads, cosines, sines, pairs)
             if load_int64(rope + 24) != 0:
                 scale_row(qkv, load_float(load_int64(rope + 24) + 4 * position), query_columns)
         else:
@@ -187,10 +198,13 @@ def rope_and_store(tasks, job, counter, rows, layer):  # type: ignore[no-untyped
             page = page_of(job, request, index)
             keys = qkv + 4 * query_columns
             _norm_heads(job, keys, kv_heads, 2 * layer + 1)
+            _rotate_heads(job, keys, kv_heads, cosines, sines, pairs)
             for head in range(kv_heads):
                 key = keys + 4 * head * width
-                rotate(key, cosines, sines, pairs)
                 value = key + 4 * key_columns
+                if field(job, UNIT_VALUES_AT) != 0:
+                    epsilon = load_float(field(job, EPSILON_AT))
+                    normalize_head(value, field(job, UNIT_VALUES_AT), width, epsilon)
                 address = block_address(job, layer, page, head)
                 write_key(key, index % PAGE, address, width, half_kv)
                 write_value(value, index % PAGE, address, width, half_kv)
@@ -226,13 +240,16 @@ def _list_blocks(job, layer, row, request, head, first, last, blocks, spare):  #
 def _rows_together(job, row, rows, most, window):  # type: ignore[no-untyped-def]
     """How many rows from `row` on, up to `most`, are successive positions of one request's chain.
 
-    All of them begin to see at the same position: where a window has moved on, each row is alone.
+    All of them begin to see at the same position: where a window has moved on, each row is alone. A negative
+    `window` is the size of chunks.
     """
     request = load_int32(field(job, REQUEST_AT) + 4 * row)
     if field(job, BLOCK_ROWS) or not load_int32(field(job, CHAIN_AT) + 4 * request):
         return 1
     if window > 0:
         most = min(most, window - load_int32(field(job, POSITIONS_AT) + 4 * row))
+    if window < 0:
+        most = min(most, -window - load_int32(field(job, POSITIONS_AT) + 4 * row) % -window)
     count = 1
     while (
         count < most
@@ -278,6 +295,8 @@ def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-u
             first = field(job, FIRST_INDEX)
             if window > 0:
                 first = max(first, last - window + 1)
+            if window < 0:
+                first = last // -window * -window
             final = row + together - 1
             _list_blocks(
                 job, layer, final, request, head // shared, first, last + together - 1, blocks, spare

@@ -71,6 +71,16 @@ def write_record(values, record, quantized):  # type: ignore[no-untyped-def]
     store_word(record + GROUP + 14, -second_sum)
 
 
+@compiled
+def scale_record(record, factor, quantized):  # type: ignore[no-untyped-def]
+    """Multiply the values of a record by a factor."""
+    if quantized == 0:
+        scale_row(record, factor, GROUP)
+        return
+    store_float(record + GROUP, load_float(record + GROUP) * factor)
+    store_float(record + GROUP + 4, load_float(record + GROUP + 4) * factor)
+
+
 @compiled(inline=True)
 def record_stride(rows):  # type: ignore[no-untyped-def]
     """Records from one group to the next: odd, because at powers of two groups would share cache sets."""
