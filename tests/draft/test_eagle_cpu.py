@@ -80,7 +80,8 @@ class AgainstFresh(PagedHeadDrafter):
         slot, _ = kv.open(request.token_ids)
         kv.reserve(slot, len(request.token_ids) + plan.budget)
         line = kv.page_tables[slot]
-        driven = Driven(self.backend, pool, line)
+        states = self.backend.make_states(1) if self.backend.bytes_per_state else None
+        driven = Driven(self.backend, pool, line, states)
         known = request.token_ids[:-1]
         for at in range(0, len(known), ROWS):
             chunk = known[at : at + ROWS]

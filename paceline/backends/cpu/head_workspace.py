@@ -132,8 +132,8 @@ def _as_model(head: HeadCheckpoint, max_position: int) -> Checkpoint:
         if name.startswith(ours)
     }
     if config.layer is not None:
-        sizes = {"vocab_size": config.draft_vocab_size, "max_position": max_position, "tie_embeddings": False}
-        return Checkpoint(replace(config.layer, **sizes), tensors, head.source)
+        one_layer = replace(config.layer, max_position=max_position, tie_embeddings=False)
+        return Checkpoint(one_layer, tensors, head.source)
     for layer, part in product(range(num_layers), "qkv"):
         name = f"model.layers.{layer}.self_attn.{part}_proj.weight"
         parts = tensors[name].shape[1] // config.hidden_size  # the state alone, or the embedding before it
