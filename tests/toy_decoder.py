@@ -69,6 +69,7 @@ class ToyDecoder:
 
     def __init__(self, backend: ToyBackend, pool: ToyPool, slots: int, layers: int) -> None:
         self._backend, self._pool, self._layers, self._length = backend, pool, layers, 0
+        self._rows = 1  # of a slot in this pass: of a tree, more than the tokens that it can give
         self._tokens = np.zeros(slots, dtype=np.int32)  # [slots]
         self._lengths = np.zeros(slots, dtype=np.int32)  # [slots]
         self._limits = np.zeros(slots, dtype=np.int32)  # [slots]
@@ -135,7 +136,8 @@ class ToyDecoder:
         host_drafts: Int32Array | None = None,
     ) -> None:
         self._backend.num_launched += 1
-        before, self._length = self._length, 0 if draft is None else draft.length
+        before, self._length = self._rows, 0 if draft is None else draft.length
+        self._rows = 1 + (self._length if draft is None or not draft.nodes else draft.nodes)
         given, found, lines = None, None, [None] * len(slots) if host_drafts is None else host_drafts.tolist()
         by_head = 0 if draft is None or draft.from_texts else draft.network_length or draft.length
         self._by_head = dict.fromkeys(slots, by_head) if by_head else {}
@@ -149,7 +151,7 @@ class ToyDecoder:
             self._by_head = {
                 slot: by_head for slot, count in zip(slots, found, strict=True) if not count and by_head
             }
-        if list(slots) == list(self._next_slot_pages) and self._length == before:
+        if list(slots) == list(self._next_slot_pages) and self._rows == before:
             assert {slot: self._next_pages(slot, page_tables) for slot in slots} == self._next_slot_pages
         starts = self._lengths.copy()
         tokens = np.full((len(slots), 1 + self._length), -999, dtype=np.int32)
@@ -167,7 +169,7 @@ class ToyDecoder:
                 tokens[rows, level] = self._pass([slots[row] for row in rows], page_tables)
                 counts[rows] += 1
         for slot in slots:  # wrong guesses
-            for index in range(self._lengths[slot], min(starts[slot] + 1 + self._length, self._limits[slot])):
+            for index in range(self._lengths[slot], min(starts[slot] + self._rows, self._limits[slot])):
                 first_slot = self._page(slot, index, page_tables) * self._backend.page_size
                 self._pool.tokens[first_slot + index % self._backend.page_size] = -999
         features = np.repeat(tokens.astype(np.float32), self._layers, axis=1) if self._layers else None
@@ -236,7 +238,7 @@ class ToyDecoder:
     def _next_pages(self, slot: int, page_tables: Int32Array) -> list[int]:
         """The pages that the next pass of a slot writes to."""
         length = self._lengths[slot]
-        ends = min(length + 1 + self._length, self._limits[slot])
+        ends = min(length + self._rows, self._limits[slot])
         return [self._page(slot, index, page_tables) for index in range(length, ends)]
 
     def _page(self, slot: int, index: int, page_tables: Int32Array) -> int:

@@ -71,7 +71,7 @@ class DeviceDraft:
     or if it ends there, the chain is looked up, if `look_up` says how; if nothing is found, there is none.
     """
 
-    length: int  # of the chains, at least 1
+    length: int  # of the chains, or levels of the trees; at least 1
     runner: HeadStorage | None = None  # of a head; None: no head drafts
     pool: KVPool | None = None  # of the head, which keeps features, or of the draft model
     feature_layers: tuple[int, ...] = ()  # that the head reads
@@ -80,6 +80,8 @@ class DeviceDraft:
     host_tokens: int = 0  # of the longest optimistic draft; 0: the host gives none
     model: Backend | None = None  # a draft model with the target's vocabulary; None: none drafts
     network_length: int | None = None  # tokens that a head or a model drafts; None: as many as `length`
+    branching: int = 1  # children of a node at most; above 1 a head drafts trees of a fixed shape
+    nodes: int = 0  # drafted nodes of such a tree
 
     @property
     def from_texts(self) -> bool:
@@ -96,7 +98,7 @@ class DeviceDraft:
 class DecodeOutput:
     """The result of a decode pass. Its arrays are valid until the next but one is read."""
 
-    tokens: Int32Array  # [slots, 1 + length of drafts] -1 where logits gave none
+    tokens: Int32Array  # [slots, 1 + length of drafts] of the accepted path; -1 where logits gave none
     counts: Int32Array  # [slots] how many of these are tokens
     features: Float32Array | None = None  # [slots, width] of the computed tokens, if asked
     found: Int32Array | None = (

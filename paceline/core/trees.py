@@ -48,6 +48,17 @@ class DraftPlan:
         """The most levels that the tree can have."""
         return self.budget if self.depth is None else min(self.depth, self.budget)
 
+    @property
+    def nodes(self) -> int:
+        """The most nodes that the tree can have: those of the budget for which its levels have room."""
+        if self.branching == 1:
+            return self.levels
+        nodes, width = 0, 1
+        for _ in range(self.levels):
+            width = min(width * self.branching, self.budget)
+            nodes += width
+        return min(nodes, self.budget)
+
     def shrunk(self, budget: int) -> DraftPlan:
         """This plan with at most `budget` nodes; the plain plan when none are left."""
         if budget >= self.budget:

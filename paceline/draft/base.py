@@ -112,6 +112,8 @@ class TextDrafts(DeviceDrafter):
     def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
         from paceline.backends.async_decoding import DeviceDraft  # here: drafters load without a backend
 
+        if plan.branching > 1:
+            return None
         reach = OPTIMISTIC_PASSES * (1 + plan.levels) if self.drafts_on_host else 0
         return DeviceDraft(plan.levels, look_up=self.look_up, host_tokens=reach)
 

@@ -132,6 +132,8 @@ class DraftModelDrafter(ModelDrafter):
     def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
         from paceline.backends.async_decoding import DeviceDraft  # here: drafters load without a backend
 
+        if plan.branching > 1:
+            return None
         return DeviceDraft(plan.levels, pool=self._cache.pool, model=self._backend)
 
     def attach(self, requests: Sequence[Request]) -> bool:

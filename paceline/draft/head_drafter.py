@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from paceline.core.verdict import Verdict
     from paceline.kv.cache import KVCache
 
+MAX_TREE_NODES = 63  # drafted nodes of a tree on the device: with its root, the rows of an attention tile
+
 Runner = TypeVar("Runner", bound=HeadStorage)
 # From contexts, the most tokens to draft after each, and the least chance of a chain, to the chains
 DraftChains = Callable[[Sequence[Context], Sequence[int], float], HeadChains]
@@ -190,9 +192,12 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
         self._pages.put(features.committed_spans(requests, verdicts), features.values, self._parts)
 
     def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
-        if plan.branching != 1:
+        draft = DeviceDraft(plan.levels, self._runner, self._pages.pool, self._shape.feature_layers)
+        if plan.branching == 1:
+            return draft
+        if self._shape.block is not None or plan.nodes > MAX_TREE_NODES:
             return None
-        return DeviceDraft(plan.levels, self._runner, self._pages.pool, self._shape.feature_layers)
+        return replace(draft, branching=plan.branching, nodes=plan.nodes)
 
     @property
     def catch_up_seconds(self) -> float | None:

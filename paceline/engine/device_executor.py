@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 SPARE_TOKENS = 64  # tokens reserved at once, so that few passes have to send new page numbers
 MAX_DRAFTS = 10  # draft plans with buffers on the device; others go through the host
-MAX_TEXT_DRAFT_ROWS = 512  # rows of a pass with longer drafts than a head's; for more there are no buffers
+MAX_DRAFT_ROWS = 512  # of a pass with trees or with longer drafts than a head's; more have no buffers
 
 
 class DeviceExecutor:
@@ -104,8 +104,8 @@ class DeviceExecutor:
             draft = self._drafting.device_draft(plan)
             if draft is None or (draft.reads_texts and not decoder.supports_lookup):
                 return None
-            if draft.from_texts or (draft.network_length or draft.length) < draft.length:
-                draft = replace(draft, max_requests=max(1, MAX_TEXT_DRAFT_ROWS // (1 + draft.length)))
+            if draft.nodes or draft.from_texts or (draft.network_length or draft.length) < draft.length:
+                draft = replace(draft, max_requests=max(1, MAX_DRAFT_ROWS // (1 + plan.nodes)))
             self._drafts[plan] = draft
         return self._drafts.get(plan)
 
@@ -129,10 +129,11 @@ class DeviceExecutor:
         return plan if drafting.only_reads_texts(plan) else drafting.settled([request], [PLAIN])[0]
 
     def fitting(self, plan: DraftPlan, requests: int) -> DraftPlan:
-        """This plan, or the plain one if its buffers are too small for this many requests."""
+        """This plan; if its buffers are too small for so many requests, a tree's chain, or the plain one."""
         draft = self.draft(plan)
-        fits = draft is None or draft.max_requests is None or requests <= draft.max_requests
-        return plan if fits else PLAIN
+        if draft is None or draft.max_requests is None or requests <= draft.max_requests:
+            return plan
+        return replace(plan, budget=plan.levels, branching=1) if plan.branching > 1 else PLAIN
 
     def admit(self, requests: Sequence[Request], plan: DraftPlan) -> list[Request]:
         """The requests of the next pass: pages are reserved, and the head that drafts for them is attached.
@@ -150,7 +151,7 @@ class DeviceExecutor:
         if not unfinished.all():
             requests = list(compress(requests, unfinished))
             passes, lengths, limits = passes[unfinished], lengths[unfinished], limits[unfinished]
-        rows_in_flight, new_rows = self._rows_in_flight(), 2 * (1 + plan.levels) - 1
+        rows_in_flight, new_rows = self._rows_in_flight(), 2 * plan.nodes + 1
         lengths = np.minimum(lengths + new_rows + rows_in_flight * (passes > 0), limits)
         # the next commit releases what was reserved in vain
         reserved = self._reserve(requests, lengths, limits)
@@ -176,7 +177,7 @@ class DeviceExecutor:
 
     def _rows_in_flight(self) -> int:
         """Rows in flight of a request that takes part in all passes in flight."""
-        return sum([1 + plan.levels for _, plan in self._passes])
+        return sum([1 + plan.nodes for _, plan in self._passes])
 
     @property
     def _spare(self) -> int:
@@ -187,7 +188,7 @@ class DeviceExecutor:
     @property
     def lookahead(self) -> int:
         """Tokens after the committed ones whose pages a commit must not release."""
-        return self._rows_in_flight() + self._last_plan.levels + self._spare if self._joined else 0
+        return self._rows_in_flight() + self._last_plan.nodes + self._spare if self._joined else 0
 
     def begin(self, schedule: Schedule, timer: StepTimer) -> InFlight:
         """Launch a pass over decoding requests that share one plan and have their pages reserved."""
@@ -256,10 +257,10 @@ class DeviceExecutor:
                 advance_sampling(part.request, needs, verdict, logprobs)
         found = None if output.found is None else output.found[rows].tolist()
         parts, shapes = drafted_parts(parts, plan, found)
-        attended = (1 + plan.levels) * sum([part.request.num_computed for part in parts])
+        attended = (1 + plan.nodes) * sum([part.request.num_computed for part in parts])
         features = self._features(parts, rows, output)
         timer.end("verify")
-        return StepResult(parts, verdicts, shapes, features, (1 + plan.levels) * len(parts), attended)
+        return StepResult(parts, verdicts, shapes, features, (1 + plan.nodes) * len(parts), attended)
 
     def _skip(self) -> None:
         """Do not read the oldest pass: all of its requests have ended."""

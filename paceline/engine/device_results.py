@@ -36,6 +36,9 @@ def drafted_parts(
     """
     if not plan.budget:
         return parts, []
+    if plan.branching > 1:  # a tree of a fixed shape
+        own, none = Shape(plan.nodes, plan.levels), Shape(0, 0)
+        return parts, [own if part.plan.budget else none for part in parts]
     counts = [plan.levels] * len(parts) if found is None else list(found)
     if found is not None and plan.otherwise is not None:
         second = plan.second()

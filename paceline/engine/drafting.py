@@ -245,7 +245,7 @@ class Drafting:
         it does not matter which of the two has drafted them.
         """
         # only the host truncates drafts by their estimated acceptance
-        if plan.branching > 1 or plan.forced or plan.least_chance:
+        if plan.forced or plan.least_chance:
             return None
         device = self._on_device.get(plan.drafter or "")
         draft = None if device is None else device.device_draft(plan)
@@ -253,7 +253,7 @@ class Drafting:
             return draft
         head = self.device_draft(plan.second())
         look_up = draft.look_up
-        if head is None or head.runner is None or look_up is None or draft.host_tokens:
+        if head is None or head.runner is None or head.nodes or look_up is None or draft.host_tokens:
             return None
         shortest = min(max(look_up.shortest, MIN_MATCH_BESIDE_HEAD), look_up.longest)
         found = replace(look_up, shortest=shortest)

@@ -200,4 +200,12 @@ def test_a_plan_has_as_many_levels_as_its_budget_and_depth_allow():
     assert DraftPlan("ngram", 4).levels == 4
     assert DraftPlan("suffix", 8, branching=2, depth=3).levels == 3
     assert DraftPlan("suffix", 8, branching=2, depth=3).shrunk(2).levels == 2
+
+
+def test_a_plan_has_as_many_nodes_as_its_budget_and_levels_allow():
+    assert DraftPlan("ngram", 4).nodes == 4
+    assert DraftPlan("ngram", 8, depth=3).nodes == 3
+    assert DraftPlan("suffix", 8, branching=2, depth=3).nodes == 8
+    assert DraftPlan("suffix", 20, branching=2, depth=3).nodes == 2 + 4 + 8
+    assert PLAIN.nodes == 0
     assert DraftPlan("suffix", 8).shrunk(0) == PLAIN

@@ -90,7 +90,7 @@ def test_the_host_drafts_where_the_decoder_has_no_lookup():
 def test_with_too_many_requests_for_the_buffers_passes_are_plain(monkeypatch):
     plain, _ = results(Repeating(), drafts=False)
     few, some_counts = results(Repeating(on_device=True))
-    monkeypatch.setattr(device_executor, "MAX_TEXT_DRAFT_ROWS", 3 * (1 + LENGTH))
+    monkeypatch.setattr(device_executor, "MAX_DRAFT_ROWS", 3 * (1 + LENGTH))
     looked_up, counts = results(Repeating(on_device=True))
     assert looked_up == few == plain
     accepted, all_accepted = (sum(own[2] for own in counts) for counts in (counts, some_counts))

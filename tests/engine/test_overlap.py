@@ -7,6 +7,7 @@ see. Free pages are filled with rubbish between steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from paceline.core.request import Request
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.base import DrafterNeeds, TextDrafts
 from paceline.draft.ngram import NgramDrafter
+from paceline.engine import device_executor
 from paceline.engine.device_executor import MAX_DRAFTS
 from paceline.engine.engine import Engine
 from tests.engine.test_exactness import prompt
@@ -213,6 +215,36 @@ def test_no_pass_is_launched_when_those_in_flight_will_probably_finish_all_reque
         in_flight = engine._pipeline.num_decodes
         assert request.finished or in_flight < 2 or request.num_output + 2 < 40
     assert request.num_output == 40
+
+
+class TreeDrafter(ScriptedDrafter):
+    """Drafts trees on the device, of which the toy's decoder finds one path."""
+
+    def device_draft(self, plan):
+        chain = super().device_draft(replace(plan, branching=1, depth=plan.levels))
+        return replace(chain, branching=plan.branching, nodes=plan.nodes) if plan.branching > 1 else chain
+
+
+@pytest.mark.parametrize("most_rows", [512, 8])
+def test_a_tree_on_the_device_has_pages_for_all_nodes_and_is_a_chain_where_its_buffers_end(
+    most_rows, monkeypatch
+):
+    monkeypatch.setattr(device_executor, "MAX_DRAFT_ROWS", most_rows)
+    drafter = TreeDrafter({tuple(prompt(number, 9)): [] for number in range(3)}, "right")
+    plan = DraftPlan("scripted", 7, branching=3, depth=2)
+    engine = toy_engine(
+        ToyBackend(on_device=True), drafter=drafter, num_pages=40, controller=FixedController(plan)
+    )
+    requests = [engine.add_request(prompt(number, 9), params(number))[0] for number in range(3)]
+    shapes = set()
+    while engine.has_unfinished:
+        engine.step()
+        scribble_free_pages(engine)
+        shapes |= {(draft.nodes, draft.depth) for draft in engine.stats.drafts}
+    assert [outcome(request) for request in requests] == [
+        alone(prompt(number, 9), params(number)) for number in range(3)
+    ]
+    assert {nodes for nodes, _ in shapes} == ({7} if most_rows == 512 else {2, 7})  # 7 for the last request
 
 
 def test_step_stats_are_those_of_the_pass_that_was_read():

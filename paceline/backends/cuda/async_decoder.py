@@ -19,7 +19,7 @@ import torch
 from paceline.backends.async_decoding import DecodeOutput, DeviceDraft, SlotInits
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
 from paceline.backends.cuda.draft_networks import DraftNetwork, ModelNetwork
-from paceline.backends.cuda.draft_shape import chain_shape
+from paceline.backends.cuda.draft_shape import DraftShape, chain_shape, tree_shape
 from paceline.backends.cuda.graphs import bucket, buckets, mean_seconds
 from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.kernels.recurrent_types import StateTensors
@@ -137,7 +137,7 @@ class CudaAsyncDecoder:
         if buffer.done is not None:
             buffer.done.synchronize()  # in case the buffer's last pass was never read
         index = np.array(slot_list)
-        self._send_pages(index, page_tables, buffer)
+        self._send_pages(index, page_tables, buffer, steps.nodes)
         if slot_list != self._slots or loop is not self._last:
             steps.begin(slot_list, rows)
             self._use_shared_prefix(steps, index)
@@ -155,7 +155,7 @@ class CudaAsyncDecoder:
             assert steps.features is not None
             buffer.features[:rows].copy_(steps.features[:rows], non_blocking=True)
         if needs & SamplingNeeds.LOGPROBS:
-            buffer.logprobs[:rows].copy_(steps.logprobs[:rows], non_blocking=True)
+            buffer.logprobs[:rows].copy_(steps.path_logprobs(rows), non_blocking=True)
         if buffer.done is not None:
             buffer.done.record()
         self._lengths[index] += loop.width
@@ -222,7 +222,7 @@ class CudaAsyncDecoder:
             return self._loops[draft]
         network: DraftNetwork | None = None
         keeps, layers = None, self._feature_layers
-        shape, most = chain_shape(0 if draft is None else draft.length), self._rows
+        shape, most = _shape_of(draft), self._rows
         if draft is not None and draft.max_requests is not None:
             most = min(most, bucket(draft.max_requests))
         limits = (shape, most, self._longest, self._page_size)
@@ -256,9 +256,12 @@ class CudaAsyncDecoder:
         self._loops[draft] = Loop(steps, buffers, most, steps.output.shape[1])
         return self._loops[draft]
 
-    def _send_pages(self, slots: Int64Array, page_tables: Int32Array, buffer: Buffer) -> None:
-        """Send the page-table entries of these slots that have changed to the device."""
-        reach = 2 * buffer.tokens.shape[1]  # tokens that this pass and the next may write
+    def _send_pages(self, slots: Int64Array, page_tables: Int32Array, buffer: Buffer, nodes: int) -> None:
+        """Send the page-table entries of these slots that have changed to the device.
+
+        `nodes`: rows of each request in the pass.
+        """
+        reach = 2 * nodes  # KV indices that this pass and the next may write
         used = (int(self._lengths[slots].max()) + reach) // self._page_size + 1
         wanted = page_tables[slots, :used]
         lines, columns = np.nonzero(wanted != self._pages[slots, :used])
@@ -275,3 +278,10 @@ class CudaAsyncDecoder:
         else:  # too many for the pinned buffer
             there = to_device(changes, self.device)
         self._requests.pages.view(-1)[there[: len(indices)]] = there[len(indices) :].int()
+
+
+def _shape_of(draft: DeviceDraft | None) -> DraftShape:
+    """The rows of a request in a pass with this draft."""
+    if draft is None or draft.branching == 1:
+        return chain_shape(0 if draft is None else draft.length)
+    return tree_shape(1 + draft.nodes, draft.branching, draft.length)

@@ -161,9 +161,13 @@ class DecodeLoop:
             rows = max_rows * max(len(table) for table in plan.children)
             self._draft_candidates = draft_candidates_for(rows, draft.vocab_size, shape.most_children, device)
             self._chances = torch.zeros(rows, device=device)
-        self._moved: list[Pool] = []  # whose accepted paths may not be contiguous, and must be moved
+        # keys and values whose accepted paths may not be contiguous, and must be moved; and features
+        self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []
         if not shape.is_chain:
-            self._moved = [pool, draft.pool] if draft is not None and draft.always else [pool]
+            pools = [pool, draft.pool] if draft is not None and draft.always else [pool]
+            self._moved = [(each.keys, each.values) for each in pools]
+            if kept is not None:
+                self._moved.append((kept.features[None, :, None],) * 2)
         self._shared_prefix, self._uses_shared_prefix = (
             SharedPrefixTables(max_rows * self.nodes, device),
             False,
@@ -262,9 +266,16 @@ class DecodeLoop:
             count_tokens(slots, edits, self.output, self.counts)
         if self._states is not None and self._workspace.recurrent is not None:
             self._states.advance(self._workspace.recurrent, slots, self.counts, self._accepted)
-        for pool in self._moved:
-            keys, values = pool.keys, pool.values
+        for keys, values in self._moved:
             move_accepted(keys, values, slots, state, self.counts, self._accepted, self.page_size)
+
+    def path_logprobs(self, rows: int) -> torch.Tensor:
+        """The log-probabilities of the last step's tokens: float64 [rows, levels + 1, fields]."""
+        fields = self.logprobs[:rows]
+        if self._shape.is_chain:
+            return fields
+        path = self._accepted[:rows, :, None].long()
+        return fields.gather(1, path.expand(-1, -1, fields.shape[2]))
 
     def _propose(self, draft: DraftNetwork, rows: int) -> None:
         """Draft level by level."""

@@ -41,7 +41,7 @@ def make_buffer(steps: DecodeLoop, gives_features: bool, gives_found: bool) -> B
         numbers[most : 2 * most] if gives_found else None,
         numbers[2 * most :].reshape(most, -1),
         like(steps.features) if gives_features and steps.features is not None else None,
-        like(steps.logprobs),
+        like(steps.logprobs[:, : steps.output.shape[1]]),
         None if steps.host_drafts is None else like(steps.host_drafts),
         torch.zeros(8 * most * steps.output.shape[1], dtype=torch.int64, pin_memory=pinned),
         torch.cuda.Event() if pinned else None,  # type: ignore[no-untyped-call]

@@ -26,13 +26,13 @@ CPU = torch.device("cpu")
 class Recording:
     """In place of the decode loop: a step's token is the page that its row writes to."""
 
-    def __init__(self, requests: object, rows: int, width: int, host_drafts: int) -> None:
+    def __init__(self, requests: object, rows: int, width: int, nodes: int, host_drafts: int) -> None:
         self.requests, self.features = requests, torch.zeros(rows, 3)
         self.results = torch.full((rows * (2 + width),), -7, dtype=torch.int32)
         self.counts, self.found = self.results[: 2 * rows].view(2, rows)
         self.output = self.results[2 * rows :].view(rows, width)
         self.host_drafts = torch.full((rows, 1 + host_drafts), -1, dtype=torch.int32) if host_drafts else None
-        self.nodes, self.shared = width, list[object]()
+        self.nodes, self.shared = nodes, list[object]()
         self.begun: list[list[int]] = []
         self.logprobs = torch.full((rows, width, NUM_FIELDS), -7, dtype=torch.float64)
         self.needs: list[int] = []
@@ -41,6 +41,9 @@ class Recording:
     def begin(self, slots: Sequence[int], rows: int) -> None:
         assert rows >= len(slots)
         self.begun.append(list(slots))
+
+    def path_logprobs(self, rows: int) -> torch.Tensor:
+        return self.logprobs[:rows]
 
     def use_shared_prefix(self, shared_prefix: object) -> None:
         self.shared.append(shared_prefix)
@@ -78,7 +81,7 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
         draft_levels,
         states,
     ):  # type: ignore[no-untyped-def]
-        made.append(Recording(state, rows, 1 + given.levels, host_drafts))
+        made.append(Recording(state, rows, 1 + given.levels, len(given), host_drafts))
         return made[-1]
 
     monkeypatch.setattr(async_decoder, "DecodeLoop", loop)
@@ -100,6 +103,16 @@ def decoder(loops):  # type: ignore[no-untyped-def]
 
 def head_draft(length: int) -> DeviceDraft:
     return DeviceDraft(length, SimpleNamespace(network=lambda *sizes: None), SimpleNamespace(), (0, 1, 2))  # type: ignore[arg-type]
+
+
+def test_a_tree_has_pages_for_all_of_its_nodes(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+    """Seven rows of this pass and of the next, though a request gets three tokens at most."""
+    tables = np.arange(SLOTS * LONGEST // PAGE, dtype=np.int32).reshape(SLOTS, -1)
+    decoder.join(joining([1], [2]))
+    decoder.launch([1], tables, replace(head_draft(2), branching=2, nodes=6))
+    assert (loops[0].nodes, loops[0].output.shape[1]) == (7, 3)
+    last = (2 + 2 * 7) // PAGE
+    assert loops[0].requests.pages[1, : last + 1].tolist() == tables[1, : last + 1].tolist()  # type: ignore[attr-defined]
 
 
 def biased() -> LogitEdits:

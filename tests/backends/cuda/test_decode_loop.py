@@ -181,6 +181,34 @@ def test_a_head_begins_with_the_features_that_its_pool_keeps(
     assert draft.features[0].unique().tolist() == [page * PAGE_SIZE + (LENGTH - 1) % PAGE_SIZE]
 
 
+def test_an_accepted_path_of_a_tree_keeps_its_features_and_log_probabilities(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    """The second of two drafted siblings is right, so its row is not next to the root's."""
+    from paceline.backends.cuda.decode_loop import DecodeLoop
+    from paceline.backends.cuda.draft_shape import tree_shape
+    from paceline.backends.cuda.head import HeadPool
+
+    (right,), _ = Case(0.0, device, dtype).run(None, 1)
+    case = Case(0.0, device, dtype)
+    case.state.asks_logprobs[1] = 1
+    features = torch.zeros(PAGES * PAGE_SIZE, 64, device=device, dtype=dtype)
+    parts = torch.arange(2, dtype=torch.int32, device=device)
+    kept = HeadPool(PAGES, 0, torch.empty(0), torch.empty(0), features, parts)
+    target = case.weights, case.pool(), case.state, ROWS, PAGE_SIZE
+    loop = DecodeLoop(*target, given=tree_shape(3, 2, 1), feature_layers=(1, 0), kept=kept)
+    loop.begin([1], ROWS)
+    loop.drafted(ROWS)[0, 1:] = torch.tensor([(right + 1) % 60, right])
+    loop.step(ROWS, int(SamplingNeeds.LOGPROBS))
+    assert loop.counts.tolist() == [2, 0]
+    indices = torch.tensor([LENGTH, LENGTH + 1], device=device)
+    slots = case.state.pages[1, indices // PAGE_SIZE] * PAGE_SIZE + indices % PAGE_SIZE
+    assert loop.features is not None
+    assert torch.equal(features[slots.long()], loop.features[[0, 2]].to(dtype))
+    assert not torch.equal(loop.features[1], loop.features[2])
+    assert torch.equal(loop.path_logprobs(1)[0], loop.logprobs[0, [0, 2]])
+
+
 @pytest.mark.parametrize("is_found", [True, *repeated(False)])
 def test_a_head_catches_up_with_the_features_of_accepted_tokens(
     is_found: bool, device: torch.device, dtype: torch.dtype

@@ -26,6 +26,8 @@ from tests.tiny import save_checkpoint
 from tests.tiny_families import VOCAB_SIZE
 from tests.toy import ToyTokenizer, drain
 
+CHAIN, TREE = DraftPlan("drafter", 3), DraftPlan("drafter", 11, branching=4, depth=3)
+
 
 @needs_gpu
 @pytest.mark.parametrize(
@@ -58,7 +60,10 @@ def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
     limits = Limits(VOCAB_SIZE, 96, 4, 32)
 
     def outputs(
-        together: bool, on_device: bool, make_drafter: Callable[[Any], Drafter] | None = None
+        together: bool,
+        on_device: bool,
+        make_drafter: Callable[[Any], Drafter] | None = None,
+        plan: DraftPlan = CHAIN,
     ) -> list[tuple[list[int], object]]:
         backend = make(checkpoint, device, dtype)
         if not on_device:
@@ -67,7 +72,7 @@ def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
         drafters: dict[str, Drafter] = {}
         if make_drafter is not None:
             drafters = {"drafter": make_drafter(backend)}
-        controller = FixedController(DraftPlan("drafter", 3) if drafters else PLAIN)
+        controller = FixedController(plan if drafters else PLAIN)
         engine = Engine(
             backend, ToyTokenizer(), limits, num_pages=60, drafters=drafters, controller=controller
         )
@@ -95,6 +100,7 @@ def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
     expected = outputs(False, False)
     assert outputs(True, True) == expected
     assert outputs(True, True, random_head) == expected
+    assert outputs(True, True, random_head, TREE) == expected
     assert outputs(True, True, random_block_head) == expected
     assert outputs(True, True, lambda backend: random_head(backend, mask_token_id=7)) == expected
     assert outputs(True, True, lambda backend: draft_model(make(drafting, device, dtype))) == expected
@@ -102,9 +108,9 @@ def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
 
 
 @needs_gpu
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("temperature", "plan"), [(0.0, CHAIN), (1.0, CHAIN), (0.0, TREE), (1.0, TREE)])
 def test_a_head_replaced_while_passes_overlap_changes_no_token_and_drafts_as_if_it_had_been_there(
-    temperature: float, tmp_path: Path, device: torch.device, dtype: torch.dtype
+    temperature: float, plan: DraftPlan, tmp_path: Path, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Weights change where captured graphs read them, and keys and values of running requests follow."""
     from paceline.engine.admission import Limits
@@ -124,7 +130,7 @@ def test_a_head_replaced_while_passes_overlap_changes_no_token_and_drafts_as_if_
             Limits(VOCAB_SIZE, 96, 4, 32),
             num_pages=60,
             drafters={"drafter": random_head(backend, heads[0])} if heads else {},
-            controller=FixedController(DraftPlan("drafter", 3) if heads else PLAIN),
+            controller=FixedController(plan if heads else PLAIN),
         )
         params = SamplingParams(temperature=temperature, seed=1, max_tokens=40, ignore_eos=True)
         added, steps = [engine.add_request(prompt, params)[0] for prompt in prompts], 0
@@ -142,6 +148,7 @@ def test_a_head_replaced_while_passes_overlap_changes_no_token_and_drafts_as_if_
     once, other = answers((4,), 0), answers((5,), 0)
     assert answers((4,), 5) == once  # the same head again: every draft is the same
     assert other[0] == once[0] == plain
+    assert once[1] > 0 or plan is CHAIN  # a random head is rarely right
 
 
 EXTRA_OPTIONS: list[dict[str, object]] = [
