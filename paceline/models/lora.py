@@ -3,7 +3,8 @@
     W x  becomes  W x + scale * B (A x)        A [rank, in], B [out, rank]
 
 A folder has adapter_config.json and adapter_model.safetensors. Only what changes a matrix of the layers is
-read; what would change anything else (biases, embeddings, DoRA) is refused.
+read; what would change anything else (biases, embeddings, experts, DoRA) is refused. What changes a matrix
+that is several of ours (qkv_proj, gate_up_proj) is split.
 """
 
 from __future__ import annotations
@@ -21,14 +22,19 @@ from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.config import ModelConfig
 from paceline.models.families import FAMILIES
 from paceline.models.fields import Fields
-from paceline.models.file_layouts import LLAMA_FILES
 from paceline.models.files import read_json
 from paceline.models.layout import expected_tensors
 from paceline.models.safetensors_files import SafeTensor, read_safetensors
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.(?:default\.)?weight")
-MODULE = re.compile(r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)")
+MODULE = re.compile(
+    r"(?P<layer>model\.layers\.\d+\.)(?P<part>self_attn\.([qkvo]|qkv)_proj|mlp\.(gate|up|gate_up|down)_proj)"
+)
+FUSED = {  # in the order of their rows
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
 # options that make an adapter something else than the sum above, and the values that do not
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "bias": ("none",),
@@ -82,12 +88,16 @@ def load_adapter(name: str, folder: Path, config: ModelConfig) -> Adapter:
             )
         sides.setdefault(match["module"], {})[match["side"]] = tensor
     shapes = dict(expected_tensors(config))
-    matrices = {}
+    matrices: dict[str, LoraMatrix] = {}
     for module, found in sides.items():
-        down, up = _checked(folder, module, found, shapes.get(f"{module}.weight"))
-        rank = down.shape[0]
-        scale = np.float32(alpha / (rank**0.5 if by_root else rank))
-        matrices[module] = LoraMatrix(down.float32(), up.float32() * scale)
+        names = _parts(module)
+        own = [shapes[f"{name}.weight"] for name in names if f"{name}.weight" in shapes]
+        whole = (sum(rows for rows, _ in own), own[0][1]) if len(own) == len(names) else None
+        down, up = _checked(folder, module, found, whole)
+        rank, first = down.shape[0], down.float32()
+        second = up.float32() * np.float32(alpha / (rank**0.5 if by_root else rank))
+        rows = np.split(second, np.cumsum([count for count, _ in own])[:-1])
+        matrices |= {name: LoraMatrix(first, part) for name, part in zip(names, rows, strict=True)}
     if not matrices:
         raise CheckpointError(f"{folder.name} changes no matrix. The file is incomplete: fetch it again.")
     return Adapter(name, matrices)
@@ -105,11 +115,18 @@ def _check_supported(fields: Fields, config: ModelConfig) -> None:
                 f"{fields.source}: {option} {str(fields.values[option])[:60]!r} is not supported. Merge the "
                 "adapter into the model, and serve that."
             )
-    if FAMILIES[config.family].files != LLAMA_FILES or config.recurrent or config.latent:
+    if not FAMILIES[config.family].files.keeps_matrices or config.recurrent or config.latent:
         raise UnsupportedModelError(
             f"{fields.source}: adapters of {config.family} models are not supported. Merge the adapter into "
             "the model, and serve that."
         )
+
+
+def _parts(module: str) -> list[str]:
+    """The matrices of ours that a module of a file is."""
+    match = MODULE.fullmatch(module)
+    assert match is not None, "asked before"
+    return [match["layer"] + part for part in FUSED.get(match["part"], (match["part"],))]
 
 
 def _checked(
@@ -120,14 +137,18 @@ def _checked(
     fits = (
         down is not None
         and up is not None
-        and shape is not None
         and len(down.shape) == len(up.shape) == 2
         and (up.shape[0], down.shape[1]) == shape
         and up.shape[1] == down.shape[0]
     )
+    if shape is None:
+        raise UnsupportedModelError(
+            f"{folder.name} changes {module}, which this model lacks: its layer has experts, or the adapter "
+            "is of a model with more layers. Train it with other target_modules, or merge it into its model."
+        )
     if not fits or down is None or up is None:
         raise CheckpointError(
             f"{folder.name}: what is there for {module} does not fit this model's matrix "
-            f"{list(shape or ())}. The adapter belongs to another model: serve that one."
+            f"{list(shape)}. The adapter belongs to another model: serve that one."
         )
     return down, up
