@@ -29,6 +29,7 @@ class SlotInits:
     truncation: Float64Array  # [requests, fields of core/truncation.py]
     logprobs: BoolArray  # [requests] whether log-probabilities are asked
     edits: Sequence[LogitEdits | None]  # [requests] None: logits stay as they are
+    adapters: Sequence[str]  # [requests] as of a ForwardBatch
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> SlotInits:
@@ -48,6 +49,7 @@ class SlotInits:
                 request.sampler.logit_edits() if request.sampling_needs & SamplingNeeds.LOGIT_EDITS else None
                 for request in requests
             ],
+            adapters=[request.adapter for request in requests],
         )
 
 

@@ -28,19 +28,17 @@ def load_backend(
 
     `beside` is a loaded backend whose passes take turns with those of this one.
     """
-    if adapters:
-        if options.name != "torch":
-            raise BackendError(
-                f"The {options.name} backend does not run adapters. Use --backend torch, or merge the "
-                "adapter into the model."
-            )
-        return _load_torch(checkpoint, options, max_rows, beside, adapters)
+    if adapters and options.tensor_parallel_size > 1:
+        raise BackendError(
+            "Adapters are not served with tensor_parallel_size above 1: leave one of them out, or merge the "
+            "adapter into the model."
+        )
     if blocks := missing_blocks(checkpoint.config, options.name):
         raise BackendError(
             f"This {checkpoint.config.family} model has {', '.join(blocks)}, for which the {options.name} "
             "backend has no kernels. Use the torch backend: --backend torch."
         )
-    return _LOADERS[options.name](checkpoint, options, max_rows, beside)
+    return _LOADERS[options.name](checkpoint, options, max_rows, beside, adapters)
 
 
 def load_head_runner(
@@ -82,7 +80,11 @@ def load_assistant_runner(checkpoint: AssistantCheckpoint, beside: Backend) -> A
 
 
 def _load_cpu(
-    checkpoint: Checkpoint, options: BackendOptions, max_rows: int, beside: Backend | None
+    checkpoint: Checkpoint,
+    options: BackendOptions,
+    max_rows: int,
+    beside: Backend | None,
+    adapters: Sequence[Adapter],
 ) -> Backend:
     from paceline.backends.cpu import CpuBackend
 
@@ -92,6 +94,7 @@ def _load_cpu(
         threads=options.threads,
         max_rows=max_rows,
         beside=beside if isinstance(beside, CpuBackend) else None,
+        adapters=adapters,
     )
 
 
@@ -100,7 +103,7 @@ def _load_torch(
     options: BackendOptions,
     max_rows: int,
     beside: Backend | None,
-    adapters: Sequence[Adapter] = (),
+    adapters: Sequence[Adapter],
 ) -> Backend:
     with needs_extra("torch", "the torch backend", BackendError):
         import torch  # here, because it takes seconds and the cpu backend does not need it
@@ -122,7 +125,11 @@ def _load_torch(
 
 
 def _load_cuda(
-    checkpoint: Checkpoint, options: BackendOptions, max_rows: int, beside: Backend | None
+    checkpoint: Checkpoint,
+    options: BackendOptions,
+    max_rows: int,
+    beside: Backend | None,
+    adapters: Sequence[Adapter],
 ) -> Backend:
     with needs_extra("gpu", "the cuda backend", BackendError):
         from paceline.backends.cuda.backend import CudaBackend
@@ -138,10 +145,12 @@ def _load_cuda(
         quantization=quantization,
         max_rows=max_rows,
         tensor_parallel_size=options.tensor_parallel_size,
+        adapters=adapters,
     )
 
 
-_LOADERS: dict[str, Callable[[Checkpoint, BackendOptions, int, Backend | None], Backend]] = {
+_Loader = Callable[[Checkpoint, BackendOptions, int, Backend | None, Sequence[Adapter]], Backend]
+_LOADERS: dict[str, _Loader] = {
     "cpu": _load_cpu,
     "torch": _load_torch,
     "cuda": _load_cuda,

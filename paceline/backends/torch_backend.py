@@ -92,8 +92,6 @@ class TorchBackend(Backend):
             backend = cls(model, max_rows, weight_format=weight_format)
             backend.adapters = {entry.name: with_adapter(backend.model, entry) for entry in adapters}
             return backend
-        if adapters:
-            raise BackendError("Adapters are not served with tensor_parallel_size above 1; leave one out.")
         ranks, communicator = start_ranks(checkpoint, devices, dtype, quantization, max_rows)
         try:
             model = load_pieces(checkpoint, devices[0], kind, communicator, quantization=quantization)

@@ -32,6 +32,7 @@ class Driven:
     ) -> None:
         self.backend, self.pool = backend, pool
         self.states, self.slot = states, slot  # of recurrent layers
+        self.adapter = ""
         self.pages = np.array(pages, dtype=np.int32)
         self.context_length = 0
         self.tokens: Sequence[int] = ()
@@ -107,5 +108,6 @@ def run(
             choices=choices,
             kept_features=kept,
             states=None if states is None else RequestStates(states, slots),
+            adapters=tuple(request.adapter for request in requests),
         )
     )

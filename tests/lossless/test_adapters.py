@@ -15,6 +15,8 @@ import pytest
 import safetensors.torch
 import torch
 
+from paceline.backends.base import Backend
+from paceline.backends.cpu import CpuBackend
 from paceline.backends.load import load_backend
 from paceline.backends.options import BackendOptions
 from paceline.backends.torch_backend import TorchBackend
@@ -27,7 +29,7 @@ from paceline.engine.engine import Engine
 from paceline.errors import BackendError, ConfigError, ModelError, RequestError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.lora import Adapter, load_adapter
-from paceline.models.registry import load_with_tokenizer
+from paceline.models.registry import load_checkpoint, load_with_tokenizer
 from paceline.models.safetensors_writer import encode
 from paceline.serve.app import make_app
 from paceline.serve.loading import with_adapters
@@ -48,9 +50,6 @@ RANK, ALPHA = 3, 12.0
 
 def write_adapter(folder: Path, checkpoint: Checkpoint, modules: Sequence[str], **options: Any) -> Path:
     """A folder as peft saves it, with random matrices for these modules of every layer."""
-    folder.mkdir()
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", **options}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
     generator, tensors = torch.Generator().manual_seed(len(modules)), {}
     for layer in range(checkpoint.config.num_layers):
         for module in modules:
@@ -59,6 +58,14 @@ def write_adapter(folder: Path, checkpoint: Checkpoint, modules: Sequence[str], 
             for side, shape in (("A", (RANK, inputs)), ("B", (out, RANK))):
                 values = 0.2 * torch.randn(shape, generator=generator)
                 tensors[f"base_model.model.{name}.lora_{side}.weight"] = values
+    return save_adapter(folder, tensors, **options)
+
+
+def save_adapter(folder: Path, tensors: dict[str, torch.Tensor], **options: Any) -> Path:
+    """A folder as peft saves it."""
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", **options}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
     return folder
 
@@ -81,11 +88,18 @@ def adapters(folder: Path, checkpoint: Checkpoint) -> list[Adapter]:
     return [load_adapter(name, saved, checkpoint.config) for name, saved in folders.items()]
 
 
-@pytest.fixture(scope="module")
-def model(folder: Path, adapters: list[Adapter]) -> LoadedModel:
+@pytest.fixture(scope="module", params=["torch", "cpu"])
+def model(request: pytest.FixtureRequest, folder: Path, adapters: list[Adapter]) -> LoadedModel:
     checkpoint, tokenizer = load_with_tokenizer(folder)
-    backend = TorchBackend.load(checkpoint, row_by_row=True, adapters=adapters)
+    backend = make_backend(request.param, checkpoint, adapters)
     return LoadedModel(backend, tokenizer, checkpoint.config)
+
+
+def make_backend(name: str, checkpoint: Checkpoint, adapters: list[Adapter]) -> Backend:
+    """A batch-invariant backend."""
+    if name == "torch":
+        return TorchBackend.load(checkpoint, row_by_row=True, adapters=adapters)
+    return CpuBackend.load(checkpoint, threads=1, max_rows=64, adapters=adapters)
 
 
 def merged(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
@@ -98,11 +112,11 @@ def merged(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
 
 
 def test_an_adapter_gives_the_logits_of_merged_weights(
-    checkpoint: Checkpoint, adapters: list[Adapter], model: LoadedModel
+    checkpoint: Checkpoint, adapters: list[Adapter]
 ) -> None:
-    assert isinstance(model.backend, TorchBackend)
+    adapted = TorchBackend.load(checkpoint, adapters=adapters)
     for adapter in adapters:
-        ours = TorchBackend(model.backend.adapters[adapter.name], 64)
+        ours = TorchBackend(adapted.adapters[adapter.name], 64)
         logits = [
             drive(backend, pages_each=3)[0].run(PROMPT)
             for backend in (ours, TorchBackend.load(merged(checkpoint, adapter)))
@@ -112,11 +126,41 @@ def test_an_adapter_gives_the_logits_of_merged_weights(
         assert np.abs(plain - logits[0]).max() > 0.1
 
 
+@pytest.mark.parametrize("family", ["gemma3", "olmo2", "phi3"])
+def test_of_other_families_too_also_where_a_file_joins_matrices(family: str, tmp_path: Path) -> None:
+    """As files of phi3 do; what reads the rows is shared, what gives them is split."""
+    checkpoint = load_checkpoint(save_checkpoint(family, tmp_path / family))
+    folder, values = tmp_path / "adapter", np.random.default_rng(3)
+    shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    joined = {"self_attn.qkv_proj": [*"qkv"], "mlp.gate_up_proj": ["gate", "up"], "mlp.down_proj": ["down"]}
+    tensors, expected = {}, dict(checkpoint.tensors)
+    for layer in range(checkpoint.config.num_layers):
+        for module, parts in joined.items():
+            place = f"model.layers.{layer}.{module.split('.')[0]}."
+            names = [f"{place}{part}_proj.weight" for part in parts]
+            rows, inputs = [shapes[name][0] for name in names], shapes[names[0]][1]
+            down, up = (0.2 * values.standard_normal(size) for size in ((RANK, inputs), (sum(rows), RANK)))
+            saved = f"base_model.model.model.layers.{layer}.{module}.lora_"
+            tensors |= {f"{saved}A.weight": torch.tensor(down).float()}
+            tensors |= {f"{saved}B.weight": torch.tensor(up).float()}
+            for name, part in zip(names, np.split(up @ down, np.cumsum(rows)[:-1]), strict=True):
+                change = (ALPHA / RANK * part).astype(np.float32)
+                expected[name] = encode(checkpoint.tensors[name].float32() + change)
+    save_adapter(folder, tensors)
+    adapted = TorchBackend.load(checkpoint, adapters=[load_adapter("x", folder, checkpoint.config)])
+    ours = TorchBackend(adapted.adapters["x"], 64)
+    logits = [
+        drive(backend, pages_each=3)[0].run(PROMPT)
+        for backend in (ours, TorchBackend.load(replace(checkpoint, tensors=expected)))
+    ]
+    np.testing.assert_allclose(*logits, rtol=0, atol=3e-4)
+
+
 def make_engine(model: LoadedModel, folder: Path, method: Any) -> Engine:
     config = EngineConfig.from_options(
         model=str(folder),
         speculative_config=method,
-        backend="torch",
+        backend=model.backend.name,
         threads=1,
         max_model_len=64,
         max_num_seqs=4,
@@ -138,9 +182,14 @@ def answers(engine: Engine, names: Sequence[str], temperature: float) -> list[st
     return [repr(outcome.bytes()) for outcome in outcomes]
 
 
-@pytest.mark.parametrize(("method", "temperature"), [("off", 0.8), ("ngram", 0), ("suffix", 0.8)])
+TREE = {"method": "suffix", "num_speculative_tokens": 6, "branching": 2}
+
+
+@pytest.mark.parametrize(
+    ("method", "temperature"), [("off", 0.8), ("ngram", 0), ("suffix", 0.8), (TREE, 0)], ids=str
+)
 def test_alone_together_and_drafted_the_bytes_are_the_same(
-    model: LoadedModel, folder: Path, method: str, temperature: float
+    model: LoadedModel, folder: Path, method: Any, temperature: float
 ) -> None:
     names = ["", "a", "b"]
     alone = [answers(make_engine(model, folder, "off"), [name], temperature)[0] for name in names]
@@ -203,7 +252,7 @@ def test_on_replicas_the_bytes_are_those_of_one_engine_also_when_one_dies(
     params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0.8, seed=3)
 
     def replica() -> Engine:
-        backend = TorchBackend.load(checkpoint, row_by_row=True, adapters=adapters)
+        backend = make_backend(model.backend.name, checkpoint, adapters)
         return make_engine(LoadedModel(backend, model.tokenizer, checkpoint.config), folder, "off")
 
     async def ask(engine: EngineClient, number: int) -> list[int]:
@@ -233,8 +282,11 @@ def test_what_cannot_be_served_is_refused(
 ) -> None:
     with pytest.raises(RequestError, match="no adapter 'c'; load it with --lora-modules"):
         make_engine(model, folder, "off").add_request(PROMPT, SamplingParams(), adapter="c")
-    with pytest.raises(BackendError, match=r"cpu backend does not run adapters\. Use --backend torch"):
-        load_backend(checkpoint, BackendOptions("cpu"), 16, None, adapters)
+    two_gpus = BackendOptions("cuda", tensor_parallel_size=2)
+    with pytest.raises(
+        BackendError, match="not served with tensor_parallel_size above 1: leave one of them out"
+    ):
+        load_backend(checkpoint, two_gpus, 16, None, adapters)
     with pytest.raises(ConfigError, match="expected NAME=FOLDER"):
         EngineConfig.from_options(model=str(folder), lora_modules=["sql"])
     dora = write_adapter(tmp_path / "dora", checkpoint, MODULES["a"], use_dora=True)
@@ -244,6 +296,11 @@ def test_what_cannot_be_served_is_refused(
         ModelError, match=r"adapter x has no adapter_config\.json in .* --lora-modules x=FOLDER"
     ):
         load_adapter("x", tmp_path / "nowhere", checkpoint.config)
+    shorter = replace(checkpoint.config, num_layers=1)
+    with pytest.raises(
+        ModelError, match=r"model\.layers\.1\..*which this model lacks.* other target_modules"
+    ):
+        load_adapter("a", folder / "a", shorter)
     other = replace(checkpoint.config, hidden_size=64)
     with pytest.raises(ModelError, match="belongs to another model"):
         load_adapter("a", folder / "a", other)

@@ -12,6 +12,7 @@ import numpy as np
 
 from paceline.backends.base import Backend
 from paceline.backends.cpu import job as fields
+from paceline.backends.cpu.adapters import AdapterTables
 from paceline.backends.cpu.compiled_model import CompiledModel, CpuPool
 from paceline.backends.cpu.features import KEPT_FIELDS
 from paceline.backends.cpu.packing import address_of
@@ -22,6 +23,7 @@ from paceline.core.forward import ForwardBatch, ForwardOutput, KeptFeatures, KVP
 from paceline.errors import BackendError, ConfigError
 from paceline.machine import usable_cores
 from paceline.models.checkpoint import Checkpoint
+from paceline.models.lora import Adapter
 from paceline.models.quantizations import DEFAULTS, QUANTIZATIONS
 from paceline.options import check_choice
 
@@ -34,8 +36,16 @@ class CpuBackend(CompiledModel, Backend):
     supports_features = True
     chooses = True
 
-    def __init__(self, workspace: Workspace, quantization: str, beside: CpuBackend | None = None) -> None:
+    def __init__(
+        self,
+        workspace: Workspace,
+        quantization: str,
+        beside: CpuBackend | None = None,
+        adapters: Sequence[Adapter] = (),
+    ) -> None:
         super().__init__(workspace, beside)
+        self._adapters = AdapterTables(adapters, workspace) if adapters else None
+        self.adapters = self._adapters.tables if self._adapters else {}
         self.quantization = quantization
         self.weight_format = "float32" if quantization == "none" else quantization
         self.attention_window = self.config.widest_window
@@ -59,6 +69,7 @@ class CpuBackend(CompiledModel, Backend):
         threads: int | None = None,
         max_rows: int = 512,
         beside: CpuBackend | None = None,
+        adapters: Sequence[Adapter] = (),
     ) -> CpuBackend:
         """A backend with the checkpoint's weights.
 
@@ -83,7 +94,7 @@ class CpuBackend(CompiledModel, Backend):
         if quantization == "auto":
             quantization = DEFAULTS["cpu"]
         workspace = Workspace(checkpoint, quantization, threads or usable_cores(), max_rows)
-        return cls(workspace, quantization, beside)
+        return cls(workspace, quantization, beside, adapters)
 
     def first_layers(self, count: int) -> CpuBackend:
         """The same model without its later layers, over the same pools, with the same threads."""
@@ -105,6 +116,8 @@ class CpuBackend(CompiledModel, Backend):
         features, choices, job = self._prepare_features(batch), batch.choices, self._job
         if self._recurrent is not None:
             self._recurrent.begin_pass(batch)
+        if self._adapters is not None:
+            self._adapters.begin_pass(batch)
         if choices is None:
             job[fields.NUM_CHOSEN] = 0
             return ForwardOutput(self._run(batch, batch.logit_rows), features)

@@ -133,7 +133,7 @@ def gate_experts(tasks, job, counter, layer, scratch):  # type: ignore[no-untype
         ups = gates + DESCRIPTOR
         block = ROW_BLOCK * size  # an expert's records are not in blocks: 16 rows are followed by the next
         gate_unit(
-            job, unit, gates, ups, biases, up_biases, records, rows, block, rows, 0, out, block, scratch
+            job, -1, unit, gates, ups, biases, up_biases, records, rows, block, rows, 0, out, block, scratch
         )
 
 

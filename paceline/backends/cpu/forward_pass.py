@@ -53,6 +53,7 @@ from paceline.backends.cpu.job import (
     RECORDS_AT,
     RECURRENT_OUTPUT,
     REDUCE_AT,
+    ROW_ADAPTERS_AT,
     ROWS,
     SCRATCH_AT,
     SCRATCH_BYTES,
@@ -64,6 +65,7 @@ from paceline.backends.cpu.job import (
     field,
 )
 from paceline.backends.cpu.latent import absorb_queries, finish_values, store_latents
+from paceline.backends.cpu.low_rank import expand_rows, shrink_rows
 from paceline.backends.cpu.matmul import DESCRIPTOR
 from paceline.backends.cpu.phases import attend_rows, gate_rows, project, rope_and_store
 from paceline.backends.cpu.recurrent import advance_states, finish_rows, keep_rows, walk_layer
@@ -83,16 +85,37 @@ from paceline.backends.cpu.tiles import COLUMNS
 
 
 @compiled
-def _run_mlp(control, tasks, job, matrices, counter, shares, scratch, out, added):  # type: ignore[no-untyped-def]
+def _shrink(control, tasks, job, layer, first, last, records, scratch):  # type: ignore[no-untyped-def]
+    """The first half of what adapters add to the products first..last, which read these records."""
+    if field(job, ROW_ADAPTERS_AT) != 0:
+        matrix = field(job, MATRICES_AT) + DESCRIPTOR * (LAYER_MATRICES * layer + first)
+        groups = load_int64(matrix + 16)
+        shrink_rows(tasks, job, layer, first, last, records, field(job, ROWS), groups, scratch)
+        barrier(control, tasks[1])
+
+
+@compiled
+def _project_changed(control, tasks, job, layer, number, counter, records, out, bias, added, scratch):  # type: ignore[no-untyped-def]
+    """The product of a layer's matrix, with what adapters add to it, into `out` or onto it."""
+    rows, stride = field(job, ROWS), 4 * field(job, HIDDEN_PADDED)
+    matrix = field(job, MATRICES_AT) + DESCRIPTOR * (LAYER_MATRICES * layer + number)
+    _shrink(control, tasks, job, layer, number, number + 1, records, scratch)
+    project(tasks, job, counter, matrix, records, rows, out, stride, bias, added, scratch)
+    barrier(control, tasks[1])
+    if field(job, ROW_ADAPTERS_AT) != 0:
+        expand_rows(tasks, job, layer, number, rows, out, stride, COLUMNS * load_int64(matrix + 24))
+        barrier(control, tasks[1])
+
+
+@compiled
+def _run_mlp(control, tasks, job, layer, matrices, counter, shares, scratch, out, added):  # type: ignore[no-untyped-def]
     """Gate, up and down projections of all rows, into `out` or onto it; `shares`: factors of rows, or 0."""
     rows, line, gates = field(job, ROWS), 64 * tasks[1], matrices + DESCRIPTOR * GATE
-    gate_rows(tasks, job, counter, rows, gates, matrices + DESCRIPTOR * UP, shares, scratch)
+    _shrink(control, tasks, job, layer, GATE, DOWN, field(job, RECORDS_AT), scratch)
+    gate_rows(tasks, job, layer, counter, rows, gates, matrices + DESCRIPTOR * UP, shares, scratch)
     barrier(control, tasks[1])
-    wide, stride = field(job, WIDE_RECORDS_AT), 4 * field(job, HIDDEN_PADDED)
-    project(
-        tasks, job, counter + line, matrices + DESCRIPTOR * DOWN, wide, rows, out, stride, 0, added, scratch
-    )
-    barrier(control, tasks[1])
+    wide = field(job, WIDE_RECORDS_AT)
+    _project_changed(control, tasks, job, layer, DOWN, counter + line, wide, out, 0, added, scratch)
 
 
 @compiled
@@ -163,6 +186,16 @@ def _project_inputs(tasks, job, layer, matrices, counter, only_keys, scratch):  
 
 
 @compiled
+def _expand_inputs(tasks, job, layer, matrices):  # type: ignore[no-untyped-def]
+    """Add what adapters add to queries, keys and values of all rows."""
+    qkv, stride = field(job, QKV_AT), field(job, QKV_STRIDE)
+    for part in range(INPUTS):
+        columns = COLUMNS * load_int64(matrices + DESCRIPTOR * part + 24)
+        expand_rows(tasks, job, layer, part, field(job, ROWS), qkv, stride, columns)
+        qkv += 4 * columns
+
+
+@compiled
 def _store_keys(tasks, job, counter, rows, layer, matrices, scratch):  # type: ignore[no-untyped-def]
     """Keys and values of all rows to their pages; queries are rotated, or their latents normed."""
     if field(job, LATENT_PADDED) > 0:
@@ -173,14 +206,13 @@ def _store_keys(tasks, job, counter, rows, layer, matrices, scratch):  # type: i
 
 
 @compiled
-def _project_output(control, tasks, job, layer, matrix, counter, out, added, scratch):  # type: ignore[no-untyped-def]
+def _project_output(control, tasks, job, layer, number, counter, out, added, scratch):  # type: ignore[no-untyped-def]
     """What a mixer adds, from its records, into `out` or onto it."""
-    stride, bias = 4 * field(job, HIDDEN_PADDED), field(job, OUTPUT_BIAS_AT)
+    bias = field(job, OUTPUT_BIAS_AT)
     if bias != 0:
-        bias += stride * layer
-    records, rows = field(job, RECORDS_AT), field(job, ROWS)
-    project(tasks, job, counter, matrix, records, rows, out, stride, bias, added, scratch)
-    barrier(control, tasks[1])
+        bias += 4 * field(job, HIDDEN_PADDED) * layer
+    records = field(job, RECORDS_AT)
+    _project_changed(control, tasks, job, layer, number, counter, records, out, bias, added, scratch)
 
 
 @compiled
@@ -192,8 +224,12 @@ def _mix(control, tasks, job, layer, matrices, counter, scratch, only_keys, out,
     threads, line, rows = tasks[1], 64 * tasks[1], field(job, ROWS)
     output, recurrent_output = matrices + DESCRIPTOR * OUTPUT, matrices + DESCRIPTOR * RECURRENT_OUTPUT
     attends, recurs, state_layer = load_int64(output) != 0, load_int64(recurrent_output) != 0, 0
+    _shrink(control, tasks, job, layer, 0, INPUTS, field(job, RECORDS_AT), scratch)
     gate_column = _project_inputs(tasks, job, layer, matrices, counter, only_keys and not recurs, scratch)
     barrier(control, threads)
+    if field(job, ROW_ADAPTERS_AT) != 0:
+        _expand_inputs(tasks, job, layer, matrices)
+        barrier(control, threads)
     if attends:
         _store_keys(tasks, job, counter + line * 4, rows, layer, matrices, scratch)
     if recurs:
@@ -214,13 +250,13 @@ def _mix(control, tasks, job, layer, matrices, counter, scratch, only_keys, out,
         barrier(control, threads)
         if latent:
             finish_values(control, tasks, job, later + line * 3, rows, layer, scratch)
-        _project_output(control, tasks, job, layer, output, counter + line * 7, out, added, scratch)
+        _project_output(control, tasks, job, layer, OUTPUT, counter + line * 7, out, added, scratch)
     if recurs:
         finish_rows(tasks, job, counter + line * 12, rows, state_layer)
         barrier(control, threads)
         added = 1 if added or attends else 0
         _project_output(
-            control, tasks, job, layer, recurrent_output, counter + line * 13, out, added, scratch
+            control, tasks, job, layer, RECURRENT_OUTPUT, counter + line * 13, out, added, scratch
         )
 
 
@@ -231,9 +267,9 @@ def _feed_forward(control, tasks, job, layer, matrices, counter, scratch, out, a
         _run_experts(control, tasks, job, layer, counter, scratch, out, added)
         if load_int64(matrices + DESCRIPTOR * DOWN) != 0:  # an expert that all rows share
             shares = field(job, SHARED_SHARES_AT)
-            _run_mlp(control, tasks, job, matrices, counter + 320 * tasks[1], shares, scratch, out, 1)
+            _run_mlp(control, tasks, job, layer, matrices, counter + 320 * tasks[1], shares, scratch, out, 1)
     else:
-        _run_mlp(control, tasks, job, matrices, counter, 0, scratch, out, added)
+        _run_mlp(control, tasks, job, layer, matrices, counter, 0, scratch, out, added)
 
 
 @compiled

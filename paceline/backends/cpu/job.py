@@ -59,6 +59,9 @@ from paceline.backends.cpu.simd import load_float, load_int64
     ROWS, TOKENS_AT, POSITIONS_AT, PARENTS_AT, REQUEST_AT, ROW_START_AT, CONTEXT_AT, PAGES_AT, MAX_PAGES,
     CHAIN_AT, OUTPUTS, LOGIT_ROWS_AT, LOGITS_AT, LOGITS_STRIDE, KV_AT, NUM_PAGES, FEATURE_SLOT_AT,
     FEATURES_AT, FEATURES_STRIDE, KEPT, KEPT_AT, INPUTS_AT, FROM_TARGET, STATES_AT,
+    # LoRA adapters, see low_rank.py: the table of each row's adapter, 0 if no row has one; down x of all
+    # rows, and the largest rank
+    ROW_ADAPTERS_AT, LOW_AT, LOW_RANK,
     # walks of recurrent layers: the states, bytes of one and of a layer's part of it; tables of rows and of
     # walks; whether the states advance along the rows of the last pass, instead of a pass
     POOL_AT, STATE_BYTES, STATE_LAYER_BYTES, WALKS, WALK_LENGTH, WALK_ROWS_AT, WALK_PREVIOUS_AT,
@@ -72,7 +75,7 @@ from paceline.backends.cpu.simd import load_float, load_int64
     MAX_DRAFTS, DRAFTS_WANTED_AT, DRAFTS_AT, CHANCES_AT, NUM_DRAFTS_AT, CHOSEN_AT, CHOSEN_CHANCES_AT,
     NEXT_ROWS_AT, NEXT_ROWS_STRIDE,
     JOB_SIZE,
-) = range(184)  # fmt: skip
+) = range(187)  # fmt: skip
 
 # Matrices of a layer, in the order of the descriptor table; behind all layers: the embedding and the head.
 # The first INPUTS read the norm before the mixer: Q, K, V and attention's gate, or those of a recurrence.

@@ -77,6 +77,10 @@ class ModelWeights:
     def lm_head(self) -> PackedMatrix:
         return self.embedding if self.config.tie_embeddings else self._matrices["lm_head.weight"]
 
+    def packed_matrix(self, name: str) -> PackedMatrix:
+        """A matrix by the name of its tensor."""
+        return self._matrices[name]
+
     def _keep(self, array: npt.NDArray[np.generic]) -> int:
         self._kept.append(array)
         return address_of(array)

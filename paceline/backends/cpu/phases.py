@@ -30,6 +30,7 @@ from paceline.backends.cpu.job import (
     CONTEXT_AT,
     EPSILON_AT,
     FIRST_INDEX,
+    GATE,
     HALF_KV,
     HEAD_NORMS_AT,
     HEAD_WIDTH,
@@ -53,6 +54,7 @@ from paceline.backends.cpu.job import (
     REQUEST_AT,
     ROPE,
     ROPES_AT,
+    ROW_ADAPTERS_AT,
     ROW_START_AT,
     RUN_PRODUCTS,
     RUN_TILE,
@@ -61,12 +63,14 @@ from paceline.backends.cpu.job import (
     SINKS_AT,
     UNIT_QK_AT,
     UNIT_VALUES_AT,
+    UP,
     WIDE_RECORDS_AT,
     WINDOWS_AT,
     field,
     scale_of,
     take,
 )
+from paceline.backends.cpu.low_rank import add_low_rank
 from paceline.backends.cpu.matmul import multiply_rows, tiles_at_once, unit_bytes, unpack_tiles
 from paceline.backends.cpu.rows import (
     RELU2,
@@ -319,6 +323,7 @@ def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-u
 @compiled
 def gate_unit(  # type: ignore[no-untyped-def]
     job,
+    layer,
     unit,
     gates,
     ups,
@@ -336,10 +341,11 @@ def gate_unit(  # type: ignore[no-untyped-def]
     """32 columns of the gate and up projections of all rows, activated, and their records at `out`.
 
     Two groups of the records that are read are `stride` records apart, blocks of rows `block` bytes, and at
-    `out` `out_block` bytes; biases may be 0, and so may `shares`, factors of the rows.
+    `out` `out_block` bytes; biases may be 0, and so may `shares`, factors of the rows. Adapters change the
+    MLP of this layer, if it is not below 0.
     """
     quantized, run_tile, activation = field(job, QUANTIZED), field(job, RUN_TILE), field(job, ACTIVATION)
-    size = RECORD if quantized else 4 * GROUP
+    size, columns = RECORD if quantized else 4 * GROUP, COLUMNS * load_int64(gates + 24)
     ups_at = scratch + ROW_BLOCK * 4 * GROUP
     first, last, unpacked_at = GROUP // COLUMNS * unit, GROUP // COLUMNS * (unit + 1), scratch + GATED_BYTES
     gates = unpack_tiles(run_tile, gates, first, last, rows, unpacked_at)
@@ -358,6 +364,11 @@ def gate_unit(  # type: ignore[no-untyped-def]
             multiply_rows(run_tile, ups, tile, source, stride, count, ups_at + place, 4 * GROUP, up_bias, 0)
         for row in range(count):
             values = scratch + 4 * GROUP * row
+            if layer >= 0:
+                base = values - 4 * GROUP * unit  # of column 0
+                own = GROUP * unit, GROUP * (unit + 1), columns
+                add_low_rank(job, layer, GATE, start + row, base, *own)
+                add_low_rank(job, layer, UP, start + row, base + ups_at - scratch, *own)
             gate(values, ups_at + 4 * GROUP * row, activation)
             if shares != 0:
                 scale_row(values, load_float(shares + 4 * (start + row)), GROUP)
@@ -365,8 +376,9 @@ def gate_unit(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def gate_rows(tasks, job, counter, rows, gates, ups, shares, scratch):  # type: ignore[no-untyped-def]
+def gate_rows(tasks, job, layer, counter, rows, gates, ups, shares, scratch):  # type: ignore[no-untyped-def]
     """Gate, up and activation of all rows, 32 columns a task."""
+    changed = layer if field(job, ROW_ADAPTERS_AT) != 0 else -1
     size = RECORD if field(job, QUANTIZED) else 4 * GROUP
     units, stride = COLUMNS * load_int64(gates + 24) // GROUP, record_stride(rows)
     while True:
@@ -376,6 +388,6 @@ def gate_rows(tasks, job, counter, rows, gates, ups, shares, scratch):  # type: 
         out = field(job, WIDE_RECORDS_AT) + unit * stride * size
         block, out_block = load_int64(gates + 16) * stride * size, units * stride * size
         gate_unit(
-            job, unit, gates, ups, 0, 0, field(job, RECORDS_AT), stride, block, rows, shares, out, out_block,
-            scratch,
+            job, changed, unit, gates, ups, 0, 0, field(job, RECORDS_AT), stride, block, rows, shares, out,
+            out_block, scratch,
         )  # fmt: skip

@@ -73,7 +73,7 @@ class CudaAsyncDecoder:
         self._feature_layers, self._kept, self._states = feature_layers, kept, states
         self._rows = bucket(slots)
         self._requests = make_requests(slots, longest, page_size, self.device)
-        self._writer = SlotWriter(self._requests, weights.config.vocab_size)
+        self._writer = SlotWriter(self._requests, weights.config.vocab_size, weights.adapters)
         self._pages = np.zeros(tuple(self._requests.pages.shape), dtype=np.int32)  # a copy of the device's
         # [slots] upper bound of the computed tokens, and those at `join`
         self._lengths, self._joined = np.zeros((2, slots), dtype=np.int32)
@@ -148,7 +148,7 @@ class CudaAsyncDecoder:
             buffer.host_drafts.numpy()[: len(slot_list)] = host_drafts  # rows after them are padding
             steps.host_drafts[:rows].copy_(buffer.host_drafts[:rows], non_blocking=True)
         needs = int(np.bitwise_or.reduce(self._writer.needs[index]))
-        steps.step(rows, needs, self._writer.edits)
+        steps.step(rows, needs, self._writer.edits, bool(self._writer.has_adapter[index].any()))
         used = 2 * loop.most + rows * loop.width
         buffer.results[:used].copy_(steps.results[:used], non_blocking=True)
         if buffer.features is not None:
@@ -210,6 +210,8 @@ class CudaAsyncDecoder:
             steps.step(rows)
             if (measured := mean_seconds(self.device, partial(steps.step, rows))) is not None:
                 seconds[rows] = measured
+            if self._weights.adapters:
+                steps.step(rows, has_adapters=True)
         steps.step(rows, int(self.supported_sampling), self._writer.edits)  # compiles kernels for all sizes
         steps.use_shared_prefix(no_shared_prefix(rows))
         steps.step(rows)  # compiles; other sizes are captured when first needed

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from paceline.backends.base import NO_STATES, Backend
+from paceline.backends.cuda.adapters import with_adapters
 from paceline.backends.cuda.async_decoder import CudaAsyncDecoder
 from paceline.backends.cuda.compiling import compile_only
 from paceline.backends.cuda.graphs import Graphs, bucket, buckets
@@ -57,6 +58,7 @@ from paceline.core.forward import (
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import ModelConfig
+from paceline.models.lora import Adapter
 from paceline.models.needs import state_bytes
 from paceline.models.registry import load_checkpoint
 
@@ -83,7 +85,7 @@ class CudaBackend(Backend):
         self.weights, self.ranks = weights, ranks
         dtype = str(weights.dtype).removeprefix("torch.")
         self.weight_format = dtype if quantization == "none" else quantization
-        self.config = weights.config
+        self.config, self.adapters = weights.config, weights.adapters
         self.attention_window = self.config.widest_window
         self._value_dim = 0 if self.config.latent else self.config.head_dim  # in the KV cache
         self.max_rows = max_rows
@@ -113,6 +115,7 @@ class CudaBackend(Backend):
         quantization: str = "none",
         max_rows: int = 512,
         tensor_parallel_size: int = 1,
+        adapters: Sequence[Adapter] = (),
     ) -> CudaBackend:
         """A backend with the checkpoint's weights on `device`, in `dtype` or quantized.
 
@@ -124,7 +127,8 @@ class CudaBackend(Backend):
             raise BackendError(f"The cuda backend has no dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
         target = find_device(device)
         if tensor_parallel_size == 1:
-            return cls.load_part(checkpoint, target, dtype, quantization, max_rows)
+            weights = load_checkpoint_weights(checkpoint, target, dtype, quantization)
+            return cls(with_adapters(weights, adapters) if adapters else weights, max_rows, quantization)
         devices = find_devices(device, tensor_parallel_size)
         ranks, communicator = start_ranks(
             checkpoint, devices, dtype, quantization, max_rows, backend=cls.name
@@ -248,7 +252,11 @@ class CudaBackend(Backend):
         sizes = self.weights.head_groups
         height = tile_height(*sizes)
         large_height = prefill_height(*sizes, self.config.latent is not None)
-        self._tables.send(batch, rows_of(batch, PAGE_SIZE, height, large, large_height))
+        numbers = [self.weights.adapters[name] if name else -1 for name in batch.adapters]
+        adapters = np.array(numbers, dtype=np.int32) if numbers else None
+        has_adapters = max(numbers, default=-1) >= 0
+        row_arrays = rows_of(batch, PAGE_SIZE, height, large, large_height)
+        self._tables.send(batch, row_arrays, adapters=adapters)
         recurrent = self._recurrences.rows(plan, batch, rows) if self._recurrences and plan else None
         prefill_tiles = max_prefill_tiles(rows, large_height) if large.any() else 0
         others = not large.all()
@@ -266,7 +274,11 @@ class CudaBackend(Backend):
         def body() -> None:
             tokens, tables = (
                 self._tables.tokens(rows),
-                replace(self._tables.tables(rows, prefill_tiles, others), shared_prefix=shared_prefix),
+                replace(
+                    self._tables.tables(rows, prefill_tiles, others),
+                    shared_prefix=shared_prefix,
+                    adapters=self._tables.adapters(rows) if has_adapters else None,
+                ),
             )
             run_layers(
                 self.weights, self._workspace, tokens, tables, pool, PAGE_SIZE, features, layers, recurrent
@@ -285,7 +297,7 @@ class CudaBackend(Backend):
         of_states = () if recurrent is None else recurrent.states.addresses
         addresses = (pool.keys.data_ptr(), pool.values.data_ptr(), pool.num_pages, of_states)
         heads = tuple((kept.features.data_ptr(), len(kept.features)) for kept, _ in keeps)
-        kinds = prefill_tiles > 0, others, shared_prefix is not None
+        kinds = prefill_tiles > 0, others, shared_prefix is not None, has_adapters
         self._graphs.run(("body", rows, layers, addresses, heads, kinds), body)
         if outputs:
             self._graphs.run(("head", bucket(outputs), wanted > 0), head)
@@ -328,6 +340,8 @@ class CudaBackend(Backend):
             for rows in buckets(min(self.max_rows, longest, pool.num_pages * PAGE_SIZE)):
                 batch = warm_up_pass(pool, rows, PAGE_SIZE, FIRST_ROWS, feature_layers, kept)
                 self.forward(batch)
+                for name in list(self.adapters)[:1]:
+                    self.forward(replace(batch, adapters=(name,)))
             # compiles the shared-prefix kernels; graphs are captured when first needed
             none_large = np.zeros(1, np.bool_)
             self._begin(batch, none_large, no_shared_prefix(1))()

@@ -146,6 +146,7 @@ class DecodeLoop:
         self.counts, self.found = self.results[: 2 * max_rows].view(2, -1)
         self.output = self.results[2 * max_rows :].view(max_rows, -1)
         self._accepted, self._slots = integers(max_rows, shape.levels + 1), integers(max_rows)
+        self._adapters = integers(max_rows, self.nodes)  # of the rows of a step
         self._sampler = StepSampler(max_rows, self._shape, weights)
         self.logprobs = self._sampler.logprobs
         room = Room.of(max_rows * self.nodes, requests.tokens.shape[1])
@@ -203,6 +204,9 @@ class DecodeLoop:
         state, chosen = self.requests, self._slots[:rows]
         valid_slots = chosen.clamp(min=0).long()
         self._sampler.begin(state, valid_slots)
+        if self.weights.adapters:
+            own = torch.where(chosen >= 0, state.adapters[valid_slots], -1)
+            self._adapters[:rows] = own[:, None]
         if self._states is not None:
             self._states.begin(chosen)
         if self.draft is not None and self.draft.features is not None and self._kept is not None:
@@ -224,15 +228,18 @@ class DecodeLoop:
         return self._rows.lines[TOKENS, : rows * self.nodes].view(rows, self.nodes)
 
     @torch.inference_mode()
-    def step(self, rows: int, needs: int = 0, edits: EditState | None = None) -> None:
+    def step(
+        self, rows: int, needs: int = 0, edits: EditState | None = None, has_adapters: bool = False
+    ) -> None:
         """A step of all requests; `output` and `counts` hold its tokens when the device is done.
 
         `needs` are the SamplingNeeds of all requests together: kernels for others are left out. `edits`, the
-        same in every step, is needed with LOGIT_EDITS.
+        same in every step, is needed with LOGIT_EDITS. `has_adapters`: a request has an adapter.
         """
-        self._graphs.run((rows, needs, self._uses_shared_prefix), lambda: self._step(rows, needs, edits))
+        name = rows, needs, self._uses_shared_prefix, has_adapters
+        self._graphs.run(name, lambda: self._step(rows, needs, edits, has_adapters))
 
-    def _step(self, rows: int, needs: int, edits: EditState | None) -> None:
+    def _step(self, rows: int, needs: int, edits: EditState | None, has_adapters: bool) -> None:
         if self.draft is not None:
             self._propose(self.draft, rows)
         if self._look_up is not None or self.host_drafts is not None:
@@ -246,7 +253,7 @@ class DecodeLoop:
                 self.found,
                 kept=self._by_network,
             )
-        candidates = self._verify(rows, needs, edits)
+        candidates = self._verify(rows, needs, edits, has_adapters)
         if self._kept is not None and self.features is not None:
             slot_mapping = self._rows.lines[SLOT_MAPPING, : rows * self.nodes]
             store_features(self.features, slot_mapping, self._kept.parts, self._kept.features)
@@ -306,11 +313,14 @@ class DecodeLoop:
         pages_begin = self._rows.lines[TILE_PAGES, : rows * tiles : tiles]
         return Anchors(tokens, positions, slot_mapping, pages_begin, self.requests.pages.view(-1))
 
-    def _verify(self, rows: int, needs: int, edits: EditState | None) -> Candidates:
+    def _verify(self, rows: int, needs: int, edits: EditState | None, has_adapters: bool) -> Candidates:
         """Run the target over all nodes, and sample the token of each."""
         weights, workspace = self.weights, self._workspace
         inputs, count = self._pass(0, rows), rows * self.nodes
-        known, features = (inputs.tokens, inputs.tables), (self.features, self.feature_layers)
+        tables, features = inputs.tables, (self.features, self.feature_layers)
+        if has_adapters:
+            tables = replace(tables, adapters=self._adapters[:rows].view(-1))
+        known = inputs.tokens, tables
         if not self._megakernel.run(*known, *features):
             recurrent = None if self._states is None else self._states.rows(rows)
             run_layers(weights, workspace, *known, self.pool, self.page_size, *features, recurrent)

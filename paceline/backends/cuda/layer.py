@@ -10,6 +10,7 @@ import torch
 
 from paceline.backends.cuda.kernels.heads import Rotation
 from paceline.backends.cuda.kernels.latent import head_matrices
+from paceline.backends.cuda.kernels.low_rank import LowRank
 from paceline.backends.cuda.kernels.matrix import Matrix
 from paceline.backends.cuda.kernels.packing import FP8_GROUP, SCALE_WORDS, step_of
 from paceline.backends.cuda.kernels.routing import Mixture
@@ -47,6 +48,20 @@ FP8_HEAD_SIZES = (64, 128, 256)  # head sizes whose attention output can be quan
 
 
 @dataclass(frozen=True)
+class LayerAdapters:
+    """What adapters add to the products of a layer, if they do."""
+
+    qkv: LowRank | None = None
+    output: LowRank | None = None
+    gate_up: LowRank | None = None
+    down: LowRank | None = None
+
+    @property
+    def largest_rank(self) -> int:
+        return max(own.rank if own else 0 for own in (self.qkv, self.output, self.gate_up, self.down))
+
+
+@dataclass(frozen=True)
 class Layer:
     """One layer: attention, then a gated feed-forward block."""
 
@@ -69,6 +84,7 @@ class Layer:
     is_recurrent: bool = False  # then `qkv` projects what the recurrence reads
     latent: LatentWeights | None = None  # of latent attention
     query_factors: torch.Tensor | None = None  # float32 [positions] by which queries grow
+    adapters: LayerAdapters = LayerAdapters()
 
     @property
     def is_plain(self) -> bool:
@@ -286,12 +302,10 @@ class _LayerLoader:
         biases = [take(f"self_attn.{part}_proj.bias", own) for part, own in rows.items() if config.qkv_bias]
         has_norms = config.qk_norm or config.joint_qk_norm
         norms = [take(f"self_attn.{part}_norm.weight") for part in "qk" if has_norms]
-        order = _head_order(config, config.rope_of(self.index), heads[0].device)
+        order = head_order(config, config.rope_of(self.index), heads[0].device)
         for part in (heads, biases, norms):
             if order is not None:  # of queries and keys
-                part[:2] = [
-                    own.view(-1, config.head_dim, *own.shape[1:])[:, order].flatten(0, 1) for own in part[:2]
-                ]
+                part[:2] = [reordered(own, config.head_dim, order) for own in part[:2]]
         bias, count = torch.cat(biases) if biases else None, config.num_heads + 2 * config.num_kv_heads
         into = heads_matrix(torch.cat(heads), config.head_dim, bias, packing, count)
         return into, (norms[0], norms[1]) if norms else None
@@ -328,7 +342,7 @@ def _multiplies_e4m3(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= MULTIPLIES_E4M3
 
 
-def _head_order(config: ModelConfig, rope: RopeConfig | None, device: torch.device) -> torch.Tensor | None:
+def head_order(config: ModelConfig, rope: RopeConfig | None, device: torch.device) -> torch.Tensor | None:
     """The order of a head's values in which RoPE rotates pairs of its two halves; None: their own.
 
     RoPE of a part of a head pairs the halves of this part. Scores are the same in any order that queries and
@@ -340,3 +354,8 @@ def _head_order(config: ModelConfig, rope: RopeConfig | None, device: torch.devi
     first, second = torch.arange(rotated, device=device).chunk(2)
     others = torch.arange(rotated, dim, device=device).chunk(2)
     return torch.cat((first, others[0], second, others[1]))
+
+
+def reordered(heads: torch.Tensor, dim: int, order: torch.Tensor) -> torch.Tensor:
+    """Lines [heads * dim, ...] with the lines of each head in this order."""
+    return heads.reshape(-1, dim, *heads.shape[1:])[:, order].flatten(0, 1)

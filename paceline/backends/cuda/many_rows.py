@@ -18,6 +18,7 @@ from paceline.backends.cuda.compiling import cached_kernel
 from paceline.backends.cuda.kernels import heads as triton_heads
 from paceline.backends.cuda.kernels import linear
 from paceline.backends.cuda.kernels.heads import Rotation
+from paceline.backends.cuda.kernels.low_rank import LowRankRows
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch
 from paceline.backends.cuda.kernels.router import Scores
 from paceline.backends.cuda.native import NativeKernel, is_left_out, native_kernel, tensor_map
@@ -173,14 +174,21 @@ def _is_normed(normed: Normed) -> bool:
     return groups <= MAX_GROUPS and groups % 4 == 0
 
 
-def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scratch: Scratch) -> None:
+def project(
+    normed: Normed,
+    matrix: Matrix,
+    output: torch.Tensor,
+    rows: int,
+    scratch: Scratch,
+    change: LowRankRows | None = None,
+) -> None:
     """`project` of kernels/linear.py."""
     stride, width, read = output.stride(0), matrix.width, {"squares": normed.squares, "hidden": output}
     operands = Operands(read, stride, columns=width, size=normed.size, eps=normed.eps)
     fits = _is_normed(normed) and matrix.bias is None and stride % 2 == width % 2 == 0
-    fits = fits and output.dtype == torch.float32
+    fits = fits and output.dtype == torch.float32 and change is None
     if not fits or not run_many_rows("project", normed.rows, matrix, rows, scratch, operands):
-        linear.project(normed, matrix, output, rows, scratch)
+        linear.project(normed, matrix, output, rows, scratch, change)
 
 
 def gate_up(
@@ -191,13 +199,15 @@ def gate_up(
     scratch: Scratch,
     scales: torch.Tensor | None = None,
     activation: str = "silu",
+    change: LowRankRows | None = None,
 ) -> None:
     """`gate_up` of kernels/linear.py."""
     tensors = {"squares": normed.squares, "output": output}
     operands = Operands(tensors, matrix.padded_width // 2, size=normed.size, eps=normed.eps)
     fits = _is_normed(normed) and matrix.tiling.columns == TILE and scales is None and activation == "silu"
+    fits = fits and change is None
     if not fits or not run_many_rows("gate_up", normed.rows, matrix, rows, scratch, operands):
-        linear.gate_up(normed, matrix, output, rows, scratch, scales, activation)
+        linear.gate_up(normed, matrix, output, rows, scratch, scales, activation, change)
 
 
 def add_product(
@@ -210,13 +220,15 @@ def add_product(
     scratch: Scratch,
     scales: torch.Tensor | None = None,
     scores: Scores | None = None,
+    change: LowRankRows | None = None,
 ) -> None:
     """`add_product` of kernels/linear.py."""
     tensors = {"written_squares": normed.squares, "output": normed.rows, "hidden": hidden, "norm": norm}
     fits = matrix.bias is None and normed.fp8 is None and matrix.tiling.columns == TILE and scores is None
+    fits = fits and change is None
     operands = Operands(tensors, matrix.padded_width)
     if not fits or not run_many_rows("add", inputs, matrix, rows, scratch, operands):
-        linear.add_product(inputs, matrix, hidden, norm, normed, rows, scratch, scales, scores)
+        linear.add_product(inputs, matrix, hidden, norm, normed, rows, scratch, scales, scores, change)
 
 
 def project_heads(
@@ -231,6 +243,7 @@ def project_heads(
     values: torch.Tensor,
     scratch: Scratch,
     head_eps: float | None = None,
+    change: LowRankRows | None = None,
 ) -> None:
     """`project_heads` of kernels/heads.py."""
     tensors: dict[str, torch.Tensor | None] = {
@@ -244,8 +257,7 @@ def project_heads(
     counts, own_eps = (query.shape[1], keys.shape[1]), normed.eps if head_eps is None else head_eps
     operands = Operands(tensors, 0, *counts, size=normed.size, eps=normed.eps, head_eps=own_eps)
     fits = _is_normed(normed) and rotation is not None and matrix.tiling.columns == HEAD == query.shape[2]
-    rows = len(positions)
+    fits, rows = fits and change is None, len(positions)
     if not fits or not run_many_rows("heads", normed.rows, matrix, rows, scratch, operands):
-        triton_heads.project_heads(
-            normed, matrix, positions, slot_mapping, rotation, norms, query, keys, values, scratch, head_eps
-        )
+        to = query, keys, values, scratch, head_eps, change
+        triton_heads.project_heads(normed, matrix, positions, slot_mapping, rotation, norms, *to)

@@ -11,7 +11,8 @@ A layer is five kernels:
 
 For some numbers of rows, everything from one attention to the next is one kernel: see fused_layer.py. In a
 mixture of experts the last two are four or five kernels: see kernels/experts.py. Ranks of tensor parallelism
-gather what they computed after each of the last four: see shard.py.
+gather what they computed after each of the last four: see shard.py. If a row has a LoRA adapter, a small
+kernel comes before each product that adapters change: see kernels/low_rank.py.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from paceline.backends.cuda.fused_layer import LayerBuffers, NextQkv, run_fused_
 from paceline.backends.cuda.kernels.activations import gate_rows
 from paceline.backends.cuda.kernels.experts import add_experts
 from paceline.backends.cuda.kernels.heads import norm_heads, scale_queries
+from paceline.backends.cuda.kernels.low_rank import LowRank, LowRankRows, shrink
 from paceline.backends.cuda.kernels.matrix import Normed
 from paceline.backends.cuda.kernels.recurrent import convolve, scan_states
 from paceline.backends.cuda.kernels.recurrent_output import gate
@@ -75,8 +77,8 @@ def run_layers(
         if layer.is_recurrent:
             assert recurrent is not None
             mixed = _mix_recurrent(weights, workspace, index, recurrent)
-            _add_mixed(weights, workspace, layer, mixed, rows)
-            _feed_forward(weights, layer, workspace, tables.slot_mapping, norms[index + 1])
+            _add_mixed(weights, workspace, layer, mixed, tables)
+            _feed_forward(weights, layer, workspace, tables, norms[index + 1])
             continue
         place = config.kv_layer(index)
         keys, values = pool.keys[place], pool.values[place]
@@ -85,7 +87,7 @@ def run_layers(
         _attend(layer, workspace, tables, keys, values, config.window(index), page_size)
         begun = _run_to_next(weights, workspace, index, tables, pool, kept(index + 1))
         if not begun:
-            _finish_layer(weights, layer, workspace, tables.slot_mapping, norms[index + 1])
+            _finish_layer(weights, layer, workspace, tables, norms[index + 1])
     if not begun:
         _keep_features(weights, workspace, rows, kept(len(weights.layers)))
 
@@ -109,7 +111,7 @@ def run_head_layer(
     if not only_keys:
         window = weights.config.window(0)
         _attend(layer, workspace, tables, keys, values, window, page_size, earliest=1)
-        _finish_layer(weights, layer, workspace, tables.slot_mapping, weights.norm)
+        _finish_layer(weights, layer, workspace, tables, weights.norm)
 
 
 def _embed(weights: Weights, workspace: Workspace, tokens: torch.Tensor) -> None:
@@ -157,6 +159,7 @@ def _project_qkv(
         values,
         workspace.scratch,
         eps,
+        _change(layer.adapters.qkv, workspace, tables, workspace.attention_input),
     )
     if layer.joint_norms is not None:
         norm_heads(workspace.query, keys, layer.joint_norms, eps, *where, layer.rotation)
@@ -197,32 +200,50 @@ def _finish_layer(
     weights: Weights,
     layer: Layer,
     workspace: Workspace,
-    slot_mapping: torch.Tensor,
+    tables: RowTables,
     norm: torch.Tensor | None,
 ) -> None:
     """Everything of a layer after its attention, kernel by kernel; this norm comes next."""
-    rows = len(slot_mapping)
-    _gate_attention(layer, workspace, rows)
-    _add_mixed(weights, workspace, layer, workspace.attention_output, rows)
-    _feed_forward(weights, layer, workspace, slot_mapping, norm)
+    _gate_attention(layer, workspace, len(tables.positions))
+    _add_mixed(weights, workspace, layer, workspace.attention_output, tables)
+    _feed_forward(weights, layer, workspace, tables, norm)
 
 
-def _add_mixed(weights: Weights, workspace: Workspace, layer: Layer, mixed: torch.Tensor, rows: int) -> None:
+def _change(
+    change: LowRank | None,
+    workspace: Workspace,
+    tables: RowTables,
+    inputs: Normed | torch.Tensor,
+    scales: torch.Tensor | None = None,
+) -> LowRankRows | None:
+    """What adapters add to a product of these inputs; None if no row of the pass has an adapter of it."""
+    if change is None or tables.adapters is None or workspace.low_rank is None:
+        return None
+    return shrink(change, inputs, tables.adapters, workspace.low_rank, scales)
+
+
+def _add_mixed(
+    weights: Weights, workspace: Workspace, layer: Layer, mixed: torch.Tensor, tables: RowTables
+) -> None:
     """Add the output projection of attention, or of a recurrence, to the residual stream."""
+    rows, scales = len(tables.positions), workspace.attention_scales
     own, shard, norm, scratch = workspace.own, weights.shard, layer.feed_forward_norm, workspace.scratch
     residual, buffers = weights.residual, workspace.residual
     if residual is not None and buffers is not None:
-        project(plain(mixed, buffers.ones), layer.output, buffers.added, rows, scratch)
+        change = _change(layer.adapters.output, workspace, tables, mixed)
+        project(plain(mixed, buffers.ones), layer.output, buffers.added, rows, scratch, change)
         reader = None if residual.is_parallel else workspace.feed_forward_input
         add_normed(residual, own.hidden, buffers.added, layer.output_norms[0], norm, reader, rows)
         return
     assert norm is not None
-    scales, read = workspace.attention_scales, own.feed_forward_input
+    read = own.feed_forward_input
     shard.join([own.attention_output, own.attention_scales], [workspace.attention_output, scales], rows)
+    change = _change(layer.adapters.output, workspace, tables, mixed, scales)
     scores, routing = None, workspace.routing
     if layer.mixture is not None and routing is not None and has_parts(layer.mixture.router, rows):
         scores = Scores(layer.mixture.router, routing.parts)
-    add_product(mixed, layer.output, own.hidden, shard.own(norm), read, rows, scratch, scales, scores)
+    inputs = shard.own(norm), read, rows, scratch, scales, scores, change
+    add_product(mixed, layer.output, own.hidden, *inputs)
     shard.join(read.parts, workspace.feed_forward_input.parts, rows)
 
 
@@ -272,6 +293,8 @@ def _run_to_next(
     own, heads, norm = weights.layers[index], None, weights.norm
     if weights.shard.size > 1 or weights.residual is not None or not own.is_plain:
         return False
+    if tables.adapters is not None:
+        return False
     if index + 1 < len(weights.layers):
         following = weights.layers[index + 1]
         if following.head_norms is not None or following.rotation is None or not following.is_plain:
@@ -299,25 +322,28 @@ def _feed_forward(
     weights: Weights,
     layer: Layer,
     workspace: Workspace,
-    slot_mapping: torch.Tensor,
+    tables: RowTables,
     norm: torch.Tensor | None,
 ) -> None:
-    """Add the MLP of the rows of this slot mapping to the residual stream; this norm comes next."""
-    own, rows, scratch = workspace.own, len(slot_mapping), workspace.scratch
+    """Add the MLP of the rows of these tables to the residual stream; this norm comes next."""
+    own, rows, scratch = workspace.own, len(tables.positions), workspace.scratch
     read, residual, buffers = workspace.feed_forward_input, weights.residual, workspace.residual
     if residual is None or buffers is None:
         assert norm is not None
-        _add_mlps(weights, layer, workspace, slot_mapping, own.hidden, norm, own.attention_input)
+        _add_mlps(weights, layer, workspace, tables, own.hidden, norm, own.attention_input)
         return
     if layer.mixture is None:
         read = workspace.attention_input if residual.is_parallel else read
-        gate_up(read, layer.gate_up, workspace.activated, rows, scratch, activation=layer.activation)
-        project(plain(workspace.activated, buffers.ones), layer.down, buffers.added, rows, scratch)
+        change = _change(layer.adapters.gate_up, workspace, tables, read)
+        activated = workspace.activated
+        gate_up(read, layer.gate_up, activated, rows, scratch, None, layer.activation, change)
+        change = _change(layer.adapters.down, workspace, tables, activated)
+        project(plain(activated, buffers.ones), layer.down, buffers.added, rows, scratch, change)
     else:
         assert layer.feed_forward_norm is not None
         buffers.added[:rows].zero_()
         unused = layer.feed_forward_norm, buffers.unused
-        _add_mlps(weights, layer, workspace, slot_mapping, buffers.added, *unused)
+        _add_mlps(weights, layer, workspace, tables, buffers.added, *unused)
     written, output_norm = workspace.attention_input, layer.output_norms[1]
     add_normed(residual, own.hidden, buffers.added, output_norm, norm, written, rows)
 
@@ -326,25 +352,29 @@ def _add_mlps(
     weights: Weights,
     layer: Layer,
     workspace: Workspace,
-    slot_mapping: torch.Tensor,
+    tables: RowTables,
     hidden: torch.Tensor,
     norm: torch.Tensor,
     written: Normed,
 ) -> None:
     """Add the MLP, or shared and chosen experts, of these rows to `hidden`, and prepare `written`."""
     own, shard, read = workspace.own, weights.shard, workspace.feed_forward_input
-    scratch, rows = workspace.scratch, len(slot_mapping)
+    scratch, rows, adapters = workspace.scratch, len(tables.positions), layer.adapters
     dense = layer.shared if layer.mixture else (layer.gate_up, layer.down)
     if dense is not None:
-        gate_up(read, dense[0], own.activated, rows, scratch, own.activated_scales, layer.activation)
+        change = _change(adapters.gate_up, workspace, tables, read)
+        to = own.activated, rows, scratch, own.activated_scales
+        gate_up(read, dense[0], *to, layer.activation, change)
         _gate_shared(layer, workspace, rows)
         activated, scales = workspace.activated, workspace.activated_scales
         shard.join([own.activated, own.activated_scales], [activated, scales], rows)
-        add_product(activated, dense[1], hidden, shard.own(norm), written, rows, scratch, scales)
+        change = _change(adapters.down, workspace, tables, activated, scales)
+        inputs = shard.own(norm), written, rows, scratch, scales, None, change
+        add_product(activated, dense[1], hidden, *inputs)
         shard.join(written.parts, workspace.attention_input.parts, rows)
     if layer.mixture is not None and workspace.routing is not None:
         parts = has_parts(layer.mixture.router, rows) and weights.residual is None  # see _add_mixed
-        add_experts(layer.mixture, read, slot_mapping, hidden, norm, written, workspace.routing, parts)
+        add_experts(layer.mixture, read, tables.slot_mapping, hidden, norm, written, workspace.routing, parts)
 
 
 def _gate_shared(layer: Layer, workspace: Workspace, rows: int) -> None:

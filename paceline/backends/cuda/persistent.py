@@ -69,13 +69,15 @@ class PersistentLayers:
         features: torch.Tensor | None = None,
         feature_layers: tuple[int, ...] = (),
     ) -> bool:
-        """Do what `run_layers` does; False if the megakernel cannot: trees, many rows and others.
+        """Do what `run_layers` does; False if the megakernel cannot: trees, many rows, adapters and others.
 
         Shared prefixes are left to separate kernels, which read them once for all rows.
 
         `features` and `feature_layers` must be the same in all calls.
         """
         if tables.paths is not None or tables.shared_prefix is not None or is_left_out("persistent"):
+            return False
+        if tables.adapters is not None:
             return False
         weights, workspace, _, _ = self._known
         key = len(tokens), tables.positions.data_ptr()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -23,23 +23,26 @@ Int64Array = npt.NDArray[np.int64]
 
 logger = logging.getLogger(__name__)
 
-NUMBERS = 10  # values of a slot before its truncation options
+NUMBERS = 11  # values of a slot before its truncation options
 
 
 class SlotWriter:
     """Writes requests to slots: one copy to the device, then one graph that spreads the values."""
 
-    def __init__(self, state: DeviceRequests, vocab_size: int) -> None:
+    def __init__(self, state: DeviceRequests, vocab_size: int, adapters: Mapping[str, int]) -> None:
+        """`adapters` are the numbers of adapters by name."""
         slots, self._device = len(state.lengths), state.lengths.device
-        self._state, self._rows = state, bucket(slots)
+        self._state, self._rows, self._adapters = state, bucket(slots), adapters
         # int64 [values of a slot, requests]
         self._staged = torch.zeros((NUMBERS + NUM_FIELDS, self._rows), dtype=torch.int64, device=self._device)
         self._graphs = Graphs(self._device)
         self.needs = np.zeros(slots, dtype=np.int64)  # [slots] SamplingNeeds
+        self.has_adapter = np.zeros(slots, dtype=np.bool_)  # [slots]
         self.edits = _edit_state(slots, vocab_size, self._device)  # None: the host edits logits
 
     def write(self, requests: SlotInits) -> None:
         """Initialize slots, or overwrite the state of slots in use."""
+        adapters = [self._adapters[name] if name else -1 for name in requests.adapters]
         staged = np.stack(
             (
                 requests.slots.astype(np.int64),
@@ -52,6 +55,7 @@ class SlotWriter:
                 requests.takes_drafts,
                 requests.logprobs,
                 [edits is not None for edits in requests.edits],
+                adapters,
                 *requests.truncation.T.copy().view(np.int64),
             )
         )
@@ -61,6 +65,7 @@ class SlotWriter:
         self._graphs.run(count, lambda: self._init_slots(count))
         self._init_edits(requests)
         self.needs[requests.slots] = _sampling_needs(requests)
+        self.has_adapter[requests.slots] = np.array(adapters) >= 0
 
     def write_texts(self, slots: Sequence[int], texts: Sequence[Int32Array]) -> None:
         """Write the first tokens of these slots: one copy for all. Tokens after them stay."""
@@ -81,7 +86,7 @@ class SlotWriter:
         """Write the staged values of `count` requests to the device state."""
         state = self._state
         numbers, options = self._staged[:NUMBERS, :count], self._staged[NUMBERS:, :count]
-        slots, lengths, limits, before, last, seeds, temperatures, takes, asks, edited = numbers
+        slots, lengths, limits, before, last, seeds, temperatures, takes, asks, edited, adapters = numbers
         state.lengths[slots] = lengths.int()
         state.limits[slots] = limits.int()
         state.tokens[slots, (lengths - 1).clamp(min=0)] = before.int()
@@ -90,6 +95,7 @@ class SlotWriter:
         state.temperatures[slots] = temperatures.view(torch.float64)
         state.takes_drafts[slots] = takes.int()
         state.asks_logprobs[slots] = asks.int()
+        state.adapters[slots] = adapters.int()
         state.truncation[slots] = options.T.contiguous().view(torch.float64)
         if self.edits is not None:
             self.edits.is_active[slots] = edited.int()

@@ -17,9 +17,10 @@ from paceline.core.arrays import BoolArray, Int32Array
 from paceline.core.forward import Choices, ForwardBatch
 from paceline.errors import BackendError
 
-LINES = 17  # of max_rows numbers each, before the pages: 8 of rows, 5 of outputs, sources, 3 of prefill tiles
+# of max_rows numbers each, before the pages: 8 of rows, 5 of outputs, sources, adapters, 3 of prefill tiles
+LINES = 18
 SEEDS, TEMPERATURES, POSITIONS = 8, 10, 12  # lines of outputs; the first two are 64-bit: two lines each
-SOURCES, PREFILL = 13, 14
+SOURCES, ADAPTERS, PREFILL = 13, 14, 15
 FEW_ROWS = 512  # the first rows of a pass, which any kernel may attend for
 SHORT_PREFILL_TILES = 128  # prefill tiles of requests with fewer rows than a tile has
 MIN_PREFILL_PROGRAMS = 128  # of the prefill kernel, about one per multiprocessor: fewer split KV positions
@@ -172,10 +173,16 @@ class DeviceTables:
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._paths = torch.zeros((max_rows, MAX_PATH), dtype=torch.int32, device=device)
 
-    def send(self, batch: ForwardBatch, rows: Rows, sources: Int32Array | None = None) -> None:
+    def send(
+        self,
+        batch: ForwardBatch,
+        rows: Rows,
+        sources: Int32Array | None = None,
+        adapters: Int32Array | None = None,
+    ) -> None:
         """Copy a batch to the device; rows and tiles after its last are padding.
 
-        `sources` [rows] are returned by `sources()`.
+        `sources` [rows] are returned by `sources()`, `adapters` [requests] by row by `adapters()`.
         """
         if len(rows.pages) > self.max_pages:
             raise BackendError(
@@ -202,6 +209,9 @@ class DeviceTables:
             line[: len(value)] = value
         if sources is not None:
             lines[SOURCES, : len(sources)] = sources
+        if adapters is not None:
+            lines[ADAPTERS] = -1
+            lines[ADAPTERS, : batch.num_rows] = np.repeat(adapters, np.diff(batch.row_offsets))
         if batch.choices is not None:
             self._add_choices(lines, batch, batch.choices)
         used = LINES * self.max_rows + len(rows.pages)
@@ -225,6 +235,10 @@ class DeviceTables:
     def sources(self, rows: int) -> torch.Tensor:
         """The `sources` of the first rows: int32 [rows]."""
         return self._line(SOURCES, rows)
+
+    def adapters(self, rows: int) -> torch.Tensor:
+        """The number of each row's adapter, of the first rows: int32 [rows]; -1: none."""
+        return self._line(ADAPTERS, rows)
 
     def output_rows(self, outputs: int) -> torch.Tensor:
         """The rows whose logits are wanted, then those whose tokens are: int32 [outputs]."""

@@ -33,11 +33,12 @@ def pair_matrix(weights: list[torch.Tensor], packing: str, size: int, shard: Sha
 
 
 def pair_lines(lines: list[torch.Tensor], matrix: Matrix) -> torch.Tensor:
-    """The biases of gates and ups in the order of the columns of `pair_matrix`."""
+    """Lines of gates and ups, such as biases, in the order of the columns of `pair_matrix`."""
     half, experts = matrix.tiling.columns // 2, len(lines) // 2
     padded = [padded_line(line, padded_size(len(line))) for line in lines]
-    gates, ups = (torch.cat(part).view(-1, half) for part in (padded[:experts], padded[experts:]))
-    return torch.stack((gates, ups), dim=1).flatten()
+    joined = [torch.cat(part) for part in (padded[:experts], padded[experts:])]
+    gates, ups = (part.reshape(-1, half, *part.shape[1:]) for part in joined)
+    return torch.stack((gates, ups), dim=1).flatten(0, 2)
 
 
 def stacked_matrix(weights: list[torch.Tensor], packing: str, size: int, shard: Shard) -> Matrix:
@@ -123,4 +124,5 @@ def _padded(weight: torch.Tensor, packing: str, rows: int) -> torch.Tensor:
 
 
 def padded_line(line: torch.Tensor, size: int) -> torch.Tensor:
-    return torch.nn.functional.pad(line, (0, size - len(line)))
+    """The line with zeros up to this size; or such lines [size, ...]."""
+    return torch.cat((line, line.new_zeros((size - len(line), *line.shape[1:]))))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -39,6 +39,7 @@ class Weights:
     shard: Shard = WHOLE
     residual: Residual | None = None  # None: llama's, whose norms are parts of other kernels
     recurrent: RecurrentParameters | None = None  # of the recurrent layers, if there are any
+    adapters: Mapping[str, int] = field(default_factory=dict)  # the numbers of LoRA adapters by name
 
     @property
     def heads(self) -> tuple[int, int]:

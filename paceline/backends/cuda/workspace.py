@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 import torch
 
 from paceline.backends.cuda.kernels.attention import AttentionScratch, attention_scratch
+from paceline.backends.cuda.kernels.low_rank import LowRankBuffers, make_low_rank_buffers
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, padded_rows, scratch_for
 from paceline.backends.cuda.kernels.packing import FP8_GROUP
 from paceline.backends.cuda.kernels.recurrent_types import RecurrentBuffers, recurrent_shape
@@ -66,6 +67,7 @@ class Workspace(Activations):
     recurrent: RecurrentBuffers | None  # of recurrent layers
     gates: torch.Tensor | None  # float32 [rows, any] of attention or shared experts, if they have some
     latent: LatentBuffers | None  # of latent attention
+    low_rank: LowRankBuffers | None  # of adapters
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ def make_workspace(weights: Weights, room: Room) -> Workspace:
         recurrent=_recurrent_buffers(weights, rows, room.nodes) if weights.recurrent else None,
         gates=torch.zeros((rows, gated), device=device) if gated else None,
         latent=_latent_buffers(weights, rows),
+        low_rank=_low_rank_buffers(weights, rows),
     )
 
 
@@ -154,6 +157,11 @@ def _latent_buffers(weights: Weights, rows: int) -> LatentBuffers | None:
     if layer.latent is None:
         return None
     return make_latent_buffers(layer.latent, layer.qkv, rows, like)
+
+
+def _low_rank_buffers(weights: Weights, rows: int) -> LowRankBuffers | None:
+    rank = max(layer.adapters.largest_rank for layer in weights.layers)
+    return make_low_rank_buffers(rank, rows, weights.dtype, weights.device) if rank else None
 
 
 def _recurrent_buffers(weights: Weights, rows: int, nodes: int) -> RecurrentBuffers:

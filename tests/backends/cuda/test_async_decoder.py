@@ -36,6 +36,7 @@ class Recording:
         self.begun: list[list[int]] = []
         self.logprobs = torch.full((rows, width, NUM_FIELDS), -7, dtype=torch.float64)
         self.needs: list[int] = []
+        self.has_adapters: list[bool] = []
         self.edits: object = None
 
     def begin(self, slots: Sequence[int], rows: int) -> None:
@@ -48,8 +49,9 @@ class Recording:
     def use_shared_prefix(self, shared_prefix: object) -> None:
         self.shared.append(shared_prefix)
 
-    def step(self, rows: int, needs: int, edits: object) -> None:
+    def step(self, rows: int, needs: int, edits: object, has_adapters: bool) -> None:
         self.needs.append(needs)
+        self.has_adapters.append(has_adapters)
         self.edits = edits
         state = self.requests
         for row, slot in enumerate(self.begun[-1]):
@@ -92,7 +94,8 @@ def make_decoder(device: torch.device = CPU):  # type: ignore[no-untyped-def]
     from paceline.backends.cuda.async_decoder import CudaAsyncDecoder
 
     config = SimpleNamespace(num_heads=4, num_kv_heads=2, vocab_size=VOCAB_SIZE, latent=None)
-    weights = type("Weights", (), {"device": device, "config": config, "head_groups": (4, 2)})
+    sizes = {"config": config, "head_groups": (4, 2), "adapters": {"chat": 0, "sql": 1}}
+    weights = type("Weights", (), {"device": device, **sizes})
     return CudaAsyncDecoder(weights, None, SLOTS, LONGEST, PAGE, (1,))  # type: ignore[arg-type]
 
 
@@ -131,6 +134,7 @@ def joining(slots: Sequence[int], lengths: Sequence[int]) -> SlotInits:
         truncation=np.array([Truncation(top_k=5 if slot == 3 else 0) for slot in slots], dtype=np.float64),
         logprobs=np.array([slot == 5 for slot in slots]),
         edits=[biased() if slot == 0 else None for slot in slots],
+        adapters=["sql" if slot == 4 else "" for slot in slots],
     )
 
 
@@ -266,3 +270,16 @@ def test_where_edits_do_not_fit_the_memory_the_host_makes_them(loops, monkeypatc
     decoder.join(joining([2], [1]))
     decoder.launch([2], np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32), None)
     assert decoder.read().logprobs is None
+
+
+def test_passes_with_an_adapter_are_told_so(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+    tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
+    decoder.join(joining([1, 4], [2, 6]))
+    for slots in ([1], [1, 4], [4]):
+        decoder.launch(slots, tables, None)
+    assert loops[0].has_adapters == [False, True, True]
+    assert decoder._requests.adapters[[1, 4]].tolist() == [-1, 1]
+    decoder.join(replace(joining([4], [8]), adapters=[""]))
+    decoder.launch([4], tables, None)
+    assert not loops[0].has_adapters[-1]
+    assert decoder._requests.adapters[4] == -1

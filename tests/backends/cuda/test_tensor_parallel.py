@@ -248,6 +248,7 @@ def decode(backend: Any) -> list[int]:
         truncation=np.array([SamplingParams().truncation]),
         logprobs=np.zeros(1, np.bool_),
         edits=[None],
+        adapters=[""],
     )
     decoder.join(request_state)
     decoder.write_texts([0], [np.array([5, 3, 9, int(first[0])], np.int32)])

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from paceline.backends.cuda.kernels.low_rank import LowRankRows, add_low_rank, added_by
 from paceline.backends.cuda.kernels.matmul import (
     halves,
     load_squares,
@@ -98,6 +99,11 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     kv_heads: tl.constexpr,
     dim: tl.constexpr,
     max_groups: tl.constexpr,
+    low_at,
+    up_at,
+    adapters_at,
+    up_width,
+    rank: tl.constexpr,  # of adapters; 0: they add nothing
     splits: tl.constexpr,
     is_split_k: tl.constexpr,
     columns: tl.constexpr,
@@ -136,8 +142,11 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     )
     if last:
         total *= norm_factor(squares, size, eps)
+        column = head * columns + tl.arange(0, columns)
         if has_bias:
-            total += tl.load(bias_at + head * columns + tl.arange(0, columns)).to(tl.float32)[:, None]
+            total += tl.load(bias_at + column).to(tl.float32)[:, None]
+        if rank > 0:
+            total = add_low_rank(total, column, token, row_count, low_at, up_at, adapters_at, up_width, rank)
         one, two = halves(total, columns, tokens)
         if head < heads + kv_heads:
             if has_norm:
@@ -160,13 +169,14 @@ def project_heads(
     values: torch.Tensor,
     scratch: Scratch,
     head_eps: float | None = None,
+    change: LowRankRows | None = None,
 ) -> None:
     """Write queries, keys and values of norm(rows), with RoPE at `positions` [rows].
 
     Queries go to `query` [padded rows, heads, head_dim], keys and values to the KV slots `slot_mapping`
     [rows] of one layer's [slots, KV heads, head_dim]; -1: not stored. The matrix is one of `tile_heads`,
     `rotation` is that of RoPE, if the layer has it, and `norms` are the weights [head_dim] of the QK norms,
-    whose eps is that of `normed` unless given.
+    whose eps is that of `normed` unless given. Adapters `change` the product.
     """
     rows, groups = len(positions), normed.squares.shape[1]
     launch = launch_for(matrix, rows)
@@ -202,6 +212,7 @@ def project_heads(
         keys.shape[1],
         query.shape[2],
         triton.next_power_of_2(groups),
+        **added_by(change),
         **launch.options,
     )
 

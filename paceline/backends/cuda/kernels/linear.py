@@ -13,6 +13,7 @@ import triton.language as tl
 
 from paceline.backends.cuda.kernels.activations import activated
 from paceline.backends.cuda.kernels.fp8 import store_fp8
+from paceline.backends.cuda.kernels.low_rank import LowRankRows, add_low_rank, added_by
 from paceline.backends.cuda.kernels.matmul import (
     halves,
     load_squares,
@@ -45,6 +46,11 @@ def _project_kernel(  # type: ignore[no-untyped-def]
     eps,
     has_bias: tl.constexpr,
     max_groups: tl.constexpr,
+    low_at,
+    up_at,
+    adapters_at,
+    up_width,
+    rank: tl.constexpr,  # of adapters; 0: they add nothing
     splits: tl.constexpr,
     is_split_k: tl.constexpr,
     columns: tl.constexpr,
@@ -83,6 +89,8 @@ def _project_kernel(  # type: ignore[no-untyped-def]
         total *= norm_factor(squares, size, eps)
         if has_bias:
             total += tl.load(bias_at + column).to(tl.float32)[:, None]
+        if rank > 0:
+            total = add_low_rank(total, column, token, row_count, low_at, up_at, adapters_at, up_width, rank)
         offset = token[None, :].to(tl.int64) * row_stride + column[:, None]
         tl.store(output_at + offset, total.to(output_at.dtype.element_ty), mask=(column < width)[:, None])
 
@@ -107,6 +115,11 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     activation: tl.constexpr,
     quantizes: tl.constexpr,
     max_groups: tl.constexpr,
+    low_at,
+    up_at,
+    adapters_at,
+    up_width,
+    rank: tl.constexpr,  # of adapters; 0: they add nothing
     splits: tl.constexpr,
     is_split_k: tl.constexpr,
     columns: tl.constexpr,
@@ -144,6 +157,9 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     )
     if last:
         total *= norm_factor(squares, size, eps)
+        if rank > 0:
+            both = tl.program_id(1) * tiles * columns + tl.arange(0, tiles * columns)
+            total = add_low_rank(total, both, token, row_count, low_at, up_at, adapters_at, up_width, rank)
         gate, up = halves(total, columns, tokens, tiles)
         mixed = activated(gate, up, activation)
         if quantizes:
@@ -177,6 +193,11 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     quantizes: tl.constexpr,
     experts: tl.constexpr,  # padded; 0: store no router scores
     router_step: tl.constexpr,
+    low_at,
+    up_at,
+    adapters_at,
+    up_width,
+    rank: tl.constexpr,  # of adapters; 0: they add nothing
     splits: tl.constexpr,
     is_split_k: tl.constexpr,
     columns: tl.constexpr,
@@ -222,6 +243,8 @@ def _add_kernel(  # type: ignore[no-untyped-def]
     if last:
         if has_bias:
             total += tl.load(bias_at + column).to(tl.float32)[:, None]
+        if rank > 0:
+            total = add_low_rank(total, column, token, row_count, low_at, up_at, adapters_at, up_width, rank)
         if not is_early:
             hidden = tl.load(hidden_at + offset)
         hidden += total
@@ -238,9 +261,21 @@ def _add_kernel(  # type: ignore[no-untyped-def]
         tl.store(squares_at + token[None, :] * groups + tile[:, None], sum_of_squares(hidden, tiles))
 
 
-def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scratch: Scratch) -> None:
-    """Write norm(rows) @ weight.T + bias to `output` [rows, at least width]."""
-    launch, groups = launch_for(matrix, rows, MAX_TILES), normed.squares.shape[1]
+def _most_tiles(change: LowRankRows | None) -> int:
+    """The tiles of a program: one where adapters add something, which needs registers too."""
+    return MAX_TILES if change is None else 1
+
+
+def project(
+    normed: Normed,
+    matrix: Matrix,
+    output: torch.Tensor,
+    rows: int,
+    scratch: Scratch,
+    change: LowRankRows | None = None,
+) -> None:
+    """Write norm(rows) @ weight.T + bias, with the adapters' `change`, to `output` [rows, at least width]."""
+    launch, groups = launch_for(matrix, rows, _most_tiles(change)), normed.squares.shape[1]
     _project_kernel[launch.grid](
         normed.rows,
         normed.squares,
@@ -259,6 +294,7 @@ def project(normed: Normed, matrix: Matrix, output: torch.Tensor, rows: int, scr
         normed.eps,
         matrix.bias is not None,
         triton.next_power_of_2(groups),
+        **added_by(change),
         **launch.options,
     )
 
@@ -271,12 +307,13 @@ def gate_up(
     scratch: Scratch,
     scales: torch.Tensor | None = None,
     activation: str = "silu",
+    change: LowRankRows | None = None,
 ) -> None:
     """Write activation(gate) * up of norm(rows), a `tile_pair`, to `output` [rows, half of the padded width].
 
-    With `scales`, as of Normed, the output is quantized to e4m3.
+    With `scales`, as of Normed, the output is quantized to e4m3. Adapters `change` gate and up.
     """
-    launch, groups = launch_for(matrix, rows, MAX_TILES), normed.squares.shape[1]
+    launch, groups = launch_for(matrix, rows, _most_tiles(change)), normed.squares.shape[1]
     _gate_up_kernel[launch.grid](
         *normed.read_by(matrix),
         normed.squares,
@@ -295,6 +332,7 @@ def gate_up(
         activation,
         scales is not None,
         triton.next_power_of_2(groups),
+        **added_by(change),
         **launch.options,
     )
 
@@ -309,14 +347,15 @@ def add_product(
     scratch: Scratch,
     scales: torch.Tensor | None = None,
     scores: Scores | None = None,
+    change: LowRankRows | None = None,
 ) -> None:
     """Add inputs @ weight.T + bias to `hidden`, and prepare `normed` for the norm of this weight [hidden].
 
     Inputs in e4m3 have `scales`, as of Normed. With `scores`, rows are few, and their parts of scores of
-    experts are stored too.
+    experts are stored too. Adapters `change` the product.
     """
     router = None if scores is None else scores.router
-    launch = launch_for(matrix, rows, MAX_TILES if normed.fp8 is None else 1)
+    launch = launch_for(matrix, rows, _most_tiles(change) if normed.fp8 is None else 1)
     _add_kernel[launch.grid](
         inputs,
         scales,
@@ -340,5 +379,6 @@ def add_product(
         normed.fp8 is not None,
         0 if router is None else router.padded_width,
         0 if router is None else router.tiling.step,
+        **added_by(change),
         **launch.options,
     )

@@ -64,7 +64,7 @@ def _add_splits(at, begin: tl.constexpr, end: tl.constexpr, size: tl.constexpr):
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _reduce_split_k(  # type: ignore[no-untyped-def]
+def reduce_split_k(  # type: ignore[no-untyped-def]
     total,
     partial_at,
     counter_at,
@@ -280,7 +280,7 @@ def matmul_tiles(  # type: ignore[no-untyped-def]
         number = row_tile * tl.num_programs(1) + tile
         partial_at += number * splits * wide * tokens
         counter_at = counters_at + number
-        last, total = _reduce_split_k(total, partial_at, counter_at, split, splits, wide, tokens, packing)
+        last, total = reduce_split_k(total, partial_at, counter_at, split, splits, wide, tokens, packing)
     else:
         for other in tl.static_range(1, splits):
             total += matmul_split(

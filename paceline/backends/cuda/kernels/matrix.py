@@ -94,15 +94,16 @@ def tile_pair(gate: torch.Tensor, up: torch.Tensor, tiling: Tiling) -> Matrix:
 
 def tile_heads(weight: torch.Tensor, dim: int, tiling: Tiling, bias: torch.Tensor | None = None) -> Matrix:
     """A matrix [heads * dim, padded depth] in which a tile is a head, and half a tile is half of the head."""
-    heads, half = len(weight) // dim, tiling.columns // 2
+    lines, columns = spread_heads(weight, dim, tiling.columns), tiling.columns
+    return tile_matrix(lines, len(weight), tiling, None if bias is None else spread_heads(bias, dim, columns))
 
-    def spread(lines: torch.Tensor) -> torch.Tensor:
-        """[heads * dim, ...] with the halves of heads filled up with zeros to those of tiles."""
-        spread = lines.new_zeros((heads, 2, half, *lines.shape[1:]))
-        spread[:, :, : dim // 2] = lines.view(heads, 2, dim // 2, *lines.shape[1:])
-        return spread.flatten(0, 2)
 
-    return tile_matrix(spread(weight), len(weight), tiling, None if bias is None else spread(bias))
+def spread_heads(lines: torch.Tensor, dim: int, columns: int) -> torch.Tensor:
+    """Lines [heads * dim, ...] with the halves of heads filled up with zeros to those of tiles."""
+    heads = len(lines) // dim
+    spread = lines.new_zeros((heads, 2, columns // 2, *lines.shape[1:]))
+    spread[:, :, : dim // 2] = lines.reshape(heads, 2, dim // 2, *lines.shape[1:])
+    return spread.flatten(0, 2)
 
 
 @dataclass(frozen=True)

@@ -35,3 +35,6 @@ class RowTables:
     shared_prefix: SharedPrefixRows | None = None  # KV chunks that the shared-prefix kernel computes
     prefill: PrefillTiles | None = None  # tiles of the rows that the prefill kernel computes
     visible: torch.Tensor | None = None  # [rows] the last position that each row sees; None: its own
+    adapters: torch.Tensor | None = (
+        None  # [rows] the number of each row's adapter, -1: none; None: of all rows
+    )

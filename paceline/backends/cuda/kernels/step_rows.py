@@ -40,6 +40,7 @@ class DeviceRequests:
     truncation: torch.Tensor  # float64 [slots, NUM_FIELDS] of core/truncation.py
     takes_drafts: torch.Tensor  # int32 [slots] 0: drafted tokens are never accepted
     asks_logprobs: torch.Tensor  # int32 [slots] not 0: log-probabilities are asked
+    adapters: torch.Tensor  # int32 [slots] the number of the request's LoRA adapter; -1: none
 
 
 def make_requests(slots: int, longest: int, page_size: int, device: torch.device) -> DeviceRequests:
@@ -58,6 +59,7 @@ def make_requests(slots: int, longest: int, page_size: int, device: torch.device
         torch.zeros((slots, NUM_FIELDS), dtype=torch.float64, device=device),
         integers(slots) + 1,
         integers(slots),
+        integers(slots) - 1,
     )
 
 

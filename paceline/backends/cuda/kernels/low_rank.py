@@ -1,0 +1,237 @@
+"""What LoRA adapters add to products: two small products for the rows that have an adapter (Punica, SGMV).
+
+    shrink    low = down x              a kernel of its own, before the product
+    expand    W x becomes W x + up low  in the product's own kernel, before its results are used
+
+A tile of rows takes its adapters one after the other, each for all of its rows, and a row keeps the result of
+its own. So a row has the same bits beside any others, and rows without an adapter keep theirs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from paceline.backends.cuda.kernels.fp8 import scale_offset
+from paceline.backends.cuda.kernels.matmul import load_squares, norm_factor, program_tokens, reduce_split_k
+from paceline.backends.cuda.kernels.matrix import MIN_TOKENS, Normed
+from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
+
+CHUNK = 16  # ranks of a program, and depth of the instruction that expands them
+STEP = 64  # of the depth of a product
+SPLIT_DEPTH, MAX_SPLITS = 512, 4  # of the depth: it decides the bits
+STAGES, WARPS = 4, 2
+_CHUNK, _STEP = tl.constexpr(CHUNK), tl.constexpr(STEP)
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What all adapters add to one product, in its dtype."""
+
+    down: torch.Tensor  # [adapters, rank, padded depth] rank: a multiple of CHUNK
+    up: torch.Tensor  # [adapters, padded width, rank] in the order of the product's columns
+
+    @property
+    def rank(self) -> int:
+        return self.down.shape[1]
+
+
+@dataclass(frozen=True)
+class LowRankRows:
+    """What the kernel of a product needs to add to its rows."""
+
+    adapters: torch.Tensor  # int32 [rows] the adapter of each; -1: none
+    low: torch.Tensor  # [padded rows, rank]
+    up: torch.Tensor  # as of LowRank
+
+
+def added_by(change: LowRankRows | None) -> dict[str, Any]:
+    """The arguments of a product's kernel that say what adapters add."""
+    if change is None:
+        return {"low_at": None, "up_at": None, "adapters_at": None, "up_width": 0, "rank": 0}
+    return {
+        "low_at": change.low,
+        "up_at": change.up,
+        "adapters_at": change.adapters,
+        "up_width": change.up.shape[1],
+        "rank": change.low.shape[1],
+    }
+
+
+@dataclass(frozen=True)
+class LowRankBuffers:
+    """Buffers that all products of a pass use in turn."""
+
+    low: torch.Tensor  # [padded rows * largest rank]
+    partial: torch.Tensor  # float32 [sums of splits]
+    counters: torch.Tensor  # int32 [tiles] zero between products
+
+
+def make_low_rank_buffers(rank: int, rows: int, dtype: torch.dtype, device: torch.device) -> LowRankBuffers:
+    """Buffers for products of at most this rank with this number of padded rows."""
+    tiles = rows // MIN_TOKENS * (rank // CHUNK)
+    return LowRankBuffers(
+        torch.zeros(rows * rank, dtype=dtype, device=device),
+        torch.empty(tiles * MAX_SPLITS * CHUNK * MIN_TOKENS, dtype=torch.float32, device=device),
+        torch.zeros(tiles, dtype=torch.int32, device=device),
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _shrink_split(  # type: ignore[no-untyped-def]
+    rows_at,
+    scales_at,
+    down_at,
+    token,
+    real,
+    depth,
+    begin,
+    end,
+    stages: tl.constexpr,
+    has_scales: tl.constexpr,
+):
+    """Some ranks of one adapter times rows, `begin` to `end` of the depth: float32 [CHUNK, tokens]."""
+    along = tl.arange(0, _STEP)
+    weights = down_at + tl.arange(0, _CHUNK)[:, None] * depth + along[None, :]
+    rows = rows_at + token[None, :].to(tl.int64) * depth + along[:, None]
+    total = tl.zeros([_CHUNK, token.shape[0]], tl.float32)
+    for at in tl.range(begin, end, _STEP, num_stages=stages):
+        at = tl.multiple_of(at, 64)
+        values = tl.load(rows + at, mask=real[None, :], other=0.0)
+        if has_scales:  # powers of two
+            scale = tl.load(scales_at + scale_offset(token, at // 64, depth // 64), mask=real, other=0.0)
+            values = (values.to(tl.float32) * scale[None, :]).to(down_at.dtype.element_ty)
+        total = tl.dot(tl.load(weights + at), values, total)
+    return total
+
+
+@triton.jit
+def next_adapter(adapter, last):  # type: ignore[no-untyped-def]
+    """The largest of the rows' adapters below `last`; -1: none."""
+    return tl.max(tl.where(adapter < last, adapter, -1), 0)
+
+
+@triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
+def _shrink_kernel(  # type: ignore[no-untyped-def]
+    rows_at,
+    scales_at,
+    squares_at,
+    down_at,
+    adapters_at,
+    low_at,
+    partial_at,
+    counters_at,
+    depth,
+    row_count,
+    groups,
+    size,
+    eps,
+    rank: tl.constexpr,
+    has_norm: tl.constexpr,
+    has_scales: tl.constexpr,
+    max_groups: tl.constexpr,
+    splits: tl.constexpr,
+    tokens: tl.constexpr,
+    stages: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    pdl_sync(pdl)
+    chunk, split = tl.program_id(1), tl.program_id(2)
+    token = program_tokens(tokens)
+    real, steps = token < row_count, depth // _STEP
+    begin, end = split * steps // splits * _STEP, (split + 1) * steps // splits * _STEP
+    adapter = tl.load(adapters_at + token, mask=real, other=-1)
+    current = tl.max(adapter, 0)
+    if current >= 0:
+        total = tl.zeros([_CHUNK, tokens], tl.float32)
+        while current >= 0:
+            own_at = down_at + (current * rank + chunk * _CHUNK).to(tl.int64) * depth
+            own = _shrink_split(
+                rows_at, scales_at, own_at, token, real, depth, begin, end, stages, has_scales
+            )
+            total = tl.where((adapter == current)[None, :], own, total)
+            current = next_adapter(adapter, current)
+        number = tl.program_id(0) * tl.num_programs(1) + chunk
+        last, total = reduce_split_k(
+            total,
+            partial_at + number * splits * _CHUNK * tokens,
+            counters_at + number,
+            split,
+            splits,
+            _CHUNK,
+            tokens,
+            "none",
+        )
+        if last:
+            if has_norm:
+                total *= norm_factor(load_squares(squares_at, token, groups, max_groups), size, eps)
+            to = low_at + token[None, :] * rank + chunk * _CHUNK + tl.arange(0, _CHUNK)[:, None]
+            tl.store(to, total.to(low_at.dtype.element_ty))
+
+
+def shrink(
+    change: LowRank,
+    inputs: Normed | torch.Tensor,
+    adapters: torch.Tensor,
+    buffers: LowRankBuffers,
+    scales: torch.Tensor | None = None,
+) -> LowRankRows:
+    """What is added to the product of these inputs, whose rows have these adapters.
+
+    Inputs in e4m3 have `scales`, as of Normed.
+    """
+    rows, normed = (inputs.rows, inputs) if isinstance(inputs, Normed) else (inputs, None)
+    count, rank, depth = len(adapters), change.rank, change.down.shape[2]
+    low = buffers.low[: len(rows) * rank].view(len(rows), rank)
+    splits = max(1, min(MAX_SPLITS, depth // SPLIT_DEPTH))
+    groups = 1 if normed is None else normed.squares.shape[1]
+    pdl = supports_pdl(rows.device)
+    _shrink_kernel[(-(-count // MIN_TOKENS), rank // CHUNK, splits)](
+        rows,
+        scales,
+        None if normed is None else normed.squares,
+        change.down,
+        adapters,
+        low,
+        buffers.partial,
+        buffers.counters,
+        depth,
+        count,
+        groups,
+        1 if normed is None else normed.size,
+        0.0 if normed is None else normed.eps,
+        rank,
+        normed is not None,
+        scales is not None,
+        triton.next_power_of_2(groups),
+        splits,
+        MIN_TOKENS,
+        STAGES,
+        pdl,
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+        launch_pdl=pdl,
+    )
+    return LowRankRows(adapters, low, change.up)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_low_rank(  # type: ignore[no-untyped-def]
+    total, column, token, row_count, low_at, up_at, adapters_at, up_width, rank: tl.constexpr
+):
+    """The results [columns, tokens] of a product with what each row's adapter adds to these columns."""
+    adapter = tl.load(adapters_at + token, mask=token < row_count, other=-1)
+    along, current = tl.arange(0, _CHUNK), tl.max(adapter, 0)
+    while current >= 0:
+        ups = up_at + (current * up_width + column).to(tl.int64)[:, None] * rank + along[None, :]
+        lows = low_at + token[None, :] * rank + along[:, None]
+        added = tl.zeros(total.shape, tl.float32)
+        for at in range(0, rank, _CHUNK):
+            added = tl.dot(tl.load(ups + at), tl.load(lows + at), added)
+        total = tl.where((adapter == current)[None, :], total + added, total)
+        current = next_adapter(adapter, current)
+    return total
