@@ -17,7 +17,11 @@ from benchmarks.engine.commands import (
 )
 from benchmarks.gpu.command import gpu_command, gpu_engine_command
 from benchmarks.growth.command import growth_command
-from benchmarks.learning.command import learning_command, learning_load_command
+from benchmarks.learning.command import (
+    learning_command,
+    learning_load_command,
+    learning_unattended_command,
+)
 from benchmarks.server.commands import fleet_command, load_command, overhead_command
 from benchmarks.server.replica_commands import app as replicas
 from paceline.cli import main
@@ -37,6 +41,7 @@ app.command("fleet")(fleet_command)
 app.add_typer(replicas, name="replicas")
 app.command("learning")(learning_command)
 app.command("learning-load")(learning_load_command)
+app.command("learning-unattended")(learning_unattended_command)
 app.command("rows")(rows_command)
 app.command("growth")(growth_command)
 app.command("concurrency")(concurrency_command)

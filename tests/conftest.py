@@ -24,6 +24,7 @@ from paceline.backends.options import BackendOptions
 from paceline.cli import main
 from paceline.config import EngineConfig
 from paceline.engine import engine as engine_room
+from paceline.learn.activity import Activity, new_activity
 from paceline.models import registry
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.gguf import GgufFile, read_gguf
@@ -86,6 +87,13 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()
+
+
+@pytest.fixture
+def activity() -> Iterator[Activity]:
+    """What a server and its trainer tell each other."""
+    with new_activity() as made:
+        yield made
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -65,6 +66,53 @@ def learning_command(
     if svg is not None:
         svg.write_text(picture_of(shift))
     raise typer.Exit(0 if same else 1)
+
+
+def learning_unattended_command(
+    model: Model = DEFAULT_MODEL,
+    domain: Annotated[str, typer.Option(help="What the traffic shifts to: tools or sql.")] = "tools",
+    rate: Annotated[float, typer.Option(help="Requests per second.")] = 3.0,
+    chats: Annotated[int, typer.Option(help="Chats before the shift.")] = 60,
+    held_out: Annotated[
+        int, typer.Option(help="Prompts of each kind that both servers get at the end.")
+    ] = 60,
+    limit: Annotated[float, typer.Option(help="Seconds until the swap, at most.")] = 600.0,
+    min_rows: Annotated[int, typer.Option(help="New rows before a training.")] = 200,
+    minutes: Annotated[float, typer.Option(help="Minutes of a training, at most.")] = 20.0,
+    draft: Annotated[str, typer.Option(help="--draft of both servers.")] = "eagle3",
+    device: Annotated[str, typer.Option(help="cpu or cuda: of both servers and the trainer.")] = "cpu",
+    threads: Threads = None,
+    quantization: Quantization = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """How long until a server that learns swaps a head in by itself, and what does it gain?"""
+    from benchmarks.learning.shift import OLD_DOMAIN
+    from benchmarks.learning.unattended import UnattendedOptions, run_unattended
+    from benchmarks.server.process import serve_flags
+
+    began = time.monotonic()
+
+    def say(line: str) -> None:
+        typer.echo(f"{time.monotonic() - began:5.0f} s  {line}")
+
+    options = UnattendedOptions(model, domain, rate, chats, held_out, limit)
+    flags = serve_flags(threads, quantization, ("--draft", draft))
+    learn = ("--learn-min-rows", str(min_rows), "--learn-minutes", str(minutes))
+    with TemporaryDirectory() as folder:
+        result = run_unattended(options, Path(folder), flags, learn, device, say)
+    for line in [*result.latency_lines, *(str(each) for each in result.state["decisions"])]:
+        say(line)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result.facts(), indent=1) + "\n")
+    if result.swapped_after is None:
+        say(f"no head was swapped in within {limit:.0f} s")
+        raise typer.Exit(1)
+    ratios = {kind: result.ratio(kind) for kind in (domain, OLD_DOMAIN)}
+    say(
+        f"{domain}: {ratios[domain]:.3f} of the static head (bar {MIN_GAIN}); {OLD_DOMAIN}: "
+        f"{ratios[OLD_DOMAIN]:.3f} (bar {MAX_LOSS}); answers {'equal' if result.same else 'NOT EQUAL'}"
+    )
+    raise typer.Exit(0 if result.same else 1)
 
 
 def learning_load_command(

@@ -89,7 +89,7 @@ def measure_learning_load(
             measured(load.clients, 2 * load.clients, 1)  # compiles
             turns = measured(load.clients, max(load.requests, 2 * load.clients), load.rounds)
             first, second, third = (Side(turns[name]) for name in (WITHOUT, CONTROL, WITH))
-            yield Compared(load.clients, first, second, third, device, _state(learning)["slowdown"])
+            yield Compared(load.clients, first, second, third, device, learn_state(learning)["slowdown"])
 
 
 def _turns(
@@ -119,7 +119,7 @@ def _turns(
 
     def used() -> tuple[float, float, tuple[int, int, int]]:
         """So far: CPU seconds of the trainer and of the server; passes, drafted tokens, training steps."""
-        steps = 0 if trainer is None else _state(process)["training_steps"]
+        steps = 0 if trainer is None else learn_state(process)["training_steps"]
         counts = *_counters(process, "engine_steps", "spec_decode_num_draft_tokens"), steps
         return _cpu_seconds(trainer), _cpu_seconds(process.process.pid), counts
 
@@ -165,7 +165,7 @@ def _trainer(process: ServerProcess) -> int:
     """The process id of the trainer, once it has loaded and trains."""
     until = time.monotonic() + READY_SECONDS
     while time.monotonic() < until:
-        state = _state(process)
+        state = learn_state(process)
         if state["planned_steps"]:
             return max(_children(process.process.pid), key=_cpu_seconds)
         time.sleep(0.2)
@@ -175,7 +175,7 @@ def _trainer(process: ServerProcess) -> int:
     )
 
 
-def _state(process: ServerProcess) -> dict[str, Any]:
+def learn_state(process: ServerProcess) -> dict[str, Any]:
     """What the server says of its learning."""
     state: dict[str, Any] = json.loads(asyncio.run(get(process.server, "/learn")).body)
     return state

@@ -218,7 +218,8 @@ class AutoController(Controller):
         exploration = self._planner.choice.exploration if self._planner.has_choice else 1.0
         self._explorer.budget.earn(exploration * stats.total_time)
         is_quiet = record is not None and not record.drafts and record.choice.candidate is None
-        if stats.prefill_tokens == 0 and not (is_quiet and self._step % CONFIG.planner.quiet_sample):
+        is_skipped = is_quiet and self._step % CONFIG.planner.quiet_sample
+        if stats.prefill_tokens == 0 and not is_skipped and not stats.disturbed:
             self.costs.observe_pass(stats)
         if record is None:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from paceline.core.trees import DraftPlan
 
@@ -64,6 +65,14 @@ class ControlFacts:
     poor_segments: frozenset[str]  # segments that gain little
 
 
+class TrainerActivity(Protocol):
+    """A trainer on the same machine, as an engine sees it."""
+
+    def is_working(self, seconds: float) -> bool:
+        """Whether it has computed at any time in the last `seconds`."""
+        ...
+
+
 @dataclass(slots=True)
 class StepStats:
     """The statistics of one step. Times are in seconds."""
@@ -71,7 +80,7 @@ class StepStats:
     requests: int = 0  # requests in the pass
     failed: bool = False  # the pass raised: its requests have ended with the error
     overlapped: bool = False  # the pass was launched before the previous one was read
-    disturbed: bool = False  # a trainer computes beside it: its times say nothing of its plan
+    disturbed: bool = False  # a trainer computed beside it: its times say nothing of its plan
     plan: DraftPlan | None = None  # of all requests of a device pass; None: a host pass
     rows: int = 0  # rows of the pass
     attended: int = 0  # keys of committed tokens that its rows read, summed over the rows

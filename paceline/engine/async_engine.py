@@ -23,7 +23,7 @@ from typing import Protocol, TypeAlias
 from paceline.constrain.compiler import Grammar
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
-from paceline.core.stats import StepStats
+from paceline.core.stats import StepStats, TrainerActivity
 from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.draft.base import Drafter
 from paceline.engine.admission import Limits
@@ -230,9 +230,9 @@ class AsyncEngine:
         if self._dead is None:
             self._send(end)
 
-    def note_disturbance(self, disturbed: bool) -> None:
-        """Say whether a trainer computes beside the engine. See Engine.note_disturbance."""
-        self._engine.note_disturbance(disturbed)
+    def watch_trainer(self, trainer: TrainerActivity) -> None:
+        """Note of each pass whether a trainer computed beside it. See Engine.watch_trainer."""
+        self._engine.watch_trainer(trainer)
 
     async def replace_head(self, name: str, drafter: Drafter) -> None:
         """Replace a head between two passes; returns when it is done. See Engine.replace_head."""

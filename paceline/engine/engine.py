@@ -13,7 +13,7 @@ from paceline.constrain.compiler import Grammar, GrammarCompiler
 from paceline.control.controller import Controller, FixedController, Load, StepPlan
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
-from paceline.core.stats import StepStats
+from paceline.core.stats import StepStats, TrainerActivity
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.base import Drafter
 from paceline.draft.grammar import GrammarDrafter
@@ -66,7 +66,7 @@ class Engine:
             self.kv, limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len
         )
         self.stats = StepStats()  # of the last step
-        self._disturbed = False  # a trainer computes on the same device
+        self._trainer: TrainerActivity | None = None  # that may compute on the same device
         self.grammars = GrammarCompiler(tokenizer, limits.vocab_size)  # any thread may use it
         self._pool = self.kv.add_pool(backend, backend.attention_window)
         if backend.bytes_per_state:
@@ -189,9 +189,9 @@ class Engine:
         self._drafting.replace_head(name, drafter)
         self._device.attach_anew()
 
-    def note_disturbance(self, disturbed: bool) -> None:
-        """From now on a trainer computes on the same device, or no longer does. Any thread may call this."""
-        self._disturbed = disturbed
+    def watch_trainer(self, trainer: TrainerActivity) -> None:
+        """Note of each pass whether a trainer on this machine computed beside it. Any thread may call it."""
+        self._trainer = trainer
 
     def prepare(self) -> None:
         """Warm up: compile and allocate what the first steps would wait for. Call it before any request."""
@@ -311,6 +311,8 @@ class Engine:
         gained = [len(delta.token_ids) for delta in deltas]
         add_pass(stats, result.parts, result.shapes, result.verdicts, gained, timer.seconds)
         stats.draft_calls, stats.shadow = self._drafting.take_calls(), self._device.shadow.take()
+        # a pass on the device has begun in the step before
+        stats.disturbed = self._trainer is not None and self._trainer.is_working(2 * stats.total_time)
         preemptions, failures = self._counted
         self._counted = self.scheduler.num_preemptions, self._drafting.failures
         stats.preemptions, stats.draft_failures = self._counted[0] - preemptions, self._counted[1] - failures
@@ -359,7 +361,6 @@ class Engine:
     def state(self) -> StepStats:
         """The statistics of an empty step: requests and cache usage now. Any thread may ask."""
         return StepStats(
-            disturbed=self._disturbed,
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             kv_usage=self.kv.usage,

@@ -16,8 +16,11 @@ from paceline.learn.folder import NOTHING_BETTER, LearnFolder
 from paceline.learn.head_commands import (
     CURRENT,
     STOPPED,
+    BusyShare,
+    GpuShare,
     HeadFolder,
     Salt,
+    ServerActivity,
     add_head_commands,
     present_head,
     present_trained,
@@ -125,10 +128,13 @@ def train_command(
     ] = "",
     learning_rate: Annotated[float, typer.Option(help="Maximum learning rate, after the warm-up.")] = 1e-4,
     batch_tokens: Annotated[
-        int | None, typer.Option(help="Tokens per step. Default: by the speed of a first step.")
+        int | None,
+        typer.Option(help="Tokens per step. Default: 1,024 on a GPU, on a CPU by the speed of a first step."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda if available.")] = "auto",
-    gpu_share: Annotated[float, typer.Option(help="Share of the time of a GPU to take.")] = 0.1,
+    gpu_share: GpuShare = 0.1,
+    busy_share: BusyShare = None,
+    activity: ServerActivity = None,
     threads: Annotated[int, typer.Option(help="Number of CPU cores to use.")] = 1,
     nice: Annotated[int, typer.Option(help="Priority: 19 gives way to everything, 0 is the usual one.")] = 19,
     end_with_parent: Annotated[
@@ -141,7 +147,7 @@ def train_command(
 
     lower_priority(nice)  # before the imports, which take seconds
     from paceline.learn.fine_tune import FineTuneOptions, fine_tune
-    from paceline.learn.limits import yielding_on
+    from paceline.learn.limits import Limits, yielding_on
     from paceline.learn.report import Reporter
     from paceline.learn.selection import Selection
     from paceline.models.registry import load_checkpoint, resolve
@@ -152,12 +158,11 @@ def train_command(
         minutes=minutes,
         learning_rate=learning_rate,
         batch_tokens=batch_tokens,
-        gpu_share=gpu_share,
     )
     begin = present_trained(head, source, salt) if since is None else _timestamp(since)
     selection = Selection(begin, replay, salt)
     on_device = chosen_device(device)
-    yielding = yielding_on(on_device, threads, gpu_share, end_with_parent)
+    yielding = yielding_on(on_device, Limits(threads, gpu_share, busy_share, activity, end_with_parent))
     report = Reporter(as_json)
     checkpoint = load_checkpoint(resolve(model))
     parent = present_head(head, source, salt, model)

@@ -17,7 +17,7 @@ from paceline.train.progress import Progress
 EVALUATIONS = 8  # in a run, besides the one before it
 PATIENCE = 3  # evaluations in a row without a gain end the run
 MAX_LOSS = 0.01  # of tokens per pass on old rows: more is forgetting (the bar is 2 %)
-BATCH_TOKENS = {"cpu": 1024, "cuda": 2048}  # of an evaluation, which gives way between two batches
+BATCH_TOKENS = 1024  # of an evaluation, which gives way between two batches
 
 Scores = Mapping[str, float]  # tokens per pass, by group of rows
 
@@ -38,7 +38,7 @@ def tokens_per_pass(
     """What chains of this head gain on these rows; 1 is plain decoding. `may_go_on`: asked before a batch."""
     device = objective.target.embedding.device
     everything = torch.arange(len(examples)).numpy()
-    indices = epoch_batches(examples, everything, BATCH_TOKENS[device.type], 0, 0)
+    indices = epoch_batches(examples, everything, BATCH_TOKENS, 0, 0)
     batches = (collate(examples, some, device) for some in indices if may_go_on())
     return acceptance.tokens_per_pass(objective.accepted, batches)
 

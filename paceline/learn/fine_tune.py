@@ -22,7 +22,7 @@ from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.checkpoint import WEIGHTS, HeadCheckpoint, load_head
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import check_target, head_fingerprint, target_fingerprint
-from paceline.options import check_integer, check_number, refuse_unknown
+from paceline.options import check_integer, refuse_unknown
 from paceline.train.disk import make_folder, writing
 from paceline.train.examples import Examples
 from paceline.train.options import TrainOptions
@@ -30,6 +30,8 @@ from paceline.train.progress import Progress
 from paceline.train.trainer import Trainer
 
 CANDIDATE = "candidate.json"  # named so last: without it, there is no candidate
+MAX_EPOCHS = 6  # of a training: more passes over some hundred rows gain little
+GPU_BATCH_TOKENS = 1024  # of a step: requests stand still beside it
 UNFINISHED = "candidate.json.unfinished"
 OnProgress = Callable[[Progress, Kept | None], None]  # the steps so far, and the head if it was measured
 
@@ -42,16 +44,14 @@ class FineTuneOptions:
     steps: int | None = None
     minutes: float | None = None  # of work: waiting does not count
     learning_rate: float = 1e-4
-    batch_tokens: int | None = None  # per step; None: by the speed of the device
+    batch_tokens: int | None = None  # per step; None: by the speed of a CPU; GPU_BATCH_TOKENS on a GPU
     seed: int = 0
-    gpu_share: float = 0.1  # of the time of a GPU; a CPU is shared by the system, at low priority
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.minutes is None):
             raise ConfigError("Say how long to train: give either --steps or --minutes.")
         if self.steps is not None:
             check_integer(ConfigError, "steps", self.steps, 1, None)
-        check_number(ConfigError, "gpu_share", self.gpu_share, 0.0, 1.0, low_open=True)
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def fine_tune(
     traffic = TrafficStore(store, name)
     parent = load_head(head)
     check_target(parent.config, config, name.fingerprint, str(head))
-    learning = _train_options(parent, options, selection)
+    learning = _train_options(parent, options, selection, device)
     old = generic_rows(generic, config.vocab_size, selection.max_length)
     began, chosen = time.time(), choose(traffic.rows(), old, selection)
     remove_candidate(out, head)
@@ -132,14 +132,17 @@ def fine_tune(
     return candidate
 
 
-def _train_options(head: HeadCheckpoint, options: FineTuneOptions, selection: Selection) -> TrainOptions:
+def _train_options(
+    head: HeadCheckpoint, options: FineTuneOptions, selection: Selection, device: str
+) -> TrainOptions:
     """The trainer's options. Its own held-out rows are none: the early stop has others."""
     return options_for(
         head,
         max_steps=options.steps,
         minutes=options.minutes,
+        max_epochs=MAX_EPOCHS,
         learning_rate=options.learning_rate,
-        batch_tokens=options.batch_tokens,
+        batch_tokens=options.batch_tokens or (None if device == "cpu" else GPU_BATCH_TOKENS),
         seed=options.seed,
         max_length=selection.max_length,
         held_out=0.0,

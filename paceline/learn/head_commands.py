@@ -32,6 +32,13 @@ HeadFolder = Annotated[
     ),
 ]
 Candidate = Annotated[Path, typer.Option("--candidate", help="Folder of the head to compare with it.")]
+GpuShare = Annotated[float, typer.Option(help="Share of the time of a GPU to take.")]
+BusyShare = Annotated[
+    float | None, typer.Option(help="Share to take while requests run, by --activity. Default: the same.")
+]
+ServerActivity = Annotated[
+    Path | None, typer.Option("--activity", help="File in which a server says whether requests run.")
+]
 Out = Annotated[Path | None, typer.Option("--out", help="File for the scores of each row, as JSON.")]
 
 CURRENT = "current"  # --head: the one that serves in the folder
@@ -56,7 +63,9 @@ def score(
         str, typer.Option(help="Rows of this salt (its hash), or all. Default: rows without a salt.")
     ] = "",
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda if available.")] = "auto",
-    gpu_share: Annotated[float, typer.Option(help="Share of the time of a GPU to take.")] = 0.1,
+    gpu_share: GpuShare = 0.1,
+    busy_share: BusyShare = None,
+    activity: ServerActivity = None,
     end_with_parent: Annotated[
         bool, typer.Option("--end-with-parent", help="End when the process that started this one ends.")
     ] = False,
@@ -67,12 +76,13 @@ def score(
 
     lower_priority(nice)  # before the imports, which take seconds
     from paceline.learn.gate import judge
-    from paceline.learn.limits import yielding_on
+    from paceline.learn.limits import Limits, yielding_on
     from paceline.learn.score import score_heads
     from paceline.train.job import chosen_device
 
     on_device = chosen_device(device)
-    may_go_on = yielding_on(on_device, 1, gpu_share, end_with_parent).may_step
+    limits = Limits(1, gpu_share, busy_share, activity, end_with_parent)
+    may_go_on = yielding_on(on_device, limits).may_step
     heads = (present_head(head, source, salt, model), candidate)
     scores = score_heads(model, LearnFolder(source).traffic, heads, may_go_on, salt, on_device)
     if scores is None:

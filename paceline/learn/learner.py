@@ -23,6 +23,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from paceline.core.stats import StepStats
 from paceline.errors import UnavailableError
+from paceline.learn.activity import Activity
 from paceline.learn.gate import Verdict, judge, tokens_per_pass
 from paceline.learn.history import Head, History
 from paceline.learn.jobs import Jobs
@@ -43,7 +44,7 @@ class HeadEngine(Protocol[LoadedHead_contra]):
     @property
     def state(self) -> StepStats: ...
 
-    def note_disturbance(self, disturbed: bool, /) -> None: ...
+    def watch_trainer(self, activity: Activity, /) -> None: ...
 
     async def replace_head(self, name: str, drafter: LoadedHead_contra, /) -> None: ...
 
@@ -59,6 +60,7 @@ class Learner(Generic[LoadedHead]):
         history: History,
         jobs: Jobs,
         meter: Meter,
+        activity: Activity,
         num_rows: Callable[[], int],
         config: LearnerConfig | None = None,
         slowdown: Slowdown | None = None,
@@ -68,10 +70,12 @@ class Learner(Generic[LoadedHead]):
     ) -> None:
         """`load` gives what the engine takes as a head, by its folder, and is called in a thread of its own.
 
-        `meter` and `slowdown` observe the engine; `num_rows` is the number of rows collected since the start.
+        `meter`, `activity` and `slowdown` observe the engine; `num_rows` is the number of rows collected so
+        far.
         """
         self._engine, self._method, self._load, self._history = engine, method, load, history
         self._jobs, self._meter, self._num_rows = jobs, meter, num_rows
+        self._activity = activity
         self._config, self._slowdown = config or LearnerConfig(), slowdown or Slowdown()
         self._sleep, self._clock = sleep, clock
         self.status = LearnStatus(curve=deque(maxlen=self._config.max_points))
@@ -84,7 +88,6 @@ class Learner(Generic[LoadedHead]):
         self._low_points = 0  # of the curve, in a row
         self._overruled = False  # somebody changed `current` by hand
         self._job_runs = False
-        self._worked = False  # a job, at the last look
         self._ran = -math.inf  # time at which a request last ran
 
     async def run(self) -> None:
@@ -93,6 +96,7 @@ class Learner(Generic[LoadedHead]):
             await self._learn()
 
     async def _learn(self) -> None:
+        self._engine.watch_trainer(self._activity)
         await self._follow()
         while True:
             await self._wait()
@@ -249,6 +253,7 @@ class Learner(Generic[LoadedHead]):
         """The result of a job; meanwhile it gives way to requests, and commands are followed."""
         task = asyncio.ensure_future(job)
         self._job_runs = True
+        self._activity.begin_work()  # until it says more
         try:
             while not task.done():
                 await self._wait()
@@ -259,10 +264,12 @@ class Learner(Generic[LoadedHead]):
             task.cancel()
             await asyncio.wait([task])  # its process has ended
             self._job_runs = False
-            self._note_working(False)
             self._jobs.pause(False)
+            self._activity.note_stopped(False)
+            self._activity.end_work()
 
     def _count_steps(self) -> None:
+        self.status.computed_seconds = self._activity.computed
         self.status.training_steps, self.status.planned_steps = self._jobs.steps, self._jobs.planned_steps
 
     async def _wait(self, watching: bool = True) -> None:
@@ -279,6 +286,7 @@ class Learner(Generic[LoadedHead]):
     def _give_way(self) -> None:
         """Pause the job under load, and with few requests for a part of the time: see Slowdown."""
         state, status, now = self._engine.state, self.status, self._clock()
+        self._activity.note_running(state.running)
         if state.running:
             self._ran = now
         # a client that sends its next request at once leaves no time to work in
@@ -286,14 +294,8 @@ class Learner(Generic[LoadedHead]):
         status.paused = state.waiting > 0 or state.running > self._config.max_running
         paused = status.paused or (is_busy and not self._slowdown.may_work(now))
         self._jobs.pause(paused)
-        self._note_working(self._job_runs and not paused)
+        self._activity.note_stopped(paused)
         status.slowdown = self._slowdown.ratio()
-
-    def _note_working(self, working: bool) -> None:
-        """Say whether a job works. Kernels that it has launched run until the next look at least."""
-        self._engine.note_disturbance(working or self._worked)
-        self._slowdown.set_working(working)
-        self._worked = working
 
     async def _follow(self) -> None:
         """Serve what `current` says, if somebody has changed it by hand or this is the start."""

@@ -2,28 +2,56 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import torch
 
 from paceline.errors import ConfigError
+from paceline.learn.activity import Activity
 from paceline.learn.yielding import StoppedTime, Yielding
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.transformer import Transformer
+from paceline.options import check_number
 from paceline.train.sequences import load_target
 
 
-def yielding_on(device: str, threads: int, gpu_share: float, end_with_parent: bool) -> Yielding:
-    """The Yielding of a trainer on this device. On a CPU its low priority is enough, so its share is 1.
+@dataclass(frozen=True)
+class Limits:
+    """How much a trainer may take. On a CPU its low priority is enough, so the shares are of a GPU's time."""
+
+    threads: int = 1
+    gpu_share: float = 0.1
+    busy_share: float | None = None  # while requests run, by `activity`; None: the same
+    activity: Path | None = None  # of the server that has started this process
+    end_with_parent: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("gpu_share", "busy_share"):
+            if (share := getattr(self, name)) is not None:
+                check_number(ConfigError, name, share, 0.0, 1.0, low_open=True)
+
+
+def yielding_on(device: str, limits: Limits) -> Yielding:
+    """The Yielding of a trainer on this device.
 
     On a GPU nothing is compiled from now on: that takes 100 s of CPU time, and a training has few steps.
     """
-    torch.set_num_threads(threads)
+    torch.set_num_threads(limits.threads)
     stopped_time = StoppedTime()
     stopped_time.watch()
     if device == "cpu":
-        return Yielding(1.0, end_with_parent, stopped_time.seconds)
+        return Yielding(end_with_parent=limits.end_with_parent, stopped_seconds=stopped_time.seconds)
     torch.compiler.set_stance("force_eager")
-    # launches return before the device is done: without `finish`, a step would seem to take no time
-    return Yielding(gpu_share, end_with_parent, stopped_time.seconds, finish=torch.cuda.synchronize)
+    return Yielding(
+        limits.gpu_share,
+        limits.busy_share,
+        None if limits.activity is None else Activity(limits.activity),
+        limits.end_with_parent,
+        stopped_time.seconds,
+        # launches return before the device is done: without it, a step would seem to take no time
+        finish=torch.cuda.synchronize,
+    )
 
 
 def load_target_beside_server(checkpoint: Checkpoint, device: str) -> Transformer:

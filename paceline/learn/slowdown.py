@@ -1,10 +1,11 @@
-"""Slowdown: how much a trainer slows the server down, and the share of the time that it may work.
+"""Slowdown: how much a trainer slows the server down, and the share of the time that it may work on a CPU.
 
-A trainer at the lowest priority still takes caches, memory bandwidth and time of the GPU. How much that costs
-depends on the machine, so it is measured: while requests run, the trainer works and is stopped in turns, and
-decode steps of the same size are compared. The time of a step is that from the end of the step before it, so
-that what happens between two steps counts too. Means are compared: on few cores most steps are not disturbed,
-and some wait for long. The trainer works for as large a share of the time as keeps the loss below a limit.
+A trainer at the lowest priority still takes caches and memory bandwidth. How much that costs depends on the
+machine, so it is measured: while requests run, the trainer works and is stopped in turns, and decode steps of
+the same size are compared. The time of a step is that from the end of the step before it, so that what
+happens between two steps counts too. Means are compared: on few cores most steps are not disturbed, and some
+wait for long. The trainer works for as large a share of the time as keeps the loss below a limit. On a GPU it
+limits itself (see Activity), and the cost is only shown.
 """
 
 from __future__ import annotations
@@ -19,16 +20,12 @@ from paceline.core.stats import StepStats
 from paceline.engine.output_processor import Delta
 
 MAX_LOSS = 0.02  # of the tokens per second; the targets are 0.03 on a GPU, 0.05 with one client on two cores
-# most of the time with requests, by device. The rest is needed to compare. On a GPU the trainer computes in a
-# tenth of its time, and requests stand still beside its steps: one of 0.05 s disturbs one or two requests of
-# 0.06 s. On an H200 with 0.1, 4 % of these were disturbed, and with 5 % p95 latency shows it
-MAX_SHARE = {"cpu": 0.9, "cuda": 0.05}
+MAX_SHARE = 0.9  # of the time with requests: the rest is needed to compare
 FIRST_SHARE = 0.25  # until the cost is known
 MIN_STEPS = 16  # of one size that are compared
 MAX_REQUESTS = 8  # with more the trainer waits anyway
 # of one side; what is beyond both lets all steps so far count half, so that the latest decide
 WINDOW_SECONDS, WINDOW_STEPS = 60.0, 512
-SETTLE_SECONDS = 0.1  # after a change steps count for neither side: launched kernels of the trainer still run
 CYCLE_SECONDS = 2.0  # one period of work and one of being stopped, together
 MIN_WORK_SECONDS = 0.2  # of a period of work: what is shorter than two looks at the load would be missed
 
@@ -65,17 +62,10 @@ class Slowdown:
     ) -> None:
         """`max_loss`: the part of the server's tokens per second that a trainer on this device may cost."""
         self._max_loss, self._clock = max_loss, clock
-        self._max_share = MAX_SHARE[device.partition(":")[0]]
+        self._limits_itself = device != "cpu"
         self._lock = threading.Lock()
-        self._working = False  # the trainer, now
-        self._settled = 0.0  # when steps count again after a change
         self._step_ended: float | None = None  # the last one; None: the engine has been idle since
         self._alone, self._beside = _Side(), _Side()
-
-    def set_working(self, working: bool) -> None:
-        """Whether the trainer works from now on."""
-        if working != self._working:
-            self._working, self._settled = working, self._clock() + SETTLE_SECONDS
 
     def step(self, stats: StepStats, deltas: Sequence[Delta]) -> None:
         now, before = self._clock(), self._step_ended
@@ -83,10 +73,9 @@ class Slowdown:
         self._step_ended = now if stats.running else None
         if stats.failed or stats.prefill_tokens or not 0 < stats.requests <= MAX_REQUESTS:
             return
-        if now >= self._settled:
-            seconds = stats.total_time if before is None else now - before
-            with self._lock:
-                (self._beside if self._working else self._alone).add((stats.requests, stats.rows), seconds)
+        seconds = stats.total_time if before is None else now - before
+        with self._lock:
+            (self._beside if stats.disturbed else self._alone).add((stats.requests, stats.rows), seconds)
 
     def aborted(self, requests: Sequence[Request]) -> None:
         return
@@ -106,11 +95,13 @@ class Slowdown:
         """The share of the time with running requests in which the trainer may work."""
         ratio = self.ratio()
         if ratio is None:
-            return min(self._max_share, FIRST_SHARE)
-        return self._max_share if ratio <= 1 else min(self._max_share, self._max_loss / (ratio - 1))
+            return FIRST_SHARE
+        return MAX_SHARE if ratio <= 1 else min(MAX_SHARE, self._max_loss / (ratio - 1))
 
     def may_work(self, now: float) -> bool:
         """Whether this second of the clock belongs to the trainer while requests run."""
+        if self._limits_itself:
+            return True
         share = self.share()
         cycle = max(CYCLE_SECONDS, MIN_WORK_SECONDS / share)
         return now % cycle < share * cycle

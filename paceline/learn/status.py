@@ -35,6 +35,7 @@ class LearnStatus:
     trainings: int = 0
     training_steps: int = 0  # of all trainings
     planned_steps: int = 0  # of the training that runs; 0: none does, or it still loads
+    computed_seconds: float = 0.0  # of all trainings and scorings, on a GPU
     rejected: int = 0  # candidates: by the gate, by the trial, or because they could not be used
     swaps: int = 0  # promotions, by itself or by hand
     rollbacks: int = 0
@@ -44,6 +45,6 @@ class LearnStatus:
     gain: float | None = None  # speedup of the last promotion, measured by its trial
     paused: bool = False
     accepted: dict[str, int] = field(default_factory=dict)  # drafted tokens, by drafter
-    slowdown: float | None = None  # seconds of a step while the trainer works, over those while it is stopped
+    slowdown: float | None = None  # seconds of a step beside a trainer that computes, over those without
     # (time, number of the head, tokens per draft by segment), the oldest first
     curve: deque[tuple[float, int, dict[str, float]]] = field(default_factory=deque)

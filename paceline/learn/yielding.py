@@ -1,12 +1,14 @@
 """Yielding: a trainer that gives way to the server, takes a stated share of a GPU, and ends with its parent.
 
 A server that is busy stops its trainer by SIGSTOP, in the middle of a step, and lets it go on by SIGCONT. So
-the trainer need not check the load; it only must not count the time in which it was stopped.
+the trainer need not check the load; it only must not count the time in which it was stopped. On a GPU it also
+waits after each step, for longer while requests run: see Activity.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -15,7 +17,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+from paceline.learn.activity import Activity
+
 TICK_SECONDS = 0.1  # between two ticks of StoppedTime
+LOOK_SECONDS = 0.01  # between two looks at whether requests run, while it waits
 LATE_SECONDS = 0.5  # after which a tick that has not come means that the process was stopped
 SLACK_SECONDS = 1e-3  # by which a wait may end early
 LOWEST = 19  # priority, which gives way to every other process
@@ -60,6 +65,8 @@ class Yielding:
     def __init__(
         self,
         share: float = 1.0,
+        busy_share: float | None = None,
+        activity: Activity | None = None,
         end_with_parent: bool = False,
         stopped_seconds: Callable[[], float] = lambda: 0.0,
         finish: Callable[[], None] = lambda: None,
@@ -68,11 +75,14 @@ class Yielding:
     ) -> None:
         """`share`: of the time that is spent in steps. `finish` waits for a device to be done with a step.
 
+        `busy_share`: the share while `activity` says that requests run; None: the same.
+
         `stopped_seconds`: in which the process was stopped so far, see StoppedTime.
 
         `end_with_parent`: end when the process that started this one has ended.
         """
         self._share, self._finish = share, finish
+        self._busy_share, self._activity = busy_share or share, activity
         self._clock, self._sleep = clock, sleep
         self._stopped_seconds = stopped_seconds
         self._parent = os.getppid() if end_with_parent else None
@@ -104,15 +114,30 @@ class Yielding:
         if self._steps > 1 and self._share < 1.0:
             self._finish()
             ended = self.now()
-            busy = ended - self._step_began
-            # the share is of the time in which it is not stopped, so that stopping it lowers what it takes
-            until = ended + busy * (1 - self._share) / self._share
-            while (left := until - self.now()) > SLACK_SECONDS and not self.stopped:
-                self._sleep(left)
+            self._rest(ended, ended - self._step_began)
             self._waited += self.now() - ended
         self._step_began = self.now()
         self._steps += 1
         return not self.stopped
+
+    def _rest(self, ended: float, busy: float) -> None:
+        """Wait after a step that took `busy` seconds: until its share of the time is not exceeded.
+
+        The share is of the time in which it is not stopped, so that stopping it lowers what it takes.
+        """
+        activity, most = self._activity, LOOK_SECONDS
+        if activity is None:
+            most = math.inf
+        else:
+            activity.end_work(busy)
+        while not self.stopped:
+            share = self._share if activity is None or activity.is_pause() else self._busy_share
+            left = ended + busy * (1 - share) / share - self.now()
+            if left <= SLACK_SECONDS:
+                break
+            self._sleep(min(left, most))
+        if activity is not None:
+            activity.begin_work()
 
 
 def lower_priority(nice: int = LOWEST) -> None:

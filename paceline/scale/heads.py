@@ -1,6 +1,7 @@
 """Learned draft heads on replicas: an ingress sends them, and replicas report their steps to it.
 
     ingress                                       replica
+    trainer: the path of its Activity       -->   on the same machine, its passes are known to be disturbed
     report                                  -->   from now on, what each of its steps did:
                                            <--    step: requests, rows, tokens, seconds, drafts
     head: its id, its method                -->   if it has the files of this id, it loads them, else
@@ -34,6 +35,7 @@ from paceline.draft.base import Drafter
 from paceline.engine.async_engine import AsyncEngine, Observer
 from paceline.engine.output_processor import Delta
 from paceline.errors import BackendError
+from paceline.learn.activity import Activity
 from paceline.models.heads.checkpoint import WEIGHTS
 from paceline.models.heads.fingerprint import head_fingerprint
 from paceline.scale.channel import Connection, Link, Message
@@ -47,7 +49,7 @@ LOOK_SECONDS = 1.0  # the longest time between two checks of which head replicas
 KEPT = 3  # heads on the disk of a replica: those of a trial, and the one before
 UNFINISHED = ".unfinished"  # the suffix of a head's folder until all parts are there
 FOLDERS = "paceline-heads-"  # of replicas, with their process ids
-ORDERED = ("report", "head", "part")  # kinds of messages for HeadReceiver
+ORDERED = ("report", "trainer", "head", "part")  # kinds of messages for HeadReceiver
 
 
 # --- at a replica ---
@@ -90,6 +92,9 @@ class HeadReceiver:
         """Handle a message from an ingress."""
         if kind == "report":
             self._reports.listeners.add(connection)
+        elif kind == "trainer":
+            with suppress(OSError):  # it is on another machine
+                self._engine.watch_trainer(Activity(Path(content["path"]), readonly=True))
         elif kind == "head":
             task = asyncio.create_task(self._serve(connection, content["id"], content["method"]))
             self._tasks.add(task)
@@ -156,10 +161,12 @@ def encode_step(stats: StepStats) -> Message:
     """What a Learner's observers read of a step."""
     drafts = [[draft.drafter, draft.segment, draft.count, draft.accepted] for draft in stats.drafts]
     counts = (stats.requests, stats.rows, stats.prefill_tokens, stats.new_tokens)
-    return ["step", counts, stats.failed, stats.total_time, drafts]
+    return ["step", counts, [stats.failed, stats.disturbed], stats.total_time, drafts]
 
 
-def decode_step(counts: Sequence[int], failed: bool, seconds: float, drafts: Sequence[Any]) -> StepStats:
+def decode_step(
+    counts: Sequence[int], flags: Sequence[bool], seconds: float, drafts: Sequence[Any]
+) -> StepStats:
     """The step, with the fields that a Learner's observers read."""
     requests, rows, prefill_tokens, new_tokens = counts
     facts = tuple(
@@ -171,7 +178,8 @@ def decode_step(counts: Sequence[int], failed: bool, seconds: float, drafts: Seq
         rows=rows,
         prefill_tokens=prefill_tokens,
         new_tokens=new_tokens,
-        failed=failed,
+        failed=flags[0],
+        disturbed=flags[1],
         forward_time=seconds,
         drafts=facts,
     )
@@ -198,6 +206,7 @@ class HeadPush:
         """`links`: to the replicas that are there now; `observers` are told of their steps."""
         self._links, self._first, self._observers = links, first, observers
         self._order: _Order | None = None
+        self._activity: Path | None = None  # of the trainer
         self._asked: WeakSet[Link] = WeakSet()  # to report their steps
         self._ordered: WeakKeyDictionary[Link, str] = WeakKeyDictionary()  # the ids that were ordered last
         self._sending: set[tuple[str, str]] = set()  # replica and id
@@ -228,6 +237,16 @@ class HeadPush:
                 async with asyncio.timeout(LOOK_SECONDS):
                     await self._changed.wait()
 
+    def watch_trainer(self, activity: Path) -> None:
+        """Name the file of the trainer's Activity to all replicas, and to those to come."""
+        self._activity = activity
+        for link in self._asked:
+            self._send_activity(link)
+
+    def _send_activity(self, link: Link) -> None:
+        if self._activity is not None:
+            link.send(["trainer", {"path": str(self._activity)}])
+
     def _send_order(self, link: Link) -> None:
         assert self._order is not None
         self._ordered[link] = self._order.id
@@ -238,6 +257,7 @@ class HeadPush:
         if link not in self._asked:
             self._asked.add(link)
             link.send(["report", {}])
+            self._send_activity(link)
         order = self._order
         if order is not None and state["head"] != order.id and self._ordered.get(link) != order.id:
             self._send_order(link)

@@ -27,6 +27,7 @@ from paceline.engine.intake import Intake
 from paceline.engine.stream import Stream
 from paceline.errors import PacelineError, UnavailableError
 from paceline.kv.hashing import page_hashes
+from paceline.learn.activity import Activity
 from paceline.models.detokenizer import TextTokenizer, Watch
 from paceline.scale.channel import Link
 from paceline.scale.dispatch import Dispatcher, RemoteObserver
@@ -213,8 +214,10 @@ class RemoteEngine:
         self._heads = HeadPush(lambda: self._dispatcher.links.usable, first, observers)
         self._dispatcher.links.handle(self._heads.handlers)
 
-    def note_disturbance(self, disturbed: bool) -> None:
-        """Replicas are not told: the trainer computes beside one of them at most."""
+    def watch_trainer(self, activity: Activity) -> None:
+        """Let replicas on this machine note of each pass whether the trainer computed beside it."""
+        assert self._heads is not None, "push_heads comes first"
+        self._heads.watch_trainer(activity.path)
 
     async def replace_head(self, name: str, head: Path) -> None:
         """Let all replicas, and those to come, draft with the head in a folder: see HeadPush."""

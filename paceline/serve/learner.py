@@ -11,6 +11,7 @@ from typing import Generic
 
 from paceline.core.params import SamplingParams
 from paceline.draft.methods import Speculation
+from paceline.learn.activity import Activity
 from paceline.learn.collector import Collector, Origin
 from paceline.learn.history import History
 from paceline.learn.jobs import Jobs
@@ -40,15 +41,18 @@ class LearningModel(Generic[LoadedHead]):
         collector: Collector,
         history: History,
         jobs: Jobs,
+        activity: Activity,
         config: LearnerConfig | None = None,
         slowdown: Slowdown | None = None,
     ) -> None:
         """`method` is the drafter whose head learns; the collector gets finished requests. `load`: what the
-        engine takes as a head, by its folder. `slowdown` says how much a trainer may work beside requests.
+        engine takes as a head, by its folder. `activity` is shared with the processes of `jobs`, and
+        `slowdown` says how much these may work beside requests.
         """
         self.collector, self.history = collector, history
         self._meter, self._slowdown = Meter(method), slowdown or Slowdown()
-        self.observers = (self._meter, self._slowdown)  # of the engine
+        self._activity = activity
+        self.observers = (self._meter, activity, self._slowdown)  # of the engine
         self._method, self._load, self._jobs, self._config = method, load, jobs, config
         self._task: asyncio.Task[None] | None = None
 
@@ -57,6 +61,7 @@ class LearningModel(Generic[LoadedHead]):
 
         From the start of the server on, because a trial may let a candidate draft at any time.
         """
+        self._activity.note_arrival()
         if self.collector.policy.may_use_head(origin):
             return params
         asked = params.speculative
@@ -78,6 +83,7 @@ class LearningModel(Generic[LoadedHead]):
             self.history,
             self._jobs,
             self._meter,
+            self._activity,
             lambda: self.num_rows,
             self._config,
             self._slowdown,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -14,6 +14,7 @@ from typing import Any, Generic
 from paceline.config import EngineConfig
 from paceline.draft.base import Drafter
 from paceline.errors import ConfigError
+from paceline.learn.activity import new_activity
 from paceline.learn.collector import Collector, Policy
 from paceline.learn.folder import LearnFolder
 from paceline.learn.history import History
@@ -36,6 +37,9 @@ from paceline.serve.options import ServeOptions
 logger = logging.getLogger(__name__)
 
 REMEMBERED = 10_000  # kept answers that drafters of past responses get at the start, as many as they hold
+# the share of a GPU that a trainer takes while requests run, of --learn-max-slowdown. A request beside one of
+# its steps stands still meanwhile, so p95 latency shows more of it than the tokens per second do
+BUSY_PART = 0.5
 TRAINABLE = ("eagle3", "dflash", "dspark")  # methods whose heads can be trained further, as objectives.KINDS
 
 
@@ -156,22 +160,21 @@ def learning_model(
         remembered=remembered,
     )
     device = model.config.backend.choice.device
-    both = ("--salt", salt, "--device", device)
     generic = [
         part for file in learning.learn_generic for part in ("--generic", str(Path(file).expanduser()))
     ]
     train = ("--minutes", str(learning.learn_minutes), *generic)
-    jobs = ProcessJobs(folder, model.config.model.model, train, both)
     trial = TrialConfig()  # each engine computes keys and values again after a swap
     trial = replace(trial, skipped_steps=replicas * trial.skipped_steps)
     config = LearnerConfig(
         min_rows=learning.learn_min_rows, max_running=learning.learn_max_running, trial=trial
     )
-    try:
-        slowdown = Slowdown(learning.learn_max_slowdown, device)
-        yield LearningModel(model.method, model.load, collector, history, jobs, config, slowdown)
-    finally:
-        collector.close()
+    slowdown = Slowdown(learning.learn_max_slowdown, device)
+    with closing(collector), new_activity() as activity:
+        both = ("--salt", salt, "--device", device, "--activity", str(activity.path))
+        both += ("--busy-share", str(BUSY_PART * learning.learn_max_slowdown))
+        jobs = ProcessJobs(folder, model.config.model.model, train, both)
+        yield LearningModel(model.method, model.load, collector, history, jobs, activity, config, slowdown)
 
 
 def trained_salt(policy: Policy, store: TrafficStore) -> str:

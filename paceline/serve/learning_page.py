@@ -46,13 +46,14 @@ class LearnState(BaseModel):
     rows: int
     trainings: int
     training_steps: int  # of all trainings
+    computed_seconds: float  # of all trainings and scorings, on a GPU
     planned_steps: int  # of the training that runs; 0: none does, or it still loads
     swaps: int
     rollbacks: int
     rejected: int
     gain: float | None  # speedup of the last promotion, measured live
     accepted: dict[str, int]  # drafted tokens since the start, by drafter: what the head gains, and others
-    slowdown: float | None  # seconds of a step while the trainer works, over those while it is stopped
+    slowdown: float | None  # seconds of a step beside a trainer that computes, over those without
     curve: list[CurvePoint]  # the oldest first
     decisions: list[dict[str, Any]]  # the oldest first
 
@@ -81,6 +82,7 @@ def router(learning: Learning) -> APIRouter:
             rows=learning.num_rows(),
             trainings=status.trainings,
             training_steps=status.training_steps,
+            computed_seconds=status.computed_seconds,
             planned_steps=status.planned_steps,
             swaps=status.swaps,
             rollbacks=status.rollbacks,
@@ -107,6 +109,7 @@ class LearnPage(Collector):
             "rows": ("Finished requests that were kept.", self._learning.num_rows()),
             "trainings": ("Trainings that were started.", status.trainings),
             "training_steps": ("Steps of all trainings.", status.training_steps),
+            "computed_seconds": ("Seconds of a GPU that trainers have taken.", status.computed_seconds),
             "rejected": ("Candidates that do not serve.", status.rejected),
             "swaps": ("Candidates that serve, or served.", status.swaps),
             "rollbacks": ("Heads that were taken back after a live loss.", status.rollbacks),
@@ -118,7 +121,7 @@ class LearnPage(Collector):
             yield family
         yield self._gauge("head", "Number of the head that serves.", {"": status.head})
         yield self._gauge("paused", "1 while load lets the trainer wait.", {"": float(status.paused)})
-        words = "Seconds of a step while the trainer works, over those while it is stopped."
+        words = "Seconds of a step beside a trainer that computes, over those without."
         yield self._gauge("slowdown", words, {"": status.slowdown})
         yield self._gauge("gain", "Live speedup of the last head that was promoted.", {"": status.gain})
         replayed = {

@@ -24,6 +24,7 @@ class TrainOptions:
     epochs: int = 3  # passes over all answers
     max_steps: int | None = None  # number of optimizer steps, instead of epochs
     minutes: float | None = None  # of answering, training and measuring together, instead of epochs
+    max_epochs: int | None = None  # within `minutes`; None: as many as fit
     step_decay: float = 0.8  # loss weight of each token ahead, relative to the previous one
     loss: str = "kl"  # or lk, for temperatures around 1; see losses.py
     draft_vocab_size: int = 8192  # the most frequent answered tokens
@@ -68,7 +69,7 @@ class TrainOptions:
             ("seed", 0),
         ):
             check_integer(ConfigError, name, getattr(self, name), low, None)
-        for name, low in (("max_steps", 1), ("batch_tokens", 16)):
+        for name, low in (("max_steps", 1), ("max_epochs", 1), ("batch_tokens", 16)):
             if getattr(self, name) is not None:
                 check_integer(ConfigError, name, getattr(self, name), low, None)
         if self.loss not in LOSSES:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -316,15 +317,21 @@ class Trainer:
         """The number of steps; within `left` seconds an estimate, which _plan improves."""
         options = self.options
         if left is not None:
-            fitting = int(left / self.progress.step_seconds)
-            return self.processes.agree(max(UNTIMED_RECORDS * pace.record_every, fitting))
-        if options.max_steps is not None:
-            return options.max_steps
+            fitting = max(UNTIMED_RECORDS * pace.record_every, int(left / self.progress.step_seconds))
+            return self.processes.agree(min(fitting, self._most_steps(pace)))
+        return options.max_steps or self._steps_of(options.epochs, pace)
+
+    def _most_steps(self, pace: Pace) -> int:
+        """The most steps within `minutes`."""
+        epochs = self.options.max_epochs
+        return sys.maxsize if epochs is None else self._steps_of(epochs, pace)
+
+    def _steps_of(self, epochs: int, pace: Pace) -> int:
+        """The number of steps of so many passes over the examples."""
+        size, seed = pace.batch_tokens, self.options.seed
         batches = sum(
-            len(
-                epoch_batches(self.examples, self.chosen, pace.batch_tokens, options.seed, epoch, self.shares)
-            )
-            for epoch in range(options.epochs)
+            len(epoch_batches(self.examples, self.chosen, size, seed, epoch, self.shares))
+            for epoch in range(epochs)
         )
         return -(-batches // self.processes.number)
 
@@ -340,7 +347,8 @@ class Trainer:
             return
         total, left = progress.total, self._end() - progress.seconds
         if timed and progress.step <= PLANNED * total:
-            total = progress.step + max(0, int(left / progress.step_seconds))
+            fitting = progress.step + max(0, int(left / progress.step_seconds))
+            total = min(fitting, self._most_steps(pace))
         is_over = left < (progress.step_seconds if timed else 0.0)
         progress.total = self.processes.agree(progress.step if is_over else total)
 

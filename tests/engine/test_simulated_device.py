@@ -6,6 +6,7 @@ Such a run is short, much of it is prefill, and nothing follows a request that e
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 
@@ -97,16 +98,28 @@ def test_after_texts_that_are_hard_to_draft_for_other_batches_are_drafted_for_ag
     assert min(run(6)) < 0.75 * min(hard)
 
 
+@dataclass
+class Trainer:
+    """A trainer beside an engine."""
+
+    works: bool = False
+
+    def is_working(self, seconds: float) -> bool:
+        return self.works
+
+
 def test_a_trainer_beside_the_engine_teaches_no_costs():
     slower = [1.0]
     machine = Machine(lambda *size: slower[0] * small_gpu_pass(*size))
     controller = auto(0.6)
     engine = simulated_engine(machine, lambda slot: 0.6, controller)
+    trainer = Trainer()
+    engine.watch_trainer(trainer)
 
     def costs(factor: float, disturbed: bool) -> list[float]:
         """Seconds that are expected of a pass by each arm, after three requests."""
         slower[0] = factor
-        engine.note_disturbance(disturbed)
+        trainer.works = disturbed
         for _ in range(3):
             seconds_of(engine, machine, 1, 45, lambda number: 128)
         return [controller._device.seconds(plan) for plan in controller.device_plans()]

@@ -18,7 +18,7 @@ from paceline.learn import early_stop
 from paceline.learn.early_stop import Kept, is_better
 from paceline.learn.fine_tune import FineTuneOptions, fine_tune, read_candidate
 from paceline.learn.gate import judge
-from paceline.learn.limits import yielding_on
+from paceline.learn.limits import Limits, yielding_on
 from paceline.learn.rows import TrafficRow
 from paceline.learn.score import gate_rows, score_heads
 from paceline.learn.selection import NEW, OLD, Selection, choose, generic_rows, usable
@@ -70,7 +70,7 @@ def test_a_candidate_drafts_better_on_rows_that_it_never_saw(
 def test_an_evaluation_gives_way_before_every_batch(
     checkpoint: Checkpoint, traffic: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(early_stop, "BATCH_TOKENS", {"cpu": 64})
+    monkeypatch.setattr(early_stop, "BATCH_TOKENS", 64)
     asked = 0
 
     class Counting(Yielding):
@@ -294,7 +294,7 @@ def test_nothing_is_compiled_on_a_gpu() -> None:
 
     add_one = torch.compile(lambda tensor: tensor + 1, backend=compiler)
     try:
-        yielding_on("cuda", torch.get_num_threads(), 0.1, end_with_parent=False)
+        yielding_on("cuda", Limits(torch.get_num_threads()))
         assert add_one(torch.ones(1)).item() == 2
     finally:
         torch.compiler.set_stance("default")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import UnavailableError
+from paceline.learn.slowdown import Slowdown
 from tests.learn.world import CONFIG, FIRST, World
 
 
@@ -242,15 +243,25 @@ def test_a_moment_between_two_requests_is_no_time_to_work_in(world):
     assert 0.6 < sum(world.paused) / len(world.paused) < 0.9
 
 
-def test_passes_are_disturbed_while_the_trainer_works_and_until_the_look_after(world):
+def test_passes_are_disturbed_while_a_trainer_works_that_is_not_stopped(world):
     async def train(present: Path, since: float) -> None:
         for _ in range(12):  # looks
             await asyncio.sleep(0)
 
     world.train, world.running = train, 1
     world.run(15)
-    first, stopped = world.disturbed.index(True), world.paused.index(True)
-    assert stopped - first > 1
-    assert world.disturbed[first : stopped + 1] == [True] * (stopped + 1 - first)
-    assert len(world.disturbed) > stopped + 5
-    assert not any(world.disturbed[stopped + 1 :])
+    first = world.disturbed.index(True)
+    assert world.disturbed[:first] == [False] * first
+    stopped = world.paused.index(True)  # at the look after which it does nothing
+    assert world.disturbed[first : first + stopped] == [True] * stopped
+    assert len(world.disturbed) > first + stopped + 5
+    assert not any(world.disturbed[first + stopped + 1 :])
+
+
+def test_a_trainer_that_limits_itself_is_stopped_by_load_alone(world):
+    world.trained, world.running, world.slowdown = [None], 1, Slowdown(device="cuda")
+    world.run(40)
+    assert not any(world.paused)
+    world.trained, world.running, world.collected = [None], CONFIG.max_running + 1, 20
+    world.run(40)
+    assert all(world.paused[-20:])

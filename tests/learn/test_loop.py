@@ -19,6 +19,7 @@ from paceline.build import Loaded, build_engine
 from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams
 from paceline.engine.async_engine import AsyncEngine
+from paceline.learn.activity import Activity
 from paceline.learn.collector import Collector, Origin, Policy
 from paceline.learn.folder import LearnFolder
 from paceline.learn.gate import GateConfig
@@ -71,7 +72,7 @@ def children() -> list[int]:
 
 @REPEATS
 def test_a_server_learns_its_traffic_though_its_first_trainer_is_killed(
-    loaded: Loaded, tmp_path: Path
+    loaded: Loaded, tmp_path: Path, activity: Activity
 ) -> None:
     folder = LearnFolder(tmp_path / "learn")
     store = TrafficStore(folder.traffic, TargetName(loaded.fingerprint, "tiny"), VOCAB)
@@ -81,6 +82,7 @@ def test_a_server_learns_its_traffic_though_its_first_trainer_is_killed(
         Collector(store, Policy()),
         History(folder.heads, first_head(loaded.speculation, "eagle3", loaded.fingerprint)),
         ProcessJobs(folder, str(tmp_path / "model"), TRAINING, ("--nice", "0")),
+        activity,
         CONFIG,
     )
 

@@ -19,6 +19,7 @@ from paceline.build import build_engine
 from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams
 from paceline.engine.async_engine import AsyncEngine
+from paceline.learn.activity import Activity
 from paceline.learn.collector import Collector, Policy
 from paceline.learn.folder import LearnFolder
 from paceline.learn.history import History
@@ -45,7 +46,9 @@ CONFIG = LearnerConfig(
 
 @REPEATS
 @pytest.mark.parametrize("draft", ["eagle3", "auto"])
-def test_a_bad_head_is_rolled_back_by_its_live_loss_and_no_byte_changes(draft: str, tmp_path: Path) -> None:
+def test_a_bad_head_is_rolled_back_by_its_live_loss_and_no_byte_changes(
+    draft: str, tmp_path: Path, activity: Activity
+) -> None:
     options = {"model": MODEL, "threads": 1, "max_model_len": 1024}
     plain = build_engine(EngineConfig.from_options(speculative_config="off", **options))
     loaded = build_engine(EngineConfig.from_options(speculative_config=draft, **options))
@@ -55,9 +58,8 @@ def test_a_bad_head_is_rolled_back_by_its_live_loss_and_no_byte_changes(draft: s
     history = History(folder.heads, first)
     number = history.add(rubbish(first, tmp_path), {}).number
     jobs = ProcessJobs(folder, MODEL, ())
-    learning = LearningModel(
-        "eagle3", partial(loaded.load_head, "eagle3"), Collector(store, Policy()), history, jobs, CONFIG
-    )
+    load, collector = partial(loaded.load_head, "eagle3"), Collector(store, Policy())
+    learning = LearningModel("eagle3", load, collector, history, jobs, activity, CONFIG)
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
     pairs = product(
         ("rivers", "bread", "the moon", "chess", "old maps", "bees", "trains", "salt"), range(2, 40)

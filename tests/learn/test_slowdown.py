@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -20,12 +20,11 @@ class Server:
         self.slowdown = Slowdown(clock=lambda: self.now)
 
     def steps(self, working: bool, seconds: float, gap: float = 0.0, rows: int = 4, number: int = 40) -> None:
-        """Steps of one request, with a gap before each; the first ones after a change do not count."""
-        self.slowdown.set_working(working)
-        for size, count in ((99, 9), (rows, number)):
-            for _ in range(count):
-                self.now += gap + seconds
-                self.slowdown.step(StepStats(requests=1, running=1, rows=size, forward_time=seconds), ())
+        """Steps of one request, with a gap before each."""
+        for _ in range(number):
+            self.now += gap + seconds
+            stats = StepStats(requests=1, running=1, rows=rows, forward_time=seconds, disturbed=working)
+            self.slowdown.step(stats, ())
 
 
 def test_a_trainer_works_as_much_as_keeps_tokens_per_second() -> None:
@@ -42,7 +41,7 @@ def test_a_trainer_works_as_much_as_keeps_tokens_per_second() -> None:
     assert sum(worked) / len(worked) == pytest.approx(0.2, abs=0.02)
     server.steps(True, 0.10, number=20_000)  # the latest count
     assert slowdown.ratio() < 1.001
-    assert slowdown.share() == MAX_SHARE["cpu"]
+    assert slowdown.share() == MAX_SHARE
 
 
 def test_the_cost_of_a_trainer_is_that_of_mean_steps_and_leaves_out_what_is_no_step() -> None:
@@ -51,9 +50,10 @@ def test_the_cost_of_a_trainer_is_that_of_mean_steps_and_leaves_out_what_is_no_s
     server.steps(True, 0.10, number=35)
     server.steps(True, 1.1, number=5)  # one step in eight waits: the others are as they were
     assert server.slowdown.ratio() == pytest.approx(1 + 5 / 40 * 10)
-    server.slowdown.step(StepStats(requests=1, running=0, rows=4, forward_time=0.1), ())  # the last request
+    step = StepStats(requests=1, rows=4, forward_time=0.1, disturbed=True)
+    server.slowdown.step(replace(step, running=0), ())  # the last request
     server.now += 1000  # no request runs
-    server.slowdown.step(StepStats(requests=1, running=1, rows=4, forward_time=0.1), ())
+    server.slowdown.step(replace(step, running=1), ())
     assert server.slowdown.ratio() < 1 + 5 / 40 * 10
 
 

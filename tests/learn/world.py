@@ -11,9 +11,11 @@ from typing import Any
 
 from paceline.core.stats import DraftFacts, StepStats
 from paceline.errors import CheckpointError
+from paceline.learn.activity import Activity, new_activity
 from paceline.learn.gate import RowScore
 from paceline.learn.history import History
 from paceline.learn.learner import Learner
+from paceline.learn.slowdown import Slowdown
 from paceline.learn.status import LearnerConfig
 from paceline.learn.trial import Meter, TrialConfig
 
@@ -41,12 +43,13 @@ class World:
     running: int = 1
     swaps: list[str] = field(default_factory=list)  # contents of the heads, in the order they came in
     paused: list[bool] = field(default_factory=list)
-    disturbed: list[bool] = field(default_factory=list)
+    disturbed: list[bool] = field(default_factory=list)  # at each poll: the trainer has just worked
     on_poll: Callable[[World], None] = lambda world: None
     polls: int = 0
     since: list[float] = field(default_factory=list)  # of each training
     steps: int = 0
     planned_steps: int = 0
+    slowdown: Slowdown = field(default_factory=Slowdown)
 
     def __post_init__(self) -> None:
         first = self.folder / "first"
@@ -62,8 +65,8 @@ class World:
     def state(self) -> StepStats:
         return StepStats(running=self.running)
 
-    def note_disturbance(self, disturbed: bool) -> None:
-        self.disturbed.append(disturbed)
+    def watch_trainer(self, activity: Activity) -> None:
+        self.activity = activity
 
     async def replace_head(self, name: str, drafter: Any) -> None:
         assert name == "eagle3"
@@ -116,6 +119,7 @@ class World:
 
     async def sleep(self, seconds: float) -> None:
         self.polls += 1
+        self.disturbed.append(self.activity.is_working(0.05))
         self.on_poll(self)
         for _ in range(6):
             self.step()
@@ -136,19 +140,22 @@ class World:
 
         on_poll, self.on_poll, self.polls = self.on_poll, end, 0
         task: asyncio.Future[None]
-        learner = Learner(
-            self,
-            "eagle3",
-            self.load,
-            self.history,
-            self,
-            self.meter,
-            lambda: self.collected,
-            CONFIG,
-            sleep=self.sleep,
-            clock=lambda: self.polls / 10,
-        )
-        asyncio.run(main())
+        with new_activity(lambda: self.polls / 10) as activity:
+            learner = Learner(
+                self,
+                "eagle3",
+                self.load,
+                self.history,
+                self,
+                self.meter,
+                activity,
+                lambda: self.collected,
+                CONFIG,
+                self.slowdown,
+                sleep=self.sleep,
+                clock=lambda: self.polls / 10,
+            )
+            asyncio.run(main())
         self.on_poll = on_poll
         return learner
 

@@ -19,6 +19,7 @@ from paceline.core.params import SamplingParams
 from paceline.draft.base import Drafter
 from paceline.engine.engine import Engine
 from paceline.errors import BackendError
+from paceline.learn.activity import Activity
 from paceline.learn.collector import Collector, Policy
 from paceline.learn.folder import LearnFolder
 from paceline.learn.history import History
@@ -137,7 +138,7 @@ def test_the_files_of_a_killed_replica_are_deleted_by_the_next_one(
 
 
 def test_what_is_promoted_and_rolled_back_by_hand_serves_on_every_replica(
-    model: Model, tmp_path: Path
+    model: Model, tmp_path: Path, activity: Activity
 ) -> None:
     store = TrafficStore(tmp_path / "traffic", TargetName("f00d", "tiny"), 173)
     history = History(tmp_path / "heads", model.folder / "head3")
@@ -148,6 +149,7 @@ def test_what_is_promoted_and_rolled_back_by_hand_serves_on_every_replica(
         Collector(store, Policy()),
         history,
         ProcessJobs(LearnFolder(tmp_path), str(model.folder), ()),
+        activity,
         LearnerConfig(poll_seconds=0.01),
     )
 

@@ -53,7 +53,7 @@ def eagle3(folder: Path) -> Loaded:
     return load(folder, {"method": "eagle3", "model": str(folder / "head3"), "any_target": True})
 
 
-def test_a_head_promoted_by_hand_serves_while_requests_run_and_no_byte_changes(folder, tmp_path):
+def test_a_head_promoted_by_hand_serves_while_requests_run_and_no_byte_changes(folder, tmp_path, activity):
     alone = load(folder, "off").engine
     (request,) = alone.add_request(list(range(3, 40)), PARAMS)
     while alone.has_unfinished:
@@ -66,6 +66,7 @@ def test_a_head_promoted_by_hand_serves_while_requests_run_and_no_byte_changes(f
         Collector(store, Policy()),
         History(tmp_path / "heads", folder / "head3"),
         ProcessJobs(LearnFolder(tmp_path), str(folder), ()),
+        activity,
         LearnerConfig(poll_seconds=0.001),
     )
     number = learning.history.add(folder / "head4", {}).number

@@ -24,7 +24,7 @@ def learn_drafts(
         if key in stats.asked  # else prefill has left no rows for its draft
     }
     for call in stats.draft_calls:
-        if costs.drafts.knows(call.drafter):
+        if costs.drafts.knows(call.drafter) and not stats.disturbed:
             costs.drafts.observe(call, step.catch_up(call.drafter))
     return accepted
 
