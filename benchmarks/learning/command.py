@@ -126,6 +126,12 @@ def learning_load_command(
         typer.Option(help="Requests in a turn, at least two per client; may differ for each of --clients."),
     ] = "8",
     tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 48,
+    draft: Annotated[
+        str,
+        typer.Option(
+            help="--draft of all servers. With eagle3 no controllers decide, and servers differ less."
+        ),
+    ] = "auto",
     device: Annotated[str, typer.Option(help="cpu or cuda: of both servers and the trainer.")] = "cpu",
     threads: Threads = None,
     quantization: Quantization = "auto",
@@ -140,7 +146,7 @@ def learning_load_command(
 
     report = Report(json_file)
     loads = [Load(*numbers) for numbers in _each_of(clients, requests, rounds)]
-    flags = serve_flags(threads, quantization)
+    flags = serve_flags(threads, quantization, ("--draft", draft))
     turns = sum(3 * (1 + load.rounds) for load in loads)
     with TemporaryDirectory() as folder, progress(turns) as on_turn:
         compared = []
@@ -148,7 +154,7 @@ def learning_load_command(
             compared.append(each)
             typer.echo(each.summary)  # the others take minutes
     facts = {"model": model, "rounds": rounds, "requests": requests, "tokens": tokens, "threads": threads}
-    facts["device"] = device
+    facts |= {"device": device, "draft": draft}
     report.show(learning_load_result(compared, facts))
 
 

@@ -118,10 +118,12 @@ def _turns(
         return result
 
     def used() -> tuple[float, float, tuple[int, int, int]]:
-        """So far: CPU seconds of the trainer and of the server; passes, drafted tokens, training steps."""
-        steps = 0 if trainer is None else learn_state(process)["training_steps"]
+        """So far: seconds of the trainer, CPU seconds of the server; passes, drafted tokens, steps."""
+        state = {} if trainer is None else learn_state(process)
+        steps = state.get("training_steps", 0)
         counts = *_counters(process, "engine_steps", "spec_decode_num_draft_tokens"), steps
-        return _cpu_seconds(trainer), _cpu_seconds(process.process.pid), counts
+        trained = state.get("computed_seconds") or _cpu_seconds(trainer)
+        return trained, _cpu_seconds(process.process.pid), counts
 
     return turn
 

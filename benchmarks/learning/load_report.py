@@ -21,7 +21,7 @@ class Turn:
     seconds: float
     tokens: int
     latencies: list[float]  # seconds of each request
-    trained: float = 0.0  # CPU seconds of the trainer
+    trained: float = 0.0  # seconds in which the trainer computed: of a GPU, else CPU time
     served: float = 0.0  # CPU seconds of the server
     passes: int = 0  # of the server
     drafted: int = 0  # tokens
@@ -75,7 +75,7 @@ class Side:
 
     @property
     def trainer_share(self) -> float:
-        """CPU seconds of the trainer per second."""
+        """Seconds of the trainer per second: see Turn."""
         return sum(turn.trained for turn in self.turns) / sum(turn.seconds for turn in self.turns)
 
 
@@ -144,7 +144,7 @@ class Compared:
         sides = (self.first, self.control, self.learning)
         passes = " ".join(f"{side.tokens_per_pass:.3f}" for side in sides)
         drafted = " ".join(f"{side.drafted_per_pass:.3f}" for side in sides)
-        cpu = [round(turn.trained, 2) for turn in self.learning.turns]
+        trained = [round(turn.trained, 3) for turn in self.learning.turns]
         rounds = " ".join(f"{ratio:.3f}" for ratio, _ in self.by_round)
         medians = [statistics.median(ratios) for ratios in zip(*self.by_round, strict=True)]
         return (
@@ -153,7 +153,7 @@ class Compared:
             f"latency; without/without {self.noise:.3f}\n"
             f"  of the tokens/s in each round: {rounds}; median {medians[0]:.3f}, by p95 {medians[1]:.3f}\n"
             f"  without, without, with: tokens per pass {passes}, drafted tokens per pass {drafted}\n"
-            f"  the trainer: steps in each turn {self.steps}, CPU seconds {cpu}, slowdown {self.slowdown}"
+            f"  the trainer: steps in each turn {self.steps}, seconds {trained}, slowdown {self.slowdown}"
         )
 
     @property
@@ -186,7 +186,7 @@ def learning_load_result(compared: Sequence[Compared], facts: dict[str, Any]) ->
             f"{each.learning.p95:.3f}",
             f"{each.latency_ratio:.3f} +- {each.spread[1]:.3f}",
             f"{each.bar:.2f}",
-            f"{each.learning.trainer_share:.2f}",
+            f"{each.learning.trainer_share:.3f}",
             str(sum(each.steps)),
         )
         for each in compared
@@ -212,5 +212,5 @@ def learning_load_result(compared: Sequence[Compared], facts: dict[str, Any]) ->
         }
         for each in compared
     ]
-    table = Table(title, (*columns, "trainer's CPU", "its steps"), rows)
+    table = Table(title, (*columns, "trainer's share", "its steps"), rows)
     return Result(title, [table], {**facts, "loads": figures})

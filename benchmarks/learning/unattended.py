@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -100,20 +100,32 @@ def run_unattended(
         ]
         static, learning = (stack.enter_context(start.result()) for start in starts)
         say("both servers are up")
-        traffic = _Traffic(options, learning, say)
+        traffic = Traffic(options, learning, say)
         traffic.run()
         result = traffic.result
         if result.swapped_after is not None:
             say(f"swapped in after {result.swapped_after:.0f} s and {result.requests} requests")
-            for kind, chats in traffic.unsent().items():
-                first, second = (_answers(server, chats, options.tokens) for server in (static, learning))
-                result.tokens_per_pass[kind] = tokens_per_pass(first), tokens_per_pass(second)
-                result.same &= [each.text for each in first] == [each.text for each in second]
+            compare(result, static, learning, traffic.unsent())
         result.state = learn_state(learning)
     return result
 
 
-class _Traffic:
+def compare(
+    result: Unattended,
+    static: ServerProcess,
+    learning: ServerProcess,
+    prompts: Mapping[str, Sequence[Conversation]],
+) -> None:
+    """Let both servers answer the same prompts of each kind."""
+    for kind, chats in prompts.items():
+        first, second = (
+            [_answer(server, chat, result.options.tokens) for chat in chats] for server in (static, learning)
+        )
+        result.tokens_per_pass[kind] = tokens_per_pass(first), tokens_per_pass(second)
+        result.same &= [each.text for each in first] == [each.text for each in second]
+
+
+class Traffic:
     """Requests at a steady rate to a server that learns, until it has swapped a head in or the time is up."""
 
     def __init__(self, options: UnattendedOptions, server: ServerProcess, say: Callable[[str], None]) -> None:
@@ -122,7 +134,7 @@ class _Traffic:
         self._most = math.ceil(options.limit * options.rate)
         prompts = conversations(options.domain, 0, self._most - options.chats + options.held_out)
         self._prompts = [*numbered_chats(0, options.chats), *prompts]
-        self._looked, self._phase, self._swaps, self._told = 0.0, "collecting", 0, ""
+        self._looked, self._phase, self._swaps, self._told = -math.inf, "collecting", 0, ""
 
     def run(self) -> None:
         options, result = self._options, self.result
@@ -154,10 +166,6 @@ class _Traffic:
         if told != self._told:
             self._told = told
             self._say(f"{self.result.requests} requests: {told}")
-
-
-def _answers(server: ServerProcess, chats: Sequence[Conversation], tokens: int) -> list[Answered]:
-    return [_answer(server, chat, tokens) for chat in chats]
 
 
 def _answer(server: ServerProcess, chat: Conversation, tokens: int, phase: str = "") -> Answered:

@@ -311,8 +311,9 @@ class Engine:
         gained = [len(delta.token_ids) for delta in deltas]
         add_pass(stats, result.parts, result.shapes, result.verdicts, gained, timer.seconds)
         stats.draft_calls, stats.shadow = self._drafting.take_calls(), self._device.shadow.take()
-        # a pass on the device has begun in the step before
-        stats.disturbed = self._trainer is not None and self._trainer.is_working(2 * stats.total_time)
+        if self._trainer is not None:  # a pass on the device has begun in the step before
+            seconds = stats.total_time * (2 if stats.overlapped else 1)
+            stats.disturbed = self._trainer.is_working(seconds)
         preemptions, failures = self._counted
         self._counted = self.scheduler.num_preemptions, self._drafting.failures
         stats.preemptions, stats.draft_failures = self._counted[0] - preemptions, self._counted[1] - failures

@@ -269,7 +269,6 @@ class Learner(Generic[LoadedHead]):
             self._activity.end_work()
 
     def _count_steps(self) -> None:
-        self.status.computed_seconds = self._activity.computed
         self.status.training_steps, self.status.planned_steps = self._jobs.steps, self._jobs.planned_steps
 
     async def _wait(self, watching: bool = True) -> None:
@@ -295,7 +294,7 @@ class Learner(Generic[LoadedHead]):
         paused = status.paused or (is_busy and not self._slowdown.may_work(now))
         self._jobs.pause(paused)
         self._activity.note_stopped(paused)
-        status.slowdown = self._slowdown.ratio()
+        status.slowdown, status.computed_seconds = self._slowdown.ratio(), self._activity.computed
 
     async def _follow(self) -> None:
         """Serve what `current` says, if somebody has changed it by hand or this is the start."""

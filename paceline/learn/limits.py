@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,10 +39,10 @@ def yielding_on(device: str, limits: Limits) -> Yielding:
     On a GPU nothing is compiled from now on: that takes 100 s of CPU time, and a training has few steps.
     """
     torch.set_num_threads(limits.threads)
+    if device == "cpu":  # stands still while the process is stopped, or gets no core
+        return Yielding(end_with_parent=limits.end_with_parent, clock=time.thread_time)
     stopped_time = StoppedTime()
     stopped_time.watch()
-    if device == "cpu":
-        return Yielding(end_with_parent=limits.end_with_parent, stopped_seconds=stopped_time.seconds)
     torch.compiler.set_stance("force_eager")
     return Yielding(
         limits.gpu_share,

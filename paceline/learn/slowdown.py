@@ -26,8 +26,10 @@ MIN_STEPS = 16  # of one size that are compared
 MAX_REQUESTS = 8  # with more the trainer waits anyway
 # of one side; what is beyond both lets all steps so far count half, so that the latest decide
 WINDOW_SECONDS, WINDOW_STEPS = 60.0, 512
-CYCLE_SECONDS = 2.0  # one period of work and one of being stopped, together
-MIN_WORK_SECONDS = 0.2  # of a period of work: what is shorter than two looks at the load would be missed
+# one period of work and one of being stopped, together: with periods as long as a request, p95 latency would
+# show those that a period of work meets
+CYCLE_SECONDS = 0.5
+MIN_WORK_SECONDS = 0.05  # of a period of work: what is shorter than two looks at the load would be missed
 
 Size = tuple[int, int]  # of a step: requests, rows
 

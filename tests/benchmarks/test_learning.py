@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.learning import unattended
 from benchmarks.learning.command import picture_of
 from benchmarks.learning.domains import DOMAINS, conversations, numbered_chats
 from benchmarks.learning.load_report import Compared, Side, Turn, learning_load_result
 from benchmarks.learning.shift import Shift, ShiftOptions, Window
+from benchmarks.learning.unattended import Answered, UnattendedOptions
 from paceline.errors import ConfigError
 
 
@@ -79,4 +84,54 @@ def test_servers_are_compared_by_throughput_and_p95_latency_with_the_bar_of_thei
     (table,) = learning_load_result([one, many], {"model": "m"}).tables
     assert table.rows[0][4] == "1.000"  # without over without: servers that should be equal
     assert table.rows[0][5] == "0.950"  # the server's CPU time per token
-    assert table.rows[0][-2] == "0.25"  # CPU seconds of the trainer per second
+    assert table.rows[0][-2] == "0.250"  # seconds of the trainer per second
+
+
+def test_an_unattended_server_gets_each_prompt_once_until_it_has_swapped_and_unsent_ones_are_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, sent = 0.0, list[Any]()
+    options = UnattendedOptions("m", rate=2.0, chats=3, held_out=4, limit=20.0)
+
+    def answer(server: object, chat: Any, tokens: int, phase: str = "") -> Answered:
+        nonlocal now
+        now += 0.1
+        sent.append(chat)
+        return Answered(phase, 0.1, 31, 20 if server == "learning" else 15, str(chat))
+
+    def state(server: object) -> dict[str, Any]:
+        swaps = int(len(sent) >= 9)
+        return {
+            **dict.fromkeys(unattended.SHOWN, 0),
+            "phase": "trial" if swaps else "training",
+            "swaps": swaps,
+        }
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(unattended, "_answer", answer)
+    monkeypatch.setattr(unattended, "learn_state", state)
+    monkeypatch.setattr(unattended, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    traffic = unattended.Traffic(options, "learning", lambda line: None)
+    traffic.run()
+    result = traffic.result
+    assert result.swapped_after == pytest.approx(9 / 2.0, abs=0.7)
+    assert sent[:3] == numbered_chats(0, 3)
+    assert sent[3:] == conversations("tools", 0, result.requests - 3)
+    assert {phase: len(each) for phase, each in result.latencies.items()} == {
+        "collecting": 1,
+        "training": result.requests - 1,
+    }
+    unsent = traffic.unsent()
+    assert [len(unsent[kind]) for kind in ("tools", "chat")] == [4, 4]
+    assert not [chat for chats in unsent.values() for chat in chats if chat in sent]
+    unattended.compare(result, "static", "learning", unsent)
+    assert result.ratio("tools") == pytest.approx(15 / 10)
+    assert result.same
+    now, sent[:] = 0.0, []
+    late = unattended.Traffic(replace(options, limit=2.0), "learning", lambda line: None)
+    late.run()
+    assert late.result.swapped_after is None
+    assert late.result.requests == 4

@@ -384,3 +384,25 @@ def test_the_second_drafter_of_a_cascade_is_also_sampled_alone():
         "one is asked after the other"
     )
     assert max(firsts) > 0.8, "it was asked in easy steps too"
+
+
+@pytest.mark.parametrize("disturbed", [True, False])
+def test_passes_beside_a_trainer_teach_the_host_no_costs(disturbed):
+    drafter = SimulatedDrafter(lambda step: 0.8, seconds_per_call=0.001, seconds_per_level=0.0003)
+    world = World({"d": drafter}, noise=0.0)
+    auto = controller(world)
+    observe = auto.observe
+
+    def costs() -> list[float]:
+        return [*auto.costs.passes.seconds(np.arange(1, 9), 0.0), *auto.costs.drafts.terms("d")]
+
+    def observe_slow(step, stats):
+        calls = tuple(replace(call, seconds=2 * call.seconds) for call in stats.draft_calls)
+        slow = replace(stats, forward_time=2 * stats.forward_time, draft_calls=calls, disturbed=disturbed)
+        observe(step, slow)
+
+    world.run(auto, 200)
+    before = costs()
+    auto.observe = observe_slow
+    assert drafted(world.run(auto, 100)) > 1
+    assert (costs() == before) == disturbed

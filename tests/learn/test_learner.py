@@ -14,7 +14,7 @@ import pytest
 
 from paceline.errors import UnavailableError
 from paceline.learn.slowdown import Slowdown
-from tests.learn.world import CONFIG, FIRST, World
+from tests.learn.world import CONFIG, FIRST, LOOK, World
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_rows_that_came_during_a_training_are_new_for_the_next_one(world):
     world.run()
     first, second = world.since
     assert first == 0.0
-    assert second == 0.1  # when the first one began, and not when its head was promoted
+    assert second == LOOK  # when the first one began, and not when its head was promoted
 
 
 def test_a_live_loss_is_rolled_back_by_itself(world):

@@ -27,6 +27,7 @@ CONFIG = LearnerConfig(
     watch_points=2,
     trial=TrialConfig(turn_steps=10, skipped_steps=2, min_pairs=3, max_pairs=5),
 )
+LOOK = 0.025  # seconds between two polls
 FIRST = 2.0  # tokens per draft of the head that the server starts with
 
 
@@ -119,7 +120,7 @@ class World:
 
     async def sleep(self, seconds: float) -> None:
         self.polls += 1
-        self.disturbed.append(self.activity.is_working(0.05))
+        self.disturbed.append(self.activity.is_working(0.01))
         self.on_poll(self)
         for _ in range(6):
             self.step()
@@ -140,7 +141,7 @@ class World:
 
         on_poll, self.on_poll, self.polls = self.on_poll, end, 0
         task: asyncio.Future[None]
-        with new_activity(lambda: self.polls / 10) as activity:
+        with new_activity(lambda: self.polls * LOOK) as activity:
             learner = Learner(
                 self,
                 "eagle3",
@@ -153,7 +154,7 @@ class World:
                 CONFIG,
                 self.slowdown,
                 sleep=self.sleep,
-                clock=lambda: self.polls / 10,
+                clock=lambda: self.polls * LOOK,
             )
             asyncio.run(main())
         self.on_poll = on_poll

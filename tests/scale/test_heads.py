@@ -16,6 +16,7 @@ import pytest
 from paceline.build import Loaded, build_engine
 from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams
+from paceline.core.stats import StepStats
 from paceline.draft.base import Drafter
 from paceline.engine.engine import Engine
 from paceline.errors import BackendError
@@ -31,6 +32,7 @@ from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import head_fingerprint
 from paceline.scale.channel import Message
 from paceline.scale.heads import FIRST, FOLDERS, HeadReceiver, StepReports, remove_orphans
+from paceline.scale.remote_engine import RemoteEngine
 from paceline.serve.learner import LearningModel
 from tests.models.heads.model_with_heads import save_model_with_heads
 from tests.scale.fake import Fleet, no_heads
@@ -121,6 +123,44 @@ def test_a_head_is_pushed_to_all_replicas_while_requests_run_and_to_those_that_c
                 await engine.replace_head("eagle3", broken)
             await engine.replace_head("eagle3", first)  # back, without its files
             assert heads(fleet) == {"r1": FIRST, "r2": FIRST}
+
+    asyncio.run(main())
+
+
+class Steps:
+    """An Observer that keeps whether a trainer was seen beside each step."""
+
+    def __init__(self) -> None:
+        self.disturbed: list[bool] = []
+
+    def step(self, stats: StepStats, deltas: object) -> None:
+        self.disturbed.append(stats.disturbed)
+
+    def aborted(self, requests: object) -> None:
+        return
+
+
+def test_replicas_know_which_of_their_passes_the_trainer_has_disturbed(
+    model: Model, activity: Activity
+) -> None:
+    steps = Steps()
+
+    async def main() -> None:
+        async with model.fleet() as fleet:
+            engine = fleet.engine
+            engine.push_heads(model.folder / "head3", (steps,))
+            engine.watch_trainer(activity)
+            await engine.replace_head("eagle3", model.folder / "head3")  # all messages before have arrived
+            for works in (True, False):
+                await observe(engine, works)
+
+    async def observe(engine: RemoteEngine, works: bool) -> None:
+        steps.disturbed.clear()
+        activity.begin_work() if works else activity.end_work()
+        streams = [await engine.submit(PROMPT, PARAMS, f"{works} {number}") for number in range(4)]
+        await asyncio.gather(*[stream.finished() for stream in streams])
+        await until(lambda: steps.disturbed[-1:] == [works])  # the first ones began before
+        assert works == all(steps.disturbed)
 
     asyncio.run(main())
 
