@@ -11,6 +11,7 @@ score.py       held-back rows drafted again, with the present head and a candida
 gate.py        whether the candidate gains, by these scores
 trial.py       the same by live steps, in turns
 history.py     the heads that have served, and which one serves
+activity.py    what a server and its trainer tell each other while both run; slowdown.py: what that costs
 jobs.py        training and scoring as processes of a server
 learner.py     the loop over all of these, beside a server that serves
 """
