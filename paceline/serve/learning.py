@@ -171,8 +171,13 @@ def learning_model(
     )
     slowdown = Slowdown(learning.learn_max_slowdown, device)
     with closing(collector), new_activity() as activity:
-        both = ("--salt", salt, "--device", device, "--activity", str(activity.path))
-        both += ("--busy-share", str(BUSY_PART * learning.learn_max_slowdown))
+        guest = (
+            "--activity",
+            str(activity.path),
+            "--busy-share",
+            str(BUSY_PART * learning.learn_max_slowdown),
+        )
+        both = ("--salt", salt, "--device", device, *guest)
         jobs = ProcessJobs(folder, model.config.model.model, train, both)
         yield LearningModel(model.method, model.load, collector, history, jobs, activity, config, slowdown)
 
