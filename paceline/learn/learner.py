@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
@@ -88,7 +87,6 @@ class Learner(Generic[LoadedHead]):
         self._low_points = 0  # of the curve, in a row
         self._overruled = False  # somebody changed `current` by hand
         self._job_runs = False
-        self._ran = -math.inf  # time at which a request last ran
 
     async def run(self) -> None:
         """Serve the current head, then learn until cancelled or the engine ends. What fails costs a cycle."""
@@ -286,12 +284,9 @@ class Learner(Generic[LoadedHead]):
         """Pause the job under load, and with few requests for a part of the time: see Slowdown."""
         state, status, now = self._engine.state, self.status, self._clock()
         self._activity.note_running(state.running)
-        if state.running:
-            self._ran = now
-        # a client that sends its next request at once leaves no time to work in
-        is_busy = now - self._ran < self._config.idle_seconds
         status.paused = state.waiting > 0 or state.running > self._config.max_running
-        paused = status.paused or (is_busy and not self._slowdown.may_work(now))
+        is_its_turn = self._activity.is_pause() or self._slowdown.may_work(now)
+        paused = status.paused or not is_its_turn
         self._jobs.pause(paused)
         self._activity.note_stopped(paused)
         status.slowdown, status.computed_seconds = self._slowdown.ratio(), self._activity.computed
