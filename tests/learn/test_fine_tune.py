@@ -15,6 +15,7 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.learn import early_stop
+from paceline.learn.activity import Activity
 from paceline.learn.early_stop import Kept, is_better
 from paceline.learn.fine_tune import FineTuneOptions, fine_tune, read_candidate
 from paceline.learn.gate import judge
@@ -288,13 +289,14 @@ def test_the_time_in_which_a_trainer_is_stopped_is_no_work() -> None:
     assert not yielding.may_step()
 
 
-def test_nothing_is_compiled_on_a_gpu() -> None:
+def test_nothing_is_compiled_on_a_gpu(activity: Activity) -> None:
     def compiler(*_: object) -> None:
         raise AssertionError("compiled")
 
     add_one = torch.compile(lambda tensor: tensor + 1, backend=compiler)
     try:
-        yielding_on("cuda", Limits(torch.get_num_threads()))
+        limits = Limits(torch.get_num_threads(), busy_share=0.01, activity=activity.path)
+        assert yielding_on("cuda", limits).may_step()
         assert add_one(torch.ones(1)).item() == 2
     finally:
         torch.compiler.set_stance("default")

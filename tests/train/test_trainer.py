@@ -189,6 +189,18 @@ class Clock:
         return self.now
 
 
+def test_within_its_minutes_a_run_has_no_more_epochs_than_asked_for(
+    target: Transformer, examples: Examples, tmp_path: Path
+) -> None:
+    few = {"max_steps": None, "minutes": 600.0, "max_epochs": 2, "unroll": 1, "batch_tokens": 512}
+    run = trainer(target, examples, tmp_path, Eagle3Options(**{**vars(OPTIONS), **few}))
+    assert run.train().step == sum(
+        len(epoch_batches(examples, run.chosen, 512, OPTIONS.seed, epoch, run.shares)) for epoch in range(2)
+    )
+    seen = [index for indices in run.seen for index in indices]
+    assert sorted(seen) == sorted([*run.chosen, *run.chosen])
+
+
 @pytest.mark.parametrize(("spent", "step_seconds"), [(0.0, 1.0), (0.0, 7.0), (30.0, 1.0), (99.0, 1.0)])
 def test_a_run_ends_within_a_step_of_its_minutes(
     target: Transformer,
