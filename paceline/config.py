@@ -35,7 +35,7 @@ class ModelOptions:
     model: str = DEFAULT_MODEL  # an alias, a folder of safetensors, a .gguf file or a hub id
     tokenizer: str | None = None  # None: the model's own
     max_model_len: int | None = None  # None: the model's context, or what fits into the KV cache
-    lora_modules: Sequence[str] = ()  # NAME=FOLDER of each LoRA adapter; torch only
+    lora_modules: Sequence[str] = ()  # NAME=FOLDER of each LoRA adapter
 
     def __post_init__(self) -> None:
         check_text(ConfigError, "model", self.model)

@@ -157,7 +157,7 @@ SERVER: Group = (
         "lora_modules",
         list[str] | None,
         None,
-        "NAME=FOLDER of a LoRA adapter, for requests of MODEL:NAME (torch backend only). May be repeated.",
+        "NAME=FOLDER of a LoRA adapter, for requests of MODEL:NAME. May be repeated.",
     ),
     Flag("routes", str | None, None, "TOML file of several models and of routes over them. Leave MODEL out."),
     Flag("max_queue", int, 256, "Maximum number of waiting requests; others get 429."),

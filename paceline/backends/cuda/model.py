@@ -26,7 +26,7 @@ from paceline.backends.cuda.fused_layer import LayerBuffers, NextQkv, run_fused_
 from paceline.backends.cuda.kernels.activations import gate_rows
 from paceline.backends.cuda.kernels.experts import add_experts
 from paceline.backends.cuda.kernels.heads import norm_heads, scale_queries
-from paceline.backends.cuda.kernels.low_rank import LowRank, LowRankRows, shrink
+from paceline.backends.cuda.kernels.low_rank import shrink
 from paceline.backends.cuda.kernels.matrix import Normed
 from paceline.backends.cuda.kernels.recurrent import convolve, scan_states
 from paceline.backends.cuda.kernels.recurrent_output import gate
@@ -159,7 +159,7 @@ def _project_qkv(
         values,
         workspace.scratch,
         eps,
-        _change(layer.adapters.qkv, workspace, tables, workspace.attention_input),
+        shrink(layer.adapters.qkv, workspace.attention_input, tables.adapters, workspace.low_rank),
     )
     if layer.joint_norms is not None:
         norm_heads(workspace.query, keys, layer.joint_norms, eps, *where, layer.rotation)
@@ -209,19 +209,6 @@ def _finish_layer(
     _feed_forward(weights, layer, workspace, tables, norm)
 
 
-def _change(
-    change: LowRank | None,
-    workspace: Workspace,
-    tables: RowTables,
-    inputs: Normed | torch.Tensor,
-    scales: torch.Tensor | None = None,
-) -> LowRankRows | None:
-    """What adapters add to a product of these inputs; None if no row of the pass has an adapter of it."""
-    if change is None or tables.adapters is None or workspace.low_rank is None:
-        return None
-    return shrink(change, inputs, tables.adapters, workspace.low_rank, scales)
-
-
 def _add_mixed(
     weights: Weights, workspace: Workspace, layer: Layer, mixed: torch.Tensor, tables: RowTables
 ) -> None:
@@ -230,7 +217,7 @@ def _add_mixed(
     own, shard, norm, scratch = workspace.own, weights.shard, layer.feed_forward_norm, workspace.scratch
     residual, buffers = weights.residual, workspace.residual
     if residual is not None and buffers is not None:
-        change = _change(layer.adapters.output, workspace, tables, mixed)
+        change = shrink(layer.adapters.output, mixed, tables.adapters, workspace.low_rank)
         project(plain(mixed, buffers.ones), layer.output, buffers.added, rows, scratch, change)
         reader = None if residual.is_parallel else workspace.feed_forward_input
         add_normed(residual, own.hidden, buffers.added, layer.output_norms[0], norm, reader, rows)
@@ -238,7 +225,7 @@ def _add_mixed(
     assert norm is not None
     read = own.feed_forward_input
     shard.join([own.attention_output, own.attention_scales], [workspace.attention_output, scales], rows)
-    change = _change(layer.adapters.output, workspace, tables, mixed, scales)
+    change = shrink(layer.adapters.output, mixed, tables.adapters, workspace.low_rank, scales)
     scores, routing = None, workspace.routing
     if layer.mixture is not None and routing is not None and has_parts(layer.mixture.router, rows):
         scores = Scores(layer.mixture.router, routing.parts)
@@ -291,9 +278,8 @@ def _run_to_next(
     The layer's output goes to `features` too, if given.
     """
     own, heads, norm = weights.layers[index], None, weights.norm
-    if weights.shard.size > 1 or weights.residual is not None or not own.is_plain:
-        return False
-    if tables.adapters is not None:
+    plain = weights.shard.size == 1 and weights.residual is None and tables.adapters is None
+    if not plain or not own.is_plain:
         return False
     if index + 1 < len(weights.layers):
         following = weights.layers[index + 1]
@@ -334,10 +320,10 @@ def _feed_forward(
         return
     if layer.mixture is None:
         read = workspace.attention_input if residual.is_parallel else read
-        change = _change(layer.adapters.gate_up, workspace, tables, read)
+        change = shrink(layer.adapters.gate_up, read, tables.adapters, workspace.low_rank)
         activated = workspace.activated
         gate_up(read, layer.gate_up, activated, rows, scratch, None, layer.activation, change)
-        change = _change(layer.adapters.down, workspace, tables, activated)
+        change = shrink(layer.adapters.down, activated, tables.adapters, workspace.low_rank)
         project(plain(activated, buffers.ones), layer.down, buffers.added, rows, scratch, change)
     else:
         assert layer.feed_forward_norm is not None
@@ -362,13 +348,13 @@ def _add_mlps(
     scratch, rows, adapters = workspace.scratch, len(tables.positions), layer.adapters
     dense = layer.shared if layer.mixture else (layer.gate_up, layer.down)
     if dense is not None:
-        change = _change(adapters.gate_up, workspace, tables, read)
+        change = shrink(adapters.gate_up, read, tables.adapters, workspace.low_rank)
         to = own.activated, rows, scratch, own.activated_scales
         gate_up(read, dense[0], *to, layer.activation, change)
         _gate_shared(layer, workspace, rows)
         activated, scales = workspace.activated, workspace.activated_scales
         shard.join([own.activated, own.activated_scales], [activated, scales], rows)
-        change = _change(adapters.down, workspace, tables, activated, scales)
+        change = shrink(adapters.down, activated, tables.adapters, workspace.low_rank, scales)
         inputs = shard.own(norm), written, rows, scratch, scales, None, change
         add_product(activated, dense[1], hidden, *inputs)
         shard.join(written.parts, workspace.attention_input.parts, rows)

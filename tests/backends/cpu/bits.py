@@ -10,6 +10,7 @@ import numpy as np
 from paceline.backends.cpu import CpuBackend
 from paceline.backends.cpu.isa import ISA
 from paceline.check_digest import generation_digest
+from tests.backends.adapters import random_adapters
 from tests.backends.cpu.checkpoints import (
     RECURRENCES,
     blocks_checkpoint,
@@ -19,16 +20,22 @@ from tests.backends.cpu.checkpoints import (
 )
 from tests.backends.driver import drive
 
+ADAPTED = " with a LoRA adapter"
+
 
 def digests() -> dict[str, str]:
     """A digest of the logits of a prefill, a tree and a decode, for each model and quantization."""
     found = {"paceline check": generation_digest()}
     models = {"blocks": blocks_checkpoint(), "uneven": uneven_checkpoint(), "latent": latent_checkpoint()}
     models |= {kind: recurrent_checkpoint(kind) for kind in RECURRENCES}
+    models |= {name + ADAPTED: models[name] for name in ("blocks", "uneven")}
     for model, checkpoint in models.items():
+        adapters = random_adapters(checkpoint.config) if model.endswith(ADAPTED) else []
         for quantization in ("native", "int8", "none"):
-            backend = CpuBackend.load(checkpoint, quantization=quantization, threads=2, max_rows=48)
+            options = {"quantization": quantization, "threads": 2, "max_rows": 48}
+            backend = CpuBackend.load(checkpoint, **options, adapters=adapters)  # type: ignore[arg-type]
             request = drive(backend, pages_each=4)[0]
+            request.adapter = adapters[1].name if adapters else ""
             logits = [
                 request.extend(range(40)),
                 request.run([1, 2, 3, 4], [-1, 0, 0, 1]),

@@ -164,7 +164,9 @@ def test_inputs_in_e4m3_have_scales(device: torch.device, dtype: torch.dtype) ->
     by_row = scales.transpose(1, 2).reshape(128, -1, 1)  # scale_offset: those of 16 rows are contiguous
     small = (case.rows.float().view(128, -1, 64) / by_row).to(torch.float8_e4m3fn)
     whole = (small.float() * by_row).view(128, HIDDEN)
-    low = shrink(case.change, small.view(128, HIDDEN), case.adapters, case.buffers, scales).low[:rows].float()
+    found = shrink(case.change, small.view(128, HIDDEN), case.adapters, case.buffers, scales)
+    assert found is not None
+    low = found.low[:rows].float()
     for row, adapter in enumerate(MIXED):
         if adapter >= 0:
             near(low[row], case.change.down[adapter].float() @ whole[row])

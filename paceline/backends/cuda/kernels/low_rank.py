@@ -174,16 +174,18 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
 
 
 def shrink(
-    change: LowRank,
+    change: LowRank | None,
     inputs: Normed | torch.Tensor,
-    adapters: torch.Tensor,
-    buffers: LowRankBuffers,
+    adapters: torch.Tensor | None,
+    buffers: LowRankBuffers | None,
     scales: torch.Tensor | None = None,
-) -> LowRankRows:
-    """What is added to the product of these inputs, whose rows have these adapters.
+) -> LowRankRows | None:
+    """What is added to the product of these inputs, whose rows have these adapters; None if nothing is.
 
     Inputs in e4m3 have `scales`, as of Normed.
     """
+    if change is None or adapters is None or buffers is None:
+        return None
     rows, normed = (inputs.rows, inputs) if isinstance(inputs, Normed) else (inputs, None)
     count, rank, depth = len(adapters), change.rank, change.down.shape[2]
     low = buffers.low[: len(rows) * rank].view(len(rows), rank)
