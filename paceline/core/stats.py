@@ -101,6 +101,7 @@ class StepStats:
     kv_usage: float = 0.0  # fraction of pages held by sequences
     prefix_queries: int = 0  # tokens looked up, since the start
     prefix_hits: int = 0  # tokens found, since the start
+    between_time: float = 0.0  # from the commit of the pass before to this step, while passes were in flight
     plan_time: float = 0.0  # controller and scheduler
     draft_time: float = 0.0
     build_time: float = 0.0  # making the batch
@@ -112,6 +113,11 @@ class StepStats:
     def total_time(self) -> float:
         """Seconds of the whole step."""
         return self.overhead + self.draft_time + self.forward_time
+
+    @property
+    def period(self) -> float:
+        """Seconds since the pass before was committed: what a pass takes where passes overlap."""
+        return self.between_time + self.total_time
 
     @property
     def overhead(self) -> float:

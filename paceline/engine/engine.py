@@ -98,6 +98,9 @@ class Engine:
         self._next_plan: _Planned | None = None  # planned, but no pass was scheduled by it yet
         self._counted = (0, 0)  # preemptions and drafter failures that earlier steps have reported
         self._clock = clock
+        self._committed_at = self._between = (
+            0.0  # end of the last commit, and seconds from there to this step
+        )
         self._live: dict[str, list[Request]] = {}
         self._num_arrived = 0
 
@@ -225,6 +228,7 @@ class Engine:
     def step(self) -> list[Delta]:
         """The deltas of one pass: launch every pass that can overlap, then commit the oldest."""
         timer = StepTimer(self._clock)
+        self._between = timer.last - self._committed_at if self._pipeline else 0.0
         while (schedule := self._next_schedule()) is not None:
             timer.end("plan")
             self._pipeline.append(self._begin(schedule, timer))
@@ -295,6 +299,7 @@ class Engine:
             self._remove(request)
         self._drafting.forget(ended)
         timer.end("commit")
+        self._committed_at = timer.last
         self.stats = self._stats_of(result, done.schedule, deltas, timer)
         if done.schedule.step_plan is not None:
             self._controller.observe(done.schedule.step_plan, self.stats)
@@ -306,7 +311,7 @@ class Engine:
     ) -> StepStats:
         stats = self.state()
         stats.rows, stats.attended = result.num_rows, result.attended
-        stats.overlapped = schedule.executor.on_device
+        stats.overlapped, stats.between_time = schedule.executor.on_device, self._between
         stats.plan = common_plan(schedule.parts) if stats.overlapped else None
         gained = [len(delta.token_ids) for delta in deltas]
         add_pass(stats, result.parts, result.shapes, result.verdicts, gained, timer.seconds)

@@ -26,14 +26,14 @@ class StepTimer:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._last = clock()
+        self.last = clock()  # when the last phase ended
         self.seconds = dict.fromkeys(PHASES, 0.0)
 
     def end(self, phase: str) -> None:
         """Add the time since the last call to a phase."""
         now = self._clock()
-        self.seconds[phase] += now - self._last
-        self._last = now
+        self.seconds[phase] += now - self.last
+        self.last = now
 
 
 @dataclass(slots=True)

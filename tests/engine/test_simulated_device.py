@@ -11,7 +11,10 @@ from dataclasses import dataclass
 import pytest
 
 from paceline.control.controller import FixedController
+from paceline.core.params import SamplingParams
+from paceline.core.trees import PLAIN
 from tests.engine.simulated_device import (
+    TOKEN,
     Machine,
     auto,
     cascades,
@@ -127,3 +130,16 @@ def test_a_trainer_beside_the_engine_teaches_no_costs():
     before = costs(1.0, False)
     assert costs(1.4, True) == before
     assert costs(1.4, False)[0] > 1.1 * before[0]
+
+
+def test_what_the_host_does_between_steps_is_part_of_a_pass():
+    """A server that is slow between steps makes passes longer, though the device is not slower."""
+    machine = device_bound()
+    controller = auto(0.1)
+    engine = simulated_engine(machine, lambda slot: 0.1, controller)
+    params = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0)
+    engine.add_request([TOKEN] * 45, params)
+    while engine.has_unfinished:
+        engine.step()
+        machine.now += 0.6e-3
+    assert controller._device.seconds(PLAIN) == pytest.approx(0.75e-3, rel=0.05)  # 0.15e-3 within a step

@@ -192,12 +192,12 @@ class DevicePlanner:
             asked -= sum([draft.count for draft in drafts])
         # the first passes compile and capture graphs: that earns no time for trials
         longest = CONFIG.device_passes.max_outlier * self._expected_seconds
-        self._explorer.observe(plan, self._pass, min(stats.total_time, longest))
+        self._explorer.observe(plan, self._pass, min(stats.period, longest))
         has_settled = self._pass - self._changed_at > CONFIG.device_planner.settle_passes
         is_usual = self._load.is_settled and not stats.prefill_tokens and not stats.disturbed
         is_timed = has_settled and is_usual and plan == self._plan
         if is_timed and request_bucket(stats.requests) == self._load.requests:
-            self._costs.observe(plan, self._load.requests, self._load.context, stats.total_time)
+            self._costs.observe(plan, self._load.requests, self._load.context, stats.period)
 
     def facts(self) -> dict[str, Any]:
         """What was learned, as JSON values."""
