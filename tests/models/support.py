@@ -2,7 +2,8 @@
 
 `python -m tests.models.support` tries all of it and writes the tables of docs/guides/models.md;
 `make test-large` compares. Plain decoding, chains and trees must give the same tokens. A second table says
-in how many bits backends keep the matrices of quantized safetensors.
+who drafts for them (drafter_support.py), a third in how many bits backends keep the matrices of quantized
+safetensors.
 """
 
 from __future__ import annotations
@@ -20,11 +21,8 @@ from paceline.backends.options import BackendOptions
 from paceline.control.controller import FixedController
 from paceline.core.params import SamplingParams
 from paceline.core.trees import DraftPlan
-from paceline.draft.base import DraftSampling, Target
-from paceline.draft.layerskip import LayerSkipDrafter, LayerSkipOptions
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
-from paceline.errors import PacelineError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.families import FAMILIES
 from paceline.models.gguf_architectures import ARCHITECTURES
@@ -32,13 +30,15 @@ from paceline.models.needs import block_kind, missing_blocks
 from paceline.models.registry import load_checkpoint
 from tests import tiny, tiny_families
 from tests.engine.test_exactness_cpu import Tokenizer
+from tests.models.drafter_support import drafter_table
 from tests.models.quantized import files as quantized_files
 from tests.toy import ScriptedDrafter
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "models.md"
 BEGIN, END = "<!-- what runs where: written by a test -->", "<!-- end -->"
 BEGIN_FILES = "<!-- quantized files: written by a test -->"
-HEADINGS = ("`model_type`", "`torch`", "`cpu`", "`cuda`", "`layerskip`", "GGUF")
+BEGIN_DRAFTERS = "<!-- who drafts for it: written by a test -->"
+HEADINGS = ("`model_type`", "`torch`", "`cpu`", "`cuda`", "GGUF")
 NOT_TRIED = "not tried"
 TWINS = {"mimo": "qwen2", "kimi_k2": "deepseek-v3"}  # of which transformers has no classes
 ROWS = 64
@@ -50,7 +50,7 @@ def table() -> list[str]:
     lines = [f"| {' | '.join(HEADINGS)} |", f"|{' --- |' * len(HEADINGS)}"]
     for family in FAMILIES:
         cells = [f"`{family}`", *(_cell(family, backend) for backend in ("torch", "cpu"))]
-        cells += [_on_cuda(family), _layerskip(family), "yes" if family in gguf_families() else "no"]
+        cells += [_on_cuda(family), "yes" if family in gguf_families() else "no"]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -142,22 +142,6 @@ def _on_cuda(family: str) -> str:
     return " / ".join(sorted(results)) or NOT_TRIED
 
 
-def _layerskip(family: str) -> str:
-    results = {_try_layerskip(checkpoint) for checkpoint in checkpoints(family)}
-    return " / ".join(sorted(results)) or NOT_TRIED
-
-
-def _try_layerskip(checkpoint: Checkpoint) -> str:
-    backend = _loaded(checkpoint, "torch")
-    try:
-        options = BackendOptions(backend="torch")
-        target = Target(checkpoint.config, Tokenizer(), options, backend, ROWS, DraftSampling.COUPLED)
-        drafter = LayerSkipDrafter.load(LayerSkipOptions(1), target)
-    except PacelineError:
-        return "no"
-    return "yes" if _tokens(backend, drafter, "layerskip") == _tokens(backend, None) else "**other tokens**"
-
-
 def _loaded(checkpoint: Checkpoint, backend: str) -> Backend:
     return load_backend(checkpoint, BackendOptions(backend=backend, threads=1), ROWS)
 
@@ -192,5 +176,7 @@ def _tokens(backend: Backend, drafter: object, name: str = "scripted") -> list[l
 
 if __name__ == "__main__":
     written = _with_table(GUIDE.read_text(), BEGIN_FILES, quantized_table())
+    by_family = {family: checkpoints(family) for family in FAMILIES}
+    written = _with_table(written, BEGIN_DRAFTERS, drafter_table(by_family))
     GUIDE.write_text(_with_table(written, BEGIN, table()))
     print("\n".join(written_table(GUIDE.read_text())))

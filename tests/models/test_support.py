@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from paceline.models.families import FAMILIES
 from tests.large import REPEATS
-from tests.models.support import BEGIN_FILES, GUIDE, NOT_TRIED, quantized_table, table, written_table
+from tests.models.drafter_support import drafter_table
+from tests.models.support import (
+    BEGIN_DRAFTERS,
+    BEGIN_FILES,
+    GUIDE,
+    NOT_TRIED,
+    checkpoints,
+    quantized_table,
+    table,
+    written_table,
+)
 
 
 def test_every_family_has_its_line() -> None:
@@ -12,6 +22,12 @@ def test_every_family_has_its_line() -> None:
     assert [line.split("`")[1] for line in lines] == list(FAMILIES)
     assert not any("**" in line for line in lines)
     assert not any(NOT_TRIED in line for line in lines)
+
+
+def test_every_family_has_its_line_of_drafters() -> None:
+    lines = written_table(GUIDE.read_text(), BEGIN_DRAFTERS)[2:]
+    assert [line.split("`")[1] for line in lines] == list(FAMILIES)
+    assert not any("**" in line for line in lines)
 
 
 def test_the_table_of_quantized_files_is_true() -> None:
@@ -23,3 +39,5 @@ def test_the_table_of_quantized_files_is_true() -> None:
 def test_the_table_is_true() -> None:
     """`python -m tests.models.support` writes it again."""
     assert written_table(GUIDE.read_text()) == table()
+    drafters = drafter_table({family: checkpoints(family) for family in FAMILIES})
+    assert written_table(GUIDE.read_text(), BEGIN_DRAFTERS) == drafters

@@ -13,6 +13,7 @@ from paceline.check_digest import generation_digest
 from tests.backends.adapters import random_adapters
 from tests.backends.cpu.checkpoints import (
     RECURRENCES,
+    all_blocks_checkpoint,
     blocks_checkpoint,
     latent_checkpoint,
     recurrent_checkpoint,
@@ -27,6 +28,7 @@ def digests() -> dict[str, str]:
     """A digest of the logits of a prefill, a tree and a decode, for each model and quantization."""
     found = {"paceline check": generation_digest()}
     models = {"blocks": blocks_checkpoint(), "uneven": uneven_checkpoint(), "latent": latent_checkpoint()}
+    models |= {"all blocks": all_blocks_checkpoint()}
     models |= {kind: recurrent_checkpoint(kind) for kind in RECURRENCES}
     models |= {name + ADAPTED: models[name] for name in ("blocks", "uneven")}
     for model, checkpoint in models.items():

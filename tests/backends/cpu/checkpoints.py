@@ -75,6 +75,7 @@ ALL_BLOCKS = ModelConfig(
     unit_qk=True,
     value_norm=True,
     sliding_windows=(9, None),
+    attention_chunks=(None, 11),
     activation="gelu_tanh",
     attention_sinks=True,
     norm="layer",
@@ -99,6 +100,7 @@ ALL_BLOCKS = ModelConfig(
         weight_scale=1.3,
         shared_intermediate_size=100,
         biases=True,
+        scaled_inputs=True,
     ),
     **SIZES,
 )
