@@ -41,6 +41,25 @@ TEKKEN_SPLIT = (
     f"{_BEFORE_WORD}{_UPPER}*{_LOWER}+|{_BEFORE_WORD}{_UPPER}+{_LOWER}*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# words of Chinese characters, and else those of GPT-4o without them; a sign does not take a slash with it
+_NO_HAN = r"&&[^\p{Han}]]"
+KIMI_SPLIT = r"\p{Han}+|" + GPT4O_SPLIT.replace(_UPPER, f"[{_UPPER}{_NO_HAN}").replace(
+    _LOWER, f"[{_LOWER}{_NO_HAN}"
+).replace(r"[\r\n/]*", r"[\r\n]*")
+# the letters that have cases, of which its authors left out some alphabets and the letters of formulas
+_CASED = (
+    r"(?:(?![\x{0560}-\x{0588}\x{10C7}-\x{10FF}\x{1C80}-\x{1C8F}\x{2D00}-\x{2D2D}"
+    r"\x{A790}-\x{AB68}\x{10570}-\x{105BC}\x{16E40}-\x{16E7F}\x{1D400}-\x{1D7CB}\x{1DF00}-\x{1DF1E}])"
+    r"[\p{Lu}\p{Ll}\p{Lt}])"
+)
+DEEPSEEK_WORDS = (
+    r"[\r\n]",
+    rf"\s?{_CASED}+",
+    # from : to ~ are the letters a to z too, so words are split again at letters with accents, as published
+    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+    r"\s+$",
+    r"[一-龥ࠀ-一가-\x{D7FF}]+",
+)
 _SIGN_AND_LETTERS = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"
 DEEPSEEK3_SPLIT = (
     _SIGN_AND_LETTERS
@@ -70,6 +89,7 @@ PRE_TOKENIZERS = {
     "deepseek-r1-qwen": PreTokenizer(QWEN2_SPLIT),
     "llama-bpe": PreTokenizer(LLAMA3_SPLIT, add_bos=True, whole_words_first=True),
     "lfm2": PreTokenizer(LLAMA3_SPLIT, add_bos=True, whole_words_first=True),
+    "falcon-h1": PreTokenizer(LLAMA3_SPLIT, add_bos=True, whole_words_first=True),  # as in llama.cpp
     "dbrx": PreTokenizer(LLAMA3_SPLIT),  # OLMo 2, Phi 4
     "glm4": PreTokenizer(LLAMA3_SPLIT),
     "olmo": PreTokenizer(GPT2_SPLIT),
@@ -78,6 +98,9 @@ PRE_TOKENIZERS = {
     "gpt-4o": PreTokenizer(GPT4O_SPLIT),  # gpt-oss
     "llama4": PreTokenizer(GPT4O_SPLIT),
     "tekken": PreTokenizer(TEKKEN_SPLIT, add_bos=True, whole_words_first=True),  # Mistral since Nemo
+    "pixtral": PreTokenizer(TEKKEN_SPLIT, add_bos=True, whole_words_first=True),  # Mistral's with images
+    "kimi-k2": PreTokenizer(KIMI_SPLIT, whole_words_first=True),
+    "deepseek-llm": PreTokenizer(r"\p{N}", before=DEEPSEEK_WORDS),  # DeepSeek 1 and 2
     "deepseek-v3": PreTokenizer(DEEPSEEK3_SPLIT, before=(r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+")),
 }
 

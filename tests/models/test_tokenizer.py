@@ -11,12 +11,14 @@ from typing import Any
 import gguf
 import pytest
 import tokenizers
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Sequence, Split
 
 from paceline.errors import CheckpointError, PacelineError, RequestError, UnsupportedModelError
 from paceline.models.gguf import GgufFile, read_gguf
 from paceline.models.registry import is_pulled, load_tokenizer, resolve
 from paceline.models.tokenizer import Tokenizer, byte_alphabet, folder_tokenizer
-from paceline.models.tokenizer_gguf import gguf_tokenizer
+from paceline.models.tokenizer_gguf import PRE_TOKENIZERS, gguf_tokenizer
 from tests.large import repeated
 from tests.models.files import config_of, random_tensors, write_gguf
 from tests.models.strings import BROKEN, varied_strings
@@ -274,6 +276,52 @@ def test_deepseek_3_splits_off_digits_by_threes_and_a_sign_with_its_letters(file
     assert pieces("1234") == ["123", "4"]
     assert pieces("/ab/ab") == ["/ab", "/ab"]
     assert pieces("a1") == ["a", "1"]
+
+
+def test_kimi_splits_as_its_own_pattern_does() -> None:
+    """Held to the pattern that Moonshot publishes for tiktoken, run by another engine."""
+    import regex
+
+    upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+    lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+    before, contraction = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    words = [f"{before}{upper}*{lower}+{contraction}", f"{before}{upper}+{lower}*{contraction}"]
+    rest = [r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"]
+    published = regex.compile("|".join([r"[\p{Han}]+", *words, *rest]), regex.V1)
+    ours = Split(Regex(PRE_TOKENIZERS["kimi-k2"].split), behavior="isolated")
+    for text in [
+        *varied_strings(300),
+        "中文ABCdef漢字かなカナ12345 don't/\n//x  \n\n y",
+        "Hello世界 ÉCOLE éa 1,234",
+    ]:
+        assert [word for word, _ in ours.pre_tokenize_str(text)] == published.findall(text), repr(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("Hello, world! 2024\n", ["Hello", ",", " world", "!", " ", "2", "0", "2", "4", "\n"]),
+        ("中文abc 한국어", ["中文", "abc", " ", "한국어"]),
+        ("Ответ: don't  ", ["Ответ", ":", " don", "'", "t", "  "]),
+        ("wörld", ["w", "ö", "rld"]),  # by the range from : to ~, which has a to z
+        ("Ελλάδα ქართული", ["Ελλάδα", " ", "ქართული"]),  # Georgian is none of the alphabets with cases
+    ],
+)
+def test_deepseek_2_splits_words_step_by_step(text: str, words: list[str]) -> None:
+    style = PRE_TOKENIZERS["deepseek-llm"]
+    assert style.split is not None
+    steps = [Split(Regex(pattern), behavior="isolated") for pattern in (*style.before, style.split)]
+    assert [word for word, _ in Sequence(steps).pre_tokenize_str(text)] == words
+
+
+@pytest.mark.parametrize(("name", "like"), [("falcon-h1", "llama-bpe"), ("pixtral", "tekken")])
+def test_vocabularies_that_split_as_others_do(file: GgufFile, name: str, like: str) -> None:
+    found = []
+    for pre in (name, like):
+        file.metadata["tokenizer.ggml.pre"] = pre
+        found.append([gguf_tokenizer(file).encode(text) for text in ("abc ab", "aBc 12345", "ab\n\nc")])
+    assert found[0] == found[1]
+    assert found[0][0][0] == gguf_tokenizer(file).bos_id
 
 
 def test_tekken_splits_off_each_digit_and_words_at_large_letters(file: GgufFile) -> None:
