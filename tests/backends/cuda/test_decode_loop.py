@@ -281,6 +281,29 @@ def test_a_head_below_lookups_begins_with_the_features_of_the_last_tokens(
     assert catches_up.tables.positions[:count].tolist() == list(range(computed - count + 1, computed + 1))
 
 
+@pytest.mark.parametrize("value_size", [16, 0])
+def test_accepted_paths_are_moved_with_values_or_without(value_size: int, device: torch.device) -> None:
+    """Latents have no values. What lies behind the empty ones must stay."""
+    from paceline.backends.cuda.decode_loop import make_requests
+    from paceline.backends.cuda.kernels.accept import move_accepted
+
+    state = make_requests(2, LONGEST, PAGE_SIZE, device)
+    state.pages[1] = torch.tensor([2, 0, 1])
+    state.lengths[1] = LENGTH + 3  # of these three, the nodes 0, 2 and 3 of a tree
+    counts, accepted = torch.tensor([3], device=device), torch.tensor([[0, 2, 3]], device=device)
+    memory = torch.arange(2 * 2 * PAGES * PAGE_SIZE * 16, device=device, dtype=torch.float32)
+    keys, rest = memory.view(2, 2, PAGES * PAGE_SIZE, 1, 16).clone()
+    values = rest[..., :value_size]
+    move_accepted(
+        keys, values, torch.tensor([1], device=device), state, counts.int(), accepted.int(), PAGE_SIZE
+    )
+    slots = [2 * PAGE_SIZE + LENGTH, 2 * PAGE_SIZE + LENGTH + 1, 0]  # of the indices LENGTH to LENGTH + 2
+    sources = [slots[0], slots[2], 1]
+    before_keys, before_rest = memory.view(2, 2, PAGES * PAGE_SIZE, 1, 16)
+    assert torch.equal(keys[:, slots], before_keys[:, sources])
+    assert torch.equal(rest[:, slots], before_rest[:, sources if value_size else slots])
+
+
 def test_nothing_is_computed_at_a_limit(device: torch.device, dtype: torch.dtype) -> None:
     """One index is left: the root gives a token, which the host had drafted, and no more come."""
     from paceline.backends.cuda.draft_shape import chain_shape

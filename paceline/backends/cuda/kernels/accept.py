@@ -230,12 +230,15 @@ def move_accepted(
     accepted: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Move keys and values [layers, slots, KV heads, head_dim] of accepted paths to contiguous KV indices."""
+    """Move keys and values [layers, slots, KV heads, head_dim] of accepted paths to contiguous KV indices.
+
+    Latents are keys without values [layers, slots, KV heads, 0].
+    """
     pdl = supports_pdl(slots.device)
     width = keys.shape[2] * keys.shape[3]
     _move_kernel[(len(slots), len(keys))](
         keys,
-        values,
+        values if values.shape[3] else keys,
         slots,
         state.lengths,
         state.pages,
