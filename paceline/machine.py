@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
@@ -27,6 +28,7 @@ _AVX512 = f"{_AVX2},+avx512f,+avx512bw,+avx512dq,+avx512vl"
 # The CPU that numba compiles for, and its features, by family of CPUs and instruction set; none: as it is
 NUMBA_TARGETS: dict[str, dict[str, tuple[str, str] | None]] = {
     "x86": {
+        "amx": ("sapphirerapids", f"{_AVX512},+avx512vnni,+amx-tile,+amx-int8"),
         "avx512vnni": ("cascadelake", f"{_AVX512},+avx512vnni"),
         "avxvnni": ("haswell", f"{_AVX2},+avxvnni"),
         "avx512": ("skylake-avx512", _AVX512),
@@ -35,6 +37,8 @@ NUMBA_TARGETS: dict[str, dict[str, tuple[str, str] | None]] = {
     },
     "arm": {"neon": None, "portable": ("generic", "+neon")},
 }
+
+_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA = 158, 0x1023, 18  # of Linux on x86
 
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")  # of NVIDIA's driver, and of a GPU in Windows' Linux
 LEAST_CAPABILITY = (8, 0)  # of a GPU with bfloat16, which the cuda backend computes in
@@ -116,6 +120,14 @@ def has_amx(cpuinfo: str | None = None) -> bool:
     """Whether the CPU has AMX (int8 matrix tiles), by the text of /proc/cpuinfo."""
     text = _read("/proc/cpuinfo") if cpuinfo is None else cpuinfo
     return re.search(r"^flags\s*:.*\bamx_int8\b", text, re.MULTILINE) is not None
+
+
+@cache
+def allows_amx() -> bool:
+    """Whether Linux lets this process use AMX's registers, which it must ask for before it does."""
+    if not has_amx():
+        return False
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
 
 
 def family(machine: str) -> str:

@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 from llvmlite import binding
 from numba.core.registry import cpu_target
 
-from paceline.backends.cpu import dots
+from paceline.backends.cpu import dots, products
 from paceline.backends.cpu.dots import Dot, EmitSpread
+from paceline.backends.cpu.products import Product
 from paceline.errors import ConfigError
-from paceline.machine import EMULATED, ISA_VARIABLE, family
+from paceline.machine import EMULATED, ISA_VARIABLE, allows_amx, family
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,13 @@ class Isa:
     dot_narrow: Dot  # weights in 0..15
     dot_wide: Dot  # weights of 8 bits, signed unless `offset_weights`
     dot_scaled: Dot | None  # weights in 0..63, with a scale for every 16; None: they are stored signed
+    product: Product | None = None  # of 16 rows and columns, by matrix instructions
     insert: dots.EmitInsert = dots.plain_insert
     offset_weights: bool = False  # 8-bit weights are stored as w + 128: the instruction wants them unsigned
     columns: int = 16  # outputs of one tile: as many as their sums fit into registers
     tile_rows: int = 4  # rows of the largest register tile
     unpack_rows: int = 0  # from as many rows on, weights are unpacked once for all of them; 0: never
+    unpacked_bytes: int = 1 << 18  # of unpacked tiles at once, of the L2 cache
     wide_registers: bool = False  # 16 lanes are one register, and there are 32 of them
     slow_conversion: bool = False  # int to float costs more than a float addition; not with `offset_weights`
     single_loads: bool = False  # a load of two registers, which LLVM prefers, takes longer than two loads
@@ -60,23 +63,34 @@ def _scaled(step: dots.EmitStep) -> Dot:
     return Dot(step, dots.scale_columns, steps=4)
 
 
+_AVX512_VNNI = Isa(
+    "avx512vnni",
+    "x86 AVX-512 VNNI (vpdpbusd, 512 bits)",
+    family="x86",
+    needs=frozenset({"avx512vnni", "avx512bw", "avx512vl", "f16c"}),
+    spread=dots.spread_word,
+    dot_narrow=Dot(dots.vnni),
+    dot_wide=Dot(dots.vnni),
+    dot_scaled=_scaled(dots.vnni),
+    offset_weights=True,
+    tile_rows=8,
+    wide_registers=True,
+)
+
 # Best first
 ISAS = {
     isa.name: isa
     for isa in (
-        Isa(
-            "avx512vnni",
-            "x86 AVX-512 VNNI (vpdpbusd, 512 bits)",
-            family="x86",
-            needs=frozenset({"avx512vnni", "avx512bw", "avx512vl", "f16c"}),
-            spread=dots.spread_word,
-            dot_narrow=Dot(dots.vnni),
-            dot_wide=Dot(dots.vnni),
-            dot_scaled=_scaled(dots.vnni),
-            offset_weights=True,
-            tile_rows=8,
-            wide_registers=True,
+        replace(
+            _AVX512_VNNI,
+            name="amx",
+            description="x86 AMX (tdpbssd, 16 x 16) from 16 rows on, else AVX-512 VNNI",
+            needs=_AVX512_VNNI.needs | {"amx-tile", "amx-int8"},
+            product=products.AMX,
+            unpack_rows=products.MATRIX_ROWS,
+            unpacked_bytes=1 << 20,  # half of L2: activations of a prompt, from L3, are read less often
         ),
+        _AVX512_VNNI,
         Isa(
             "avxvnni",
             "x86 AVX-VNNI (vpdpbusd, 256 bits)",
@@ -162,7 +176,12 @@ def target_features() -> frozenset[str]:
     probe = binding.parse_assembly(_SUM_OF_PRODUCTS)
     if family(platform.machine()) == "arm" and "sdot" in codegen._tm.emit_assembly(probe):
         features.add("dotprod")
-    return frozenset(features)
+    return _allowed(frozenset(features))
+
+
+def _allowed(features: frozenset[str]) -> frozenset[str]:
+    """The features without those of AMX, if the system does not let this process use them."""
+    return features if allows_amx() else features - {"amx-tile", "amx-int8"}
 
 
 def usable(features: frozenset[str], machine: str) -> list[Isa]:
@@ -176,8 +195,6 @@ def select(features: frozenset[str], machine: str, asked: str = "") -> Isa:
     if asked == "":
         return best
     name = asked.removesuffix(EMULATED)
-    if name == "amx":
-        raise ConfigError("There are no AMX kernels: a CPU with AMX runs 'avx512vnni'. Use that instead.")
     if name not in ISAS:
         raise ConfigError(f"{ISA_VARIABLE} is {asked!r}; use one of {', '.join(ISAS)}, or leave it out.")
     if name != asked:
@@ -212,12 +229,14 @@ def emulated(isa: Isa) -> Isa:
         dot_wide=wide,
         dot_scaled=_scaled(dots.plain) if isa.dot_scaled else None,
         insert=dots.plain_insert,
+        product=products.PLAIN if isa.product else None,
     )
 
 
 def host_features() -> frozenset[str]:
     """The features of this CPU as LLVM lists them, whatever numba compiles for."""
-    return frozenset(name for name, present in binding.get_host_cpu_features().items() if present)
+    features = frozenset(name for name, present in binding.get_host_cpu_features().items() if present)
+    return _allowed(features)
 
 
 ISA = select(target_features(), platform.machine(), os.environ.get(ISA_VARIABLE, ""))

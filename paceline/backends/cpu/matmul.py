@@ -18,6 +18,7 @@ from paceline.backends.cpu.tiles import (
     INT4,
     INT4K,
     INT6K,
+    MATRIX_ROWS,
     RECORD,
     TILE_ARGUMENTS,
     TILE_ROWS,
@@ -42,8 +43,8 @@ def run_tile(weight_format, rows, weights, records, stride, groups, out, out_str
 
 _call_tile = caller(types.int64, types.int64, *TILE_ARGUMENTS)
 _LARGEST = TILE_ROWS[-1]
-_UNPACK_ROWS = ISA.unpack_rows
-_LINE = 64  # bytes before unpacked tiles, for their descriptor
+_UNPACK_ROWS, _HAS_PRODUCTS = ISA.unpack_rows, ISA.product is not None
+_LINE = 64  # bytes before unpacked tiles, for their descriptor and the address of the packed one
 
 
 @compiled(inline=True)
@@ -79,6 +80,7 @@ def unpack_tiles(run_tile, matrix, first, last, rows, scratch):  # type: ignore[
     store_int64(scratch + 8, unpacked)
     store_int64(scratch + 16, groups)
     store_int64(scratch + 32, size)
+    store_int64(scratch + DESCRIPTOR, matrix)
     return scratch
 
 
@@ -89,12 +91,17 @@ def multiply_rows(run_tile, matrix, tile, records, stride, count, out, out_strid
     `run_tile` is the address of that kernel; two groups are `stride` records apart. Writes 16 floats a row to
     `out`, or adds them; see tiles.py for the last four arguments.
     """
+    largest = _LARGEST
+    if _HAS_PRODUCTS and load_int64(matrix + 8) in (UNPACKED4, UNPACKED6):
+        largest = MATRIX_ROWS
+        if count % MATRIX_ROWS:  # of fewer rows, the packed tile
+            matrix, largest = load_int64(matrix + DESCRIPTOR), _LARGEST
     weight_format, groups = load_int64(matrix + 8), load_int64(matrix + 16)
     weights = load_int64(matrix) + tile * load_int64(matrix + 32)
     size = 4 * GROUP if weight_format == FLOAT32 else RECORD
     row = 0
     while row < count:
-        step = min(count - row, _LARGEST)
+        step = min(count - row, largest)
         place, target = records + row * size, out + row * out_stride
         _call_tile(
             run_tile,

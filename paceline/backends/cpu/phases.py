@@ -20,6 +20,7 @@ from paceline.backends.cpu.attention import (
     write_value,
 )
 from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.job import (
     ACTIVATION,
     ATTENTION_AT,
@@ -88,7 +89,7 @@ from paceline.backends.cpu.rows import (
 from paceline.backends.cpu.simd import load_float, load_int32, load_int64, store_int64
 from paceline.backends.cpu.tiles import COLUMNS, GROUP, RECORD
 
-UNPACKED_SPACE = 1 << 18  # bytes of scratch for a matrix's unpacked tiles: some of the L2 cache
+UNPACKED_SPACE = ISA.unpacked_bytes  # of scratch, for a matrix's unpacked tiles
 GATED_BYTES = 2 * ROW_BLOCK * 4 * GROUP  # gate and up projections of ROW_BLOCK rows, 32 float32 columns each
 
 

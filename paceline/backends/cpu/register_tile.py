@@ -208,8 +208,8 @@ class Tile:
 
     def with_magic(self, numbers: Any, lanes: list[int], magic: int) -> Any:
         """Bytes of a vector as the lowest ones of floats whose other bits are `magic`."""
-        constants = ir.Constant(numbers.type, (list(magic.to_bytes(4, "little")) * 4)[: numbers.type.count])
         count = numbers.type.count
+        constants = ir.Constant(numbers.type, list(magic.to_bytes(4, "little")) * (count // 4))
         mask = [index for lane in lanes for index in (lane, count + 1, count + 2, count + 3)]
         places = ir.Constant(ir.VectorType(I32, len(mask)), mask)
         return self.builder.bitcast(self.builder.shuffle_vector(numbers, constants, places), self.floats)
@@ -294,11 +294,7 @@ class Tile:
         offset: bool = False,
     ) -> None:
         """Add the products of a group and part of the columns; `scale` and `minimum` emit their loads."""
-        for row, sums in self.dots(group, weights, dot, offset):
-            row_scale = self.spread(group, row, SCALE, self.floats)
-            self.accumulate(row, start, sums, self.builder.fmul(scale(), row_scale))
-            if minimum is not None:
-                self.accumulate(row, start, minimum(), self.spread(group, row, SCALED_SUM, self.floats))
+        self.add_dots(group, start, self.dots(group, weights, dot, offset), scale, minimum)
 
     def add_scaled_group(
         self, group: Any, start: int, weights: Callable[[int], Any], scales: Any, scale: Callable[[], Any]
@@ -312,12 +308,33 @@ class Tile:
         self.add_dots(group, start, self.signed_scaled_dots(group, weights, floats), scale)
 
     def add_dots(
-        self, group: Any, start: int, dots: Iterator[tuple[int, Any]], scale: Callable[[], Any]
+        self,
+        group: Any,
+        start: int,
+        dots: Iterator[tuple[int, Any]],
+        scale: Callable[[], Any],
+        minimum: Callable[[], Any] | None = None,
     ) -> None:
-        """Add each row's dot products of one part of the columns, times the scales."""
+        """Add each row's dot products of one part of the columns, times the scales, and the minimums."""
         for row, sums in dots:
             row_scale = self.spread(group, row, SCALE, self.floats)
             self.accumulate(row, start, sums, self.builder.fmul(scale(), row_scale))
+            if minimum is not None:
+                self.accumulate(row, start, minimum(), self.spread(group, row, SCALED_SUM, self.floats))
+
+    def unpacked_dots(self, group: Any, address: Any, start: int) -> Iterator[tuple[int, Any]]:
+        """Each row with its dot products of a group of unpacked weights, as floats."""
+        return self.dots(group, self.stored(address, start), self.isa.dot_wide, offset=False)
+
+    def unpacked_scaled_dots(
+        self, group: Any, address: Any, start: int, scales: Sequence[Callable[[], Any]]
+    ) -> Iterator[tuple[int, Any]]:
+        """The same for weights 4 w, times four times the scales of each half."""
+        return self.signed_scaled_dots(group, self.stored(address, start), scales)
+
+    def stored(self, address: Any, start: int) -> Callable[[int], Any]:
+        """The weights of each step of 4 k, as they are stored."""
+        return lambda step: self.load_bytes(address, 4 * (self.columns * step + start))
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
         """a * b + c with one rounding."""
@@ -347,46 +364,3 @@ class Tile:
         for key, place in self.sums.items():
             pointer = builder.inttoptr(targets[key], self.floats.as_pointer())
             builder.store(builder.load(place), pointer).align = 4
-
-
-class UnpackedTile(Tile):
-    """Writes the weights and scales of a tile to `out` as the tiles of unpacked formats read them.
-
-    Many rows then meet weights that were unpacked once.
-    """
-
-    def __init__(self, builder: ir.IRBuilder, isa: Isa, args: list[Any]) -> None:
-        super().__init__(builder, 0, isa, args)
-
-    def write(
-        self, group: Any, start: int, weights: Callable[[int], Any], scales: list[Any], size: int
-    ) -> None:
-        """The weights of a group and part of the columns, and floats of each column behind those."""
-        place = self.builder.add(self.out, self.builder.mul(group, _I64(size * self.columns)))
-        for step in range(GROUP // 4):
-            self.store(place, 4 * (self.columns * step + start), weights(step))
-        for index, value in enumerate(scales):
-            self.store(place, GROUP * self.columns + 4 * (self.columns * index + start), value)
-
-    def store(self, address: Any, offset: int, value: Any) -> None:
-        pointer = self.builder.inttoptr(self.builder.add(address, _I64(offset)), value.type.as_pointer())
-        self.builder.store(value, pointer).align = 4
-
-    def add_group(
-        self,
-        group: Any,
-        start: int,
-        weights: Callable[[int], Any],
-        dot: Dot,
-        scale: Callable[[], Any],
-        minimum: Callable[[], Any] | None = None,
-        offset: bool = False,
-    ) -> None:
-        assert minimum is not None
-        self.write(group, start, weights, [scale(), minimum()], UNPACKED4_BYTES)
-
-    def add_scaled_group(
-        self, group: Any, start: int, weights: Callable[[int], Any], scales: Any, scale: Callable[[], Any]
-    ) -> None:
-        floats = [self.quarters(scales, half) for half in range(2)]
-        self.write(group, start, weights, [*floats, scale()], UNPACKED6_BYTES)

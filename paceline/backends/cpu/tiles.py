@@ -44,6 +44,7 @@ from numba.core import cgutils
 from paceline.backends.cpu.compiled import Emit
 from paceline.backends.cpu.emit import I8
 from paceline.backends.cpu.isa import ISA, Isa
+from paceline.backends.cpu.products import MATRIX_ROWS
 from paceline.backends.cpu.register_tile import (
     COLUMNS,
     GROUP,
@@ -51,9 +52,9 @@ from paceline.backends.cpu.register_tile import (
     UNPACKED4_BYTES,
     UNPACKED6_BYTES,
     Tile,
-    UnpackedTile,
     load_at,
 )
+from paceline.backends.cpu.unpacked_tile import MatrixTile, UnpackedTile
 
 __all__ = [
     "COLUMNS",
@@ -64,6 +65,7 @@ __all__ = [
     "INT4K",
     "INT6K",
     "INT8",
+    "MATRIX_ROWS",
     "RECORD",
     "TILE_ARGUMENTS",
     "TILE_ROWS",
@@ -91,21 +93,16 @@ def _emit_int8(tile: Tile) -> None:
         address = builder.add(tile.weights, builder.mul(loop.index, _I64(size + 2 * tile.columns)))
         tile.prefetch(address, size + 2 * tile.columns)
         for start in tile.parts():
-            weights, scale = _bytes(tile, address, start), partial(tile.halves, address, size + 2 * start)
+            weights, scale = tile.stored(address, start), partial(tile.halves, address, size + 2 * start)
             tile.add_group(
                 loop.index, start, weights, tile.isa.dot_wide, scale, offset=tile.isa.offset_weights
             )
 
 
-def _bytes(tile: Tile, address: Any, start: int) -> Callable[[int], Any]:
-    """The weights of each step of 4 k, as they are stored."""
-    return lambda step: tile.load_bytes(address, 4 * (tile.columns * step + start))
-
-
 def _nibbles(tile: Tile, address: Any, start: int) -> Callable[[int], Any]:
     """The weights of each step of 4 k: low nibbles are the first half of the k, high ones the second."""
     builder, half = tile.builder, GROUP // 8
-    stored = _bytes(tile, address, start)
+    stored = tile.stored(address, start)
     if tile.keeps_weights:
         stored = cache(stored)
 
@@ -157,7 +154,7 @@ def _emit_int4k(tile: Tile) -> None:
 
 def _six_bits(tile: Tile, address: Any, start: int) -> Callable[[int], Any]:
     """The weights of each step of 4 k: three as they are stored, the fourth out of the bits beside those."""
-    builder, stored = tile.builder, cache(_bytes(tile, address, start))
+    builder, stored = tile.builder, cache(tile.stored(address, start))
 
     def weights(step: int) -> Any:
         first = step // 4 * 3
@@ -209,8 +206,7 @@ def _emit_unpacked4(tile: Tile) -> None:
                 partial(tile.load_floats, address, side_at + 4 * (tile.columns * index + start))
                 for index in range(2)
             )
-            weights = _bytes(tile, address, start)
-            tile.add_group(loop.index, start, weights, tile.isa.dot_wide, scale, minimum)
+            tile.add_dots(loop.index, start, tile.unpacked_dots(loop.index, address, start), scale, minimum)
 
 
 def _emit_unpacked6(tile: Tile) -> None:
@@ -223,7 +219,7 @@ def _emit_unpacked6(tile: Tile) -> None:
                 partial(tile.load_floats, address, side_at + 4 * (tile.columns * index + start))
                 for index in range(3)
             )
-            dots = tile.signed_scaled_dots(loop.index, _bytes(tile, address, start), [first, second])
+            dots = tile.unpacked_scaled_dots(loop.index, address, start, [first, second])
             tile.add_dots(loop.index, start, dots, scale)
 
 
@@ -260,7 +256,8 @@ def tile_table(isa: Isa = ISA) -> dict[tuple[int, ...], Emit]:
     table: dict[tuple[int, ...], Emit] = {key: emit_tile(*key, isa) for key in keys}
     for name, unpacked in UNPACKED_FORMATS.items() if isa.unpack_rows else ():
         table[name, 0] = emit_unpacking(name, isa)
-        table |= {(unpacked, rows): emit_tile(unpacked, rows, isa) for rows in TILE_ROWS}
+        all_rows = (MATRIX_ROWS,) if isa.product else TILE_ROWS
+        table |= {(unpacked, rows): emit_tile(unpacked, rows, isa) for rows in all_rows}
     return table
 
 
@@ -277,7 +274,8 @@ def emit_tile(weight_format: int, rows: int, isa: Isa = ISA) -> Emit:
     """
 
     def emit(builder: ir.IRBuilder, arguments: list[Any]) -> None:
-        tile = Tile(builder, rows, isa, arguments)
+        matrix = isa.product is not None and rows == MATRIX_ROWS
+        tile = MatrixTile(builder, isa, arguments) if matrix else Tile(builder, rows, isa, arguments)
         _EMITTERS[weight_format](tile)
         tile.finish()
 

@@ -6,7 +6,15 @@ import pytest
 from llvmlite import binding, ir
 
 from paceline.backends.cpu.isa import ISAS
-from paceline.backends.cpu.tiles import FORMAT_NAMES, INT8, TILE_ARGUMENTS, emit_tile
+from paceline.backends.cpu.tiles import (
+    FORMAT_NAMES,
+    INT8,
+    MATRIX_ROWS,
+    TILE_ARGUMENTS,
+    UNPACKED4,
+    UNPACKED6,
+    emit_tile,
+)
 
 ARM, APPLE, X86 = "aarch64-linux-gnu", "arm64-apple-darwin", "x86_64-linux-gnu"
 
@@ -52,6 +60,15 @@ def test_tiles_have_the_instruction_of_their_cpu(
         instructions = ("fmla",) if isa == "neon" else ("vfmadd",)
     for instruction in instructions:
         assert instruction in code
+
+
+@pytest.mark.parametrize("weight_format", [UNPACKED4, UNPACKED6])
+def test_16_rows_of_unpacked_weights_have_matrix_instructions(weight_format: int) -> None:
+    code = assembly(tile_code("amx", weight_format, MATRIX_ROWS), X86, "sapphirerapids")
+    products = 1 if weight_format == UNPACKED4 else 2  # of a group: a scale for every 32 or 16 k
+    assert code.count("tdpbssd") == code.count("tilestored") == products
+    assert code.count("tileloadd") == 2 * products
+    assert code.count("ldtilecfg") == code.count("tilerelease") == 1
 
 
 def test_a_group_of_4_bit_weights_is_summed_in_16_bits() -> None:

@@ -21,6 +21,7 @@ from paceline.backends.cpu.tiles import (
     INT4K,
     INT6K,
     INT8,
+    MATRIX_ROWS,
     RECORD,
     TILE_ARGUMENTS,
     UNPACKED4,
@@ -34,12 +35,12 @@ from paceline.machine import family
 from tests.backends.cpu.numbers import assert_same_bits, fma
 
 GROUPS = 16  # two of the largest blocks
-ROWS = 8
+ROWS = 17
 
 NAMES = {**FORMAT_NAMES, UNPACKED4: "unpacked4", UNPACKED6: "unpacked6"}
 
 # those this machine may lack, and their kernels by plain instructions, which it never lacks
-EMULATED = [emulated(ISAS[name]) for name in ("avx512vnni", "avxvnni", "neon")]
+EMULATED = [emulated(ISAS[name]) for name in ("amx", "avxvnni", "neon")]
 
 
 def can_run(isa: Isa) -> bool:
@@ -52,6 +53,11 @@ def can_run(isa: Isa) -> bool:
 def tile_rows(isa: Isa) -> list[int]:
     """All kinds of tile for the instruction set in use, the smallest and the largest of the others."""
     return sorted({1, 2, 3, isa.tile_rows - 1, isa.tile_rows}) if isa is ISA else [1, isa.tile_rows]
+
+
+def unpacked_rows(isa: Isa) -> list[int]:
+    """Rows of the tiles of weights that were unpacked first."""
+    return [MATRIX_ROWS] if isa.product else tile_rows(isa)
 
 
 def cases() -> list[object]:
@@ -214,7 +220,8 @@ def expected(weight_format: int, columns: int) -> np.ndarray:
 def kernel(isa_name: str, weight_format: int) -> Callable[..., None]:
     """All tested tiles of a format, by their number of rows."""
     isa = {isa.name: isa for isa in (*ISAS.values(), *EMULATED)}[isa_name]
-    tiles = {(rows,): emit_tile(weight_format, rows, isa) for rows in tile_rows(isa)}
+    all_rows = tile_rows(isa) if weight_format in FORMAT_NAMES else unpacked_rows(isa)
+    tiles = {(rows,): emit_tile(weight_format, rows, isa) for rows in all_rows}
     if weight_format in UNPACKED_FORMATS and isa.unpack_rows:
         tiles[(0,)] = emit_unpacking(weight_format, isa)
     name = f"{isa_name}_{NAMES[weight_format]}".replace("-", "_")
@@ -288,7 +295,7 @@ def test_a_tile_gives_the_bits_of_numpy(isa: Isa, weight_format: int, rows: int)
 def test_tiles_that_were_unpacked_first_give_the_same_bits(isa: Isa, weight_format: int) -> None:
     if not can_run(isa):
         pytest.skip(f"this CPU has no {isa.name}")
-    for rows in tile_rows(isa):
+    for rows in unpacked_rows(isa):
         found = multiply(isa, weight_format, rows, first=1, unpacked=True)
         assert_same_bits(found, expected(weight_format, isa.columns)[1 : 1 + rows])
 
