@@ -123,8 +123,8 @@ def has_amx(cpuinfo: str | None = None) -> bool:
 
 
 @cache
-def allows_amx() -> bool:
-    """Whether Linux lets this process use AMX's registers, which it must ask for before it does."""
+def request_amx() -> bool:
+    """Ask Linux for the use of AMX's registers: whether this process, with all its threads, may use them."""
     if not has_amx():
         return False
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0

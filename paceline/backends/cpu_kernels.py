@@ -13,7 +13,7 @@ from pathlib import Path
 import numba
 
 from paceline.kernel_cache import kernels_folder
-from paceline.machine import EMULATED, ISA_VARIABLE, allows_amx, has_amx
+from paceline.machine import EMULATED, ISA_VARIABLE, has_amx, request_amx
 
 
 def cache_folder() -> Path:
@@ -33,6 +33,6 @@ def _sources_fingerprint() -> str:
     asked = os.environ.get(ISA_VARIABLE, "")
     if asked.endswith(EMULATED):  # every other instruction set has a numba target of its own
         digest.update(asked.encode())
-    if has_amx() and not allows_amx():  # numba's target has it all the same
+    if has_amx() and not request_amx():  # numba's target has it all the same
         digest.update(b"without AMX")
     return digest.hexdigest()[:16]

@@ -21,7 +21,7 @@ from paceline.backends.cpu import dots, products
 from paceline.backends.cpu.dots import Dot, EmitSpread
 from paceline.backends.cpu.products import Product
 from paceline.errors import ConfigError
-from paceline.machine import EMULATED, ISA_VARIABLE, allows_amx, family
+from paceline.machine import EMULATED, ISA_VARIABLE, family, request_amx
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def target_features() -> frozenset[str]:
 
 def _allowed(features: frozenset[str]) -> frozenset[str]:
     """The features without those of AMX, if the system does not let this process use them."""
-    return features if allows_amx() else features - {"amx-tile", "amx-int8"}
+    return features if request_amx() else features - {"amx-tile", "amx-int8"}
 
 
 def usable(features: frozenset[str], machine: str) -> list[Isa]:
