@@ -127,7 +127,8 @@ def request_amx() -> bool:
     """Ask Linux for the use of AMX's registers: whether this process, with all its threads, may use them."""
     if not has_amx():
         return False
-    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
+    answer: int = ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA)
+    return answer == 0
 
 
 def family(machine: str) -> str:
