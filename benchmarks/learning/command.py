@@ -79,6 +79,7 @@ def learning_unattended_command(
     limit: Annotated[float, typer.Option(help="Seconds until the swap, at most.")] = 600.0,
     min_rows: Annotated[int, typer.Option(help="New rows before a training.")] = 200,
     minutes: Annotated[float, typer.Option(help="Minutes of a training, at most.")] = 20.0,
+    gpu_share: Annotated[float, typer.Option(help="--learn-gpu-share of the server that learns.")] = 0.1,
     draft: Annotated[str, typer.Option(help="--draft of both servers.")] = "eagle3",
     device: Annotated[str, typer.Option(help="cpu or cuda: of both servers and the trainer.")] = "cpu",
     threads: Threads = None,
@@ -98,10 +99,11 @@ def learning_unattended_command(
     options = UnattendedOptions(model, domain, rate, chats, held_out, limit)
     flags = serve_flags(threads, quantization, ("--draft", draft))
     learn = ("--learn-min-rows", str(min_rows), "--learn-minutes", str(minutes))
+    learn = (*learn, "--learn-gpu-share", str(gpu_share))
     with TemporaryDirectory() as folder:
         result = run_unattended(options, Path(folder), flags, learn, device, say)
-    for line in [*result.latency_lines, *(str(each) for each in result.state["decisions"])]:
-        say(line)
+    for decision in result.state["decisions"]:
+        say(str(decision))
     if json_file is not None:
         json_file.write_text(json.dumps(result.facts(), indent=1) + "\n")
     if result.swapped_after is None:

@@ -69,14 +69,13 @@ class Unattended:
         static, learning = self.tokens_per_pass[kind]
         return learning / static
 
-    @property
-    def latency_lines(self) -> list[str]:
-        """Median and p95 latency while the server collected, trained, scored and tried a head."""
-        return [
-            f"{phase}: {len(each)} requests, median {1e3 * statistics.median(each):.1f} ms, "
-            f"p95 {1e3 * sorted(each)[int(0.95 * len(each))]:.1f} ms"
-            for phase, each in self.latencies.items()
-        ]
+    def latency_line(self, phase: str) -> str:
+        """Median and p95 latency while the server collected, trained, scored or tried a head."""
+        each = sorted(self.latencies[phase])
+        return (
+            f"{len(each)} requests while {phase}: median {1e3 * statistics.median(each):.1f} ms, "
+            f"p95 {1e3 * each[int(0.95 * len(each))]:.1f} ms"
+        )
 
     def facts(self) -> dict[str, Any]:
         """Everything, for JSON."""
@@ -161,6 +160,8 @@ class Traffic:
         if (now := time.monotonic()) - self._looked < LOOK_SECONDS:
             return
         state = learn_state(self._server)
+        if state["phase"] != self._phase and self._phase in self.result.latencies:
+            self._say(self.result.latency_line(self._phase))
         self._looked, self._phase, self._swaps = now, state["phase"], state["swaps"]
         told = " ".join(f"{name} {state[name]}" for name in SHOWN)
         if told != self._told:

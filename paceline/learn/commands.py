@@ -129,7 +129,7 @@ def train_command(
     learning_rate: Annotated[float, typer.Option(help="Maximum learning rate, after the warm-up.")] = 1e-4,
     batch_tokens: Annotated[
         int | None,
-        typer.Option(help="Tokens per step. Default: 1,024 on a GPU, on a CPU by the speed of a first step."),
+        typer.Option(help="Tokens per step. Default: 2,048 on a GPU, on a CPU by the speed of a first step."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda if available.")] = "auto",
     gpu_share: GpuShare = 0.1,

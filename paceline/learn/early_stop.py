@@ -17,7 +17,7 @@ from paceline.train.progress import Progress
 EVALUATIONS = 8  # in a run, besides the one before it
 PATIENCE = 3  # evaluations in a row without a gain end the run
 MAX_LOSS = 0.01  # of tokens per pass on old rows: more is forgetting (the bar is 2 %)
-BATCH_TOKENS = 1024  # of an evaluation, which gives way between two batches
+BATCH_TOKENS = 2048  # of an evaluation, which gives way between two batches
 
 Scores = Mapping[str, float]  # tokens per pass, by group of rows
 

@@ -30,8 +30,8 @@ from paceline.train.progress import Progress
 from paceline.train.trainer import Trainer
 
 CANDIDATE = "candidate.json"  # named so last: without it, there is no candidate
-MAX_EPOCHS = 6  # of a training: more passes over some hundred rows gain little
-GPU_BATCH_TOKENS = 1024  # of a step: requests stand still beside it
+MAX_EPOCHS = 3  # passes over the rows of a training, at most
+GPU_BATCH_TOKENS = 2048  # of a step: requests stand still beside it
 UNFINISHED = "candidate.json.unfinished"
 OnProgress = Callable[[Progress, Kept | None], None]  # the steps so far, and the head if it was measured
 
@@ -108,6 +108,7 @@ def fine_tune(
     def examples(rows: Sequence[TrafficRow]) -> Examples:
         return examples_of(rows, config.vocab_size, selection.max_length)
 
+    yielding.may_step()  # what follows loads kernels
     held_back = {group: examples(rows) for group, rows in chosen.stop.items()}
     stopping = EarlyStop(objective, held_back, yielding.may_step)
     trainer = Trainer(objective, examples(chosen.train), learning, None, clock=yielding.now)

@@ -37,6 +37,7 @@ class LearnOptions:
     learn_minutes: float = 20.0  # of a training, without the time that it waits
     learn_max_running: int = 2  # requests; with more, or with any that waits, training waits too
     learn_max_slowdown: float = 0.02  # part of the tokens per second that training may cost
+    learn_gpu_share: float = 0.1  # of a GPU's time that training takes while no request runs
     learn_redact: str | None = None  # MODULE:FUNCTION that every row goes through before it is kept
 
     def __post_init__(self) -> None:
@@ -47,7 +48,8 @@ class LearnOptions:
         check_integer(ConfigError, "learn_min_rows", self.learn_min_rows, 1, None)
         check_number(ConfigError, "learn_minutes", self.learn_minutes, 0.0, 1e6, low_open=True)
         check_integer(ConfigError, "learn_max_running", self.learn_max_running, 0, None)
-        check_number(ConfigError, "learn_max_slowdown", self.learn_max_slowdown, 0.0, 1.0, low_open=True)
+        for name in ("learn_max_slowdown", "learn_gpu_share"):
+            check_number(ConfigError, name, getattr(self, name), 0.0, 1.0, low_open=True)
         for file in self.learn_generic:
             if not Path(file).expanduser().is_file():
                 raise ConfigError(f"--learn-generic {file} is no file: make one by `paceline train answers`.")

@@ -83,6 +83,8 @@ class Yielding:
         """
         self._share, self._finish = share, finish
         self._busy_share, self._activity = busy_share or share, activity
+        if activity is not None:
+            activity.end_work()  # it loads: that is no work of the device
         self._clock, self._sleep = clock, sleep
         self._stopped_seconds = stopped_seconds
         self._parent = os.getppid() if end_with_parent else None
@@ -116,6 +118,8 @@ class Yielding:
             ended = self.now()
             self._rest(ended, ended - self._step_began)
             self._waited += self.now() - ended
+        if self._activity is not None:
+            self._activity.begin_work()
         self._step_began = self.now()
         self._steps += 1
         return not self.stopped
@@ -136,8 +140,6 @@ class Yielding:
             if left <= SLACK_SECONDS:
                 break
             self._sleep(min(left, most))
-        if activity is not None:
-            activity.begin_work()
 
 
 def lower_priority(nice: int = LOWEST) -> None:

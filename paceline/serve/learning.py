@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 REMEMBERED = 10_000  # kept answers that drafters of past responses get at the start, as many as they hold
 # the share of a GPU that a trainer takes while requests run, of --learn-max-slowdown. A request beside one of
 # its steps stands still meanwhile, so p95 latency shows more of it than the tokens per second do
-BUSY_PART = 0.5
+BUSY_PART = 0.25
 TRAINABLE = ("eagle3", "dflash", "dspark")  # methods whose heads can be trained further, as objectives.KINDS
 
 
@@ -171,13 +171,9 @@ def learning_model(
     )
     slowdown = Slowdown(learning.learn_max_slowdown, device)
     with closing(collector), new_activity() as activity:
-        guest = (
-            "--activity",
-            str(activity.path),
-            "--busy-share",
-            str(BUSY_PART * learning.learn_max_slowdown),
-        )
-        both = ("--salt", salt, "--device", device, *guest)
+        busy_share = min(learning.learn_gpu_share, BUSY_PART * learning.learn_max_slowdown)
+        shares = ("--gpu-share", str(learning.learn_gpu_share), "--busy-share", str(busy_share))
+        both = ("--salt", salt, "--device", device, "--activity", str(activity.path), *shares)
         jobs = ProcessJobs(folder, model.config.model.model, train, both)
         yield LearningModel(model.method, model.load, collector, history, jobs, activity, config, slowdown)
 

@@ -270,6 +270,12 @@ LEARN: Group = (
         "Part of the tokens per second that training may cost; it works and waits in turns to keep that.",
     ),
     Flag(
+        "learn_gpu_share",
+        float,
+        0.1,
+        "Share of a GPU's time that training takes while no request runs.",
+    ),
+    Flag(
         "learn_redact",
         str | None,
         None,
@@ -341,7 +347,7 @@ LEARN = by_topic(
     {
         "Learning": "learn learn_dir learn_share learn_max_bytes learn_max_age learn_salts learn_salt "
         "learn_skip_key learn_generic learn_min_rows learn_minutes learn_max_running learn_max_slowdown "
-        "learn_redact"
+        "learn_gpu_share learn_redact"
     },
 )
 SCALE = by_topic(
