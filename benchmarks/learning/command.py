@@ -98,8 +98,8 @@ def learning_unattended_command(
 
     options = UnattendedOptions(model, domain, rate, chats, held_out, limit)
     flags = serve_flags(threads, quantization, ("--draft", draft))
-    learn = ("--learn-min-rows", str(min_rows), "--learn-minutes", str(minutes))
-    learn = (*learn, "--learn-gpu-share", str(gpu_share))
+    given = {"min-rows": min_rows, "minutes": minutes, "gpu-share": gpu_share}
+    learn = [part for name, value in given.items() for part in (f"--learn-{name}", str(value))]
     with TemporaryDirectory() as folder:
         result = run_unattended(options, Path(folder), flags, learn, device, say)
     for decision in result.state["decisions"]:
