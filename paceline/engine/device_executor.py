@@ -16,12 +16,10 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import compress
 
 import numpy as np
 
 from paceline.backends.async_decoding import AsyncDecoder, DecodeOutput, DeviceDraft, SlotInits
-from paceline.core.arrays import Int64Array
 from paceline.core.features import Features
 from paceline.core.request import Request
 from paceline.core.schedule import Scheduled
@@ -67,6 +65,7 @@ class DeviceExecutor:
         self._with_texts: dict[Request, tuple[int, int]] = {}
         self._head = AttachedHead(drafting)
         self._last_plan = PLAIN
+        self._second: tuple[list[Scheduled], list[Scheduled]] = ([], [])  # parts, and their `otherwise` parts
         self._optimistic = OptimisticDrafts(drafting)
         self.shadow = ShadowDrafts(drafting)
 
@@ -140,22 +139,20 @@ class DeviceExecutor:
 
         Empty if there are no pages, or if the passes in flight will probably finish all of them.
         """
-        in_flight = self._joined
-        passes = np.array([in_flight.get(request, 0) for request in requests])
-        lengths = np.array([len(request.token_ids) for request in requests])
-        limits = np.array([request.most_tokens for request in requests])
-        unfinished = lengths + passes < limits
+        in_flight, rows_in_flight = self._joined, self._rows_in_flight()
         tokens_per_pass = 1 + plan.levels // 2  # tokens that a pass in flight probably gives
-        if not (lengths + tokens_per_pass * passes < limits).any():
-            return []
-        if not unfinished.all():
-            requests = list(compress(requests, unfinished))
-            passes, lengths, limits = passes[unfinished], lengths[unfinished], limits[unfinished]
-        rows_in_flight, new_rows = self._rows_in_flight(), 2 * plan.nodes + 1
-        lengths = np.minimum(lengths + new_rows + rows_in_flight * (passes > 0), limits)
+        new_rows = 2 * plan.nodes + 1
+        admitted, lengths, is_short = [], [], True
+        for request in requests:
+            passes, length, limit = in_flight.get(request, 0), len(request.token_ids), request.most_tokens
+            if length + passes < limit:  # else the passes in flight will finish it
+                is_short = is_short and length + tokens_per_pass * passes >= limit
+                admitted.append(request)
+                lengths.append(min(length + new_rows + (rows_in_flight if passes else 0), limit))
         # the next commit releases what was reserved in vain
-        reserved = self._reserve(requests, lengths, limits)
-        return list(requests) if reserved and self._attached_to(requests, plan) else []
+        if is_short or not self._reserve(admitted, lengths):
+            return []
+        return admitted if self._attached_to(admitted, plan) else []
 
     def _attached_to(self, requests: Sequence[Request], plan: DraftPlan) -> bool:
         """Whether the plan's head, if it has one, drafts for all of these requests on the device now."""
@@ -164,14 +161,17 @@ class DeviceExecutor:
         draft = self.draft(plan)
         return draft is None or draft.from_texts or self._head.attach(requests, plan)
 
-    def _reserve(self, requests: Sequence[Request], lengths: Int64Array, limits: Int64Array) -> bool:
+    def _reserve(self, requests: Sequence[Request], lengths: Sequence[int]) -> bool:
         """Whether the requests have pages for these lengths now; with spare ones, up to their limits."""
-        kv, slots = self._kv, [request.slot for request in requests]
-        if (lengths <= kv.rooms[slots]).all():
+        kv = self._kv
+        rooms = kv.rooms.tolist()
+        pairs = zip(requests, lengths, strict=True)
+        if not [request for request, length in pairs if length > rooms[request.slot]]:
             return True
-        spare = np.minimum(lengths + self._spare, limits)
-        for slot, length, more in zip(slots, lengths.tolist(), spare.tolist(), strict=True):
-            if not kv.reserve(slot, more) and not kv.reserve(slot, length):
+        spare = self._spare
+        for request, length in zip(requests, lengths, strict=True):
+            more = min(length + spare, request.most_tokens)
+            if not kv.reserve(request.slot, more) and not kv.reserve(request.slot, length):
                 return False
         return True
 
@@ -256,11 +256,22 @@ class DeviceExecutor:
                 logprobs = None if output.logprobs is None else output.logprobs[row]
                 advance_sampling(part.request, needs, verdict, logprobs)
         found = None if output.found is None else output.found[rows].tolist()
-        parts, shapes = drafted_parts(parts, plan, found)
+        parts, shapes = drafted_parts(parts, self._second_parts(parts, plan), plan, found)
         attended = (1 + plan.nodes) * sum([part.request.num_computed for part in parts])
         features = self._features(parts, rows, output)
         timer.end("verify")
         return StepResult(parts, verdicts, shapes, features, (1 + plan.nodes) * len(parts), attended)
+
+    def _second_parts(self, parts: list[Scheduled], plan: DraftPlan) -> list[Scheduled]:
+        """The parts as the `otherwise` plan drafts for them; made once for passes over the same requests."""
+        if self._second[0] is not parts and plan.otherwise is not None:
+            second = plan.second()
+            drafted = [
+                Scheduled(part.request, part.num_tokens, second) if part.plan.budget else part
+                for part in parts
+            ]
+            self._second = parts, drafted
+        return self._second[1]
 
     def _skip(self) -> None:
         """Do not read the oldest pass: all of its requests have ended."""

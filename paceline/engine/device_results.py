@@ -28,11 +28,12 @@ def advance_sampling(request: Request, needs: int, verdict: Verdict, logprobs: F
 
 
 def drafted_parts(
-    parts: list[Scheduled], plan: DraftPlan, found: Sequence[int] | None
+    parts: list[Scheduled], second: Sequence[Scheduled], plan: DraftPlan, found: Sequence[int] | None
 ) -> tuple[list[Scheduled], list[Shape]]:
     """The parts with the plans that their drafts came from, and the shapes of these; none of a plain pass.
 
-    `found`: tokens that were drafted from texts. Where there are none, the `otherwise` plan has drafted.
+    `found`: tokens that were drafted from texts. Where there are none, the `otherwise` plan has drafted:
+    `second` has its parts.
     """
     if not plan.budget:
         return parts, []
@@ -41,12 +42,9 @@ def drafted_parts(
         return parts, [own if part.plan.budget else none for part in parts]
     counts = [plan.levels] * len(parts) if found is None else list(found)
     if found is not None and plan.otherwise is not None:
-        second = plan.second()
-        counts = [count or second.levels for count in found]
-        parts = [
-            part if count or not part.plan.budget else Scheduled(part.request, part.num_tokens, second)
-            for part, count in zip(parts, found, strict=True)
-        ]
-    shapes = {count: Shape(count, count) for count in (0, *counts)}
+        levels = plan.second().levels
+        counts = [count or levels for count in found]
+        parts = [part if count else other for part, other, count in zip(parts, second, found, strict=True)]
+    shapes = {count: Shape(count, count) for count in {0, *counts}}
     pairs = zip(parts, counts, strict=True)
     return parts, [shapes[count if part.plan.budget else 0] for part, count in pairs]

@@ -67,7 +67,8 @@ class KVCache:
         self.prefix_hits = 0  # tokens found there
         self.states: SequenceStates | None = None  # of recurrent layers
         self._pools: list[tuple[PoolOwner, KVPool]] = []
-        self._windows: list[int | None] = []  # of each pool
+        # the last positions that a row attends to in any layer of any pool; None: all, in some layer
+        self._window: int | None = None
         self._sequences: dict[int, _Sequence] = {}
         self._free_slots = list(range(max_sequences - 1, -1, -1))
 
@@ -78,7 +79,10 @@ class KVCache:
         """
         pool = owner.make_pool(self.pages.num_pages)
         self._pools.append((owner, pool))
-        self._windows.append(window)
+        if len(self._pools) == 1:
+            self._window = window
+        elif self._window is not None:
+            self._window = None if window is None else max(window, self._window)
         return pool
 
     def add_states(self, owner: StateOwner) -> None:
@@ -240,10 +244,9 @@ class KVCache:
         They stay in the prefix cache until other pages are needed. The last full page is kept: the next one
         is indexed after it.
         """
-        windows = [window for window in self._windows if window is not None]
-        if len(windows) < len(self._windows):
+        if self._window is None:
             return
-        first_seen = sequence.length - max(windows, default=sequence.length) + 1
+        first_seen = sequence.length - self._window + 1
         end = min(first_seen, sequence.length - self.page_size) // self.page_size
         for number in range(sequence.released, end):
             self.pages.drop(sequence.pages[number])
