@@ -161,7 +161,8 @@ def _latent_buffers(weights: Weights, rows: int) -> LatentBuffers | None:
 
 def _low_rank_buffers(weights: Weights, rows: int) -> LowRankBuffers | None:
     rank = max(layer.adapters.largest_rank for layer in weights.layers)
-    return make_low_rank_buffers(rank, rows, weights.dtype, weights.device) if rank else None
+    count, like = len(weights.adapters), weights.norm
+    return make_low_rank_buffers(count, rank, rows, like) if rank else None
 
 
 def _recurrent_buffers(weights: Weights, rows: int, nodes: int) -> RecurrentBuffers:

@@ -15,6 +15,7 @@ from paceline.backends.torch_backend import TorchBackend
 from paceline.control.controller import FixedController
 from paceline.core.params import SamplingParams
 from paceline.core.trees import PLAIN, DraftPlan
+from paceline.draft.base import Drafter
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.layout import expected_tensors
 from paceline.models.lora import Adapter, LoraMatrix
@@ -36,12 +37,12 @@ def make(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, quant
 
     if quantization != "none":
         adapters = random_adapters(checkpoint.config)
-        return CudaBackend.load(checkpoint, quantization=quantization, max_rows=32, adapters=adapters)
+        return CudaBackend.load(checkpoint, quantization=quantization, max_rows=64, adapters=adapters)
     from paceline.backends.cuda.adapters import with_adapters
     from tests.backends.cuda.test_backend import make as make_plain
 
     weights = make_plain(checkpoint, device, dtype).weights
-    return CudaBackend(with_adapters(weights, random_adapters(checkpoint.config)), max_rows=32)
+    return CudaBackend(with_adapters(weights, random_adapters(checkpoint.config)), max_rows=64)
 
 
 def test_a_step_has_the_logits_of_merged_weights_and_the_bits_of_a_step_without_adapters(
@@ -132,40 +133,40 @@ def test_a_row_has_the_same_bits_beside_any_others(
     assert np.array_equal(np.concatenate(pieces, axis=1), alone[:, :17])
 
 
+def engine_outputs(
+    backend: Any, temperature: float, together: bool, on_device: bool, drafter: Drafter | None = None
+) -> list[list[int]]:
+    """The tokens of more requests than there are slots, with each adapter and none."""
+    from paceline.engine.admission import Limits
+    from paceline.engine.engine import Engine
+
+    if not on_device:
+        backend.make_async_decoder = lambda *rest: None
+    drafters = {"drafter": drafter} if drafter else {}
+    controller = FixedController(DraftPlan("drafter", 3) if drafter else PLAIN)
+    limits = Limits(VOCAB_SIZE, 96, 4, 32)
+    engine = Engine(backend, ToyTokenizer(), limits, num_pages=60, drafters=drafters, controller=controller)
+    requests = []
+    for number in range(7):
+        prompt = np.random.default_rng(number // 3).integers(2, VOCAB_SIZE, 20).tolist()
+        params = SamplingParams(temperature=temperature, seed=number // 3, max_tokens=20, ignore_eos=True)
+        requests += engine.add_request(prompt, params, adapter=("", "a", "b")[number % 3])
+        if not together:
+            drain(engine, scribble=False)
+    drain(engine, scribble=False)
+    assert not any(request.error or request.failed_drafters for request in requests)
+    return [request.output_token_ids for request in requests]
+
+
 @needs_gpu
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_requests_with_adapters_are_decoded_on_the_device(
     temperature: float, tmp_path: Path, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """More requests than slots; plain and drafted, they give the tokens of each alone in host passes."""
-    from paceline.engine.admission import Limits
-    from paceline.engine.engine import Engine
-
+    """Plain and drafted, they give the tokens of each alone in host passes."""
     checkpoint = load_checkpoint(save_checkpoint("llama", tmp_path / "llama"))
-
-    def outputs(together: bool, on_device: bool, make_drafter: Any = None) -> list[list[int]]:
-        backend = make(checkpoint, device, dtype)
-        if not on_device:
-            backend.make_async_decoder = lambda *rest: None
-        drafters = {"drafter": make_drafter(backend)} if make_drafter else {}
-        controller = FixedController(DraftPlan("drafter", 3) if drafters else PLAIN)
-        limits = Limits(VOCAB_SIZE, 96, 4, 32)
-        engine = Engine(
-            backend, ToyTokenizer(), limits, num_pages=60, drafters=drafters, controller=controller
-        )
-        requests = []
-        for number in range(7):
-            prompt = np.random.default_rng(number // 3).integers(2, VOCAB_SIZE, 20).tolist()
-            params = SamplingParams(temperature=temperature, seed=number // 3, max_tokens=20, ignore_eos=True)
-            requests += engine.add_request(prompt, params, adapter=("", "a", "b")[number % 3])
-            if not together:
-                drain(engine, scribble=False)
-        drain(engine, scribble=False)
-        assert not any(request.error or request.failed_drafters for request in requests)
-        return [request.output_token_ids for request in requests]
-
-    expected = outputs(False, False)
+    expected = engine_outputs(make(checkpoint, device, dtype), temperature, False, False)
     assert len({tuple(ids) for ids in expected}) == len(expected)
-    assert outputs(True, True) == expected
-    assert outputs(True, True, random_head) == expected
-    assert outputs(True, True, lambda backend: Copies()) == expected
+    for make_drafter in (lambda backend: None, random_head, lambda backend: Copies()):
+        backend = make(checkpoint, device, dtype)
+        assert engine_outputs(backend, temperature, True, True, make_drafter(backend)) == expected

@@ -30,7 +30,7 @@ class Adapted(Case):
         down = torch.randn(2, RANK, HIDDEN, device=device) / 8
         up = torch.randn(2, 2 * WIDTH, RANK, device=device) / 8
         self.change = low_rank.LowRank(down.to(dtype), up.to(dtype))
-        self.buffers = low_rank.make_low_rank_buffers(RANK, 128, dtype, device)
+        self.buffers = low_rank.make_low_rank_buffers(2, RANK, 128, self.rows)
 
     def added(self, inputs: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """What is added to the product of each row: [rows, width]."""

@@ -3,8 +3,8 @@
     shrink    low = down x              a kernel of its own, before the product
     expand    W x becomes W x + up low  in the product's own kernel, before its results are used
 
-A tile of rows takes its adapters one after the other, each for all of its rows, and a row keeps the result of
-its own. So a row has the same bits beside any others, and rows without an adapter keep theirs.
+Each adapter of a tile of rows is multiplied with all of them, and a row keeps the result of its own. So a row
+has the same bits beside any others, and rows without an adapter keep theirs.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import triton
 import triton.language as tl
 
 from paceline.backends.cuda.kernels.fp8 import scale_offset
-from paceline.backends.cuda.kernels.matmul import load_squares, norm_factor, program_tokens, reduce_split_k
+from paceline.backends.cuda.kernels.matmul import load_squares, norm_factor, program_tokens
 from paceline.backends.cuda.kernels.matrix import MIN_TOKENS, Normed
-from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
+from paceline.backends.cuda.kernels.pdl import pdl_launch, pdl_wait, prefetch, supports_pdl
 
 CHUNK = 16  # ranks of a program, and depth of the instruction that expands them
 STEP = 64  # of the depth of a product
-SPLIT_DEPTH, MAX_SPLITS = 512, 4  # of the depth: it decides the bits
+SPLIT_DEPTH, MAX_SPLITS = 512, 8  # of the depth: it decides the bits
 STAGES, WARPS = 4, 2
-_CHUNK, _STEP = tl.constexpr(CHUNK), tl.constexpr(STEP)
+_CHUNK, _STEP, _STEPS = tl.constexpr(CHUNK), tl.constexpr(STEP), tl.constexpr(SPLIT_DEPTH // STEP)
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,16 @@ class LowRankBuffers:
 
     low: torch.Tensor  # [padded rows * largest rank]
     partial: torch.Tensor  # float32 [sums of splits]
-    counters: torch.Tensor  # int32 [tiles] zero between products
+    counters: torch.Tensor  # int32 [tiles * adapters] zero between products
 
 
-def make_low_rank_buffers(rank: int, rows: int, dtype: torch.dtype, device: torch.device) -> LowRankBuffers:
-    """Buffers for products of at most this rank with this number of padded rows."""
-    tiles = rows // MIN_TOKENS * (rank // CHUNK)
+def make_low_rank_buffers(adapters: int, rank: int, rows: int, like: torch.Tensor) -> LowRankBuffers:
+    """Buffers for products of this number of padded rows with adapters of at most this rank."""
+    tiles, device = rows // MIN_TOKENS * (rank // CHUNK), like.device
     return LowRankBuffers(
-        torch.zeros(rows * rank, dtype=dtype, device=device),
+        torch.zeros(rows * rank, dtype=like.dtype, device=device),
         torch.empty(tiles * MAX_SPLITS * CHUNK * MIN_TOKENS, dtype=torch.float32, device=device),
-        torch.zeros(tiles, dtype=torch.int32, device=device),
+        torch.zeros(tiles * adapters, dtype=torch.int32, device=device),
     )
 
 
@@ -115,6 +115,34 @@ def next_adapter(adapter, last):  # type: ignore[no-untyped-def]
     return tl.max(tl.where(adapter < last, adapter, -1), 0)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _reduce_own(  # type: ignore[no-untyped-def]
+    total,
+    own,
+    partial_at,
+    counter_at,
+    split,
+    splits: tl.constexpr,
+    tokens: tl.constexpr,
+):
+    """Whether this program is the last of its splits to arrive, and, if it is, their sum in order.
+
+    As `reduce_split_k`, but a program has the tokens `own` of a tile; the others belong to other adapters.
+    """
+    last = True
+    if splits > 1:
+        offset = tl.arange(0, _CHUNK)[:, None] + tl.arange(0, tokens)[None, :] * _CHUNK
+        tl.store(partial_at + split * _CHUNK * tokens + offset, total, mask=own[None, :])
+        tl.debug_barrier()
+        last = tl.atomic_add(counter_at, 1, sem="acq_rel") == splits - 1
+        if last:
+            total = tl.load(partial_at + offset, cache_modifier=".cg")
+            for other in tl.static_range(1, splits):
+                total += tl.load(partial_at + other * _CHUNK * tokens + offset, cache_modifier=".cg")
+            tl.store(counter_at, 0)
+    return last, total
+
+
 @triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
 def _shrink_kernel(  # type: ignore[no-untyped-def]
     rows_at,
@@ -139,38 +167,76 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
-    pdl_sync(pdl)
-    chunk, split = tl.program_id(1), tl.program_id(2)
+    """Programs are (row tile, adapter and chunk of ranks, split).
+
+    Those of adapters that no row of the tile has end at once. Adapters were there before the pass, and so was
+    the adapter of each row: both are read before the wait for the kernels that compute the rows.
+    """
+    pdl_launch(pdl)
+    chunks: tl.constexpr = rank // _CHUNK
+    number, chunk = tl.program_id(1) // chunks, tl.program_id(1) % chunks
+    split = tl.program_id(2)
     token = program_tokens(tokens)
-    real, steps = token < row_count, depth // _STEP
+    real = token < row_count
+    steps = depth // _STEP
     begin, end = split * steps // splits * _STEP, (split + 1) * steps // splits * _STEP
-    adapter = tl.load(adapters_at + token, mask=real, other=-1)
-    current = tl.max(adapter, 0)
-    if current >= 0:
-        total = tl.zeros([_CHUNK, tokens], tl.float32)
-        while current >= 0:
-            own_at = down_at + (current * rank + chunk * _CHUNK).to(tl.int64) * depth
-            own = _shrink_split(
-                rows_at, scales_at, own_at, token, real, depth, begin, end, stages, has_scales
-            )
-            total = tl.where((adapter == current)[None, :], own, total)
-            current = next_adapter(adapter, current)
-        number = tl.program_id(0) * tl.num_programs(1) + chunk
-        last, total = reduce_split_k(
+    own = tl.load(adapters_at + token, mask=real, other=-1) == number
+    own_at = down_at + (number * rank + chunk * _CHUNK).to(tl.int64) * depth
+    is_used = tl.max(own.to(tl.int32), 0) > 0
+    if is_used and pdl:
+        # all of the adapter's part, or the first of it if a split is deeper than usual
+        along = tl.minimum(begin + tl.arange(0, _STEPS) * _STEP, end - _STEP)
+        prefetch(own_at + tl.arange(0, _CHUNK)[:, None] * depth + along[None, :])
+    pdl_wait(pdl)
+    if is_used:
+        if has_norm:
+            squares = load_squares(squares_at, token, groups, max_groups)
+        total = _shrink_split(
+            rows_at,
+            scales_at,
+            own_at,
+            token,
+            own,
+            depth,
+            begin,
+            end,
+            stages,
+            has_scales,
+        )
+        partial_at += (tl.program_id(0) * chunks + chunk) * splits * _CHUNK * tokens
+        counter_at = counters_at + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        last, total = _reduce_own(
             total,
-            partial_at + number * splits * _CHUNK * tokens,
-            counters_at + number,
+            own,
+            partial_at,
+            counter_at,
             split,
             splits,
-            _CHUNK,
             tokens,
-            "none",
         )
         if last:
             if has_norm:
-                total *= norm_factor(load_squares(squares_at, token, groups, max_groups), size, eps)
+                total *= norm_factor(squares, size, eps)
             to = low_at + token[None, :] * rank + chunk * _CHUNK + tl.arange(0, _CHUNK)[:, None]
-            tl.store(to, total.to(low_at.dtype.element_ty))
+            tl.store(to, total.to(low_at.dtype.element_ty), mask=own[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_low_rank(  # type: ignore[no-untyped-def]
+    total, column, token, row_count, low_at, up_at, adapters_at, up_width, rank: tl.constexpr
+):
+    """The results [columns, tokens] of a product with what each row's adapter adds to these columns."""
+    adapter = tl.load(adapters_at + token, mask=token < row_count, other=-1)
+    along, current = tl.arange(0, _CHUNK), tl.max(adapter, 0)
+    while current >= 0:
+        ups = up_at + (current * up_width + column).to(tl.int64)[:, None] * rank + along[None, :]
+        lows = low_at + token[None, :] * rank + along[:, None]
+        added = tl.zeros(total.shape, tl.float32)
+        for at in range(0, rank, _CHUNK):
+            added = tl.dot(tl.load(ups + at), tl.load(lows + at), added)
+        total = tl.where((adapter == current)[None, :], total + added, total)
+        current = next_adapter(adapter, current)
+    return total
 
 
 def shrink(
@@ -192,7 +258,7 @@ def shrink(
     splits = max(1, min(MAX_SPLITS, depth // SPLIT_DEPTH))
     groups = 1 if normed is None else normed.squares.shape[1]
     pdl = supports_pdl(rows.device)
-    _shrink_kernel[(-(-count // MIN_TOKENS), rank // CHUNK, splits)](
+    _shrink_kernel[(-(-count // MIN_TOKENS), len(change.down) * rank // CHUNK, splits)](
         rows,
         scales,
         None if normed is None else normed.squares,
@@ -219,21 +285,3 @@ def shrink(
         launch_pdl=pdl,
     )
     return LowRankRows(adapters, low, change.up)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def add_low_rank(  # type: ignore[no-untyped-def]
-    total, column, token, row_count, low_at, up_at, adapters_at, up_width, rank: tl.constexpr
-):
-    """The results [columns, tokens] of a product with what each row's adapter adds to these columns."""
-    adapter = tl.load(adapters_at + token, mask=token < row_count, other=-1)
-    along, current = tl.arange(0, _CHUNK), tl.max(adapter, 0)
-    while current >= 0:
-        ups = up_at + (current * up_width + column).to(tl.int64)[:, None] * rank + along[None, :]
-        lows = low_at + token[None, :] * rank + along[:, None]
-        added = tl.zeros(total.shape, tl.float32)
-        for at in range(0, rank, _CHUNK):
-            added = tl.dot(tl.load(ups + at), tl.load(lows + at), added)
-        total = tl.where((adapter == current)[None, :], total + added, total)
-        current = next_adapter(adapter, current)
-    return total
