@@ -22,11 +22,12 @@ import torch
 
 from paceline.backends.cuda.compiling import compiled, compiles_only, on_device
 from paceline.backends.cuda.kernels.attention import BLOCK, LANES, MERGE_FAN_IN, tile_height
-from paceline.backends.cuda.kernels.matrix import Matrix
 from paceline.backends.cuda.kernels.pdl import HOPPER
+from paceline.backends.cuda.kernels.routing import Mixture
 from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.kernels.rows import embed
 from paceline.backends.cuda.native import compiler, float_bits, is_left_out
+from paceline.backends.cuda.shard import TILE
 from paceline.backends.cuda.weights import Layer, Weights
 from paceline.backends.cuda.workspace import Pool, Workspace
 
@@ -36,11 +37,13 @@ logger = logging.getLogger(__name__)
 SOURCES = (
     "instructions",
     "softmax",
-    "persistent_memory",
+    "persistent_constants",
+    "persistent_instructions",
     "persistent_shapes",
     "persistent_products",
     "persistent_epilogues",
     "persistent_attention",
+    "persistent_experts",
     "persistent_layers",
 )
 WARPS = 8  # computing warps of a program
@@ -52,7 +55,10 @@ MAX_ROWS = 8  # rows of an MMA instruction; separate kernels take 1.26 times as 
 HEAD_SIZES = (64, 128)  # others were not tried, or need too many registers
 MAX_HIDDEN = 2048  # larger models keep memory busy with separate kernels
 MAX_SLOTS, MIN_SLOTS = 16, 6  # slots of the weight pipeline
-OTHER_BYTES, LAYER_BYTES = 2048, 80  # of shared memory: small variables, and each layer's addresses
+MAX_CHOSEN = 8  # experts of a row: a computing warp each
+MAX_OFFSET = 1 << 32  # numbers of a matrix
+ROUTING_PREFETCH = 0  # steps of the next layer's QKV, while experts are not known
+OTHER_BYTES, LAYER_BYTES = 2048, 104  # of shared memory: small variables, and each layer's addresses
 
 
 class PersistentLayers:
@@ -126,7 +132,7 @@ class _Pass:
         feature_layers: tuple[int, ...],
     ) -> None:
         device, hidden = weights.device, sizes["ROWS"] * sizes["HIDDEN"]
-        heads = sizes["ATTENTION_TILES"] * sizes["KV_HEADS"]
+        heads, qk_heads = sizes["ATTENTION_TILES"] * sizes["KV_HEADS"], sizes["HEADS"] + sizes["KV_HEADS"]
         lanes = heads * sizes["PARTS"] * LANES
 
         def zeros(count: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
@@ -147,7 +153,7 @@ class _Pass:
             zeros(hidden // 4),
             workspace.query,
             workspace.attention_output,
-            workspace.activated,
+            workspace.activated if workspace.routing is None else workspace.routing.activated,
             tables.positions,
             tables.slot_mapping,
             tables.tile_rows,
@@ -160,12 +166,17 @@ class _Pass:
             zeros(2 + heads, torch.int32),  # counters
             feature(len(weights.layers)),
             0 if features is None else features.stride(0),
+            zeros(qk_heads * sizes["DIM"]),
+            zeros(qk_heads * sizes["DIM"] // 8),
+            zeros(sizes["EXPERTS"]),
         ]
         norms = [layer.attention_norm for layer in weights.layers[1:]] + [weights.norm]
         parts = zip(weights.layers, norms, pool.keys, pool.values, strict=True)
         for index, (layer, norm, keys, values) in enumerate(parts):
             used += [layer.qkv.weight, layer.qkv.bias, layer.output.weight, layer.feed_forward_norm]
             used += [layer.gate_up.weight, layer.down.weight, norm, keys, values, feature(index)]
+            used += layer.head_norms or (None, None)
+            used += [None if layer.mixture is None else layer.mixture.router.weight]
         self._used = used  # tensors must live as long as the kernel holds their addresses
         addresses = [own.data_ptr() if isinstance(own, torch.Tensor) else own or 0 for own in used]
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
@@ -200,76 +211,96 @@ def _compile(sizes: tuple[tuple[str, int], ...], shared: int, device: torch.devi
 
 def _sizes(weights: Weights, tables: RowTables, page_size: int, blocks: int) -> dict[str, int] | None:
     """The constants that the source is compiled with; None if device, model or rows are not supported."""
-    config, layer, rows, device = weights.config, weights.layers[0], len(tables.positions), weights.device
-    if device.type != "cuda" or rows > MAX_ROWS or not _is_plain(weights):
+    if weights.device.type != "cuda":
         return None
-    properties = torch.cuda.get_device_properties(device)
-    programs, hidden = properties.multi_processor_count, config.hidden_size
-    tiles = len(tables.tile_rows)
-    if properties.major != HOPPER or tiles * config.num_kv_heads > programs:
+    properties = torch.cuda.get_device_properties(weights.device)
+    shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
+    programs = properties.multi_processor_count if properties.major == HOPPER else 0
+    return kernel_sizes(weights, tables, page_size, blocks, programs, shared)
+
+
+def kernel_sizes(
+    weights: Weights, tables: RowTables, page_size: int, blocks: int, programs: int, shared: int
+) -> dict[str, int] | None:
+    """The constants for a device with this many multiprocessors and bytes of shared memory."""
+    config, layer, tiles = weights.config, weights.layers[0], len(tables.tile_rows)
+    rows, kv_heads = len(tables.positions), config.num_kv_heads
+    if rows > MAX_ROWS or not _is_plain(weights, rows) or tiles * kv_heads > programs:
         return None
 
     def columns(units: int, each: int) -> int:
         """Of a program, at most."""
         return -(-units // programs) * each
 
-    heads = columns((config.num_heads + 2 * config.num_kv_heads) * config.head_dim // 16, 16)
-    stream = columns(hidden // 4, 4)
-    gate = -(-columns(config.intermediate_size // 4, 8) // 16) * 16
-    slot = gate * PIECE * 2
-
-    def slab(count: int, matrix: Matrix) -> int:
-        """How much of the depth of each split fits a slot."""
-        return slot // (count * matrix.tiling.splits * 2) // PIECE * PIECE
-
-    slabs = slab(heads, layer.qkv), slab(stream, layer.output), slab(stream, layer.down)
-    if not all(slabs) or heads > 64 or stream > 128:
+    chosen = 1 if layer.mixture is None else layer.mixture.chosen
+    heads = columns((config.num_heads + 2 * kv_heads) * config.head_dim // 16, 16)
+    stream = columns(config.hidden_size // 4, 4)
+    gate = -(-columns(chosen * layer.down.depth // 4, 8) // 16) * 16
+    splits = {
+        "HEADS": layer.qkv.tiling.splits,
+        "OUTPUT": layer.output.tiling.splits,
+        "DOWN": layer.down.tiling.splits if layer.mixture is None else chosen,
+    }
+    widths = {"HEADS": heads, "OUTPUT": stream, "DOWN": stream}
+    slot = (gate if layer.mixture is None else max(gate, stream * chosen)) * PIECE * 2
+    # how much of the depth of each split fits a slot
+    slabs = {name: slot // (widths[name] * count * 2) // PIECE * PIECE for name, count in splits.items()}
+    if not all(slabs.values()) or heads > 64 or stream > 128:
         return None
-    pairs = (heads, layer.qkv), (stream, layer.output), (stream, layer.down)
-    jobs = max(-(-count // 16) * matrix.tiling.splits for count, matrix in pairs)
+    jobs = max(-(-widths[name] // 16) * count for name, count in splits.items())
     sizes = {
-        "LAYERS": config.num_layers,
-        "HIDDEN": hidden,
-        "INTERMEDIATE": config.intermediate_size,
-        "HEADS": config.num_heads,
-        "KV_HEADS": config.num_kv_heads,
-        "DIM": config.head_dim,
-        "HEADS_BIAS": int(layer.qkv.bias is not None),
-        "HEADS_SPLITS": layer.qkv.tiling.splits,
-        "OUTPUT_SPLITS": layer.output.tiling.splits,
-        "DOWN_SPLITS": layer.down.tiling.splits,
-        "HEADS_SLAB": slabs[0],
-        "OUTPUT_SLAB": slabs[1],
-        "DOWN_SLAB": slabs[2],
+        **_model_sizes(weights, tables),
+        **{f"{name}_SPLITS": count for name, count in splits.items()},
+        **{f"{name}_SLAB": deep for name, deep in slabs.items()},
         "GATE_SLAB": PIECE,
         "SLOT": slot,
-        "ROWS": rows,
         "JOBS": max(-(-jobs // WARPS), -(-gate // 16 // WARPS)),
         "SPLIT_JOBS": jobs,
         "STREAMERS": min(WARPS, jobs),
         "PROGRAMS": programs,
-        "EPS_BITS": float_bits(config.rms_norm_eps),
-        "ATTENTION_TILES": tiles,
-        "HEIGHT": tile_height(config.num_heads, config.num_kv_heads),
-        "PARTS": max(programs // (tiles * config.num_kv_heads), -(-blocks // MERGE_FAN_IN)),
+        "PARTS": max(programs // (tiles * kv_heads), -(-blocks // MERGE_FAN_IN)),
         "PAGE": page_size,
-        "SCALE_BITS": float_bits(layer.scoring.scale(config.head_dim)),
+        "ROUTING_PREFETCH": ROUTING_PREFETCH,
     }
-    shared = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]
-    room = shared - _room(sizes)
-    sizes["SLOTS"] = min(MAX_SLOTS, room // slot)
+    sizes["SLOTS"] = min(MAX_SLOTS, (shared - _room(sizes)) // slot)
     return sizes if sizes["SLOTS"] >= MIN_SLOTS else None
 
 
-def _is_plain(weights: Weights) -> bool:
-    """Whether the kernel supports all layers of the model."""
+def _model_sizes(weights: Weights, tables: RowTables) -> dict[str, int]:
+    """The constants of the model, and of the rows of a pass."""
+    config, layer = weights.config, weights.layers[0]
+    chosen, experts = (1, 0) if layer.mixture is None else (layer.mixture.chosen, layer.mixture.experts)
+    return {
+        "LAYERS": config.num_layers,
+        "HIDDEN": config.hidden_size,
+        "INTERMEDIATE": chosen * layer.down.depth,
+        "EXPERTS": experts,
+        "CHOSEN": chosen,
+        "HEADS": config.num_heads,
+        "KV_HEADS": config.num_kv_heads,
+        "DIM": config.head_dim,
+        "HEADS_BIAS": int(layer.qkv.bias is not None),
+        "HEAD_NORMS": int(layer.head_norms is not None),
+        "ROWS": len(tables.positions),
+        "EPS_BITS": float_bits(config.rms_norm_eps),
+        "ATTENTION_TILES": len(tables.tile_rows),
+        "HEIGHT": tile_height(config.num_heads, config.num_kv_heads),
+        "SCALE_BITS": float_bits(layer.scoring.scale(config.head_dim)),
+    }
+
+
+def _is_plain(weights: Weights, rows: int) -> bool:
+    """Whether the kernel supports all layers of the model for this many rows."""
     config = weights.config
 
     def plain(layer: Layer) -> bool:
         matrices = (layer.qkv, layer.output, layer.gate_up, layer.down)
+        has_experts = layer.mixture is not None
         return (
             all(own.tiling.packing == "none" and own.tiling.step == STEP for own in matrices)
-            and layer.head_norms is None
+            and (rows == 1 or (layer.head_norms is None and not has_experts))
+            and has_experts == (config.moe is not None)
+            and (layer.mixture is None or (_is_plain_mixture(layer.mixture) and layer.shared is None))
             and layer.is_plain
             and layer.rotation is weights.layers[0].rotation is not None
             and layer.output.bias is None
@@ -280,16 +311,22 @@ def _is_plain(weights: Weights) -> bool:
     windows = any(config.window(index) is not None for index in range(config.num_layers))
     whole = weights.shard.size == 1  # ranks gather between its phases
     whole = whole and config.hidden_size % 128 == 0 and config.hidden_size <= MAX_HIDDEN
-    whole = whole and config.intermediate_size % 64 == 0 and config.num_heads * config.head_dim % 128 == 0
+    whole = whole and config.num_heads * config.head_dim % 128 == 0
     dtype = weights.dtype == torch.bfloat16
-    return (
-        whole
-        and dtype
-        and not windows
-        and config.moe is None
-        and weights.residual is None
-        and all(map(plain, weights.layers))
+    return whole and dtype and not windows and weights.residual is None and all(map(plain, weights.layers))
+
+
+def _is_plain_mixture(mixture: Mixture) -> bool:
+    """Whether rows choose a few experts by a softmax of their scores, and nothing else."""
+    moe, router, chosen = mixture.moe, mixture.router, mixture.chosen
+    by_softmax = moe.scoring == "softmax" and moe.normalize_weights and moe.weight_scale == 1
+    alone = mixture.shared == 0 and mixture.correction is None and moe.groups == 1
+    plain = router.bias is None and mixture.gate_up.bias is None
+    tiled = (
+        router.tiling.step == STEP and router.tiling.columns == TILE and router.depth == mixture.gate_up.depth
     )
+    known = chosen <= MAX_CHOSEN and chosen & (chosen - 1) == 0 and mixture.down.depth % STEP == 0
+    return by_softmax and alone and plain and tiled and known and mixture.gate_up.weight.numel() < MAX_OFFSET
 
 
 def _room(sizes: dict[str, int]) -> int:

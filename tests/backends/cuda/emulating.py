@@ -21,12 +21,12 @@ CACHE = HERE.parents[2] / ".pytest_cache" / "emulated"
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 
 
-def compiled(files: Sequence[str], runs: str, numbers: Mapping[str, object], *options: str) -> Path:
-    """The kernel in these files of the backend, with what `runs` it, compiled for such numbers.
+def compiled(files: Sequence[str | Path], runs: str, numbers: Mapping[str, object], *options: str) -> Path:
+    """The kernel in these files, with what `runs` it, compiled for such numbers. Names are of the backend.
 
     The file is named by all that was compiled and how, so a changed source is compiled again.
     """
-    kernel = [SOURCES / f"{file}.cu" for file in files]
+    kernel = [file if isinstance(file, Path) else SOURCES / f"{file}.cu" for file in files]
     defined = "".join(f"#define {name} {number}\n" for name, number in numbers.items())
     text = defined + "".join(own.read_text() for own in (HERE / "emulated.h", *kernel, HERE / runs))
     # where it is fortified, as some compilers have it, longjmp aborts when it leaves a stack for another
@@ -51,7 +51,7 @@ class Emulated:
 
     def __init__(
         self,
-        files: Sequence[str],
+        files: Sequence[str | Path],
         name: str,
         argument: str,
         numbers: Mapping[str, int],

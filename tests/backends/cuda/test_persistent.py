@@ -5,6 +5,7 @@ It is not Triton, so there is no interpreter for it: without a Hopper only the w
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from importlib import resources
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
 from paceline.models.layout import expected_tensors
 
 LONGEST, PAGE_SIZE, STEPS = 1024, 16, 3
@@ -21,6 +22,13 @@ CONFIG = ModelConfig("qwen2", 320, 256, 2, 4, 2, 64, 640, 1e-6, RopeConfig(1e4),
 # eight heads share keys, so a tile of attention has two rows, and a longer chain has several tiles; and
 # matrices are large enough that their depth is split
 WIDE = ModelConfig("llama", 320, 1024, 2, 16, 2, 64, 2304, 1e-6, RopeConfig(1e4), LONGEST, True)
+NORMED = replace(WIDE, qk_norm=True)
+EXPERTS = MoeConfig(40, 4, 256, True, frozenset({0, 1}))
+MIXTURE = replace(NORMED, family="qwen3_moe", moe=EXPERTS)
+LARGE_EXPERTS = replace(EXPERTS, num_experts=128, experts_per_token=8, intermediate_size=768)
+QWEN3_30B_A3B = replace(
+    MIXTURE, hidden_size=2048, num_heads=32, num_kv_heads=4, head_dim=128, moe=LARGE_EXPERTS
+)
 is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 needs_hopper = pytest.mark.skipif(not is_hopper, reason="needs a Hopper GPU")
 
@@ -28,11 +36,11 @@ needs_hopper = pytest.mark.skipif(not is_hopper, reason="needs a Hopper GPU")
 def random_weights(config: ModelConfig) -> Any:
     from paceline.backends.cuda.weights import load_weights
 
-    shapes, generator = dict(expected_tensors(config)), torch.Generator().manual_seed(5)
+    shapes, generator = dict(expected_tensors(config)), torch.Generator(device="cuda").manual_seed(5)
 
     def take(name: str) -> torch.Tensor:
-        noise = torch.randn(shapes[name], generator=generator)
-        return (1 + 0.2 * noise if "norm" in name else 0.1 * noise).to("cuda", torch.bfloat16)
+        noise = torch.randn(shapes[name], generator=generator, device="cuda")
+        return (1 + 0.2 * noise if "norm" in name else 0.1 * noise).to(torch.bfloat16)
 
     return load_weights(config, take)
 
@@ -92,6 +100,12 @@ def decode(
         (WIDE, [124], 5, (1, 2)),  # the last rows open a block
         (WIDE, [60, 700], 2, ()),
         (WIDE, [20, 250, 63, 900], 0, (1,)),
+        (NORMED, [62], 0, (2, 0)),  # a block ends, and one begins
+        (NORMED, [900], 0, ()),
+        (MIXTURE, [126], 0, (1, 2)),
+        (MIXTURE, [2], 0, ()),
+        (QWEN3_30B_A3B, [150], 0, (0, 1, 2)),
+        (QWEN3_30B_A3B, [1000], 0, ()),
     ],
 )
 def test_all_layers_in_one_kernel_have_the_same_bits(

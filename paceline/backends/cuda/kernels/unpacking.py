@@ -31,12 +31,13 @@ def _unpacking(packing: str, index: int) -> str:
             add.rn.f32 first, first, 0fCB000080; add.rn.f32 second, second, 0fCB000080;
             cvt.rn.bf16x2.f32 $0, second, first;
         }}"""
+    bit = 4 * (index % 4)
     if packing == "mxfp4":  # e2m1 as the low exponent and high mantissa bits of bfloat16, times 2 ** 126
         return f"""{{
             .reg .b32 both, sign, number, scale, zero;
             prmt.b32 both, $1, $2, {"0x5410" if index < 4 else "0x7632"};
-            shr.b32 both, both, {4 * (index % 4)};
-            shl.b32 sign, both, 12; shl.b32 number, both, 6;
+            shl.b32 sign, both, {12 - bit};
+            {"shl" if bit < 6 else "shr"}.b32 number, both, {abs(6 - bit)};
             and.b32 number, number, 0x01C001C0;
             lop3.b32 number, sign, 0x80008000, number, 0xEA;
             mov.b32 scale, 0x7E807E80; mov.b32 zero, 0x80008000;
@@ -56,7 +57,7 @@ def _unpacking(packing: str, index: int) -> str:
     return f"""{{
         .reg .b32 both, one, least;
         prmt.b32 both, $1, $2, {halves};
-        shr.b32 both, both, {4 * (index % 4)};
+        shr.b32 both, both, {bit};
         lop3.b32 both, both, 0x000F000F, 0x43004300, 0xEA;
         mov.b32 one, 0x3F803F80; mov.b32 least, {least};
         fma.rn.bf16x2 $0, both, one, least;

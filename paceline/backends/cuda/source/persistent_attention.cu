@@ -12,7 +12,7 @@ __device__ inline void copy_kv_slot(Shared& s, const Layer& layer, const Attenti
 }
 
 // Copies keys and values of a block to shared memory. In the first block that this program reads, those of this
-// pass are left to `load_fresh`.
+// pass are left to `load_fresh`; with HEAD_NORMS, in any, to `load_new_key`.
 __device__ inline void load_block(Shared& s, const Layer& layer, const AttentionTile& attn, int block) {
     constexpr int chunks = DIM / 8;
     bool first = block == attn.kv_split * attn.each;
@@ -21,7 +21,7 @@ __device__ inline void load_block(Shared& s, const Layer& layer, const Attention
         int number = i * THREADS + thread(), row = number / chunks, chunk = number % chunks;
         int position = block * BLOCK + row;
         bool seen = position <= attn.newest;
-        if (first && seen && position >= attn.fresh) continue;
+        if ((first || HEAD_NORMS) && seen && position >= attn.fresh) continue;
         int kv_slot = !seen ? 0 : first ? s.kv_slots[row] : attn.kv_slot(position);
         copy_kv_slot(s, layer, attn, row, chunk, kv_slot, seen);
     }
@@ -32,6 +32,83 @@ __device__ inline void load_fresh(Shared& s, const Layer& layer, const Attention
     int begin = attn.kv_split * attn.each * BLOCK, row = max(attn.fresh - begin, 0) + thread() / chunks;
     if (row < BLOCK && begin + row <= attn.newest)
         copy_kv_slot(s, layer, attn, row, thread() % chunks, s.kv_slots[row], true);
+}
+
+__device__ inline void load_8(float (&to)[8], const float* from) {
+    float4 a = __ldcg((const float4*)from), b = __ldcg((const float4*)(from + 4));
+    to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
+}
+
+// Eight columns of a head of the first half and their RoPE partners of the second, normed and rotated: see
+// kernels/heads.py.
+struct NormedHead {
+    uint4 first, second;
+    __device__ NormedHead(const Pass& pass, int head, const u16* norm, int position, int chunk) {
+        constexpr int groups = DIM / 8;
+        float one[8], two[8], cosine[8], sine[8], sums[groups];
+        load_8(one, pass.heads + head * DIM + chunk * 8);
+        load_8(two, pass.heads + head * DIM + chunk * 8 + HALF);
+        load_8(cosine, pass.cosines + position * HALF + chunk * 8);
+        load_8(sine, pass.sines + position * HALF + chunk * 8);
+#pragma unroll
+        for (int i = 0; i < groups; i += 8) load_8((float(&)[8])sums[i], pass.head_squares + head * groups + i);
+        uint4 low = *(const uint4*)(norm + chunk * 8), high = *(const uint4*)(norm + chunk * 8 + HALF);
+        u32 weights[2][4] = {{low.x, low.y, low.z, low.w}, {high.x, high.y, high.z, high.w}};
+#pragma unroll
+        for (int apart = 1; apart < groups; apart *= 2)  // in pairs
+#pragma unroll
+            for (int i = 0; i < groups; i += 2 * apart) sums[i] = __fadd_rn(sums[i], sums[i + apart]);
+        float factor = inverse_root(__fadd_rn(divide(sums[0], (float)DIM), __int_as_float(EPS_BITS)));
+#pragma unroll
+        for (int e = 0; e < 8; e++) {
+            float weight[2] = {unpack((u16)(weights[0][e / 2] >> e % 2 * 16)),
+                               unpack((u16)(weights[1][e / 2] >> e % 2 * 16))};
+            float x = __fmul_rn(one[e], __fmul_rn(factor, weight[0]));
+            float y = __fmul_rn(two[e], __fmul_rn(factor, weight[1]));
+            one[e] = __fsub_rn(__fmul_rn(x, cosine[e]), __fmul_rn(y, sine[e]));
+            two[e] = __fadd_rn(__fmul_rn(y, cosine[e]), __fmul_rn(x, sine[e]));
+        }
+        first = make_uint4(pack(one[0], one[1]), pack(one[2], one[3]), pack(one[4], one[5]), pack(one[6], one[7]));
+        second = make_uint4(pack(two[0], two[1]), pack(two[2], two[3]), pack(two[4], two[5]), pack(two[6], two[7]));
+    }
+};
+__device__ inline void store_chunk(u16* lines, int line, int chunk, uint4 what) {
+    *(uint4*)&lines[line * DIM + (chunk ^ line % 8) * 8] = what;
+}
+
+// The queries of the only row, of heads that share the KV head, to shared memory; other lanes are zeros.
+__device__ inline void load_normed_query(Shared& s, const Pass& pass, const Layer& layer, const AttentionTile& attn) {
+    constexpr int pairs = DIM / 16;
+    for (int number = thread(); number < LANES * pairs; number += THREADS) {
+        int lane = number / pairs, chunk = number % pairs;
+        uint4 first = make_uint4(0, 0, 0, 0), second = first;
+        if (lane < AttentionTile::group) {
+            int head = attn.head * AttentionTile::group + lane;
+            NormedHead own(pass, head, layer.query_norm, attn.newest, chunk);
+            first = own.first, second = own.second;
+        }
+        store_chunk(s.attention.query, lane, chunk, first);
+        store_chunk(s.attention.query, lane, chunk + pairs, second);
+    }
+}
+// The key of the only row, to shared memory and to its KV slot; and its value. Other threads than the first load
+// queries.
+__device__ inline void load_new_key(Shared& s, const Pass& pass, const Layer& layer, const AttentionTile& attn) {
+    constexpr int pairs = DIM / 16, chunks = DIM / 8;
+    int line = attn.newest % BLOCK, chunk = thread() - THREADS / 2;
+    long slot = ((long)attn.kv_slot(attn.newest) * KV_HEADS + attn.head) * DIM;
+    if (chunk >= 0 && chunk < pairs) {
+        NormedHead own(pass, HEADS + attn.head, layer.key_norm, attn.newest, chunk);
+        store_chunk(s.attention.keys, line, chunk, own.first);
+        store_chunk(s.attention.keys, line, chunk + pairs, own.second);
+        if (s.new_kv_slot >= 0) {
+            *(uint4*)(layer.keys + slot + chunk * 8) = own.first;
+            *(uint4*)(layer.keys + slot + (chunk + pairs) * 8) = own.second;
+        }
+    } else if (chunk >= 32 && chunk < 32 + chunks) {
+        u32 to = line * (DIM * 2) + (chunk % 32 ^ line % 8) * 16;
+        copy_16(shared_address(s.attention.values) + to, layer.values + slot + chunk % 32 * 8);
+    }
 }
 
 // Copies the queries of a tile to shared memory: lanes are its rows' heads that share the KV head.
@@ -157,11 +234,6 @@ struct PartialAddress {  // of a partial in memory, for this thread's lanes and 
     }
 };
 
-__device__ inline void load_8(float (&to)[8], const float* from) {
-    float4 a = __ldcg((const float4*)from), b = __ldcg((const float4*)(from + 4));
-    to[0] = a.x, to[1] = a.y, to[2] = a.z, to[3] = a.w, to[4] = b.x, to[5] = b.y, to[6] = b.z, to[7] = b.w;
-}
-
 // Eight columns of a head, merged from at most MERGED_BY_ALL partials at `values` and `totals`.
 __device__ inline uint4 merge_columns(const float* values, const float* totals, int parts) {
     float highest = negative_infinity(), total = 0.0f, acc[8] = {};
@@ -245,8 +317,8 @@ __device__ inline void store_attention(const Pass& pass, const AttentionTile& at
 // This block's partials. Keys and values before this pass are in shared memory, or in flight, when it begins.
 __device__ inline void attention(Shared& s, const Pass& pass, const Layer& layer, const AttentionTile& attn) {
     if (!attn.active()) return;
-    load_query(s, pass, attn);
-    load_fresh(s, layer, attn);
+    if (HEAD_NORMS) load_normed_query(s, pass, layer, attn);
+    else load_query(s, pass, attn), load_fresh(s, layer, attn);
     Softmax whole;
     for (int number = attn.kv_split; number < attn.end; number += AttentionTile::kv_splits) {
         int begin = number * attn.each;
@@ -255,6 +327,7 @@ __device__ inline void attention(Shared& s, const Pass& pass, const Layer& layer
                 sync();  // all warps have read the block before
                 load_block(s, layer, attn, block);
             }
+            if (HEAD_NORMS && block == attn.newest / BLOCK) load_new_key(s, pass, layer, attn);
             commit_copies();
             wait_copies<0>();
             sync();

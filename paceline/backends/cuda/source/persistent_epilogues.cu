@@ -1,23 +1,19 @@
 // The grid barrier, and the epilogues of products.
 
 // A grid barrier. Between arrive and wait a block does work that does not depend on the others.
-struct Barrier {
+struct GridBarrier {
     u32* arrivals;
     u32 target = 0;
     __device__ void arrive() {  // this block's writes are visible after the others' wait
         sync();
         target += PROGRAMS;
-        if (thread() == 0) asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(arrivals) : "memory");
+        if (thread() == 0) add_release(arrivals);
     }
-    // Not by ld.acquire, which invalidates L1 at every try: results of other blocks are loaded past L1, by loads
-    // that are issued after this one has returned.
+    // Results of other blocks are loaded past L1, by loads that are issued after this has returned.
     __device__ void wait() {
         if (thread() == 0) {
-            u32 seen = 0;
-            for (int tries = 0; seen < target; tries++) {
-                asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(arrivals) : "memory");
+            for (int tries = 0; load_relaxed(arrivals) < target; tries++)
                 if (tries == 1 << 22) __trap();  // after seconds: an error is better than a hang
-            }
         }
         sync();
     }
@@ -44,14 +40,31 @@ struct Rope {
         const u16* at = layer.heads_bias + head * DIM + part;
         return make_ushort2(at[0], at[HALF]);
     }
+    // A norm needs the sum of squares of a head, which several blocks have: attention norms and rotates it.
+    __device__ void store_unnormed(const Pass& pass, float one, float two) const {
+        float squares[2] = {__fmul_rn(one, one), __fmul_rn(two, two)};
+#pragma unroll
+        for (int offset = 1; offset < 8; offset *= 2)
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                squares[i] = __fadd_rn(squares[i], __shfl_xor_sync(0xffffffff, squares[i], offset));
+        if (!mine || head >= HEADS + KV_HEADS) return;
+        float* to = pass.heads + head * DIM + part;
+        to[0] = one, to[HALF] = two;
+        float* sums = pass.head_squares + head * (DIM / 8) + part / 8;
+        if (thread() % 8 == 0) sums[0] = squares[0], sums[HALF / 8] = squares[1];
+    }
     __device__ void end(Shared& s, const Pass& pass, const Layer& layer, ushort2 bias) const {
-        if (!mine) return;
-        int lane = thread() % 8;
-        float one = total<Heads>(s, number * 16 + lane, row);
-        float two = total<Heads>(s, number * 16 + lane + 8, row);
-        float factor = s.factors[row];
-        one = __fmul_rn(one, factor), two = __fmul_rn(two, factor);
-        if (HEADS_BIAS) one = __fadd_rn(one, unpack(bias.x)), two = __fadd_rn(two, unpack(bias.y));
+        float one = 0.0f, two = 0.0f;
+        if (mine) {
+            int lane = thread() % 8;
+            float factor = s.factors[row];
+            one = __fmul_rn(total<Heads>(s, number * 16 + lane, row), factor);
+            two = __fmul_rn(total<Heads>(s, number * 16 + lane + 8, row), factor);
+            if (HEADS_BIAS) one = __fadd_rn(one, unpack(bias.x)), two = __fadd_rn(two, unpack(bias.y));
+        }
+        if (HEAD_NORMS) store_unnormed(pass, one, two);
+        if (!mine || (HEAD_NORMS && head < HEADS + KV_HEADS)) return;
         if (head < HEADS + KV_HEADS) {
             float rotated = __fsub_rn(__fmul_rn(one, cosine), __fmul_rn(two, sine));
             two = __fadd_rn(__fmul_rn(two, cosine), __fmul_rn(one, sine));
@@ -70,10 +83,9 @@ struct Rope {
     }
 };
 
+__device__ inline float exponential(float x) { return exp2_unflushed(__fmul_rn(x, 1.4426950216293335f)); }
 __device__ inline float silu(float x) {
-    float power;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(-x, 1.4426950216293335f)));
-    return divide(x, __fadd_rn(power, 1.0f));
+    return divide(x, __fadd_rn(exponential(-x), 1.0f));
 }
 
 // SwiGLU: a thread's first two sums are gate, the other two up.
@@ -121,10 +133,11 @@ struct ResidualStream {
     }
     template <class P> __device__ void add(const Shared& s, uint2 weight, u16* normed, float* quads) {
         if (!mine) return;
-        hidden.x = __fadd_rn(hidden.x, total<P>(s, quad * 4, row));
-        hidden.y = __fadd_rn(hidden.y, total<P>(s, quad * 4 + 1, row));
-        hidden.z = __fadd_rn(hidden.z, total<P>(s, quad * 4 + 2, row));
-        hidden.w = __fadd_rn(hidden.w, total<P>(s, quad * 4 + 3, row));
+        auto added = [&](int i) { return P::weighted ? mixed<P>(s, quad * 4 + i, row) : total<P>(s, quad * 4 + i, row); };
+        hidden.x = __fadd_rn(hidden.x, added(0));
+        hidden.y = __fadd_rn(hidden.y, added(1));
+        hidden.z = __fadd_rn(hidden.z, added(2));
+        hidden.w = __fadd_rn(hidden.w, added(3));
         uint2 packed;
         packed.x = pack(__fmul_rn(hidden.x, unpack((u16)weight.x)),
                         __fmul_rn(hidden.y, unpack((u16)(weight.x >> 16))));

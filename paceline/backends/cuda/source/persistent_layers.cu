@@ -5,6 +5,7 @@ __device__ inline void prepare_attention(Shared& s, const Pass& pass) {
     const AttentionTile& attn = s.attn;
     if (thread() == 0) s.attn.find(pass, blockIdx.x / (AttentionTile::kv_splits * KV_HEADS));
     if (thread() < ROWS) s.row_parts[thread()] = 0, s.row_position[thread()] = pass.positions[thread()];
+    if (thread() == 0) s.new_kv_slot = pass.slot_mapping[0];
     sync();
     if (attn.active() && thread() < BLOCK) {
         int position = attn.kv_split * attn.each * BLOCK + thread();
@@ -22,7 +23,7 @@ __device__ inline void prepare_attention(Shared& s, const Pass& pass) {
 
 __device__ inline void compute_all(Shared& s, const Pass& pass) {
     RingPosition ring_position;
-    Barrier barrier{pass.counters};
+    GridBarrier barrier{pass.counters};
     ResidualStream residual(pass);
     Rope rope(pass);
     const AttentionTile& attn = s.attn;
@@ -54,6 +55,9 @@ __device__ inline void compute_all(Shared& s, const Pass& pass) {
         store_partials<Output>(s, sums);
         residual.add<Output>(s, feed_forward_norm, pass.feed_forward_input, pass.quads[1]);
         barrier.arrive();
+#if EXPERTS
+        Router router(layer.router);
+#endif
         barrier.wait();
         {
             NormFactors factors(pass.quads[1]);
@@ -61,6 +65,12 @@ __device__ inline void compute_all(Shared& s, const Pass& pass) {
             sync();
             factors.store(s, nullptr);
         }
+#if EXPERTS
+        router.store_scores(s, pass);
+        barrier.arrive();
+        barrier.wait();
+        choose_experts(s, pass);
+#endif
         product<GateUp>(s, ring_position, sums);
         sync();
         finish_gate_up(s, pass, sums);
@@ -87,6 +97,15 @@ __device__ inline void compute_all(Shared& s, const Pass& pass) {
     }
 }
 
+// The loading warps wait until the experts of this layer are known, and prefetch the next layer's QKV meanwhile.
+__device__ inline void await_experts(Shared& s, int number) {
+    L2Prefetch<Heads> l2_prefetch;
+    u32 routed = shared_address(&s.routed);
+    while (ROUTING_PREFETCH && number + 1 < LAYERS && !is_mbarrier_complete(routed, number % 2) &&
+           l2_prefetch.prefetch(s, s.layers[number + 1].heads, 0, ROUTING_PREFETCH)) {}
+    wait_mbarrier(routed, number % 2);
+}
+
 // The loading warps: the same products in the same order; each side counts the ring's slots itself.
 __device__ inline void fetch_all(Shared& s) {
     RingPosition ring_position;
@@ -94,14 +113,15 @@ __device__ inline void fetch_all(Shared& s) {
         const Layer& layer = s.layers[number];
         fetch<Heads>(s, ring_position, layer.heads);
         fetch<Output>(s, ring_position, layer.output);
+        if (EXPERTS) await_experts(s, number);
         fetch<GateUp>(s, ring_position, layer.gate_up);
         fetch<Down>(s, ring_position, layer.down);
     }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + FETCHERS, 1) persistent_layers(const Pass* argument) {
-    extern __shared__ __align__(128) unsigned char memory[];
-    Shared& s = *(Shared*)memory;
+    extern __shared__ __align__(1024) char raw[];
+    Shared& s = *(Shared*)raw;
     for (int i = thread(); i < (sizeof(Pass) + sizeof(s.layers)) / 8; i += THREADS + FETCHERS)
         ((u64*)&s.pass)[i] = ((const u64*)argument)[i];
     if (thread() < PIECE / 8) s.zeros[thread()] = make_uint4(0, 0, 0, 0);
@@ -110,6 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + FETCHERS, 1) persistent_l
             init_mbarrier(shared_address(&s.full[i]), FETCHERS);
             init_mbarrier(shared_address(&s.empty[i]), WARPS);
         }
+        init_mbarrier(shared_address(&s.routed), 1);
     }
     __syncthreads();
     if (thread() < THREADS) compute_all(s, s.pass);

@@ -8,23 +8,22 @@ struct RingPosition {  // in the ring
     }
 };
 
-// What the loading warps do while the ring is full: they prefetch the next steps of gate and up into L2, no faster
-// than memory delivers them: all other loads would queue behind them.
-struct L2Prefetch {
-    static constexpr int stages = STEP / GateUp::slab;  // of a step
-    static constexpr u32 pace = Cut<GateUp>::columns * STEP * 2 / BYTES_A_CYCLE;  // cycles of a step
+// What the loading warps do while they wait: they prefetch the next steps of a matrix whose units are two halves into
+// L2, no faster than memory delivers them: all other loads would queue behind them.
+template <class P> struct L2Prefetch {
+    static constexpr u32 pace = Cut<P>::columns * STEP * 2 / BYTES_A_CYCLE;  // cycles of a step
     int step = 0;
     u32 since = cycles();
-    // False if there is nothing left to prefetch.
-    __device__ bool prefetch(const u16* weight, int stage) {
-        step = max(step, ceil_div(stage, stages));
-        if (step >= min(stage / stages + L2_PREFETCH_STEPS, Cut<GateUp>::steps)) return false;
+    // Steps from `begin` to `end`; false if there is nothing left to prefetch.
+    __device__ bool prefetch(const Shared& s, const u16* weight, int begin, int end) {
+        step = max(step, begin);
+        if (step >= min(end, Cut<P>::steps)) return false;
         if (cycles() - since < pace) return true;
-        u32 unit = first_unit<GateUp::units>(blockIdx.x), end = first_unit<GateUp::units>(blockIdx.x + 1);
-        for (u32 half = thread() - THREADS; half < (end - unit) * 2; half += FETCHERS) {
-            u32 column = GateUp::column(unit + half / 2, half % 2 * 8), tile = GateUp::tile;
-            prefetch_to_l2<4 * STEP * 2>(weight + column / tile * (tile * GateUp::depth) + step * (tile * STEP) +
-                                  column % tile * STEP);
+        u32 unit = first_unit<P::units>(blockIdx.x), after = first_unit<P::units>(blockIdx.x + 1);
+        for (u32 half = thread() - THREADS; half < (after - unit) * 2; half += FETCHERS) {
+            u32 column = P::column(s, unit + half / 2, half % 2 * 8), tile = P::tile;
+            prefetch_to_l2<P::each / 2 * STEP * 2>(weight + column / tile * (tile * P::line) + step * (tile * STEP) +
+                                                   column % tile * STEP);
         }
         step++, since = cycles();
         return true;
@@ -42,29 +41,32 @@ template <class P> __device__ inline void fetch(Shared& s, RingPosition& ring_po
     u32 offsets[C::groups];
 #pragma unroll
     for (int g = 0; g < C::groups; g++) {
-        u32 column = P::column(unit + P::unit(g * 16 + row), row);
-        offsets[g] = column / P::tile * (P::tile * P::depth) + column % P::tile * STEP + chunk * 8;
+        u32 column = P::column(s, unit + P::unit(g * 16 + row), row);
+        offsets[g] = column / P::tile * (P::tile * P::line) + column % P::tile * STEP + chunk * 8;
     }
-    L2Prefetch l2_prefetch;
+    L2Prefetch<GateUp> l2_prefetch;
+    constexpr int stages = ceil_div(STEP, P::slab);  // of a step
 #pragma unroll 1
     for (int stage = 0; stage < C::stages; stage++) {
         u32 slot = shared_address(s.ring[ring_position.slot]) + to;
         u32 empty = shared_address(&s.empty[ring_position.slot]);
         while (P::prefetches_l2 && !is_mbarrier_complete(empty, ring_position.round ^ 1) &&
-               l2_prefetch.prefetch(weight, stage)) {}
+               l2_prefetch.prefetch(s, weight, ceil_div(stage, stages), stage / stages + L2_PREFETCH_STEPS)) {}
         wait_mbarrier(empty, ring_position.round ^ 1);
 #pragma unroll
         for (int split = 0; split < P::splits; split++)
 #pragma unroll
             for (int piece = 0; piece < P::slab / 64; piece++) {
                 u32 k = (u32)C::begin(split) + (u32)stage * P::slab + piece * 64;
-                const u16* at = weight + (k / STEP * (P::tile * STEP) + k % STEP);
+                const u16* at = weight + (P::first(s, split) + k / STEP * (P::tile * STEP) + k % STEP);
                 if (C::even || k < (u32)C::begin(split + 1)) {
 #pragma unroll
                     for (int g = 0; g < C::groups; g++)
                         if (P::unit(g * 16 + row) < own) {
                             u32 line = split * C::columns + g * 16;
-                            copy_16(slot + line * (P::slab * 2) + piece * 128, at + offsets[g]);
+                            u32 into = slot + line * (P::slab * 2) + piece * 128;
+                            if (P::evicted_first) copy_16_evicted_first(into, at + offsets[g]);
+                            else copy_16(into, at + offsets[g]);
                         }
                 }
             }
@@ -235,6 +237,16 @@ template <class P> __device__ inline float total(const Shared& s, int column, in
     return sum;
 }
 
+// The weighted sum of a row's experts, in the order of its choice.
+template <class P> __device__ inline float mixed(const Shared& s, int column, int row) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int split = 0; split < P::splits; split++)
+        sum = __fmaf_rn(s.product.parts[column / 16 * P::splits + split][column % 16][row], s.shares[split % CHOSEN],
+                        sum);
+    return sum;
+}
+
 // Stores the partial sums of all warps in shared memory.
 template <class P> __device__ inline void store_partials(Shared& s, const float (&sums)[JOBS][4]) {
     int warp = thread() / 32, lane = thread() % 32;
@@ -302,7 +314,7 @@ struct NormFactors {
     __device__ void store(Shared& s, const float* first_squares) const {
         if (row >= ROWS) return;
         int lane = thread() % 32;
-        float sums[2] = {0.0f, 0.0f}, root;
+        float sums[2] = {0.0f, 0.0f};
 #pragma unroll
         for (int t = 0; t < each; t++) {
             int tile = lane + t * 32;
@@ -313,7 +325,6 @@ struct NormFactors {
         }
         float sum = TILES > 32 ? __fadd_rn(sums[0], sums[1]) : sums[0];
         float mean = __fadd_rn(divide(sum, (float)HIDDEN), __int_as_float(EPS_BITS));
-        asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(mean));
-        if (lane == 0) s.factors[row] = root;
+        if (lane == 0) s.factors[row] = inverse_root(mean);
     }
 };

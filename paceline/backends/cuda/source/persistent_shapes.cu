@@ -7,6 +7,8 @@ struct Layer {
     const u16* next_norm;  // of the next layer's attention, or the last one before the LM head
     u16 *keys, *values;    // [slots, KV_HEADS, DIM]
     float* features;       // where the residual stream before this layer goes, or null
+    const u16 *query_norm, *key_norm;  // [DIM] of HEAD_NORMS, or null
+    const u16* router;                 // of a mixture of EXPERTS, or null
 };
 
 struct Pass {  // LAYERS of Layer follow it
@@ -16,7 +18,7 @@ struct Pass {  // LAYERS of Layer follow it
     u16* feed_forward_input;  // [ROWS, HIDDEN]
     float* quads[2];          // [ROWS, HIDDEN / 4] sums of squares of four columns: after down, after output
     u16 *query, *attention_output; // [ROWS, HEADS, DIM]
-    u16* activated;           // [ROWS, INTERMEDIATE]
+    u16* activated;           // [ROWS, INTERMEDIATE] of a mixture, the chosen experts one after the other
     const int *positions, *slot_mapping;                  // [ROWS], slot -1: not stored
     const int *tile_rows, *tile_counts, *tile_pages;  // [ATTENTION_TILES] first row, rows, first page
     const int* pages;
@@ -26,9 +28,14 @@ struct Pass {  // LAYERS of Layer follow it
     u32* counters;                 // arrivals, finished blocks, then of each tile and KV head: zero between passes
     float* features;               // as of a layer, after the last one
     u64 features_width;            // of a row of all features
+    float* heads;                  // [HEADS + KV_HEADS, DIM] queries and keys of the row before HEAD_NORMS
+    float* head_squares;           // [HEADS + KV_HEADS, DIM / 8] sums of squares of eight columns
+    float* scores;                 // [EXPERTS] of the row, before the norm's factor
 };
 
 constexpr bool FEW = ROWS <= 2;
+constexpr int EXPERT_SIZE = INTERMEDIATE / CHOSEN;  // a layer without experts is one that all rows have chosen
+static_assert(ROWS == 1 || !(EXPERTS || HEAD_NORMS), "rows choose experts of their own");
 constexpr int MERGED_BY_ALL = FEW ? MERGE_FAN_IN : 0;  // partials of a row that every block merges itself
 
 // This block's part of attention: the same in all layers. A tile's positions are cut into partials, which the
@@ -93,6 +100,10 @@ struct Shared {
     int kv_slots[BLOCK];  // of the first block that attention reads here
     int row_line[8], row_parts[8];  // first partial of each row's attention, and their number
     int row_position[8];
+    int new_kv_slot;                // of the first row
+    int experts[CHOSEN];            // of the row
+    float shares[CHOSEN];           // their weights
+    u64 routed;                     // mbarrier: they are known
     AttentionTile attn;
     bool last;
 };
@@ -100,39 +111,52 @@ struct Shared {
 // Columns are divided in units: those that one thread needs together.
 template <int UNITS> __device__ inline u32 first_unit(u32 block) { return block * UNITS / PROGRAMS; }
 
+// A matrix of a product: `depth` is that of the product, `line` that of a column in memory. `column` is the column of a
+// line of this block's weights, and `first` the offset of the matrix of a split.
 struct Heads {  // a unit is 8 columns of a head's first half and their RoPE partners of the second
-    static constexpr int depth = HIDDEN, splits = HEADS_SPLITS, slab = HEADS_SLAB, each = 16, tile = DIM;
+    static constexpr int depth = HIDDEN, line = depth, splits = HEADS_SPLITS, slab = HEADS_SLAB, each = 16, tile = DIM;
     static constexpr int units = (HEADS + 2 * KV_HEADS) * DIM / 16;
-    static constexpr bool prefetches_l2 = false, streamed = !FEW && splits > 1;
+    static constexpr bool prefetches_l2 = false, evicted_first = false, streamed = !FEW && splits > 1;
     __device__ static const u16* input(const Pass& pass) { return pass.attention_input; }
     __device__ static u32 unit(u32 line) { return line / 16; }
-    __device__ static u32 column(u32 unit, u32 line) {
+    __device__ static u32 first(const Shared&, int) { return 0; }
+    __device__ static u32 column(const Shared&, u32 unit, u32 line) {
         return unit / (DIM / 16) * DIM + unit % (DIM / 16) * 8 + line % 8 + (line % 16 >= 8 ? HALF : 0);
     }
 };
 struct GateUp {  // 4 columns of gate, and those of up: 8 lines further
-    static constexpr int depth = HIDDEN, splits = 1, slab = GATE_SLAB, each = 8, tile = 64;
+    static constexpr int depth = HIDDEN, line = depth, splits = 1, slab = GATE_SLAB, each = 8, tile = 64;
     static constexpr int units = INTERMEDIATE / 4;
-    static constexpr bool prefetches_l2 = true, streamed = false;
+    static constexpr bool prefetches_l2 = true, evicted_first = EXPERTS > 0, streamed = false;
     __device__ static u32 unit(u32 line) { return line / 16 * 2 + line % 8 / 4; }
-    __device__ static u32 column(u32 unit, u32 line) {
-        return unit / 8 * 64 + unit % 8 * 4 + line % 4 + (line % 16 >= 8 ? 32 : 0);
+    __device__ static u32 first(const Shared&, int) { return 0; }
+    __device__ static u32 column(const Shared& s, u32 unit, u32 line) {
+        u32 of_expert = EXPERT_SIZE / 4, rank = min(unit / of_expert, CHOSEN - 1u);
+        u32 begin = EXPERTS ? s.experts[rank] * (EXPERT_SIZE * 2) : 0;
+        unit -= rank * of_expert;
+        return begin + unit / 8 * 64 + unit % 8 * 4 + line % 4 + (line % 16 >= 8 ? 32 : 0);
     }
 };
 struct Added {  // 4 columns, whose squares are summed
     static constexpr int each = 4, tile = 64, units = HIDDEN / 4;
     static constexpr bool prefetches_l2 = false;
     __device__ static u32 unit(u32 line) { return line / 4; }
-    __device__ static u32 column(u32 unit, u32 line) { return unit * 4 + line % 4; }
+    __device__ static u32 column(const Shared&, u32 unit, u32 line) { return unit * 4 + line % 4; }
 };
 struct Output : Added {
-    static constexpr int depth = HEADS * DIM, splits = OUTPUT_SPLITS, slab = OUTPUT_SLAB;
-    static constexpr bool streamed = !FEW && splits > 1;
+    static constexpr int depth = HEADS * DIM, line = depth, splits = OUTPUT_SPLITS, slab = OUTPUT_SLAB;
+    static constexpr bool evicted_first = false, streamed = !FEW && splits > 1, weighted = false;
+    __device__ static u32 first(const Shared&, int) { return 0; }
     __device__ static const u16* input(const Pass& pass) { return pass.attention_output; }
 };
-struct Down : Added {
-    static constexpr int depth = INTERMEDIATE, splits = DOWN_SPLITS, slab = DOWN_SLAB;
-    static constexpr bool streamed = true;
+struct Down : Added {  // of a mixture, a split is an expert
+    static constexpr int depth = INTERMEDIATE, line = EXPERT_SIZE, splits = DOWN_SPLITS, slab = DOWN_SLAB;
+    static constexpr bool evicted_first = EXPERTS > 0, streamed = true, weighted = EXPERTS > 0;
+    static_assert(!weighted || splits == CHOSEN, "");
+    // Less what comes before the expert in the depth of the product.
+    __device__ static u32 first(const Shared& s, int split) {
+        return EXPERTS ? (u32)s.experts[split] * (HIDDEN * EXPERT_SIZE) - (u32)split * (EXPERT_SIZE * tile) : 0;
+    }
     __device__ static const u16* input(const Pass& pass) { return pass.activated; }
 };
 

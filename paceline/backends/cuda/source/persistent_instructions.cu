@@ -1,27 +1,4 @@
-// The persistent megakernel: all layers of a pass over few rows, one thread block per multiprocessor.
-//
-// A block has a share of the columns of every matrix, over their whole depth. Some of its warps only load weights,
-// in the order of use, into a ring in shared memory, whatever phase or layer they belong to: while the others wait
-// at a grid barrier, the weights of the next phases are loaded.
-//
-// The files are concatenated in the order instructions, softmax, persistent_memory, persistent_shapes,
-// persistent_products, persistent_epilogues, persistent_attention, persistent_layers. persistent.py defines the
-// constants that they are compiled for, such as ROWS and HIDDEN, before them.
-//
-// This file: synchronization of threads, and loads.
-
-constexpr int WARPS = 8, THREADS = WARPS * 32;  // computing warps and threads
-constexpr int FETCHERS = 128;  // loading threads
-constexpr int IN_FLIGHT = 3;   // stages in flight: with more, all other loads would queue behind them
-constexpr int L2_PREFETCH_STEPS = 6;       // steps of gate and up prefetched into L2 while the ring is full
-constexpr int ROW_SLOTS = 10;  // pieces of rows in flight or in use, per warp
-constexpr int BYTES_A_CYCLE = 20;  // memory bandwidth of a multiprocessor, rounded up
-constexpr int PIECE = 64;      // depth of one iteration of a warp
-constexpr int STEP = 128;  // depth of a step in the layout of weights
-constexpr int HALF = DIM / 2;
-constexpr int BLOCK = 64, MERGE_FAN_IN = 8, LANES = 16;  // of attention, as in attention.py
-constexpr int TILES = HIDDEN / 64;  // column tiles of the residual stream, with separate sums of squares
-constexpr int WIDEST = HEADS * DIM > HIDDEN ? HEADS * DIM : HIDDEN;  // widest input that shared memory holds whole
+// PTX instructions of the megakernel: synchronization of its threads, and loads.
 
 // Read again in every phase: keeping it, and what is derived from it, would cost registers.
 __device__ inline int thread() {
@@ -34,8 +11,6 @@ __device__ inline u32 cycles() {
     asm volatile("mov.u32 %0, %%clock;" : "=r"(now));
     return now;
 }
-__device__ constexpr int most(int a, int b) { return a > b ? a : b; }
-__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Barrier of the computing threads; loading threads never take part.
 __device__ inline void sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
@@ -60,6 +35,11 @@ __device__ inline bool is_mbarrier_complete(u32 mbarrier, int parity) {
                  "selp.u32 %0, 1, 0, done; }" : "=r"(raised) : "r"(mbarrier), "r"(parity) : "memory");
     return raised;
 }
+// Of weights that are evicted from L2 before all others.
+__device__ inline void copy_16_evicted_first(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(EVICT_FIRST)
+                 : "memory");
+}
 // Prefetches weights into L2.
 template <int BYTES> __device__ inline void prefetch_to_l2(const void* from) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "n"(BYTES) : "memory");
@@ -72,4 +52,16 @@ __device__ inline uint4 load_cg_16(const void* from) {
     asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
     return v;
+}
+// A grid barrier's counter. Not by ld.acquire, which invalidates L1 at every try.
+__device__ inline u32 load_relaxed(const u32* counter) {
+    u32 seen;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+    return seen;
+}
+// Two to the power of x, as Triton has it: results below the normal numbers are not flushed to zero.
+__device__ inline float exp2_unflushed(float x) {
+    float y;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }

@@ -1,0 +1,169 @@
+"""The megakernel in CUDA C++, compiled for the host: what it computes is the plain model. See emulated.h.
+
+That it has the bits of the Triton kernels is tested on a GPU: see test_persistent.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
+from paceline.models.layout import expected_tensors
+from tests.backends.cuda.emulating import HERE, Emulated, needs_compiler
+
+PROGRAMS, SHARED, PAGE_SIZE, LONGEST = 8, 160 << 10, 16, 256
+DENSE = ModelConfig("llama", 64, 256, 2, 4, 2, 64, 256, 1e-5, RopeConfig(1e4), LONGEST, True)
+NORMED = replace(DENSE, qk_norm=True)
+EXPERTS = MoeConfig(24, 2, 128, True, frozenset({0, 1}))
+MIXTURE = replace(NORMED, moe=EXPERTS)
+FOUR = replace(MIXTURE, num_layers=1, moe=replace(EXPERTS, experts_per_token=4, layers=frozenset({0})))
+
+
+def weights_of(config: ModelConfig) -> tuple[dict[str, torch.Tensor], Any]:
+    """Random tensors of bfloat16 numbers, by name, and as the backend has them."""
+    from paceline.backends.cuda.weights import load_weights
+
+    generator, tensors = torch.Generator().manual_seed(3), {}
+    for name, shape in expected_tensors(config):
+        noise = torch.randn(shape, generator=generator)
+        tensors[name] = (1 + 0.2 * noise if "norm" in name else noise * shape[-1] ** -0.5).bfloat16()
+    return {name: own.float() for name, own in tensors.items()}, load_weights(config, tensors.__getitem__)
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    return values.bfloat16().float()
+
+
+def normed(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def rotated(heads: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], position: int) -> torch.Tensor:
+    cosine, sine = (own[position] for own in rotation)
+    one, two = heads.chunk(2, -1)
+    return torch.cat((one * cosine - two * sine, two * cosine + one * sine), -1)
+
+
+class Reference:
+    """One row after another through all layers; `keys` and `values` are [layers, position, KV heads, dim]."""
+
+    def __init__(self, config: ModelConfig, tensors: dict[str, torch.Tensor], rotation: Any) -> None:
+        self.config, self.tensors, self.rotation = config, tensors, rotation
+
+    def run(
+        self, hidden: torch.Tensor, position: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """The residual stream [hidden] after the last layer."""
+        for index in range(self.config.num_layers):
+            hidden = hidden + self.attention(index, hidden, position, keys[index], values[index])
+            hidden = hidden + self.feed_forward(index, hidden)
+        return hidden
+
+    def weight(self, index: int, name: str) -> torch.Tensor:
+        return self.tensors[f"model.layers.{index}.{name}.weight"]
+
+    def attention(
+        self, index: int, hidden: torch.Tensor, position: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        config = self.config
+        rows = normed(hidden, self.weight(index, "input_layernorm"), config.rms_norm_eps)
+        query, key, value = (
+            (self.weight(index, f"self_attn.{part}_proj") @ rows).view(-1, config.head_dim) for part in "qkv"
+        )
+        if config.qk_norm:
+            query = normed(query, self.weight(index, "self_attn.q_norm"), config.rms_norm_eps)
+            key = normed(key, self.weight(index, "self_attn.k_norm"), config.rms_norm_eps)
+        query, key = (rotated(own, self.rotation, position) for own in (query, key))
+        keys[position], values[position] = rounded(key), rounded(value)
+        seen, group = slice(position + 1), config.num_heads // config.num_kv_heads
+        scores = torch.einsum("hd,phd->hp", rounded(query), keys[seen].repeat_interleave(group, 1))
+        chances = torch.softmax(scores * config.head_dim**-0.5, -1)
+        mixed = torch.einsum("hp,phd->hd", chances, values[seen].repeat_interleave(group, 1))
+        return self.weight(index, "self_attn.o_proj") @ rounded(mixed).flatten()
+
+    def feed_forward(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        rows = normed(hidden, self.weight(index, "post_attention_layernorm"), self.config.rms_norm_eps)
+        if self.config.moe is None:
+            return self.mlp(index, "mlp", rows)
+        scores = torch.softmax(self.weight(index, "mlp.gate") @ rows, -1)
+        shares, chosen = torch.topk(scores, self.config.moe.experts_per_token)
+        experts = [self.mlp(index, f"mlp.experts.{expert}", rows) for expert in chosen.tolist()]
+        return (torch.stack(experts) * (shares / shares.sum())[:, None]).sum(0)
+
+    def mlp(self, index: int, place: str, rows: torch.Tensor) -> torch.Tensor:
+        gate, up, down = (self.weight(index, f"{place}.{part}_proj") for part in ("gate", "up", "down"))
+        return down @ rounded(silu(gate @ rows) * (up @ rows))
+
+
+def tables_of(position: int, rows: int, pages: torch.Tensor) -> Any:
+    """A chain of rows of one request that end at this position."""
+    from paceline.backends.cuda.kernels.row_tables import RowTables
+
+    def numbers(*own: int) -> torch.Tensor:
+        return torch.tensor(own, dtype=torch.int32)
+
+    positions = torch.arange(position - rows + 1, position + 1, dtype=torch.int32)
+    slots = pages[positions.long() // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+    return RowTables(
+        positions, slots, positions + 1, None, numbers(0), numbers(rows), numbers(0), pages.contiguous()
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("config", "position", "rows"),
+    [
+        (DENSE, 70, 2),
+        (NORMED, 130, 1),
+        (MIXTURE, 0, 1),
+        (MIXTURE, 127, 1),  # the row ends a block
+        (FOUR, 64, 1),  # the row begins a block
+    ],
+    ids=["dense", "norms of heads", "first row", "mixture", "four experts"],
+)
+def test_the_megakernel_computes_the_layers(
+    config: ModelConfig, position: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.backends.cuda import persistent
+    from paceline.backends.cuda.workspace import Pool, Room, make_workspace
+
+    tensors, weights = weights_of(config)
+    generator = torch.Generator().manual_seed(position)
+    pages = torch.randperm(LONGEST // PAGE_SIZE, generator=generator).int()
+    tables, workspace = tables_of(position, rows, pages), make_workspace(weights, Room.of(rows, LONGEST))
+    shape = (config.num_layers, LONGEST, config.num_kv_heads, config.head_dim)
+    keys, values = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
+    pool = Pool(LONGEST // PAGE_SIZE, 0, keys, values)
+    sizes = persistent.kernel_sizes(weights, tables, PAGE_SIZE, workspace.attention.blocks, PROGRAMS, SHARED)
+    assert sizes is not None
+    files = [
+        HERE / "emulated_persistent.h" if own == "persistent_instructions" else own
+        for own in persistent.SOURCES
+    ]
+    kernel = Emulated(files, "run_persistent_layers", "Pass", sizes, 1, persistent.THREADS)
+    monkeypatch.setattr(persistent, "_compile", lambda *known: None)
+    own = persistent._Pass(sizes, weights, workspace, tables, pool, None, ())
+
+    slots = pages[torch.arange(LONGEST) // PAGE_SIZE].long() * PAGE_SIZE + torch.arange(LONGEST) % PAGE_SIZE
+    expected_keys, expected_values = keys[:, slots].float(), values[:, slots].float()
+    hidden = torch.randn((rows, config.hidden_size), generator=generator)
+    norm = tensors["model.layers.0.input_layernorm.weight"]
+    reference = Reference(config, tensors, weights.layers[0].rotation)
+    expected = [
+        reference.run(hidden[row], position - rows + 1 + row, expected_keys, expected_values)
+        for row in range(rows)
+    ]
+    for _ in range(2):  # other threads rest the second time
+        workspace.hidden[:rows] = hidden
+        workspace.attention_input.rows[:rows] = (hidden * norm).bfloat16()
+        workspace.attention_input.squares[:rows] = hidden.square().view(rows, -1, 64).sum(-1)
+        keys[:, slots[position - rows + 1 : position + 1]] = torch.nan
+        kernel.launch(own._addresses.numpy().tobytes(), (PROGRAMS, 1, 1), (1, 1), persistent.THREADS)
+        torch.testing.assert_close(workspace.hidden[:rows], torch.stack(expected), atol=0.03, rtol=0.01)
+        torch.testing.assert_close(keys[:, slots].float(), expected_keys, atol=0.03, rtol=0.01)
+        torch.testing.assert_close(values[:, slots].float(), expected_values, atol=0.03, rtol=0.01)
