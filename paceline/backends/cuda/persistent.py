@@ -132,7 +132,8 @@ class _Pass:
         feature_layers: tuple[int, ...],
     ) -> None:
         device, hidden = weights.device, sizes["ROWS"] * sizes["HIDDEN"]
-        heads, qk_heads = sizes["ATTENTION_TILES"] * sizes["KV_HEADS"], sizes["HEADS"] + sizes["KV_HEADS"]
+        heads = sizes["ATTENTION_TILES"] * sizes["KV_HEADS"]
+        qk_rows = sizes["ROWS"] * (sizes["HEADS"] + sizes["KV_HEADS"])
         lanes = heads * sizes["PARTS"] * LANES
 
         def zeros(count: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
@@ -166,8 +167,8 @@ class _Pass:
             zeros(2 + heads, torch.int32),  # counters
             feature(len(weights.layers)),
             0 if features is None else features.stride(0),
-            zeros(qk_heads * sizes["DIM"]),
-            zeros(qk_heads * sizes["DIM"] // 8),
+            zeros(qk_rows * sizes["DIM"]),
+            zeros(qk_rows * sizes["DIM"] // 8),
             zeros(sizes["EXPERTS"]),
         ]
         norms = [layer.attention_norm for layer in weights.layers[1:]] + [weights.norm]
@@ -298,7 +299,7 @@ def _is_plain(weights: Weights, rows: int) -> bool:
         has_experts = layer.mixture is not None
         return (
             all(own.tiling.packing == "none" and own.tiling.step == STEP for own in matrices)
-            and (rows == 1 or (layer.head_norms is None and not has_experts))
+            and (rows == 1 or not has_experts)
             and has_experts == (config.moe is not None)
             and (layer.mixture is None or (_is_plain_mixture(layer.mixture) and layer.shared is None))
             and layer.is_plain

@@ -120,11 +120,12 @@ def tables_of(position: int, rows: int, pages: torch.Tensor) -> Any:
     [
         (DENSE, 70, 2),
         (NORMED, 130, 1),
+        (NORMED, 65, 3),  # the second row begins a block
         (MIXTURE, 0, 1),
         (MIXTURE, 127, 1),  # the row ends a block
         (FOUR, 64, 1),  # the row begins a block
     ],
-    ids=["dense", "norms of heads", "first row", "mixture", "four experts"],
+    ids=["dense", "norms of heads", "norms of rows", "first row", "mixture", "four experts"],
 )
 def test_the_megakernel_computes_the_layers(
     config: ModelConfig, position: int, rows: int, monkeypatch: pytest.MonkeyPatch

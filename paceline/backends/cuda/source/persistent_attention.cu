@@ -12,7 +12,7 @@ __device__ inline void copy_kv_slot(Shared& s, const Layer& layer, const Attenti
 }
 
 // Copies keys and values of a block to shared memory. In the first block that this program reads, those of this
-// pass are left to `load_fresh`; with HEAD_NORMS, in any, to `load_new_key`.
+// pass are left to `load_fresh`; with HEAD_NORMS, in any, to `load_normed_keys`.
 __device__ inline void load_block(Shared& s, const Layer& layer, const AttentionTile& attn, int block) {
     constexpr int chunks = DIM / 8;
     bool first = block == attn.kv_split * attn.each;
@@ -43,15 +43,16 @@ __device__ inline void load_8(float (&to)[8], const float* from) {
 // kernels/heads.py.
 struct NormedHead {
     uint4 first, second;
-    __device__ NormedHead(const Pass& pass, int head, const u16* norm, int position, int chunk) {
+    __device__ NormedHead(const Pass& pass, int row, int head, const u16* norm, int position, int chunk) {
         constexpr int groups = DIM / 8;
+        int line = row * (HEADS + KV_HEADS) + head;
         float one[8], two[8], cosine[8], sine[8], sums[groups];
-        load_8(one, pass.heads + head * DIM + chunk * 8);
-        load_8(two, pass.heads + head * DIM + chunk * 8 + HALF);
+        load_8(one, pass.heads + line * DIM + chunk * 8);
+        load_8(two, pass.heads + line * DIM + chunk * 8 + HALF);
         load_8(cosine, pass.cosines + position * HALF + chunk * 8);
         load_8(sine, pass.sines + position * HALF + chunk * 8);
 #pragma unroll
-        for (int i = 0; i < groups; i += 8) load_8((float(&)[8])sums[i], pass.head_squares + head * groups + i);
+        for (int i = 0; i < groups; i += 8) load_8((float(&)[8])sums[i], pass.head_squares + line * groups + i);
         uint4 low = *(const uint4*)(norm + chunk * 8), high = *(const uint4*)(norm + chunk * 8 + HALF);
         u32 weights[2][4] = {{low.x, low.y, low.z, low.w}, {high.x, high.y, high.z, high.w}};
 #pragma unroll
@@ -76,38 +77,47 @@ __device__ inline void store_chunk(u16* lines, int line, int chunk, uint4 what) 
     *(uint4*)&lines[line * DIM + (chunk ^ line % 8) * 8] = what;
 }
 
-// The queries of the only row, of heads that share the KV head, to shared memory; other lanes are zeros.
+// The queries of a tile, to shared memory, as `load_query` has them.
 __device__ inline void load_normed_query(Shared& s, const Pass& pass, const Layer& layer, const AttentionTile& attn) {
     constexpr int pairs = DIM / 16;
     for (int number = thread(); number < LANES * pairs; number += THREADS) {
         int lane = number / pairs, chunk = number % pairs;
+        int row = attn.first + lane / AttentionTile::wide, own = lane % AttentionTile::wide;
         uint4 first = make_uint4(0, 0, 0, 0), second = first;
-        if (lane < AttentionTile::group) {
-            int head = attn.head * AttentionTile::group + lane;
-            NormedHead own(pass, head, layer.query_norm, attn.newest, chunk);
-            first = own.first, second = own.second;
+        if (row < attn.first + attn.count && own < AttentionTile::group) {
+            int head = attn.head * AttentionTile::group + own;
+            NormedHead normed(pass, row, head, layer.query_norm, s.row_position[row], chunk);
+            first = normed.first, second = normed.second;
         }
         store_chunk(s.attention.query, lane, chunk, first);
         store_chunk(s.attention.query, lane, chunk + pairs, second);
     }
 }
-// The key of the only row, to shared memory and to its KV slot; and its value. Other threads than the first load
-// queries.
-__device__ inline void load_new_key(Shared& s, const Pass& pass, const Layer& layer, const AttentionTile& attn) {
-    constexpr int pairs = DIM / 16, chunks = DIM / 8;
-    int line = attn.newest % BLOCK, chunk = thread() - THREADS / 2;
-    long slot = ((long)attn.kv_slot(attn.newest) * KV_HEADS + attn.head) * DIM;
-    if (chunk >= 0 && chunk < pairs) {
-        NormedHead own(pass, HEADS + attn.head, layer.key_norm, attn.newest, chunk);
-        store_chunk(s.attention.keys, line, chunk, own.first);
-        store_chunk(s.attention.keys, line, chunk + pairs, own.second);
-        if (s.new_kv_slot >= 0) {
-            *(uint4*)(layer.keys + slot + chunk * 8) = own.first;
-            *(uint4*)(layer.keys + slot + (chunk + pairs) * 8) = own.second;
+// Keys and values of this pass in a block, to shared memory; keys to their KV slots, too. By the second half of the
+// threads: the first loads queries. Blocks that see the same key store the same bits.
+__device__ inline void load_normed_keys(Shared& s, const Pass& pass, const Layer& layer, const AttentionTile& attn,
+                                        int block) {
+    constexpr int pairs = DIM / 16, chunks = DIM / 8, step = THREADS / 2;
+    int begin = max(attn.fresh, block * BLOCK), count = min(attn.newest + 1, block * BLOCK + BLOCK) - begin;
+    int number = thread() - step;
+    if (number < 0) return;
+    auto offset = [&](int position) { return ((long)attn.kv_slot(position) * KV_HEADS + attn.head) * DIM; };
+    for (int n = number; n < count * chunks; n += step) {
+        int position = begin + n / chunks, line = position % BLOCK, chunk = n % chunks;
+        copy_16(shared_address(s.attention.values) + line * (DIM * 2) + (chunk ^ line % 8) * 16,
+                layer.values + offset(position) + chunk * 8);
+    }
+    for (int n = number; n < count * pairs; n += step) {
+        int position = begin + n / pairs, line = position % BLOCK, chunk = n % pairs;
+        int row = attn.fresh_row + position - attn.fresh;
+        NormedHead normed(pass, row, HEADS + attn.head, layer.key_norm, position, chunk);
+        store_chunk(s.attention.keys, line, chunk, normed.first);
+        store_chunk(s.attention.keys, line, chunk + pairs, normed.second);
+        if (s.row_slot[row] >= 0) {
+            u16* to = layer.keys + offset(position) + chunk * 8;
+            *(uint4*)to = normed.first;
+            *(uint4*)(to + HALF) = normed.second;
         }
-    } else if (chunk >= 32 && chunk < 32 + chunks) {
-        u32 to = line * (DIM * 2) + (chunk % 32 ^ line % 8) * 16;
-        copy_16(shared_address(s.attention.values) + to, layer.values + slot + chunk % 32 * 8);
     }
 }
 
@@ -327,7 +337,7 @@ __device__ inline void attention(Shared& s, const Pass& pass, const Layer& layer
                 sync();  // all warps have read the block before
                 load_block(s, layer, attn, block);
             }
-            if (HEAD_NORMS && block == attn.newest / BLOCK) load_new_key(s, pass, layer, attn);
+            if (HEAD_NORMS) load_normed_keys(s, pass, layer, attn, block);
             commit_copies();
             wait_copies<0>();
             sync();

@@ -49,9 +49,10 @@ struct Rope {
             for (int i = 0; i < 2; i++)
                 squares[i] = __fadd_rn(squares[i], __shfl_xor_sync(0xffffffff, squares[i], offset));
         if (!mine || head >= HEADS + KV_HEADS) return;
-        float* to = pass.heads + head * DIM + part;
+        int line = row * (HEADS + KV_HEADS) + head;
+        float* to = pass.heads + line * DIM + part;
         to[0] = one, to[HALF] = two;
-        float* sums = pass.head_squares + head * (DIM / 8) + part / 8;
+        float* sums = pass.head_squares + line * (DIM / 8) + part / 8;
         if (thread() % 8 == 0) sums[0] = squares[0], sums[HALF / 8] = squares[1];
     }
     __device__ void end(Shared& s, const Pass& pass, const Layer& layer, ushort2 bias) const {

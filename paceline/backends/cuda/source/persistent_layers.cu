@@ -5,7 +5,7 @@ __device__ inline void prepare_attention(Shared& s, const Pass& pass) {
     const AttentionTile& attn = s.attn;
     if (thread() == 0) s.attn.find(pass, blockIdx.x / (AttentionTile::kv_splits * KV_HEADS));
     if (thread() < ROWS) s.row_parts[thread()] = 0, s.row_position[thread()] = pass.positions[thread()];
-    if (thread() == 0) s.new_kv_slot = pass.slot_mapping[0];
+    if (thread() < ROWS) s.row_slot[thread()] = pass.slot_mapping[thread()];
     sync();
     if (attn.active() && thread() < BLOCK) {
         int position = attn.kv_split * attn.each * BLOCK + thread();

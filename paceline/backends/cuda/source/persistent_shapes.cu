@@ -28,14 +28,14 @@ struct Pass {  // LAYERS of Layer follow it
     u32* counters;                 // arrivals, finished blocks, then of each tile and KV head: zero between passes
     float* features;               // as of a layer, after the last one
     u64 features_width;            // of a row of all features
-    float* heads;                  // [HEADS + KV_HEADS, DIM] queries and keys of the row before HEAD_NORMS
-    float* head_squares;           // [HEADS + KV_HEADS, DIM / 8] sums of squares of eight columns
+    float* heads;                  // [ROWS, HEADS + KV_HEADS, DIM] queries and keys before HEAD_NORMS
+    float* head_squares;           // [ROWS, HEADS + KV_HEADS, DIM / 8] sums of squares of eight columns
     float* scores;                 // [EXPERTS] of the row, before the norm's factor
 };
 
 constexpr bool FEW = ROWS <= 2;
 constexpr int EXPERT_SIZE = INTERMEDIATE / CHOSEN;  // a layer without experts is one that all rows have chosen
-static_assert(ROWS == 1 || !(EXPERTS || HEAD_NORMS), "rows choose experts of their own");
+static_assert(ROWS == 1 || !EXPERTS, "rows choose experts of their own");
 constexpr int MERGED_BY_ALL = FEW ? MERGE_FAN_IN : 0;  // partials of a row that every block merges itself
 
 // This block's part of attention: the same in all layers. A tile's positions are cut into partials, which the
@@ -50,7 +50,7 @@ struct AttentionTile {
     int tile, head, kv_split;    // of this block
     int first, count;         // rows of the tile
     int newest;               // the last position that they see
-    int fresh;                // the first position whose key is computed in this pass
+    int fresh, fresh_row;     // the first position whose key is computed in this pass, and its row
     int blocks, each, end;    // of positions; blocks of a partial; partials
     const int* pages;
     __device__ void find(const Pass& pass, int own_tile) {
@@ -62,10 +62,12 @@ struct AttentionTile {
         }
         first = pass.tile_rows[tile], count = pass.tile_counts[tile];
         newest = count ? pass.positions[first + count - 1] : -1;
-        fresh = newest + 1;
+        fresh = newest + 1, fresh_row = 0;
         for (int t = 0; t < ATTENTION_TILES; t++)
-            if (pass.tile_counts[t] && pass.tile_pages[t] == pass.tile_pages[tile])
-                fresh = min(fresh, pass.positions[pass.tile_rows[t]]);
+            if (pass.tile_counts[t] && pass.tile_pages[t] == pass.tile_pages[tile]) {
+                int row = pass.tile_rows[t], position = pass.positions[row];
+                if (position < fresh) fresh = position, fresh_row = row;
+            }
         pages = pass.pages + pass.tile_pages[tile];
         blocks = count ? newest / BLOCK + 1 : 0;
         each = blocks <= kv_splits && blocks <= MERGE_FAN_IN * MERGE_FAN_IN ? 1 : MERGE_FAN_IN;
@@ -100,7 +102,7 @@ struct Shared {
     int kv_slots[BLOCK];  // of the first block that attention reads here
     int row_line[8], row_parts[8];  // first partial of each row's attention, and their number
     int row_position[8];
-    int new_kv_slot;                // of the first row
+    int row_slot[8];                // KV slot of each row
     int experts[CHOSEN];            // of the row
     float shares[CHOSEN];           // their weights
     u64 routed;                     // mbarrier: they are known
