@@ -19,7 +19,7 @@ from tests.backends.cuda.emulating import HERE, Emulated, needs_compiler
 PROGRAMS, SHARED, PAGE_SIZE, LONGEST = 8, 160 << 10, 16, 256
 DENSE = ModelConfig("llama", 64, 256, 2, 4, 2, 64, 256, 1e-5, RopeConfig(1e4), LONGEST, True)
 NORMED = replace(DENSE, qk_norm=True)
-EXPERTS = MoeConfig(24, 2, 128, True, frozenset({0, 1}))
+EXPERTS = MoeConfig(60, 2, 128, True, frozenset({0, 1}))
 MIXTURE = replace(NORMED, moe=EXPERTS)
 FOUR = replace(MIXTURE, num_layers=1, moe=replace(EXPERTS, experts_per_token=4, layers=frozenset({0})))
 
