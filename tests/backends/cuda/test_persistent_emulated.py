@@ -43,6 +43,11 @@ def normed(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tens
     return values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps) * weight
 
 
+def normed_rows(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Rounded before the norm's factor, as products read them: close scores would choose other experts."""
+    return rounded(hidden * weight) * torch.rsqrt(hidden.square().mean() + eps)
+
+
 def rotated(heads: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], position: int) -> torch.Tensor:
     cosine, sine = (own[position] for own in rotation)
     one, two = heads.chunk(2, -1)
@@ -71,7 +76,7 @@ class Reference:
         self, index: int, hidden: torch.Tensor, position: int, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         config = self.config
-        rows = normed(hidden, self.weight(index, "input_layernorm"), config.rms_norm_eps)
+        rows = normed_rows(hidden, self.weight(index, "input_layernorm"), config.rms_norm_eps)
         query, key, value = (
             (self.weight(index, f"self_attn.{part}_proj") @ rows).view(-1, config.head_dim) for part in "qkv"
         )
@@ -87,7 +92,8 @@ class Reference:
         return self.weight(index, "self_attn.o_proj") @ rounded(mixed).flatten()
 
     def feed_forward(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        rows = normed(hidden, self.weight(index, "post_attention_layernorm"), self.config.rms_norm_eps)
+        norm = self.weight(index, "post_attention_layernorm")
+        rows = normed_rows(hidden, norm, self.config.rms_norm_eps)
         if self.config.moe is None:
             return self.mlp(index, "mlp", rows)
         scores = torch.softmax(self.weight(index, "mlp.gate") @ rows, -1)
