@@ -79,7 +79,8 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
 ) -> None:
     tile = tl.program_id(0)
     pdl_wait(pdl)
-    pdl_launch(pdl)  # after the wait: the next kernel reads blocks before its own
+    # After the wait, so that _down_kernel starts when `route` has ended: it reads blocks before its own wait
+    pdl_launch(pdl)
     expert, first, count = _load_block(blocks_at, block_line)
     if count > 0:
         pair, is_there = _block_pairs(lists_at, list_line, expert, first, count, tokens, is_alone)
@@ -134,7 +135,9 @@ def _down_kernel(  # type: ignore[no-untyped-def]
 ) -> None:
     pdl_launch(pdl)
     tile = tl.program_id(0)
-    expert, first, count = _load_block(blocks_at, block_line)  # routed before the kernel before this one
+    # Before the wait: this kernel starts when every program of _gate_up_kernel has waited for `route`, which
+    # wrote the blocks, and the next one to write them is behind this kernel
+    expert, first, count = _load_block(blocks_at, block_line)
     pdl_wait(pdl)
     if count > 0:
         matrix_tile = expert * tl.num_programs(0) + tile
