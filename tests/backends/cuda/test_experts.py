@@ -196,6 +196,20 @@ def test_many_experts_are_scored_alike_in_few_rows_and_in_many(
             near(got, expected[:2].float(), 1e-3)
 
 
+def test_parts_of_scores_may_be_a_kernel_of_their_own(
+    device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.backends.cuda.kernels import router
+
+    case = Case(device, dtype, 3, True, experts=130)
+    together = case.run(range(3))
+    monkeypatch.setattr(router, "MAX_PARTS", 0)
+    for rows in ([0, 1, 2], [2]):
+        for got, expected in zip(case.run(rows), together, strict=True):
+            assert torch.equal(got, expected[rows])
+        assert not case.routing.arrivals.any()
+
+
 @pytest.mark.parametrize(("kilobytes", "stages"), [(227, 8), (99, 6)])
 def test_the_router_of_many_rows_fits_in_shared_memory(
     kilobytes: int, stages: int, monkeypatch: pytest.MonkeyPatch

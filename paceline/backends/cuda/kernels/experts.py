@@ -212,7 +212,7 @@ def add_experts(
     rows = len(slot_mapping)
     tokens = block_rows(mixture, rows)
     if not has_parts:
-        score_rows(read, mixture.router, routing.scores, rows)
+        score_rows(read, mixture.router, routing.parts, routing.arrivals, routing.scores, rows)
     route(mixture, read, slot_mapping, routing, tokens, has_parts)
     _run_blocks(mixture, read, routing, rows, tokens)
     _combine(mixture, routing, hidden, norm, normed, rows)

@@ -246,12 +246,13 @@ def stages_for(
 ) -> int:
     """The number of pipeline stages in shared memory: what fits `programs_each` programs.
 
-    If there are a few more `programs` than that, as many stages as let all of them be resident at once. Short
-    tiles keep their stages: all of their loads are in flight at once.
+    If the number of `programs` is given, as many stages as let all of them be resident at once. Short tiles
+    keep their stages: all of their loads are in flight at once.
     """
     each, needed = programs_each(matrix, tokens), -(-programs // MULTIPROCESSORS)
+    least = 2 if matrix.tiling.packing in UNPACKED else 3  # stages of packed tiles take more than `size`
     is_long = matrix.weight.shape[1] > MAX_STAGES  # steps
-    each = needed if each < needed <= MAX_RESIDENT and is_long else each
+    each = max(least, needed) if 0 < needed <= MAX_RESIDENT and is_long else each
     is_short = matrix.tiling.packing == "e4m3"
     size = tiles * matrix.weight[0, 0].nbytes + tokens * matrix.tiling.step * (1 if is_short else 2)
     if tiles == MAX_TILES or rows_first or is_short:  # iterations have a depth of 64

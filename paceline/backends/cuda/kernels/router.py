@@ -2,7 +2,8 @@
 
 A score is a sum over tiles of 64 columns of the residual stream. With few rows and experts each program that
 finishes a tile of the stream (linear.py) stores its part of all scores at once, which saves a kernel and its
-latency; `route` adds the parts up. With more of either a kernel of its own adds them up in the same order.
+latency; `route` adds the parts up. With more of either a kernel of its own adds them up in the same order:
+of few rows it has a program for each part, whose last to finish adds them up.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed, shared_bytes, token_tile
-from paceline.backends.cuda.kernels.pdl import pdl_sync, prefetch, supports_pdl
+from paceline.backends.cuda.kernels.pdl import pdl_launch, pdl_sync, pdl_wait, prefetch, supports_pdl
 from paceline.backends.cuda.shard import TILE
 
 COLUMNS = tl.constexpr(TILE)  # of a tile of the residual stream, and of the router
@@ -88,6 +89,41 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
     tl.store(to, total, mask=real)
 
 
+@triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
+def _split_scores_kernel(  # type: ignore[no-untyped-def]
+    rows_at,
+    router_at,
+    parts_at,
+    arrivals_at,
+    scores_at,
+    depth,
+    row_count,
+    line,
+    tiles: tl.constexpr,  # of the residual stream
+    tokens: tl.constexpr,
+    step: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    pdl_launch(pdl)
+    tile, number = tl.program_id(0), tl.program_id(1)
+    token, part = tl.arange(0, tokens), tl.arange(0, COLUMNS)
+    expert, real = number * COLUMNS + part, (token < row_count)[None, :]
+    # before the wait: it is not written in a pass
+    weights = tl.load(_lines_at(router_at, tile, depth, expert, step)[:, None] + part[None, :])
+    pdl_wait(pdl)
+    at = rows_at + token[None, :] * depth + tile * COLUMNS + part[:, None]
+    own = tl.dot(weights, tl.load(at, mask=real, other=0.0))
+    to = parts_at + token[None, :] * (tiles * line) + expert[:, None]
+    tl.store(to + tile * line, own, mask=real)
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals_at + number, 1, sem="acq_rel") == tiles - 1:
+        total = tl.load(to, mask=real, other=0.0, cache_modifier=".cg")
+        for other in tl.static_range(1, tiles):
+            total += tl.load(to + other * line, mask=real, other=0.0, cache_modifier=".cg")
+        tl.store(scores_at + token[None, :] * line + expert[:, None], total, mask=real)
+        tl.store(arrivals_at + number, 0)
+
+
 def has_parts(router: Matrix, rows: int) -> bool:
     """Whether the kernel that adds to the residual stream stores parts of scores."""
     return rows <= FEW_ROWS and router.depth // TILE * router.padded_width <= MAX_PARTS
@@ -99,9 +135,34 @@ def stages_for(tokens: int, rows: torch.Tensor) -> int:
     return min(MAX_STAGES, shared_bytes(rows.device) // stage)
 
 
-def score_rows(read: Normed, router: Matrix, scores: torch.Tensor, rows: int) -> None:
-    """Write scores of rows to `scores` [rows, padded experts], without the norm's factor and the bias."""
+def score_rows(
+    read: Normed, router: Matrix, parts: torch.Tensor, arrivals: torch.Tensor, scores: torch.Tensor, rows: int
+) -> None:
+    """Write scores of rows to `scores` [rows, padded experts], without the norm's factor and the bias.
+
+    `parts` and `arrivals` are those of Routing.
+    """
     tokens, pdl = min(FEW_ROWS, token_tile(rows)), supports_pdl(scores.device)
+    if rows <= FEW_ROWS:
+        tiles = router.depth // TILE
+        _split_scores_kernel[(tiles, router.tiles)](
+            read.rows,
+            router.weight,
+            parts,
+            arrivals,
+            scores,
+            router.depth,
+            rows,
+            scores.shape[1],
+            tiles,
+            tokens,
+            router.tiling.step,
+            pdl,
+            num_warps=4,
+            enable_fp_fusion=False,
+            launch_pdl=pdl,
+        )
+        return
     _scores_kernel[(-(-rows // tokens), router.tiles)](
         read.rows,
         router.weight,

@@ -11,7 +11,7 @@ import triton.language as tl
 from paceline.backends.cuda.kernels.matmul import load_squares, norm_factor
 from paceline.backends.cuda.kernels.matrix import MIN_TOKENS, Matrix, Normed, row_tile
 from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
-from paceline.backends.cuda.kernels.router import FEW_ROWS, has_parts
+from paceline.backends.cuda.kernels.router import FEW_ROWS
 from paceline.backends.cuda.shard import TILE
 from paceline.models.config import MoeConfig
 
@@ -55,6 +55,9 @@ class Routing:
     parts: torch.Tensor  # float32 [FEW_ROWS, tiles of the residual stream, padded experts] of few rows
     shares: torch.Tensor  # float32 [rows, chosen] weights of a row's experts
     factors: torch.Tensor  # float32 [rows] norm factors
+    arrivals: (
+        torch.Tensor
+    )  # int32 [tiles of the router] programs that have stored a part; zero between kernels
     counts: torch.Tensor  # int32 [experts + 1] pairs of each, then finished programs; zero between kernels
     lists: torch.Tensor  # int32 [experts, rows] pairs of each
     blocks: torch.Tensor  # int32 [3, blocks] expert, first index in its list, count; 0 after the last.
@@ -66,16 +69,16 @@ class Routing:
 def routing_for(mixture: Mixture, rows: int, dtype: torch.dtype, device: torch.device) -> Routing:
     """Buffers for passes of at most `rows` rows."""
     experts, pairs = mixture.experts, rows * mixture.chosen
-    few = min(rows, FEW_ROWS) if has_parts(mixture.router, 1) else 0
 
     def zeros(*shape: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(shape, dtype=kind, device=device)
 
     return Routing(
         scores=zeros(rows, mixture.router.padded_width),
-        parts=zeros(few, mixture.router.depth // TILE, mixture.router.padded_width),
+        parts=zeros(min(rows, FEW_ROWS), mixture.router.depth // TILE, mixture.router.padded_width),
         shares=zeros(rows, mixture.chosen),
         factors=zeros(rows),
+        arrivals=zeros(mixture.router.tiles, kind=torch.int32),
         counts=zeros(experts + 1, kind=torch.int32),
         lists=zeros(experts, rows, kind=torch.int32),
         blocks=zeros(3, blocks_for(mixture, rows, MIN_TOKENS), kind=torch.int32),

@@ -11,7 +11,7 @@
 
 constexpr int WARPS = 8, THREADS = WARPS * 32;  // computing warps and threads
 constexpr int FETCHERS = 128;  // loading threads
-constexpr int IN_FLIGHT = 3;   // stages in flight: with more, all other loads would queue behind them
+constexpr int IN_FLIGHT = EXPERTS ? 4 : 3;  // stages in flight: with more, all other loads would queue behind them
 constexpr int L2_PREFETCH_STEPS = 6;       // steps of gate and up prefetched into L2 while the ring is full
 constexpr int ROW_SLOTS = 10;  // pieces of rows in flight or in use, per warp
 constexpr int BYTES_A_CYCLE = 20;  // memory bandwidth of a multiprocessor, rounded up
