@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from paceline.backends.cpu.dots import Dot
 from paceline.backends.cpu.emit import I64
@@ -84,8 +83,8 @@ class MatrixTile(Tile):
 
     def __init__(self, builder: ir.IRBuilder, isa: Isa, args: list[Any]) -> None:
         super().__init__(builder, MATRIX_ROWS, isa, args)
-        kind = ir.ArrayType(self.ints, MATRIX_ROWS)
-        self.products = [cgutils.alloca_once(builder, kind) for _ in range(2)]
+        with builder.goto_entry_block():  # not by `alloca_once`, which fills them with zeros for every tile
+            self.products = [builder.alloca(ir.ArrayType(self.ints, MATRIX_ROWS)) for _ in range(2)]
         for place in self.products:
             place.align = 64
         assert isa.product is not None
