@@ -255,10 +255,10 @@ class CudaBackend(Backend):
         numbers = [self.weights.adapters[name] if name else -1 for name in batch.adapters]
         adapters = np.array(numbers, dtype=np.int32) if numbers else None
         has_adapters = max(numbers, default=-1) >= 0
-        row_arrays = rows_of(batch, PAGE_SIZE, height, large, large_height)
+        prefill_tiles = max_prefill_tiles(rows, large_height) if large.any() else 0
+        row_arrays = rows_of(batch, PAGE_SIZE, height, large, large_height, prefill_tiles)
         self._tables.send(batch, row_arrays, adapters=adapters)
         recurrent = self._recurrences.rows(plan, batch, rows) if self._recurrences and plan else None
-        prefill_tiles = max_prefill_tiles(rows, large_height) if large.any() else 0
         others = not large.all()
         if found is not None:
             self._shared_prefix.send(found, np.where(large, 0, -(-np.diff(batch.row_offsets) // height)))

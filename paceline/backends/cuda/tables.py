@@ -77,22 +77,26 @@ def rows_of(
     height: int,
     large: BoolArray | None = None,
     large_height: int = 1,
+    large_tiles: int = 0,
 ) -> Rows:
     """The rows of a batch, in tiles of at most `height` rows of one request.
 
-    Rows of the requests in `large` [requests] are in prefill tiles of at most `large_height` rows.
+    Rows of the requests in `large` [requests] are in prefill tiles of at most `large_height` rows. These are
+    padded to `large_tiles`, padding first: the kernels start with the last tile, which sees most.
     """
     request, local = _owners(batch)
     index = batch.context_lengths[request] + local
     slot_mapping = batch.page_tables[request, index // page_size] * page_size + index % page_size
     large = np.zeros(batch.num_requests, np.bool_) if large is None else large
     contiguous_until, paths = _paths(batch, request, local, index)
+    prefill_tiles = _tiles(batch, np.flatnonzero(large), large_height)
+    padding = max(0, large_tiles - prefill_tiles.shape[1])
     return Rows(
         slot_mapping.astype(np.int32),
         contiguous_until,
         paths,
         _tiles(batch, np.flatnonzero(~large), height),
-        _tiles(batch, np.flatnonzero(large), large_height),
+        np.pad(prefill_tiles, ((0, 0), (padding, 0))),
         np.maximum(batch.page_tables.reshape(-1), 0),  # -1 is never read
     )
 
