@@ -19,12 +19,11 @@ from paceline.backends.cuda.kernels import heads as triton_heads
 from paceline.backends.cuda.kernels import linear
 from paceline.backends.cuda.kernels.heads import Rotation
 from paceline.backends.cuda.kernels.low_rank import LowRankRows
-from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch
+from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch, padded_rows
 from paceline.backends.cuda.kernels.router import Scores
-from paceline.backends.cuda.native import NativeKernel, is_left_out, native_kernel, tensor_map
+from paceline.backends.cuda.native import MAP_BYTES, NativeKernel, is_left_out, native_kernel, tensor_map
 from paceline.backends.cuda.weight_pipeline import (
     LINE,
-    THREADS,
     TILE,
     argument,
     can_stream,
@@ -34,9 +33,25 @@ from paceline.backends.cuda.weight_pipeline import (
 )
 
 SOURCES = "instructions", "activations", "many_rows_products", "many_rows_epilogues", "many_rows"
-LEAST = 129  # rows; fewer are one row tile
-ROWS = 128  # of a program
-STAGES = {256: 4, 128: 6}  # {columns of a program: pipeline stages}
+LEAST = 129  # rows
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of programs. Times are measured, in units of 0.6 microseconds."""
+
+    stages: int  # of the pipeline
+    stage: float  # time of one
+    one: float  # time of what follows the stages of a unit that has the only split
+    all: float  # ... that has all splits
+    parallel: float  # ... that has one of several
+
+
+SIZES = {  # by rows and columns
+    (128, 256): Size(4, 1.0, 12, 21, 34),
+    (128, 128): Size(6, 0.53, 10, 15, 28),
+    (192, 128): Size(5, 0.76, 11, 16, 30),
+}
 KINDS = {"gate_up": 0, "add": 1, "heads": 2, "project": 3}
 HEAD = 128  # size of heads
 MAX_GROUPS = 128  # of a row's sums of squares
@@ -56,52 +71,59 @@ TENSORS = (  # of `Arguments`, in order
     "keys",
     "values",
 )
-# Measured, in units of 0.6 microseconds: a stage, and what follows the stages of a unit, which has the only
-# split, all splits, or one of several
-STAGE_TIME = {256: 1.0, 128: 0.53}
-EPILOGUE = {256: {"one": 12, "all": 21, "parallel": 34}, 128: {"one": 10, "all": 15, "parallel": 28}}
 
 
 @dataclass(frozen=True)
 class Plan:
     """How a product is cut into units of work. It does not affect the bits."""
 
-    columns: int  # of a program
-    is_parallel: bool  # whether splits are units of their own
+    rows: int  # of a program
+    columns: int
+    is_parallel: bool = False  # whether splits are units of their own
+
+    def row_tiles(self, rows: int) -> int:
+        """The number of tiles of this many rows."""
+        return -(-rows // self.rows)
 
     def units(self, width: int, splits: int, rows: int) -> int:
         """The number of units of a matrix of this padded width."""
-        return row_tiles(rows) * (width // self.columns) * (splits if self.is_parallel else 1)
+        return self.row_tiles(rows) * (width // self.columns) * (splits if self.is_parallel else 1)
 
     def time(self, width: int, depth: int, splits: int, rows: int, multiprocessors: int) -> float:
         """The time of the multiprocessor with most units, where a stage of 256 columns takes 1."""
         turns = -(-self.units(width, splits, rows) // multiprocessors)
         stages = depth / LINE / (splits if self.is_parallel else 1)
-        ending = "parallel" if self.is_parallel else "all" if splits > 1 else "one"
-        return turns * (stages * STAGE_TIME[self.columns] + EPILOGUE[self.columns][ending])
-
-
-def row_tiles(rows: int) -> int:
-    """The number of tiles of this many rows."""
-    return -(-rows // ROWS)
+        size = SIZES[self.rows, self.columns]
+        epilogue = size.parallel if self.is_parallel else size.all if splits > 1 else size.one
+        return turns * (stages * size.stage + epilogue)
 
 
 @lru_cache
 def plan_for(width: int, depth: int, splits: int, rows: int, multiprocessors: int) -> Plan | None:
     """The fastest plan for a matrix of this padded width; None if none fits."""
-    fitting = [columns for columns in STAGES if width % columns == 0]
     plans = [
-        Plan(columns, own) for columns in fitting for own in ((False, True) if splits == 2 else (False,))
+        plan
+        for size in SIZES
+        for plan in (Plan(*size), Plan(*size, is_parallel=True))
+        if width % plan.columns == 0
+        and plan.row_tiles(rows) * plan.rows <= padded_rows(rows)
+        and (splits == 2 or not plan.is_parallel)
     ]
     return min(plans, key=lambda plan: plan.time(width, depth, splits, rows, multiprocessors), default=None)
 
 
 @cached_kernel
-def many_rows_kernel(kind: str, columns: int, device: torch.device) -> NativeKernel | None:
-    """The compiled kernel; None if it is not available."""
-    numbers = {"COLUMNS": columns, "STAGES": STAGES[columns], "KIND": KINDS[kind]}
-    shared = STAGES[columns] * (ROWS + columns) * LINE * 2 + 1024
+def many_rows_kernel(kind: str, rows: int, columns: int, device: torch.device) -> NativeKernel | None:
+    """The compiled kernel for programs of this size; None if it is not available."""
+    stages = SIZES[rows, columns].stages
+    numbers = {"ROWS": rows, "COLUMNS": columns, "STAGES": stages, "KIND": KINDS[kind]}
+    shared = stages * (rows + columns) * LINE * 2 + 1024
     return native_kernel("many_rows", SOURCES, numbers, wgmma_source(columns), shared, device)
+
+
+def threads(rows: int) -> int:
+    """Of a program: a warpgroup for each 64 rows, and one that loads."""
+    return 2 * rows + 128
 
 
 @dataclass(frozen=True)
@@ -132,14 +154,14 @@ def run_many_rows(
         return False
     width, splits, multiprocessors = matrix.padded_width, matrix.tiling.splits, num_multiprocessors(device)
     plan = plan_for(width, matrix.depth, splits, rows, multiprocessors)
-    if plan is None or len(inputs) < row_tiles(rows) * ROWS:
+    if plan is None or len(inputs) < padded_rows(rows):
         return False
-    kernel = many_rows_kernel(kind, plan.columns, device)
+    kernel = many_rows_kernel(kind, plan.rows, plan.columns, device)
     if kernel is None:
         return False
     programs = min(multiprocessors, plan.units(width, splits, rows))
     argument_bytes = _argument(plan, inputs, matrix, rows, scratch, operands)
-    kernel.launch(argument_bytes, (programs, 1), (1, 1), THREADS)
+    kernel.launch(argument_bytes, (programs, 1), (1, 1), threads(plan.rows))
     return True
 
 
@@ -151,7 +173,8 @@ def _argument(
     steps, each = depth // step, plan.columns // columns
     sizes, strides = (step, columns, steps, matrix.tiles), (step, columns * step, columns * depth)
     weights = tensor_map(matrix.weight.data_ptr(), sizes, strides, (LINE, columns, 1, each))
-    lines = tensor_map(inputs.data_ptr(), (depth, len(inputs)), (depth,), (LINE, ROWS))
+    lines = tensor_map(inputs.data_ptr(), (depth, len(inputs)), (depth,), (LINE, plan.rows))
+    residual = _residual_map(plan, operands)
     addresses = [scratch.partial.data_ptr(), scratch.counters.data_ptr(), *operands.addresses]
     squares = operands.tensors.get("squares")
     groups = 0 if squares is None else squares.shape[1]
@@ -159,13 +182,22 @@ def _argument(
         steps,
         matrix.tiling.splits,
         columns,
-        row_tiles(rows),
+        plan.row_tiles(rows),
         matrix.padded_width // plan.columns,
         plan.is_parallel,
     )
     rest = operands.width, groups, rows, operands.query_heads, operands.kv_heads, operands.columns
     numbers = struct.pack("<12i3f", *cut, *rest, float(operands.size), operands.eps, operands.head_eps)
-    return argument(weights, lines, struct.pack(f"<{len(addresses)}Q", *addresses), numbers)
+    return argument(weights, lines, residual, struct.pack(f"<{len(addresses)}Q", *addresses), numbers)
+
+
+def _residual_map(plan: Plan, operands: Operands) -> bytes:
+    """The TMA descriptor of the residual stream, if the product is added to it."""
+    hidden = operands.tensors.get("hidden")
+    if hidden is None or "norm" not in operands.tensors:
+        return bytes(MAP_BYTES)
+    width = 2 * operands.width  # in pairs of bfloat16
+    return tensor_map(hidden.data_ptr(), (width, len(hidden)), (width,), (LINE, plan.rows))
 
 
 def _is_normed(normed: Normed) -> bool:

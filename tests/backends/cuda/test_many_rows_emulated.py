@@ -8,16 +8,24 @@ import pytest
 import torch
 
 from paceline.backends.cuda import many_rows
-from paceline.backends.cuda.kernels.matrix import Normed, Scratch, Tiling, tile_heads, tile_matrix, tile_pair
+from paceline.backends.cuda.kernels.matrix import (
+    Normed,
+    Scratch,
+    Tiling,
+    padded_rows,
+    tile_heads,
+    tile_matrix,
+    tile_pair,
+)
+from paceline.backends.cuda.many_rows import Plan
 from tests.backends.cuda.emulating import Emulated, needs_compiler, tensor_map
 
 EPS, DIM, DEPTH = 1e-5, 128, 384
-WAIT = 288  # threads that wait for the kernels before: those that multiply, and the warp that loads rows
-PLANS = [  # (columns, whether splits are units of their own), splits, rows
-    ((256, False), 1, 200),
-    ((128, False), 2, 200),
-    ((128, True), 2, 300),
-    ((256, False), 3, 130),
+PLANS = [  # with splits, rows
+    (Plan(128, 256), 1, 200),
+    (Plan(192, 128), 2, 300),
+    (Plan(128, 128, True), 2, 300),
+    (Plan(128, 256), 3, 130),
 ]
 
 
@@ -27,11 +35,12 @@ def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 @pytest.fixture
 def run_on_host(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def use(kind: str, columns: int, is_parallel: bool) -> None:
+    def use(kind: str, plan: Plan) -> None:
         """Two stages, three programs: all are used again and again."""
-        numbers = {"COLUMNS": columns, "STAGES": 2, "KIND": many_rows.KINDS[kind]}
-        kernel = Emulated(many_rows.SOURCES, "many_rows", "Arguments", numbers, WAIT)
-        plan = many_rows.Plan(columns, is_parallel)
+        sizes = {"ROWS": plan.rows, "COLUMNS": plan.columns}
+        numbers, threads = {**sizes, "STAGES": 2, "KIND": many_rows.KINDS[kind]}, many_rows.threads(plan.rows)
+        # those that multiply, and the warp that loads rows, wait for the kernels before
+        kernel = Emulated(many_rows.SOURCES, "many_rows", "Arguments", numbers, threads - 96, threads)
         monkeypatch.setattr(many_rows, "tensor_map", tensor_map)
         monkeypatch.setattr(many_rows, "supports_pipeline", lambda device: True)
         monkeypatch.setattr(many_rows, "num_multiprocessors", lambda device: 3)
@@ -43,13 +52,9 @@ def run_on_host(monkeypatch: pytest.MonkeyPatch) -> Any:
     return use
 
 
-def padded(rows: int) -> int:
-    return many_rows.row_tiles(rows) * many_rows.ROWS
-
-
 def normed_rows(rows: int) -> tuple[Normed, torch.Tensor]:
     """Random rows of the residual stream, and what a product of them reads, in float32."""
-    hidden = torch.randn(padded(rows), DEPTH)
+    hidden = torch.randn(padded_rows(rows), DEPTH)
     own = Normed(hidden.to(torch.bfloat16), hidden.square().view(len(hidden), -1, 4).sum(2), DEPTH, EPS)
     factor = torch.rsqrt(hidden.square().mean(1, keepdim=True) + EPS)
     return own, own.rows.float() * factor
@@ -57,20 +62,20 @@ def normed_rows(rows: int) -> tuple[Normed, torch.Tensor]:
 
 def scratch(rows: int, width: int, splits: int) -> Scratch:
     return Scratch(
-        torch.full((padded(rows) * width * splits,), torch.nan), torch.zeros(64, dtype=torch.int32)
+        torch.full((padded_rows(rows) * width * splits,), torch.nan), torch.zeros(64, dtype=torch.int32)
     )
 
 
 @needs_compiler
 @pytest.mark.parametrize(("plan", "splits", "rows"), PLANS[::2])
-def test_gate_and_up(run_on_host: Any, plan: tuple[int, bool], splits: int, rows: int) -> None:
+def test_gate_and_up(run_on_host: Any, plan: Plan, splits: int, rows: int) -> None:
     torch.manual_seed(5)
-    run_on_host("gate_up", *plan)
+    run_on_host("gate_up", plan)
     gate, up = (random(256, DEPTH, scale=0.06) for _ in range(2))
     matrix, room = tile_pair(gate, up, Tiling(splits=splits)), scratch(rows, 512, splits)
     for _ in range(2):  # copies arrive late, then at once
         own, read = normed_rows(rows)
-        output = torch.full((padded(rows), 256), torch.nan, dtype=torch.bfloat16)
+        output = torch.full((padded_rows(rows), 256), torch.nan, dtype=torch.bfloat16)
         many_rows.gate_up(own, matrix, output, rows, room)
         expected = torch.nn.functional.silu(read @ gate.float().T) * (read @ up.float().T)
         torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.01)
@@ -79,17 +84,17 @@ def test_gate_and_up(run_on_host: Any, plan: tuple[int, bool], splits: int, rows
 
 @needs_compiler
 @pytest.mark.parametrize(("plan", "splits", "rows"), PLANS)
-def test_a_product_is_added(run_on_host: Any, plan: tuple[int, bool], splits: int, rows: int) -> None:
+def test_a_product_is_added(run_on_host: Any, plan: Plan, splits: int, rows: int) -> None:
     torch.manual_seed(6)
-    run_on_host("add", *plan)
+    run_on_host("add", plan)
     width = 512
     weight, norm = random(width, DEPTH, scale=0.06), 1 + random(width, scale=0.2)
     matrix, room = tile_matrix(weight, width, Tiling(splits=splits)), scratch(rows, width, splits)
     for _ in range(2):
-        inputs, hidden = random(padded(rows), DEPTH), torch.randn(padded(rows), width)
+        inputs, hidden = random(padded_rows(rows), DEPTH), torch.randn(padded_rows(rows), width)
         expected = hidden + inputs.float() @ weight.float().T
-        squares = torch.full((padded(rows), width // 64), torch.nan)
-        written = torch.full((padded(rows), width), torch.nan, dtype=torch.bfloat16)
+        squares = torch.full((padded_rows(rows), width // 64), torch.nan)
+        written = torch.full((padded_rows(rows), width), torch.nan, dtype=torch.bfloat16)
         many_rows.add_product(inputs, matrix, hidden, norm, Normed(written, squares, width, EPS), rows, room)
         torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(written, (hidden * norm.float()).to(torch.bfloat16), rtol=0, atol=0)
@@ -101,9 +106,9 @@ def test_a_product_is_added(run_on_host: Any, plan: tuple[int, bool], splits: in
 @pytest.mark.parametrize(
     ("plan", "splits", "rows", "has_bias"), [(*PLANS[0], False), (*PLANS[2], True)], ids=["norms", "bias"]
 )
-def test_heads(run_on_host: Any, plan: tuple[int, bool], splits: int, rows: int, has_bias: bool) -> None:
+def test_heads(run_on_host: Any, plan: Plan, splits: int, rows: int, has_bias: bool) -> None:
     torch.manual_seed(7)
-    run_on_host("heads", *plan)
+    run_on_host("heads", plan)
     heads, slots = 2, 400
     weight, bias = random((heads + 2) * DIM, DEPTH, scale=0.06), random((heads + 2) * DIM)
     matrix = tile_heads(weight, DIM, Tiling(DIM, splits=splits), bias if has_bias else None)
@@ -112,7 +117,7 @@ def test_heads(run_on_host: Any, plan: tuple[int, bool], splits: int, rows: int,
     slot_mapping[7] = -1
     angles, room = torch.rand(64, DIM // 2) * 6, scratch(rows, (heads + 2) * DIM, splits)
     own, read = normed_rows(rows)
-    query = torch.full((padded(rows), heads, DIM), torch.nan, dtype=torch.bfloat16)
+    query = torch.full((padded_rows(rows), heads, DIM), torch.nan, dtype=torch.bfloat16)
     keys, values = (torch.zeros(slots, 1, DIM, dtype=torch.bfloat16) for _ in range(2))
     rotation = angles.cos(), angles.sin()
     norms = None if has_bias else (1 + random(DIM, scale=0.2), 1 + random(DIM, scale=0.2))
@@ -146,10 +151,10 @@ def test_heads(run_on_host: Any, plan: tuple[int, bool], splits: int, rows: int,
 def test_logits_of_rows_and_columns_that_are_not_padding(run_on_host: Any) -> None:
     torch.manual_seed(8)
     plan, splits, rows = PLANS[0]
-    run_on_host("project", *plan)
+    run_on_host("project", plan)
     weight, width = random(512, DEPTH, scale=0.06), 500
     own, read = normed_rows(rows)
-    output = torch.full((padded(rows), 512), torch.nan)
+    output = torch.full((padded_rows(rows), 512), torch.nan)
     many_rows.project(own, tile_matrix(weight, width, Tiling()), output, rows, scratch(rows, 512, splits))
     expected = (read @ weight.float().T)[:rows, :width]
     torch.testing.assert_close(output[:rows, :width], expected, rtol=1e-3, atol=1e-3)

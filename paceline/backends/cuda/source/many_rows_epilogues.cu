@@ -42,52 +42,83 @@ __device__ inline void store_gated(const Arguments& own, const Unit& unit, int r
         }
 }
 
-// A tile of a row of the residual stream, and the weights of the norm after it. Loaded before the tile before it is
-// written, since loads do not pass stores.
-struct ResidualTile {
-    float* at;
-    int row, column;
-    float2 hidden[8];
-    u32 norms[8];
-    // The tile of this number: two rows of each.
-    __device__ void load(const Arguments& own, const Unit& unit, int first_row, int number) {
-        row = first_row + number % 2 * 8, column = unit.group * COLUMNS + number / 2 * TILE;
-        int pair = threadIdx.x % 4 * 2;
-        at = own.hidden + (long)row * own.width + column + pair;
-#pragma unroll
-        for (int eight = 0; eight < 8; eight++) {
-            hidden[eight] = __ldcg((const float2*)(at + eight * 8));
-            norms[eight] = *(const u32*)(own.norm + column + eight * 8 + pair);
-        }
-    }
-    __device__ void add(const Arguments& own, const float* sums) {
-        u32 words[2][4];
-        float squares[8];
-#pragma unroll
-        for (int eight = 0; eight < 8; eight++) {
-            float one = __fadd_rn(hidden[eight].x, sums[eight * 4]);
-            float two = __fadd_rn(hidden[eight].y, sums[eight * 4 + 1]);
-            __stcg((float2*)(at + eight * 8), make_float2(one, two));
-            words[eight / 4][eight % 4] =
-                pack(__fmul_rn(one, unpack((u16)norms[eight])), __fmul_rn(two, unpack((u16)(norms[eight] >> 16))));
-            squares[eight] = in_pairs(in_pairs(__fadd_rn(__fmul_rn(one, one), __fmul_rn(two, two)), 1), 2);
-        }
-#pragma unroll
-        for (int half = 0; half < 2; half++)
-            store_eights(own.output + (long)row * own.width + column + half * 32, words[half]);
-        add_pairs(squares);
-        if (threadIdx.x % 4 == 0) own.written_squares[(long)row * (own.width / TILE) + column / TILE] = squares[0];
-    }
-};
+// Lets the next stage be loaded into a slab that this warpgroup has read.
+__device__ inline void release_slab(Shared& s, RingPosition& at) {
+    sync_warpgroup(2 + threadIdx.x / 128);
+    release(s, at.stage);
+    at.next();
+}
 
-__device__ inline void add_to_hidden(const Arguments& own, const Unit& unit, int row, const Sums& sums) {
-    constexpr int count = COLUMNS / TILE * 2;
-    ResidualTile tiles[2];
-    tiles[0].load(own, unit, row, 0);
+// Those of this thread's two rows: of every eight columns two.
+__device__ inline void take_slab(Shared& s, RingPosition& at, float2 (&hidden)[2][SLAB / 8]) {
+    wait_mbarrier(&s.full[at.stage], at.turn);
+    int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 8;  // bytes
 #pragma unroll
-    for (int i = 0; i < count; i++) {
-        if (i + 1 < count) tiles[(i + 1) % 2].load(own, unit, row, i + 1);
-        tiles[i % 2].add(own, &sums[i / 2 * 32 + i % 2 * 2]);
+    for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int eight = 0; eight < SLAB / 8; eight++) {
+            int at_byte = eight * 32 + pair, line = row + half * 8;  // in WGMMA's 128-byte swizzle
+            hidden[half][eight] = *(const float2*)(s.rows[at.stage] + line * 128 + (at_byte ^ line % 8 * 16));
+        }
+    release_slab(s, at);
+}
+
+__device__ inline void skip_slabs(Shared& s, RingPosition& at) {
+    for (int slab = 0; slab < SLABS; slab++) {
+        wait_mbarrier(&s.full[at.stage], at.turn);
+        release_slab(s, at);
+    }
+}
+
+// The weights of the norm after the residual stream, for this thread's columns of a tile.
+__device__ inline void load_norm(const Arguments& own, int column, u32 (&norm)[TILE / 8]) {
+#pragma unroll
+    for (int eight = 0; eight < TILE / 8; eight++)
+        norm[eight] = *(const u32*)(own.norm + column + eight * 8 + threadIdx.x % 4 * 2);
+}
+
+// Adds sums to a slab of a row; stores it, and it times the norm's weights; returns squares of four threads' pairs.
+__device__ inline void add_slab(const Arguments& own, int row, int column, const float2* hidden, const float* sums,
+                                const u32* norm, float* squares) {
+    float* to = own.hidden + (long)row * own.width + column + threadIdx.x % 4 * 2;
+    u32 words[4];
+#pragma unroll
+    for (int eight = 0; eight < SLAB / 8; eight++) {
+        float one = __fadd_rn(hidden[eight].x, sums[eight * 4]), two = __fadd_rn(hidden[eight].y, sums[eight * 4 + 1]);
+        __stcg((float2*)(to + eight * 8), make_float2(one, two));
+        words[eight] =
+            pack(__fmul_rn(one, unpack((u16)norm[eight])), __fmul_rn(two, unpack((u16)(norm[eight] >> 16))));
+        squares[eight] = in_pairs(in_pairs(__fadd_rn(__fmul_rn(one, one), __fmul_rn(two, two)), 1), 2);
+    }
+    store_eights(own.output + (long)row * own.width + column, words);
+}
+
+__device__ inline void add_to_hidden(Shared& s, RingPosition& at, const Arguments& own, const Unit& unit, int row,
+                                     const Sums& sums) {
+    constexpr int tiles = COLUMNS / TILE, each = TILE / SLAB;
+    u32 norms[2][TILE / 8];  // loaded a tile ahead
+    load_norm(own, unit.group * COLUMNS, norms[0]);
+#pragma unroll
+    for (int tile = 0; tile < tiles; tile++) {
+        int first = unit.group * COLUMNS + tile * TILE;
+        float squares[2][TILE / 8];
+        if (tile + 1 < tiles) load_norm(own, first + TILE, norms[(tile + 1) % 2]);
+#pragma unroll
+        for (int slab = 0; slab < each; slab++) {
+            float2 hidden[2][SLAB / 8];
+            take_slab(s, at, hidden);
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                add_slab(own, row + half * 8, first + slab * SLAB, hidden[half],
+                         &sums[(tile * each + slab) * (SLAB / 2) + half * 2], norms[tile % 2] + slab * (SLAB / 8),
+                         squares[half] + slab * (SLAB / 8));
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            add_pairs(squares[half]);
+            long to = (long)(row + half * 8) * (own.width / TILE) + first / TILE;
+            if (threadIdx.x % 4 == 0) own.written_squares[to] = squares[half][0];
+        }
     }
 }
 

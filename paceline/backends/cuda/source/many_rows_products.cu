@@ -1,23 +1,27 @@
 // Products of hundreds of rows, bound by tensor cores, not by memory: gate and up with SwiGLU, products that are
 // added to the residual stream, QKV, and logits. Sums have the order of ../kernels/matmul.py, and so have the bits.
 //
-// A program has 128 rows and COLUMNS columns (a unit), and takes one unit after the other. One warp loads weights and
-// one loads rows by TMA; each of two warpgroups multiplies 64 of the rows (WGMMA). Rows are the left operand: then both
-// halves of a gated tile, and of a head, are in one thread, and a row is in four.
+// A program has ROWS rows and COLUMNS columns (a unit), and takes one unit after the other. One warp loads weights and
+// one loads rows by TMA; each of two or three warpgroups multiplies 64 of the rows (WGMMA). Rows are the left operand:
+// then both halves of a gated tile, and of a head, are in one thread, and a row is in four. The residual stream, to which
+// sums are added, comes through the pipeline, behind a unit's stages.
 //
 // The files are concatenated in the order instructions, activations, many_rows_products, many_rows_epilogues,
 // many_rows.
-// many_rows.py defines before them COLUMNS, STAGES, KIND (one of those below), and `multiply` for this many columns.
+// many_rows.py defines before them ROWS, COLUMNS, STAGES, KIND (one of those below), and `multiply` for these columns.
 
 constexpr int GATE_UP = 0, ADD = 1, HEADS = 2, PROJECT = 3;
-constexpr int ROWS = 128, MMA_THREADS = 256, WEIGHT_LOADER = MMA_THREADS / 32, ROW_LOADER = WEIGHT_LOADER + 1;
+constexpr int WARPGROUPS = ROWS / 64, MMA_THREADS = WARPGROUPS * 128;
+constexpr int WEIGHT_LOADER = MMA_THREADS / 32, ROW_LOADER = WEIGHT_LOADER + 1;
 constexpr int DEPTH = 64, STEP = 128;  // of a stage, and of a step in the layout of weights
 constexpr int ROW_BYTES = ROWS * 128, WEIGHT_BYTES = COLUMNS * 128;
 constexpr int TILE = 64;  // columns whose squares are summed together
+constexpr int SLAB = 32, SLABS = KIND == ADD ? COLUMNS / SLAB : 0;  // columns of the residual stream in a stage
+constexpr int PREFETCHED = 24;  // stages before the residual stream is needed: all programs read it at the same time
 
 struct Arguments {  // in the order of many_rows.py
-    Map weights, rows;
-    float* partial;  // sums of splits: [unit][split][four][thread][4]
+    Map weights, rows, residual;  // `residual`: the residual stream as pairs of bfloat16
+    float* partial;  // sums of splits: [four][thread][4] of each program, or of each unit and split
     u32* counters;  // of finished splits per unit, zero between kernels
     const float* squares;  // of the rows, by tile; and of the residual stream, where they are written
     float* written_squares;
@@ -53,6 +57,7 @@ struct Unit {
     __device__ static int count(const Arguments& own) {
         return own.row_tiles * own.column_groups * (own.is_parallel ? own.splits : 1);
     }
+    __device__ int residual_column(int slab) const { return (group * COLUMNS + slab * SLAB) * 2; }  // of pairs
     __device__ int number(const Arguments& own) const { return group * own.row_tiles + row_tile; }
 };
 
@@ -82,15 +87,29 @@ __device__ inline void load_stage(Shared& s, const Arguments& own, const Unit& u
                   unit.group * COLUMNS / own.tile_columns, full);
 }
 
+__device__ inline void load_slab(Shared& s, const Arguments& own, const Unit& unit, int slab, int stage, bool of_rows) {
+    u64* full = &s.full[stage];
+    if (!of_rows) return arrive_mbarrier(full);
+    expect_bytes(full, ROW_BYTES);
+    copy_row_box(s.rows[stage], own.residual, unit.residual_column(slab), unit.row_tile * ROWS, full);
+}
+__device__ inline void prefetch_slabs(const Arguments& own, const Unit& unit) {
+    for (int slab = 0; slab < SLABS; slab++)
+        prefetch_row_box(own.residual, unit.residual_column(slab), unit.row_tile * ROWS);
+}
+
 __device__ inline void load_stages(Shared& s, const Arguments& own, bool of_rows) {
     RingPosition at;
     for (int number = blockIdx.x; number < Unit::count(own); number += gridDim.x) {
         Unit unit(own, number);
-        int end = stages_before(own, unit.end);
+        int begin = stages_before(own, unit.begin), end = stages_before(own, unit.end);
 #pragma unroll 1
-        for (int i = stages_before(own, unit.begin); i < end; i++, at.next()) {
+        for (int i = begin; i < end + SLABS; i++, at.next()) {
             wait_mbarrier(&s.used[at.stage], at.turn ^ 1);  // new mbarriers count as released
-            if (is_elected()) load_stage(s, own, unit, i, at.stage, of_rows);
+            if (!is_elected()) continue;
+            if (SLABS && of_rows && i == max(begin, end - PREFETCHED)) prefetch_slabs(own, unit);
+            if (SLABS && i >= end) load_slab(s, own, unit, i - end, at.stage, of_rows);
+            else load_stage(s, own, unit, i, at.stage, of_rows);
         }
     }
 }
@@ -105,7 +124,7 @@ typedef float Sums[COLUMNS / 2];
 // The products of a stage; they may end later.
 __device__ inline void multiply_stage(Shared& s, const RingPosition& at, Sums& sums, bool is_first) {
     wait_mbarrier(&s.full[at.stage], at.turn);
-    u64 left = smem_descriptor(s.rows[at.stage] + threadIdx.x / 128 * (ROW_BYTES / 2));
+    u64 left = smem_descriptor(s.rows[at.stage] + threadIdx.x / 128 * (64 * 128));
     u64 right = smem_descriptor(s.weights[at.stage]);
     wgmma_fence();
 #pragma unroll
@@ -130,7 +149,7 @@ __device__ inline void multiply_split(Shared& s, RingPosition& at, Sums& sums, i
 }
 
 __device__ inline float4* partial_at(const Arguments& own, const Unit& unit, int split) {
-    long number = (long)unit.number(own) * own.splits + split;
+    long number = own.is_parallel ? (long)unit.number(own) * own.splits + split : blockIdx.x;
     return (float4*)own.partial + number * (ROWS * COLUMNS / 4) + threadIdx.x;
 }
 __device__ inline void store_partial(float4* to, const Sums& sums) {
