@@ -29,7 +29,7 @@ class CpuPool:
 
     num_pages: int
     bytes_per_page: int
-    data: npt.NDArray[np.uint8]  # [layers, pages, KV heads, bytes of a block]
+    data: npt.NDArray[np.uint8]  # of each layer [pages, KV heads, bytes of a block], one after the other
     address: int  # of the data
     # [slots, parts, width] bfloat16, as the upper halves of float32: features that a head's pool keeps
     features: npt.NDArray[np.uint16] = field(default_factory=lambda: np.empty((0, 0, 0), dtype=np.uint16))
@@ -58,14 +58,12 @@ class CompiledModel:
 
     def bytes_per_page(self) -> int:
         """Bytes of keys and values of 16 tokens in all layers."""
-        return len(self.config.kv_layers) * self.config.num_kv_heads * self.workspace.block_bytes
+        return sum(heads * block for _, heads, _, block in self.workspace.kv_shapes())
 
     def make_pool(self, num_pages: int) -> CpuPool:
         """Storage for `num_pages` pages of keys and values."""
-        layers, heads = len(self.config.kv_layers), self.config.num_kv_heads
-        shape = (layers, num_pages, heads, self.workspace.block_bytes)
         try:
-            data = aligned_zeros(shape)
+            data = aligned_zeros((num_pages, CompiledModel.bytes_per_page(self)))  # a head adds features
             return CpuPool(num_pages, self.bytes_per_page(), data, address_of(data))
         except MemoryError as error:
             gigabytes = num_pages * self.bytes_per_page() / 1e9
@@ -113,12 +111,11 @@ class CompiledModel:
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
         """Copy keys and values from KV places to others; sources are read before destinations are written."""
         assert isinstance(pool, CpuPool)
-        layers, pages, heads, block = pool.data.shape
-        spare = np.empty((len(source), block), dtype=np.uint8)
+        shapes = np.array(self.workspace.kv_shapes(), dtype=np.int64)
+        spare = np.empty((len(source), shapes[:, 3].max()), dtype=np.uint8)
         places = source.astype(np.int64), destination.astype(np.int64)
         in_keys, half = self.config.latent is not None, self.workspace.half_kv
-        shape = layers, pages, heads, block, self.workspace.head_width, int(in_keys), int(half)
-        _move(pool.address, address_of(spare), *places, *shape)
+        _move(pool.address, address_of(spare), *places, shapes, pool.num_pages, int(in_keys), int(half))
 
     def close(self) -> None:
         """End the worker threads, also for backends that share them."""
@@ -152,12 +149,14 @@ def _describe(  # type: ignore[no-untyped-def]
 
 
 @compiled(cached=True)
-def _move(data, spare, sources, targets, layers, pages, heads, block, width, in_keys, half):  # type: ignore[no-untyped-def]
-    for layer in range(layers):
+def _move(data, spare, sources, targets, shapes, pages, in_keys, half):  # type: ignore[no-untyped-def]
+    for layer in range(len(shapes)):
+        place, heads, width, block = shapes[layer]
+        first = data + pages * place
         for head in range(heads):
             for i in range(len(sources)):
-                address = data + ((layer * pages + sources[i] // PAGE) * heads + head) * block
+                address = first + (sources[i] // PAGE * heads + head) * block
                 copy_key_value(address, sources[i] % PAGE, spare + i * block, 0, width, in_keys, half)
             for i in range(len(sources)):
-                address = data + ((layer * pages + targets[i] // PAGE) * heads + head) * block
+                address = first + (targets[i] // PAGE * heads + head) * block
                 copy_key_value(spare + i * block, 0, address, targets[i] % PAGE, width, in_keys, half)

@@ -31,11 +31,15 @@ from paceline.backends.cpu.job import (
     FROM_TARGET,
     GATE,
     HAS_EXPERTS_AT,
+    HEAD_WIDTH,
+    HEADS,
     HIDDEN_PADDED,
+    INPUT_SIZE,
     INPUTS,
     INPUTS_AT,
     LATENT_PADDED,
     LAYER_MATRICES,
+    LAYER_SCALES_AT,
     LAYERS,
     LOGITS_AT,
     LOGITS_STRIDE,
@@ -45,6 +49,7 @@ from paceline.backends.cpu.job import (
     NUM_CHOSEN,
     OUTPUT,
     OUTPUT_BIAS_AT,
+    OUTPUT_NORMS_AT,
     OUTPUTS,
     PARALLEL,
     QKV_AT,
@@ -63,8 +68,10 @@ from paceline.backends.cpu.job import (
     UP,
     WIDE_RECORDS_AT,
     field,
+    shape_of,
 )
 from paceline.backends.cpu.latent import absorb_queries, finish_values, store_latents
+from paceline.backends.cpu.layer_inputs import add_layer_input, make_layer_inputs
 from paceline.backends.cpu.low_rank import expand_rows, shrink_rows
 from paceline.backends.cpu.matmul import DESCRIPTOR
 from paceline.backends.cpu.phases import attend_rows, gate_rows, project, rope_and_store
@@ -143,6 +150,8 @@ def _enter(control, tasks, job, counter, embedding, scratch):  # type: ignore[no
     if field(job, INPUTS_AT) == 0:
         embed_rows(tasks, job, counter, rows, embedding)
         barrier(control, threads)
+        if field(job, INPUT_SIZE) > 0:
+            make_layer_inputs(control, tasks, job, counter + 4 * line, rows, scratch)
         return
     records, state, stride = field(job, RECORDS_AT), field(job, STATE_AT), 4 * field(job, HIDDEN_PADDED)
     bias = field(job, ENTRY_BIAS_AT)
@@ -246,7 +255,11 @@ def _mix(control, tasks, job, layer, matrices, counter, scratch, only_keys, out,
             absorb_queries(control, tasks, job, later, rows, layer, scratch)
         attend_rows(tasks, job, counter + line * 5, rows, layer, scratch)
         barrier(control, threads)
-        quantize_rows(tasks, job, counter + line * 6, rows, gate_column if field(job, ATTENTION_GATE) else 0)
+        width = field(job, HEADS) * (
+            field(job, LATENT_PADDED) if latent else shape_of(job, layer, HEAD_WIDTH)
+        )
+        gates = gate_column if field(job, ATTENTION_GATE) else 0
+        quantize_rows(tasks, job, counter + line * 6, rows, width, gates)
         barrier(control, threads)
         if latent:
             finish_values(control, tasks, job, later + line * 3, rows, layer, scratch)
@@ -288,7 +301,8 @@ def _run_layer(control, tasks, job, layer, counter, scratch, only_keys):  # type
         if only_keys:
             return
         if branch != 0 and not parallel:
-            add_branch(tasks, job, counter + line * 15, rows, 2 * layer, scratch)
+            norm = load_int64(field(job, OUTPUT_NORMS_AT) + 16 * layer)
+            add_branch(tasks, job, counter + line * 15, rows, norm, 0, scratch)
             barrier(control, threads)
     has_experts = load_int64(field(job, HAS_EXPERTS_AT) + 8 * layer)
     if load_int64(matrices + DESCRIPTOR * DOWN) == 0 and not has_experts:
@@ -298,8 +312,13 @@ def _run_layer(control, tasks, job, layer, counter, scratch, only_keys):  # type
     added = added or parallel
     _feed_forward(control, tasks, job, layer, matrices, counter + line * 17, scratch, out, added)
     if branch != 0:
-        add_branch(tasks, job, counter + line * 25, rows, 2 * layer + 1, scratch)
+        norm, scale = load_int64(field(job, OUTPUT_NORMS_AT) + 16 * layer + 8), field(job, LAYER_SCALES_AT)
+        scale = scale + 4 * layer if scale != 0 else 0
+        inputs = field(job, INPUT_SIZE)
+        add_branch(tasks, job, counter + line * 25, rows, norm, 0 if inputs > 0 else scale, scratch)
         barrier(control, threads)
+        if inputs > 0:
+            add_layer_input(control, tasks, job, layer, counter + line * 26, rows, scale, scratch)
 
 
 @compiled

@@ -9,8 +9,9 @@ from paceline.backends.cpu.simd import load_float, load_int64
 # The job: index of each field. Sizes are counts; names in *_AT are addresses.
 (
     # the model, set once
-    LAYERS, HIDDEN, HIDDEN_PADDED, HEADS, KV_HEADS, HEAD_WIDTH, BLOCK_BYTES, QUANTIZED, HALF_KV, EPSILON_AT,
-    FIRST_INDEX, MATRICES_AT, NORMS_AT, HEAD_NORMS_AT, QKV_BIAS_AT, OUTPUT_BIAS_AT, ROPES_AT,
+    LAYERS, HIDDEN, HIDDEN_PADDED, HEADS, SHAPES_AT, QUANTIZED, HALF_KV, EPSILON_AT,
+    FIRST_INDEX, MATRICES_AT, NORMS_AT, HEAD_NORMS_AT, HEAD_NORMS_WIDTH, QKV_BIAS_AT, OUTPUT_BIAS_AT,
+    ROPES_AT,
     # of each layer: the number of last positions that a row sees, negative: the size of chunks, 0: all
     WINDOWS_AT,
     # blocks that llama does not have, 0 for it: addresses of norms of what attention and MLP add, two a
@@ -20,8 +21,10 @@ from paceline.backends.cpu.simd import load_float, load_int64
     OUTPUT_NORMS_AT, SINKS_AT, CENTERED, PARALLEL, JOINT_QK_NORM, UNIT_QK_AT, UNIT_VALUES_AT,
     ACTIVATION,
     SCALES_AT,
-    # the layer of the KV pool of each layer; whether attention's output has a gate, after q, k and v
-    KV_LAYERS_AT, ATTENTION_GATE,
+    # whether attention's output has a gate, after q, k and v; a factor of each layer's output
+    ATTENTION_GATE, LAYER_SCALES_AT,
+    # a second embedding, see layer_inputs.py: the size of a layer's part (0: none), matrices, norms, buffers
+    INPUT_SIZE, INPUT_MATRICES_AT, INPUT_NORMS_AT, LAYER_INPUTS_AT, LAYER_INPUTS_STRIDE, INPUT_GATES_AT,
     # latent attention, see latent.py: sizes (LATENT_PADDED 0: none), matrices and norms, what heads' matrices
     # read and give
     LATENT_RANK, LATENT_PADDED, QUERY_RANK, ROPE_WIDTH, NOPE_WIDTH, VALUE_WIDTH, LATENT_MATRICES_AT,
@@ -75,7 +78,7 @@ from paceline.backends.cpu.simd import load_float, load_int64
     MAX_DRAFTS, DRAFTS_WANTED_AT, DRAFTS_AT, CHANCES_AT, NUM_DRAFTS_AT, CHOSEN_AT, CHOSEN_CHANCES_AT,
     NEXT_ROWS_AT, NEXT_ROWS_STRIDE,
     JOB_SIZE,
-) = range(187)  # fmt: skip
+) = range(192)  # fmt: skip
 
 # Matrices of a layer, in the order of the descriptor table; behind all layers: the embedding and the head.
 # The first INPUTS read the norm before the mixer: Q, K, V and attention's gate, or those of a recurrence.
@@ -84,9 +87,13 @@ OUTPUT, RECURRENT_OUTPUT, GATE, UP, DOWN, LAYER_MATRICES = range(INPUTS, INPUTS 
 # Matrices of a layer with latent attention in LATENT_MATRICES: queries from their latent, each head's queries
 # to the space of latents, and each head's latents to values
 QUERY_MATRIX, TO_LATENTS, TO_VALUES, LATENT_MATRICES = range(4)
-COUNTERS_PER_LAYER = 28
-ENTRY_COUNTERS = 4
+COUNTERS_PER_LAYER = 34
+ENTRY_COUNTERS = 8
 LAST_COUNTERS = 5
+# The shape of a layer's heads, a line of SHAPES: bytes of a page that are before its keys and values, KV
+# heads, numbers of a key, bytes of a page and KV head, and where keys and values come from
+KV_PLACE, KV_HEADS, HEAD_WIDTH, BLOCK_BYTES, KV_SOURCE, SHAPE = range(6)
+OWN, VALUES_ARE_KEYS, SHARED = range(3)
 # The floats at SCALES_AT: of scores and the cap of scores, of embeddings, of what is added to the residual
 # stream, of logits and the cap of logits, of experts' shares. A cap of 0: none.
 SCORE_SCALE, SCORE_CAP, EMBEDDING_SCALE, RESIDUAL_SCALE, LOGITS_SCALE, LOGITS_CAP, SHARE_SCALE = range(7)
@@ -99,6 +106,12 @@ ROPE = 32
 def field(job, index):  # type: ignore[no-untyped-def]
     """A field of the job."""
     return load_int64(job + 8 * index)
+
+
+@compiled(inline=True)
+def shape_of(job, layer, index):  # type: ignore[no-untyped-def]
+    """A number of the shape of a layer's heads."""
+    return load_int64(field(job, SHAPES_AT) + 8 * (SHAPE * layer + index))
 
 
 @compiled(inline=True)

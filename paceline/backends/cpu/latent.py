@@ -46,6 +46,7 @@ from paceline.backends.cpu.job import (
     TO_VALUES,
     VALUE_WIDTH,
     field,
+    shape_of,
     take,
 )
 from paceline.backends.cpu.matmul import DESCRIPTOR
@@ -95,7 +96,7 @@ def _store_key(job, layer, row, key, scratch):  # type: ignore[no-untyped-def]
     request = load_int32(field(job, REQUEST_AT) + 4 * row)
     index = kv_index(job, request, row)
     block = block_address(job, layer, page_of(job, request, index), 0)
-    write_key(scratch, index % PAGE, block, field(job, HEAD_WIDTH), field(job, HALF_KV))
+    write_key(scratch, index % PAGE, block, shape_of(job, layer, HEAD_WIDTH), field(job, HALF_KV))
 
 
 @compiled
@@ -131,7 +132,9 @@ def _split_queries(tasks, job, counter, rows, layer, queries, stride, scratch): 
             row, head = task // heads, task % heads
             query = queries + row * stride + 4 * head * (rope + nope)
             out = (
-                field(job, QUERIES_AT) + row * field(job, QUERIES_STRIDE) + 4 * head * field(job, HEAD_WIDTH)
+                field(job, QUERIES_AT)
+                + row * field(job, QUERIES_STRIDE)
+                + 4 * head * shape_of(job, layer, HEAD_WIDTH)
             )
             _copy_padded(query, out, rope, rope)
             _rotate_at(job, layer, row, out)
@@ -161,7 +164,7 @@ def absorb_queries(control, tasks, job, counter, rows, layer, scratch):  # type:
     out, out_stride = field(job, QUERIES_AT) + 4 * field(job, ROPE_WIDTH), field(job, QUERIES_STRIDE)
     project_heads(
         tasks, job, counter + 2 * line, matrix, heads, records, rows, out, out_stride,
-        4 * field(job, HEAD_WIDTH), 0, 0, scratch,
+        4 * shape_of(job, layer, HEAD_WIDTH), 0, 0, scratch,
     )  # fmt: skip
     barrier(control, threads)
 

@@ -23,6 +23,7 @@ from paceline.models.config import (
     LatentConfig,
     ModelConfig,
     MoeConfig,
+    PerLayerInput,
     RecurrentConfig,
     RopeConfig,
 )
@@ -115,17 +116,14 @@ class ModelWeights:
         job[fields.ROPES_AT] = self._keep(self._ropes())
         reaches = map(config.reach, layers)
         job[fields.WINDOWS_AT] = self._table([reach.window or -(reach.chunk or 0) for reach in reaches])
-        attending = set(config.attending_layers)
-        job[fields.KV_LAYERS_AT] = self._table(
-            [config.kv_layer(layer) if layer in attending else 0 for layer in layers]
-        )
         job[fields.MATRICES_AT] = self._descriptors(matrix_names(config))
         job[fields.ATTENTION_GATE] = config.attention_gate
         if config.qk_norm or config.joint_qk_norm:
             names = self._layer_names("self_attn.q_norm.weight", "self_attn.k_norm.weight")
             queries = round_up(config.num_heads * config.head_dim, GROUP)
-            width = queries if config.joint_qk_norm else config.head_dim
+            width = queries if config.joint_qk_norm else self.widest_head
             job[fields.HEAD_NORMS_AT] = self._keep(self._vectors(names, width))
+            job[fields.HEAD_NORMS_WIDTH] = width
         if any(bias_name(name) in self._tensors for layer in layers for name in mixer_names(config, layer)):
             job[fields.QKV_BIAS_AT], job[fields.OUTPUT_BIAS_AT] = self._mixer_biases()
 
@@ -161,7 +159,16 @@ class ModelWeights:
     def inputs_width(self) -> int:
         """Columns of the widest layer; a recurrence also reads the rest of its last vector, behind them."""
         slack = GROUP if self.config.recurrent else 0
-        return max(sum(self._input_widths(layer)) for layer in range(self.config.num_layers)) + slack
+        widths = [self._input_widths(layer) for layer in range(self.config.num_layers)]
+        for layer, shape in enumerate(self.config.layer_shapes):
+            if shape.values_are_keys:  # a copy of the keys
+                widths[layer][2] = widths[layer][1]
+        return max(map(sum, widths)) + slack
+
+    @property
+    def widest_head(self) -> int:
+        """The most numbers of a head in any layer."""
+        return max([self.config.head_dim, *(shape.head_dim for shape in self.config.layer_shapes)])
 
     def _table(self, values: list[int]) -> int:
         """The address of a number for each layer."""
@@ -192,11 +199,25 @@ class ModelWeights:
         norms = np.array([self._norm(name) for name in names], dtype=np.int64)
         if norms.any() or self._is_parallel or config.residual_scale != 1:
             job[fields.OUTPUT_NORMS_AT] = self._keep(norms)
-        ones = self._keep(np.ones(config.head_dim, dtype=np.float32))
+        ones = self._keep(np.ones(self.widest_head, dtype=np.float32))
         job[fields.UNIT_QK_AT], job[fields.UNIT_VALUES_AT] = ones * config.unit_qk, ones * config.value_norm
+        if config.layer_scales:
+            job[fields.LAYER_SCALES_AT] = self._keep(self._vectors(self._layer_names("layer_scalar"), 1))
+        if config.per_layer_input is not None:
+            self._set_layer_inputs(config.per_layer_input)
         if config.attention_sinks:
             sinks = self._vectors(self._layer_names("self_attn.sinks"), config.num_heads)
             job[fields.SINKS_AT] = self._keep(sinks)
+
+    def _set_layer_inputs(self, inputs: PerLayerInput) -> None:
+        """Norms and matrices of the second embedding."""
+        first = self._norm("model.per_layer_projection_norm.weight", inputs.size)
+        norms = [self._norm(name) for name in self._layer_names("post_per_layer_input_norm.weight")]
+        self.job[fields.INPUT_SIZE], self.job[fields.INPUT_NORMS_AT] = (
+            inputs.size,
+            self._table([first, *norms]),
+        )
+        self.job[fields.INPUT_MATRICES_AT] = self._descriptors([*layer_input_names(self.config)])
 
     def _ropes(self) -> npt.NDArray[np.int64]:
         """A line for each layer, see ROPE of job.py."""
@@ -338,11 +359,12 @@ class ModelWeights:
 
 def mixer_names(config: ModelConfig, layer: int) -> list[str | None]:
     """The matrices of a layer that read the norm before its mixer, then those of what it adds."""
-    prefix, inputs, outputs = _LAYER.format(layer), list[str](), list[str | None]([None, None])
+    prefix, inputs, outputs = _LAYER.format(layer), list[str | None](), list[str | None]([None, None])
     if layer in config.attending_layers:
-        attention = [*"qkv", "gate"] if config.attention_gate else [*"qkv"]
-        names = [f"{prefix}self_attn.{part}_proj.weight" for part in attention]
-        inputs += input_names(config.latent, layer) if config.latent else names
+        attention, shape = [*"qkv", "gate"] if config.attention_gate else [*"qkv"], config.shape_of(layer)
+        left_out = "kv" if shape.shared_with is not None else "v" if shape.values_are_keys else ""
+        names = [None if part in left_out else f"{prefix}self_attn.{part}_proj.weight" for part in attention]
+        inputs += names if config.latent is None else input_names(config.latent, layer)
         outputs[0] = f"{prefix}self_attn.o_proj.weight"
     if config.recurrent is not None and config.is_recurrent(layer):
         place, parts, output = RECURRENT_MATRICES[config.recurrent.kind]
@@ -375,6 +397,15 @@ def matrix_names(config: ModelConfig) -> list[str | None]:
     return [*names, "model.embed_tokens.weight", head]
 
 
+def layer_input_names(config: ModelConfig) -> list[str]:
+    """The matrices of the second embedding, in the order of layer_inputs.py."""
+    names = ["model.per_layer_model_projection.weight", "model.embed_tokens_per_layer.weight"]
+    for layer in range(config.num_layers if config.per_layer_input else 0):
+        prefix = _LAYER.format(layer)
+        names += [f"{prefix}per_layer_input_gate.weight", f"{prefix}per_layer_projection.weight"]
+    return names if config.per_layer_input else []
+
+
 def _mlp_parts(config: ModelConfig) -> tuple[str, str, str]:
     """The matrices of an MLP: gate, up and down; without a gate, the second is not read."""
     return ("gate_proj" if config.is_gated else "up_proj", "up_proj", "down_proj")
@@ -392,7 +423,7 @@ def _pack_matrices(
 ) -> dict[str, PackedMatrix]:
     """All matrices by name, packed by several threads unless they are known."""
     config, moe = checkpoint.config, checkpoint.config.moe
-    names = [name for name in matrix_names(config) if name]
+    names = [name for name in matrix_names(config) if name] + layer_input_names(config)
     if moe is not None:
         names += [name for layer in sorted(moe.layers) for name in _expert_names(config, moe, layer)]
     if config.latent is not None:

@@ -34,12 +34,14 @@ from paceline.backends.cpu.job import (
     GATE,
     HALF_KV,
     HEAD_NORMS_AT,
+    HEAD_NORMS_WIDTH,
     HEAD_WIDTH,
     HEADS,
     JOINT_QK_NORM,
     KV_AT,
     KV_HEADS,
-    KV_LAYERS_AT,
+    KV_PLACE,
+    KV_SOURCE,
     LATENT_PADDED,
     MAX_PAGES,
     NUM_PAGES,
@@ -61,14 +63,17 @@ from paceline.backends.cpu.job import (
     RUN_TILE,
     SCORE_CAP,
     SCORE_SCALE,
+    SHARED,
     SINKS_AT,
     UNIT_QK_AT,
     UNIT_VALUES_AT,
     UP,
+    VALUES_ARE_KEYS,
     WIDE_RECORDS_AT,
     WINDOWS_AT,
     field,
     scale_of,
+    shape_of,
     take,
 )
 from paceline.backends.cpu.low_rank import add_low_rank
@@ -132,9 +137,9 @@ def project_heads(  # type: ignore[no-untyped-def]
 @compiled
 def block_address(job, layer, page, head):  # type: ignore[no-untyped-def]
     """Where the keys of a page start, for a layer and KV head."""
-    layer = load_int64(field(job, KV_LAYERS_AT) + 8 * layer)
-    block = (layer * field(job, NUM_PAGES) + page) * field(job, KV_HEADS) + head
-    return field(job, KV_AT) + block * field(job, BLOCK_BYTES)
+    first = field(job, KV_AT) + field(job, NUM_PAGES) * shape_of(job, layer, KV_PLACE)
+    block = page * shape_of(job, layer, KV_HEADS) + head
+    return first + block * shape_of(job, layer, BLOCK_BYTES)
 
 
 @compiled
@@ -151,25 +156,24 @@ def kv_index(job, request, row):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _norm_heads(job, values, heads, norm):  # type: ignore[no-untyped-def]
+def _norm_heads(job, values, heads, width, norm):  # type: ignore[no-untyped-def]
     """The QK norm of a row's heads in place, one by one or all at once, if the model has one."""
-    norms, width = field(job, HEAD_NORMS_AT), field(job, HEAD_WIDTH)
-    if norms == 0:
+    if field(job, HEAD_NORMS_AT) == 0:
         return
+    weight = field(job, HEAD_NORMS_AT) + 4 * field(job, HEAD_NORMS_WIDTH) * norm
     epsilon = load_float(field(job, EPSILON_AT))
     if field(job, JOINT_QK_NORM):
-        weight = norms + 4 * field(job, ATTENTION_PADDED) * norm
         columns = (heads * width + GROUP - 1) // GROUP * GROUP
         normalize(values, weight, values, heads * width, columns, epsilon)
         return
     for head in range(heads):
-        normalize_head(values + 4 * head * width, norms + 4 * width * norm, width, epsilon)
+        normalize_head(values + 4 * head * width, weight, width, epsilon)
 
 
 @compiled
-def _rotate_heads(job, values, heads, cosines, sines, pairs):  # type: ignore[no-untyped-def]
+def _rotate_heads(job, values, heads, width, cosines, sines, pairs):  # type: ignore[no-untyped-def]
     """RoPE of a row's heads in place, and the norm of what was rotated, if the model has one."""
-    width, ones = field(job, HEAD_WIDTH), field(job, UNIT_QK_AT)
+    ones = field(job, UNIT_QK_AT)
     for head in range(heads):
         rotate(values + 4 * head * width, cosines, sines, pairs)
         if ones != 0 and pairs > 0:
@@ -179,7 +183,8 @@ def _rotate_heads(job, values, heads, cosines, sines, pairs):  # type: ignore[no
 @compiled
 def rope_and_store(tasks, job, counter, rows, layer):  # type: ignore[no-untyped-def]
     """QK norms and RoPE of queries and keys, factors of queries; stores keys and values in their pages."""
-    heads, kv_heads, width = field(job, HEADS), field(job, KV_HEADS), field(job, HEAD_WIDTH)
+    heads, kv_heads = field(job, HEADS), shape_of(job, layer, KV_HEADS)
+    width, source = shape_of(job, layer, HEAD_WIDTH), shape_of(job, layer, KV_SOURCE)
     half_kv, rope = field(job, HALF_KV), field(job, ROPES_AT) + ROPE * layer
     pairs = load_int64(rope + 16)
     query_columns = (heads * width + GROUP - 1) // GROUP * GROUP
@@ -193,17 +198,19 @@ def rope_and_store(tasks, job, counter, rows, layer):  # type: ignore[no-untyped
         position = load_int32(field(job, POSITIONS_AT) + 4 * row)
         cosines, sines = load_int64(rope) + 4 * pairs * position, load_int64(rope + 8) + 4 * pairs * position
         if task % 2 == 0:
-            _norm_heads(job, qkv, heads, 2 * layer)
-            _rotate_heads(job, qkv, heads, cosines, sines, pairs)
+            _norm_heads(job, qkv, heads, width, 2 * layer)
+            _rotate_heads(job, qkv, heads, width, cosines, sines, pairs)
             if load_int64(rope + 24) != 0:
                 scale_row(qkv, load_float(load_int64(rope + 24) + 4 * position), query_columns)
-        else:
+        elif source != SHARED:
             request = load_int32(field(job, REQUEST_AT) + 4 * row)
             index = kv_index(job, request, row)
             page = page_of(job, request, index)
             keys = qkv + 4 * query_columns
-            _norm_heads(job, keys, kv_heads, 2 * layer + 1)
-            _rotate_heads(job, keys, kv_heads, cosines, sines, pairs)
+            if source == VALUES_ARE_KEYS:
+                copy_row(keys, keys + 4 * key_columns, key_columns)
+            _norm_heads(job, keys, kv_heads, width, 2 * layer + 1)
+            _rotate_heads(job, keys, kv_heads, width, cosines, sines, pairs)
             for head in range(kv_heads):
                 key = keys + 4 * head * width
                 value = key + 4 * key_columns
@@ -225,7 +232,8 @@ def _list_blocks(job, layer, row, request, head, first, last, blocks, spare):  #
     if load_int32(field(job, CHAIN_AT) + 4 * request):
         return
     # A tree: from the block of the first drafted position on, copy the path's keys and values together.
-    width, half_kv, block_bytes = field(job, HEAD_WIDTH), field(job, HALF_KV), field(job, BLOCK_BYTES)
+    width, block_bytes = shape_of(job, layer, HEAD_WIDTH), shape_of(job, layer, BLOCK_BYTES)
+    half_kv = field(job, HALF_KV)
     in_keys = field(job, LATENT_PADDED) != 0
     begin = max(context // PAGE, first // PAGE)
     node = row - start
@@ -268,7 +276,8 @@ def _rows_together(job, row, rows, most, window):  # type: ignore[no-untyped-def
 @compiled
 def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-untyped-def]
     """Attention, a task for a few rows and a KV head, or for some of its heads where those are too few."""
-    heads, kv_heads, width = field(job, HEADS), field(job, KV_HEADS), field(job, HEAD_WIDTH)
+    heads, kv_heads = field(job, HEADS), shape_of(job, layer, KV_HEADS)
+    width = shape_of(job, layer, HEAD_WIDTH)
     half_kv, shared, rank = field(job, HALF_KV), heads // kv_heads, field(job, LATENT_PADDED)
     value_width, in_keys = (rank, 1) if rank > 0 else (width, 0)
     each = heads_of_task(rows * kv_heads, shared, tasks[1])

@@ -26,7 +26,6 @@ from paceline.backends.cpu.job import (
     LOGITS_STRIDE,
     NORMED_STATES,
     NORMS_AT,
-    OUTPUT_NORMS_AT,
     QKV_AT,
     QKV_STRIDE,
     QUANTIZED,
@@ -50,7 +49,7 @@ from paceline.backends.cpu.rows import (
     soft_cap,
     write_row,
 )
-from paceline.backends.cpu.simd import load_float, load_int32, load_int64
+from paceline.backends.cpu.simd import load_float, load_int32, load_int64, store_float
 from paceline.backends.cpu.tiles import GROUP
 
 LOGIT_COLUMNS = 4096  # of a task
@@ -114,15 +113,18 @@ def normalize_rows(tasks, job, counter, rows, norm, gathered, scratch):  # type:
 
 
 @compiled
-def quantize_rows(tasks, job, counter, rows, gate_column):  # type: ignore[no-untyped-def]
-    """The attention's output into records; with the sigmoid of what is at `gate_column`, if that is not 0."""
-    padded = field(job, ATTENTION_PADDED)
-    groups = padded // GROUP
+def quantize_rows(tasks, job, counter, rows, width, gate_column):  # type: ignore[no-untyped-def]
+    """The attention's output, `width` floats, into records; with the sigmoid of what is at `gate_column`, if
+    that is not 0."""
+    stride, groups = 4 * field(job, ATTENTION_PADDED), (width + GROUP - 1) // GROUP
+    padded = groups * GROUP
     while True:
         row, _ = take(tasks, counter, rows, 1)
         if row >= rows:
             return
-        source = field(job, ATTENTION_AT) + 4 * padded * row
+        source = field(job, ATTENTION_AT) + stride * row
+        for column in range(width, padded):  # of another layer, whose heads are wider
+            store_float(source + 4 * column, np.float32(0))
         if gate_column != 0:
             gates = field(job, QKV_AT) + row * field(job, QKV_STRIDE) + 4 * gate_column
             gate_by_sigmoid(source, gates, padded)
@@ -130,16 +132,21 @@ def quantize_rows(tasks, job, counter, rows, gate_column):  # type: ignore[no-un
 
 
 @compiled
-def add_branch(tasks, job, counter, rows, norm, scratch):  # type: ignore[no-untyped-def]
-    """Add the branch of each row, normed and scaled as the model asks, to the residual stream."""
+def add_branch(tasks, job, counter, rows, weight, scale, scratch):  # type: ignore[no-untyped-def]
+    """Add the branch of each row, normed and scaled as the model asks, to the residual stream.
+
+    `weight` is the address of the norm's weights, `scale` that of a factor of the sum; 0: neither.
+    """
     padded, factor = field(job, HIDDEN_PADDED), scale_of(job, RESIDUAL_SCALE)
-    weight = load_int64(field(job, OUTPUT_NORMS_AT) + 8 * norm)
     while True:
         row, _ = take(tasks, counter, rows, 1)
         if row >= rows:
             return
         added = norm_row(job, field(job, BRANCH_AT) + 4 * padded * row, weight, scratch)
-        add_scaled_row(field(job, STATE_AT) + 4 * padded * row, added, factor, padded)
+        state = field(job, STATE_AT) + 4 * padded * row
+        add_scaled_row(state, added, factor, padded)
+        if scale != 0:
+            scale_row(state, load_float(scale), padded)
 
 
 @compiled

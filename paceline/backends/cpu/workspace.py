@@ -7,6 +7,7 @@ from copy import copy
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.attention import PAGE, RESULT_ROWS, STATE_BYTES, TASK_HEADS
@@ -21,7 +22,7 @@ from paceline.backends.cpu.sampling import run_gumbel_argmax
 from paceline.backends.cpu.simd import LANES
 from paceline.backends.cpu.tiles import GROUP, RECORD
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.config import LatentConfig, MoeConfig, RecurrentConfig
+from paceline.models.config import LatentConfig, MoeConfig, PerLayerInput, RecurrentConfig
 from paceline.models.hybrid_fields import MAX_KERNEL
 
 
@@ -78,23 +79,41 @@ class Workspace(ModelWeights):
 
     @property
     def head_width(self) -> int:
-        """Numbers of a query and of a key; a latent is padded to whole groups."""
+        """Numbers of a query and of a key in the widest layer; a latent is padded to whole groups."""
         latent = self.config.latent
-        return latent.rope_dim + round_up(latent.rank, GROUP) if latent else self.config.head_dim
+        return latent.rope_dim + round_up(latent.rank, GROUP) if latent else self.widest_head
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of the keys and values of one page, layer and KV head; latents are both."""
-        width = self.head_width
+    def _block_bytes(self, width: int) -> int:
+        """Bytes of the keys and values of one page and KV head; latents are both."""
         values = 0 if self.config.latent else round_up(width, LANES)
         return (2 if self.half_kv else 4) * PAGE * (width + values)
+
+    def kv_shapes(self) -> list[tuple[int, int, int, int]]:
+        """Of each layer of the KV pool: bytes of a page before it, KV heads, numbers of a key, bytes of a
+        page and KV head."""
+        shapes, place = list[tuple[int, int, int, int]](), 0
+        for heads in map(self.config.shape_of, self.config.kv_layers):
+            width = self.head_width if self.config.latent else heads.head_dim
+            shapes.append((place, heads.num_kv_heads, width, self._block_bytes(width)))
+            place += heads.num_kv_heads * self._block_bytes(width)
+        return shapes
+
+    def _shapes(self) -> npt.NDArray[np.int64]:
+        """A line for each layer, see SHAPE of job.py; zeros where a layer does not attend."""
+        config, known = self.config, self.kv_shapes()
+        lines = np.zeros((config.num_layers, fields.SHAPE), dtype=np.int64)
+        for layer in config.attending_layers:
+            shape = config.shape_of(layer)
+            source = fields.VALUES_ARE_KEYS if shape.values_are_keys else fields.OWN
+            source = source if shape.shared_with is None else fields.SHARED
+            lines[layer] = *known[config.kv_layer(layer)], source
+        return lines
 
     def _set_sizes(self) -> None:
         config, job = self.config, self.job
         job[fields.LAYERS] = config.num_layers
         job[fields.HIDDEN], job[fields.HIDDEN_PADDED] = config.hidden_size, self.hidden
-        job[fields.HEADS], job[fields.KV_HEADS] = config.num_heads, config.num_kv_heads
-        job[fields.HEAD_WIDTH], job[fields.BLOCK_BYTES] = self.head_width, self.block_bytes
+        job[fields.HEADS], job[fields.SHAPES_AT] = config.num_heads, self._keep(self._shapes())
         job[fields.QUANTIZED], job[fields.HALF_KV] = self.quantized, self.half_kv
         job[fields.RUN_TILE] = run_tile.address
         job[fields.RUN_PRODUCTS] = run_products.address
@@ -102,7 +121,7 @@ class Workspace(ModelWeights):
 
     def _set_buffers(self) -> None:
         config, job, rows = self.config, self.job, self.rows
-        mixed, qkv = int(job[fields.LATENT_PADDED]) or config.head_dim, self.inputs_width
+        mixed, qkv = int(job[fields.LATENT_PADDED]) or self.widest_head, self.inputs_width
         attention = round_up(config.num_heads * mixed, GROUP)
         job[fields.STATE_AT] = self._buffer(rows, self.hidden)
         if job[fields.OUTPUT_NORMS_AT]:
@@ -112,11 +131,21 @@ class Workspace(ModelWeights):
         if config.latent is not None:
             self._set_latent_buffers(config.latent)
         job[fields.ATTENTION_AT], job[fields.ATTENTION_PADDED] = self._buffer(rows, attention), attention
-        most = max(self.hidden, attention, self._entry_width, self._mixed_width, self._latent_width)
+        if config.per_layer_input is not None:
+            self._set_input_buffers(config.per_layer_input)
+        most = max(
+            self.hidden,
+            attention,
+            self._entry_width,
+            int(job[fields.INPUT_SIZE]) + GROUP,
+            self._mixed_width,
+            self._latent_width,
+        )
         groups, padded_rows = most // GROUP, -(-rows // ROW_BLOCK) * record_stride.py_func(rows)
         job[fields.RECORDS_AT] = self._buffer(groups, padded_rows, self._record, dtype=np.uint8)
         shared = config.moe.shared_intermediate_size if config.moe else 0
-        wide = round_up(max(config.intermediate_size, shared), GROUP) // GROUP
+        widest = max([config.intermediate_size, *config.intermediate_sizes, shared])
+        wide = round_up(widest, GROUP) // GROUP
         job[fields.WIDE_RECORDS_AT] = self._buffer(wide, padded_rows, self._record, dtype=np.uint8)
         scratch = round_up(self._scratch_bytes(), 64)
         job[fields.SCRATCH_BYTES] = scratch
@@ -142,12 +171,18 @@ class Workspace(ModelWeights):
         widest = round_up(heads * widest, GROUP)
         job[fields.HEAD_ROWS_AT], job[fields.HEAD_ROWS_STRIDE] = self._buffer(self.rows, widest), 4 * widest
 
+    def _set_input_buffers(self, inputs: PerLayerInput) -> None:
+        job, width = self.job, round_up(self.config.num_layers * inputs.size, GROUP)
+        job[fields.LAYER_INPUTS_AT] = self._buffer(self.rows, width)
+        job[fields.LAYER_INPUTS_STRIDE] = 4 * width
+        job[fields.INPUT_GATES_AT] = self._buffer(self.rows, round_up(inputs.size, GROUP))
+
     def _scratch_bytes(self) -> int:
         """The most bytes of scratch memory that a thread needs in any phase."""
         config, width = self.config, self.head_width
         attention = (8 + 4 * PAGE * TASK_HEADS) * self.max_pages + 4 * TASK_HEADS * width
         attention += 64 + STATE_BYTES + 4 * RESULT_ROWS * (width + 15)
-        attention += (self.rows // PAGE + 2) * self.block_bytes
+        attention += (self.rows // PAGE + 2) * self._block_bytes(width)
         routing = 4 * (self.hidden + LANES)
         routing += 4 * (2 * config.moe.num_experts + config.moe.groups) if config.moe else 0
         deepest = max(self._entry_width // GROUP, *(matrix.groups for matrix in self._matrices.values()))
@@ -155,6 +190,8 @@ class Workspace(ModelWeights):
         unpacked: int = max(UNPACKED_SPACE, unit_bytes.py_func(deepest), gated)
         memory = 4 * BLOCK * (config.recurrent.key_dim + MAX_KERNEL) if config.recurrent else 0
         latents = 4 * max(self._latent_width, width)
+        table = self._matrices.get("model.embed_tokens_per_layer.weight")
+        latents = max(latents, 4 * GROUP * table.groups if table else 0)
         return max(attention, GATED_BYTES + unpacked, routing, 4 * self._entry_width, memory, latents)
 
     @property

@@ -16,7 +16,7 @@ from tests.backends.cpu.checkpoints import (
     uneven_checkpoint,
 )
 from tests.tiny import save_checkpoint
-from tests.tiny_families import FAMILIES, MORE_HYBRIDS, TORCH_FAMILIES
+from tests.tiny_families import FAMILIES, MORE_FAMILIES, MORE_HYBRIDS, TORCH_FAMILIES
 
 
 @pytest.fixture(scope="session")
@@ -29,7 +29,7 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], C
     def load(name: str) -> Checkpoint:
         if name in made:
             return made[name]()
-        if name in FAMILIES | TORCH_FAMILIES | MORE_HYBRIDS:
+        if name in FAMILIES | TORCH_FAMILIES | MORE_HYBRIDS | MORE_FAMILIES:
             return load_checkpoint(save_checkpoint(name, tmp_path_factory.mktemp(name)))
         return load_checkpoint(resolve(name))
 

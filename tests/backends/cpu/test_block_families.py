@@ -25,7 +25,7 @@ from tests.tiny_families import MORE_HYBRIDS, TORCH_FAMILIES
 
 CLOSE = 1e-4
 TREE = TREES["late branches"]
-MODELS = [*TORCH_FAMILIES, *MORE_HYBRIDS, "all blocks"]
+MODELS = [*TORCH_FAMILIES, *MORE_HYBRIDS, "gemma4-unified", "all blocks"]
 
 
 def runs(checkpoint: Checkpoint) -> bool:

@@ -375,7 +375,9 @@ def test_a_broken_cache_breaks_its_own_request_only(clean: CpuBackend) -> None:
     first, second, third = drive(clean, 2, count=3)
     for request in (first, second, third):
         request.extend(CLEAN)
-    first.pool.data[0, second.pages[0], 0] = 0xFF  # type: ignore[attr-defined]  # NaN, as half and as float
+    _, heads, _, block = clean.workspace.kv_shapes()[0]
+    keys = first.pool.data.reshape(-1)[heads * block * second.pages[0] :]  # type: ignore[attr-defined]
+    keys[:block] = 0xFF  # NaN, as half and as float
     logits = run([first.ask([8]), second.ask([8]), third.ask([8])]).logits
     assert_same_bits(logits[[0, 2]], expected[[5, 5]])
     assert_no_number(logits[1])
