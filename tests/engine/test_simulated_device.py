@@ -98,7 +98,7 @@ def test_after_texts_that_are_hard_to_draft_for_other_batches_are_drafted_for_ag
     _, *hard = run(10)
     assert sum(hard) < 1.02 * len(hard) * min(hard)
     right = 0.75
-    assert min(run(6)) < 0.75 * min(hard)
+    assert min(run(3)) < 0.75 * min(hard)  # five runs if a trial were charged as if it brought nothing
 
 
 @dataclass
