@@ -19,56 +19,58 @@ from paceline.backends.cpu.emit import I8, I32, I64, call
 
 MATRIX_ROWS = 16  # rows and columns of a product
 _TILE_ROW = 64  # bytes of a tile's row: 16 sums, or 4 weights of 16 columns
-_SUMS, _OPERANDS = 0, {32: (1, 2), 16: (3, 4)}  # tile registers: sums; activations and weights, by depth
+# Tile registers: several, so that a product need not wait for the one before
+_SUMS, _ACTIVATIONS, _WEIGHTS = range(4), range(4, 6), range(6, 8)
 
 
 @dataclass(frozen=True)
 class Product:
-    """How a product is computed.
+    """How products of one depth, 32 or 16 k, are computed.
 
-    `multiply(builder, activations, stride, weights, depth, out)` writes int32 [16][16] to `out`. All are
-    addresses; rows of activations are `stride` bytes apart, weights are [depth / 4][16 columns][4 k].
+    `multiply(builder, number, activations, stride, weights, depth, out)` writes int32 [16][16] to `out`.
+    These are addresses; rows of activations are `stride` bytes apart, weights [depth / 4][16 columns][4 k].
+    Products that follow each other should differ in their `number`, 0 to 3.
     """
 
-    multiply: Callable[[ir.IRBuilder, Any, int, Any, int, Any], None]
-    begin: Callable[[ir.IRBuilder], None] = lambda builder: None  # before the first product of a tile
-    end: Callable[[ir.IRBuilder], None] = lambda builder: None  # after the last one
+    multiply: Callable[[ir.IRBuilder, int, Any, int, Any, int, Any], None]
+    begin: Callable[[ir.IRBuilder, int], None] = lambda builder, depth: None  # before a tile's first product
+    end: Callable[[ir.IRBuilder], None] = lambda builder: None  # after its last one
 
 
 def _run(builder: ir.IRBuilder, name: str, *arguments: Any) -> None:
     call(builder, f"llvm.x86.{name}", ir.VoidType(), *arguments)
 
 
-def tile_shapes() -> bytes:
+def tile_shapes(depth: int) -> bytes:
     """The shapes of the tile registers as `ldtilecfg` reads them: palette 1, bytes of a row, rows."""
-    shapes = {_SUMS: (_TILE_ROW, MATRIX_ROWS)}
-    for depth, (activations, weights) in _OPERANDS.items():
-        shapes |= {activations: (depth, MATRIX_ROWS), weights: (_TILE_ROW, depth // 4)}
-    widths, rows = zip(*(shapes.get(tile, (0, 0)) for tile in range(16)), strict=True)
-    return bytes([1, *[0] * 15]) + b"".join(width.to_bytes(2, "little") for width in widths) + bytes(rows)
+    shapes = [(_TILE_ROW, MATRIX_ROWS)] * 4 + [(depth, MATRIX_ROWS)] * 2 + [(_TILE_ROW, depth // 4)] * 2
+    widths = b"".join(width.to_bytes(2, "little") for width, _ in shapes)
+    return (
+        bytes([1, *[0] * 15]) + widths.ljust(32, b"\0") + bytes(rows for _, rows in shapes).ljust(16, b"\0")
+    )
 
 
-def _load_shapes(builder: ir.IRBuilder) -> None:
-    name, value = "tile_shapes", tile_shapes()
+def _load_shapes(builder: ir.IRBuilder, depth: int) -> None:
+    name, value = f"tile_shapes_{depth}", tile_shapes(depth)
     constant = ir.Constant(ir.ArrayType(I8, len(value)), bytearray(value))
     place = builder.module.globals.get(name) or cgutils.global_constant(builder, name, constant)
     _run(builder, "ldtilecfg", builder.bitcast(place, I8.as_pointer()))
 
 
 def _multiply(
-    builder: ir.IRBuilder, activations: Any, stride: int, weights: Any, depth: int, out: Any
+    builder: ir.IRBuilder, number: int, activations: Any, stride: int, weights: Any, depth: int, out: Any
 ) -> None:
-    first, second = _OPERANDS[depth]
+    sums, first, second = (I8(_SUMS[number]), I8(_ACTIVATIONS[number % 2]), I8(_WEIGHTS[number % 2]))
     pointers = [builder.inttoptr(address, I8.as_pointer()) for address in (activations, weights, out)]
-    _run(builder, "tilezero", I8(_SUMS))
-    _run(builder, "tileloadd64", I8(first), pointers[0], I64(stride))
-    _run(builder, "tileloadd64", I8(second), pointers[1], I64(_TILE_ROW))
-    _run(builder, "tdpbssd", I8(_SUMS), I8(first), I8(second))
-    _run(builder, "tilestored64", I8(_SUMS), pointers[2], I64(_TILE_ROW))
+    _run(builder, "tilezero", sums)
+    _run(builder, "tileloadd64", first, pointers[0], I64(stride))
+    _run(builder, "tileloadd64", second, pointers[1], I64(_TILE_ROW))
+    _run(builder, "tdpbssd", sums, first, second)
+    _run(builder, "tilestored64", sums, pointers[2], I64(_TILE_ROW))
 
 
 def _multiply_plainly(
-    builder: ir.IRBuilder, activations: Any, stride: int, weights: Any, depth: int, out: Any
+    builder: ir.IRBuilder, number: int, activations: Any, stride: int, weights: Any, depth: int, out: Any
 ) -> None:
     ints, row_of_weights = ir.VectorType(I32, MATRIX_ROWS), ir.VectorType(I8, _TILE_ROW)
     with cgutils.for_range(builder, I64(MATRIX_ROWS)) as loop:

@@ -322,6 +322,9 @@ class Tile:
             if minimum is not None:
                 self.accumulate(row, start, minimum(), self.spread(group, row, SCALED_SUM, self.floats))
 
+    def begin_unpacked(self, group_bytes: int, depth: int) -> None:
+        """Prepare for unpacked weights: bytes of a group and column, and k of a scale."""
+
     def unpacked_dots(self, group: Any, address: Any, start: int) -> Iterator[tuple[int, Any]]:
         """Each row with its dot products of a group of unpacked weights, as floats."""
         return self.dots(group, self.stored(address, start), self.isa.dot_wide, offset=False)

@@ -198,6 +198,7 @@ def _emit_int6k(tile: Tile) -> None:
 
 def _emit_unpacked4(tile: Tile) -> None:
     builder, side_at = tile.builder, GROUP * tile.columns
+    tile.begin_unpacked(UNPACKED4_BYTES, GROUP)
     with cgutils.for_range(builder, tile.groups) as loop:
         address = builder.add(tile.weights, builder.mul(loop.index, _I64(UNPACKED4_BYTES * tile.columns)))
         tile.prefetch_records(loop.index, 4)
@@ -211,6 +212,7 @@ def _emit_unpacked4(tile: Tile) -> None:
 
 def _emit_unpacked6(tile: Tile) -> None:
     builder, side_at = tile.builder, GROUP * tile.columns
+    tile.begin_unpacked(UNPACKED6_BYTES, GROUP // 2)
     with cgutils.for_range(builder, tile.groups) as loop:
         address = builder.add(tile.weights, builder.mul(loop.index, _I64(UNPACKED6_BYTES * tile.columns)))
         tile.prefetch_records(loop.index, 4)

@@ -24,6 +24,9 @@ from paceline.backends.cpu.register_tile import (
     load_at,
 )
 
+AHEAD = 2  # groups whose products are computed before the floats of one
+RING = 4  # groups whose products are kept: more than AHEAD, a power of two
+
 
 class UnpackedTile(Tile):
     """Writes the weights and scales of a tile to `out` as the tiles of unpacked formats read them.
@@ -78,41 +81,69 @@ class UnpackedTile(Tile):
 class MatrixTile(Tile):
     """16 rows of unpacked weights by matrix instructions: an integer product for each group, or half of one.
 
-    It goes through memory: float instructions cannot read the matrix unit's registers.
+    Products go through memory: float instructions cannot read the matrix unit's registers. What it stores can
+    be loaded only after the store has retired, so products are computed AHEAD groups before they are used.
     """
 
     def __init__(self, builder: ir.IRBuilder, isa: Isa, args: list[Any]) -> None:
         super().__init__(builder, MATRIX_ROWS, isa, args)
-        with builder.goto_entry_block():  # not by `alloca_once`, which fills them with zeros for every tile
-            self.products = [builder.alloca(ir.ArrayType(self.ints, MATRIX_ROWS)) for _ in range(2)]
-        for place in self.products:
-            place.align = 64
         assert isa.product is not None
-        isa.product.begin(builder)
+        self.product = isa.product
+
+    def begin_unpacked(self, group_bytes: int, depth: int) -> None:
+        self.group_bytes, self.depth, self.parts_of_group = group_bytes, depth, GROUP // depth
+        with self.builder.goto_entry_block():  # not by `alloca_once`, which fills it with zeros
+            place = self.builder.alloca(ir.ArrayType(self.ints, self.parts_of_group * RING * MATRIX_ROWS))
+            place.align = 64
+        self.ring = self.builder.ptrtoint(place, I64)
+        self.product.begin(self.builder, depth)
+        for group in range(AHEAD):
+            self.multiply(I64(group))
+
+    def multiply(self, group: Any) -> None:
+        """Compute the products of a group; behind the last one, those of the last one again."""
+        builder = self.builder
+        is_group = builder.icmp_signed("<", group, self.groups)
+        source = builder.select(is_group, group, builder.sub(self.groups, I64(1)))
+        weights = builder.add(self.weights, builder.mul(source, I64(self.group_bytes * self.columns)))
+        records = self.record(source, 0)
+        is_odd = builder.icmp_unsigned("!=", builder.and_(group, I64(1)), I64(0))
+        with builder.if_else(is_odd) as branches:
+            for number, branch in zip((self.parts_of_group, 0), branches, strict=True):
+                with branch:
+                    for part in range(self.parts_of_group):
+                        at = part * self.depth
+                        self.product.multiply(
+                            builder,
+                            number + part,
+                            builder.add(records, I64(at)),
+                            RECORD,
+                            builder.add(weights, I64(self.columns * at)),
+                            self.depth,
+                            self.place(group, part),
+                        )
+
+    def place(self, group: Any, part: int) -> Any:
+        """Where the product of a group, or a half of it, lies."""
+        index = self.builder.and_(group, I64(RING - 1))
+        size = 4 * self.columns * MATRIX_ROWS
+        offset = self.builder.mul(index, I64(self.parts_of_group * size))
+        return self.builder.add(self.ring, self.builder.add(offset, I64(part * size)))
 
     def unpacked_dots(self, group: Any, address: Any, start: int) -> Iterator[tuple[int, Any]]:
-        product = self.multiply(group, address, 0, GROUP)
+        self.multiply(self.builder.add(group, I64(AHEAD)))
+        product = self.place(group, 0)
         for row in range(self.rows):
             yield row, self.row_of(product, row)
 
     def unpacked_scaled_dots(
         self, group: Any, address: Any, start: int, scales: Sequence[Callable[[], Any]]
     ) -> Iterator[tuple[int, Any]]:
-        half = GROUP // 2
-        first, second = (self.multiply(group, address, at, half) for at in (0, half))
+        self.multiply(self.builder.add(group, I64(AHEAD)))
+        first, second = (self.place(group, part) for part in range(2))
         for row in range(self.rows):
             scaled = self.builder.fmul(self.row_of(first, row), scales[0]())
             yield row, self.fma(self.row_of(second, row), scales[1](), scaled)
-
-    def multiply(self, group: Any, address: Any, first: int, depth: int) -> Any:
-        """The address of the product of `depth` k of a group, from `first` on."""
-        builder = self.builder
-        weights = builder.add(address, I64(self.columns * first))
-        activations = builder.add(self.record(group, 0), I64(first))
-        out = builder.ptrtoint(self.products[first // depth], I64)
-        assert self.isa.product is not None
-        self.isa.product.multiply(builder, activations, RECORD, weights, depth, out)
-        return out
 
     def row_of(self, product: Any, row: int) -> Any:
         """A row of a product as floats."""
@@ -120,6 +151,5 @@ class MatrixTile(Tile):
         return self.builder.sitofp(ints, self.floats)
 
     def finish(self) -> None:
-        assert self.isa.product is not None
-        self.isa.product.end(self.builder)
+        self.product.end(self.builder)
         super().finish()
