@@ -24,8 +24,8 @@ from paceline.backends.cpu.register_tile import (
     load_at,
 )
 
-AHEAD = 2  # groups whose products are computed before the floats of one
-RING = 4  # groups whose products are kept: more than AHEAD, a power of two
+AHEAD = 2  # products that are computed before the floats of one
+RING = 4  # products that are kept, 4 KB: loads wait for stores before them whose low 12 bits are the same
 
 
 class UnpackedTile(Tile):
@@ -82,7 +82,7 @@ class MatrixTile(Tile):
     """16 rows of unpacked weights by matrix instructions: an integer product for each group, or half of one.
 
     Products go through memory: float instructions cannot read the matrix unit's registers. What it stores can
-    be loaded only after the store has retired, so products are computed AHEAD groups before they are used.
+    be loaded only after the store has retired, so products are computed AHEAD of their use.
     """
 
     def __init__(self, builder: ir.IRBuilder, isa: Isa, args: list[Any]) -> None:
@@ -93,11 +93,12 @@ class MatrixTile(Tile):
     def begin_unpacked(self, group_bytes: int, depth: int) -> None:
         self.group_bytes, self.depth, self.parts_of_group = group_bytes, depth, GROUP // depth
         with self.builder.goto_entry_block():  # not by `alloca_once`, which fills it with zeros
-            place = self.builder.alloca(ir.ArrayType(self.ints, self.parts_of_group * RING * MATRIX_ROWS))
+            place = self.builder.alloca(ir.ArrayType(self.ints, RING * MATRIX_ROWS))
             place.align = 64
         self.ring = self.builder.ptrtoint(place, I64)
         self.product.begin(self.builder, depth)
-        for group in range(AHEAD):
+        self.groups_ahead = AHEAD // self.parts_of_group
+        for group in range(self.groups_ahead):
             self.multiply(I64(group))
 
     def multiply(self, group: Any) -> None:
@@ -125,13 +126,13 @@ class MatrixTile(Tile):
 
     def place(self, group: Any, part: int) -> Any:
         """Where the product of a group, or a half of it, lies."""
-        index = self.builder.and_(group, I64(RING - 1))
+        index = self.builder.and_(group, I64(RING // self.parts_of_group - 1))
         size = 4 * self.columns * MATRIX_ROWS
         offset = self.builder.mul(index, I64(self.parts_of_group * size))
         return self.builder.add(self.ring, self.builder.add(offset, I64(part * size)))
 
     def unpacked_dots(self, group: Any, address: Any, start: int) -> Iterator[tuple[int, Any]]:
-        self.multiply(self.builder.add(group, I64(AHEAD)))
+        self.multiply(self.builder.add(group, I64(self.groups_ahead)))
         product = self.place(group, 0)
         for row in range(self.rows):
             yield row, self.row_of(product, row)
@@ -139,7 +140,7 @@ class MatrixTile(Tile):
     def unpacked_scaled_dots(
         self, group: Any, address: Any, start: int, scales: Sequence[Callable[[], Any]]
     ) -> Iterator[tuple[int, Any]]:
-        self.multiply(self.builder.add(group, I64(AHEAD)))
+        self.multiply(self.builder.add(group, I64(self.groups_ahead)))
         first, second = (self.place(group, part) for part in range(2))
         for row in range(self.rows):
             scaled = self.builder.fmul(self.row_of(first, row), scales[0]())
