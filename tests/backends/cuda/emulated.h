@@ -212,7 +212,6 @@ inline void copy_rows(void* to, const Map& map, int deep, u64* mbarrier) { copy_
 inline void copy_row_box(void* to, const Map& map, int deep, int row, u64* mbarrier) {
     copy_box(to, map, {deep, row}, mbarrier);
 }
-inline void prefetch_row_box(const Map&, int, int) {}
 inline void copy_tile_box(void* to, const Map& map, int deep, int step, int tile, u64* mbarrier) {
     copy_box(to, map, {deep, 0, step, tile}, mbarrier);
 }

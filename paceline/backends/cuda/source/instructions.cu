@@ -72,10 +72,6 @@ __device__ inline void copy_row_box(void* to, const Map& map, int deep, int row,
                  "[%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(to)), "l"(&map), "r"(deep), "r"(row),
                  "r"(shared_address(mbarrier)) : "memory");
 }
-__device__ inline void prefetch_row_box(const Map& map, int deep, int row) {  // to L2
-    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(&map), "r"(deep), "r"(row)
-                 : "memory");
-}
 // The same of all columns of some tiles, [tile, step, column, 128 of the depth], from a tile on.
 __device__ inline void copy_tile_box(void* to, const Map& map, int deep, int step, int tile, u64* mbarrier) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "

@@ -17,7 +17,6 @@ constexpr int DEPTH = 64, STEP = 128;  // of a stage, and of a step in the layou
 constexpr int ROW_BYTES = ROWS * 128, WEIGHT_BYTES = COLUMNS * 128;
 constexpr int TILE = 64;  // columns whose squares are summed together
 constexpr int SLAB = 32, SLABS = KIND == ADD ? COLUMNS / SLAB : 0;  // columns of the residual stream in a stage
-constexpr int PREFETCHED = 24;  // stages before the residual stream is needed: all programs read it at the same time
 
 struct Arguments {  // in the order of many_rows.py
     Map weights, rows, residual;  // `residual`: the residual stream as pairs of bfloat16
@@ -57,7 +56,6 @@ struct Unit {
     __device__ static int count(const Arguments& own) {
         return own.row_tiles * own.column_groups * (own.is_parallel ? own.splits : 1);
     }
-    __device__ int residual_column(int slab) const { return (group * COLUMNS + slab * SLAB) * 2; }  // of pairs
     __device__ int number(const Arguments& own) const { return group * own.row_tiles + row_tile; }
 };
 
@@ -91,23 +89,18 @@ __device__ inline void load_slab(Shared& s, const Arguments& own, const Unit& un
     u64* full = &s.full[stage];
     if (!of_rows) return arrive_mbarrier(full);
     expect_bytes(full, ROW_BYTES);
-    copy_row_box(s.rows[stage], own.residual, unit.residual_column(slab), unit.row_tile * ROWS, full);
-}
-__device__ inline void prefetch_slabs(const Arguments& own, const Unit& unit) {
-    for (int slab = 0; slab < SLABS; slab++)
-        prefetch_row_box(own.residual, unit.residual_column(slab), unit.row_tile * ROWS);
+    copy_row_box(s.rows[stage], own.residual, (unit.group * COLUMNS + slab * SLAB) * 2, unit.row_tile * ROWS, full);
 }
 
 __device__ inline void load_stages(Shared& s, const Arguments& own, bool of_rows) {
     RingPosition at;
     for (int number = blockIdx.x; number < Unit::count(own); number += gridDim.x) {
         Unit unit(own, number);
-        int begin = stages_before(own, unit.begin), end = stages_before(own, unit.end);
+        int end = stages_before(own, unit.end);
 #pragma unroll 1
-        for (int i = begin; i < end + SLABS; i++, at.next()) {
+        for (int i = stages_before(own, unit.begin); i < end + SLABS; i++, at.next()) {
             wait_mbarrier(&s.used[at.stage], at.turn ^ 1);  // new mbarriers count as released
             if (!is_elected()) continue;
-            if (SLABS && of_rows && i == max(begin, end - PREFETCHED)) prefetch_slabs(own, unit);
             if (SLABS && i >= end) load_slab(s, own, unit, i - end, at.stage, of_rows);
             else load_stage(s, own, unit, i, at.stage, of_rows);
         }
