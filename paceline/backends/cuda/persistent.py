@@ -57,7 +57,6 @@ MAX_HIDDEN = 2048  # larger models keep memory busy with separate kernels
 MAX_SLOTS, MIN_SLOTS = 16, 6  # slots of the weight pipeline
 MAX_CHOSEN = 8  # experts of a row: a computing warp each
 MAX_OFFSET = 1 << 32  # numbers of a matrix
-ROUTING_PREFETCH = 16  # steps of the next layer's QKV, while experts are not known
 OTHER_BYTES, LAYER_BYTES = 2048, 104  # of shared memory: small variables, and each layer's addresses
 
 
@@ -261,7 +260,6 @@ def kernel_sizes(
         "PROGRAMS": programs,
         "PARTS": max(programs // (tiles * kv_heads), -(-blocks // MERGE_FAN_IN)),
         "PAGE": page_size,
-        "ROUTING_PREFETCH": ROUTING_PREFETCH,
     }
     sizes["SLOTS"] = min(MAX_SLOTS, (shared - _room(sizes)) // slot)
     return sizes if sizes["SLOTS"] >= MIN_SLOTS else None

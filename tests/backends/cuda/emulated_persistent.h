@@ -26,7 +26,6 @@ inline void copy_16_or_zero(u32 to, const void* from, bool there) {
     if (there) copy_16(to, from);
     else memset(raw + to, 0, 16);
 }
-inline void copy_16_evicted_first(u32 to, const void* from) { copy_16(to, from); }
 inline void commit_copies() {}
 template <int> inline void wait_copies() {}
 

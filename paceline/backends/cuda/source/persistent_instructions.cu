@@ -35,11 +35,6 @@ __device__ inline bool is_mbarrier_complete(u32 mbarrier, int parity) {
                  "selp.u32 %0, 1, 0, done; }" : "=r"(raised) : "r"(mbarrier), "r"(parity) : "memory");
     return raised;
 }
-// Of weights that are evicted from L2 before all others.
-__device__ inline void copy_16_evicted_first(u32 to, const void* from) {
-    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(EVICT_FIRST)
-                 : "memory");
-}
 // Prefetches weights into L2.
 template <int BYTES> __device__ inline void prefetch_to_l2(const void* from) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "n"(BYTES) : "memory");

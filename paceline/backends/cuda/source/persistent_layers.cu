@@ -97,15 +97,6 @@ __device__ inline void compute_all(Shared& s, const Pass& pass) {
     }
 }
 
-// The loading warps wait until the experts of this layer are known, and prefetch the next layer's QKV meanwhile.
-__device__ inline void await_experts(Shared& s, int number) {
-    L2Prefetch<Heads> l2_prefetch;
-    u32 routed = shared_address(&s.routed);
-    while (ROUTING_PREFETCH && number + 1 < LAYERS && !is_mbarrier_complete(routed, number % 2) &&
-           l2_prefetch.prefetch(s, s.layers[number + 1].heads, 0, ROUTING_PREFETCH)) {}
-    wait_mbarrier(routed, number % 2);
-}
-
 // The loading warps: the same products in the same order; each side counts the ring's slots itself.
 __device__ inline void fetch_all(Shared& s) {
     RingPosition ring_position;
@@ -113,7 +104,7 @@ __device__ inline void fetch_all(Shared& s) {
         const Layer& layer = s.layers[number];
         fetch<Heads>(s, ring_position, layer.heads);
         fetch<Output>(s, ring_position, layer.output);
-        if (EXPERTS) await_experts(s, number);
+        if (EXPERTS) wait_mbarrier(shared_address(&s.routed), number % 2);  // which ones, is known
         fetch<GateUp>(s, ring_position, layer.gate_up);
         fetch<Down>(s, ring_position, layer.down);
     }

@@ -8,22 +8,23 @@ struct RingPosition {  // in the ring
     }
 };
 
-// What the loading warps do while they wait: they prefetch the next steps of a matrix whose units are two halves into
-// L2, no faster than memory delivers them: all other loads would queue behind them.
-template <class P> struct L2Prefetch {
-    static constexpr u32 pace = Cut<P>::columns * STEP * 2 / BYTES_A_CYCLE;  // cycles of a step
+// What the loading warps do while the ring is full: they prefetch the next steps of gate and up into L2, no faster
+// than memory delivers them: all other loads would queue behind them.
+struct L2Prefetch {
+    static constexpr int stages = STEP / GateUp::slab;  // of a step
+    static constexpr u32 pace = Cut<GateUp>::columns * STEP * 2 / BYTES_A_CYCLE;  // cycles of a step
     int step = 0;
     u32 since = cycles();
-    // Steps from `begin` to `end`; false if there is nothing left to prefetch.
-    __device__ bool prefetch(const Shared& s, const u16* weight, int begin, int end) {
-        step = max(step, begin);
-        if (step >= min(end, Cut<P>::steps)) return false;
+    // False if there is nothing left to prefetch.
+    __device__ bool prefetch(const Shared& s, const u16* weight, int stage) {
+        step = max(step, ceil_div(stage, stages));
+        if (step >= min(stage / stages + L2_PREFETCH_STEPS, Cut<GateUp>::steps)) return false;
         if (cycles() - since < pace) return true;
-        u32 unit = first_unit<P::units>(blockIdx.x), after = first_unit<P::units>(blockIdx.x + 1);
-        for (u32 half = thread() - THREADS; half < (after - unit) * 2; half += FETCHERS) {
-            u32 column = P::column(s, unit + half / 2, half % 2 * 8), tile = P::tile;
-            prefetch_to_l2<P::each / 2 * STEP * 2>(weight + column / tile * (tile * P::line) + step * (tile * STEP) +
-                                                   column % tile * STEP);
+        u32 unit = first_unit<GateUp::units>(blockIdx.x), end = first_unit<GateUp::units>(blockIdx.x + 1);
+        for (u32 half = thread() - THREADS; half < (end - unit) * 2; half += FETCHERS) {
+            u32 column = GateUp::column(s, unit + half / 2, half % 2 * 8), tile = GateUp::tile;
+            prefetch_to_l2<4 * STEP * 2>(weight + column / tile * (tile * GateUp::line) + step * (tile * STEP) +
+                                  column % tile * STEP);
         }
         step++, since = cycles();
         return true;
@@ -44,14 +45,13 @@ template <class P> __device__ inline void fetch(Shared& s, RingPosition& ring_po
         u32 column = P::column(s, unit + P::unit(g * 16 + row), row);
         offsets[g] = column / P::tile * (P::tile * P::line) + column % P::tile * STEP + chunk * 8;
     }
-    L2Prefetch<GateUp> l2_prefetch;
-    constexpr int stages = ceil_div(STEP, P::slab);  // of a step
+    L2Prefetch l2_prefetch;
 #pragma unroll 1
     for (int stage = 0; stage < C::stages; stage++) {
         u32 slot = shared_address(s.ring[ring_position.slot]) + to;
         u32 empty = shared_address(&s.empty[ring_position.slot]);
         while (P::prefetches_l2 && !is_mbarrier_complete(empty, ring_position.round ^ 1) &&
-               l2_prefetch.prefetch(s, weight, ceil_div(stage, stages), stage / stages + L2_PREFETCH_STEPS)) {}
+               l2_prefetch.prefetch(s, weight, stage)) {}
         wait_mbarrier(empty, ring_position.round ^ 1);
 #pragma unroll
         for (int split = 0; split < P::splits; split++)
@@ -64,9 +64,7 @@ template <class P> __device__ inline void fetch(Shared& s, RingPosition& ring_po
                     for (int g = 0; g < C::groups; g++)
                         if (P::unit(g * 16 + row) < own) {
                             u32 line = split * C::columns + g * 16;
-                            u32 into = slot + line * (P::slab * 2) + piece * 128;
-                            if (P::evicted_first) copy_16_evicted_first(into, at + offsets[g]);
-                            else copy_16(into, at + offsets[g]);
+                            copy_16(slot + line * (P::slab * 2) + piece * 128, at + offsets[g]);
                         }
                 }
             }

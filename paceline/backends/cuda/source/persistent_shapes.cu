@@ -118,7 +118,7 @@ template <int UNITS> __device__ inline u32 first_unit(u32 block) { return block 
 struct Heads {  // a unit is 8 columns of a head's first half and their RoPE partners of the second
     static constexpr int depth = HIDDEN, line = depth, splits = HEADS_SPLITS, slab = HEADS_SLAB, each = 16, tile = DIM;
     static constexpr int units = (HEADS + 2 * KV_HEADS) * DIM / 16;
-    static constexpr bool prefetches_l2 = false, evicted_first = false, streamed = !FEW && splits > 1;
+    static constexpr bool prefetches_l2 = false, streamed = !FEW && splits > 1;
     __device__ static const u16* input(const Pass& pass) { return pass.attention_input; }
     __device__ static u32 unit(u32 line) { return line / 16; }
     __device__ static u32 first(const Shared&, int) { return 0; }
@@ -129,7 +129,7 @@ struct Heads {  // a unit is 8 columns of a head's first half and their RoPE par
 struct GateUp {  // 4 columns of gate, and those of up: 8 lines further
     static constexpr int depth = HIDDEN, line = depth, splits = 1, slab = GATE_SLAB, each = 8, tile = 64;
     static constexpr int units = INTERMEDIATE / 4;
-    static constexpr bool prefetches_l2 = true, evicted_first = EXPERTS > 0, streamed = false;
+    static constexpr bool prefetches_l2 = true, streamed = false;
     __device__ static u32 unit(u32 line) { return line / 16 * 2 + line % 8 / 4; }
     __device__ static u32 first(const Shared&, int) { return 0; }
     __device__ static u32 column(const Shared& s, u32 unit, u32 line) {
@@ -147,13 +147,13 @@ struct Added {  // 4 columns, whose squares are summed
 };
 struct Output : Added {
     static constexpr int depth = HEADS * DIM, line = depth, splits = OUTPUT_SPLITS, slab = OUTPUT_SLAB;
-    static constexpr bool evicted_first = false, streamed = !FEW && splits > 1, weighted = false;
+    static constexpr bool streamed = !FEW && splits > 1, weighted = false;
     __device__ static u32 first(const Shared&, int) { return 0; }
     __device__ static const u16* input(const Pass& pass) { return pass.attention_output; }
 };
 struct Down : Added {  // of a mixture, a split is an expert
     static constexpr int depth = INTERMEDIATE, line = EXPERT_SIZE, splits = DOWN_SPLITS, slab = DOWN_SLAB;
-    static constexpr bool evicted_first = EXPERTS > 0, streamed = true, weighted = EXPERTS > 0;
+    static constexpr bool streamed = true, weighted = EXPERTS > 0;
     static_assert(!weighted || splits == CHOSEN, "");
     // Less what comes before the expert in the depth of the product.
     __device__ static u32 first(const Shared& s, int split) {
