@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.low_rank import LINE
-from paceline.backends.cpu.model_weights import matrix_names, round_up
+from paceline.backends.cpu.matrix_names import matrix_names
+from paceline.backends.cpu.model_weights import round_up
 from paceline.backends.cpu.packing import address_of, aligned_zeros
 from paceline.backends.cpu.tiles import GROUP
 from paceline.backends.cpu.workspace import Workspace

@@ -10,7 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.cpu import job as fields
-from paceline.backends.cpu.latent_weights import input_names, latent_names, norm_names, with_head_matrices
+from paceline.backends.cpu.latent_weights import latent_names, norm_names, with_head_matrices
+from paceline.backends.cpu.matrix_names import (
+    LAYER,
+    bias_name,
+    expert_names,
+    layer_input_names,
+    matrix_names,
+    mixer_names,
+)
 from paceline.backends.cpu.packing import PackedMatrix, address_of, aligned_zeros, pack_matrices
 from paceline.backends.cpu.recurrent import KINDS
 from paceline.backends.cpu.rows import ACTIVATIONS
@@ -18,10 +26,8 @@ from paceline.backends.cpu.simd import LANES
 from paceline.backends.cpu.tiles import GROUP
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import (
-    FEED_FORWARD,
     MIXER,
     LatentConfig,
-    ModelConfig,
     MoeConfig,
     PerLayerInput,
     RecurrentConfig,
@@ -30,7 +36,6 @@ from paceline.models.config import (
 from paceline.models.layout import RECURRENT_MATRICES
 from paceline.models.rope import query_factor_table, rope_tables
 
-_LAYER = "model.layers.{}."
 _FIRST_NORM = "input_layernorm"
 
 
@@ -107,7 +112,7 @@ class ModelWeights:
         return self._keep(self._vectors([name], width or self.hidden)) if known else 0
 
     def _layer_names(self, *suffixes: str) -> list[str]:
-        return [_LAYER.format(i) + name for i in range(self.config.num_layers) for name in suffixes]
+        return [LAYER.format(i) + name for i in range(self.config.num_layers) for name in suffixes]
 
     def _set_weights(self) -> None:
         config, job, layers = self.config, self.job, range(self.config.num_layers)
@@ -133,7 +138,7 @@ class ModelWeights:
         for layer in range(self.config.num_layers):
             has_mixer = self.config.has_part(layer, MIXER)
             before_mlp = "post_attention_layernorm" if has_mixer and not self._is_parallel else _FIRST_NORM
-            names += [_LAYER.format(layer) + f"{name}.weight" for name in (_FIRST_NORM, before_mlp)]
+            names += [LAYER.format(layer) + f"{name}.weight" for name in (_FIRST_NORM, before_mlp)]
         return [*names, "model.norm.weight"]
 
     def _mixer_biases(self) -> tuple[int, int]:
@@ -251,7 +256,7 @@ class ModelWeights:
             [
                 name if layer in moe.layers else None
                 for layer in layers
-                for name in _expert_names(self.config, moe, layer)
+                for name in expert_names(self.config, moe, layer)
             ]
         )
         if moe.shared_gate:
@@ -268,7 +273,7 @@ class ModelWeights:
         """The address of a tensor of each layer with experts, padded to this shape."""
         table = np.zeros((self.config.num_layers, *shape), dtype=np.float32)
         for layer in moe.layers:
-            table[layer] = self._vectors([_LAYER.format(layer) + name], shape[1])
+            table[layer] = self._vectors([LAYER.format(layer) + name], shape[1])
         return self._keep(table)
 
     def _expert_biases(self, moe: MoeConfig) -> int:
@@ -276,7 +281,7 @@ class ModelWeights:
         width = round_up(moe.intermediate_size, GROUP)
         table = np.zeros((self.config.num_layers, moe.num_experts, 2 * width + self.hidden), dtype=np.float32)
         for layer in moe.layers:
-            names = [bias_name(name) for name in _expert_names(self.config, moe, layer)]
+            names = [bias_name(name) for name in expert_names(self.config, moe, layer)]
             for part, size in enumerate((width, width, self.hidden)):
                 table[layer, :, part * width : part * width + size] = self._vectors(names[part::3], size)
         return self._keep(table)
@@ -310,7 +315,7 @@ class ModelWeights:
         channels = round_up(recurrent.conv_size or config.hidden_size, LANES)
         heads, job[fields.CHANNELS] = round_up(recurrent.value_heads, LANES), channels
         place, _, _ = RECURRENT_MATRICES[recurrent.kind]
-        names = [f"{_LAYER.format(layer)}{place}." for layer in layers]
+        names = [f"{LAYER.format(layer)}{place}." for layer in layers]
         convolution = "conv" if recurrent.kind == "short_conv" else "conv1d"
         weights = [self._tensors[f"{name}{convolution}.weight"].float32()[:, 0].T for name in names]
         padded = [np.pad(weight, ((0, 0), (0, channels - weight.shape[1]))) for weight in weights]
@@ -357,67 +362,6 @@ class ModelWeights:
         return np.stack(tensors) if tensors else np.zeros((1, 1), dtype=np.float32)
 
 
-def mixer_names(config: ModelConfig, layer: int) -> list[str | None]:
-    """The matrices of a layer that read the norm before its mixer, then those of what it adds."""
-    prefix, inputs, outputs = _LAYER.format(layer), list[str | None](), list[str | None]([None, None])
-    if layer in config.attending_layers:
-        attention, shape = [*"qkv", "gate"] if config.attention_gate else [*"qkv"], config.shape_of(layer)
-        left_out = "kv" if shape.shared_with is not None else "v" if shape.values_are_keys else ""
-        names = [None if part in left_out else f"{prefix}self_attn.{part}_proj.weight" for part in attention]
-        inputs += names if config.latent is None else input_names(config.latent, layer)
-        outputs[0] = f"{prefix}self_attn.o_proj.weight"
-    if config.recurrent is not None and config.is_recurrent(layer):
-        place, parts, output = RECURRENT_MATRICES[config.recurrent.kind]
-        inputs += [f"{prefix}{place}.{part}.weight" for part in parts]
-        outputs[1] = f"{prefix}{place}.{output}.weight"
-    return [*inputs, *[None] * (fields.INPUTS - len(inputs)), *outputs]
-
-
-def bias_name(name: str | None) -> str:
-    """The bias of a matrix."""
-    return (name or "").replace(".weight", ".bias")
-
-
-def matrix_names(config: ModelConfig) -> list[str | None]:
-    """Tensor names in the order of the descriptor table of job.py.
-
-    Where a layer has experts, its MLP is the one that all rows share, or None.
-    """
-    sparse = config.moe.layers if config.moe else frozenset()
-    shared = "mlp.shared_experts" if config.moe and config.moe.shared_intermediate_size else None
-    names: list[str | None] = []
-    for layer in range(config.num_layers):
-        names += mixer_names(config, layer)
-        mlp = shared if layer in sparse else "mlp"
-        if not config.has_part(layer, FEED_FORWARD):
-            mlp = None
-        parts = _mlp_parts(config)
-        names += [_LAYER.format(layer) + f"{mlp}.{part}.weight" if mlp else None for part in parts]
-    head = "model.embed_tokens.weight" if config.tie_embeddings else "lm_head.weight"
-    return [*names, "model.embed_tokens.weight", head]
-
-
-def layer_input_names(config: ModelConfig) -> list[str]:
-    """The matrices of the second embedding, in the order of layer_inputs.py."""
-    names = ["model.per_layer_model_projection.weight", "model.embed_tokens_per_layer.weight"]
-    for layer in range(config.num_layers if config.per_layer_input else 0):
-        prefix = _LAYER.format(layer)
-        names += [f"{prefix}per_layer_input_gate.weight", f"{prefix}per_layer_projection.weight"]
-    return names if config.per_layer_input else []
-
-
-def _mlp_parts(config: ModelConfig) -> tuple[str, str, str]:
-    """The matrices of an MLP: gate, up and down; without a gate, the second is not read."""
-    return ("gate_proj" if config.is_gated else "up_proj", "up_proj", "down_proj")
-
-
-def _expert_names(config: ModelConfig, moe: MoeConfig, layer: int) -> list[str]:
-    prefix, parts = _LAYER.format(layer), _mlp_parts(config)
-    return [
-        f"{prefix}mlp.experts.{expert}.{part}.weight" for expert in range(moe.num_experts) for part in parts
-    ]
-
-
 def _pack_matrices(
     checkpoint: Checkpoint, quantization: str, threads: int, known: Mapping[str, PackedMatrix]
 ) -> dict[str, PackedMatrix]:
@@ -425,7 +369,7 @@ def _pack_matrices(
     config, moe = checkpoint.config, checkpoint.config.moe
     names = [name for name in matrix_names(config) if name] + layer_input_names(config)
     if moe is not None:
-        names += [name for layer in sorted(moe.layers) for name in _expert_names(config, moe, layer)]
+        names += [name for layer in sorted(moe.layers) for name in expert_names(config, moe, layer)]
     if config.latent is not None:
         names += [name for name in latent_names(config) if name]
     made = with_head_matrices(config, checkpoint.tensors)

@@ -13,7 +13,8 @@ from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.attention import PAGE, RESULT_ROWS, STATE_BYTES, TASK_HEADS
 from paceline.backends.cpu.attention_tiles import run_products
 from paceline.backends.cpu.matmul import run_tile, unit_bytes
-from paceline.backends.cpu.model_weights import ModelWeights, matrix_names, round_up
+from paceline.backends.cpu.matrix_names import matrix_names
+from paceline.backends.cpu.model_weights import ModelWeights, round_up
 from paceline.backends.cpu.packing import PackedMatrix, address_of
 from paceline.backends.cpu.phases import GATED_BYTES, UNPACKED_SPACE
 from paceline.backends.cpu.recurrent_memory import BLOCK
