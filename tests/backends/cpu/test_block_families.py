@@ -18,7 +18,7 @@ from paceline.backends.options import BackendOptions
 from paceline.backends.torch_backend import TorchBackend
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.needs import missing_blocks
+from paceline.models.needs import BACKEND_BLOCKS, missing_blocks
 from tests.backends.cpu.subject import TREES, assert_chunks_are_true, assert_tree_is_true, load, plant
 from tests.backends.driver import drive, run
 from tests.tiny_families import MORE_HYBRIDS, TORCH_FAMILIES
@@ -87,9 +87,12 @@ def test_the_first_layers_are_a_model_of_their_own(
     backend.close()
 
 
-def test_an_unknown_block_is_refused_by_name(checkpoint_of: Callable[[str], Checkpoint]) -> None:
+def test_a_block_without_kernels_is_refused_by_name(
+    checkpoint_of: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
     known = checkpoint_of("gemma3")
     other = replace(known, config=replace(known.config, value_norm=True), source=Path("x"))
+    monkeypatch.setitem(BACKEND_BLOCKS, "cpu", BACKEND_BLOCKS["cpu"] - {"norms without weights"})
     with pytest.raises(
         BackendError, match=r"has norms without weights, for which the cpu .* --backend torch"
     ):
