@@ -113,7 +113,7 @@ class Yielding:
 
     def may_step(self) -> bool:
         """Wait for the next step; False: there is none. The first one loads kernels and does not count."""
-        if self._steps > 1 and self._share < 1.0:
+        if self._steps > 1 and min(self._share, self._busy_share) < 1.0:
             self._finish()
             ended = self.now()
             self._rest(ended, ended - self._step_began)

@@ -30,9 +30,9 @@ class Machine:
             self.now = min(until, self.now + 0.001)
             self.activity.note_running(int(self.runs(self.now)))
 
-    def train(self, seconds: float) -> float:
+    def train(self, seconds: float, share: float = SHARE) -> float:
         """The share of the time in which the trainer computed."""
-        yielding = Yielding(SHARE, BUSY_SHARE, self.activity, clock=lambda: self.now, sleep=self.sleep)
+        yielding = Yielding(share, BUSY_SHARE, self.activity, clock=lambda: self.now, sleep=self.sleep)
         yielding.may_step()  # loads kernels
         began, self.steps = self.now, []
         while self.now < began + seconds and yielding.may_step():
@@ -55,6 +55,12 @@ def test_without_requests_it_takes_its_share(machine: Machine) -> None:
 def test_a_client_that_sends_its_next_request_at_once_leaves_it_a_hundredth(machine: Machine) -> None:
     machine.runs = lambda now: now % 0.064 > 0.004  # 4 ms between two of them
     assert machine.train(60) == pytest.approx(BUSY_SHARE, rel=0.05)
+
+
+def test_a_trainer_that_may_take_all_of_an_idle_gpu_gives_way_to_requests_too(machine: Machine) -> None:
+    assert machine.train(10, share=1.0) == pytest.approx(1.0, rel=0.02)
+    machine.runs = lambda now: True
+    assert machine.train(60, share=1.0) == pytest.approx(BUSY_SHARE, rel=0.05)
 
 
 def test_three_requests_a_second_leave_it_most_of_its_share_and_hardly_meet_its_steps(
