@@ -147,7 +147,8 @@ class ExplorerConfig:
     cheap_promise: float = 0.5  # tokens that a cheap probe must promise to replace the chosen draft
     # on the device: trials of a few passes
     device_share: float = 0.01  # of all time
-    device_saved: float = 8  # passes' time that can be saved up: a head is attached, and tried
+    # passes' time that can be saved up, or what the next trial costs: a head is attached, and tried
+    device_saved: float = 8
 
 
 @dataclass(frozen=True)

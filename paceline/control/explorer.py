@@ -29,11 +29,11 @@ class TimeBudget:
         self._account = credit  # seconds
         self.regret = 0.0  # seconds that were spent, less those that were gained
 
-    def earn(self, seconds: float) -> None:
-        """Add the share of a step's time."""
+    def earn(self, seconds: float, wanted: float = 0.0) -> None:
+        """Add the share of a step's time. Up to `wanted` seconds are saved up in any case."""
         account = self._account + self._share * seconds
         if self._max_saved is not None:
-            account = min(account, max(self._account, self._max_saved * seconds))
+            account = min(account, max(self._account, self._max_saved * seconds, wanted))
         self._account = account
 
     def can_afford(self, seconds: float) -> bool:
@@ -104,11 +104,12 @@ class DeviceExplorer:
         self.budget = TimeBudget(CONFIG.explorer.device_share, max_saved=CONFIG.explorer.device_saved)
         self._shadow = shadow
         self._last_used = dict.fromkeys(plans, 0)  # the last pass by each plan
+        self._wanted = 0.0  # seconds of the trial that there was no time for
 
     def observe(self, plan: DraftPlan, number: int, seconds: float) -> None:
         """Note the pass of this number."""
         self._last_used[plan] = number
-        self.budget.earn(seconds)
+        self.budget.earn(seconds, self._wanted)
 
     def pick(self, best: DraftPlan, arms: Mapping[DraftPlan, ArmEstimate]) -> DraftPlan:
         """A plan whose passes were never timed under this load, the one that was not used for longest if
@@ -129,7 +130,9 @@ class DeviceExplorer:
             0.0, other.seconds - other.tokens / present.rate
         )
         if not self.budget.can_afford(lost):
+            self._wanted = lost
             return best
+        self._wanted = 0.0
         self.budget.spend(lost)
         return oldest
 

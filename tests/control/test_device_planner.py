@@ -14,9 +14,10 @@ from paceline.control.auto import AutoController
 from paceline.control.controller import FixedController, Load
 from paceline.control.cost.device_passes import DevicePassCosts
 from paceline.control.decision import Decision
+from paceline.control.explorer import DeviceExplorer
 from paceline.control.memory import Memory
 from paceline.control.planner.arms import Arm, device_arms, prior_acceptance
-from paceline.control.planner.device import DevicePlanner
+from paceline.control.planner.device import ArmEstimate, DevicePlanner
 from paceline.core.stats import DraftFacts, StepStats
 from paceline.core.trees import PLAIN, DraftPlan
 from tests.control.simulation import SimulatedDrafter, SimulatedRequest, Step, World
@@ -174,6 +175,20 @@ def test_trials_take_about_one_percent_of_the_time():
     done = world(lambda step: 0.05, small, lambda step: 4).run(auto, 3000)
     assert 0 < auto.facts().regret < 0.011 * sum(step.seconds for step in done)
     assert 0 < sum(max(step.nodes) > 0 for step in done[500:]) < 0.06 * 2500
+
+
+def test_a_trial_that_costs_more_than_is_usually_saved_up_comes_in_the_end():
+    plain, head = PLAIN, DraftPlan("head", 2)
+    arms = {
+        plain: ArmEstimate(1.0, 0.001, 0.0, 0.0, True),
+        head: ArmEstimate(2.0, 0.001, catch_up=0.02, catch_up_per_token=0.0, is_timed=True),
+    }
+    explorer = DeviceExplorer(list(arms), None)
+    tried = 0
+    while explorer.pick(plain, arms) == plain and tried < 10_000:
+        tried += 1
+        explorer.observe(plain, tried, 0.001)
+    assert tried == pytest.approx(2000, abs=2)  # 1 % of their time
 
 
 def test_a_request_keeps_the_plan_it_asks_for_also_plain():
