@@ -98,9 +98,8 @@ class Engine:
         self._next_plan: _Planned | None = None  # planned, but no pass was scheduled by it yet
         self._counted = (0, 0)  # preemptions and drafter failures that earlier steps have reported
         self._clock = clock
-        self._committed_at = self._between = (
-            0.0  # end of the last commit, and seconds from there to this step
-        )
+        self._committed_at = 0.0  # end of the last commit
+        self._between = 0.0  # seconds from there to this step
         self._live: dict[str, list[Request]] = {}
         self._num_arrived = 0
 

@@ -34,7 +34,8 @@ HeadFolder = Annotated[
 Candidate = Annotated[Path, typer.Option("--candidate", help="Folder of the head to compare with it.")]
 GpuShare = Annotated[float, typer.Option(help="Share of the time of a GPU to take.")]
 BusyShare = Annotated[
-    float | None, typer.Option(help="Share to take while requests run, by --activity. Default: the same.")
+    float | None,
+    typer.Option(help="Share to take while --activity says that requests run. Default: --gpu-share."),
 ]
 ServerActivity = Annotated[
     Path | None, typer.Option("--activity", help="File in which a server says whether requests run.")

@@ -55,9 +55,7 @@ class Routing:
     parts: torch.Tensor  # float32 [FEW_ROWS, tiles of the residual stream, padded experts] of few rows
     shares: torch.Tensor  # float32 [rows, chosen] weights of a row's experts
     factors: torch.Tensor  # float32 [rows] norm factors
-    arrivals: (
-        torch.Tensor
-    )  # int32 [tiles of the router] programs that have stored a part; zero between kernels
+    arrivals: torch.Tensor  # int32 [tiles of the router] programs that stored a part; zero between kernels
     counts: torch.Tensor  # int32 [experts + 1] pairs of each, then finished programs; zero between kernels
     lists: torch.Tensor  # int32 [experts, rows] pairs of each
     blocks: torch.Tensor  # int32 [3, blocks] expert, first index in its list, count; 0 after the last.

@@ -36,5 +36,5 @@ class RowTables:
     prefill: PrefillTiles | None = None  # tiles of the rows that the prefill kernel computes
     visible: torch.Tensor | None = None  # [rows] the last position that each row sees; None: its own
     adapters: torch.Tensor | None = (
-        None  # [rows] the number of each row's adapter, -1: none; None: of all rows
+        None  # [rows] each row's adapter by number, -1: none; None: no row has one
     )
