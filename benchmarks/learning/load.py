@@ -13,7 +13,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +80,7 @@ def measure_learning_load(
             jobs = {
                 WITHOUT: _turns(plain, (learning, control), clients, sent, size, tokens),
                 CONTROL: _turns(control, (learning, plain), clients, sent, size, tokens),
-                WITH: _turns(learning, (plain, control), clients, sent, size, tokens, trainer),
+                WITH: _turns(learning, (plain, control), clients, sent, size, tokens, trainer, device),
             }
             sent += rounds * size
             return take_turns(jobs, rounds, on_turn)
@@ -92,6 +92,11 @@ def measure_learning_load(
             yield Compared(load.clients, first, second, third, device, learn_state(learning)["slowdown"])
 
 
+def trainer_seconds(state: Mapping[str, Any], trainer: int | None, device: str) -> float:
+    """In which the trainer has computed so far: on a GPU as the server says, else its CPU time."""
+    return _cpu_seconds(trainer) if device == "cpu" else float(state["computed_seconds"])
+
+
 def _turns(
     process: ServerProcess,
     others: Sequence[ServerProcess],
@@ -100,6 +105,7 @@ def _turns(
     size: int,
     tokens: int,
     trainer: int | None = None,
+    device: str = "cpu",
 ) -> Callable[[], Turn]:
     """A job that measures the next turn of a server each time, while the others are stopped."""
     numbers = itertools.count()
@@ -122,8 +128,7 @@ def _turns(
         state = {} if trainer is None else learn_state(process)
         steps = state.get("training_steps", 0)
         counts = *_counters(process, "engine_steps", "spec_decode_num_draft_tokens"), steps
-        trained = state.get("computed_seconds") or _cpu_seconds(trainer)
-        return trained, _cpu_seconds(process.process.pid), counts
+        return trainer_seconds(state, trainer, device), _cpu_seconds(process.process.pid), counts
 
     return turn
 

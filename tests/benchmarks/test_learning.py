@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from benchmarks.learning import unattended
 from benchmarks.learning.command import picture_of
 from benchmarks.learning.domains import DOMAINS, conversations, numbered_chats
+from benchmarks.learning.load import trainer_seconds
 from benchmarks.learning.load_report import Compared, Side, Turn, learning_load_result
 from benchmarks.learning.shift import Shift, ShiftOptions, Window
 from benchmarks.learning.unattended import Answered, UnattendedOptions
@@ -85,6 +87,12 @@ def test_servers_are_compared_by_throughput_and_p95_latency_with_the_bar_of_thei
     assert table.rows[0][4] == "1.000"  # without over without: servers that should be equal
     assert table.rows[0][5] == "0.950"  # the server's CPU time per token
     assert table.rows[0][-2] == "0.250"  # seconds of the trainer per second
+
+
+def test_a_trainer_on_a_gpu_that_has_not_computed_yet_has_no_seconds_of_a_cpu() -> None:
+    state = {"computed_seconds": 0.0}
+    assert trainer_seconds(state, os.getpid(), "cuda") == 0.0
+    assert trainer_seconds(state, os.getpid(), "cpu") > 0.0
 
 
 def test_an_unattended_server_gets_each_prompt_once_until_it_has_swapped_and_unsent_ones_are_compared(
