@@ -128,6 +128,9 @@ def learning_load_command(
         typer.Option(help="Requests in a turn, at least two per client; may differ for each of --clients."),
     ] = "8",
     tokens: Annotated[int, typer.Option(help="Tokens per answer.")] = 48,
+    train_rows: Annotated[
+        int, typer.Option(help="Requests before the training, which passes over them three times.")
+    ] = 96,
     draft: Annotated[
         str,
         typer.Option(
@@ -152,11 +155,12 @@ def learning_load_command(
     turns = sum(3 * (1 + load.rounds) for load in loads)
     with TemporaryDirectory() as folder, progress(turns) as on_turn:
         compared = []
-        for each in measure_learning_load(model, loads, tokens, Path(folder), flags, device, on_turn):
+        where = Path(folder), flags, device, on_turn
+        for each in measure_learning_load(model, loads, tokens, *where, train_rows):
             compared.append(each)
             typer.echo(each.summary)  # the others take minutes
     facts = {"model": model, "rounds": rounds, "requests": requests, "tokens": tokens, "threads": threads}
-    facts |= {"device": device, "draft": draft}
+    facts |= {"device": device, "draft": draft, "train_rows": train_rows}
     report.show(learning_load_result(compared, facts))
 
 

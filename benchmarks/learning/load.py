@@ -29,8 +29,8 @@ from paceline.bench.timing import OnTurn
 from paceline.errors import PacelineError
 
 WITHOUT, CONTROL, WITH = "without --learn", "another without --learn", "with --learn"
-TRAIN_ROWS = 96  # requests before the training begins
-ENDLESS = 600  # minutes of the training: it is still at work when the measurement ends
+TRAIN_ROWS = 96  # requests before the training begins, by default
+ENDLESS = 600  # minutes of the training, which ends after a few passes over its rows: see `check_trains`
 READY_SECONDS = 180.0  # most until the trainer has loaded and done its first steps
 PAUSE = 0.5  # seconds between turns: an engine's threads spin for a moment
 # two servers share a GPU, and the trainer needs room for its copy of the model
@@ -58,10 +58,11 @@ def measure_learning_load(
     flags: Sequence[str] = (),
     device: str = "cpu",
     on_turn: OnTurn = lambda _: None,
+    train_rows: int = TRAIN_ROWS,
 ) -> Iterator[Compared]:
     """The servers with each load, as it is measured. Every round has its own prompts, the same for all."""
     flags = (*flags, *FLAGS.get(device, ()))
-    learn = ("--learn", "--learn-dir", str(folder), "--learn-min-rows", str(TRAIN_ROWS))
+    learn = ("--learn", "--learn-dir", str(folder), "--learn-min-rows", str(train_rows))
     with ExitStack() as stack:
         arguments = (*flags, *learn, "--learn-minutes", str(ENDLESS))
         servers = [
@@ -69,7 +70,7 @@ def measure_learning_load(
             for options in (flags, arguments, flags)
         ]
         for server in servers:  # after the last start, which a trainer would disturb
-            asyncio.run(_send(server.server, conversations("tools", 0, TRAIN_ROWS), 16, min(tokens, 32)))
+            asyncio.run(_send(server.server, conversations("tools", 0, train_rows), 16, min(tokens, 32)))
         plain, learning, control = servers
         with stopped(plain, control):
             trainer = _trainer(learning)
@@ -90,6 +91,15 @@ def measure_learning_load(
             turns = measured(load.clients, max(load.requests, 2 * load.clients), load.rounds)
             first, second, third = (Side(turns[name]) for name in (WITHOUT, CONTROL, WITH))
             yield Compared(load.clients, first, second, third, device, learn_state(learning)["slowdown"])
+
+
+def check_trains(state: Mapping[str, Any]) -> None:
+    """LearningLoadError if the training has ended: a turn without a trainer says nothing of its cost."""
+    if not state["planned_steps"]:
+        raise LearningLoadError(
+            f"the training has ended after {state['training_steps']} steps, before the measurement. Give "
+            "more --train-rows, which it passes over three times, or fewer --rounds."
+        )
 
 
 def trainer_seconds(state: Mapping[str, Any], trainer: int | None, device: str) -> float:
@@ -126,6 +136,8 @@ def _turns(
     def used() -> tuple[float, float, tuple[int, int, int]]:
         """So far: seconds of the trainer, CPU seconds of the server; passes, drafted tokens, steps."""
         state = {} if trainer is None else learn_state(process)
+        if trainer is not None:
+            check_trains(state)
         steps = state.get("training_steps", 0)
         counts = *_counters(process, "engine_steps", "spec_decode_num_draft_tokens"), steps
         return trainer_seconds(state, trainer, device), _cpu_seconds(process.process.pid), counts
@@ -177,7 +189,7 @@ def _trainer(process: ServerProcess) -> int:
             return max(_children(process.process.pid), key=_cpu_seconds)
         time.sleep(0.2)
     raise LearningLoadError(
-        f"no training has begun {READY_SECONDS:.0f} s after {TRAIN_ROWS} requests. The server's last words: "
+        f"no training has begun {READY_SECONDS:.0f} s after the requests. The server's last words: "
         f"{process.log[-500:]}"
     )
 

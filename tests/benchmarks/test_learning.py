@@ -13,7 +13,7 @@ import pytest
 from benchmarks.learning import unattended
 from benchmarks.learning.command import picture_of
 from benchmarks.learning.domains import DOMAINS, conversations, numbered_chats
-from benchmarks.learning.load import trainer_seconds
+from benchmarks.learning.load import LearningLoadError, check_trains, trainer_seconds
 from benchmarks.learning.load_report import Compared, Side, Turn, learning_load_result
 from benchmarks.learning.shift import Shift, ShiftOptions, Window
 from benchmarks.learning.unattended import Answered, UnattendedOptions
@@ -93,6 +93,12 @@ def test_a_trainer_on_a_gpu_that_has_not_computed_yet_has_no_seconds_of_a_cpu() 
     state = {"computed_seconds": 0.0}
     assert trainer_seconds(state, os.getpid(), "cuda") == 0.0
     assert trainer_seconds(state, os.getpid(), "cpu") > 0.0
+
+
+def test_a_turn_after_the_training_has_ended_is_an_error() -> None:
+    check_trains({"planned_steps": 30, "training_steps": 12})
+    with pytest.raises(LearningLoadError, match="ended after 30 steps"):
+        check_trains({"planned_steps": 0, "training_steps": 30})
 
 
 def test_an_unattended_server_gets_each_prompt_once_until_it_has_swapped_and_unsent_ones_are_compared(
