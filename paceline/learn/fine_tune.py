@@ -141,7 +141,7 @@ def _train_options(
         head,
         max_steps=options.steps,
         minutes=options.minutes,
-        max_epochs=MAX_EPOCHS,
+        max_epochs=None if options.minutes is None else MAX_EPOCHS,
         learning_rate=options.learning_rate,
         batch_tokens=options.batch_tokens or (None if device == "cpu" else GPU_BATCH_TOKENS),
         seed=options.seed,

@@ -49,6 +49,7 @@ SEED: Group = (Flag("seed", int, 0, "The same seed gives the same answers and we
 TRAINING: Group = (
     Flag("epochs", int, 3, "Passes over all answers."),
     Flag("max_steps", int | None, None, "Number of optimizer steps, instead of epochs."),
+    Flag("max_epochs", int | None, None, "With --minutes: passes over all answers, at most."),
     Flag(
         "minutes",
         float | None,

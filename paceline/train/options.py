@@ -83,6 +83,8 @@ class TrainOptions:
             check_number(ConfigError, "minutes", self.minutes, 0.0, 1e6, low_open=True)
         if self.minutes is not None and self.max_steps is not None:
             raise ConfigError("minutes and max_steps both say when to stop: give one of them.")
+        if self.max_epochs is not None and self.minutes is None:
+            raise ConfigError("max_epochs is a limit of minutes: give minutes too, or epochs instead.")
 
 
 @refuse_unknown(ConfigError)

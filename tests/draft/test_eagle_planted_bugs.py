@@ -51,7 +51,7 @@ def trusted_stale_pages(plant):
 def states_of_oneself(plant):
     """A node reads the state of another node than its parent."""
     states_of = GuessedTree.states_of
-    plant(GuessedTree, "states_of", lambda self, part: states_of(self, part)[::-1])
+    plant(GuessedTree, "states_of", lambda self, nodes: states_of(self, nodes)[::-1])
 
 
 def positions_of_the_target(plant):

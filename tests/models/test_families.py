@@ -257,9 +257,11 @@ def test_experts_are_read_for_both_families() -> None:
     assert [entry.layers for entry in layers if entry] == [{1}, {1}, {0, 1}]
 
 
-def test_an_assistant_of_gemma_4_is_refused_with_what_to_use_instead() -> None:
+def test_an_assistant_of_gemma_4_alone_is_refused_with_how_to_use_it() -> None:
     text = {"model_type": "gemma4_text", "num_kv_shared_layers": 4}
-    with pytest.raises(UnsupportedModelError, match=r"assistant of Gemma 4, .* draft with ngram, suffix"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"assistant of Gemma 4, .* Serve the target, .* --draft assistant:PATH"
+    ):
         config("llama", model_type="gemma4_assistant", text_config=text)
 
 

@@ -195,6 +195,7 @@ def test_minutes_are_of_the_whole_command(
         (("--init-from", "shipped"), "no eagle3 head is shipped for this target, only for"),
         (("--temperatures", "warm"), "--temperatures must be numbers"),
         (("--epochs", "0"), "epochs must be an integer from 1"),
+        (("--max-epochs", "2"), "max_epochs is a limit of minutes"),
         (("--data", "no-such-file"), "cannot be read"),
         (("--data", "."), "is no file"),
         (("--device", "gpu"), "device must be cpu, cuda or auto"),

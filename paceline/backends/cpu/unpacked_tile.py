@@ -89,6 +89,9 @@ class MatrixTile(Tile):
         super().__init__(builder, MATRIX_ROWS, isa, args)
         assert isa.product is not None
         self.product = isa.product
+        # of the weights' format, by `begin_unpacked`
+        self.group_bytes = self.depth = self.parts_of_group = self.groups_ahead = 0
+        self.ring: Any = None  # address of the products that are ahead
 
     def begin_unpacked(self, group_bytes: int, depth: int) -> None:
         self.group_bytes, self.depth, self.parts_of_group = group_bytes, depth, GROUP // depth

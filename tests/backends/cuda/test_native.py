@@ -42,7 +42,7 @@ def gives_logits() -> bool:
 
 def stays() -> bool:
     nothing: Any = None
-    tables: Any = SimpleNamespace(paths=None, shared_prefix=None, positions=torch.zeros(1))
+    tables: Any = SimpleNamespace(paths=None, shared_prefix=None, adapters=None, positions=torch.zeros(1))
     return persistent.PersistentLayers(nothing, nothing, nothing, 16).run(torch.zeros(1), tables)
 
 

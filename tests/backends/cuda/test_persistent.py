@@ -176,7 +176,7 @@ def layers_of_a_suited_model(monkeypatch: pytest.MonkeyPatch) -> Any:
 def rows_at(address: int) -> Any:
     """Tables of rows that lie at this address."""
     return SimpleNamespace(
-        paths=None, shared_prefix=None, positions=SimpleNamespace(data_ptr=lambda: address)
+        paths=None, shared_prefix=None, adapters=None, positions=SimpleNamespace(data_ptr=lambda: address)
     )
 
 
