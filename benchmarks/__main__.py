@@ -11,6 +11,7 @@ from benchmarks.engine.commands import (
     drafting_command,
     head_command,
     perplexity_command,
+    phases_command,
     rows_command,
     same_bytes_command,
     sampling_command,
@@ -43,6 +44,7 @@ app.command("learning")(learning_command)
 app.command("learning-load")(learning_load_command)
 app.command("learning-unattended")(learning_unattended_command)
 app.command("rows")(rows_command)
+app.command("phases")(phases_command)
 app.command("growth")(growth_command)
 app.command("concurrency")(concurrency_command)
 app.command("drafting")(drafting_command)

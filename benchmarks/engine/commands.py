@@ -1,4 +1,4 @@
-"""`python -m benchmarks` rows, concurrency, head, drafting, perplexity, same-bytes and sampling."""
+"""`python -m benchmarks` rows, phases, concurrency, head, drafting, perplexity, same-bytes and sampling."""
 
 from __future__ import annotations
 
@@ -55,6 +55,31 @@ def rows_command(
     facts = {"model": model, **asdict(settings(loaded.backend)), "context": context, "rounds": rounds}
     facts["clock"] = clock.__name__
     report.show(rows_result(costs, facts))
+
+
+def phases_command(
+    model: Model = DEFAULT_MODEL,
+    prompt: Annotated[int, typer.Option(help="Tokens of the prompt, which one pass reads.")] = 512,
+    rounds: Annotated[int, typer.Option(help="Number of passes.")] = 5,
+    threads: Threads = None,
+    quantization: Quantization = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Where the time of a prompt goes on the cpu backend: milliseconds of each phase of the layers."""
+    from benchmarks.engine.phases import measure_phases
+    from benchmarks.engine.views import phases_result
+    from benchmarks.loading import load_backend_for_bench
+    from paceline.bench.loading import settings
+    from paceline.bench.report.output import Report
+    from paceline.bench.report.terminal import progress
+    from paceline.bench.text import text_ids
+
+    report = Report(json_file)
+    loaded = load_backend_for_bench(model, quantization, threads, max_rows=prompt)
+    with progress(rounds) as on_turn:
+        times = measure_phases(loaded.backend, text_ids(loaded.tokenizer), prompt, rounds, on_turn)
+    facts = {"model": model, **asdict(settings(loaded.backend)), "prompt": prompt, "rounds": rounds}
+    report.show(phases_result(times, facts))
 
 
 def concurrency_command(

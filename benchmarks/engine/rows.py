@@ -63,8 +63,8 @@ def measure_rows(
     tokens = np.resize(np.asarray(token_ids, dtype=np.int32), length)  # repeated if it is too short
     pool = backend.make_pool(-(-length // backend.page_size))
     for start in range(0, context, backend.max_rows):
-        backend.forward(_chain(tokens, start, min(backend.max_rows, context - start), pool, all_logits=False))
-    jobs = {count: _timed_pass(backend, _chain(tokens, context, count, pool), clock) for count in distinct}
+        backend.forward(chain(tokens, start, min(backend.max_rows, context - start), pool, all_logits=False))
+    jobs = {count: _timed_pass(backend, chain(tokens, context, count, pool), clock) for count in distinct}
     take_turns(jobs, 1)
     seconds = take_turns(jobs, rounds, lambda done: on_turn(f"rows: {done}"))
     return RowCosts({count: Timing(tuple(times)) for count, times in seconds.items()})
@@ -79,7 +79,7 @@ def _timed_pass(backend: Backend, batch: ForwardBatch, clock: Callable[[], float
     return run
 
 
-def _chain(
+def chain(
     tokens: np.ndarray[tuple[int], np.dtype[np.int32]],
     context: int,
     rows: int,

@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.engine.concurrency import Concurrency
 from benchmarks.engine.drafting import DraftingCosts
 from benchmarks.engine.heads import HeadComparison
+from benchmarks.engine.phases import PhaseTimes
 from benchmarks.engine.quantization import Comparison
 from benchmarks.engine.rows import RowCosts
 from benchmarks.engine.same_bytes import Sameness
@@ -34,6 +35,28 @@ def rows_result(costs: RowCosts, facts: Mapping[str, Any]) -> Result:
     ]
     columns = ("rows", "best ms", "median ms", "best / 1 row", "median / 1 row")
     return Result(title, [Table(title, columns, rows)], {**facts, "rows": costs.facts()})
+
+
+def phases_result(times: PhaseTimes, facts: Mapping[str, Any]) -> Result:
+    """Where the time of a prompt goes. `facts`: model, prompt, rounds and more."""
+    passes = times.passes
+    title = (
+        f"{facts['model']}: a prompt of {facts['prompt']} tokens, best {1e3 * passes.best:.1f} ms, median "
+        f"{1e3 * passes.median:.1f} ms of {facts['rounds']}"
+    )
+    rows = [
+        (
+            str(line["phase"]),
+            f"{line['ms']:.1f}",
+            f"{line['share']:.1%}",
+            f"{line['waiting']:.1%}",
+            f"{line['giga_products']:.1f}" if line["giga_products"] else "",
+        )
+        for line in times.facts()
+    ]
+    columns = ("phase", "ms", "share", "threads waiting", "G multiply-adds/s a thread")
+    facts = {**facts, "best_ms": 1e3 * passes.best, "median_ms": 1e3 * passes.median, "phases": times.facts()}
+    return Result(title, [Table(title, columns, rows)], facts)
 
 
 def concurrency_result(measured: Concurrency, facts: Mapping[str, Any]) -> Result:

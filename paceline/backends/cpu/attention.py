@@ -31,6 +31,7 @@ from paceline.backends.cpu.attention_tiles import (
     transpose_halves,
 )
 from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.halves import load_halves, store_half, store_halves
 from paceline.backends.cpu.rows import scale_row, soft_cap
 from paceline.backends.cpu.simd import (
     add,
@@ -40,7 +41,6 @@ from paceline.backends.cpu.simd import (
     largest_lane,
     load,
     load_float,
-    load_halves,
     load_int32,
     load_int64,
     load_word,
@@ -49,8 +49,6 @@ from paceline.backends.cpu.simd import (
     spread,
     store,
     store_float,
-    store_half,
-    store_halves,
     store_int32,
     store_word,
     sum_lanes,

@@ -19,8 +19,9 @@ from numba.core import cgutils
 
 from paceline.backends.cpu.compiled import kernel, switch
 from paceline.backends.cpu.emit import I32, call, join, load_as_written
+from paceline.backends.cpu.halves import halves_at
 from paceline.backends.cpu.isa import ISA
-from paceline.backends.cpu.simd import LANES, caller, halves_at, operation, read_at, write_at
+from paceline.backends.cpu.simd import LANES, caller, operation, read_at, write_at
 
 # Vectors of 16 sums side by side for a tile of 1, 2, 3, ... heads. With 32 registers of 16 lanes, 24 sums are
 # fed by 4 loads and 6 spread numbers a step; where 16 lanes are 2 or 4 registers, 4 sums fill them.

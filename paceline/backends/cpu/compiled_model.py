@@ -117,6 +117,14 @@ class CompiledModel:
         in_keys, half = self.config.latent is not None, self.workspace.half_kv
         _move(pool.address, address_of(spare), *places, shapes, pool.num_pages, int(in_keys), int(half))
 
+    def progress(self) -> tuple[int, int]:
+        """Of the pass that runs now, for profilers: the number of its phase's counter, and threads that wait.
+
+        Every phase takes its tasks from a counter of its own, in the order of forward_pass.py.
+        """
+        taken = np.flatnonzero(self.workspace.counters.any(axis=(1, 2)))
+        return int(taken[-1]) if len(taken) else 0, self._team.waiting
+
     def close(self) -> None:
         """End the worker threads, also for backends that share them."""
         self._team.close()

@@ -34,7 +34,7 @@ from paceline.backends.cpu.job import (
     take,
 )
 from paceline.backends.cpu.matmul import DESCRIPTOR, multiply_rows
-from paceline.backends.cpu.phases import gate_unit
+from paceline.backends.cpu.projections import gate_unit
 from paceline.backends.cpu.routing import PAIR
 from paceline.backends.cpu.rows import ROW_BLOCK, record_block, record_stride, scale_record
 from paceline.backends.cpu.simd import (

@@ -1,11 +1,13 @@
 """The whole forward pass as one compiled function that all threads of a team run together.
 
-A pass is a list of phases, each followed by a barrier; residual.py, phases.py and experts.py hold them.
+A pass is a list of phases, each followed by a barrier: see residual.py, projections.py, attention_phases.py
+and experts.py.
 """
 
 from __future__ import annotations
 
 from paceline.backends.cpu.atomics import atomic_load
+from paceline.backends.cpu.attention_phases import attend_rows, rope_and_store
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.draft_chains import choose_drafts, extend_chains
 from paceline.backends.cpu.entry import enter_rows, join_rows, norm_context
@@ -74,7 +76,7 @@ from paceline.backends.cpu.latent import absorb_queries, finish_values, store_la
 from paceline.backends.cpu.layer_inputs import add_layer_input, make_layer_inputs
 from paceline.backends.cpu.low_rank import expand_rows, shrink_rows
 from paceline.backends.cpu.matmul import DESCRIPTOR
-from paceline.backends.cpu.phases import attend_rows, gate_rows, project, rope_and_store
+from paceline.backends.cpu.projections import gate_rows, project
 from paceline.backends.cpu.recurrent import advance_states, finish_rows, keep_rows, walk_layer
 from paceline.backends.cpu.residual import (
     add_branch,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from paceline.backends.cpu.attention import PAGE, write_key
+from paceline.backends.cpu.attention_phases import block_address, kv_index, page_of
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.job import (
     HALF_KV,
@@ -50,7 +51,7 @@ from paceline.backends.cpu.job import (
     take,
 )
 from paceline.backends.cpu.matmul import DESCRIPTOR
-from paceline.backends.cpu.phases import block_address, kv_index, page_of, project, project_heads
+from paceline.backends.cpu.projections import project, project_heads
 from paceline.backends.cpu.rows import normalize, record_stride, rotate, write_row
 from paceline.backends.cpu.simd import load_float, load_int32, load_int64, store_float
 from paceline.backends.cpu.team import barrier

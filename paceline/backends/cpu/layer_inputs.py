@@ -35,7 +35,7 @@ from paceline.backends.cpu.job import (
     take,
 )
 from paceline.backends.cpu.matmul import DESCRIPTOR
-from paceline.backends.cpu.phases import project
+from paceline.backends.cpu.projections import project
 from paceline.backends.cpu.residual import add_branch, read_embedding
 from paceline.backends.cpu.rows import gate, normalize_head, scale_row, write_row
 from paceline.backends.cpu.simd import load_float, load_int32, load_int64, store_float

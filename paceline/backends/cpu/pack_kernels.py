@@ -14,6 +14,7 @@ from numba import types
 
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.emit import I8, I32, splat
+from paceline.backends.cpu.halves import load_half
 from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.simd import (
     LANES,
@@ -23,7 +24,6 @@ from paceline.backends.cpu.simd import (
     largest_magnitude,
     load,
     load_byte,
-    load_half,
     multiply,
     operation,
     read_at,

@@ -14,8 +14,8 @@ from numba.core import cgutils
 
 from paceline.backends.cpu.dots import Dot, sum_products
 from paceline.backends.cpu.emit import I8, I16, I32, call, join, load_as_written
+from paceline.backends.cpu.halves import halves_at
 from paceline.backends.cpu.isa import ISA, Isa
-from paceline.backends.cpu.simd import halves_at
 
 COLUMNS = ISA.columns  # outputs of one tile
 GROUP = 32  # k per activation scale, and per weight scale of every format but float32

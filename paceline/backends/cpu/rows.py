@@ -12,6 +12,7 @@ import math
 import numpy as np
 
 from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.halves import load_half
 from paceline.backends.cpu.isa import ISA
 from paceline.backends.cpu.simd import (
     add,
@@ -24,7 +25,6 @@ from paceline.backends.cpu.simd import (
     load,
     load_byte,
     load_float,
-    load_half,
     multiply,
     scaled_to_nearest,
     smaller,

@@ -116,6 +116,11 @@ class Team:
         # Also when the team is forgotten or Python ends: workers must not outlive the memory they wait on.
         self.close = weakref.finalize(self, _end_workers, self.control, block, workers)
 
+    @property
+    def waiting(self) -> int:
+        """How many threads wait at a barrier now."""
+        return int(ctypes.c_int64.from_address(self.control + ARRIVED).value)
+
 
 def _end_workers(control: int, block: npt.NDArray[np.uint8], workers: Sequence[threading.Thread]) -> None:
     """Let the workers return, and wait until they have. `block` is the memory of the control block."""

@@ -16,7 +16,7 @@ from paceline.backends.cpu.matmul import run_tile, unit_bytes
 from paceline.backends.cpu.matrix_names import matrix_names
 from paceline.backends.cpu.model_weights import ModelWeights, round_up
 from paceline.backends.cpu.packing import PackedMatrix, address_of
-from paceline.backends.cpu.phases import GATED_BYTES, UNPACKED_SPACE
+from paceline.backends.cpu.projections import GATED_BYTES, UNPACKED_SPACE
 from paceline.backends.cpu.recurrent_memory import BLOCK
 from paceline.backends.cpu.rows import ROW_BLOCK, record_stride
 from paceline.backends.cpu.sampling import run_gumbel_argmax

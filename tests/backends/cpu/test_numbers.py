@@ -13,6 +13,7 @@ from numba import types
 
 from paceline.backends.cpu import CpuBackend
 from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.halves import float_to_half_bits, store_halves
 from paceline.backends.cpu.rows import (
     ACTIVATIONS,
     center,
@@ -25,11 +26,9 @@ from paceline.backends.cpu.rows import (
 )
 from paceline.backends.cpu.simd import (
     exponential,
-    float_to_half_bits,
     load,
     operation,
     store,
-    store_halves,
     write_at,
 )
 from paceline.backends.cpu.simd import floats as simd_floats
