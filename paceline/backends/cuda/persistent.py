@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from paceline.backends.cuda.compiling import compiled, compiles_only, on_device
-from paceline.backends.cuda.kernels.attention import BLOCK, LANES, MERGE_FAN_IN, tile_height
+from paceline.backends.cuda.kernels.attention import BLOCK, LANES, MAX_PATH, MERGE_FAN_IN, tile_height
 from paceline.backends.cuda.kernels.pdl import HOPPER
 from paceline.backends.cuda.kernels.routing import Mixture
 from paceline.backends.cuda.kernels.row_tables import RowTables
@@ -74,13 +74,15 @@ class PersistentLayers:
         features: torch.Tensor | None = None,
         feature_layers: tuple[int, ...] = (),
     ) -> bool:
-        """Do what `run_layers` does; False if the megakernel cannot: trees, many rows, adapters and others.
+        """Do what `run_layers` does; False if the megakernel cannot: many rows, adapters and others.
 
-        Shared prefixes are left to separate kernels, which read them once for all rows.
+        Shared prefixes are left to separate kernels, which read them once for all rows. Of a tree, a pass
+        must have all nodes.
 
         `features` and `feature_layers` must be the same in all calls.
         """
-        if tables.paths is not None or tables.shared_prefix is not None or is_left_out("persistent"):
+        has_nodes = tables.paths is None or (tables.uniform is not None and tables.uniform.settled)
+        if not has_nodes or tables.shared_prefix is not None or is_left_out("persistent"):
             return False
         if tables.adapters is not None:
             return False
@@ -169,6 +171,8 @@ class _Pass:
             zeros(qk_rows * sizes["DIM"]),
             zeros(qk_rows * sizes["DIM"] // 8),
             zeros(sizes["EXPERTS"]),
+            tables.contiguous_until,
+            tables.paths,
         ]
         norms = [layer.attention_norm for layer in weights.layers[1:]] + [weights.norm]
         parts = zip(weights.layers, norms, pool.keys, pool.values, strict=True)
@@ -281,6 +285,8 @@ def _model_sizes(weights: Weights, tables: RowTables) -> dict[str, int]:
         "HEADS_BIAS": int(layer.qkv.bias is not None),
         "HEAD_NORMS": int(layer.head_norms is not None),
         "ROWS": len(tables.positions),
+        "HAS_TREES": int(tables.paths is not None),
+        "PATH": MAX_PATH,
         "EPS_BITS": float_bits(config.rms_norm_eps),
         "ATTENTION_TILES": len(tables.tile_rows),
         "HEIGHT": tile_height(config.num_heads, config.num_kv_heads),
@@ -333,7 +339,8 @@ def _room(sizes: dict[str, int]) -> int:
     whole = max(sizes["HIDDEN"], sizes["HEADS"] * sizes["DIM"])
     streamed = sizes["STREAMERS"] * ROW_SLOTS * PIECE
     products = sizes["ROWS"] * max(whole, streamed) * 2 + sizes["SPLIT_JOBS"] * 512
-    attention = (2 * BLOCK + LANES) * sizes["DIM"] * 2 + LANES * (BLOCK + 8) * 4
+    lines = BLOCK + sizes["HAS_TREES"] * MAX_ROWS
+    attention = (2 * lines + LANES) * sizes["DIM"] * 2 + LANES * (BLOCK + MAX_ROWS) * 4
     return max(products, attention) + OTHER_BYTES + sizes["LAYERS"] * LAYER_BYTES
 
 

@@ -65,19 +65,20 @@ def random_pool(config: ModelConfig, requests: int) -> Any:
 
 
 def decode(
-    config: ModelConfig, lengths: list[int], drafted: int, feature_layers: tuple[int, ...]
+    config: ModelConfig, lengths: list[int], drafted: int, feature_layers: tuple[int, ...], branching: int = 1
 ) -> tuple[list[torch.Tensor], bool]:
     """Logits and features of all steps, keys and values that they leave, and whether it was one kernel."""
     from paceline.backends.cuda.decode_loop import DecodeLoop
-    from paceline.backends.cuda.draft_shape import chain_shape
+    from paceline.backends.cuda.draft_shape import chain_shape, tree_shape
 
     requests = len(lengths)
     state, pool = random_state(lengths), random_pool(config, requests)
-    weights, chain = random_weights(config), chain_shape(drafted)
-    loop = DecodeLoop(weights, pool, state, requests, PAGE_SIZE, None, chain, feature_layers)
+    shape = chain_shape(drafted) if branching == 1 else tree_shape(1 + drafted, branching, 3)
+    loop = DecodeLoop(random_weights(config), pool, state, requests, PAGE_SIZE, None, shape, feature_layers)
     loop.begin(list(range(requests)), requests)
     left = []
     for _ in range(STEPS):
+        loop.drafted(requests)[:, 1:] = torch.arange(drafted)
         loop.step(requests)
         left.append(loop._workspace.logits[: requests * (drafted + 1)].clone())
         left += [] if loop.features is None else [loop.features.clone()]
@@ -124,6 +125,32 @@ def test_all_layers_in_one_kernel_have_the_same_bits(
     monkeypatch.setattr(PersistentLayers, "run", lambda self, *known: False)
     expected, in_one = decode(config, lengths, drafted, feature_layers)
     assert not in_one
+    assert all(torch.isfinite(own).all() for own in expected)
+    assert all(map(torch.equal, left, expected))
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    ("config", "lengths", "drafted", "branching"),
+    [
+        (CONFIG, [150], 7, 3),
+        (CONFIG, [2], 4, 2),  # nothing but a first block
+        (WIDE, [62], 7, 3),  # positions and KV indices on both sides of a block's end
+        (WIDE, [57], 7, 4),  # KV indices only
+        (WIDE, [61, 700], 3, 2),
+        (NORMED, [62], 7, 3),
+        (NORMED, [124], 7, 2),
+    ],
+)
+def test_trees_in_one_kernel_have_the_same_bits(
+    config: ModelConfig, lengths: list[int], drafted: int, branching: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.backends.cuda.persistent import PersistentLayers
+
+    left, in_one = decode(config, lengths, drafted, (1,), branching)
+    assert in_one
+    monkeypatch.setattr(PersistentLayers, "run", lambda self, *known: False)
+    expected, _ = decode(config, lengths, drafted, (1,), branching)
     assert all(torch.isfinite(own).all() for own in expected)
     assert all(map(torch.equal, left, expected))
 

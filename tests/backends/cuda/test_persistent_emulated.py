@@ -22,6 +22,9 @@ NORMED = replace(DENSE, qk_norm=True)
 EXPERTS = MoeConfig(60, 2, 128, True, frozenset({0, 1}))
 MIXTURE = replace(NORMED, moe=EXPERTS)
 FOUR = replace(MIXTURE, num_layers=1, moe=replace(EXPERTS, experts_per_token=4, layers=frozenset({0})))
+SHARED_KEYS = replace(DENSE, num_kv_heads=1)  # by four heads, so that a tile of attention has four rows
+NORMED_KEYS = replace(SHARED_KEYS, qk_norm=True)
+CHAIN, TREE = (-1, 0, 1), (-1, 0, 0, 1, 1, 2, 4)  # parents of rows
 
 
 def weights_of(config: ModelConfig) -> tuple[dict[str, torch.Tensor], Any]:
@@ -106,43 +109,75 @@ class Reference:
         return down @ rounded(silu(gate @ rows) * (up @ rows))
 
 
-def tables_of(position: int, rows: int, pages: torch.Tensor) -> Any:
-    """A chain of rows of one request that end at this position."""
-    from paceline.backends.cuda.kernels.row_tables import RowTables
+def tables_of(root: int, shape: Any, pages: torch.Tensor, config: ModelConfig) -> Any:
+    """The rows of one request's tree, whose root has this position."""
+    from paceline.backends.cuda.draft_shape import plan_step
+    from paceline.backends.cuda.kernels.attention import MAX_PATH, tile_height
+    from paceline.backends.cuda.kernels.row_tables import RowTables, UniformRows
 
-    def numbers(*own: int) -> torch.Tensor:
-        return torch.tensor(own, dtype=torch.int32)
-
-    positions = torch.arange(position - rows + 1, position + 1, dtype=torch.int32)
-    slots = pages[positions.long() // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+    height = tile_height(config.num_heads, config.num_kv_heads)
+    plan = plan_step(shape, height, catch_up_rows=0, draft_height=1)
+    _, _, _, node, depth, contiguous, *_ = torch.from_numpy(plan.rows)
+    first = torch.from_numpy(plan.tiles)[3]
+    paths = torch.zeros((len(shape), MAX_PATH), dtype=torch.int32)
+    paths[:, : plan.paths.shape[1]] = root + torch.from_numpy(plan.paths)
+    index = (root + node).long()
     return RowTables(
-        positions, slots, positions + 1, None, numbers(0), numbers(rows), numbers(0), pages.contiguous()
+        root + depth,
+        pages[index // PAGE_SIZE] * PAGE_SIZE + (index % PAGE_SIZE).int(),
+        root + contiguous,
+        None if shape.is_chain else paths,
+        first.contiguous(),
+        (len(shape) - first).clamp(max=height),
+        torch.zeros_like(first),
+        pages.contiguous(),
+        UniformRows(len(first), len(shape), settled=True),
     )
+
+
+def run_tree(
+    reference: Reference, shape: Any, hidden: torch.Tensor, root: int, kv: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """The residual streams of all rows, each by a run along its path; `kv` gets its key and value."""
+    outputs, context = [], [own.clone() for own in kv]
+    for node in range(len(shape)):
+        keys, values = (own.clone() for own in context)
+        for depth, ancestor in enumerate(shape.path(node)):
+            output = reference.run(hidden[ancestor], root + depth, keys, values)
+        for own, along in zip(kv, (keys, values), strict=True):
+            own[:, root + node] = along[:, root + depth]
+        outputs.append(output)
+    return torch.stack(outputs)
 
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("config", "position", "rows"),
+    ("config", "root", "parents"),
     [
-        (DENSE, 70, 2),
-        (NORMED, 130, 1),
-        (NORMED, 65, 3),  # the second row begins a block
-        (MIXTURE, 0, 1),
-        (MIXTURE, 127, 1),  # the row ends a block
-        (FOUR, 64, 1),  # the row begins a block
+        (DENSE, 69, CHAIN[:2]),
+        (NORMED, 130, CHAIN[:1]),
+        (NORMED, 63, CHAIN),  # the second row begins a block
+        (MIXTURE, 0, CHAIN[:1]),
+        (MIXTURE, 127, CHAIN[:1]),  # the row ends a block
+        (FOUR, 64, CHAIN[:1]),  # the row begins a block
+        (SHARED_KEYS, 62, TREE),  # nodes before and after the end of a block, and positions, too
+        (NORMED_KEYS, 59, TREE),  # nodes only
     ],
-    ids=["dense", "norms of heads", "norms of rows", "first row", "mixture", "four experts"],
+    ids=["dense", "norms", "norms of rows", "first row", "mixture", "four experts", "tree", "normed tree"],
 )
 def test_the_megakernel_computes_the_layers(
-    config: ModelConfig, position: int, rows: int, monkeypatch: pytest.MonkeyPatch
+    config: ModelConfig, root: int, parents: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from paceline.backends.cuda import persistent
+    from paceline.backends.cuda.draft_shape import DraftShape
     from paceline.backends.cuda.workspace import Pool, Room, make_workspace
 
     tensors, weights = weights_of(config)
-    generator = torch.Generator().manual_seed(position)
+    tree, rows = DraftShape(parents), len(parents)
+    generator = torch.Generator().manual_seed(root)
     pages = torch.randperm(LONGEST // PAGE_SIZE, generator=generator).int()
-    tables, workspace = tables_of(position, rows, pages), make_workspace(weights, Room.of(rows, LONGEST))
+    tables = tables_of(root, tree, pages, config)
+    workspace = make_workspace(weights, Room.of(rows, LONGEST))
     shape = (config.num_layers, LONGEST, config.num_kv_heads, config.head_dim)
     keys, values = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
     pool = Pool(LONGEST // PAGE_SIZE, 0, keys, values)
@@ -161,16 +196,13 @@ def test_the_megakernel_computes_the_layers(
     hidden = torch.randn((rows, config.hidden_size), generator=generator)
     norm = tensors["model.layers.0.input_layernorm.weight"]
     reference = Reference(config, tensors, weights.layers[0].rotation)
-    expected = [
-        reference.run(hidden[row], position - rows + 1 + row, expected_keys, expected_values)
-        for row in range(rows)
-    ]
+    expected = run_tree(reference, tree, hidden, root, (expected_keys, expected_values))
     for _ in range(2):  # other threads rest the second time
         workspace.hidden[:rows] = hidden
         workspace.attention_input.rows[:rows] = (hidden * norm).bfloat16()
         workspace.attention_input.squares[:rows] = hidden.square().view(rows, -1, 64).sum(-1)
-        keys[:, slots[position - rows + 1 : position + 1]] = torch.nan
+        keys[:, slots[root : root + rows]] = torch.nan
         kernel.launch(own._addresses.numpy().tobytes(), (PROGRAMS, 1, 1), (1, 1), persistent.THREADS)
-        torch.testing.assert_close(workspace.hidden[:rows], torch.stack(expected), atol=0.03, rtol=0.01)
+        torch.testing.assert_close(workspace.hidden[:rows], expected, atol=0.03, rtol=0.01)
         torch.testing.assert_close(keys[:, slots].float(), expected_keys, atol=0.03, rtol=0.01)
         torch.testing.assert_close(values[:, slots].float(), expected_values, atol=0.03, rtol=0.01)

@@ -1,12 +1,14 @@
-// Attention, as in kernels/attention.py and kernels/softmax.py: blocks of positions, merged in order.
+// Attention, as in kernels/attention.py and kernels/softmax.py: blocks of positions, merged in order. Keys and values are
+// in shared memory by KV index. In a tree block a row's positions may be at other KV indices, of the block or up to
+// MAX_ROWS behind it: each row picks its scores and values.
 
 typedef SoftmaxOf<AttentionTile::halves, DIM / 64> Softmax;  // a warp has an eighth of the columns of values
 
-// Copies 16 bytes of a key and of a value to row `row` of a block, or zeros if it is not visible.
-__device__ inline void copy_kv_slot(Shared& s, const Layer& layer, const AttentionTile& attn, int row, int chunk,
+// Copies 16 bytes of a key and of a value to a line of a block, or zeros if it is not visible.
+__device__ inline void copy_kv_slot(Shared& s, const Layer& layer, const AttentionTile& attn, int line, int chunk,
                                   int kv_slot, bool seen) {
     long at = ((long)kv_slot * KV_HEADS + attn.head) * DIM + chunk * 8;
-    u32 to = row * (DIM * 2) + (chunk ^ row % 8) * 16;
+    u32 to = line * (DIM * 2) + (chunk ^ line % 8) * 16;
     copy_16_or_zero(shared_address(s.attention.keys) + to, layer.keys + at, seen);
     copy_16_or_zero(shared_address(s.attention.values) + to, layer.values + at, seen);
 }
@@ -17,21 +19,22 @@ __device__ inline void load_block(Shared& s, const Layer& layer, const Attention
     constexpr int chunks = DIM / 8;
     bool first = block == attn.kv_split * attn.each;
 #pragma unroll
-    for (int i = 0; i < BLOCK * chunks / THREADS; i++) {
-        int number = i * THREADS + thread(), row = number / chunks, chunk = number % chunks;
-        int position = block * BLOCK + row;
-        bool seen = position <= attn.newest;
-        if ((first || HEAD_NORMS) && seen && position >= attn.fresh) continue;
-        int kv_slot = !seen ? 0 : first ? s.kv_slots[row] : attn.kv_slot(position);
-        copy_kv_slot(s, layer, attn, row, chunk, kv_slot, seen);
+    for (int i = 0; i < ceil_div(LINES * chunks, THREADS); i++) {
+        int number = i * THREADS + thread(), line = number / chunks, chunk = number % chunks;
+        int index = block * BLOCK + line;
+        bool seen = index <= attn.last;
+        if (LINES > BLOCK && line >= LINES) break;
+        if ((first || HEAD_NORMS) && seen && index >= attn.fresh) continue;
+        int kv_slot = !seen ? 0 : first ? s.kv_slots[line] : attn.kv_slot(index);
+        copy_kv_slot(s, layer, attn, line, chunk, kv_slot, seen);
     }
 }
 __device__ inline void load_fresh(Shared& s, const Layer& layer, const AttentionTile& attn) {
     constexpr int chunks = DIM / 8;
     static_assert(ROWS * chunks <= THREADS, "");
-    int begin = attn.kv_split * attn.each * BLOCK, row = max(attn.fresh - begin, 0) + thread() / chunks;
-    if (row < BLOCK && begin + row <= attn.newest)
-        copy_kv_slot(s, layer, attn, row, thread() % chunks, s.kv_slots[row], true);
+    int begin = attn.kv_split * attn.each * BLOCK, line = max(attn.fresh - begin, 0) + thread() / chunks;
+    if (line < LINES && begin + line <= attn.last)
+        copy_kv_slot(s, layer, attn, line, thread() % chunks, s.kv_slots[line], true);
 }
 
 __device__ inline void load_8(float (&to)[8], const float* from) {
@@ -98,23 +101,23 @@ __device__ inline void load_normed_query(Shared& s, const Pass& pass, const Laye
 __device__ inline void load_normed_keys(Shared& s, const Pass& pass, const Layer& layer, const AttentionTile& attn,
                                         int block) {
     constexpr int pairs = DIM / 16, chunks = DIM / 8, step = THREADS / 2;
-    int begin = max(attn.fresh, block * BLOCK), count = min(attn.newest + 1, block * BLOCK + BLOCK) - begin;
+    int begin = max(attn.fresh, block * BLOCK), count = min(attn.last + 1, block * BLOCK + LINES) - begin;
     int number = thread() - step;
     if (number < 0) return;
-    auto offset = [&](int position) { return ((long)attn.kv_slot(position) * KV_HEADS + attn.head) * DIM; };
+    auto offset = [&](int index) { return ((long)attn.kv_slot(index) * KV_HEADS + attn.head) * DIM; };
     for (int n = number; n < count * chunks; n += step) {
-        int position = begin + n / chunks, line = position % BLOCK, chunk = n % chunks;
+        int index = begin + n / chunks, line = index - block * BLOCK, chunk = n % chunks;
         copy_16(shared_address(s.attention.values) + line * (DIM * 2) + (chunk ^ line % 8) * 16,
-                layer.values + offset(position) + chunk * 8);
+                layer.values + offset(index) + chunk * 8);
     }
     for (int n = number; n < count * pairs; n += step) {
-        int position = begin + n / pairs, line = position % BLOCK, chunk = n % pairs;
-        int row = attn.fresh_row + position - attn.fresh;
-        NormedHead normed(pass, row, HEADS + attn.head, layer.key_norm, position, chunk);
+        int index = begin + n / pairs, line = index - block * BLOCK, chunk = n % pairs;
+        int row = attn.fresh_row + index - attn.fresh;
+        NormedHead normed(pass, row, HEADS + attn.head, layer.key_norm, s.row_position[row], chunk);
         store_chunk(s.attention.keys, line, chunk, normed.first);
         store_chunk(s.attention.keys, line, chunk + pairs, normed.second);
         if (s.row_slot[row] >= 0) {
-            u16* to = layer.keys + offset(position) + chunk * 8;
+            u16* to = layer.keys + offset(index) + chunk * 8;
             *(uint4*)to = normed.first;
             *(uint4*)(to + HALF) = normed.second;
         }
@@ -134,14 +137,17 @@ __device__ inline void load_query(Shared& s, const Pass& pass, const AttentionTi
     }
 }
 
-// The partial result of the block in shared memory: a warp has eight positions of the scores, then all weights,
-// then an eighth of the columns of values.
-__device__ inline Softmax look_at_block(Shared& s, const AttentionTile& attn, int block) {
-    int warp = thread() / 32, lane = thread() % 32, g = lane / 4, q = lane % 4;
-    u32 keys = shared_address(s.attention.keys), values = shared_address(s.attention.values);
-    u32 query = shared_address(s.attention.query);
+// The line of a position of this block for a row. Positions that the row does not see have any line.
+__device__ inline int picked_line(const Shared& s, int block, int row, int position) {
+    int step = position - s.row_until[row];
+    return (step < 0 || position > s.row_position[row] ? position : s.row_path[row][step]) - block * BLOCK;
+}
+
+// The scores of all lanes and the eight lines from `first` on.
+__device__ inline void score_lines(Shared& s, int first) {
+    int lane = thread() % 32, g = lane / 4, q = lane % 4, key = first + lane % 8;
+    u32 keys = shared_address(s.attention.keys), query = shared_address(s.attention.query);
     float scores[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    int key = warp * 8 + lane % 8;
 #pragma unroll
     for (int c = 0; c < DIM / 8; c += 4) {
         u32 a[2][4], b[4];
@@ -152,19 +158,34 @@ __device__ inline Softmax look_at_block(Shared& s, const AttentionTile& attn, in
         multiply(scores, a[0], b[0], b[1]);
         multiply(scores, a[1], b[2], b[3]);
     }
-    *(float2*)&s.attention.scores[g][warp * 8 + q * 2] = make_float2(scores[0], scores[1]);
+    *(float2*)&s.attention.scores[g][first + q * 2] = make_float2(scores[0], scores[1]);
     if (Softmax::halves > 1)
-        *(float2*)&s.attention.scores[g + 8][warp * 8 + q * 2] = make_float2(scores[2], scores[3]);
+        *(float2*)&s.attention.scores[g + 8][first + q * 2] = make_float2(scores[2], scores[3]);
+}
+
+// The partial result of the block in shared memory: a warp has eight positions of the scores, then all weights,
+// then an eighth of the columns of values.
+__device__ inline Softmax look_at_block(Shared& s, const AttentionTile& attn, int block) {
+    int warp = thread() / 32, lane = thread() % 32, g = lane / 4, q = lane % 4;
+    u32 values = shared_address(s.attention.values);
+    bool is_tree = attn.is_tree_block(block);
+    score_lines(s, warp * 8);
+    if (is_tree && warp == 0) score_lines(s, BLOCK);
     sync();
     Softmax part;
     float weights[Softmax::halves][BLOCK / 8][2];  // of its lanes, two positions of each eight
 #pragma unroll
     for (int i = 0; i < Softmax::halves; i++) {
-        int position = s.row_position[attn.first + min((g + i * 8) / AttentionTile::wide, attn.count - 1)];
+        int row = attn.first + min((g + i * 8) / AttentionTile::wide, attn.count - 1);
+        int position = s.row_position[row];
+        const float* scores = s.attention.scores[g + i * 8];
 #pragma unroll
         for (int j = 0; j < BLOCK / 8; j++) {
-            float2 two = *(float2*)&s.attention.scores[g + i * 8][j * 8 + q * 2];
             int column = block * BLOCK + j * 8 + q * 2;
+            float2 two = *(const float2*)&scores[j * 8 + q * 2];
+            if (is_tree)
+                two = make_float2(scores[picked_line(s, block, row, column)],
+                                  scores[picked_line(s, block, row, column + 1)]);
             float scale = __int_as_float(SCALE_BITS);
             weights[i][j][0] = column <= position ? __fmul_rn(two.x, scale) : negative_infinity();
             weights[i][j][1] = column + 1 <= position ? __fmul_rn(two.y, scale) : negative_infinity();
@@ -186,13 +207,13 @@ __device__ inline Softmax look_at_block(Shared& s, const AttentionTile& attn, in
         }
         part.total[i] = __fadd_rn(__fadd_rn(sums[0], sums[2]), __fadd_rn(sums[1], sums[3]));
     }
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
+    // adds the weighted values of all lanes, which are in these lines; the thread says which line its position has
+    auto add_values = [&](float (&acc)[Softmax::wide][4], int line, int half) {
 #pragma unroll
         for (int n = 0; n < Softmax::wide; n++) {
             u32 v[4];
-            int chunk = warp * Softmax::wide + n, row = half * 32 + lane;
-            load_fragments_transposed(v, values + row * (DIM * 2) + (chunk ^ row % 8) * 16);
+            int chunk = warp * Softmax::wide + n;
+            load_fragments_transposed(v, values + line * (DIM * 2) + (chunk ^ line % 8) * 16);
 #pragma unroll
             for (int t = 0; t < 2; t++) {
                 int j = half * 4 + t * 2;
@@ -202,9 +223,27 @@ __device__ inline Softmax look_at_block(Shared& s, const AttentionTile& attn, in
                     if (k % 2 < Softmax::halves)
                         a[k] = pack(weights[k % 2][j + k / 2][0], weights[k % 2][j + k / 2][1]);
                     else a[k] = 0;
-                multiply(part.acc[0][n], a, v[t * 2], v[t * 2 + 1]);
+                multiply(acc[n], a, v[t * 2], v[t * 2 + 1]);
             }
         }
+    };
+    if (!is_tree) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) add_values(part.acc[0], half * 32 + lane, half);
+        return part;
+    }
+    for (int row = 0; row < attn.count; row++) {  // of which its own lanes are taken
+        float own[Softmax::wide][4] = {};
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            int position = block * BLOCK + half * 32 + lane;
+            add_values(own, picked_line(s, block, attn.first + row, position), half);
+        }
+#pragma unroll
+        for (int n = 0; n < Softmax::wide; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if ((g + i / 2 * 8) / AttentionTile::wide == row) part.acc[0][n][i] = own[n][i];
     }
     return part;
 }

@@ -6,10 +6,14 @@ __device__ inline void prepare_attention(Shared& s, const Pass& pass) {
     if (thread() == 0) s.attn.find(pass, blockIdx.x / (AttentionTile::kv_splits * KV_HEADS));
     if (thread() < ROWS) s.row_parts[thread()] = 0, s.row_position[thread()] = pass.positions[thread()];
     if (thread() < ROWS) s.row_slot[thread()] = pass.slot_mapping[thread()];
+    if (HAS_TREES && thread() < ROWS * MAX_ROWS) {
+        int row = thread() / MAX_ROWS, step = thread() % MAX_ROWS;
+        s.row_until[row] = pass.contiguous_until[row], s.row_path[row][step] = pass.paths[row * PATH + step];
+    }
     sync();
-    if (attn.active() && thread() < BLOCK) {
-        int position = attn.kv_split * attn.each * BLOCK + thread();
-        s.kv_slots[thread()] = position <= attn.newest ? attn.kv_slot(position) : 0;
+    if (attn.active() && thread() < LINES) {
+        int index = attn.kv_split * attn.each * BLOCK + thread();
+        s.kv_slots[thread()] = index <= attn.last ? attn.kv_slot(index) : 0;
     }
     for (int tile = thread(); tile < ATTENTION_TILES; tile += THREADS) {
         AttentionTile own;

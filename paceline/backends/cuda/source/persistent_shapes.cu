@@ -31,6 +31,7 @@ struct Pass {  // LAYERS of Layer follow it
     float* heads;                  // [ROWS, HEADS + KV_HEADS, DIM] queries and keys before HEAD_NORMS
     float* head_squares;           // [ROWS, HEADS + KV_HEADS, DIM / 8] sums of squares of eight columns
     float* scores;                 // [EXPERTS] of the row, before the norm's factor
+    const int *contiguous_until, *paths;  // [ROWS], [ROWS, PATH] of HAS_TREES, as in kernels/attention.py, or null
 };
 
 constexpr bool FEW = ROWS <= 2;
@@ -39,7 +40,8 @@ static_assert(ROWS == 1 || !EXPERTS, "rows choose experts of their own");
 constexpr int MERGED_BY_ALL = FEW ? MERGE_FAN_IN : 0;  // partials of a row that every block merges itself
 
 // This block's part of attention: the same in all layers. A tile's positions are cut into partials, which the
-// `kv_splits` blocks of a tile and KV head take by turns (split-KV).
+// `kv_splits` blocks of a tile and KV head take by turns (split-KV). Rows of a tree are at successive KV indices from
+// their root's on, which are at most MAX_ROWS - 1 higher than their positions.
 struct AttentionTile {
     static constexpr int share = PROGRAMS / (ATTENTION_TILES * KV_HEADS);
     static constexpr int kv_splits = most(1, share < 64 ? share : 64);
@@ -49,8 +51,9 @@ struct AttentionTile {
     static constexpr int halves = used > 8 ? 2 : 1;  // used halves of an instruction's lanes
     int tile, head, kv_split;    // of this block
     int first, count;         // rows of the tile
-    int newest;               // the last position that they see
-    int fresh, fresh_row;     // the first position whose key is computed in this pass, and its row
+    int newest, last;         // the last position that they see, and the last KV index
+    int fresh, fresh_row;     // the first KV index whose key is computed in this pass, and its row
+    int tree_begin;           // the first position whose KV index differs between rows
     int blocks, each, end;    // of positions; blocks of a partial; partials
     const int* pages;
     __device__ void find(const Pass& pass, int own_tile) {
@@ -61,20 +64,29 @@ struct AttentionTile {
             return;
         }
         first = pass.tile_rows[tile], count = pass.tile_counts[tile];
-        newest = count ? pass.positions[first + count - 1] : -1;
+        newest = -1, tree_begin = 1 << 30;
+        for (int row = first; row < first + count; row++) {
+            newest = max(newest, pass.positions[row]);
+            if (HAS_TREES && pass.contiguous_until[row] <= pass.positions[row])
+                tree_begin = min(tree_begin, pass.contiguous_until[row]);
+        }
         fresh = newest + 1, fresh_row = 0;
+        int rows = 0;  // of the request
         for (int t = 0; t < ATTENTION_TILES; t++)
             if (pass.tile_counts[t] && pass.tile_pages[t] == pass.tile_pages[tile]) {
                 int row = pass.tile_rows[t], position = pass.positions[row];
+                rows += pass.tile_counts[t];
                 if (position < fresh) fresh = position, fresh_row = row;
             }
+        last = HAS_TREES ? fresh + rows - 1 : newest;
         pages = pass.pages + pass.tile_pages[tile];
         blocks = count ? newest / BLOCK + 1 : 0;
         each = blocks <= kv_splits && blocks <= MERGE_FAN_IN * MERGE_FAN_IN ? 1 : MERGE_FAN_IN;
         end = ceil_div(blocks, each);
     }
     __device__ bool active() const { return kv_split < end; }
-    __device__ int kv_slot(int position) const { return pages[position / PAGE] * PAGE + position % PAGE; }
+    __device__ bool is_tree_block(int block) const { return HAS_TREES && (block + 1) * BLOCK > tree_begin; }
+    __device__ int kv_slot(int index) const { return pages[index / PAGE] * PAGE + index % PAGE; }
 };
 
 struct ProductRoom {
@@ -85,8 +97,8 @@ struct ProductRoom {
     float parts[SPLIT_JOBS][16][8];  // sums by job, column and row
 };
 struct AttentionRoom {
-    u16 keys[BLOCK * DIM], values[BLOCK * DIM], query[LANES * DIM];
-    float scores[LANES][BLOCK + 8];
+    u16 keys[LINES * DIM], values[LINES * DIM], query[LANES * DIM];
+    float scores[LANES][BLOCK + MAX_ROWS];
 };
 struct Shared {
     u16 ring[SLOTS][SLOT / 2];
@@ -98,11 +110,13 @@ struct Shared {
     Layer layers[LAYERS];
     uint4 zeros[PIECE / 8];         // a piece of a missing row
     u64 full[SLOTS], empty[SLOTS];  // mbarriers of the ring: weights loaded, weights read
-    float factors[8];               // RMSNorm factor of each row
-    int kv_slots[BLOCK];  // of the first block that attention reads here
-    int row_line[8], row_parts[8];  // first partial of each row's attention, and their number
-    int row_position[8];
-    int row_slot[8];                // KV slot of each row
+    float factors[MAX_ROWS];        // RMSNorm factor of each row
+    int kv_slots[LINES];  // of the first block that attention reads here
+    int row_line[MAX_ROWS], row_parts[MAX_ROWS];  // first partial of each row's attention, and their number
+    int row_position[MAX_ROWS];
+    int row_slot[MAX_ROWS];         // KV slot of each row
+    int row_until[MAX_ROWS];        // positions below it are their own KV index
+    int row_path[HAS_TREES ? MAX_ROWS : 1][MAX_ROWS];  // KV indices of those from there on
     int experts[CHOSEN];            // of the row
     float shares[CHOSEN];           // their weights
     u64 routed;                     // mbarrier: they are known
