@@ -136,11 +136,17 @@ def _show(
     console.print(planned)
     best = found[0]
     files = " ".join(f"--data {path}" for path in job.answers)
+    advice = "Recommended"
+    if best.speedup <= 1:
+        advice = (
+            "No head is expected to be faster than plain decoding: plan again with more answers (--data) or "
+            "--epochs. The best of these"
+        )
     note(
         f"A plain step takes {1e3 * costs.plain:.2f} ms with {job.concurrency} requests. Every step is "
         "assumed to draft a whole block; `auto` drafts less where that is faster.\n"
         f"{_coverages(examples, options.draft_vocab_size)}\n"
-        f"Recommended: paceline train {METHOD} {job.model} {files} --layers {best.layers} --block-size "
+        f"{advice}: paceline train {METHOD} {job.model} {files} --layers {best.layers} --block-size "
         f"{best.drafts} --epochs {best.epochs} {_same_as_pilots(options)} --out HEAD"
     )
     if job.json_file is not None:
