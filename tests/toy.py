@@ -243,7 +243,7 @@ class ScriptedDrafter(Drafter):
     name = "scripted"
     needs = DrafterNeeds(feature_layers=(1,))
     attaches = True
-    drafts_on_host = False
+    drafts_on_host = drafts_trees = False
 
     def __init__(self, truth: dict[tuple[int, ...], list[int]], style: str) -> None:
         self.truth = truth

@@ -68,6 +68,7 @@ class DeviceDrafter(Protocol):
 
     attaches: bool = True  # it must compute a request's tokens before it can draft for it
     drafts_on_host: bool = False  # the host drafts while passes run
+    drafts_trees: bool = False  # of a fixed shape; otherwise chains only
 
     @property
     def catch_up_seconds(self) -> float | None:

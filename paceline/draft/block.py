@@ -98,11 +98,9 @@ class BlockDrafter(PagedHeadDrafter[BlockRunner]):
         return BlockPasses(self._runner, self._pages, self._block)
 
     def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
-        draft = super().device_draft(plan)
-        if draft is None:
-            return None
+        draft = super().device_draft(replace(plan, depth=min(plan.levels, self._block.num_drafts)))
         at_once = max(1, self._runner.max_rows // self._block.size)
-        return replace(draft, length=min(draft.length, self._block.num_drafts), max_requests=at_once)
+        return None if draft is None else replace(draft, max_requests=at_once)
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         contexts = self._pages.open(requests, [plan.budget for plan in plans])

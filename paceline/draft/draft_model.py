@@ -53,7 +53,7 @@ class DraftModelDrafter(ModelDrafter):
 
     name = "draft_model"
     attaches = True
-    drafts_on_host = False
+    drafts_on_host = drafts_trees = False
     catch_up_seconds: float | None = None
     Options = DraftModelOptions
 

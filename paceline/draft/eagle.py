@@ -136,6 +136,7 @@ class HeadDrafter(PagedHeadDrafter[HeadRunner]):
         self, runner: HeadRunner, shape: HeadShape, sampling: DraftSampling, least_chance: float = 0.0
     ) -> None:
         super().__init__(runner, shape, sampling, least_chance)
+        self.drafts_trees = shape.mask is None
         if shape.mask is not None:
             self._scoring = replace(self._scoring, extend_factor=1.0)  # another level costs no pass
 

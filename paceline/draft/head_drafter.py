@@ -73,6 +73,7 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
     Options: ClassVar[type[Any]] = EagleOptions
     attaches = True
     drafts_on_host = False
+    drafts_trees = True  # of a fixed shape, on the device
     first_index = 1  # KV index of the head's first slot, see HeadPages
 
     def __init__(
@@ -85,7 +86,7 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
             self.needs = DrafterNeeds(shape.feature_layers, runner.bytes_per_page() + feature_bytes)
         self.least_chance = least_chance
         self.draft_ids = shape.vocabulary.target_ids
-        on_device = runner.keeps_features and sampling is not DraftSampling.INDEPENDENT and shape.mask is None
+        on_device = runner.keeps_features and sampling is not DraftSampling.INDEPENDENT
         self.device = self if on_device else None
         self._runner = runner
         self._shape = shape
@@ -195,7 +196,7 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
         draft = DeviceDraft(plan.levels, self._runner, self._pages.pool, self._shape.feature_layers)
         if plan.branching == 1:
             return draft
-        if self._shape.block is not None or plan.nodes > MAX_TREE_NODES:
+        if not self.drafts_trees or plan.nodes > MAX_TREE_NODES:
             return None
         return replace(draft, branching=plan.branching, nodes=plan.nodes)
 

@@ -104,7 +104,8 @@ class DeviceExecutor:
             if draft is None or (draft.reads_texts and not decoder.supports_lookup):
                 return None
             if draft.nodes or draft.from_texts or (draft.network_length or draft.length) < draft.length:
-                draft = replace(draft, max_requests=max(1, MAX_DRAFT_ROWS // (1 + plan.nodes)))
+                most = max(1, MAX_DRAFT_ROWS // (1 + plan.nodes))
+                draft = replace(draft, max_requests=min(most, draft.max_requests or most))
             self._drafts[plan] = draft
         return self._drafts.get(plan)
 

@@ -176,7 +176,7 @@ class SimulatedHead(Drafter):
 
     name = "head"
     attaches = True
-    drafts_on_host = False
+    drafts_on_host = drafts_trees = False
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine

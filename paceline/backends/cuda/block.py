@@ -2,7 +2,7 @@
 
 features ─ norms ─ fc ─ norm ─> c ─> keys and values of every layer      once per committed token
 anchor, MASK, ... ─ layers ─> logits of all slots                        one pass per block
-logits of a slot, token before it ─ Markov head ─> logits of its guess
+logits of a slot, token before it ─ Markov head or pair selector ─> logits of its guess
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.backends.cuda.block_weights import BlockWeights
+from paceline.backends.cuda.convolved import ConvolvedBuffers, make_convolved_buffers, run_convolved_layers
 from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.block_rows import (
     Anchors,
@@ -41,17 +42,28 @@ class BlockWorkspace:
     scratch: Scratch  # of the context's products
     slots: SlotRows
     layers: Workspace  # its logits are those of all slots
-    logits: torch.Tensor  # float32 [requests, draft vocabulary] of one slot of each block
+    logits: torch.Tensor  # float32 [drafting rows, draft vocabulary] of one slot of each block
+    convolved: ConvolvedBuffers | None  # of DFlash2
+    selecting: torch.Tensor  # float32 [slots of blocks, padded rank] what a pair selector makes of outputs
+    least: torch.Tensor  # float32 [slots of blocks] the logit of the last of its candidates
 
 
 def make_block_workspace(
-    weights: BlockWeights, pool: Pool, context_rows: int, requests: int, longest: int, page_size: int
+    weights: BlockWeights,
+    pool: Pool,
+    context_rows: int,
+    requests: int,
+    longest: int,
+    page_size: int,
+    drafting_rows: int = 0,
 ) -> BlockWorkspace:
-    """Buffers for passes over this many rows of the context, and blocks, of at most `longest` tokens."""
+    """Buffers for passes over this many rows of the context, and blocks, of at most `longest` tokens, and
+    for `drafting_rows` of `slot_logits`."""
     config, block, model = weights.config, weights.block, weights.model
     device, dtype, rows = model.device, model.dtype, padded_rows(context_rows)
     assert weights.fusion.matrix is not None
     height = tile_height(config.num_heads, config.num_kv_heads)
+    rank = 0 if weights.selector is None else weights.selector.pair.before.shape[1]
     tiles, pages = -(-block.size // height), -(-longest // page_size) + spare_pages(block.size, page_size)
 
     def integers(*shape: int) -> torch.Tensor:
@@ -78,7 +90,10 @@ def make_block_workspace(
         scratch_for(weights.matrices, rows, device),
         slots,
         make_workspace(model, Room.of(requests * block.size, longest + block.size)),
-        torch.zeros((requests, config.draft_vocab_size), device=device),
+        torch.zeros((drafting_rows, config.draft_vocab_size), device=device),
+        make_convolved_buffers(weights, requests * block.size) if weights.convolutions else None,
+        torch.zeros((requests * block.size, rank), device=device),
+        torch.zeros(requests * block.size, device=device),
     )
 
 
@@ -119,17 +134,41 @@ def run_blocks(
     requests, slots, layers = len(anchors.pages_begin), workspace.slots, workspace.layers
     write_block_rows(anchors, given_pages, slots, requests)
     rows = requests * slots.size
-    run_layers(weights.model, layers, slots.lines[0, :rows], slots.tables(requests), pool, slots.page_size)
-    run_lm_head(weights.model, layers, layers.attention_input, rows)
+    where = slots.lines[0, :rows], slots.tables(requests), pool, slots.page_size
+    read = layers.attention_input
+    if workspace.convolved is None:
+        run_layers(weights.model, layers, *where)
+    else:
+        read = run_convolved_layers(weights, layers, workspace.convolved, *where)
+    run_lm_head(weights.model, layers, read, rows)
+    if weights.selector is not None and workspace.convolved is not None:
+        scratch = workspace.convolved.scratch
+        project(read, weights.selector.projection, workspace.selecting, rows, scratch)
+        logits = layers.logits[:rows, : weights.config.draft_vocab_size]
+        workspace.least[:rows] = logits.topk(min(weights.selector.candidates, logits.shape[1])).values[:, -1]
 
 
 def slot_logits(
-    weights: BlockWeights, workspace: BlockWorkspace, slot: int, previous: torch.Tensor
+    weights: BlockWeights, workspace: BlockWorkspace, slot: int, previous: torch.Tensor, requests: int
 ) -> torch.Tensor:
-    """Logits [requests, draft vocabulary] of this slot of each block, after the tokens `previous`."""
-    requests, size, markov = len(previous), workspace.slots.size, weights.markov
-    base = workspace.layers.logits[: requests * size].view(requests, size, -1)[:, slot]
-    if markov is None:
+    """Logits [rows, draft vocabulary] of this slot of each block, after the tokens `previous` [rows].
+
+    Each request has as many rows: nodes of a tree, which share the slot.
+    """
+    size, markov, logits = workspace.slots.size, weights.markov, workspace.logits
+
+    def of_slot(values: torch.Tensor) -> torch.Tensor:
+        return values[: requests * size].view(requests, size, *values.shape[1:])[:, slot]
+
+    base = of_slot(workspace.layers.logits)
+    if markov is not None:
+        add_markov(base, previous, markov.before, markov.after, logits)
+        return logits
+    if weights.selector is not None:
+        pair, scales = weights.selector.pair, of_slot(workspace.selecting)
+        add_markov(base, previous, pair.before, pair.after, logits, scales, of_slot(workspace.least))
+        return logits
+    if len(previous) == requests:
         return base
-    add_markov(base, previous, markov.before, markov.after, workspace.logits)
-    return workspace.logits
+    logits[: len(previous)].view(requests, -1, base.shape[1]).copy_(base[:, None])
+    return logits

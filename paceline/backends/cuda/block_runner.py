@@ -130,6 +130,10 @@ class CudaBlockRunner(HeadPools, BlockRunner):
         extra = None if weights.markov is None else weights.markov.before[before]
         if extra is not None and weights.markov is not None:
             logits = logits + F.linear(extra, weights.markov.after).float()
+        if weights.selector is not None:
+            pair, scales = weights.selector.pair, self._workspace.selecting[rows]
+            scored = F.linear((pair.before[before] * scales).to(pair.after.dtype), pair.after).float()
+            logits = torch.where(logits >= self._workspace.least[rows, None], logits + scored, -torch.inf)
         if weights.confidence is None:
             return BlockGuesses(logits.cpu().numpy(), None)
         read, head = layers.attention_input, weights.confidence

@@ -1,4 +1,4 @@
-"""The weights of a parallel head (DFlash, JetSpec, DSpark) on the device.
+"""The weights of a parallel head (DFlash, DFlash2, JetSpec, DSpark) on the device.
 
 Its layers are those of a small model, so they are loaded and run as one. Keys and values of the context come
 from the same matrices as those of the slots: from the part of each layer's QKV matrix after the queries.
@@ -6,6 +6,7 @@ from the same matrices as those of the slots: from the part of each layer's QKV 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,6 +44,23 @@ class ConfidenceWeights:
 
 
 @dataclass(frozen=True)
+class Convolution:
+    """What mixes slots with those before them, before and after a sublayer (DFlash2)."""
+
+    kernels: torch.Tensor  # float32 [2, 2, padded hidden] of inputs and outputs; of a slot, the one before it
+    corrections: Matrix  # from a slot's state to corrections of the kernels
+
+
+@dataclass(frozen=True)
+class SelectorWeights:
+    """Scores of a slot's best guesses: after @ (before[token] * (projection @ output))."""
+
+    pair: MarkovWeights
+    projection: Matrix
+    candidates: int  # guesses of a slot that are scored
+
+
+@dataclass(frozen=True)
 class BlockWeights:
     """All weights of a parallel head."""
 
@@ -54,11 +72,15 @@ class BlockWeights:
     markov: MarkovWeights | None
     confidence: ConfidenceWeights | None
     target_ids: torch.Tensor | None  # int32 [draft vocabulary] the target's ids; None: the same vocabulary
+    convolutions: tuple[tuple[Convolution, Convolution], ...] = ()  # by layer, of attention and MLP
+    selector: SelectorWeights | None = None
 
     @property
     def matrices(self) -> list[Matrix]:
         assert self.fusion.matrix is not None
-        return [*self.model.matrices, self.fusion.matrix]
+        own = [convolution.corrections for layer in self.convolutions for convolution in layer]
+        own += [] if self.selector is None else [self.selector.projection]
+        return [*self.model.matrices, self.fusion.matrix, *own]
 
     def context_matrix(self, layer: Layer) -> Matrix:
         """The projection of keys and values alone; a tile is a head."""
@@ -99,16 +121,41 @@ def make_block_weights(
         load_fusion(config, read, target),
         padded_line(read("hidden_norm.weight"), hidden),
         weights,
-        _load_markov(block, read) if block.markov_rank else None,
+        _load_markov(read) if block.markov_rank else None,
         _load_confidence(read) if block.confidence else None,
         None if ids is None else torch.from_numpy(ids).to(target.device),
+        tuple(_load_convolutions(block, read, hidden)) if block.convolution_group else (),
+        _load_selector(block, read) if block.selector_rank else None,
     )
 
 
-def _load_markov(block: BlockConfig, read: Take) -> MarkovWeights:
-    rank = max(MIN_RANK, 1 << (block.markov_rank - 1).bit_length())
-    padding = (0, rank - block.markov_rank)
-    return MarkovWeights(*(F.pad(read(f"markov_head.markov_w{n}.weight"), padding) for n in (1, 2)))
+def _load_markov(read: Take) -> MarkovWeights:
+    return _pair(*(read(f"markov_head.markov_w{n}.weight") for n in (1, 2)))
+
+
+def _pair(before: torch.Tensor, after: torch.Tensor) -> MarkovWeights:
+    rank = before.shape[1]
+    padding = (0, max(MIN_RANK, 1 << (rank - 1).bit_length()) - rank)
+    return MarkovWeights(F.pad(before, padding), F.pad(after, padding))
+
+
+def _load_convolutions(
+    block: BlockConfig, read: Take, hidden: int
+) -> Iterator[tuple[Convolution, Convolution]]:
+    def load(name: str) -> Convolution:
+        kernels = read(f"{name}.base_kernel").float()
+        padded = F.pad(kernels, (0, hidden - kernels.shape[2]))
+        return Convolution(padded, matrix(read(f"{name}.kernel_projection.weight"), None))
+
+    for layer in range(len(block.layers)):
+        yield load(f"layers.{layer}.attention_conv"), load(f"layers.{layer}.mlp_conv")
+
+
+def _load_selector(block: BlockConfig, read: Take) -> SelectorWeights:
+    names = "predecessor_codebook", "successor_codebook"
+    pair = _pair(*(read(f"candidate_selector.{name}") for name in names))
+    projection = matrix(read("candidate_selector.hidden_projection.weight"), None)
+    return SelectorWeights(pair, projection, block.selector_candidates)
 
 
 def _load_confidence(read: Take) -> ConfidenceWeights:
@@ -120,11 +167,10 @@ def _supported(config: HeadConfig, target: Weights) -> BlockConfig:
     """The block of a head that the kernels can run. ConfigError if they cannot."""
     block = config.block
     assert block is not None, "the head is a parallel one"
-    special = block.mask_embedding or block.convolution_group or block.selector_rank
-    if special or set(block.layers) - {BlockAttention(None, block.layers[0].causal)}:
+    if block.mask_embedding or set(block.layers) - {BlockAttention(None, block.layers[0].causal)}:
         raise ConfigError(
-            f"the cuda backend does not run {config.kind} heads with windows, with an embedding of their own "
-            "for MASK, or with the convolutions and selector of DFlash2. Use --backend torch."
+            f"the cuda backend does not run {config.kind} heads with windows, or with an embedding of their "
+            "own for MASK. Use --backend torch."
         )
     if target.shard.size > 1 or target.hidden != padded_size(target.config.hidden_size):
         raise ConfigError(

@@ -118,8 +118,10 @@ class DecodeLoop:
         )
         own_height = tile_height(*weights.head_groups)
         before_root = draft is not None and draft.reads_own_features
-        self._plan = plan = plan_step(shape, own_height, catch_up_rows, height, draft_levels, before_root)
-        self._by_network = max(len(plan.passes) - 1, 0)  # levels that the network drafts
+        at_once = draft is not None and draft.at_once
+        self._plan = plan = plan_step(
+            shape, own_height, catch_up_rows, height, draft_levels, before_root, at_once
+        )
         self.nodes = len(shape)
         # a head has no keys and values of looked-up tokens that were accepted last; in a first step it is not
         # known which tokens these are, so it computes as many as there may be
@@ -251,7 +253,7 @@ class DecodeLoop:
                 self._rows,
                 self.nodes,
                 self.found,
-                kept=self._by_network,
+                kept=self._plan.drafted,
             )
         candidates = self._verify(rows, needs, edits, has_adapters)
         if self._kept is not None and self.features is not None:
@@ -297,12 +299,11 @@ class DecodeLoop:
             )
             count = rows * len(children)
             ids, size = draft.target_ids, draft.vocab_size
+            candidates, at_once = self._draft_candidates, draft.at_once
             score_draft_tokens(
-                logits, size, ids, temperatures, seeds, lengths, number, self._draft_candidates, count
+                logits, size, ids, temperatures, seeds, lengths, number, candidates, count, at_once
             )
-            write_draft_tokens(
-                self._draft_candidates, children, lines[TOKENS], self._chances, temperatures, count, rows
-            )
+            write_draft_tokens(candidates, children, lines[TOKENS], self._chances, temperatures, count, rows)
 
     def _roots(self, rows: int) -> Anchors:
         """The last known token of each request."""

@@ -6,7 +6,7 @@ leave logits of the rows whose children are drafted next.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -44,6 +44,7 @@ class DraftNetwork(Protocol):
     catch_up_rows: int  # most tokens of a request that it computes at the beginning of a step
     always: int  # fixed number of them; 0: as many as were accepted
     reads_own_features: bool  # a row reads the feature of its own token; False: that of the token before
+    at_once: bool  # one pass drafts all levels after the first
     tile_height: int
     vocab_size: int
     target_ids: torch.Tensor | None  # int32 [vocab_size] the target's ids; None: the same vocabulary
@@ -56,7 +57,8 @@ class DraftNetwork(Protocol):
         ...
 
     def extend(self, rows: DraftRows) -> torch.Tensor:
-        """Logits [rows, vocab] after the tokens drafted by the pass before."""
+        """Logits [rows, vocab] after the tokens drafted by the pass before, or, `at_once`, of all later
+        levels."""
         ...
 
 
@@ -66,7 +68,10 @@ def _most_rows(shape: DraftShape, catch_up_rows: int) -> int:
 
 
 class HeadNetwork:
-    """An eagle3, eagle or mtp head. It computes accepted tokens again, now with the target's features."""
+    """An eagle3, eagle or mtp head. It computes accepted tokens again, now with the target's features.
+
+    Rows of a P-EAGLE head after the root read a mask instead of drafted tokens, so one pass computes them.
+    """
 
     always = 0
     reads_own_features = False
@@ -96,6 +101,9 @@ class HeadNetwork:
         self.features: torch.Tensor | None = self._kept
         self._passes = 0
         self._states = self._workspace.states
+        self.at_once = weights.mask is not None
+        self._first = torch.zeros(rows, dtype=torch.int32, device=weights.norm.device)
+        self._mask_tokens = self._first + (config.mask_token_id or 0)
 
     def catch_up(self, rows: DraftRows, last: torch.Tensor, roots: Anchors) -> torch.Tensor:
         workspace = self._workspace
@@ -107,8 +115,13 @@ class HeadNetwork:
         return workspace.logits
 
     def extend(self, rows: DraftRows) -> torch.Tensor:
-        self._run(rows, self._states, rows.sources)
-        run_draft_lm_head(self.weights, self._workspace, self._workspace.output, len(rows.tokens))
+        weights, count = self.weights, len(rows.tokens)
+        if weights.mask is None:
+            self._run(rows, self._states, rows.sources)
+        else:
+            states = fuse(weights, self._workspace, weights.mask, None, 1)
+            self._run(replace(rows, tokens=self._mask_tokens[:count]), states, self._first[:count])
+        run_draft_lm_head(self.weights, self._workspace, self._workspace.output, count)
         return self._workspace.logits
 
     def _run(self, rows: DraftRows, states: torch.Tensor, sources: torch.Tensor | None) -> None:
@@ -123,10 +136,11 @@ class HeadNetwork:
 
 
 class BlockNetwork:
-    """A parallel head. It writes keys and values of accepted tokens, and drafts a chain by one pass."""
+    """A parallel head. It writes keys and values of accepted tokens, and drafts all levels by one pass."""
 
     always = 0
     reads_own_features = True
+    at_once = False  # the Markov head reads the token drafted before
 
     def __init__(
         self,
@@ -147,24 +161,29 @@ class BlockNetwork:
         self.vocab_size = config.draft_vocab_size
         self.target_ids: torch.Tensor | None = weights.target_ids
         rows = max_requests * self.catch_up_rows
-        self._workspace = make_block_workspace(weights, pool, rows, max_requests, longest, page_size)
+        drafting = max_requests * max(len(shape.inner(depth)) for depth in range(shape.levels))
+        room = rows, max_requests, longest, page_size, drafting
+        self._workspace = make_block_workspace(weights, pool, *room)
         self._pages = -(-longest // page_size)  # of a request's page table
         width = config.feature_width
         self._kept = torch.zeros((max_requests * len(shape), width), device=weights.model.device)
         self.features: torch.Tensor | None = self._kept
-        self._slot = 0
+        self._slot = self._requests = 0
 
     def catch_up(self, rows: DraftRows, last: torch.Tensor, roots: Anchors) -> torch.Tensor:
         positions, slot_mapping = rows.tables.positions, rows.tables.slot_mapping
         where = rows.sources, positions, slot_mapping, self.pool
         write_context(self.weights, self._workspace, self._kept, *where)
         run_blocks(self.weights, self._workspace, roots, self._pages, self.pool)
-        self._slot = self.weights.block.first_guess
-        return slot_logits(self.weights, self._workspace, self._slot, roots.tokens)
+        self._slot, self._requests = self.weights.block.first_guess, len(roots.tokens)
+        return self._logits(roots.tokens)
 
     def extend(self, rows: DraftRows) -> torch.Tensor:
         self._slot += 1
-        return slot_logits(self.weights, self._workspace, self._slot, rows.tokens)
+        return self._logits(rows.tokens)
+
+    def _logits(self, previous: torch.Tensor) -> torch.Tensor:
+        return slot_logits(self.weights, self._workspace, self._slot, previous, self._requests)
 
 
 class ModelNetwork:
@@ -174,7 +193,7 @@ class ModelNetwork:
     """
 
     catch_up_rows = always = 2
-    reads_own_features = False
+    reads_own_features = at_once = False
     target_ids: torch.Tensor | None = None
     feature_layers: tuple[int, ...] = ()
     features: torch.Tensor | None = None

@@ -3,7 +3,8 @@
     nodes     0 is the root, the last known token; others are drafted, parents before children
     passes    0   the target over all nodes
               1   the drafter catches up: it computes accepted tokens, and drafts the root's children
-              2.. the drafter over the nodes of one level that have children
+              2.. the drafter over the nodes of one level that have children; if its rows read masks and not
+                  drafted tokens (P-EAGLE), one pass over those of all levels
 
 A chain is the tree in which every node has one child; without drafted nodes the step is plain decoding, and
 the target's pass is all of it. Every row follows from the request's length and these tables, so one small
@@ -13,7 +14,7 @@ kernel at the end of a step writes all rows of the next one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -111,6 +112,7 @@ class StepPlan:
     rows: Int32Array  # [ROW_FIELDS, rows]
     tiles: Int32Array  # [TILE_FIELDS, tiles]
     paths: Int32Array  # [rows, levels] nodes of a path from the first non-contiguous one on
+    drafted: int  # levels of the tree that the drafter drafts
     children: tuple[Int32Array, ...]  # of every pass of the drafter: see kernels/draft_sampling.py
 
     def first_row(self, number: int) -> int:
@@ -128,14 +130,19 @@ def plan_step(
     draft_height: int,
     draft_levels: int | None = None,
     ends_before_root: bool = False,
+    at_once: bool = False,
 ) -> StepPlan:
     """The plan of a step in which the drafter catches up on at most `catch_up_rows` tokens; 0: no drafter.
 
     It drafts the first `draft_levels` levels of the tree; None: all. These tokens end at the root, or, with
-    `ends_before_root`, at the one before it.
+    `ends_before_root`, at the one before it. `at_once`: one pass drafts all levels of a chain after the
+    first.
     """
     drafted = shape.levels if draft_levels is None else min(draft_levels, shape.levels)
     levels = [shape.inner(depth) for depth in range(1, drafted)]
+    if at_once:
+        assert shape.is_chain, "trees are drafted level by level"
+        levels = [list(range(1, drafted))] if levels else []
     passes = [PassRows(range(len(shape)), target_height)]
     if catch_up_rows:
         passes.append(PassRows(range(catch_up_rows), draft_height))
@@ -163,9 +170,10 @@ def plan_step(
         np.array(rows, np.int32).T.copy(),
         np.array(tiles, np.int32).T.copy(),
         np.array(paths, np.int32),
+        drafted if catch_up_rows else 0,
         (),
     )
-    return StepPlan(plan.passes, plan.rows, plan.tiles, plan.paths, tuple(_children(shape, plan)))
+    return replace(plan, children=tuple(_children(shape, plan)))
 
 
 def _children(shape: DraftShape, plan: StepPlan) -> list[Int32Array]:

@@ -60,6 +60,7 @@ class HeadWeights:
     target_ids: torch.Tensor | None  # int32 [draft vocabulary] the target's ids; None: the same vocabulary
     rotation: tuple[torch.Tensor, torch.Tensor]  # cosine and sine: float32 [positions, head_dim // 2]
     model: Weights | None = None  # of `layer` alone, if it is one of the target's family
+    mask: torch.Tensor | None = None  # [1, feature width] of a P-EAGLE head: what its masks read
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -111,6 +112,7 @@ def make_head_weights(config: HeadConfig, ids: Int32Array | None, read: Take, ta
         None if ids is None else torch.from_numpy(ids).to(device),
         (angles.cos(), angles.sin()),
         model,
+        None if config.mask_token_id is None else read("mask_hidden").view(1, -1),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from paceline.backends.base import ChainNoise, HeadBatch
 from paceline.core.forward import ForwardBatch, chain_parents
 from paceline.models.config import RopeConfig
 from paceline.models.heads.config import BlockAttention, BlockConfig, HeadConfig
+from paceline.verify.kernels import gumbel_top_k
 from tests.backends.cuda.test_decode_loop import LENGTH, LONGEST, PAGE_SIZE, PAGES, ROWS, SEED, Case
 from tests.large import repeated
 from tests.models.heads.driver import random_checkpoint
@@ -20,6 +22,19 @@ SIZES = (60, 40, 32, 32, 2, 1, 16, 64, 1e-5, RopeConfig(500.0), 64)
 BLOCK = BlockConfig(3, 59, (BlockAttention(),), sample_from_anchor=True, markov_rank=5)  # over a page border
 HEAD = HeadConfig("dspark", *SIZES, feature_layers=(0, 1), qk_norm=True, block=BLOCK)
 CHAIN = 2
+DFLASH2 = replace(
+    HEAD,
+    kind="dflash",
+    block=replace(
+        BLOCK,
+        sample_from_anchor=False,
+        markov_rank=0,
+        convolution_group=8,
+        selector_rank=5,
+        selector_candidates=6,
+    ),
+)
+NO_MARKOV = replace(HEAD, kind="dflash", block=replace(BLOCK, sample_from_anchor=False, markov_rank=0))
 
 
 def rows_of(tokens: list[int], first: int, pages: np.ndarray, pool: Any) -> ForwardBatch:
@@ -85,3 +100,51 @@ def test_a_block_in_a_step_drafts_behind_the_accepted_tokens(
     loop.step(ROWS)
     assert loop.drafted(ROWS)[0, 1:].tolist() == expected.tokens[0].tolist()
     assert not loop.counts[1]  # of padding
+
+
+def expected_tree(runner: Any, shape: Any, root: int, ids: np.ndarray, noise: tuple[float, int]) -> list[int]:
+    """The tokens of a tree's nodes by single guesses; `noise`: temperature, and position of the first."""
+    (temperature, first), tokens = noise, {0: root}
+    for node, depth in enumerate(shape.depths):
+        if not (children := shape.children(node)):
+            continue
+        slot = runner.weights.block.first_guess + depth
+        logits = runner.guess(np.array([slot], np.int32), np.array([tokens[node]], np.int32)).logits[0]
+        best = np.argsort(-logits)
+        if temperature:
+            best, scores = np.empty(len(children), np.int64), np.empty(len(children))
+            key = np.uint64(SEED), np.uint64(first + depth)
+            gumbel_top_k((logits, ids.astype(np.int64)), temperature, key, (best, scores))
+        tokens.update(zip(children, ids[best[: len(children)]].tolist(), strict=True))
+    return [tokens[node] for node in range(1, len(shape))]
+
+
+@pytest.mark.parametrize(("config", "temperature"), [(HEAD, 1.0), (NO_MARKOV, 0.0), (DFLASH2, 0.0)])
+def test_a_block_in_a_step_drafts_a_tree(
+    config: HeadConfig, temperature: float, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Nodes of a level share a slot; with a Markov head or a pair selector, their logits depend on their own
+    tokens."""
+    from paceline.backends.cuda.block_runner import CudaBlockRunner
+    from paceline.backends.cuda.block_weights import load_block_weights
+    from paceline.backends.cuda.decode_loop import DecodeLoop
+    from paceline.backends.cuda.draft_shape import DraftShape
+
+    shape = DraftShape((-1, 0, 0, 1, 1, 2))
+    case = Case(temperature, device, dtype)
+    head = load_block_weights(random_checkpoint(config), case.weights)
+    runner = CudaBlockRunner(head, max_rows=6)
+    pool, generator = runner.make_pool(PAGES), torch.Generator().manual_seed(9)
+    pool.keys.copy_(torch.randn(pool.keys.shape, generator=generator))
+    draft = runner.network(pool, (0, 1), shape, ROWS, LONGEST, PAGE_SIZE)
+    loop = DecodeLoop(case.weights, case.pool(), case.state, ROWS, PAGE_SIZE, draft)
+    root = int(case.state.tokens[1, LENGTH])
+    loop.begin([1], ROWS, torch.ones(1, 64, device=device))
+    loop.step(ROWS)
+    drafted = loop.drafted(ROWS)[0, 1:].tolist()
+
+    pages = case.state.pages[1:, : LENGTH // PAGE_SIZE + 1].cpu().numpy()
+    runner.run_blocks(rows_of([root, 59, 59], LENGTH, pages, pool))
+    assert head.target_ids is not None
+    ids = head.target_ids.cpu().numpy()
+    assert drafted == expected_tree(runner, shape, root, ids, (temperature, LENGTH + 1))

@@ -27,10 +27,10 @@ from tests.models.heads.tiny_heads import (
 )
 
 MAX_ROWS = 64
-ELSEWHERE = ("windows", "own mask", "dflash2")  # torch only
+ELSEWHERE = ("windows", "own mask")  # torch only
 # a block that reaches over two page borders, with all that a head can have
 ALL = replace(DSPARK, fc_norm=True, qkv_bias=True, block=replace(DSPARK.block, size=20))  # type: ignore[type-var]
-CONFIGS = {"all": ALL}  # interpreted, a pass takes seconds
+CONFIGS = {"all": ALL, "dflash2": BLOCK_CONFIGS["dflash2"]}  # interpreted, a pass takes seconds
 if torch.cuda.is_available():
     CONFIGS |= {name: config for name, config in BLOCK_CONFIGS.items() if name not in ELSEWHERE}
 
@@ -82,7 +82,11 @@ def test_blocks_are_those_of_the_torch_runner(name: str, device: torch.device, d
     slots = np.arange(len(LENGTHS) * config.block.size, dtype=np.int32)
     previous = np.random.default_rng(1).integers(0, VOCAB, len(slots)).astype(np.int32)
     found, expected = runner.guess(slots, previous), reference.guess(slots, previous)
-    assert np.linalg.norm(found.logits - expected.logits) / np.linalg.norm(expected.logits) < 0.02
+    kept, expected_kept = np.isfinite(found.logits), np.isfinite(expected.logits)
+    both = kept & expected_kept  # a pair selector keeps a few
+    assert both.sum() >= 0.95 * max(kept.sum(), expected_kept.sum())
+    logits, expected_logits = found.logits[both], expected.logits[both]
+    assert np.linalg.norm(logits - expected_logits) / np.linalg.norm(expected_logits) < 0.02
     assert (found.confidences is None) == (expected.confidences is None)
     if expected.confidences is not None:
         np.testing.assert_allclose(found.confidences, expected.confidences, rtol=0, atol=0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from paceline.backends.async_decoding import NgramLookup
 from paceline.backends.base import HeadBatch
+from paceline.backends.head_chains import coupled_choice, likeliest
 from paceline.core.forward import ForwardBatch, chain_parents
 from paceline.core.params import SamplingParams
 from paceline.core.request import SamplingNeeds
@@ -254,6 +256,57 @@ def test_a_head_catches_up_with_the_features_of_accepted_tokens(
     assert loop.drafted(ROWS)[0, 1] == expected.tokens[0, 0]
 
 
+@pytest.mark.parametrize("temperature", [1.0, *repeated(0.0)])
+def test_masks_in_a_step_draft_all_levels_after_the_accepted_tokens(
+    temperature: float, device: torch.device, dtype: torch.dtype
+) -> None:
+    """The first drafted token of a P-EAGLE head is made right. The next ones are those that a runner drafts
+    by one pass over the new tokens and masks."""
+    from paceline.backends.cuda.decode_loop import DecodeLoop
+    from paceline.backends.cuda.draft_shape import chain_shape
+    from paceline.backends.cuda.head_runner import CudaHeadRunner
+    from paceline.backends.cuda.head_weights import load_head_weights
+
+    (right, *_), _ = Case(temperature, device, dtype).run(None, 1)
+    case = Case(temperature, device, dtype)
+    config = replace(HEAD, num_layers=2, mask_token_id=59)
+    head = load_head_weights(random_checkpoint(config), case.weights)
+    assert head.mask is not None
+    assert head.target_ids is not None
+    runner = CudaHeadRunner(head, max_rows=8)
+    draft = runner.network(runner.make_pool(PAGES), (0, 1), chain_shape(3), ROWS, LONGEST, PAGE_SIZE)
+    loop = DecodeLoop(case.weights, case.pool(), case.state, ROWS, PAGE_SIZE, draft)
+    assert len(loop._children) == 2  # passes of the head
+    draft.target_ids = torch.full((40,), right, dtype=torch.int32, device=device)
+    loop.begin([1], ROWS, torch.ones(1, 64, device=device))
+    loop.step(ROWS)
+    count, ids = int(loop.counts[0]), head.target_ids.cpu().numpy()
+    assert count > 1
+
+    assert draft.features is not None
+    states = torch.cat((draft.features[:count], *[head.mask.float()] * 2)).cpu().numpy()
+    end = LENGTH + 1 + count
+    rows = ForwardBatch(
+        tokens=np.array([*case.state.tokens[1, LENGTH + 1 : end].tolist(), 59, 59], np.int32),
+        positions=np.arange(LENGTH, end + 1, dtype=np.int32),
+        parents=chain_parents([count + 2]),
+        row_offsets=np.array([0, count + 2], np.int32),
+        context_lengths=np.array([LENGTH + 1], np.int32),
+        page_tables=case.state.pages[1:].cpu().numpy(),
+        logit_rows=np.arange(count - 1, count + 2, dtype=np.int32),
+        pool=draft.pool,
+    )
+    expected = []
+    for level, logits in enumerate(runner.run(HeadBatch(rows, states, True)).logits):
+        best, _ = likeliest(logits)
+        if temperature:
+            best, _ = coupled_choice(logits, ids, temperature, (np.uint64(SEED), np.uint64(end + level)))
+        expected.append(ids[best])
+    draft.target_ids.copy_(head.target_ids)
+    loop.step(ROWS)
+    assert loop.drafted(ROWS)[0, 1:].tolist() == expected
+
+
 @pytest.mark.parametrize("computed", [2, LENGTH])
 def test_a_head_below_lookups_begins_with_the_features_of_the_last_tokens(
     computed: int, device: torch.device, dtype: torch.dtype
@@ -365,6 +418,10 @@ def test_shapes_of_drafts() -> None:
     assert tree.levels == 3
     for node, parent in enumerate(tree.parents):
         assert parent < node  # parents before children, so that a path's nodes ascend
+    masked = plan_step(chain_shape(4), 4, 5, 4, at_once=True)
+    assert [list(own.nodes) for own in masked.passes[1:]] == [[0, 1, 2, 3, 4], [1, 2, 3]]
+    assert masked.children[1][:, 0, 0, 2].tolist() == [2, 3, 4]
+    assert (chain.drafted, masked.drafted) == (3, 4)
     plan = plan_step(tree, 4, 4, 4)
     assert [list(own.nodes) for own in plan.passes[2:]] == [tree.inner(1), tree.inner(2)]
     targets = [child[0, 2] for table in plan.children for row in table for child in row if child[0, 2] >= 0]

@@ -102,6 +102,7 @@ def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
     assert outputs(True, True, random_head) == expected
     assert outputs(True, True, random_head, TREE) == expected
     assert outputs(True, True, random_block_head) == expected
+    assert outputs(True, True, random_block_head, TREE) == expected
     assert outputs(True, True, lambda backend: random_head(backend, mask_token_id=7)) == expected
     assert outputs(True, True, lambda backend: draft_model(make(drafting, device, dtype))) == expected
     assert outputs(True, True, lambda backend: Copies()) == expected
@@ -205,7 +206,9 @@ def random_head(backend, seed: int = 3, mask_token_id: int | None = None):  # ty
     head = random_checkpoint(config, seed)
     runner = CudaHeadRunner(load_head_weights(head, backend.weights), max_rows=32)
     shape = HeadShape((0, 1, 2), 3 * size, trimmed_vocabulary(head.draft_ids, VOCAB_SIZE), 128, mask=mask)
-    return Eagle3Drafter(runner, shape, DraftSampling.COUPLED)
+    drafter = Eagle3Drafter(runner, shape, DraftSampling.COUPLED)
+    assert drafter.device is drafter
+    return drafter
 
 
 def random_block_head(backend):  # type: ignore[no-untyped-def]

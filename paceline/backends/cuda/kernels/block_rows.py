@@ -179,12 +179,19 @@ def _markov_kernel(  # type: ignore[no-untyped-def]
     tokens_at,
     before_at,
     after_at,
+    scales_at,
+    least_at,
     output_at,
     rows,
+    rows_each,
     width,
     base_stride,
     token_stride,
+    scale_stride,
+    least_stride,
     output_stride,
+    has_scales: tl.constexpr,
+    has_least: tl.constexpr,
     rank: tl.constexpr,
     tile: tl.constexpr,
     columns: tl.constexpr,
@@ -200,8 +207,15 @@ def _markov_kernel(  # type: ignore[no-untyped-def]
     pdl_sync(pdl)
     token = tl.load(tokens_at + row * token_stride, mask=real, other=0).to(tl.int64)
     before = tl.load(before_at + token[None, :] * rank + part[:, None], mask=real[None, :], other=0.0)
-    base = tl.load(base_at + row[None, :] * base_stride + column[:, None], mask=inside, other=0.0)
+    block = (row // rows_each)[None, :]
+    if has_scales:
+        scales = tl.load(scales_at + block * scale_stride + part[:, None], mask=real[None, :], other=0.0)
+        before = (before * scales).to(after.dtype)
+    base = tl.load(base_at + block * base_stride + column[:, None], mask=inside, other=0.0)
     total = base + tl.dot(after, before)
+    if has_least:
+        least = tl.load(least_at + block * least_stride, mask=real[None, :], other=0.0)
+        total = tl.where(base >= least, total, float("-inf"))
     tl.store(output_at + row[None, :] * output_stride + column[:, None], total, mask=inside)
 
 
@@ -211,25 +225,36 @@ def add_markov(
     before: torch.Tensor,
     after: torch.Tensor,
     output: torch.Tensor,
+    scales: torch.Tensor | None = None,
+    least: torch.Tensor | None = None,
 ) -> None:
     """Write base + after @ before[tokens] to the first rows of `output`: the logits after these tokens.
 
-    base float32 [rows, vocabulary] and tokens int32 [rows] have any stride of rows; before [target's
-    vocabulary, rank] and after [vocabulary, rank] are the matrices of a Markov head, rank a power of two.
+    base float32 [requests, vocabulary] and tokens int32 [rows], as many of each request, have any stride of
+    rows; before [target's vocabulary, rank] and after [vocabulary, rank] are the matrices of a Markov head,
+    rank a power of two. before[tokens] is multiplied by `scales` float32 [requests, rank], if given; where
+    base is below `least` float32 [requests], logits are -inf.
     """
-    (rows, width), pdl = base.shape, supports_pdl(base.device)
+    (requests, width), rows, pdl = base.shape, len(tokens), supports_pdl(base.device)
     grid = (triton.cdiv(rows, MARKOV_ROWS), triton.cdiv(width, MARKOV_COLUMNS))
     _markov_kernel[grid](
         base,
         tokens,
         before,
         after,
+        scales,
+        least,
         output,
         rows,
+        rows // requests,
         width,
         base.stride(0),
         tokens.stride(0),
+        0 if scales is None else scales.stride(0),
+        0 if least is None else least.stride(0),
         output.stride(0),
+        scales is not None,
+        least is not None,
         before.shape[1],
         MARKOV_ROWS,
         MARKOV_COLUMNS,

@@ -50,6 +50,7 @@ def _candidates_kernel(  # type: ignore[no-untyped-def]
     lengths_stride,
     ahead,
     has_ids: tl.constexpr,
+    in_order: tl.constexpr,
     most: tl.constexpr,
     block: tl.constexpr,
     pdl: tl.constexpr,
@@ -69,6 +70,8 @@ def _candidates_kernel(  # type: ignore[no-untyped-def]
     scores = logits.to(tl.float64)
     if temperature > 0:  # coupled drafting: the target's own noise
         position = tl.load(lengths_at + row // rows_each * lengths_stride) + ahead
+        if in_order:
+            position += row % rows_each
         scores = scores / temperature + gumbel(token, tl.load(seeds_at + row // rows_each), position)
     for rank in tl.static_range(most):
         best = tl.max(scores, 0)
@@ -88,13 +91,15 @@ def score_draft_tokens(
     ahead: int,
     candidates: DraftCandidates,
     rows: int,
+    in_order: bool = False,
 ) -> None:
     """Write the best ids of each block of `logits` [rows, at least vocab_size] to `candidates`.
 
     Best by logit, or by logit / temperature + the target's own Gumbel noise (coupled drafting).
     `temperatures` float64, `seeds` int64 and `lengths` int32, with any stride, are [requests], each with the
-    same number of rows; the drafted token has position `lengths + ahead`. `target_ids` [vocab_size] map the
-    draft vocabulary to the target's; None: the same.
+    same number of rows; the drafted token has position `lengths + ahead`, or, if a request's rows are
+    `in_order` of their positions, the first one has. `target_ids` [vocab_size] map the draft vocabulary to
+    the target's; None: the same.
     """
     pdl = supports_pdl(logits.device)
     blocks, most = candidates.ids.shape[1:]
@@ -114,6 +119,7 @@ def score_draft_tokens(
         lengths.stride(0),
         ahead,
         target_ids is not None,
+        in_order,
         most,
         BLOCK,
         pdl,
