@@ -40,6 +40,17 @@ class UnattendedOptions:
     limit: float = 600.0  # seconds until the swap, after the first request
     tokens: int = 64  # of an answer, at most
 
+    @property
+    def most(self) -> int:
+        """Requests until the limit; LearningLoadError if the traffic would not shift before it."""
+        most = math.ceil(self.limit * self.rate)
+        if most <= self.chats:
+            raise LearningLoadError(
+                f"{most} requests in {self.limit:g} s at {self.rate:g} per second are no more than the "
+                f"{self.chats} chats before the shift: give fewer --chats, a larger --limit or --rate."
+            )
+        return most
+
 
 @dataclass
 class Answered:
@@ -91,6 +102,7 @@ def run_unattended(
     say: Callable[[str], None] = lambda line: None,
 ) -> Unattended:
     """Send the traffic, wait for a swap, and compare both servers."""
+    options.most  # before the servers start
     flags = (*flags, *FLAGS.get(device, ()))
     learn = (*flags, "--learn", "--learn-dir", str(folder), *learn_flags)
     with ExitStack() as stack, ThreadPoolExecutor() as threads:
@@ -130,7 +142,7 @@ class Traffic:
     def __init__(self, options: UnattendedOptions, server: ServerProcess, say: Callable[[str], None]) -> None:
         self._options, self._server, self._say = options, server, say
         self.result = Unattended(options)
-        self._most = math.ceil(options.limit * options.rate)
+        self._most = options.most
         prompts = conversations(options.domain, 0, self._most - options.chats + options.held_out)
         self._prompts = [*numbered_chats(0, options.chats), *prompts]
         self._looked, self._phase, self._swaps, self._told = -math.inf, "collecting", 0, ""

@@ -30,6 +30,7 @@ NAMES = (
     "computed",  # seconds in which it has computed so far
 )
 RAN, BEGAN, ENDED, STOPPED, COMPUTED = range(len(NAMES))
+BYTES = 8 * len(NAMES)
 Clock = Callable[[], float]  # of the machine: the same in all its processes
 
 
@@ -37,11 +38,13 @@ class Activity:
     """The numbers in a mapped file. An Observer of the engine at the server."""
 
     def __init__(self, path: Path, clock: Clock = time.monotonic, readonly: bool = False) -> None:
-        """OSError if there is no such file: see `new_activity`."""
+        """OSError if there is no such file, or a shorter one: see `new_activity`."""
         self.path, self._clock = path, clock
         with path.open("rb" if readonly else "r+b") as file:
+            if path.stat().st_size < BYTES:
+                raise OSError(f"{path} has fewer than {BYTES} bytes")
             access = mmap.ACCESS_READ if readonly else mmap.ACCESS_WRITE
-            self._numbers = memoryview(mmap.mmap(file.fileno(), 8 * len(NAMES), access=access)).cast("d")
+            self._numbers = memoryview(mmap.mmap(file.fileno(), BYTES, access=access)).cast("d")
 
     # --- the server ---
 

@@ -41,6 +41,9 @@ class HeadEngine(Protocol[LoadedHead_contra]):
     """The part of an AsyncEngine, or of a RemoteEngine, that the Learner uses."""
 
     @property
+    def num_requests(self) -> int: ...
+
+    @property
     def state(self) -> StepStats: ...
 
     def watch_trainer(self, activity: Activity, /) -> None: ...
@@ -82,11 +85,18 @@ class Learner(Generic[LoadedHead]):
         self._promoted = 0  # number that `current` had when we looked last
         self._began = 0.0  # time at which the last training began
         self._trained_rows = 0  # collected when the last training began
-        self._expected: Turn | None = None  # what the head did when it was promoted
+        self._expected: Turn | None = None  # what the head did at first; None: not known yet
         self._level: Turn | None = None  # the last point of the curve
         self._low_points = 0  # of the curve, in a row
         self._overruled = False  # somebody changed `current` by hand
         self._job_runs = False
+        self._loaded = False  # more requests than a job may run beside, at the last look
+
+    def note_arrival(self) -> None:
+        """A request has come. If it is one too many, a job is stopped now, not at the next look."""
+        self._activity.note_arrival()
+        if self._job_runs and not self._loaded and self._engine.num_requests > self._config.max_running:
+            self._give_way()
 
     async def run(self) -> None:
         """Serve the current head, then learn until cancelled or the engine ends. What fails costs a cycle."""
@@ -97,7 +107,7 @@ class Learner(Generic[LoadedHead]):
         self._engine.watch_trainer(self._activity)
         await self._follow()
         while True:
-            await self._wait()
+            await self._poll()
             try:
                 if self._num_rows() - self._trained_rows >= self._config.min_rows:
                     await self._cycle()
@@ -157,11 +167,9 @@ class Learner(Generic[LoadedHead]):
         """The trial on live traffic; promotes the candidate or rejects it."""
         self.status.phase = "trial"
         old = await asyncio.to_thread(self._load, present.path)
-        result, live = await self._compare(old, drafter)
+        result = await self._compare(old, drafter)
         evidence = {**verdict.evidence(), "trial": asdict(result), "trained": self._began}
         if self._overruled or not result.better:
-            if not self._overruled:
-                await self._engine.replace_head(self._method, old)
             await self._reject(
                 "overruled by hand" if self._overruled else _told("it loses", result), evidence
             )
@@ -171,31 +179,40 @@ class Learner(Generic[LoadedHead]):
         # from where it stays: the candidate is deleted, and replicas that come later want its files
         await self._engine.replace_head(self._method, await asyncio.to_thread(self._load, head.path))
         self._in_engine = self._promoted = self.status.head = head.number
-        self._expected, self._low_points = live, 0
+        self._expected, self._low_points = None, 0  # the next point of the curve is what it should keep up
         self.status.swaps += 1
         self.status.gain = result.speedup
         await self._tell("promoted", head=head.number, reason=_told("it gains", result), evidence=evidence)
 
-    async def _compare(self, old: LoadedHead, new: LoadedHead) -> tuple[Outcome, Turn]:
-        """The outcome of a trial, and the last turn of the new head, which drafts when this returns."""
-        config, speedups = self._config.trial, list[float]()
-        while True:
-            turns = [await self._turn(drafter) for drafter in (old, new)]
-            speedup = log_speedup(*turns)
-            speedups += [] if speedup is None else [speedup]
-            result = outcome(speedups, config)
-            if result.better is not None or self._overruled:
-                return result, turns[1]
+    async def _compare(self, present: LoadedHead, tried: LoadedHead) -> Outcome:
+        """The outcome of a trial, in which the tried head gets a share of the decode steps: see TrialConfig.
 
-    async def _turn(self, drafter: LoadedHead) -> Turn:
-        """What a head does in one turn of a trial."""
-        config = self._config.trial
+        The present one drafts when this returns.
+        """
+        speedups = list[float]()
+        while True:
+            turn = await self._turn(tried)
+            speedup = log_speedup(await self._turn(present, turn), turn)
+            speedups += [] if speedup is None else [speedup]
+            result = outcome(speedups, self._config.trial)
+            if result.better is not None or self._overruled:
+                return result
+
+    async def _turn(self, drafter: LoadedHead, tried: Turn | None = None) -> Turn:
+        """What a head does in one turn of a trial: the tried head, or the present one after `tried`."""
+        config, meter = self._config.trial, self._meter
+
+        def has_ended() -> bool:
+            if tried is None:
+                return meter.has(config.turn_steps)
+            return meter.decodes >= config.present_steps(tried.decodes)
+
         if not self._overruled:
             await self._engine.replace_head(self._method, drafter)
-        self._meter.take(skip=config.skipped_steps)
-        while not self._meter.has(config.turn_steps) and not self._overruled:
-            await self._wait(watching=False)
-        return self._meter.take()
+        meter.take(skip=config.skipped_steps)
+        while not has_ended() and not self._overruled:
+            await self._wait(config.look_seconds)
+        return meter.take()
 
     # --- watching ---
 
@@ -210,16 +227,16 @@ class Learner(Generic[LoadedHead]):
             return
         self.status.phase = "trial"
         new, old = [await asyncio.to_thread(self._load, head.path) for head in (present, before)]
-        result, _ = await self._compare(new, old)
+        result = await self._compare(new, old)
         if self._overruled:
             return
         if result.better:
             head = self._history.rollback()
+            await self._engine.replace_head(self._method, old)
             self._in_engine = self._promoted = self.status.head = head.number
             self.status.rollbacks += 1
             await self._tell("rolled back", head=head.number, reason=_told("the head before gains", result))
             return
-        await self._engine.replace_head(self._method, new)
         self._expected = None  # of this traffic: the next point
         await self._tell("kept", head=present.number, reason=_told("the head before loses", result))
 
@@ -254,14 +271,14 @@ class Learner(Generic[LoadedHead]):
         self._activity.begin_work()  # until it says more
         try:
             while not task.done():
-                await self._wait()
+                await self._poll()
                 self._count_steps()
             return task.result()
         finally:
             self._count_steps()
             task.cancel()
             await asyncio.wait([task])  # its process has ended
-            self._job_runs = False
+            self._job_runs = self._loaded = False
             self._jobs.pause(False)
             self._activity.note_stopped(False)
             self._activity.end_work()
@@ -269,22 +286,28 @@ class Learner(Generic[LoadedHead]):
     def _count_steps(self) -> None:
         self.status.training_steps, self.status.planned_steps = self._jobs.steps, self._jobs.planned_steps
 
-    async def _wait(self, watching: bool = True) -> None:
-        """One poll: sleep while a job gives way to requests, follow commands, watch unless a trial does."""
+    async def _poll(self) -> None:
+        """Wait until the next poll, and watch."""
+        await self._wait(self._config.poll_seconds)
+        self._watch()
+
+    async def _wait(self, seconds: float) -> None:
+        """Sleep while a job gives way to requests, then follow commands."""
         config = self._config
-        looks = max(1, round(config.poll_seconds / config.look_seconds)) if self._job_runs else 1
-        for _ in range(looks):
-            await self._sleep(config.poll_seconds / looks)
+        while seconds > 0:
+            look = config.loaded_look_seconds if self._loaded else config.look_seconds
+            slept = min(seconds, look) if self._job_runs else seconds
+            await self._sleep(slept)
+            seconds -= slept
             self._give_way()
         await self._follow()
-        if watching:
-            self._watch()
 
     def _give_way(self) -> None:
         """Pause the job under load, and with few requests for a part of the time: see Slowdown."""
         state, status, now = self._engine.state, self.status, self._clock()
         self._activity.note_running(state.running)
-        status.paused = state.waiting > 0 or state.running > self._config.max_running
+        self._loaded = max(state.running, self._engine.num_requests) > self._config.max_running
+        status.paused = state.waiting > 0 or self._loaded
         is_its_turn = self._activity.is_pause() or self._slowdown.may_work(now)
         paused = status.paused or not is_its_turn
         self._jobs.pause(paused)

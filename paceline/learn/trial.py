@@ -1,7 +1,7 @@
-"""The trial: two heads take turns on live traffic, and their tokens per second are compared.
+"""The trial: a head gets a small share of the live steps, and its tokens per second are compared.
 
-One head at a time, because two would need twice the memory of a head and of its pages. A turn is a number of
-decode steps, so an idle server takes longer. Steps with as many requests are compared with each other: the
+It takes turns with the present head: one head at a time, because two would need twice the memory of a head
+and of its pages. A turn is a number of decode steps, so an idle server takes longer. Steps with as many requests are compared with each other: the
 load of the two turns need not be the same. It is the A/B test of the controller's guard, with another head in
 the place of plain decoding. Times are those of median steps: on a machine with other work, means of a hundred
 steps differ by more than two heads do.
@@ -29,10 +29,18 @@ LITTLE_USE_SPEED = math.log(0.8)  # log of the speed ratio that such a turn coun
 class TrialConfig:
     """How long a trial takes."""
 
-    turn_steps: int = 128  # with drafts of a head, or MAX_TURN_RATIO times as many in all
+    # of the tried head: with its drafts, or MAX_TURN_RATIO times as many in all. A pair of turns of 64 and 576
+    # steps has the same error as one of 128 and 128
+    turn_steps: int = 64
+    share: float = 0.1  # of the decode steps that the tried head gets
     skipped_steps: int = 8  # at the start of a turn: requests catch up with the new head
     min_pairs: int = 4  # turns of each head before anything is decided
-    max_pairs: int = 12
+    max_pairs: int = 24  # without a significant gain by then, the tried head has lost
+    look_seconds: float = 0.25  # between two looks at whether a turn has ended
+
+    def present_steps(self, tried: int) -> int:
+        """Decode steps of the present head after so many of the tried one."""
+        return round(tried * (1 - self.share) / self.share)
 
 
 @dataclass
@@ -111,6 +119,11 @@ class Meter:
         """Whether the turn had this many steps with drafts, or MAX_TURN_RATIO times as many steps in all."""
         return self._turn.steps >= steps or self._turn.decodes >= MAX_TURN_RATIO * steps
 
+    @property
+    def decodes(self) -> int:
+        """Decode steps of the turn so far."""
+        return self._turn.decodes
+
     def accepted(self) -> dict[str, int]:
         """The accepted tokens of each drafter since the start: what the head gains, and what others do."""
         return dict(self._accepted)
@@ -143,7 +156,7 @@ def log_speedup(before: Turn, after: Turn) -> float | None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Whether the second head of a trial is the faster one; None: not known yet."""
+    """Whether the tried head is the faster one; None: not known yet."""
 
     better: bool | None
     pairs: int
@@ -155,7 +168,7 @@ class Outcome:
 def outcome(speedups: Sequence[float], config: TrialConfig) -> Outcome:
     """The outcome of a trial after these pairs of turns, given as log speedups.
 
-    A significant gain or loss ends it; at the last pair the mean decides.
+    A significant gain or loss ends it, and so does the last pair: what is not significant then is no gain.
     """
     pairs = len(speedups)
     if pairs < max(2, config.min_pairs):
@@ -163,7 +176,5 @@ def outcome(speedups: Sequence[float], config: TrialConfig) -> Outcome:
     mean = statistics.fmean(speedups)
     error = statistics.stdev(speedups) / math.sqrt(pairs)
     low, high = mean - 2 * error, mean + 2 * error
-    better = True if low > 0 else False if high < 0 else None
-    if better is None and pairs >= config.max_pairs:
-        better = mean > 0
+    better = True if low > 0 else False if high < 0 or pairs >= config.max_pairs else None
     return Outcome(better, pairs, math.exp(mean), math.exp(low), math.exp(high))

@@ -93,7 +93,7 @@ class HeadReceiver:
         if kind == "report":
             self._reports.listeners.add(connection)
         elif kind == "trainer":
-            with suppress(OSError):  # it is on another machine
+            with suppress(OSError):  # it is on another machine, where this file is missing or another one
                 self._engine.watch_trainer(Activity(Path(content["path"]), readonly=True))
         elif kind == "head":
             task = asyncio.create_task(self._serve(connection, content["id"], content["method"]))

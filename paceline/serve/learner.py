@@ -54,6 +54,7 @@ class LearningModel(Generic[LoadedHead]):
         self._activity = activity
         self.observers = (self._meter, activity, self._slowdown)  # of the engine
         self._method, self._load, self._jobs, self._config = method, load, jobs, config
+        self._learner: Learner[LoadedHead] | None = None  # while it learns
         self._task: asyncio.Task[None] | None = None
 
     def restrict(self, params: SamplingParams, origin: Origin) -> SamplingParams:
@@ -61,7 +62,8 @@ class LearningModel(Generic[LoadedHead]):
 
         From the start of the server on, because a trial may let a candidate draft at any time.
         """
-        self._activity.note_arrival()
+        if self._learner is not None:
+            self._learner.note_arrival()
         if self.collector.policy.may_use_head(origin):
             return params
         asked = params.speculative
@@ -76,7 +78,7 @@ class LearningModel(Generic[LoadedHead]):
 
     def start(self, engine: HeadEngine[LoadedHead], name: str) -> Learning:
         """Begin to learn, in the event loop of the engine. Returns what is shown of it."""
-        learner = Learner(
+        learner = self._learner = Learner(
             engine,
             self._method,
             self._load,

@@ -116,3 +116,7 @@ def test_each_side_reads_what_the_other_one_writes(tmp_path: Path) -> None:
     assert not server.path.exists()
     with pytest.raises(FileNotFoundError):
         Activity(server.path)
+    for size in (0, 24):  # another file of this name, on a replica's machine
+        (tmp_path / "short").write_bytes(bytes(size))
+        with pytest.raises(OSError, match="fewer than 40 bytes"):
+            Activity(tmp_path / "short", readonly=True)

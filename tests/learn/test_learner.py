@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,43 @@ def test_a_promotion_by_hand_during_a_trial_ends_it(world):
     assert world.in_use == "2.2"
     assert world.history.current().number == number
     assert world.decisions == ["serves", "rejected"]
+
+
+def test_a_trial_gives_a_head_a_tenth_of_the_live_steps_until_its_gain_is_significant(world):
+    trial = replace(CONFIG.trial, share=0.1, turn_steps=20)
+    world.config, world.trained, world.replayed = replace(CONFIG, trial=trial), [1.7], 2.6
+    world.run(300)
+    assert world.decisions == ["rejected"]
+    first = world.drafted.index("1.7")
+    last = len(world.drafted) - world.drafted[::-1].index("1.7")
+    tried = world.drafted[first:last].count("1.7")
+    assert tried == 3 * 24  # turns of 20 steps, 2 more that are skipped, and those until the next look
+    turns = world.swaps.index("1.7"), len(world.swaps) - world.swaps[::-1].index("1.7")
+    assert world.swaps[slice(*turns)] == ["1.7", str(FIRST)] * 2 + ["1.7"]
+    assert tried / (last - first) <= 0.15  # the last turn of the present head comes after that
+
+
+def test_an_arrival_stops_the_trainer_at_once_and_under_load_looks_are_rare(world):
+    async def train(present: Path, since: float) -> None:
+        for _ in range(400):
+            await asyncio.sleep(0)
+
+    def load(world: World) -> None:
+        world.running = 0 if world.polls < 20 else CONFIG.max_running + 1
+        if world.polls == 20:
+            looks = len(world.paused)
+            world.learner.note_arrival()
+            assert world.paused[looks:] == [True]
+            world.learner.note_arrival()  # the next ones cost no look
+            assert len(world.paused) == looks + 1
+
+    world.train, world.on_poll = train, load
+    world.config = replace(CONFIG, look_seconds=0.025, loaded_look_seconds=1.0)
+    world.run(40)
+    assert not any(world.paused[:18])
+    assert world.slept[2:20] == [0.025] * 18
+    assert sum(world.slept[20:]) > 0.9 * len(world.slept[20:])
+    assert world.learner.status.paused
 
 
 def test_training_pauses_while_requests_run(world):

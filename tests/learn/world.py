@@ -22,10 +22,11 @@ from paceline.learn.trial import Meter, TrialConfig
 CONFIG = LearnerConfig(
     min_rows=10,
     look_seconds=2.0,
+    loaded_look_seconds=2.0,
     max_running=2,
     watch_steps=20,
     watch_points=2,
-    trial=TrialConfig(turn_steps=10, skipped_steps=2, min_pairs=3, max_pairs=5),
+    trial=TrialConfig(turn_steps=10, share=0.5, skipped_steps=2, min_pairs=3, max_pairs=5),
 )
 LOOK = 0.025  # seconds between two polls
 FIRST = 2.0  # tokens per draft of the head that the server starts with
@@ -51,6 +52,9 @@ class World:
     steps: int = 0
     planned_steps: int = 0
     slowdown: Slowdown = field(default_factory=Slowdown)
+    config: LearnerConfig = CONFIG
+    slept: list[float] = field(default_factory=list)  # seconds, at each poll
+    drafted: list[str] = field(default_factory=list)  # the head in use at each step
 
     def __post_init__(self) -> None:
         first = self.folder / "first"
@@ -61,6 +65,10 @@ class World:
         self.in_use = str(FIRST)
 
     # the engine
+
+    @property
+    def num_requests(self) -> int:
+        return self.running
 
     @property
     def state(self) -> StepStats:
@@ -75,6 +83,7 @@ class World:
         self.swaps.append(drafter)
 
     def step(self) -> None:
+        self.drafted.append(self.in_use)
         tokens = round(1000 * self.factor * self.live.get(self.in_use, float(self.in_use)))
         draft = DraftFacts("r", "chat", "eagle3", nodes=tokens, depth=tokens, accepted=tokens - 1)
         self.meter.step(StepStats(requests=1, new_tokens=tokens, forward_time=1.0, drafts=(draft,)), ())
@@ -120,6 +129,7 @@ class World:
 
     async def sleep(self, seconds: float) -> None:
         self.polls += 1
+        self.slept.append(seconds)
         self.disturbed.append(self.activity.is_working(0.01))
         self.on_poll(self)
         for _ in range(6):
@@ -142,7 +152,7 @@ class World:
         on_poll, self.on_poll, self.polls = self.on_poll, end, 0
         task: asyncio.Future[None]
         with new_activity(lambda: self.polls * LOOK) as activity:
-            learner = Learner(
+            learner = self.learner = Learner(
                 self,
                 "eagle3",
                 self.load,
@@ -151,7 +161,7 @@ class World:
                 self.meter,
                 activity,
                 lambda: self.collected,
-                CONFIG,
+                self.config,
                 self.slowdown,
                 sleep=self.sleep,
                 clock=lambda: self.polls * LOOK,
