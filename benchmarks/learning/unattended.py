@@ -25,7 +25,8 @@ from benchmarks.server.process import ServerProcess
 from paceline.bench.servers.client import post
 
 LOOK_SECONDS = 1.0  # between two looks at what the server does
-SHOWN = ("phase", "training_steps", "planned_steps", "computed_seconds", "swaps", "rejected", "slowdown")
+# what is told when it changes
+SHOWN = ("phase", "training_steps", "planned_steps", "computed_seconds", "swaps", "rejected")
 
 
 @dataclass(frozen=True)
@@ -40,16 +41,17 @@ class UnattendedOptions:
     limit: float = 600.0  # seconds until the swap, after the first request
     tokens: int = 64  # of an answer, at most
 
-    @property
-    def most(self) -> int:
-        """Requests until the limit; LearningLoadError if the traffic would not shift before it."""
-        most = math.ceil(self.limit * self.rate)
-        if most <= self.chats:
+    def __post_init__(self) -> None:
+        if self.most <= self.chats:
             raise LearningLoadError(
-                f"{most} requests in {self.limit:g} s at {self.rate:g} per second are no more than the "
+                f"{self.most} requests in {self.limit:g} s at {self.rate:g} per second are no more than the "
                 f"{self.chats} chats before the shift: give fewer --chats, a larger --limit or --rate."
             )
-        return most
+
+    @property
+    def most(self) -> int:
+        """Requests until the limit."""
+        return math.ceil(self.limit * self.rate)
 
 
 @dataclass
@@ -102,7 +104,6 @@ def run_unattended(
     say: Callable[[str], None] = lambda line: None,
 ) -> Unattended:
     """Send the traffic, wait for a swap, and compare both servers."""
-    options.most  # before the servers start
     flags = (*flags, *FLAGS.get(device, ()))
     learn = (*flags, "--learn", "--learn-dir", str(folder), *learn_flags)
     with ExitStack() as stack, ThreadPoolExecutor() as threads:

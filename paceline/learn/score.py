@@ -29,6 +29,7 @@ from paceline.models.registry import load_checkpoint, resolve
 from paceline.models.transformer import Transformer
 from paceline.train.batches import Batch
 from paceline.train.objective import Objective
+from paceline.train.sequences import TargetStates
 
 MAX_ROWS = 256  # that a candidate is judged by
 MAX_LENGTH = 1024  # tokens of prompt and answer; longer answers are cut
@@ -64,18 +65,21 @@ def gate_rows(rows: Iterable[TrafficRow], most: int = MAX_ROWS, salt: str = "") 
 def replay_acceptance(
     target: Transformer,
     name: TargetName,
-    head: HeadCheckpoint,
+    heads: Sequence[HeadCheckpoint],
     rows: Sequence[TrafficRow],
     may_go_on: Callable[[], bool] = lambda: True,
-) -> list[RowScore] | None:
-    """The score of each row with this head; None if `may_go_on`, asked before each, says no.
+) -> list[list[RowScore]] | None:
+    """The scores of the rows with each of these heads; None if `may_go_on`, asked before each row, says no.
 
     The same head and rows give the same scores.
     """
-    check_finite(head)
-    objective = objective_for(head, target, name)
-    scores = [score_row(objective, row) for row in rows if may_go_on()]
-    return scores if len(scores) == len(rows) else None
+    for head in heads:
+        check_finite(head)
+    objectives = [objective_for(head, target, name) for head in heads]
+    by_row = [score_row(objectives, row) for row in rows if may_go_on()]
+    if len(by_row) < len(rows):
+        return None
+    return [[scores[head] for scores in by_row] for head in range(len(heads))]
 
 
 def score_heads(
@@ -98,23 +102,30 @@ def score_heads(
     store = TrafficStore(traffic, name)
     rows = gate_rows(store.rows(), salt=salt)
     target = load_target_beside_server(checkpoint, device)
-    scores = [replay_acceptance(target, name, head, rows, may_go_on) for head in loaded]
-    return [each for each in scores if each is not None] if None not in scores else None
+    return replay_acceptance(target, name, loaded, rows, may_go_on)
 
 
-def score_row(objective: Objective, row: TrafficRow) -> RowScore:
-    """The score of one row; alone in its batch, so that it does not depend on other rows."""
-    first = len(row.prompt_ids)
-    ids = torch.tensor([[*row.prompt_ids, *row.output_ids][:MAX_LENGTH]])
-    batch = Batch(ids, torch.tensor([first]), torch.tensor([ids.shape[1]]))
-    device = objective.target.embedding.device
-    batch = Batch(batch.tokens.to(device), batch.answers.to(device), batch.lengths.to(device))
-    accepted: list[int] = objective.accepted(batch)[0, first : ids.shape[1] - 1].tolist()
-    offered, right = [0] * objective.num_steps, [0] * objective.num_steps
+def score_row(objectives: Sequence[Objective], row: TrafficRow) -> list[RowScore]:
+    """The scores of one row with each head; alone in its batch, so that they do not depend on other rows."""
+    first, device = len(row.prompt_ids), objectives[0].target.embedding.device
+    ids = torch.tensor([[*row.prompt_ids, *row.output_ids][:MAX_LENGTH]], device=device)
+    ends = (torch.tensor([place], device=device) for place in (first, ids.shape[1]))
+    batch, states, scores = Batch(ids, *ends), dict[tuple[int, ...], TargetStates](), list[RowScore]()
+    for objective in objectives:  # heads that read the same layers share the target's pass
+        if objective.layers not in states:
+            states[objective.layers] = objective.states(batch)
+        accepted = objective.accepted(batch, states[objective.layers])[0, first : ids.shape[1] - 1]
+        scores.append(_score(row, accepted.tolist(), objective.num_steps))
+    return scores
+
+
+def _score(row: TrafficRow, accepted: Sequence[int], num_steps: int) -> RowScore:
+    """The score of a row whose chains have so many right guesses after each of its tokens."""
+    offered, right = [0] * num_steps, [0] * num_steps
     place = passes = 0
     while place < len(accepted):  # the walk of train.acceptance.passes, with counts by position
         length = accepted[place]
-        for position in range(min(length + 1, objective.num_steps)):
+        for position in range(min(length + 1, num_steps)):
             offered[position] += 1
             right[position] += position < length
         place += length + 1

@@ -16,8 +16,8 @@ class LearnerConfig:
     min_rows: int = 200  # new rows before a head is trained on them
     poll_seconds: float = 2.0  # between two looks at processes and commands
     look_seconds: float = 0.025  # between two looks at load, while a process trains or scores
-    # the same under load. A look takes 0.2 ms of the passes that it interrupts, and after a load that ends for a
-    # moment the job need not go on at once
+    # the same under load: a look takes 0.2 ms of the passes that it interrupts, and a job need not go on in
+    # the moment in which load ends
     loaded_look_seconds: float = 1.0
     max_running: int = 2  # requests: with more, or with any that waits, training pauses
     watch_steps: int = 512  # decode steps of a point of the curve of live acceptance

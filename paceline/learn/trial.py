@@ -1,10 +1,10 @@
 """The trial: a head gets a small share of the live steps, and its tokens per second are compared.
 
 It takes turns with the present head: one head at a time, because two would need twice the memory of a head
-and of its pages. A turn is a number of decode steps, so an idle server takes longer. Steps with as many requests are compared with each other: the
-load of the two turns need not be the same. It is the A/B test of the controller's guard, with another head in
-the place of plain decoding. Times are those of median steps: on a machine with other work, means of a hundred
-steps differ by more than two heads do.
+and of its pages. A turn is a number of decode steps, so an idle server takes longer. Steps with as many
+requests are compared with each other: the load of the two turns need not be the same. It is the A/B test of
+the controller's guard, with another head in the place of plain decoding. Times are those of median steps: on
+a machine with other work, means of a hundred steps differ by more than two heads do.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ LITTLE_USE_SPEED = math.log(0.8)  # log of the speed ratio that such a turn coun
 class TrialConfig:
     """How long a trial takes."""
 
-    # of the tried head: with its drafts, or MAX_TURN_RATIO times as many in all. A pair of turns of 64 and 576
-    # steps has the same error as one of 128 and 128
+    # of the tried head: with its drafts, or MAX_TURN_RATIO times as many in all. A pair of turns of 64 and
+    # 576 steps has the same error as one of 128 and 128
     turn_steps: int = 64
     share: float = 0.1  # of the decode steps that the tried head gets
     skipped_steps: int = 8  # at the start of a turn: requests catch up with the new head

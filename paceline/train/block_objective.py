@@ -27,7 +27,7 @@ from paceline.train.losses import StepLosses
 from paceline.train.new_head import choose_draft_ids, copy_output, load_weights, shared_weights
 from paceline.train.objective import Objective, WriteHead, precision_of, write_later
 from paceline.train.options import BlockOptions, DSparkOptions
-from paceline.train.sequences import target_states
+from paceline.train.sequences import TargetStates, target_states
 
 TITLES = {"dflash": "A DFlash draft head", "dspark": "A DSpark draft head", "jetspec": "A JetSpec draft head"}
 SAMPLES, SAMPLE_WIDTH = 8, 256  # texts, and their tokens, by which the sizes of features are measured
@@ -75,8 +75,8 @@ class BlockObjective(Objective):
             return block_losses(self.network, self._ids, states, batch, anchors, self._loss)
 
     @torch.no_grad()
-    def accepted(self, batch: Batch) -> torch.Tensor:
-        states = self._states(batch)
+    def accepted(self, batch: Batch, states: TargetStates | None = None) -> torch.Tensor:
+        states = self._states(batch) if states is None else states
         with precision_of(self.target):
             return accepted_by_blocks(self.network, states.features, self._ids, batch)
 

@@ -16,6 +16,7 @@ from paceline.train.losses import StepLosses
 from paceline.train.new_head import choose_draft_ids, head_config, head_from, new_head
 from paceline.train.objective import Objective, WriteHead, precision_of, write_later
 from paceline.train.options import Eagle3Options
+from paceline.train.sequences import TargetStates
 
 
 class Eagle3Objective(Objective):
@@ -60,8 +61,8 @@ class Eagle3Objective(Objective):
             )
 
     @torch.no_grad()
-    def accepted(self, batch: Batch) -> torch.Tensor:
-        states = self._states(batch)
+    def accepted(self, batch: Batch, states: TargetStates | None = None) -> torch.Tensor:
+        states = self._states(batch) if states is None else states
         with precision_of(self.target):
             outputs = unroll(self.network, states.features, batch.tokens, self.num_steps)
             return accepted_by_steps(outputs, self.network.logits, self._ids, batch)

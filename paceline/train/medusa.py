@@ -32,6 +32,7 @@ from paceline.train.losses import StepLosses, distillation_losses
 from paceline.train.new_head import choose_draft_ids
 from paceline.train.objective import Objective, WriteHead, float16_weights, precision_of
 from paceline.train.options import MedusaOptions
+from paceline.train.sequences import TargetStates
 
 MAX_TREE_PATHS = 64  # of the tree stored with the heads
 MAX_BRANCHES = 10  # candidates per head in a tree
@@ -76,8 +77,8 @@ class MedusaObjective(Objective):
             )
 
     @torch.no_grad()
-    def accepted(self, batch: Batch) -> torch.Tensor:
-        states = self._states(batch)
+    def accepted(self, batch: Batch, states: TargetStates | None = None) -> torch.Tensor:
+        states = self._states(batch) if states is None else states
         with precision_of(self.target):
             return accepted_by_steps([states.final] * self.num_steps, self.network.scores, self._ids, batch)
 

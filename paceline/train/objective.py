@@ -24,6 +24,7 @@ from paceline.train.batches import Batch
 from paceline.train.examples import Examples
 from paceline.train.losses import LOSSES, DraftIds, StepLosses
 from paceline.train.options import TrainOptions
+from paceline.train.sequences import TargetStates
 from paceline.train.state_cache import StateCache
 
 NEW = "new"
@@ -51,7 +52,7 @@ class Objective(ABC):
 
         `init_from` is the head that is trained further; None: it is new.
         """
-        self.target, self.draft_ids = target, draft_ids
+        self.target, self.draft_ids, self.layers = target, draft_ids, tuple(layers)
         self.start = NEW if init_from is None else str(init_from.source)
         self._loss = LOSSES[options.loss]
         ids = torch.from_numpy(draft_ids).long().to(target.embedding.device)
@@ -62,9 +63,16 @@ class Objective(ABC):
     def losses(self, batch: Batch) -> StepLosses:
         """The losses of a batch, per token ahead."""
 
+    def states(self, batch: Batch) -> TargetStates:
+        """The target's states of a batch: the same for all heads that read the same `layers`."""
+        return self._states(batch)
+
     @abstractmethod
-    def accepted(self, batch: Batch) -> torch.Tensor:
-        """Accepted guesses of a chain after each token: int64 [batch, tokens]; see acceptance.py."""
+    def accepted(self, batch: Batch, states: TargetStates | None = None) -> torch.Tensor:
+        """Accepted guesses of a chain after each token: int64 [batch, tokens]; see acceptance.py.
+
+        `states`: of the batch, if they are known.
+        """
 
     def calibrate(self, batches: Iterable[Batch]) -> None:
         """Called after training with the held-out batches, for what depends on the head's accuracy."""

@@ -150,4 +150,4 @@ def test_an_unattended_server_gets_each_prompt_once_until_it_has_swapped_and_uns
     assert late.result.swapped_after is None
     assert late.result.requests == 4
     with pytest.raises(LearningLoadError, match="no more than the 3 chats"):
-        unattended.Traffic(replace(options, limit=1.0), "learning", lambda line: None)
+        replace(options, limit=1.0)

@@ -89,9 +89,11 @@ def test_rows_are_held_back_ones_each_prompt_once_new_ones_and_some_of_all_the_t
 @pytest.mark.parametrize("config", [EAGLE3, DSPARK], ids=["eagle3", "dspark"])
 def test_a_score_is_the_passes_that_chains_of_the_head_would_need(target, config):
     chosen = gate_rows(rows(100))[:3]
-    given = random_checkpoint(replace(config, target=target.name, own_lm_head=True))
+    named = replace(config, target=target.name, own_lm_head=True)
+    others = random_checkpoint(named, 4), random_checkpoint(replace(named, feature_layers=(0, 1, 2)), 3)
+    given = random_checkpoint(named)
     objective = objective_for(given, target.model, target.name)
-    scores = replay_acceptance(target.model, target.name, given, chosen)
+    (scores,) = replay_acceptance(target.model, target.name, [given], chosen)
     for row, found in zip(chosen, scores, strict=True):
         ids = torch.tensor([[*row.prompt_ids, *row.output_ids]])
         accepted = objective.accepted(Batch(ids, torch.tensor([8]), torch.tensor([ids.shape[1]])))
@@ -99,7 +101,11 @@ def test_a_score_is_the_passes_that_chains_of_the_head_would_need(target, config
         assert found.passes == len(by_pass(accepted[0, 8:-1].tolist()))
         assert found.offered[0] == found.passes
         assert sum(found.accepted) == found.tokens - found.passes
-    assert scores == replay_acceptance(target.model, target.name, given, chosen)
+    # beside a head that shares the target's states, and one that reads other layers
+    beside = replay_acceptance(target.model, target.name, [given, *others], chosen)
+    alone = [replay_acceptance(target.model, target.name, [head], chosen)[0] for head in (given, *others)]
+    assert beside == alone
+    assert scores == beside[0]
 
 
 def test_a_head_with_weights_that_are_not_numbers_is_not_scored(target):
@@ -107,7 +113,7 @@ def test_a_head_with_weights_that_are_not_numbers_is_not_scored(target):
     broken = head(target)
     broken = replace(broken, tensors={**broken.tensors, "fc.weight": encode(bad)})
     with pytest.raises(PacelineError, match=r"fc\.weight has weights that are not finite"):
-        replay_acceptance(target.model, target.name, broken, [])
+        replay_acceptance(target.model, target.name, [broken], [])
 
 
 @pytest.fixture
