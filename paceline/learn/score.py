@@ -109,8 +109,9 @@ def score_row(objectives: Sequence[Objective], row: TrafficRow) -> list[RowScore
     """The scores of one row with each head; alone in its batch, so that they do not depend on other rows."""
     first, device = len(row.prompt_ids), objectives[0].target.embedding.device
     ids = torch.tensor([[*row.prompt_ids, *row.output_ids][:MAX_LENGTH]], device=device)
-    ends = (torch.tensor([place], device=device) for place in (first, ids.shape[1]))
-    batch, states, scores = Batch(ids, *ends), dict[tuple[int, ...], TargetStates](), list[RowScore]()
+    answers, lengths = (torch.tensor([place], device=device) for place in (first, ids.shape[1]))
+    batch = Batch(ids, answers, lengths)
+    states, scores = dict[tuple[int, ...], TargetStates](), list[RowScore]()
     for objective in objectives:  # heads that read the same layers share the target's pass
         if objective.layers not in states:
             states[objective.layers] = objective.states(batch)
