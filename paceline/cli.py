@@ -151,8 +151,8 @@ def check(
     isa: Annotated[
         str | None,
         typer.Option(
-            help="Instruction set of the CPU kernels: avx512vnni, avxvnni, avx512, avx2, neon or portable. "
-            "Default: the best of this CPU. For other commands, set PACELINE_ISA."
+            help="Instruction set of the CPU kernels: amx, avx512vnni, avxvnni, avx512, avx2, neon or "
+            "portable. Default: the best of this CPU. For other commands, set PACELINE_ISA."
         ),
     ] = None,
     as_json: AsJson = False,

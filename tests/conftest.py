@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -192,7 +193,20 @@ def toy(monkeypatch):
 
 
 @pytest.fixture
-def paceline(monkeypatch, capsys):
+def process_stays_as_it_is():
+    """What a server changes in its process ends with the test: its log writes to a captured stream, which is
+    closed then.
+    """
+    root, interval = logging.getLogger(), sys.getswitchinterval()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    sys.setswitchinterval(interval)
+
+
+@pytest.fixture
+def paceline(monkeypatch, capsys, process_stays_as_it_is):
     """Run a command line; gives (exit code, standard output, standard error)."""
 
     def run(*arguments, stdin=None):

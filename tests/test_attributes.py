@@ -20,7 +20,7 @@ def names_in(target: ast.expr, instance: str) -> Iterator[str]:
             yield from names_in(element, instance)
     elif isinstance(target, ast.Starred):
         yield from names_in(target.value, instance)
-    elif isinstance(target, ast.Attribute) and ast.unparse(target.value) == instance:
+    elif isinstance(target, ast.Attribute) and getattr(target.value, "id", None) == instance:
         yield target.attr
 
 
@@ -32,7 +32,8 @@ def assigned(function: Function) -> Iterator[str]:
         if isinstance(node, ast.Assign):
             targets = node.targets
         elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.For | ast.AsyncFor | ast.NamedExpr):
-            targets = (node.target,)
+            annotated_only = isinstance(node, ast.AnnAssign) and node.value is None  # makes no attribute
+            targets = () if annotated_only else (node.target,)
         elif isinstance(node, ast.withitem) and node.optional_vars is not None:
             targets = (node.optional_vars,)
         for target in targets:
@@ -57,7 +58,7 @@ def born(owner: ast.ClassDef) -> set[str]:
         if isinstance(entry, ast.Assign):
             found |= {target.id for target in entry.targets if isinstance(target, ast.Name)}
         elif isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name):
-            if entry.value is not None or is_dataclass:  # an annotation alone makes no attribute
+            if entry.value is not None or is_dataclass:
                 found.add(entry.target.id)
         elif isinstance(entry, ast.FunctionDef):  # a property may have a setter
             found.add(entry.name)

@@ -46,7 +46,8 @@ class RemoteRun:
         self.prefix_hashes = prefix_hashes
         self.session = session
         self.weights_id: str | None = None  # of the weights that gave the tokens so far
-        self.ended: asyncio.Future[None]  # of the attempt: done, or why it is lost
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self._loop.create_future()  # the attempt: done, or why it is lost
         self.replica: str | None = None  # that has the attempt
         self.cut_short = False  # an output was ended here, by its text, which its replica does not know
         self._tokenizer = tokenizer
@@ -77,7 +78,7 @@ class RemoteRun:
     def begin(self, link: Link) -> None:
         """A replica gets the next attempt."""
         self.replica, self.weights_id = link.replica, link.weights_id
-        self.ended = asyncio.get_running_loop().create_future()
+        self.ended = self._loop.create_future()
         for child in self.children:
             if child.finish_reason is None:
                 child.status = Status.RUNNING

@@ -134,30 +134,22 @@ def test_health_checks_are_not_logged_and_nothing_is_logged_twice(
     assert len(caplog.records) == 1
 
 
+@pytest.mark.usefixtures("process_stays_as_it_is")
 def test_a_start_says_model_and_drafter_in_a_readable_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     limits = {"max_model_len": "8192", "max_num_seqs": "16", "max_num_batched_tokens": "512"}
-    before = logging.getLogger().handlers[:]
-    try:
-        set_up_logs("info", "text")
-        drafting = {"drafters": "suffix,eagle3", "draft_control": "auto"}
-        announce({"model": "smollm2-135m", **drafting, **limits}, 2.04)
-    finally:
-        logging.basicConfig(handlers=before, force=True)
+    set_up_logs("info", "text")
+    drafting = {"drafters": "suffix,eagle3", "draft_control": "auto"}
+    announce({"model": "smollm2-135m", **drafting, **limits}, 2.04)
     model, drafter = capsys.readouterr().err.splitlines()
     assert "model name=smollm2-135m max_model_len=8192 max_num_seqs=16" in model
     assert drafter.endswith("drafter name=suffix,eagle3 control=auto")
 
 
+@pytest.mark.usefixtures("process_stays_as_it_is")
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_a_log_event_is_always_one_line(form: str, capsys: pytest.CaptureFixture[str]) -> None:
-    before = logging.getLogger().handlers[:]
-    try:
-        set_up_logs("info", form)
-        log_event(
-            logging.getLogger("paceline.test"), "request", path="/a\nb\x1b[31m", status=200, segment=None
-        )
-    finally:
-        logging.basicConfig(handlers=before, force=True)
+    set_up_logs("info", form)
+    log_event(logging.getLogger("paceline.test"), "request", path="/a\nb\x1b[31m", status=200, segment=None)
     (line,) = capsys.readouterr().err.splitlines()
     assert "\x1b" not in line
     assert "segment" not in line

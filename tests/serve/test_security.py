@@ -49,8 +49,15 @@ def imports_and_calls() -> list[tuple[str, str, ast.AST]]:
             elif isinstance(node, ast.ImportFrom):
                 found += [(place, f"{node.module}.{alias.name}", node) for alias in node.names]
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-                found.append((place, ast.unparse(node.func), node))
+                found.append((place, dotted(node.func), node))
     return found
+
+
+def dotted(node: ast.expr) -> str:
+    """A name with its attributes; nothing before the first dot if that is no name."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def used(pattern: str) -> list[tuple[str, ast.AST]]:

@@ -38,6 +38,7 @@ from paceline.core.request import SamplingNeeds
 Int64Array = npt.NDArray[np.int64]
 
 BUFFERS = 4  # per loop: more than passes in flight, so none is overwritten unread
+TIMED_CONTEXT = 256  # tokens of each request in the passes that are timed: a usual chat's
 
 
 @dataclass(frozen=True)
@@ -195,7 +196,8 @@ class CudaAsyncDecoder:
         self._unread.clear()
 
     def prepare(self, draft: DeviceDraft | None) -> dict[int, float]:
-        """Capture a graph for every bucket, over padding rows, and measure its seconds on a GPU."""
+        """Capture a graph for every bucket, and measure the seconds of its passes on a GPU. No slot may be in
+        use."""
         self._make_known(draft)
         return self._prepare(draft)
 
@@ -208,15 +210,32 @@ class CudaAsyncDecoder:
         for rows in buckets(loop.most):
             steps.begin([], rows)
             steps.step(rows)
-            if (measured := mean_seconds(self.device, partial(steps.step, rows))) is not None:
-                seconds[rows] = measured
             if self._weights.adapters:
                 steps.step(rows, has_adapters=True)
+            steps.begin(self._fill_slots(rows), rows)
+            if (measured := mean_seconds(self.device, partial(steps.step, rows))) is not None:
+                seconds[rows] = measured
+        steps.begin([], rows)
         steps.step(rows, int(self.supported_sampling), self._writer.edits)  # compiles kernels for all sizes
         steps.use_shared_prefix(no_shared_prefix(rows))
         steps.step(rows)  # compiles; other sizes are captured when first needed
         self._last = None
         return seconds
+
+    def _fill_slots(self, count: int) -> list[int]:
+        """Up to `count` slots, which now hold requests with a context, in pages of their own if there are
+        enough. Attention to it is part of a pass, and more of one that verifies drafts. None is accepted, so
+        that all drafts are timed over the same context. Requests that join overwrite this."""
+        state, slots = self._requests, min(count, len(self._lengths))
+        context = min(TIMED_CONTEXT, self._longest // 2)
+        state.lengths.fill_(context)
+        state.limits.fill_(self._longest)
+        state.takes_drafts.fill_(0)
+        each = -(-2 * context // self._page_size)  # pages, with some for the tokens that passes add
+        pages = np.arange(slots * each, dtype=np.int32).reshape(slots, each) % self._pool.num_pages
+        self._pages[:slots, :each] = pages
+        state.pages[:slots, :each] = torch.from_numpy(pages).to(self.device)
+        return list(range(slots))
 
     def _loop(self, draft: DeviceDraft | None) -> Loop:
         """The loop of this draft, created when first needed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -49,7 +49,7 @@ class Recording:
     def use_shared_prefix(self, shared_prefix: object) -> None:
         self.shared.append(shared_prefix)
 
-    def step(self, rows: int, needs: int, edits: object, has_adapters: bool) -> None:
+    def step(self, rows: int, needs: int = 0, edits: object = None, has_adapters: bool = False) -> None:
         self.needs.append(needs)
         self.has_adapters.append(has_adapters)
         self.edits = edits
@@ -90,13 +90,13 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
     return made
 
 
-def make_decoder(device: torch.device = CPU):  # type: ignore[no-untyped-def]
+def make_decoder(device: torch.device = CPU, pool: object = None):  # type: ignore[no-untyped-def]
     from paceline.backends.cuda.async_decoder import CudaAsyncDecoder
 
     config = SimpleNamespace(num_heads=4, num_kv_heads=2, vocab_size=VOCAB_SIZE, latent=None)
     sizes = {"config": config, "head_groups": (4, 2), "adapters": {"chat": 0, "sql": 1}}
     weights = type("Weights", (), {"device": device, **sizes})
-    return CudaAsyncDecoder(weights, None, SLOTS, LONGEST, PAGE, (1,))  # type: ignore[arg-type]
+    return CudaAsyncDecoder(weights, pool, SLOTS, LONGEST, PAGE, (1,))  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -172,6 +172,35 @@ def test_a_request_that_leaves_and_one_that_joins_begin_the_rows_anew(decoder, l
     assert state.lengths.tolist() == [6, 4, 6, 0, 0, 8]
     assert state.seeds[5].item() == 5 - 2**63
     assert state.temperatures[5] == 0.5
+
+
+def test_passes_are_timed_over_requests_with_a_context_and_later_ones_do_not_see_them(  # type: ignore[no-untyped-def]
+    decoder, loops, monkeypatch
+) -> None:
+    from paceline.backends.cuda import async_decoder
+
+    timed: list[tuple[list[int], list[int]]] = []
+
+    def run_once(device: torch.device, run: Callable[[], None]) -> float:
+        slots, state = loops[0].begun[-1], loops[0].requests
+        run()
+        timed.append((state.lengths[slots].tolist(), loops[0].output[: len(slots), 0].tolist()))
+        return 1e-3 * len(slots)
+
+    monkeypatch.setattr(async_decoder, "mean_seconds", run_once)
+    prepared = make_decoder(pool=SimpleNamespace(num_pages=45))
+    assert prepared.prepare(None) == {1: 1e-3, 2: 2e-3, 4: 4e-3, 8: 6e-3}
+    # half of the longest context, and a token more; pages of their own, but for the last slot's
+    assert timed[-1] == ([LONGEST // 2 + 1] * SLOTS, [4, 12, 20, 28, 36, 44])
+    assert loops[0].begun[-1] == []
+    tables = np.full((SLOTS, LONGEST // PAGE), 7, dtype=np.int32)
+    outputs = []
+    for each in (prepared, decoder):
+        each.join(joining([5, 1], [2, 6]))
+        each.launch([5, 1], tables, None)
+        outputs.append(each.read())
+    assert outputs[0].tokens.tolist() == outputs[1].tokens.tolist() == [[7], [7]]
+    assert prepared._requests.takes_drafts[[5, 1]].tolist() == [0, 1]
 
 
 def test_shared_prefixes_are_looked_for_when_rows_begin_anew(decoder, loops, monkeypatch) -> None:  # type: ignore[no-untyped-def]
