@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -18,6 +16,7 @@ from paceline.models.registry import DEFAULT_MODEL, is_pulled, load_checkpoint, 
 from tests.backends.driver import drive, run
 from tests.backends.prompts import PROMPTS
 from tests.large import LARGE
+from tests.their_gguf import read_once
 
 NEW_TOKENS = 64 if LARGE else 20  # more than a page is enough to go on from one page to the next
 CONTINUED = PROMPTS if LARGE else PROMPTS[::5]
@@ -86,26 +85,24 @@ def file(request: pytest.FixtureRequest) -> Path:
     return resolve(request.param)
 
 
-@pytest.fixture
-def reference(file: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], torch.nn.Module]:
-    """Loads transformers' model. It would read the file twice, and list all names once for each tensor."""
+def reference(file: Path) -> torch.nn.Module:
+    """transformers' model of a file."""
     from transformers import AutoModelForCausalLM
 
-    for slow in ("GGUFReader", "get_tensor_name_map"):
-        monkeypatch.setattr(gguf, slow, functools.cache(getattr(gguf, slow)))
-    options = {"gguf_file": file.name, "dtype": torch.float32}
-    return lambda: AutoModelForCausalLM.from_pretrained(file.parent, **options)
+    with read_once(words=False):
+        model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32
+        )
+    return model
 
 
 @pytest.mark.real
-def test_greedy_answers_are_those_of_transformers(
-    file: Path, reference: Callable[[], torch.nn.Module]
-) -> None:
+def test_greedy_answers_are_those_of_transformers(file: Path) -> None:
     tokenizer = load_tokenizer(file)
     prompts = [tokenizer.encode(prompt) for prompt in CONTINUED]
     # ours is freed before theirs is loaded: a machine need not hold both
     answers = continue_greedily(TorchBackend.load(load_checkpoint(file)), prompts)
-    theirs = reference()
+    theirs = reference(file)
     different = [
         found
         for name, prompt, answer in zip(CONTINUED, prompts, answers, strict=True)

@@ -22,6 +22,7 @@ from paceline.models.tokenizer_gguf import PRE_TOKENIZERS, gguf_tokenizer
 from tests.large import repeated
 from tests.models.files import config_of, random_tensors, write_gguf
 from tests.models.strings import BROKEN, varied_strings
+from tests.their_gguf import read_once
 
 REAL_MODELS = ["smollm2-135m", *repeated("qwen2.5-coder-1.5b")]
 TOOLS: list[dict[str, Any]] = [
@@ -46,7 +47,8 @@ def real(model: str) -> tuple[Tokenizer, Any]:
     import transformers
 
     path = resolve(model)
-    theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    with read_once(words=True):
+        theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     return load_tokenizer(path), theirs
 
 
