@@ -6,8 +6,10 @@ import gc
 import io
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +62,7 @@ settings.register_profile(
 settings.load_profile("fixed")
 
 MANY_MODULES = 200
+SHOWN_FILES = 40
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -79,6 +82,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.scheduling import Scheduling
 
     return Scheduling(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Beside the slowest tests, the slowest files: most of the time is in tests that are short, and many."""
+    if not config.getoption("durations"):
+        return
+    seconds = Counter[str]()
+    for report in chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    terminalreporter.section(f"slowest files of {sum(seconds.values()):.0f} s")
+    for file, spent in seconds.most_common(SHOWN_FILES):
+        terminalreporter.write_line(f"{spent:6.1f} s {file}")
 
 
 def pytest_collection_finish() -> None:

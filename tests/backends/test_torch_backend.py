@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,10 +81,14 @@ def path_to(row: int) -> list[int]:
     return [*path_to(TREE_PARENTS[row]), row] if row >= 0 else []
 
 
-@pytest.mark.parametrize("chunk", [*repeated(40), 17, 1], ids=["one prefill", "chunks", "token by token"])
-def test_logits_equal_transformers_however_a_prompt_is_cut(pair: Pair, chunk: int) -> None:
+@pytest.mark.parametrize(
+    "starts",
+    [*repeated([0]), [0, 17, 34], [0, *range(24, 40)], *repeated(range(40))],
+    ids=["one prefill", "chunks", "the last token by token", "token by token"],
+)
+def test_logits_equal_transformers_however_a_prompt_is_cut(pair: Pair, starts: Sequence[int]) -> None:
     request = pair.request()
-    logits = [request.extend(PROMPT[start : start + chunk]) for start in range(0, len(PROMPT), chunk)]
+    logits = [request.extend(PROMPT[start:end]) for start, end in pairwise([*starts, len(PROMPT)])]
     np.testing.assert_allclose(np.concatenate(logits), pair.expected(PROMPT), rtol=0, atol=CLOSE)
 
 
@@ -91,9 +96,10 @@ def test_every_node_of_a_draft_tree_sees_its_own_path_only(pair: Pair) -> None:
     request = pair.request()
     request.extend(PROMPT)
     logits = request.run(TREE_TOKENS, TREE_PARENTS)
-    for row in range(len(TREE_TOKENS)):
-        path = [TREE_TOKENS[node] for node in path_to(row)]
-        np.testing.assert_allclose(logits[row], pair.expected(PROMPT + path)[-1], rtol=0, atol=CLOSE)
+    for leaf in set(range(len(TREE_TOKENS))) - set(TREE_PARENTS):
+        rows = path_to(leaf)
+        expected = pair.expected(PROMPT + [TREE_TOKENS[row] for row in rows])[len(PROMPT) :]
+        np.testing.assert_allclose(logits[rows], expected, rtol=0, atol=CLOSE)
 
 
 def test_two_interleaved_branches_longer_than_a_window(pair: Pair) -> None:
@@ -113,11 +119,10 @@ def test_decoding_goes_on_from_a_committed_branch(pair: Pair) -> None:
     request.run(TREE_TOKENS, TREE_PARENTS)
     accepted = path_to(7)
     request.commit(accepted)
-    text = PROMPT + [TREE_TOKENS[row] for row in accepted]
-    for token in (5, 120, 77):
-        text.append(token)
-        logits = request.extend([token])
-        np.testing.assert_allclose(logits[0], pair.expected(text)[-1], rtol=0, atol=CLOSE)
+    following = [5, 120, 77]
+    logits = np.concatenate([request.extend([token]) for token in following])
+    text = PROMPT + [TREE_TOKENS[row] for row in accepted] + following
+    np.testing.assert_allclose(logits, pair.expected(text)[-len(following) :], rtol=0, atol=CLOSE)
 
 
 def test_a_mixed_batch_gives_each_request_its_own_logits(pair: Pair) -> None:
