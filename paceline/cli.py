@@ -240,7 +240,7 @@ def _mount(name: str, target: str, extra: str | None, summary: str, single: bool
             subcommands([name, *context.args], prog_name="paceline")
 
 
-_mount("models", "paceline.models.commands:app", None, "List, download and inspect models.")
+_mount("models", "paceline.terminal.models:app", None, "List, download and inspect models.")
 _mount("bench", "paceline.bench.commands:app", "bench", "Measure speed on this machine and your traffic.")
 _mount(
     "tune",

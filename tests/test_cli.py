@@ -48,6 +48,13 @@ def test_version_and_help_name_every_command(paceline):
         assert f"\n  {command} " in out
 
 
+@pytest.mark.parametrize("group", ["", "models", "bench", "train", "learn", "scale"])
+def test_help_describes_every_command_by_a_whole_sentence(paceline, group):
+    code, out, _ = paceline(*group.split(), "--help")
+    assert code == 0
+    assert "..." not in out.partition("\nCommands:")[2].partition("\n\n")[0]
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -323,7 +330,8 @@ def test_stats_tell_tokens_speed_and_prefix_hits(paceline, toy):
     ("arguments", "stdin", "message"),
     [
         (("--prompt", ""), None, "a prompt is empty"),
-        ((), b"", "a prompt is empty"),
+        ((), b"", "there is no prompt: give --prompt"),
+        ((), b"\n", "a prompt is empty"),
         ((), b"\xff\xfe", "standard input is not UTF-8: byte 0 is 0xff"),
         (("--prompt-file", "nowhere.txt"), None, "nowhere.txt cannot be read"),
         (("--prompt", "a" * 500), None, "the context holds 400"),

@@ -78,11 +78,12 @@ def read_prompts(texts: Sequence[str], files: Sequence[Path]) -> list[str]:
                 f"the prompt file {path} cannot be read: {error.strerror}. Check its name."
             ) from error
     if not prompts:
-        if sys.stdin.isatty():
+        piped = b"" if sys.stdin.isatty() else sys.stdin.buffer.read()
+        if not piped:
             raise RequestError(
                 "there is no prompt: give --prompt TEXT or --prompt-file FILE, or pipe one in."
             )
-        prompts.append(_decoded(sys.stdin.buffer.read(), "standard input"))
+        prompts.append(_decoded(piped, "standard input"))
     for prompt in prompts:
         if not prompt:
             raise RequestError("a prompt is empty: give at least one character.")

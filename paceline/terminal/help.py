@@ -33,6 +33,10 @@ class TopicCommand(TyperCommand):
                 with formatter.section(title):
                     formatter.write_dl(records)
 
+    def get_short_help_str(self, limit: int = 45) -> str:
+        """The first sentence, whole, for a list of commands, which has room for several lines."""
+        return super().get_short_help_str(limit=1000)
+
 
 class App(typer.Typer):
     """A group of commands whose help pages are sorted by topic."""

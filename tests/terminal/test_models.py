@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.errors import ModelError
-from paceline.models import commands
+from paceline.terminal import models as commands
 from tests import tiny
 from tests.models.files import config_of, random_tensors, write_gguf
 

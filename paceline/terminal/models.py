@@ -27,8 +27,9 @@ from paceline.models.registry import (
     pull,
     resolve,
 )
+from paceline.terminal.help import App
 
-app = typer.Typer(help="List, download and inspect models.", no_args_is_help=True)
+app = App(help="List, download and inspect models.", no_args_is_help=True)
 
 USUAL_CONTEXT = 4096  # tokens of a request, unless the user says or the model has fewer
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
