@@ -16,6 +16,7 @@ class ToyTokenizer:
     bos_id = 1
     vocab_size = VOCAB
     chat_template = None
+    tool_template = None
     template_variables: frozenset[str] = frozenset()
     special_tokens = {"bos_token": "<bos>", "eos_token": "<eos>"}  # noqa: RUF012
 

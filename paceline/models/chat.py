@@ -22,6 +22,8 @@ from paceline.errors import CheckpointError, RequestError
 if TYPE_CHECKING:
     pass
 
+# files of a folder that have templates, the first before the others; and one for conversations with tools
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 Message = Mapping[str, object]

@@ -12,7 +12,6 @@ from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.families import ACTIVATIONS, FAMILIES, Family
 from paceline.models.fields import Fields
-from paceline.models.quantized.method import METHODS, REMEDY
 from paceline.models.rope_fields import rope_config, rope_fields
 
 MAX_LAYERS = 10_000
@@ -139,9 +138,4 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
     if fields.values.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise UnsupportedModelError(
             f"{fields.source}: bidirectional attention is not supported; use a model without."
-        )
-    method = fields.group("quantization_config").text("quant_method", "none")
-    if fields.has("quantization_config") and method not in (*family.quantizations, *METHODS):
-        raise UnsupportedModelError(
-            f"{fields.source}: quant_method {method!r} is not supported, only {', '.join(METHODS)}. {REMEDY}"
         )

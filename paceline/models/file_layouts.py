@@ -109,9 +109,9 @@ class FileLayout:
 
     @property
     def keeps_matrices(self) -> bool:
-        """Whether the matrices of attention and MLPs have llama's names and order of rows."""
-        reordered = self.replaced or self.interleaved_rope or self.stacked_experts or self.gated_queries
-        return not reordered and all(name.endswith("norm") for name in self.renamed)
+        """Whether the matrices of attention and dense MLPs have llama's names and order of rows."""
+        reordered = self.replaced or self.interleaved_rope or self.gated_queries
+        return not reordered and all(name.endswith("norm") or name == "router" for name in self.renamed)
 
 
 LLAMA_FILES = FileLayout()
@@ -126,13 +126,12 @@ def scaled(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
     return tensor
 
 
-def our_name(name: str, layout: FileLayout, has_other_models: bool = False) -> str | None:
+def our_name(name: str, layout: FileLayout) -> str | None:
     """The name as in checkpoint.py of a tensor in a file; None: it belongs to a vision model beside ours."""
-    if has_other_models:
-        if OTHER_MODELS.fullmatch(name):
-            return None
-        for prefix, ours in TEXT_PREFIXES:
-            name = ours + name.removeprefix(prefix) if name.startswith(prefix) else name
+    if OTHER_MODELS.fullmatch(name):
+        return None
+    for prefix, ours in TEXT_PREFIXES:
+        name = ours + name.removeprefix(prefix) if name.startswith(prefix) else name
     for theirs, ours in layout.replaced.items():
         name = name.replace(theirs, ours)
     if match := MIXTRAL_EXPERT.fullmatch(name):

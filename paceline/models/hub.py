@@ -2,7 +2,7 @@
 
     org/name             the safetensors of the repository, or, if it has only GGUF files, the best known one
     org/name:Q4_K_M      the GGUF file of this quantization
-    org/name:file.gguf   this file
+    org/name:file.gguf   this file, by its name or its path in the repository
     qwen3:4b             a short name of SHORT_NAMES
 
 Files go to the hub client's own cache, which other tools share; it resumes broken downloads and shows their
@@ -18,9 +18,14 @@ from typing import Any
 
 from paceline.errors import ModelError
 from paceline.extras import needs_extra
+from paceline.models.chat import TEMPLATES
 from paceline.models.gguf import split_names
+from paceline.models.quantized.method import OLD_CONFIGS
+from paceline.models.safetensors_files import weight_files
 
-HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<wanted>[\w.-]+))?")
+HUB_NAME = re.compile(
+    r"((https://)?(hf\.co|huggingface\.co)/)?(?P<repository>[\w.-]+/[\w.-]+)(:(?P<wanted>[\w./-]+))?"
+)
 # short names, as other tools have them, for repositories of GGUF files
 SHORT_NAMES = {
     "qwen3:0.6b": "Qwen/Qwen3-0.6B-GGUF",
@@ -44,8 +49,8 @@ SHORT_NAMES = {
     "mistral:7b": "bartowski/Mistral-7B-Instruct-v0.3-GGUF",
     "phi4:14b": "bartowski/phi-4-GGUF",
 }
-FILES = ["model*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json"]
-FILES += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"]
+FILES = ["model.safetensors.index.json", "config.json", "generation_config.json", *OLD_CONFIGS]
+FILES += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", *TEMPLATES]
 # of several GGUF files, if none is asked for: small and good first
 PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q6_K", "Q8_0", "BF16", "F16")
 QUANTIZATION = re.compile(r"(?:I?Q\d\w*|BF16|F16|F32|MXFP4\w*)(?=[.-]|$)", re.IGNORECASE)
@@ -98,7 +103,7 @@ def _fetch(hub: Any, repository: str, wanted: str | None) -> Path:
         there = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
         return folder / _choose(repository, there, wanted)
     if _choose(repository, files, wanted) == WHOLE_FOLDER:
-        return Path(hub.snapshot_download(repository, allow_patterns=FILES))
+        return Path(hub.snapshot_download(repository, allow_patterns=[*FILES, *weight_files(files)]))
     names = split_names(_choose(repository, files, wanted))
     paths = [Path(hub.hf_hub_download(repository, name)) for name in names]
     return paths[0]
@@ -134,7 +139,8 @@ def choose_gguf(repository: str, files: Sequence[str], wanted: str | None) -> st
     whole = [name for name in files if _part(name) == 1]  # of split files the first part
     kinds = {name: kind.upper() for name in whole if (kind := _quantization(name))}
     if wanted is not None:
-        found = [name for name in whole if wanted == name or kinds.get(name) == wanted.upper()]
+        found = [name for name in whole if wanted in (name, Path(name).name)]
+        found = found or [name for name in whole if _is_of(name, wanted)]
     else:
         known = (name for kind in PREFERRED for name in whole if kinds.get(name) == kind)
         found = [next(known, whole[0])]
@@ -144,6 +150,12 @@ def choose_gguf(repository: str, files: Sequence[str], wanted: str | None) -> st
     there = ", ".join(names[:MAX_NAMES_IN_ERROR])
     problem = f"has several files of {wanted!r}: give a file's name" if found else f"has no {wanted!r}"
     raise ModelError(f"{repository} {problem}. It has {there}. Write {repository}:{names[0]}.")
+
+
+def _is_of(name: str, wanted: str) -> bool:
+    """Whether a file's name ends with a quantization, also with its maker's mark (UD-Q4_K_XL)."""
+    stem = SPLIT.sub("", Path(name).stem).lower()
+    return re.search(rf"(^|[.-]){re.escape(wanted.lower())}$", stem) is not None
 
 
 def _quantization(name: str) -> str | None:

@@ -75,7 +75,8 @@ def granite_hybrid_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]
     if heads % recurrent.key_heads:
         raise fields.wrong("mamba_n_heads", f"a multiple of the {recurrent.key_heads} groups")
     has_rope = fields.has("position_embedding_type") and fields.text("position_embedding_type") == "rope"
-    blocks = granite_blocks(fields, config) | {"recurrent": recurrent}
+    # the smallest models of the family attend in every layer
+    blocks = granite_blocks(fields, config) | {"recurrent": recurrent if recurrent.layers else None}
     if not has_rope:
         blocks["layer_ropes"] = (None,) * config.num_layers
     if not fields.integer("num_local_experts", 8, least=0):

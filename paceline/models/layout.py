@@ -213,6 +213,11 @@ def _unused_tensors(config: ModelConfig) -> set[str]:
     return unused
 
 
+def _is_zero_bias(name: str, tensor: Tensor) -> bool:
+    """Whether it is a bias that changes nothing: older files of GPTQ have one for every matrix."""
+    return name.endswith(".bias") and tensor.kind in FORMATS and not tensor.float32().any()
+
+
 def select_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], source: Path) -> dict[str, Tensor]:
     """The tensors that `config` requires. CheckpointError if one is missing or has the wrong shape.
 
@@ -238,8 +243,9 @@ def select_tensors(config: ModelConfig, tensors: Mapping[str, Tensor], source: P
             )
         selected[name] = tensors[name]
     allowed = _unused_tensors(config)
+    others = (n for n in tensors if n not in selected and n not in allowed)
     unknown = sorted(
-        n for n in tensors if n not in selected and n not in allowed and not n.endswith(IGNORED_SUFFIXES)
+        n for n in others if not n.endswith(IGNORED_SUFFIXES) and not _is_zero_bias(n, tensors[n])
     )
     if unknown:
         more = f" and {len(unknown) - MAX_NAMES_IN_ERROR} more" if len(unknown) > MAX_NAMES_IN_ERROR else ""

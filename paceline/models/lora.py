@@ -22,6 +22,7 @@ from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.config import ModelConfig
 from paceline.models.families import FAMILIES
 from paceline.models.fields import Fields
+from paceline.models.file_layouts import LLAMA_FILES, our_name
 from paceline.models.files import read_json
 from paceline.models.layout import expected_tensors
 from paceline.models.safetensors_files import SafeTensor, read_safetensors
@@ -43,6 +44,12 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "modules_to_save": ([],),
     "alpha_pattern": ({},),
     "trainable_token_indices": (),
+    "layer_replication": (),
+    "target_parameters": ([],),
+    "alora_invocation_tokens": (),  # it would change only what comes after them
+    "use_qalora": (False,),
+    # others change the model's own matrices before the training
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }
 
 
@@ -81,12 +88,15 @@ def load_adapter(name: str, folder: Path, config: ModelConfig) -> Adapter:
     sides: dict[str, dict[str, SafeTensor]] = {}
     for stored, tensor in read_safetensors(folder / "adapter_model.safetensors").items():
         match = TENSOR.fullmatch(stored)
-        if match is None or not MODULE.fullmatch(match["module"]):
+        module = our_name(match["module"], LLAMA_FILES) if match else ""
+        if module is None:  # of a vision model beside ours
+            continue
+        if match is None or not MODULE.fullmatch(module):
             raise UnsupportedModelError(
                 f"{folder.name}: the tensor {stored[:120]} is not supported; adapters may change the "
                 "projections of attention and of dense MLPs. Train it with other target_modules."
             )
-        sides.setdefault(match["module"], {})[match["side"]] = tensor
+        sides.setdefault(module, {})[match["side"]] = tensor
     shapes = dict(expected_tensors(config))
     matrices: dict[str, LoraMatrix] = {}
     for module, found in sides.items():
@@ -97,6 +107,11 @@ def load_adapter(name: str, folder: Path, config: ModelConfig) -> Adapter:
         rank, first = down.shape[0], down.float32()
         second = up.float32() * np.float32(alpha / (rank**0.5 if by_root else rank))
         rows = np.split(second, np.cumsum([count for count, _ in own])[:-1])
+        if not matrices.keys().isdisjoint(names):
+            raise CheckpointError(
+                f"{folder.name} changes {names[0]} twice, once as a part of another matrix. The file is "
+                "damaged: fetch it again."
+            )
         matrices |= {name: LoraMatrix(first, part) for name, part in zip(names, rows, strict=True)}
     if not matrices:
         raise CheckpointError(f"{folder.name} changes no matrix. The file is incomplete: fetch it again.")

@@ -13,7 +13,7 @@ from paceline.models.checkpoint import Checkpoint
 from paceline.models.fetch import Alias, Download, Part, Report, fetch, is_sound, pip_download, progress_bar
 from paceline.models.gguf import read_gguf
 from paceline.models.gguf_checkpoint import gguf_checkpoint
-from paceline.models.hub import HUB_NAME, SHORT_NAMES, fetch_from_hub
+from paceline.models.hub import HUB_NAME, SHORT_NAMES, choose_gguf, fetch_from_hub
 from paceline.models.safetensors_files import safetensors_checkpoint
 from paceline.models.tokenizer import Tokenizer, folder_tokenizer
 from paceline.models.tokenizer_gguf import gguf_tokenizer
@@ -81,7 +81,9 @@ def resolve(model: str) -> Path:
         raise ModelError(f"The name of the model is empty. Give an alias ({', '.join(ALIASES)}) or a path.")
     path = Path(model).expanduser()
     try:
-        if path.is_dir() or path.is_file():
+        if path.is_dir():
+            return _in_folder(path)
+        if path.is_file():
             return path.parent if path.suffix == ".safetensors" else path  # a part of the folder's model
     except (OSError, ValueError) as error:  # a name too long, a zero byte
         raise ModelError(
@@ -97,6 +99,14 @@ def resolve(model: str) -> Path:
         f"{_suggestion(model)} Give an alias ({', '.join(ALIASES)}), a .gguf file, a folder of safetensors, "
         f"a hub id such as org/name or org/name:Q4_K_M, or a short name of `paceline models list`."
     )
+
+
+def _in_folder(folder: Path) -> Path:
+    """The folder of safetensors; or, if it has only GGUF files, the one that the hub would give."""
+    files = [own.name for own in folder.glob("*.gguf")]
+    if not files or (folder / "config.json").is_file():
+        return folder
+    return folder / choose_gguf(str(folder), files, None)
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""A folder of safetensors as a Checkpoint: config.json with one file, or with shards and their index.
+"""A folder of safetensors as a Checkpoint: config.json with one file, or with several and mostly an index.
 
     8 bytes: length of the header | header: JSON of {name: {dtype, shape, data_offsets}} | data
 
@@ -8,8 +8,8 @@ stay memory-mapped until a backend converts them. Nothing is ever unpickled.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -26,11 +26,12 @@ from paceline.models.file_layouts import FileLayout, converted, our_name
 from paceline.models.files import MAX_JSON_BYTES, damaged, map_file, parse_json, read_json, release_pages
 from paceline.models.gguf_blocks import FORMATS, Bytes, dequantize
 from paceline.models.layout import select_tensors
-from paceline.models.quantized.method import read_quantization
+from paceline.models.quantized.method import read_quantization, with_old_config
 from paceline.models.quantized.modules import dequantized
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+OTHER_FILES = ("consolidated", "adapter_", "optimizer", "training_args")  # of other formats, or no model
 MAX_DIMENSIONS = 8  # of a tensor; multiplying very many forged lengths would take for ever
 KINDS = ("F32", "F16", "BF16")
 # only where a reader asks for them; the values of F8_E4M3 are bytes that mean something only with a scale
@@ -73,24 +74,25 @@ class SafeTensor:
 
 def safetensors_checkpoint(folder: Path) -> Checkpoint:
     """The model in a folder, its config and tensors checked against each other."""
-    values = read_json(folder / "config.json")
-    config = model_config(values, f"{folder.name}/config.json")
-    quantization = read_quantization(values, f"{folder.name}/config.json")
-    layout = FAMILIES[config.family].files
+    source = f"{folder.name}/config.json"
+    values = with_old_config(read_json(folder / "config.json"), folder)
+    config = model_config(values, source)
+    family = FAMILIES[config.family]
+    quantization, layout = read_quantization(values, source, family.quantizations), family.files
     integers = bool(layout.stacked_experts) or quantization is not None
-    tensors: dict[str, Tensor] = dict(read_folder(folder, layout, "text_config" in values, integers))
+    tensors: dict[str, Tensor] = dict(read_folder(folder, layout, integers))
     if quantization is not None:
         tensors = dequantized(tensors, quantization)
     tensors = dict(converted(tensors, layout, config))
-    prefix = FAMILIES[config.family].mtp.format(layers=config.num_layers)
+    prefix = family.mtp.format(layers=config.num_layers)
     mtp = {name: tensors.pop(name) for name in list(tensors) if prefix and name.startswith(prefix)}
+    if values.get("tie_word_embeddings") is True and "lm_head.weight" not in tensors:
+        config = replace(config, tie_embeddings=True)  # though its text_config has the default
     words = "" if quantization is None else quantization.words
     return Checkpoint(config, select_tensors(config, tensors, folder), folder, mtp, words)
 
 
-def read_folder(
-    folder: Path, layout: FileLayout, has_other_models: bool, integers: bool = False
-) -> dict[str, SafeTensor]:
+def read_folder(folder: Path, layout: FileLayout, integers: bool = False) -> dict[str, SafeTensor]:
     """The mapped tensors of a folder under the names of checkpoint.py, not yet `converted`."""
     tensors: dict[str, SafeTensor] = {}
     for path, names in _files(folder).items():
@@ -98,7 +100,7 @@ def read_folder(
         for name in names if names is not None else found:
             if name not in found:
                 raise damaged(path, f"it lacks the tensor {name}, which {INDEX_FILE} says is in it")
-            if (ours := our_name(name, layout, has_other_models)) in tensors:
+            if (ours := our_name(name, layout)) in tensors:
                 raise damaged(path, f"the tensor {name} is there twice")
             if ours is not None:
                 tensors[ours] = found[name]
@@ -186,12 +188,24 @@ def _files(folder: Path) -> Mapping[Path, list[str] | None]:
         return _shards(folder)
     if (folder / SINGLE_FILE).is_file():
         return {folder / SINGLE_FILE: None}
+    if loose := weight_files(path.name for path in folder.iterdir()):
+        return {folder / name: None for name in loose}
     pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
     hint = f" {pickled[0]} can hold code and is never loaded: convert it to safetensors." if pickled else ""
     raise CheckpointError(
         f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}.{hint} "
         f"Give a folder with safetensors and config.json."
     )
+
+
+def weight_files(names: Iterable[str]) -> list[str]:
+    """Those of a folder's files that hold the weights; some tools give them names of their own."""
+    found = sorted(
+        name
+        for name in names
+        if name.endswith(".safetensors") and "/" not in name and not name.startswith(OTHER_FILES)
+    )
+    return [name for name in found if name.startswith("model")] or found
 
 
 def _shards(folder: Path) -> Mapping[Path, list[str] | None]:

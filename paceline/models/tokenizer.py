@@ -10,7 +10,7 @@ from pathlib import Path
 import tokenizers
 
 from paceline.errors import CheckpointError, RequestError, UnsupportedModelError
-from paceline.models.chat import ChatTemplate, Message
+from paceline.models.chat import TEMPLATES, ChatTemplate, Message
 from paceline.models.files import damaged, read_json
 
 SURROGATES = re.compile("[\ud800-\udfff]")
@@ -42,13 +42,18 @@ class Tokenizer:
         special_tokens: Mapping[str, str],
         eos_ids: Iterable[int],
         chat_template: str | None,
+        tool_template: str | None = None,
     ) -> None:
-        """`special_tokens` has the texts of bos_token, eos_token, ..., if the model has them."""
+        """`special_tokens` has the texts of bos_token, eos_token, ..., if the model has them.
+
+        `tool_template` is the chat template of conversations with tools, if they have one of their own.
+        """
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._added: dict[int, tokenizers.AddedToken] = backend.get_added_tokens_decoder()
         self._template = ChatTemplate(chat_template, special_tokens) if chat_template else None
+        self._tool_template = ChatTemplate(tool_template, special_tokens) if tool_template else None
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.bos_id: int | None = (
             self.id_of(special_tokens["bos_token"]) if "bos_token" in special_tokens else None
@@ -56,6 +61,7 @@ class Tokenizer:
         self.eos_ids = frozenset(eos_ids)
         self.special_tokens = dict(special_tokens)
         self.chat_template = chat_template
+        self.tool_template = tool_template or chat_template
 
     def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """The token ids of `text`. Special tokens in the text are parsed as such.
@@ -128,10 +134,11 @@ class Tokenizer:
         chat_template_kwargs: Mapping[str, object] | None = None,
     ) -> str:
         """The prompt for a conversation, by the model's chat template. Encode it without special tokens."""
-        if self._template is None:
+        template = (self._tool_template if tools else None) or self._template
+        if template is None:
             raise RequestError("This model has no chat template: give it a plain prompt instead of messages.")
         return replace_surrogates(
-            self._template.render(
+            template.render(
                 messages, add_generation_prompt, tools, continue_final_message, chat_template_kwargs
             )
         )
@@ -224,7 +231,9 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise damaged(path, f"the tokenizers library cannot read it ({str(error)[:200]})") from error
-    settings = _optional_json(folder / "tokenizer_config.json")
+    settings = _optional_json(folder / "special_tokens_map.json")  # older files have some tokens there only
+    own = _optional_json(folder / "tokenizer_config.json")
+    settings |= {name: value for name, value in own.items() if value is not None}
     special_tokens = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
         value = settings.get(name)
@@ -232,28 +241,38 @@ def folder_tokenizer(folder: Path) -> Tokenizer:
         if isinstance(text, str):
             special_tokens[name] = text
     eos_ids = set(_ids(_optional_json(folder / "generation_config.json").get("eos_token_id")))
-    eos_ids |= set(_ids(_optional_json(folder / "config.json").get("eos_token_id")))
+    config = _optional_json(folder / "config.json")
+    text = config.get("text_config")
+    for values in (config, text if isinstance(text, dict) else {}):
+        eos_ids |= set(_ids(values.get("eos_token_id")))
     if (
         "eos_token" in special_tokens
         and (eos := backend.token_to_id(special_tokens["eos_token"])) is not None
     ):
         eos_ids.add(eos)
-    return Tokenizer(backend, special_tokens, eos_ids, _folder_template(folder, settings))
+    return Tokenizer(backend, special_tokens, eos_ids, *_folder_templates(folder, settings))
 
 
-def _folder_template(folder: Path, settings: Mapping[str, object]) -> str | None:
-    """The chat template: chat_template.jinja, else the one (or the default one) in tokenizer_config.json."""
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise damaged(path, f"it cannot be read ({error})") from error
-    template = settings.get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+def _folder_templates(folder: Path, settings: Mapping[str, object]) -> tuple[str | None, str | None]:
+    """The chat template, and that of conversations with tools: in tokenizer_config.json or in other files."""
+    listed, found = settings.get("chat_template"), dict[str, object]()
+    if isinstance(listed, list):
+        found = {str(own.get("name")): own.get("template") for own in listed if isinstance(own, dict)}
+    jinja, with_processor, with_tools = (folder / name for name in TEMPLATES)
+    default = found.get("default", listed)
+    if jinja.is_file():
+        default = _text(jinja)
+    elif with_processor.is_file():  # of models with images
+        default = read_json(with_processor).get("chat_template", default)
+    tools = _text(with_tools) if with_tools.is_file() else found.get("tool_use")
+    return default if isinstance(default, str) else None, tools if isinstance(tools, str) else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise damaged(path, f"it cannot be read ({error})") from error
 
 
 def _optional_json(path: Path) -> dict[str, object]:

@@ -60,6 +60,7 @@ DEEPSEEK_WORDS = (
     r"\s+$",
     r"[一-龥ࠀ-一가-\x{D7FF}]+",
 )
+DEEPSEEK_CODER_WORDS = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", DEEPSEEK_WORDS[-1])
 _SIGN_AND_LETTERS = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"
 DEEPSEEK3_SPLIT = (
     _SIGN_AND_LETTERS
@@ -91,8 +92,12 @@ PRE_TOKENIZERS = {
     "lfm2": PreTokenizer(LLAMA3_SPLIT, add_bos=True, whole_words_first=True),
     "falcon-h1": PreTokenizer(LLAMA3_SPLIT, add_bos=True, whole_words_first=True),  # as in llama.cpp
     "dbrx": PreTokenizer(LLAMA3_SPLIT),  # OLMo 2, Phi 4
+    "smaug-bpe": PreTokenizer(LLAMA3_SPLIT),  # SmolLM3
     "glm4": PreTokenizer(LLAMA3_SPLIT),
+    "chatglm-bpe": PreTokenizer(LLAMA3_SPLIT),
     "olmo": PreTokenizer(GPT2_SPLIT),
+    "exaone4": PreTokenizer(GPT2_SPLIT),
+    "starcoder": PreTokenizer(GPT2_SPLIT, digits_first=True),
     "refact": PreTokenizer(GPT2_SPLIT, digits_first=True),  # Granite
     "command-r": PreTokenizer(GPT2_SPLIT, digits_first=True),
     "gpt-4o": PreTokenizer(GPT4O_SPLIT),  # gpt-oss
@@ -100,9 +105,13 @@ PRE_TOKENIZERS = {
     "tekken": PreTokenizer(TEKKEN_SPLIT, add_bos=True, whole_words_first=True),  # Mistral since Nemo
     "pixtral": PreTokenizer(TEKKEN_SPLIT, add_bos=True, whole_words_first=True),  # Mistral's with images
     "kimi-k2": PreTokenizer(KIMI_SPLIT, whole_words_first=True),
+    "deepseek-coder": PreTokenizer(r"\p{N}", before=DEEPSEEK_CODER_WORDS),
     "deepseek-llm": PreTokenizer(r"\p{N}", before=DEEPSEEK_WORDS),  # DeepSeek 1 and 2
     "deepseek-v3": PreTokenizer(DEEPSEEK3_SPLIT, before=(r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+")),
 }
+
+for _name in ("llama3", "llama-v3", "falcon3"):
+    PRE_TOKENIZERS[_name] = PRE_TOKENIZERS["llama-bpe"]
 
 # files name one end token; these control tokens end an answer too, in models that have them
 END_OF_ANSWER = (
@@ -141,8 +150,9 @@ def gguf_tokenizer(file: GgufFile) -> Tokenizer:
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {name: vocabulary.special_id(key) for name, key in names.items()}
     special_tokens = {name: vocabulary.tokens[i] for name, i in ids.items() if i is not None}
-    template = fields.text("tokenizer.chat_template") if fields.has("tokenizer.chat_template") else None
-    return Tokenizer(backend, special_tokens, eos_ids, template)
+    keys = ("tokenizer.chat_template", "tokenizer.chat_template.tool_use")
+    templates = (fields.text(key) if fields.has(key) else None for key in keys)
+    return Tokenizer(backend, special_tokens, eos_ids, *templates)
 
 
 class _Vocabulary:

@@ -95,11 +95,14 @@ def model(request: pytest.FixtureRequest, folder: Path, adapters: list[Adapter])
     return LoadedModel(backend, tokenizer, checkpoint.config)
 
 
-def make_backend(name: str, checkpoint: Checkpoint, adapters: list[Adapter]) -> Backend:
+def make_backend(
+    name: str, checkpoint: Checkpoint, adapters: list[Adapter], quantization: str = "auto"
+) -> Backend:
     """A batch-invariant backend."""
     if name == "torch":
         return TorchBackend.load(checkpoint, row_by_row=True, adapters=adapters)
-    return CpuBackend.load(checkpoint, threads=1, max_rows=64, adapters=adapters)
+    options: dict[str, Any] = {"threads": 1, "max_rows": 64, "quantization": quantization}
+    return CpuBackend.load(checkpoint, **options, adapters=adapters)
 
 
 def merged(checkpoint: Checkpoint, adapter: Adapter) -> Checkpoint:
@@ -124,6 +127,32 @@ def test_an_adapter_gives_the_logits_of_merged_weights(
         np.testing.assert_allclose(*logits, rtol=0, atol=1e-4)
         plain = drive(TorchBackend.load(checkpoint), pages_each=3)[0].run(PROMPT)
         assert np.abs(plain - logits[0]).max() > 0.1
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe-raw-weights", "glm4-moe", "gpt-oss"])
+def test_of_mixtures_the_attention_may_change(family: str, backend: str, tmp_path: Path) -> None:
+    """Also if the adapter was trained on the language model of a larger one, and changes that too."""
+    checkpoint = load_checkpoint(save_checkpoint(family, tmp_path / "model"))
+    attention = [f"self_attn.{part}_proj" for part in "qkvo"]
+    folder = write_adapter(tmp_path / "adapter", checkpoint, attention)
+    file = folder / "adapter_model.safetensors"
+    tensors = {
+        name.replace("model.model.layers", "model.model.language_model.layers"): tensor
+        for name, tensor in safetensors.torch.load_file(file).items()
+    }
+    vision = "base_model.model.model.vision_tower.layers.0.fc1.lora_A.weight"
+    safetensors.torch.save_file(tensors | {vision: torch.zeros(3, 5)}, file)
+    adapter = load_adapter("x", folder, checkpoint.config)
+    adapted = make_backend(backend, checkpoint, [adapter], quantization="none")
+    request = drive(adapted, pages_each=3)[0]
+    request.adapter = "x"
+    expected = drive(TorchBackend.load(merged(checkpoint, adapter)), pages_each=3)[0].run(PROMPT)
+    np.testing.assert_allclose(request.run(PROMPT), expected, rtol=0, atol=5e-4)
+    experts = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"
+    safetensors.torch.save_file(tensors | {experts: torch.zeros(3, 5)}, file)
+    with pytest.raises(ModelError, match=r"mlp\.experts\.base_layer.* other target_modules"):
+        load_adapter("x", folder, checkpoint.config)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "olmo2", "phi3"])
@@ -304,3 +333,48 @@ def test_what_cannot_be_served_is_refused(
     other = replace(checkpoint.config, hidden_size=64)
     with pytest.raises(ModelError, match="belongs to another model"):
         load_adapter("a", folder / "a", other)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("modules_to_save", ["lm_head"]),
+        ("alora_invocation_tokens", [5, 6]),
+        ("layer_replication", [[0, 1], [0, 2]]),
+        ("init_lora_weights", "pissa"),
+        ("target_parameters", ["mlp.experts.gate_up_proj"]),
+        ("bias", "lora_only"),
+    ],
+)
+def test_what_would_change_more_than_some_products_is_refused(
+    option: str, value: object, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = write_adapter(tmp_path / "x", checkpoint, MODULES["a"], **{option: value})
+    with pytest.raises(ModelError, match=rf"{option} .* is not supported\. Merge"):
+        load_adapter("x", folder, checkpoint.config)
+
+
+@pytest.mark.parametrize(
+    "name", ["lm_head.lora_A", "model.embed_tokens.lora_embedding_A", "lm_head", "model.embed_tokens"]
+)
+def test_embeddings_and_heads_are_refused_by_name(name: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "x", checkpoint, MODULES["a"])
+    file = folder / "adapter_model.safetensors"
+    tensors = safetensors.torch.load_file(file) | {f"base_model.model.{name}.weight": torch.zeros(3, 5)}
+    safetensors.torch.save_file(tensors, file)
+    with pytest.raises(ModelError, match=rf"the tensor base_model\.model\.{name}\.weight is not supported"):
+        load_adapter("x", folder, checkpoint.config)
+
+
+def test_a_matrix_that_is_changed_twice_is_reported(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """By itself and as a part of a joined one: one of the two would be lost."""
+    folder = write_adapter(tmp_path / "x", checkpoint, ["self_attn.q_proj"])
+    rows = sum(checkpoint.tensors[f"model.layers.0.self_attn.{part}_proj.weight"].shape[0] for part in "qkv")
+    joined = "base_model.model.model.layers.0.self_attn.qkv_proj.lora_"
+    file = folder / "adapter_model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    inputs = checkpoint.config.hidden_size
+    tensors |= {f"{joined}A.weight": torch.zeros(RANK, inputs), f"{joined}B.weight": torch.zeros(rows, RANK)}
+    safetensors.torch.save_file(tensors, file)
+    with pytest.raises(ModelError, match=r"changes model\.layers\.0\.self_attn\.q_proj twice"):
+        load_adapter("x", folder, checkpoint.config)

@@ -291,7 +291,6 @@ def test_latent_attention_keeps_one_small_head_per_token() -> None:
             "llama_4_scaling_beta of",
         ),
         ({"partial_rotary_factor": 0.5}, "partial"),
-        ({"quantization_config": {"quant_method": "hqq"}}, "GGUF"),
         ({"head_dim": 7}, "odd"),
     ],
 )

@@ -190,6 +190,38 @@ def test_short_names_and_vision_files(hub: type[StandIn]) -> None:
         resolve("gemma3:4c")
 
 
+def test_names_as_the_pages_of_models_write_them(hub: type[StandIn]) -> None:
+    files = ["Model-Q4_K_M.gguf", "Model-UD-Q4_K_XL.gguf", "BF16/Model-BF16-00001-of-00001.gguf"]
+    hub.repositories["org/Model-GGUF"] = {name: name.encode() for name in files}
+    for name, found in (
+        ("org/Model-GGUF:UD-Q4_K_XL", 1),
+        ("org/Model-GGUF:ud-q4_k_xl", 1),
+        ("org/Model-GGUF:Q4_K_XL", 1),
+        ("hf.co/org/Model-GGUF:Q4_K_M", 0),
+        ("https://huggingface.co/org/Model-GGUF", 0),
+        ("org/Model-GGUF:BF16", 2),
+        ("org/Model-GGUF:BF16/Model-BF16-00001-of-00001.gguf", 2),
+        ("org/Model-GGUF:Model-BF16-00001-of-00001.gguf", 2),
+    ):
+        assert resolve(name).read_bytes() == files[found].encode()
+    with pytest.raises(ModelError, match=r"has no 'K_M'. It has BF16, Q4_K_M, Q4_K_XL"):
+        resolve("org/Model-GGUF:K_M")
+
+
+def test_all_that_a_model_needs_is_fetched_whatever_its_weights_are_called(
+    hub: type[StandIn], model: str
+) -> None:
+    own = dict(hub.repositories[model])
+    own["gptq_model-4bit-128g.safetensors"] = own.pop("model.safetensors")
+    needed = {"chat_template.json", "quantize_config.json", "additional_chat_templates/tool_use.jinja"}
+    other = {"consolidated.safetensors", "original/model.safetensors", "vision/config.json"}
+    hub.repositories["org/odd"] = own | dict.fromkeys(needed | other, b"{}")
+    (hub.repositories["org/odd"])["quantize_config.json"] = b'{"bits": 4}'
+    folder = resolve("org/odd")
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert found == needed | {"config.json", "gptq_model-4bit-128g.safetensors"}
+
+
 def test_all_parts_of_a_split_file_are_fetched(hub: type[StandIn]) -> None:
     names = [f"q8/Model-Q8_0-0000{number}-of-00002.gguf" for number in (1, 2)]
     hub.repositories["org/parts"] = {name: name.encode() for name in names}

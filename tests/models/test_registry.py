@@ -291,6 +291,14 @@ def test_files_and_folders_load_by_their_kind(tmp_path: Path) -> None:
     assert load_tokenizer(file).encode("abc") == [79]
 
 
+def test_a_folder_of_gguf_files_means_the_one_that_the_hub_would_give(tmp_path: Path) -> None:
+    for name in ("m-Q8_0.gguf", "m-Q4_K_M-00002-of-00002.gguf", "m-Q4_K_M-00001-of-00002.gguf"):
+        (tmp_path / name).touch()
+    assert resolve(str(tmp_path)).name == "m-Q4_K_M-00001-of-00002.gguf"
+    (tmp_path / "config.json").touch()
+    assert resolve(str(tmp_path)) == tmp_path
+
+
 def test_a_gguf_file_is_read_once_for_model_and_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,6 +153,11 @@ def test_what_is_missing_in_a_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="lacks 1 of 3 shards: model-00002-of-00003"):
         safetensors_checkpoint(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks the tensor .* The file is incomplete"):
+        safetensors_checkpoint(tmp_path)
+    for path in tmp_path.glob("*.safetensors"):
+        path.unlink()
+    (tmp_path / "consolidated.safetensors").touch()  # of another format
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
         safetensors_checkpoint(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"a pickle")

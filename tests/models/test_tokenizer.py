@@ -310,20 +310,40 @@ def test_kimi_splits_as_its_own_pattern_does() -> None:
     ],
 )
 def test_deepseek_2_splits_words_step_by_step(text: str, words: list[str]) -> None:
-    style = PRE_TOKENIZERS["deepseek-llm"]
+    assert split_by("deepseek-llm", text) == words
+
+
+def test_deepseek_coder_splits_off_letters_signs_and_each_digit() -> None:
+    words = ["def", " f", "1", "2", "(", "wörld", "):", "\n", " ", " ", "漢字", " #", "か"]
+    assert split_by("deepseek-coder", "def f12(wörld):\n  漢字 #か") == words
+
+
+def split_by(name: str, text: str) -> list[str]:
+    style = PRE_TOKENIZERS[name]
     assert style.split is not None
     steps = [Split(Regex(pattern), behavior="isolated") for pattern in (*style.before, style.split)]
-    assert [word for word, _ in Sequence(steps).pre_tokenize_str(text)] == words
+    return [word for word, _ in Sequence(steps).pre_tokenize_str(text)]
 
 
-@pytest.mark.parametrize(("name", "like"), [("falcon-h1", "llama-bpe"), ("pixtral", "tekken")])
+@pytest.mark.parametrize(
+    ("name", "like"),
+    [
+        ("falcon-h1", "llama-bpe"),
+        ("falcon3", "llama-bpe"),
+        ("pixtral", "tekken"),
+        ("smaug-bpe", "dbrx"),
+        ("chatglm-bpe", "glm4"),
+        ("exaone4", "gpt-2"),
+        ("starcoder", "refact"),
+    ],
+)
 def test_vocabularies_that_split_as_others_do(file: GgufFile, name: str, like: str) -> None:
     found = []
     for pre in (name, like):
         file.metadata["tokenizer.ggml.pre"] = pre
         found.append([gguf_tokenizer(file).encode(text) for text in ("abc ab", "aBc 12345", "ab\n\nc")])
     assert found[0] == found[1]
-    assert found[0][0][0] == gguf_tokenizer(file).bos_id
+    assert (found[0][0][0] == gguf_tokenizer(file).bos_id) == PRE_TOKENIZERS[name].add_bos
 
 
 def test_tekken_splits_off_each_digit_and_words_at_large_letters(file: GgufFile) -> None:
@@ -426,6 +446,36 @@ def test_a_folder_gives_ids_ends_and_template(tmp_path: Path) -> None:
     assert ours.apply_chat_template([{"role": "user", "content": "x"}]) == "<end>x"
     (tmp_path / "chat_template.jinja").write_text("jinja")
     assert folder_tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "x"}]) == "jinja"
+
+
+def test_a_folder_of_a_model_with_images_and_older_files(tmp_path: Path) -> None:
+    """As Gemma 3 and Mistral Small 3.1 were published: templates and ends are in other files."""
+    write_tokenizer_folder(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": None}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
+    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": [4]}}))
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ eos_token }}json"}))
+    ours = folder_tokenizer(tmp_path)
+    assert ours.eos_ids == {3, 4}
+    assert ours.apply_chat_template([{"role": "user", "content": "x"}]) == "<end>json"
+    (tmp_path / "chat_template.jinja").write_text("jinja")
+    assert folder_tokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "x"}]) == "jinja"
+
+
+def test_conversations_with_tools_may_have_a_template_of_their_own(tmp_path: Path) -> None:
+    """As those of Hermes and Command R have, in a list or in a folder; transformers takes it too."""
+    write_tokenizer_folder(tmp_path)
+    templates = {"default": "plain", "tool_use": "{{ tools | length }} tools", "rag": "documents"}
+    listed = [{"name": name, "template": own} for name, own in templates.items()]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
+    chat, tools = [{"role": "user", "content": "x"}], [{"type": "function"}]
+    ours = folder_tokenizer(tmp_path)
+    assert [ours.apply_chat_template(chat, tools=own) for own in (None, tools)] == ["plain", "1 tools"]
+    assert "tools" in (ours.tool_template or "")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools | length }} in a file")
+    assert folder_tokenizer(tmp_path).apply_chat_template(chat, tools=tools) == "1 in a file"
 
 
 def test_a_folder_without_or_with_a_damaged_tokenizer_is_reported(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def load_assistant(folder: Path) -> AssistantCheckpoint:
     fields = Fields(values, source)
     config = _config(fields)
     layout = FAMILIES[config.family].files
-    found = read_folder(folder, layout, has_other_models=True, integers=True)
+    found = read_folder(folder, layout, integers=True)
     target_hidden = fields.integer("backbone_hidden_size")
     expected = {PRE: (config.hidden_size, 2 * target_hidden), POST: (target_hidden, config.hidden_size)}
     clusters = None

@@ -2,6 +2,10 @@
 
     FP8              weight            e4m3  [out, in]
                      weight_scale[_inv]      [], [1], [out], [out, 1], or one per block [out / 128, in / 128]
+    FP4              weight[_packed]   e2m1  [out, in / 2]     two in a byte, the first in its low bits
+                     weight_scale      e4m3  [out, in / 16]    NVFP4: times weight_scale_2, or divided by
+                                                               weight_global_scale, one number each
+                                       uint8 [out, in / 32]    MXFP4: exponents of two, less 127
     int8             weight            int8  [out, in]
                      weight_scale            [], [1], [out], [out, groups];  weight_zero_point likewise
     pack-quantized   weight_packed     int32 [out, in / 8]     value i of a word in its bits 4 i
@@ -29,6 +33,7 @@ from paceline.errors import CheckpointError
 from paceline.models.checkpoint import Stored, Tensor
 from paceline.models.quantized.method import Quantization
 from paceline.models.quantized.weights import GroupedWeight, Rows
+from paceline.models.stacked_experts import MXFP4_BIAS, MXFP4_VALUES
 
 AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7], dtype=np.intp)  # of a column among the 4 bits of its word
 INDICES = {"I32": "<i4", "I64": "<i8"}
@@ -47,6 +52,8 @@ def _e4m3_values() -> npt.NDArray[np.float32]:
 
 
 E4M3 = _e4m3_values()
+E8M0 = np.append(np.ldexp(np.float32(1), np.arange(255) - MXFP4_BIAS), np.float32(np.nan))
+FP4_SCALES = {"F8_E4M3": (16, E4M3), "U8": (32, E8M0)}  # inputs that share a scale, the values of its bytes
 
 
 def fp8(name: str, parts: Parts, quantization: Quantization) -> GroupedWeight:
@@ -60,6 +67,35 @@ def fp8(name: str, parts: Parts, quantization: Quantization) -> GroupedWeight:
     return GroupedWeight(
         (out, inputs), stored, 0, lambda rows: E4M3[_lines(weight, rows)], scales, None, groups
     )
+
+
+def fp4(name: str, parts: Parts, quantization: Quantization) -> GroupedWeight:
+    """A matrix in e2m1, with scales in groups (NVFP4, MXFP4) and, of NVFP4, one of the whole matrix."""
+    stored, scale = (
+        parts["weight_packed" if "weight_packed" in parts else "weight"],
+        _required(name, parts, "weight_scale"),
+    )
+    out, inputs = stored.shape[0], 2 * _matrix_shape(name, stored)[1]
+    if stored.kind != "U8" or scale.kind not in FP4_SCALES:
+        raise _wrong(name, f"its codes are {stored.kind} and its scales {scale.kind}, not FP4")
+    size, values = FP4_SCALES[scale.kind]
+    _expect(name, "weight_scale", scale.shape, (out, -(-inputs // size)))
+    factor = np.float32(1)
+    if "weight_scale_2" in parts:
+        factor = parts["weight_scale_2"].float32().ravel()[0]
+    elif "weight_global_scale" in parts:
+        factor /= parts["weight_global_scale"].float32().ravel()[0]
+
+    def codes(rows: slice) -> npt.NDArray[np.float32]:
+        octets = _lines(stored, rows)
+        pairs = np.stack((octets & np.uint8(15), octets >> np.uint8(4)), axis=-1)
+        return MXFP4_VALUES[pairs.reshape(len(octets), -1)]
+
+    def scales(rows: slice) -> npt.NDArray[np.float32]:
+        return values[_lines(scale, rows)] * factor
+
+    groups = _groups_of(inputs, size)
+    return GroupedWeight((out, inputs), Stored("FP4", _bytes(parts)), 0, codes, scales, None, groups)
 
 
 def int8(name: str, parts: Parts, quantization: Quantization) -> GroupedWeight:

@@ -7,15 +7,21 @@ and groups of AWQ and GPTQ. Which matrices are quantized shows in the names of t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.errors import UnsupportedModelError
 from paceline.models.fields import Fields
+from paceline.models.files import read_json
 
 CONFIG_NAMES = ("quantization_config", "compression_config")  # the second is an old name of the first
+# files that had it before config.json did, and the method that is meant
+OLD_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 REMEDY = "Use the model in 16 bits, or a GGUF file of it."
 COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
+COMPRESSED_FORMATS += ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
+MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
 FP8_BLOCK = (128, 128)
 
 logger = logging.getLogger(__name__)
@@ -33,15 +39,35 @@ class Quantization:
     block: tuple[int, int] = FP8_BLOCK  # outputs and inputs that share a scale, where scales are in blocks
 
 
-def read_quantization(values: Mapping[str, object], source: str) -> Quantization | None:
-    """The quantization that a config.json declares, checked; None: none, or one that the family reads."""
+def with_old_config(values: Mapping[str, object], folder: Path) -> Mapping[str, object]:
+    """A config.json with the quantization_config that older tools have written into a file of its own."""
+    if any(name in values for name in ("text_config", *CONFIG_NAMES)):
+        return values
+    for name, method in OLD_CONFIGS.items():
+        if (folder / name).is_file():
+            found = Fields(read_json(folder / name), f"{folder.name}/{name}")
+            own = found.group("quantization").values if found.has("quantization") else found.values
+            return {**values, CONFIG_NAMES[0]: {"quant_method": method, **own}}
+    return values
+
+
+def read_quantization(
+    values: Mapping[str, object], source: str, own: Collection[str] = ()
+) -> Quantization | None:
+    """The quantization that a config.json declares, checked; None: none, or one of the family's `own`."""
     fields = Fields(values, source)
     for owner in (fields, fields.group("text_config")):
         for name in CONFIG_NAMES:
             if owner.has(name):
                 config = owner.group(name)
-                read = METHODS.get(config.text("quant_method", "compressed-tensors"))
-                return read(config) if read else None
+                usual = "compressed-tensors" if config.has("config_groups") else "(none is named, as in MLX)"
+                method = config.text("quant_method", usual)
+                if method in own:
+                    return None
+                if method not in METHODS:
+                    known = ", ".join(METHODS)
+                    raise _refused(config, f"quant_method {method!r} is not supported, only {known}")
+                return METHODS[method](config)
     return None
 
 
@@ -53,6 +79,22 @@ def _fp8(fields: Fields) -> Quantization:
     block = _block(fields, fields.values.get("weight_block_size"))
     kind = f"{block[0]}×{block[1]} blocks" if fields.has("weight_block_size") else "scales by tensor or row"
     return Quantization("fp8", f"FP8, {kind}", block=block)
+
+
+def _modelopt(fields: Fields) -> Quantization:
+    algorithm = fields.text("quant_algo").upper()
+    if algorithm not in MODELOPT:
+        raise _refused(fields, f"quant_algo {algorithm!r} is not read, only {', '.join(MODELOPT)}")
+    return Quantization("modelopt", f"{algorithm.replace('_', ' ')}, of Model Optimizer")
+
+
+def _auto_round(fields: Fields) -> Quantization:
+    """AutoRound writes the layouts of GPTQ and AWQ."""
+    layouts = {"auto_round:auto_gptq": _gptq, "auto_round:auto_awq": _awq}
+    layout = fields.text("packing_format", "auto_round:auto_gptq")
+    if layout not in layouts:
+        raise _refused(fields, f"the packing_format {layout!r} is not read, only {', '.join(layouts)}")
+    return layouts[layout](fields)
 
 
 def _awq(fields: Fields) -> Quantization:
@@ -67,7 +109,7 @@ def _awq(fields: Fields) -> Quantization:
 
 
 def _gptq(fields: Fields) -> Quantization:
-    bits, stored = fields.integer("bits"), fields.text("checkpoint_format", "gptq")
+    bits, stored = fields.integer("bits"), fields.text("checkpoint_format", fields.text("format", "gptq"))
     if bits not in (2, 4, 8):
         raise _refused(fields, f"GPTQ of {bits} bits is not read, only of 2, 4 and 8")
     if stored not in ("gptq", "gptq_v2"):
@@ -132,4 +174,7 @@ METHODS: dict[str, Callable[[Fields], Quantization]] = {
     "awq": _awq,
     "gptq": _gptq,
     "compressed-tensors": _compressed,
+    "modelopt": _modelopt,
+    "auto-round": _auto_round,
+    "fbgemm_fp8": _fp8,
 }

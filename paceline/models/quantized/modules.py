@@ -6,14 +6,16 @@ import logging
 from collections.abc import Mapping
 
 from paceline.models.checkpoint import Tensor
-from paceline.models.quantized.layouts import Parts, awq, fp8, gptq, int8, packed
+from paceline.models.quantized.layouts import Parts, awq, fp4, fp8, gptq, int8, packed
 from paceline.models.quantized.method import Quantization
 
 # last parts of the names of a matrix's tensors; `weight` may also be an ordinary matrix or a norm
 PARTS = {"weight", "weight_scale", "weight_scale_inv", "weight_zero_point"}
+PARTS |= {"weight_scale_2", "weight_global_scale"}
 PARTS |= {"weight_packed", "weight_shape", "weight_g_idx", "qweight", "qzeros", "scales", "g_idx"}
 # of activations, which are not quantized here
 ACTIVATIONS = {"input_scale", "input_zero_point", "activation_scale", "input_scale_inv"}
+ACTIVATIONS |= {"input_global_scale", "input_scale_ub"}
 KV_SCALES = {"k_scale", "v_scale", "q_scale", "kv_scale", "output_scale", "prob_output_scale"}
 WORD_READERS = {"awq": awq, "gptq": gptq}
 
@@ -50,8 +52,9 @@ def _matrix(module: str, parts: Parts, quantization: Quantization) -> dict[str, 
     if "qweight" in parts and quantization.method in WORD_READERS:
         return {name: WORD_READERS[quantization.method](module, parts, quantization)}
     if "weight_packed" in parts:
-        return {name: packed(module, parts, quantization)}
-    readers = {"F8_E4M3": fp8, "I8": int8}
+        read_packed = fp4 if parts["weight_packed"].kind == "U8" else packed
+        return {name: read_packed(module, parts, quantization)}
+    readers = {"F8_E4M3": fp8, "I8": int8, "U8": fp4}
     if "weight" in parts and (read := readers.get(parts["weight"].kind)):
         return {name: read(module, parts, quantization)}
     return {f"{module}.{part}": tensor for part, tensor in parts.items()}

@@ -170,7 +170,7 @@ class Toolbox:
     def __init__(self, tokenizer: Tokenizer, tool_call_parser: str | None = None) -> None:
         """`tool_call_parser` names an entry of FORMATS; None: the format that the chat template uses."""
         self._tokenizer = tokenizer
-        self.format = choose_format(tokenizer.chat_template, tool_call_parser)
+        self.format = choose_format(tokenizer.tool_template, tool_call_parser)
         self.reasoning = choose_reasoning(tokenizer.chat_template)
         thinking = special_tokens(self.reasoning.tokens if self.reasoning else (), tokenizer)
         self._thinks = bool(thinking)  # in special tokens, which the parser needs in the text

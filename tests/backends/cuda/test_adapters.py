@@ -30,6 +30,8 @@ from tests.tiny_families import VOCAB_SIZE
 from tests.toy import ToyTokenizer, drain
 
 NAMES = ("b", "", "a")
+FAMILIES = ("llama", "qwen2", "qwen3", "granite", "gemma3", "olmo2", "phi3-partial-rope")
+MIXTURES = ("qwen3-moe", "mixtral", "glm4-moe", "gpt-oss")  # of which the attention is changed
 
 
 def make(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, quantization: str = "none") -> Any:
@@ -99,9 +101,7 @@ def test_a_step_has_the_logits_of_merged_weights_and_the_bits_of_a_step_without_
 
 
 @needs_gpu
-@pytest.mark.parametrize(
-    "family", ["llama", "qwen2", "qwen3", "qwen3-moe", "granite", "gemma3", "olmo2", "phi3-partial-rope"]
-)
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_logits_are_those_of_torch(
     family: str, tmp_path: Path, device: torch.device, dtype: torch.dtype
 ) -> None:

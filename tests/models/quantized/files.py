@@ -28,6 +28,18 @@ FORMATS: dict[str, Format] = {
         lambda matrix: packers.fp8(matrix, "channel"),
     ),
     "fp8-block": (FP8 | {"weight_block_size": [128, 128]}, lambda matrix: packers.fp8(matrix, "block")),
+    "nvfp4": (
+        compressed("nvfp4-pack-quantized", type="float", group_size=16),
+        lambda matrix: packers.fp4(matrix, "compressed"),
+    ),
+    "nvfp4-modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+        lambda matrix: packers.fp4(matrix, "modelopt"),
+    ),
+    "mxfp4": (
+        compressed("mxfp4-pack-quantized", type="float", group_size=32),
+        lambda matrix: packers.fp4(matrix, "mxfp4"),
+    ),
     "int8": (compressed("int-quantized", num_bits=8, strategy="channel"), packers.int8),
     "w4a16": (compressed("pack-quantized"), lambda matrix: packers.packed(matrix, 4, True)),
     "w4a16-zeros": (compressed("pack-quantized"), lambda matrix: packers.packed(matrix, 4, False)),
@@ -53,6 +65,9 @@ WORDS = {
     "fp8-tensor": "FP8, one scale",
     "fp8-channel": "FP8, a scale by row",
     "fp8-block": "FP8, a scale by block of 128×128",
+    "nvfp4": "compressed-tensors NVFP4",
+    "nvfp4-modelopt": "Model Optimizer NVFP4",
+    "mxfp4": "compressed-tensors MXFP4",
     "int8": "compressed-tensors w8a8",
     "w4a16": "compressed-tensors w4a16, symmetric",
     "w4a16-zeros": "compressed-tensors w4a16 with zero points",

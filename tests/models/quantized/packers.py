@@ -72,6 +72,28 @@ def fp8(matrix: torch.Tensor, scaled_by: str) -> Packed:
     return {"weight": weight, "weight_scale_inv" if scaled_by == "block" else "weight_scale": scales}, values
 
 
+def fp4(matrix: torch.Tensor, kind: str) -> Packed:
+    """NVFP4 as Model Optimizer or compressed-tensors write it, or MXFP4."""
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    table = torch.cat((table, -table))
+    groups = matrix.reshape(len(matrix), -1, 32 if kind == "mxfp4" else 16)
+    largest = groups.abs().amax(2)
+    if kind == "mxfp4":
+        exponents = largest.log2().floor() - 2
+        tensors, scales = {"weight_scale": (exponents + 127).to(torch.uint8)}, torch.exp2(exponents)
+    else:
+        whole = matrix.abs().max() / (6 * 448)
+        eights = (largest / 6 / whole).to(torch.float8_e4m3fn)
+        name, stored = ("weight_scale_2", whole) if kind == "modelopt" else ("weight_global_scale", 1 / whole)
+        tensors = {"weight_scale": eights, name: stored if kind == "modelopt" else stored.reshape(1)}
+        scales = eights.float() * (whole if kind == "modelopt" else 1 / stored)
+    codes = ((groups / scales[:, :, None])[..., None] - table).abs().argmin(-1)
+    values = (table[codes] * scales[:, :, None]).reshape(matrix.shape)
+    codes = codes.reshape(len(matrix), -1, 2).to(torch.uint8)
+    tensors["weight" if kind == "modelopt" else "weight_packed"] = codes[:, :, 0] | codes[:, :, 1] << 4
+    return tensors, values
+
+
 def int8(matrix: torch.Tensor) -> Packed:
     scales = (matrix.abs().amax(1, keepdim=True) / 127).bfloat16()
     weight = (matrix / scales.float()).round().clamp(-127, 127).to(torch.int8)

@@ -91,6 +91,12 @@ def test_fp8_blocks_are_those_of_transformers(tmp_path: Path) -> None:
         ),
         (compressed("dense") | {"transform_config": {"config_groups": {"u": {}}}}, "rotated"),
         (FP8 | {"weight_block_size": [128]}, "only of two sizes"),
+        ({"group_size": 64, "bits": 4}, r"quant_method '\(none is named, as in MLX\)'"),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, "quant_algo 'MXFP8' is not read, only FP8"),
+        (
+            GPTQ | {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"},
+            "packing_format 'auto_round:llm_compressor'",
+        ),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(config: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -138,6 +144,73 @@ def test_scales_of_activations_and_of_keys_and_values_are_left_out(
     save(tmp_path, tensors, FORMATS["fp8-tensor"][0])
     assert set(load_checkpoint(tmp_path).tensors) == set(expected)
     assert "the KV cache is not quantized" in caplog.text
+
+
+ALIASES = {  # configurations under which a format is published too
+    "fp8-tensor": [
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": {"num_bits": 8}},
+        {"quant_method": "fp8", "activation_scheme": "static", "modules_to_not_convert": ["lm_head"]},
+    ],
+    "fp8-channel": [{"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}],
+    "fp8-block": [{"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}],
+    "gptq": [
+        GPTQ | {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "extra_config": {}},
+        GPTQ | {"format": "gptq", "meta": {"quantizer": ["gptqmodel:4.0"]}, "pack_dtype": "int32"},
+    ],
+    "awq": [
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_awq", "bits": 4, "group_size": 32}
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "config"), [(name, own) for name in ALIASES for own in ALIASES[name]])
+def test_formats_are_read_under_all_their_names(name: str, config: dict[str, Any], tmp_path: Path) -> None:
+    expected = write(tmp_path, config, FORMATS[name][1])
+    found = load_checkpoint(tmp_path).tensors
+    for key, values in expected.items():
+        np.testing.assert_array_equal(found[key].float32(), values.numpy())
+
+
+OLD_FILES = {
+    "quantize_config.json": ("gptq", {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}),
+    "quant_config.json": ("awq", {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}),
+    "hf_quant_config.json": (
+        "nvfp4-modelopt",
+        {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}},
+    ),
+}
+
+
+@pytest.mark.parametrize("file_name", OLD_FILES)
+def test_older_files_say_it_beside_config_json(file_name: str, tmp_path: Path) -> None:
+    name, config = OLD_FILES[file_name]
+    expected = write(tmp_path, *FORMATS[name])
+    (tmp_path / "config.json").write_text(json.dumps(VALUES))
+    (tmp_path / file_name).write_text(json.dumps(config))
+    key = "model.layers.0.mlp.up_proj.weight"
+    np.testing.assert_array_equal(load_checkpoint(tmp_path).tensors[key].float32(), expected[key].numpy())
+
+
+def test_biases_that_older_gptq_files_have_are_zeros_or_an_error(tmp_path: Path) -> None:
+    """AutoGPTQ wrote one for every matrix, also of models without biases; and named its file by itself."""
+    expected = write(tmp_path, *FORMATS["gptq"])
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    name = "model.layers.0.self_attn.q_proj"
+    tensors |= {f"{name}.bias": torch.zeros(32, dtype=torch.float16)}
+    tensors |= {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    file = tmp_path / "gptq_model-4bit-32g.safetensors"
+    safetensors.torch.save_file(tensors, file)
+    assert set(load_checkpoint(tmp_path).tensors) == set(expected)
+    safetensors.torch.save_file(tensors | {f"{name}.bias": torch.ones(32)}, file)
+    with pytest.raises(CheckpointError, match=r"does not have: .*q_proj\.bias"):
+        load_checkpoint(tmp_path)
+
+
+def test_an_unknown_method_beside_a_vision_model_is_named(tmp_path: Path) -> None:
+    save(tmp_path, {}, {"quant_method": "bitsandbytes"}, {"text_config": VALUES, "model_type": "gemma3"})
+    with pytest.raises(UnsupportedModelError, match="'bitsandbytes' is not supported"):
+        load_checkpoint(tmp_path)
 
 
 def test_what_it_needs_is_counted_from_what_backends_keep(tmp_path: Path) -> None:
