@@ -28,8 +28,8 @@ TEXT_PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
 )
 OTHER_MODELS = re.compile(
-    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision|embed_audio)"
-    r"\..*"
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector|audio_tower|embed_vision"
+    r"|embed_audio)\..*"
 )
 # norms that are not in files under the names of checkpoint.py
 SANDWICH_NORMS = {

@@ -64,6 +64,11 @@ def gemma2(fields: Fields) -> Values:
 
 def gemma3(fields: Fields) -> Values:
     """Without a window, all layers are as those that see everything."""
+    if fields.has("rope.global.freq_base"):
+        raise UnsupportedModelError(
+            f"{fields.source}: this file was made for Ollama's own engine, and leaves out how its rotary "
+            "embedding is scaled. Use one of llama.cpp's converter, such as those of `paceline models list`."
+        )
     found = windows(fields) if fields.has("attention.sliding_window") else {"sliding_window_pattern": 1}
     return found | _gemma_scale(fields, largest=62)
 

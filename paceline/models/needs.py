@@ -40,7 +40,8 @@ BACKEND_BLOCKS = {
     | HYBRID_BLOCKS
     | {"relu2 activations", "layers of one block", "attention beside a recurrence", "tiled value heads"}
     | {"latent attention", "scaled queries", "chunked attention", "norms without weights"}
-    | {"experts with scaled inputs", "layers with different heads", "layers with different MLPs"}
+    | {"experts with scaled inputs", "experts with norms of their own"}
+    | {"layers with different heads", "layers with different MLPs"}
     | {"layers that share keys and values", "scaled layers", "per-layer embeddings"},
     "cuda": ATTENTION_BLOCKS | HYBRID_BLOCKS | {"latent attention", "scaled queries"},
 }

@@ -75,6 +75,11 @@ class SafeTensor:
 def safetensors_checkpoint(folder: Path) -> Checkpoint:
     """The model in a folder, its config and tensors checked against each other."""
     source = f"{folder.name}/config.json"
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder} is a LoRA adapter, not a model. Serve the model that it was trained on, with "
+            f"--lora-modules NAME={folder}."
+        )
     values = with_old_config(read_json(folder / "config.json"), folder)
     config = model_config(values, source)
     family = FAMILIES[config.family]

@@ -274,8 +274,9 @@ def write_gguf(
     kind: str = "F32",
     extra: Tensors | None = None,
     tensors_each: int = 0,
+    more: dict[str, float] | None = None,
 ) -> Path:
-    """The path, holding the tensors (matrices as `kind`), the metadata and a byte-level tokenizer.
+    """The path, holding the tensors (matrices as `kind`), metadata (and `more`) and a byte-level tokenizer.
 
     `tensors_each`: in parts of this number of tensors, which have names of their own; 0: in one file.
     """
@@ -319,6 +320,8 @@ def write_gguf(
     if "moe_intermediate_size" in values:
         writer.add_expert_feed_forward_length(values["moe_intermediate_size"])
     add_tokenizer(writer, values["vocab_size"])
+    for key, value in (more or {}).items():
+        writer.add_float32(key, value)
     quantization = gguf.GGMLQuantizationType[kind]
     for name, tensor in (gguf_tensors(model, tensors) | (extra or {})).items():
         if tensor.ndim == 1 or kind == "F32" or name.endswith((".bias", "shortconv.conv.weight")):

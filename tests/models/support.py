@@ -1,19 +1,24 @@
 """What runs where: every family on every backend, tried with tiny checkpoints.
 
 `python -m tests.models.support` tries all of it and writes the tables of docs/guides/models.md;
-`make test-large` compares. Plain decoding, chains and trees must give the same tokens. A second table says
-who drafts for them (drafter_support.py), a third in how many bits backends keep the matrices of quantized
-safetensors.
+`make test-large` compares. Plain decoding, chains and trees must give the same tokens, and a GGUF file those
+of the model that it was written from. A second table says who drafts for them (drafter_support.py), a third
+in how many bits backends keep the matrices of quantized safetensors.
+
+The column of `cuda` is tried where there is a GPU: `python -m tests.models.support cuda` tries only that, and
+says what the guide has otherwise.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from paceline.backends.base import Backend
 from paceline.backends.load import load_backend
@@ -24,13 +29,14 @@ from paceline.core.trees import DraftPlan
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.models.checkpoint import Checkpoint
+from paceline.models.config import ModelConfig
 from paceline.models.families import FAMILIES
-from paceline.models.gguf_architectures import ARCHITECTURES
 from paceline.models.needs import block_kind, missing_blocks
 from paceline.models.registry import load_checkpoint
 from tests import tiny, tiny_families
 from tests.engine.test_exactness_cpu import Tokenizer
 from tests.models.drafter_support import drafter_table
+from tests.models.gguf_support import gguf_pairs
 from tests.models.quantized import files as quantized_files
 from tests.toy import ScriptedDrafter
 
@@ -49,8 +55,8 @@ def table() -> list[str]:
     """The lines of the table, one for each family."""
     lines = [f"| {' | '.join(HEADINGS)} |", f"|{' --- |' * len(HEADINGS)}"]
     for family in FAMILIES:
-        cells = [f"`{family}`", *(_cell(family, backend) for backend in ("torch", "cpu"))]
-        cells += [_on_cuda(family), "yes" if family in gguf_families() else "no"]
+        cells = [_cell(family, backend) for backend in ("torch", "cpu")]
+        cells = [f"`{family}`", *cells, _on_cuda(family), gguf_cell(family)]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -85,34 +91,29 @@ def _with_table(guide: str, begin: str, lines: list[str]) -> str:
     return before + begin + "\n" + "\n".join(lines) + "\n" + END + after
 
 
-def gguf_families() -> set[str]:
-    """The families that GGUF files are read of; some are stored as another architecture."""
-    return {known.family for known in ARCHITECTURES.values()} | {"mistral", "mixtral", "olmo3", "deepseek_v3"}
-
-
 def checkpoints(family: str) -> list[Checkpoint]:
-    """All tiny checkpoints of a family."""
-    return [checkpoint for name, checkpoint in _all_checkpoints() if name == family]
+    """All tiny checkpoints of a family that the installed transformers can make."""
+    kinds = _model_types().items()
+    return [_checkpoint(name, family) for name, kind in kinds if family == kind or TWINS.get(family) == name]
 
 
 @cache
-def _all_checkpoints() -> list[tuple[str, Checkpoint]]:
-    """Every tiny checkpoint, with its model_type."""
-    found = []
-    for name in (
-        tiny_families.FAMILIES
-        | tiny_families.TORCH_FAMILIES
-        | tiny_families.MORE_FAMILIES
-        | tiny_families.MORE_HYBRIDS
-    ):
-        folder = tiny.save_checkpoint(name, Path(tempfile.mkdtemp()))
-        model_type = json.loads((folder / "config.json").read_text())["model_type"]
-        found.append((model_type, load_checkpoint(folder)))
-        for twin in (twin for twin, of in TWINS.items() if of == name):
-            config = json.loads((folder / "config.json").read_text())
-            (folder / "config.json").write_text(json.dumps(config | {"model_type": twin}))
-            found.append((twin, load_checkpoint(folder)))
-    return found
+def _model_types() -> dict[str, str]:
+    """The model_type of every tiny checkpoint."""
+    import transformers
+
+    known = tiny_families.FAMILIES | tiny_families.TORCH_FAMILIES
+    known |= tiny_families.MORE_FAMILIES | tiny_families.MORE_HYBRIDS
+    classes = {name: getattr(transformers, own.kind, None) for name, own in known.items()}
+    return {name: own.model_type for name, own in classes.items() if own is not None}
+
+
+@cache
+def _checkpoint(name: str, family: str) -> Checkpoint:
+    folder = tiny.save_checkpoint(name, Path(tempfile.mkdtemp()))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": family}))
+    return load_checkpoint(folder)
 
 
 def _cell(family: str, backend: str) -> str:
@@ -124,10 +125,10 @@ def _try(checkpoint: Checkpoint, backend: str) -> str:
     """`yes` if plain decoding, chains and trees give the same tokens; or why the model is refused."""
     if refused := _refused(checkpoint, backend):
         return refused
-    loaded = _loaded(checkpoint, backend)
-    plain = _tokens(loaded, None)
-    truth = dict(zip(_prompts(), plain, strict=True))
-    drafted = [_tokens(loaded, ScriptedDrafter(truth, style)) for style in ("partly", "tree")]
+    loaded, config = _loaded(checkpoint, backend), checkpoint.config
+    plain = _tokens(loaded, config)
+    truth = dict(zip(_prompts(config.vocab_size), plain, strict=True))
+    drafted = [_tokens(loaded, config, ScriptedDrafter(truth, style)) for style in ("partly", "tree")]
     return "yes" if drafted == [plain, plain] else "**other tokens**"
 
 
@@ -137,26 +138,50 @@ def _refused(checkpoint: Checkpoint, backend: str) -> str:
 
 
 def _on_cuda(family: str) -> str:
-    """Whether it has kernels; tests/backends/cuda/test_backend.py runs them on a GPU."""
+    """The same on a GPU; where there is none, whether it has kernels."""
+    if torch.cuda.is_available():
+        return _cell(family, "cuda")
     results = {_refused(checkpoint, "cuda") or "yes" for checkpoint in checkpoints(family)}
     return " / ".join(sorted(results)) or NOT_TRIED
 
 
-def _loaded(checkpoint: Checkpoint, backend: str) -> Backend:
-    return load_backend(checkpoint, BackendOptions(backend=backend, threads=1), ROWS)
+def gguf_cell(family: str) -> str:
+    """`yes` if its GGUF files give the tokens of what they were written from, on `torch` and `cpu`."""
+    results = set()
+    for file, model in gguf_pairs(family):
+        assert file.config.family == family
+        for backend in ("torch", "cpu"):
+            found, expected = (_tokens(_loaded(own, backend, "none"), own.config) for own in (file, model))
+            results.add("yes" if found == expected else f"**other tokens on {backend}**")
+    return " / ".join(sorted(results)) or "no"
 
 
-def _prompts() -> list[tuple[int, ...]]:
+def _loaded(checkpoint: Checkpoint, backend: str, quantization: str = "auto") -> Backend:
+    return load_backend(
+        checkpoint, BackendOptions(backend=backend, threads=1, quantization=quantization), ROWS
+    )
+
+
+def try_cuda(families: list[str]) -> None:
+    """Print the cells of `cuda`, as soon as each is tried, and whether the guide has them so."""
+    written = {line.split("`")[1]: line.split(" | ")[3] for line in written_table(GUIDE.read_text())[2:]}
+    for family in families:
+        cell = _cell(family, "cuda")
+        print(family, cell, "" if cell == written[family] else "(not as in the guide)", flush=True)
+
+
+def _prompts(vocab_size: int) -> list[tuple[int, ...]]:
     random = np.random.default_rng(0)
-    return [tuple(random.integers(2, tiny_families.VOCAB_SIZE, length).tolist()) for length in (5, 17, 40)]
+    return [tuple(random.integers(2, vocab_size, length).tolist()) for length in (5, 17, 40)]
 
 
-def _tokens(backend: Backend, drafter: object, name: str = "scripted") -> list[list[int]]:
+def _tokens(backend: Backend, config: ModelConfig, drafter: object = None) -> list[list[int]]:
     """The output tokens of the prompts, greedy and sampled."""
+    name = "scripted"
     engine = Engine(
         backend,
         Tokenizer(),
-        Limits(tiny_families.VOCAB_SIZE, MAX_LEN, 4, ROWS),
+        Limits(config.vocab_size, min(MAX_LEN, config.max_position), 4, ROWS),
         num_pages=64,
         controller=FixedController(DraftPlan(name, 5, branching=2)) if drafter else None,
         drafters={name: drafter} if drafter else {},  # type: ignore[dict-item]
@@ -166,7 +191,7 @@ def _tokens(backend: Backend, drafter: object, name: str = "scripted") -> list[l
         engine.add_request(
             list(prompt), SamplingParams(temperature=temperature, seed=7, max_tokens=12, ignore_eos=True)
         )[0]
-        for prompt, temperature in zip(_prompts(), temperatures, strict=True)
+        for prompt, temperature in zip(_prompts(config.vocab_size), temperatures, strict=True)
     ]
     while engine.has_unfinished:
         engine.step()
@@ -175,6 +200,9 @@ def _tokens(backend: Backend, drafter: object, name: str = "scripted") -> list[l
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["cuda"]:
+        try_cuda(sys.argv[2:] or list(FAMILIES))
+        sys.exit()
     written = _with_table(GUIDE.read_text(), BEGIN_FILES, quantized_table())
     by_family = {family: checkpoints(family) for family in FAMILIES}
     written = _with_table(written, BEGIN_DRAFTERS, drafter_table(by_family))

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.config_reader import model_config
 from paceline.models.file_layouts import SANDWICH_NORMS
 from paceline.models.needs import missing_blocks
 from paceline.models.registry import load_checkpoint
-from tests.models.files import Tensors, random_tensors
+from tests.models.files import Tensors, config_of, random_tensors, write_gguf
 
 GEMMA3 = {  # google/gemma-3-4b-it: most of its sizes are transformers' defaults
     "architectures": ["Gemma3ForConditionalGeneration"],
@@ -155,7 +155,10 @@ GRANITE4 = {  # ibm-granite/granite-4.0-1b: a hybrid by name, of which every lay
     "tie_word_embeddings": True,
     "vocab_size": 80,
 }
-VISION = {"vision_tower.blocks.0.weight": np.zeros((2, 2), np.float32)}
+VISION = {
+    f"{name}.weight": np.zeros((2, 2), np.float32)
+    for name in ("vision_tower.blocks.0", "mm_projector.proj.0")
+}
 
 
 def save(folder: Path, config: dict[str, Any], tensors: Tensors) -> Checkpoint:
@@ -242,6 +245,19 @@ def test_ministral_3_in_fp8_with_scales_of_activations(tmp_path: Path) -> None:
     expected = torch.from_numpy(tensors[key] / 2).to(torch.float8_e4m3fn).float() * 2
     np.testing.assert_array_equal(found.tensors[key].float32(), expected.numpy())
     assert found.config.temperature is not None
+
+
+def test_an_adapter_is_not_taken_for_a_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"is a LoRA adapter.* --lora-modules NAME="):
+        load_checkpoint(tmp_path)
+
+
+def test_gemma_3_of_ollama_is_refused_for_it_lacks_a_factor(tmp_path: Path) -> None:
+    tensors = random_tensors(config_of("gemma3"))
+    path = write_gguf(tmp_path / "model.gguf", "gemma3", tensors, more={"gemma3.rope.global.freq_base": 1e6})
+    with pytest.raises(UnsupportedModelError, match=r"Ollama's own engine.* llama\.cpp's converter"):
+        load_checkpoint(path)
 
 
 def test_granite_4_without_mamba_is_no_hybrid(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from paceline.models.families import FAMILIES
 from tests.large import REPEATS
 from tests.models.drafter_support import drafter_table
@@ -11,6 +13,7 @@ from tests.models.support import (
     GUIDE,
     NOT_TRIED,
     checkpoints,
+    gguf_cell,
     quantized_table,
     table,
     written_table,
@@ -33,6 +36,11 @@ def test_every_family_has_its_line_of_drafters() -> None:
 def test_the_table_of_quantized_files_is_true() -> None:
     """`python -m tests.models.support` writes it again."""
     assert written_table(GUIDE.read_text(), BEGIN_FILES) == quantized_table()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "phi3", "deepseek_v3", "qwen3_5_text"])
+def test_gguf_files_answer_as_the_model_that_they_were_written_from(family: str) -> None:
+    assert gguf_cell(family) == "yes"
 
 
 @REPEATS

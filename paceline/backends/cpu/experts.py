@@ -35,8 +35,9 @@ from paceline.backends.cpu.job import (
 )
 from paceline.backends.cpu.matmul import DESCRIPTOR, multiply_rows
 from paceline.backends.cpu.projections import gate_unit
+from paceline.backends.cpu.residual import norm_row
 from paceline.backends.cpu.routing import PAIR
-from paceline.backends.cpu.rows import ROW_BLOCK, record_block, record_stride, scale_record
+from paceline.backends.cpu.rows import ROW_BLOCK, add_scaled_row, record_block, record_stride, scale_record
 from paceline.backends.cpu.simd import (
     fma,
     load,
@@ -162,8 +163,11 @@ def project_experts(tasks, job, counter, layer):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def combine_rows(tasks, job, counter, rows, out, added):  # type: ignore[no-untyped-def]
-    """The sum of each row's experts, the most probable first, into `out`, or with `added` onto it."""
+def combine_rows(tasks, job, counter, rows, out, added, norm, scratch):  # type: ignore[no-untyped-def]
+    """The sum of each row's experts, the most probable first, into `out`, or with `added` onto it.
+
+    `norm` is the address of the weights of a norm of the sum, before it is added; 0: none.
+    """
     padded, chosen = field(job, HIDDEN_PADDED), field(job, EXPERTS_PER_TOKEN)
     while True:
         row, _ = take(tasks, counter, rows, 1)
@@ -176,6 +180,11 @@ def combine_rows(tasks, job, counter, rows, out, added):  # type: ignore[no-unty
                 place = load_int64(field(job, CHOICES_AT) + PAIR * pair + 8)
                 share = spread(load_float(field(job, SHARES_AT) + 4 * pair))
                 total = fma(share, load(field(job, PAIR_OUTPUTS_AT) + 4 * (padded * place + k)), total)
+            if norm != 0:
+                store(scratch + 4 * k, total)
+                continue
             if added:
                 total = fma(spread(np.float32(1)), load(target + 4 * k), total)
             store(target + 4 * k, total)
+        if norm != 0:
+            add_scaled_row(target, norm_row(job, scratch, norm, scratch), np.float32(1), padded)

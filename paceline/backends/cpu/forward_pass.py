@@ -30,6 +30,8 @@ from paceline.backends.cpu.job import (
     DRAFTING,
     ENTRY_BIAS_AT,
     ENTRY_COUNTERS,
+    EXPERTS_NORM,
+    EXPERTS_OUTPUT_NORM,
     FROM_TARGET,
     GATE,
     HAS_EXPERTS_AT,
@@ -64,12 +66,14 @@ from paceline.backends.cpu.job import (
     ROWS,
     SCRATCH_AT,
     SCRATCH_BYTES,
+    SHARED_OUTPUT_NORM,
     SHARED_SHARES_AT,
     STATE_AT,
     STATE_LAYERS_AT,
     UP,
     WIDE_RECORDS_AT,
     field,
+    own_norm,
     shape_of,
 )
 from paceline.backends.cpu.latent import absorb_queries, finish_values, store_latents
@@ -83,6 +87,8 @@ from paceline.backends.cpu.residual import (
     embed_rows,
     finish_logits,
     has_raw_logits,
+    norm_branch,
+    norm_weight,
     normalize_rows,
     quantize_rows,
 )
@@ -141,8 +147,21 @@ def _run_experts(control, tasks, job, layer, counter, scratch, out, added):  # t
     barrier(control, threads)
     project_experts(tasks, job, counter + line * 3, layer)
     barrier(control, threads)
-    combine_rows(tasks, job, counter + line * 4, rows, out, added)
+    norm = own_norm(job, layer, EXPERTS_OUTPUT_NORM)
+    combine_rows(tasks, job, counter + line * 4, rows, out, added, norm, scratch)
     barrier(control, threads)
+
+
+@compiled
+def _run_normed_experts(control, tasks, job, layer, matrices, counter, scratch):  # type: ignore[no-untyped-def]
+    """The MLP and the experts beside it, which read and give through norms of their own, into the branch."""
+    threads, line, rows, branch = tasks[1], 64 * tasks[1], field(job, ROWS), field(job, BRANCH_AT)
+    _run_mlp(control, tasks, job, layer, matrices, counter + line * 5, 0, scratch, branch, 0)
+    norm_branch(tasks, job, counter + line * 14, rows, own_norm(job, layer, SHARED_OUTPUT_NORM))
+    barrier(control, threads)
+    normalize_rows(tasks, job, counter + line * 15, rows, own_norm(job, layer, EXPERTS_NORM), 0, scratch)
+    barrier(control, threads)
+    _run_experts(control, tasks, job, layer, counter, scratch, branch, 1)
 
 
 @compiled
@@ -278,7 +297,9 @@ def _mix(control, tasks, job, layer, matrices, counter, scratch, only_keys, out,
 @compiled
 def _feed_forward(control, tasks, job, layer, matrices, counter, scratch, out, added):  # type: ignore[no-untyped-def]
     """The MLP or the experts of all rows, into `out` or onto it."""
-    if load_int64(field(job, HAS_EXPERTS_AT) + 8 * layer):
+    if own_norm(job, layer, EXPERTS_NORM) != 0:
+        _run_normed_experts(control, tasks, job, layer, matrices, counter, scratch)
+    elif load_int64(field(job, HAS_EXPERTS_AT) + 8 * layer):
         _run_experts(control, tasks, job, layer, counter, scratch, out, added)
         if load_int64(matrices + DESCRIPTOR * DOWN) != 0:  # an expert that all rows share
             shares = field(job, SHARED_SHARES_AT)
@@ -297,7 +318,7 @@ def _run_layer(control, tasks, job, layer, counter, scratch, only_keys):  # type
     if load_int64(matrices) != 0:  # a mixer
         entered = field(job, INPUTS_AT) != 0 and field(job, MIX_AT) == 0  # with the first layer's records
         if not entered or (layer > 0 and field(job, CONTEXT_NORM_AT) == 0):
-            normalize_rows(tasks, job, counter, rows, 2 * layer, 0, scratch)
+            normalize_rows(tasks, job, counter, rows, norm_weight(job, 2 * layer), 0, scratch)
             barrier(control, threads)
         _mix(control, tasks, job, layer, matrices, counter + line, scratch, only_keys, out, added)
         if only_keys:
@@ -309,7 +330,8 @@ def _run_layer(control, tasks, job, layer, counter, scratch, only_keys):  # type
     has_experts = load_int64(field(job, HAS_EXPERTS_AT) + 8 * layer)
     if load_int64(matrices + DESCRIPTOR * DOWN) == 0 and not has_experts:
         return
-    normalize_rows(tasks, job, counter + line * 16, rows, 2 * layer + 1, 0, scratch)
+    before = norm_weight(job, 2 * layer + 1)
+    normalize_rows(tasks, job, counter + line * 16, rows, before, 0, scratch)
     barrier(control, threads)
     added = added or parallel
     _feed_forward(control, tasks, job, layer, matrices, counter + line * 17, scratch, out, added)
@@ -341,7 +363,7 @@ def _run_pass(control, index, threads, job):  # type: ignore[no-untyped-def]
         counter += line * COUNTERS_PER_LAYER
     save_features(tasks, job, counter, rows, layers)
     if outputs > 0:
-        normalize_rows(tasks, job, counter + line, outputs, 2 * layers, 1, scratch)
+        normalize_rows(tasks, job, counter + line, outputs, norm_weight(job, 2 * layers), 1, scratch)
         barrier(control, threads)
         records, logits, stride = field(job, RECORDS_AT), field(job, LOGITS_AT), field(job, LOGITS_STRIDE)
         head = embedding + DESCRIPTOR

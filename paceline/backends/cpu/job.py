@@ -47,9 +47,9 @@ from paceline.backends.cpu.simd import load_float, load_int64
     SHARED_GATES_AT, SHARED_SHARES_AT,
     # of some mixtures, else 0: sigmoid scores, what corrects them in the choice, groups of experts, how many
     # of them are chosen and by how many of their best; biases of routers and of experts; whether shares
-    # scale what experts read
+    # scale what experts read; addresses of norms of their own, see OWN_NORMS below, and factors of shares
     SIGMOID_SCORES, CORRECTIONS_AT, EXPERT_GROUPS, CHOSEN_GROUPS, GROUP_EXPERTS, ROUTER_BIASES_AT,
-    EXPERT_BIASES_AT, SCALED_INPUTS,
+    EXPERT_BIASES_AT, SCALED_INPUTS, OWN_NORMS_AT, EXPERT_SCALES_AT,
     # the entry of a draft head, see entry.py; a model has no inputs but its tokens
     FEATURES, FEATURE_WIDTH, FEATURE_PADDED, FEATURE_NORMS_AT, INPUT_NORM_AT, INPUT_EPSILON_AT, REDUCE_AT,
     MIX_AT, ENTRY_BIAS_AT, JOIN_NORMS_AT, NORMED_RESIDUAL, NORMED_STATES,
@@ -78,7 +78,7 @@ from paceline.backends.cpu.simd import load_float, load_int64
     MAX_DRAFTS, DRAFTS_WANTED_AT, DRAFTS_AT, CHANCES_AT, NUM_DRAFTS_AT, CHOSEN_AT, CHOSEN_CHANCES_AT,
     NEXT_ROWS_AT, NEXT_ROWS_STRIDE,
     JOB_SIZE,
-) = range(192)  # fmt: skip
+) = range(194)  # fmt: skip
 
 # Matrices of a layer, in the order of the descriptor table; behind all layers: the embedding and the head.
 # The first INPUTS read the norm before the mixer: Q, K, V and attention's gate, or those of a recurrence.
@@ -94,6 +94,9 @@ LAST_COUNTERS = 5
 # heads, numbers of a key, bytes of a page and KV head, and where keys and values come from
 KV_PLACE, KV_HEADS, HEAD_WIDTH, BLOCK_BYTES, KV_SOURCE, SHAPE = range(6)
 OWN, VALUES_ARE_KEYS, SHARED = range(3)
+# The norms of a layer whose router and experts have some of their own: of what the router reads, of what
+# experts read and give, of what the MLP beside them gives
+ROUTER_NORM, EXPERTS_NORM, EXPERTS_OUTPUT_NORM, SHARED_OUTPUT_NORM, OWN_NORMS = range(5)
 # The floats at SCALES_AT: of scores and the cap of scores, of embeddings, of what is added to the residual
 # stream, of logits and the cap of logits, of experts' shares. A cap of 0: none.
 SCORE_SCALE, SCORE_CAP, EMBEDDING_SCALE, RESIDUAL_SCALE, LOGITS_SCALE, LOGITS_CAP, SHARE_SCALE = range(7)
@@ -112,6 +115,13 @@ def field(job, index):  # type: ignore[no-untyped-def]
 def shape_of(job, layer, index):  # type: ignore[no-untyped-def]
     """A number of the shape of a layer's heads."""
     return load_int64(field(job, SHAPES_AT) + 8 * (SHAPE * layer + index))
+
+
+@compiled(inline=True)
+def own_norm(job, layer, index):  # type: ignore[no-untyped-def]
+    """The address of one of a layer's norms of OWN_NORMS; 0 if the model has none."""
+    table = field(job, OWN_NORMS_AT)
+    return load_int64(table + 8 * (OWN_NORMS * layer + index)) if table != 0 else 0
 
 
 @compiled(inline=True)

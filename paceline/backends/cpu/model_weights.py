@@ -265,9 +265,27 @@ class ModelWeights:
         if moe.correction_bias:
             name = "mlp.gate.e_score_correction_bias"
             job[fields.CORRECTIONS_AT] = self._of_experts(moe, name, (1, moe.num_experts))
+        if moe.own_norms:
+            name = "mlp.gate.per_expert_scale"
+            job[fields.EXPERT_SCALES_AT] = self._of_experts(moe, name, (1, moe.num_experts))
+            job[fields.OWN_NORMS_AT] = self._own_norms(moe)
         if moe.biases:
             job[fields.ROUTER_BIASES_AT] = self._of_experts(moe, "mlp.gate.bias", (1, moe.num_experts))
             job[fields.EXPERT_BIASES_AT] = self._expert_biases(moe)
+
+    def _own_norms(self, moe: MoeConfig) -> int:
+        """The addresses of OWN_NORMS norms of each layer, zeros where there are no experts."""
+        names = ("mlp.experts_norm", "mlp.experts_output_norm", "mlp.shared_output_norm")
+        table = np.zeros((self.config.num_layers, fields.OWN_NORMS), dtype=np.int64)
+        for layer in moe.layers:
+            prefix = LAYER.format(layer)
+            router = self._vectors([f"{prefix}mlp.gate.scale"], self.hidden)
+            factor = np.float32(self.config.hidden_size**-0.5)
+            table[layer] = (
+                self._keep(router * factor),
+                *(self._norm(f"{prefix}{name}.weight") for name in names),
+            )
+        return self._keep(table)
 
     def _of_experts(self, moe: MoeConfig, name: str, shape: tuple[int, int]) -> int:
         """The address of a tensor of each layer with experts, padded to this shape."""

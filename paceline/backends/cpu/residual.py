@@ -90,13 +90,18 @@ def norm_row(job, values, weight, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def normalize_rows(tasks, job, counter, rows, norm, gathered, scratch):  # type: ignore[no-untyped-def]
+def norm_weight(job, norm):  # type: ignore[no-untyped-def]
+    """The address of the weights of a norm: two of each layer, and the one before the LM head."""
+    return load_int64(field(job, NORMS_AT) + 8 * norm)
+
+
+@compiled
+def normalize_rows(tasks, job, counter, rows, weight, gathered, scratch):  # type: ignore[no-untyped-def]
     """Norm of the residual stream into records; of the rows that want logits only, if `gathered`.
 
     A draft head gives back the states of the gathered rows.
     """
     padded, state, records = field(job, HIDDEN_PADDED), field(job, STATE_AT), field(job, RECORDS_AT)
-    weight = load_int64(field(job, NORMS_AT) + 8 * norm)
     states = field(job, STATES_AT) if gathered else 0
     while True:
         row, _ = take(tasks, counter, rows, 1)
@@ -147,6 +152,17 @@ def add_branch(tasks, job, counter, rows, weight, scale, scratch):  # type: igno
         add_scaled_row(state, added, factor, padded)
         if scale != 0:
             scale_row(state, load_float(scale), padded)
+
+
+@compiled
+def norm_branch(tasks, job, counter, rows, weight):  # type: ignore[no-untyped-def]
+    """The norm of the branch of each row, in place."""
+    while True:
+        row, _ = take(tasks, counter, rows, 1)
+        if row >= rows:
+            return
+        values = field(job, BRANCH_AT) + 4 * field(job, HIDDEN_PADDED) * row
+        norm_row(job, values, weight, values)
 
 
 @compiled

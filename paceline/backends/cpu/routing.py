@@ -12,13 +12,14 @@ from paceline.backends.cpu.job import (
     CHOSEN_GROUPS,
     CORRECTIONS_AT,
     EXPERT_GROUPS,
+    EXPERT_SCALES_AT,
     EXPERTS,
     EXPERTS_PER_TOKEN,
     GROUP_EXPERTS,
     HIDDEN_PADDED,
     NORMALIZE_SHARES,
-    NORMS_AT,
     ROUTER_BIASES_AT,
+    ROUTER_NORM,
     ROUTERS_AT,
     SHARE_SCALE,
     SHARED_GATES_AT,
@@ -27,10 +28,11 @@ from paceline.backends.cpu.job import (
     SIGMOID_SCORES,
     STATE_AT,
     field,
+    own_norm,
     scale_of,
     take,
 )
-from paceline.backends.cpu.residual import norm_row
+from paceline.backends.cpu.residual import norm_row, norm_weight
 from paceline.backends.cpu.simd import (
     exponential,
     fma,
@@ -51,7 +53,9 @@ PAIR = 16  # bytes of a pair in CHOICES: expert, index
 def route_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-untyped-def]
     """Each row's experts and their shares: the best by a softmax of the router's scores, or by sigmoids."""
     padded, experts = field(job, HIDDEN_PADDED), field(job, EXPERTS)
-    weight = load_int64(field(job, NORMS_AT) + 8 * (2 * layer + 1))
+    weight = own_norm(job, layer, ROUTER_NORM)
+    if weight == 0:
+        weight = norm_weight(job, 2 * layer + 1)
     router = field(job, ROUTERS_AT) + 4 * padded * experts * layer
     biases, shared_gates = field(job, ROUTER_BIASES_AT), field(job, SHARED_GATES_AT)
     scores = scratch + 4 * padded
@@ -127,8 +131,12 @@ def _choose(job, row, layer, scores, divisor):  # type: ignore[no-untyped-def]
         store_float(shares + 4 * rank, share)
         sum_of_chosen += share
     total = sum_of_chosen if field(job, NORMALIZE_SHARES) else divisor
+    scales = field(job, EXPERT_SCALES_AT)
     for rank in range(chosen):
         share = load_float(shares + 4 * rank) / total * scale_of(job, SHARE_SCALE)
+        if scales != 0:
+            expert = load_int64(pairs + PAIR * rank)
+            share *= load_float(scales + 4 * (experts * layer + expert))
         store_float(shares + 4 * rank, share)
 
 

@@ -19,8 +19,15 @@ CONFIG_NAMES = ("quantization_config", "compression_config")  # the second is an
 # files that had it before config.json did, and the method that is meant
 OLD_CONFIGS = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 REMEDY = "Use the model in 16 bits, or a GGUF file of it."
-COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "dense")
-COMPRESSED_FORMATS += ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
+COMPRESSED_FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "dense",
+)
 MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
 FP8_BLOCK = (128, 128)
 

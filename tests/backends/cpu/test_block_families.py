@@ -18,7 +18,7 @@ from paceline.backends.options import BackendOptions
 from paceline.backends.torch_backend import TorchBackend
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.needs import BACKEND_BLOCKS, missing_blocks
+from paceline.models.needs import BACKEND_BLOCKS
 from tests.backends.cpu.subject import TREES, assert_chunks_are_true, assert_tree_is_true, load, plant
 from tests.backends.driver import drive, run
 from tests.tiny_families import MORE_HYBRIDS, TORCH_FAMILIES
@@ -28,22 +28,11 @@ TREE = TREES["late branches"]
 MODELS = [*TORCH_FAMILIES, *MORE_HYBRIDS, "gemma4-unified", "all blocks"]
 
 
-def runs(checkpoint: Checkpoint) -> bool:
-    """Whether the backend has kernels for the model; if not, it says for what."""
-    if not (blocks := missing_blocks(checkpoint.config, "cpu")):
-        return True
-    with pytest.raises(BackendError, match=f"has {', '.join(blocks)}, for which the cpu backend"):
-        load_backend(checkpoint, BackendOptions("cpu"), 16)
-    return False
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_prompt_a_tree_and_features_are_those_of_torch(
     checkpoint_of: Callable[[str], Checkpoint], name: str
 ) -> None:
     checkpoint = checkpoint_of(name)
-    if not runs(checkpoint):
-        return
     backend = CpuBackend.load(checkpoint, quantization="none", threads=2, max_rows=48)
     prompt = np.random.default_rng(1).integers(0, checkpoint.config.vocab_size, 40).tolist()
     tokens, layers = [*range(5, 5 + len(TREE))], (checkpoint.config.num_layers, 0, 1)
@@ -62,8 +51,6 @@ def test_a_prompt_a_tree_and_features_are_those_of_torch(
 def test_a_token_has_the_same_bits_in_chunks_and_trees_as_alone(
     checkpoint_of: Callable[[str], Checkpoint], name: str
 ) -> None:
-    if not runs(checkpoint_of(name)):
-        return
     subject = load(checkpoint_of(name), "int8", (1, 2), max_rows=80)
     for backend in subject.backends.values():
         for chunk in (7, 70):
