@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from paceline.constrain.compiler import Grammar
 from paceline.core.params import SamplingParams
@@ -31,6 +31,19 @@ class Limits:
     draft_trees: bool = True  # the verification rule takes trees, not only chains
 
 
+class RequestOptions(TypedDict, total=False):
+    """What a request may have besides its prompt and its sampling parameters."""
+
+    segment: str  # kind of traffic, for statistics
+    cache_salt: str  # only requests with the same one share cached pages and past responses
+    adapter: str  # one of the backend's; "": none
+    grammar: Grammar | None  # the compiled structured_outputs of the params
+    watch: Callable[[], Watch] | None  # makes, for each output, what may end it by its text
+    # By child, the tokens of unfinished outputs that another engine began: only these children are made, and
+    # go on, token for token, as they would have there. It needs the request's seed.
+    resume: Mapping[int, Sequence[int]] | None
+
+
 def make_requests(
     request_id: str,
     index: int,
@@ -43,22 +56,17 @@ def make_requests(
     pool_tokens: int,
     now: float,
     plans: Mapping[str, DraftPlan] | None = None,
-    grammar: Grammar | None = None,
-    watch: Callable[[], Watch] | None = None,
-    segment: str = "",
-    cache_salt: str = "",
-    adapter: str = "",
-    resume: Mapping[int, Sequence[int]] | None = None,
+    **options: Unpack[RequestOptions],
 ) -> list[Request]:
     """One Request for each of the n outputs. `index` is the order of arrival.
 
     Seeds: a request without one gets derive_seed(engine seed, index), so a program that sends the same
     requests in the same order gets the same answers. Child 0 has the request's seed, child i
     derive_seed(seed, i). `plans` has the default plan of each of the engine's drafters; the first is the
-    default. `grammar` is the compiled structured_outputs of the params. `watch` makes what may end an output
-    by its text, besides stop strings. `resume` has, by child, the tokens that an unfinished output already
-    has: only these children are made, and they go on as if they had never been interrupted.
+    default.
     """
+    grammar, watch, resume = options.get("grammar"), options.get("watch"), options.get("resume")
+    adapter, cache_salt = options.get("adapter", ""), options.get("cache_salt", "")
     prompt = _checked_prompt(prompt_token_ids, limits)
     _check_ids(params, limits.vocab_size)
     bad_words = bad_word_tokens(params.bad_texts, tokenizer)
@@ -92,7 +100,7 @@ def make_requests(
                 sampler=Sampler(params, child_seed, prompt, ending_ids, constraint, bad_words),
                 detokenizer=Detokenizer(tokenizer, params, None if watch is None else watch()),
                 arrival_time=now,
-                segment=segment,
+                segment=options.get("segment", ""),
                 # keys, values and answers of an adapter are its own, whatever salt a client sends
                 cache_salt=f"{adapter}\0{cache_salt}" if adapter or "\0" in cache_salt else cache_salt,
                 adapter=adapter,

@@ -16,9 +16,9 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, Unpack
 
 from paceline.constrain.compiler import Grammar
 from paceline.core.params import SamplingParams
@@ -26,14 +26,14 @@ from paceline.core.request import Request
 from paceline.core.stats import StepStats, TrainerActivity
 from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.draft.base import Drafter
-from paceline.engine.admission import Limits
+from paceline.engine.admission import Limits, RequestOptions
 from paceline.engine.engine import Delta, Engine
 from paceline.engine.intake import Intake
 from paceline.engine.outputs import RequestOutput, request_output, with_texts
 from paceline.engine.stream import Stream, Update
 from paceline.errors import PacelineError, UnavailableError
 from paceline.kv.cache import KVCache
-from paceline.models.detokenizer import TextTokenizer, Watch
+from paceline.models.detokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -166,40 +166,24 @@ class AsyncEngine:
         params: SamplingParams,
         request_id: str,
         *,
-        segment: str = "",
-        cache_salt: str = "",
-        adapter: str = "",
         session: str | None = None,
-        grammar: Grammar | None = None,
-        watch: Callable[[], Watch] | None = None,
         arrived: asyncio.Event | None = None,
-        resume: Mapping[int, Sequence[int]] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Stream:
-        """The stream of a request that the engine has accepted. For `arrived`, see Stream; for `watch` and
-        `resume`, Engine.
+        """The stream of a request that the engine has accepted. For `arrived`, see Stream.
 
-        `grammar` is the result of `compile` for the params' structured_outputs, which would take too long in
-        the engine's thread. RequestError if the request cannot be served, OverloadedError if too many wait,
-        UnavailableError if the engine is stopping or dead. `session` is for routers: here is one engine.
+        The `grammar` is the result of `compile` for the params' structured_outputs, which would take too long
+        in the engine's thread. `session` is for routers: here is one engine. RequestError if the request
+        cannot be served, OverloadedError if too many wait, UnavailableError if the engine stops or is dead.
         """
-        assert (grammar is None) == (params.structure is None)
+        assert (options.get("grammar") is None) == (params.structure is None)
         self._intake.check_open(request_id, params.n)
         stream = Stream(request_id, self.abort, arrived)
         self._intake.add(stream, params.n)
 
         def add() -> None:
             try:
-                children = self._engine.add_request(
-                    prompt_token_ids,
-                    params,
-                    request_id,
-                    segment=segment,
-                    cache_salt=cache_salt,
-                    adapter=adapter,
-                    grammar=grammar,
-                    watch=watch,
-                    resume=resume,
-                )
+                children = self._engine.add_request(prompt_token_ids, params, request_id, **options)
                 self._children[request_id] = children
                 self._in_loop(stream.accept, children[0].unavailable_drafter)
             except Exception as error:  # a refusal, or a bug that concerns only this request

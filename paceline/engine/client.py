@@ -6,18 +6,17 @@ AsyncEngine is one, in this process; paceline.scale.remote_engine.RemoteEngine i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, Unpack
 
 from paceline.constrain.compiler import Grammar
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.stats import StepStats
 from paceline.core.structured_outputs import StructuredOutputsParams
-from paceline.engine.admission import Limits
+from paceline.engine.admission import Limits, RequestOptions
 from paceline.engine.stream import Stream
-from paceline.models.detokenizer import Watch
 
 
 class EngineClient(Protocol):
@@ -56,13 +55,9 @@ class EngineClient(Protocol):
         params: SamplingParams,
         request_id: str,
         *,
-        segment: str = "",
-        cache_salt: str = "",
-        adapter: str = "",
         session: str | None = None,
-        grammar: Grammar | None = None,
-        watch: Callable[[], Watch] | None = None,
         arrived: asyncio.Event | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Stream: ...
 
     async def drain(self) -> None: ...

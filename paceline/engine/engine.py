@@ -6,10 +6,11 @@ import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Unpack
 
 from paceline.backends.async_decoding import AsyncDecoder
 from paceline.backends.base import Backend
-from paceline.constrain.compiler import Grammar, GrammarCompiler
+from paceline.constrain.compiler import GrammarCompiler
 from paceline.control.controller import Controller, FixedController, Load, StepPlan
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
@@ -17,7 +18,7 @@ from paceline.core.stats import StepStats, TrainerActivity
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.base import Drafter
 from paceline.draft.grammar import GrammarDrafter
-from paceline.engine.admission import Limits, make_requests
+from paceline.engine.admission import Limits, RequestOptions, make_requests
 from paceline.engine.batch import BatchBuilder
 from paceline.engine.device_executor import DeviceExecutor, common_plan
 from paceline.engine.drafting import FORCED_ONLY, Drafting
@@ -30,7 +31,7 @@ from paceline.engine.step_stats import add_pass
 from paceline.engine.verification import Verification
 from paceline.errors import BackendLostError, RequestError
 from paceline.kv.cache import KVCache
-from paceline.models.detokenizer import TextTokenizer, Watch
+from paceline.models.detokenizer import TextTokenizer
 from paceline.verify.pathwise import verify_pathwise
 from paceline.verify.verdict import Rule
 
@@ -122,32 +123,22 @@ class Engine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         request_id: str | None = None,
-        *,
-        segment: str = "",
-        cache_salt: str = "",
-        adapter: str = "",
-        grammar: Grammar | None = None,
-        watch: Callable[[], Watch] | None = None,
-        resume: Mapping[int, Sequence[int]] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[Request]:
         """The queued requests, one for each of the n outputs. RequestError if they cannot be served.
 
-        `segment` names the kind of traffic, for statistics. Only requests with the same `cache_salt` share
-        cached pages and past responses. `adapter` is one of the backend's, "" for none. `grammar` is the
-        compiled structured_outputs of the params; without it they are compiled here. `watch` makes, for each
-        output, what may end it by its text. `resume` has, by number, the tokens of unfinished outputs that
-        another engine began: these are computed again and go on, token for token, as they would have there.
-        It needs the request's seed.
+        Without a `grammar` the params' structured_outputs are compiled here.
         """
-        if resume is not None and params.seed is None and not params.greedy:
+        if options.get("resume") is not None and params.seed is None and not params.greedy:
             raise RequestError("an output can be resumed only with its request's seed. Set seed.")
+        adapter = options.get("adapter", "")
         if adapter and adapter not in self.backend.adapters:
             raise RequestError(f"there is no adapter {adapter[:80]!r}; load it with --lora-modules.")
         name = str(self._num_arrived) if request_id is None else request_id
         if name in self._live:
             raise RequestError(f"a request with id {name!r} is already running; give each its own id.")
-        if grammar is None and params.structure is not None:
-            grammar = self.grammars.compile(params.structure)
+        if options.get("grammar") is None and params.structure is not None:
+            options["grammar"] = self.grammars.compile(params.structure)
         children = make_requests(
             name,
             self._num_arrived,
@@ -159,12 +150,7 @@ class Engine:
             pool_tokens=self.kv.pages.num_pages * self.kv.page_size,
             now=self._clock(),
             plans=self._plans,
-            grammar=grammar,
-            watch=watch,
-            segment=segment,
-            cache_salt=cache_salt,
-            adapter=adapter,
-            resume=resume,
+            **options,
         )
         self._num_arrived += 1
         self._live[name] = list(children)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Unpack
 from weakref import WeakKeyDictionary
 
 from paceline.constrain.compiler import Grammar, GrammarCompiler
@@ -21,14 +22,14 @@ from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.stats import StepStats
 from paceline.core.structured_outputs import StructuredOutputsParams
-from paceline.engine.admission import Limits, make_requests
+from paceline.engine.admission import Limits, RequestOptions, make_requests
 from paceline.engine.async_engine import Observer
 from paceline.engine.intake import Intake
 from paceline.engine.stream import Stream
 from paceline.errors import PacelineError, UnavailableError
 from paceline.kv.hashing import page_hashes
 from paceline.learn.activity import Activity
-from paceline.models.detokenizer import TextTokenizer, Watch
+from paceline.models.detokenizer import TextTokenizer
 from paceline.scale.channel import Link
 from paceline.scale.dispatch import Dispatcher, RemoteObserver
 from paceline.scale.heads import HeadPush
@@ -150,15 +151,12 @@ class RemoteEngine:
         params: SamplingParams,
         request_id: str,
         *,
-        segment: str = "",
-        cache_salt: str = "",
-        adapter: str = "",
         session: str | None = None,
-        grammar: Grammar | None = None,
-        watch: Callable[[], Watch] | None = None,
         arrived: asyncio.Event | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Stream:
         """The stream of a request, checked as its replica would check it."""
+        grammar = options.get("grammar")
         assert (grammar is None) == (params.structure is None)
         self._intake.check_open(request_id, params.n)
         description = self._description
@@ -173,11 +171,7 @@ class RemoteEngine:
             pool_tokens=description.pool_tokens,
             now=self.now(),
             plans=description.plans,
-            grammar=grammar,
-            watch=watch,
-            segment=segment,
-            cache_salt=cache_salt,
-            adapter=adapter,
+            **options,
         )
         self._num_arrived += 1
         structure, lenient = (None, False) if grammar is None else self._sources[grammar]
@@ -192,9 +186,9 @@ class RemoteEngine:
             params=seeded,
             structure=structure,
             lenient=lenient,
-            segment=segment,
-            cache_salt=cache_salt,
-            adapter=adapter,
+            segment=options.get("segment", ""),
+            cache_salt=options.get("cache_salt", ""),
+            adapter=options.get("adapter", ""),
             resume=None,
         )
         self._intake.add(stream, params.n)
