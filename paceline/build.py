@@ -30,7 +30,7 @@ from paceline.draft.on_demand import OnDemandDrafter
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
-from paceline.kv.sizing import available_memory, check_memory_limit, size_cache
+from paceline.kv.sizing import CacheSize, available_memory, check_memory_limit, size_cache
 from paceline.kv.states import states_memory
 from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.config import ModelConfig
@@ -138,26 +138,7 @@ def build_engine(
     drafters = {
         name: load_drafter(name, configured, target) for name, configured in speculation.drafters.items()
     }
-    levels = {name: configured.plan.levels for name, configured in speculation.drafters.items()}
-    heads = [levels[name] for name, drafter in drafters.items() if drafter.needs.bytes_per_page]
-    deepest = max(heads or levels.values(), default=0)  # beside a head, longer lookups are for few requests
-    size = size_cache(
-        page_size=backend.page_size,
-        bytes_per_page=backend.bytes_per_page()
-        + sum(drafter.needs.bytes_per_page for drafter in drafters.values()),
-        model_context=model.config.max_position,
-        max_model_len=config.model.max_model_len,
-        memory_bytes=config.cache.kv_cache_memory_bytes,
-        available_bytes=max(0, available_memory() - backend.buffer_bytes),
-        device=backend.device_memory(
-            config.scheduler.max_num_seqs * 3 * (2 + deepest),  # rows: chains of each length have buffers
-            config.model.max_model_len or model.config.max_position,
-        ),
-        utilization=config.cache.gpu_memory_utilization,
-        states_bytes=states_memory(
-            backend.bytes_per_state, config.scheduler.max_num_seqs, backend.spare_states
-        ),
-    )
+    size = _cache_size(config, model, speculation, drafters)
     limits = Limits(
         model.config.vocab_size,
         size.max_model_len,
@@ -200,6 +181,29 @@ def _speculation(config: EngineConfig, model: LoadedModel) -> Speculation:
         chosen = SpeculativeOptions(methods, share_suffix_cache=share).speculation()
         return replace(requested, drafters=chosen.drafters)
     return requested
+
+
+def _cache_size(
+    config: EngineConfig, model: LoadedModel, speculation: Speculation, drafters: Mapping[str, Drafter]
+) -> CacheSize:
+    """The size of the KV cache, in which drafters may have keys and values of their own."""
+    backend, max_num_seqs = model.backend, config.scheduler.max_num_seqs
+    levels = {name: configured.plan.levels for name, configured in speculation.drafters.items()}
+    bytes_of_drafters = {name: drafter.needs.bytes_per_page for name, drafter in drafters.items()}
+    heads = [levels[name] for name, own_bytes in bytes_of_drafters.items() if own_bytes]
+    deepest = max(heads or levels.values(), default=0)  # beside a head, longer lookups are for few requests
+    rows = max_num_seqs * 3 * (2 + deepest)  # chains of each length have buffers
+    return size_cache(
+        page_size=backend.page_size,
+        bytes_per_page=backend.bytes_per_page() + sum(bytes_of_drafters.values()),
+        model_context=model.config.max_position,
+        max_model_len=config.model.max_model_len,
+        memory_bytes=config.cache.kv_cache_memory_bytes,
+        available_bytes=max(0, available_memory() - backend.buffer_bytes),
+        device=backend.device_memory(rows, config.model.max_model_len or model.config.max_position),
+        utilization=config.cache.gpu_memory_utilization,
+        states_bytes=states_memory(backend.bytes_per_state, max_num_seqs, backend.spare_states),
+    )
 
 
 def _on_demand(config: EngineConfig, speculation: Speculation, target: Target) -> dict[str, OnDemandDrafter]:

@@ -182,17 +182,26 @@ def run_contest(
             )
             contest.rows.extend(rows(name, runs, options.objective))
             contest.runs.append(runs)
-    path = resolve(options.model) if options.peers else None
-    threads = chosen.threads or os.cpu_count() or 1
     for peer in options.peers:
-        assert path is not None
-        peer_rows, error = measure_peer(
-            peer, path, threads, tasks, model.tokenizer.eos_ids, options.rounds, on_turn
-        )
-        contest.peer_rows.extend(peer_rows)
-        if error is not None:
-            contest.peer_errors[peer.name] = error
+        _add_peer(contest, peer, tasks, model, on_turn)
     return contest
+
+
+def _add_peer(
+    contest: Contest,
+    peer: PeerOptions,
+    tasks: Mapping[str, Sequence[Task]],
+    model: LoadedModel,
+    on_turn: OnTurn,
+) -> None:
+    """Measure another engine on the same prompts. If it fails, that is noted."""
+    path, threads = resolve(contest.options.model), contest.threads or os.cpu_count() or 1
+    peer_rows, error = measure_peer(
+        peer, path, threads, tasks, model.tokenizer.eos_ids, contest.options.rounds, on_turn
+    )
+    contest.peer_rows.extend(peer_rows)
+    if error is not None:
+        contest.peer_errors[peer.name] = error
 
 
 def contest_config(options: SpeculationOptions, draft: Any) -> EngineConfig:
