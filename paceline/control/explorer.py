@@ -118,13 +118,11 @@ class DeviceExplorer:
         for plan, estimate in arms.items():
             if not estimate.is_timed:
                 return plan
-        others = [plan for plan in arms if self._would_teach(plan, best)]
-        if best == PLAIN:  # of each drafter the shortest plan tells enough
-            shortest = {plan.drafter: plan for plan in reversed(others)}
-            others = list(shortest.values())
+        # of each drafter the shortest plan tells enough: what longer drafts would bring follows from it
+        others = {plan.drafter: plan for plan in reversed(list(arms)) if self._would_teach(plan, best)}
         if not others:
             return best
-        oldest = min(others, key=self._last_used.__getitem__)
+        oldest = min(others.values(), key=self._last_used.__getitem__)
         present, other = arms[best], arms[oldest]
         lost = other.catch_up + CONFIG.device_planner.hold * max(
             0.0, other.seconds - other.tokens / present.rate
@@ -138,7 +136,5 @@ class DeviceExplorer:
 
     def _would_teach(self, plan: DraftPlan, best: DraftPlan) -> bool:
         """Whether passes by a plan say what those by the best one do not."""
-        if plan.drafter == best.drafter:
-            return plan.levels > best.levels  # shorter drafts are part of the longer ones
         is_shadowed = self._shadow is not None and plan.drafter == self._shadow.drafter and best == PLAIN
-        return plan.budget > 0 and not is_shadowed
+        return plan.budget > 0 and plan.drafter != best.drafter and not is_shadowed

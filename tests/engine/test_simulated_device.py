@@ -70,7 +70,7 @@ def test_a_short_run_is_never_slower_than_plain_decoding(make, right, prompt, re
     assert own[-1] < off / 0.98
     # the time of a single short answer is luck, and long prompts are not drafted for where the gain is unsure
     if requests > 1 and prompt < 100:
-        assert min(own[1:]) < min(off, two, three) / 0.9
+        assert min(own[1:]) < min(off, two, three) / 0.88
 
 
 @pytest.mark.parametrize("repeating", [0, 3, 16])

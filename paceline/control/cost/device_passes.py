@@ -1,6 +1,6 @@
 """Seconds of passes on the device, by plan, number of requests and context length.
 
-The estimate is the time measured at start-up, when nothing else ran and contexts were empty, plus two
+The estimate is the time measured at start-up, when nothing else ran and contexts were short, plus two
 numbers (`Drift`): what passes of all plans take longer under this load, and how this plan differs from that.
 A Kalman filter updates both, the more uncertain one more. So the estimates of plans that are not used follow
 the traffic too. Passes are only noted when they end, and counted together when an estimate is asked for.
