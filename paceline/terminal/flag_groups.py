@@ -7,7 +7,7 @@ a test compares the two.
 from __future__ import annotations
 
 from paceline.core.truncation import KEEPS_ALL, OPTIONS
-from paceline.terminal.flags import Flag, Group, by_topic
+from paceline.terminal.flags import Flag, Group, by_topic, topic
 
 ENGINE: Group = (
     Flag(
@@ -223,7 +223,8 @@ SERVER: Group = (
     Flag("log_format", str, "auto", "json, text, or auto: text on a terminal."),
 )
 
-LEARN: Group = (
+LEARN: Group = topic(
+    "Learning",
     Flag("learn", bool, False, "Keep finished requests, and train the draft head on them.", "--learn"),
     Flag(
         "learn_dir",
@@ -283,7 +284,8 @@ LEARN: Group = (
     ),
 )
 
-SCALE: Group = (
+SCALE: Group = topic(
+    "Replicas",
     Flag("replicas", int | None, None, "Number of replicas, on Ray Serve. Default: one engine, without Ray."),
     Flag("autoscale", str | None, None, "MIN:MAX replicas, by load, on Ray Serve."),
     Flag(
@@ -305,7 +307,8 @@ SCALE: Group = (
     Flag("downscale_delay", float, 60.0, "Seconds of low load before --autoscale removes one."),
 )
 
-STRUCTURE: Group = (
+STRUCTURE: Group = topic(
+    "Structured outputs",
     Flag("json_schema", str | None, None, "JSON schema of the answer: JSON, or a file."),
     Flag("json_object", bool, False, "Answer with any JSON object.", "--json-object"),
     Flag("regex", str | None, None, "Regular expression that the answer must match."),
@@ -342,19 +345,3 @@ SERVER = by_topic(
         "kv_events_topic",
     },
 )
-LEARN = by_topic(
-    LEARN,
-    {
-        "Learning": "learn learn_dir learn_share learn_max_bytes learn_max_age learn_salts learn_salt "
-        "learn_skip_key learn_generic learn_min_rows learn_minutes learn_max_running learn_max_slowdown "
-        "learn_gpu_share learn_redact"
-    },
-)
-SCALE = by_topic(
-    SCALE,
-    {
-        "Replicas": "replicas autoscale ray_address replica_timeout target_ongoing_requests upscale_delay "
-        "downscale_delay"
-    },
-)
-STRUCTURE = by_topic(STRUCTURE, {"Structured outputs": "json_schema json_object regex choice grammar"})

@@ -51,6 +51,11 @@ Group: TypeAlias = tuple[Flag, ...]
 PROMPT_FILE = ("--data", "--workload")
 
 
+def topic(title: str, *flags: Flag) -> Group:
+    """A group whose flags are one section of the help page."""
+    return tuple(replace(flag, topic=title) for flag in flags)
+
+
 def by_topic(group: Group, topics: Mapping[str, str]) -> Group:
     """The group with a section of the help page for each topic, given the names of its flags; the others
     are common. An empty topic makes flags common again."""

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from paceline.bench.flags import HtmlFile
-from paceline.terminal.flags import PROMPT_FILE, Flag, Group, Options, by_topic, with_flags
+from paceline.terminal.flags import PROMPT_FILE, Flag, Group, Options, by_topic, topic, with_flags
 
 ARITHMETIC = "Arithmetic (without a GPU or MODEL)"
 MACHINE: Group = (
@@ -81,7 +81,8 @@ TRAFFIC: Group = (
         "Maximum tokens in one pass. Default: 2048 with a --gpu, 512 with a MODEL.",
     ),
 )
-DRAFTS: Group = (
+DRAFTS: Group = topic(
+    "Drafts",
     Flag(
         "acceptance",
         str | None,
@@ -98,7 +99,8 @@ DRAFTS: Group = (
     Flag("chances", bool, True, "Drafters report their confidence.", "--chances/--no-chances"),
 )
 
-FLEET: Group = (
+FLEET: Group = topic(
+    "Fleet",
     Flag(
         "replicas",
         str | None,
@@ -145,11 +147,6 @@ MACHINE = by_topic(
     },
 )
 TRAFFIC = by_topic(TRAFFIC, {"Traffic": "input_tokens output_tokens workload threads max_num_batched_tokens"})
-DRAFTS = by_topic(DRAFTS, {"Drafts": "acceptance from_file methods chances"})
-FLEET = by_topic(
-    FLEET,
-    {"Fleet": "replicas trace time_scale limit shared_prefixes routing max_num_seqs server replica_price"},
-)
 
 
 @with_flags(machine=MACHINE, traffic=TRAFFIC, drafts=DRAFTS, fleet=FLEET)
