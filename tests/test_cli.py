@@ -19,6 +19,7 @@ from paceline.learn.options import LearnOptions
 from paceline.serve.options import ServeOptions
 from paceline.terminal import generate as generate_room
 from paceline.terminal.flag_groups import ENGINE, LEARN, SAMPLING, SEED, SERVER
+from paceline.terminal.vllm_flags import INSTEAD
 from tests.models.files import config_of, random_tensors, write_gguf
 from tests.toy import ToyBackend, ToyTokenizer, toy_engine
 
@@ -74,6 +75,16 @@ def test_help_shows_the_common_options_in_20_lines_and_the_others_by_topic(pacel
     assert max(len(line) for line in out.splitlines()) <= 100
     flags = re.findall(r"(?m)^  (--\S+)", out)
     assert len(flags) == len(set(flags))
+
+
+@pytest.mark.parametrize("flag", INSTEAD)
+def test_a_flag_of_vllm_is_refused_with_what_to_do_instead(paceline, flag):
+    code, _, err = paceline("serve", "smollm2-135m", f"{flag}=1")
+    assert code == 2
+    assert err == f"error: {flag} is a flag of vLLM that paceline does not have. {INSTEAD[flag]}\n"
+    for other in re.findall(r"--[a-z-]+", INSTEAD[flag]):
+        assert other in paceline("serve", "--help")[1]
+    assert f"`{flag}" in (Path(__file__).parents[1] / "docs" / "guides" / "serve.md").read_text()
 
 
 @pytest.mark.parametrize(

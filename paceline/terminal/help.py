@@ -8,6 +8,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from paceline.terminal.vllm_flags import refuse_vllm_flags
+
 # plain help: rich would truncate long flags
 PLAIN: dict[str, Any] = {
     "add_completion": False,
@@ -19,6 +21,12 @@ PLAIN: dict[str, Any] = {
 
 class TopicCommand(TyperCommand):
     """A command whose help lists its arguments, its common options, and then a section for each topic."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        refuse_vllm_flags(args, known)
+        parsed: list[str] = super().parse_args(ctx, args)
+        return parsed
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
