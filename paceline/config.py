@@ -19,6 +19,7 @@ from paceline.options import (
     refuse_unknown,
     unknown_option,
 )
+from paceline.vllm_options import instead_of
 
 if TYPE_CHECKING:
     from paceline.draft.methods import Speculation
@@ -202,7 +203,7 @@ class EngineConfig:
         if "seed" in options:
             parts["seed"] = options.pop("seed")
         for option in options:
-            raise ConfigError(unknown_option(option, option_names(), "the engine"))
+            raise ConfigError(instead_of(option) or unknown_option(option, option_names(), "the engine"))
         return EngineConfig(**parts)
 
 

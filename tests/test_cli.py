@@ -18,8 +18,8 @@ from paceline.config import EngineConfig
 from paceline.learn.options import LearnOptions
 from paceline.serve.options import ServeOptions
 from paceline.terminal import generate as generate_room
-from paceline.terminal.flag_groups import ENGINE, LEARN, SAMPLING, SEED, SERVER
-from paceline.terminal.vllm_flags import INSTEAD
+from paceline.terminal.flag_groups import ENGINE, LEARN, SAMPLING, SCALE, SEED, SERVER
+from paceline.vllm_options import INSTEAD
 from tests.models.files import config_of, random_tensors, write_gguf
 from tests.toy import ToyBackend, ToyTokenizer, toy_engine
 
@@ -77,13 +77,16 @@ def test_help_shows_the_common_options_in_20_lines_and_the_others_by_topic(pacel
     assert len(flags) == len(set(flags))
 
 
-@pytest.mark.parametrize("flag", INSTEAD)
-def test_a_flag_of_vllm_is_refused_with_what_to_do_instead(paceline, flag):
+@pytest.mark.parametrize("option", INSTEAD)
+def test_a_flag_of_vllm_is_refused_with_what_to_do_instead(paceline, option):
+    flag = "--" + option.replace("_", "-")
     code, _, err = paceline("serve", "smollm2-135m", f"{flag}=1")
     assert code == 2
-    assert err == f"error: {flag} is a flag of vLLM that paceline does not have. {INSTEAD[flag]}\n"
-    for other in re.findall(r"--[a-z-]+", INSTEAD[flag]):
-        assert other in paceline("serve", "--help")[1]
+    assert err == f"error: {flag} is an option of vLLM that paceline does not have. {INSTEAD[option]}\n"
+    flags = {flag.name for flag in (*ENGINE, *SERVER, *SCALE)}
+    assert option not in flags
+    for other in re.findall(r"--([a-z-]+)|\b([a-z]+_[a-z_]+)\b(?!\.)", INSTEAD[option]):
+        assert "".join(other).replace("-", "_") in flags
     assert f"`{flag}" in (Path(__file__).parents[1] / "docs" / "guides" / "serve.md").read_text()
 
 

@@ -103,6 +103,7 @@ def test_a_gpu_without_triton_is_not_used(monkeypatch):
     [
         ({"max_num_seq": 3}, "did you mean 'max_num_seqs'"),
         ({"nonsense": 3}, "The options are"),
+        ({"trust_remote_code": True}, "an option of vLLM.*Leave it out: code of checkpoints is never run"),
         ({"max_num_seqs": 0}, "max_num_seqs must be an integer from 1"),
         ({"max_num_seqs": 2.0}, "max_num_seqs"),
         ({"max_num_batched_tokens": 8}, "at least max_num_seqs"),

@@ -8,7 +8,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from paceline.terminal.vllm_flags import refuse_vllm_flags
+from paceline.errors import ConfigError
+from paceline.vllm_options import instead_of
 
 # plain help: rich would truncate long flags
 PLAIN: dict[str, Any] = {
@@ -24,7 +25,9 @@ class TopicCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
-        refuse_vllm_flags(args, known)
+        for flag in (argument.partition("=")[0] for argument in args):
+            if flag not in known and flag.startswith("--") and (told := instead_of(flag)):
+                raise ConfigError(told)
         parsed: list[str] = super().parse_args(ctx, args)
         return parsed
 
