@@ -68,9 +68,16 @@ def load_medusa_runner(
 
 def load_assistant_runner(checkpoint: AssistantCheckpoint, beside: Backend) -> AssistantRunner:
     """A runner of the assistant beside its target. ConfigError where the backend has none."""
+    if beside.name == "cpu":
+        from paceline.backends.cpu import CpuBackend
+        from paceline.backends.cpu.assistant_runner import CpuAssistantRunner
+
+        assert isinstance(beside, CpuBackend)
+        return CpuAssistantRunner(checkpoint, beside)
     if beside.name != "torch":
         raise ConfigError(
-            f"the {beside.name} backend does not run assistants. Use --backend torch, or another method."
+            f"the {beside.name} backend does not run assistants. Use the torch or cpu backend, or another "
+            "method."
         )
     from paceline.backends.torch_assistant_runner import TorchAssistantRunner
     from paceline.backends.torch_backend import TorchBackend

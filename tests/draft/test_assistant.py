@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paceline import LLM
+from paceline.backends.cpu import CpuBackend
 from paceline.backends.load import load_assistant_runner
 from paceline.backends.options import BackendOptions
 from paceline.backends.torch_backend import TorchBackend
@@ -126,6 +127,47 @@ def test_its_steps_are_those_of_transformers(loaded, length):
     assert all(torch.equal(*pair) for pair in zip(before, request.pool.cache.keys, strict=True))
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_the_cpu_backend_gives_what_torch_gives(loaded, quantization):
+    """Chains and levels of trees, of two requests at once, over the pool of the target."""
+    _, _, checkpoint, torch_backend, folder = loaded
+    if quantization == "int8" and checkpoint.config.moe:
+        pytest.skip("rounded scores may choose other experts")
+    cpu = CpuBackend.load(checkpoint, quantization=quantization, threads=2, max_rows=ROWS)
+    random, assistant = np.random.default_rng(3), load_assistant(folder)
+    states = 0.5 * random.standard_normal((5, checkpoint.config.hidden_size)).astype(np.float32)
+    found = []
+    for backend in (cpu, torch_backend):
+        requests, runner = drive(backend, 3, 2), load_assistant_runner(assistant, backend)
+        for number, request in enumerate(requests):
+            request.extend([(7 * i + number) % VOCAB_SIZE for i in range(3, 33 - 20 * number)])
+        lengths = np.array([request.context_length for request in requests], dtype=np.int32)
+        sizes = np.array([3, 2])
+        batch = ForwardBatch(
+            tokens=np.array([5, 9, 9, 2, 50], dtype=np.int32),
+            positions=np.repeat(lengths, sizes),
+            parents=np.full(5, -1, dtype=np.int32),
+            row_offsets=np.array([0, 3, 5], dtype=np.int32),
+            context_lengths=lengths,
+            page_tables=np.stack([request.pages for request in requests]),
+            logit_rows=np.arange(5, dtype=np.int32),
+            pool=requests[0].pool,
+        )
+        first = runner.run(batch, states)
+        outputs = [first.logits.copy(), first.states.copy()]
+        second = runner.run(batch, outputs[1])
+        found.append([*outputs, second.logits.copy(), second.states])
+    cpu.close()
+    for ours, expected in zip(*found, strict=True):
+        known = np.isfinite(ours) & np.isfinite(expected)
+        assert known.mean() > 0.2
+        if quantization == "none":
+            assert (np.isfinite(ours) == np.isfinite(expected)).all()
+            np.testing.assert_allclose(ours[known], expected[known], rtol=1e-4, atol=2e-4)
+        else:
+            assert np.median(np.abs(ours[known] - expected[known])) < 0.1 * np.abs(expected[known]).mean()
+
+
 def _batch(request, token):
     """A pass over one token after the committed ones."""
     one = np.ones(1, dtype=np.int32)
@@ -190,9 +232,12 @@ def make_engine(backend, drafter, vocab_size, rows=ROWS):
 PLANS = [PLAIN, *(DraftPlan("assistant", *shape) for shape in ((1,), (4,), (6, 2), (9, 3), (5, 4, 2)))]
 
 
+@pytest.mark.parametrize("name", ["torch", "cpu"])
 @pytest.mark.parametrize("sampling", [DraftSampling.COUPLED, DraftSampling.INDEPENDENT])
-def test_same_tokens_with_chains_and_trees(loaded, sampling):
+def test_same_tokens_with_chains_and_trees(loaded, sampling, name):
     _, _, checkpoint, backend, folder = loaded
+    if name == "cpu":
+        backend = CpuBackend.load(checkpoint, threads=1, max_rows=ROWS)
     options = HeadOptions(model=str(folder))
     drafter = AssistantDrafter.load(options, target_of(checkpoint, backend, sampling))
     assert drafter.needs.feature_layers == (checkpoint.config.num_layers,)
@@ -275,8 +320,8 @@ def test_what_does_not_fit_is_refused(loaded, knowing):
     with pytest.raises(ConfigError, match="assistant:PATH"):
         AssistantDrafter.load(HeadOptions(), target)
 
-    class Cpu:
-        name = "cpu"
+    class Cuda:
+        name = "cuda"
 
-    with pytest.raises(ConfigError, match="cpu backend does not run assistants"):
-        load_assistant_runner(load_assistant(folder), Cpu())
+    with pytest.raises(ConfigError, match="cuda backend does not run assistants"):
+        load_assistant_runner(load_assistant(folder), Cuda())

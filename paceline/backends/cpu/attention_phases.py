@@ -58,6 +58,7 @@ from paceline.backends.cpu.job import (
     SCORE_SCALE,
     SHARED,
     SINKS_AT,
+    TARGET_EMBEDDING_AT,
     UNIT_QK_AT,
     UNIT_VALUES_AT,
     VALUES_ARE_KEYS,
@@ -249,6 +250,8 @@ def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-u
                 first = max(first, last - window + 1)
             if window < 0:
                 first = last // -window * -window
+            if field(job, TARGET_EMBEDDING_AT) != 0:  # the row itself has no key
+                last -= 1
             final = row + together - 1
             _list_blocks(
                 job, layer, final, request, head // shared, first, last + together - 1, blocks, spare

@@ -9,6 +9,8 @@
 
     features of the target -> norms -> reduce -> norm -> keys and values of every layer    DFlash and DSpark
 
+    [the target's embedding, its state or a projected one] -> reduce -> the residual       assistants
+
 Norms and matrices that a head lacks are addresses 0.
 """
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.job import (
     CONTEXT_NORM_AT,
+    EMBEDDING_SCALE,
     EPSILON_AT,
     FEATURE_NORMS_AT,
     FEATURE_PADDED,
@@ -34,12 +37,14 @@ from paceline.backends.cpu.job import (
     RECORDS_AT,
     REDUCE_AT,
     STATE_AT,
+    TARGET_EMBEDDING_AT,
     TOKENS_AT,
     field,
+    scale_of,
     take,
 )
 from paceline.backends.cpu.residual import read_embedding
-from paceline.backends.cpu.rows import copy_row, normalize, record_stride, write_row
+from paceline.backends.cpu.rows import copy_row, normalize, record_stride, scale_row, write_row
 from paceline.backends.cpu.simd import load_float, load_int32
 from paceline.backends.cpu.tiles import GROUP, RECORD
 
@@ -67,6 +72,22 @@ def enter_rows(tasks, job, counter, rows, scratch):  # type: ignore[no-untyped-d
             write_row(values, groups, records, row, rows, groups, field(job, QUANTIZED))
         else:
             copy_row(values, field(job, STATE_AT) + 4 * padded * row, padded)
+
+
+@compiled
+def join_target(tasks, job, counter, rows, scratch):  # type: ignore[no-untyped-def]
+    """Records of the scaled embedding that the target has for a row's token, followed by the given state."""
+    padded, records = field(job, FEATURE_PADDED), field(job, RECORDS_AT)
+    groups = 2 * padded // GROUP
+    while True:
+        row, _ = take(tasks, counter, rows, 1)
+        if row >= rows:
+            return
+        token = load_int32(field(job, TOKENS_AT) + 4 * row)
+        read_embedding(field(job, TARGET_EMBEDDING_AT), token, scratch)
+        scale_row(scratch, scale_of(job, EMBEDDING_SCALE), padded)
+        copy_row(field(job, INPUTS_AT) + 4 * padded * row, scratch + 4 * padded, padded)
+        write_row(scratch, groups, records, row, rows, groups, field(job, QUANTIZED))
 
 
 @compiled

@@ -10,7 +10,7 @@ from paceline.backends.cpu.atomics import atomic_load
 from paceline.backends.cpu.attention_phases import attend_rows, rope_and_store
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.draft_chains import choose_drafts, extend_chains
-from paceline.backends.cpu.entry import enter_rows, join_rows, norm_context
+from paceline.backends.cpu.entry import enter_rows, join_rows, join_target, norm_context
 from paceline.backends.cpu.experts import (
     combine_rows,
     gate_experts,
@@ -70,6 +70,7 @@ from paceline.backends.cpu.job import (
     SHARED_SHARES_AT,
     STATE_AT,
     STATE_LAYERS_AT,
+    TARGET_EMBEDDING_AT,
     UP,
     WIDE_RECORDS_AT,
     field,
@@ -176,6 +177,13 @@ def _enter(control, tasks, job, counter, embedding, scratch):  # type: ignore[no
         return
     records, state, stride = field(job, RECORDS_AT), field(job, STATE_AT), 4 * field(job, HIDDEN_PADDED)
     bias = field(job, ENTRY_BIAS_AT)
+    if field(job, TARGET_EMBEDDING_AT) != 0:
+        join_target(tasks, job, counter, rows, scratch)
+        barrier(control, threads)
+        matrix = field(job, REDUCE_AT)
+        project(tasks, job, counter + line, matrix, records, rows, state, stride, 0, 0, scratch)
+        barrier(control, threads)
+        return
     if field(job, FROM_TARGET):
         enter_rows(tasks, job, counter, rows, scratch)
         barrier(control, threads)
@@ -316,7 +324,8 @@ def _run_layer(control, tasks, job, layer, counter, scratch, only_keys):  # type
     branch, parallel = field(job, BRANCH_AT), field(job, PARALLEL)
     out, added = (branch, 0) if branch != 0 else (field(job, STATE_AT), 1)
     if load_int64(matrices) != 0:  # a mixer
-        entered = field(job, INPUTS_AT) != 0 and field(job, MIX_AT) == 0  # with the first layer's records
+        joined = field(job, INPUTS_AT) != 0 and field(job, TARGET_EMBEDDING_AT) == 0
+        entered = joined and field(job, MIX_AT) == 0  # with the first layer's records
         if not entered or (layer > 0 and field(job, CONTEXT_NORM_AT) == 0):
             normalize_rows(tasks, job, counter, rows, norm_weight(job, 2 * layer), 0, scratch)
             barrier(control, threads)

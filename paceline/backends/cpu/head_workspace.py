@@ -1,4 +1,4 @@
-"""The job of a draft head: that of a model with its layers, and the entry that entry.py describes."""
+"""The jobs of draft heads and assistants: of a model with their layers, and the entry of entry.py."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from paceline.backends.cpu.tiles import GROUP
 from paceline.backends.cpu.workspace import Workspace
 from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.config import ModelConfig
+from paceline.models.heads.assistant import PRE, AssistantCheckpoint
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.safetensors_writer import encode
 
@@ -30,7 +31,46 @@ _NAMES = {
 }
 
 
-class HeadWorkspace(Workspace):
+class DraftWorkspace(Workspace):
+    """A workspace whose passes begin with matrices that read several vectors."""
+
+    def _fused(self, tensor: Tensor, parts: int, quantization: str) -> int:
+        """The address of the descriptor of a matrix whose columns read `parts` vectors side by side."""
+        matrix = pack(encode(_padded(tensor, parts)), quantization)
+        self._keep(matrix.data)
+        return self._keep(np.array(matrix.descriptor(), dtype=np.int64))
+
+
+class AssistantWorkspace(DraftWorkspace):
+    """Everything a pass of an assistant reads and writes, except the batch, its states and the KV pool."""
+
+    def __init__(
+        self, assistant: AssistantCheckpoint, target: Workspace, quantization: str, rows: int
+    ) -> None:
+        """`target` has the embedding that the assistant reads, and the shapes of the KV pool."""
+        self._target = target  # keeps its weights alive
+        self.feature_padded = round_up(assistant.target_hidden_size, GROUP)
+        own = target.config
+        config = replace(
+            assistant.beside(own),
+            max_position=own.max_position,
+            embedding_scale=own.embedding_scale,
+            logits_softcap=0.0,  # whatever its file says: those of assistants have none
+        )
+        checkpoint = Checkpoint(config, assistant.tensors, assistant.source)
+        super().__init__(checkpoint, quantization, target.threads, rows, entry_width=2 * self.feature_padded)
+        job = self.job
+        job[fields.FEATURE_PADDED], job[fields.NORMED_STATES] = self.feature_padded, True
+        job[fields.REDUCE_AT] = self._fused(assistant.tensors[PRE], 2, quantization)
+        embedding = np.array(target.embedding.descriptor(), dtype=np.int64)
+        job[fields.TARGET_EMBEDDING_AT] = self._keep(embedding)
+
+    def kv_shapes(self) -> list[tuple[int, int, int, int]]:
+        """Those of the target."""
+        return self._target.kv_shapes()
+
+
+class HeadWorkspace(DraftWorkspace):
     """Everything a pass of a head reads and writes, except the batch, its states and the KV pool."""
 
     def __init__(self, head: HeadCheckpoint, target: Workspace, quantization: str, rows: int) -> None:
@@ -113,12 +153,6 @@ class HeadWorkspace(Workspace):
         epsilon = np.array([self._target.config.rms_norm_eps], dtype=np.float32)
         self.job[fields.INPUT_EPSILON_AT] = self._keep(epsilon)
         self.job[fields.INPUT_NORM_AT] = self._target.last_norm if normed else 0
-
-    def _fused(self, tensor: Tensor, parts: int, quantization: str) -> int:
-        """The address of the descriptor of a matrix whose columns read `parts` vectors side by side."""
-        matrix = pack(encode(_padded(tensor, parts)), quantization)
-        self._keep(matrix.data)
-        return self._keep(np.array(matrix.descriptor(), dtype=np.int64))
 
 
 def _as_model(head: HeadCheckpoint, max_position: int) -> Checkpoint:

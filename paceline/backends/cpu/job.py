@@ -53,6 +53,8 @@ from paceline.backends.cpu.simd import load_float, load_int64
     # the entry of a draft head, see entry.py; a model has no inputs but its tokens
     FEATURES, FEATURE_WIDTH, FEATURE_PADDED, FEATURE_NORMS_AT, INPUT_NORM_AT, INPUT_EPSILON_AT, REDUCE_AT,
     MIX_AT, ENTRY_BIAS_AT, JOIN_NORMS_AT, NORMED_RESIDUAL, NORMED_STATES,
+    # an assistant, whose rows see the keys and values of its target before them: the target's embedding
+    TARGET_EMBEDDING_AT,
     # a parallel head: the norm of what all its layers read of the context; the rows of a block, which see
     # each other in both directions, 0: they see their own path, as in any pass
     CONTEXT_NORM_AT, BLOCK_ROWS,
@@ -78,7 +80,7 @@ from paceline.backends.cpu.simd import load_float, load_int64
     MAX_DRAFTS, DRAFTS_WANTED_AT, DRAFTS_AT, CHANCES_AT, NUM_DRAFTS_AT, CHOSEN_AT, CHOSEN_CHANCES_AT,
     NEXT_ROWS_AT, NEXT_ROWS_STRIDE,
     JOB_SIZE,
-) = range(194)  # fmt: skip
+) = range(195)  # fmt: skip
 
 # Matrices of a layer, in the order of the descriptor table; behind all layers: the embedding and the head.
 # The first INPUTS read the norm before the mixer: Q, K, V and attention's gate, or those of a recurrence.
