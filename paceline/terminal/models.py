@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,9 @@ from rich.table import Table
 
 from paceline.errors import PacelineError
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.drafters import possible_drafters
+from paceline.models.heads.fingerprint import target_fingerprint
+from paceline.models.heads.registry import METHODS
+from paceline.models.heads.shipped import shipped_head
 from paceline.models.hub import SHORT_NAMES
 from paceline.models.needs import Need, cached_values, model_needs, state_bytes
 from paceline.models.registry import (
@@ -93,7 +96,7 @@ def show_command(
             "kv_values_per_token": cached_values(config),
             "state_bytes_per_request": state_bytes(config),
         },
-        "drafters": dict(possible_drafters(checkpoint)),
+        "drafters": dict(_possible_drafters(checkpoint)),
         "tokenizer": _tokenizer_facts(path),
     }
     if as_json:
@@ -166,3 +169,19 @@ def _short(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_short(entry)}" for key, entry in value.items())
     return f"{value:,}" if type(value) is int else str(value)
+
+
+def _possible_drafters(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Each method, and whether it can draft for the model, or why not."""
+    yield from (("ngram", "yes"), ("suffix", "yes"))
+    yield "draft_model", "yes, with a smaller model, of the same vocabulary or another"
+    is_recurrent = checkpoint.config.recurrent is not None
+    why = "recurrent layers cannot take back the states of a rejected draft"
+    yield "layerskip", f"refused: {why}" if is_recurrent else "yes"
+    yield "mtp", "yes" if checkpoint.mtp else "refused: the files have no block for multi-token prediction"
+    has_assistants = checkpoint.config.family.startswith("gemma4")
+    yield "assistant", "yes, with its assistant" if has_assistants else "refused: only Gemma 4 has assistants"
+    fingerprint = target_fingerprint(checkpoint)
+    for method in METHODS:
+        head = "the shipped head" if shipped_head(method, fingerprint) else "a head trained for this model"
+        yield method, f"yes, with {head}"
