@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import signal
+import sys
 import time
 
 import pytest
@@ -25,6 +26,7 @@ def test_a_benchmark_told_to_stop_leaves_its_with_blocks(monkeypatch: pytest.Mon
 
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     monkeypatch.setattr(cli, "main", measure)
+    monkeypatch.delitem(sys.modules, "benchmarks.__main__", raising=False)  # where other tests imported it
     try:
         with pytest.raises(SystemExit) as stopped:
             runpy.run_module("benchmarks", run_name="__main__")
