@@ -21,7 +21,12 @@ from paceline.backends.cuda.kernels.scoring import LOG2_E
 BLOCK = 64  # positions of a block
 MERGE_FAN_IN = 8  # blocks of a KV chunk, KV chunks of a group
 MAX_PATH = 64  # most non-contiguous positions of a path
-_PATH_LENGTH, _LOG2_E = tl.constexpr(MAX_PATH), tl.constexpr(LOG2_E)
+TREE_NUMBERS = 256  # of a key times the rows of a tile whose keys a tree block reads at once
+_PATH_LENGTH, _LOG2_E, _TREE_NUMBERS = (
+    tl.constexpr(MAX_PATH),
+    tl.constexpr(LOG2_E),
+    tl.constexpr(TREE_NUMBERS),
+)
 
 
 def rows_of_lanes(lanes: int, heads: int, kv_heads: int) -> int:
@@ -105,23 +110,19 @@ def prefetch_kv(pool, kv_slot, wide: tl.constexpr, rope: tl.constexpr, pdl: tl.c
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _path_slots(column, tile, tables, pages_at, height: tl.constexpr, page_size: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The KV slots of positions `column` on each row's path: [height, block]; -1: not visible."""
+def _path_slots(column, tile, tables, pages_at, begin, rows: tl.constexpr, page_size: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The KV slots of positions `column` on the paths of a tile's rows from `begin` on: [rows, block].
+
+    -1: not visible.
+    """
     positions_at, contiguous_until_at, paths_at = tables
     first, count, _, _ = tile
-    row = (first + tl.minimum(tl.arange(0, height), count - 1))[:, None]
+    row = (first + tl.minimum(begin + tl.arange(0, rows), count - 1))[:, None]
     at = tl.zeros_like(row) + column[None, :]
     seen, contiguous_until = at <= tl.load(positions_at + row), tl.load(contiguous_until_at + row)
     on_tail = seen & (at >= contiguous_until)
     on_path = tl.load(paths_at + row * _PATH_LENGTH + (at - contiguous_until), mask=on_tail, other=0)
     return tl.where(seen, kv_slots_of(tl.where(on_tail, on_path, at), seen, pages_at, page_size), -1)
-
-
-@triton.jit
-def _of_row(kv_slots, row):  # type: ignore[no-untyped-def]
-    """One row of kv_slots [height, block]."""
-    number = tl.arange(0, kv_slots.shape[0])[:, None]
-    return tl.max(tl.where(number == row, kv_slots, -1), 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -189,7 +190,7 @@ def sum_of_weights(weights):  # type: ignore[no-untyped-def]
     """The sums of 64 weights of each lane, in the order of a tile of 16 lanes on four warps (attention.py).
 
     There a thread has columns c, c + 1, c + 32 and c + 33, four threads have neighbours of eight, and a warp
-    has every fourth eight.
+    has every fourth eight. All sums are of two, so no layout changes their order.
     """
     lanes: tl.constexpr = weights.shape[0]
     by_thread = tl.reshape(weights, (lanes, 2, 2, 2, 4, 2))
@@ -197,7 +198,8 @@ def sum_of_weights(weights):  # type: ignore[no-untyped-def]
     low_even, high_even = tl.split(tl.permute(even, (0, 2, 3, 4, 1)))
     low_odd, high_odd = tl.split(tl.permute(odd, (0, 2, 3, 4, 1)))
     sums = ((low_even + low_odd) + high_even) + high_odd  # [lanes, 2, 2, 4]
-    return tl.sum(tl.sum(tl.sum(sums, 3), 1), 1)
+    halves = tl.sum(tl.reshape(sums, (lanes, 2, 2, 2, 2)), 3)
+    return tl.sum(tl.sum(tl.sum(halves, 3), 1), 1)
 
 
 @triton.jit
@@ -253,27 +255,37 @@ def tree_block(  # type: ignore[no-untyped-def]
 ):
     """The partial result of a block of which each row reads its own KV slots.
 
-    `tile` is its first row, its number of rows, the row of each lane, and tree_begin.
+    `tile` is its first row, its number of rows, the row of each lane, and tree_begin. Keys and values of
+    several rows are read at once, as many as fit, and are multiplied as if they were a longer block: weights
+    of other rows' values are zero.
     """
-    keys_at, values_at, pages_at, stride = pool
+    keys_at, _, pages_at, stride = pool
     _, _, in_tile, _ = tile
     lanes: tl.constexpr = queries[0].shape[0]
     wide: tl.constexpr = queries[0].shape[1]
-    kv_slots = _path_slots(column, tile, tables, pages_at, height, page_size)
-    scores = tl.zeros([lanes, column.shape[0]], tl.float32)
-    for tile_row in tl.range(height, num_stages=2):
-        kv_slot = _of_row(kv_slots, tile_row)
+    block: tl.constexpr = column.shape[0]
+    fitting: tl.constexpr = _TREE_NUMBERS // wide if wide < _TREE_NUMBERS else 1
+    rows: tl.constexpr = height if height < fitting else fitting
+    merged_max, merged_sum, merged_acc = empty_softmax(lanes, wide)
+    for begin in tl.range(0, height, rows, num_stages=1):
+        kv_slot = tl.reshape(
+            _path_slots(column, tile, tables, pages_at, begin, rows, page_size), (rows * block,)
+        )
         key = load_kv(keys_at, kv_slot, kv_slot >= 0, stride, dim, wide)
-        products = key_products(queries, key, pool, kv_slot, kv_slot >= 0, rope)
-        scores = tl.where((in_tile == tile_row)[:, None], products, scores)
-    row_max, weights = softmax_weights(scores, visible, scale, softcap)
-    acc = tl.zeros([lanes, wide], tl.float32)
-    for tile_row in tl.range(height, num_stages=2):
-        kv_slot = _of_row(kv_slots, tile_row)
-        value = load_kv(values_at if rope == 0 else keys_at, kv_slot, kv_slot >= 0, stride, dim, wide)
-        row_acc = tl.dot(weights.to(value.dtype), value)
-        acc = tl.where((in_tile == tile_row)[:, None], row_acc, acc)
-    return row_max, tl.sum(weights, 1), acc
+        value = load_values(key, pool, kv_slot, kv_slot >= 0, dim, rope)
+        scores = key_products(queries, key, pool, kv_slot, kv_slot >= 0, rope)  # [lanes, rows * block]
+        own = in_tile[:, None, None] == begin + tl.arange(0, rows)[None, :, None]
+        if rows > 1:
+            scores = tl.sum(tl.where(own, tl.reshape(scores, (lanes, rows, block)), 0.0), 1)
+        row_max, weights = softmax_weights(scores, visible, scale, softcap)
+        row_sum = tl.sum(weights, 1) if rows == 1 else sum_of_weights(weights)
+        if rows > 1:
+            weights = tl.reshape(tl.where(own, weights[:, None, :], 0.0), (lanes, rows * block))
+        acc = tl.dot(weights.to(value.dtype), value)
+        chosen = (in_tile >= begin) & (in_tile < begin + rows)
+        merged_max, merged_sum = tl.where(chosen, row_max, merged_max), tl.where(chosen, row_sum, merged_sum)
+        merged_acc = tl.where(chosen[:, None], acc, merged_acc)
+    return merged_max, merged_sum, merged_acc
 
 
 @triton.jit  # type: ignore[untyped-decorator]
