@@ -20,7 +20,7 @@ from paceline.backends.async_decoding import DecodeOutput, DeviceDraft, SlotInit
 from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
 from paceline.backends.cuda.draft_networks import DraftNetwork, ModelNetwork
 from paceline.backends.cuda.draft_shape import DraftShape, chain_shape, tree_shape
-from paceline.backends.cuda.graphs import bucket, buckets, mean_seconds
+from paceline.backends.cuda.graphs import bucket, buckets, device_seconds
 from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.kernels.recurrent_types import StateTensors
 from paceline.backends.cuda.pass_buffers import Buffer, make_buffer
@@ -213,7 +213,7 @@ class CudaAsyncDecoder:
             if self._weights.adapters:
                 steps.step(rows, has_adapters=True)
             steps.begin(self._fill_slots(rows), rows)
-            if (measured := mean_seconds(self.device, partial(steps.step, rows))) is not None:
+            if (measured := device_seconds(self.device, partial(steps.step, rows))) is not None:
                 seconds[rows] = measured
         steps.begin([], rows)
         steps.step(rows, int(self.supported_sampling), self._writer.edits)  # compiles kernels for all sizes

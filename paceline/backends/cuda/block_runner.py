@@ -17,7 +17,7 @@ from paceline.backends.cuda.block import BlockWorkspace, make_block_workspace, r
 from paceline.backends.cuda.block_weights import BlockWeights, load_block_weights
 from paceline.backends.cuda.draft_networks import BlockNetwork
 from paceline.backends.cuda.draft_shape import DraftShape
-from paceline.backends.cuda.graphs import Graphs, bucket, buckets, mean_seconds
+from paceline.backends.cuda.graphs import Graphs, bucket, buckets, device_seconds
 from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.head_pools import HeadPools, place
 from paceline.backends.cuda.kernels.attention import tile_height
@@ -75,7 +75,7 @@ class CudaBlockRunner(HeadPools, BlockRunner):
             given = first_slots(pool, PAGE_SIZE, rows)
             batch = replace(given, rows=replace(given.rows, context_lengths=np.zeros(1, np.int32)))
             self.write_context(batch)
-        if (seconds := mean_seconds(self.device, lambda: self.write_context(batch))) is not None:
+        if (seconds := device_seconds(self.device, lambda: self.write_context(batch))) is not None:
             self.catch_up_seconds = seconds / rows
 
     @torch.inference_mode()

@@ -13,7 +13,7 @@ from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput
 from paceline.backends.cuda.backend import FIRST_LONGEST, MAX_PAGES, PAGE_SIZE, CudaBackend
 from paceline.backends.cuda.draft_networks import HeadNetwork
 from paceline.backends.cuda.draft_shape import DraftShape
-from paceline.backends.cuda.graphs import Graphs, bucket, buckets, mean_seconds
+from paceline.backends.cuda.graphs import Graphs, bucket, buckets, device_seconds
 from paceline.backends.cuda.head import (
     HeadPool,
     feed_back,
@@ -107,7 +107,7 @@ class CudaHeadRunner(HeadPools, HeadRunner):
             self.run(batch)
             if rows <= MAX_OUTPUT_ROWS:
                 self.run(replace(batch, rows=replace(batch.rows, logit_rows=np.zeros(1, np.int32))))
-        if (seconds := mean_seconds(self.device, lambda: self.run(batch))) is not None:
+        if (seconds := device_seconds(self.device, lambda: self.run(batch))) is not None:
             self.catch_up_seconds = seconds / rows
 
     @on_all_ranks

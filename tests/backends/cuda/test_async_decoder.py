@@ -187,7 +187,7 @@ def test_passes_are_timed_over_requests_with_a_context_and_later_ones_do_not_see
         timed.append((state.lengths[slots].tolist(), loops[0].output[: len(slots), 0].tolist()))
         return 1e-3 * len(slots)
 
-    monkeypatch.setattr(async_decoder, "mean_seconds", run_once)
+    monkeypatch.setattr(async_decoder, "device_seconds", run_once)
     prepared = make_decoder(pool=SimpleNamespace(num_pages=45))
     assert prepared.prepare(None) == {1: 1e-3, 2: 2e-3, 4: 4e-3, 8: 6e-3}
     # half of the longest context, and a token more; pages of their own, but for the last slot's

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.backends.cuda.compiling import compile_only
-from paceline.backends.cuda.graphs import TIMED, Graphs, mean_seconds
+from paceline.backends.cuda.graphs import TIMED, Graphs, device_seconds
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="nothing is captured without a GPU")
@@ -43,9 +43,9 @@ def test_graphs_that_are_garbage_are_not_freed_during_a_capture(device: torch.de
 
 def test_only_work_on_a_gpu_is_timed_and_not_while_kernels_are_compiled(device: torch.device) -> None:
     runs: list[int] = []
-    seconds = mean_seconds(device, lambda: runs.append(0))
+    seconds = device_seconds(device, lambda: runs.append(0))
     assert (seconds is None) == (device.type != "cuda")
     assert len(runs) == (0 if seconds is None else TIMED)
     with compile_only(device):
-        assert mean_seconds(device, lambda: runs.append(1)) is None
+        assert device_seconds(device, lambda: runs.append(1)) is None
     assert 1 not in runs
