@@ -52,6 +52,7 @@ SIZES = {  # by rows and columns
     (128, 128): Size(6, 0.53, 10, 15, 28),
     (192, 128): Size(5, 0.76, 11, 16, 30),
 }
+PAIRED_COLUMNS = 256  # of programs that load weights for each other
 KINDS = {"gate_up": 0, "add": 1, "heads": 2, "project": 3}
 HEAD = 128  # size of heads
 MAX_GROUPS = 128  # of a row's sums of squares
@@ -85,6 +86,10 @@ class Plan:
         """The number of tiles of this many rows."""
         return -(-rows // self.rows)
 
+    def programs(self, rows: int) -> int:
+        """The number of programs of a cluster: two, if all tiles of rows have a neighbour."""
+        return 2 if self.columns == PAIRED_COLUMNS and self.row_tiles(rows) % 2 == 0 else 1
+
     def units(self, width: int, splits: int, rows: int) -> int:
         """The number of units of a matrix of this padded width."""
         return self.row_tiles(rows) * (width // self.columns) * (splits if self.is_parallel else 1)
@@ -113,10 +118,13 @@ def plan_for(width: int, depth: int, splits: int, rows: int, multiprocessors: in
 
 
 @cached_kernel
-def many_rows_kernel(kind: str, rows: int, columns: int, device: torch.device) -> NativeKernel | None:
-    """The compiled kernel for programs of this size; None if it is not available."""
+def many_rows_kernel(
+    kind: str, rows: int, columns: int, programs: int, device: torch.device
+) -> NativeKernel | None:
+    """The compiled kernel for clusters of such programs; None if it is not available."""
     stages = SIZES[rows, columns].stages
-    numbers = {"ROWS": rows, "COLUMNS": columns, "STAGES": stages, "KIND": KINDS[kind]}
+    sizes = {"ROWS": rows, "COLUMNS": columns, "STAGES": stages, "PROGRAMS": programs}
+    numbers = sizes | {"KIND": KINDS[kind]}
     shared = stages * (rows + columns) * LINE * 2 + 1024
     return native_kernel("many_rows", SOURCES, numbers, wgmma_source(columns), shared, device)
 
@@ -156,12 +164,13 @@ def run_many_rows(
     plan = plan_for(width, matrix.depth, splits, rows, multiprocessors)
     if plan is None or len(inputs) < padded_rows(rows):
         return False
-    kernel = many_rows_kernel(kind, plan.rows, plan.columns, device)
+    cluster = plan.programs(rows)
+    kernel = many_rows_kernel(kind, plan.rows, plan.columns, cluster, device)
     if kernel is None:
         return False
-    programs = min(multiprocessors, plan.units(width, splits, rows))
+    programs = min(multiprocessors, plan.units(width, splits, rows)) // cluster * cluster
     argument_bytes = _argument(plan, inputs, matrix, rows, scratch, operands)
-    kernel.launch(argument_bytes, (programs, 1), (1, 1), threads(plan.rows))
+    kernel.launch(argument_bytes, (programs, 1), (cluster, 1), threads(plan.rows))
     return True
 
 
@@ -170,7 +179,7 @@ def _argument(
 ) -> bytes:
     """The `Arguments` of source/many_rows_products.cu."""
     columns, step, depth = matrix.tiling.columns, matrix.tiling.step, matrix.depth
-    steps, each = depth // step, plan.columns // columns
+    steps, each = depth // step, plan.columns // plan.programs(rows) // columns
     sizes, strides = (step, columns, steps, matrix.tiles), (step, columns * step, columns * depth)
     weights = tensor_map(matrix.weight.data_ptr(), sizes, strides, (LINE, columns, 1, each))
     lines = tensor_map(inputs.data_ptr(), (depth, len(inputs)), (depth,), (LINE, plan.rows))

@@ -184,8 +184,8 @@ struct __align__(64) Map {  // as long as that of the driver
     char rest[128 - 88];
 };
 // A box of a tensor as lines of 128 bytes, swizzled in eights; what lies beyond it is zero.
-inline void copy_box(void* to, const Map& map, const int (&from)[5], u64* mbarrier) {
-    Flag& own = flag_of(mbarrier);
+inline void copy_box(void* to, const Map& map, const int (&from)[5], u64* mbarrier, Program& program = *now) {
+    Flag& own = program.flags.at(shared_address(mbarrier));
     int boxes = 1, each = 8;  // 16 bytes each
     for (int d = 1; d < map.rank; d++) boxes *= map.box[d];
     for (int i = 0; i < boxes * each; i++) {
@@ -200,7 +200,7 @@ inline void copy_box(void* to, const Map& map, const int (&from)[5], u64* mbarri
         if (there) memcpy(copy.bytes, map.numbers + number, 16);
         own.on_their_way.push_back(copy);
     }
-    if (at_once) own.arrive(raw), own.settle();
+    if (at_once) own.arrive(&program == now ? raw : program.shared.data()), own.settle();
 }
 inline void copy_kv_lines(void* to, const Map& map, int column, int head, int kv_slot, u64* mbarrier) {
     copy_box(to, map, {column, head, kv_slot}, mbarrier);
@@ -234,6 +234,7 @@ void begin_program(), end_kernels_before();  // what others have written is seen
 #define WAITING_THREADS THREADS_OF_PROGRAM
 #endif
 inline void wait_dependencies() {
+    if (now->has_waited) return;
     now->of_kernels.wait(WAITING_THREADS);
     if (!now->has_waited) end_kernels_before();
     now->has_waited = true;
@@ -262,6 +263,14 @@ inline void store_async(u32 to, float a, float b, float c, float d, u32 mbarrier
     own.on_their_way.push_back(copy);
     if (at_once) own.arrive(other.shared.data()), own.settle();
 }
+inline void copy_tile_box_to_both(void* to, const Map& map, int deep, int step, int tile, u64* mbarrier) {
+    for (int i = 0; i < 2; i++) copy_box(to, map, {deep, 0, step, tile}, mbarrier, programs[blockIdx.x / 2 * 2 + i]);
+}
+inline void arrive_at(u32 mbarrier) {
+    Flag& own = programs[blockIdx.x / 2 * 2 + (mbarrier >> 24)].flags.at(mbarrier & 0xffffff);
+    own.left--, own.settle();
+}
+inline void meet_cluster() { sync_cluster(); }
 inline float4 received(const float* at) { return *(const float4*)at; }
 inline u32 add_acq_rel(u32* counter) { return (*counter)++; }
 inline float negative_infinity() { return -std::numeric_limits<float>::infinity(); }

@@ -21,7 +21,7 @@ from paceline.backends.cuda.many_rows import Plan
 from tests.backends.cuda.emulating import Emulated, needs_compiler, tensor_map
 
 EPS, DIM, DEPTH = 1e-5, 128, 384
-PLANS = [  # with splits, rows
+PLANS = [  # with splits, rows; of the first and the last, two programs load weights for each other
     (Plan(128, 256), 1, 200),
     (Plan(192, 128), 2, 300),
     (Plan(128, 128, True), 2, 300),
@@ -35,9 +35,9 @@ def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
 
 @pytest.fixture
 def run_on_host(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def use(kind: str, plan: Plan) -> None:
-        """Two stages, three programs: all are used again and again."""
-        sizes = {"ROWS": plan.rows, "COLUMNS": plan.columns}
+    def use(kind: str, plan: Plan, rows: int) -> None:
+        """Two stages, two or three programs: all are used again and again."""
+        sizes = {"ROWS": plan.rows, "COLUMNS": plan.columns, "PROGRAMS": plan.programs(rows)}
         numbers, threads = {**sizes, "STAGES": 2, "KIND": many_rows.KINDS[kind]}, many_rows.threads(plan.rows)
         # those that multiply, and the warp that loads rows, wait for the kernels before
         kernel = Emulated(many_rows.SOURCES, "many_rows", "Arguments", numbers, threads - 96, threads)
@@ -70,7 +70,7 @@ def scratch(rows: int, width: int, splits: int) -> Scratch:
 @pytest.mark.parametrize(("plan", "splits", "rows"), PLANS[::2])
 def test_gate_and_up(run_on_host: Any, plan: Plan, splits: int, rows: int) -> None:
     torch.manual_seed(5)
-    run_on_host("gate_up", plan)
+    run_on_host("gate_up", plan, rows)
     gate, up = (random(256, DEPTH, scale=0.06) for _ in range(2))
     matrix, room = tile_pair(gate, up, Tiling(splits=splits)), scratch(rows, 512, splits)
     for _ in range(2):  # copies arrive late, then at once
@@ -86,7 +86,7 @@ def test_gate_and_up(run_on_host: Any, plan: Plan, splits: int, rows: int) -> No
 @pytest.mark.parametrize(("plan", "splits", "rows"), PLANS)
 def test_a_product_is_added(run_on_host: Any, plan: Plan, splits: int, rows: int) -> None:
     torch.manual_seed(6)
-    run_on_host("add", plan)
+    run_on_host("add", plan, rows)
     width = 512
     weight, norm = random(width, DEPTH, scale=0.06), 1 + random(width, scale=0.2)
     matrix, room = tile_matrix(weight, width, Tiling(splits=splits)), scratch(rows, width, splits)
@@ -108,7 +108,7 @@ def test_a_product_is_added(run_on_host: Any, plan: Plan, splits: int, rows: int
 )
 def test_heads(run_on_host: Any, plan: Plan, splits: int, rows: int, has_bias: bool) -> None:
     torch.manual_seed(7)
-    run_on_host("heads", plan)
+    run_on_host("heads", plan, rows)
     heads, slots = 2, 400
     weight, bias = random((heads + 2) * DIM, DEPTH, scale=0.06), random((heads + 2) * DIM)
     matrix = tile_heads(weight, DIM, Tiling(DIM, splits=splits), bias if has_bias else None)
@@ -151,7 +151,7 @@ def test_heads(run_on_host: Any, plan: Plan, splits: int, rows: int, has_bias: b
 def test_logits_of_rows_and_columns_that_are_not_padding(run_on_host: Any) -> None:
     torch.manual_seed(8)
     plan, splits, rows = PLANS[0]
-    run_on_host("project", plan)
+    run_on_host("project", plan, rows)
     weight, width = random(512, DEPTH, scale=0.06), 500
     own, read = normed_rows(rows)
     output = torch.full((padded_rows(rows), 512), torch.nan)

@@ -78,6 +78,12 @@ __device__ inline void copy_tile_box(void* to, const Map& map, int deep, int ste
                  "[%0], [%1, {%2, 0, %3, %4}], [%5];" ::"r"(shared_address(to)), "l"(&map), "r"(deep), "r"(step),
                  "r"(tile), "r"(shared_address(mbarrier)) : "memory");
 }
+// The same to both programs of a cluster, at the same address; the mbarrier of each is told (TMA multicast).
+__device__ inline void copy_tile_box_to_both(void* to, const Map& map, int deep, int step, int tile, u64* mbarrier) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%2, 0, %3, %4}], [%5], %6;" ::"r"(shared_address(to)), "l"(&map), "r"(deep), "r"(step),
+                 "r"(tile), "r"(shared_address(mbarrier)), "h"((u16)3) : "memory");
+}
 __device__ inline void copy_bytes(void* to, const void* from, int bytes, u64* mbarrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
                  "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(mbarrier)) : "memory");
@@ -121,6 +127,15 @@ __device__ inline u32 cluster_address(const void* here, int number) {
     u32 there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(here)), "r"(number));
     return there;
+}
+// Arrives at an mbarrier of a program of the cluster. Not as a release of the cluster, which would wait for all stores
+// of this thread to global memory: what is told is that a stage was read.
+__device__ inline void arrive_at(u32 mbarrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mbarrier) : "memory");
+}
+// The barrier of a cluster, without waiting for stores.
+__device__ inline void meet_cluster() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 __device__ inline void store_async(u32 to, float a, float b, float c, float d, u32 mbarrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "

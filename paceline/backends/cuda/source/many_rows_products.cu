@@ -8,7 +8,9 @@
 //
 // The files are concatenated in the order instructions, activations, many_rows_products, many_rows_epilogues,
 // many_rows.
-// many_rows.py defines before them ROWS, COLUMNS, STAGES, KIND (one of those below), and `multiply` for these columns.
+// many_rows.py defines before them ROWS, COLUMNS, STAGES, KIND (one of those below), PROGRAMS (of a cluster), and
+// `multiply` for these columns. Two programs of a cluster have neighbouring rows and the same columns: each loads half of
+// the weights for both (TMA multicast). That halves what is read from L2 for them, and with it the energy it takes.
 
 constexpr int GATE_UP = 0, ADD = 1, HEADS = 2, PROJECT = 3;
 constexpr int WARPGROUPS = ROWS / 64, MMA_THREADS = WARPGROUPS * 128;
@@ -44,18 +46,23 @@ struct __align__(1024) Shared {
     u32 arrived;
 };
 
+__device__ inline int rank() { return blockIdx.x % PROGRAMS; }
 // Barrier of the multiplying threads.
 __device__ inline void sync() { sync_named_barrier<1, MMA_THREADS>(); }
 
 struct Unit {
     int row_tile, group, begin, end;  // of columns, and its splits
     __device__ Unit(const Arguments& own, int number) {
-        row_tile = number % own.row_tiles, group = number / own.row_tiles % own.column_groups;
-        begin = number / own.row_tiles / own.column_groups, end = own.is_parallel ? begin + 1 : own.splits;
+        int tiles = own.row_tiles / PROGRAMS;
+        row_tile = number % tiles * PROGRAMS + rank(), group = number / tiles % own.column_groups;
+        begin = number / tiles / own.column_groups, end = own.is_parallel ? begin + 1 : own.splits;
     }
+    // Of a cluster, which takes every `step`-th, from `first` on.
     __device__ static int count(const Arguments& own) {
-        return own.row_tiles * own.column_groups * (own.is_parallel ? own.splits : 1);
+        return own.row_tiles / PROGRAMS * own.column_groups * (own.is_parallel ? own.splits : 1);
     }
+    __device__ static int first() { return blockIdx.x / PROGRAMS; }
+    __device__ static int step() { return gridDim.x / PROGRAMS; }
     __device__ int number(const Arguments& own) const { return group * own.row_tiles + row_tile; }
 };
 
@@ -80,9 +87,13 @@ __device__ inline void load_stage(Shared& s, const Arguments& own, const Unit& u
         copy_row_box(s.rows[stage], own.rows, number * DEPTH, unit.row_tile * ROWS, full);
         return;
     }
+    constexpr int share = COLUMNS / PROGRAMS;
+    int deep = number * DEPTH % STEP, step = number * DEPTH / STEP;
+    int tile = (unit.group * COLUMNS + rank() * share) / own.tile_columns;
+    char* to = s.weights[stage] + rank() * share * 128;
     expect_bytes(full, WEIGHT_BYTES);
-    copy_tile_box(s.weights[stage], own.weights, number * DEPTH % STEP, number * DEPTH / STEP,
-                  unit.group * COLUMNS / own.tile_columns, full);
+    if constexpr (PROGRAMS == 2) copy_tile_box_to_both(to, own.weights, deep, step, tile, full);
+    else copy_tile_box(to, own.weights, deep, step, tile, full);
 }
 
 __device__ inline void load_slab(Shared& s, const Arguments& own, const Unit& unit, int slab, int stage, bool of_rows) {
@@ -94,7 +105,7 @@ __device__ inline void load_slab(Shared& s, const Arguments& own, const Unit& un
 
 __device__ inline void load_stages(Shared& s, const Arguments& own, bool of_rows) {
     RingPosition at;
-    for (int number = blockIdx.x; number < Unit::count(own); number += gridDim.x) {
+    for (int number = Unit::first(); number < Unit::count(own); number += Unit::step()) {
         Unit unit(own, number);
         int end = stages_before(own, unit.end);
 #pragma unroll 1
@@ -107,8 +118,13 @@ __device__ inline void load_stages(Shared& s, const Arguments& own, bool of_rows
     }
 }
 
+// Both programs load into a stage, so both wait for its release.
 __device__ inline void release(Shared& s, int stage) {
-    if (threadIdx.x % 128 == 0) arrive_mbarrier(&s.used[stage]);
+    if (threadIdx.x % 128) return;
+    if constexpr (PROGRAMS == 1) arrive_mbarrier(&s.used[stage]);
+    else
+#pragma unroll
+        for (int program = 0; program < PROGRAMS; program++) arrive_at(cluster_address(&s.used[stage], program));
 }
 
 // A thread's sums: of every eight columns two of its first row, and two of its second, eight rows further.
@@ -125,9 +141,12 @@ __device__ inline void multiply_stage(Shared& s, const RingPosition& at, Sums& s
     wgmma_commit();
 }
 
-// The first stage is apart: the compiler serializes products whose sums may have been written otherwise.
-__device__ inline void multiply_split(Shared& s, RingPosition& at, Sums& sums, int count) {
+// The first stage is apart: the compiler serializes products whose sums may have been written otherwise. `meanwhile` runs
+// beside it.
+template <class Work>
+__device__ inline void multiply_split(Shared& s, RingPosition& at, Sums& sums, int count, const Work& meanwhile) {
     multiply_stage(s, at, sums, true);
+    meanwhile();
     int last = at.stage;
     at.next();
 #pragma unroll 1
@@ -164,18 +183,20 @@ __device__ inline int stages_of(const Arguments& own, int split) {
 }
 
 // A unit's splits, added up in order. With 256 columns registers hold one split: the sum waits in memory.
+template <class Work>
 __device__ inline void multiply_splits(Shared& s, RingPosition& at, const Arguments& own, const Unit& unit,
-                                       Sums& sums) {
-    multiply_split(s, at, sums, stages_of(own, unit.begin));
+                                       Sums& sums, const Work& meanwhile) {
+    auto nothing = []() {};
+    multiply_split(s, at, sums, stages_of(own, unit.begin), meanwhile);
 #pragma unroll 1
     for (int split = unit.begin + 1; split < unit.end; split++) {
         if constexpr (COLUMNS > 128) {
             store_partial(partial_at(own, unit, unit.begin), sums);
-            multiply_split(s, at, sums, stages_of(own, split));
+            multiply_split(s, at, sums, stages_of(own, split), nothing);
             add_partial(partial_at(own, unit, unit.begin), sums);
         } else {
             Sums more;
-            multiply_split(s, at, more, stages_of(own, split));
+            multiply_split(s, at, more, stages_of(own, split), nothing);
 #pragma unroll
             for (int i = 0; i < COLUMNS / 2; i++) sums[i] = __fadd_rn(sums[i], more[i]);
         }
