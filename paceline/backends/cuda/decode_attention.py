@@ -3,7 +3,7 @@
 A batch is uniform if every request has the same number of rows, as in the decode loop: plain rows, chains
 and trees. The kernel (source/decode_attention.cu) has the bits of kernels/attention.py, which takes any rows
 and runs wherever this one cannot. One program occupies a whole multiprocessor, with several KV blocks in
-flight.
+flight, and takes one unit of work (tiles of a request, a KV head) after the other.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from paceline.backends.cuda.kernels.attention import (
 )
 from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.kernels.scoring import LLAMA_SCORING, Scoring
+from paceline.backends.cuda.kernels.shared_prefix import attend_shared_prefix
 from paceline.backends.cuda.native import NativeKernel, float_bits, is_left_out, native_kernel
 from paceline.backends.cuda.prefill_attention import kv_map, run_prefill
 from paceline.backends.cuda.weight_pipeline import (
@@ -34,11 +35,19 @@ from paceline.backends.cuda.weight_pipeline import (
     wgmma_source,
 )
 
-SOURCES = ("instructions", "softmax", "decode_attention")  # concatenated in this order
+SOURCES = (  # concatenated in this order
+    "instructions",
+    "softmax",
+    "decode_attention_loads",
+    "decode_attention",
+)
 HEAD_SIZES = (64, 128)
 MAX_SPAN = 64  # nodes of a tree: it spans at most a block and the next
-TILES_PER_PROGRAM = 2  # if a request has several
-STAGES = 5  # pipeline stages: windows of keys and values in flight or in use
+TILES_PER_UNIT = 2  # if a request has several
+# pipeline stages, windows of keys in flight or in use: the most that shared memory has room for
+KEY_STAGES = (5, 4)
+MORE_VALUES = 2  # stages more, since values are used two phases after keys
+SHARED_MEMORY = 227 << 10  # bytes of a program
 
 
 def attend(
@@ -98,12 +107,13 @@ def _run(
     has_trees, tiles = tables.paths is not None, len(tables.tile_counts)
     if (has_trees and uniform.span > MAX_SPAN) or triton.next_power_of_2(heads // kv_heads) > LANES:
         return False
-    tiles_each, requests = min(uniform.tiles, TILES_PER_PROGRAM), tiles // uniform.tiles
+    tiles_each, requests = min(uniform.tiles, TILES_PER_UNIT), tiles // uniform.tiles
     groups = requests * -(-uniform.tiles // tiles_each)
-    kv_splits = num_multiprocessors(device) // (groups * kv_heads)
-    if attention.PROGRAMS // (tiles * kv_heads) >= MERGE_FAN_IN or (kv_splits == 0 and tiles_each == 1):
-        return False  # Triton runs several programs per multiprocessor, and splits single blocks
-    kv_chunks = -(-scratch.blocks // MERGE_FAN_IN)
+    kv_chunks, multiprocessors = -(-scratch.blocks // MERGE_FAN_IN), num_multiprocessors(device)
+    is_crowd = groups * kv_heads > multiprocessors and tiles_each == 1
+    if attention.PROGRAMS // (tiles * kv_heads) >= MERGE_FAN_IN or is_crowd:
+        return False  # Triton splits single blocks, and runs several programs per multiprocessor
+    kv_splits = num_kv_splits(groups * kv_heads, kv_chunks, multiprocessors)
     kernel = _kernel((heads, kv_heads, dim, page_size), tiles_each, has_trees, scoring.scale(dim), device)
     if kernel is None:
         return False
@@ -122,21 +132,32 @@ def _run(
         scratch.counters,
     )
     if tables.shared_prefix is not None:
-        attention.store_shared_partials(
-            query, keys, values, tables, page_size, scratch, kv_chunks, earliest, scoring
-        )
+        to = scratch.partial_acc, scratch.partial_stats, kv_chunks
+        paged_prefix = tables.shared_prefix, tables.pages, page_size
+        attend_shared_prefix(query, keys, values, *paged_prefix, to, scoring, earliest)
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    sizes = rows // requests, uniform.tiles, kv_chunks, output.stride(0)
-    of_rows = struct.pack(f"<{len(addresses)}Q6i", *addresses, *sizes, earliest, uniform.settled)
+    sizes = rows // requests, uniform.tiles, groups, kv_splits, kv_chunks, output.stride(0)
+    of_rows = struct.pack(f"<{len(addresses)}Q8i", *addresses, *sizes, earliest, uniform.settled)
     maps = kv_map(keys, lines), kv_map(values, lines)
-    grid = (groups, kv_heads, max(1, min(kv_splits, kv_chunks)))
-    kernel.launch(argument(*maps, of_rows), grid, (1,), _threads(dim))
+    programs = min(groups * kv_heads * kv_splits, multiprocessors)
+    kernel.launch(argument(*maps, of_rows), (programs, 1), (1,), threads(dim))
     return True
 
 
-def _threads(dim: int) -> int:
-    """Threads of the warps for scores, for the softmax, and for 64 columns of values each."""
-    return 128 + 256 + 2 * dim
+def num_kv_splits(units: int, kv_chunks: int, multiprocessors: int) -> int:
+    """The number of units that split the KV positions of what would be a unit.
+
+    Several if there are multiprocessors for them, or if with whole units many would wait for a few.
+    """
+    several = [splits for splits in (2, 4) if splits <= kv_chunks]
+    if units <= multiprocessors:
+        return max(1, min(multiprocessors // units, kv_chunks))
+    return min([1, *several], key=lambda splits: -(-units * splits // multiprocessors) / splits + splits / 10)
+
+
+def threads(dim: int) -> int:
+    """Threads of the warps for scores, for the softmax, for 64 columns of values each, and that load."""
+    return 128 + 256 + 2 * dim + 128
 
 
 @cached_kernel
@@ -154,24 +175,28 @@ def kernel_numbers(
 ) -> dict[str, int]:
     """The constants that the kernel is compiled with."""
     heads, kv_heads, dim, page_size = sizes
+    room = {stages: _shared_bytes(dim, LANES * tiles_each, has_trees, stages) for stages in KEY_STAGES}
+    stages = next(stages for stages in KEY_STAGES if room[stages] <= SHARED_MEMORY)
     return {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
         "DIM": dim,
         "PAGE": page_size,
         "HEIGHT": tile_height(heads, kv_heads),
-        "TILES_PER_PROGRAM": tiles_each,
-        "STAGES": STAGES,
+        "TILES_PER_UNIT": tiles_each,
+        "KEY_STAGES": stages,
+        "VALUE_STAGES": stages + MORE_VALUES,
         "HAS_TREES": int(has_trees),
         "SCALE_BITS": float_bits(scale),
-        "SHARED_BYTES": _shared_bytes(dim, LANES * tiles_each, has_trees),
+        "SHARED_BYTES": room[stages],
     }
 
 
-def _shared_bytes(dim: int, lanes: int, has_trees: bool) -> int:
-    """The size of `Shared` in source/decode_attention.cu."""
-    read = (2 * STAGES * BLOCK + lanes) * dim * 2
+def _shared_bytes(dim: int, lanes: int, has_trees: bool, key_stages: int) -> int:
+    """The size of `Shared` in source/decode_attention_loads.cu."""
+    windows = 2 * key_stages + MORE_VALUES
+    read = (windows * BLOCK + lanes) * dim * 2
     scores = 2 * lanes * ((2 * BLOCK if has_trees else BLOCK) + 4) * 4
-    weights, totals = 2 * lanes * BLOCK * 2, 2 * lanes * 8 + lanes * 4
-    flags, picked = 2 * STAGES * 8, 2 * lanes * BLOCK  # at most one row per lane
+    weights, totals = 2 * lanes * BLOCK * 2, 2 * lanes * (8 + 16) + lanes * 4
+    flags, picked = 2 * windows * 8, 2 * lanes * BLOCK  # at most one row per lane
     return -(-(read + scores + weights + totals + flags + picked + 1) // 16) * 16

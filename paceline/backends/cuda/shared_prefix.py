@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from paceline.backends.cuda.decode_attention import TILES_PER_PROGRAM
+from paceline.backends.cuda.decode_attention import TILES_PER_UNIT
 from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.shared_prefix import ITEM, KV_CHUNK, SharedPrefixRows, rows_per_program
 from paceline.backends.cuda.tables import to_device
@@ -73,7 +73,7 @@ def find_shared_prefixes(own: PassRows, page_size: int, heads: int, kv_heads: in
     alike = [0, *map(_alike(own.page_tables, depths, pages_each), order[:-1], order[1:])]
     counts = own.counts[order]
     ends = np.concatenate(([0], np.cumsum(counts))).tolist()  # the end of each request's rows
-    programs = -(-counts // (TILES_PER_PROGRAM * tile_height(heads, kv_heads)))
+    programs = -(-counts // (TILES_PER_UNIT * tile_height(heads, kv_heads)))
     together = rows_per_program(heads, kv_heads)
     items: list[tuple[int, int, int, int]] = []
     shared_chunks, saved = np.zeros(len(depths), np.int32), 0

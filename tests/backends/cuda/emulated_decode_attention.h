@@ -37,9 +37,9 @@ int main(int, char** names) {
     values.numbers = (u16*)parts[2].data();
     arguments = {keys, values, (u16*)parts[0].data(), output.data(), numbers(3), numbers(4), numbers(5), numbers(6),
                  numbers(7), numbers(8), nullptr, mixed.data(), totals.data(), counters.data(), sizes[0], sizes[1],
-                 sizes[2], HEADS * DIM, sizes[3], sizes[4]};
+                 sizes[7], sizes[5], sizes[2], HEADS * DIM, sizes[3], sizes[4]};
     at_once = !arguments.settled;  // one way each
-    auto run = [&]() { return run_grid({sizes[7], KV_HEADS, sizes[5]}, []() { decode_attention(arguments); }); };
+    auto run = [&]() { return run_grid({sizes[9], 1, 1}, []() { decode_attention(arguments); }); };
     if (!run()) return 4;
     for (u32 count : counters) if (count) return 3;
     if (sizes[8]) {  // again with the partials of the first KV chunks as they are now, and no others

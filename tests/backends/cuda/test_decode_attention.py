@@ -90,6 +90,7 @@ def attended(case: Case, tables: Any, attend: Any, earliest: int) -> torch.Tenso
         (contexts(9, 700), chain(1), None, 2),
         (contexts(5, 400), chain(6), [6, 0, 1, 4, 5], 1),
         ([70 * 64, 3], chain(3), None, 4),  # more than a group of KV chunks
+        ([70 * 64, 3], chain(3), None, 1),
         ([60, 3, 63, 120], TREE, None, 1),
         ([250, 1, 63, 127], some_tree(32, 1), None, 1),
         ([250, 1, 63, 127], some_tree(32, 1), [32, 20, 0, 31], 2),
@@ -131,11 +132,11 @@ def test_it_has_the_bits_of_triton(
 
 @needs_hopper
 @pytest.mark.parametrize(("rows", "runs"), [(6, True), (4, False)])
-def test_more_programs_than_find_room_at_once_run_if_each_has_two_tiles(rows: int, runs: bool) -> None:
+def test_programs_take_several_units_if_each_has_two_tiles(rows: int, runs: bool) -> None:
     from paceline.backends.cuda import decode_attention
     from paceline.backends.cuda.kernels import attention
 
-    case = Case(contexts(90, 700), [chain(rows)] * 90, 8, 2, 128)  # 180 programs
+    case = Case(contexts(190, 1500), [chain(rows)] * 190, 8, 2, 128)  # 380 units
     tables = uniform_tables(case, None, True, True)
     ran: list[bool] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -144,6 +145,16 @@ def test_more_programs_than_find_room_at_once_run_if_each_has_two_tiles(rows: in
         results = attended(case, tables, decode_attention.attend, 1)
     assert ran == [runs] * 2
     assert torch.equal(results, attended(case, tables, attention.attend, 1))
+
+
+def test_units_split_kv_positions_where_multiprocessors_would_wait() -> None:
+    from paceline.backends.cuda.decode_attention import num_kv_splits
+
+    assert num_kv_splits(8, 32, 132) == 16  # a unit for every multiprocessor
+    assert num_kv_splits(8, 3, 132) == 3  # no more than there are KV chunks
+    assert num_kv_splits(128, 32, 132) == num_kv_splits(512, 32, 132) == 1
+    assert num_kv_splits(136, 32, 132) == 4  # five quarters instead of two
+    assert num_kv_splits(136, 1, 132) == 1
 
 
 @needs_hopper

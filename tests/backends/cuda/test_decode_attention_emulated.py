@@ -31,7 +31,8 @@ class Built:
     def program(self) -> Path:
         sizes, scale = (*self.shape, PAGE_SIZE), LLAMA_SCORING.scale(self.shape[2])
         numbers = decode_attention.kernel_numbers(sizes, self.tiles_each, self.has_trees, scale)
-        numbers["THREADS_OF_PROGRAM"] = decode_attention._threads(self.shape[2])
+        numbers["THREADS_OF_PROGRAM"] = threads = decode_attention.threads(self.shape[2])
+        numbers["WAITING_THREADS"] = threads - 128  # the warp that loads may wait later
         return compiled(decode_attention.SOURCES[1:], "emulated_decode_attention.h", numbers)
 
 
@@ -62,6 +63,7 @@ def emulate(
         rows,
         groups,
         shared_chunks,
+        max(1, groups * kv_heads * kv_splits * 2 // 3),  # programs: some have several units
     )
     of_tiles = own.tiles[1], own.tiles[2]
     arrays = [batch.positions, own.contiguous_until, paths, *of_tiles, own.pages, np.zeros(0)]
@@ -81,7 +83,10 @@ def emulate(
 @pytest.mark.parametrize(
     ("built", "cases"),
     [
-        (Built((4, 2, 64), 1, False), [([70, 3], chain(3), 1, 0), ([1540, 1024], chain(1), 2, 2)]),
+        (
+            Built((4, 2, 64), 1, False),
+            [([70, 3], chain(3), 1, 0), ([1540, 1024], chain(1), 2, 2), ([1100], chain(2), 1, 0)],
+        ),
         (Built((12, 2, 128), 2, False), [([520], chain(4), 2, 1), ([520], chain(4), 1, 0)]),
         (Built((4, 1, 64), 2, True), [([60, 1], some_tree(12, 1), 1, 0), ([505], some_tree(14, 2), 1, 0)]),
     ],

@@ -320,25 +320,6 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         )
 
 
-def store_shared_partials(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: RowTables,
-    page_size: int,
-    scratch: AttentionScratch,
-    parts: int,
-    earliest: int,
-    scoring: Scoring = LLAMA_SCORING,
-) -> None:
-    """Compute the shared KV chunks, as the first of the `parts` partials of each row."""
-    assert tables.shared_prefix is not None
-    partials_at = (scratch.partial_acc, scratch.partial_stats, parts)
-    attend_shared_prefix(
-        query, keys, values, tables.shared_prefix, tables.pages, page_size, partials_at, scoring, earliest
-    )
-
-
 def attend(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -371,7 +352,9 @@ def attend(
     height, parts = tile_height(heads, kv_heads), _max_partials(tiles, kv_heads, scratch.blocks)
     if tables.shared_prefix is not None:
         assert window is None, "rows with windows do not see alike"
-        store_shared_partials(query, keys, values, tables, page_size, scratch, parts, earliest, scoring)
+        to = scratch.partial_acc, scratch.partial_stats, parts
+        paged_prefix = tables.shared_prefix, tables.pages, page_size
+        attend_shared_prefix(query, keys, values, *paged_prefix, to, scoring, earliest)
     _attention_kernel[(tiles, kv_heads, _num_kv_splits(tiles, kv_heads, scratch.blocks))](
         query,
         keys,
