@@ -298,11 +298,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) prefill_attention(const
     extern __shared__ __align__(1024) char raw[];
     Shared& s = *(Shared*)raw;
     launch_dependents();
-    Tile tile(a);  // tables were written before this pass
-    if (tile.count == 0) {
-        wait_dependencies();  // no program may end before earlier kernels
-        return;
-    }
+    wait_dependencies();
+    Tile tile(a);
+    if (tile.count == 0) return;  // padding
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             init_mbarrier(&s.keys_there[i], 1), init_mbarrier(&s.values_there[i], 1);
@@ -311,7 +309,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) prefill_attention(const
         fence_mbarrier_init();
     }
     __syncthreads();
-    wait_dependencies();
     if (threadIdx.x >= MMA_THREADS) load_blocks(s, a, tile);
     else load_query(s, a, tile), attend(s, a, tile);
 }
