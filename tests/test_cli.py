@@ -90,6 +90,15 @@ def test_a_flag_of_vllm_is_refused_with_what_to_do_instead(paceline, option):
     assert f"`{flag}" in (Path(__file__).parents[1] / "docs" / "guides" / "serve.md").read_text()
 
 
+def test_flags_that_vllm_has_too_are_passed_on_to_commands_that_have_them(paceline):
+    code, _, err = paceline("bench", "serve", "no address", "--model", "x")
+    assert (code, "URL must be like" in err) == (2, True)
+    code, _, err = paceline(
+        "train", "dspark", "no/such/model", "--block-size", "8", "--data", "none", "--out", "x"
+    )
+    assert (code, "vLLM" in err) == (2, False)
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [

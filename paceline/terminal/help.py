@@ -24,12 +24,16 @@ class TopicCommand(TyperCommand):
     """A command whose help lists its arguments, its common options, and then a section for each topic."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
-        for flag in (argument.partition("=")[0] for argument in args):
-            if flag not in known and flag.startswith("--") and (told := instead_of(flag)):
-                raise ConfigError(told)
+        if not ctx.ignore_unknown_options:  # else they are passed on to another command
+            self._refuse_options_of_vllm(args)
         parsed: list[str] = super().parse_args(ctx, args)
         return parsed
+
+    def _refuse_options_of_vllm(self, args: list[str]) -> None:
+        known = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        for flag in (argument.partition("=")[0] for argument in args):
+            if flag.startswith("--") and flag not in known and (told := instead_of(flag)):
+                raise ConfigError(told)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
