@@ -262,6 +262,6 @@ def _device_planner(
     lookup = next((name for name in by_texts if not on_device[name].drafts_on_host), None)
     chosen = by_texts if head is None else [name for name in (lookup, head) if name is not None]
     longest = {name: plans[name].levels for name in chosen}
-    arms = device_arms(head, lookup, longest)
+    arms = device_arms(head, lookup, longest, trees=head is not None and on_device[head].drafts_trees)
     heads = () if head is None else (head,)
     return DevicePlanner(arms, prior_acceptance(longest, heads, beginning)) if arms else None

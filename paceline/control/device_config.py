@@ -33,6 +33,7 @@ class ChainConfig:
     fade: float = 0.95  # factor on the counts per pass: texts differ, and answers are short
     parent_weight: float = 1.0  # drafts; weight of the depth above, where there are few observations
     least_chance: float = 0.005  # of acceptance and of rejection: nothing is certain
+    sibling_chance: float = 0.28  # of a node in a tree whose elder siblings were rejected
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class DevicePlannerConfig:
     # tokens of a lookup, and of the head's chain where the lookup finds nothing. Up to 8 rows a
     # megakernel computes all layers, so 7 looked-up tokens cost little more than 5 with one request
     cascade_lengths: tuple[tuple[int, int], ...] = ((2, 2), (3, 3), (5, 5), (7, 7), (15, 3))
+    # nodes, branching and depth of a head's trees: with few requests their rows cost little
+    trees: tuple[tuple[int, int, int], ...] = ((7, 3, 4), (15, 4, 3), (15, 4, 5))
     # lookups on the device; in a cascade with a head they need longer matches (engine/drafting.py)
     lookup: Mapping[str, Any] = field(
         default_factory=lambda: {

@@ -39,8 +39,9 @@ class DraftPlan:
 
     @property
     def label(self) -> str:
-        """Drafters and nodes, such as "ngram 7 + eagle3 5"."""
+        """Drafters and nodes, such as "ngram 7 + eagle3 5"; of a tree its branching and depth too."""
         own = f"{self.drafter} {self.budget}" if self.budget else "off"
+        own += f" ({self.branching}, {self.levels})" if self.branching > 1 else ""
         return own if self.otherwise is None else f"{own} + {self.otherwise.label}"
 
     @property
@@ -64,6 +65,11 @@ class DraftPlan:
         if budget >= self.budget:
             return self
         return replace(self, budget=budget) if budget > 0 else PLAIN
+
+    def as_chain(self) -> DraftPlan:
+        """This plan with chains instead of trees, as deep as they are."""
+        other = None if self.otherwise is None else self.otherwise.as_chain()
+        return replace(self, budget=self.levels, branching=1, otherwise=other)
 
     def second(self) -> DraftPlan:
         """The `otherwise` plan within the budget and levels of this one; the plain plan if there is none."""

@@ -133,7 +133,7 @@ class DeviceExecutor:
         draft = self.draft(plan)
         if draft is None or draft.max_requests is None or requests <= draft.max_requests:
             return plan
-        return replace(plan, budget=plan.levels, branching=1) if plan.branching > 1 else PLAIN
+        return plan.as_chain() if plan.branching > 1 else PLAIN
 
     def admit(self, requests: Sequence[Request], plan: DraftPlan) -> list[Request]:
         """The requests of the next pass: pages are reserved, and the head that drafts for them is attached.

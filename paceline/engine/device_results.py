@@ -39,6 +39,10 @@ def drafted_parts(
         return parts, []
     if plan.branching > 1:  # a tree of a fixed shape
         own, none = Shape(plan.nodes, plan.levels), Shape(0, 0)
+        if found is not None:
+            parts = [
+                part if count else other for part, other, count in zip(parts, second, found, strict=True)
+            ]
         return parts, [own if part.plan.budget else none for part in parts]
     counts = [plan.levels] * len(parts) if found is None else list(found)
     if found is not None and plan.otherwise is not None:

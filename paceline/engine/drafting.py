@@ -242,18 +242,20 @@ class Drafting:
         """How device passes draft by this plan; None if they cannot.
 
         A cascade is a lookup, and a head where nothing is found. The head computes accepted tokens again, so
-        it does not matter which of the two has drafted them.
+        it does not matter which of the two has drafted them. If the head drafts trees, a lookup replaces
+        their first path.
         """
         # only the host truncates drafts by their estimated acceptance
         if plan.forced or plan.least_chance:
             return None
         device = self._on_device.get(plan.drafter or "")
-        draft = None if device is None else device.device_draft(plan)
-        if draft is None or plan.otherwise is None:
-            return draft
-        head = self.device_draft(plan.second())
-        look_up = draft.look_up
-        if head is None or head.runner is None or head.nodes or look_up is None or draft.host_tokens:
+        if plan.otherwise is None or device is None:
+            return None if device is None else device.device_draft(plan)
+        draft, head = device.device_draft(replace(plan, branching=1)), self.device_draft(plan.second())
+        look_up = None if draft is None else draft.look_up
+        if head is None or head.runner is None or look_up is None or draft is None or draft.host_tokens:
+            return None
+        if head.branching != plan.branching or (head.nodes and head.length < plan.levels):
             return None
         shortest = min(max(look_up.shortest, MIN_MATCH_BESIDE_HEAD), look_up.longest)
         found = replace(look_up, shortest=shortest)

@@ -11,14 +11,16 @@ import pytest
 
 from paceline.control.acceptance.chains import ChainAcceptance
 from paceline.control.auto import AutoController
+from paceline.control.config import CONFIG
 from paceline.control.controller import FixedController, Load
 from paceline.control.cost.device_passes import DevicePassCosts
 from paceline.control.decision import Decision
 from paceline.control.explorer import DeviceExplorer
 from paceline.control.memory import Memory
-from paceline.control.planner.arms import Arm, device_arms, prior_acceptance
+from paceline.control.planner.arms import Arm, device_arms, drafting_parts, prior_acceptance
 from paceline.control.planner.device import ArmEstimate, DevicePlanner
 from paceline.core.stats import DraftFacts, StepStats
+from paceline.core.tree_shapes import ROOT, static_shape
 from paceline.core.trees import PLAIN, DraftPlan
 from tests.control.simulation import SimulatedDrafter, SimulatedRequest, Step, World
 from tests.large import in_turn
@@ -254,6 +256,69 @@ def test_an_empty_draft_counts_as_rejected_and_a_request_that_ends_does_not():
     for _ in range(2000):
         chances.add([facts(1, depth=1), facts(2)], 2, 2)  # the first ended with its first token
     assert chances.reached(2) == pytest.approx([1, 1], rel=0.03)
+
+
+TREE = DraftPlan("head", 7, branching=3, depth=3)
+
+
+def accepted_of_tree(plan: DraftPlan, chance: float, sibling: float, random: np.random.Generator) -> int:
+    """The accepted tokens of one tree, walked from its root."""
+    children, node, depth = static_shape(plan.budget, plan.branching, plan.levels), ROOT, 0
+    while siblings := children.get(node):
+        chances = [chance, *[sibling] * (len(siblings) - 1)]
+        taken = next((rank for rank, each in enumerate(chances) if random.random() < each), None)
+        if taken is None:
+            break
+        node, depth = siblings[taken], depth + 1
+    return depth
+
+
+def test_trees_are_expected_to_give_what_walks_through_them_do():
+    random, sibling = np.random.default_rng(0), CONFIG.chains.sibling_chance
+    walks = [accepted_of_tree(TREE, 0.6, sibling, random) for _ in range(20_000)]
+    mean, square = ChainAcceptance(3, [0.6], 12).moments(TREE)
+    assert mean == pytest.approx(np.mean(walks), rel=0.02)
+    assert square == pytest.approx(np.mean(np.square(walks)), rel=0.03)
+
+
+def test_accepted_trees_tell_what_chains_would_give():
+    random, sibling = np.random.default_rng(0), CONFIG.chains.sibling_chance
+    chances, found = ChainAcceptance(3, [0.9], 12), []
+    for number in range(3000):
+        walks = [accepted_of_tree(TREE, 0.5, sibling, random) for _ in range(8)]
+        chances.add([facts(walk, nodes=7, depth=3) for walk in walks], 8, 3, TREE)
+        if number > 500:
+            found.append(chances.reached(3))
+    assert np.mean(found, axis=0) == pytest.approx([0.5, 0.25, 0.125], rel=0.1)
+
+
+@pytest.mark.parametrize(("seconds", "count", "is_tree"), [(small, 1, True), (busy, 16, False)])
+def test_trees_are_chosen_where_their_rows_are_almost_free(seconds, count, is_tree):
+    longest = {"head": 7}
+    arms = device_arms("head", None, longest, trees=True)
+    auto = AutoController(
+        {"head": DraftPlan("head", 7)},
+        World({}).costs(),
+        device=DevicePlanner(arms, prior_acceptance(longest, ["head"], {})),
+    )
+    for plan in auto.device_plans():
+        auto.expect(plan, {count: seconds(count * (1 + plan.nodes)) + PER_LEVEL * plan.levels})
+    requests = [SimulatedRequest(str(number), 900) for number in range(count)]
+    step = auto.plan(requests, Load(count, 0, on_device=True))
+    assert (step.record.branching > 1) == is_tree
+
+
+def test_trees_beside_lookups_are_cascades_whose_lookups_are_chains():
+    arms = device_arms("head", "ngram", {"head": 7, "ngram": 15}, trees=True)
+    trees = [arm.plan for arm in arms if arm.plan.branching > 1]
+    assert [(plan.drafter, plan.nodes, plan.levels) for plan in trees] == [
+        ("ngram", nodes, depth) for nodes, _, depth in CONFIG.device_planner.trees
+    ]
+    found, tree = drafting_parts(trees[0])
+    assert (found.drafter, found.nodes, found.branching) == ("ngram", trees[0].levels, 1)
+    assert (tree.drafter, tree.nodes, tree.branching) == ("head", trees[0].nodes, trees[0].branching)
+    chain = trees[0].as_chain()
+    assert (chain.nodes, chain.second().nodes, chain.second().branching) == (chain.levels, chain.levels, 1)
 
 
 def test_what_passes_take_longer_in_traffic_is_expected_of_plans_that_were_not_used_too():

@@ -72,6 +72,13 @@ def test_a_plan_for_a_chain_takes_no_tree():
         tree.check([DraftPlan("suffix", 2)], vocab_size=9)
 
 
+def test_the_labels_of_plans_tell_them_apart():
+    tree = DraftPlan("eagle3", 7, branching=3, depth=4)
+    cascade = DraftPlan("ngram", 7, otherwise=DraftPlan("eagle3", 5), enough=0.5)
+    plans = PLAIN, DraftPlan("eagle3", 7), tree, cascade
+    assert [plan.label for plan in plans] == ["off", "eagle3 7", "eagle3 7 (3, 4)", "ngram 7 + eagle3 5"]
+
+
 def test_a_plan_shrinks_and_never_grows():
     plan = DraftPlan("ngram", 4)
     assert plan.shrunk(9) is plan

@@ -94,9 +94,9 @@ class DecodeLoop:
     ) -> None:
         """Steps of at most `max_rows` requests, plain if nothing drafts.
 
-        With `given`, drafts have this shape: the host writes them to `drafted` before each step, or, for
-        chains, the step finds them by prompt lookup (`look_up`) or in the optimistic drafts of at most
-        `host_drafts` tokens that the decoder's `launch` takes. If a network drafts too, the first
+        With `given`, drafts have this shape: the host writes them to `drafted` before each step, or the step
+        finds chains, or a tree's first path, by prompt lookup (`look_up`) or in the optimistic drafts of at
+        most `host_drafts` tokens that the decoder's `launch` takes. If a network drafts too, the first
         `draft_levels` tokens (None: all) are its own where nothing is found. If no network drafts,
         `features` [rows of a pass, width] are the hidden states of its rows at `feature_layers`; a head's
         pool stores them too, if `kept`. `states` are those of recurrent layers.
@@ -144,6 +144,7 @@ class DecodeLoop:
         most = plan.first_row(len(plan.passes)) * max_rows
         self._rows = StepRows(integers(LINES, most), integers(1 if shape.is_chain else most, MAX_PATH))
         self._children = [torch.from_numpy(table).to(device) for table in plan.children]
+        self._first_path = torch.tensor(shape.first_path, dtype=torch.int32, device=device)
         self.results = integers(max_rows * (shape.levels + 3))
         self.counts, self.found = self.results[: 2 * max_rows].view(2, -1)
         self.output = self.results[2 * max_rows :].view(max_rows, -1)
@@ -251,6 +252,7 @@ class DecodeLoop:
                 self._look_up,
                 None if self.host_drafts is None else self.host_drafts[:rows],
                 self._rows,
+                self._first_path,
                 self.nodes,
                 self.found,
                 kept=self._plan.drafted,

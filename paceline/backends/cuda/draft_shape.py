@@ -62,6 +62,14 @@ class DraftShape:
             path.insert(0, self.parents[path[0]])
         return path
 
+    @property
+    def first_path(self) -> list[int]:
+        """The root, its first child, the first child of that, ..."""
+        path = [0]
+        while children := self.children(path[-1]):
+            path.append(children[0])
+        return path
+
     def children(self, node: int) -> list[int]:
         return [child for child, parent in enumerate(self.parents) if parent == node]
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from paceline.control.acceptance.fixed_trees import chain_hits, tree_reached
 from paceline.control.config import CONFIG
 from paceline.core.stats import DraftFacts, ShadowFacts
+from paceline.core.trees import DraftPlan
 
 
 class Counts:
@@ -49,6 +51,7 @@ class Estimate:
     """What is expected of a draft, until more drafts are counted."""
 
     share: float  # of requests that have a draft
+    chances: list[float]  # [depth] of a token, given that all before it are accepted
     reached: list[float]  # [depth] the chance that a draft is accepted down to there
     accepted: list[float]  # [length] mean of the accepted tokens of a draft of this length
     squared: list[float]  # [length] mean of their square
@@ -79,14 +82,18 @@ class ChainAcceptance:
         tries = [weight * chance for chance in accumulate([1.0, *known[:-1]], mul)]
         hits = [tried * chance for tried, chance in zip(tries, known, strict=True)]
         self._counts = Counts(tries, hits, weight, weight * share)
-        self._new: dict[int, NewDrafts] = {}  # by length, not counted yet
+        self._new: dict[DraftPlan | int, NewDrafts] = {}  # by length, or of a tree; not counted yet
         self._estimate: Estimate | None = None  # None: drafts were counted since it was made
 
-    def add(self, drafts: Sequence[DraftFacts], requests: int, length: int) -> None:
-        """Count the drafts of a pass in which each of `requests` could have a draft of this length."""
-        if length not in self._new:
-            self._new[length] = NewDrafts([0] * (length + 1), [0] * length)
-        new, self._estimate = self._new[length], None
+    def add(
+        self, drafts: Sequence[DraftFacts], requests: int, length: int, tree: DraftPlan | None = None
+    ) -> None:
+        """Count the drafts of a pass in which each of `requests` could have a draft of this length, or the
+        tree of a plan with as many levels."""
+        kind = length if tree is None else tree
+        if kind not in self._new:
+            self._new[kind] = NewDrafts([0] * (length + 1), [0] * length)
+        new, self._estimate = self._new[kind], None
         new.requests += requests
         new.passes += 1
         for draft in drafts:
@@ -98,11 +105,12 @@ class ChainAcceptance:
 
     def _count_new(self) -> None:
         """Count the drafts of the last passes, together: there is no time for it in every pass."""
-        for new in self._new.values():
+        for kind, new in self._new.items():
             reached = [*accumulate(reversed(new.accepted))][::-1]  # [depth] drafts accepted down to it
             reached[0] = new.requests
             tries = [count - untried for count, untried in zip(reached, new.untried, strict=False)]
-            self._count(tries, reached[1:], new.requests, new.drafted, new.passes)
+            hits = reached[1:] if isinstance(kind, int) else chain_hits(kind, self._chances(), reached)
+            self._count(tries, hits, new.requests, new.drafted, new.passes)
         self._new = {}
 
     def add_shadow(self, shadow: ShadowFacts) -> None:
@@ -125,22 +133,31 @@ class ChainAcceptance:
         """What is expected of the next drafts."""
         if self._estimate is None:
             self._count_new()
-            reached = [*accumulate(self._chances(), mul)]
-            squares = [(2 * depth + 1) * chance for depth, chance in enumerate(reached)]
+            chances = self._chances()
+            reached = [*accumulate(chances, mul)]
             self._estimate = Estimate(
                 share=self._counts.drafted / self._counts.asked,
+                chances=chances,
                 reached=reached,
                 accepted=[0.0, *accumulate(reached)],
-                squared=[0.0, *accumulate(squares)],
+                squared=[0.0, *accumulate(_squares(reached))],
             )
         return self._estimate
+
+    def moments(self, plan: DraftPlan) -> tuple[float, float]:
+        """The mean of the accepted tokens of a draft by this plan, and that of their square."""
+        estimate = self.estimate()
+        if plan.branching == 1:
+            return estimate.accepted[plan.levels], estimate.squared[plan.levels]
+        reached = tree_reached(plan, estimate.chances)
+        return sum(reached), sum(_squares(reached))
 
     def reached(self, length: int) -> list[float]:
         """[depth] The chance that a draft of this length is accepted down to there."""
         return self.estimate().reached[:length]
 
     def _chances(self) -> list[float]:
-        """[depth] The chance of a token; where there are few counts, mostly that of the depth above."""
+        """[depth] The chance of a chain's token; with few counts, mostly that of the depth above."""
         parent, unsure, chances = CONFIG.chains.parent_weight, CONFIG.chains.least_chance, []
         chance = self._counts.hits[0] / self._counts.tries[0]
         for hits, tries in zip(self._counts.hits, self._counts.tries, strict=True):
@@ -167,6 +184,11 @@ class ChainAcceptance:
         if not 0.0 <= drafted <= asked or not asked > 0.0:
             raise ValueError("these are not counts of requests")
         self._counts, self._estimate = Counts(tries, hits, asked, drafted), None
+
+
+def _squares(reached: Sequence[float]) -> list[float]:
+    """[depth] What each depth adds to the mean of the square of the accepted tokens."""
+    return [(2 * depth + 1) * chance for depth, chance in enumerate(reached)]
 
 
 def known_chances(known: Mapping[str, Any], drafter: str, greedy: bool) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -24,31 +24,43 @@ class Arm:
 
 @lru_cache(maxsize=64)
 def drafting_parts(plan: DraftPlan) -> tuple[DraftPlan, ...]:
-    """The plan, and its `otherwise`, which drafts where the plan itself does not; empty if it is plain."""
-    return tuple([part for part in (plan, plan.second()) if part.budget])
+    """The plan, and its `otherwise`, which drafts where the plan itself does not; empty if it is plain.
+
+    What is looked up is a chain, also if the head drafts trees.
+    """
+    own = plan if plan.otherwise is None else replace(plan, budget=plan.levels, branching=1)
+    return tuple([part for part in (own, plan.second()) if part.budget])
 
 
-def device_arms(head: str | None, lookup: str | None, longest: Mapping[str, int]) -> list[Arm]:
+def device_arms(
+    head: str | None, lookup: str | None, longest: Mapping[str, int], trees: bool = False
+) -> list[Arm]:
     """Chains of a head, lookups where they find something and the head elsewhere, or lookups alone.
 
     `lookup` is a drafter that looks up on the device. `longest`: by drafter, the most tokens of its chains.
-    Without a head, each of these drafters has its own arms.
+    Without a head, each of these drafters has its own arms. `trees`: the head can draft trees, too.
     """
     config = CONFIG.device_planner
     if head is None:
         return [
             Arm(plan) for name, most in longest.items() for plan in _chains(name, config.lookup_lengths, most)
         ]
+    by_tree = [
+        DraftPlan(head, nodes, branching, min(depth, longest[head]))
+        for nodes, branching, depth in (config.trees if trees else ())
+    ]
     if lookup is None:
-        return [Arm(plan, attaches=True) for plan in _chains(head, config.head_lengths, longest[head])]
+        chains = _chains(head, config.head_lengths, longest[head])
+        return [Arm(plan, attaches=True) for plan in chains + by_tree]
     pairs = [
         (min(found, longest[lookup]), min(length, longest[head], longest[lookup]))
         for found, length in config.cascade_lengths
     ]
-    return [
-        Arm(DraftPlan(lookup, found, otherwise=DraftPlan(head, length), enough=NOTHING_FOUND), attaches=True)
+    plans = [
+        DraftPlan(lookup, found, otherwise=DraftPlan(head, length), enough=NOTHING_FOUND)
         for found, length in dict.fromkeys(pairs)
-    ]
+    ] + [replace(tree, drafter=lookup, otherwise=tree, enough=NOTHING_FOUND) for tree in by_tree]
+    return [Arm(plan, attaches=True) for plan in plans]
 
 
 def _chains(drafter: str, lengths: Sequence[int], most: int) -> list[DraftPlan]:

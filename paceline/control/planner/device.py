@@ -177,7 +177,8 @@ class DevicePlanner:
         asked = stats.requests
         for part in drafting_parts(plan):
             drafts = [draft for draft in stats.drafts if draft.drafter == part.drafter]
-            self._acceptance[part.drafter or "", greedy].add(drafts, asked, part.levels)
+            tree = part if part.branching > 1 else None
+            self._acceptance[part.drafter or "", greedy].add(drafts, asked, part.levels, tree)
             asked -= sum([draft.count for draft in drafts])
         # the first passes compile and capture graphs: that earns no time for trials
         longest = CONFIG.device_passes.max_outlier * self._expected_seconds
@@ -206,10 +207,11 @@ class DevicePlanner:
         all."""
         accepted, squared, share = 0.0, 0.0, 1.0  # `share` of the requests have no draft yet
         for part in drafting_parts(plan):
-            estimate = self._acceptance[part.drafter or "", self._load.greedy].estimate()
-            accepted += share * estimate.accepted[part.levels]
-            squared += share * estimate.squared[part.levels]
-            share -= share * estimate.share
+            acceptance = self._acceptance[part.drafter or "", self._load.greedy]
+            own_accepted, own_squared = acceptance.moments(part)
+            accepted += share * own_accepted
+            squared += share * own_squared
+            share -= share * acceptance.estimate().share
         return self._load.tokens(1.0 + accepted, squared - accepted**2)
 
     def seconds(self, plan: DraftPlan) -> float:

@@ -422,6 +422,8 @@ def test_shapes_of_drafts() -> None:
     assert [list(own.nodes) for own in masked.passes[1:]] == [[0, 1, 2, 3, 4], [1, 2, 3]]
     assert masked.children[1][:, 0, 0, 2].tolist() == [2, 3, 4]
     assert (chain.drafted, masked.drafted) == (3, 4)
+    assert tree.path(tree.first_path[-1]) == tree.first_path
+    assert tree.parents.index(0) == tree.first_path[1]
     plan = plan_step(tree, 4, 4, 4)
     assert [list(own.nodes) for own in plan.passes[2:]] == [tree.inner(1), tree.inner(2)]
     targets = [child[0, 2] for table in plan.children for row in table for child in row if child[0, 2] >= 0]

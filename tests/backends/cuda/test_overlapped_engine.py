@@ -17,6 +17,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, DraftSampling
+from paceline.draft.ngram import NgramDrafter
 from paceline.draft.vocabulary import trimmed_vocabulary
 from paceline.models.config import RopeConfig
 from paceline.models.heads.config import BlockAttention, BlockConfig, HeadConfig
@@ -27,6 +28,7 @@ from tests.tiny_families import VOCAB_SIZE
 from tests.toy import ToyTokenizer, drain
 
 CHAIN, TREE = DraftPlan("drafter", 3), DraftPlan("drafter", 11, branching=4, depth=3)
+BOTH = replace(TREE, drafter="ngram", otherwise=TREE, enough=0.5)  # a lookup replaces a tree's first path
 
 
 @needs_gpu
@@ -72,6 +74,8 @@ def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
         drafters: dict[str, Drafter] = {}
         if make_drafter is not None:
             drafters = {"drafter": make_drafter(backend)}
+        if plan.drafter == "ngram":
+            drafters["ngram"] = NgramDrafter(NgramDrafter.Options(prompt_lookup_min=2))
         controller = FixedController(plan if drafters else PLAIN)
         engine = Engine(
             backend, ToyTokenizer(), limits, num_pages=60, drafters=drafters, controller=controller
@@ -101,6 +105,7 @@ def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
     assert outputs(True, True) == expected
     assert outputs(True, True, random_head) == expected
     assert outputs(True, True, random_head, TREE) == expected
+    assert outputs(True, True, random_head, BOTH) == expected
     assert outputs(True, True, random_block_head) == expected
     assert outputs(True, True, random_block_head, TREE) == expected
     assert outputs(True, True, lambda backend: random_head(backend, mask_token_id=7)) == expected

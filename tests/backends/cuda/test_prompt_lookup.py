@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +66,8 @@ def on_the_device(
     for line, (start, expected) in zip(() if lines is None else lines, host_drafts or (), strict=True):
         line[: 1 + len(expected)] = torch.tensor([start, *expected])
     sent = None if lines is None else lines.to(device)
-    prompt_lookup(own, state, options, sent, rows, nodes, found, largest_block=BLOCK)
+    path = torch.arange(nodes, dtype=torch.int32, device=device)
+    prompt_lookup(own, state, options, sent, rows, path, nodes, found, largest_block=BLOCK)
     tokens = written[0].view(len(slots), nodes)
     assert (tokens[:, 0] == -9).all()  # the root's token is written by others
     assert (written[1:] == -9).all()
@@ -111,7 +113,16 @@ def test_what_no_request_can_have_is_not_drafted(device: torch.device) -> None:
     assert found[1] == on_the_host(text, 2, 4, limits[1] - len(text))
 
 
-def test_where_nothing_is_found_the_tokens_of_a_network_stay(device: torch.device) -> None:
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        (range(6), [9, 3, 4, 5, 6, 1, 9, 9, 9, 9, 0, 0]),
+        ((0, 1, 4), [9, 3, 9, 9, 4, 9, 9, 9, 9, 9, 9, 9]),  # of a tree, whose other nodes stay
+    ],
+)
+def test_where_nothing_is_found_the_tokens_of_a_network_stay(
+    path: Sequence[int], expected: list[int], device: torch.device
+) -> None:
     from paceline.backends.cuda.kernels.prompt_lookup import prompt_lookup
     from paceline.backends.cuda.kernels.step_rows import LINES, StepRows, make_requests
 
@@ -121,9 +132,10 @@ def test_where_nothing_is_found_the_tokens_of_a_network_stay(device: torch.devic
         state.lengths[slot] = len(text) - 1
     drafted = torch.full((LINES, 12), 9, dtype=torch.int32, device=device)
     slots, found = torch.arange(2, dtype=torch.int32, device=device), torch.zeros_like(state.lengths)
-    prompt_lookup(slots, state, NgramLookup(2, 4), None, StepRows(drafted, drafted), 6, found, kept=3)
-    assert drafted[0].tolist() == [9, 3, 4, 5, 6, 1, 9, 9, 9, 9, 0, 0]
-    assert found.tolist() == [5, 0]
+    nodes = torch.tensor(path, dtype=torch.int32, device=device)
+    prompt_lookup(slots, state, NgramLookup(2, 4), None, StepRows(drafted, drafted), nodes, 6, found, kept=3)
+    assert drafted[0].tolist() == expected
+    assert found.tolist() == [len(path) - 1, 0]
 
 
 def by_reference(text: list[int], host_draft: HostDraft, options: NgramLookup | None, most: int) -> list[int]:

@@ -3,7 +3,8 @@
 One program has one request. If the host has drafted for it and the tokens sampled since then match that
 draft, its next tokens are the chain. Otherwise, for every position of the text it counts how many tokens up
 to there equal the end of the text; the longest match wins and, among equals, the newest. If nothing is
-found, tokens that a network has drafted stay. Nothing is indexed or kept between steps: scanning 8,000 tokens
+found, tokens that a network has drafted stay. In a tree a chain is its first path, whose nodes are first
+children; the others stay, too. Nothing is indexed or kept between steps: scanning 8,000 tokens
 takes 4 microseconds. draft/ngram.py is the reference.
 """
 
@@ -30,10 +31,12 @@ def _prompt_lookup_kernel(  # type: ignore[no-untyped-def]
     limits_at,
     takes_drafts_at,
     host_drafts_at,
+    path_at,
     nodes_at,
     found_at,
     longest,
     nodes,
+    row_nodes,
     host_drafts,
     kept,
     least: tl.constexpr,
@@ -53,6 +56,7 @@ def _prompt_lookup_kernel(  # type: ignore[no-untyped-def]
     end = tl.where((slot >= 0) & (length < limit) & (takes > 0), length, -1)  # the index of the last token
     node = tl.arange(0, wide_nodes)
     drafted = (node > 0) & (node < nodes)
+    place = tl.load(path_at + node, mask=drafted, other=0)
     tokens, found = tl.zeros((wide_nodes,), tl.int32), tl.full((), 0, tl.int32)
     if wide_drafts > 0:
         draft_at, step = host_drafts_at + request * (1 + host_drafts), tl.arange(0, wide_drafts)
@@ -83,7 +87,8 @@ def _prompt_lookup_kernel(  # type: ignore[no-untyped-def]
         is_found = longest_match > 0
         tokens = tl.where(is_found, tl.load(text_at + after, mask=drafted, other=0), tokens)
         found = tl.where(is_found, nodes - 1, found)
-    tl.store(nodes_at + request * nodes + node, tokens, mask=drafted & (node > tl.where(found > 0, 0, kept)))
+    is_written = drafted & (node > tl.where(found > 0, 0, kept))
+    tl.store(nodes_at + request * row_nodes + place, tokens, mask=is_written)
     tl.store(found_at + request, tl.maximum(tl.minimum(tl.minimum(found, nodes - 1), limit - 1 - length), 0))
 
 
@@ -93,13 +98,15 @@ def prompt_lookup(
     options: NgramLookup | None,
     host_drafts: torch.Tensor | None,
     rows: StepRows,
+    path: torch.Tensor,
     nodes: int,
     found: torch.Tensor,
     kept: int = 0,
     largest_block: int = LARGEST_BLOCK,
 ) -> None:
-    """Draft `nodes` - 1 tokens for the requests in `slots` int32 [requests].
+    """Draft a chain for the requests in `slots` int32 [requests], each with `nodes` nodes in `rows`.
 
+    `path` int32 [1 + tokens of the chain] are the nodes that it is written to, after the root, 0.
     `host_drafts` int32 [requests, 1 + most] are lines as the decoder's `launch` takes them; None: none.
     Without `options` nothing is looked up. `found` int32 [requests] gets the number of tokens drafted for
     each. Tokens after them are 0, or undefined beyond the request's limit; but where nothing is found, the
@@ -116,16 +123,18 @@ def prompt_lookup(
         state.limits,
         state.takes_drafts,
         host_drafts,
+        path,
         rows.lines[TOKENS],
         found,
         longest,
+        len(path),
         nodes,
         most,
         kept,
         options.shortest if options is not None else 0,
         options.longest if options is not None else 0,
         block,
-        triton.next_power_of_2(nodes),
+        triton.next_power_of_2(len(path)),
         triton.next_power_of_2(most) if most else 0,
         pdl,
         num_warps=max(block // PER_WARP, 1),

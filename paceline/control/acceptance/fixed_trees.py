@@ -1,0 +1,57 @@
+"""What a head's trees of a fixed shape are expected to give, from the chances of its chains.
+
+A first child is the token that a chain would have there. Where it is rejected, its siblings have a fixed
+chance each, one after the other (docs/lab/2026-11-18-heads.md: 0.33, 0.21 and 0.18).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from paceline.control.config import CONFIG
+from paceline.core.tree_shapes import ROOT, static_shape
+from paceline.core.trees import DraftPlan
+
+
+@lru_cache(maxsize=16)
+def _nodes(plan: DraftPlan) -> list[tuple[int, int, int]]:
+    """Of each node of the plan's tree, parents first: its parent, its rank among its siblings, its depth."""
+    places = {
+        node: (parent, rank)
+        for parent, children in static_shape(plan.budget, plan.branching, plan.levels).items()
+        for rank, node in enumerate(children)
+    }
+    depths = {ROOT: -1}
+    for node in sorted(places):
+        depths[node] = depths[places[node][0]] + 1
+    return [(*places[node], depths[node]) for node in sorted(places)]
+
+
+def tree_reached(plan: DraftPlan, chances: Sequence[float]) -> list[float]:
+    """[depth] The chance that a path of the plan's tree is accepted down to there.
+
+    `chances` [depth]: of a chain's token, given that all before it are accepted.
+    """
+    sibling = CONFIG.chains.sibling_chance
+    reached = {ROOT: 1.0}
+    levels = [0.0] * plan.levels
+    for node, (parent, rank, depth) in enumerate(_nodes(plan)):
+        chance = chances[depth]
+        if rank:
+            chance = (1.0 - chance) * sibling * (1.0 - sibling) ** (rank - 1)
+        reached[node] = reached[parent] * chance
+        levels[depth] += reached[node]
+    return levels
+
+
+def chain_hits(plan: DraftPlan, chances: Sequence[float], reached: Sequence[float]) -> list[float]:
+    """[depth] How many of the accepted tokens of trees were probably first children, as a chain has them.
+
+    `reached` [1 + levels] are the trees accepted down to each depth, all of them first.
+    """
+    expected = [1.0, *tree_reached(plan, chances)]
+    return [
+        reached[depth + 1] * chances[depth] * expected[depth] / expected[depth + 1]
+        for depth in range(plan.levels)
+    ]
