@@ -11,14 +11,8 @@ from paceline.backends.cpu.attention_phases import attend_rows, rope_and_store
 from paceline.backends.cpu.compiled import compiled
 from paceline.backends.cpu.draft_chains import choose_drafts, extend_chains
 from paceline.backends.cpu.entry import enter_rows, join_rows, join_target, norm_context
-from paceline.backends.cpu.experts import (
-    combine_rows,
-    gate_experts,
-    gather_rows,
-    project_experts,
-    sort_pairs,
-)
 from paceline.backends.cpu.features import are_wanted, save_features
+from paceline.backends.cpu.feed_forward import feed_forward, project_changed, shrink
 from paceline.backends.cpu.job import (
     ADVANCING,
     ATTENTION_GATE,
@@ -30,10 +24,7 @@ from paceline.backends.cpu.job import (
     DRAFTING,
     ENTRY_BIAS_AT,
     ENTRY_COUNTERS,
-    EXPERTS_NORM,
-    EXPERTS_OUTPUT_NORM,
     FROM_TARGET,
-    GATE,
     HAS_EXPERTS_AT,
     HEAD_WIDTH,
     HEADS,
@@ -66,103 +57,31 @@ from paceline.backends.cpu.job import (
     ROWS,
     SCRATCH_AT,
     SCRATCH_BYTES,
-    SHARED_OUTPUT_NORM,
-    SHARED_SHARES_AT,
     STATE_AT,
     STATE_LAYERS_AT,
     TARGET_EMBEDDING_AT,
-    UP,
-    WIDE_RECORDS_AT,
     field,
-    own_norm,
     shape_of,
 )
 from paceline.backends.cpu.latent import absorb_queries, finish_values, store_latents
 from paceline.backends.cpu.layer_inputs import add_layer_input, make_layer_inputs
-from paceline.backends.cpu.low_rank import expand_rows, shrink_rows
+from paceline.backends.cpu.low_rank import expand_rows
 from paceline.backends.cpu.matmul import DESCRIPTOR
-from paceline.backends.cpu.projections import gate_rows, project
+from paceline.backends.cpu.projections import project
 from paceline.backends.cpu.recurrent import advance_states, finish_rows, keep_rows, walk_layer
 from paceline.backends.cpu.residual import (
     add_branch,
     embed_rows,
     finish_logits,
     has_raw_logits,
-    norm_branch,
     norm_weight,
     normalize_rows,
     quantize_rows,
 )
-from paceline.backends.cpu.routing import route_rows
 from paceline.backends.cpu.sampling import sample_tokens
 from paceline.backends.cpu.simd import load_int64
 from paceline.backends.cpu.team import JOB, STOP, await_pass, barrier, start_pass
 from paceline.backends.cpu.tiles import COLUMNS
-
-
-@compiled
-def _shrink(control, tasks, job, layer, first, last, records, scratch):  # type: ignore[no-untyped-def]
-    """The first half of what adapters add to the products first..last, which read these records."""
-    if field(job, ROW_ADAPTERS_AT) != 0:
-        matrix = field(job, MATRICES_AT) + DESCRIPTOR * (LAYER_MATRICES * layer + first)
-        groups = load_int64(matrix + 16)
-        shrink_rows(tasks, job, layer, first, last, records, field(job, ROWS), groups, scratch)
-        barrier(control, tasks[1])
-
-
-@compiled
-def _project_changed(control, tasks, job, layer, number, counter, records, out, bias, added, scratch):  # type: ignore[no-untyped-def]
-    """The product of a layer's matrix, with what adapters add to it, into `out` or onto it."""
-    rows, stride = field(job, ROWS), 4 * field(job, HIDDEN_PADDED)
-    matrix = field(job, MATRICES_AT) + DESCRIPTOR * (LAYER_MATRICES * layer + number)
-    _shrink(control, tasks, job, layer, number, number + 1, records, scratch)
-    project(tasks, job, counter, matrix, records, rows, out, stride, bias, added, scratch)
-    barrier(control, tasks[1])
-    if field(job, ROW_ADAPTERS_AT) != 0:
-        expand_rows(tasks, job, layer, number, rows, out, stride, COLUMNS * load_int64(matrix + 24))
-        barrier(control, tasks[1])
-
-
-@compiled
-def _run_mlp(control, tasks, job, layer, matrices, counter, shares, scratch, out, added):  # type: ignore[no-untyped-def]
-    """Gate, up and down projections of all rows, into `out` or onto it; `shares`: factors of rows, or 0."""
-    rows, line, gates = field(job, ROWS), 64 * tasks[1], matrices + DESCRIPTOR * GATE
-    _shrink(control, tasks, job, layer, GATE, DOWN, field(job, RECORDS_AT), scratch)
-    gate_rows(tasks, job, layer, counter, rows, gates, matrices + DESCRIPTOR * UP, shares, scratch)
-    barrier(control, tasks[1])
-    wide = field(job, WIDE_RECORDS_AT)
-    _project_changed(control, tasks, job, layer, DOWN, counter + line, wide, out, 0, added, scratch)
-
-
-@compiled
-def _run_experts(control, tasks, job, layer, counter, scratch, out, added):  # type: ignore[no-untyped-def]
-    """The experts of all rows, into `out` or onto it."""
-    rows, threads, line = field(job, ROWS), tasks[1], 64 * tasks[1]
-    route_rows(tasks, job, counter, rows, layer, scratch)
-    barrier(control, threads)
-    sort_pairs(tasks, job, rows)
-    barrier(control, threads)
-    gather_rows(tasks, job, counter + line, rows)
-    barrier(control, threads)
-    gate_experts(tasks, job, counter + line * 2, layer, scratch)
-    barrier(control, threads)
-    project_experts(tasks, job, counter + line * 3, layer)
-    barrier(control, threads)
-    norm = own_norm(job, layer, EXPERTS_OUTPUT_NORM)
-    combine_rows(tasks, job, counter + line * 4, rows, out, added, norm, scratch)
-    barrier(control, threads)
-
-
-@compiled
-def _run_normed_experts(control, tasks, job, layer, matrices, counter, scratch):  # type: ignore[no-untyped-def]
-    """The MLP and the experts beside it, which read and give through norms of their own, into the branch."""
-    threads, line, rows, branch = tasks[1], 64 * tasks[1], field(job, ROWS), field(job, BRANCH_AT)
-    _run_mlp(control, tasks, job, layer, matrices, counter + line * 5, 0, scratch, branch, 0)
-    norm_branch(tasks, job, counter + line * 14, rows, own_norm(job, layer, SHARED_OUTPUT_NORM))
-    barrier(control, threads)
-    normalize_rows(tasks, job, counter + line * 15, rows, own_norm(job, layer, EXPERTS_NORM), 0, scratch)
-    barrier(control, threads)
-    _run_experts(control, tasks, job, layer, counter, scratch, branch, 1)
 
 
 @compiled
@@ -250,7 +169,7 @@ def _project_output(control, tasks, job, layer, number, counter, out, added, scr
     if bias != 0:
         bias += 4 * field(job, HIDDEN_PADDED) * layer
     records = field(job, RECORDS_AT)
-    _project_changed(control, tasks, job, layer, number, counter, records, out, bias, added, scratch)
+    project_changed(control, tasks, job, layer, number, counter, records, out, bias, added, scratch)
 
 
 @compiled
@@ -262,7 +181,7 @@ def _mix(control, tasks, job, layer, matrices, counter, scratch, only_keys, out,
     threads, line, rows = tasks[1], 64 * tasks[1], field(job, ROWS)
     output, recurrent_output = matrices + DESCRIPTOR * OUTPUT, matrices + DESCRIPTOR * RECURRENT_OUTPUT
     attends, recurs, state_layer = load_int64(output) != 0, load_int64(recurrent_output) != 0, 0
-    _shrink(control, tasks, job, layer, 0, INPUTS, field(job, RECORDS_AT), scratch)
+    shrink(control, tasks, job, layer, 0, INPUTS, field(job, RECORDS_AT), scratch)
     gate_column = _project_inputs(tasks, job, layer, matrices, counter, only_keys and not recurs, scratch)
     barrier(control, threads)
     if field(job, ROW_ADAPTERS_AT) != 0:
@@ -303,20 +222,6 @@ def _mix(control, tasks, job, layer, matrices, counter, scratch, only_keys, out,
 
 
 @compiled
-def _feed_forward(control, tasks, job, layer, matrices, counter, scratch, out, added):  # type: ignore[no-untyped-def]
-    """The MLP or the experts of all rows, into `out` or onto it."""
-    if own_norm(job, layer, EXPERTS_NORM) != 0:
-        _run_normed_experts(control, tasks, job, layer, matrices, counter, scratch)
-    elif load_int64(field(job, HAS_EXPERTS_AT) + 8 * layer):
-        _run_experts(control, tasks, job, layer, counter, scratch, out, added)
-        if load_int64(matrices + DESCRIPTOR * DOWN) != 0:  # an expert that all rows share
-            shares = field(job, SHARED_SHARES_AT)
-            _run_mlp(control, tasks, job, layer, matrices, counter + 320 * tasks[1], shares, scratch, out, 1)
-    else:
-        _run_mlp(control, tasks, job, layer, matrices, counter, 0, scratch, out, added)
-
-
-@compiled
 def _run_layer(control, tasks, job, layer, counter, scratch, only_keys):  # type: ignore[no-untyped-def]
     """One transformer layer; `only_keys`: compute only its keys and values, no output is asked."""
     threads, line, rows = tasks[1], 64 * tasks[1], field(job, ROWS)  # a counter: a cache line for each thread
@@ -343,7 +248,7 @@ def _run_layer(control, tasks, job, layer, counter, scratch, only_keys):  # type
     normalize_rows(tasks, job, counter + line * 16, rows, before, 0, scratch)
     barrier(control, threads)
     added = added or parallel
-    _feed_forward(control, tasks, job, layer, matrices, counter + line * 17, scratch, out, added)
+    feed_forward(control, tasks, job, layer, matrices, counter + line * 17, scratch, out, added)
     if branch != 0:
         norm, scale = load_int64(field(job, OUTPUT_NORMS_AT) + 16 * layer + 8), field(job, LAYER_SCALES_AT)
         scale = scale + 4 * layer if scale != 0 else 0

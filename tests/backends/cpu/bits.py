@@ -16,6 +16,7 @@ from tests.backends.cpu.checkpoints import (
     all_blocks_checkpoint,
     blocks_checkpoint,
     latent_checkpoint,
+    normed_experts_checkpoint,
     recurrent_checkpoint,
     uneven_checkpoint,
 )
@@ -28,7 +29,7 @@ def digests() -> dict[str, str]:
     """A digest of the logits of a prefill, a tree and a decode, for each model and quantization."""
     found = {"paceline check": generation_digest()}
     models = {"blocks": blocks_checkpoint(), "uneven": uneven_checkpoint(), "latent": latent_checkpoint()}
-    models |= {"all blocks": all_blocks_checkpoint()}
+    models |= {"all blocks": all_blocks_checkpoint(), "normed experts": normed_experts_checkpoint()}
     models |= {kind: recurrent_checkpoint(kind) for kind in RECURRENCES}
     models |= {name + ADAPTED: models[name] for name in ("blocks", "uneven")}
     for model, checkpoint in models.items():

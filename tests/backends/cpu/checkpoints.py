@@ -105,6 +105,21 @@ ALL_BLOCKS = ModelConfig(
     **SIZES,
 )
 
+# experts beside an MLP, through norms of their own, as in Gemma 4
+NORMED_EXPERTS = replace(
+    ALL_BLOCKS,
+    norm="rms",
+    moe=MoeConfig(
+        num_experts=6,
+        experts_per_token=2,
+        intermediate_size=40,
+        normalize_weights=True,
+        layers=frozenset({0, 1}),
+        shared_intermediate_size=70,
+        own_norms=True,
+    ),
+)
+
 # A recurrent layer of each kind, then one that attends; heads are no multiples of a vector
 HEADS = {"key_heads": 2, "value_heads": 6, "key_dim": 18, "value_dim": 22}
 RECURRENCES = {
@@ -190,6 +205,11 @@ def latent_checkpoint() -> Checkpoint:
     rope = replace(ROPE, dim=latent.rope_dim)
     sizes = {"head_dim": latent.rope_dim + latent.rank, "attention_scale": 0.2, "output_bias": True}
     return _checkpoint(replace(UNEVEN, family="deepseek_v3", rope=rope, latent=latent, **sizes), {})
+
+
+def normed_experts_checkpoint() -> Checkpoint:
+    """A model whose experts have norms of their own."""
+    return _checkpoint(NORMED_EXPERTS, {})
 
 
 def all_blocks_checkpoint() -> Checkpoint:

@@ -115,7 +115,8 @@ def test_logits_are_those_of_torch(
     difference = np.abs(found[0] - found[1])
     assert np.isfinite(difference).all()
     assert np.median(difference) < 0.08
-    assert difference.max() < 2.0
+    far = difference.max(axis=2) > 2.0  # of rows: where scores are close, rounding chooses other experts
+    assert far.mean() <= (0.1 if family in MIXTURES else 0)
 
 
 @needs_gpu
