@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from paceline.backends.async_decoding import DeviceDraft
 from paceline.control.controller import Controller, StepPlan
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.base import DrafterNeeds
 from paceline.draft.ngram import NgramDrafter
 from paceline.engine import device_executor
+from paceline.engine.drafting import Drafting
 from tests.engine.test_exactness import prompt
 from tests.engine.test_overlap import params
-from tests.toy import ScriptedDrafter, ToyBackend, drain, toy_engine
+from tests.toy import VOCAB, ScriptedDrafter, ToyBackend, drain, toy_engine
 from tests.toy_logits import hashed_logits
 
 LENGTH = 5
@@ -148,6 +151,30 @@ def test_a_head_drafts_where_nothing_is_found_and_no_token_changes():
         assert not any(request.failed_drafters for request in added)
         assert min(seen["ngram"], seen["scripted"]) > 5
         assert backend.num_launched < 40  # of up to 41 tokens
+
+
+class TreeHead(Head):
+    """A head that drafts trees of a fixed shape."""
+
+    def device_draft(self, plan):
+        nodes = plan.nodes if plan.branching > 1 else 0
+        return DeviceDraft(plan.levels, runner=object(), branching=plan.branching, nodes=nodes)
+
+
+def test_lookups_beside_a_head_that_drafts_trees_replace_their_first_path():
+    drafters = {"ngram": NgramDrafter(NgramDrafter.Options()), "scripted": TreeHead({}, "right")}
+    drafting = Drafting(drafters, VOCAB, kv=None)
+    tree = DraftPlan("scripted", 7, branching=3, depth=4)
+    both = replace(tree, drafter="ngram", otherwise=tree, enough=0.5)
+    draft = drafting.device_draft(both)
+    assert (draft.nodes, draft.branching, draft.length) == (7, 3, 4)
+    assert draft.look_up is not None
+    chain = drafting.device_draft(both.as_chain())
+    assert (chain.nodes, chain.branching, chain.length) == (0, 1, 4)
+    longer = DraftPlan("ngram", 9, otherwise=tree, enough=0.5)
+    assert drafting.device_draft(longer) is None  # a chain does not fit the shape of a tree
+    head_of_chains = {**drafters, "scripted": Head({}, "right")}
+    assert Drafting(head_of_chains, VOCAB, kv=None).device_draft(both) is None
 
 
 def test_tokens_of_host_passes_after_the_prefill_are_in_the_text_too():
