@@ -426,6 +426,32 @@ def test_lookups_and_a_head_in_one_pass_are_as_fast_as_the_best_of_their_arms(te
     assert rate(done[:100]) > 0.9 * max(fixed.values())
 
 
+@pytest.mark.parametrize("others_follow", [False, True])
+def test_the_last_tokens_of_a_batch_are_decoded_by_the_present_plan(others_follow):
+    """A choice and a switch take longer than another plan could gain, unless other requests follow."""
+    planner = controller()._device
+    for plan in planner.arms:
+        planner.expect(plan, {1: 0.001, 2: 0.001, 4: 0.001})
+    running = [SimulatedRequest(str(number), 64) for number in range(4)]
+
+    def choices() -> int:
+        planner.choose(running, Load(len(running), 0, on_device=True))
+        return planner.choices
+
+    choices()
+    for number in range(10 if others_follow else 1):
+        running[0].num_output = running[0].max_output
+        running = [*running[1:], *[SimulatedRequest(f"later {number}", 64)] * others_follow]
+        choices()
+    before = choices()
+    for request in running[:2]:
+        request.num_output = request.max_output
+    running = running[2:]
+    for request in running:
+        request.num_output = 60
+    assert (choices() > before) == others_follow
+
+
 def test_a_few_accepted_lookups_do_not_promise_long_ones():
     chances = ChainAcceptance(15, [0.1, 0.7], 3)
     before = sum(chances.reached(15))

@@ -91,10 +91,10 @@ class DevicePlanner:
 
     def choose(self, running: Sequence[Request], load: Load) -> DraftPlan:
         """The plan of the next pass over these requests. While some are being prefilled, it changes only with
-        the load."""
+        the load, and at the end of a batch not at all."""
         self._pass += 1
         self.expect_requests(running, load)
-        if self._load.is_settled and self._pass >= self._next_choice:
+        if self._pass >= self._next_choice and self._load.is_settled and not self._load.is_ending:
             self._choose()
         return self._plan
 
@@ -104,10 +104,10 @@ class DevicePlanner:
         if now.is_new(running, load):
             before, was_settled = (now.requests, now.context, now.greedy), now.is_settled
             now.note(running, load)
-            if not (was_settled and now.is_settled):
+            has_changed = (now.requests, now.context, now.greedy) != before
+            if has_changed or now.starts_batch or not (was_settled and now.is_settled):
                 self._changed_at = self._pass
-            if (now.requests, now.context, now.greedy) != before or now.starts_batch:
-                self._changed_at = self._pass
+            if now.starts_batch or (has_changed and not now.is_ending):
                 if all(self._is_timed(plan) for plan in self._fitting()):
                     self._choose()
                 else:  # it needs trials

@@ -79,6 +79,11 @@ class DeviceLoad:
         return self._tokens_left
 
     @property
+    def is_ending(self) -> bool:
+        """Whether these are the last tokens of a batch: a choice would take longer than it could gain."""
+        return self.replaced < 0.5 and self.tokens_left < CONFIG.device_planner.hold
+
+    @property
     def is_decoding(self) -> bool:
         """Whether there is a request that decodes."""
         return self._decoding > 0
