@@ -20,8 +20,8 @@ from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork, Mod
 from paceline.backends.cuda.draft_shape import DraftShape, chain_shape, tree_shape
 from paceline.backends.cuda.graphs import bucket
 from paceline.backends.cuda.head_weights import make_head_weights
+from paceline.backends.cuda.kv_pool import Pool
 from paceline.backends.cuda.weights import Weights
-from paceline.backends.cuda.workspace import Pool
 from paceline.models.blocks import Take
 from paceline.models.config import ModelConfig
 from paceline.models.heads.config import (

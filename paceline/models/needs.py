@@ -43,7 +43,13 @@ BACKEND_BLOCKS = {
     | {"experts with scaled inputs", "experts with norms of their own"}
     | {"layers with different heads", "layers with different MLPs"}
     | {"layers that share keys and values", "scaled layers", "per-layer embeddings"},
-    "cuda": ATTENTION_BLOCKS | HYBRID_BLOCKS | {"latent attention", "scaled queries"},
+    "cuda": ATTENTION_BLOCKS
+    | HYBRID_BLOCKS
+    | {"latent attention", "scaled queries", "chunked attention", "norms without weights"}
+    | {"experts with scaled inputs", "layers with different heads", "layers with different MLPs"}
+    | {"layers that share keys and values", "scaled layers", "per-layer embeddings"}
+    | {"relu2 activations", "layers of one block", "attention beside a recurrence"}
+    | {"experts with norms of their own", "tiled value heads"},
 }
 
 CACHED_BYTES = {"cpu": 2, "torch": 4, "cuda": 2}  # of a value of the KV cache, by default

@@ -45,11 +45,14 @@ def _layer_adapters(
     found: dict[str, LowRank] = {}
     for product, modules in PRODUCTS.items():
         names = [f"model.layers.{index}.{module}" for module in modules]
+        names = [name for name in names if f"{name}.weight" in shapes]  # not all layers have keys and values
         if any(name in adapter.matrices for adapter in adapters for name in names):
             outputs = [shapes[f"{name}.weight"][0] for name in names]
             matrix: Matrix = getattr(layer, product)
             down, ups = _stacked(adapters, names, outputs, matrix.depth)
-            up = _in_tile_order(product, ups, matrix, weights.config, index)
+            is_tiled = layer.split is None if product == "qkv" else weights.config.is_gated
+            tiled = product if is_tiled else "rows"
+            up = _in_tile_order(tiled, ups, matrix, weights.config, index)
             found[product] = LowRank(*(own.to(weights.device, weights.dtype) for own in (down, up)))
     return LayerAdapters(**found)
 
@@ -86,5 +89,5 @@ def _in_tile_order(
     elif product == "gate_up":
         tiled = pair_lines([padded_line(own, matrix.padded_width // 2) for own in lines], matrix)
     else:
-        tiled = padded_line(lines[0], matrix.padded_width)
+        tiled = padded_line(torch.cat(lines), matrix.padded_width)
     return tiled.transpose(0, 1).contiguous()

@@ -23,12 +23,12 @@ from paceline.backends.cuda.draft_shape import DraftShape, chain_shape, tree_sha
 from paceline.backends.cuda.graphs import bucket, buckets, device_seconds
 from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.kernels.recurrent_types import StateTensors
+from paceline.backends.cuda.kv_pool import Pool
 from paceline.backends.cuda.pass_buffers import Buffer, make_buffer
 from paceline.backends.cuda.shared_prefix import find_shared_prefixes, no_shared_prefix, uniform_rows
 from paceline.backends.cuda.slot_writer import SlotWriter
 from paceline.backends.cuda.tables import to_device
 from paceline.backends.cuda.weights import Weights
-from paceline.backends.cuda.workspace import Pool
 from paceline.backends.torch_parallel.calls import made_on_all_ranks, on_all_ranks
 from paceline.backends.torch_parallel.ranks import Ranks
 from paceline.core.arrays import Float32Array, Int32Array

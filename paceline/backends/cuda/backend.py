@@ -20,6 +20,7 @@ from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.features import store_features
 from paceline.backends.cuda.kernels.prefill_attention import prefill_height
 from paceline.backends.cuda.kernels.sampling import take_best
+from paceline.backends.cuda.kv_pool import Pool, make_pool, move_slots, page_bytes
 from paceline.backends.cuda.loading import DTYPES, check_model, find_device, load_checkpoint_weights
 from paceline.backends.cuda.model import run_layers, run_lm_head, select
 from paceline.backends.cuda.pass_outputs import FeatureBuffer, copied_to_host
@@ -42,7 +43,7 @@ from paceline.backends.cuda.tables import (
 from paceline.backends.cuda.vocabulary import sample_own, shared_candidates_for
 from paceline.backends.cuda.warm_up import warm_up_pass
 from paceline.backends.cuda.weights import Weights
-from paceline.backends.cuda.workspace import Pool, Room, make_workspace, workspace_bytes
+from paceline.backends.cuda.workspace import Room, make_workspace, workspace_bytes
 from paceline.backends.torch_loading import find_devices
 from paceline.backends.torch_parallel.calls import made_on_all_ranks, on_all_ranks
 from paceline.backends.torch_parallel.ranks import Ranks, start_ranks
@@ -87,7 +88,6 @@ class CudaBackend(Backend):
         self.weight_format = dtype if quantization == "none" else quantization
         self.config, self.adapters = weights.config, weights.adapters
         self.attention_window = self.config.widest_window
-        self._value_dim = 0 if self.config.latent else self.config.head_dim  # in the KV cache
         self.max_rows = max_rows
         self.device = weights.device
         self.dtype = weights.dtype
@@ -182,27 +182,12 @@ class CudaBackend(Backend):
             self.ranks.close()
 
     def bytes_per_page(self) -> int:
-        config = self.config
-        each = config.head_dim + self._value_dim
-        return len(config.kv_layers) * self.weights.heads[1] * each * self.dtype.itemsize * PAGE_SIZE
+        return page_bytes(self.weights, PAGE_SIZE)
 
     @made_on_all_ranks
     def make_pool(self, num_pages: int) -> Pool:
         """Zeroed storage for `num_pages` pages of keys and values of this model."""
-        config = self.config
-        shape = (len(config.kv_layers), num_pages * PAGE_SIZE, self.weights.heads[1])
-        try:
-            keys, values = (
-                torch.zeros((*shape, size), dtype=self.dtype, device=self.device)
-                for size in (config.head_dim, self._value_dim)
-            )
-        except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors
-            total = num_pages * self.bytes_per_page()
-            raise BackendError(
-                f"No memory for a KV pool of {num_pages} pages ({total / 1e9:.1f} GB) on {self.device}; "
-                "ask for fewer pages or shorter contexts."
-            ) from error
-        return Pool(num_pages, self.bytes_per_page(), keys, values)
+        return make_pool(self.weights, num_pages, PAGE_SIZE)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Logits of the wanted rows and, if asked, sampled tokens and features."""
@@ -295,7 +280,7 @@ class CudaBackend(Backend):
             take_best(sample_own(*known, self._candidates, count), self._chosen[:count])
 
         of_states = () if recurrent is None else recurrent.states.addresses
-        addresses = (pool.keys.data_ptr(), pool.values.data_ptr(), pool.num_pages, of_states)
+        addresses = (pool.addresses, of_states)
         heads = tuple((kept.features.data_ptr(), len(kept.features)) for kept, _ in keeps)
         kinds = prefill_tiles > 0, others, shared_prefix is not None, has_adapters
         self._graphs.run(("body", rows, layers, addresses, heads, kinds), body)
@@ -383,11 +368,7 @@ class CudaBackend(Backend):
     @torch.inference_mode()
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
         """Copy keys and values from KV slots to others; all sources are read first."""
-        kv_pool = cast(Pool, pool)
-        slots = torch.from_numpy(np.stack((source, destination)).astype(np.int64)).to(self.device)
-        for stored in (kv_pool.keys, kv_pool.values):
-            # indexing by a tensor copies what it reads, so that no write can disturb it
-            stored[:, slots[1]] = stored[:, slots[0]]
+        move_slots(cast(Pool, pool), source, destination)
 
     def make_states(self, count: int) -> CudaStates:
         """Zeroed storage for `count` states of the recurrent layers."""

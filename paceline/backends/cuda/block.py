@@ -26,8 +26,9 @@ from paceline.backends.cuda.kernels.heads import project_heads
 from paceline.backends.cuda.kernels.linear import project
 from paceline.backends.cuda.kernels.matrix import Scratch, padded_rows, scratch_for
 from paceline.backends.cuda.kernels.residual import plain
+from paceline.backends.cuda.kv_pool import Pool
 from paceline.backends.cuda.model import run_layers, run_lm_head
-from paceline.backends.cuda.workspace import Pool, Room, Workspace, make_workspace
+from paceline.backends.cuda.workspace import Room, Workspace, make_workspace
 
 
 @dataclass(frozen=True)

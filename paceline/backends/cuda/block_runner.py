@@ -19,11 +19,11 @@ from paceline.backends.cuda.draft_networks import BlockNetwork
 from paceline.backends.cuda.draft_shape import DraftShape
 from paceline.backends.cuda.graphs import Graphs, bucket, buckets, device_seconds
 from paceline.backends.cuda.head import HeadPool
-from paceline.backends.cuda.head_pools import HeadPools, place
+from paceline.backends.cuda.head_pools import HeadPools
 from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.block_rows import Anchors, spare_pages
+from paceline.backends.cuda.kv_pool import Pool
 from paceline.backends.cuda.tables import DeviceTables, rows_of
-from paceline.backends.cuda.workspace import Pool
 from paceline.core.arrays import Int32Array
 from paceline.core.forward import ForwardBatch, KVPool
 from paceline.models.heads.checkpoint import HeadCheckpoint
@@ -46,7 +46,7 @@ class CudaBlockRunner(HeadPools, BlockRunner):
         self._tables = DeviceTables(self._most, MAX_PAGES, self.device)
         self._features = torch.zeros((self._most, self.config.feature_width), device=self.device)
         self._ids = None if weights.target_ids is None else weights.target_ids.cpu().numpy()
-        self._place = (0, 0)
+        self._place: tuple[int, ...] = ()
         self._anchors = torch.zeros((4, self._blocks), dtype=torch.int32, device=self.device)
         self._pages = self._page_tables(self._longest)
         self._graphs = Graphs(self.device)
@@ -157,8 +157,8 @@ class CudaBlockRunner(HeadPools, BlockRunner):
             self._longest = min(bucket(length) * 2, max(length, self.config.max_position))
             self._pages = self._page_tables(self._longest)
             self._workspace = None
-        if self._workspace is None or self._place != place(pool):
-            self._place, self._graphs = place(pool), Graphs(self.device)
+        if self._workspace is None or self._place != pool.addresses:
+            self._place, self._graphs = pool.addresses, Graphs(self.device)
             self._workspace = make_block_workspace(
                 self.weights, pool, self._most, self._blocks, self._longest, PAGE_SIZE
             )

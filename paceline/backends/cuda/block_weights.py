@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from paceline.backends.cuda.head_weights import Fusion, load_fusion, model_of_layers
 from paceline.backends.cuda.kernels.matrix import Matrix
-from paceline.backends.cuda.layer import Layer, Reader
+from paceline.backends.cuda.layer import Layer
+from paceline.backends.cuda.reader import Reader
 from paceline.backends.cuda.shard import WHOLE
 from paceline.backends.cuda.tiled import matrix, padded_line, padded_size
 from paceline.backends.cuda.weights import Weights, load_layers, unpacked

@@ -67,7 +67,7 @@ def attend(
     if tables.visible is not None:
         assert window is None, "windows end at a row's own position"
         tables = replace(tables, positions=tables.visible)
-    no_sharing = window is not None or scoring.rope or is_left_out("shared_prefix")
+    no_sharing = window is not None or not scoring.shares_prefixes or is_left_out("shared_prefix")
     if tables.shared_prefix is not None and no_sharing:
         tables = replace(tables, shared_prefix=None)
     plain = window is None and scales is None and scoring.is_native

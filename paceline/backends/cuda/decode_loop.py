@@ -54,6 +54,7 @@ from paceline.backends.cuda.kernels.step_rows import (
     begin_rows,
     make_requests,
 )
+from paceline.backends.cuda.kv_pool import Pool
 from paceline.backends.cuda.loop_states import LoopStates
 from paceline.backends.cuda.model import run_layers, run_lm_head
 from paceline.backends.cuda.persistent import PersistentLayers
@@ -61,7 +62,7 @@ from paceline.backends.cuda.shared_prefix import SharedPrefix, SharedPrefixTable
 from paceline.backends.cuda.step_sampler import StepSampler
 from paceline.backends.cuda.tables import to_device
 from paceline.backends.cuda.weights import Weights
-from paceline.backends.cuda.workspace import Pool, Room, make_workspace
+from paceline.backends.cuda.workspace import Room, make_workspace
 from paceline.core.request import SamplingNeeds
 
 __all__ = ["DecodeLoop", "DeviceRequests", "make_requests"]
@@ -169,7 +170,7 @@ class DecodeLoop:
         self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []
         if not shape.is_chain:
             pools = [pool, draft.pool] if draft is not None and draft.always else [pool]
-            self._moved = [(each.keys, each.values) for each in pools]
+            self._moved = [stack for each in pools for stack in each.stacks]
             if kept is not None:
                 self._moved.append((kept.features[None, :, None],) * 2)
         self._shared_prefix, self._uses_shared_prefix = (

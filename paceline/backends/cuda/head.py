@@ -20,12 +20,13 @@ from paceline.backends.cuda.kernels.attention import AttentionScratch, attention
 from paceline.backends.cuda.kernels.draft import join, norm_rows
 from paceline.backends.cuda.kernels.matrix import Normed, Scratch, padded_rows, scratch_for
 from paceline.backends.cuda.kernels.row_tables import RowTables
+from paceline.backends.cuda.kv_pool import Pool
 from paceline.backends.cuda.many_rows import add_product, gate_up, project, project_heads
 from paceline.backends.cuda.model import run_head_layer
 from paceline.backends.cuda.shard import TILE
 from paceline.backends.cuda.tiled import padded_size
 from paceline.backends.cuda.vocabulary import embed_tokens
-from paceline.backends.cuda.workspace import Pool, Room, Workspace, make_workspace
+from paceline.backends.cuda.workspace import Room, Workspace, make_workspace
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 from paceline.backends.cuda.backend import PAGE_SIZE
 from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.head_weights import check_same_shapes, copy_head_weights
+from paceline.backends.cuda.kv_pool import Pool
 from paceline.backends.cuda.tables import to_device
-from paceline.backends.cuda.workspace import Pool
 from paceline.backends.torch_parallel.calls import made_on_all_ranks, on_all_ranks
 from paceline.backends.torch_parallel.ranks import Ranks
 from paceline.core.arrays import Int32Array
@@ -82,8 +82,3 @@ class HeadPools:
             to_device(np.stack((source, destination)), self.device),
         )
         features[slot_mapping[1].long()] = features[slot_mapping[0].long()]
-
-
-def place(pool: Pool) -> tuple[int, int]:
-    """The identity of a pool for captured graphs: its addresses."""
-    return pool.keys.data_ptr(), pool.num_pages

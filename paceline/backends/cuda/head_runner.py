@@ -22,7 +22,7 @@ from paceline.backends.cuda.head import (
     run_draft_lm_head,
     run_head_rows,
 )
-from paceline.backends.cuda.head_pools import HeadPools, place
+from paceline.backends.cuda.head_pools import HeadPools
 from paceline.backends.cuda.head_weights import HeadWeights, load_head_weights
 from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.draft import pick_rows
@@ -32,8 +32,8 @@ from paceline.backends.cuda.kernels.draft_sampling import (
     write_draft_tokens,
 )
 from paceline.backends.cuda.kernels.row_tables import RowTables
+from paceline.backends.cuda.kv_pool import Pool
 from paceline.backends.cuda.tables import DeviceTables, rows_of
-from paceline.backends.cuda.workspace import Pool
 from paceline.backends.head_chains import EXTEND_FACTOR, RIVALS
 from paceline.backends.torch_parallel.calls import on_all_ranks
 from paceline.backends.torch_parallel.ranks import Ranks
@@ -146,7 +146,7 @@ class CudaHeadRunner(HeadPools, HeadRunner):
         self._chains.send(rows, requests)
         rivals = self._set_noise(noise, count)
         pool = cast(Pool, rows.pool)
-        name = ("chains", requests, longest, rivals, batch.from_target, place(pool))
+        name = ("chains", requests, longest, rivals, batch.from_target, pool.addresses)
         self._graphs.run(name, lambda: self._draft_chains(requests, longest, rivals, pool))
         tokens = self._chains.tokens[: longest * requests].view(longest, requests)[:, :count].cpu().numpy()
         chances = self._chains.chances[:longest, :count].cpu().numpy().cumprod(axis=0).T
@@ -175,7 +175,7 @@ class CudaHeadRunner(HeadPools, HeadRunner):
             to = self._features if batch.from_target else self._workspace.states
             to[: len(states), : states.shape[1]] = states
         self._graphs.run(
-            ("rows", padded, batch.from_target, keeps, place(pool), only_keys),
+            ("rows", padded, batch.from_target, keeps, pool.addresses, only_keys),
             lambda: self._slots(padded, batch.from_target, keeps, pool, only_keys),
         )
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from paceline.backends.cuda.kernels.draft import NO_RESIDUAL, NORMED_RESIDUAL, STATE_RESIDUAL
 from paceline.backends.cuda.kernels.matrix import Matrix, tile_matrix, tile_pair
-from paceline.backends.cuda.layer import Layer, Reader
+from paceline.backends.cuda.layer import Layer
+from paceline.backends.cuda.reader import Reader
 from paceline.backends.cuda.shard import WHOLE
 from paceline.backends.cuda.tiled import heads_matrix, padded_size, tiling_for
 from paceline.backends.cuda.weights import Weights, load_layers, unpacked

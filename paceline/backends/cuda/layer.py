@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -12,11 +12,12 @@ from paceline.backends.cuda.kernels.heads import Rotation
 from paceline.backends.cuda.kernels.latent import head_matrices
 from paceline.backends.cuda.kernels.low_rank import LowRank
 from paceline.backends.cuda.kernels.matrix import Matrix
-from paceline.backends.cuda.kernels.packing import FP8_GROUP, SCALE_WORDS, step_of
 from paceline.backends.cuda.kernels.routing import Mixture
 from paceline.backends.cuda.kernels.scoring import LLAMA_SCORING, Scoring
+from paceline.backends.cuda.kernels.split_heads import HeadSplit
 from paceline.backends.cuda.latent import LatentWeights
-from paceline.backends.cuda.shard import Shard
+from paceline.backends.cuda.per_layer import PerLayerGate
+from paceline.backends.cuda.reader import Reader
 from paceline.backends.cuda.tiled import (
     heads_matrix,
     matrix,
@@ -27,24 +28,10 @@ from paceline.backends.cuda.tiled import (
     same_sizes,
     stacked_matrix,
 )
-from paceline.models.blocks import Take
-from paceline.models.config import LatentConfig, ModelConfig, MoeConfig, RopeConfig
+from paceline.models.config import FEED_FORWARD, LatentConfig, ModelConfig, MoeConfig, RopeConfig
 from paceline.models.layout import NORMS, RECURRENT_MATRICES
 
-PACKINGS = (
-    "mxfp4",
-    "int4",
-    "q41",
-    "q4k",
-    "q6k",
-    "fp8",
-    "fp8_blocks",
-    "int8",
-    "none",
-)  # in order of precision
 SHARED = "mlp.shared_experts"
-MULTIPLIES_E4M3 = (8, 9)  # compute capability
-FP8_HEAD_SIZES = (64, 128, 256)  # head sizes whose attention output can be quantized to e4m3
 
 
 @dataclass(frozen=True)
@@ -59,6 +46,16 @@ class LayerAdapters:
     @property
     def largest_rank(self) -> int:
         return max(own.rank if own else 0 for own in (self.qkv, self.output, self.gate_up, self.down))
+
+
+@dataclass(frozen=True)
+class ExpertNorms:
+    """Norms before and after experts, and after a shared MLP: weights [padded hidden]."""
+
+    experts: torch.Tensor
+    router: torch.Tensor  # ones: its matrix has what scales its input
+    experts_output: torch.Tensor
+    shared_output: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -81,60 +78,28 @@ class Layer:
     shared: tuple[Matrix, Matrix] | None = None  # gate_up and down of a shared expert outside of `mixture`
     shared_gate: Matrix | None = None  # of one column: the sigmoid of its output scales the shared expert
     gate: Matrix | None = None  # likewise, of every attention output
-    is_recurrent: bool = False  # then `qkv` projects what the recurrence reads
+    recurrence: tuple[Matrix, Matrix] | None = None  # what it reads, and gives to the residual stream
+    attends: bool = True  # else it has no attention, and `qkv` and `output` stand for nothing
+    feeds_forward: bool = True  # likewise of `gate_up` and `down`
     latent: LatentWeights | None = None  # of latent attention
     query_factors: torch.Tensor | None = None  # float32 [positions] by which queries grow
+    split: HeadSplit | None = None  # then tiles of `qkv` are not heads, but those of any product
+    scale: float = 1.0  # of the layer's output
+    per_layer: PerLayerGate | None = None  # what it makes of a second embedding
+    expert_norms: ExpertNorms | None = None  # if `mixture` and `shared` have norms of their own
     adapters: LayerAdapters = LayerAdapters()
+
+    @property
+    def mixes(self) -> bool:
+        """Whether it has attention or a recurrence; else it is an MLP alone."""
+        return self.attends or self.recurrence is not None
 
     @property
     def is_plain(self) -> bool:
         """Whether the CUDA C++ kernels can run it."""
         known = self.scoring.is_native and self.activation == "silu" and self.joint_norms is None
-        return known and self.gate is None and not self.is_recurrent and self.query_factors is None
-
-
-@dataclass(frozen=True)
-class Reader:
-    """What a rank reads of a checkpoint."""
-
-    config: ModelConfig
-    take: Take
-    packing: Callable[[str], str]
-    blocks: Take | None
-    shard: Shard
-
-    def part(self, take: Take, name: str, rows: slice | None) -> torch.Tensor:
-        """A tensor, or these rows of it: all of them, on one GPU."""
-        return take(name) if rows is None or self.shard.size == 1 else take(name, rows)
-
-    def norm(self, name: str) -> torch.Tensor:
-        """A norm's weights [hidden of all ranks]."""
-        line = self.take(name)
-        return padded_line(line, self.shard.padded(len(line)))
-
-    def vocabulary(self, name: str) -> Matrix:
-        """The rows of a matrix [vocab, hidden] that this rank has."""
-        size, shard = self.config.vocab_size, self.shard
-        return replace(matrix(self.part(self.take, name, shard.rows(size)), None, size, shard), shard=shard)
-
-    def matrices(
-        self, names: list[str], rows: Sequence[slice | None], dtype: torch.dtype
-    ) -> tuple[list[torch.Tensor], str]:
-        """Matrices that become one, and their common packing: that of the most precise one.
-
-        Blocks of a file are kept only if all of these matrices have the same format.
-        """
-        kinds = {self.packing(own) for own in names}
-        kind = max(kinds, key=PACKINGS.index)
-        if kind in SCALE_WORDS and len(kinds) == 1 and self.blocks is not None:
-            return [self.part(self.blocks, *own) for own in zip(names, rows, strict=True)], kind
-        kind = "int8" if kind in SCALE_WORDS else kind
-        weights = [self.part(self.take, *own) for own in zip(names, rows, strict=True)]
-        if kind == "fp8" and _has_fp8_input(self.config, names[0]) and _multiplies_e4m3(weights[0].device):
-            kind = "e4m3"
-        if kind != "none" and weights[0].shape[1] % step_of(kind) == 0:
-            return weights, kind
-        return [weight.to(dtype) for weight in weights], "none"
+        whole = self.attends and self.feeds_forward and self.recurrence is None
+        return known and whole and self.gate is None and self.query_factors is None
 
 
 def load_layer(read: Reader, dtype: torch.dtype, index: int) -> Layer:
@@ -151,13 +116,21 @@ class _LayerLoader:
     index: int
 
     def load(self) -> Layer:
-        """Its attention or recurrence, with what follows it."""
-        config = self.read.config
-        recurrent = config.recurrent if config.is_recurrent(self.index) else None
-        mixer = self._attention() if recurrent is None else self._recurrence(recurrent.kind)
-        moe = config.moe if config.moe and self.index in config.moe.layers else None
-        mlps = ["mlp"] if moe is None else self._experts(moe)
-        gate_up, down = self._feed_forward(mlps, moe is not None and moe.biases)
+        """Its attention, its recurrence, and what follows them: as many of these as it has."""
+        config, index = self.read.config, self.index
+        moe = config.moe if config.moe and index in config.moe.layers else None
+        mixer, recurrence, mlp = None, None, None
+        if index in config.attending_layers:
+            mixer = self._attention()
+        if config.recurrent is not None and config.is_recurrent(index):
+            recurrence = self._recurrence(config.recurrent.kind)
+        if config.has_part(index, FEED_FORWARD):
+            mlps = ["mlp"] if moe is None else self._experts(moe)
+            mlp = self._feed_forward(mlps, moe is not None and moe.biases)
+        if mixer is None:
+            into, out = recurrence or mlp or ()  # a layer has one of them at least
+            mixer = Layer(None, into, None, out, None, into, out, attends=False)
+        gate_up, down = mlp or (mixer.qkv, mixer.output)
         followed = replace(
             mixer,
             attention_norm=self._norm("input_layernorm"),
@@ -165,7 +138,11 @@ class _LayerLoader:
             gate_up=gate_up,
             down=down,
             activation=config.activation,
+            recurrence=recurrence,
+            feeds_forward=mlp is not None,
             output_norms=(self._norm("attention_output_norm"), self._norm("feed_forward_output_norm")),
+            scale=float(self._take("layer_scalar")) if config.layer_scales else 1.0,
+            per_layer=self._per_layer() if config.per_layer_input else None,
         )
         return followed if moe is None else self._with_experts(followed, moe)
 
@@ -175,7 +152,8 @@ class _LayerLoader:
         That is asked of all layers: they share buffers for as many experts (`routing_for`).
         """
         names = [f"mlp.experts.{expert}" for expert in range(moe.num_experts)]
-        is_stacked = moe.shared_intermediate_size % moe.intermediate_size == 0 and not moe.biases
+        is_stacked = moe.shared_intermediate_size % moe.intermediate_size == 0
+        is_stacked = is_stacked and not moe.biases and not moe.own_norms
         if not moe.shared_intermediate_size or not is_stacked:
             return names
         for layer, part in product(moe.layers, ("gate_proj", "up_proj", "down_proj")):
@@ -187,12 +165,16 @@ class _LayerLoader:
     def _with_experts(self, layer: Layer, moe: MoeConfig) -> Layer:
         """The same layer, with a router to its experts, and the shared expert, if there is one."""
         take, down = self._take, layer.down
-        shared = layer.gate_up.padded_width // (2 * down.depth) - moe.num_experts
+        shared = layer.gate_up.padded_width // (self._sides * down.depth) - moe.num_experts
         scores = [take("mlp.gate.weight")]
+        if moe.own_norms:  # the router's input is scaled
+            scale = take("mlp.gate.scale").float() * self.read.config.hidden_size**-0.5
+            scores = [(scores[0].float() * scale).to(self.dtype)]
         scores += [take("mlp.shared_expert_gate.weight")] if moe.shared_gate and shared else []
         router = matrix(torch.cat(scores), take("mlp.gate.bias") if moe.biases else None)
         correction = take("mlp.gate.e_score_correction_bias").float() if moe.correction_bias else None
-        mixture = Mixture(router, layer.gate_up, down, moe, layer.activation, correction, shared)
+        factors = take("mlp.gate.per_expert_scale").float() if moe.own_norms else None
+        mixture = Mixture(router, layer.gate_up, down, moe, layer.activation, correction, shared, factors)
         if shared or not moe.shared_intermediate_size:
             return replace(layer, mixture=mixture)
         return replace(
@@ -200,7 +182,14 @@ class _LayerLoader:
             mixture=mixture,
             shared=self._feed_forward([SHARED]),
             shared_gate=matrix(take("mlp.shared_expert_gate.weight"), None) if moe.shared_gate else None,
+            expert_norms=self._expert_norms() if moe.own_norms else None,
         )
+
+    def _expert_norms(self) -> ExpertNorms:
+        names = ("experts", "experts_output", "shared_output")
+        place = f"model.layers.{self.index}.mlp"
+        norms = {name: self.read.norm(f"{place}.{name}_norm.weight") for name in names}
+        return ExpertNorms(**norms, router=torch.ones_like(norms["experts"]))
 
     def _take(self, part: str, rows: slice | None = None) -> torch.Tensor:
         return self.read.part(self.read.take, f"model.layers.{self.index}.{part}", rows)
@@ -211,18 +200,26 @@ class _LayerLoader:
         each = rows if len(rows) == len(names) else (rows or (None,)) * len(names)
         return self.read.matrices(names, each, self.dtype)
 
+    @property
+    def _sides(self) -> int:
+        """The columns of `gate_up` for each that `down` reads."""
+        return 2 if self.read.config.is_gated else 1
+
     def _norm(self, part: str) -> torch.Tensor | None:
         """The weight of the norm of this name, if the family has it."""
-        has_it = part in NORMS[self.read.config.norm_placement]
+        config = self.read.config
+        has_it = part in (NORMS[config.norm_placement] if not config.layer_parts else ("input_layernorm",))
         return self.read.norm(f"model.layers.{self.index}.{part}.weight") if has_it else None
 
     def _feed_forward(self, mlps: list[str], biases: bool = False) -> tuple[Matrix, Matrix]:
-        """The gates and ups of these MLPs as one matrix, and their downs."""
+        """The gates and ups of these MLPs as one matrix, or their ups alone, and their downs."""
         config, shard, take = self.read.config, self.read.shard, self._take
-        gates = [f"{own}.{part}_proj" for part in ("gate", "up") for own in mlps]
+        sides = ("gate", "up") if config.is_gated else ("up",)
+        gates = [f"{own}.{part}_proj" for part in sides for own in mlps]
         downs = [f"{own}.down_proj" for own in mlps]
         weights, packing = self._matrices(gates, shard.rows(config.intermediate_size))
-        gate_up = pair_matrix(same_sizes(weights, 0), packing, config.intermediate_size, shard)
+        tiled = pair_matrix if config.is_gated else stacked_matrix
+        gate_up = tiled(same_sizes(weights, 0), packing, config.intermediate_size, shard)
         weights, packing = self._matrices(downs, shard.rows(config.hidden_size))
         down = stacked_matrix(same_sizes(weights, 1), packing, config.hidden_size, shard)
         if biases:
@@ -231,8 +228,8 @@ class _LayerLoader:
             down = replace(down, bias=torch.cat([padded_line(own, padded_size(len(own))) for own in lines]))
         return gate_up, down
 
-    def _recurrence(self, kind: str) -> Layer:
-        """A layer's recurrence, without what follows it."""
+    def _recurrence(self, kind: str) -> tuple[Matrix, Matrix]:
+        """The matrices around a layer's recurrence."""
         place, inputs, output = RECURRENT_MATRICES[kind]
         recurrent, take = self.read.config.recurrent, self._take
         biases = kind == "short_conv" and recurrent is not None and recurrent.conv_bias
@@ -241,28 +238,30 @@ class _LayerLoader:
         bias = take(f"{place}.in_proj.bias") if biases else None
         output_bias = take(f"{place}.{output}.bias") if biases else None
         into = matrix(torch.cat(read_by), bias, packing=packed)
-        out = matrix(given, output_bias, packing=given_packed)
-        return Layer(None, into, None, out, None, into, out, is_recurrent=True)
+        return into, matrix(given, output_bias, packing=given_packed)
 
     def _attention(self) -> Layer:
         """A layer's attention, without what follows it."""
         config, take = self.read.config, self._take
         if config.latent is not None:
             return self._latent_attention(config.latent)
-        into, norms = self._heads()
+        split = self._split()
+        into, norms = self._heads() if split is None else self._split_heads(split)
         sinks = take("self_attn.sinks") if config.attention_sinks else None
-        out = self._attention_output()
+        out, chunk = self._attention_output(), config.reach(self.index).chunk or 0
+        scale, cap, groups = config.attention_scale, config.attention_softcap, mixed_groups(config)
         return Layer(
             None,
             into,
-            norms if config.qk_norm else None,
+            None if config.joint_qk_norm else norms,
             out,
             None,
             into,
             out,
-            scoring=Scoring(config.attention_scale, config.attention_softcap, sinks),
+            scoring=Scoring(scale, cap, sinks, chunk=chunk, groups=groups),
             joint_norms=norms if config.joint_qk_norm else None,
             gate=self._attention_gate() if config.attention_gate else None,
+            split=split,
         )
 
     def _latent_attention(self, latent: LatentConfig) -> Layer:
@@ -302,6 +301,8 @@ class _LayerLoader:
         biases = [take(f"self_attn.{part}_proj.bias", own) for part, own in rows.items() if config.qkv_bias]
         has_norms = config.qk_norm or config.joint_qk_norm
         norms = [take(f"self_attn.{part}_norm.weight") for part in "qk" if has_norms]
+        if config.unit_qk and config.rope_of(self.index) is not None:  # RoPE does not change a length
+            norms = [torch.ones(config.head_dim, dtype=self.dtype, device=heads[0].device)] * 2
         order = head_order(config, config.rope_of(self.index), heads[0].device)
         for part in (heads, biases, norms):
             if order is not None:  # of queries and keys
@@ -309,6 +310,30 @@ class _LayerLoader:
         bias, count = torch.cat(biases) if biases else None, config.num_heads + 2 * config.num_kv_heads
         into = heads_matrix(torch.cat(heads), config.head_dim, bias, packing, count)
         return into, (norms[0], norms[1]) if norms else None
+
+    def _split(self) -> HeadSplit | None:
+        """How rows are cut into heads, in a model whose layers differ in that, or norm values."""
+        config, shape = self.read.config, self.read.config.shape_of(self.index)
+        if not config.layer_shapes and not config.value_norm:
+            return None
+        own = shape.num_kv_heads if shape.shared_with is None else 0
+        return HeadSplit(config.num_heads, own, shape.head_dim, shape.values_are_keys, config.value_norm)
+
+    def _split_heads(self, split: HeadSplit) -> tuple[Matrix, tuple[torch.Tensor, torch.Tensor] | None]:
+        """The same as `_heads`, of heads that are cut by a kernel of their own."""
+        config, take = self.read.config, self._take
+        parts = "q" if not split.kv_heads else "qk" if split.values_are_keys else "qkv"
+        heads, packing = self._matrices([f"self_attn.{part}_proj" for part in parts])
+        biases = [take(f"self_attn.{part}_proj.bias") for part in parts if config.qkv_bias]
+        norms = [take(f"self_attn.{part}_norm.weight") for part in parts[:2] if config.qk_norm]
+        into = matrix(torch.cat(heads), torch.cat(biases) if biases else None, packing=packing)
+        return into, (norms[0], norms[-1]) if norms else None
+
+    def _per_layer(self) -> PerLayerGate:
+        norm = self.read.norm(f"model.layers.{self.index}.post_per_layer_input_norm.weight")
+        names = "per_layer_input_gate.weight", "per_layer_projection.weight"
+        gate, projection = (matrix(self._take(name), None) for name in names)
+        return PerLayerGate(gate, projection, norm)
 
     def _attention_output(self) -> Matrix:
         config, shard = self.read.config, self.read.shard
@@ -323,23 +348,9 @@ class _LayerLoader:
         return matrix(gates, bias, packing=packed)
 
 
-def has_residual(config: ModelConfig) -> bool:
-    scales = config.embedding_scale, config.residual_scale
-    return config.norm_placement != "pre" or config.norm != "rms" or scales != (1, 1)
-
-
-def _has_fp8_input(config: ModelConfig, name: str) -> bool:
-    """Whether the input of a layer's matrix is in e4m3: not that of experts, nor of odd sizes."""
-    if config.recurrent or config.latent or has_residual(config):
-        return False
-    if ".mlp.experts." in name or config.hidden_size % FP8_GROUP:
-        return False
-    return ".self_attn.o_proj." not in name or config.head_dim in FP8_HEAD_SIZES
-
-
-def _multiplies_e4m3(device: torch.device) -> bool:
-    """Whether the device does; Triton's interpreter does."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= MULTIPLIES_E4M3
+def mixed_groups(config: ModelConfig) -> int:
+    """The groups of query heads in every layer, if layers have different heads; else 0: their KV heads."""
+    return math.lcm(*(shape.num_kv_heads for shape in config.layer_shapes)) if config.layer_shapes else 0
 
 
 def head_order(config: ModelConfig, rope: RopeConfig | None, device: torch.device) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ from paceline.backends.cuda.shard import WHOLE, Shard
 from paceline.backends.cuda.weights import Weights, load_weights, packing_for
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint, Tensor
-from paceline.models.config import ModelConfig
+from paceline.models.config import FEED_FORWARD, ModelConfig
 from paceline.models.files import release_pages
 from paceline.models.needs import block_kind
 from paceline.models.quantizations import is_packed
@@ -78,6 +78,12 @@ def check_model(config: ModelConfig) -> None:
     if config.head_dim % 2:
         raise BackendError(
             f"The cuda backend needs an even head size, not {config.head_dim}; use backend='torch'."
+        )
+    alone = [layer for layer, part in enumerate(config.layer_parts) if part == FEED_FORWARD]
+    if any(layer + 1 in alone for layer in alone):
+        raise BackendError(
+            f"The cuda backend cannot run layers {alone} of this {config.family} model, MLPs of which some "
+            "follow each other; use backend='torch'."
         )
 
 

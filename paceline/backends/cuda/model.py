@@ -10,7 +10,7 @@ A layer is five kernels:
     down projection          hidden += MLP, and the sums of squares for the next norm
 
 For some numbers of rows, everything from one attention to the next is one kernel: see fused_layer.py. In a
-mixture of experts the last two are four or five kernels: see kernels/experts.py. Ranks of tensor parallelism
+mixture of experts the last two are four or five kernels: see feed_forward.py. Ranks of tensor parallelism
 gather what they computed after each of the last four: see shard.py. If a row has a LoRA adapter, a small
 kernel comes before each product that adapters change: see kernels/low_rank.py.
 """
@@ -22,25 +22,28 @@ from dataclasses import replace
 import torch
 
 from paceline.backends.cuda.decode_attention import attend
+from paceline.backends.cuda.feed_forward import feed_forward, read_next
 from paceline.backends.cuda.fused_layer import LayerBuffers, NextQkv, run_fused_layer
 from paceline.backends.cuda.kernels.activations import gate_rows
-from paceline.backends.cuda.kernels.experts import add_experts
 from paceline.backends.cuda.kernels.heads import norm_heads, scale_queries
-from paceline.backends.cuda.kernels.low_rank import shrink
-from paceline.backends.cuda.kernels.matrix import Normed
+from paceline.backends.cuda.kernels.low_rank import LowRank, shrink
+from paceline.backends.cuda.kernels.matrix import Matrix, Normed
 from paceline.backends.cuda.kernels.recurrent import convolve, scan_states
 from paceline.backends.cuda.kernels.recurrent_output import gate
 from paceline.backends.cuda.kernels.recurrent_types import recurrent_shape
 from paceline.backends.cuda.kernels.residual import add_normed, plain
 from paceline.backends.cuda.kernels.router import Scores, has_parts
 from paceline.backends.cuda.kernels.row_tables import RowTables
+from paceline.backends.cuda.kernels.split_heads import split_heads
+from paceline.backends.cuda.kv_pool import Pool
 from paceline.backends.cuda.latent import project_latents, project_values
 from paceline.backends.cuda.logits import run_logits
-from paceline.backends.cuda.many_rows import add_product, gate_up, project, project_heads
+from paceline.backends.cuda.many_rows import add_product, project, project_heads
+from paceline.backends.cuda.per_layer import give_inputs
 from paceline.backends.cuda.recurrent import RecurrentRows
 from paceline.backends.cuda.vocabulary import embed_tokens
 from paceline.backends.cuda.weights import Layer, Weights
-from paceline.backends.cuda.workspace import Pool, Workspace
+from paceline.backends.cuda.workspace import Workspace
 
 
 def run_layers(
@@ -60,7 +63,6 @@ def run_layers(
     """
     config, rows = weights.config, len(tokens)
     size = config.hidden_size
-    norms = [layer.attention_norm for layer in weights.layers] + [weights.norm]
 
     def kept(index: int) -> torch.Tensor | None:
         """Where the hidden states of this index go, if they are wanted."""
@@ -72,22 +74,17 @@ def run_layers(
     _embed(weights, workspace, tokens)
     begun = False  # whether the fused kernel has computed this layer's QKV, and stored its features
     for index, layer in enumerate(weights.layers):
-        if not begun:
+        has_qkv, begun = begun, False
+        if not has_qkv:
             _keep_features(weights, workspace, rows, kept(index))
-        if layer.is_recurrent:
-            assert recurrent is not None
-            mixed = _mix_recurrent(weights, workspace, index, recurrent)
-            _add_mixed(weights, workspace, layer, mixed, tables)
-            _feed_forward(weights, layer, workspace, tables, norms[index + 1])
-            continue
-        place = config.kv_layer(index)
-        keys, values = pool.keys[place], pool.values[place]
+        if layer.attends:
+            keys, values = pool.layer(config.kv_layer(index))
+            if not has_qkv:
+                _project_qkv(layer, workspace, tables, keys, values, config.rms_norm_eps)
+            _attend(layer, workspace, tables, keys, values, config.window(index), page_size)
+            begun = _run_to_next(weights, workspace, index, tables, pool, kept(index + 1))
         if not begun:
-            _project_qkv(layer, workspace, tables, keys, values, config.rms_norm_eps)
-        _attend(layer, workspace, tables, keys, values, config.window(index), page_size)
-        begun = _run_to_next(weights, workspace, index, tables, pool, kept(index + 1))
-        if not begun:
-            _finish_layer(weights, layer, workspace, tables, norms[index + 1])
+            _finish_layer(weights, index, workspace, tables, recurrent)
     if not begun:
         _keep_features(weights, workspace, rows, kept(len(weights.layers)))
 
@@ -105,29 +102,30 @@ def run_head_layer(
 
     As in head.py, `tables` have KV indices, which are one more than RoPE positions, and none has index 0.
     """
-    (layer,), keys, values = weights.layers, pool.keys[0], pool.values[0]
+    (layer,), (keys, values) = weights.layers, pool.layer(0)
     rotated = replace(tables, positions=rope_positions)
     _project_qkv(layer, workspace, rotated, keys, values, weights.config.rms_norm_eps)
     if not only_keys:
         window = weights.config.window(0)
         _attend(layer, workspace, tables, keys, values, window, page_size, earliest=1)
-        _finish_layer(weights, layer, workspace, tables, weights.norm)
+        _finish_layer(weights, 0, workspace, tables)
 
 
 def _embed(weights: Weights, workspace: Workspace, tokens: torch.Tensor) -> None:
     """Begin the residual stream of these tokens."""
-    norm, hidden, residual, buffers = (
-        weights.layers[0].attention_norm,
-        workspace.hidden,
-        weights.residual,
-        workspace.residual,
-    )
+    hidden, residual, buffers = workspace.hidden, weights.residual, workspace.residual
+    norm, reader = read_next(weights, workspace, -1)
     if residual is not None and buffers is not None:
         embed_tokens(tokens, weights.embedding, hidden, weights.norm, buffers.unused)
-        add_normed(residual, hidden, None, None, norm, workspace.attention_input, len(tokens))
+        if weights.per_layer is not None and workspace.per_layer is not None:
+            embedded = workspace.feed_forward_input
+            add_normed(residual, hidden, None, None, None, embedded, len(tokens))
+            residual = replace(residual, embedding_scale=1.0)
+            give_inputs(weights.per_layer, tokens, embedded, workspace.per_layer, workspace.scratch)
+        add_normed(residual, hidden, None, None, norm, reader, len(tokens))
         return
     assert norm is not None
-    embed_tokens(tokens, weights.embedding, hidden, norm, workspace.attention_input)
+    embed_tokens(tokens, weights.embedding, hidden, norm, reader)
     if weights.shard.size > 1:
         part = hidden[: len(tokens), weights.shard.rows(hidden.shape[1])]
         workspace.own.hidden[: len(tokens), : part.shape[1]] = part
@@ -146,7 +144,20 @@ def _project_qkv(
         known = layer.qkv, layer.latent, layer.rotation, tables, workspace.latent
         project_latents(workspace.attention_input, *known, workspace.query, keys, workspace.scratch)
         return
-    where = tables.positions, tables.slot_mapping
+    where, change = (
+        (tables.positions, tables.slot_mapping),
+        shrink(layer.adapters.qkv, workspace.attention_input, tables.adapters, workspace.low_rank),
+    )
+    if layer.split is not None and workspace.split is not None:
+        (query, _), rows, projected = (
+            workspace.heads_of(layer),
+            len(tables.positions),
+            workspace.split.projected,
+        )
+        project(workspace.attention_input, layer.qkv, projected, rows, workspace.scratch, change)
+        heads = layer.split, layer.head_norms, eps, *where, layer.rotation
+        split_heads(projected, *heads, query, keys, values)
+        return
     rotation = None if layer.joint_norms else layer.rotation
     project_heads(
         workspace.attention_input,
@@ -159,7 +170,7 @@ def _project_qkv(
         values,
         workspace.scratch,
         eps,
-        shrink(layer.adapters.qkv, workspace.attention_input, tables.adapters, workspace.low_rank),
+        change,
     )
     if layer.joint_norms is not None:
         norm_heads(workspace.query, keys, layer.joint_norms, eps, *where, layer.rotation)
@@ -178,18 +189,18 @@ def _attend(
     earliest: int = 0,
 ) -> None:
     """Write what attention gives to `workspace.attention_output`; of latents, the heads' values of it."""
-    own, latent = workspace.own, workspace.latent
+    latent, (query, output) = workspace.latent, workspace.heads_of(layer)
     attend(
-        workspace.query,
+        query,
         keys,
         values,
         tables,
         window,
         page_size,
-        own.attention_output if latent is None else latent.mixed,
+        output if latent is None else latent.mixed,
         workspace.attention,
         earliest,
-        own.attention_scales,
+        workspace.own.attention_scales,
         layer.scoring,
     )
     if layer.latent is not None and latent is not None:
@@ -198,44 +209,60 @@ def _attend(
 
 def _finish_layer(
     weights: Weights,
-    layer: Layer,
+    index: int,
     workspace: Workspace,
     tables: RowTables,
-    norm: torch.Tensor | None,
+    recurrent: RecurrentRows | None = None,
 ) -> None:
-    """Everything of a layer after its attention, kernel by kernel; this norm comes next."""
-    _gate_attention(layer, workspace, len(tables.positions))
-    _add_mixed(weights, workspace, layer, workspace.attention_output, tables)
-    _feed_forward(weights, layer, workspace, tables, norm)
+    """Everything of a layer after its attention, kernel by kernel."""
+    layer = weights.layers[index]
+    if layer.recurrence is not None:
+        assert recurrent is not None
+        mixed = _mix_recurrent(weights, workspace, index, layer.recurrence[0], recurrent)
+        _add_mixed(weights, workspace, index, layer.recurrence[1], mixed, tables, None)
+    if layer.attends:
+        _gate_attention(layer, workspace, len(tables.positions))
+        mixed = workspace.attention_output if layer.split is None else workspace.heads_of(layer)[1]
+        _add_mixed(weights, workspace, index, layer.output, mixed, tables, layer.adapters.output)
+    if layer.feeds_forward:
+        feed_forward(weights, index, workspace, tables)
 
 
 def _add_mixed(
-    weights: Weights, workspace: Workspace, layer: Layer, mixed: torch.Tensor, tables: RowTables
+    weights: Weights,
+    workspace: Workspace,
+    index: int,
+    output: Matrix,
+    mixed: torch.Tensor,
+    tables: RowTables,
+    adapters: LowRank | None,
 ) -> None:
     """Add the output projection of attention, or of a recurrence, to the residual stream."""
-    rows, scales = len(tables.positions), workspace.attention_scales
-    own, shard, norm, scratch = workspace.own, weights.shard, layer.feed_forward_norm, workspace.scratch
+    layer, rows, scales = weights.layers[index], len(tables.positions), workspace.attention_scales
+    own, shard, scratch = workspace.own, weights.shard, workspace.scratch
     residual, buffers = weights.residual, workspace.residual
+    norm, read = layer.feed_forward_norm, own.feed_forward_input
+    if not layer.feeds_forward:
+        norm, read = read_next(weights, own, index)
     if residual is not None and buffers is not None:
-        change = shrink(layer.adapters.output, mixed, tables.adapters, workspace.low_rank)
-        project(plain(mixed, buffers.ones), layer.output, buffers.added, rows, scratch, change)
-        reader = None if residual.is_parallel else workspace.feed_forward_input
+        change = shrink(adapters, mixed, tables.adapters, workspace.low_rank)
+        project(plain(mixed, buffers.ones), output, buffers.added, rows, scratch, change)
+        reader = None if residual.is_parallel else read
         add_normed(residual, own.hidden, buffers.added, layer.output_norms[0], norm, reader, rows)
         return
     assert norm is not None
-    read = own.feed_forward_input
     shard.join([own.attention_output, own.attention_scales], [workspace.attention_output, scales], rows)
-    change = shrink(layer.adapters.output, mixed, tables.adapters, workspace.low_rank, scales)
+    change = shrink(adapters, mixed, tables.adapters, workspace.low_rank, scales)
     scores, routing = None, workspace.routing
     if layer.mixture is not None and routing is not None and has_parts(layer.mixture.router, rows):
         scores = Scores(layer.mixture.router, routing.parts)
     inputs = shard.own(norm), read, rows, scratch, scales, scores, change
-    add_product(mixed, layer.output, own.hidden, *inputs)
+    add_product(mixed, output, own.hidden, *inputs)
     shard.join(read.parts, workspace.feed_forward_input.parts, rows)
 
 
 def _mix_recurrent(
-    weights: Weights, workspace: Workspace, index: int, recurrent: RecurrentRows
+    weights: Weights, workspace: Workspace, index: int, into: Matrix, recurrent: RecurrentRows
 ) -> torch.Tensor:
     """What the output product of a recurrent layer reads: [rows, padded values]."""
     config, buffers, parameters = weights.config, workspace.recurrent, weights.recurrent
@@ -247,8 +274,7 @@ def _mix_recurrent(
         config.recurrent_layers.index(index),
     )
     rows, states = len(recurrent.parents), recurrent.states
-    into, to = weights.layers[index].qkv, buffers.projected[number]
-    project(workspace.attention_input, into, to, rows, workspace.scratch)
+    project(workspace.attention_input, into, buffers.projected[number], rows, workspace.scratch)
     convolve(shape, parameters, number, buffers, states, recurrent.parents, recurrent.slots)
     if shape.rate >= 0:
         own, nodes = slice(number, number + 1), buffers.nodes[None]
@@ -287,7 +313,7 @@ def _run_to_next(
             return False
         assert following.attention_norm is not None
         norm = following.attention_norm
-        keys, values = pool.keys[index + 1], pool.values[index + 1]
+        keys, values = pool.layer(index + 1)
         slot_mapping = tables.positions, tables.slot_mapping, following.rotation
         heads = NextQkv(following.qkv, *slot_mapping, workspace.query, keys, values)
     read, written = workspace.feed_forward_input, workspace.attention_input
@@ -302,74 +328,6 @@ def _run_to_next(
         workspace.activated_scales,
     )
     return run_fused_layer(own, buffers, norm, len(tables.positions), workspace.scratch, heads)
-
-
-def _feed_forward(
-    weights: Weights,
-    layer: Layer,
-    workspace: Workspace,
-    tables: RowTables,
-    norm: torch.Tensor | None,
-) -> None:
-    """Add the MLP of the rows of these tables to the residual stream; this norm comes next."""
-    own, rows, scratch = workspace.own, len(tables.positions), workspace.scratch
-    read, residual, buffers = workspace.feed_forward_input, weights.residual, workspace.residual
-    if residual is None or buffers is None:
-        assert norm is not None
-        _add_mlps(weights, layer, workspace, tables, own.hidden, norm, own.attention_input)
-        return
-    if layer.mixture is None:
-        read = workspace.attention_input if residual.is_parallel else read
-        change = shrink(layer.adapters.gate_up, read, tables.adapters, workspace.low_rank)
-        activated = workspace.activated
-        gate_up(read, layer.gate_up, activated, rows, scratch, None, layer.activation, change)
-        change = shrink(layer.adapters.down, activated, tables.adapters, workspace.low_rank)
-        project(plain(activated, buffers.ones), layer.down, buffers.added, rows, scratch, change)
-    else:
-        assert layer.feed_forward_norm is not None
-        buffers.added[:rows].zero_()
-        unused = layer.feed_forward_norm, buffers.unused
-        _add_mlps(weights, layer, workspace, tables, buffers.added, *unused)
-    written, output_norm = workspace.attention_input, layer.output_norms[1]
-    add_normed(residual, own.hidden, buffers.added, output_norm, norm, written, rows)
-
-
-def _add_mlps(
-    weights: Weights,
-    layer: Layer,
-    workspace: Workspace,
-    tables: RowTables,
-    hidden: torch.Tensor,
-    norm: torch.Tensor,
-    written: Normed,
-) -> None:
-    """Add the MLP, or shared and chosen experts, of these rows to `hidden`, and prepare `written`."""
-    own, shard, read = workspace.own, weights.shard, workspace.feed_forward_input
-    scratch, rows, adapters = workspace.scratch, len(tables.positions), layer.adapters
-    dense = layer.shared if layer.mixture else (layer.gate_up, layer.down)
-    if dense is not None:
-        change = shrink(adapters.gate_up, read, tables.adapters, workspace.low_rank)
-        to = own.activated, rows, scratch, own.activated_scales
-        gate_up(read, dense[0], *to, layer.activation, change)
-        _gate_shared(layer, workspace, rows)
-        activated, scales = workspace.activated, workspace.activated_scales
-        shard.join([own.activated, own.activated_scales], [activated, scales], rows)
-        change = shrink(adapters.down, activated, tables.adapters, workspace.low_rank, scales)
-        inputs = shard.own(norm), written, rows, scratch, scales, None, change
-        add_product(activated, dense[1], hidden, *inputs)
-        shard.join(written.parts, workspace.attention_input.parts, rows)
-    if layer.mixture is not None and workspace.routing is not None:
-        parts = has_parts(layer.mixture.router, rows) and weights.residual is None  # see _add_mixed
-        add_experts(layer.mixture, read, tables.slot_mapping, hidden, norm, written, workspace.routing, parts)
-
-
-def _gate_shared(layer: Layer, workspace: Workspace, rows: int) -> None:
-    """Scale what the shared expert's last product reads by the sigmoid of a score, if it has one."""
-    if layer.shared is not None and layer.shared_gate is not None and workspace.gates is not None:
-        project(workspace.feed_forward_input, layer.shared_gate, workspace.gates, rows, workspace.scratch)
-        width = layer.shared[1].depth
-        activated = workspace.activated.view(-1)[: rows * width].view(rows, width)
-        gate_rows(activated, workspace.gates[:rows, :1])
 
 
 def _keep_features(weights: Weights, workspace: Workspace, rows: int, features: torch.Tensor | None) -> None:

@@ -14,7 +14,6 @@ time. The backend uses a single stream, which guarantees that.
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,12 @@ from paceline.backends.cuda.kernels.pdl import HOPPER
 from paceline.backends.cuda.kernels.routing import Mixture
 from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.kernels.rows import embed
+from paceline.backends.cuda.kv_pool import Pool
 from paceline.backends.cuda.native import compiler, float_bits, is_left_out
 from paceline.backends.cuda.shard import TILE
 from paceline.backends.cuda.weights import Layer, Weights
-from paceline.backends.cuda.workspace import Pool, Workspace
-
-logger = logging.getLogger(__name__)
+from paceline.backends.cuda.workspace import Workspace
+from paceline.backends.fallbacks import record_fallback
 
 # concatenated in this order
 SOURCES = (
@@ -114,7 +113,7 @@ class PersistentLayers:
             own = _Pass(sizes, weights, workspace, tables, pool, features, feature_layers)
             own.run()  # a trial: the pass itself overwrites its results
         except Exception as error:  # a private function of torch may raise anything
-            logger.warning("layers run as separate kernels, since the one for few rows failed: %s", error)
+            record_fallback("persistent", "separate kernels run", error)
             return None
         return own
 

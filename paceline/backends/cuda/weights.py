@@ -14,7 +14,9 @@ from paceline.backends.cuda.kernels.packing import BLOCKS, SCALE_WORDS, step_of
 from paceline.backends.cuda.kernels.recurrent_types import RecurrentParameters
 from paceline.backends.cuda.kernels.residual import Residual
 from paceline.backends.cuda.layer import Layer as Layer
-from paceline.backends.cuda.layer import Reader, has_residual, load_layer
+from paceline.backends.cuda.layer import load_layer, mixed_groups
+from paceline.backends.cuda.per_layer import PerLayerInputs, load_per_layer_inputs
+from paceline.backends.cuda.reader import Reader, has_residual
 from paceline.backends.cuda.recurrent import load_parameters
 from paceline.backends.cuda.shard import WHOLE, Shard
 from paceline.errors import ConfigError
@@ -39,6 +41,7 @@ class Weights:
     shard: Shard = WHOLE
     residual: Residual | None = None  # None: llama's, whose norms are parts of other kernels
     recurrent: RecurrentParameters | None = None  # of the recurrent layers, if there are any
+    per_layer: PerLayerInputs | None = None  # a second embedding, of which each layer has a part
     adapters: Mapping[str, int] = field(default_factory=dict)  # the numbers of LoRA adapters by name
 
     @property
@@ -50,7 +53,7 @@ class Weights:
     def head_groups(self) -> tuple[int, int]:
         """The query heads of this rank, and the groups of them that share a program of attention."""
         heads, kv_heads = self.heads
-        return heads, latent_groups(heads) if self.config.latent else kv_heads
+        return heads, latent_groups(heads) if self.config.latent else mixed_groups(self.config) or kv_heads
 
     @property
     def hidden(self) -> int:
@@ -68,12 +71,18 @@ class Weights:
     @property
     def matrices(self) -> list[Matrix]:
         """Every matrix of a pass. Those of layers may be packed in different ways."""
-        layers = [(own.qkv, own.output, own.gate_up, own.down) for own in self.layers]
+        layers = [
+            (own.qkv, own.output, own.gate_up, own.down, *(own.recurrence or ())) for own in self.layers
+        ]
         routers = [own.mixture.router for own in self.layers if own.mixture is not None]
         shared = [matrix for own in self.layers for matrix in own.shared or ()]
         shared += [gate for own in self.layers for gate in (own.gate, own.shared_gate) if gate is not None]
         latents = [own.latent.query for own in self.layers if own.latent and own.latent.query]
-        return [matrix for layer in layers for matrix in layer] + routers + shared + latents + [self.head]
+        given = [] if self.per_layer is None else [self.per_layer.projection]
+        for own in self.layers:
+            given += [own.per_layer.gate, own.per_layer.projection] if own.per_layer else []
+        rest = routers + shared + latents + given + [self.head]
+        return [matrix for layer in layers for matrix in layer] + rest
 
 
 def unpacked(name: str) -> str:
@@ -121,18 +130,21 @@ def load_weights(
     norm = read.norm("model.norm.weight")
     layers = load_layers(read, norm.dtype, norm.device)
     head = table if config.tie_embeddings else read.vocabulary("lm_head.weight")
-    rest = _residual(config), load_parameters(config, take)
+    rest = _residual(config), load_parameters(config, take), load_per_layer_inputs(config, take)
     return Weights(config, table, layers, norm, head, shard, *rest)
 
 
 def load_layers(read: Reader, dtype: torch.dtype, device: torch.device) -> tuple[Layer, ...]:
     """All layers that a reader's config names."""
-    ropes = [read.config.rope_of(index) for index in range(read.config.num_layers)]
-    rotations = {rope: _rotation(read.config, rope, device) for rope in set(ropes)}
-    factors = _query_factors(read.config, device)
+    config = read.config
+    ropes = [(config.rope_of(index), config.shape_of(index).head_dim) for index in range(config.num_layers)]
+    rotations = {own: _rotation(config, *own, device) for own in set(ropes)}
+    factors = _query_factors(config, device)
     return tuple(
-        replace(load_layer(read, dtype, index), rotation=rotations[rope], query_factors=factors[rope is None])
-        for index, rope in enumerate(ropes)
+        replace(
+            load_layer(read, dtype, index), rotation=rotations[own], query_factors=factors[own[0] is None]
+        )
+        for index, own in enumerate(ropes)
     )
 
 
@@ -154,7 +166,10 @@ def _with_whole_steps(config: ModelConfig, packing: Callable[[str], str]) -> Mod
 
     moe = config.moe and replace(config.moe, intermediate_size=whole(config.moe.intermediate_size))
     sizes = whole(config.hidden_size), whole(config.intermediate_size)
-    return replace(config, hidden_size=sizes[0], intermediate_size=sizes[1], moe=moe)
+    by_layer = tuple(map(whole, config.intermediate_sizes))
+    return replace(
+        config, hidden_size=sizes[0], intermediate_size=sizes[1], intermediate_sizes=by_layer, moe=moe
+    )
 
 
 def _filling(take: Take, filled: ModelConfig) -> Take:
@@ -169,14 +184,16 @@ def _filling(take: Take, filled: ModelConfig) -> Take:
     return take_filled
 
 
-def _rotation(config: ModelConfig, rope: RopeConfig | None, device: torch.device) -> Rotation | None:
+def _rotation(
+    config: ModelConfig, rope: RopeConfig | None, head_dim: int, device: torch.device
+) -> Rotation | None:
     """Cosines and sines of all positions; values that RoPE leaves alone are rotated by 0."""
     if rope is None:
         return None
-    frequencies = torch.from_numpy(rope_frequencies(rope, config.head_dim)).to(device)
+    frequencies = torch.from_numpy(rope_frequencies(rope, head_dim)).to(device)
     angles = torch.arange(config.max_position, device=device)[:, None].float() * frequencies
     cosines, sines = angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
-    rest = (0, 0 if config.latent else config.head_dim // 2 - len(frequencies))
+    rest = (0, 0 if config.latent else head_dim // 2 - len(frequencies))
     return torch.nn.functional.pad(cosines, rest, value=1.0), torch.nn.functional.pad(sines, rest)
 
 

@@ -1,8 +1,8 @@
-"""The buffers of a pass: what kernels pass to each other, and KV pools."""
+"""The buffers of a pass: what kernels pass to each other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 
 import torch
@@ -15,19 +15,10 @@ from paceline.backends.cuda.kernels.recurrent_types import RecurrentBuffers, rec
 from paceline.backends.cuda.kernels.residual import plain
 from paceline.backends.cuda.kernels.routing import Routing, routing_for
 from paceline.backends.cuda.latent import LatentBuffers, make_latent_buffers
+from paceline.backends.cuda.per_layer import PerLayerBuffers, make_per_layer_buffers
 from paceline.backends.cuda.shard import TILE
 from paceline.backends.cuda.tiled import padded_size
-from paceline.backends.cuda.weights import Weights
-
-
-@dataclass(frozen=True)
-class Pool:
-    """Keys and values of `num_pages` pages on the device."""
-
-    num_pages: int
-    bytes_per_page: int
-    keys: torch.Tensor  # [layers, slots, KV heads, head_dim]
-    values: torch.Tensor  # [layers, slots, KV heads, head_dim, or 0 of latents]
+from paceline.backends.cuda.weights import Layer, Weights
 
 
 @dataclass(frozen=True)
@@ -35,8 +26,18 @@ class ResidualBuffers:
     """What kernels/residual.py needs beside the residual stream."""
 
     added: torch.Tensor  # float32 [rows, padded hidden] what attention or MLP gives
+    joined: torch.Tensor  # likewise, experts and a shared MLP together, if they have norms of their own
     ones: torch.Tensor  # float32 [rows, 1]
     unused: Normed  # what kernels write that no one reads
+
+
+@dataclass(frozen=True)
+class SplitBuffers:
+    """What kernels/split_heads.py needs."""
+
+    projected: torch.Tensor  # float32 [rows, columns of the widest QKV projection]
+    # by head size: queries [rows, heads, head_dim], attention output [rows, padded heads * head_dim]
+    heads: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,14 @@ class Workspace(Activations):
     gates: torch.Tensor | None  # float32 [rows, any] of attention or shared experts, if they have some
     latent: LatentBuffers | None  # of latent attention
     low_rank: LowRankBuffers | None  # of adapters
+    split: SplitBuffers | None  # of layers with different heads
+    per_layer: PerLayerBuffers | None  # of a second embedding
+
+    def heads_of(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
+        """The queries that a layer's attention reads, and what it writes."""
+        if self.split is None or layer.split is None:
+            return self.query, self.own.attention_output
+        return self.split.heads[layer.split.dim]
 
 
 @dataclass(frozen=True)
@@ -95,10 +104,12 @@ def make_workspace(weights: Weights, room: Room) -> Workspace:
     config, device = weights.config, weights.device
     rows, outputs, attending = map(padded_rows, (room.rows, room.outputs, room.attending))
     mixtures = [own.mixture for own in weights.layers if own.mixture is not None]
-    intermediate = max((gates.padded_width // 2 for gates, _ in _dense(weights)), default=0)
+    sides = 2 if config.is_gated else 1
+    intermediate = max((gates.padded_width // sides for gates, _ in _dense(weights)), default=0)
     gates = [gate for own in weights.layers for gate in (own.gate, own.shared_gate) if gate is not None]
     gated = max((own.padded_width for own in gates), default=0)
     value_dim = config.latent.value_dim if config.latent else config.head_dim
+    dims = [config.head_dim, *(shape.head_dim for shape in config.layer_shapes)]
     whole = _activations(
         weights,
         rows,
@@ -126,7 +137,7 @@ def make_workspace(weights: Weights, room: Room) -> Workspace:
             attending,
             heads,
             groups,
-            config.latent.rank if config.latent else config.head_dim,
+            config.latent.rank if config.latent else max(dims),
             room.longest,
             device,
             rows,
@@ -137,19 +148,23 @@ def make_workspace(weights: Weights, room: Room) -> Workspace:
         gates=torch.zeros((rows, gated), device=device) if gated else None,
         latent=_latent_buffers(weights, rows),
         low_rank=_low_rank_buffers(weights, rows),
+        split=_split_buffers(weights, rows),
+        per_layer=_per_layer_buffers(weights, rows),
     )
 
 
 def _dense(weights: Weights) -> list[tuple[Matrix, Matrix]]:
     """The matrices of MLPs that all rows go through: gates and ups, and downs."""
-    dense = [(own.gate_up, own.down) for own in weights.layers if own.mixture is None]
+    dense = [(own.gate_up, own.down) for own in weights.layers if own.feeds_forward and own.mixture is None]
     return dense + [own.shared for own in weights.layers if own.shared is not None]
 
 
 def _residual_buffers(weights: Weights, rows: int) -> ResidualBuffers:
-    added = torch.zeros((rows, weights.hidden), device=weights.device)
+    has_norms = any(own.expert_norms is not None for own in weights.layers)
+    sizes = (rows, rows if has_norms else 0)
+    added, joined = (torch.zeros((size, weights.hidden), device=weights.device) for size in sizes)
     ones, unused = torch.ones((rows, 1), device=weights.device), replace(weights, residual=None)
-    return ResidualBuffers(added, ones, _normed(unused, rows, weights.hidden))
+    return ResidualBuffers(added, joined, ones, _normed(unused, rows, weights.hidden))
 
 
 def _latent_buffers(weights: Weights, rows: int) -> LatentBuffers | None:
@@ -157,6 +172,28 @@ def _latent_buffers(weights: Weights, rows: int) -> LatentBuffers | None:
     if layer.latent is None:
         return None
     return make_latent_buffers(layer.latent, layer.qkv, rows, like)
+
+
+def _split_buffers(weights: Weights, rows: int) -> SplitBuffers | None:
+    splits, like = [own.split for own in weights.layers if own.split is not None], weights.norm
+    if not splits:
+        return None
+    width = max(layer.qkv.padded_width for layer in weights.layers)
+    heads = {
+        own.dim: (
+            like.new_zeros((rows, own.heads, own.dim)),
+            like.new_zeros((rows, padded_size(own.heads * own.dim))),
+        )
+        for own in splits
+    }
+    return SplitBuffers(torch.zeros((rows, width), device=like.device), heads)
+
+
+def _per_layer_buffers(weights: Weights, rows: int) -> PerLayerBuffers | None:
+    gate, inputs = weights.layers[0].per_layer, weights.per_layer
+    if inputs is None or gate is None:
+        return None
+    return make_per_layer_buffers(inputs, gate, rows, weights.norm)
 
 
 def _low_rank_buffers(weights: Weights, rows: int) -> LowRankBuffers | None:
@@ -170,7 +207,7 @@ def _recurrent_buffers(weights: Weights, rows: int, nodes: int) -> RecurrentBuff
     assert config.recurrent is not None
     shape, layers = recurrent_shape(config.recurrent, config.hidden_size), len(config.recurrent_layers)
     own = shape.config
-    gated = next(layer.output.depth for layer in weights.layers if layer.is_recurrent)
+    gated = next(layer.recurrence[1].depth for layer in weights.layers if layer.recurrence)
 
     def zeros(*sizes: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(sizes, dtype=kind, device=device)
@@ -241,9 +278,13 @@ def workspace_bytes(weights: Weights, room: Room) -> int:
 
 
 def _tensors_of(value: object) -> Iterator[torch.Tensor]:
-    """A tensor, or all tensors in a dataclass; one may be there twice."""
+    """A tensor, or all tensors in dataclasses, tuples and tables; one may be there twice."""
     if isinstance(value, torch.Tensor):
         yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors_of(part)
+    elif isinstance(value, Mapping):
+        yield from _tensors_of([*value.values()])
     elif is_dataclass(value):
-        for own in fields(value):
-            yield from _tensors_of(getattr(value, own.name))
+        yield from _tensors_of([getattr(value, own.name) for own in fields(value)])

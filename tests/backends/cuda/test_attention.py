@@ -93,7 +93,7 @@ class Case:
         from paceline.backends.cuda.tables import DeviceTables, rows_of
 
         heads, kv_heads, dim = self.shape
-        kv_heads = latent_groups(heads) if scoring.rope else kv_heads
+        kv_heads = latent_groups(heads) if scoring.rope else scoring.groups or kv_heads
         rows, large = self.batch.num_rows, large or [False] * self.batch.num_requests
         tables = DeviceTables(rows + 3, self.batch.page_tables.size, device)
         heights = tile_height(heads, kv_heads), prefill_height(heads, kv_heads, scoring.rope > 0)
@@ -121,9 +121,12 @@ class Case:
                 (np.ones((own.stop - own.start, context), np.bool_), ancestors(self.batch.parents[own])),
                 axis=1,
             )
+            position = self.batch.positions[own]
+            at = np.concatenate((np.arange(context), position))
             if window is not None:
-                at = np.concatenate((np.arange(context), self.batch.positions[own]))
-                visible &= self.batch.positions[own][:, None] - at < window
+                visible &= position[:, None] - at < window
+            if scoring.chunk:
+                visible &= at >= position[:, None] // scoring.chunk * scoring.chunk
             shown = torch.from_numpy(visible)
             how = scoring.factor, scoring.cap, None if scoring.sinks is None else scoring.sinks.cpu()
             parts.append(reference.attend(query[own], keys[kv_slots], values[kv_slots], shown, *how))
@@ -154,6 +157,34 @@ def test_scores_may_be_scaled_capped_and_have_sinks(device: torch.device, dtype:
         torch.testing.assert_close(got.float(), case.expected(dtype, 9, scoring), rtol=0, atol=1e-2)
 
 
+def shaped_as(own: Case, heads: int, kv_heads: int, dim: int, rope: int = 0) -> Case:
+    """The requests of a case with other heads."""
+    parents = [own.batch.parents[begin:end].tolist() for begin, end in pairwise(own.offsets)]
+    return Case(own.batch.context_lengths.tolist(), parents, heads, kv_heads, dim, rope)
+
+
+@pytest.mark.parametrize("chunk", [11, 64], ids=["several in a prompt", "a block"])
+def test_rows_may_see_their_chunk_alone(chunk: int, device: torch.device, dtype: torch.dtype) -> None:
+    """As those of llama4, in the kernels of decodes, of prefill chunks and of trees."""
+    scoring = Scoring(chunk=chunk)
+    for case, large in ((CHAINS, [True, True, False]), (TREES, None)):
+        got = case.run(device, dtype, large=large, scoring=scoring)
+        torch.testing.assert_close(got.float(), case.expected(dtype, scoring=scoring), rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize(("dim", "window"), [(14, 9), (260, None)], ids=["a window", "long heads"])
+def test_groups_of_query_heads_may_share_a_kv_head(
+    dim: int, window: int | None, device: torch.device, dtype: torch.dtype
+) -> None:
+    """As in gemma4, whose layers have different numbers of KV heads, and heads of different sizes."""
+    scoring = Scoring(0.3, groups=4)
+    for own, large in ((CHAINS, [True, True, False]), (TREES, None)):
+        case = shaped_as(own, 8, 2, dim)
+        got = case.run(device, dtype, window, large=large, scoring=scoring)
+        expected = case.expected(dtype, window, scoring)
+        torch.testing.assert_close(got.float(), expected, rtol=0, atol=1e-2)
+
+
 LATENTS = Scoring(0.3, rope=10)
 
 
@@ -161,9 +192,7 @@ LATENTS = Scoring(0.3, rope=10)
 def test_latents_are_keys_and_values(heads: int, device: torch.device, dtype: torch.dtype) -> None:
     """In the kernels of decodes, of prefill chunks and of trees."""
     for own, large in ((CHAINS, [True, True, False]), (TREES, None)):
-        contexts, offsets = own.batch.context_lengths.tolist(), own.offsets
-        parents = [own.batch.parents[begin:end].tolist() for begin, end in pairwise(offsets)]
-        case = Case(contexts, parents, heads, 1, 18, rope=10)
+        case = shaped_as(own, heads, 1, 18, rope=10)
         got = case.run(device, dtype, large=large, scoring=LATENTS)
         torch.testing.assert_close(got.float(), case.expected(dtype, scoring=LATENTS), rtol=0, atol=1e-2)
 
@@ -207,9 +236,10 @@ def test_split_kv_does_not_change_bits(
     [
         ((0, 64 * 64 + 62, 70), (36, 3, 1), None, LLAMA_SCORING),
         ((600, 20), (5, 5), 70, LLAMA_SCORING),
+        ((600, 20), (5, 50), None, Scoring(chunk=67)),
         ((0, 64 * 64 + 62, 70), (6, 3, 1), None, LATENTS),
     ],
-    ids=["several groups, and a row of the other kernel", "a window", "latents"],
+    ids=["several groups, and a row of the other kernel", "a window", "chunks", "latents"],
 )
 def test_a_prefill_chunk_has_the_bits_of_single_rows(
     device: torch.device,
@@ -229,6 +259,22 @@ def test_a_prefill_chunk_has_the_bits_of_single_rows(
     torch.testing.assert_close(prefilled, alone, rtol=0, atol=1e-3)  # the interpreter sums as it likes
     expected = case.expected(dtype, window, scoring)
     torch.testing.assert_close(prefilled.float(), expected, rtol=0, atol=1e-2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter sums as it likes")
+def test_long_heads_have_the_same_bits_in_prefill_chunks_trees_and_alone(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    scoring = Scoring(1.0, groups=2)
+    chains = [chain_parents([count]).tolist() for count in (36, 3, 1)]
+    case = Case([0, 64 * 64 + 62, 70], chains, 16, 1, 512)
+    alone = case.run(device, dtype, longest=4352, scoring=scoring)
+    prefilled = case.run(device, dtype, longest=4352, large=[True, True, False], scoring=scoring)
+    assert torch.equal(prefilled, alone)
+    torch.testing.assert_close(alone.float(), case.expected(dtype, None, scoring), rtol=0, atol=3e-2)
+    trees = shaped_as(TREES, 16, 1, 512)
+    got = trees.run(device, dtype, scoring=scoring)
+    torch.testing.assert_close(got.float(), trees.expected(dtype, None, scoring), rtol=0, atol=3e-2)
 
 
 def test_requests_with_many_contiguous_rows_are_prefilled_if_they_occupy_the_device() -> None:

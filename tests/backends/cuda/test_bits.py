@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.models.config import LatentConfig, ModelConfig, MoeConfig, RopeConfig
+from paceline.models.config import (
+    AttentionShape,
+    LatentConfig,
+    ModelConfig,
+    MoeConfig,
+    PerLayerInput,
+    RopeConfig,
+    Temperature,
+)
 from paceline.models.layout import expected_tensors
 from tests.backends.driver import Driven, drive, run
 
@@ -25,7 +33,15 @@ LATENTS: dict[int, dict[str, Any]] = {
 }
 ROPE_64 = RopeConfig(10000.0, dim=64)
 EXPERTS = MoeConfig(128, 8, 768, True, frozenset({0, 1}))
-# two layers each, so that keys of the second tell all that happened in the first
+GEMMA4: dict[str, Any] = {
+    "activation": "gelu_tanh",
+    "norm_placement": "sandwich",
+    "attention_scale": 1.0,
+    "qk_norm": True,
+    "value_norm": True,
+    "layer_scales": True,
+}
+# two layers with keys and values each, so that keys of the second tell all that happened in the first
 SHAPES = {
     "smollm2-135m": ModelConfig("llama", VOCAB_SIZE, 576, 2, 9, 3, 64, 1536, 1e-5, ROPE, 512, True),
     "qwen3-0.6b": ModelConfig(
@@ -46,6 +62,37 @@ SHAPES = {
         *(VOCAB_SIZE, 2048, 2, 16, 1, 576, 1408, 1e-6, ROPE_64, 512, True),
         **LATENTS[0],
         moe=MoeConfig(64, 6, 1408, False, frozenset({1}), shared_intermediate_size=2816),
+    ),
+    "gemma4-e2b": ModelConfig(  # the third layer reads the keys and values of the second
+        *("gemma4_text", VOCAB_SIZE, 1536, 3, 8, 1, 256, 6144, 1e-6, ROPE, 512, True),
+        **GEMMA4,
+        embedding_scale=1536**0.5,
+        sliding_windows=(64, None, None),
+        layer_ropes=(RopeConfig(dim=256), *(RopeConfig(1e6, "proportional", dim=512, angles=64),) * 2),
+        layer_shapes=(AttentionShape(256, 1), AttentionShape(512, 1), AttentionShape(512, 1, shared_with=1)),
+        intermediate_sizes=(6144, 6144, 12288),
+        per_layer_input=PerLayerInput(256, VOCAB_SIZE),
+    ),
+    "gemma4-31b": ModelConfig(
+        *("gemma4_unified_text", VOCAB_SIZE, 5376, 2, 32, 16, 256, 21504, 1e-6, ROPE, 512, True),
+        **GEMMA4,
+        embedding_scale=5376**0.5,
+        sliding_windows=(64, None),
+        layer_ropes=(RopeConfig(dim=256), RopeConfig(1e6, "proportional", dim=512, angles=64)),
+        layer_shapes=(AttentionShape(256, 16), AttentionShape(512, 4, values_are_keys=True)),
+    ),
+    "llama4-scout": ModelConfig(
+        *("llama4_text", VOCAB_SIZE, 5120, 2, 40, 8, 128, 8192, 1e-5, ROPE, 512, True),
+        layer_ropes=(ROPE, None),
+        attention_chunks=(64, None),
+        temperature=Temperature(0.1, 32, 1, with_rope=False),
+        unit_qk=True,
+        moe=MoeConfig(
+            *(16, 1, 8192, False, frozenset({0, 1})),
+            scoring="sigmoid",
+            shared_intermediate_size=8192,
+            scaled_inputs=True,
+        ),
     ),
     "deepseek-v3": ModelConfig(
         "deepseek_v3", VOCAB_SIZE, 7168, 2, 128, 1, 576, 2048, 1e-6, ROPE_64, 512, True, **LATENTS[1536]
@@ -77,8 +124,7 @@ def first_difference(request: Driven, expected: Driven, ours: np.ndarray, logits
     empty: nowhere."""
     places, others = ([own.place(index) for index in range(LENGTH)] for own in (request, expected))
     for layer in range(2):
-        for kind in ("keys", "values"):
-            stored = getattr(request.pool, kind)[layer]
+        for kind, stored in zip(("keys", "values"), request.pool.layer(layer), strict=True):  # type: ignore[attr-defined]
             different = (stored[places] != stored[others]).flatten(1).any(1).nonzero()
             if len(different):
                 return f"{kind} of layer {layer}, index {int(different[0])}"

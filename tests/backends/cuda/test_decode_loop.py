@@ -65,7 +65,7 @@ class Case:
         state.lengths[1], state.seeds[1], state.temperatures[1] = LENGTH, SEED, temperature
 
     def pool(self) -> Any:
-        from paceline.backends.cuda.workspace import Pool
+        from paceline.backends.cuda.kv_pool import Pool
 
         generator = torch.Generator().manual_seed(9)
         shape = (1, PAGES * PAGE_SIZE, 1, 16)

@@ -132,8 +132,10 @@ def test_a_mixture_is_that_of_torch(
         ("gelu_tanh", {"scoring": "sigmoid"}),
         ("silu", {"shared_intermediate_size": 37, "shared_gate": True}),
         ("silu", {"shared_intermediate_size": 74, "weight_scale": 2.0}),
+        ("silu", {"scoring": "sigmoid", "shared_intermediate_size": 37, "scaled_inputs": True}),
+        ("relu2", {"scoring": "sigmoid", "correction_bias": True, "shared_intermediate_size": 37}),
     ],
-    ids=["gpt-oss", "glm4-moe", "sigmoid alone", "qwen3-next", "deepseek-v2"],
+    ids=["gpt-oss", "glm4-moe", "sigmoid alone", "qwen3-next", "deepseek-v2", "llama4", "nemotron-h"],
 )
 def test_routers_and_experts_of_other_families_are_those_of_torch(
     activation: str, of_moe: dict[str, Any], device: torch.device, dtype: torch.dtype
@@ -141,6 +143,21 @@ def test_routers_and_experts_of_other_families_are_those_of_torch(
     case = Case(device, dtype, 3, True, activation=activation, **of_moe)
     near(case.run(range(6))[0], case.expected(range(6)))
     near(case.run([4])[0], case.expected([4]))  # a row alone
+
+
+def test_weights_of_experts_may_have_factors(
+    device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in gemma4, after they are normalized."""
+    case, factors = Case(device, dtype, 2, True), torch.rand(EXPERTS, device=device) + 0.5
+    case.mixture, route = replace(case.mixture, factors=factors), case.reference._route
+
+    def scaled(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, chosen = route(hidden)
+        return weights * factors[chosen], chosen
+
+    monkeypatch.setattr(case.reference, "_route", scaled)
+    near(case.run(range(6))[0], case.expected(range(6)))
 
 
 @pytest.mark.parametrize("shared", [0, 74])

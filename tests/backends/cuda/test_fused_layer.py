@@ -41,7 +41,7 @@ def random_weights(quantization: str = "none") -> Any:
 def decode(weights: Any, requests: int, given: Any) -> list[torch.Tensor]:
     """The logits and features of all steps with drafts of this shape, and the keys and values they leave."""
     from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
-    from paceline.backends.cuda.workspace import Pool
+    from paceline.backends.cuda.kv_pool import Pool
 
     pages, generator = LONGEST // PAGE_SIZE, torch.Generator().manual_seed(9)
     state = make_requests(requests, LONGEST, PAGE_SIZE, torch.device("cuda"))

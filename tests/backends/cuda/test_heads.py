@@ -89,6 +89,44 @@ def test_all_heads_of_a_row_may_be_normed_at_once(device: torch.device, dtype: t
     assert torch.equal(keys[untouched], before[untouched])
 
 
+@pytest.mark.parametrize("case", ["own", "values are keys", "shared"])
+def test_a_row_may_be_cut_into_heads_after_its_product(
+    case: str, device: torch.device, dtype: torch.dtype
+) -> None:
+    """As in gemma4: norms of queries and keys have weights, that of values has none."""
+    from paceline.backends.cuda.kernels.split_heads import HeadSplit, split_heads
+
+    torch.manual_seed(6)
+    kv_heads = 0 if case == "shared" else KV_HEADS
+    sizes = HEADS, kv_heads, 0 if case == "values are keys" else kv_heads
+    projected = torch.randn(3, sum(sizes) * DIM + 8).to(device)  # and padding
+    split = HeadSplit(HEADS, kv_heads, DIM, case == "values are keys", norms_values=True)
+    norms = torch.randn(DIM).to(device, dtype), torch.randn(DIM).to(device, dtype)
+    angles = (torch.arange(16)[:, None] * torch.rand(DIM // 2)).to(device)
+    query = torch.zeros(3, HEADS, DIM, dtype=dtype, device=device)
+    keys, values = (torch.zeros(9, KV_HEADS, DIM, dtype=dtype, device=device) for _ in range(2))
+    where = torch.tensor(POSITIONS, device=device).int(), torch.tensor(SLOTS, device=device).int()
+    rotation = angles.cos(), angles.sin()
+    split_heads(projected, split, norms, EPS, *where, rotation, query, keys, values)
+
+    parts = projected[:, : sum(sizes) * DIM].view(3, -1, DIM).split(sizes, 1)
+    cosine, sine = angles[POSITIONS].cos()[:, None], angles[POSITIONS].sin()[:, None]
+
+    def turned(heads: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        one, two = (F.rms_norm(heads, (DIM,), eps=EPS) * norm.float()).chunk(2, -1)
+        return torch.cat((one * cosine - two * sine, two * cosine + one * sine), -1)
+
+    bound = {"rtol": 1e-2, "atol": 1e-2}
+    torch.testing.assert_close(query.float(), turned(parts[0], norms[0]), **bound)
+    untouched = [slot for slot in range(9) if slot not in SLOTS or case == "shared"]
+    assert not keys[untouched].any()
+    assert not values[untouched].any()
+    if case != "shared":
+        given = F.rms_norm(parts[1 if case == "values are keys" else 2], (DIM,), eps=EPS)
+        torch.testing.assert_close(keys[[7, 2]].float(), turned(parts[1], norms[1])[[0, 2]], **bound)
+        torch.testing.assert_close(values[[7, 2]].float(), given[[0, 2]], **bound)
+
+
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="the interpreter multiplies by numpy, which sums as it likes"
 )

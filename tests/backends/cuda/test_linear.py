@@ -67,6 +67,20 @@ def test_gate_and_up(device: torch.device, dtype: torch.dtype) -> None:
     near(output[:rows], F.silu(gate) * up)
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+def test_an_mlp_without_a_gate(splits: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Its squared ReLU, as in nemotron-h; the matrix has one column for each that is written."""
+    from paceline.backends.cuda.kernels import matrix
+    from paceline.backends.cuda.kernels.linear import gate_up
+
+    case, rows = Case(device, dtype), COUNTS[-1]
+    ups = matrix.tile_matrix(case.weight, 2 * WIDTH, matrix.Tiling(columns=64, step=64, splits=splits))
+    output = torch.full((128, 2 * WIDTH), torch.nan, device=device, dtype=dtype)
+    scratch = matrix.scratch_for([ups], 128, device)
+    gate_up(case.normed, ups, output, rows, scratch, None, "relu2")
+    near(output[:rows], F.relu(case.plain(rows) @ case.weight.float().T).square())
+
+
 def test_of_many_rows_a_program_may_have_two_tiles_or_four(
     device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

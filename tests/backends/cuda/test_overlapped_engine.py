@@ -42,6 +42,10 @@ BOTH = replace(TREE, drafter="ngram", otherwise=TREE, enough=0.5)  # a lookup re
         ("granite-hybrid", 1.0),
         ("deepseek-v2", 0.0),
         ("deepseek-v3", 1.0),
+        ("gemma4", 1.0),
+        ("llama4", 0.0),
+        ("nemotron-h", 1.0),
+        ("falcon-h1", 0.0),
     ],
 )
 def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(

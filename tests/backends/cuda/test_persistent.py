@@ -56,7 +56,7 @@ def random_state(lengths: list[int]) -> Any:
 
 
 def random_pool(config: ModelConfig, requests: int) -> Any:
-    from paceline.backends.cuda.workspace import Pool
+    from paceline.backends.cuda.kv_pool import Pool
 
     generator = torch.Generator().manual_seed(11)
     shape = (config.num_layers, requests * LONGEST, config.num_kv_heads, config.head_dim)

@@ -170,7 +170,8 @@ def test_the_megakernel_computes_the_layers(
 ) -> None:
     from paceline.backends.cuda import persistent
     from paceline.backends.cuda.draft_shape import DraftShape
-    from paceline.backends.cuda.workspace import Pool, Room, make_workspace
+    from paceline.backends.cuda.kv_pool import Pool
+    from paceline.backends.cuda.workspace import Room, make_workspace
 
     tensors, weights = weights_of(config)
     tree, rows = DraftShape(parents), len(parents)

@@ -25,6 +25,7 @@ SIZES = {"key_heads": 2, "value_heads": 4, "key_dim": 6, "value_dim": 10}
 KINDS: dict[str, dict[str, Any]] = {
     "short_conv": {"conv_bias": True},
     "gated_delta": SIZES,
+    "gated_delta tiled": {**SIZES, "tiled_values": True},
     "mamba2": {**SIZES, "conv_bias": True, "norm_groups": 2},
 }
 
@@ -32,12 +33,13 @@ KINDS: dict[str, dict[str, Any]] = {
 class Case:
     """A recurrent layer with random parameters, and rows that it reads."""
 
-    def __init__(self, kind: str, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, device: torch.device, dtype: torch.dtype) -> None:
         from paceline.backends.cuda.kernels.recurrent_types import RecurrentBuffers, recurrent_shape
         from paceline.backends.cuda.recurrent import Recurrences, load_parameters
 
         torch.manual_seed(3)
-        recurrent = RecurrentConfig(kind, frozenset([0]), conv_kernel=4, **KINDS[kind])
+        kind = name.split()[0]
+        recurrent = RecurrentConfig(kind, frozenset([0]), conv_kernel=4, **KINDS[name])
         config = ModelConfig(
             "lfm2", 20, HIDDEN, 1, 2, 1, 6, 8, EPS, RopeConfig(), 16, True, recurrent=recurrent
         )
@@ -138,8 +140,8 @@ def decoded(device: torch.device, dtype: torch.dtype, guesses: list[list[int]], 
     The draft of each step has the next of `guesses`.
     """
     from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
+    from paceline.backends.cuda.kv_pool import Pool
     from paceline.backends.cuda.recurrent import Recurrences
-    from paceline.backends.cuda.workspace import Pool
 
     weights = random_weights(device, dtype, config=HYBRID)
     requests = make_requests(2, 32, 16, device)
@@ -202,7 +204,9 @@ def request_rows(backend: Any, pools: tuple[Any, Any], context: int, tokens: lis
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="interpreted, whole models take minutes")
-@pytest.mark.parametrize("family", ["qwen3-5", "lfm2", "granite-hybrid", "qwen3-next"])
+@pytest.mark.parametrize(
+    "family", ["qwen3-5", "lfm2", "granite-hybrid", "qwen3-next", "nemotron-h", "falcon-h1"]
+)
 def test_a_hybrid_is_that_of_torch_and_a_path_has_the_bits_of_its_tree(
     family: str, tmp_path: Path, device: torch.device, dtype: torch.dtype
 ) -> None:

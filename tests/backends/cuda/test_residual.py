@@ -33,3 +33,5 @@ def test_a_block_is_normed_scaled_and_added_and_the_next_norm_follows(
     add_normed(residual, hidden, added, after, before, written, 3)
     torch.testing.assert_close(hidden, expected)
     torch.testing.assert_close(written.rows.float(), norm(expected, before), rtol=1e-2, atol=1e-3)
+    add_normed(residual, hidden, added, after, None, None, 3, layer_scale=0.7)
+    torch.testing.assert_close(hidden, 0.7 * (expected + 0.3 * norm(added, after)))

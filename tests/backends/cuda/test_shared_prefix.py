@@ -234,8 +234,8 @@ def test_steps_give_the_same_tokens(anything: None, device: torch.device, dtype:
     """Chains of three requests, two of which begin alike."""
     from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
     from paceline.backends.cuda.draft_shape import chain_shape
+    from paceline.backends.cuda.kv_pool import Pool
     from paceline.backends.cuda.shared_prefix import find_shared_prefixes, uniform_rows
-    from paceline.backends.cuda.workspace import Pool
 
     longest, weights = KV_CHUNK + 40, random_weights(device, dtype, config=FAR)
     most = -(-longest // PAGE_SIZE)

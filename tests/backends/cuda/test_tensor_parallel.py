@@ -112,7 +112,7 @@ def decoding(
         from paceline.backends.cuda.draft_networks import HeadNetwork, ModelNetwork
         from paceline.backends.cuda.draft_shape import chain_shape, tree_shape
         from paceline.backends.cuda.head_weights import load_head_weights
-        from paceline.backends.cuda.workspace import Pool
+        from paceline.backends.cuda.kv_pool import Pool
 
         def pool(layers: int, first: int, heads: int, of: int) -> Pool:
             generator = torch.Generator().manual_seed(9)

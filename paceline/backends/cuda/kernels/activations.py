@@ -13,7 +13,10 @@ GATED_COLUMNS = 1024  # of a program
 
 @triton.jit  # type: ignore[untyped-decorator]
 def activated(gate, up, activation: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What ACTIVATIONS of models/blocks.py gives of this name: silu, gelu_tanh or clamped_silu."""
+    """What ACTIVATIONS of models/blocks.py gives of this name: silu, gelu_tanh, clamped_silu or relu2."""
+    if activation == "relu2":
+        positive = tl.maximum(up, 0.0)
+        return positive * positive
     if activation == "gelu_tanh":  # tanh as a sigmoid of twice its argument; 1.596 is 2 * sqrt(2 / pi)
         cubed = gate + 0.044715 * gate * gate * gate
         return gate / (1.0 + tl.exp(-1.5957691216057308 * cubed)) * up

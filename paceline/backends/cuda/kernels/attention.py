@@ -38,9 +38,9 @@ from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.kernels.scoring import LLAMA_SCORING, Scoring
 from paceline.backends.cuda.kernels.shared_prefix import attend_shared_prefix
 from paceline.backends.cuda.kernels.softmax import BLOCK as BLOCK
-from paceline.backends.cuda.kernels.softmax import MAX_PATH as MAX_PATH
-from paceline.backends.cuda.kernels.softmax import MERGE_FAN_IN as MERGE_FAN_IN
 from paceline.backends.cuda.kernels.softmax import (
+    LONG_HEAD,
+    LONG_STAGES,
     contiguous_block,
     empty_softmax,
     head_groups,
@@ -52,12 +52,15 @@ from paceline.backends.cuda.kernels.softmax import (
     pool_of_head,
     prefetch_kv,
     rows_of_lanes,
+    sight_of,
     store_partial,
     tree_block,
     visible_positions,
     with_sinks,
     write_attention,
 )
+from paceline.backends.cuda.kernels.softmax import MAX_PATH as MAX_PATH
+from paceline.backends.cuda.kernels.softmax import MERGE_FAN_IN as MERGE_FAN_IN
 
 LANES = 16  # rows times query heads of a tile, at least
 WARPS = 4  # decides the bits, as BLOCK and MERGE_FAN_IN do
@@ -116,6 +119,13 @@ def attention_scratch(
     )
 
 
+def _pipeline(dim: int, rope: int) -> tuple[int, int]:
+    """The stages and warps of a program for heads of this size."""
+    if rope:
+        return LATENT_STAGES, LATENT_WARPS
+    return (LONG_STAGES, LATENT_WARPS) if dim > LONG_HEAD else (STAGES, WARPS)
+
+
 def _num_kv_splits(tiles: int, kv_heads: int, blocks: int) -> int:
     """The number of programs that split the KV positions of a tile and KV head."""
     return max(1, min(PROGRAMS // (tiles * kv_heads), MAX_KV_SPLITS, blocks))
@@ -127,15 +137,15 @@ def _max_partials(tiles: int, kv_heads: int, blocks: int) -> int:
 
 
 @triton.jit
-def _split_kv(position, contiguous_until, newest, count, window, kv_splits, shared_chunks):  # type: ignore[no-untyped-def]
+def _split_kv(sight, contiguous_until, count, kv_splits, shared_chunks):  # type: ignore[no-untyped-def]
     """How programs split a tile: blocks per partial, first and end partial, blocks, tree_begin.
 
     A partial is one block or one KV chunk. `tree_begin` is the first position that is not contiguous for some
     row. The first `shared_chunks` KV chunks are left out: their partials are there already.
     """
-    tree_begin = tl.min(tl.where(contiguous_until > position, 1 << 30, contiguous_until), 0)
-    lowest = tl.maximum(tl.min(position, 0) - window + 1, 0) if window > 0 else 0
-    blocks, oldest = tl.where(count > 0, newest // _BLOCK + 1, 0), lowest // _BLOCK
+    first, last = sight
+    tree_begin = tl.min(tl.where(contiguous_until > last, 1 << 30, contiguous_until), 0)
+    blocks, oldest = tl.where(count > 0, tl.max(last, 0) // _BLOCK + 1, 0), tl.min(first, 0) // _BLOCK
     in_group: tl.constexpr = _MERGE_FAN_IN * _MERGE_FAN_IN
     few = (
         (blocks - oldest <= kv_splits)
@@ -166,7 +176,7 @@ def _attend_chunk(  # type: ignore[no-untyped-def]
     """The merged softmax of a span of blocks: contiguous blocks first, then tree blocks."""
     begin, end = span
     merged = empty_softmax(queries[0].shape[0], queries[0].shape[1])
-    newest = tl.max(sight[0], 0)
+    newest = tl.max(sight[1], 0)
     tree_blocks_begin = tl.maximum(tl.minimum(end, tile[3] // _BLOCK), begin)  # the first tree block
     for index in tl.range(begin, tree_blocks_begin, num_stages=stages):
         column = index * _BLOCK + tl.arange(0, _BLOCK)
@@ -227,6 +237,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     earliest,
     scale,
     heads: tl.constexpr,
+    groups: tl.constexpr,  # of query heads
     kv_heads: tl.constexpr,
     dim: tl.constexpr,
     wide: tl.constexpr,  # dim, rounded up to a power of two
@@ -241,9 +252,10 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     has_sinks: tl.constexpr,
     rope: tl.constexpr,  # 0: no latents
     rope_wide: tl.constexpr,
+    chunk: tl.constexpr,  # 0: rows see more than their chunk
     pdl: tl.constexpr,
 ) -> None:
-    number, head, kv_split, kv_splits = (
+    number, group, kv_split, kv_splits = (
         tl.program_id(0),
         tl.program_id(1),
         tl.program_id(2),
@@ -252,17 +264,15 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     pdl_launch(pdl)
     # tables were written before this pass: they can be read before pdl_wait
     first, count = tl.load(tile_rows_at + number), tl.load(tile_counts_at + number)
-    in_tile, query_head, is_used = lanes_of_tile(head, count, heads, kv_heads, height, lanes)
+    in_tile, query_head, is_used = lanes_of_tile(group, count, heads, groups, height, lanes)
     row = first + tl.minimum(in_tile, tl.maximum(count - 1, 0))
     position, contiguous_until = tl.load(positions_at + row), tl.load(contiguous_until_at + row)
-    newest, sight = tl.max(position, 0), (position, window, earliest)
+    newest, sight = tl.max(position, 0), sight_of(position, window, earliest, chunk)
     shared_chunks = tl.load(shared_chunks_at + number) if has_shared else 0
-    each, begin, end, blocks, tree_begin = _split_kv(
-        position, contiguous_until, newest, count, window, kv_splits, shared_chunks
-    )
+    each, begin, end, blocks, tree_begin = _split_kv(sight, contiguous_until, count, kv_splits, shared_chunks)
     oldest = tl.where(shared_chunks > 0, 0, begin)  # the first partial to merge
     pages_at += tl.load(tile_pages_at + number)
-    pool = pool_of_head(keys_at, values_at, pages_at, head, kv_heads, dim, rope)
+    pool = pool_of_head(keys_at, values_at, pages_at, (group, groups), kv_heads, dim, rope)
     if begin + kv_split >= end:
         pdl_wait(pdl)  # no program may end before earlier kernels, not even of a padding tile
         return
@@ -303,7 +313,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             )
             if end - oldest > 1:
                 store_partial(merged, (line * max_partials + partial).to(tl.int64), partials_at, is_used, dim)
-    reduction = (counters_at + number * kv_heads + head, oldest, begin, end, kv_splits)
+    reduction = (counters_at + number * groups + group, oldest, begin, end, kv_splits)
     last, merged = _merge_if_last(merged, reduction, line * max_partials, partials_at, is_used, dim)
     if last:
         if has_sinks:
@@ -340,22 +350,23 @@ def attend(
     output is rounded to e4m3; heads have whole groups of 64 then. Where keys have latents (`scoring.rope`),
     these are the values, and `values` is not read.
     """
-    heads, rope = query.shape[1], scoring.rope
-    dim, kv_heads = query.shape[2] - rope, latent_groups(heads) if rope else keys.shape[1]
+    heads, rope, kv_heads = query.shape[1], scoring.rope, keys.shape[1]
+    dim, groups = query.shape[2] - rope, latent_groups(heads) if rope else scoring.groups or kv_heads
     tiles, pdl = len(tables.tile_rows), supports_pdl(query.device)
     if tables.prefill is not None:
         partials = scratch.partial_acc, scratch.partial_stats
         paged = tables.prefill, tables.positions, tables.pages, window, page_size
-        attend_prefill(query, keys, values, kv_heads, *paged, output, partials, scoring, earliest, scales)
+        attend_prefill(query, keys, values, groups, *paged, output, partials, scoring, earliest, scales)
     if not tiles:
         return
-    height, parts = tile_height(heads, kv_heads), _max_partials(tiles, kv_heads, scratch.blocks)
+    height, parts = tile_height(heads, groups), _max_partials(tiles, groups, scratch.blocks)
     if tables.shared_prefix is not None:
         assert window is None, "rows with windows do not see alike"
         to = scratch.partial_acc, scratch.partial_stats, parts
         paged_prefix = tables.shared_prefix, tables.pages, page_size
         attend_shared_prefix(query, keys, values, *paged_prefix, to, scoring, earliest)
-    _attention_kernel[(tiles, kv_heads, _num_kv_splits(tiles, kv_heads, scratch.blocks))](
+    stages, warps = _pipeline(dim, rope)
+    _attention_kernel[(tiles, groups, _num_kv_splits(tiles, groups, scratch.blocks))](
         query,
         keys,
         values,
@@ -379,13 +390,14 @@ def attend(
         earliest,
         scoring.scale(dim),
         heads,
+        groups,
         kv_heads,
         dim,
         max(16, triton.next_power_of_2(dim)),
         height,
-        height * triton.next_power_of_2(heads // kv_heads),
+        height * triton.next_power_of_2(heads // groups),
         page_size,
-        LATENT_STAGES if rope else STAGES,
+        stages,
         tables.paths is not None,
         scales is not None,
         tables.shared_prefix is not None,
@@ -393,8 +405,9 @@ def attend(
         scoring.sinks is not None,
         rope,
         max(16, triton.next_power_of_2(rope)),
+        scoring.chunk,
         pdl,
-        num_warps=LATENT_WARPS if rope else WARPS,
+        num_warps=warps,
         enable_fp_fusion=False,
         launch_pdl=pdl,
     )

@@ -7,6 +7,8 @@
     down         of every block
     combine      hidden += the weighted sum over a row's experts, in the order of its choice
 
+Where weights scale what experts read (Llama 4), `gate, up` applies them, and `combine` adds up.
+
 A pair is a row and one of its experts. The order of pairs in a list is arbitrary and has no effect: a row's
 results do not depend on its index in a tile, and are stored by pair. There are always programs for as many
 blocks as could be needed; those without one end at once.
@@ -56,6 +58,7 @@ def _block_pairs(  # type: ignore[no-untyped-def]
 def _gate_up_kernel(  # type: ignore[no-untyped-def]
     rows_at,
     factors_at,
+    shares_at,
     weight_at,
     scales_at,
     bias_at,
@@ -68,6 +71,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     block_line,
     activation: tl.constexpr,
     has_bias: tl.constexpr,
+    scales_inputs: tl.constexpr,  # weights scale what experts read
     chosen: tl.constexpr,
     columns: tl.constexpr,
     tokens: tl.constexpr,
@@ -86,6 +90,8 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         pair, is_there = _block_pairs(lists_at, list_line, expert, first, count, tokens, is_alone)
         matrix_tile, row = expert * tl.num_programs(0) + tile, pair // chosen
         factor = tl.load(factors_at + row)[None, :]
+        if scales_inputs:
+            factor *= tl.load(shares_at + pair)[None, :]
         total = matmul_split(
             rows_at,
             row,
@@ -105,9 +111,14 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         total = apply_scales(total, scales_at, matrix_tile, columns, packing) * factor
         if has_bias:
             total += tl.load(bias_at + matrix_tile * columns + tl.arange(0, columns)).to(tl.float32)[:, None]
-        gate, up = halves(total, columns, tokens)
-        mixed = activated(gate, up, activation)
-        offset = pair[None, :] * width + tile * (columns // 2) + tl.arange(0, columns // 2)[:, None]
+        is_gated: tl.constexpr = activation != "relu2"
+        written: tl.constexpr = columns // (2 if is_gated else 1)
+        if is_gated:
+            gate, up = halves(total, columns, tokens)
+            mixed = activated(gate, up, activation)
+        else:
+            mixed = activated(total, total, activation)
+        offset = pair[None, :] * width + tile * written + tl.arange(0, written)[:, None]
         tl.store(output_at + offset, mixed.to(output_at.dtype.element_ty), mask=is_there[None, :])
 
 
@@ -176,6 +187,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     width,
     chosen: tl.constexpr,
     group: tl.constexpr,
+    scales_inputs: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
     row, tile = tl.program_id(0), tl.program_id(1)
@@ -186,8 +198,11 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros([group], tl.float32)
     for rank in tl.static_range(chosen):
         pair = row * chosen + rank
-        share = tl.broadcast_to(tl.load(shares_at + pair), [group])
-        total = tl.fma(tl.load(outputs_at + pair * width + column), share, total)
+        output = tl.load(outputs_at + pair * width + column)
+        if scales_inputs:
+            total += output
+        else:
+            total = tl.fma(output, tl.broadcast_to(tl.load(shares_at + pair), [group]), total)
     hidden += total
     tl.store(hidden_at + row * width + column, hidden)
     tl.store(normed_at + row * width + column, (hidden * norm).to(normed_at.dtype.element_ty))
@@ -203,16 +218,18 @@ def add_experts(
     normed: Normed,
     routing: Routing,
     has_parts: bool = False,
+    scored: Normed | None = None,
 ) -> None:
     """Add the experts' output for norm(rows) to `hidden`, and prepare `normed` for the norm of this weight.
 
     Rows whose slot mapping is negative are padding; their results are undefined. With `has_parts`, the kernel
-    that wrote `read` has stored parts of the rows' scores.
+    that wrote `read` has stored parts of the rows' scores. The router reads `scored` instead, if given.
     """
+    scored = scored or read
     rows = len(slot_mapping)
     tokens = block_rows(mixture, rows)
     if not has_parts:
-        score_rows(read, mixture.router, routing.parts, routing.arrivals, routing.scores, rows)
+        score_rows(scored, mixture.router, routing.parts, routing.arrivals, routing.scores, rows)
     route(mixture, read, slot_mapping, routing, tokens, has_parts)
     _run_blocks(mixture, read, routing, rows, tokens)
     _combine(mixture, routing, hidden, norm, normed, rows)
@@ -230,6 +247,7 @@ def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, rows: int, tok
     _gate_up_kernel[grids[0]](
         read.rows,
         routing.factors,
+        routing.shares,
         gate_up.weight,
         gate_up.scales,
         gate_up.bias,
@@ -242,6 +260,7 @@ def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, rows: int, tok
         routing.blocks.shape[1],
         mixture.activation,
         gate_up.bias is not None,
+        mixture.moe.scaled_inputs,
         mixture.chosen,
         gate_up.tiling.columns,
         tokens,
@@ -296,6 +315,7 @@ def _combine(
         hidden.shape[1],
         mixture.chosen,
         hidden.shape[1] // groups,
+        mixture.moe.scaled_inputs,
         pdl,
         num_warps=1,
         enable_fp_fusion=False,

@@ -25,6 +25,7 @@ from paceline.backends.cuda.kernels.matmul import (
 from paceline.backends.cuda.kernels.matrix import MAX_TILES, Matrix, Normed, Scratch, launch_for
 from paceline.backends.cuda.kernels.pdl import pdl_sync
 from paceline.backends.cuda.kernels.router import Scores, prefetch_router, store_scores
+from paceline.models.config import UNGATED
 
 
 @triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
@@ -132,8 +133,9 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     pdl: tl.constexpr,
 ) -> None:
     pdl_sync(pdl)
-    half: tl.constexpr = tiles * columns // 2
-    column = tl.program_id(1) * half + tl.arange(0, half)
+    is_gated: tl.constexpr = activation != "relu2"
+    written: tl.constexpr = tiles * columns // (2 if is_gated else 1)
+    column = tl.program_id(1) * written + tl.arange(0, written)
     token = program_tokens(tokens)
     squares = load_squares(squares_at, token, groups, max_groups)
     last, total = matmul_tiles(
@@ -160,8 +162,11 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
         if rank > 0:
             both = tl.program_id(1) * tiles * columns + tl.arange(0, tiles * columns)
             total = add_low_rank(total, both, token, row_count, low_at, up_at, adapters_at, up_width, rank)
-        gate, up = halves(total, columns, tokens, tiles)
-        mixed = activated(gate, up, activation)
+        if is_gated:
+            gate, up = halves(total, columns, tokens, tiles)
+            mixed = activated(gate, up, activation)
+        else:
+            mixed = activated(total, total, activation)
         if quantizes:
             store_fp8(mixed, token, tl.program_id(1), padded_width, output_at, output_scales_at)
         else:
@@ -311,6 +316,7 @@ def gate_up(
 ) -> None:
     """Write activation(gate) * up of norm(rows), a `tile_pair`, to `output` [rows, half of the padded width].
 
+    Without a gate (UNGATED), activation(up) goes to `output` [rows, padded width].
     With `scales`, as of Normed, the output is quantized to e4m3. Adapters `change` gate and up.
     """
     launch, groups = launch_for(matrix, rows, _most_tiles(change)), normed.squares.shape[1]
@@ -325,7 +331,7 @@ def gate_up(
         scratch.counters,
         matrix.depth,
         rows,
-        matrix.padded_width // 2,
+        matrix.padded_width // (1 if activation in UNGATED else 2),
         groups,
         normed.size,
         normed.eps,

@@ -10,7 +10,8 @@ head), reads all positions that its rows see, and merges what it has computed wi
         at the end of a group (8 KV chunks), merge that into the result of the groups before, kept in memory
 
 That is the order of kernels/attention.py, and so are the bits. Rows are contiguous: their positions are
-their KV indices. Latents are so long that a program has 16 lanes for them, too.
+their KV indices. Latents, and heads that are as long, leave room for 16 lanes in a program: tiles of latents
+are smaller, and those of long heads are shared by several programs.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from paceline.backends.cuda.kernels.pdl import pdl_launch, pdl_wait, supports_pd
 from paceline.backends.cuda.kernels.scoring import Scoring
 from paceline.backends.cuda.kernels.softmax import (
     BLOCK,
+    LONG_HEAD,
+    LONG_STAGES,
     MERGE_FAN_IN,
     empty_softmax,
     key_products,
@@ -38,6 +41,7 @@ from paceline.backends.cuda.kernels.softmax import (
     pool_of_head,
     rows_of_lanes,
     scaled,
+    sight_of,
     store_partial,
     sum_of_weights,
     visible_positions,
@@ -96,10 +100,11 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     earliest,
     scale,
     heads: tl.constexpr,
+    groups: tl.constexpr,  # of query heads
     kv_heads: tl.constexpr,
     dim: tl.constexpr,
     wide: tl.constexpr,  # dim, rounded up to a power of two
-    height: tl.constexpr,  # rows of a tile
+    height: tl.constexpr,  # rows of a program
     lanes: tl.constexpr,
     page_size: tl.constexpr,
     stages: tl.constexpr,
@@ -109,25 +114,30 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     has_sinks: tl.constexpr,
     rope: tl.constexpr,  # 0: no latents
     rope_wide: tl.constexpr,
+    chunk: tl.constexpr,  # 0: rows see more than their chunk
+    is_long: tl.constexpr,  # heads are long, or latents: several programs may share a tile
     pdl: tl.constexpr,
 ) -> None:
     # the last tiles of a request see most: they start first
-    head, number = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
+    group, number = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     pdl_launch(pdl)
     first, count = tl.load(tile_rows_at + number), tl.load(tile_counts_at + number)
+    if is_long:
+        before = tl.program_id(2) * height
+        first, count = first + before, tl.minimum(tl.maximum(count - before, 0), height)
     if count == 0:
         pdl_wait(pdl)  # no program may end before earlier kernels
         return
-    in_tile, query_head, is_used = lanes_of_tile(head, count, heads, kv_heads, height, lanes)
+    in_tile, query_head, is_used = lanes_of_tile(group, count, heads, groups, height, lanes)
     per_group: tl.constexpr = fan_in * fan_in  # blocks
     row = first + tl.minimum(in_tile, count - 1)
     position = tl.load(positions_at + row)
-    oldest, newest, sight = tl.min(position, 0), tl.max(position, 0), (position, window, earliest)
-    lowest = tl.maximum(oldest - window + 1, 0) if window > 0 else 0
-    begin, end = lowest // (_BLOCK * fan_in) * fan_in, newest // _BLOCK + 1
-    whole = (oldest + 1) // _BLOCK  # all rows see all of the blocks below it, if there is no window
+    newest, sight = tl.max(position, 0), sight_of(position, window, earliest, chunk)
+    begin, end = tl.min(sight[0], 0) // (_BLOCK * fan_in) * fan_in, newest // _BLOCK + 1
+    # the positions that all rows see, and the blocks below their end
+    all_see, whole = tl.max(sight[0], 0), (tl.min(position, 0) + 1) // _BLOCK
     pages_at += tl.load(tile_pages_at + number)
-    pool = pool_of_head(keys_at, values_at, pages_at, head, kv_heads, dim, rope)
+    pool = pool_of_head(keys_at, values_at, pages_at, (group, groups), kv_heads, dim, rope)
     pdl_wait(pdl)
     line, partials_at = (row * heads + query_head).to(tl.int64), (partial_acc_at, partial_stats_at)
     queries = load_queries(query_at, line, is_used, dim, wide, rope, rope_wide)
@@ -140,10 +150,10 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         key = load_kv(pool[0], kv_slot, seen, pool[3], dim, wide)
         value = load_values(key, pool, kv_slot, seen, dim, rope)
         scores = scaled(key_products(queries, key, pool, kv_slot, seen, rope), scale, softcap)
-        if (index >= whole) | (window > 0) | (index * _BLOCK < earliest):
+        if (index >= whole) | (index * _BLOCK < all_see):
             scores = tl.where(visible_positions(column, sight), scores, float("-inf"))
         row_max, weights = weights_of(scores)
-        row_sum = tl.sum(weights, 1) if rope > 0 else sum_of_weights(weights)
+        row_sum = tl.sum(weights, 1) if is_long else sum_of_weights(weights)
         acc = tl.dot(weights.to(value.dtype), value)
         chunk_max, chunk_sum, chunk_acc = merge((chunk_max, chunk_sum, chunk_acc), (row_max, row_sum, acc))
         if index % fan_in == fan_in - 1:
@@ -170,7 +180,7 @@ def attend_prefill(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    kv_heads: int,
+    groups: int,
     tiles: PrefillTiles,
     positions: torch.Tensor,
     pages: torch.Tensor,
@@ -188,8 +198,10 @@ def attend_prefill(
     """
     heads, rope = query.shape[1], scoring.rope
     dim, pdl = query.shape[2] - rope, supports_pdl(query.device)
-    height = prefill_height(heads, kv_heads, rope > 0)
-    _prefill_kernel[(kv_heads, len(tiles.rows))](
+    height, is_long = prefill_height(heads, groups, rope > 0), rope > 0 or dim > LONG_HEAD
+    parts = min(height, LANES // LATENT_LANES) if is_long and not rope else 1  # of a tile
+    height //= parts
+    _prefill_kernel[(groups, len(tiles.rows), parts)](
         query,
         keys,
         values,
@@ -207,21 +219,24 @@ def attend_prefill(
         earliest,
         scoring.scale(dim),
         heads,
-        kv_heads,
+        groups,
+        keys.shape[1],
         dim,
         max(16, triton.next_power_of_2(dim)),
         height,
-        height * triton.next_power_of_2(heads // kv_heads),
+        height * triton.next_power_of_2(heads // groups),
         page_size,
-        STAGES,
+        LONG_STAGES if is_long and not rope else STAGES,
         MERGE_FAN_IN,
         scales is not None,
         scoring.softcap(dim),
         scoring.sinks is not None,
         rope,
         max(16, triton.next_power_of_2(rope)),
+        scoring.chunk,
+        is_long,
         pdl,
-        num_warps=LATENT_WARPS if rope else WARPS,
+        num_warps=LATENT_WARPS if is_long else WARPS,
         enable_fp_fusion=False,
         launch_pdl=pdl,
     )

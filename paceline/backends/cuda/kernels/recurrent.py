@@ -84,6 +84,18 @@ def _softplus(values):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _state_before(memory, before, first_at, stored_at, line: tl.constexpr, offset, mask):  # type: ignore[no-untyped-def]
+    """The state before a row: `memory`, that of the row before, unless `before` names another."""
+    if before == _NOTHING:
+        memory = tl.zeros_like(memory)
+    elif before == _FIRST:
+        memory = tl.load(first_at + offset, mask=mask, other=0.0)
+    elif before >= 0:
+        memory = tl.load(stored_at + before.to(tl.int64) * line + offset, mask=mask, other=0.0)
+    return memory
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _scan_states_kernel(  # type: ignore[no-untyped-def]
     projected_at,
     convolved_at,
@@ -113,6 +125,7 @@ def _scan_states_kernel(  # type: ignore[no-untyped-def]
     has_passed: tl.constexpr,
     heads: tl.constexpr,
     key_heads: tl.constexpr,
+    is_tiled: tl.constexpr,  # heads that share a key head are key_heads apart, else neighbours
     key_dim: tl.constexpr,
     value_dim: tl.constexpr,
     wide_key: tl.constexpr,
@@ -136,17 +149,12 @@ def _scan_states_kernel(  # type: ignore[no-untyped-def]
     stored_at += ((layer * stored_states).to(tl.int64) * heads + head) * size
     speed = tl.load(rates_at + layer * heads + head)
     bias = tl.load(rate_bias_at + layer * heads + head)
-    shared = head // (heads // key_heads) * key_dim
+    shared = (head % key_heads if is_tiled else head // (heads // key_heads)) * key_dim
     memory = tl.zeros([wide_key, block], tl.float32)
     for step in range(count):
         row = tl.load(rows_at + begin + step).to(tl.int64)
         before, after = tl.load(before_at + begin + step), tl.load(after_at + begin + step)
-        if before == _NOTHING:
-            memory = tl.zeros([wide_key, block], tl.float32)
-        elif before == _FIRST:
-            memory = tl.load(first_at + offset, mask=both, other=0.0)
-        elif before >= 0:
-            memory = tl.load(stored_at + before.to(tl.int64) * (heads * size) + offset, mask=both, other=0.0)
+        memory = _state_before(memory, before, first_at, stored_at, heads * size, offset, both)
         line_at, mixed_at = projected_at + row * width, convolved_at + row * channels
         keys = tl.load(mixed_at + key + shared + along, mask=in_key, other=0.0)
         queries = tl.load(mixed_at + query + shared + along, mask=in_key, other=0.0)
@@ -295,6 +303,7 @@ def scan_states(
         parameters.passed is not None,
         config.value_heads,
         config.key_heads,
+        config.tiled_values,
         config.key_dim,
         config.value_dim,
         triton.next_power_of_2(config.key_dim),

@@ -53,6 +53,7 @@ def _add_normed_kernel(  # type: ignore[no-untyped-def]
     padded,
     eps,
     scale,
+    layer_scale,
     has_added: tl.constexpr,
     has_output_norm: tl.constexpr,
     has_norm: tl.constexpr,
@@ -70,7 +71,7 @@ def _add_normed_kernel(  # type: ignore[no-untyped-def]
         added = tl.load(added_at + row * padded + part, mask=inside, other=0.0)
         if has_output_norm:
             added = _normed(added, output_norm_at, part, inside, size, eps, is_centered)
-        hidden += added * scale
+        hidden = (hidden + added * scale) * layer_scale
     else:
         hidden *= scale
     tl.store(hidden_at + row * padded + part, hidden, mask=inside)
@@ -89,11 +90,12 @@ def add_normed(
     norm: torch.Tensor | None,
     normed: Normed | None,
     rows: int,
+    layer_scale: float = 1.0,
 ) -> None:
     """Add what a block gives to `hidden`, after its norm, and write norm(hidden) to `normed`, if given.
 
     `hidden` and `added` are float32 [rows, padded hidden], the norms are weights [padded hidden]; None: no
-    norm. Without `added`, rows are embeddings, which are scaled.
+    norm. Without `added`, rows are embeddings, which are scaled. `layer_scale` is a factor of the sum.
     """
     pdl = supports_pdl(hidden.device)
     _add_normed_kernel[(rows,)](
@@ -106,6 +108,7 @@ def add_normed(
         hidden.shape[1],
         residual.eps,
         residual.embedding_scale if added is None else residual.scale,
+        layer_scale,
         added is not None,
         output_norm is not None,
         norm is not None,

@@ -30,6 +30,7 @@ class Mixture:
     activation: str = "silu"
     correction: torch.Tensor | None = None  # float32 [experts] added to scores, for the choice alone
     shared: int = 0  # experts after those that can be chosen
+    factors: torch.Tensor | None = None  # float32 [experts] of the weights of those that are chosen
 
     @property
     def experts(self) -> int:
@@ -264,6 +265,7 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     lists_at,
     blocks_at,
     correction_at,
+    expert_factors_at,
     bias_at,
     score_line,
     list_line,
@@ -279,6 +281,7 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     chosen_groups: tl.constexpr,
     group_experts: tl.constexpr,
     weight_scale: tl.constexpr,
+    has_factors: tl.constexpr,
     has_bias: tl.constexpr,
     parts: tl.constexpr,
     top_k: tl.constexpr,
@@ -321,6 +324,8 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     )
     if weight_scale != 1:
         shares *= weight_scale
+    if has_factors:
+        shares *= tl.load(expert_factors_at + best, mask=rank < top_k, other=0.0)
     if shared > 0:
         weight = tl.full([most_chosen], 1.0, tl.float32)
         if is_gated:
@@ -365,6 +370,7 @@ def route(
         routing.lists,
         routing.blocks,
         mixture.correction,
+        mixture.factors,
         bias,
         routing.scores.shape[1],
         routing.lists.shape[1],
@@ -380,6 +386,7 @@ def route(
         moe.chosen_groups,
         moe.group_experts,
         moe.weight_scale,
+        mixture.factors is not None,
         bias is not None,
         routing.parts.shape[1] if has_parts else 1,
         moe.experts_per_token,

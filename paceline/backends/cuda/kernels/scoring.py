@@ -17,11 +17,18 @@ class Scoring:
     cap: float = 0.0  # scores are cap * tanh(score / cap); 0: no cap
     sinks: torch.Tensor | None = None  # [heads] a score that takes a share of attention and has no value
     rope: int = 0  # keys are this many rotated numbers, then a latent, which is the value; 0: no latents
+    chunk: int = 0  # rows see the positions since the last multiple of it; 0: all
+    groups: int = 0  # of query heads, each with programs of its own; 0: one for each KV head
 
     @property
     def is_native(self) -> bool:
         """Whether CUDA C++ kernels compute such scores."""
-        return not self.cap and self.sinks is None and not self.rope
+        return not self.cap and self.sinks is None and self.shares_prefixes
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether rows with a common prefix can read it once, by kernels/shared_prefix.py."""
+        return not (self.rope or self.chunk or self.groups)
 
     def scale(self, dim: int) -> float:
         """The factor of products, or of their tanh, so that weights are powers of two."""

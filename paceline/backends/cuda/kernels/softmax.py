@@ -22,6 +22,8 @@ BLOCK = 64  # positions of a block
 MERGE_FAN_IN = 8  # blocks of a KV chunk, KV chunks of a group
 MAX_PATH = 64  # most non-contiguous positions of a path
 TREE_NUMBERS = 256  # of a key times the rows of a tile whose keys a tree block reads at once
+# heads beyond this size are as long as latents: keys and values of a block fill a multiprocessor's memory
+LONG_HEAD, LONG_STAGES = 256, 1
 _PATH_LENGTH, _LOG2_E, _TREE_NUMBERS = (
     tl.constexpr(MAX_PATH),
     tl.constexpr(LOG2_E),
@@ -51,12 +53,14 @@ def lanes_of_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def pool_of_head(  # type: ignore[no-untyped-def]
-    keys_at, values_at, pages_at, head, kv_heads: tl.constexpr, dim: tl.constexpr, rope: tl.constexpr
+    keys_at, values_at, pages_at, group, kv_heads: tl.constexpr, dim: tl.constexpr, rope: tl.constexpr
 ):
-    """The pool of a KV head, or of the latents that all groups of heads share."""
+    """The pool of a group's KV head, or of the latents that all groups share; `group`: number, and of all."""
+    number, groups = group
     if rope > 0:
         return keys_at + rope, keys_at, pages_at, dim + rope
     else:  # noqa: RET505 -- Triton compiles what follows a return
+        head = number // (groups // kv_heads)
         return keys_at + head * dim, values_at + head * dim, pages_at, kv_heads * dim
 
 
@@ -153,14 +157,22 @@ def key_products(queries, key, pool, kv_slot, seen, rope: tl.constexpr):  # type
     return products
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def sight_of(position, window, earliest, chunk: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first and the last position that each lane sees: its own, or the last of a window or chunk."""
+    first = tl.zeros_like(position) + earliest
+    if chunk > 0:
+        first = tl.maximum(first, position // chunk * chunk)
+    elif window > 0:
+        first = tl.maximum(first, position - window + 1)
+    return first, position
+
+
 @triton.jit
 def visible_positions(column, sight):  # type: ignore[no-untyped-def]
-    """Which positions each lane sees: [lanes, block]. `sight`: its position, the window, the earliest."""
-    position, window, earliest = sight
-    visible = (column[None, :] <= position[:, None]) & (column[None, :] >= earliest)
-    if window > 0:
-        visible &= position[:, None] - column[None, :] < window
-    return visible
+    """Which positions each lane sees: [lanes, block]. `sight` is that of `sight_of`."""
+    first, last = sight
+    return (column[None, :] >= first[:, None]) & (column[None, :] <= last[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
