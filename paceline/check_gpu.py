@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from paceline.backends.base import Backend
+from paceline.backends.fallbacks import fallbacks
 from paceline.backends.load import load_backend
 from paceline.backends.options import BackendOptions
 from paceline.check_digest import CONFIG as DIGEST_CONFIG
@@ -36,7 +37,24 @@ def compare_gpu() -> str:
         raise BackendError(f"logits differ from torch by {error:.1e} of the largest")
     if not np.array_equal(_in_chunks(ours, tokens), alone):
         raise BackendError("a prompt in two chunks, beside another request, has other bits than alone")
-    return f"logits within {error:.0e} of torch; the same bits alone, in chunks and beside another request"
+    _compile_native_kernel()
+    slower = "".join(f"; {by} instead of the kernel {name}" for name, by in fallbacks().items())
+    same = "the same bits alone, in chunks and beside another request"
+    return f"logits within {error:.0e} of torch; {same}{slower}"
+
+
+def _compile_native_kernel() -> None:
+    """Compile one kernel in CUDA C++, where the GPU has them: if it fails, it is among the fallbacks."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    from paceline.backends.cuda.many_rows import many_rows_kernel
+    from paceline.backends.cuda.weight_pipeline import supports_pipeline
+
+    device = torch.device("cuda")
+    if supports_pipeline(device):
+        many_rows_kernel("project", 128, 128, device)
 
 
 def _random_tensors(random: np.random.Generator) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from paceline.backends.fallbacks import fallbacks
 from paceline.core.stats import StepStats
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.client import EngineClient
@@ -166,6 +167,9 @@ class Page(Collector):
         }
         for name, (words, value) in gauges.items():
             yield self._gauge(name, words, [({}, value)])
+        slower = [({"kernel": name}, 1.0) for name in fallbacks()]
+        words = "1 for each GPU kernel that failed to compile: a slower one runs instead."
+        yield self._gauge("kernel_fallbacks", words, slower)
         if (kv := self._view.cache) is not None:
             config = {
                 "block_size": str(kv.page_size),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from paceline.backends import fallbacks
 from paceline.core.params import SamplingParams
 from paceline.core.request import Status
 from paceline.core.stats import ControlFacts, DraftFacts, StepStats
@@ -203,6 +204,14 @@ def test_failures_refusals_and_aborts_are_counted() -> None:
     assert total(found, http, path="", status="404") == 1  # unknown paths are not labels
     assert total(found, http, path="", status="400") == 1
     assert total(found, "paceline:engine_healthy") == 1
+
+
+def test_kernels_that_a_slower_one_replaces_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fallbacks, "_replaced", {})
+    fallbacks.record_fallback("many_rows", "Triton's kernels run", OSError("NVRTC is missing"))
+    page = Page(View(Metrics("m", 4, {}), StepStats(), healthy=True))
+    shown = [own.samples for own in page.collect() if own.name == "paceline:kernel_fallbacks"]
+    assert [(sample.labels["kernel"], sample.value) for sample in shown[0]] == [("many_rows", 1.0)]
 
 
 def test_the_parts_of_a_steps_time_add_up() -> None:

@@ -19,8 +19,9 @@ from paceline.backends.cuda.kernels.linear import gate_up, project
 from paceline.backends.cuda.kernels.matrix import Normed, Scratch, padded_rows, scratch_for
 from paceline.backends.cuda.kernels.residual import plain
 from paceline.backends.cuda.kernels.row_tables import RowTables
+from paceline.backends.cuda.kv_pool import Pool
 from paceline.backends.cuda.vocabulary import embed_tokens
-from paceline.backends.cuda.workspace import Pool, Workspace
+from paceline.backends.cuda.workspace import Workspace
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ not create TMA descriptors. The driver does all three, through ctypes.
 from __future__ import annotations
 
 import ctypes
-import logging
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,8 +17,7 @@ from typing import Any
 import torch
 
 from paceline.backends.cuda.compiling import compiled, on_device
-
-logger = logging.getLogger(__name__)
+from paceline.backends.fallbacks import record_fallback
 
 BFLOAT16 = 9  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
 SWIZZLE_128B = 3  # CU_TENSOR_MAP_SWIZZLE_128B
@@ -66,10 +64,8 @@ def compiler() -> Callable[..., Any] | None:
     """
     found: Callable[..., Any] | None = getattr(torch.cuda, "_compile_kernel", None)
     if found is None:
-        logger.warning(
-            "Triton's kernels run where those in CUDA C++ are faster: this torch has no "
-            "torch.cuda._compile_kernel. Install torch 2.11, which has it."
-        )
+        why = "this torch has no torch.cuda._compile_kernel. Install torch 2.11, which has it."
+        record_fallback("all in CUDA C++", "Triton's kernels run", why)
     return found
 
 
@@ -202,5 +198,5 @@ def native_kernel(
     try:
         return NativeKernel(defined + instructions + source, name, shared_bytes, device)
     except Exception as error:  # a private function of torch may raise anything
-        logger.warning("%s runs as kernels of Triton, since the one in CUDA C++ failed: %s", name, error)
+        record_fallback(name, "Triton's kernels run", error)
         return None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.backends import fallbacks
 from paceline.backends.cuda import decode_attention, fused_layer, logits, native, persistent
 from paceline.backends.cuda.kernels import attention
 from paceline.backends.cuda.kernels.matrix import Tiling
@@ -122,12 +123,14 @@ def test_what_cannot_be_compiled_is_left_to_triton(
 
     monkeypatch.setattr(native, "compiler", lambda: compiler)
     monkeypatch.setattr(native, "NativeKernel", fail)
+    monkeypatch.setattr(fallbacks, "_replaced", {})
     with caplog.at_level(logging.WARNING):
         assert (
             native.native_kernel("decode_attention", ["decode_attention"], {}, "", 0, torch.device("cuda"))
             is None
         )
     assert ("no such driver" in caplog.text) == (compiler is not None)
+    assert [*fallbacks.fallbacks()] == ["decode_attention"] * (compiler is not None)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs the CUDA driver")
