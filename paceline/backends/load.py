@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from paceline.backends.base import AssistantRunner, Backend, BlockRunner, HeadRunner, MedusaRunner
 from paceline.backends.options import BackendOptions
-from paceline.errors import BackendError, ConfigError
+from paceline.errors import BackendError
 from paceline.extras import needs_extra
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.assistant import AssistantCheckpoint
@@ -67,18 +67,19 @@ def load_medusa_runner(
 
 
 def load_assistant_runner(checkpoint: AssistantCheckpoint, beside: Backend) -> AssistantRunner:
-    """A runner of the assistant beside its target. ConfigError where the backend has none."""
+    """A runner of the assistant beside its target."""
     if beside.name == "cpu":
         from paceline.backends.cpu import CpuBackend
         from paceline.backends.cpu.assistant_runner import CpuAssistantRunner
 
         assert isinstance(beside, CpuBackend)
         return CpuAssistantRunner(checkpoint, beside)
-    if beside.name != "torch":
-        raise ConfigError(
-            f"the {beside.name} backend does not run assistants. Use the torch or cpu backend, or another "
-            "method."
-        )
+    if beside.name == "cuda":
+        from paceline.backends.cuda.assistant_runner import CudaAssistantRunner
+        from paceline.backends.cuda.backend import CudaBackend
+
+        assert isinstance(beside, CudaBackend)
+        return CudaAssistantRunner.load(checkpoint, beside)
     from paceline.backends.torch_assistant_runner import TorchAssistantRunner
     from paceline.backends.torch_backend import TorchBackend
 

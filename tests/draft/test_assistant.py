@@ -319,9 +319,3 @@ def test_what_does_not_fit_is_refused(loaded, knowing):
         AssistantDrafter.load(HeadOptions(model=str(knowing[0])), target)
     with pytest.raises(ConfigError, match="assistant:PATH"):
         AssistantDrafter.load(HeadOptions(), target)
-
-    class Cuda:
-        name = "cuda"
-
-    with pytest.raises(ConfigError, match="cuda backend does not run assistants"):
-        load_assistant_runner(load_assistant(folder), Cuda())

@@ -128,7 +128,9 @@ class _LayerLoader:
             mlps = ["mlp"] if moe is None else self._experts(moe)
             mlp = self._feed_forward(mlps, moe is not None and moe.biases)
         if mixer is None:
-            into, out = recurrence or mlp or ()  # a layer has one of them at least
+            first = recurrence or mlp
+            assert first is not None, "a layer has one of them at least"
+            into, out = first
             mixer = Layer(None, into, None, out, None, into, out, attends=False)
         gate_up, down = mlp or (mixer.qkv, mixer.output)
         followed = replace(

@@ -111,6 +111,30 @@ def run_head_layer(
         _finish_layer(weights, 0, workspace, tables)
 
 
+def run_assistant_layers(
+    weights: Weights, workspace: Workspace, tables: RowTables, pool: Pool, page_size: int
+) -> None:
+    """Run the layers of an assistant, which read keys and values of its target's pool, over these rows.
+
+    `workspace.hidden` is their residual stream. Positions in `tables` are of the last token that a row sees,
+    one before its own.
+    """
+    assert weights.residual is not None
+    config, rows, rotated = (
+        weights.config,
+        len(tables.positions),
+        replace(tables, positions=tables.positions + 1),
+    )
+    norm, reader = read_next(weights, workspace, -1)
+    as_it_is = replace(weights.residual, embedding_scale=1.0)
+    add_normed(as_it_is, workspace.hidden, None, None, norm, reader, rows)
+    for index, layer in enumerate(weights.layers):
+        (keys, values), window = pool.layer(config.kv_layer(index)), config.window(index)
+        _project_qkv(layer, workspace, rotated, keys, values, config.rms_norm_eps)
+        _attend(layer, workspace, tables, keys, values, None if window is None else window - 1, page_size)
+        _finish_layer(weights, index, workspace, rotated)
+
+
 def _embed(weights: Weights, workspace: Workspace, tokens: torch.Tensor) -> None:
     """Begin the residual stream of these tokens."""
     hidden, residual, buffers = workspace.hidden, weights.residual, workspace.residual
