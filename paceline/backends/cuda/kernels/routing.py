@@ -255,6 +255,31 @@ def _weigh(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _join_lists(  # type: ignore[no-untyped-def]
+    best,
+    is_real,
+    counts_at,
+    lists_at,
+    blocks_at,
+    list_line,
+    block_line,
+    counted,  # all experts
+    chosen: tl.constexpr,
+    tokens: tl.constexpr,
+    most_counts: tl.constexpr,
+    most_blocks: tl.constexpr,
+) -> None:
+    """Add a row's pairs to the lists of its experts; the last program to finish cuts them into blocks."""
+    row, rank = tl.program_id(0), tl.arange(0, best.shape[0])
+    is_chosen = rank < tl.where(is_real, chosen, 0)
+    slot = tl.atomic_add(counts_at + best, tl.full(best.shape, 1, tl.int32), mask=is_chosen)
+    tl.store(lists_at + best * list_line + slot, row * chosen + rank, mask=is_chosen)
+    tl.debug_barrier()
+    if tl.atomic_add(counts_at + counted, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        _cut(counts_at, blocks_at, counted, block_line, tokens, most_counts, most_blocks)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _route_kernel(  # type: ignore[no-untyped-def]
     scores_at,
     squares_at,
@@ -298,7 +323,8 @@ def _route_kernel(  # type: ignore[no-untyped-def]
     pdl: tl.constexpr,
 ) -> None:
     pdl_sync(pdl)
-    row, chosen = tl.program_id(0), top_k + shared
+    row = tl.program_id(0)
+    chosen: tl.constexpr = top_k + shared
     one, rank = row + tl.arange(0, 1), tl.arange(0, most_chosen)
     is_real = tl.load(slot_mapping_at + row) >= 0  # padding rows have no experts
     factor = norm_factor(load_squares(squares_at, one, groups, max_groups), size, eps)
@@ -340,13 +366,20 @@ def _route_kernel(  # type: ignore[no-untyped-def]
         tl.store(blocks_at + rank, best, mask=rank < chosen)
         tl.store(blocks_at + 2 * block_line + rank, tl.where(is_real, 1, 0) + rank * 0, mask=rank < chosen)
     else:
-        is_chosen = rank < tl.where(is_real, chosen, 0)
-        slot = tl.atomic_add(counts_at + best, tl.full([most_chosen], 1, tl.int32), mask=is_chosen)
-        tl.store(lists_at + best * list_line + slot, row * chosen + rank, mask=is_chosen)
-        tl.debug_barrier()
-        counted = experts + shared
-        if tl.atomic_add(counts_at + counted, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-            _cut(counts_at, blocks_at, counted, block_line, tokens, most_counts, most_blocks)
+        _join_lists(
+            best,
+            is_real,
+            counts_at,
+            lists_at,
+            blocks_at,
+            list_line,
+            block_line,
+            experts + shared,
+            chosen,
+            tokens,
+            most_counts,
+            most_blocks,
+        )
 
 
 def route(
