@@ -88,7 +88,7 @@ SHAPES = {
         temperature=Temperature(0.1, 32, 1, with_rope=False),
         unit_qk=True,
         moe=MoeConfig(
-            *(16, 1, 8192, False, frozenset({0, 1})),
+            *(4, 1, 8192, False, frozenset({0, 1})),
             scoring="sigmoid",
             shared_intermediate_size=8192,
             scaled_inputs=True,
