@@ -34,23 +34,17 @@ ATTENTION_BLOCKS = frozenset(
 )
 # of families with recurrent layers
 HYBRID_BLOCKS = frozenset((*RECURRENT_WORDS.values(), "gated attention", "gated shared experts"))
-# Blocks that a backend has kernels for, as ModelConfig.beyond_llama names them; torch has all
-BACKEND_BLOCKS = {
-    "cpu": ATTENTION_BLOCKS
+KNOWN_BLOCKS = (
+    ATTENTION_BLOCKS
     | HYBRID_BLOCKS
     | {"relu2 activations", "layers of one block", "attention beside a recurrence", "tiled value heads"}
     | {"latent attention", "scaled queries", "chunked attention", "norms without weights"}
     | {"experts with scaled inputs", "experts with norms of their own"}
     | {"layers with different heads", "layers with different MLPs"}
-    | {"layers that share keys and values", "scaled layers", "per-layer embeddings"},
-    "cuda": ATTENTION_BLOCKS
-    | HYBRID_BLOCKS
-    | {"latent attention", "scaled queries", "chunked attention", "norms without weights"}
-    | {"experts with scaled inputs", "layers with different heads", "layers with different MLPs"}
     | {"layers that share keys and values", "scaled layers", "per-layer embeddings"}
-    | {"relu2 activations", "layers of one block", "attention beside a recurrence"}
-    | {"experts with norms of their own", "tiled value heads"},
-}
+)
+# Blocks that a backend has kernels for, as ModelConfig.beyond_llama names them; torch has all
+BACKEND_BLOCKS = {"cpu": KNOWN_BLOCKS, "cuda": KNOWN_BLOCKS}
 
 CACHED_BYTES = {"cpu": 2, "torch": 4, "cuda": 2}  # of a value of the KV cache, by default
 

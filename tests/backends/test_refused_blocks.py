@@ -11,12 +11,8 @@ import torch
 from paceline.backends.load import load_backend
 from paceline.backends.options import BackendOptions
 from paceline.errors import BackendError, UnsupportedModelError
-<<<<<<< HEAD
 from paceline.models.config import Temperature
-from paceline.models.needs import missing_blocks
-=======
 from paceline.models.needs import BACKEND_BLOCKS, missing_blocks
->>>>>>> e4d0a0e5 (Run Gemma 4, Llama 4, Falcon-H1, Nemotron-H and tiled value heads on cuda: only torch and cpu had their blocks)
 from paceline.models.registry import load_checkpoint
 from paceline.train.sequences import load_target
 from tests.tiny import save_checkpoint

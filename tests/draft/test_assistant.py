@@ -311,7 +311,7 @@ def test_it_is_named_by_its_folder(knowing):
 
 
 def test_what_does_not_fit_is_refused(loaded, knowing):
-    _, _, checkpoint, backend, folder = loaded
+    _, _, checkpoint, backend, _ = loaded
     target = target_of(checkpoint, backend)
     with pytest.raises(HeadMismatchError, match="32 tokens and hidden size 64"):
         AssistantDrafter.load(HeadOptions(model=str(knowing[1])), target)
