@@ -49,12 +49,12 @@ def _compile_native_kernel() -> None:
 
     if not torch.cuda.is_available():
         return
-    from paceline.backends.cuda.many_rows import many_rows_kernel
+    from paceline.backends.cuda.prefill_attention import prefill_kernel
     from paceline.backends.cuda.weight_pipeline import supports_pipeline
 
     device = torch.device("cuda")
     if supports_pipeline(device):
-        many_rows_kernel("project", 128, 128, device)
+        prefill_kernel(heads=8, kv_heads=2, page_size=16, scale=1.0, device=device)
 
 
 def _random_tensors(random: np.random.Generator) -> dict[str, Tensor]:
