@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 SPARE_TOKENS = 64  # tokens reserved at once, so that few passes have to send new page numbers
 MAX_DRAFTS = 10  # draft plans with buffers on the device; others go through the host
-MAX_DRAFT_ROWS = 512  # of a pass with trees or with longer drafts than a head's; more have no buffers
+MAX_DRAFT_ROWS = 512  # of a pass with longer drafts than a head's; more have no buffers
+MAX_TREE_ROWS = 128  # of a pass with trees: with more rows a GPU multiplies longer than it loads weights
 
 
 class DeviceExecutor:
@@ -104,7 +105,7 @@ class DeviceExecutor:
             if draft is None or (draft.reads_texts and not decoder.supports_lookup):
                 return None
             if draft.nodes or draft.from_texts or (draft.network_length or draft.length) < draft.length:
-                most = max(1, MAX_DRAFT_ROWS // (1 + plan.nodes))
+                most = max(1, (MAX_TREE_ROWS if draft.nodes else MAX_DRAFT_ROWS) // (1 + plan.nodes))
                 draft = replace(draft, max_requests=min(most, draft.max_requests or most))
             self._drafts[plan] = draft
         return self._drafts.get(plan)

@@ -225,11 +225,11 @@ class TreeDrafter(ScriptedDrafter):
         return replace(chain, branching=plan.branching, nodes=plan.nodes) if plan.branching > 1 else chain
 
 
-@pytest.mark.parametrize("most_rows", [512, 8])
+@pytest.mark.parametrize("most_rows", [128, 8])
 def test_a_tree_on_the_device_has_pages_for_all_nodes_and_is_a_chain_where_its_buffers_end(
     most_rows, monkeypatch
 ):
-    monkeypatch.setattr(device_executor, "MAX_DRAFT_ROWS", most_rows)
+    monkeypatch.setattr(device_executor, "MAX_TREE_ROWS", most_rows)
     drafter = TreeDrafter({tuple(prompt(number, 9)): [] for number in range(3)}, "right")
     plan = DraftPlan("scripted", 7, branching=3, depth=2)
     engine = toy_engine(
@@ -244,7 +244,7 @@ def test_a_tree_on_the_device_has_pages_for_all_nodes_and_is_a_chain_where_its_b
     assert [outcome(request) for request in requests] == [
         alone(prompt(number, 9), params(number)) for number in range(3)
     ]
-    assert {nodes for nodes, _ in shapes} == ({7} if most_rows == 512 else {2, 7})  # 7 for the last request
+    assert {nodes for nodes, _ in shapes} == ({7} if most_rows == 128 else {2, 7})  # 7 for the last request
 
 
 def test_step_stats_are_those_of_the_pass_that_was_read():
