@@ -105,6 +105,4 @@ def multiply(tensor: Tensor, quantization: str, activations: Floats) -> Floats:
 def _multiply(run, matrix, inputs, records, out, rows, groups, tiles, quantized):  # type: ignore[no-untyped-def]
     for row in range(rows):
         write_records(inputs + row * groups * 4 * GROUP, groups, records, rows, row, quantized)
-    for tile in range(tiles):
-        place = out + tile * 4 * COLUMNS
-        multiply_rows(run, matrix, tile, records, rows, rows, place, tiles * 4 * COLUMNS, 0, 0)
+    multiply_rows(run, matrix, 0, tiles, records, rows, rows, out, tiles * 4 * COLUMNS, 0, 0)

@@ -17,7 +17,7 @@ from paceline.backends.cpu.matmul import multiply_rows, run_tile
 from paceline.backends.cpu.packing import pack
 from paceline.backends.cpu.residual import read_embedding
 from paceline.backends.cpu.rows import write_records
-from paceline.backends.cpu.tiles import COLUMNS, GROUP, RECORD
+from paceline.backends.cpu.tiles import GROUP, RECORD
 from paceline.backends.head_chains import RIVALS
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.models.heads.checkpoint import HeadCheckpoint
@@ -77,9 +77,7 @@ def add_markov(weights, previous, logits):  # type: ignore[no-untyped-def]
     values, records = weights.floats.ctypes.data, weights.records.ctypes.data
     read_embedding(table, previous, values)
     write_records(values, weights.descriptors[0, 2], records, 1, 0, weights.quantized)
-    for tile in range(weights.descriptors[1, 3]):
-        place = logits + 4 * COLUMNS * tile
-        multiply_rows(weights.run_tile, matrix, tile, records, 1, 1, place, 0, 0, 1)
+    multiply_rows(weights.run_tile, matrix, 0, weights.descriptors[1, 3], records, 1, 1, logits, 0, 0, 1)
 
 
 @compiled

@@ -159,7 +159,9 @@ def project_experts(tasks, job, counter, layer):  # type: ignore[no-untyped-def]
         bias = _biases(job, layer, expert)
         if bias != 0:
             bias += 4 * (2 * field(job, EXPERT_WIDTH) + COLUMNS * tile)
-        multiply_rows(field(job, RUN_TILE), matrix, tile, records, rows, rows, out, 4 * padded, bias, 0)
+        multiply_rows(
+            field(job, RUN_TILE), matrix, tile, tile + 1, records, rows, rows, out, 4 * padded, bias, 0
+        )
 
 
 @compiled

@@ -36,9 +36,9 @@ _switch = switch(2, TILE_ARGUMENTS, tile_table())
 
 
 @kernel(types.int64, types.int64, *TILE_ARGUMENTS)
-def run_tile(weight_format, rows, weights, records, stride, groups, out, out_stride, bias, added):  # type: ignore[no-untyped-def]
+def run_tile(weight_format, rows, weights, records, stride, groups, out, out_stride, bias, added, tiles):  # type: ignore[no-untyped-def]
     """The tile of a format and a number of rows, or, for 0 rows, the tile unpacked to `out`."""
-    _switch(weight_format, rows, weights, records, stride, groups, out, out_stride, bias, added)
+    _switch(weight_format, rows, weights, records, stride, groups, out, out_stride, bias, added, tiles)
 
 
 _call_tile = caller(types.int64, types.int64, *TILE_ARGUMENTS)
@@ -54,11 +54,16 @@ def unit_bytes(groups):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def tiles_at_once(matrix, rows, tiles, space):  # type: ignore[no-untyped-def]
-    """How many of `tiles` tiles can be unpacked into `space` bytes of scratch memory, at least one."""
+def tiles_of_task(matrix, rows, threads, space):  # type: ignore[no-untyped-def]
+    """How many tiles of a matrix a thread takes at once: an eighth of its share, at most 16.
+
+    Of tiles that are unpacked first, into `space` bytes of scratch memory, a quarter: so rows are read less.
+    """
+    tiles = load_int64(matrix + 24)
     if _UNPACK_ROWS == 0 or rows < _UNPACK_ROWS:
-        return tiles
-    return max(1, min(tiles, (space - _LINE) // (load_int64(matrix + 16) * COLUMNS * UNPACKED6_BYTES)))
+        return max(1, min(16, tiles // (8 * threads)))
+    room = (space - _LINE) // (load_int64(matrix + 16) * COLUMNS * UNPACKED6_BYTES)
+    return max(1, min(room, max(2, tiles // (4 * threads))))
 
 
 @compiled
@@ -75,7 +80,7 @@ def unpack_tiles(run_tile, matrix, first, last, rows, scratch):  # type: ignore[
     source, step, target = load_int64(matrix), load_int64(matrix + 32), scratch + _LINE
     for tile in range(first, last):
         place = target + (tile - first) * size
-        _call_tile(run_tile, weight_format, 0, source + tile * step, 0, 0, groups, place, 0, 0, 0)
+        _call_tile(run_tile, weight_format, 0, source + tile * step, 0, 0, groups, place, 0, 0, 0, 1)
     store_int64(scratch, target - first * size)
     store_int64(scratch + 8, unpacked)
     store_int64(scratch + 16, groups)
@@ -85,35 +90,28 @@ def unpack_tiles(run_tile, matrix, first, last, rows, scratch):  # type: ignore[
 
 
 @compiled
-def multiply_rows(run_tile, matrix, tile, records, stride, count, out, out_stride, bias, added):  # type: ignore[no-untyped-def]
-    """The first `count` rows of the records times tile `tile` of a matrix.
+def multiply_rows(run_tile, matrix, first, last, records, stride, count, out, out_stride, bias, added):  # type: ignore[no-untyped-def]
+    """The first `count` rows of the records times tiles first..last of a matrix, side by side at `out`.
 
-    `run_tile` is the address of that kernel; two groups are `stride` records apart. Writes 16 floats a row to
-    `out`, or adds them; see tiles.py for the last four arguments.
+    `run_tile` is the address of that kernel; two groups are `stride` records apart. Writes 16 floats a row
+    and tile, or adds them; see tiles.py for the last four arguments.
     """
-    largest = _LARGEST
+    largest, together = _LARGEST, 1  # rows and tiles of a call
     if _HAS_PRODUCTS and load_int64(matrix + 8) in (UNPACKED4, UNPACKED6):
-        largest = MATRIX_ROWS
         if count % MATRIX_ROWS:  # of fewer rows, the packed tile
-            matrix, largest = load_int64(matrix + DESCRIPTOR), _LARGEST
+            matrix = load_int64(matrix + DESCRIPTOR)
+        else:
+            largest, together = MATRIX_ROWS, last - first
     weight_format, groups = load_int64(matrix + 8), load_int64(matrix + 16)
-    weights = load_int64(matrix) + tile * load_int64(matrix + 32)
     size = 4 * GROUP if weight_format == FLOAT32 else RECORD
-    row = 0
-    while row < count:
-        step = min(count - row, largest)
-        place, target = records + row * size, out + row * out_stride
-        _call_tile(
-            run_tile,
-            weight_format,
-            step,
-            weights,
-            place,
-            stride * size,
-            groups,
-            target,
-            out_stride,
-            bias,
-            added,
-        )
-        row += step
+    for tile in range(first, last, together):
+        weights, columns = load_int64(matrix) + tile * load_int64(matrix + 32), 4 * COLUMNS * (tile - first)
+        tile_bias, row = bias + columns if bias != 0 else 0, 0
+        while row < count:
+            step = min(count - row, largest)
+            place, target = records + row * size, out + columns + row * out_stride
+            _call_tile(
+                run_tile, weight_format, step, weights, place, stride * size, groups, target, out_stride,
+                tile_bias, added, together,
+            )  # fmt: skip
+            row += step

@@ -22,7 +22,7 @@ from paceline.backends.cpu.job import (
     take,
 )
 from paceline.backends.cpu.low_rank import add_low_rank
-from paceline.backends.cpu.matmul import multiply_rows, tiles_at_once, unit_bytes, unpack_tiles
+from paceline.backends.cpu.matmul import multiply_rows, tiles_of_task, unit_bytes, unpack_tiles
 from paceline.backends.cpu.rows import (
     RELU2,
     ROW_BLOCK,
@@ -56,7 +56,7 @@ def project_heads(  # type: ignore[no-untyped-def]
     groups, tiles = load_int64(matrix + 16), load_int64(matrix + 24)
     run_tile, stride, own_tiles = field(job, RUN_TILE), record_stride(rows), tiles // heads
     own_bytes = groups * stride * (RECORD if field(job, QUANTIZED) else 4 * GROUP)
-    chunk = tiles_at_once(matrix, rows, max(1, min(16, tiles // (8 * tasks[1]))), UNPACKED_SPACE)
+    chunk = tiles_of_task(matrix, rows, tasks[1], UNPACKED_SPACE)
     while True:
         first, last = take(tasks, counter, tiles, chunk)
         if first >= tiles:
@@ -65,14 +65,17 @@ def project_heads(  # type: ignore[no-untyped-def]
         for row in range(0, rows, ROW_BLOCK):
             count = min(ROW_BLOCK, rows - row)
             block = record_block(records, row, rows, heads * groups, field(job, QUANTIZED))
-            for tile in range(first, last):
+            tile = first
+            while tile < last:
                 head = tile // own_tiles
+                end = min(last, own_tiles * (head + 1))
                 tile_bias = bias + 4 * COLUMNS * tile if bias != 0 else 0
                 place = out + row * out_stride + head * head_stride + 4 * COLUMNS * (tile - head * own_tiles)
                 multiply_rows(
-                    run_tile, weights, tile, block + head * own_bytes, stride, count, place, out_stride,
+                    run_tile, weights, tile, end, block + head * own_bytes, stride, count, place, out_stride,
                     tile_bias, added,
                 )  # fmt: skip
+                tile = end
 
 
 @compiled
@@ -105,18 +108,13 @@ def gate_unit(  # type: ignore[no-untyped-def]
     first, last, unpacked_at = GROUP // COLUMNS * unit, GROUP // COLUMNS * (unit + 1), scratch + GATED_BYTES
     gates = unpack_tiles(run_tile, gates, first, last, rows, unpacked_at)
     ups = unpack_tiles(run_tile, ups, first, last, rows, unpacked_at + unit_bytes(load_int64(gates + 16)))
+    gate_bias = gate_biases + 4 * GROUP * unit if gate_biases != 0 else 0
+    up_bias = up_biases + 4 * GROUP * unit if up_biases != 0 else 0
     for start in range(0, rows, ROW_BLOCK):
         count, source = min(ROW_BLOCK, rows - start), records + start // ROW_BLOCK * block
-        for part in range(GROUP // COLUMNS):
-            tile, place = first + part, 4 * COLUMNS * part
-            gate_bias = gate_biases + 4 * COLUMNS * tile if gate_biases != 0 else 0
-            multiply_rows(
-                run_tile, gates, tile, source, stride, count, scratch + place, 4 * GROUP, gate_bias, 0
-            )
-            if activation == RELU2:  # which has no gate
-                continue
-            up_bias = up_biases + 4 * COLUMNS * tile if up_biases != 0 else 0
-            multiply_rows(run_tile, ups, tile, source, stride, count, ups_at + place, 4 * GROUP, up_bias, 0)
+        multiply_rows(run_tile, gates, first, last, source, stride, count, scratch, 4 * GROUP, gate_bias, 0)
+        if activation != RELU2:  # which has no gate
+            multiply_rows(run_tile, ups, first, last, source, stride, count, ups_at, 4 * GROUP, up_bias, 0)
         for row in range(count):
             values = scratch + 4 * GROUP * row
             if layer >= 0:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from llvmlite import ir
@@ -58,7 +59,7 @@ class Tile:
     def __init__(self, builder: ir.IRBuilder, rows: int, isa: Isa, args: list[Any]) -> None:
         self.builder, self.rows, self.isa = builder, rows, isa
         self.weights, self.activations, self.group_stride, self.groups = args[:4]
-        self.out, self.out_stride, self.bias, self.added = args[4:]
+        self.out, self.out_stride, self.bias, self.added = args[4:8]
         self.columns, self.width = isa.columns, 16 if isa.wide_registers else 8
         self.floats, self.ints = ir.VectorType(ir.FloatType(), self.width), ir.VectorType(I32, self.width)
         self.bytes = ir.VectorType(I8, 4 * self.width)
@@ -322,8 +323,10 @@ class Tile:
             if minimum is not None:
                 self.accumulate(row, start, minimum(), self.spread(group, row, SCALED_SUM, self.floats))
 
-    def begin_unpacked(self, group_bytes: int, depth: int) -> None:
-        """Prepare for unpacked weights: bytes of a group and column, and k of a scale."""
+    @contextmanager
+    def unpacked_tiles(self, group_bytes: int, depth: int) -> Iterator[None]:
+        """Around the code of a tile of unpacked weights: bytes of a group and column, and k of a scale."""
+        yield
 
     def unpacked_dots(self, group: Any, address: Any, start: int) -> Iterator[tuple[int, Any]]:
         """Each row with its dot products of a group of unpacked weights, as floats."""

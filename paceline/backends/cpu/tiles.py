@@ -198,8 +198,7 @@ def _emit_int6k(tile: Tile) -> None:
 
 def _emit_unpacked4(tile: Tile) -> None:
     builder, side_at = tile.builder, GROUP * tile.columns
-    tile.begin_unpacked(UNPACKED4_BYTES, GROUP)
-    with cgutils.for_range(builder, tile.groups) as loop:
+    with tile.unpacked_tiles(UNPACKED4_BYTES, GROUP), cgutils.for_range(builder, tile.groups) as loop:
         address = builder.add(tile.weights, builder.mul(loop.index, _I64(UNPACKED4_BYTES * tile.columns)))
         tile.prefetch_records(loop.index, 4)
         for start in tile.parts():
@@ -212,8 +211,7 @@ def _emit_unpacked4(tile: Tile) -> None:
 
 def _emit_unpacked6(tile: Tile) -> None:
     builder, side_at = tile.builder, GROUP * tile.columns
-    tile.begin_unpacked(UNPACKED6_BYTES, GROUP // 2)
-    with cgutils.for_range(builder, tile.groups) as loop:
+    with tile.unpacked_tiles(UNPACKED6_BYTES, GROUP // 2), cgutils.for_range(builder, tile.groups) as loop:
         address = builder.add(tile.weights, builder.mul(loop.index, _I64(UNPACKED6_BYTES * tile.columns)))
         tile.prefetch_records(loop.index, 4)
         for start in tile.parts():
@@ -249,7 +247,8 @@ _EMITTERS: dict[int, Callable[[Tile], None]] = {
 }
 
 
-TILE_ARGUMENTS = (types.int64,) * 8  # weights, records, group_stride, groups, out, out_stride, bias, added
+# weights, records, group_stride, groups, out, out_stride, bias, added, tiles
+TILE_ARGUMENTS = (types.int64,) * 9
 
 
 def tile_table(isa: Isa = ISA) -> dict[tuple[int, ...], Emit]:
@@ -272,7 +271,8 @@ def emit_tile(weight_format: int, rows: int, isa: Isa = ISA) -> Emit:
     """The code of a tile, for arguments that are addresses or counts.
 
     It writes `rows` x 16 floats to `out`, whose rows are `out_stride` bytes apart, or adds them there
-    if `added` is not 0; `bias` is the address of 16 floats to add to every row, or 0.
+    if `added` is not 0; `bias` is the address of 16 floats to add to every row, or 0. By matrix instructions,
+    of `tiles` tiles side by side; the others do one.
     """
 
     def emit(builder: ir.IRBuilder, arguments: list[Any]) -> None:

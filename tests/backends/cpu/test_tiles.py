@@ -225,7 +225,7 @@ def kernel(isa_name: str, weight_format: int) -> Callable[..., None]:
     if weight_format in UNPACKED_FORMATS and isa.unpack_rows:
         tiles[(0,)] = emit_unpacking(weight_format, isa)
     name = f"{isa_name}_{NAMES[weight_format]}".replace("-", "_")
-    arguments = "rows, weights, records, group_stride, groups, out, out_stride, bias, added"
+    arguments = "rows, weights, records, group_stride, groups, out, out_stride, bias, added, tiles"
     # by its name, and without a closure, it is found in the cache by the next run
     scope = {"tile": switch(1, TILE_ARGUMENTS, tiles), "__name__": __name__}
     exec(compile(f"def {name}({arguments}):\n    tile({arguments})", __file__, "exec"), scope)
@@ -238,6 +238,26 @@ def signed_six(stream: np.ndarray, columns: int) -> np.ndarray:
     return (flipped << 2 | flipped >> 6).reshape(stream.shape)
 
 
+def packed_stream(isa: Isa, weight_format: int) -> np.ndarray:
+    """The bytes of the test's weights as this instruction set stores them."""
+    stream = inputs(weight_format, isa.columns)[0].stream.copy()
+    if weight_format == INT8 and isa.offset_weights:
+        stream.reshape(GROUPS, -1)[:, : GROUP * isa.columns] ^= 0x80
+    if weight_format == INT6K and isa.dot_scaled is None:
+        weights_of_blocks = stream.reshape(GROUPS // 8, -1)[:, : 192 * isa.columns]
+        weights_of_blocks[:] = signed_six(weights_of_blocks, isa.columns)
+    return stream
+
+
+def unpack(isa: Isa, weight_format: int, packed: np.ndarray) -> np.ndarray:
+    """A tile as the tiles of many rows read it."""
+    size = tile_bytes(UNPACKED_FORMATS[weight_format], GROUPS * GROUP) // COLUMNS * isa.columns
+    stream = np.zeros(size, np.uint8)
+    run = kernel(isa.name, weight_format)
+    run(0, packed.ctypes.data, 0, 0, GROUPS, stream.ctypes.data, 0, 0, 0, 1)
+    return stream
+
+
 def multiply(
     isa: Isa,
     weight_format: int,
@@ -248,23 +268,14 @@ def multiply(
     unpacked: bool = False,
 ) -> np.ndarray:
     """Rows first..first + rows of the activations times the weights, by one tile: [rows, columns]."""
-    weights, activations = inputs(weight_format, isa.columns)
-    stream = weights.stream.copy()
-    if weight_format == INT8 and isa.offset_weights:
-        stream.reshape(GROUPS, -1)[:, : GROUP * isa.columns] ^= 0x80
-    if weight_format == INT6K and isa.dot_scaled is None:
-        weights_of_blocks = stream.reshape(GROUPS // 8, -1)[:, : 192 * isa.columns]
-        weights_of_blocks[:] = signed_six(weights_of_blocks, isa.columns)
+    stream, records = packed_stream(isa, weight_format), inputs(weight_format, isa.columns)[1].records
     stride = 24  # floats between two rows of the output: the tile must leave the last 8 alone
     out = np.full((rows, stride), np.float32(77), np.float32)
     if before is not None:
         out[:, : isa.columns] = before
-    records = activations.records
     if unpacked:
-        packed, run = stream, kernel(isa.name, weight_format)
+        stream = unpack(isa, weight_format, stream)
         weight_format = UNPACKED_FORMATS[weight_format]
-        stream = np.zeros(tile_bytes(weight_format, GROUPS * GROUP) // COLUMNS * isa.columns, np.uint8)
-        run(0, packed.ctypes.data, 0, 0, GROUPS, stream.ctypes.data, 0, 0, 0)
     kernel(isa.name, weight_format)(
         rows,
         stream.ctypes.data,
@@ -275,6 +286,7 @@ def multiply(
         4 * stride,
         0 if bias is None else bias.ctypes.data,
         int(before is not None),
+        1,
     )
     assert np.all(out[:, isa.columns :] == 77)
     return out[:, : isa.columns]
@@ -298,6 +310,34 @@ def test_tiles_that_were_unpacked_first_give_the_same_bits(isa: Isa, weight_form
     for rows in unpacked_rows(isa):
         found = multiply(isa, weight_format, rows, first=1, unpacked=True)
         assert_same_bits(found, expected(weight_format, isa.columns)[1 : 1 + rows])
+
+
+@pytest.mark.parametrize("weight_format", UNPACKED_FORMATS, ids=lambda name: FORMAT_NAMES[name])
+@pytest.mark.parametrize(
+    "isa", [isa for isa in (*ISAS.values(), *EMULATED) if isa.product], ids=lambda isa: isa.name
+)
+def test_matrix_instructions_go_on_to_the_next_tile(isa: Isa, weight_format: int) -> None:
+    if not can_run(isa):
+        pytest.skip(f"this CPU has no {isa.name}")
+    records = inputs(weight_format, isa.columns)[1].records
+    tile = unpack(isa, weight_format, packed_stream(isa, weight_format))
+    tiles = np.stack([tile, np.zeros_like(tile), tile])
+    bias = np.random.default_rng(3).standard_normal(3 * isa.columns, dtype=np.float32)
+    out = np.zeros((MATRIX_ROWS, 3 * isa.columns), np.float32)
+    kernel(isa.name, UNPACKED_FORMATS[weight_format])(
+        MATRIX_ROWS,
+        tiles.ctypes.data,
+        records.ctypes.data,
+        records.strides[0],
+        GROUPS,
+        out.ctypes.data,
+        out.strides[0],
+        bias.ctypes.data,
+        0,
+        len(tiles),
+    )
+    single = expected(weight_format, isa.columns)[:MATRIX_ROWS]
+    assert_same_bits(out, np.concatenate([single, np.zeros_like(single), single], axis=1) + bias)
 
 
 @pytest.mark.parametrize("weight_format", FORMAT_NAMES, ids=FORMAT_NAMES.values())
