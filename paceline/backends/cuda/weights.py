@@ -71,9 +71,11 @@ class Weights:
     @property
     def matrices(self) -> list[Matrix]:
         """Every matrix of a pass. Those of layers may be packed in different ways."""
-        layers = [
-            (own.qkv, own.output, own.gate_up, own.down, *(own.recurrence or ())) for own in self.layers
-        ]
+        layers = list[Matrix]()
+        for own in self.layers:
+            layers += [own.qkv, own.output] if own.attends else []
+            layers += own.recurrence or ()
+            layers += [own.gate_up, own.down] if own.feeds_forward else []
         routers = [own.mixture.router for own in self.layers if own.mixture is not None]
         shared = [matrix for own in self.layers for matrix in own.shared or ()]
         shared += [gate for own in self.layers for gate in (own.gate, own.shared_gate) if gate is not None]
@@ -81,8 +83,7 @@ class Weights:
         given = [] if self.per_layer is None else [self.per_layer.projection]
         for own in self.layers:
             given += [own.per_layer.gate, own.per_layer.projection] if own.per_layer else []
-        rest = routers + shared + latents + given + [self.head]
-        return [matrix for layer in layers for matrix in layer] + rest
+        return layers + routers + shared + latents + given + [self.head]
 
 
 def unpacked(name: str) -> str:
