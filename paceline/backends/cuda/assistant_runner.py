@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from paceline.backends.base import AssistantRunner, HeadOutput
-from paceline.backends.cuda.backend import MAX_PAGES, CudaBackend
+from paceline.backends.cuda.backend import CudaBackend
 from paceline.backends.cuda.graphs import Graphs, bucket
+from paceline.backends.cuda.host_passes import MAX_PAGES
 from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed
 from paceline.backends.cuda.kernels.residual import plain

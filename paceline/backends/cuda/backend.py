@@ -14,40 +14,27 @@ from paceline.backends.base import NO_STATES, Backend
 from paceline.backends.cuda.adapters import with_adapters
 from paceline.backends.cuda.async_decoder import CudaAsyncDecoder
 from paceline.backends.cuda.compiling import compile_only
-from paceline.backends.cuda.graphs import Graphs, bucket, buckets
-from paceline.backends.cuda.head import HeadPool
-from paceline.backends.cuda.kernels.attention import tile_height
-from paceline.backends.cuda.kernels.features import store_features
-from paceline.backends.cuda.kernels.prefill_attention import prefill_height
-from paceline.backends.cuda.kernels.sampling import take_best
+from paceline.backends.cuda.graphs import buckets
+from paceline.backends.cuda.host_passes import FIRST_ROWS, HostPasses
 from paceline.backends.cuda.kv_pool import Pool, make_pool, move_slots, page_bytes
 from paceline.backends.cuda.loading import DTYPES, check_model, find_device, load_checkpoint_weights
-from paceline.backends.cuda.model import run_layers, run_lm_head, select
-from paceline.backends.cuda.pass_outputs import FeatureBuffer, copied_to_host
-from paceline.backends.cuda.recurrent import CudaStates, Recurrences, copy_state, plan_walks
+from paceline.backends.cuda.recurrent import CudaStates, copy_state
 from paceline.backends.cuda.shard import WHOLE, Shard, check_size
 from paceline.backends.cuda.shared_prefix import (
     PassRows,
-    SharedPrefix,
-    SharedPrefixTables,
     find_shared_prefixes,
     no_shared_prefix,
 )
 from paceline.backends.cuda.tables import (
-    FEW_ROWS,
-    DeviceTables,
-    max_prefill_tiles,
     prefill_requests,
-    rows_of,
 )
-from paceline.backends.cuda.vocabulary import sample_own, shared_candidates_for
 from paceline.backends.cuda.warm_up import warm_up_pass
 from paceline.backends.cuda.weights import Weights
-from paceline.backends.cuda.workspace import Room, make_workspace, workspace_bytes
+from paceline.backends.cuda.workspace import Room, workspace_bytes
 from paceline.backends.torch_loading import find_devices
 from paceline.backends.torch_parallel.calls import made_on_all_ranks, on_all_ranks
 from paceline.backends.torch_parallel.ranks import Ranks, start_ranks
-from paceline.core.arrays import BoolArray, Int32Array
+from paceline.core.arrays import Int32Array
 from paceline.core.forward import (
     DeviceMemory,
     ForwardBatch,
@@ -64,10 +51,6 @@ from paceline.models.needs import state_bytes
 from paceline.models.registry import load_checkpoint
 
 PAGE_SIZE = 16
-MAX_PAGES = 1 << 17  # of all requests of a pass together
-# what the first buffers hold; they grow when needed
-FIRST_LONGEST = 4096  # tokens of context
-FIRST_ROWS = FEW_ROWS  # with logits, or attended for by other kernels than that of prefills
 
 
 class CudaBackend(Backend):
@@ -91,18 +74,8 @@ class CudaBackend(Backend):
         self.max_rows = max_rows
         self.device = weights.device
         self.dtype = weights.dtype
-        some = min(bucket(max_rows), FIRST_ROWS)
-        self._room = Room(bucket(max_rows), FIRST_LONGEST, attending=some, outputs=some)
-        self._workspace = make_workspace(weights, self._room)
-        self._tables = DeviceTables(bucket(max_rows), MAX_PAGES, self.device)
-        self._shared_prefix = SharedPrefixTables(bucket(max_rows), self.device)
-        self._graphs = Graphs(self.device)
-        self._features = FeatureBuffer(bucket(max_rows), self.config.hidden_size, self.device)
-        self._candidates = shared_candidates_for(bucket(max_rows), weights.head, self.device)
-        self._chosen = torch.zeros(bucket(max_rows), dtype=torch.int32, device=self.device)
-        self._recurrences: Recurrences | None = None
+        self._passes = HostPasses(weights, max_rows, PAGE_SIZE)
         if weights.recurrent is not None:
-            self._recurrences = Recurrences(self.config, weights.recurrent, bucket(max_rows), self.device)
             self.bytes_per_state = state_bytes(self.config)
 
     @classmethod
@@ -214,90 +187,17 @@ class CudaBackend(Backend):
         large = prefill_requests(batch, *sizes, self.config.latent is not None)
         contexts = np.where(large, 0, batch.context_lengths)  # these read their own contexts
         if self.config.latent is not None:  # latents that several requests share are read once per request
-            return self._begin(batch, large, None)
+            return self._passes.begin(batch, large, None)
         pass_rows = PassRows(batch.page_tables, begins, contexts, counts, batch.row_offsets[:-1])
-        return self._begin(batch, large, find_shared_prefixes(pass_rows, PAGE_SIZE, *sizes))
-
-    @torch.inference_mode()
-    def _begin(
-        self, batch: ForwardBatch, large: BoolArray, found: SharedPrefix | None
-    ) -> Callable[[], ForwardOutput]:
-        """The same, with the requests that the prefill kernel attends for, and the KV chunks rows share."""
-        assert batch.num_rows <= self.max_rows, f"{batch.num_rows} rows, but max_rows is {self.max_rows}"
-        pool = cast(Pool, batch.pool)
-        rows, wanted = bucket(batch.num_rows), len(batch.logit_rows)
-        layers = batch.feature_layers + tuple(layer for kept in batch.kept_features for layer in kept.layers)
-        layers = tuple(dict.fromkeys(layers))  # the returned ones first
-        outputs = wanted + (0 if batch.choices is None else len(batch.choices.rows))
-        few = np.flatnonzero(~large)
-        attending = int(batch.row_offsets[few[-1] + 1]) if len(few) else 0
-        plan = None if self._recurrences is None else plan_walks(batch)
-        nodes, longest = 1 if plan is None else bucket(max(plan.nodes, 1)), int(batch.positions.max()) + 1
-        self._make_room(longest, bucket(max(attending, 1)), bucket(max(outputs, 1)), nodes)
-        sizes = self.weights.head_groups
-        height = tile_height(*sizes)
-        large_height = prefill_height(*sizes, self.config.latent is not None)
-        numbers = [self.weights.adapters[name] if name else -1 for name in batch.adapters]
-        adapters = np.array(numbers, dtype=np.int32) if numbers else None
-        has_adapters = max(numbers, default=-1) >= 0
-        prefill_tiles = max_prefill_tiles(rows, large_height) if large.any() else 0
-        row_arrays = rows_of(batch, PAGE_SIZE, height, large, large_height, prefill_tiles)
-        self._tables.send(batch, row_arrays, adapters=adapters)
-        recurrent = self._recurrences.rows(plan, batch, rows) if self._recurrences and plan else None
-        others = not large.all()
-        if found is not None:
-            self._shared_prefix.send(found, np.where(large, 0, -(-np.diff(batch.row_offsets) // height)))
-        shared_prefix = None if found is None else self._shared_prefix.rows()
-        if layers and self._features.hold(len(layers)):
-            self._graphs = Graphs(self.device)  # captured graphs hold addresses
-        features = self._features.values if layers else None
-        keeps = [
-            (cast(HeadPool, kept.pool), self._features.parts(layers, kept.layers))
-            for kept in batch.kept_features
-        ]
-
-        def body() -> None:
-            tokens, tables = (
-                self._tables.tokens(rows),
-                replace(
-                    self._tables.tables(rows, prefill_tiles, others),
-                    shared_prefix=shared_prefix,
-                    adapters=self._tables.adapters(rows) if has_adapters else None,
-                ),
-            )
-            run_layers(
-                self.weights, self._workspace, tokens, tables, pool, PAGE_SIZE, features, layers, recurrent
-            )
-            for kept, parts in keeps:
-                assert features is not None
-                store_features(features, tables.slot_mapping, parts, kept.features)
-
-        def head() -> None:
-            count = bucket(outputs)
-            select(self._workspace, self._tables.output_rows(count))
-            run_lm_head(self.weights, self._workspace, self._workspace.selected, count, joins=wanted > 0)
-            known = self._workspace.own.logits, self.weights.head, *self._tables.options(count)
-            take_best(sample_own(*known, self._candidates, count), self._chosen[:count])
-
-        of_states = () if recurrent is None else recurrent.states.addresses
-        addresses = (pool.addresses, of_states)
-        heads = tuple((kept.features.data_ptr(), len(kept.features)) for kept, _ in keeps)
-        kinds = prefill_tiles > 0, others, shared_prefix is not None, has_adapters
-        self._graphs.run(("body", rows, layers, addresses, heads, kinds), body)
-        if outputs:
-            self._graphs.run(("head", bucket(outputs), wanted > 0), head)
-        width = len(batch.feature_layers) * self.config.hidden_size
-        logits = self._workspace.logits[:wanted]
-        chosen = None if batch.choices is None else self._chosen[wanted:outputs]
-        known = None if features is None or not width else features[: batch.num_rows, :width]
-        return copied_to_host(logits, known, chosen)
+        return self._passes.begin(batch, large, find_shared_prefixes(pass_rows, PAGE_SIZE, *sizes))
 
     def device_memory(self, rows: int, longest: int) -> DeviceMemory:
         """The GPU's memory, and the bytes of workspaces for `longest` tokens that are not allocated yet."""
         free, total = torch.cuda.mem_get_info(self.device)
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        here = workspace_bytes(self.weights, replace(self._room, longest=longest))
-        now = workspace_bytes(self.weights, self._room)
+        room = self._passes.room
+        here = workspace_bytes(self.weights, replace(room, longest=longest))
+        now = workspace_bytes(self.weights, room)
         ahead = workspace_bytes(self.weights, Room.of(rows, longest))
         return DeviceMemory(total, free, max(0, here - now) + ahead)
 
@@ -320,8 +220,8 @@ class CudaBackend(Backend):
     ) -> None:
         """Allocate buffers for contexts of `longest` tokens, compile kernels and capture all graphs."""
         try:
-            if longest > self._room.longest:
-                self._set_room(replace(self._room, longest=longest))
+            if longest > self._passes.room.longest:
+                self._passes.set_room(replace(self._passes.room, longest=longest))
             for rows in buckets(min(self.max_rows, longest, pool.num_pages * PAGE_SIZE)):
                 batch = warm_up_pass(pool, rows, PAGE_SIZE, FIRST_ROWS, feature_layers, kept)
                 self.forward(batch)
@@ -329,7 +229,7 @@ class CudaBackend(Backend):
                     self.forward(replace(batch, adapters=(name,)))
             # compiles the shared-prefix kernels; graphs are captured when first needed
             none_large = np.zeros(1, np.bool_)
-            self._begin(batch, none_large, no_shared_prefix(1))()
+            self._passes.begin(batch, none_large, no_shared_prefix(1))()
         except torch.OutOfMemoryError as error:
             raise BackendError(
                 f"The buffers for contexts of {longest} tokens do not fit into the memory of {self.device} "
@@ -372,8 +272,8 @@ class CudaBackend(Backend):
 
     def make_states(self, count: int) -> CudaStates:
         """Zeroed storage for `count` states of the recurrent layers."""
-        assert self._recurrences is not None, NO_STATES
-        return self._recurrences.make_states(count)
+        assert self._passes.recurrences is not None, NO_STATES
+        return self._passes.recurrences.make_states(count)
 
     @torch.inference_mode()
     def copy_state(self, states: StatePool, source: int, destination: int) -> None:
@@ -385,24 +285,10 @@ class CudaBackend(Backend):
         self, states: StatePool, slot: int, rows: Sequence[int], checkpoints: Mapping[int, int]
     ) -> None:
         """Step along the accepted rows of a request, from what the last pass left."""
-        assert self._recurrences is not None, NO_STATES
-        buffers, tensors = self._workspace.recurrent, cast(CudaStates, states).tensors
+        assert self._passes.recurrences is not None, NO_STATES
+        buffers, tensors = self._passes.workspace.recurrent, cast(CudaStates, states).tensors
         assert buffers is not None
-        self._recurrences.advance(buffers, tensors, slot, rows, checkpoints)
-
-    def _make_room(self, length: int, attending: int, outputs: int, nodes: int) -> None:
-        """Allocate buffers for contexts of this length, and for this number of rows of each kind."""
-        longest = length
-        if length > self._room.longest:
-            longest = min(bucket(length) * 2, max(length, self.config.max_position))
-        room = self._room.holding(Room(self._room.rows, longest, attending, outputs, nodes))
-        if room != self._room:
-            self._set_room(room)
-
-    def _set_room(self, room: Room) -> None:
-        self._room = room
-        self._workspace = make_workspace(self.weights, room)
-        self._graphs = Graphs(self.device)  # captured graphs hold addresses
+        self._passes.recurrences.advance(buffers, tensors, slot, rows, checkpoints)
 
 
 def _load_beside(

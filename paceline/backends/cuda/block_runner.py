@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from paceline.backends.base import BlockGuesses, BlockRunner, ChainNoise, HeadBatch, HeadChains, first_slots
 from paceline.backends.block_chains import chains_by_guesses
-from paceline.backends.cuda.backend import FIRST_LONGEST, MAX_PAGES, PAGE_SIZE, CudaBackend
+from paceline.backends.cuda.backend import PAGE_SIZE, CudaBackend
 from paceline.backends.cuda.block import BlockWorkspace, make_block_workspace, run_blocks, write_context
 from paceline.backends.cuda.block_weights import BlockWeights, load_block_weights
 from paceline.backends.cuda.draft_networks import BlockNetwork
@@ -20,6 +20,7 @@ from paceline.backends.cuda.draft_shape import DraftShape
 from paceline.backends.cuda.graphs import Graphs, bucket, buckets, device_seconds
 from paceline.backends.cuda.head import HeadPool
 from paceline.backends.cuda.head_pools import HeadPools
+from paceline.backends.cuda.host_passes import FIRST_LONGEST, MAX_PAGES
 from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.block_rows import Anchors, spare_pages
 from paceline.backends.cuda.kv_pool import Pool

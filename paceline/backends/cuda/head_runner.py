@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner, first_slots
-from paceline.backends.cuda.backend import FIRST_LONGEST, MAX_PAGES, PAGE_SIZE, CudaBackend
+from paceline.backends.cuda.backend import PAGE_SIZE, CudaBackend
 from paceline.backends.cuda.draft_networks import HeadNetwork
 from paceline.backends.cuda.draft_shape import DraftShape
 from paceline.backends.cuda.graphs import Graphs, bucket, buckets, device_seconds
@@ -24,6 +24,7 @@ from paceline.backends.cuda.head import (
 )
 from paceline.backends.cuda.head_pools import HeadPools
 from paceline.backends.cuda.head_weights import HeadWeights, load_head_weights
+from paceline.backends.cuda.host_passes import FIRST_LONGEST, MAX_PAGES
 from paceline.backends.cuda.kernels.attention import tile_height
 from paceline.backends.cuda.kernels.draft import pick_rows
 from paceline.backends.cuda.kernels.draft_sampling import (

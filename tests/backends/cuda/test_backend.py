@@ -240,11 +240,11 @@ def test_after_it_is_prepared_passes_of_any_size_wait_for_nothing(
     (request,) = drive(backend, pages_each=4)
     expected = request.run(PROMPT)
     backend.prepare(request.pool, 64, ())
-    graphs = set(backend._graphs._captured)
+    graphs = set(backend._passes.graphs._captured)
     assert np.array_equal(request.run(PROMPT), expected)
     for rows in (1, 3, 11, 20):
         request.run(PROMPT[:rows])
-    assert set(backend._graphs._captured) == graphs
+    assert set(backend._passes.graphs._captured) == graphs
     memory = backend.device_memory(4, 64)
     assert 0 < memory.free < memory.total
     assert memory.needed > 0

@@ -246,7 +246,7 @@ def test_graphs_of_other_states_have_other_names(
     family: str, tmp_path: Path, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A graph holds the addresses of the states that it was captured with: of none, when it is prepared."""
-    from paceline.backends.cuda import backend as module
+    from paceline.backends.cuda import host_passes as module
 
     used: dict[object, set[int]] = {}  # by the name of a graph: the states that its work has read
 
@@ -259,7 +259,7 @@ def test_graphs_of_other_states_have_other_names(
             work()
 
     def note(*arguments: Any) -> None:
-        used.setdefault(backend._graphs.name, set()).add(arguments[-1].states.seen.data_ptr())
+        used.setdefault(backend._passes.graphs.name, set()).add(arguments[-1].states.seen.data_ptr())
 
     for name in ("select", "run_lm_head", "take_best"):
         monkeypatch.setattr(module, name, lambda *_, **__: None)

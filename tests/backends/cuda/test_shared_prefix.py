@@ -299,8 +299,10 @@ def test_a_prefill_chunk_reads_its_context_once(
         return ran[-1]
 
     found, logits, names = backends.find_shared_prefixes, [], []
-    run = backend._graphs.run
-    monkeypatch.setattr(backend._graphs, "run", lambda name, work: names.append(name) or run(name, work))
+    run = backend._passes.graphs.run
+    monkeypatch.setattr(
+        backend._passes.graphs, "run", lambda name, work: names.append(name) or run(name, work)
+    )
     with pytest.MonkeyPatch.context() as patch:
         for find in (watched, lambda *arguments: None):
             patch.setattr(backends, "find_shared_prefixes", find)
