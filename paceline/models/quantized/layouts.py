@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import Stored, Tensor
-from paceline.models.quantized.method import Quantization
+from paceline.models.quantized.method import GPTQ_BITS, Quantization
 from paceline.models.quantized.weights import GroupedWeight, Rows
 from paceline.models.stacked_experts import MXFP4_BIAS, MXFP4_VALUES
 
@@ -176,7 +176,8 @@ def awq(name: str, parts: Parts, quantization: Quantization) -> GroupedWeight:
 def gptq(name: str, parts: Parts, quantization: Quantization) -> GroupedWeight:
     """A matrix of GPTQ: words along the inputs, outputs as columns, groups in any order of inputs."""
     words, zeros, scale = (_required(name, parts, part) for part in ("qweight", "qzeros", "scales"))
-    bits, per_word = quantization.bits, 32 // quantization.bits
+    bits = _bits_of(words, scale, quantization)
+    per_word = 32 // bits
     inputs, out = words.shape[0] * per_word, words.shape[-1]
     groups = _groups_of(inputs, quantization.group_size)
     if (order := _indices(name, parts, "g_idx")) is not None:
@@ -201,6 +202,13 @@ def gptq(name: str, parts: Parts, quantization: Quantization) -> GroupedWeight:
         groups,
     )
     return made.in_blocks() if bits == 4 else made
+
+
+def _bits_of(words: Tensor, scale: Tensor, quantization: Quantization) -> int:
+    """The bits of a matrix of GPTQ, of which some may have others than the configuration says of most."""
+    inputs = scale.shape[0] * quantization.group_size
+    found = words.shape[0] * 32 / inputs if inputs else 0
+    return int(found) if found in GPTQ_BITS else quantization.bits
 
 
 def _lines(tensor: Tensor, rows: slice) -> npt.NDArray[np.uint8]:

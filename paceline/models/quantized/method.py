@@ -30,6 +30,7 @@ COMPRESSED_FORMATS = (
 )
 MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4")
 FP8_BLOCK = (128, 128)
+GPTQ_BITS = (2, 4, 8)
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ def _awq(fields: Fields) -> Quantization:
 
 def _gptq(fields: Fields) -> Quantization:
     bits, stored = fields.integer("bits"), fields.text("checkpoint_format", fields.text("format", "gptq"))
-    if bits not in (2, 4, 8):
+    if bits not in GPTQ_BITS:
         raise _refused(fields, f"GPTQ of {bits} bits is not read, only of 2, 4 and 8")
     if stored not in ("gptq", "gptq_v2"):
         raise _refused(fields, f"the GPTQ checkpoint_format {stored!r} is not read, only gptq and gptq_v2")

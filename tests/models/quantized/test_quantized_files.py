@@ -19,8 +19,9 @@ from paceline.models.gguf_blocks import dequantize
 from paceline.models.needs import model_needs
 from paceline.models.registry import load_checkpoint
 from tests.backends.driver import drive
+from tests.models.quantized import packers
 from tests.models.quantized.files import FORMATS, FP8, GPTQ, VALUES, save, write
-from tests.models.quantized.packers import compressed
+from tests.models.quantized.packers import Packed, compressed
 
 # formats whose matrices are blocks of GGUF, value for value, or, of Q4_1, nearly
 BLOCKS = {"w4a16": "Q4_0", "gptq": "Q4_0", "w8a16": "Q8_0", "int8": "Q8_0"}
@@ -169,6 +170,19 @@ def test_formats_are_read_under_all_their_names(name: str, config: dict[str, Any
     found = load_checkpoint(tmp_path).tensors
     for key, values in expected.items():
         np.testing.assert_array_equal(found[key].float32(), values.numpy())
+
+
+def test_some_matrices_of_gptq_may_have_more_bits(tmp_path: Path) -> None:
+    """As `dynamic` of GPTQModel and `extra_config` of AutoRound give them."""
+
+    def pack(matrix: torch.Tensor) -> Packed:
+        return packers.gptq(matrix, 8 if matrix.shape[0] == 160 else 4, True, False, 1)
+
+    expected = write(tmp_path, GPTQ | {"dynamic": {"+:.*up_proj": {"bits": 8}}}, pack)
+    found = load_checkpoint(tmp_path).tensors
+    for key, values in expected.items():
+        np.testing.assert_array_equal(found[key].float32(), values.numpy())
+    assert found["model.layers.0.mlp.up_proj.weight"].stored.kind == "GPTQ 8-bit"
 
 
 OLD_FILES = {
