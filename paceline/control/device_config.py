@@ -30,7 +30,9 @@ class DeviceCostConfig:
 class ChainConfig:
     """Acceptance of chains that are drafted on the device."""
 
-    fade: float = 0.95  # factor on the counts per pass: texts differ, and answers are short
+    fade: float = 0.97  # factor on the counts per pass
+    recent_fade: float = 0.9  # the same for recent counts: texts differ, and answers are short
+    usual_weight: float = 12.0  # tokens; weight of the usual acceptance beside the recent counts
     parent_weight: float = 1.0  # drafts; weight of the depth above, where there are few observations
     least_chance: float = 0.005  # of acceptance and of rejection: nothing is certain
     sibling_chance: float = 0.28  # of a node in a tree whose elder siblings were rejected
@@ -41,6 +43,7 @@ class DevicePlannerConfig:
     """The choice among a few plans for passes on the device."""
 
     start_margin: float = 1.04  # over plain decoding, to draft
+    switch_margin: float = 1.02  # over the present plan: for less, nothing is switched
     hold: int = 8  # passes
     settle_passes: int = 2  # after a switch, not timed: they overlap with passes of the old plan
     attach_cost: float = 4  # plain passes: a head is attached after the pipeline was drained

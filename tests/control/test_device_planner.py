@@ -452,6 +452,22 @@ def test_the_last_tokens_of_a_batch_are_decoded_by_the_present_plan(others_follo
     assert (choices() > before) == others_follow
 
 
+def test_recent_drafts_are_forgotten_with_the_requests_that_they_were_made_for():
+    """If drafting stops after a few bad drafts, nothing but that would ever correct them."""
+    chances = ChainAcceptance(3, [0.6], 12)
+    for _ in range(60):
+        chances.add([facts(2), facts(1), facts(0)], 3, 2)
+        usual = sum(chances.reached(2))
+    for _ in range(8):
+        chances.add([facts(0)] * 3, 3, 2)
+    streak = sum(chances.reached(2))
+    chances.fade_recent(0.5)
+    half = sum(chances.reached(2))
+    chances.fade_recent(0.0)
+    assert streak < half < sum(chances.reached(2)) < usual
+    assert sum(chances.reached(2)) > 1.3 * streak
+
+
 def test_a_few_accepted_lookups_do_not_promise_long_ones():
     chances = ChainAcceptance(15, [0.1, 0.7], 3)
     before = sum(chances.reached(15))
@@ -467,9 +483,10 @@ def test_one_request_is_believed_as_soon_after_a_crowd_as_after_another_one():
         chances = ChainAcceptance(2, [0.6], 12)
         for _ in range(60):
             chances.add([facts(2)] * crowd, crowd, 2)
-        assert chances.reached(1)[0] > 0.9
+        chances.fade_recent(0.0)
         for _ in range(30):
             chances.add([facts(0)], 1, 2)
+        chances.fade_recent(0.0)
         after.append(chances.reached(1)[0])
     assert after[0] == pytest.approx(after[1], rel=0.05)
     assert after[1] < 0.5

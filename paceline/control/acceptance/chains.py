@@ -71,8 +71,9 @@ class NewDrafts:
 class ChainAcceptance:
     """The chance that a drafted token is accepted at each depth, given that all before it were.
 
-    Counts fade, so recent drafts count most: those of about 20 passes. Where a draft ends early, or there is
-    none, the next token counts as rejected.
+    Counts fade, so recent drafts count most. Where a draft ends early, or there is none, the next token
+    counts as rejected. There are two sets of counts: the usual acceptance comes from about 33 passes, and the
+    last few passes correct its odds by one factor for all depths, because texts differ between answers.
     """
 
     def __init__(self, longest: int, chances: Sequence[float], weight: float, share: float = 1.0) -> None:
@@ -81,7 +82,8 @@ class ChainAcceptance:
         known = [*chances[:longest], *[chances[-1]] * (longest - len(chances))]
         tries = [weight * chance for chance in accumulate([1.0, *known[:-1]], mul)]
         hits = [tried * chance for tried, chance in zip(tries, known, strict=True)]
-        self._counts = Counts(tries, hits, weight, weight * share)
+        self._usual = Counts(tries, hits, weight, weight * share)
+        self._recent = Counts([0.0] * longest, [0.0] * longest, 0.0, 0.0)
         self._new: dict[DraftPlan | int, NewDrafts] = {}  # by length, or of a tree; not counted yet
         self._estimate: Estimate | None = None  # None: drafts were counted since it was made
 
@@ -113,30 +115,41 @@ class ChainAcceptance:
             self._count(tries, hits, new.requests, new.drafted, new.passes)
         self._new = {}
 
+    def fade_recent(self, remaining: float) -> None:
+        """Note that only this fraction of the requests still run: recent drafts of others say little of the
+        answers that follow, and if drafting has stopped, nothing else would ever correct them."""
+        self._count_new()
+        self._recent.fade(remaining, len(self._recent.tries), least=0.0)
+        self._estimate = None
+
     def add_shadow(self, shadow: ShadowFacts) -> None:
         """Count shadow drafts."""
-        length = min(len(self._counts.tries), len(shadow.tries))
+        length = min(len(self._usual.tries), len(shadow.tries))
         self._count(shadow.tries[:length], shadow.hits[:length], 0, 0, 1)
 
     def _count(
         self, tries: Sequence[float], hits: Sequence[float], requests: int, drafted: int, passes: int
     ) -> None:
-        """Fade the counts, and add those of `passes` passes. Each pass adds one draft in all: sixteen
-        requests at once say no more of later texts than one."""
+        """Fade the counts, and add those of `passes` passes. To the usual counts each pass adds one draft in
+        all: sixteen requests at once say no more of later texts than one."""
         if tries[0] <= 0:
             return
         self._estimate = None
-        self._counts.fade(CONFIG.chains.fade**passes, len(tries), least=1.0)  # never to nothing
-        self._counts.add(passes / tries[0], tries, hits, requests, drafted)
+        self._usual.fade(CONFIG.chains.fade**passes, len(tries), least=1.0)  # never to nothing
+        self._recent.fade(CONFIG.chains.recent_fade**passes, len(tries), least=0.0)
+        self._recent.add(1.0, tries, hits, requests, drafted)
+        self._usual.add(passes / tries[0], tries, hits, requests, drafted)
 
     def estimate(self) -> Estimate:
         """What is expected of the next drafts."""
         if self._estimate is None:
             self._count_new()
+            weight, recent = CONFIG.chains.usual_weight, self._recent
+            usual = self._usual.drafted / self._usual.asked
             chances = self._chances()
             reached = [*accumulate(chances, mul)]
             self._estimate = Estimate(
-                share=self._counts.drafted / self._counts.asked,
+                share=(recent.drafted + weight * usual) / (recent.asked + weight),
                 chances=chances,
                 reached=reached,
                 accepted=[0.0, *accumulate(reached)],
@@ -157,33 +170,49 @@ class ChainAcceptance:
         return self.estimate().reached[:length]
 
     def _chances(self) -> list[float]:
-        """[depth] The chance of a chain's token; with few counts, mostly that of the depth above."""
+        """[depth] The chance of a chain's token, given those before it: the usual one, with recent odds."""
+        usual = self._usual_chances()
+        odds = self._recent_odds(usual)
+        return [odds * chance / (1.0 - chance + odds * chance) for chance in usual]
+
+    def _recent_odds(self, chances: list[float]) -> float:
+        """The odds of recent tokens to be accepted, over those that `chances` [depth] give them."""
+        recent = self._recent
+        tries, hits = sum(recent.tries), sum(recent.hits)
+        if not tries:
+            return 1.0
+        expected = sum([tried * chance for tried, chance in zip(recent.tries, chances, strict=True)])
+        usual = CONFIG.chains.usual_weight / tries  # tokens that went as usual, over the recent ones
+        accepted = (hits + usual * expected) / expected
+        rejected = (tries - hits + usual * (tries - expected)) / (tries - expected)
+        return accepted / rejected
+
+    def _usual_chances(self) -> list[float]:
+        """[depth] The usual acceptance; where there are few counts, mostly that of the depth above."""
         parent, unsure, chances = CONFIG.chains.parent_weight, CONFIG.chains.least_chance, []
-        chance = self._counts.hits[0] / self._counts.tries[0]
-        for hits, tries in zip(self._counts.hits, self._counts.tries, strict=True):
+        chance = self._usual.hits[0] / self._usual.tries[0]
+        for hits, tries in zip(self._usual.hits, self._usual.tries, strict=True):
             chance = (hits + parent * chance) / (tries + parent)
             chances.append(min(max(chance, unsure), 1.0 - unsure))
         return chances
 
     def facts(self) -> dict[str, list[float]]:
-        """The counts as JSON values."""
+        """The usual counts as JSON values."""
         self._count_new()
-        counts = self._counts
-        drafted = [float(counts.asked), float(counts.drafted)]
-        return {"tries": list(counts.tries), "hits": list(counts.hits), "drafted": drafted}
+        usual = self._usual
+        drafted = [float(usual.asked), float(usual.drafted)]
+        return {"tries": list(usual.tries), "hits": list(usual.hits), "drafted": drafted}
 
     def begin_with(self, facts: Mapping[str, Any]) -> None:
         """Start from these facts. KeyError, ValueError or TypeError if they make no sense."""
         tries, hits = ([float(count) for count in facts[name]] for name in ("tries", "hits"))
         pairs = zip(hits, tries, strict=True)
-        if len(tries) != len(self._counts.tries) or not all(
-            0.0 <= hit <= tried > 0.0 for hit, tried in pairs
-        ):
+        if len(tries) != len(self._usual.tries) or not all(0.0 <= hit <= tried > 0.0 for hit, tried in pairs):
             raise ValueError("these are not counts of drafts")
         asked, drafted = (float(count) for count in facts["drafted"])
         if not 0.0 <= drafted <= asked or not asked > 0.0:
             raise ValueError("these are not counts of requests")
-        self._counts, self._estimate = Counts(tries, hits, asked, drafted), None
+        self._usual, self._estimate = Counts(tries, hits, asked, drafted), None
 
 
 def _squares(reached: Sequence[float]) -> list[float]:

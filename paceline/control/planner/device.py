@@ -47,11 +47,17 @@ class ArmEstimate:
         return 1 / (self.seconds / self.tokens + self.catch_up_per_token)
 
 
-def best_arm(arms: Mapping[DraftPlan, ArmEstimate]) -> DraftPlan:
-    """The plan with most tokens per second. Plain decoding is left only for a gain beyond a margin."""
-    margin = CONFIG.device_planner.start_margin
-    rates = [(arm.rate / (margin if plan.budget else 1.0), plan) for plan, arm in arms.items()]
-    return max(rates, key=itemgetter(0))[1]
+def best_arm(arms: Mapping[DraftPlan, ArmEstimate], present: DraftPlan, is_trial: bool) -> DraftPlan:
+    """The plan with most tokens per second. Plain decoding, and the present plan unless it was a trial, are
+    left only for a gain beyond a margin."""
+    config = CONFIG.device_planner
+    rates = [(arm.rate / (config.start_margin if plan.budget else 1.0), plan) for plan, arm in arms.items()]
+    _, best = max(rates, key=itemgetter(0))
+    if is_trial or not best.budget or best == present or present not in arms:
+        return best
+    present_rate = arms[present].rate
+    is_small_gain = arms[best].rate < config.switch_margin * present_rate
+    return present if is_small_gain and present_rate > arms[PLAIN].rate else best
 
 
 class DevicePlanner:
@@ -71,6 +77,7 @@ class DevicePlanner:
         guesses = {plan: self.tokens(plan) / (1 + per_token * plan.levels) for plan in self.arms}
         self._plan = PLAIN if self.shadow else max(guesses, key=guesses.__getitem__)
         self._pass = self._next_choice = self._changed_at = 0  # counts passes
+        self._is_trial = False
         self._expected_seconds = math.inf  # of a pass, at the last choice
         self.choices = 0  # so far
         self.reason = "gain"  # of the last choice
@@ -104,6 +111,9 @@ class DevicePlanner:
         if now.is_new(running, load):
             before, was_settled = (now.requests, now.context, now.greedy), now.is_settled
             now.note(running, load)
+            if now.remaining < 1.0:
+                for acceptance in self._acceptance.values():
+                    acceptance.fade_recent(now.remaining)
             has_changed = (now.requests, now.context, now.greedy) != before
             if has_changed or now.starts_batch or not (was_settled and now.is_settled):
                 self._changed_at = self._pass
@@ -119,10 +129,11 @@ class DevicePlanner:
         """Choose the best arm, or one to try, and how long it holds."""
         config = CONFIG.device_planner
         arms = self._estimates()
-        best = best_arm(arms)
+        best = best_arm(arms, self._plan, self._is_trial)
         may_try = self._load.is_settled or self._load.starts_batch  # then a head need not be attached
         chosen = self._explorer.pick(best, arms) if may_try else best
-        self.reason = "probe" if chosen != best else "gain" if best.budget else "no gain"
+        self._is_trial = chosen != best
+        self.reason = "probe" if self._is_trial else "gain" if best.budget else "no gain"
         self.choices += 1
         self._expected_seconds = arms[chosen].seconds
         is_timed = arms[chosen].is_timed and arms[PLAIN].is_timed

@@ -24,6 +24,7 @@ class DeviceLoad:
         self.greedy = True  # most requests sample greedily: their drafts are accepted more often
         self.is_settled = True  # all requests decode, and none is waiting for a slot
         self.starts_batch = False  # all requests are new, and those before them have ended
+        self.remaining = 1.0  # fraction of the requests before that still run
         self.replaced = 0.5  # fraction of ended requests that others have followed at once, moving mean
         self._count = self._coming = 0  # requests, with those that come, and these alone
         self._running: Sequence[Request] = ()
@@ -48,6 +49,7 @@ class DeviceLoad:
     def note(self, running: Sequence[Request], load: Load) -> None:
         """Count these requests, and expect that `load.coming` more will be like them."""
         ended = [request for request in self._running if request.finished]
+        self.remaining = 1.0 - len(ended) / max(1, len(self._running))
         followed = len(ended) + load.running + load.coming + load.waiting - self._count
         none_decodes = not any(request.num_pending == 1 for request in running)
         self.starts_batch = none_decodes and len(ended) == len(self._running)
