@@ -44,7 +44,8 @@ CONFIG = LearnerConfig(
     max_running=100,
     poll_seconds=0.05,
     gate=GateConfig(min_prompts=8),
-    trial=TrialConfig(turn_steps=12, skipped_steps=2, min_pairs=2, max_pairs=3),
+    # a gain of 4 %, on a machine that may have other work: significant only after many steps
+    trial=TrialConfig(turn_steps=48, share=0.5, skipped_steps=2, min_pairs=4, max_pairs=24),
 )
 
 
