@@ -292,6 +292,18 @@ def test_accepted_trees_tell_what_chains_would_give():
     assert np.mean(found, axis=0) == pytest.approx([0.5, 0.25, 0.125], rel=0.1)
 
 
+def test_trees_that_are_accepted_whole_give_counts_that_a_later_server_takes():
+    for nodes, branching, depth in CONFIG.device_planner.trees:
+        tree = DraftPlan("head", nodes, branching, depth)
+        acceptance = ChainAcceptance(depth, [0.5], weight=8)
+        for _ in range(50):
+            acceptance.add([DraftFacts("1", "", "head", nodes, depth, accepted=depth)], 1, depth, tree)
+            assert all(chance < 1.0 for chance in acceptance.estimate().chances)
+        facts = acceptance.facts()
+        assert all(hits <= tries for hits, tries in zip(facts["hits"], facts["tries"], strict=True))
+        ChainAcceptance(depth, [0.5], weight=8).begin_with(facts)
+
+
 @pytest.mark.parametrize(("seconds", "count", "is_tree"), [(small, 1, True), (busy, 16, False)])
 def test_trees_are_chosen_where_their_rows_are_almost_free(seconds, count, is_tree):
     longest = {"head": 7}

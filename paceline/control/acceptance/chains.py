@@ -111,7 +111,9 @@ class ChainAcceptance:
             reached = [*accumulate(reversed(new.accepted))][::-1]  # [depth] drafts accepted down to it
             reached[0] = new.requests
             tries = [count - untried for count, untried in zip(reached, new.untried, strict=False)]
-            hits = reached[1:] if isinstance(kind, int) else chain_hits(kind, self._chances(), reached)
+            hits: Sequence[float] = reached[1:]
+            if not isinstance(kind, int):
+                hits = chain_hits(kind, self._chances(), tries, hits)
             self._count(tries, hits, new.requests, new.drafted, new.passes)
         self._new = {}
 

@@ -45,13 +45,14 @@ def tree_reached(plan: DraftPlan, chances: Sequence[float]) -> list[float]:
     return levels
 
 
-def chain_hits(plan: DraftPlan, chances: Sequence[float], reached: Sequence[float]) -> list[float]:
+def chain_hits(
+    plan: DraftPlan, chances: Sequence[float], tries: Sequence[float], reached: Sequence[float]
+) -> list[float]:
     """[depth] How many of the accepted tokens of trees were probably first children, as a chain has them.
 
-    `reached` [1 + levels] are the trees accepted down to each depth, all of them first.
+    `reached` [depth] are the trees accepted down to there, and `tries` those that had a node there: there are
+    not more hits, although luck in trees whose nodes have no children may look like more.
     """
     expected = [1.0, *tree_reached(plan, chances)]
-    return [
-        reached[depth + 1] * chances[depth] * expected[depth] / expected[depth + 1]
-        for depth in range(plan.levels)
-    ]
+    first = [chances[depth] * expected[depth] / expected[depth + 1] for depth in range(plan.levels)]
+    return [min(tried, hit * share) for tried, hit, share in zip(tries, reached, first, strict=True)]
