@@ -135,9 +135,8 @@ def _add_mlps(
         add_product(activated, dense[1], hidden, *inputs)
         shard.join(written.parts, workspace.attention_input.parts, rows)
     if layer.mixture is not None and workspace.routing is not None:
-        parts = (
-            has_parts(layer.mixture.router, rows) and weights.residual is None and layer.mixes
-        )  # _add_mixed
+        # the output projection before them has stored parts of scores: see model.py
+        parts = has_parts(layer.mixture.router, rows) and weights.residual is None and layer.mixes
         add_experts(layer.mixture, read, tables.slot_mapping, hidden, norm, written, workspace.routing, parts)
 
 
