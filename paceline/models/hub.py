@@ -19,9 +19,10 @@ from typing import Any
 from paceline.errors import ModelError
 from paceline.extras import needs_extra
 from paceline.models.chat import TEMPLATES
+from paceline.models.files import read_json
 from paceline.models.gguf import split_names
 from paceline.models.quantized.method import OLD_CONFIGS
-from paceline.models.safetensors_files import weight_files
+from paceline.models.safetensors_files import INDEX_FILE, weight_files
 
 HUB_NAME = re.compile(
     r"((https://)?(hf\.co|huggingface\.co)/)?(?P<repository>[\w.-]+/[\w.-]+)(:(?P<wanted>[\w./-]+))?"
@@ -49,7 +50,7 @@ SHORT_NAMES = {
     "mistral:7b": "bartowski/Mistral-7B-Instruct-v0.3-GGUF",
     "phi4:14b": "bartowski/phi-4-GGUF",
 }
-FILES = ["model.safetensors.index.json", "config.json", "generation_config.json", *OLD_CONFIGS]
+FILES = [INDEX_FILE, "config.json", "generation_config.json", *OLD_CONFIGS]
 FILES += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", *TEMPLATES]
 # of several GGUF files, if none is asked for: small and good first
 PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q6_K", "Q8_0", "BF16", "F16")
@@ -103,10 +104,20 @@ def _fetch(hub: Any, repository: str, wanted: str | None) -> Path:
         there = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
         return folder / _choose(repository, there, wanted)
     if _choose(repository, files, wanted) == WHOLE_FOLDER:
-        return Path(hub.snapshot_download(repository, allow_patterns=[*FILES, *weight_files(files)]))
+        weights = _indexed(hub, repository, files) or weight_files(files)
+        return Path(hub.snapshot_download(repository, allow_patterns=[*FILES, *weights]))
     names = split_names(_choose(repository, files, wanted))
     paths = [Path(hub.hf_hub_download(repository, name)) for name in names]
     return paths[0]
+
+
+def _indexed(hub: Any, repository: str, files: Sequence[str]) -> list[str]:
+    """The weight files that an index names, which may have any name; none if there is no index."""
+    if INDEX_FILE not in files:
+        return []
+    named = read_json(Path(hub.hf_hub_download(repository, INDEX_FILE))).get("weight_map")
+    shards = set(map(str, named.values())) if isinstance(named, dict) else set()
+    return [name for name in files if name in shards and name.endswith(".safetensors")]
 
 
 def _choose(repository: str, files: Sequence[str], wanted: str | None) -> str:

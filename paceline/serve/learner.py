@@ -54,7 +54,7 @@ class LearningModel(Generic[LoadedHead]):
         self._activity = activity
         self.observers = (self._meter, activity, self._slowdown)  # of the engine
         self._method, self._load, self._jobs, self._config = method, load, jobs, config
-        self._learner: Learner[LoadedHead] | None = None  # while it learns
+        self._learner: Learner[LoadedHead] | None = None  # since it has started
         self._task: asyncio.Task[None] | None = None
 
     def restrict(self, params: SamplingParams, origin: Origin) -> SamplingParams:

@@ -222,6 +222,19 @@ def test_all_that_a_model_needs_is_fetched_whatever_its_weights_are_called(
     assert found == needed | {"config.json", "gptq_model-4bit-128g.safetensors"}
 
 
+def test_weights_that_an_index_names_are_fetched_and_no_others(hub: type[StandIn], model: str) -> None:
+    own = dict(hub.repositories[model])
+    del own["model.safetensors"]
+    shards = {"model-00001-of-00002.safetensors", "mtp.safetensors"}
+    index = {"weight_map": dict(zip("abc", [*shards, "*.bin"], strict=True))}
+    own["model.safetensors.index.json"] = json.dumps(index).encode()
+    other = {"model.fp16.safetensors", "pytorch_model.bin"}
+    hub.repositories["org/indexed"] = own | dict.fromkeys(shards | other, b"{}")
+    folder = resolve("org/indexed")
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert found == shards | {"config.json", "model.safetensors.index.json"}
+
+
 def test_all_parts_of_a_split_file_are_fetched(hub: type[StandIn]) -> None:
     names = [f"q8/Model-Q8_0-0000{number}-of-00002.gguf" for number in (1, 2)]
     hub.repositories["org/parts"] = {name: name.encode() for name in names}
