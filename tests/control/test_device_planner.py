@@ -333,6 +333,12 @@ def test_trees_beside_lookups_are_cascades_whose_lookups_are_chains():
     assert (chain.nodes, chain.second().nodes, chain.second().branching) == (chain.levels, chain.levels, 1)
 
 
+@pytest.mark.parametrize(("longest", "expected"), [(2, []), (3, [(15, 3)]), (4, [(7, 4), (15, 3)])])
+def test_trees_have_no_path_that_is_longer_than_the_head_may_draft(longest, expected):
+    arms = device_arms("head", None, {"head": longest}, trees=True)
+    assert [(arm.plan.nodes, arm.plan.levels) for arm in arms if arm.plan.branching > 1] == expected
+
+
 def test_what_passes_take_longer_in_traffic_is_expected_of_plans_that_were_not_used_too():
     costs, two, seven = DevicePassCosts(), DraftPlan("head", 2), DraftPlan("head", 7)
     for plan, seconds in ((PLAIN, 1.0), (two, 1.5), (seven, 2.0)):

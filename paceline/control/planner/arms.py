@@ -37,7 +37,8 @@ def device_arms(
 ) -> list[Arm]:
     """Chains of a head, lookups where they find something and the head elsewhere, or lookups alone.
 
-    `lookup` is a drafter that looks up on the device. `longest`: by drafter, the most tokens of its chains.
+    `lookup` is a drafter that looks up on the device. `longest`: by drafter, the most tokens of its
+    chains and of paths of its trees.
     Without a head, each of these drafters has its own arms. `trees`: the head can draft trees, too.
     """
     config = CONFIG.device_planner
@@ -46,8 +47,9 @@ def device_arms(
             Arm(plan) for name, most in longest.items() for plan in _chains(name, config.lookup_lengths, most)
         ]
     by_tree = [
-        DraftPlan(head, nodes, branching, min(depth, longest[head]))
+        DraftPlan(head, nodes, branching, depth)
         for nodes, branching, depth in (config.trees if trees else ())
+        if depth <= longest[head]
     ]
     if lookup is None:
         chains = _chains(head, config.head_lengths, longest[head])
