@@ -28,11 +28,6 @@ def load_backend(
 
     `beside` is a loaded backend whose passes take turns with those of this one.
     """
-    if adapters and options.tensor_parallel_size > 1:
-        raise BackendError(
-            "Adapters are not served with tensor_parallel_size above 1: leave one of them out, or merge the "
-            "adapter into the model."
-        )
     if blocks := missing_blocks(checkpoint.config, options.name):
         raise BackendError(
             f"This {checkpoint.config.family} model has {', '.join(blocks)}, for which the {options.name} "

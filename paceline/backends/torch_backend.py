@@ -47,6 +47,7 @@ class TorchBackend(Backend):
         max_rows: int,
         ranks: Ranks | None = None,
         weight_format: str = "",
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         """`ranks` are the other ranks of the model, which run what this one runs.
 
@@ -60,7 +61,7 @@ class TorchBackend(Backend):
         self.weight_format = weight_format or str(self.dtype).removeprefix("torch.")
         self.attention_window = model.config.widest_window
         self.bytes_per_state = sum(mixer.bytes_per_state for mixer in model.recurrences)
-        self.adapters: dict[str, Transformer] = {}  # the model with each
+        self.adapters: dict[str, Transformer] = {own.name: with_adapter(model, own) for own in adapters}
         self.ranks = ranks
 
     @classmethod
@@ -89,17 +90,15 @@ class TorchBackend(Backend):
         weight_format = "" if quantization == "none" else quantization
         if tensor_parallel_size == 1:
             model = load_pieces(checkpoint, devices[0], kind, None, row_by_row, quantization)
-            backend = cls(model, max_rows, weight_format=weight_format)
-            backend.adapters = {entry.name: with_adapter(backend.model, entry) for entry in adapters}
-            return backend
-        ranks, communicator = start_ranks(checkpoint, devices, dtype, quantization, max_rows)
+            return cls(model, max_rows, None, weight_format, adapters)
+        ranks, communicator = start_ranks(checkpoint, devices, dtype, quantization, max_rows, adapters)
         try:
             model = load_pieces(checkpoint, devices[0], kind, communicator, quantization=quantization)
+            backend = cls(model, max_rows, ranks, weight_format, adapters)
             ranks.wait_for_answers()
         except BaseException:
             ranks.close()
             raise
-        backend = cls(model, max_rows, ranks, weight_format)
         ranks.name(backend, 0)
         return backend
 

@@ -31,10 +31,12 @@ class AdaptedLinear(Linear):
         self.size, self.parallel = base.size, base.parallel
         self.weights, self.biases = base.weights, base.biases
         like = base.weights[0]
-        self.down = torch.from_numpy(change.down).to(like.device, like.dtype)
-        up = torch.from_numpy(change.up).to(like.device, like.dtype)
-        pieces = [up] if self.parallel.pieces == 1 else [up[rows] for rows in self.parallel.rows(self.size)]
-        self.ups = [piece.contiguous() for piece in pieces]
+        self.down = torch.tensor(change.down, dtype=like.dtype, device=like.device)
+        # copies that torch aligns, as those of the matrix: alignment can decide how a product adds
+        self.ups = [
+            torch.tensor(change.up[rows], dtype=like.dtype, device=like.device)
+            for rows in self.parallel.rows(self.size)
+        ]
 
     def parts(self, hidden: torch.Tensor) -> list[torch.Tensor]:
         """The columns of each piece: [rows, piece] each."""

@@ -42,7 +42,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "use_dora": (False,),
     "fan_in_fan_out": (False,),
     "modules_to_save": ([],),
-    "alpha_pattern": ({},),
     "trainable_token_indices": (),
     "layer_replication": (),
     "target_parameters": ([],),
@@ -84,8 +83,9 @@ def load_adapter(name: str, folder: Path, config: ModelConfig) -> Adapter:
             )
     fields = Fields(read_json(folder / "adapter_config.json"), f"{folder.name}/adapter_config.json")
     _check_supported(fields, config)
-    alpha, by_root = fields.number("lora_alpha", 8.0), fields.flag("use_rslora", False)
+    by_root = fields.flag("use_rslora", False)
     sides: dict[str, dict[str, SafeTensor]] = {}
+    alphas: dict[str, float] = {}
     for stored, tensor in read_safetensors(folder / "adapter_model.safetensors").items():
         match = TENSOR.fullmatch(stored)
         module = our_name(match["module"], LLAMA_FILES) if match else ""
@@ -94,9 +94,11 @@ def load_adapter(name: str, folder: Path, config: ModelConfig) -> Adapter:
         if match is None or not MODULE.fullmatch(module):
             raise UnsupportedModelError(
                 f"{folder.name}: the tensor {stored[:120]} is not supported; adapters may change the "
-                "projections of attention and of dense MLPs. Train it with other target_modules."
+                "projections of attention and of dense MLPs. Train it with other target_modules and without "
+                "target_parameters, or merge it into the model."
             )
         sides.setdefault(module, {})[match["side"]] = tensor
+        alphas[module] = _alpha(fields, match["module"])
     shapes = dict(expected_tensors(config))
     matrices: dict[str, LoraMatrix] = {}
     for module, found in sides.items():
@@ -105,7 +107,7 @@ def load_adapter(name: str, folder: Path, config: ModelConfig) -> Adapter:
         whole = (sum(rows for rows, _ in own), own[0][1]) if len(own) == len(names) else None
         down, up = _checked(folder, module, found, whole)
         rank, first = down.shape[0], down.float32()
-        second = up.float32() * np.float32(alpha / (rank**0.5 if by_root else rank))
+        second = up.float32() * np.float32(alphas[module] / (rank**0.5 if by_root else rank))
         rows = np.split(second, np.cumsum([count for count, _ in own])[:-1])
         if not matrices.keys().isdisjoint(names):
             raise CheckpointError(
@@ -135,6 +137,18 @@ def _check_supported(fields: Fields, config: ModelConfig) -> None:
             f"{fields.source}: adapters of {config.family} models are not supported. Merge the adapter into "
             "the model, and serve that."
         )
+
+
+def _alpha(fields: Fields, module: str) -> float:
+    """The alpha of a module of the file: that of the first pattern which its name ends with, as in peft."""
+    by_pattern = fields.group("alpha_pattern")
+    for pattern in by_pattern.values:
+        try:
+            if re.match(rf"(.*\.)?({pattern})$", module):
+                return by_pattern.number(pattern)
+        except re.error as error:
+            raise by_pattern.wrong(pattern, f"a regular expression as its name ({error})") from error
+    return fields.number("lora_alpha", 8.0)
 
 
 def _parts(module: str) -> list[str]:

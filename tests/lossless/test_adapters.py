@@ -17,8 +17,6 @@ import torch
 
 from paceline.backends.base import Backend
 from paceline.backends.cpu import CpuBackend
-from paceline.backends.load import load_backend
-from paceline.backends.options import BackendOptions
 from paceline.backends.torch_backend import TorchBackend
 from paceline.build import LoadedModel, build_engine
 from paceline.config import EngineConfig
@@ -26,7 +24,7 @@ from paceline.core.params import SamplingParams
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.client import EngineClient
 from paceline.engine.engine import Engine
-from paceline.errors import BackendError, ConfigError, ModelError, RequestError
+from paceline.errors import ConfigError, ModelError, RequestError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.lora import Adapter, load_adapter
 from paceline.models.registry import load_checkpoint, load_with_tokenizer
@@ -55,7 +53,8 @@ def write_adapter(folder: Path, checkpoint: Checkpoint, modules: Sequence[str], 
         for module in modules:
             name = f"model.layers.{layer}.{module}"
             out, inputs = checkpoint.tensors[f"{name}.weight"].shape
-            for side, shape in (("A", (RANK, inputs)), ("B", (out, RANK))):
+            rank = options.get("rank_pattern", {}).get(module, RANK)
+            for side, shape in (("A", (rank, inputs)), ("B", (out, rank))):
                 values = 0.2 * torch.randn(shape, generator=generator)
                 tensors[f"base_model.model.{name}.lora_{side}.weight"] = values
     return save_adapter(folder, tensors, **options)
@@ -127,6 +126,42 @@ def test_an_adapter_gives_the_logits_of_merged_weights(
         np.testing.assert_allclose(*logits, rtol=0, atol=1e-4)
         plain = drive(TorchBackend.load(checkpoint), pages_each=3)[0].run(PROMPT)
         assert np.abs(plain - logits[0]).max() > 0.1
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_patterns_give_modules_a_rank_and_an_alpha_of_their_own(
+    backend: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """The first pattern that the end of a module's name matches decides, as in peft."""
+    ranks = {"mlp.down_proj": 7, "self_attn.q_proj": 2}
+    alphas = {
+        "0.self_attn.q_proj": 5.0,
+        "q_proj": 9.0,
+        "^model.layers.1.mlp.down_proj": 3.0,
+        r"layers\.0": 1.0,
+    }
+    expected = {  # (rank, alpha)
+        "model.layers.0.self_attn.q_proj": (2, 5.0),
+        "model.layers.1.self_attn.q_proj": (2, 9.0),
+        "model.layers.0.self_attn.v_proj": (RANK, ALPHA),
+        "model.layers.0.mlp.down_proj": (7, ALPHA),
+        "model.layers.1.mlp.down_proj": (7, 3.0),
+    }
+    options: dict[str, Any] = {"rank_pattern": ranks, "alpha_pattern": alphas}
+    folder = write_adapter(tmp_path / "x", checkpoint, MODULES["a"], **options)
+    stored = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+    adapter = load_adapter("x", folder, checkpoint.config)
+    for module, (rank, alpha) in expected.items():
+        second = stored[f"base_model.model.{module}.lora_B.weight"].numpy()
+        assert adapter.matrices[module].down.shape[0] == rank
+        np.testing.assert_allclose(adapter.matrices[module].up, second * (alpha / rank), rtol=1e-6)
+    request = drive(make_backend(backend, checkpoint, [adapter], quantization="none"), pages_each=3)[0]
+    request.adapter = "x"
+    whole = drive(TorchBackend.load(merged(checkpoint, adapter)), pages_each=3)[0].run(PROMPT)
+    np.testing.assert_allclose(request.run(PROMPT), whole, rtol=0, atol=5e-4)
+    broken = write_adapter(tmp_path / "y", checkpoint, MODULES["a"], alpha_pattern={"q_(proj": 2.0})
+    with pytest.raises(ModelError, match=r"alpha_pattern has q_\(proj .* a regular expression"):
+        load_adapter("y", broken, checkpoint.config)
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
@@ -311,11 +346,6 @@ def test_what_cannot_be_served_is_refused(
 ) -> None:
     with pytest.raises(RequestError, match="no adapter 'c'; load it with --lora-modules"):
         make_engine(model, folder, "off").add_request(PROMPT, SamplingParams(), adapter="c")
-    two_gpus = BackendOptions("cuda", tensor_parallel_size=2)
-    with pytest.raises(
-        BackendError, match="not served with tensor_parallel_size above 1: leave one of them out"
-    ):
-        load_backend(checkpoint, two_gpus, 16, None, adapters)
     with pytest.raises(ConfigError, match="expected NAME=FOLDER"):
         EngineConfig.from_options(model=str(folder), lora_modules=["sql"])
     dora = write_adapter(tmp_path / "dora", checkpoint, MODULES["a"], use_dora=True)

@@ -1,4 +1,8 @@
-"""LoRA adapters of a model on the device: what all of them add to each product, by the adapter's number."""
+"""LoRA adapters of a model on the device: what all of them add to each product, by the adapter's number.
+
+A rank has the down matrices whole, because it has what they read, and the rows of the up matrices that it has
+of the product.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +54,20 @@ def _layer_adapters(
             outputs = [shapes[f"{name}.weight"][0] for name in names]
             matrix: Matrix = getattr(layer, product)
             down, ups = _stacked(adapters, names, outputs, matrix.depth)
+            ups = [up[:, rows] for up, rows in zip(ups, _own_rows(weights, product, outputs), strict=True)]
             is_tiled = layer.split is None if product == "qkv" else weights.config.is_gated
             tiled = product if is_tiled else "rows"
             up = _in_tile_order(tiled, ups, matrix, weights.config, index)
             found[product] = LowRank(*(own.to(weights.device, weights.dtype) for own in (down, up)))
     return LayerAdapters(**found)
+
+
+def _own_rows(weights: Weights, product: str, outputs: Sequence[int]) -> list[slice]:
+    """The rows of the matrices of a product that this rank has."""
+    if product == "qkv" and weights.shard.size > 1:
+        queries, shared_heads = weights.shard.head_rows(weights.config)
+        return [queries, shared_heads, shared_heads]
+    return [weights.shard.rows(size) for size in outputs]
 
 
 def _stacked(

@@ -100,14 +100,13 @@ class CudaBackend(Backend):
             raise BackendError(f"The cuda backend has no dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
         target = find_device(device)
         if tensor_parallel_size == 1:
-            weights = load_checkpoint_weights(checkpoint, target, dtype, quantization)
-            return cls(with_adapters(weights, adapters) if adapters else weights, max_rows, quantization)
+            return cls.load_part(checkpoint, target, dtype, quantization, max_rows, adapters=adapters)
         devices = find_devices(device, tensor_parallel_size)
         ranks, communicator = start_ranks(
-            checkpoint, devices, dtype, quantization, max_rows, backend=cls.name
+            checkpoint, devices, dtype, quantization, max_rows, adapters, backend=cls.name
         )
         try:
-            part = devices[0], dtype, quantization, max_rows, Shard(communicator), ranks
+            part = devices[0], dtype, quantization, max_rows, Shard(communicator), ranks, adapters
             backend = cls.load_part(checkpoint, *part)
             ranks.wait_for_answers()
         except BaseException:
@@ -144,10 +143,11 @@ class CudaBackend(Backend):
         max_rows: int,
         shard: Shard = WHOLE,
         ranks: Ranks | None = None,
+        adapters: Sequence[Adapter] = (),
     ) -> CudaBackend:
         """A model, or a rank's part of it."""
         weights = load_checkpoint_weights(checkpoint, device, dtype, quantization, shard)
-        return cls(weights, max_rows, quantization, ranks)
+        return cls(with_adapters(weights, adapters) if adapters else weights, max_rows, quantization, ranks)
 
     def close(self) -> None:
         """Stop the other ranks."""

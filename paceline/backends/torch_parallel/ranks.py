@@ -33,6 +33,7 @@ from paceline.backends.torch_parallel.communicator import GroupCommunicator, Ran
 from paceline.errors import BackendLostError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import ModelConfig
+from paceline.models.lora import Adapter
 
 TIMEOUT = 120.0  # seconds that a rank waits for the others in a pass; they compute the same at the same time
 START_TIMEOUT = 1800.0  # seconds to read the weights, perhaps from a slow disk
@@ -53,6 +54,7 @@ class Orders:
     dtype: str
     quantization: str
     max_rows: int
+    adapters: tuple[Adapter, ...]  # whole: each rank takes its rows of them
     threads: int  # the same in all ranks: a product may add in another order with other ones
     store: str  # the file by which ranks meet
     timeout: float
@@ -230,6 +232,7 @@ def start_ranks(
     dtype: str,
     quantization: str,
     max_rows: int,
+    adapters: Sequence[Adapter] = (),
     timeout: float = TIMEOUT,
     backend: str = "torch",
 ) -> tuple[Ranks, GroupCommunicator]:
@@ -240,13 +243,9 @@ def start_ranks(
     ranks = Ranks(peers, folder)
     for rank in range(1, len(devices)):
         peers.append(_start())
-        model = checkpoint.source, checkpoint.config
-        threads = torch.get_num_threads()
-        peers[-1].connection.send(
-            Orders(
-                rank, backend, *model, tuple(devices), dtype, quantization, max_rows, threads, store, timeout
-            )
-        )
+        model = checkpoint.source, checkpoint.config, tuple(devices), dtype, quantization
+        limits = max_rows, tuple(adapters), torch.get_num_threads()
+        peers[-1].connection.send(Orders(rank, backend, *model, *limits, store, timeout))
     ranks.wait_for_answers()  # they have imported torch: from here on no rank waits for the start of another
     communicator = GroupCommunicator(0, devices, store, timeout)
     ranks.watch(communicator.abort)

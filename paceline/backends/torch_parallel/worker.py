@@ -60,7 +60,7 @@ def load(orders: Orders) -> Backend:
 def _load_torch(orders: Orders, checkpoint: Checkpoint, communicator: GroupCommunicator) -> Backend:
     device, dtype = orders.devices[orders.rank], find_dtype(orders.dtype)
     model = load_pieces(checkpoint, device, dtype, communicator, quantization=orders.quantization)
-    return TorchBackend(model, orders.max_rows)
+    return TorchBackend(model, orders.max_rows, adapters=orders.adapters)
 
 
 def _load_cuda(orders: Orders, checkpoint: Checkpoint, communicator: GroupCommunicator) -> Backend:
@@ -70,10 +70,8 @@ def _load_cuda(orders: Orders, checkpoint: Checkpoint, communicator: GroupCommun
     device = orders.devices[orders.rank]
     if device.type == "cuda":  # not in Triton's interpreter
         torch.cuda.set_device(device)
-    shard = Shard(communicator)
-    return CudaBackend.load_part(
-        checkpoint, device, orders.dtype, orders.quantization, orders.max_rows, shard
-    )
+    part = orders.max_rows, Shard(communicator), None, orders.adapters
+    return CudaBackend.load_part(checkpoint, device, orders.dtype, orders.quantization, *part)
 
 
 _LOADERS: dict[str, Callable[[Orders, Checkpoint, GroupCommunicator], Backend]] = {

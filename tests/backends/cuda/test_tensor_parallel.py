@@ -24,6 +24,7 @@ from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.heads.config import HeadConfig
 from paceline.models.layout import expected_tensors
 from paceline.models.registry import load_checkpoint
+from tests.backends.adapters import drive_with, random_adapters
 from tests.backends.cuda.logical_ranks import LogicalRank, LogicalRanks, captured_together, driven
 from tests.backends.cuda.test_bits import SHAPES
 from tests.backends.driver import drive, run
@@ -78,8 +79,13 @@ def passes(
     dtype: torch.dtype,
     rows: Sequence[int] = (),
     packing: str = "none",
+    adapter: str = "",
 ) -> Work:
-    """A tree whose tokens are sampled on the device, then a prefill chunk for each number of `rows`."""
+    """A tree whose tokens are sampled on the device, then a prefill chunk for each number of `rows`.
+
+    With `adapter` the request has one of `random_adapters`, and two more without it and with another follow.
+    """
+    from paceline.backends.cuda.adapters import with_adapters
     from paceline.backends.cuda.backend import CudaBackend
 
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, 512).tolist()
@@ -88,9 +94,13 @@ def passes(
 
     def work(shard: Any) -> dict[str, np.ndarray]:
         weights = random_weights(config, device, dtype, shard, packing)
+        if adapter:
+            weights = with_adapters(weights, random_adapters(config))
         backend = CudaBackend(weights, max_rows=max(16, 0, *rows))
-        (request,) = drive(backend, pages_each=2 + sum(rows) // PAGE_SIZE)
-        tree = run([request.ask(tokens[:5], [-1, 0, 0, 1, 2])], feature_layers=layers, choices=choices)
+        names = (adapter, "", "b") if adapter else ("",)
+        request, *others = drive_with(backend, 2 + sum(rows) // PAGE_SIZE, names)
+        asked = [request.ask(tokens[:5], [-1, 0, 0, 1, 2]), *(other.ask(tokens[5:8]) for other in others)]
+        tree = run(asked, feature_layers=layers, choices=choices)
         assert tree.features is not None
         assert tree.chosen is not None
         results = {"tree": tree.logits, "features": tree.features, "chosen": tree.chosen}
@@ -157,6 +167,14 @@ def decoding(
 @pytest.mark.parametrize("size", repeated(2, 4))
 def test_passes_have_the_bits_of_one_gpu(size: int, device: torch.device, dtype: torch.dtype) -> None:
     assert_same_on_ranks(passes(TINY, device, dtype), size)
+
+
+@pytest.mark.parametrize("size", repeated(2, 4))
+def test_passes_with_adapters_have_the_bits_of_one_gpu(
+    size: int, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Four ranks: two have the same KV head."""
+    assert_same_on_ranks(passes(TINY, device, dtype, adapter="a"), size)
 
 
 @pytest.mark.parametrize("kind", repeated("head tree", "model", "plain"))
@@ -230,9 +248,9 @@ def test_an_8b_that_drafts_has_the_bits_of_one_gpu(size: int, kind: str, device:
     assert_same_on_ranks(decoding(config, head, kind, device, torch.bfloat16), size)
 
 
-def decode(backend: Any) -> list[int]:
+def decode(backend: Any, adapter: str = "") -> list[int]:
     """The tokens after a prompt: by a pass, and by a decoder that looks drafts up."""
-    (request,) = drive(backend, pages_each=2)
+    (request,) = drive_with(backend, 2, [adapter])
     choices = Choices(np.array([2], np.int32), np.array([SEED], np.uint64), np.array([0.7]))
     first = run([request.ask([5, 3, 9])], logit_rows=[], choices=choices).chosen
     assert first is not None
@@ -248,7 +266,7 @@ def decode(backend: Any) -> list[int]:
         truncation=np.array([SamplingParams().truncation]),
         logprobs=np.zeros(1, np.bool_),
         edits=[None],
-        adapters=[""],
+        adapters=[adapter],
     )
     decoder.join(request_state)
     decoder.write_texts([0], [np.array([5, 3, 9, int(first[0])], np.int32)])
@@ -258,16 +276,21 @@ def decode(backend: Any) -> list[int]:
 
 
 def test_ranks_decode_what_rank_0_tells_them(device: torch.device, dtype: torch.dtype) -> None:
-    """Passes, a decoder and its drafts through the pipes of ranks, which are threads here."""
+    """Passes, a decoder and its drafts through the pipes of ranks, which are threads here.
+
+    Of a request with an adapter: others have fewer kernels.
+    """
+    from paceline.backends.cuda.adapters import with_adapters
     from paceline.backends.cuda.backend import CudaBackend
     from paceline.backends.cuda.shard import WHOLE
 
     def load(shard: Any, ranks: Any) -> CudaBackend:
-        return CudaBackend(random_weights(SMALL, device, dtype, shard), max_rows=4, ranks=ranks)
+        weights = random_weights(SMALL, device, dtype, shard)
+        return CudaBackend(with_adapters(weights, random_adapters(SMALL)), max_rows=4, ranks=ranks)
 
-    expected = decode(load(WHOLE, None))
+    expected = decode(load(WHOLE, None), "a")
     with captured_together(), driven(2, load) as backend:
-        assert decode(backend) == expected
+        assert decode(backend, "a") == expected
 
 
 @REPEATS

@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from paceline.backends.torch_parallel.worker import serve
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.config_reader import model_config
 from paceline.models.layout import expected_tensors
+from paceline.models.lora import Adapter
 from paceline.models.safetensors_writer import encode, write_safetensors
 
 VOCAB = 173  # no number of ranks divides it, nor the intermediate size
@@ -81,7 +83,12 @@ def thread_ranks(size: int, device: str = "cpu") -> list[ThreadRank]:
 
 @contextmanager
 def sharded(
-    checkpoint: Checkpoint, size: int, dtype: str = "float32", device: str = "cpu", max_rows: int = 512
+    checkpoint: Checkpoint,
+    size: int,
+    dtype: str = "float32",
+    device: str = "cpu",
+    max_rows: int = 512,
+    adapters: Sequence[Adapter] = (),
 ) -> Iterator[TorchBackend]:
     """Rank 0 of `size`; the others are threads that run what processes would run."""
     communicators: Sequence[ThreadRank] = thread_ranks(size, device)
@@ -89,15 +96,16 @@ def sharded(
         load_pieces(checkpoint, torch.device(device), find_dtype(dtype), communicator)
         for communicator in communicators
     ]
+    made = partial(TorchBackend, max_rows=max_rows, adapters=adapters)
     peers, threads = [], []
     for model in models[1:]:
         own, other = Pipe()
         peers.append(Peer(own, None))
-        threads.append(threading.Thread(target=_serve, args=(other, TorchBackend(model, max_rows))))
+        threads.append(threading.Thread(target=_serve, args=(other, made(model))))
         threads[-1].start()
     ranks = Ranks(peers)
     ranks.wait_for_answers()
-    backend = TorchBackend(models[0], max_rows, ranks if size > 1 else None)
+    backend = made(models[0], ranks=ranks if size > 1 else None)
     ranks.name(backend, 0)
     try:
         yield backend

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from paceline.core.params import SamplingParams
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.registry import load_checkpoint
+from tests.backends.adapters import random_adapters
 from tests.backends.driver import drive
 from tests.backends.torch.sharded import save_sharded
 from tests.backends.torch.test_tensor_parallel import PROMPT, assert_same_bits, needs_cuda, passes
@@ -43,7 +45,7 @@ def load(checkpoint: Checkpoint) -> Iterator[Callable[..., TorchBackend]]:
     """Loads a model on several ranks, which are stopped when the test ends."""
     loaded: list[TorchBackend] = []
 
-    def make(size: int, **options: str) -> TorchBackend:
+    def make(size: int, **options: Any) -> TorchBackend:
         loaded.append(TorchBackend.load(checkpoint, tensor_parallel_size=size, **options))
         return loaded[-1]
 
@@ -75,8 +77,10 @@ def is_running(pid: int) -> bool:
 def test_two_processes_give_the_bits_of_one_and_end_when_one_is_killed(
     checkpoint: Checkpoint, load: Callable[..., TorchBackend]
 ) -> None:
-    backend = load(2)
-    assert_same_bits(passes(backend), passes(TorchBackend.load(checkpoint)))
+    adapters = random_adapters(checkpoint.config)
+    backend, one = load(2, adapters=adapters), TorchBackend.load(checkpoint, adapters=adapters)
+    assert_same_bits(passes(backend), passes(one))
+    assert_same_bits(passes(backend, ("a", "b")), passes(one, ("a", "b")))
     (request,) = drive(backend, pages_each=6)
     request.extend(PROMPT)
     (rank,) = processes(backend)

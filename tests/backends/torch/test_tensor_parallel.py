@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from paceline.models.blocks import Linear
 from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.registry import DEFAULT_MODEL, load_checkpoint, resolve
 from paceline.models.tensor_parallel import TensorParallel, check_size, count_pieces
+from tests.backends.adapters import drive_with, random_adapters
 from tests.backends.driver import drive, run
 from tests.backends.torch.sharded import FAMILIES, VOCAB, save_sharded, sharded, thread_ranks
 from tests.large import repeated
@@ -46,9 +47,12 @@ def llama(checkpoints: dict[str, Checkpoint]) -> Checkpoint:
     return checkpoints["llama"]
 
 
-def passes(backend: TorchBackend) -> list[np.ndarray]:
-    """What a prefill, a tree, a commit, a mixed batch with choices, and the first layers give."""
-    first, second = drive(backend, pages_each=6, count=2)
+def passes(backend: TorchBackend, adapters: Sequence[str] = ("", "")) -> list[np.ndarray]:
+    """What a prefill, a tree, a commit, a mixed batch with choices, and the first layers give.
+
+    Two requests, with these adapters.
+    """
+    first, second = drive_with(backend, 6, adapters)
     given = [first.extend(PROMPT), first.run(TREE_TOKENS, TREE_PARENTS)]
     first.commit([0, 2, 4, 7])
     second.extend(PROMPT[:7])
@@ -62,7 +66,7 @@ def passes(backend: TorchBackend) -> list[np.ndarray]:
     assert mixed.features is not None
     assert mixed.chosen is not None
     given += [mixed.logits.copy(), mixed.features.copy(), mixed.chosen.copy()]
-    early = backend.first_layers(2)
+    early, first.adapter = backend.first_layers(2), ""
     given.append(run([replace_backend(first, early).ask([5])]).logits.copy())
     embedded = backend.embed(torch.tensor([0, 172, 60], device=backend.device))  # as heads do
     return given + [array.float().cpu().numpy() for array in (embedded, backend.scores(embedded))]
@@ -100,6 +104,21 @@ def test_every_pass_has_the_bits_of_one_device(
     expected = passes(TorchBackend.load(checkpoints[family], dtype=dtype))
     with sharded(checkpoints[family], size, dtype) as backend:
         assert_same_bits(passes(backend), expected)
+
+
+@pytest.mark.parametrize("case", [("llama", "float32", 4), ("mixtral", "bfloat16", 2)], ids=str)
+def test_passes_with_adapters_have_the_bits_of_one_device(
+    checkpoints: dict[str, Checkpoint], case: tuple[str, str, int]
+) -> None:
+    """In one pass: two adapters, or one and none."""
+    (family, dtype, size), names = case, [("a", "b"), ("", "b")]
+    adapters = random_adapters(checkpoints[family].config)
+    one = TorchBackend.load(checkpoints[family], dtype=dtype, adapters=adapters)
+    expected = [passes(one, own) for own in names]
+    assert not np.array_equal(expected[0][0], expected[1][0])
+    with sharded(checkpoints[family], size, dtype, adapters=adapters) as backend:
+        for own, bits in zip(names, expected, strict=True):
+            assert_same_bits(passes(backend, own), bits)
 
 
 # norms of all heads at once, and attention sinks with stacked experts
