@@ -82,7 +82,8 @@ class FixedController(Controller):
         self._plan = plan
 
     def device_plans(self) -> Sequence[DraftPlan]:
-        return (self._plan,)
+        # chains: what more requests get than the trees have buffers for, see DeviceExecutor.fitting
+        return (self._plan, self._plan.as_chain()) if self._plan.branching > 1 else (self._plan,)
 
     def coming_plan(self, running: Sequence[Request], load: Load) -> DraftPlan:
         return self._plan

@@ -235,6 +235,7 @@ def test_a_tree_on_the_device_has_pages_for_all_nodes_and_is_a_chain_where_its_b
     engine = toy_engine(
         ToyBackend(on_device=True), drafter=drafter, num_pages=40, controller=FixedController(plan)
     )
+    prepared = set(engine._controller.device_plans())  # graphs are captured for these at start-up
     requests = [engine.add_request(prompt(number, 9), params(number))[0] for number in range(3)]
     shapes = set()
     while engine.has_unfinished:
@@ -245,6 +246,7 @@ def test_a_tree_on_the_device_has_pages_for_all_nodes_and_is_a_chain_where_its_b
         alone(prompt(number, 9), params(number)) for number in range(3)
     ]
     assert {nodes for nodes, _ in shapes} == ({7} if most_rows == 128 else {2, 7})  # 7 for the last request
+    assert set(engine._device._drafts) <= prepared
 
 
 def test_step_stats_are_those_of_the_pass_that_was_read():
