@@ -189,10 +189,10 @@ class Learner:
         candidate = asyncio.run(self._jobs.train(self._present, self._since))
         if candidate is None:
             return Verdict(False, "the trainer found nothing better")
-        scores = asyncio.run(self._jobs.score(self._present, candidate))
-        if scores is None:
+        replay = asyncio.run(self._jobs.score(self._present, candidate))
+        if replay is None:
             return Verdict(False, "the candidate could not be scored")
-        verdict = judge(*scores)
+        verdict = judge(replay)
         if verdict.passes:
             self._swaps += 1
             self._present = candidate.rename(self._folder.root / f"head-{self._swaps}")

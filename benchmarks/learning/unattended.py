@@ -25,8 +25,11 @@ from benchmarks.server.process import ServerProcess
 from paceline.bench.servers.client import post
 
 LOOK_SECONDS = 1.0  # between two looks at what the server does
-# what is told when it changes
-SHOWN = ("phase", "training_steps", "planned_steps", "computed_seconds", "swaps", "rejected")
+# what is told when it changes, if it is not 0
+SHOWN = (
+    *("phase", "training_steps", "planned_steps", "scored_rows", "planned_rows", "computed_seconds"),
+    *("swaps", "rejected"),
+)
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ class Traffic:
         if state["phase"] != self._phase and self._phase in self.result.latencies:
             self._say(self.result.latency_line(self._phase))
         self._looked, self._phase, self._swaps = now, state["phase"], state["swaps"]
-        told = " ".join(f"{name} {state[name]}" for name in SHOWN)
+        told = " ".join(f"{name} {state[name]}" for name in SHOWN if state[name])
         if told != self._told:
             self._told = told
             self._say(f"{self.result.requests} requests: {told}")

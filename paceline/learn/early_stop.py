@@ -9,15 +9,17 @@ import torch
 
 from paceline.learn.selection import NEW, OLD
 from paceline.train import acceptance
-from paceline.train.batches import collate, epoch_batches
+from paceline.train.batches import Batch, collate, epoch_batches
 from paceline.train.examples import Examples
 from paceline.train.objective import Objective, WriteHead
 from paceline.train.progress import Progress
+from paceline.train.sequences import TargetStates
 
 EVALUATIONS = 8  # in a run, besides the one before it
 PATIENCE = 3  # evaluations in a row without a gain end the run
 MAX_LOSS = 0.01  # of tokens per pass on old rows: more is forgetting (the bar is 2 %)
 BATCH_TOKENS = 2048  # of an evaluation, which gives way between two batches
+MAX_STATE_BYTES = 1 << 28  # of a group's states that are kept; what is beyond is computed each time
 
 Scores = Mapping[str, float]  # tokens per pass, by group of rows
 
@@ -31,16 +33,32 @@ class Kept:
     write: WriteHead
 
 
-@torch.no_grad()
-def tokens_per_pass(
-    objective: Objective, examples: Examples, may_go_on: Callable[[], bool] = lambda: True
-) -> float:
-    """What chains of this head gain on these rows; 1 is plain decoding. `may_go_on`: asked before a batch."""
-    device = objective.target.embedding.device
-    everything = torch.arange(len(examples)).numpy()
-    indices = epoch_batches(examples, everything, BATCH_TOKENS, 0, 0)
-    batches = (collate(examples, some, device) for some in indices if may_go_on())
-    return acceptance.tokens_per_pass(objective.accepted, batches)
+class HeldBack:
+    """Rows that measure a head, with the target's states of them: these stay the same while it trains."""
+
+    def __init__(self, objective: Objective, examples: Examples) -> None:
+        device = objective.target.embedding.device
+        everything = torch.arange(len(examples)).numpy()
+        indices = epoch_batches(examples, everything, BATCH_TOKENS, 0, 0)
+        self._objective, self._batches = objective, [collate(examples, some, device) for some in indices]
+        self._states: dict[int, TargetStates] = {}  # by the place of a batch's first token
+        self._room = MAX_STATE_BYTES
+        self.num_tokens = len(examples.tokens)
+
+    @torch.no_grad()
+    def tokens_per_pass(self, may_go_on: Callable[[], bool]) -> float:
+        """What chains of the head gain; 1 is plain decoding. `may_go_on`: asked before each batch."""
+        return acceptance.tokens_per_pass(self._accepted, (each for each in self._batches if may_go_on()))
+
+    def _accepted(self, batch: Batch) -> torch.Tensor:
+        states = self._states.get(batch.starts[0])
+        if states is None:
+            states = self._objective.states(batch)
+            size = states.features.nbytes + states.final.nbytes + states.best.nbytes
+            if size <= self._room:
+                self._states[batch.starts[0]] = states
+                self._room -= size
+        return self._objective.accepted(batch, states)
 
 
 class EarlyStop:
@@ -57,13 +75,14 @@ class EarlyStop:
         `may_go_on`, asked before every batch of an evaluation, waits while it must; if it says no, what is
         measured then is of no use.
         """
-        self._objective, self._groups = objective, groups
+        self._objective = objective
+        self._groups = {name: HeldBack(objective, group) for name, group in groups.items()}
         self.before = self._measured(0, lambda: True)  # kernels are loaded meanwhile: no measure of its time
         self._may_go_on = may_go_on
         self.best = self.before
         self.last = self.before
         self._without_gain = 0
-        self._tokens = sum(len(group.tokens) for group in groups.values())
+        self._tokens = sum(group.num_tokens for group in self._groups.values())
 
     def is_due(self, progress: Progress) -> bool:
         """Whether to measure now: at most EVALUATIONS times, and on fewer tokens than were trained on since.
@@ -85,9 +104,7 @@ class EarlyStop:
         return self._without_gain < PATIENCE
 
     def _measured(self, step: int, may_go_on: Callable[[], bool]) -> Kept:
-        scores = {
-            name: tokens_per_pass(self._objective, group, may_go_on) for name, group in self._groups.items()
-        }
+        scores = {name: group.tokens_per_pass(may_go_on) for name, group in self._groups.items()}
         return Kept(step, scores, self._objective.snapshot())
 
 

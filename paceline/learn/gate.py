@@ -6,11 +6,16 @@ answer. The tokens are the same, so the gain in tokens per second is
     passes of the present head / passes of the candidate, times seconds of a pass: present / candidate
 
 with an interval from resampled rows (the bootstrap of paired rows; Efron, 1979).
+
+Replaying takes long. So rows come in a random order, and the first 32, 64 and 128 of them are judged too: a
+group-sequential test, which sees a large gain or none early, and a small gain after all rows. Each look may
+err, so each has an equal share of the error that the confidence allows (Bonferroni).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -43,6 +48,25 @@ class RowScore:
 
 
 @dataclass(frozen=True)
+class Replay:
+    """The scores of two heads on the same rows, in the same order: all planned ones or the first of them."""
+
+    present: list[RowScore]
+    candidate: list[RowScore]
+    planned: int  # rows
+    groups: Mapping[str, int]  # planned rows of each group, see group_sizes
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> Replay:
+        """A replay as `asdict` gave it. KeyError, TypeError, AttributeError or ValueError if it is none."""
+        present, candidate = (
+            [RowScore.from_json(row) for row in facts[name]] for name in ("present", "candidate")
+        )
+        groups = {str(name): int(size) for name, size in facts["groups"].items()}
+        return cls(present, candidate, int(facts["planned"]), groups)
+
+
+@dataclass(frozen=True)
 class GateConfig:
     """When a candidate passes."""
 
@@ -50,8 +74,14 @@ class GateConfig:
     min_segment: int = 8  # prompts of a segment, or of a client, that is judged by itself
     min_gain: float = 0.02  # of the tokens per second, overall: less is not worth a swap
     max_loss: float = 0.02  # of a segment's
-    confidence: float = 0.95  # of the intervals
+    confidence: float = 0.95  # in a gain overall; of a segment's interval
+    looks: tuple[int, ...] = (32, 64, 128)  # rows that are judged before all have been scored
     samples: int = 2000  # of the bootstrap
+
+    def confidence_of_look(self, planned: int) -> float:
+        """The confidence in a gain that each look needs, if so many rows are planned."""
+        looks = 1 + sum(look < planned for look in self.looks)
+        return 1 - (1 - self.confidence) / looks
 
 
 @dataclass(frozen=True)
@@ -65,6 +95,7 @@ class Gain:
     ratio: float
     low: float  # of the interval
     high: float
+    confidence: float  # of the interval
 
 
 @dataclass(frozen=True)
@@ -74,54 +105,76 @@ class Verdict:
     passes: bool
     reason: str
     gains: tuple[Gain, ...] = ()  # overall first
+    decided: bool = True  # False: more of the planned rows may change it
 
     def evidence(self) -> dict[str, Any]:
         """The verdict as JSON."""
         return {"passes": self.passes, "reason": self.reason, "gains": [asdict(gain) for gain in self.gains]}
 
 
-def judge(
-    present: Sequence[RowScore],
-    candidate: Sequence[RowScore],
-    cost: float = 1.0,
-    config: GateConfig | None = None,
-) -> Verdict:
-    """Whether the candidate replaces the present head, by the scores of the same rows in the same order.
+def judge(replay: Replay, cost: float = 1.0, config: GateConfig | None = None) -> Verdict:
+    """Whether the candidate replaces the present head.
 
     `cost` is the time of a pass with the candidate over that with the present head. Heads of the same sizes
     take the same time; the trial on live traffic measures both.
     """
     config = config or GateConfig()
+    present, candidate = replay.present, replay.candidate
     if [(row.prompt, row.tokens) for row in present] != [(row.prompt, row.tokens) for row in candidate]:
         return Verdict(False, "the two heads were not scored on the same rows")
-    gains = [_gain(ALL, present, candidate, cost, config)]
-    for name, chosen in _groups(present).items():
+    confidence = config.confidence_of_look(replay.planned)
+    overall = _gain(ALL, present, candidate, cost, confidence, config.samples)
+    others = list[Gain]()
+    for name in replay.groups:
+        chosen = [index for index, row in enumerate(present) if name in groups_of(row.segment, row.client)]
         rows = [present[index] for index in chosen], [candidate[index] for index in chosen]
-        gains.append(_gain(name, *rows, cost, config))
-    overall, *others = gains
+        others.append(_gain(name, *rows, cost, config.confidence, config.samples))
+    passes, reason = _gate(overall, others, config)
+    decided = len(present) >= replay.planned or _is_clear(passes, overall, others, replay.groups, config)
+    return Verdict(passes and decided, reason, (overall, *others), decided)
+
+
+def _gate(overall: Gain, others: Sequence[Gain], config: GateConfig) -> tuple[bool, str]:
+    """Whether a candidate with these gains passes, and why; as if there were no more rows."""
     judged = [gain for gain in others if gain.prompts >= config.min_segment]
     losing = [gain for gain in judged if gain.ratio < 1 - config.max_loss and gain.high < 1]
     if overall.prompts < config.min_prompts:
-        reason = f"{overall.prompts} held-back prompts are too few: {config.min_prompts} are needed"
-    elif overall.ratio < 1 + config.min_gain or overall.low <= 1:
-        reason = f"no significant gain: {_told(overall)}"
-    elif losing:
-        reason = f"{losing[0].segment!r} loses: {_told(losing[0])}"
-    else:
-        return Verdict(True, f"it gains: {_told(overall)}", tuple(gains))
-    return Verdict(False, reason, tuple(gains))
+        return False, f"{overall.prompts} held-back prompts are too few: {config.min_prompts} are needed"
+    if overall.ratio < 1 + config.min_gain or overall.low <= 1:
+        return False, f"no significant gain: {_told(overall)}"
+    if losing:
+        return False, f"{losing[0].segment!r} loses: {_told(losing[0])}"
+    return True, f"it gains: {_told(overall)}"
 
 
-def _groups(rows: Sequence[RowScore]) -> dict[str, list[int]]:
-    """The rows of each segment and of each client, where there are several: all of them must not lose.
+def _is_clear(
+    passes: bool, overall: Gain, others: Sequence[Gain], planned: Mapping[str, int], config: GateConfig
+) -> bool:
+    """Whether a verdict on some of the rows stands: nothing that is still to be seen may be a loss.
+
+    A group that more rows will judge must have been seen, and must not lose even by chance. A candidate that
+    does not pass is hopeless only if its gain is too small for certain.
+    """
+    if not passes:
+        return overall.prompts >= config.min_prompts and overall.high < 1 + config.min_gain
+    judged = [gain for gain in others if planned[gain.segment] >= config.min_segment]
+    return all(gain.prompts >= config.min_segment and gain.ratio >= 1 - config.max_loss for gain in judged)
+
+
+def groups_of(segment: str, client: str) -> tuple[str, str]:
+    """The groups of a row: its segment, and its client by the hash of its API key. None of them may lose.
 
     So no client can train the head for itself at the cost of others, however much it sends.
     """
-    groups: dict[str, list[int]] = {}
-    for names in ([row.segment for row in rows], [f"client {row.client}" for row in rows]):
-        for name in sorted(set(names)) if len(set(names)) > 1 else []:
-            groups[name] = [index for index, each in enumerate(names) if each == name]
-    return groups
+    return segment, f"client {client}"
+
+
+def group_sizes(rows: Iterable[tuple[str, str]]) -> dict[str, int]:
+    """The number of rows by segment and by client, where there are several, of rows of these segments and
+    clients."""
+    by_kind = zip(*(groups_of(*row) for row in rows), strict=True)
+    counts = [Counter(names) for names in by_kind]
+    return {name: size for count in counts if len(count) > 1 for name, size in sorted(count.items())}
 
 
 def tokens_per_pass(scores: Sequence[RowScore]) -> float:
@@ -144,7 +197,8 @@ def _gain(
     present: Sequence[RowScore],
     candidate: Sequence[RowScore],
     cost: float,
-    config: GateConfig,
+    confidence: float,
+    samples: int,
 ) -> Gain:
     """The gain of one segment with its interval; rows with the same prompt are drawn together."""
     by_prompt: dict[str, list[int]] = {}
@@ -157,12 +211,12 @@ def _gain(
     if len(passes):
         ratio = float(_ratios(passes.sum(0), cost))
         # the same rows give the same verdict: nothing here is random but the choice of rows, by a fixed seed
-        drawn = np.random.default_rng(0).integers(0, len(passes), (config.samples, len(passes)))
+        drawn = np.random.default_rng(0).integers(0, len(passes), (samples, len(passes)))
         ratios = _ratios(passes[drawn].sum(1), cost)
-        tail = (1 - config.confidence) / 2
+        tail = (1 - confidence) / 2
         low, high = (float(np.quantile(ratios, share)) for share in (tail, 1 - tail))
     before, after = tokens_per_pass(present), tokens_per_pass(candidate)
-    return Gain(segment, len(passes), before, after, ratio, low, high)
+    return Gain(segment, len(passes), before, after, ratio, low, high, confidence)
 
 
 def _ratios(passes: Float64Array, cost: float) -> Float64Array:
@@ -174,5 +228,5 @@ def _ratios(passes: Float64Array, cost: float) -> Float64Array:
 def _told(gain: Gain) -> str:
     return (
         f"{gain.present:.2f} to {gain.candidate:.2f} tokens per pass, ratio {gain.ratio:.3f} "
-        f"(95 %: {gain.low:.3f} to {gain.high:.3f}) on {gain.prompts} prompts"
+        f"({100 * gain.confidence:g} %: {gain.low:.3f} to {gain.high:.3f}) on {gain.prompts} prompts"
     )

@@ -71,6 +71,7 @@ def score(
         bool, typer.Option("--end-with-parent", help="End when the process that started this one ends.")
     ] = False,
     nice: Annotated[int, typer.Option(help="Priority: 19 gives way to everything, 0 is the usual one.")] = 19,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the progress as JSON.")] = False,
 ) -> None:
     """Replay held-back answers with two heads, and judge by the passes that each would have needed."""
     from paceline.learn.yielding import lower_priority
@@ -84,18 +85,29 @@ def score(
     on_device = chosen_device(device)
     limits = Limits(1, gpu_share, busy_share, activity, end_with_parent)
     may_go_on = yielding_on(on_device, limits).may_step
-    heads = (present_head(head, source, salt, model), candidate)
-    scores = score_heads(model, LearnFolder(source).traffic, heads, may_go_on, salt, on_device)
-    if scores is None:
+
+    def report(scored: int, planned: int) -> None:
+        if as_json:
+            typer.echo(json.dumps({"scored": scored, "total": planned}))
+
+    replay = score_heads(
+        model,
+        LearnFolder(source).traffic,
+        present_head(head, source, salt, model),
+        candidate,
+        may_go_on,
+        salt,
+        on_device,
+        report,
+    )
+    if replay is None:
         raise typer.Exit(STOPPED)
-    present, new = scores
     if out is not None:
-        rows = {"present": [asdict(row) for row in present], "candidate": [asdict(row) for row in new]}
         unfinished = out.with_suffix(".unfinished")
         unfinished.touch(mode=0o600)  # of each row it says how well its text was guessed
-        unfinished.write_text(json.dumps(rows))
+        unfinished.write_text(json.dumps(asdict(replay)))
         os.replace(unfinished, out)
-    verdict = judge(present, new)
+    verdict = judge(replay)
     note(f"{'passes' if verdict.passes else 'is refused'}: {verdict.reason}")
     if not verdict.passes:
         raise typer.Exit(NOTHING_BETTER)

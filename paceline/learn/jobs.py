@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.learn.folder import NOTHING_BETTER, LearnFolder
-from paceline.learn.gate import RowScore
+from paceline.learn.gate import Replay
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ class Jobs(Protocol):
 
     steps: int  # of all trainings so far
     planned_steps: int  # of the training that runs; 0: none does, or it still loads
+    scored_rows: int  # of the scoring that runs
+    planned_rows: int  # to score, at most; 0: none is scored, or it still loads
 
     async def train(self, present: Path, since: float) -> Path | None:
         """The folder of a new candidate, trained from the present head; None if there is none.
@@ -40,7 +42,7 @@ class Jobs(Protocol):
         """
         ...
 
-    async def score(self, present: Path, candidate: Path) -> tuple[list[RowScore], list[RowScore]] | None:
+    async def score(self, present: Path, candidate: Path) -> Replay | None:
         """The scores of both heads on the same held-back rows; None if they could not be scored."""
         ...
 
@@ -62,7 +64,7 @@ class ProcessJobs:
         """`train` are further arguments of the training, such as its length; `both` of both commands."""
         self._folder, self._model = folder, model
         self._both, self._train = tuple(both), tuple(train)
-        self.steps = self.planned_steps = 0
+        self.steps = self.planned_steps = self.scored_rows = self.planned_rows = 0
         self._paused = False
         self._process: asyncio.subprocess.Process | None = None  # that runs now
 
@@ -76,19 +78,16 @@ class ProcessJobs:
             raise OSError(f"the trainer has ended with status {status}")
         return out if whole else None
 
-    async def score(self, present: Path, candidate: Path) -> tuple[list[RowScore], list[RowScore]] | None:
+    async def score(self, present: Path, candidate: Path) -> Replay | None:
         out = self._folder.scores
         out.unlink(missing_ok=True)
-        status = await self._run("score", present, "--candidate", str(candidate), "--out", str(out))
+        how = ("--candidate", str(candidate), "--out", str(out), "--json")
+        status = await self._run("score", present, *how)
         if status not in (0, NOTHING_BETTER):  # the gate judges the scores
             return None
         try:
-            scores = json.loads(out.read_text())
-            old, new = (
-                [RowScore.from_json(row) for row in scores[name]] for name in ("present", "candidate")
-            )
-            return old, new
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return Replay.from_json(json.loads(out.read_text()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             logger.warning("learn: the scores cannot be read: %s", error)
             return None
 
@@ -135,13 +134,17 @@ class ProcessJobs:
         return status
 
     async def _count(self, records: asyncio.StreamReader) -> None:
-        """Count the steps that a trainer reports, one JSON object per line."""
+        """Count the steps or rows that a job reports, one JSON object per line."""
         before = self.steps
         async for line in records:
             with suppress(ValueError, TypeError, KeyError):
                 record = json.loads(line)
-                self.steps, self.planned_steps = before + int(record["step"]), int(record["total"])
-        self.planned_steps = 0
+                total = int(record["total"])
+                if "step" in record:
+                    self.steps, self.planned_steps = before + int(record["step"]), total
+                else:
+                    self.scored_rows, self.planned_rows = int(record["scored"]), total
+        self.planned_steps = self.scored_rows = self.planned_rows = 0
 
 
 def _send(process: asyncio.subprocess.Process, number: int) -> None:

@@ -143,14 +143,13 @@ class Learner(Generic[LoadedHead]):
 
     async def _judge(self, present: Head, candidate: Path) -> None:
         self.status.phase = "scoring"
-        scores = await self._during(self._jobs.score(present.path, candidate))
-        if scores is None:
+        replay = await self._during(self._jobs.score(present.path, candidate))
+        if replay is None:
             await self._reject("it could not be scored", {})
             return
-        old, new = scores
-        self.status.present_tokens_per_pass = tokens_per_pass(old)
-        self.status.candidate_tokens_per_pass = tokens_per_pass(new)
-        verdict = judge(old, new, config=self._config.gate)
+        self.status.present_tokens_per_pass = tokens_per_pass(replay.present)
+        self.status.candidate_tokens_per_pass = tokens_per_pass(replay.candidate)
+        verdict = judge(replay, config=self._config.gate)
         if not verdict.passes or self._overruled:
             await self._reject(
                 verdict.reason if not self._overruled else "overruled by hand", verdict.evidence()
@@ -272,10 +271,10 @@ class Learner(Generic[LoadedHead]):
         try:
             while not task.done():
                 await self._poll()
-                self._count_steps()
+                self._count()
             return task.result()
         finally:
-            self._count_steps()
+            self._count()
             task.cancel()
             await asyncio.wait([task])  # its process has ended
             self._job_runs = self._loaded = False
@@ -283,8 +282,11 @@ class Learner(Generic[LoadedHead]):
             self._activity.note_stopped(False)
             self._activity.end_work()
 
-    def _count_steps(self) -> None:
-        self.status.training_steps, self.status.planned_steps = self._jobs.steps, self._jobs.planned_steps
+    def _count(self) -> None:
+        """Note how far the job is."""
+        status, jobs = self.status, self._jobs
+        status.training_steps, status.planned_steps = jobs.steps, jobs.planned_steps
+        status.scored_rows, status.planned_rows = jobs.scored_rows, jobs.planned_rows
 
     async def _poll(self) -> None:
         """Wait until the next poll, and watch."""

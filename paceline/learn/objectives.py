@@ -50,7 +50,10 @@ def objective_for(
 ) -> Objective:
     """The head, ready to be trained or to be scored on this target."""
     kind = _kind_of(head)
-    return kind.make(target, NO_EXAMPLES, options or kind.options(), name, head)
+    objective = kind.make(target, NO_EXAMPLES, options or kind.options(), name, head)
+    if not target.embedding.is_cuda:  # a GPU takes as long for few tokens: launches
+        objective.reuse_prefixes()
+    return objective
 
 
 def _kind_of(head: HeadCheckpoint) -> Kind:

@@ -8,19 +8,19 @@ full length, whatever drafted when the answer was served: so two heads are compa
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from paceline.errors import CheckpointError
-from paceline.learn.gate import RowScore
+from paceline.learn.gate import GateConfig, Replay, RowScore, group_sizes, judge
 from paceline.learn.limits import load_target_beside_server
 from paceline.learn.objectives import objective_for
 from paceline.learn.rows import TrafficRow
 from paceline.learn.selection import usable
-from paceline.learn.split import Side, side_of
+from paceline.learn.split import Side, side_of, unit_hash
 from paceline.learn.store import TrafficStore
 from paceline.models.heads.checkpoint import HeadCheckpoint, load_head
 from paceline.models.heads.config import TargetName
@@ -33,6 +33,7 @@ from paceline.train.sequences import TargetStates
 
 MAX_ROWS = 256  # that a candidate is judged by
 MAX_LENGTH = 1024  # tokens of prompt and answer; longer answers are cut
+OnProgress = Callable[[int, int], None]  # rows scored so far, and rows planned
 
 
 def check_finite(head: HeadCheckpoint) -> None:
@@ -67,46 +68,59 @@ def replay_acceptance(
     name: TargetName,
     heads: Sequence[HeadCheckpoint],
     rows: Sequence[TrafficRow],
-    may_go_on: Callable[[], bool] = lambda: True,
-) -> list[list[RowScore]] | None:
-    """The scores of the rows with each of these heads; None if `may_go_on`, asked before each row, says no.
+) -> Iterator[list[RowScore]]:
+    """The scores of one row after the other with each of these heads.
 
-    The same head and rows give the same scores.
+    The same heads and rows give the same scores.
     """
     for head in heads:
         check_finite(head)
     objectives = [objective_for(head, target, name) for head in heads]
-    by_row = [score_row(objectives, row) for row in rows if may_go_on()]
-    if len(by_row) < len(rows):
-        return None
-    return [[scores[head] for scores in by_row] for head in range(len(heads))]
+    for row in rows:
+        yield score_row(objectives, row)
 
 
 def score_heads(
     model: str,
     traffic: Path,
-    heads: Sequence[Path],
+    present: Path,
+    candidate: Path,
     may_go_on: Callable[[], bool] = lambda: True,
     salt: str = "",
     device: str = "cpu",
-) -> list[list[RowScore]] | None:
-    """The scores of each of the heads on the same stored rows, of a salt as for training; None as above.
+    on_progress: OnProgress = lambda scored, planned: None,
+    config: GateConfig | None = None,
+) -> Replay | None:
+    """The scores of both heads on the same stored rows, of a salt as for training: until the gate decides.
 
-    PacelineError if a head or the traffic is of another target than `model`, or cannot be read.
+    None if `may_go_on`, asked before each row, says no. PacelineError if a head or the traffic is of another
+    target than `model`, or cannot be read.
     """
+    config = config or GateConfig()
     checkpoint = load_checkpoint(resolve(model))
     name = TargetName(target_fingerprint(checkpoint), checkpoint.source.name)
-    loaded = [load_head(head) for head in heads]
+    loaded = [load_head(head) for head in (present, candidate)]
     for head in loaded:
         check_target(head.config, checkpoint.config, name.fingerprint, str(head.source))
-    store = TrafficStore(traffic, name)
-    rows = gate_rows(store.rows(), salt=salt)
+    rows = gate_rows(TrafficStore(traffic, name).rows(), salt=salt)
+    rows.sort(key=lambda row: unit_hash("score", row.prompt_ids))  # the first ones stand for all
+    replay = Replay([], [], len(rows), group_sizes((row.segment, row.key) for row in rows))
     target = load_target_beside_server(checkpoint, device)
-    return replay_acceptance(target, name, loaded, rows, may_go_on)
+    scores = replay_acceptance(target, name, loaded, rows)
+    for scored in range(1, len(rows) + 1):
+        if not may_go_on():
+            return None
+        old, new = next(scores)
+        replay.present.append(old)
+        replay.candidate.append(new)
+        on_progress(scored, len(rows))
+        if scored in config.looks and judge(replay, config=config).decided:
+            break
+    return replay
 
 
 def score_row(objectives: Sequence[Objective], row: TrafficRow) -> list[RowScore]:
-    """The scores of one row with each head; alone in its batch, so that they do not depend on other rows."""
+    """The scores of one row with each head; alone in its batch: only rounding depends on other rows."""
     first, device = len(row.prompt_ids), objectives[0].target.embedding.device
     ids = torch.tensor([[*row.prompt_ids, *row.output_ids][:MAX_LENGTH]], device=device)
     answers, lengths = (torch.tensor([place], device=device) for place in (first, ids.shape[1]))

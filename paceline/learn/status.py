@@ -37,6 +37,8 @@ class LearnStatus:
     trainings: int = 0
     training_steps: int = 0  # of all trainings
     planned_steps: int = 0  # of the training that runs; 0: none does, or it still loads
+    scored_rows: int = 0  # of the scoring that runs
+    planned_rows: int = 0  # to score, at most; 0: none is scored, or it still loads
     computed_seconds: float = 0.0  # of all trainings and scorings, on a GPU
     rejected: int = 0  # candidates: by the gate, by the trial, or because they could not be used
     swaps: int = 0  # promotions, by itself or by hand

@@ -48,6 +48,8 @@ class LearnState(BaseModel):
     training_steps: int  # of all trainings
     computed_seconds: float  # of all trainings and scorings, on a GPU
     planned_steps: int  # of the training that runs; 0: none does, or it still loads
+    scored_rows: int  # of the scoring that runs
+    planned_rows: int  # to score, at most; 0: none is scored, or it still loads
     swaps: int
     rollbacks: int
     rejected: int
@@ -84,6 +86,8 @@ def router(learning: Learning) -> APIRouter:
             training_steps=status.training_steps,
             computed_seconds=status.computed_seconds,
             planned_steps=status.planned_steps,
+            scored_rows=status.scored_rows,
+            planned_rows=status.planned_rows,
             swaps=status.swaps,
             rollbacks=status.rollbacks,
             rejected=status.rejected,

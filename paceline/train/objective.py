@@ -24,6 +24,7 @@ from paceline.train.batches import Batch
 from paceline.train.examples import Examples
 from paceline.train.losses import LOSSES, DraftIds, StepLosses
 from paceline.train.options import TrainOptions
+from paceline.train.prefix_cache import PrefixCache
 from paceline.train.sequences import TargetStates
 from paceline.train.state_cache import StateCache
 
@@ -57,7 +58,17 @@ class Objective(ABC):
         self._loss = LOSSES[options.loss]
         ids = torch.from_numpy(draft_ids).long().to(target.embedding.device)
         self._ids = DraftIds(ids, target.head)
-        self._states = StateCache(target, layers, len(examples.tokens), options.keep_states)
+        self._states: StateCache | PrefixCache = StateCache(
+            target, layers, len(examples.tokens), options.keep_states
+        )
+
+    def reuse_prefixes(self) -> None:
+        """Compute the common start of prompts once: see PrefixCache.
+
+        Then the states of a batch depend on the batches before it, by rounding: a training that is to be
+        resumed bit for bit cannot do that.
+        """
+        self._states = PrefixCache(self.target, self.layers)
 
     @abstractmethod
     def losses(self, batch: Batch) -> StepLosses:

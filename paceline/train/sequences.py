@@ -65,27 +65,37 @@ def target_states(
     [batch]: index of the first token of each sequence whose best next token is wanted; None: of all.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device)
-    distance = positions[:, None] - positions[None, :]
 
     def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        window = model.config.window(layer)
-        mixed = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=None if window is None else (distance >= 0) & (distance < window),
-            is_causal=window is None,
-            enable_gqa=True,
-        )
-        return mixed.transpose(1, 2)
+        return causal_attention(query, key, value, model.config.window(layer))
 
-    last, features = _run_layers(model, tokens, positions, attend, feature_layers)
+    last, features = run_layers(model, tokens, positions, attend, feature_layers)
     final = model.norm(last)
     wanted = torch.ones_like(tokens, dtype=torch.bool) if answers is None else positions >= answers[:, None]
-    return TargetStates(torch.cat(features, dim=-1), final, _best_tokens(model, final, wanted))
+    return TargetStates(torch.cat(features, dim=-1), final, best_tokens(model, final, wanted))
 
 
-def _best_tokens(model: Transformer, final: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def causal_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+) -> torch.Tensor:
+    """Causal attention, shaped as the query; see Attend. The queries are those of the last keys."""
+    mask = None
+    if window is not None or query.shape[1] < key.shape[1]:
+        place = torch.arange(key.shape[1], device=key.device)
+        distance = place[key.shape[1] - query.shape[1] :, None] - place
+        mask = (distance >= 0) & (distance < (window or key.shape[1]))
+    mixed = F.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None,
+        enable_gqa=True,
+    )
+    return mixed.transpose(1, 2)
+
+
+def best_tokens(model: Transformer, final: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """The most likely next tokens where they are `wanted` [batch, tokens], 0 elsewhere."""
     rows = max(1, LOGITS_AT_ONCE[final.device.type] // len(model.head))
     parts = [F.linear(part, model.head).argmax(-1) for part in torch.split(final[wanted], rows)]
@@ -94,7 +104,7 @@ def _best_tokens(model: Transformer, final: torch.Tensor, wanted: torch.Tensor) 
     return best
 
 
-def _run_layers(
+def run_layers(
     model: Transformer,
     tokens: torch.Tensor,
     positions: torch.Tensor,

@@ -172,9 +172,9 @@ def test_rows_that_the_target_never_answered_give_no_candidate_that_passes(
     candidate = fine_tune(checkpoint, store.folder, tmp_path / "present", tmp_path / "c", OPTIONS, new)
     assert candidate is not None
     if candidate.gains:
-        scores = score_heads(str(checkpoint.source), store.folder, (tmp_path / "present", tmp_path / "c"))
-        assert scores is not None
-        assert not judge(*scores).passes
+        replay = score_heads(str(checkpoint.source), store.folder, tmp_path / "present", tmp_path / "c")
+        assert replay is not None
+        assert not judge(replay).passes
 
 
 def test_what_is_not_this_targets_is_refused_by_name(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 
 from paceline.core.stats import DraftFacts, StepStats
-from paceline.learn.gate import RowScore, acceptance_by_position, judge, tokens_per_pass
+from paceline.learn import gate
+from paceline.learn.gate import GateConfig, Replay, RowScore, Verdict, acceptance_by_position, tokens_per_pass
 from paceline.learn.trial import Meter, TrialConfig, log_speedup, outcome
+from tests.learn.world import replay_of
 
 
 def rows(lengths: dict[str, float], count: int = 40, seed: int = 0) -> list[RowScore]:
@@ -21,6 +24,23 @@ def rows(lengths: dict[str, float], count: int = 40, seed: int = 0) -> list[RowS
         for segment, length in lengths.items()
         for index in range(count)
     ]
+
+
+def judge(present: list[RowScore], candidate: list[RowScore], cost: float = 1.0) -> Verdict:
+    """The verdict on all rows."""
+    return gate.judge(replay_of(present, candidate), cost)
+
+
+def looked(
+    present: list[RowScore], candidate: list[RowScore], config: GateConfig | None = None
+) -> tuple[int, Verdict]:
+    """The rows that are scored until the gate decides, and what it decides."""
+    config = config or GateConfig()
+    for scored in (*config.looks, len(present)):
+        verdict = gate.judge(replay_of(present, candidate, scored), config=config)
+        if verdict.decided:
+            return scored, verdict
+    raise AssertionError("undecided after all rows")
 
 
 def test_a_clear_gain_passes_with_its_evidence():
@@ -51,6 +71,58 @@ def test_chance_alone_rarely_passes():
         for seed in range(100)
     ]
     assert sum(passed) <= 5
+
+
+def test_a_large_gain_or_loss_is_decided_early_and_a_small_gain_late():
+    def scored(length: float) -> list[tuple[int, bool]]:
+        pairs = [(rows({"": 2.0}, 256, seed), rows({"": length}, 256, seed + 9)) for seed in range(8)]
+        return [(number, verdict.passes) for number, verdict in (looked(*pair) for pair in pairs)]
+
+    assert scored(2.6) == [(32, True)] * 8
+    assert scored(1.6) == [(32, False)] * 8
+    small = scored(2.06)
+    assert sum(number for number, _ in small) > 8 * 128
+    assert sum(passes for _, passes in small) >= 5
+
+
+def test_looking_several_times_does_not_let_chance_pass_more_often():
+    """100 pairs of equally good heads, each judged at up to four looks at 256 rows."""
+    config = GateConfig(min_gain=0.0, samples=600)
+    pairs = [(rows({"": 2.0}, 256, seed), rows({"": 2.0}, 256, 1000 + seed)) for seed in range(100)]
+    assert sum(looked(*pair, config)[1].passes for pair in pairs) <= 5
+
+
+def test_fewer_rows_than_the_first_look_are_judged_once_with_the_whole_confidence():
+    verdict = judge(rows({"": 2.0}, 24), rows({"": 2.5}, 24, seed=1))
+    assert verdict.gains[0].confidence == 0.95
+    assert judge(rows({"": 2.0}, 200), rows({"": 2.5}, 200, seed=1)).gains[0].confidence == 0.9875
+
+
+def test_before_all_rows_a_segment_that_will_be_judged_must_have_been_seen_and_not_lose():
+    def scored(rare: float, planned: int, seed: int) -> list[RowScore]:
+        first, later = (
+            rows({"sql": 3.0 if seed else 2.0}, 32 - planned // 4, seed),
+            rows({"sql": 2.0}, 40, seed),
+        )
+        seldom = rows({"rare": rare}, planned, seed)
+        later = [replace(row, prompt=f"later {row.prompt}") for row in later]
+        return first + seldom[: planned // 4] + later + seldom[planned // 4 :]
+
+    def early(rare: float, planned: int) -> Verdict:
+        return gate.judge(replay_of(scored(2.0, planned, 0), scored(rare, planned, 1), 32))
+
+    assert early(2.0, 4).passes  # too few for a judgement of its own, in all
+    assert not early(2.0, 16).decided  # four of sixteen
+    assert early(2.1, 40).passes
+    assert not early(1.9, 40).decided  # not a significant loss, but it may become one
+    assert not early(1.9, 40).passes
+
+
+def test_a_replay_is_read_as_it_was_written():
+    pair = rows({"a": 2.0, "b": 2.0}, 3), rows({"a": 2.2, "b": 2.1}, 3)
+    replay = replay_of(*pair, 4)
+    assert Replay.from_json(json.loads(json.dumps(asdict(replay)))) == replay
+    assert replay.groups == {"a": 3, "b": 3}
 
 
 def test_a_segment_that_loses_vetoes_a_gain_overall():

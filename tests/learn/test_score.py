@@ -20,7 +20,7 @@ import torch
 from paceline.errors import ConfigError, PacelineError
 from paceline.learn import jobs
 from paceline.learn.folder import LearnFolder
-from paceline.learn.gate import tokens_per_pass
+from paceline.learn.gate import GateConfig, RowScore, judge, tokens_per_pass
 from paceline.learn.head_commands import promote, rollback
 from paceline.learn.history import History
 from paceline.learn.objectives import objective_for
@@ -93,7 +93,7 @@ def test_a_score_is_the_passes_that_chains_of_the_head_would_need(target, config
     others = random_checkpoint(named, 4), random_checkpoint(replace(named, feature_layers=(0, 1, 2)), 3)
     given = random_checkpoint(named)
     objective = objective_for(given, target.model, target.name)
-    (scores,) = replay_acceptance(target.model, target.name, [given], chosen)
+    scores = [score for (score,) in replay_acceptance(target.model, target.name, [given], chosen)]
     for row, found in zip(chosen, scores, strict=True):
         ids = torch.tensor([[*row.prompt_ids, *row.output_ids]])
         accepted = objective.accepted(Batch(ids, torch.tensor([8]), torch.tensor([ids.shape[1]])))
@@ -102,10 +102,10 @@ def test_a_score_is_the_passes_that_chains_of_the_head_would_need(target, config
         assert found.offered[0] == found.passes
         assert sum(found.accepted) == found.tokens - found.passes
     # beside a head that shares the target's states, and one that reads other layers
-    beside = replay_acceptance(target.model, target.name, [given, *others], chosen)
-    alone = [replay_acceptance(target.model, target.name, [head], chosen)[0] for head in (given, *others)]
-    assert beside == alone
-    assert scores == beside[0]
+    beside = list(replay_acceptance(target.model, target.name, [given, *others], chosen))
+    alone = [replay_acceptance(target.model, target.name, [head], chosen) for head in (given, *others)]
+    assert beside == [[score for (score,) in row] for row in zip(*alone, strict=True)]
+    assert scores == [first for first, *_ in beside]
 
 
 def test_a_head_with_weights_that_are_not_numbers_is_not_scored(target):
@@ -113,7 +113,7 @@ def test_a_head_with_weights_that_are_not_numbers_is_not_scored(target):
     broken = head(target)
     broken = replace(broken, tensors={**broken.tensors, "fc.weight": encode(bad)})
     with pytest.raises(PacelineError, match=r"fc\.weight has weights that are not finite"):
-        replay_acceptance(target.model, target.name, [broken], [])
+        next(replay_acceptance(target.model, target.name, [broken], []))
 
 
 @pytest.fixture
@@ -130,26 +130,38 @@ def learned(target, tmp_path) -> LearnFolder:
 
 
 def test_both_heads_are_scored_on_the_same_stored_rows(learned, target, tmp_path):
-    heads = (tmp_path / "present", learned.candidate)
-    present, candidate = score_heads(str(target.path), learned.traffic, heads)
-    assert [row.prompt for row in present] == [row.prompt for row in candidate]
-    assert [jobs.RowScore.from_json(asdict(row)) for row in present] == present
-    assert 1.0 <= tokens_per_pass(present) < 2.0
-    assert score_heads(str(target.path), learned.traffic, heads, lambda: False) is None  # told to end
+    given = (str(target.path), learned.traffic, tmp_path / "present", learned.candidate)
+    told: list[tuple[int, int]] = []
+    replay = score_heads(*given, on_progress=lambda *progress: told.append(progress))
+    assert [row.prompt for row in replay.present] == [row.prompt for row in replay.candidate]
+    assert told == [(row, replay.planned) for row in range(1, replay.planned + 1)]
+    assert len(replay.present) == replay.planned == len(gate_rows(TrafficStore(learned.traffic).rows()))
+    assert [RowScore.from_json(asdict(row)) for row in replay.present] == replay.present
+    assert 1.0 <= tokens_per_pass(replay.present) < 2.0
+    assert score_heads(*given, may_go_on=lambda: False) is None  # told to end
+
+
+def test_scoring_ends_when_the_gate_has_decided(learned, target, tmp_path):
+    same = (str(target.path), learned.traffic, tmp_path / "present", tmp_path / "present")
+    config = GateConfig(min_prompts=2, looks=(2, 4))
+    replay = score_heads(*same, config=config)
+    assert len(replay.present) == 2 < replay.planned  # a head that is the same gains nothing
+    verdict = judge(replay, config=config)
+    assert (verdict.decided, verdict.passes) == (True, False)
 
 
 def test_heads_and_rows_of_another_model_are_refused(learned, target, tmp_path):
     other = TargetName("0" * 16, "another")
     write_head(random_checkpoint(replace(EAGLE3, target=other)), learned.candidate, "sglang")
     with pytest.raises(PacelineError, match="trained for another target, another"):
-        score_heads(str(target.path), learned.traffic, [tmp_path / "present", learned.candidate])
+        score_heads(str(target.path), learned.traffic, tmp_path / "present", learned.candidate)
     foreign = TrafficStore(tmp_path / "foreign", other, 173)
     foreign.close()
     with pytest.raises(ConfigError, match="has the traffic of another"):
-        score_heads(str(target.path), tmp_path / "foreign", [tmp_path / "present"])
+        score_heads(str(target.path), tmp_path / "foreign", *[tmp_path / "present"] * 2)
     missing = tmp_path / "missing"
     with pytest.raises(ConfigError, match="has no stored traffic: give the folder of --learn-dir"):
-        score_heads(str(target.path), missing, [tmp_path / "present"])
+        score_heads(str(target.path), missing, *[tmp_path / "present"] * 2)
     assert not missing.exists()  # a reader makes no store
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from paceline.core.stats import DraftFacts, StepStats
 from paceline.errors import CheckpointError
 from paceline.learn.activity import Activity, new_activity
-from paceline.learn.gate import RowScore
+from paceline.learn.gate import Replay, RowScore, group_sizes
 from paceline.learn.history import History
 from paceline.learn.learner import Learner
 from paceline.learn.slowdown import Slowdown
@@ -30,6 +30,12 @@ CONFIG = LearnerConfig(
 )
 LOOK = 0.025  # seconds between two polls
 FIRST = 2.0  # tokens per draft of the head that the server starts with
+
+
+def replay_of(present: list[RowScore], candidate: list[RowScore], scored: int | None = None) -> Replay:
+    """The replay of these rows; only of the first ones, if `scored` of them were."""
+    groups = group_sizes((row.segment, row.client) for row in present)
+    return Replay(present[:scored], candidate[:scored], len(present), groups)
 
 
 @dataclass
@@ -51,6 +57,8 @@ class World:
     since: list[float] = field(default_factory=list)  # of each training
     steps: int = 0
     planned_steps: int = 0
+    scored_rows: int = 0
+    planned_rows: int = 0
     slowdown: Slowdown = field(default_factory=Slowdown)
     config: LearnerConfig = CONFIG
     slept: list[float] = field(default_factory=list)  # seconds, at each poll
@@ -111,7 +119,7 @@ class World:
             [RowScore(str(row), "chat", 60, round(60 / length) + row % 3) for row in range(40)]
             for length in (float(old), replayed)
         ]
-        return rows[0], rows[1]
+        return replay_of(rows[0], rows[1])
 
     def pause(self, wanted: bool) -> None:
         self.paused.append(wanted)
