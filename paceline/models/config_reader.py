@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.config import ModelConfig, RopeConfig
-from paceline.models.families import ACTIVATIONS, FAMILIES, Family
+from paceline.models.families import ACTIVATIONS, FAMILIES, OTHER_NAMES, Family
 from paceline.models.fields import Fields
 from paceline.models.rope_fields import rope_config, rope_fields
 
@@ -30,13 +30,13 @@ def model_config(values: Mapping[str, object], source: str) -> ModelConfig:
             "target, and give the assistant as --draft assistant:PATH."
         )
     fields = text_fields(Fields(values, source))
-    name = fields.text("model_type")
+    name, more = OTHER_NAMES.get(fields.text("model_type"), (fields.text("model_type"), {}))
     if name not in FAMILIES:
         raise UnsupportedModelError(
             f"{source}: model_type {name!r} is not supported. Supported are {', '.join(FAMILIES)}."
         )
     family = FAMILIES[name]
-    fields = Fields({**family.defaults, **fields.values}, fields.source)
+    fields = Fields({**family.defaults, **more, **fields.values}, fields.source)
     if family.derived:
         fields = Fields({**fields.values, **family.derived(fields)}, fields.source)
     _refuse_unsupported(fields, family)

@@ -164,6 +164,18 @@ _DEEPSEEK_V3 = Family(
     | {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "max_position_embeddings": 4096},
 )
 
+# language models of vision models that are a family under another name, and what their configs may lack
+_QWEN2_VL = ("qwen2", {"rms_norm_eps": 1e-5, "rope_theta": 1e6})
+_QWEN3_VL: dict[str, object] = {"rope_theta": 5e5}
+OTHER_NAMES: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "qwen2_vl": _QWEN2_VL,  # whose files describe it beside the vision model, without a text_config
+    "qwen2_vl_text": _QWEN2_VL,
+    "qwen2_5_vl": _QWEN2_VL,
+    "qwen2_5_vl_text": _QWEN2_VL,
+    "qwen3_vl_text": ("qwen3", _QWEN3_VL),
+    "qwen3_vl_moe_text": ("qwen3_moe", _QWEN3_VL | {"norm_topk_prob": True}),
+}
+
 FAMILIES = {
     "llama": Family(optional_bias="qkvo"),
     "mistral": Family(windows=mistral_windows, defaults={"num_key_value_heads": 8}),

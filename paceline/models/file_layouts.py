@@ -145,7 +145,9 @@ def converted(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a file, already under our names, as backends read them."""
     stacked = layout.stacked_experts
-    single = single_experts(tensors, stacked == "alternating") if stacked else experts_of_rows(tensors)
+    single = (
+        single_experts(tensors, stacked == "alternating") if stacked else experts_of_rows(tensors, config)
+    )
     fused = fused_matrices(config, layout.gated_queries)
     for stored_name, tensor in single:
         # where there are no experts, the MLP beside them is the only one

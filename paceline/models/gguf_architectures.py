@@ -152,6 +152,10 @@ ARCHITECTURES = {
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
     "qwen3moe": Architecture("qwen3_moe", more=readers.qwen3_moe),
+    # beside vision models, whose files are others; of a text, all sections of their rope have its positions
+    "qwen2vl": Architecture("qwen2"),
+    "qwen3vl": Architecture("qwen3"),
+    "qwen3vlmoe": Architecture("qwen3_moe", more=readers.qwen3_moe),
     "gemma2": Architecture("gemma2", keys=_CAPS, more=readers.gemma2),
     "gemma3": Architecture(
         "gemma3_text", keys=_CAPS | {"rope_local_base_freq": "rope.freq_base_swa"}, more=readers.gemma3

@@ -28,6 +28,7 @@ from paceline.models.gguf_blocks import FORMATS, Bytes, dequantize
 from paceline.models.layout import select_tensors
 from paceline.models.quantized.method import read_quantization, with_old_config
 from paceline.models.quantized.modules import dequantized
+from paceline.models.quantized.stacked import without_stacks
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -87,12 +88,13 @@ def safetensors_checkpoint(folder: Path) -> Checkpoint:
     integers = bool(layout.stacked_experts) or quantization is not None
     tensors: dict[str, Tensor] = dict(read_folder(folder, layout, integers))
     if quantization is not None:
-        tensors = dequantized(tensors, quantization)
+        tensors = dequantized(without_stacks(tensors, quantization, config), quantization)
     tensors = dict(converted(tensors, layout, config))
     prefix = family.mtp.format(layers=config.num_layers)
     mtp = {name: tensors.pop(name) for name in list(tensors) if prefix and name.startswith(prefix)}
-    if values.get("tie_word_embeddings") is True and "lm_head.weight" not in tensors:
-        config = replace(config, tie_embeddings=True)  # though its text_config has the default
+    is_tied = values.get("tie_word_embeddings")
+    if isinstance(is_tied, bool) and is_tied != ("lm_head.weight" in tensors):
+        config = replace(config, tie_embeddings=is_tied)  # though its text_config may have another default
     words = "" if quantization is None else quantization.words
     return Checkpoint(config, select_tensors(config, tensors, folder), folder, mtp, words)
 

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.models.checkpoint import Stored, Tensor
+from paceline.models.config import ModelConfig
 from paceline.models.gguf_blocks import FORMATS, dequantize
 
 STACKED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)(_bias|_blocks)?")
@@ -137,10 +138,19 @@ class ExpertRows:
         return replace(self, rows=_narrowed(self.rows, self.stacked.shape[1], part))
 
 
-def experts_of_rows(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def is_transposed(name: str, tensor: Tensor, config: ModelConfig) -> bool:
+    """Whether a stack of experts is [experts, in, out], as its shape tells, instead of [experts, out, in]."""
+    inner = config.moe.intermediate_size if config.moe else 0
+    outputs, inputs = config.hidden_size, inner
+    if "gate_up_proj" in name:
+        outputs, inputs = 2 * inner, config.hidden_size
+    return tensor.shape[1:] == (inputs, outputs) != (outputs, inputs)
+
+
+def experts_of_rows(tensors: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """The tensors; experts that are stored as one tensor [experts, out, in] come one by one.
 
-    Gates are the first half of the rows of gate_up_proj.
+    Gates are the first half of the rows of gate_up_proj. Qwen3-VL has the transposes.
     """
     for name, tensor in tensors.items():
         match = ROWS_OF_EXPERTS.fullmatch(name)
@@ -148,11 +158,12 @@ def experts_of_rows(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor
             yield name, tensor
             continue
         prefix, joined = match.groups()
-        half = tensor.shape[1] // 2
+        transposed = is_transposed(name, tensor, config)
+        half, view = tensor.shape[2 if transposed else 1] // 2, ExpertPart if transposed else ExpertRows
         parts = {"gate": slice(0, half), "up": slice(half, None)}
         for part, rows in (parts if joined == "gate_up_proj" else {"down": slice(None)}).items():
             for expert in range(tensor.shape[0]):
-                yield f"{prefix}.experts.{expert}.{part}_proj.weight", ExpertRows(tensor, expert, rows)
+                yield f"{prefix}.experts.{expert}.{part}_proj.weight", view(tensor, expert, rows)
 
 
 def _narrowed(chosen: slice, length: int, part: slice) -> slice:
