@@ -45,7 +45,9 @@ class BlockWorkspace:
     layers: Workspace  # its logits are those of all slots
     logits: torch.Tensor  # float32 [drafting rows, draft vocabulary] of one slot of each block
     convolved: ConvolvedBuffers | None  # of DFlash2
-    selecting: torch.Tensor  # float32 [slots of blocks, padded rank] what a pair selector makes of outputs
+    selecting: (
+        torch.Tensor
+    )  # float32 [padded slots of blocks, padded rank] what a pair selector makes of outputs
     least: torch.Tensor  # float32 [slots of blocks] the logit of the last of its candidates
 
 
@@ -93,7 +95,7 @@ def make_block_workspace(
         make_workspace(model, Room.of(requests * block.size, longest + block.size)),
         torch.zeros((drafting_rows, config.draft_vocab_size), device=device),
         make_convolved_buffers(weights, requests * block.size) if weights.convolutions else None,
-        torch.zeros((requests * block.size, rank), device=device),
+        torch.zeros((padded_rows(requests * block.size), rank), device=device),
         torch.zeros(requests * block.size, device=device),
     )
 

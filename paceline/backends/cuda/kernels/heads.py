@@ -182,6 +182,7 @@ def project_heads(
     launch = launch_for(matrix, rows)
     query_norm, key_norm = norms or (None, None)
     cosines, sines = rotation or (None, None)
+    assert launch.rows <= len(query)
     _heads_kernel[launch.grid](
         *normed.read_by(matrix),
         normed.squares,

@@ -279,8 +279,10 @@ def project(
     scratch: Scratch,
     change: LowRankRows | None = None,
 ) -> None:
-    """Write norm(rows) @ weight.T + bias, with the adapters' `change`, to `output` [rows, at least width]."""
+    """Write norm(rows) @ weight.T + bias, with the adapters' `change`, to `output` [padded rows, at
+    least width]."""
     launch, groups = launch_for(matrix, rows, _most_tiles(change)), normed.squares.shape[1]
+    assert launch.rows <= len(output)
     _project_kernel[launch.grid](
         normed.rows,
         normed.squares,
@@ -314,12 +316,14 @@ def gate_up(
     activation: str = "silu",
     change: LowRankRows | None = None,
 ) -> None:
-    """Write activation(gate) * up of norm(rows), a `tile_pair`, to `output` [rows, half of the padded width].
+    """Write activation(gate) * up of norm(rows), a `tile_pair`, to `output` [padded rows, half of the padded
+    width].
 
-    Without a gate (UNGATED), activation(up) goes to `output` [rows, padded width].
+    Without a gate (UNGATED), activation(up) goes to `output` [padded rows, padded width].
     With `scales`, as of Normed, the output is quantized to e4m3. Adapters `change` gate and up.
     """
     launch, groups = launch_for(matrix, rows, _most_tiles(change)), normed.squares.shape[1]
+    assert launch.rows <= len(output)
     _gate_up_kernel[launch.grid](
         *normed.read_by(matrix),
         normed.squares,
@@ -362,6 +366,7 @@ def add_product(
     """
     router = None if scores is None else scores.router
     launch = launch_for(matrix, rows, _most_tiles(change) if normed.fp8 is None else 1)
+    assert launch.rows <= min(len(hidden), len(normed.rows))
     _add_kernel[launch.grid](
         inputs,
         scales,

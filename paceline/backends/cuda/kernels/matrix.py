@@ -178,6 +178,11 @@ class Launch:
     grid: tuple[int, int, int]  # tiles of rows, of columns, splits
     options: dict[str, Any]  # compile-time options of a product's kernel
 
+    @property
+    def rows(self) -> int:
+        """The rows that the kernel reads and writes: whole tiles, see padded_rows."""
+        return self.grid[0] * int(self.options["tokens"])
+
 
 def launch_for(matrix: Matrix, rows: int, most_tiles: int = 1) -> Launch:
     """The launch of the product of this matrix with `rows` rows; programs have at most `most_tiles` tiles."""
