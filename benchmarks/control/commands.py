@@ -9,6 +9,7 @@ import typer
 from paceline.bench.flags import HtmlFile, JsonFile, Model, Quantization, Threads, Workloads
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import ConfigError
+from paceline.options import check_integer
 from paceline.terminal.flags import integers
 
 WRITING = "writing"  # always included: the hardest to draft for
@@ -42,6 +43,9 @@ def grid_command(
     rounds: Annotated[
         int | None, typer.Option(help="Number of runs per prompt.", show_default="1; on a GPU 4")
     ] = None,
+    groups: Annotated[
+        int, typer.Option(help="On a GPU: groups of prompts in each cell, one answered after the other.")
+    ] = 1,
     learned: Annotated[
         bool, typer.Option("--learned", help="Let auto start with what earlier runs have learned.")
     ] = False,
@@ -68,6 +72,7 @@ def grid_command(
     report = Report(json_file, html)
     prompts, tokens = WHOLE if whole else SMALL
     on_device = backend == "cuda"
+    check_integer(ConfigError, "--groups", groups, 1, None)
     if on_device and (methods or learned):
         raise ConfigError(
             "on a GPU the grid has its own methods and an empty memory: leave out --methods and --learned."
@@ -83,6 +88,7 @@ def grid_command(
         max_tokens=tokens if max_tokens is None else max_tokens,
         temperature=temperature,
         rounds=rounds or (4 if on_device else 1),
+        groups=groups,
         learned=learned,
         backend=backend,
         temperatures=() if temperature is None else (temperature,),

@@ -6,6 +6,7 @@ methods and lengths.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -43,6 +44,7 @@ class GridOptions:
     max_tokens: int = 64
     temperature: float | None = None  # None: each prompt's own
     rounds: int = 1
+    groups: int = 1  # of prompts in each cell, on a GPU
     learned: bool = False  # the controller starts with what earlier runs have learned
     backend: str = "cpu"
     threads: int | None = None
@@ -76,6 +78,14 @@ class GridOptions:
 
 
 @dataclass(frozen=True)
+class Group:
+    """A group of prompts of a cell."""
+
+    tokens: int  # of all answers
+    seconds: Mapping[str, float]  # by method
+
+
+@dataclass(frozen=True)
 class Cell:
     """One workload at one concurrency."""
 
@@ -84,6 +94,7 @@ class Cell:
     tokens_per_second: Mapping[str, float]  # by method
     temperature: float | None = None  # None: each prompt's own
     off_spread: float | None = None  # relative difference of two measurements of off; None: only one
+    groups: Sequence[Group] = ()
 
     def speedup(self, method: str) -> float:
         return self.tokens_per_second[method] / self.tokens_per_second[OFF]
@@ -96,6 +107,30 @@ class Cell:
     @property
     def auto_of_best(self) -> float:
         return self.speedup(AUTO) / self.speedup(self.best_fixed)
+
+    @property
+    def error(self) -> float | None:
+        """The standard error of `auto_of_best`, from groups of prompts; None if there are too few."""
+        if len(self.groups) < 2:
+            return None
+        pairs = [(group.seconds[self.best_fixed], group.seconds[AUTO]) for group in self.groups]
+        total = sum(auto for _, auto in pairs)
+        squares = sum((best - self.auto_of_best * auto) ** 2 for best, auto in pairs)
+        return math.sqrt(squares * len(pairs) / (len(pairs) - 1)) / total
+
+    @property
+    def auto_of_tuned(self) -> float | None:
+        """The speed of auto relative to fixed settings that were chosen for each group by the other groups,
+        as one who tunes would choose them; None if there is only one group."""
+        if len(self.groups) < 2:
+            return None
+        methods = [method for method in self.tokens_per_second if method != AUTO]
+        tuned = 0.0
+        for group in self.groups:
+            others = [other for other in self.groups if other is not group]
+            chosen = min(methods, key=lambda method: sum(other.seconds[method] for other in others))
+            tuned += group.seconds[chosen]
+        return tuned / sum(group.seconds[AUTO] for group in self.groups)
 
     @property
     def label(self) -> str:
@@ -113,6 +148,9 @@ class Cell:
             "speedups_vs_off": {method: self.speedup(method) for method in self.tokens_per_second},
             "best_fixed": best,
             "auto_vs_best_fixed": self.auto_of_best,
+            "error": self.error,
+            "auto_vs_tuned": self.auto_of_tuned,
+            "groups": [asdict(group) for group in self.groups],
         }
 
 
@@ -143,8 +181,12 @@ class Grid:
 
     @property
     def means(self) -> dict[str, float]:
-        """Mean speedup of each method over the cells."""
-        methods = self.cells[0].tokens_per_second
+        """Mean speedup of each method over the cells, if it was measured in all of them."""
+        methods = [
+            method
+            for method in self.cells[0].tokens_per_second
+            if all(method in cell.tokens_per_second for cell in self.cells)
+        ]
         return {method: statistics.fmean(cell.speedup(method) for cell in self.cells) for method in methods}
 
     def bars(self) -> list[Bar]:

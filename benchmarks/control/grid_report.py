@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+
 from benchmarks.control.grid import NEAR_BEST, NEVER_SLOWER, Cell, Grid
 from paceline.bench.report.result import Figure, Finding, Mark, Ranges, Result, Table
 from paceline.bench.run.speculation import OFF
@@ -15,6 +17,8 @@ HEADINGS = (
     "best fixed",
     "best\n/ off",
     "auto\n/ best",
+    "standard\nerror",
+    "auto\n/ tuned",
     "bars",
 )
 NOISY = 0.02  # spread of off from which on a cell says little
@@ -60,13 +64,25 @@ def _cells(cell: Cell) -> list[str]:
         best,
         f"{cell.speedup(best):.3f}",
         f"{cell.auto_of_best:.3f}",
+        "" if cell.error is None else f"{cell.error:.3f}",
+        "" if cell.auto_of_tuned is None else f"{cell.auto_of_tuned:.3f}",
         bars.strip() or "held",
     ]
 
 
 def _all_speedups(grid: Grid) -> Table:
-    methods = [method for method in grid.means if method != OFF]
-    rows = [[cell.label, *(f"{cell.speedup(method):.3f}" for method in methods)] for cell in grid.cells]
+    known = dict.fromkeys(method for cell in grid.cells for method in cell.tokens_per_second)
+    methods = [method for method in known if method != OFF]
+    rows = [
+        [
+            cell.label,
+            *(
+                f"{cell.speedup(method):.3f}" if method in cell.tokens_per_second else ""
+                for method in methods
+            ),
+        ]
+        for cell in grid.cells
+    ]
     return Table("Speedup of each method", ("cell", *methods), rows)
 
 
@@ -86,10 +102,20 @@ def _by_mean(grid: Grid) -> list[tuple[str, float]]:
 def _notes(grid: Grid) -> list[str]:
     noisy = [cell.label for cell in grid.cells if (cell.off_spread or 0.0) > NOISY]
     began = "what earlier runs had learned" if grid.options.learned else "an empty memory"
+    tuned = [cell.auto_of_tuned for cell in grid.cells if cell.auto_of_tuned is not None]
     return [
         f"auto began with {began}; what it learns in a cell and what that costs is in the figures.",
         "best fixed: the quickest of all others in that cell, off among them. It is chosen afterwards, so "
         "where several are as good, luck makes it look better than it is.",
+        *(
+            [
+                f"auto / tuned: each group of prompts beside the setting that is the best for the other "
+                f"groups of its cell; {statistics.fmean(tuned):.3f} in the mean. Standard error: of auto / "
+                f"best, by the groups."
+            ]
+            if tuned
+            else []
+        ),
         *(
             [f"off / off: two runs of off differ by more than {NOISY:.0%} in {', '.join(noisy)}."]
             if noisy

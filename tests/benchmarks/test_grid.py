@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.control.device_grid import run_device_grid
-from benchmarks.control.grid import Cell, Grid, GridOptions, run_grid
+from benchmarks.control.grid import Cell, Grid, GridOptions, Group, run_grid
 from benchmarks.control.grid_report import grid_result
 from paceline.bench.loading import empty_memory
 from paceline.bench.report.page import html_page
@@ -67,6 +67,30 @@ def test_a_missed_bar_names_its_cells(speeds: dict[str, float], expected: list[b
     assert "<script" not in page
 
 
+def test_groups_of_prompts_say_how_much_the_texts_matter() -> None:
+    # one setting is the best for some texts, another for others, and in all no better than auto
+    groups = [
+        Group(100, {"off": 2.0, "auto": 1.0, "ngram 4": 0.9, "suffix 7": 1.2}),
+        Group(100, {"off": 2.0, "auto": 1.0, "ngram 4": 1.2, "suffix 7": 1.0}),
+    ]
+    speeds = {method: 200 / sum(group.seconds[method] for group in groups) for method in groups[0].seconds}
+    cell = Cell("chat", 16, speeds, groups=groups)
+    assert (cell.best_fixed, cell.auto_of_best) == ("ngram 4", pytest.approx(2.1 / 2.0))
+    assert cell.error == pytest.approx(0.15), "half the difference of 0.9 and 1.2"
+    assert cell.auto_of_tuned == pytest.approx((1.2 + 1.2) / 2.0), "each group by what is best for the other"
+    page = html_page(grid_result(grid(cell)))
+    assert "0.150" in page
+    assert "1.200 in the mean" in page
+    alone = Cell("chat", 16, speeds, groups=groups[:1])
+    assert alone.error is alone.auto_of_tuned is None
+
+
+def test_means_leave_out_what_was_not_measured_in_every_cell() -> None:
+    found = grid(Cell("chat", 1, {**SPEEDS, "eagle3 15 (4, 5)": 200.0}), Cell("chat", 64, SPEEDS))
+    assert list(found.means) == list(SPEEDS)
+    assert "eagle3 15 (4, 5)" in html_page(grid_result(found))
+
+
 def test_empty_memory_keeps_models_and_hides_what_was_learned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,9 +132,35 @@ def test_a_grid_of_two_engines_measures_fixed_settings_by_what_requests_ask_for(
         f"letters x{requests} T={heat}" for requests in (1, 2) for heat in ("0", "0.8")
     ]
     assert turns == ["off", "auto", "ngram 7", "suffix 3", "suffix 7", "off, again"] * 4
+    assert [len(cell.groups) for cell in found.cells] == [1] * 4, "four prompts or all"
     assert all(cell.off_spread is not None for cell in found.cells)
     assert found.identical
     assert "letters x2 T=0.8" in html_page(grid_result(found))
+
+
+def test_a_cell_has_groups_of_other_prompts(tmp_path: Path, tiny_gguf: Path) -> None:
+    texts = ("abcabc", "ababab", "cdcd", "dd", "abcd")
+    (tmp_path / "letters.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
+    options = GridOptions(
+        (str(tmp_path / "letters.jsonl"),),
+        (1, 2),
+        model=str(tiny_gguf),
+        prompts=1,
+        max_tokens=4,
+        threads=1,
+        temperatures=(0.0,),
+        groups=4,
+    )
+    cells: list[Cell] = []
+    found = run_device_grid(options, on_cell=cells.append)
+    assert found.cells == cells
+    alone, pairs = cells
+    assert [group.tokens for group in alone.groups] == [4] * 4
+    assert [group.tokens for group in pairs.groups] == [8] * 2, "a fifth prompt is no pair"
+    methods = {"off", "auto", "ngram 7", "suffix 3", "suffix 7"}
+    assert all(set(group.seconds) == methods for group in alone.groups)
+    assert found.identical
+    assert pairs.error is not None
 
 
 def test_no_turn_copies_the_answers_of_an_earlier_one(
