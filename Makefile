@@ -62,7 +62,8 @@ PLUGINS := -p xdist.plugin -p _hypothesis_pytestplugin
 tests: export PYTEST_DISABLE_PLUGIN_AUTOLOAD := 1
 tests: export OMP_NUM_THREADS := 1
 tests: install model
-	$(call timed,tests,$(BIN)/python -m pytest $(PLUGINS) --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 15)
+	$(call timed,tests,$(BIN)/python -m pytest $(PLUGINS) --numprocesses 2 --dist loadfile --no-loadscope-reorder \
+		--max-worker-restart 0 --durations 15)
 
 # kernels are compiled while the rest is installed, linted and type-checked: tests wait for them alone
 checked-tests: install check portable
