@@ -14,9 +14,9 @@ from paceline.constrain.constraint import Constraint, Endings
 from paceline.constrain.limits import GrammarLimits
 from paceline.constrain.sources import grammar_source
 from paceline.constrain.trial import STACK_BYTES, GrammarTrial
+from paceline.core.detokenizer import TextTokenizer
 from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.errors import GrammarError, RequestError
-from paceline.models.detokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

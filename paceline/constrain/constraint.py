@@ -128,5 +128,5 @@ class Constraint:
     def _error(self) -> GrammarError:
         reason = self._matcher.get_error().split("\n")[0][:200] or "nothing may follow"
         return GrammarError(
-            f"the output cannot go on by its grammar: {reason}. Use a simpler schema, regex or grammar."
+            f"the grammar allows no next token: {reason}. Use a simpler schema, regex or grammar."
         )

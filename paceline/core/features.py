@@ -17,7 +17,7 @@ class Features:
     """The hidden states of a pass: per request the rows of its known tokens, then of its draft nodes."""
 
     values: Float32Array  # [rows, len(layers) * hidden]
-    layers: tuple[int, ...]  # those that any drafter needs, ascending
+    layers: tuple[int, ...]  # the layers that any drafter needs, ascending
     row_offsets: Int32Array  # [requests or more] the first row of each request
     context_lengths: Int32Array  # [requests] tokens that were committed before the pass
     num_tokens: Sequence[int]  # [requests] rows of known tokens

@@ -44,9 +44,9 @@ class StatePool(Protocol):
 
 @dataclass(frozen=True)
 class RequestStates:
-    """Where the requests of a pass have the states of recurrent layers after their committed tokens.
+    """The states of recurrent layers after the committed tokens of each request, by slot.
 
-    The pass reads them and changes none: `Backend.advance_state` does, when the accepted path is known.
+    A pass only reads them: `Backend.advance_state` changes them once the accepted path is known.
     """
 
     pool: StatePool
@@ -109,7 +109,7 @@ class ForwardOutput:
 
     logits: Float32Array  # [outputs, vocab]
     features: Float32Array | None = None  # [rows, len(feature_layers) * hidden], if asked
-    chosen: Int32Array | None = None  # [choices] tokens, if asked; -1 where the logits give none
+    chosen: Int32Array | None = None  # [choices] sampled tokens, if asked; -1: the logits are unusable
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class DeviceMemory:
 
     total: int
     free: int
-    needed: int  # of the free bytes, for buffers that are not allocated yet
+    needed: int  # of the free bytes: for buffers that are not allocated yet
 
 
 def chain_parents(row_counts: Sequence[int]) -> Int32Array:
@@ -127,7 +127,7 @@ def chain_parents(row_counts: Sequence[int]) -> Int32Array:
 
 
 def chain_batch(pool: KVPool, parts: Sequence[tuple[Int32Array, int, int]], pages: int) -> ForwardBatch:
-    """A pass over chains: tokens, how many tokens are before them, and the number of the request.
+    """A pass over chains, each given as its tokens, the number of tokens before them, and its request number.
 
     Request n has the `pages` pages from n * pages on. Every row has logits.
     """

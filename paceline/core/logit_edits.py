@@ -1,4 +1,4 @@
-"""LogitEdits: how a request changes its logits before a token is sampled, for a device that samples.
+"""LogitEdits: how a request's options change its logits, for a device that samples its tokens.
 
 The order is that of verify/sampling.py: bias, min_tokens, repetition, frequency and presence penalties.
 """
@@ -21,7 +21,7 @@ class Penalties(NamedTuple):
 
 @dataclass(frozen=True)
 class LogitEdits:
-    """The edits of one request, and the tokens that they depend on, as of now."""
+    """The edits of one request and the tokens that they currently depend on."""
 
     penalties: Penalties
     bias_ids: Int64Array  # [biased]

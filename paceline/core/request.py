@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from enum import Enum, IntFlag, auto
 from typing import TYPE_CHECKING
 
+from paceline.core.detokenizer import Detokenizer
 from paceline.core.params import SamplingParams
 from paceline.core.stats import DraftKind
 from paceline.core.trees import DraftPlan
 from paceline.core.verdict import Logprob
 
-if TYPE_CHECKING:  # a request carries them; only its properties call them
-    from paceline.models.detokenizer import Detokenizer
+if TYPE_CHECKING:  # core/ imports nothing above it when it runs
     from paceline.verify.sampling import Sampler
 
 
@@ -79,11 +79,11 @@ class SpeculativeCounts:
         names = dict.fromkeys(drafter for drafter, *_ in self.drafts)
         return {name: sum(count for kind, count in self.drafts.items() if kind[0] == name) for name in names}
 
-    def _histogram(self, place: int) -> list[int]:
-        """Drafts counted by one field of their kind, the one at this place in DraftKind."""
-        bins = [0] * (1 + max([int(kind[place]) for kind in self.drafts], default=-1))
+    def _histogram(self, index: int) -> list[int]:
+        """Drafts counted by the field of DraftKind with this index."""
+        bins = [0] * (1 + max([int(kind[index]) for kind in self.drafts], default=-1))
         for kind, count in self.drafts.items():
-            bins[int(kind[place])] += count
+            bins[int(kind[index])] += count
         return bins
 
     @property
@@ -117,8 +117,8 @@ class Request:
     segment: str = ""  # the kind of traffic it belongs to, for statistics
     cache_salt: str = ""  # only requests of the same salt share cached pages and past responses
     adapter: str = ""  # the backend's adapter that it runs with; "": none
-    plan: DraftPlan | None = None  # the plan that its options ask for; None: the controller decides
-    unavailable_drafter: str | None = None  # that its options name, but the engine has not loaded
+    plan: DraftPlan | None = None  # requested by its options; None: the controller decides
+    unavailable_drafter: str | None = None  # named by its options, but not loaded by the engine
     leader: Request | None = None  # child 0: the others wait for its prompt's pages, to share them
 
     token_ids: list[int] = field(default_factory=list)  # prompt and output
@@ -135,10 +135,12 @@ class Request:
     finished_time: float | None = None
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
     num_preemptions: int = 0
-    most_tokens: int = field(init=False)  # that it can have, prompt and output
+    most_tokens: int = field(init=False)  # the most that it can have, prompt and output
     speculative: SpeculativeCounts = field(default_factory=SpeculativeCounts)
-    failed_drafters: set[str] = field(default_factory=set)  # they raised for this request: not asked again
-    _first_needs: int = 0  # SamplingNeeds of the first min_tokens tokens, and of those after them
+    failed_drafters: set[str] = field(
+        default_factory=set
+    )  # they raised for this request and are not used again
+    _first_needs: int = 0  # SamplingNeeds of the first min_tokens tokens, and of the later ones
     _later_needs: int = 0
 
     def __post_init__(self) -> None:

@@ -14,8 +14,8 @@ DraftKind = tuple[str, int, int, int]  # of a draft: drafter, nodes, depth and a
 class DraftFacts:
     """One request's draft in one step, and how much of it was accepted. Immutable by convention.
 
-    Of a device pass, whose drafts are chains, it stands for all drafts of a segment that went alike: `count`
-    of them, without names of requests.
+    In a device pass it stands for all `count` drafts of a segment with the same drafter, length and
+    acceptance, without names of requests.
     """
 
     request_id: str
@@ -41,8 +41,8 @@ class DraftCall:
 
     drafter: str
     requests: int  # that it drafted for
-    levels: int  # computed: those of its deepest draft, and one more if that ended before its plan did
-    nodes: int  # of all its drafts, also of those that were replaced by another drafter's
+    levels: int  # that it computed: of its deepest draft, plus one if that ended before its plan
+    nodes: int  # of all its drafts, even if another drafter's replaced them
     seconds: float
 
 
@@ -80,7 +80,7 @@ class StepStats:
     requests: int = 0  # requests in the pass
     failed: bool = False  # the pass raised: its requests have ended with the error
     overlapped: bool = False  # the pass was launched before the previous one was read
-    disturbed: bool = False  # a trainer computed beside it: its times say nothing of its plan
+    disturbed: bool = False  # a trainer computed beside it, so its times say nothing about its plan
     plan: DraftPlan | None = None  # of all requests of a device pass; None: a host pass
     rows: int = 0  # rows of the pass
     attended: int = 0  # keys of committed tokens that its rows read, summed over the rows
@@ -101,7 +101,7 @@ class StepStats:
     kv_usage: float = 0.0  # fraction of pages held by sequences
     prefix_queries: int = 0  # tokens looked up, since the start
     prefix_hits: int = 0  # tokens found, since the start
-    between_time: float = 0.0  # from the commit of the pass before to this step, while passes were in flight
+    between_time: float = 0.0  # from the previous pass's commit to this step, while passes were in flight
     plan_time: float = 0.0  # controller and scheduler
     draft_time: float = 0.0
     build_time: float = 0.0  # making the batch
@@ -116,7 +116,7 @@ class StepStats:
 
     @property
     def period(self) -> float:
-        """Seconds since the pass before was committed: what a pass takes where passes overlap."""
+        """Seconds since the previous pass was committed: the time per pass where passes overlap."""
         return self.between_time + self.total_time
 
     @property

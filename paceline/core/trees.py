@@ -40,9 +40,9 @@ class DraftPlan:
     @property
     def label(self) -> str:
         """Drafters and nodes, such as "ngram 7 + eagle3 5"; of a tree its branching and depth too."""
-        own = f"{self.drafter} {self.budget}" if self.budget else "off"
-        own += f" ({self.branching}, {self.levels})" if self.branching > 1 else ""
-        return own if self.otherwise is None else f"{own} + {self.otherwise.label}"
+        label = f"{self.drafter} {self.budget}" if self.budget else "off"
+        label += f" ({self.branching}, {self.levels})" if self.branching > 1 else ""
+        return label if self.otherwise is None else f"{label} + {self.otherwise.label}"
 
     @property
     def levels(self) -> int:
@@ -51,7 +51,7 @@ class DraftPlan:
 
     @property
     def nodes(self) -> int:
-        """The most nodes that the tree can have: those of the budget for which its levels have room."""
+        """The most nodes that the tree can have: its budget, or fewer if the levels cannot hold that many."""
         if self.branching == 1:
             return self.levels
         nodes, width = 0, 1
@@ -76,7 +76,7 @@ class DraftPlan:
         other = (self.otherwise or PLAIN).shrunk(self.budget)
         return other if other.levels <= self.levels else replace(other, depth=self.levels)
 
-    def __hash__(self) -> int:  # of few fields: every pass looks plans up many times
+    def __hash__(self) -> int:  # uses few fields, because every pass looks plans up many times
         return hash((self.drafter, self.budget, self.depth))
 
     def __post_init__(self) -> None:
@@ -113,8 +113,8 @@ class DraftTrees:
 
     A node was either chosen (a copy, the likeliest token, shared noise) or drawn at random from a
     distribution of the drafter. Verification rules other than pathwise must know which, and the distribution.
-    Siblings from one distribution are drawn without replacement, in order: each from what is left of it when
-    the tokens of all earlier siblings, drawn or chosen, are taken out.
+    Siblings from one distribution are drawn without replacement, in order: the tokens of all earlier
+    siblings, drawn or chosen, are excluded.
 
     A drafter may report how likely its nodes are to be accepted, for the controller. It reports nothing for
     drawn nodes: rejection sampling is exact only if no node is dropped because of its probability.

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
 from paceline.constrain.compiler import Grammar
+from paceline.core.detokenizer import Detokenizer, TextTokenizer, Watch
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.methods import PLAN_KEYS, find_method, method_names, parse_plan
 from paceline.errors import GrammarError, RequestError
-from paceline.models.detokenizer import Detokenizer, TextTokenizer, Watch
 from paceline.options import check_bool, nearest, unknown_option
 from paceline.verify.noise import derive_seed
 from paceline.verify.sampling import Sampler
@@ -39,8 +39,8 @@ class RequestOptions(TypedDict, total=False):
     adapter: str  # one of the backend's; "": none
     grammar: Grammar | None  # the compiled structured_outputs of the params
     watch: Callable[[], Watch] | None  # makes, for each output, what may end it by its text
-    # By child, the tokens of unfinished outputs that another engine began: only these children are made, and
-    # go on, token for token, as they would have there. It needs the request's seed.
+    # By child, the tokens of unfinished outputs that another engine began. Only these children are made, and
+    # they continue token for token as they would have there. Needs the request's seed.
     resume: Mapping[int, Sequence[int]] | None
 
 
@@ -78,7 +78,7 @@ def make_requests(
             f"{max_output} of output), but the KV cache holds {pool_tokens}. "
             "Shorten it, or raise kv_cache_memory_bytes."
         )
-    plan, unavailable = _asked_plan(params.speculative, plans or {}, limits)
+    plan, unavailable = _requested_plan(params.speculative, plans or {}, limits)
     seed = derive_seed(engine_seed, index) if params.seed is None else params.seed
     ending_ids = frozenset(params.stop_ids)
     if grammar is not None or not params.ignore_eos:  # a grammar can force the end
@@ -190,12 +190,12 @@ def prompt_too_long(count: int, limits: Limits, exact: bool = True) -> PromptToo
     )
 
 
-def _asked_plan(
+def _requested_plan(
     speculative: str | Mapping[str, Any] | None, plans: Mapping[str, DraftPlan], limits: Limits
 ) -> tuple[DraftPlan | None, str | None]:
-    """The plan that a request's `speculative` asks for, None: the engine decides; and the method that it
-    names in vain, because the engine has not loaded it. That only costs speed, so it is no error, unless the
-    request is `strict`."""
+    """The plan that a request's `speculative` asks for (None: the engine decides), and the method that it
+    names if the engine has not loaded it. Such a request is served without the method, which only costs
+    speed; it is an error only if the request is `strict`."""
     if speculative is None or speculative == "auto":
         return None, None
     if speculative == "off":

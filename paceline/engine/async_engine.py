@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeAlias, Unpack
 
 from paceline.constrain.compiler import Grammar
+from paceline.core.detokenizer import TextTokenizer
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.stats import StepStats, TrainerActivity
@@ -33,7 +34,6 @@ from paceline.engine.outputs import RequestOutput, request_output, with_texts
 from paceline.engine.stream import Stream, Update
 from paceline.errors import PacelineError, UnavailableError
 from paceline.kv.cache import KVCache
-from paceline.models.detokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class AsyncEngine:
             self._watching = asyncio.create_task(self._watch())
 
     def preparing(self) -> AbstractContextManager[None]:
-        """Reserve a place in the queue while a request is read and tokenized. Exit before `submit`.
+        """Reserve a slot in the queue while a request is read and tokenized. Exit before `submit`.
 
         OverloadedError if the queue is full.
         """
@@ -173,7 +173,7 @@ class AsyncEngine:
         """The stream of a request that the engine has accepted. For `arrived`, see Stream.
 
         The `grammar` is the result of `compile` for the params' structured_outputs, which would take too long
-        in the engine's thread. `session` is for routers: here is one engine. RequestError if the request
+        in the engine's thread. `session` is for routers and ignored here. RequestError if the request
         cannot be served, OverloadedError if too many wait, UnavailableError if the engine stops or is dead.
         """
         assert (options.get("grammar") is None) == (params.structure is None)
@@ -215,7 +215,7 @@ class AsyncEngine:
             self._send(end)
 
     def watch_trainer(self, trainer: TrainerActivity) -> None:
-        """Note of each pass whether a trainer computed beside it. See Engine.watch_trainer."""
+        """Record for each pass whether a trainer computed beside it. See Engine.watch_trainer."""
         self._engine.watch_trainer(trainer)
 
     async def replace_head(self, name: str, drafter: Drafter) -> None:
@@ -266,11 +266,11 @@ class AsyncEngine:
             if self.stuck and not was_stuck:
                 frame = sys._current_frames().get(self._thread.ident or 0)
                 stack = "" if frame is None else "".join(traceback.format_stack(frame))
-                drafter = self._engine.asked_drafter
+                drafter = self._engine.active_drafter
                 where = "" if drafter is None else f" It waits for the drafter {drafter}."
                 logger.error("%s.%s Restart the server. It is here:\n%s", self.failure, where, stack)
             elif was_stuck and not self.stuck:
-                logger.warning("the engine goes on")
+                logger.warning("the engine has finished a step and is no longer stuck")
             was_stuck = self.stuck
 
     def _fail_all(self, error: Exception) -> None:

@@ -1,6 +1,6 @@
-"""EngineClient: what a server needs of an engine, wherever that runs. The name is vLLM's.
+"""EngineClient: the interface of an engine that a server needs, wherever the engine runs. The name is vLLM's.
 
-AsyncEngine is one, in this process; paceline.scale.remote_engine.RemoteEngine is one, on replicas.
+AsyncEngine runs it in this process, paceline.scale.remote_engine.RemoteEngine on replicas.
 """
 
 from __future__ import annotations

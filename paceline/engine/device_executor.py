@@ -52,7 +52,7 @@ class DeviceExecutor:
         drafting: Drafting,
         kv: KVCache,
     ) -> None:
-        """`make` makes the backend's decoder; None if the backend has none."""
+        """`make` returns the backend's decoder, or None if the backend has none."""
         self._make = make
         self._drafting = drafting
         self._kv = kv
@@ -84,8 +84,8 @@ class DeviceExecutor:
 
     @property
     def needs_features(self) -> bool:
-        """Whether drafters read features of the target's passes on the host: then each is read before the
-        next. Features that a head's pool keeps stay on the device, in the order of passes."""
+        """Whether drafters read features of the target's passes on the host. Each pass is then read before
+        the next is launched. Features in a head's pool stay on the device."""
         return bool(self._drafting.feature_layers)
 
     def can_sample(self, request: Request) -> bool:
@@ -151,7 +151,7 @@ class DeviceExecutor:
                 is_short = is_short and length + tokens_per_pass * passes >= limit
                 admitted.append(request)
                 lengths.append(min(length + new_rows + (rows_in_flight if passes else 0), limit))
-        # the next commit releases what was reserved in vain
+        # pages that were reserved and are not used are released by the next commit
         if is_short or not self._reserve(admitted, lengths):
             return []
         return admitted if self._attached_to(admitted, plan) else []
@@ -225,7 +225,8 @@ class DeviceExecutor:
             self._with_texts.update({request: (request.slot, len(request.token_ids)) for request in new})
 
     def _forget_old_texts(self, requests: Sequence[Request]) -> None:
-        """Let texts be written again to which host passes have added more than the two tokens of a `join`."""
+        """Forget the texts that are stale on the device: a `join` writes only a request's last two tokens,
+        and host passes have added more than these."""
         for request in requests:
             slot, known = self._with_texts.get(request, (-1, 0))
             if slot != request.slot or known + 2 < len(request.token_ids):
@@ -306,7 +307,8 @@ class DeviceExecutor:
 
         A request's own plan comes first: passes over requests with different plans do not run on the device.
         """
-        plan = next((own for part in parts if (own := part.request.plan) is not None and own.budget), plan)
+        requested = [part.request.plan for part in parts if part.request.plan is not None]
+        plan = next((each for each in requested if each.budget), plan)
         draft, decoder = self.draft(plan), self.decoder()
         coming = [part.request for part in parts if part.num_tokens > 1 and part.reaches_end]
         for request in coming:  # one that comes back may have another slot
@@ -323,19 +325,19 @@ class DeviceExecutor:
         decoder = self.decoder()
         return decoder.prepare(self.draft(plan)) if decoder is not None and self.offers(plan) else {}
 
-    def attach_anew(self) -> None:
-        """A head was replaced: its keys and values of requests on the device are those of the old one.
+    def reattach(self) -> None:
+        """Forget the attached requests: a head was replaced, and their keys and values are the old head's.
 
-        They are computed again when the passes in flight have been read: see `can_follow`.
+        The new head computes them once the passes in flight have been read: see `can_follow`.
         """
         self._head.drop()
 
     def leave(self) -> None:
-        """Host passes follow: forget the decoder's state of requests, which will be stale."""
+        """Forget the decoder's state of all requests: host passes follow, which make it stale."""
         assert not self._passes
         self._head.detach()
         self.shadow.clear()
-        for request in self._joined:  # of those that were only prefilled they stay
+        for request in self._joined:  # requests that were only prefilled keep their texts
             self._with_texts.pop(request, None)
         self._joined.clear()
 
@@ -350,7 +352,9 @@ class DeviceExecutor:
 
     def _forget_finished(self) -> None:
         self._joined = {request: count for request, count in self._joined.items() if not request.finished}
-        self._with_texts = {own: texts for own, texts in self._with_texts.items() if not own.finished}
+        self._with_texts = {
+            request: texts for request, texts in self._with_texts.items() if not request.finished
+        }
         self._head.forget_finished()
         self._optimistic.forget_finished()
 

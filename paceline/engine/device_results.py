@@ -30,20 +30,20 @@ def advance_sampling(request: Request, needs: int, verdict: Verdict, logprobs: F
 def drafted_parts(
     parts: list[Scheduled], second: Sequence[Scheduled], plan: DraftPlan, found: Sequence[int] | None
 ) -> tuple[list[Scheduled], list[Shape]]:
-    """The parts with the plans that their drafts came from, and the shapes of these; none of a plain pass.
+    """The parts with the plans that their drafts came from, and the drafts' shapes: none in a plain pass.
 
-    `found`: tokens that were drafted from texts. Where there are none, the `otherwise` plan has drafted:
-    `second` has its parts.
+    `found` is the number of tokens drafted from texts, by part. Where it is 0, the `otherwise` plan has
+    drafted, whose parts are in `second`.
     """
     if not plan.budget:
         return parts, []
     if plan.branching > 1:  # a tree of a fixed shape
-        own, none = Shape(plan.nodes, plan.levels), Shape(0, 0)
+        drafted, empty = Shape(plan.nodes, plan.levels), Shape(0, 0)
         if found is not None:
             parts = [
                 part if count else other for part, other, count in zip(parts, second, found, strict=True)
             ]
-        return parts, [own if part.plan.budget else none for part in parts]
+        return parts, [drafted if part.plan.budget else empty for part in parts]
     counts = [plan.levels] * len(parts) if found is None else list(found)
     if found is not None and plan.otherwise is not None:
         levels = plan.second().levels

@@ -37,7 +37,7 @@ FORCED_ONLY = DraftPlan(GrammarDrafter.name, MAX_FORCED)
 # of 3 or 4, 1.2 to 1.5 of 5 looked-up tokens were accepted in SmolLM2's math and tool calls, and 1.7 or more
 # of the head's (docs/lab/2026-11-18-auto-on-gpu.md).
 MIN_MATCH_BESIDE_HEAD = 5
-ROOM_AT_ENDS = 8  # nodes reserved for tokens that are forced after a path of the draft
+FORCED_AFTER_PATH = 8  # nodes reserved for tokens that a constraint forces after a path of the draft
 
 
 class Drafting:
@@ -57,7 +57,7 @@ class Drafting:
         self._clock = clock
         self._calls: list[DraftCall] = []  # since the last take_calls
         self.failures = 0  # calls of drafters that raised, since the start
-        self.asked: str | None = None  # the drafter being called now, for the watchdog
+        self.active: str | None = None  # the drafter that is being called now, for the watchdog
         self.feature_layers = tuple(
             sorted({layer for drafter in self._drafters.values() for layer in drafter.needs.feature_layers})
         )
@@ -97,13 +97,13 @@ class Drafting:
         run = len(constraint.forced())
         if plan.drafter is None or self._drafters[plan.drafter].only_forced:
             return (plan if plan.budget else FORCED_ONLY).shrunk(run)
-        room = run or ROOM_AT_ENDS
+        room = run or FORCED_AFTER_PATH
         depth = None if plan.depth is None else plan.depth + run
         other = None if plan.otherwise is None else self._with_forced(request, plan.otherwise)
         return replace(plan, budget=plan.budget + room, depth=depth, forced=room, otherwise=other)
 
     def propose(self, parts: Sequence[Scheduled]) -> tuple[DraftTrees | None, list[Scheduled]]:
-        """The trees of all parts (None: nothing was drafted), and the parts with the plans that were used."""
+        """The trees of all parts (None: nothing was drafted), and the parts with the plans in use."""
         parts = list(parts)
         groups = self._ask(parts, range(len(parts)))
         if any(part.plan.otherwise is not None for part in parts):
@@ -168,7 +168,8 @@ class Drafting:
                 groups.append((members, trees.kept(np.repeat(is_better, sizes))))
 
     def _drafter_plan(self, part: Scheduled) -> DraftPlan:
-        """The plan that the drafter of a part gets: what the forced tokens leave of it, after them."""
+        """The plan that the drafter of a part gets: it starts after the forced tokens, and has the nodes that
+        they leave."""
         plan, constraint = part.plan, part.request.sampler.constraint
         if plan.drafter is None or plan.forced == 0 or constraint is None:
             return plan
@@ -225,12 +226,12 @@ class Drafting:
         for name, drafter in self._drafters.items():
             if features is None and drafter.needs.feature_layers:
                 continue  # a device pass: the features stay on the device
-            self.asked = name
+            self.active = name
             try:  # not _guard, for speed: this is part of every step, also without drafts
                 drafter.observe(requests, verdicts, features)
             except Exception as error:
                 self.note_failure(name, requests, error)
-            self.asked = None
+            self.active = None
 
     def only_reads_texts(self, plan: DraftPlan) -> bool:
         """Whether all drafters of this plan, of its `otherwise` too, need nothing but the requests' texts."""
@@ -314,7 +315,7 @@ class Drafting:
                     drafter.forget(request)
 
     def replace_head(self, name: str, other: Drafter) -> None:
-        """Let the drafter of this name draft with the head of another one; ConfigError if it cannot."""
+        """Give the named drafter the head of another drafter; ConfigError if it does not fit."""
         if name not in self._drafters:
             raise ConfigError(f"no drafter {name} is loaded; there are {', '.join(self._drafters)}.")
         self._drafters[name].replace_head(other)
@@ -325,7 +326,7 @@ class Drafting:
             try:
                 drafter.close()
             except Exception as error:  # for example a full disk: the others are still closed
-                logger.warning("what drafter %s keeps could not be written: %s", name, error)
+                logger.warning("drafter %s could not save its state: %s", name, error)
 
     def _guard(self, name: str, requests: Sequence[Request]) -> _Guard:
         """A context in which a drafter may raise: it then never drafts for these requests again."""
@@ -337,7 +338,7 @@ class Drafting:
             request.failed_drafters.add(name)
         once = not self.failures  # one traceback is enough
         self.failures += 1
-        logger.warning("drafter %s failed, its requests go on without: %s", name, error, exc_info=once)
+        logger.warning("drafter %s failed, its requests continue without it: %s", name, error, exc_info=once)
 
 
 class _Guard:
@@ -349,10 +350,10 @@ class _Guard:
         self._drafting, self._name, self._requests = drafting, name, requests
 
     def __enter__(self) -> None:
-        self._drafting.asked = self._name
+        self._drafting.active = self._name
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        self._drafting.asked = None
+        self._drafting.active = None
         if isinstance(error, Exception):  # drafters are plug-ins: they may raise anything
             self._drafting.note_failure(self._name, self._requests, error)
             return True
@@ -360,7 +361,7 @@ class _Guard:
 
 
 def _without_failed(request: Request, plan: DraftPlan) -> DraftPlan:
-    """The plan, or its `otherwise` plan if its drafter failed for the request; alone if that one's did."""
+    """The plan without its drafter or its `otherwise` drafter, if that has failed for the request."""
     if plan.drafter in request.failed_drafters:
         return _without_failed(request, plan.second())
     if plan.otherwise is None or plan.otherwise.drafter not in request.failed_drafters:

@@ -12,6 +12,7 @@ from paceline.backends.async_decoding import AsyncDecoder
 from paceline.backends.base import Backend
 from paceline.constrain.compiler import GrammarCompiler
 from paceline.control.controller import Controller, FixedController, Load, StepPlan
+from paceline.core.detokenizer import TextTokenizer
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.stats import StepStats, TrainerActivity
@@ -31,7 +32,6 @@ from paceline.engine.step_stats import add_pass
 from paceline.engine.verification import Verification
 from paceline.errors import BackendLostError, RequestError
 from paceline.kv.cache import KVCache
-from paceline.models.detokenizer import TextTokenizer
 from paceline.verify.pathwise import verify_pathwise
 from paceline.verify.verdict import Rule
 
@@ -114,9 +114,9 @@ class Engine:
         return self._plans
 
     @property
-    def asked_drafter(self) -> str | None:
-        """The drafter that is running now; any thread may ask."""
-        return self._drafting.asked
+    def active_drafter(self) -> str | None:
+        """The drafter that is being called now. Any thread may read this."""
+        return self._drafting.active
 
     def add_request(
         self,
@@ -168,31 +168,31 @@ class Engine:
         return aborted
 
     def replace_head(self, name: str, drafter: Drafter) -> None:
-        """Draft with the head of `drafter` from the next step on, where the drafter `name` drafts.
+        """Give the drafter `name` the head of `drafter`, from the next step on.
 
-        `drafter` is another one of the same method, see Loaded.load_head. Requests that run go on: what the
-        new head must know of them is computed when they are next drafted for. ConfigError, and nothing has
-        changed, if the head does not fit.
+        Both are drafters of one method, see Loaded.load_head. Running requests continue: the new head's keys
+        and values are computed when it next drafts for them. If the head does not fit, ConfigError, and
+        nothing has changed.
         """
         self._drafting.replace_head(name, drafter)
-        self._device.attach_anew()
+        self._device.reattach()
 
     def watch_trainer(self, trainer: TrainerActivity) -> None:
-        """Note of each pass whether a trainer on this machine computed beside it. Any thread may call it."""
+        """Record for each pass whether a trainer on this machine computed beside it. For any thread."""
         self._trainer = trainer
 
     def prepare(self) -> None:
-        """Warm up: compile and allocate what the first steps would wait for. Call it before any request."""
+        """Warm up: compile and allocate everything that the first steps need. Call it before any request."""
         self.compile_ahead()
         for plan, seconds in self._warm_up().items():
             self._controller.expect(plan, seconds, self._drafting.catch_up_seconds(plan))
         self.tokenizer.token_bytes(0)  # builds the table of all tokens
         gc.unfreeze()  # what earlier engines froze
         gc.collect()
-        gc.freeze()  # else a collection between two steps would scan all that was loaded, for 0.25 s
+        gc.freeze()  # else a collection between two steps would scan all loaded objects, which takes 0.25 s
 
     def compile_ahead(self) -> None:
-        """Compile the kernels of a warm-up on all cores, where a backend compiles one by one otherwise."""
+        """Compile a warm-up's kernels on all cores, if the backend otherwise compiles them one by one."""
         self.backend.compile_ahead(self._warm_up)
 
     def _warm_up(self) -> dict[DraftPlan, Mapping[int, float]]:
@@ -225,7 +225,8 @@ class Engine:
         return self._commit(oldest, timer)
 
     def _next_schedule(self) -> Schedule | None:
-        """The next pass that can start, pages reserved. A host pass waits until none is in flight."""
+        """The next pass that can start, pages reserved; None if there is none. A host pass starts only when
+        no other pass is in flight."""
         schedule = self._overlap.next(self._pipeline)
         if schedule is None and not self._pipeline and self.has_unfinished:
             step_plan = self._plan(self._overlap.uses_device(self.scheduler.running))
@@ -237,7 +238,7 @@ class Engine:
         return schedule
 
     def _plan(self, on_device: bool) -> StepPlan:
-        """The controller's plan for the next step; asked once, even if passes in flight delay the step."""
+        """The controller's plan for the next step, made once even if passes in flight delay the step."""
         running, planned = self.scheduler.running, self._next_plan
         if planned is None or planned.running != running or planned.on_device != on_device:
             step_plan = self._controller.plan(running, self._load(on_device))
@@ -251,8 +252,8 @@ class Engine:
         return Load(len(scheduler.running), waiting, coming, on_device)
 
     def _begin(self, schedule: Schedule, timer: StepTimer) -> InFlight:
-        """The started pass. If it fails to start, waiting for it raises, as for one that fails later."""
-        if not schedule.executor.on_device:  # before a request decodes there, the host has prefilled it
+        """Start a pass. If that fails, waiting for the pass raises the error, as it does for later ones."""
+        if not schedule.executor.on_device:  # a request's first pass is its prefill, on the host
             for part in schedule.parts:
                 if part.request.scheduled_time is None:
                     part.request.scheduled_time = self._clock()
@@ -301,7 +302,7 @@ class Engine:
         gained = [len(delta.token_ids) for delta in deltas]
         add_pass(stats, result.parts, result.shapes, result.verdicts, gained, timer.seconds)
         stats.draft_calls, stats.shadow = self._drafting.take_calls(), self._device.shadow.take()
-        if self._trainer is not None:  # a pass on the device has begun in the step before
+        if self._trainer is not None:  # a device pass was launched one step earlier, so look back two steps
             seconds = stats.total_time * (2 if stats.overlapped else 1)
             stats.disturbed = self._trainer.is_working(seconds)
         preemptions, failures = self._counted
@@ -350,7 +351,7 @@ class Engine:
         return self._clock()
 
     def state(self) -> StepStats:
-        """The statistics of an empty step: requests and cache usage now. Any thread may ask."""
+        """The statistics of an empty step: requests and cache usage now. Any thread may read this."""
         return StepStats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -370,4 +371,4 @@ class _Planned:
 
 
 def _no_decoder() -> None:
-    """None: the verification rule needs logits on the host."""
+    """No decoder, because the verification rule needs logits on the host."""

@@ -76,7 +76,8 @@ class HostExecutor:
         attended: int,
         output: ForwardOutput,
     ) -> StepResult:
-        """The result of a pass. The batch's arrays are its own only if it has features: see overlap.py."""
+        """The result of a pass. The batch's arrays are still valid only if it has features: overlap.py then
+        builds no other pass before this one is read."""
         verdicts, features = self._verification.verdicts(parts, trees, output), None
         if output.features is not None:
             features = _features(parts, batch, output)

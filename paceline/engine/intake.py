@@ -1,4 +1,4 @@
-"""Intake: how many requests an engine has taken and may still take. Used in the event loop only."""
+"""Intake: how many requests an engine has accepted and can still accept. Used in the event loop only."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from paceline.errors import OverloadedError, RequestError, UnavailableError
 
 
 class Intake:
-    """The streams of unfinished requests, and the room for more."""
+    """The streams of unfinished requests, and the limit on their number."""
 
     def __init__(self, room: Callable[[], int], failure: Callable[[], str | None]) -> None:
-        """`room` is the number of outputs that may run and wait now; `failure` is why none are accepted."""
+        """`room` returns how many outputs may run and wait at present; `failure`, why none are accepted."""
         self._room = room
         self._failure = failure
         self._streams: dict[str, tuple[Stream, int]] = {}  # stream and n
@@ -40,7 +40,7 @@ class Intake:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Reserve a place while a request is prepared. OverloadedError if the queue is full."""
+        """Reserve a slot while a request is prepared. OverloadedError if the queue is full."""
         self._check_room(1)
         self._num_preparing += 1
         try:
@@ -49,7 +49,7 @@ class Intake:
             self._num_preparing -= 1
 
     def check_open(self, request_id: str, wanted: int) -> None:
-        """Raise what forbids a new request of `wanted` outputs, if anything does."""
+        """Raise an error if a new request of `wanted` outputs cannot be accepted."""
         failure = self._failure()
         if failure is not None:
             raise UnavailableError(f"{failure}; restart the server.")
@@ -64,7 +64,7 @@ class Intake:
             raise RequestError(f"a request with id {request_id!r} is already running; give each its own id.")
 
     def add(self, stream: Stream, count: int) -> None:
-        """Take in a request with `count` outputs."""
+        """Accept a request with `count` outputs."""
         self._streams[stream.request_id] = (stream, count)
         self._idle.clear()
 

@@ -4,10 +4,10 @@
     draft                              | . . . . . . . . . . . . . . . . . . . . . . . . . . .
                                        ^ its start
 
-The pass in flight is not read yet when the next one is launched. So an optimistic draft covers both; the
-device compares it with the tokens sampled meanwhile, and what is left of it is the chain. A wrong or late
-draft costs the drafting and nothing else. A draft is used until the next one: with many requests only 8 are
-drafted for before each pass, so that the host always finishes before the device.
+When a pass is launched, the one before it has not been read yet. So an optimistic draft covers both: the
+device compares its start with the tokens sampled meanwhile, and the rest is the chain. A wrong or late draft
+costs only the time to draft it. Each draft is used until the request's next one. With many requests the host
+drafts for only 8 of them per pass, so that it finishes before the device.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class OptimisticDrafts:
 
     def rows(self, plan: DraftPlan, requests: Sequence[Request], length: int) -> Int32Array:
         """The drafts of these requests for their next pass, as AsyncDecoder.launch takes them."""
-        # enough for the pass in flight, the next one, and those until it is drafted for again
+        # enough tokens for the pass in flight, the next pass, and the passes until the request's next draft
         passes = 1 + -(-len(requests) // MAX_DRAFTED)
         budget = min(passes * (1 + plan.levels), length)
         self._renew(replace(plan, budget=budget, depth=None, least_chance=MIN_CHANCE), requests)
@@ -61,14 +61,14 @@ class OptimisticDrafts:
         current = dict.fromkeys(requests)
         by_age = [request for request in requests if request not in self._drafts]
         by_age += [request for request in self._drafts if request in current]
-        asked = list(islice((request for request in by_age if self._has_news(request)), MAX_DRAFTED))
-        chains = self._drafting.chains(plan, asked) if asked else []
-        for request, tokens in zip(asked, chains, strict=True):
+        outdated = list(islice((request for request in by_age if self._is_outdated(request)), MAX_DRAFTED))
+        chains = self._drafting.chains(plan, outdated) if outdated else []
+        for request, tokens in zip(outdated, chains, strict=True):
             self._drafts.pop(request, None)  # so that it moves to the end
             self._drafts[request] = OptimisticDraft(len(request.token_ids), tokens)
 
-    def _has_news(self, request: Request) -> bool:
-        """Whether a request has tokens that its draft was made without."""
+    def _is_outdated(self, request: Request) -> bool:
+        """Whether a request has new tokens since its draft was made."""
         draft = self._drafts.get(request)
         return not request.undrafted and (draft is None or draft.start < len(request.token_ids))
 

@@ -27,9 +27,10 @@ class OutputProcessor:
         self._clock = clock
 
     def advance(self, part: Scheduled, verdict: Verdict, room: int, on_device: bool = False) -> Delta:
-        """The delta of a request: append its tokens, commit their KV with `room` more, end it if it must.
+        """The delta of a request: its tokens appended, their KV committed, the request ended if it must.
 
-        `on_device`: the pass has accepted the tokens itself, and advanced recurrent states along them.
+        Pages for `room` tokens beyond them stay reserved. `on_device`: the pass itself has accepted the
+        tokens and advanced the recurrent states.
         """
         request, tokens = part.request, verdict.tokens
         if verdict.error is not None:
@@ -41,7 +42,7 @@ class OutputProcessor:
         if verdict.logprobs:
             request.logprobs.extend(verdict.logprobs[: len(tokens)])
         accepted = verdict.accepted
-        if len(accepted) > len(tokens):  # one of them has ended the request
+        if len(accepted) > len(tokens):  # an accepted token has ended the request
             accepted = accepted[: len(tokens)]
         rows = part.num_tokens + len(accepted)
         if not accepted or accepted[-1] == len(accepted) - 1:  # contiguous, since paths ascend
@@ -78,7 +79,7 @@ def append_tokens(request: Request, tokens: tuple[int, ...]) -> tuple[tuple[int,
 
 
 def _append_token(request: Request, token: int) -> str | None:
-    """The finish reason after appending one token; None if the request goes on."""
+    """The finish reason after appending one token; None if the request continues."""
     request.token_ids.append(token)
     num_output = request.num_output
     if token in request.ending_ids:

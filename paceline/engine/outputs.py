@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from paceline.core.detokenizer import TextTokenizer
 from paceline.core.request import Request
 from paceline.core.verdict import Logprob
-from paceline.models.detokenizer import TextTokenizer
 
 TokenLogprobs = dict[int, Logprob]
 
@@ -100,7 +100,7 @@ def request_output(
     prompt_logprobs = None
     if first.params.prompt_logprobs is not None:
         prompt_logprobs = [entry and with_texts(entry, tokenizer) for entry in first.prompt_logprobs]
-        prompt_logprobs = prompt_logprobs or [None]  # a prompt of one token has none to give
+        prompt_logprobs = prompt_logprobs or [None]  # a prompt of one token has no log-probabilities
     return RequestOutput(
         request_id=first.request_id,
         prompt=prompt,
@@ -114,8 +114,9 @@ def request_output(
 
 def _completion(request: Request, tokenizer: TextTokenizer) -> CompletionOutput:
     tokens = request.output_token_ids
-    asked = request.params.logprobs is not None
-    sampled = tokens[len(tokens) - len(request.logprobs) :]  # here; a resumed output brought others along
+    with_logprobs = request.params.logprobs is not None
+    # the tokens that were sampled here: a resumed output starts with tokens of another engine
+    sampled = tokens[len(tokens) - len(request.logprobs) :]
     chosen = [entry[token].logprob for entry, token in zip(request.logprobs, sampled, strict=True)]
     return CompletionOutput(
         index=request.child,
@@ -123,8 +124,8 @@ def _completion(request: Request, tokenizer: TextTokenizer) -> CompletionOutput:
         token_ids=tokens,
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,
-        logprobs=[with_texts(entry, tokenizer) for entry in request.logprobs] if asked else None,
-        cumulative_logprob=sum(chosen) if asked else None,
+        logprobs=[with_texts(entry, tokenizer) for entry in request.logprobs] if with_logprobs else None,
+        cumulative_logprob=sum(chosen) if with_logprobs else None,
         error=request.error,
     )
 
@@ -162,11 +163,11 @@ def _speculative_metrics(children: Sequence[Request]) -> SpeculativeMetrics:
 
 def _summed(lists: Sequence[list[int]]) -> list[int]:
     """The element-wise sums; shorter lists are padded with 0."""
-    return [sum(places) for places in zip_longest(*lists, fillvalue=0)]
+    return [sum(values) for values in zip_longest(*lists, fillvalue=0)]
 
 
 def with_texts(entry: TokenLogprobs, tokenizer: TextTokenizer) -> TokenLogprobs:
-    """The entry with the texts of its tokens."""
+    """The entry with the text of each token."""
     return {
         token: Logprob(
             logprob.logprob, logprob.rank, tokenizer.token_bytes(token).decode("utf-8", errors="replace")

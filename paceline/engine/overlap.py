@@ -1,9 +1,9 @@
 """Overlap (asynchronous) scheduling: the next pass that can be launched before those in flight are read.
 
-Decoding requests are launched again before their last pass was read. New requests are prefilled in a host
-pass of their own, queued after the passes in flight, and join the decode batch once it has been read. While
-nothing decodes, the next prefill of a burst is launched before the first is read. Requests that the device
-cannot sample (constrained ones) decode in the host pass too, beside those that stay on the device.
+Decode passes are launched before the previous one is read. New requests are prefilled in a separate host
+pass, queued after the passes in flight, and join the decode batch once that pass has been read. While nothing
+decodes, the next prefill of a burst is launched before the first is read. Requests that the device cannot
+sample, such as constrained ones, decode in host passes, while the others stay on the device.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class OverlapScheduler:
     ) -> None:
         """`plan` makes the next step's plan.
 
-        Without `overlaps_prefills` a host pass is read before the next one: recurrent states advance then, by
-        what the pass has left in buffers.
+        Without `overlaps_prefills` each host pass is read before the next one is launched: recurrent states
+        advance when a pass is read, from buffers that the next pass overwrites.
         """
         self._scheduler = scheduler
         self._device = device
@@ -83,7 +83,7 @@ class OverlapScheduler:
         return Schedule(self._decode_parts(admitted, plan), self._device, step_plan) if admitted else None
 
     def _decode_parts(self, requests: list[Request], plan: DraftPlan) -> list[Scheduled]:
-        """One row and the plan for each request: those of the last decode pass, if it had the same."""
+        """One row and the plan for each request. Reuses the last decode pass's parts if nothing changed."""
         if (requests, plan) != self._last_decode:
             self._last_decode = requests, plan
             self._last_parts = [
@@ -92,9 +92,9 @@ class OverlapScheduler:
         return self._last_parts
 
     def _next_prefill(self, pipeline: Pipeline) -> Schedule | None:
-        """A prefill of waiting requests after the one in flight, if all running requests are in that one.
+        """A prefill of waiting requests, if the pass in flight is a prefill of all running requests.
 
-        The device does not wait for the host between the prefills of a burst then.
+        So the device does not wait for the host between the prefills of a burst.
         """
         running = self._scheduler.running
         is_alone = len(pipeline) == 1 and len(pipeline.on_host) == len(running)
@@ -107,15 +107,15 @@ class OverlapScheduler:
     def uses_device(self, requests: Sequence[Request]) -> bool:
         """Whether the device can sample the next tokens of most of these requests.
 
-        If there are others, host passes and device passes take turns, and each waits for the other. That is
-        slower than host passes for all if most requests need the host.
+        The others are sampled in host passes, which alternate with device passes and wait for them. If most
+        requests need the host, host passes for all are faster.
         """
         if self._device.decoder() is None:
             return False
         return 2 * sum([self._device.can_sample(request) for request in requests]) > len(requests)
 
     def _counts_as_due(self, decoding: int) -> bool:
-        """Whether the waiting requests have waited long enough, after counting one more pass for each."""
+        """Count one more pass for each waiting request; whether they have now waited long enough."""
         admissible = self._scheduler.num_admissible
         self._waited = self._waited + admissible if admissible else 0
         if not admissible or self._waited < min(PREFILL_WAIT_PER_DECODE * decoding, MAX_PREFILL_WAIT):
@@ -124,7 +124,7 @@ class OverlapScheduler:
         return True
 
     def _common_plan(self, decoding: Sequence[Request], step_plan: StepPlan) -> DraftPlan | None:
-        """The plan of all requests that are drafted for; None if they differ."""
+        """The plan that all drafted requests share; None if their plans differ."""
         running, plans = self._scheduler.running, step_plan.plans
         if decoding is not running:
             planned = dict(zip(running, plans, strict=True))

@@ -42,7 +42,7 @@ class Schedule:
 
     parts: list[Scheduled]
     executor: Executor
-    step_plan: StepPlan | None = None  # None: a host pass beside device passes, whose time means nothing
+    step_plan: StepPlan | None = None  # None: a host pass beside device passes, which the controller ignores
     requests: list[Request] = field(init=False)  # [parts]
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of a pass for its requests that have not ended meanwhile."""
+    """The result of a pass, for the requests that were not aborted while it ran."""
 
     parts: list[Scheduled]
     verdicts: list[Verdict]
@@ -71,7 +71,7 @@ class InFlight:
 
 
 class Executor(Protocol):
-    """Runs passes; drafts are made and tokens are sampled on the host, or on the device."""
+    """Runs passes. Drafts are made and tokens are sampled on the host or on the device."""
 
     on_device: bool
 
@@ -96,7 +96,7 @@ class Pipeline:
 
     @property
     def on_host(self) -> list[Request]:
-        """The requests of the host passes in flight: of one, or of several prefills."""
+        """The requests of the host passes in flight: one pass, or several prefills."""
         return [
             request
             for in_flight in self._passes
@@ -123,7 +123,7 @@ class Pipeline:
         return None
 
     def drop_decodes(self) -> list[Request]:
-        """The requests of all decode passes on the device, which are removed: one of them failed."""
+        """Remove all decode passes on the device, because one of them failed. Returns their requests."""
         lost = [in_flight for in_flight in self._passes if in_flight.schedule.executor.on_device]
         self._passes = deque(
             in_flight for in_flight in self._passes if not in_flight.schedule.executor.on_device

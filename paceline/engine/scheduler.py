@@ -36,7 +36,7 @@ class Scheduler:
         self.num_preemptions = 0  # since the start
 
     def add(self, request: Request) -> None:
-        """Queue a request. One that already has output, from another replica, goes before those without."""
+        """Queue a request. A resumed one, which has output from another replica, goes before new ones."""
         begun = sum(other.num_output > 0 for other in self.waiting) if request.num_output else None
         self.waiting.insert(len(self.waiting) if begun is None else begun, request)
 
@@ -52,7 +52,7 @@ class Scheduler:
 
     @property
     def num_admissible(self) -> int:
-        """The number of waiting requests that there are slots for; pages are not checked."""
+        """The number of waiting requests for which slots are free; pages are not checked."""
         return min(len(self.waiting), self._max_num_seqs - len(self.running))
 
     def schedule(
@@ -75,12 +75,12 @@ class Scheduler:
             if tokens == 0:
                 continue
             if not self._reserve_or_preempt(request, request.num_computed + tokens, may_preempt=not resting):
-                break  # it was the youngest left, or waits until no pass is in flight
+                break  # it was preempted itself, or waits until no pass is in flight
             if request.num_pending > 1:
                 prefill_rows -= tokens
             parts.append(Scheduled(request, tokens, allowed[request]))
         else:
-            if len(self.running) == len(allowed):  # after a preemption there is no room for more
+            if len(self.running) == len(allowed):  # nothing was preempted
                 self._admit(parts, prefill_rows)
         self._shrink_drafts(parts)
         return parts
@@ -91,9 +91,9 @@ class Scheduler:
         return min(request.num_pending, rows, limit)
 
     def _reserve_or_preempt(self, request: Request, length: int, may_preempt: bool) -> bool:
-        """Whether the request has room for `length` tokens; preempts the youngest requests if needed.
+        """Whether the request has pages for `length` tokens; preempts the youngest requests if needed.
 
-        Not while requests rest: they are in passes in flight, which write to their pages.
+        Nothing is preempted while requests are `resting`: passes in flight write to their pages.
         """
         while not self._kv.reserve(request.slot, length):
             if not may_preempt:

@@ -1,7 +1,7 @@
-"""Shadow drafts: drafts beside plain device passes, compared with the tokens that these sample.
+"""Shadow drafts: drafts that are not verified, but compared with the tokens that plain device passes sample.
 
-The device computes nothing for them, and the host drafts while a pass runs. So the controller learns what
-text drafts would gain before it uses any. A shadow draft ends at its first wrong token, or at its length; the
+They cost the device nothing, and the host makes them while a pass runs. So the controller learns what drafts
+from texts would gain before it uses any. A shadow draft ends at its first wrong token or at its length. The
 next one starts after the token that follows, as it would if drafts were verified.
 """
 

@@ -1,10 +1,10 @@
-"""StepTurns: the steps of several engines in one process, one at a time.
+"""StepTurns: runs the steps of several engines in one process one at a time.
 
-Each step then has all cores, or the whole GPU, to itself: two passes at once would only slow each other,
-and threads that spin at barriers would wait for threads that have no core. Engines that are busy get equal
-time, whatever their steps take: start-time fair queueing (Goyal, Vin and Cheng, 1996). A step's start tag is
-where its engine's last step ended in virtual time, or the present virtual time if the engine was idle;
-the lowest start tag goes first.
+So each step has all cores, or the whole GPU. Two passes at once would slow each other, and threads that spin
+at barriers would wait for threads that have no core. Busy engines get equal time, however long their steps
+take, by start-time fair queueing (Goyal, Vin and Cheng, 1996). A step's start tag is the virtual time at
+which its engine's last step ended, or the current virtual time if the engine was idle. The lowest start tag
+goes first.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Stream:
     ) -> None:
         """`abort` aborts the request in the engine.
 
-        `arrived` is set whenever there is something to take; streams that are read together share one.
+        `arrived` is set whenever there are updates to take; streams that are read together share one event.
         """
         self.request_id = request_id
         self.output: RequestOutput | None = None  # set when all n outputs have finished

@@ -101,9 +101,10 @@ def _take_prompt_logprobs(request: Request, start: int, logits: Float32Array) ->
 
 
 def chosen_verdict(tokens: Sequence[int], request: Request) -> Verdict:
-    """The verdict for the next tokens of a request that a backend has sampled; -1: its logits were unusable.
+    """The verdict for the next tokens of a request, sampled by a backend: a drafted chain and the bonus
+    token.
 
-    All but the last were drafted, as a chain.
+    A token of -1 means that its logits were unusable.
     """
     if tokens[-1] < 0:
         position = len(request.token_ids) + len(tokens) - 1
@@ -114,7 +115,7 @@ def chosen_verdict(tokens: Sequence[int], request: Request) -> Verdict:
 def chosen_logprobs(
     verdict: Verdict, request: Request, fields: Sequence[Sequence[float]]
 ) -> tuple[dict[int, Logprob], ...]:
-    """The log-probabilities of a verdict's tokens, from what a backend computed for the rows of its request.
+    """The log-probabilities of a verdict's tokens, from the fields that a backend computed for each row.
 
     `fields` [rows][fields of verify/logprobs.py]; rows after those of the tokens are not read.
     """

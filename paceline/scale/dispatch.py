@@ -129,8 +129,8 @@ class Dispatcher:
 
     def _handle(self, link: Link, run: RemoteRun, kind: str, arguments: list[Any]) -> None:
         """Take a message about a request."""
-        if kind == "tokens" and (news := run.add(TokenUpdate(*arguments))) is not None:
-            delta, update = news
+        if kind == "tokens" and (added := run.add(TokenUpdate(*arguments))) is not None:
+            delta, update = added
             for observer in self._observers:  # first: metrics count a token before its client sees it
                 observer.advanced([delta])
             run.stream.put(update)

@@ -115,7 +115,7 @@ class HeadReceiver:
                 return
             try:
                 await self._engine.replace_head(method, await asyncio.to_thread(self._load, method, folder))
-            except Exception as error:  # whatever is wrong with a head, the present one goes on
+            except Exception as error:  # whatever is wrong with the new head, the current one stays in use
                 logger.warning("the head %s cannot be used: %s", head, error)
                 connection.send(["serves", head, str(error)])
                 return

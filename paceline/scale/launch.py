@@ -29,7 +29,7 @@ class RemoteModel:
     entry: ModelEntry
     tokenizer: Tokenizer
     replicas: ServeReplicas
-    facts: Mapping[str, str] = field(default_factory=dict)  # besides those that its replicas tell
+    facts: Mapping[str, str] = field(default_factory=dict)  # besides what its replicas report
     application: str = ""  # that `launch` has launched
 
 

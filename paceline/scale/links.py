@@ -115,7 +115,7 @@ class Links:
     async def _wake(self) -> None:
         """Have a replica started where there is none, and let it connect."""
         try:
-            with suppress(Exception):  # of Ray, while replicas come and go: the search goes on
+            with suppress(Exception):  # of Ray, while replicas start and stop: keep searching
                 await self._replicas.wake()
                 await self._introduce()
         finally:

@@ -74,7 +74,7 @@ class FleetMetrics:
         """`prefix`: as in ServeOptions."""
         self._prefix = prefix
         self._fleet = fleet
-        self._last: dict[str, Metrics] = {}  # by replica, also of those that are gone
+        self._last: dict[str, Metrics] = {}  # by replica, stopped ones included
 
     async def total(self) -> Page:
         """Everything added up."""

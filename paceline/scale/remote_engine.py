@@ -1,7 +1,7 @@
 """RemoteEngine: an EngineClient whose requests run on replicas, and survive them.
 
 A request's output is a pure function of the request. So when a replica dies, hangs or is taken away, the
-ingress sends the same request with the tokens it already has to another replica, which goes on at the next
+ingress sends the same request with the tokens it already has to another replica, which continues at the next
 token. The client sees a pause, and the same bytes.
 """
 
@@ -18,6 +18,7 @@ from typing import Unpack
 from weakref import WeakKeyDictionary
 
 from paceline.constrain.compiler import Grammar, GrammarCompiler
+from paceline.core.detokenizer import TextTokenizer
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.stats import StepStats
@@ -29,7 +30,6 @@ from paceline.engine.stream import Stream
 from paceline.errors import PacelineError, UnavailableError
 from paceline.kv.hashing import page_hashes
 from paceline.learn.activity import Activity
-from paceline.models.detokenizer import TextTokenizer
 from paceline.scale.channel import Link
 from paceline.scale.dispatch import Dispatcher, RemoteObserver
 from paceline.scale.heads import HeadPush
@@ -47,7 +47,7 @@ NO_REPLICA_SECONDS = 60.0  # after which requests are refused
 class RemoteOptions:
     """How an ingress treats its replicas. Times in seconds."""
 
-    max_queue: int = 256  # requests that wait, besides those that `replicas` can run at once
+    max_queue: int = 256  # requests that may wait, besides those running on replicas
     replicas: int = 1  # the most there can be
     min_replicas: int = 1
     replica_timeout: float = 2.0  # seconds without a message from a replica until its requests go to others

@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from paceline.core.detokenizer import TextTokenizer
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request, Status
 from paceline.engine.output_processor import Delta, append_tokens
 from paceline.engine.outputs import RequestMetrics, RequestOutput, request_output, with_texts
 from paceline.engine.stream import Stream, Update
-from paceline.models.detokenizer import TextTokenizer
 from paceline.scale.channel import Link
 from paceline.scale.wire import TokenUpdate, decode_error, decode_logprobs, decode_metrics
 
 
-class Lost(Exception):  # a turn of events, not an error: the request goes on elsewhere
+class Lost(Exception):  # not an error: the request continues on another replica
     """A replica will send nothing more for a request."""
 
 
@@ -64,7 +64,7 @@ class RemoteRun:
 
     @property
     def resume(self) -> dict[int, list[int]] | None:
-        """The tokens of the unfinished outputs, for the next attempt; None: begin anew.
+        """The tokens of the unfinished outputs, for the next attempt; None: start over.
 
         Prompt log-probabilities come with child 0. If it ended without them, all are computed again, and the
         tokens that are already here are skipped.
@@ -87,7 +87,7 @@ class RemoteRun:
         """Append the tokens that are new here. None: there are none. Raises Lost if some are missing."""
         child = self.children[update.child]
         if child.finish_reason is not None:
-            return None  # it was ended here by its text, or an attempt began anew
+            return None  # its text ended it here, or an attempt started over
         known = child.num_output - update.start
         if known < 0:
             raise Lost("tokens are missing")

@@ -169,7 +169,7 @@ def _check_content_type(request: Request) -> None:
 def validation_error(errors: Sequence[Any], model: type[BaseModel], data: Any) -> FieldError:
     """One FieldError for pydantic's `errors`, about the one place in `data` that they point to first.
 
-    Of a union's members, the one whose errors lie deepest is taken as the one the client meant.
+    Of a union's members, the one with the deepest errors is taken to be the one that the client meant.
     """
     first = _path_of(errors[0], data)
     paths = [_path_of(error, data) for error in errors]

@@ -94,7 +94,7 @@ class TemplateFields(Body):
     """How messages become a prompt."""
 
     add_generation_prompt: Bool | None = None  # default true, and false with continue_final_message
-    continue_final_message: Bool | None = None  # the answer goes on where the last message ends
+    continue_final_message: Bool | None = None  # the answer continues the last message
     chat_template_kwargs: dict[Name, Any] | None = Field(None, max_length=MAX_TEMPLATE_KWARGS)
     # not supported: only neutral values are accepted
     chat_template: Annotated[

@@ -120,7 +120,7 @@ def router(models: Models) -> APIRouter:
 
     @routes.post("/v1/completions", response_model=Completion, responses=GENERATES)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        """How a prompt goes on. With `stream`, chunks as server-sent events."""
+        """The continuation of a prompt. With `stream`, chunks as server-sent events."""
         attempt = await models.generate(request, body.model, body, _prepare)
         service, generation = attempt.service, attempt.generation
         answer = _Answer(attempt, body, service.head(request, "cmpl", "text_completion", attempt.asked))

@@ -11,11 +11,11 @@ from itertools import starmap
 from starlette.requests import Request
 
 from paceline.constrain.compiler import Grammar
+from paceline.core.detokenizer import Watch
 from paceline.core.params import SamplingParams
 from paceline.engine.client import EngineClient
 from paceline.engine.outputs import CompletionOutput, RequestOutput
 from paceline.engine.stream import Stream, Update
-from paceline.models.detokenizer import Watch
 from paceline.serve.errors import FieldError
 from paceline.serve.protocol import SamplingFields
 

@@ -116,7 +116,7 @@ def trainable_model(model: ServedModel, config: EngineConfig) -> TrainableModel[
 
 
 def trainable_method(drafters: Iterable[str], model: ModelConfig) -> str:
-    """The method whose head learns, of those that are loaded; ConfigError if there is none."""
+    """The loaded method whose head learns; ConfigError if there is none."""
     found = [name for name in drafters if name in TRAINABLE]
     if not found:
         raise ConfigError(

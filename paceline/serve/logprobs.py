@@ -6,9 +6,9 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
+from paceline.core.detokenizer import TextTokenizer
 from paceline.core.verdict import Logprob
 from paceline.engine.outputs import TokenLogprobs
-from paceline.models.detokenizer import TextTokenizer
 
 LOWEST = -9999.0  # OpenAI's stand-in for minus infinity, which JSON lacks
 

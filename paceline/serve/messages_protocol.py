@@ -236,7 +236,7 @@ class AnswerToolUse(BaseModel):
 
 
 class MessageUsage(BaseModel):
-    input_tokens: int  # of the prompt, without those that were found in the prefix cache
+    input_tokens: int  # of the prompt, without tokens found in the prefix cache
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int

@@ -189,7 +189,10 @@ class Page(Collector):
             "engine_steps": ("Passes over the model.", metrics.steps),
             "engine_failed_steps": ("Passes that raised; their requests have failed.", metrics.failed_steps),
             "engine_rows": ("Rows of all passes: prompts, tokens and drafts.", metrics.rows),
-            "num_preemptions": ("Requests that gave up their pages, to go on later.", metrics.preemptions),
+            "num_preemptions": (
+                "Requests that gave up their pages and continued later.",
+                metrics.preemptions,
+            ),
             "draft_failures": ("Calls of drafters that raised.", metrics.draft_failures),
         }
         for name, (words, count) in counts.items():

@@ -8,11 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from paceline.core.detokenizer import TextTokenizer
 from paceline.draft.base import Drafter
 from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
-from paceline.models.detokenizer import TextTokenizer
 from paceline.scale.channel import Connection, Message
 from paceline.scale.heads import HeadReceiver, StepReports
 from paceline.scale.remote_engine import RemoteEngine, RemoteOptions

@@ -2,7 +2,7 @@
 
     prefix cache -- stored, removed -->  KVEvents  -- one batch per step -->  publisher
 
-A block's hash is a chain: SHA-256 over the parent's hash and the block's tokens, of which 64 bits are
+A block's hash is a chain: 64 bits of the SHA-256 over the parent's hash and the block's tokens are
 published. It depends on nothing but the tokens (and the salt), so equal blocks of two replicas have equal
 hashes. The cache itself trusts no hash: a collision could only mislead a gateway, never change an answer.
 """

@@ -1,4 +1,5 @@
-"""Metrics by route: who answers, what was escalated, how long it took, and the tokens of all attempts."""
+"""Metrics by route: answering models, what was escalated, how long it took, and the tokens of all
+attempts."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class ToolFormat:
     id_digits: int = 24
     notation: Notation | None = None  # how arguments are written that are no JSON
     single: bool = False  # an answer has one call at most
-    channels: bool = False  # an answer is messages with headers, of which calls are one kind
+    channels: bool = False  # an answer is messages with headers; calls are one kind of message
     fenced: bool = False  # models may also write a call as a fenced JSON block, see FENCE_START
 
     @property

@@ -135,7 +135,7 @@ class QuotedReader:
 
 
 class _Rules:
-    """Grammar rules of one schema; `lines` are those that the first rule needs."""
+    """Grammar rules of one schema; the first rule refers to the others in `lines`."""
 
     def __init__(
         self, notation: Quoted, name: str, schema: Mapping[str, Any], special: Mapping[str, int]

@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from paceline.constrain.compiler import Grammar
+from paceline.core.detokenizer import Watch
 from paceline.core.params import SamplingParams
 from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.errors import PacelineError, RequestError
-from paceline.models.detokenizer import Watch
 from paceline.models.tokenizer import Tokenizer
 from paceline.serve.tools.arguments import text_parameters
 from paceline.serve.tools.conversation import with_instructions, with_objects, with_spelled_calls

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core.detokenizer import Detokenizer
 from paceline.core.params import SamplingParams
-from paceline.models.detokenizer import Detokenizer
 
 
 class ByteTokenizer:

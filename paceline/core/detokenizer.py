@@ -1,8 +1,8 @@
 """Detokenizer: incremental text of an output, never half a character or part of a stop string.
 
-A character whose bytes are incomplete is held back; bytes that are not UTF-8 become U+FFFD, as when the whole
-is decoded. Text that may be the start of a stop string is held back too. Tokens that cannot end the output
-are decoded when their text is asked for, all at once.
+A character is held back until its bytes are complete; bytes that are not UTF-8 become U+FFFD, as in a decode
+of the whole text. Text that may be the start of a stop string is held back too. Tokens that cannot end the
+output are decoded together, when their text is asked for.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 
 from paceline.core.params import SamplingParams
 
-Watch: TypeAlias = Callable[[str], bool]  # is told each piece of an output; True: the output ends with it
+Watch: TypeAlias = Callable[[str], bool]  # called with each piece of an output; True: the output ends with it
 
 
 class TextTokenizer(Protocol):
@@ -111,10 +111,10 @@ class Detokenizer:
         return stop
 
     def _first_stop(self, before: int) -> tuple[int, str] | None:
-        """The start and text of the stop string that is complete first, of those that end after `before`.
+        """The start and text of the stop string after `before` that ends first; None if there is none.
 
-        As if characters came one by one, so that the result does not depend on token boundaries; of two that
-        end together, the longer.
+        The result does not depend on token boundaries: it is as if characters came one by one. Of two stop
+        strings that end together, the longer is returned.
         """
         matches = []
         for stop in self._stops:
