@@ -6,7 +6,7 @@ Every error that reaches a user derives from PacelineError and its message names
 
 
 class PacelineError(Exception):
-    """Base of every error a user can cause and mend."""
+    """Base of every error that a user can cause and fix."""
 
 
 class ConfigError(PacelineError):
@@ -42,7 +42,7 @@ class BackendLostError(BackendError):
 
 
 class GrammarError(BackendError):
-    """The grammar of a running request cannot go on: it needs more than its limits allow."""
+    """The grammar of a running request needs more than its limits allow."""
 
 
 class ExhaustedError(BackendError):

@@ -162,7 +162,7 @@ class _KernelCache(FunctionCache):  # type: ignore[misc]
                 return
 
     def flush(self) -> None:
-        raise NotImplementedError("files of other functions lie beside ours")
+        raise NotImplementedError("the folder also has files of other functions")
 
     def _path(self, key: Any) -> Path:
         """The file of a signature. Other versions of the function's source share it."""

@@ -106,7 +106,7 @@ class LLM(EngineOwner):
     ) -> list[RequestOutput]:
         """One RequestOutput per conversation. `messages` is one list of messages or a list of such lists.
 
-        With `continue_final_message` the output goes on where the last message ends. `chat_template_kwargs`
+        With `continue_final_message` the output continues the last message. `chat_template_kwargs`
         are variables of the model's chat template, such as Qwen3's `enable_thinking`.
         """
         options: TemplateOptions = {"add_generation_prompt": add_generation_prompt}

@@ -1,4 +1,4 @@
-"""Options of vLLM that paceline does not have, and what a user who gives one does instead."""
+"""Options of vLLM that paceline does not have, and what to do instead."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ INSTEAD = {
 
 
 def instead_of(option: str) -> str | None:
-    """What to tell a user who gives this option, or this flag; None if it is none of vLLM's."""
+    """The error message for this option or flag; None if vLLM does not have it either."""
     hint = INSTEAD.get(option.removeprefix("--").replace("-", "_"))
     return None if hint is None else f"{option} is an option of vLLM that paceline does not have. {hint}"

@@ -33,7 +33,7 @@ OPTIMISTIC_PASSES = 4  # passes, at most
 
 @dataclass(frozen=True)
 class DrafterNeeds:
-    """What a drafter wants from the engine, declared as data."""
+    """What a drafter needs from the engine, declared as data."""
 
     feature_layers: tuple[int, ...] = ()  # hidden states it reads: 0 is the embedding, i is after layer i - 1
     bytes_per_page: int = 0  # of its own keys and values, beside each page of the target
@@ -64,7 +64,7 @@ class Target:
 
 
 class DeviceDrafter(Protocol):
-    """The side of a drafter that drafts on the device, in passes that the host does not wait for."""
+    """The device side of a drafter: it drafts in passes that the host does not wait for."""
 
     attaches: bool = True  # it must compute a request's tokens before it can draft for it
     drafts_on_host: bool = False  # the host drafts while passes run
@@ -138,7 +138,7 @@ UNBOUND: Any = None  # of an attribute that `Drafter.bind` sets, before any use
 
 
 class Drafter(Protocol):
-    """Proposes draft trees and observes every pass, also those that other drafters drafted for.
+    """Proposes draft trees and observes every pass, also those with drafts of other drafters.
 
     Derive from this class and override what is needed. If a method raises, its requests continue with plain
     decoding, and the drafter is not asked for them again.
@@ -181,7 +181,7 @@ class Drafter(Protocol):
         ...
 
     def backlog(self, request: Request) -> int:
-        """The number of tokens that it would have to catch up on before it could draft for a request."""
+        """The number of tokens that it must compute before it can draft for a request."""
         return 0
 
     def observe(
@@ -198,14 +198,14 @@ class Drafter(Protocol):
         return  # not abstract
 
     def remember(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        """Take an answer from before the engine's start, to a request without a salt, as one of its own."""
+        """Learn a past response: an answer to a request without a salt, from before the engine's start."""
         return  # not abstract
 
     def replace_head(self, other: Drafter) -> None:
         """Draft with the head of `other` from now on; called between steps, while requests run.
 
-        `other` is another drafter of the method, not bound, and given up to this one. ConfigError, and
-        nothing has changed, if the head cannot be replaced by that one.
+        `other` is an unbound drafter of the same method, which this one takes over. If its head does not fit,
+        ConfigError, and nothing has changed.
         """
         raise ConfigError(
             f"the method {self.name} has no head that can be replaced while requests run. Use eagle3, eagle, "
@@ -217,7 +217,7 @@ class Drafter(Protocol):
         return None
 
     def close(self) -> None:
-        """The engine ends: the place to save what must survive it."""
+        """Called when the engine ends: the place to save what must survive it."""
         return  # not abstract
 
 

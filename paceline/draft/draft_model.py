@@ -98,7 +98,7 @@ class DraftModelDrafter(ModelDrafter):
         if longest > config.max_position:
             raise ConfigError(
                 f"max_model_len of the draft model is {longest}, but its context is {config.max_position}. "
-                f"Use at most {config.max_position}; requests that outgrow it go on without drafts."
+                f"Use at most {config.max_position}; requests that outgrow it continue without drafts."
             )
         pair = target.tokenizer, tokenizer, target.config.vocab_size, config.vocab_size
         vocabulary: Vocabulary

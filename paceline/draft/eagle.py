@@ -94,7 +94,7 @@ class HeadPasses(Passes[HeadOutput]):
         return output.logits
 
     def _masked_batch(self, parts: Sequence[Part], masked: Sequence[Part], mask: Mask) -> HeadBatch:
-        """A pass over committed tokens, of which each part has masks behind it."""
+        """A pass over committed tokens with masks after each part."""
         rows = self.batch(masked)
         spans = [(part.context, part.start - 1, part.start - 1 + len(part.tokens)) for part in parts]
         masks = [len(longer.tokens) - len(part.tokens) for part, longer in zip(parts, masked, strict=True)]

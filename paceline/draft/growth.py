@@ -34,7 +34,7 @@ from paceline.verify.kernels import gumbel
 from paceline.verify.noise import STREAM_DRAFT
 from paceline.verify.sampling import Sampler, Workspace
 
-LEAST_CONFIDENCE = 1e-9  # a lower one has no logarithm worth a name
+LEAST_CONFIDENCE = 1e-9  # lower confidences are raised to this one, so that their logarithm is finite
 _ALL_IDS: Int64Array = np.empty(0, dtype=np.int64)  # the logits are those of all ids
 
 
@@ -145,7 +145,7 @@ class GrowingTree(ABC):
         self._depths.append(self._depth(parent) + 1)
         return len(self.tokens) - 1
 
-    def _goes_on(self, node: int) -> bool:
+    def _may_extend(self, node: int) -> bool:
         """Whether a node may have children: not on the last level, and its token does not end the request."""
         depth, request = self._depths[node], self.context.request
         return depth < self._plan.levels and not request.ends_by(
@@ -191,7 +191,7 @@ def frontier_rows(trees: Sequence[GrowingTree]) -> list[slice]:
 
 
 def merged(trees: Sequence[GrowingTree | None]) -> DraftTrees:
-    """The trees of all requests as one batch, with the distributions of those that were drawn."""
+    """The trees of all requests as one batch, with the distributions of drawn trees."""
     finished = [NO_GUESS if tree is None else tree.finished() for tree in trees]
     proposed = DraftTrees.from_lists(
         [(tree.tokens, tree.parents) for tree in finished], [tree.chances for tree in finished]
@@ -237,7 +237,7 @@ class ChosenTree(GrowingTree):
         except BackendError:  # logits that allow no guess
             self.frontier = []
             return
-        best = [node for node in self._best() if node >= level and self._goes_on(node)]
+        best = [node for node in self._best() if node >= level and self._may_extend(node)]
         self.frontier = sorted(best[: self._width])
 
     def _candidates(
@@ -275,9 +275,9 @@ class ChosenTree(GrowingTree):
             chances[:1] = _log(confidence)
         return list(zip(ids[:count].tolist(), chances[:count].tolist(), strict=True))
 
-    def _goes_on(self, node: int) -> bool:
+    def _may_extend(self, node: int) -> bool:
         least_score = self._least_score + math.log(self._scoring.extend_factor)
-        return self._scores[node] >= least_score and super()._goes_on(node)
+        return self._scores[node] >= least_score and super()._may_extend(node)
 
     def _best(self) -> list[int]:
         """The nodes to propose, best first; ties go to the shallower node, so ancestors are included."""
@@ -326,7 +326,9 @@ class DrawnTree(GrowingTree):
             self.frontier = []
             return
         new = range(level, len(self.tokens))
-        self.frontier = [node for node in new if self._numbers[node] in self._shape and self._goes_on(node)]
+        self.frontier = [
+            node for node in new if self._numbers[node] in self._shape and self._may_extend(node)
+        ]
 
     def finished(self) -> FinishedTree:
         chances = [math.nan] * len(self.tokens)  # see DraftTrees

@@ -1,4 +1,4 @@
-"""What all drafters share that run a learned head beside the target: loading, pages and features."""
+"""The base of drafters that run a learned head beside the target: loading, pages and features."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class HeadShape:
 
 
 class PagedHeadDrafter(Drafter, Generic[Runner]):
-    """Drafts with a head whose keys and values, and features, lie beside the target's pages."""
+    """Drafts with a head that stores its keys, values and features beside the target's pages."""
 
     Options: ClassVar[type[Any]] = EagleOptions
     attaches = True

@@ -51,7 +51,7 @@ class LayerSkipDrafter(ModelDrafter):
                 "after a rejected draft. Use another method, such as suffix."
             )
         exit_layer = options.exit_layer or usual_exit_layer(config.num_layers)
-        remedy = f"The target has {config.num_layers} layers, of which the first draft."
+        remedy = f"The target has {config.num_layers} layers, and its first ones draft."
         check_integer(ConfigError, "exit_layer", exit_layer, 1, config.num_layers, remedy)
         return cls(
             target.loaded.first_layers(exit_layer),

@@ -136,7 +136,7 @@ class Speculation:
     rule: str = "pathwise"  # a key of RULES
     sampling: DraftSampling = DraftSampling.COUPLED
     forced: bool = True  # draft the tokens that a constraint forces, with any drafter
-    auto: bool = False  # the controller decides each step who drafts and how much; no drafters: all available
+    auto: bool = False  # the controller chooses drafter and length in each step; no drafters: all available
 
     @property
     def default_plan(self) -> DraftPlan:

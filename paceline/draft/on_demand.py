@@ -1,4 +1,4 @@
-"""OnDemandDrafter: a method that no one configured, loaded when a request first asks for it.
+"""OnDemandDrafter: a method that is not configured, and is loaded when a request first names it.
 
 `ngram` and `suffix` need nothing but the texts of requests, so every engine can offer them: until one is
 asked for, it takes no memory and no time to start.
@@ -42,7 +42,7 @@ class OnDemandDrafter(Drafter):
         return drafter.propose(requests, plans)
 
     def forget(self, request: Request) -> None:
-        if request in self._requests:  # so a suffix cache has responses to those that asked for it, no others
+        if request in self._requests:  # so a suffix cache has only the responses to requests that named it
             self._requests.remove(request)
             assert self._loading is not None
             self._loading.result().forget(request)
@@ -66,5 +66,5 @@ class OnDemandDrafter(Drafter):
 def _run(load: Callable[[], Drafter], loading: Future[Drafter]) -> None:
     try:
         loading.set_result(load())
-    except Exception as error:  # raised where the drafter is asked: its requests go on without drafts
+    except Exception as error:  # raised by the next call; its requests continue without drafts
         loading.set_exception(error)

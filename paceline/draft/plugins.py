@@ -17,7 +17,7 @@ GROUP = "paceline.drafters"  # entry points: the name of a method, and where its
 
 @cache
 def installed() -> Mapping[str, Sequence[EntryPoint]]:
-    """The entry points of all installed drafters, by method name. Nothing of them is imported."""
+    """The entry points of all installed drafters, by method name. None of them is imported."""
     found: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=GROUP):
         found.setdefault(point.name, []).append(point)
@@ -53,13 +53,13 @@ def drafter_class(name: str, module: str, class_name: str) -> type[Drafter]:
     except Exception as error:  # whatever a foreign package raises while it is imported
         raise plugin_error(name, f"{type(error).__name__}: {error}") from error
     if Drafter not in getattr(found, "__mro__", ()):
-        mend = f"derive {class_name} from paceline.draft.base.Drafter"
-        raise plugin_error(name, f"{class_name} is not a Drafter", mend)
+        remedy = f"derive {class_name} from paceline.draft.base.Drafter"
+        raise plugin_error(name, f"{class_name} is not a Drafter", remedy)
     if found.propose is Drafter.propose:
         raise plugin_error(name, f"its class {class_name} has no propose", "define propose(requests, plans)")
     if not is_dataclass(found.Options):
-        mend = "decorate Options with @dataclass(frozen=True)"
-        raise plugin_error(name, f"{class_name}.Options is not a dataclass", mend)
+        remedy = "decorate Options with @dataclass(frozen=True)"
+        raise plugin_error(name, f"{class_name}.Options is not a dataclass", remedy)
     checked: type[Drafter] = found
     return checked
 
@@ -72,21 +72,21 @@ def make(name: str, drafter: type[Drafter], options: Any, target: Target) -> Dra
         raise
     except Exception as error:  # whatever a foreign package raises
         made = f"{drafter.__name__}({'' if drafter.Options is NoOptions else 'options'})"
-        mend = f"{made} must work, or define load(options, target)"
-        raise plugin_error(name, f"{type(error).__name__}: {error}", mend) from error
+        remedy = f"{made} must work, or define load(options, target)"
+        raise plugin_error(name, f"{type(error).__name__}: {error}", remedy) from error
 
 
-def plugin_error(name: str, reason: str, mend: str = "") -> ConfigError:
+def plugin_error(name: str, reason: str, remedy: str = "") -> ConfigError:
     """The error for a drafter of another package that does not work.
 
-    `mend`: what the package's author can do about it, a sentence.
+    `remedy`: what the package's author can do about it, a sentence.
     """
     (point,) = installed()[name]
     sentences = [
         f"the drafting method {name!r} of the package {_package(point)} ({point.value}) cannot be loaded: "
         f"{reason}.",
-        f"If the package is yours: {mend} (docs/extend/drafter.md)." if mend else "",
-        "Else update or uninstall it," if mend else "Update or uninstall that package,",
+        f"If the package is yours: {remedy} (docs/extend/drafter.md)." if remedy else "",
+        "Else update or uninstall it," if remedy else "Update or uninstall that package,",
         "or name another method.",
     ]
     return ConfigError(" ".join(filter(None, sentences)))

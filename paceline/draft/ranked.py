@@ -58,5 +58,5 @@ class RankedTree(ChosenTree):
         self._paths.update(enumerate(allowed, len(self.tokens)))  # they become the next nodes
         return list(allowed.values())
 
-    def _goes_on(self, node: int) -> bool:
-        return self._paths[node] in self._inner and super()._goes_on(node)
+    def _may_extend(self, node: int) -> bool:
+        return self._paths[node] in self._inner and super()._may_extend(node)

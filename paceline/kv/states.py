@@ -2,7 +2,7 @@
 
 A state cannot be cut like keys and values. So a prefix can be used again only up to a page border at which
 the state was stored. Slot i of the pool is the state of the sequence in slot i; those after them are
-checkpoints, the least recently used of which is replaced. Stored is the state
+checkpoints; a new one replaces the least recently used one. A checkpoint is stored
 
     after the last full page of every prompt chunk
     after the pages that a request shared with an earlier one, but had to compute again: others may share them
@@ -42,7 +42,7 @@ def count_checkpoints(bytes_per_state: int) -> int:
 
 
 def states_memory(bytes_per_state: int, max_sequences: int, spare_states: int = 0) -> int:
-    """Bytes of all states, those that a backend keeps spare too; 0 for a model without recurrent layers."""
+    """Bytes of all states, including the backend's spare ones; 0 for a model without recurrent layers."""
     if not bytes_per_state:
         return 0
     return bytes_per_state * (max_sequences + count_checkpoints(bytes_per_state) + spare_states)
@@ -57,7 +57,7 @@ class SequenceStates:
         self._owner = owner
         self._free = list(range(max_sequences, max_sequences + checkpoints))
         # serial number -> slot, least recently used first; a number is never given to another page, so
-        # that of an evicted page is not found any more and is replaced in its turn
+        # the checkpoint of an evicted page is no longer found, and is replaced later
         self._checkpoints: OrderedDict[int, int] = OrderedDict()
         self._running: dict[int, int] = {}  # sequence -> serial number of the checkpoint that follows it
 

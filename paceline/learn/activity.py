@@ -67,7 +67,7 @@ class Activity:
             self._numbers[RAN] = self._clock()
 
     def note_stopped(self, stopped: bool) -> None:
-        """The server has stopped the trainer's process, or lets it go on."""
+        """The server has stopped the trainer's process, or has let it continue."""
         if stopped != math.isfinite(self._numbers[STOPPED]):
             self._numbers[STOPPED] = self._clock() if stopped else math.inf
 

@@ -185,7 +185,7 @@ class Collector:
         self.counts.kept += self._store.append(row)
 
     def _end(self, error: Exception, rows: int) -> None:
-        """Keep nothing more; serving goes on."""
+        """Stop collecting; serving continues."""
         self._ended = True
         self.counts.failed += rows
-        logger.warning("no more traffic is kept: %s. Serving goes on; make room, and restart.", error)
+        logger.warning("no more traffic is kept: %s. Serving continues; make room, and restart.", error)

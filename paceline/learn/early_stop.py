@@ -95,7 +95,7 @@ class EarlyStop:
         return steps >= progress.total / EVALUATIONS and trained >= self._tokens
 
     def evaluate(self, step: int) -> bool:
-        """Measure the head after this step. Returns whether to go on."""
+        """Measure the head after this step. Returns whether to continue."""
         self.last = kept = self._measured(step, self._may_go_on)
         if is_better(kept.scores, self.best.scores, self.before.scores):
             self.best, self._without_gain = kept, 0

@@ -71,7 +71,7 @@ class GateConfig:
     """When a candidate passes."""
 
     min_prompts: int = 12  # fewer are no evidence; of 200 rows about 20 are held back
-    min_segment: int = 8  # prompts of a segment, or of a client, that is judged by itself
+    min_segment: int = 8  # prompts of a segment or client; with fewer it is not judged separately
     min_gain: float = 0.02  # of the tokens per second, overall: less is not worth a swap
     max_loss: float = 0.02  # of a segment's
     confidence: float = 0.95  # in a gain overall; of a segment's interval

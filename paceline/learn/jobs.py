@@ -47,7 +47,7 @@ class Jobs(Protocol):
         ...
 
     def pause(self, wanted: bool) -> None:
-        """Stop the processes, or let them go on. A call that changes nothing is cheap."""
+        """Stop the processes, or let them continue. A call that changes nothing is cheap."""
         ...
 
     def discard(self, candidate: Path) -> None:
@@ -93,7 +93,7 @@ class ProcessJobs:
 
     def pause(self, wanted: bool) -> None:
         """By signals: a process stops at once, in the middle of a step, and needs no core to notice it."""
-        if wanted or self._paused:  # stopped again, should somebody else have let it go on
+        if wanted or self._paused:  # stop it again, in case another process has let it continue
             self._paused = wanted
             self._signal()
 

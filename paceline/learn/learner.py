@@ -1,4 +1,4 @@
-"""Learner: the loop that trains, judges, swaps and watches, beside a server that goes on serving.
+"""Learner: the loop that trains, judges, swaps and watches, while the server keeps serving.
 
     enough new rows -> train -> score in the shadow -> gate -> trial on live traffic -> promote -> watch
                                                     \\ rejected        \\ rejected         \\ rolled back
@@ -343,7 +343,7 @@ class Learner(Generic[LoadedHead]):
             break
         self._expected, self._low_points = self._level, 0  # it should draft as well as the one before
 
-    # --- what is told ---
+    # --- status and history ---
 
     async def _reject(self, reason: str, evidence: Mapping[str, Any]) -> None:
         self.status.rejected += 1

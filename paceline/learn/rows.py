@@ -65,7 +65,7 @@ class Damage:
 def decode_rows(data: bytes, vocab_size: int, damage: Damage) -> Iterator[TrafficRow]:
     """The rows of a segment file; what is skipped is added to `damage`.
 
-    After damage, reading goes on at the next marker that begins an intact record.
+    After damage, reading continues at the next marker that begins an intact record.
     """
     position: int | None = 0
     while position is not None and position < len(data):

@@ -1,7 +1,7 @@
 """Scores in the shadow: held-back answers, drafted again with a head beside the serving one.
 
 The target's features of prompt and answer come from one pass, and the head drafts after every answered token;
-see train/acceptance.py. The passes are those that plain chains of the head would have needed, greedy and at
+see train/acceptance.py. The passes are as many as plain chains of the head would have needed, greedy and at
 full length, whatever drafted when the answer was served: so two heads are compared on the same terms.
 """
 

@@ -41,7 +41,7 @@ class LearnStatus:
     planned_rows: int = 0  # to score, at most; 0: none is scored, or it still loads
     computed_seconds: float = 0.0  # of all trainings and scorings, on a GPU
     rejected: int = 0  # candidates: by the gate, by the trial, or because they could not be used
-    swaps: int = 0  # promotions, by itself or by hand
+    swaps: int = 0  # promotions, automatic or by hand
     rollbacks: int = 0
     failures: int = 0  # trainings and scorings without a result
     present_tokens_per_pass: float | None = None  # replayed, of the last candidate that was judged

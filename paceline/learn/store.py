@@ -311,7 +311,7 @@ def open_store(
         aside = folder.with_name(f"{folder.name}.damaged")
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(folder, aside)
-        logger.warning("the traffic on disk begins anew, the old folder is now %s: %s", aside, error)
+        logger.warning("the traffic on disk starts empty, the old folder is now %s: %s", aside, error)
         return TrafficStore(folder, target, vocab_size, limits)
 
 

@@ -58,7 +58,7 @@ class Sums:
 
 @dataclass
 class Turn:
-    """What a head did in its turn."""
+    """A head's statistics in one turn of the trial."""
 
     by_requests: dict[int, Sums] = field(default_factory=dict)  # requests in the pass: its steps
     drafted: dict[str, list[int]] = field(default_factory=dict)  # segment: drafts, accepted tokens

@@ -1,8 +1,8 @@
 """Yielding: a trainer that gives way to the server, takes a stated share of a GPU, and ends with its parent.
 
-A server that is busy stops its trainer by SIGSTOP, in the middle of a step, and lets it go on by SIGCONT. So
-the trainer need not check the load; it only must not count the time in which it was stopped. On a GPU it also
-waits after each step, for longer while requests run: see Activity.
+A server that is busy stops its trainer by SIGSTOP, in the middle of a step, and lets it continue by SIGCONT.
+So the trainer need not check the load; it only must not count the time in which it was stopped. On a GPU it
+also waits after each step, for longer while requests run: see Activity.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StoppedTime:
         self._ticked, self._stopped = now, self._stopped + self._late(now)
 
     def seconds(self) -> float:
-        """The seconds so far, also if no tick has come since the process goes on."""
+        """The seconds so far, also if no tick has come since the process continued."""
         return self._stopped + self._late(self._clock())
 
     def watch(self) -> None:
@@ -60,7 +60,7 @@ class StoppedTime:
 
 
 class Yielding:
-    """Asked before every step: waits while it must, and says whether to go on."""
+    """Called before every step: waits while it must, and returns whether to continue."""
 
     def __init__(
         self,

@@ -176,7 +176,7 @@ class LatentAttention(Attention):
         return [(rotate(self.latent.queries(hidden), rotation), keys, keys[..., :0])]
 
     def attend_rows(self, pieces: list[Heads], rows: Rows, cache: KeyValues) -> torch.Tensor:
-        """Store latents, mix those that each row sees, and give their values: [rows, heads, value_dim]."""
+        """Store latents, and mix the visible ones of each row to its values: [rows, heads, value_dim]."""
         (heads,), (keys,), (values,) = pieces, cache.keys[self.kv_layer], cache.values[self.kv_layer]
         return self.latent.values(self._mix(heads, rows, keys, values, None))
 

@@ -69,14 +69,14 @@ class ChatTemplate:
 
         It ends where a new message of the assistant starts (`add_generation_prompt`), or where the text of
         the last message ends (`continue_final_message`). `chat_template_kwargs` are variables such as
-        Qwen3's `enable_thinking`; those that are not among `variables` change nothing.
+        Qwen3's `enable_thinking`; names that are not among `variables` change nothing.
         """
         if tools is not None and not all(isinstance(tool, Mapping) for tool in tools):
             raise RequestError("Each tool must be an object with its JSON schema.")
         if tools and "tools" not in self.source:
             raise RequestError(
                 "The model's chat template has no place for tools. Describe them in a system message; the "
-                "server does so by itself."
+                "server does so itself."
             )
         checked = [_checked_message(number, message) for number, message in enumerate(messages)]
         if not checked:

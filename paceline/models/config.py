@@ -68,7 +68,7 @@ class Temperature:
     strength: float
     period: int  # positions
     offset: int
-    with_rope: bool  # of layers that have rope, else of those that have none
+    with_rope: bool  # whether it is for the layers with RoPE or for those without
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class RecurrentConfig:
     value_heads: int = 0
     key_dim: int = 0  # of a head
     value_dim: int = 0  # of a head
-    norm_groups: int = 1  # mamba2: each part of this number is normed by itself; 0: nothing is normed
+    norm_groups: int = 1  # mamba2: each of this many parts is normed separately; 0: nothing is normed
     gated_norm: bool = True  # mamba2: what is normed is gated already
     tiled_values: bool = False  # gated_delta: those that share a key head are key_heads apart, in GGUF files
     beside_attention: bool = False  # these layers attend too: what both give is added

@@ -89,7 +89,7 @@ class MixtureOfExperts:
 
 
 class NormedExperts(MixtureOfExperts):
-    """Experts beside a shared MLP, all of which read the residual stream through norms of their own."""
+    """Experts beside a shared MLP; each of the two reads the residual stream through its own norm."""
 
     def __init__(
         self, take: Take, layer: str, config: ModelConfig, moe: MoeConfig, parallel: TensorParallel = WHOLE

@@ -60,7 +60,7 @@ def glm4_moe_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
 
 
 def gpt_oss_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
-    """Sinks, and an MLP of which only one setting was ever published."""
+    """Sinks, and an MLP with the only setting that was ever published."""
     if (fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)) != (1.702, 7.0):
         raise UnsupportedModelError(
             f"{fields.source}: only swiglu_alpha 1.702 with swiglu_limit 7 is supported; use such a model."
@@ -120,7 +120,7 @@ def llama4_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
 
 
 def smollm3_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
-    """No rope in every fourth layer, or in those that no_rope_layers marks with 0."""
+    """No RoPE in every fourth layer, or where no_rope_layers has 0."""
     every = fields.integer("no_rope_layer_interval", 4)
     usual = [int((layer + 1) % every != 0) for layer in range(config.num_layers)]
     marks = fields.values.get("no_rope_layers") or usual

@@ -218,7 +218,7 @@ def fused_matrices(config: ModelConfig, gated_queries: bool) -> dict[str, Fused]
 
 
 def _fused_delta(recurrent: RecurrentConfig) -> dict[str, Fused]:
-    """The two matrices of qwen3_next, in which the parts of each key head lie together."""
+    """The two matrices of qwen3_next, which group their columns by key head."""
     heads, shared_by = recurrent.key_heads, recurrent.value_heads // recurrent.key_heads
     keys, values = recurrent.key_dim, shared_by * recurrent.value_dim
     qkv = [("in_proj_qkv", size) for size in (keys, keys, values)]

@@ -82,7 +82,10 @@ def _shapes(fields: Fields, config: ModelConfig) -> tuple[AttentionShape, ...]:
     for layer in range(own, config.num_layers):
         same_kind = [source for source in range(own) if windows[source] == windows[layer]]
         if not same_kind or shapes[same_kind[-1]] != shapes[layer]:
-            raise fields.wrong("num_kv_shared_layers", "a layer of the same kind before those that share")
+            raise fields.wrong(
+                "num_kv_shared_layers",
+                "a layer of the same kind before the layers that share its keys and values",
+            )
         shapes[layer] = replace(shapes[layer], shared_with=same_kind[-1])
     return tuple(shapes)
 

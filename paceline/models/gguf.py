@@ -96,7 +96,7 @@ class GgufFile:
 def read_gguf(path: Path) -> GgufFile:
     """The metadata and the mapped tensors of the GGUF file at `path`, all sizes checked.
 
-    Of a file that was split, `path` is any part: the others lie beside it.
+    Of a split file, `path` is any part; the others are in the same folder.
     """
     file = _read_part(path)
     count = file.metadata.get("split.count", 1)

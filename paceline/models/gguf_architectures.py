@@ -117,7 +117,7 @@ _GATED_EXPERT_NAMES = _SHARED_EXPERT_NAMES | {"ffn_gate_inp_shexp": "mlp.shared_
 
 @dataclass(frozen=True)
 class Architecture:
-    """How the files of an architecture differ from those that CONFIG_KEYS and BLOCK_NAMES describe."""
+    """How the files of an architecture differ from CONFIG_KEYS and BLOCK_NAMES."""
 
     family: str  # of families.FAMILIES
     interleaved_rope: bool = False  # the two parts of a rotated pair are neighbours in the rows of q and k

@@ -63,7 +63,7 @@ def gemma2(fields: Fields) -> Values:
 
 
 def gemma3(fields: Fields) -> Values:
-    """Without a window, all layers are as those that see everything."""
+    """Without a window, all layers have full attention."""
     if fields.has("rope.global.freq_base"):
         raise UnsupportedModelError(
             f"{fields.source}: this file was made for Ollama's own engine, and leaves out how its rotary "
@@ -242,7 +242,7 @@ def gemma4(fields: Fields) -> Values:
     if isinstance(fields.values.get("feed_forward_length"), np.ndarray):
         widths = by_layer(fields, "feed_forward_length")
         if {*widths} - {min(widths), 2 * min(widths)}:
-            raise fields.wrong("feed_forward_length", "widths of which some are twice the others")
+            raise fields.wrong("feed_forward_length", "widths, some twice as large as the others")
         found |= {"intermediate_size": min(widths), "use_double_wide_mlp": max(widths) > min(widths)}
     experts = fields.integer("expert_count", 0, least=0)
     return found | {

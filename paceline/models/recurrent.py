@@ -91,7 +91,7 @@ class StateRows:
     states: States | None  # None: every request begins with its first token, and nothing is left
 
     def single_rows(self) -> Iterator[StateRows]:
-        """Each row by itself, in order."""
+        """Each row separately, in order."""
         for view in self.views:
             for single in view.single_rows():
                 yield StateRows([single], self.states)

@@ -46,7 +46,7 @@ class Rows:
     recurrent: StateRows | None = None  # the same rows for recurrent layers, if the model has them
 
     def single_rows(self) -> list[Rows]:
-        """Each row by itself, which sees the keys of its own path and no others."""
+        """Each row separately: it sees only the keys of its own path."""
         count = len(self.tokens)
         seen = [single for view in self.views for single in view.single_rows()]
         states = [None] * count if self.recurrent is None else [*self.recurrent.single_rows()]

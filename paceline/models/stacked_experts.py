@@ -167,7 +167,7 @@ def experts_of_rows(tensors: Mapping[str, Tensor], config: ModelConfig) -> Itera
 
 
 def _narrowed(chosen: slice, length: int, part: slice) -> slice:
-    """The indices `part` of those that `chosen` takes of `length`, as one slice."""
+    """The indices `part` among the indices that `chosen` selects from `length`, as one slice."""
     narrowed = range(length)[chosen][part]
     return slice(narrowed.start, narrowed.stop, narrowed.step)
 

@@ -84,7 +84,7 @@ class _Computed(ABC):
 
 @dataclass(frozen=True)
 class Shifted(_Computed):
-    """The weights of a norm, of which files hold the difference to `offset`."""
+    """The weights of a norm; files hold their difference to `offset`."""
 
     offset: float
 
@@ -115,7 +115,7 @@ class Scaled(_Computed):
 
 @dataclass(frozen=True)
 class LogOfNegated(_Computed):
-    """A vector of which files hold the negative exponentials."""
+    """A vector; files hold its negative exponentials."""
 
     def float32(self) -> npt.NDArray[np.float32]:
         """The values as float32, a new array of `shape`, by decimal arithmetic: libraries differ in bits."""

@@ -33,7 +33,7 @@ LLAMA3_SPLIT = _CONTRACTIONS_AND_WORDS + r"\p{N}{1,3}" + _SIGNS_AND_SPACES
 
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE_WORD, _CONTRACTION = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-GPT4O_SPLIT = (  # words begin anew where a large letter follows a small one
+GPT4O_SPLIT = (  # a capital letter after a small one starts a new word
     f"{_BEFORE_WORD}{_UPPER}*{_LOWER}+{_CONTRACTION}{_BEFORE_WORD}{_UPPER}+{_LOWER}*{_CONTRACTION}"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -46,7 +46,7 @@ _NO_HAN = r"&&[^\p{Han}]]"
 KIMI_SPLIT = r"\p{Han}+|" + GPT4O_SPLIT.replace(_UPPER, f"[{_UPPER}{_NO_HAN}").replace(
     _LOWER, f"[{_LOWER}{_NO_HAN}"
 ).replace(r"[\r\n/]*", r"[\r\n]*")
-# the letters that have cases, of which its authors left out some alphabets and the letters of formulas
+# letters that have cases; its authors left out some alphabets and the letters of formulas
 _CASED = (
     r"(?:(?![\x{0560}-\x{0588}\x{10C7}-\x{10FF}\x{1C80}-\x{1C8F}\x{2D00}-\x{2D2D}"
     r"\x{A790}-\x{AB68}\x{10570}-\x{105BC}\x{16E40}-\x{16E7F}\x{1D400}-\x{1D7CB}\x{1DF00}-\x{1DF1E}])"

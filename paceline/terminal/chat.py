@@ -27,7 +27,7 @@ HELP = """\
 /save FILE    write the conversation to FILE as JSON
 /help         this
 /exit         leave, as Ctrl-D does
-Ctrl-C stops an answer; twice, it leaves. A line that ends with \\ goes on in the next.
+Ctrl-C stops an answer; twice, it leaves. A line that ends with \\ continues in the next.
 To begin a message with a slash, put a space before it."""
 
 

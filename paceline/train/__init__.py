@@ -11,7 +11,7 @@ losses.py         distance between the head's and the target's distributions
 acceptance.py     replayed chains: how many of a head's guesses the answers on record accept
 objective.py      the protocol of a trainable head: eagle3_objective.py, medusa.py
 eagle3.py         the draft steps of an EAGLE-3 head, unrolled over every slot at once
-checks.py         which weights of a run are written: those that accept most
+checks.py         which weights of a run are written: the ones that accept most
 trainer.py        the loop: batches, optimizer, checkpoints, exact resume
 evaluation.py     acceptance of the head in the engine
 job.py            all of it in sequence

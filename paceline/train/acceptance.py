@@ -94,7 +94,7 @@ def lengths_by_pass(accepted: Accepted, batch: Batch) -> list[int]:
 
 
 def by_pass(accepted: Sequence[int]) -> list[int]:
-    """Accepted guesses of each pass, out of those that are right after each start.
+    """Accepted guesses of each pass, from the number of right guesses after each start.
 
     A pass starts after the tokens of the one before. Where many drafts are accepted, few passes start, so a
     mean over all tokens would be too high.

@@ -29,7 +29,7 @@ Watch = Callable[[int, int], Next]  # of (answers finished, tokens) of the batch
 
 
 def patient(answers: int, tokens: int) -> Next:
-    """A Watch that always goes on."""
+    """A Watch that never stops the run."""
     return Next.GO_ON
 
 
@@ -86,7 +86,7 @@ def write_answers(
 ) -> None:
     """Answer each prompt once per temperature, skipping what `writer` already has.
 
-    If `watch` does not go on, no other batch begins.
+    If `watch` stops the run, no other batch begins.
     """
     wanted = (
         (f"{prompt.id}#{number}", prompt.segment, ids, temperature)

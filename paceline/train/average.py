@@ -1,7 +1,7 @@
 """WeightAverage: an exponential moving average of the weights in training.
 
 The last weights of a run follow the latest batches; their average guesses a little better and is what a run
-writes. Training itself goes on with the weights as they are.
+writes. Training itself continues with the unaveraged weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""AcceptanceChecks: which weights of a run are written, and whether it goes on.
+"""AcceptanceChecks: which weights of a run are written, and whether it continues.
 
 Acceptance can fall while the loss still improves, so neither is decided by the loss. A few times in a run the
 head, as it would be written, is measured on held-out answers by replayed chains (acceptance.py); the weights
@@ -22,7 +22,7 @@ from paceline.train.progress import Check, Progress
 from paceline.train.rounding import round_matrices, rounded_weights
 
 CHECKED_BATCHES = 2  # held-out batches of a check; a parallel head guesses after every token of them
-LEAST_STEPS = 64  # between two checks, each of which takes as long as about 2 steps, of a parallel head 6
+LEAST_STEPS = 64  # between two checks; a check takes as long as about 2 steps, 6 with a parallel head
 FALLEN = 0.99  # of the best: fewer tokens per pass are no noise
 FALLEN_CHECKS = 3  # in a row end a run
 

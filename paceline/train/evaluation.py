@@ -68,7 +68,7 @@ def tokens_per_pass(
 
     `load` returns the model with a speculative configuration. Every pass gives one token in addition to
     the accepted ones. With `seconds`, the first method answers prompts for its share of them, the others get
-    the same prompts, and those that would begin after the time are left out.
+    the same prompts; turns that would begin after the time limit are left out.
     """
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
     table: dict[str, dict[str, float]] = {}

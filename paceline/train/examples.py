@@ -83,7 +83,7 @@ class ExampleWriter:
                     raise ConfigError(
                         f"{self.path} is there already, and is no file of answers with these settings: it "
                         f"begins with {line.decode(errors='replace').strip()[:300]!r}, and these answers "
-                        f"with {header.decode().strip()!r}. Give the same settings to go on, or another file."
+                        f"with {header.decode().strip()!r}. Use the same settings, or another file."
                     )
                 if not whole:
                     break
@@ -97,7 +97,7 @@ class ExampleWriter:
     def _write(self, content: bytes) -> None:
         """Append all of `content` to the file, or nothing."""
         size = self._file.seek(0, os.SEEK_END)
-        remedy = f"Its {len(self.done)} answers are kept: make room, and the same command goes on."
+        remedy = f"Its {len(self.done)} answers are kept: make room, and the same command continues."
         with writing(self.path, remedy):
             try:
                 rest = memoryview(content)
@@ -198,7 +198,7 @@ def _parsed(path: Path, number: int, line: bytes) -> Example:
         return Example(str(row["id"]), str(row["segment"]), ids, int(row["answer"]))
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ConfigError(
-            f"{path}, line {number} is no example ({error!r}): delete that line to go on without it."
+            f"{path}, line {number} is no example ({error!r}): delete that line to continue without it."
         ) from None
 
 

@@ -129,7 +129,7 @@ def _warn(trained: Trained) -> None:
         )
     if (best := trained.progress.best) is not None and best.step == 0:
         note(
-            "warning: no weights of this run guess held-out answers better than those that it began with, "
+            "warning: no weights of this run guess held-out answers better than its initial weights, "
             "which are written. Give more data, another --learning-rate, or --checks 0 for the last weights."
         )
 
@@ -159,7 +159,7 @@ def answer(
     if interrupt.asked:
         note(
             f"Interrupted: {answered.answers} of {answered.total} answers are kept in {out}. The same "
-            "command goes on from there."
+            "command continues from there."
         )
         raise SystemExit(INTERRUPTED)
     for line in answered.skipped.lines():
@@ -179,14 +179,14 @@ def answer(
 
 @contextmanager
 def _resumable(out: Path) -> Iterator[None]:
-    """A context in which a stopped run ends the command, with what was kept and how to go on."""
+    """A context in which a stopped run ends the command and prints what was kept and how to continue."""
     try:
         yield
     except Stopped as stopped:
         progress = stopped.progress
         note(
             f"Interrupted: {progress.step} of {progress.total} steps are kept in {out / CHECKPOINT}. "
-            f"The same command goes on from there, {duration(progress.seconds_left)} to the last step."
+            f"The same command continues from there, {duration(progress.seconds_left)} to the last step."
         )
         raise SystemExit(INTERRUPTED) from None
 

@@ -112,7 +112,7 @@ def make_answers(
 ) -> Answered:
     """Answer the prompts of files, and self-written ones, into the file `out`.
 
-    An existing file is continued. `on_progress` is called often, and returns whether to go on. `seconds`:
+    An existing file is continued. `on_progress` is called often, and returns whether to continue. `seconds`:
     answer for this long only, as many prompts as that gives, chosen by the seed, the last ones
     cut short.
     """

@@ -107,7 +107,7 @@ class Eagle3Options(TrainOptions):
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
 class BlockOptions(TrainOptions):
-    """Options of a DFlash head, and those that all parallel heads have."""
+    """Options of a DFlash head, and the ones common to all parallel heads."""
 
     recipe: ClassVar[str] = "dflash"
     step_decay: float = 0.78  # exp(-1/4)

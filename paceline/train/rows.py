@@ -47,7 +47,7 @@ def _as_text(file: BufferedReader) -> TextIOWrapper:
 
 
 def _line_rows(start: str, file: TextIO) -> Iterator[Any]:
-    """The rows of a JSON Lines file, of which `start` has already been read."""
+    """The rows of a JSON Lines file; its bytes `start` have already been read."""
     line = start + file.readline(MAX_ROW)
     while line:
         if len(line) >= MAX_ROW and not line.endswith("\n"):

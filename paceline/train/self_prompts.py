@@ -59,7 +59,7 @@ def self_written(
 ) -> Iterator[Prompt]:
     """At most `number` prompts. Turns that are empty or longer than `max_tokens` are counted in `skipped`.
 
-    There are fewer if `watch` does not go on.
+    There are fewer if `watch` stops the run.
     """
     before = before_user_turn(tokenizer)
     starts = [tokenizer.encode(before + opening, add_special_tokens=False) for opening in openings]

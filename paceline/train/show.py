@@ -52,7 +52,7 @@ def _bar(first: str, visible: bool = True) -> Iterator[Draw]:
 
 @contextmanager
 def answering_progress(interrupt: Interrupt, seconds: float | None) -> Iterator[Callable[[Answered], bool]]:
-    """A function that shows the progress of answering and returns whether to go on; `seconds`: the limit."""
+    """A function that shows answering progress and returns whether to continue; `seconds`: the limit."""
     started, before = 0.0, -1  # when the first answer was awaited, and how many there were then
     with _bar("loading the model") as draw:
 
@@ -77,7 +77,7 @@ def answering_progress(interrupt: Interrupt, seconds: float | None) -> Iterator[
 
 @contextmanager
 def training_progress(interrupt: Interrupt, visible: bool) -> Iterator[OnProgress]:
-    """A function that shows step, loss, acceptance per draft step and time left; returns whether to go on."""
+    """A function that shows step, loss, acceptance and time left, and returns whether to continue."""
     resumed: bool | None = None  # None until the first call
     with _bar("training: loading the target, measuring the first step", visible) as draw:
 

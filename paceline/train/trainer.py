@@ -57,7 +57,7 @@ CURVE_BATCHES = 4  # of them, evaluated at steps 0, 16, 32, 64, ...
 CURVE_FROM = 16  # steps
 LAST_SHARE = 0.15  # of `minutes`, kept for measuring the head
 
-OnProgress = Callable[[Progress], bool]  # returns whether to go on
+OnProgress = Callable[[Progress], bool]  # returns whether to continue
 
 
 class Trainer:
@@ -205,7 +205,7 @@ class Trainer:
             progress.total = progress.step
 
     def _agree_to(self, go_on: bool) -> bool:
-        """Rank 0's answer to whether to go on."""
+        """Whether to continue, as rank 0 decides."""
         return bool(self.processes.agree(int(go_on)))
 
     def _is_due(self, saved: float) -> bool:
@@ -264,7 +264,7 @@ class Trainer:
         tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
         facts = {"run": self._run_facts(), "progress": self.progress.facts()}
         unfinished = self.path.with_suffix(".unfinished")
-        with writing(self.path, "Make room: the same command goes on from the checkpoint before."):
+        with writing(self.path, "Make room: the same command continues from the previous checkpoint."):
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 save_file(tensors, str(unfinished), {"facts": json.dumps(facts)})

@@ -215,6 +215,6 @@ def test_a_store_whose_target_cannot_be_read_is_put_aside_so_that_a_server_start
         store = open_store(folder, target, 1000)
         assert list(store.rows()) == []
         assert (tmp_path / "traffic.damaged/target.json").read_text() == content
-    assert caplog.text.count("begins anew") == 3
+    assert caplog.text.count("starts empty") == 3
     with pytest.raises(ConfigError, match="not of other"):  # a mistake of the user, not damage
         open_store(folder, TargetName("beef", "other"), 1000)

@@ -36,7 +36,7 @@ class Answer:
     gains: tuple[int, ...] = ()  # tokens per pass; empty: unknown
     speculative: SpeculativeCounts = field(default_factory=SpeculativeCounts)
     failed_drafters: tuple[str, ...] = ()
-    finished: bool = True  # ended by itself, not by max_tokens
+    finished: bool = True  # the model ended it, not max_tokens
     valid: bool | None = None  # whether it conforms to its schema; None: it has none
     error: str | None = None  # why there is no complete answer
     answered_by: str | None = None  # the model that a route led to; None: no route did

@@ -65,7 +65,7 @@ def _speed_table(contest: Contest) -> Table:
 
 
 def _answer_tables(contest: Contest) -> list[Table]:
-    """Of several models: how many answers equal the reference's, and who gave those of routes."""
+    """Of several models: how many answers equal the reference's, and which models answered for routes."""
     if contest.reference == OFF:
         return []
 

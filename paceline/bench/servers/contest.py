@@ -130,7 +130,7 @@ async def _reach(
             endpoints[label] = Endpoint(server, page, ours=ours)
     if not all(endpoint.ours for endpoint in endpoints.values()):
         remarks.append(
-            "Other servers than paceline's keep prefixes and past responses from run to run: start them anew "
+            "Other servers than paceline's keep prefixes and past responses from run to run: restart them "
             "for each. A paceline server keeps every method and round apart, by a cache_salt."
         )
     if not (options.methods or options.models):

@@ -192,7 +192,7 @@ ROUTINGS: Mapping[str, Callable[[int], Routing]] = {  # by the number of pages o
 
 
 def _learn(engine: Engine, requests: Sequence[FleetRequest]) -> None:
-    """Answer requests that share nothing with those that follow."""
+    """Answer requests that have no prefix in common with the later ones."""
     for number, request in enumerate(requests):
         prompt = request.token_ids()[:LEARNING_PROMPT]
         engine.add_request(prompt, _params(number, request.answer_tokens), cache_salt="learning")

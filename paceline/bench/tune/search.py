@@ -1,6 +1,6 @@
 """`paceline tune`: the method, length and shape of drafts with the most tokens per second on a workload.
 
-Candidates are compared on every second prompt. The best of many is the best partly by luck, so its gain
+Candidates are compared on every second prompt. The best of many is partly the best by chance, so its gain
 is measured again on the other prompts, and that gain is reported.
 """
 

@@ -39,7 +39,7 @@ CENTROIDS, ORDERING = "masked_embedding.centroids.weight", "masked_embedding.tok
 
 @dataclass(frozen=True, eq=False)
 class Clusters:
-    """Tokens in clusters, of which only the best are scored."""
+    """Tokens in clusters; only the tokens of the best clusters are scored."""
 
     tokens: Int64Array  # [clusters, tokens of a cluster] ids
     chosen: int  # the number of clusters that are scored

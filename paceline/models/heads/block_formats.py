@@ -1,6 +1,6 @@
 """The formats of parallel heads: DFlash, DFlash2, JetSpec and DSpark, as their authors and speculators write.
 
-plain        config.json of a Qwen3 model with block_size; what is not of Qwen3 may lie in dflash_config
+plain        config.json of a Qwen3 model with block_size; fields that Qwen3 lacks may be in dflash_config
 speculators  config.json with speculators_model_type and a transformer_layer_config
 
 Two fields mean different things in them:

@@ -86,7 +86,7 @@ def normed(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class FeatureNorms(nn.ModuleList):
-    """A norm for each of the hidden states of a feature, which lie side by side."""
+    """A norm for each of the concatenated hidden states of a feature."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(

@@ -205,7 +205,7 @@ def gptq(name: str, parts: Parts, quantization: Quantization) -> GroupedWeight:
 
 
 def _bits_of(words: Tensor, scale: Tensor, quantization: Quantization) -> int:
-    """The bits of a matrix of GPTQ, of which some may have others than the configuration says of most."""
+    """The bits of one GPTQ matrix, which may differ from the configuration's."""
     inputs = scale.shape[0] * quantization.group_size
     found = words.shape[0] * 32 / inputs if inputs else 0
     return int(found) if found in GPTQ_BITS else quantization.bits
