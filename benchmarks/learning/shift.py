@@ -20,11 +20,11 @@ from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams
 from paceline.engine.outputs import RequestOutput
 from paceline.errors import ConfigError
-from paceline.learn.collector import Collector, Origin, Policy
-from paceline.learn.folder import LearnFolder
-from paceline.learn.gate import Verdict, judge
+from paceline.learn.data.collector import Collector, Origin, Policy
+from paceline.learn.data.folder import LearnFolder
+from paceline.learn.data.store import StoreLimits, TrafficStore
+from paceline.learn.evaluation.gate import Verdict, judge
 from paceline.learn.jobs import ProcessJobs
-from paceline.learn.store import StoreLimits, TrafficStore
 from paceline.llm import LLM
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.registry import resolve_head

@@ -1,8 +1,8 @@
-"""Activity: what a server and its trainer tell each other while both run, by a few numbers in shared memory.
+"""Activity: a few numbers in shared memory by which a server and its trainer inform each other.
 
-The server says when a request last ran: a trainer on a GPU works in the pauses. The trainer says when it
-computes: the server knows which passes it has disturbed, and how long it has computed in all. Each number has
-one writer at a time, is read and written in less than a microsecond, and needs no lock.
+The server writes when a request last ran, so that a trainer on a GPU works in the pauses. The trainer writes
+when it computes, so that the server knows which passes it disturbed and for how long it computed. Each number
+has one writer at a time, is read and written in less than a microsecond, and needs no lock.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from paceline.core.request import Request
 from paceline.core.stats import StepStats
 from paceline.engine.output_processor import Delta
 
-PAUSE_SECONDS = 0.05  # without a request: a client that sends its next one at once leaves less
+PAUSE_SECONDS = 0.05  # without a running request; a client that sends its next request at once leaves less
 SHARED_MEMORY = Path("/dev/shm")  # of Linux; elsewhere the folder for temporary files
 NAMES = (
     "ran",  # time at which a request last ran; infinite while one runs
     "began",  # time at which the trainer began to compute, the last time
     "ended",  # time at which it last stopped computing; before `began` while it computes
     "stopped",  # time at which the server has stopped its process; infinite while it may run
-    "computed",  # seconds in which it has computed so far
+    "computed",  # seconds that it has computed so far
 )
 RAN, BEGAN, ENDED, STOPPED, COMPUTED = range(len(NAMES))
 BYTES = 8 * len(NAMES)
@@ -49,18 +49,18 @@ class Activity:
     # --- the server ---
 
     def step(self, stats: StepStats, deltas: Sequence[Delta]) -> None:
-        # a replica's step says nothing of running requests: then one ran just now
+        # a replica's step does not tell running requests, but one has just run
         self._numbers[RAN] = math.inf if stats.running else self._clock()
 
     def aborted(self, requests: Sequence[Request]) -> None:
         return
 
     def note_arrival(self) -> None:
-        """A request has come, which will run."""
+        """A request has arrived and will run."""
         self._numbers[RAN] = max(self._numbers[RAN], self._clock())
 
     def note_running(self, running: int) -> None:
-        """So many requests run: also after one was aborted, which is no step."""
+        """The number of running requests, also after an abort, which is not a step."""
         if running:
             self._numbers[RAN] = math.inf
         elif math.isinf(self._numbers[RAN]):
@@ -89,7 +89,7 @@ class Activity:
         self._numbers[BEGAN] = self._clock()
 
     def end_work(self, computed: float = 0.0) -> None:
-        """It no longer does, after so many seconds."""
+        """The trainer has stopped computing, after this many seconds."""
         self._numbers[COMPUTED] += computed
         self._numbers[ENDED] = self._clock()
 

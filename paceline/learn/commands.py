@@ -12,7 +12,11 @@ import typer
 
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import ConfigError
-from paceline.learn.folder import NOTHING_BETTER, LearnFolder
+from paceline.learn.data.folder import NOTHING_BETTER, LearnFolder
+from paceline.learn.data.rows import Damage, TrafficRow
+from paceline.learn.data.split import side_of
+from paceline.learn.data.store import StoreCount, TrafficStore
+from paceline.learn.evaluation.history import History
 from paceline.learn.head_commands import (
     CURRENT,
     STOPPED,
@@ -25,10 +29,6 @@ from paceline.learn.head_commands import (
     present_head,
     present_trained,
 )
-from paceline.learn.history import History
-from paceline.learn.rows import Damage, TrafficRow
-from paceline.learn.split import side_of
-from paceline.learn.store import StoreCount, TrafficStore
 from paceline.terminal.help import App
 from paceline.terminal.session import note
 
@@ -46,7 +46,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 @app.command("status")
 def status_command(folder: Folder, salt: Salt = "", as_json: AsJson = False) -> None:
     """Say what the folder holds: rows, the candidate if there is one, the head that serves, decisions."""
-    from paceline.learn.fine_tune import read_candidate
+    from paceline.learn.training.fine_tune import read_candidate
 
     learned, store = LearnFolder(folder, salt), TrafficStore(_store(folder))
     count, candidate, history = (
@@ -143,13 +143,13 @@ def train_command(
     as_json: AsJson = False,
 ) -> None:
     """Train a head further on kept traffic, and write it if it drafts better on rows that were held back."""
-    from paceline.learn.yielding import lower_priority, stopped_by_signals
+    from paceline.learn.training.yielding import lower_priority, stopped_by_signals
 
     lower_priority(nice)  # before the imports, which take seconds
-    from paceline.learn.fine_tune import FineTuneOptions, fine_tune
-    from paceline.learn.limits import Limits, yielding_on
-    from paceline.learn.report import Reporter
-    from paceline.learn.selection import Selection
+    from paceline.learn.data.selection import Selection
+    from paceline.learn.training.fine_tune import FineTuneOptions, fine_tune
+    from paceline.learn.training.limits import Limits, yielding_on
+    from paceline.learn.training.report import Reporter
     from paceline.models.registry import load_checkpoint, resolve
     from paceline.train.job import chosen_device
 
@@ -195,7 +195,7 @@ def export_command(
     ] = "",
 ) -> None:
     """Write the kept rows as a file of answers, which every `paceline train` command takes as --data."""
-    from paceline.learn.selection import usable
+    from paceline.learn.data.selection import usable
     from paceline.train.examples import Example, ExampleWriter
 
     if out.exists():

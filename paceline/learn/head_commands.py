@@ -12,8 +12,8 @@ import typer
 
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import ConfigError
-from paceline.learn.folder import NOTHING_BETTER, LearnFolder
-from paceline.learn.history import History
+from paceline.learn.data.folder import NOTHING_BETTER, LearnFolder
+from paceline.learn.evaluation.history import History
 from paceline.terminal.help import App
 from paceline.terminal.session import note
 
@@ -27,7 +27,7 @@ HeadFolder = Annotated[
     str,
     typer.Option(
         "--head",
-        help="Folder of the present head, or shipped. Default: the head that was promoted in --from, if none "
+        help="Folder of the current head, or shipped. Default: the head that was promoted in --from, if none "
         "was, the shipped one.",
     ),
 ]
@@ -74,12 +74,12 @@ def score(
     as_json: Annotated[bool, typer.Option("--json", help="Print the progress as JSON.")] = False,
 ) -> None:
     """Replay held-back answers with two heads, and judge by the passes that each would have needed."""
-    from paceline.learn.yielding import lower_priority
+    from paceline.learn.training.yielding import lower_priority
 
     lower_priority(nice)  # before the imports, which take seconds
-    from paceline.learn.gate import judge
-    from paceline.learn.limits import Limits, yielding_on
-    from paceline.learn.score import score_heads
+    from paceline.learn.evaluation.gate import judge
+    from paceline.learn.evaluation.score import score_heads
+    from paceline.learn.training.limits import Limits, yielding_on
     from paceline.train.job import chosen_device
 
     on_device = chosen_device(device)
@@ -104,7 +104,7 @@ def score(
         raise typer.Exit(STOPPED)
     if out is not None:
         unfinished = out.with_suffix(".unfinished")
-        unfinished.touch(mode=0o600)  # of each row it says how well its text was guessed
+        unfinished.touch(mode=0o600)  # it tells of each row how well its text was guessed
         unfinished.write_text(json.dumps(asdict(replay)))
         os.replace(unfinished, out)
     verdict = judge(replay)
@@ -135,7 +135,7 @@ def promote(
 
 
 def rollback(folder: Dir, salt: Salt = "") -> None:
-    """Let the head serve again that served before. A server that runs with this folder follows in seconds."""
+    """Let the previous head serve again. A server that runs with this folder follows within seconds."""
     history = _history(folder, salt)
     before, head = history.current().number, history.rollback()
     history.note("rolled back by hand", head=head.number)
@@ -168,15 +168,15 @@ def present_trained(named: str, folder: Path, salt: str) -> float:
 
 def _served(folder: Path, salt: str) -> History:
     """The heads of the server whose rows have this salt."""
-    from paceline.learn.selection import ALL_SALTS
+    from paceline.learn.data.selection import ALL_SALTS
 
     return History(LearnFolder(folder, "" if salt == ALL_SALTS else salt).heads, FIRST)
 
 
 def _add_candidate(candidate: Path, folder: Path, history: History) -> int:
     """The number of a candidate of `paceline learn train`, which is copied into the history."""
-    from paceline.learn.fine_tune import read_candidate
-    from paceline.learn.store import TrafficStore
+    from paceline.learn.data.store import TrafficStore
+    from paceline.learn.training.fine_tune import read_candidate
 
     found, target = read_candidate(candidate), TrafficStore(LearnFolder(folder).traffic).target
     if found is None:

@@ -1,7 +1,8 @@
-"""Jobs: training and scoring in processes of their own.
+"""Jobs: training and scoring in separate processes.
 
-A process that is killed, runs out of memory or crashes in a candidate's files gives no result, and nothing
-else happens. Each runs at the lowest priority and ends when the server does, even if that is killed.
+A process that is killed, runs out of memory or crashes while it reads a candidate's files gives no result,
+and the server is not affected. Each runs at the lowest priority and ends with the server, even if that is
+killed.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from paceline.learn.folder import NOTHING_BETTER, LearnFolder
-from paceline.learn.gate import Replay
+from paceline.learn.data.folder import NOTHING_BETTER, LearnFolder
+from paceline.learn.evaluation.gate import Replay
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ LAST_LINES = 400  # characters of stderr in a warning
 
 
 class Jobs(Protocol):
-    """The work that other processes do. They may be killed at any time, and then give nothing."""
+    """Training and scoring by other processes. They may be killed at any time, and then give no result."""
 
     steps: int  # of all trainings so far
     planned_steps: int  # of the training that runs; 0: none does, or it still loads
@@ -36,7 +37,7 @@ class Jobs(Protocol):
     planned_rows: int  # to score, at most; 0: none is scored, or it still loads
 
     async def train(self, present: Path, since: float) -> Path | None:
-        """The folder of a new candidate, trained from the present head; None if there is none.
+        """The folder of a new candidate, trained from the current head; None if there is none.
 
         Rows since this time, in seconds since 1970, are new; older ones are replayed.
         """
@@ -92,7 +93,8 @@ class ProcessJobs:
             return None
 
     def pause(self, wanted: bool) -> None:
-        """By signals: a process stops at once, in the middle of a step, and needs no core to notice it."""
+        """Pause by signals: a process stops at once, in the middle of a step, without needing a core to
+        notice."""
         if wanted or self._paused:  # stop it again, in case another process has let it continue
             self._paused = wanted
             self._signal()
@@ -105,7 +107,7 @@ class ProcessJobs:
         shutil.rmtree(candidate, ignore_errors=True)
 
     async def _run(self, command: str, present: Path, *arguments: str) -> int:
-        """The exit status of a command over the stored traffic; it is ended if this is cancelled."""
+        """The exit status of a command over the stored traffic. Cancelling this ends the command."""
         traffic = ("--from", str(self._folder.root), "--head", str(present))
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "paceline", "learn", command, self._model, *traffic, *arguments),

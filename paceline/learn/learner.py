@@ -3,9 +3,9 @@
     enough new rows -> train -> score in the shadow -> gate -> trial on live traffic -> promote -> watch
                                                     \\ rejected        \\ rejected         \\ rolled back
 
-One cycle at a time. Everything that takes long is another process or waits for live steps; the only thing it
-does to the engine is to replace its head between two steps, which cannot change a byte of the output.
-Nothing is kept in memory that a restart needs: a server that is killed serves History.current() again.
+One cycle at a time. Everything that takes long runs in another process or waits for live steps. The engine is
+changed in one way only: its head is replaced between two steps, which cannot change a byte of the output. A
+restart needs nothing from memory: a server that was killed serves History.current() again.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any, Generic, Protocol, TypeVar
 from paceline.core.stats import StepStats
 from paceline.errors import UnavailableError
 from paceline.learn.activity import Activity
-from paceline.learn.gate import Verdict, judge, tokens_per_pass
-from paceline.learn.history import Head, History
+from paceline.learn.evaluation.gate import Verdict, judge, tokens_per_pass
+from paceline.learn.evaluation.history import Head, History
+from paceline.learn.evaluation.trial import MIN_USE, Meter, Outcome, Turn, log_speedup, outcome
 from paceline.learn.jobs import Jobs
 from paceline.learn.slowdown import Slowdown
 from paceline.learn.status import LearnerConfig, LearnStatus
-from paceline.learn.trial import MIN_USE, Meter, Outcome, Turn, log_speedup, outcome
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Learner(Generic[LoadedHead]):
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`load` gives what the engine takes as a head, by its folder, and is called in a thread of its own.
+        """`load` gives what the engine takes as a head, by its folder, and is called in a separate thread.
 
         `meter`, `activity` and `slowdown` observe the engine; `num_rows` is the number of rows collected so
         far.
@@ -82,24 +82,25 @@ class Learner(Generic[LoadedHead]):
         self._sleep, self._clock = sleep, clock
         self.status = LearnStatus(curve=deque(maxlen=self._config.max_points))
         self._in_engine = 0  # number of the head that drafts now; the engine starts with the first
-        self._promoted = 0  # number that `current` had when we looked last
+        self._promoted = 0  # number that `current` had at the last check
         self._began = 0.0  # time at which the last training began
         self._trained_rows = 0  # collected when the last training began
-        self._expected: Turn | None = None  # what the head did at first; None: not known yet
+        self._expected: Turn | None = None  # the head's first statistics; None: not known yet
         self._level: Turn | None = None  # the last point of the curve
         self._low_points = 0  # of the curve, in a row
-        self._overruled = False  # somebody changed `current` by hand
+        self._overruled = False  # a command changed `current`
         self._job_runs = False
-        self._loaded = False  # more requests than a job may run beside, at the last look
+        self._loaded = False  # at the last check more requests ran than a job may run beside
 
     def note_arrival(self) -> None:
-        """A request has come. If it is one too many, a job is stopped now, not at the next look."""
+        """A request has arrived. If a job must now stop, stop it at once, not at the next check."""
         self._activity.note_arrival()
         if self._job_runs and not self._loaded and self._engine.num_requests > self._config.max_running:
             self._give_way()
 
     async def run(self) -> None:
-        """Serve the current head, then learn until cancelled or the engine ends. What fails costs a cycle."""
+        """Serve the current head, then learn until cancelled or the engine ends. A failure costs one
+        cycle."""
         with suppress(UnavailableError):
             await self._learn()
 
@@ -115,9 +116,9 @@ class Learner(Generic[LoadedHead]):
                     await self._recheck()
             except UnavailableError:
                 raise
-            except Exception as error:  # a bug of ours too: learning must never end serving
+            except Exception as error:  # even a bug: learning must never end serving
                 self.status.failures += 1
-                logger.warning("learn: this cycle has failed, the present head stays: %s", error)
+                logger.warning("learn: this cycle has failed, the current head stays: %s", error)
                 await self._serve_current()
             self.status.phase = "collecting"
 
@@ -129,7 +130,7 @@ class Learner(Generic[LoadedHead]):
         present = self._history.current()
         self.status.phase = "training"
         self.status.trainings += 1
-        self._began = self._clock()  # rows that come meanwhile are new for the next head
+        self._began = self._clock()  # rows that arrive meanwhile are new for the next head
         since = self._history.trained(present.number)
         logger.info("learn: trains head %04d further, after %d rows", present.number, self._trained_rows)
         candidate = await self._during(self._jobs.train(present.path, since))
@@ -157,7 +158,7 @@ class Learner(Generic[LoadedHead]):
             return
         try:
             drafter = await asyncio.to_thread(self._load, candidate)
-        except Exception as error:  # whatever is wrong with a candidate, the present head serves
+        except Exception as error:  # whatever is wrong with a candidate, the current head serves
             await self._reject(f"it cannot be loaded: {error}", verdict.evidence())
             return
         await self._try(present, candidate, drafter, verdict)
@@ -175,7 +176,7 @@ class Learner(Generic[LoadedHead]):
             return
         head = await asyncio.to_thread(self._history.add, candidate, evidence)
         self._promoted = self._history.promote(head.number).number
-        # from where it stays: the candidate is deleted, and replicas that come later want its files
+        # from the history, where it stays: the candidate is deleted, and later replicas need its files
         await self._engine.replace_head(self._method, await asyncio.to_thread(self._load, head.path))
         self._in_engine = self._promoted = self.status.head = head.number
         self._expected, self._low_points = None, 0  # the next point of the curve is what it should keep up
@@ -186,7 +187,7 @@ class Learner(Generic[LoadedHead]):
     async def _compare(self, present: LoadedHead, tried: LoadedHead) -> Outcome:
         """The outcome of a trial, in which the tried head gets a share of the decode steps: see TrialConfig.
 
-        The present one drafts when this returns.
+        The current one drafts when this returns.
         """
         speedups = list[float]()
         while True:
@@ -198,7 +199,8 @@ class Learner(Generic[LoadedHead]):
                 return result
 
     async def _turn(self, drafter: LoadedHead, tried: Turn | None = None) -> Turn:
-        """What a head does in one turn of a trial: the tried head, or the present one after `tried`."""
+        """A head's statistics in one turn of a trial: the tried head's, or the current one's after
+        `tried`."""
         config, meter = self._config.trial, self._meter
 
         def has_ended() -> bool:
@@ -216,9 +218,9 @@ class Learner(Generic[LoadedHead]):
     # --- watching ---
 
     async def _recheck(self) -> None:
-        """The live acceptance has fallen: compare with the head before, and roll back if that is faster.
+        """Compare with the previous head, because live acceptance has fallen; roll back if that is faster.
 
-        The traffic may have changed instead, and then both heads are worse: so a fall alone proves nothing.
+        A fall alone proves nothing: if the traffic has changed, both heads are worse.
         """
         present, before = self._history.current(), self._history.previous()
         self._low_points, self._overruled, self._expected = 0, False, None
@@ -264,10 +266,10 @@ class Learner(Generic[LoadedHead]):
     # --- waiting ---
 
     async def _during(self, job: Any) -> Any:
-        """The result of a job; meanwhile it gives way to requests, and commands are followed."""
+        """The result of a job. Meanwhile the job yields to requests, and commands are followed."""
         task = asyncio.ensure_future(job)
         self._job_runs = True
-        self._activity.begin_work()  # until it says more
+        self._activity.begin_work()  # until the job reports more
         try:
             while not task.done():
                 await self._poll()
@@ -283,7 +285,7 @@ class Learner(Generic[LoadedHead]):
             self._activity.end_work()
 
     def _count(self) -> None:
-        """Note how far the job is."""
+        """Record the job's progress."""
         status, jobs = self.status, self._jobs
         status.training_steps, status.planned_steps = jobs.steps, jobs.planned_steps
         status.scored_rows, status.planned_rows = jobs.scored_rows, jobs.planned_rows
@@ -294,7 +296,7 @@ class Learner(Generic[LoadedHead]):
         self._watch()
 
     async def _wait(self, seconds: float) -> None:
-        """Sleep while a job gives way to requests, then follow commands."""
+        """Sleep while a job yields to requests, then follow commands."""
         config = self._config
         while seconds > 0:
             look = config.loaded_look_seconds if self._loaded else config.look_seconds
@@ -317,7 +319,7 @@ class Learner(Generic[LoadedHead]):
         status.slowdown, status.computed_seconds = self._slowdown.ratio(), self._activity.computed
 
     async def _follow(self) -> None:
-        """Serve what `current` says, if somebody has changed it by hand or this is the start."""
+        """Serve the head that `current` names, at the start and after a command has changed it."""
         head = self._history.current()
         if head.number == self._promoted:
             return
@@ -326,9 +328,9 @@ class Learner(Generic[LoadedHead]):
         await self._tell("serves", head=self._in_engine, reason=f"the folder says {head.number}")
 
     async def _serve_current(self) -> None:
-        """Let the current head draft, or the one before it if it cannot be used, and so on to the first.
+        """Let the current head draft; if it cannot be used, the one before it, and so on to the first.
 
-        What the folder says is current stays so: a head that could not be read may be read the next time.
+        The folder's `current` is not changed: a head that could not be read may be readable the next time.
         """
         self._promoted = self._history.current().number
         for head in self._history.succession():
@@ -341,7 +343,7 @@ class Learner(Generic[LoadedHead]):
                 continue
             self._in_engine = self.status.head = head.number
             break
-        self._expected, self._low_points = self._level, 0  # it should draft as well as the one before
+        self._expected, self._low_points = self._level, 0  # it should draft as well as the previous one
 
     # --- status and history ---
 
@@ -350,7 +352,7 @@ class Learner(Generic[LoadedHead]):
         await self._tell("rejected", head=self._in_engine, reason=reason, evidence=dict(evidence))
 
     async def _tell(self, decision: str, **facts: Any) -> None:
-        """Log a decision with its reason, and keep it with all its evidence."""
+        """Log a decision with its reason, and store it with all its evidence."""
         logger.info(
             "learn: %s, head %04d: %s", decision, facts["head"], facts.get("reason", "nothing better")
         )

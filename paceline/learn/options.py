@@ -10,8 +10,8 @@ from typing import TypeAlias
 
 from paceline.errors import ConfigError
 from paceline.home import paceline_home
-from paceline.learn.rows import TrafficRow
-from paceline.learn.store import DAY, StoreLimits
+from paceline.learn.data.rows import TrafficRow
+from paceline.learn.data.store import DAY, StoreLimits
 from paceline.options import check_bool, check_choice, check_integer, check_number, refuse_unknown
 
 SALTS = ("off", "shared", "own")

@@ -1,11 +1,11 @@
 """Slowdown: how much a trainer slows the server down, and the share of the time that it may work on a CPU.
 
 A trainer at the lowest priority still takes caches and memory bandwidth. How much that costs depends on the
-machine, so it is measured: while requests run, the trainer works and is stopped in turns, and decode steps of
-the same size are compared. The time of a step is that from the end of the step before it, so that what
-happens between two steps counts too. Means are compared: on few cores most steps are not disturbed, and some
-wait for long. The trainer works for as large a share of the time as keeps the loss below a limit. On a GPU it
-limits itself (see Activity), and the cost is only shown.
+machine, so it is measured: while requests run, the trainer alternately works and is stopped, and decode steps
+of the same size are compared. The time of a step is counted from the end of the previous one, so that the
+time between two steps counts too. Means are compared, because on few cores most steps are undisturbed and
+some wait for long. The trainer gets the largest share of the time that keeps the loss below a limit. On a GPU
+it limits itself (see Activity), and the cost is only shown.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MIN_STEPS = 16  # of one size that are compared
 MAX_REQUESTS = 8  # with more the trainer waits anyway
 # of one side; what is beyond both lets all steps so far count half, so that the latest decide
 WINDOW_SECONDS, WINDOW_STEPS = 60.0, 512
-# one period of work and one of being stopped, together: with periods as long as a request, p95 latency would
-# show those that a period of work meets
+# one period of work and one of rest together: if periods were as long as requests, p95 latency would show the
+# requests that fall into a period of work
 CYCLE_SECONDS = 0.5
-MIN_WORK_SECONDS = 0.05  # of a period of work: what is shorter than two looks at the load would be missed
+MIN_WORK_SECONDS = 0.05  # of a period of work; shorter than two checks of the load, it would be missed
 
 Size = tuple[int, int]  # of a step: requests, rows
 
@@ -71,7 +71,7 @@ class Slowdown:
 
     def step(self, stats: StepStats, deltas: Sequence[Delta]) -> None:
         now, before = self._clock(), self._step_ended
-        # a replica's step says nothing of running requests: there its own time counts
+        # a replica's step does not tell running requests: there its own time counts
         self._step_ended = now if stats.running else None
         if stats.failed or stats.prefill_tokens or not 0 < stats.requests <= MAX_REQUESTS:
             return

@@ -1,23 +1,23 @@
-"""When the Learner does what, and what it has done."""
+"""The Learner's configuration and its status."""
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
 
-from paceline.learn.gate import GateConfig
-from paceline.learn.trial import TrialConfig
+from paceline.learn.evaluation.gate import GateConfig
+from paceline.learn.evaluation.trial import TrialConfig
 
 
 @dataclass(frozen=True)
 class LearnerConfig:
-    """When the Learner does what."""
+    """When the Learner trains, checks and rolls back."""
 
     min_rows: int = 200  # new rows before a head is trained on them
-    poll_seconds: float = 2.0  # between two looks at processes and commands
-    look_seconds: float = 0.025  # between two looks at load, while a process trains or scores
-    # the same under load: a look takes 0.2 ms of the passes that it interrupts, and a job need not go on in
-    # the moment in which load ends
+    poll_seconds: float = 2.0  # between two checks of processes and commands
+    look_seconds: float = 0.025  # between two checks of the load, while a process trains or scores
+    # the same under load: a check takes 0.2 ms of the passes that it interrupts, and a job need not continue
+    # in the moment in which the load ends
     loaded_look_seconds: float = 1.0
     max_running: int = 2  # requests: with more, or with any that waits, training pauses
     watch_steps: int = 512  # decode steps of a point of the curve of live acceptance

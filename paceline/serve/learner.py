@@ -12,13 +12,13 @@ from typing import Generic
 from paceline.core.params import SamplingParams
 from paceline.draft.methods import Speculation
 from paceline.learn.activity import Activity
-from paceline.learn.collector import Collector, Origin
-from paceline.learn.history import History
+from paceline.learn.data.collector import Collector, Origin
+from paceline.learn.evaluation.history import History
+from paceline.learn.evaluation.trial import Meter
 from paceline.learn.jobs import Jobs
 from paceline.learn.learner import HeadEngine, Learner, LoadedHead
 from paceline.learn.slowdown import Slowdown
 from paceline.learn.status import LearnerConfig
-from paceline.learn.trial import Meter
 from paceline.models.heads.registry import resolve_head
 from paceline.models.heads.shipped import SHIPPED_HEAD
 from paceline.serve.learning_page import Learning

@@ -15,17 +15,17 @@ from paceline.config import EngineConfig
 from paceline.draft.base import Drafter
 from paceline.errors import ConfigError
 from paceline.learn.activity import new_activity
-from paceline.learn.collector import Collector, Policy
-from paceline.learn.folder import LearnFolder
-from paceline.learn.history import History
+from paceline.learn.data.collector import Collector, Policy
+from paceline.learn.data.folder import LearnFolder
+from paceline.learn.data.selection import ALL_SALTS
+from paceline.learn.data.store import TrafficStore, open_store
+from paceline.learn.evaluation.history import History
+from paceline.learn.evaluation.trial import TrialConfig
 from paceline.learn.jobs import ProcessJobs
 from paceline.learn.learner import LoadedHead
 from paceline.learn.options import Decode, LearnOptions
-from paceline.learn.selection import ALL_SALTS
 from paceline.learn.slowdown import Slowdown
 from paceline.learn.status import LearnerConfig
-from paceline.learn.store import TrafficStore, open_store
-from paceline.learn.trial import TrialConfig
 from paceline.models.config import ModelConfig
 from paceline.models.heads.config import TargetName
 from paceline.serve.learner import LearningModel, first_head

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from pydantic import BaseModel
 
-from paceline.learn.history import History
+from paceline.learn.evaluation.history import History
 from paceline.learn.status import LearnStatus
 from paceline.serve.metrics_vllm import PREFIX
 from paceline.serve.middleware import LEARN

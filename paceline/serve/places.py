@@ -35,7 +35,7 @@ class Place:
         self.close()
 
     def move_to(self, engine: EngineClient) -> None:
-        """Take a place in the queue of this engine, instead of the present one. OverloadedError: it is full,
+        """Take a place in the queue of this engine, instead of the current one. OverloadedError: it is full,
         and the request has no place."""
         self._queue.close()
         self._queue.enter_context(engine.preparing())

@@ -25,7 +25,7 @@ from paceline.engine.admission import Limits, prompt_too_long
 from paceline.engine.client import EngineClient
 from paceline.engine.outputs import RequestOutput
 from paceline.errors import OverloadedError
-from paceline.learn.collector import Origin
+from paceline.learn.data.collector import Origin
 from paceline.models.chat import TemplateOptions
 from paceline.models.tokenizer import Tokenizer, TooManyTokens
 from paceline.serve.errors import ClientGone

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.learn.rows import TrafficRow
-from paceline.learn.store import StoreLimits, TrafficStore
+from paceline.learn.data.rows import TrafficRow
+from paceline.learn.data.store import StoreLimits, TrafficStore
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import target_fingerprint

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.core.stats import StepStats
 from paceline.learn.activity import PAUSE_SECONDS, Activity, new_activity
-from paceline.learn.yielding import Yielding
+from paceline.learn.training.yielding import Yielding
 
 SHARE, BUSY_SHARE, STEP = 0.1, 0.01, 0.01
 
@@ -74,7 +74,7 @@ def test_three_requests_a_second_leave_it_most_of_its_share_and_hardly_meet_its_
     assert len(requests) / (60 / 0.333) < 0.15  # came during a step, and waited for its rest
 
 
-def test_it_goes_on_within_a_look_after_the_last_request(machine: Machine) -> None:
+def test_it_continues_within_one_check_after_the_last_request(machine: Machine) -> None:
     machine.runs = lambda now: now < 1029.5
     machine.train(31)
     first = next(began for began in machine.steps if began >= 1029.5)

@@ -12,13 +12,13 @@ import pytest
 from paceline.core.params import SamplingParams
 from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculativeMetrics
 from paceline.errors import ConfigError
-from paceline.learn.collector import Collector, Origin, Policy
-from paceline.learn.collector import __file__ as collector_file
+from paceline.learn.data.collector import Collector, Origin, Policy
+from paceline.learn.data.collector import __file__ as collector_file
+from paceline.learn.data.rows import TrafficRow
+from paceline.learn.data.selection import ALL_SALTS, Selection, choose
+from paceline.learn.data.store import StoreLimits, TrafficStore
+from paceline.learn.evaluation.score import gate_rows
 from paceline.learn.options import SALTS, LearnOptions, Redact
-from paceline.learn.rows import TrafficRow
-from paceline.learn.score import gate_rows
-from paceline.learn.selection import ALL_SALTS, Selection, choose
-from paceline.learn.store import StoreLimits, TrafficStore
 from paceline.models.heads.config import TargetName
 from paceline.serve.learning import trained_salt
 

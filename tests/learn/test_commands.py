@@ -13,11 +13,11 @@ from typer.testing import CliRunner, Result
 
 from paceline.errors import ConfigError
 from paceline.learn.commands import app
-from paceline.learn.early_stop import EarlyStop
-from paceline.learn.fine_tune import read_candidate
-from paceline.learn.folder import NOTHING_BETTER, LearnFolder
-from paceline.learn.history import History
-from paceline.learn.rows import TrafficRow
+from paceline.learn.data.folder import NOTHING_BETTER, LearnFolder
+from paceline.learn.data.rows import TrafficRow
+from paceline.learn.evaluation.history import History
+from paceline.learn.training.early_stop import EarlyStop
+from paceline.learn.training.fine_tune import read_candidate
 from paceline.models.checkpoint import Checkpoint
 from paceline.train.examples import read_examples
 
@@ -75,7 +75,7 @@ def test_a_folder_without_traffic_is_an_error_with_a_remedy(tmp_path: Path) -> N
 def test_train_reports_as_json_and_ends_with_3_if_nothing_is_gained(
     checkpoint: Checkpoint, folder: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.learn.yielding.lower_priority", lambda nice: None)
+    monkeypatch.setattr("paceline.learn.training.yielding.lower_priority", lambda nice: None)
     out = tmp_path / "candidate"
     arguments = (
         *("train", str(checkpoint.source), "--from", str(folder), "--head", str(head), "--out", str(out)),
@@ -96,7 +96,7 @@ def test_train_reports_as_json_and_ends_with_3_if_nothing_is_gained(
 def test_the_loop_by_hand_trains_judges_and_promotes_a_candidate(
     checkpoint: Checkpoint, folder: Path, head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.learn.yielding.lower_priority", lambda nice: None)
+    monkeypatch.setattr("paceline.learn.training.yielding.lower_priority", lambda nice: None)
     candidate, model = tmp_path / "candidate", (str(checkpoint.source), "--from", str(folder))
     train = ("train", *model, "--batch-tokens", "256", "--learning-rate", "2e-2", "--device", "cpu")
     score = ("score", *model, "--candidate", str(candidate), "--device", "cpu")
@@ -111,7 +111,7 @@ def test_the_loop_by_hand_trains_judges_and_promotes_a_candidate(
     assert history.current().number == 1
     assert history.card(1)["evidence"]["rows"]["train"] > 0
     assert began <= history.trained(1) < copied
-    # from now on the present head is the one that was promoted, and its rows are old
+    # from now on the current head is the one that was promoted, and its rows are old
     with pytest.raises(ConfigError, match="too few rows to learn from: 0 to train on"):
         run(*train, "--steps", "1", "--out", str(tmp_path / "next"))
     judged = run(*score)

@@ -14,18 +14,18 @@ import pytest
 import torch
 
 from paceline.errors import ConfigError
-from paceline.learn import early_stop
 from paceline.learn.activity import Activity
-from paceline.learn.early_stop import Kept, is_better
-from paceline.learn.fine_tune import FineTuneOptions, fine_tune, read_candidate
-from paceline.learn.gate import judge
-from paceline.learn.limits import Limits, yielding_on
-from paceline.learn.rows import TrafficRow
-from paceline.learn.score import gate_rows, score_heads
-from paceline.learn.selection import NEW, OLD, Selection, choose, generic_rows, usable
-from paceline.learn.split import Side, side_of
-from paceline.learn.store import StoreLimits, TrafficStore
-from paceline.learn.yielding import StoppedTime, Yielding, stopped_by_signals
+from paceline.learn.data.rows import TrafficRow
+from paceline.learn.data.selection import NEW, OLD, Selection, choose, generic_rows, usable
+from paceline.learn.data.split import Side, side_of
+from paceline.learn.data.store import StoreLimits, TrafficStore
+from paceline.learn.evaluation.gate import judge
+from paceline.learn.evaluation.score import gate_rows, score_heads
+from paceline.learn.training import early_stop
+from paceline.learn.training.early_stop import Kept, is_better
+from paceline.learn.training.fine_tune import FineTuneOptions, fine_tune, read_candidate
+from paceline.learn.training.limits import Limits, yielding_on
+from paceline.learn.training.yielding import StoppedTime, Yielding, stopped_by_signals
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.checkpoint import load_head, write_head
 from paceline.models.heads.config import HeadConfig, TargetName

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.learn import history as history_module
-from paceline.learn.history import History
+from paceline.learn.evaluation import history as history_module
+from paceline.learn.evaluation.history import History
 
 
 @pytest.fixture

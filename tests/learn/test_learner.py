@@ -229,7 +229,7 @@ def test_a_trial_gives_a_head_a_tenth_of_the_live_steps_until_its_gain_is_signif
     assert tried == 3 * 24  # turns of 20 steps, 2 more that are skipped, and those until the next look
     turns = world.swaps.index("1.7"), len(world.swaps) - world.swaps[::-1].index("1.7")
     assert world.swaps[slice(*turns)] == ["1.7", str(FIRST)] * 2 + ["1.7"]
-    assert tried / (last - first) <= 0.15  # the last turn of the present head comes after that
+    assert tried / (last - first) <= 0.15  # the last turn of the current head comes after that
 
 
 def test_an_arrival_stops_the_trainer_at_once_and_under_load_looks_are_rare(world):

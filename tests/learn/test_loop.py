@@ -20,14 +20,14 @@ from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams
 from paceline.engine.async_engine import AsyncEngine
 from paceline.learn.activity import Activity
-from paceline.learn.collector import Collector, Origin, Policy
-from paceline.learn.folder import LearnFolder
-from paceline.learn.gate import GateConfig
-from paceline.learn.history import History
+from paceline.learn.data.collector import Collector, Origin, Policy
+from paceline.learn.data.folder import LearnFolder
+from paceline.learn.data.store import TrafficStore
+from paceline.learn.evaluation.gate import GateConfig
+from paceline.learn.evaluation.history import History
+from paceline.learn.evaluation.trial import TrialConfig
 from paceline.learn.jobs import ProcessJobs
 from paceline.learn.status import LearnerConfig, LearnStatus
-from paceline.learn.store import TrafficStore
-from paceline.learn.trial import TrialConfig
 from paceline.models.heads.checkpoint import write_head
 from paceline.models.heads.config import TargetName
 from paceline.serve.learner import LearningModel, first_head

@@ -20,13 +20,13 @@ from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams
 from paceline.engine.async_engine import AsyncEngine
 from paceline.learn.activity import Activity
-from paceline.learn.collector import Collector, Policy
-from paceline.learn.folder import LearnFolder
-from paceline.learn.history import History
+from paceline.learn.data.collector import Collector, Policy
+from paceline.learn.data.folder import LearnFolder
+from paceline.learn.data.store import TrafficStore
+from paceline.learn.evaluation.history import History
+from paceline.learn.evaluation.trial import TrialConfig
 from paceline.learn.jobs import ProcessJobs
 from paceline.learn.status import LearnerConfig, LearnStatus
-from paceline.learn.store import TrafficStore
-from paceline.learn.trial import TrialConfig
 from paceline.models.heads.checkpoint import load_head, write_head
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.registry import resolve_head

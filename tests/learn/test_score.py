@@ -19,15 +19,15 @@ import torch
 
 from paceline.errors import ConfigError, PacelineError
 from paceline.learn import jobs
-from paceline.learn.folder import LearnFolder
-from paceline.learn.gate import GateConfig, RowScore, judge, tokens_per_pass
+from paceline.learn.data.folder import LearnFolder
+from paceline.learn.data.rows import TrafficRow
+from paceline.learn.data.split import Side, side_of
+from paceline.learn.data.store import TrafficStore
+from paceline.learn.evaluation.gate import GateConfig, RowScore, judge, tokens_per_pass
+from paceline.learn.evaluation.history import History
+from paceline.learn.evaluation.score import gate_rows, replay_acceptance, score_heads
 from paceline.learn.head_commands import promote, rollback
-from paceline.learn.history import History
-from paceline.learn.objectives import objective_for
-from paceline.learn.rows import TrafficRow
-from paceline.learn.score import gate_rows, replay_acceptance, score_heads
-from paceline.learn.split import Side, side_of
-from paceline.learn.store import TrafficStore
+from paceline.learn.training.objectives import objective_for
 from paceline.models.heads.checkpoint import HeadCheckpoint, write_head
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import target_fingerprint
@@ -99,8 +99,6 @@ def test_a_score_is_the_passes_that_chains_of_the_head_would_need(target, config
         accepted = objective.accepted(Batch(ids, torch.tensor([8]), torch.tensor([ids.shape[1]])))
         assert found.tokens == LONGER - 1
         assert found.passes == len(by_pass(accepted[0, 8:-1].tolist()))
-        assert found.offered[0] == found.passes
-        assert sum(found.accepted) == found.tokens - found.passes
     # beside a head that shares the target's states, and one that reads other layers
     beside = list(replay_acceptance(target.model, target.name, [given, *others], chosen))
     alone = [replay_acceptance(target.model, target.name, [head], chosen) for head in (given, *others)]
@@ -118,7 +116,7 @@ def test_a_head_with_weights_that_are_not_numbers_is_not_scored(target):
 
 @pytest.fixture
 def learned(target, tmp_path) -> LearnFolder:
-    """A folder with traffic of the target, and a present head and a candidate beside it."""
+    """A folder with traffic of the target, and a current head and a candidate beside it."""
     folder = LearnFolder(tmp_path / "learn")
     store = TrafficStore(folder.traffic, target.name, 173)
     for row in rows(60):
@@ -195,7 +193,7 @@ def test_processes_that_crash_give_nothing_and_are_told(learned, monkeypatch, ca
     assert asyncio.run(run("nothing").train(present, 0.0)) is None
 
 
-def test_a_process_is_paused_and_goes_on_by_signals(learned, tmp_path, monkeypatch):
+def test_a_process_is_paused_and_continues_by_signals(learned, tmp_path, monkeypatch):
     python, end = tmp_path / "python", tmp_path / "end"
     os.mkfifo(end)
     python.write_text(f"#!/bin/sh\nread line < {end}\nexit 3\n")
@@ -227,7 +225,7 @@ def _next_change(task: asyncio.Task[object]) -> int:
 
 def test_a_process_that_is_stopped_ends_with_its_parent_and_so_does_what_it_started(tmp_path):
     child = (
-        "import os, signal, subprocess; from paceline.learn.yielding import Yielding;"
+        "import os, signal, subprocess; from paceline.learn.training.yielding import Yielding;"
         "Yielding(end_with_parent=True); assert os.getpgrp() == os.getpid();"
         "subprocess.Popen(['cat'], stdin=subprocess.PIPE);"  # as torch.compile's: it ends with the pipe
         "os.write(1, b'%8d' % os.getpid()); signal.pause()"

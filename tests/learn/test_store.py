@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.learn.rows import Damage, RowSampling, TrafficRow
-from paceline.learn.split import GATE_SHARE, STOP_SHARE, Side, side_of
-from paceline.learn.store import StoreLimits, TrafficStore, open_store
+from paceline.learn.data.rows import Damage, RowSampling, TrafficRow
+from paceline.learn.data.split import GATE_SHARE, STOP_SHARE, Side, side_of
+from paceline.learn.data.store import StoreLimits, TrafficStore, open_store
 from paceline.models.heads.config import TargetName
 
 TARGET = TargetName("f00d", "a-model")

@@ -12,12 +12,12 @@ from typing import Any
 from paceline.core.stats import DraftFacts, StepStats
 from paceline.errors import CheckpointError
 from paceline.learn.activity import Activity, new_activity
-from paceline.learn.gate import Replay, RowScore, group_sizes
-from paceline.learn.history import History
+from paceline.learn.evaluation.gate import Replay, RowScore, group_sizes
+from paceline.learn.evaluation.history import History
+from paceline.learn.evaluation.trial import Meter, TrialConfig
 from paceline.learn.learner import Learner
 from paceline.learn.slowdown import Slowdown
 from paceline.learn.status import LearnerConfig
-from paceline.learn.trial import Meter, TrialConfig
 
 CONFIG = LearnerConfig(
     min_rows=10,

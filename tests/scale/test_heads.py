@@ -22,13 +22,13 @@ from paceline.draft.base import Drafter
 from paceline.engine.engine import Engine
 from paceline.errors import BackendError
 from paceline.learn.activity import Activity
-from paceline.learn.collector import Collector, Policy
-from paceline.learn.folder import LearnFolder
-from paceline.learn.history import History
+from paceline.learn.data.collector import Collector, Policy
+from paceline.learn.data.folder import LearnFolder
+from paceline.learn.data.store import TrafficStore
+from paceline.learn.evaluation.history import History
+from paceline.learn.evaluation.trial import Meter
 from paceline.learn.jobs import ProcessJobs
 from paceline.learn.status import LearnerConfig
-from paceline.learn.store import TrafficStore
-from paceline.learn.trial import Meter
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import head_fingerprint
 from paceline.scale.channel import Message
@@ -211,7 +211,7 @@ def test_what_is_promoted_and_rolled_back_by_hand_serves_on_every_replica(
     learning.collector.close()
 
 
-def test_a_replica_without_room_for_a_head_refuses_it_and_its_requests_go_on(
+def test_a_replica_without_room_for_a_head_refuses_it_and_its_requests_continue(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, parts = model.answer(), []

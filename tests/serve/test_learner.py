@@ -24,12 +24,12 @@ from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams
 from paceline.engine.async_engine import AsyncEngine
 from paceline.errors import ConfigError, UnavailableError
-from paceline.learn.collector import Collector, Policy
-from paceline.learn.folder import LearnFolder
-from paceline.learn.history import History
+from paceline.learn.data.collector import Collector, Policy
+from paceline.learn.data.folder import LearnFolder
+from paceline.learn.data.store import TrafficStore
+from paceline.learn.evaluation.history import History
 from paceline.learn.jobs import ProcessJobs
 from paceline.learn.status import LearnerConfig, LearnStatus
-from paceline.learn.store import TrafficStore
 from paceline.models.heads.config import TargetName
 from paceline.serve import learning_page
 from paceline.serve.learner import LearningModel, first_head

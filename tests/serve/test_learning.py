@@ -14,12 +14,12 @@ from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams
 from paceline.engine.outputs import RequestOutput
 from paceline.errors import ConfigError
-from paceline.learn.collector import Collector, Origin, Policy
-from paceline.learn.folder import LearnFolder
+from paceline.learn.data.collector import Collector, Origin, Policy
+from paceline.learn.data.folder import LearnFolder
+from paceline.learn.data.store import StoreLimits, TrafficStore
+from paceline.learn.evaluation.history import History
 from paceline.learn.head_commands import rollback
-from paceline.learn.history import History
 from paceline.learn.options import LearnOptions
-from paceline.learn.store import StoreLimits, TrafficStore
 from paceline.models.heads.config import TargetName
 from paceline.serve.learning import TrainableModel, collector_policy, learn_options, learning_model
 from paceline.serve.middleware import key_digest

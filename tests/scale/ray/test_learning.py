@@ -9,8 +9,8 @@ from pathlib import Path
 
 import httpx
 
-from paceline.learn.history import History
-from paceline.learn.store import TrafficStore
+from paceline.learn.data.store import TrafficStore
+from paceline.learn.evaluation.history import History
 from paceline.models.heads.checkpoint import load_head, write_head
 from paceline.models.heads.fingerprint import head_fingerprint, target_fingerprint
 from paceline.models.heads.registry import resolve_head

@@ -1,4 +1,4 @@
-"""Collector: from finished requests to rows in the store, in a thread of its own.
+"""Collector: from finished requests to rows in the store, in a separate thread.
 
 The event loop only puts a finished request into a bounded queue. If the queue is full, or the disk, requests
 are served as before and not kept.
@@ -16,22 +16,22 @@ from dataclasses import dataclass
 from paceline.core.params import SamplingParams
 from paceline.engine.outputs import RequestOutput
 from paceline.errors import PacelineError
+from paceline.learn.data.rows import RowSampling, TrafficRow
+from paceline.learn.data.split import unit_hash
+from paceline.learn.data.store import TrafficStore
 from paceline.learn.options import Decode, Redact
-from paceline.learn.rows import RowSampling, TrafficRow
-from paceline.learn.split import unit_hash
-from paceline.learn.store import TrafficStore
 
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 1024  # finished requests in the queue
-EXPIRY_SECONDS = 60.0  # between two looks for rows that are too old
+EXPIRY_SECONDS = 60.0  # between two checks for rows that are too old
 CLOSE_SECONDS = 5.0  # for the queue to be written at the end
 COMPLETE = ("stop", "length")  # finish reasons of answers that are kept
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What is known of a request beside its tokens."""
+    """What is known about a request besides its tokens."""
 
     params: SamplingParams
     segment: str = ""
@@ -42,7 +42,7 @@ class Origin:
 
 @dataclass
 class CollectorCounts:
-    """What became of finished requests. Each is written by one thread."""
+    """Counts of finished requests by outcome. Each count is written by one thread."""
 
     kept: int = 0
     refused: int = 0  # by the client, by its key or by its salt
@@ -54,7 +54,7 @@ class CollectorCounts:
 
 @dataclass(frozen=True)
 class Policy:
-    """Whose requests are kept."""
+    """Which clients' requests are kept."""
 
     salts: str = "off"  # see LearnOptions
     only: str | None = None  # the one salt that is learned from, as salt_of gives it; None: by `salts`
@@ -63,11 +63,11 @@ class Policy:
     share: float = 1.0
 
     def salt_of(self, origin: Origin) -> str:
-        """What separates this request from others; empty: nothing."""
+        """The salt that separates this request from others; empty: none."""
         return (origin.key if self.separate_keys else "") + origin.cache_salt
 
     def may_use_head(self, origin: Origin) -> bool:
-        """Whether the head that learns may draft for this request: not if it learns from another salt."""
+        """Whether the learned head may draft for this request: not if it learns from another salt."""
         return self.only is None or self.salt_of(origin) == self.only
 
     def refuses(self, origin: Origin) -> bool:
@@ -93,7 +93,7 @@ class Collector:
         self._store, self.policy, self._clock = store, policy, clock
         self._redact, self._decode = redact, decode or (lambda ids: "")
         self._waiting: queue.Queue[list[TrafficRow] | None] = queue.Queue(MAX_WAITING)
-        self._ended = False  # after an error of the disk: one warning, nothing more is kept
+        self._ended = False  # after a disk error: one warning, and nothing more is kept
         self._thread = threading.Thread(target=self._run, name="paceline-learn-rows", daemon=True)
         self._thread.start()
 
@@ -173,7 +173,7 @@ class Collector:
         if self._redact is not None:
             try:
                 redacted = self._redact(row, self._decode)
-            except Exception:  # a user's function: what it cannot redact is not kept
+            except Exception:  # of a user's function: a row that it cannot redact is not kept
                 if not self.counts.failed:
                     logger.exception("--learn-redact has failed; such requests are not kept")
                 self.counts.failed += 1

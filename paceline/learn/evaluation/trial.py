@@ -1,10 +1,10 @@
 """The trial: a head gets a small share of the live steps, and its tokens per second are compared.
 
-It takes turns with the present head: one head at a time, because two would need twice the memory of a head
-and of its pages. A turn is a number of decode steps, so an idle server takes longer. Steps with as many
-requests are compared with each other: the load of the two turns need not be the same. It is the A/B test of
-the controller's guard, with another head in the place of plain decoding. Times are those of median steps: on
-a machine with other work, means of a hundred steps differ by more than two heads do.
+It takes turns with the current head, because two heads at once would need twice the memory for weights and
+pages. A turn is a number of decode steps, so it takes longer on an idle server. Only steps with the same
+number of requests are compared, so the load of two turns need not be the same. It is the A/B test of the
+controller's guard, with another head in the place of plain decoding. Medians of step times are compared: on a
+machine with other work, means of a hundred steps differ by more than two heads do.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class TrialConfig:
     skipped_steps: int = 8  # at the start of a turn: requests catch up with the new head
     min_pairs: int = 4  # turns of each head before anything is decided
     max_pairs: int = 24  # without a significant gain by then, the tried head has lost
-    look_seconds: float = 0.25  # between two looks at whether a turn has ended
+    look_seconds: float = 0.25  # between two checks of whether a turn has ended
 
     def present_steps(self, tried: int) -> int:
-        """Decode steps of the present head after so many of the tried one."""
+        """The current head's decode steps after this many steps of the tried head."""
         return round(tried * (1 - self.share) / self.share)
 
 
@@ -67,7 +67,7 @@ class Turn:
 
     @property
     def use(self) -> float:
-        """The share of decode steps in which the head drafted: a controller lets it where it gains."""
+        """The share of decode steps in which the head drafted: the controller uses it where it gains."""
         return self.steps / self.decodes if self.decodes else 0.0
 
     def tokens_per_draft(self, segment: str | None = None) -> float | None:
@@ -125,7 +125,7 @@ class Meter:
         return self._turn.decodes
 
     def accepted(self) -> dict[str, int]:
-        """The accepted tokens of each drafter since the start: what the head gains, and what others do."""
+        """The accepted tokens of each drafter since the start."""
         return dict(self._accepted)
 
     def take(self, skip: int = 0) -> Turn:

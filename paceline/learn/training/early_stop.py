@@ -1,4 +1,4 @@
-"""EarlyStop: keep the weights that draft best on rows that are held back, and end when they get no better."""
+"""EarlyStop: keep the weights that draft best on held-back rows, and end when they no longer improve."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.learn.selection import NEW, OLD
+from paceline.learn.data.selection import NEW, OLD
 from paceline.train import acceptance
 from paceline.train.batches import Batch, collate, epoch_batches
 from paceline.train.examples import Examples
@@ -15,7 +15,7 @@ from paceline.train.objective import Objective, WriteHead
 from paceline.train.progress import Progress
 from paceline.train.sequences import TargetStates
 
-EVALUATIONS = 8  # in a run, besides the one before it
+EVALUATIONS = 8  # during a run; there is one more before it
 PATIENCE = 3  # evaluations in a row without a gain end the run
 MAX_LOSS = 0.01  # of tokens per pass on old rows: more is forgetting (the bar is 2 %)
 BATCH_TOKENS = 2048  # of an evaluation, which gives way between two batches
@@ -26,7 +26,7 @@ Scores = Mapping[str, float]  # tokens per pass, by group of rows
 
 @dataclass(frozen=True)
 class Kept:
-    """A head on its way, with what it is worth."""
+    """The best head so far, with its scores."""
 
     step: int
     scores: Scores
@@ -34,7 +34,7 @@ class Kept:
 
 
 class HeldBack:
-    """Rows that measure a head, with the target's states of them: these stay the same while it trains."""
+    """Rows that measure a head, with the target's states, which stay the same while the head trains."""
 
     def __init__(self, objective: Objective, examples: Examples) -> None:
         device = objective.target.embedding.device
@@ -47,7 +47,8 @@ class HeldBack:
 
     @torch.no_grad()
     def tokens_per_pass(self, may_go_on: Callable[[], bool]) -> float:
-        """What chains of the head gain; 1 is plain decoding. `may_go_on`: asked before each batch."""
+        """Tokens per pass with chains of the head; 1 is plain decoding. `may_go_on` is called before each
+        batch."""
         return acceptance.tokens_per_pass(self._accepted, (each for each in self._batches if may_go_on()))
 
     def _accepted(self, batch: Batch) -> torch.Tensor:
@@ -70,14 +71,14 @@ class EarlyStop:
         groups: Mapping[str, Examples],
         may_go_on: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`groups`: rows that are never trained on. The head as it is now is the one to beat.
+        """`groups`: rows that are never trained on. The initial head is the one to beat.
 
-        `may_go_on`, asked before every batch of an evaluation, waits while it must; if it says no, what is
-        measured then is of no use.
+        `may_go_on` is called before every batch of an evaluation, and waits while it must. If it returns
+        False, the measurement is discarded.
         """
         self._objective = objective
         self._groups = {name: HeldBack(objective, group) for name, group in groups.items()}
-        self.before = self._measured(0, lambda: True)  # kernels are loaded meanwhile: no measure of its time
+        self.before = self._measured(0, lambda: True)  # this loads kernels, so its time is not measured
         self._may_go_on = may_go_on
         self.best = self.before
         self.last = self.before

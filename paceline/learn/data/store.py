@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.learn.rows import Damage, TrafficRow, decode_rows
+from paceline.learn.data.rows import Damage, TrafficRow, decode_rows
 from paceline.models.heads.config import TargetName
 from paceline.options import check_integer, check_number, refuse_unknown
 
@@ -93,13 +93,13 @@ class TrafficStore:
         limits: StoreLimits | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """The store in a folder, made if it is not there and a target is given.
+        """The store in a folder, which is made if it does not exist and a target is given.
 
-        ConfigError if it is another target's. Without a target: to read whatever is there.
+        ConfigError if it belongs to another target. Without a target the store can only be read.
         """
         self.folder = folder
         self.limits = limits or StoreLimits()
-        self._max_age = math.inf if limits is None else limits.max_age_s  # a reader shows what is there
+        self._max_age = math.inf if limits is None else limits.max_age_s  # readers see rows of any age
         self._clock = clock
         self._lock: int | None = None  # file descriptor; None: this process has not appended
         self._file: int | None = None
@@ -225,7 +225,7 @@ class TrafficStore:
         return sorted(found, key=lambda segment: segment.number)
 
     def _writable(self, needed: int) -> int:
-        """The file to append `needed` bytes to: a new one if the present one is full, old or deleted."""
+        """The file to append `needed` bytes to: a new one if the current one is full, old or deleted."""
         self._take_lock()
         now, limits = self._clock(), self.limits
         if self._file is not None and self._segment is not None:
@@ -251,7 +251,7 @@ class TrafficStore:
             self._file = self._segment = None
 
     def _take_lock(self) -> None:
-        """Become the one writer; ConfigError if another process is."""
+        """Become the only writer; ConfigError if another process is."""
         if self._lock is not None:
             return
         lock = os.open(self.folder / "writer.lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -286,7 +286,7 @@ class TrafficStore:
         raise ConfigError(f"{path} is of version {facts['version']}, not 1: give another --learn-dir.")
 
     def _write_target(self, facts: dict[str, Any]) -> None:
-        """Write target.json at once or not at all: a kill leaves none, or a whole one."""
+        """Write target.json atomically: a kill leaves none or a complete one."""
         unfinished = self.folder / f"{TARGET}.unfinished"
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,15 +1,15 @@
-"""The gate: whether a candidate drafts better than the present head, by rows that neither was trained on.
+"""The gate: whether a candidate drafts better than the current head, by rows that neither was trained on.
 
 Each row was replayed with both heads, so the passes of one answer are compared with the passes of the same
 answer. The tokens are the same, so the gain in tokens per second is
 
-    passes of the present head / passes of the candidate, times seconds of a pass: present / candidate
+    passes of the current head / passes of the candidate, times seconds of a pass: present / candidate
 
 with an interval from resampled rows (the bootstrap of paired rows; Efron, 1979).
 
-Replaying takes long. So rows come in a random order, and the first 32, 64 and 128 of them are judged too: a
-group-sequential test, which sees a large gain or none early, and a small gain after all rows. Each look may
-err, so each has an equal share of the error that the confidence allows (Bonferroni).
+Replaying takes long. So rows come in a random order, and the verdict is also tried after the first 32, 64 and
+128 of them: a group-sequential test, which finds a large gain or none early, and a small gain after all rows.
+Each of these looks may err, so each gets an equal share of the allowed error (Bonferroni).
 """
 
 from __future__ import annotations
@@ -35,16 +35,13 @@ class RowScore:
     segment: str
     tokens: int
     passes: int  # of the target, which would have given these tokens
-    offered: tuple[int, ...] = ()  # [position] drafts that were verified up to there
-    accepted: tuple[int, ...] = ()  # [position] of those, the ones that were right
     client: str = ""  # hash of the API key
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> RowScore:
-        """A score as `asdict` gave it. KeyError, TypeError or ValueError if it is none."""
-        offered, accepted = (tuple(int(count) for count in row[name]) for name in ("offered", "accepted"))
+        """The score that `asdict` gave. KeyError, TypeError or ValueError if it is not one."""
         names, numbers = (str(row["prompt"]), str(row["segment"])), (int(row["tokens"]), int(row["passes"]))
-        return cls(*names, *numbers, offered, accepted, str(row["client"]))
+        return cls(*names, *numbers, str(row["client"]))
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class Replay:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Replay:
-        """A replay as `asdict` gave it. KeyError, TypeError, AttributeError or ValueError if it is none."""
+        """The replay that `asdict` gave. KeyError, TypeError, AttributeError or ValueError if it is none."""
         present, candidate = (
             [RowScore.from_json(row) for row in facts[name]] for name in ("present", "candidate")
         )
@@ -86,7 +83,7 @@ class GateConfig:
 
 @dataclass(frozen=True)
 class Gain:
-    """The candidate's tokens per second over the present head's, of one segment or one client."""
+    """The candidate's tokens per second over the current head's, of one segment or one client."""
 
     segment: str  # or "client" and the hash of its API key
     prompts: int
@@ -113,9 +110,9 @@ class Verdict:
 
 
 def judge(replay: Replay, cost: float = 1.0, config: GateConfig | None = None) -> Verdict:
-    """Whether the candidate replaces the present head.
+    """Whether the candidate replaces the current head.
 
-    `cost` is the time of a pass with the candidate over that with the present head. Heads of the same sizes
+    `cost` is the time of a pass with the candidate over that with the current head. Heads of the same sizes
     take the same time; the trial on live traffic measures both.
     """
     config = config or GateConfig()
@@ -150,10 +147,10 @@ def _gate(overall: Gain, others: Sequence[Gain], config: GateConfig) -> tuple[bo
 def _is_clear(
     passes: bool, overall: Gain, others: Sequence[Gain], planned: Mapping[str, int], config: GateConfig
 ) -> bool:
-    """Whether a verdict on some of the rows stands: nothing that is still to be seen may be a loss.
+    """Whether a verdict on some of the rows is final: the remaining rows cannot show a loss.
 
-    A group that more rows will judge must have been seen, and must not lose even by chance. A candidate that
-    does not pass is hopeless only if its gain is too small for certain.
+    Every group with further rows must have been measured, and must not lose even by chance. A candidate that
+    does not pass yet is rejected early only if its gain is certainly too small.
     """
     if not passes:
         return overall.prompts >= config.min_prompts and overall.high < 1 + config.min_gain
@@ -170,8 +167,7 @@ def groups_of(segment: str, client: str) -> tuple[str, str]:
 
 
 def group_sizes(rows: Iterable[tuple[str, str]]) -> dict[str, int]:
-    """The number of rows by segment and by client, where there are several, of rows of these segments and
-    clients."""
+    """The number of rows by segment and by client, if there are several of these."""
     by_kind = zip(*(groups_of(*row) for row in rows), strict=True)
     counts = [Counter(names) for names in by_kind]
     return {name: size for count in counts if len(count) > 1 for name, size in sorted(count.items())}
@@ -180,16 +176,6 @@ def group_sizes(rows: Iterable[tuple[str, str]]) -> dict[str, int]:
 def tokens_per_pass(scores: Sequence[RowScore]) -> float:
     """Tokens per pass of the target, over all rows."""
     return sum(row.tokens for row in scores) / max(1, sum(row.passes for row in scores))
-
-
-def acceptance_by_position(scores: Sequence[RowScore]) -> list[float]:
-    """The share of drafts that were right up to each position, of those that reached it."""
-    width = max((len(row.offered) for row in scores), default=0)
-    offered, accepted = np.zeros(width), np.zeros(width)
-    for row in scores:
-        offered[: len(row.offered)] += row.offered
-        accepted[: len(row.accepted)] += row.accepted
-    return [float(share) for share in accepted / np.maximum(offered, 1)]
 
 
 def _gain(
@@ -220,7 +206,7 @@ def _gain(
 
 
 def _ratios(passes: Float64Array, cost: float) -> Float64Array:
-    """The gains in tokens per second, from passes of the present head and of the candidate: [..., 2]."""
+    """The gains in tokens per second, from passes of the current head and of the candidate: [..., 2]."""
     gains: Float64Array = passes[..., 0] / np.maximum(passes[..., 1], 1.0) / cost
     return gains
 

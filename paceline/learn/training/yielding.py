@@ -1,8 +1,8 @@
-"""Yielding: a trainer that gives way to the server, takes a stated share of a GPU, and ends with its parent.
+"""Yielding: makes a trainer yield to the server, use a given share of a GPU, and end with its parent.
 
 A server that is busy stops its trainer by SIGSTOP, in the middle of a step, and lets it continue by SIGCONT.
-So the trainer need not check the load; it only must not count the time in which it was stopped. On a GPU it
-also waits after each step, for longer while requests run: see Activity.
+So the trainer need not check the load; it only must not count the time during which it was stopped. On a GPU
+it also waits after each step, for longer while requests run: see Activity.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from paceline.learn.activity import Activity
 
 TICK_SECONDS = 0.1  # between two ticks of StoppedTime
-LOOK_SECONDS = 0.01  # between two looks at whether requests run, while it waits
+LOOK_SECONDS = 0.01  # between two checks of whether requests run, while it waits
 LATE_SECONDS = 0.5  # after which a tick that has not come means that the process was stopped
 SLACK_SECONDS = 1e-3  # by which a wait may end early
 LOWEST = 19  # priority, which gives way to every other process
@@ -28,7 +28,7 @@ PR_SET_PDEATHSIG = 1  # of prctl
 
 
 class StoppedTime:
-    """The seconds in which this process was stopped or got no core, told by ticks that come late."""
+    """The seconds during which this process was stopped or got no core, measured by late ticks."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -44,7 +44,7 @@ class StoppedTime:
         return self._stopped + self._late(self._clock())
 
     def watch(self) -> None:
-        """Tick from now on, in a thread of its own, as long as the process lives."""
+        """Tick from now on, in a separate thread, as long as the process lives."""
 
         def run() -> None:
             while True:
@@ -77,14 +77,14 @@ class Yielding:
 
         `busy_share`: the share while `activity` says that requests run; None: the same.
 
-        `stopped_seconds`: in which the process was stopped so far, see StoppedTime.
+        `stopped_seconds`: how long the process was stopped so far, see StoppedTime.
 
         `end_with_parent`: end when the process that started this one has ended.
         """
         self._share, self._finish = share, finish
         self._busy_share, self._activity = busy_share or share, activity
         if activity is not None:
-            activity.end_work()  # it loads: that is no work of the device
+            activity.end_work()  # it loads, which is not work of the device
         self._clock, self._sleep = clock, sleep
         self._stopped_seconds = stopped_seconds
         self._parent = os.getppid() if end_with_parent else None
@@ -94,7 +94,7 @@ class Yielding:
                 os.setpgid(0, 0)  # signals to it reach what it starts, and nothing of its parent
         self._waited = 0.0  # seconds
         self._step_began = 0.0
-        self._steps = 0  # that may_step has let begin
+        self._steps = 0  # steps that may_step has allowed
         self._stop = threading.Event()
 
     def now(self) -> float:
@@ -112,7 +112,7 @@ class Yielding:
         return self._stop.is_set() or orphaned
 
     def may_step(self) -> bool:
-        """Wait for the next step; False: there is none. The first one loads kernels and does not count."""
+        """Wait for the next step; False if there is none. The first one loads kernels and does not count."""
         if self._steps > 1 and min(self._share, self._busy_share) < 1.0:
             self._finish()
             ended = self.now()
@@ -125,9 +125,9 @@ class Yielding:
         return not self.stopped
 
     def _rest(self, ended: float, busy: float) -> None:
-        """Wait after a step that took `busy` seconds: until its share of the time is not exceeded.
+        """Wait after a step that took `busy` seconds, until the share of the time is not exceeded.
 
-        The share is of the time in which it is not stopped, so that stopping it lowers what it takes.
+        The share is of the time during which it is not stopped, so that stopping it lowers its use.
         """
         activity, most = self._activity, LOOK_SECONDS
         if activity is None:

@@ -1,4 +1,4 @@
-"""Scores in the shadow: held-back answers, drafted again with a head beside the serving one.
+"""Scores: held-back answers drafted again with the candidate and with the serving head, beside the traffic.
 
 The target's features of prompt and answer come from one pass, and the head drafts after every answered token;
 see train/acceptance.py. The passes are as many as plain chains of the head would have needed, greedy and at
@@ -15,23 +15,24 @@ import numpy as np
 import torch
 
 from paceline.errors import CheckpointError
-from paceline.learn.gate import GateConfig, Replay, RowScore, group_sizes, judge
-from paceline.learn.limits import load_target_beside_server
-from paceline.learn.objectives import objective_for
-from paceline.learn.rows import TrafficRow
-from paceline.learn.selection import usable
-from paceline.learn.split import Side, side_of, unit_hash
-from paceline.learn.store import TrafficStore
+from paceline.learn.data.rows import TrafficRow
+from paceline.learn.data.selection import usable
+from paceline.learn.data.split import Side, side_of, unit_hash
+from paceline.learn.data.store import TrafficStore
+from paceline.learn.evaluation.gate import GateConfig, Replay, RowScore, group_sizes, judge
+from paceline.learn.training.limits import load_target_beside_server
+from paceline.learn.training.objectives import objective_for
 from paceline.models.heads.checkpoint import HeadCheckpoint, load_head
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import check_target, target_fingerprint
 from paceline.models.registry import load_checkpoint, resolve
 from paceline.models.transformer import Transformer
+from paceline.train.acceptance import by_pass
 from paceline.train.batches import Batch
 from paceline.train.objective import Objective
 from paceline.train.sequences import TargetStates
 
-MAX_ROWS = 256  # that a candidate is judged by
+MAX_ROWS = 256  # rows that judge a candidate
 MAX_LENGTH = 1024  # tokens of prompt and answer; longer answers are cut
 OnProgress = Callable[[int, int], None]  # rows scored so far, and rows planned
 
@@ -46,9 +47,9 @@ def check_finite(head: HeadCheckpoint) -> None:
 
 
 def gate_rows(rows: Iterable[TrafficRow], most: int = MAX_ROWS, salt: str = "") -> list[TrafficRow]:
-    """The rows that judge candidates: one per prompt, the newest ones, and as many from all the time before.
+    """The rows that judge candidates: one per prompt, half of them the newest, half from all the time before.
 
-    Rows come the oldest first. What no draft can shorten, does not fit or has another salt is left out.
+    Oldest first. Answers that no draft can shorten, that do not fit or that have another salt are left out.
     """
     by_prompt: dict[tuple[int, ...], TrafficRow] = {}
     for row in rows:
@@ -69,7 +70,7 @@ def replay_acceptance(
     heads: Sequence[HeadCheckpoint],
     rows: Sequence[TrafficRow],
 ) -> Iterator[list[RowScore]]:
-    """The scores of one row after the other with each of these heads.
+    """The scores of the rows, one after the other, with each of these heads.
 
     The same heads and rows give the same scores.
     """
@@ -91,10 +92,10 @@ def score_heads(
     on_progress: OnProgress = lambda scored, planned: None,
     config: GateConfig | None = None,
 ) -> Replay | None:
-    """The scores of both heads on the same stored rows, of a salt as for training: until the gate decides.
+    """The scores of both heads on the same stored rows of a salt, until the gate decides.
 
-    None if `may_go_on`, asked before each row, says no. PacelineError if a head or the traffic is of another
-    target than `model`, or cannot be read.
+    None if `may_go_on`, which is called before each row, returns False. PacelineError if a head or the
+    traffic is of another target than `model`, or cannot be read.
     """
     config = config or GateConfig()
     checkpoint = load_checkpoint(resolve(model))
@@ -103,7 +104,7 @@ def score_heads(
     for head in loaded:
         check_target(head.config, checkpoint.config, name.fingerprint, str(head.source))
     rows = gate_rows(TrafficStore(traffic, name).rows(), salt=salt)
-    rows.sort(key=lambda row: unit_hash("score", row.prompt_ids))  # the first ones stand for all
+    rows.sort(key=lambda row: unit_hash("score", row.prompt_ids))  # so the first ones are a random sample
     replay = Replay([], [], len(rows), group_sizes((row.segment, row.key) for row in rows))
     target = load_target_beside_server(checkpoint, device)
     scores = replay_acceptance(target, name, loaded, rows)
@@ -120,7 +121,8 @@ def score_heads(
 
 
 def score_row(objectives: Sequence[Objective], row: TrafficRow) -> list[RowScore]:
-    """The scores of one row with each head; alone in its batch: only rounding depends on other rows."""
+    """The scores of one row with each head. The row is alone in its batch, so rounding depends on it
+    alone."""
     first, device = len(row.prompt_ids), objectives[0].target.embedding.device
     ids = torch.tensor([[*row.prompt_ids, *row.output_ids][:MAX_LENGTH]], device=device)
     answers, lengths = (torch.tensor([place], device=device) for place in (first, ids.shape[1]))
@@ -130,23 +132,9 @@ def score_row(objectives: Sequence[Objective], row: TrafficRow) -> list[RowScore
         if objective.layers not in states:
             states[objective.layers] = objective.states(batch)
         accepted = objective.accepted(batch, states[objective.layers])[0, first : ids.shape[1] - 1]
-        scores.append(_score(row, accepted.tolist(), objective.num_steps))
+        passes = len(by_pass(accepted.tolist()))
+        scores.append(RowScore(_hash(row.prompt_ids), row.segment, len(accepted), passes, row.key))
     return scores
-
-
-def _score(row: TrafficRow, accepted: Sequence[int], num_steps: int) -> RowScore:
-    """The score of a row whose chains have so many right guesses after each of its tokens."""
-    offered, right = [0] * num_steps, [0] * num_steps
-    place = passes = 0
-    while place < len(accepted):  # the walk of train.acceptance.passes, with counts by position
-        length = accepted[place]
-        for position in range(min(length + 1, num_steps)):
-            offered[position] += 1
-            right[position] += position < length
-        place += length + 1
-        passes += 1
-    counts = len(accepted), passes, tuple(offered), tuple(right)
-    return RowScore(_hash(row.prompt_ids), row.segment, *counts, client=row.key)
 
 
 def _hash(ids: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""LearnFolder: what is where in the folder of --learn-dir."""
+"""LearnFolder: the files in the folder of --learn-dir."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ NOTHING_BETTER = 3  # exit status of a trainer that found no better head, or of 
 
 @dataclass(frozen=True)
 class LearnFolder:
-    """The folder in which a server keeps what it learns."""
+    """The folder in which a server stores traffic and heads."""
 
     root: Path
-    salt: str = ""  # its hash, if the heads are those of one salt; empty: heads for all requests
+    salt: str = ""  # hash of the salt that the heads learn from; empty: heads for all requests
 
     @property
     def traffic(self) -> Path:
@@ -23,7 +23,7 @@ class LearnFolder:
 
     @property
     def heads(self) -> Path:
-        """The heads that served, and which one does now."""
+        """The heads that have served, and which one serves now."""
         return self._own / "heads"
 
     @property
@@ -37,7 +37,7 @@ class LearnFolder:
         return self._own / "scores.json"
 
     def salts(self) -> list[str]:
-        """The hashes of the salts that have heads of their own."""
+        """The hashes of the salts that have their own heads."""
         return sorted(path.name for path in (self.root / SALTS).glob("*"))
 
     @property

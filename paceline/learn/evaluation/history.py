@@ -7,7 +7,7 @@
     heads/lock              held while current is read and replaced
 
 Number 0 is the head that the server was started with: shipped, or named by the user. It is never copied or
-deleted. A head whose files are damaged is passed over for the one that served before it.
+deleted. If a head's files are damaged, the one that served before it is used.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class History:
             hashes = json.loads((path / CARD).read_text())["files"]
             stats = [(name, (path / name).stat()) for name in hashes]
             seen = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
-            if self._intact.get(number) != seen:  # hashed once: a server asks every few seconds
+            if self._intact.get(number) != seen:  # hashed once, because a server calls this every few seconds
                 if not hashes or any(_hash(path / name) != value for name, value in hashes.items()):
                     return None
                 self._intact[number] = seen
@@ -134,7 +134,7 @@ class History:
         return found
 
     def rollback(self) -> Head:
-        """Let the head serve again that served before the current one, if its files are intact."""
+        """Let the previous head serve again, if its files are intact."""
         with self._locked():
             state = self._read()
             before = list(state.before)
@@ -193,7 +193,7 @@ class History:
         return self.folder / f"{number:04}"
 
     def _read(self) -> _Current:
-        """What `current` says; the first head if it is missing or damaged."""
+        """The content of `current`; the first head if it is missing or damaged."""
         try:
             facts = json.loads((self.folder / CURRENT).read_text())
             return _Current(int(facts["number"]), tuple(int(number) for number in facts["before"]))
@@ -214,7 +214,7 @@ class History:
                 shutil.rmtree(self._path(number), ignore_errors=True)
 
     def _make_folder(self) -> None:
-        # heads give away what they were trained on
+        # heads can reveal what they were trained on
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     @contextmanager

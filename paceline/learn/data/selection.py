@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from paceline.errors import ConfigError
-from paceline.learn.rows import TrafficRow
-from paceline.learn.split import Side, side_of, unit_hash
+from paceline.learn.data.rows import TrafficRow
+from paceline.learn.data.split import Side, side_of, unit_hash
 from paceline.train.examples import Examples, read_examples
 
 NEW, OLD = "new", "old"  # rows since the last training, and rows against forgetting
@@ -27,7 +27,7 @@ MIN_LOOP, LOOP_SHARE = (
 
 @dataclass(frozen=True)
 class Selection:
-    """What is chosen of a store."""
+    """Which rows of a store are used."""
 
     since: float = 0.0  # rows that finished at this time or later are new
     replay: float = 0.4  # share of old rows among those trained on, if there are as many
@@ -38,7 +38,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Rows by what they are used for."""
+    """The selected rows, by their use."""
 
     train: list[TrafficRow]
     stop: Mapping[str, list[TrafficRow]] = field(default_factory=dict)  # by NEW and OLD; never trained on

@@ -10,7 +10,7 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.learn.activity import Activity
-from paceline.learn.yielding import StoppedTime, Yielding
+from paceline.learn.training.yielding import StoppedTime, Yielding
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.transformer import Transformer
 from paceline.options import check_number
@@ -19,7 +19,7 @@ from paceline.train.sequences import load_target
 
 @dataclass(frozen=True)
 class Limits:
-    """How much a trainer may take. On a CPU its low priority is enough, so the shares are of a GPU's time."""
+    """How much a trainer may use. The shares are of a GPU's time; on a CPU its low priority is enough."""
 
     threads: int = 1
     gpu_share: float = 0.1

@@ -8,8 +8,8 @@ from typing import Any
 
 import typer
 
-from paceline.learn.early_stop import Kept
-from paceline.learn.fine_tune import Candidate
+from paceline.learn.training.early_stop import Kept
+from paceline.learn.training.fine_tune import Candidate
 from paceline.terminal.session import note
 from paceline.train.progress import Progress
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.learn.early_stop import EarlyStop, Kept
-from paceline.learn.limits import load_target_beside_server
-from paceline.learn.objectives import objective_for, options_for
-from paceline.learn.rows import TrafficRow
-from paceline.learn.selection import Selection, choose, examples_of, generic_rows
-from paceline.learn.store import TrafficStore
-from paceline.learn.yielding import Yielding
+from paceline.learn.data.rows import TrafficRow
+from paceline.learn.data.selection import Selection, choose, examples_of, generic_rows
+from paceline.learn.data.store import TrafficStore
+from paceline.learn.training.early_stop import EarlyStop, Kept
+from paceline.learn.training.limits import load_target_beside_server
+from paceline.learn.training.objectives import objective_for, options_for
+from paceline.learn.training.yielding import Yielding
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.checkpoint import WEIGHTS, HeadCheckpoint, load_head
 from paceline.models.heads.config import TargetName
@@ -29,9 +29,9 @@ from paceline.train.options import TrainOptions
 from paceline.train.progress import Progress
 from paceline.train.trainer import Trainer
 
-CANDIDATE = "candidate.json"  # named so last: without it, there is no candidate
+CANDIDATE = "candidate.json"  # renamed to this last: without it there is no candidate
 MAX_EPOCHS = 3  # passes over the rows of a training, at most
-GPU_BATCH_TOKENS = 2048  # of a step: requests stand still beside it
+GPU_BATCH_TOKENS = 2048  # of a step: requests stand still meanwhile
 UNFINISHED = "candidate.json.unfinished"
 OnProgress = Callable[[Progress, Kept | None], None]  # the steps so far, and the head if it was measured
 
@@ -89,8 +89,8 @@ def fine_tune(
 ) -> Candidate | None:
     """Train the head on the store's rows, and write what drafts best on held-back rows to `out`.
 
-    None if it was stopped. A candidate that does not gain is not written. ConfigError if the store or the
-    head is another target's, if there are too few rows, or if the loss is not a number.
+    None if it was stopped. A candidate that gains nothing is not written. ConfigError if the store or the
+    head belongs to another target, if there are too few rows, or if the loss is not a number.
     """
     selection, yielding = selection or Selection(), yielding or Yielding()
     config = checkpoint.config
@@ -102,7 +102,7 @@ def fine_tune(
     old = generic_rows(generic, config.vocab_size, selection.max_length)
     began, chosen = time.time(), choose(traffic.rows(), old, selection)
     remove_candidate(out, head)
-    make_folder(out, mode=0o700)  # a head gives away what it was trained on
+    make_folder(out, mode=0o700)  # a head can reveal what it was trained on
     objective = objective_for(parent, load_target_beside_server(checkpoint, device), name, learning)
 
     def examples(rows: Sequence[TrafficRow]) -> Examples:
@@ -136,7 +136,7 @@ def fine_tune(
 def _train_options(
     head: HeadCheckpoint, options: FineTuneOptions, selection: Selection, device: str
 ) -> TrainOptions:
-    """The trainer's options. Its own held-out rows are none: the early stop has others."""
+    """The trainer's options. It holds out no rows itself, because the early stop does."""
     return options_for(
         head,
         max_steps=options.steps,
@@ -151,7 +151,7 @@ def _train_options(
 
 
 def _train(trainer: Trainer, stopping: EarlyStop, yielding: Yielding, report: OnProgress) -> Progress:
-    """Train until the steps are done, nothing is gained any more, or `yielding` stops it."""
+    """Train until the steps are done, the head no longer improves, or `yielding` stops it."""
 
     def on_progress(progress: Progress) -> bool:
         if progress.step == 0:
@@ -179,9 +179,9 @@ def read_candidate(folder: Path) -> Candidate | None:
 
 
 def remove_candidate(folder: Path, parent: Path) -> None:
-    """Delete a candidate, whole or not; ConfigError if the folder has a head that is none.
+    """Delete a candidate, complete or not; ConfigError if the folder has a head that is not a candidate.
 
-    Its note goes last, so that after a kill it is still known for a candidate.
+    Its note is deleted last, so that after a kill the folder is still recognized as a candidate's.
     """
     notes = [folder / CANDIDATE, folder / UNFINISHED]
     if not any(note.exists() for note in notes):
@@ -196,7 +196,7 @@ def remove_candidate(folder: Path, parent: Path) -> None:
 
 
 def _write(candidate: Candidate, best: Kept, out: Path) -> None:
-    """Write the head and then its note: a kill leaves no candidate, or a whole one."""
+    """Write the head and then its note: a kill leaves no candidate or a complete one."""
     with writing(out, "Make room, and train again."):
         (out / UNFINISHED).write_text(json.dumps(asdict(candidate), indent=1) + "\n")
         best.write(out)

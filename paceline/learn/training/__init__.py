@@ -1,0 +1,1 @@
+"""The trainer: from rows and a head to a candidate, in a process that yields to the server."""
