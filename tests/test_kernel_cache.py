@@ -158,7 +158,7 @@ def test_an_unwritable_folder_is_no_error(
     assert run(tmp_path) == 0  # nothing half written is taken for a kernel
 
 
-def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_folder_the_error_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_HOME", "~no-such-user/cache")
     with pytest.raises(ConfigError, match="Set PACELINE_HOME to a folder"):
         home.paceline_home()

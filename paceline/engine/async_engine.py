@@ -233,7 +233,7 @@ class AsyncEngine:
         def swap() -> None:
             try:
                 self._engine.replace_head(name, drafter)
-            except Exception as error:  # a head that does not fit: the present one stays
+            except Exception as error:  # a head that does not fit: the current one stays
                 self._in_loop(settle, error)
             else:
                 self._in_loop(settle, None)

@@ -62,7 +62,7 @@ class Connection:
             self._writer.write(len(data).to_bytes(4, "little") + data)
 
     async def drain(self) -> None:
-        """Return when what was sent is on its way. OSError if the connection is closed."""
+        """Return when all sent messages are on their way. OSError if the connection is closed."""
         await asyncio.sleep(0)  # the flush
         await self._writer.drain()
 
@@ -91,13 +91,13 @@ class Link(Connection):
         self.replica = replica
         self.weights_id = weights_id
         self.heard = asyncio.get_running_loop().time()  # when it last sent something
-        self.state: dict[str, Any] = {}  # the last that it told
-        self.others = 0  # requests that it then had from other ingresses
+        self.state: dict[str, Any] = {}  # the last state that it reported
+        self.others = 0  # requests that it had from other ingresses at that time
         self.draining = False  # it takes no more requests
 
 
 class LinkOwner(Protocol):
-    """Who listens to replicas."""
+    """The receiver of replicas' messages."""
 
     def linked(self, link: Link) -> bool:
         """A replica has connected. False: refuse it."""

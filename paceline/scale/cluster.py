@@ -1,4 +1,4 @@
-"""A Ray cluster to deploy to: one that is there, or one that is started on this machine and stopped again."""
+"""The Ray cluster to deploy to: an existing one, or one started on this machine and stopped again."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def cluster(scale: ScaleOptions) -> Iterator[Any]:
 
 
 def machine_resources() -> dict[str, float]:
-    """What this machine has, in Ray's words, for when no cluster is there to ask."""
+    """This machine's resources, in Ray's words, for when there is no cluster."""
     return {"CPU": usable_cores(), "GPU": 1 if find_gpu().usable else 0}
 
 

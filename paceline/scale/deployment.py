@@ -1,7 +1,7 @@
 """Replicas on Ray Serve: the deployment of engines, and how an ingress finds them.
 
-Serve places, starts, watches, scales and replaces replicas. Requests and tokens take another way
-(channel.py), so a replica tells Serve its load, and drains by itself.
+Serve places, starts, watches, scales and replaces replicas. Requests and tokens do not go through Serve
+(channel.py does it), so a replica reports its load to Serve and drains itself.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CHECK_TIMEOUT = 5.0  # of a health check; three that fail in a row replace the r
 
 @dataclass(frozen=True)
 class ReplicaSnapshot:
-    """What a replica has counted."""
+    """A replica's counters."""
 
     replica: str
     metrics: Metrics
@@ -86,11 +86,11 @@ class Replica:
             await self._worker.link(address)
 
     def describe(self) -> Description:
-        """What an ingress must know."""
+        """The description of this replica for an ingress."""
         return self._worker.description
 
     def snapshot(self) -> ReplicaSnapshot:
-        """What was counted so far."""
+        """The counters so far."""
         return ReplicaSnapshot(self._worker.name, self._metrics.snapshot())
 
     def check_health(self) -> None:
@@ -122,7 +122,7 @@ def wanted_replicas(context: AutoscalingContext) -> tuple[float, dict[str, Any]]
 
 
 def description(config: EngineConfig, loaded: Loaded, facts: Mapping[str, str]) -> Description:
-    """What an ingress must know of a loaded engine."""
+    """The description of a loaded engine for an ingress."""
     engine = loaded.engine
     weights = [loaded.fingerprint[:12], facts["backend"], facts["quantization"]]
     weights += [f"{name}:{adapter_fingerprint(folder)}" for name, folder in config.model.adapters.items()]
@@ -185,7 +185,7 @@ class ServeReplicas:
     """Implements Replicas over the handle of a deployment."""
 
     def __init__(self, handle: DeploymentHandle, timeout: float) -> None:
-        """`timeout` in seconds for what all replicas are asked."""
+        """`timeout` in seconds for calls to all replicas."""
         self._handle = handle
         self._timeout = timeout
 
@@ -197,7 +197,7 @@ class ServeReplicas:
         await self.describe()  # a call that waits for a replica makes Serve start one
 
     async def snapshots(self) -> Sequence[ReplicaSnapshot]:
-        """What each replica has counted; none if one does not answer in time."""
+        """Each replica's counters; none if one does not answer in time."""
         with suppress(Exception):
             answers = await self._broadcast("snapshot")
             return [answer for answer in answers if isinstance(answer, ReplicaSnapshot)]

@@ -20,7 +20,7 @@ from paceline.scale.wire import RemoteRequest, TokenUpdate, decode_error, encode
 
 logger = logging.getLogger(__name__)
 
-MAX_FRUITLESS = 5  # attempts in a row that gave no token, after which a request fails
+MAX_FRUITLESS = 5  # attempts in a row without a token, after which a request fails
 
 
 class RemoteObserver(Protocol):
@@ -70,7 +70,7 @@ class Dispatcher:
         return [child for run in runs for child in run.children if child.finish_reason is None]
 
     async def _attempt(self, run: RemoteRun, first: RemoteRequest) -> None:
-        """Run what is left of a request on one replica. Raises Lost if that replica will not end it."""
+        """Run the rest of a request on one replica. Raises Lost if that replica will not finish it."""
         link = await self._choose(run)
         self._num_attempts += 1
         key = f"{self._name}-{self._num_attempts}"
@@ -107,7 +107,7 @@ class Dispatcher:
     # --- called by Links ---
 
     def replica_lost(self, replica: str) -> None:
-        """Move the requests of a replica that is gone; another one of this name has nothing cached."""
+        """Move the requests of a lost replica, and forget its cache: a new one of this name has none."""
         self._routing.forget(replica)
         for run in list(self._runs.values()):
             if run.replica == replica:

@@ -10,7 +10,7 @@
                                            <--    serves: id, and why not if it could not be used
 
 A replica's state names the head that it drafts with. An ingress that learns sends a `head` message to every
-replica that uses another head than the present one, so new and restarted replicas get it too.
+replica that uses another head than the current one, so new and restarted replicas get it too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FIRST = ""  # id of the head that replicas are started with: it is never sent
 FILES = ("config.json", WEIGHTS[0])
 PART_BYTES = 1 << 20  # of a message; requests can be sent between two of them
 LOOK_SECONDS = 1.0  # the longest time between two checks of which head replicas use
-KEPT = 3  # heads on the disk of a replica: those of a trial, and the one before
+KEPT = 3  # heads on the disk of a replica: the two of a trial, and the previous one
 UNFINISHED = ".unfinished"  # the suffix of a head's folder until all parts are there
 FOLDERS = "paceline-heads-"  # of replicas, with their process ids
 ORDERED = ("report", "trainer", "head", "part")  # kinds of messages for HeadReceiver
@@ -158,7 +158,7 @@ def remove_orphans() -> None:
 
 
 def encode_step(stats: StepStats) -> Message:
-    """What a Learner's observers read of a step."""
+    """The fields of a step that a Learner's observers read."""
     drafts = [[draft.drafter, draft.segment, draft.count, draft.accepted] for draft in stats.drafts]
     counts = (stats.requests, stats.rows, stats.prefill_tokens, stats.new_tokens)
     return ["step", counts, [stats.failed, stats.disturbed], stats.total_time, drafts]
@@ -203,14 +203,14 @@ class HeadPush:
     def __init__(
         self, links: Callable[[], Mapping[str, Link]], first: Path, observers: Sequence[Observer]
     ) -> None:
-        """`links`: to the replicas that are there now; `observers` are told of their steps."""
+        """`links`: to the current replicas; `observers` get their steps."""
         self._links, self._first, self._observers = links, first, observers
         self._order: _Order | None = None
         self._activity: Path | None = None  # of the trainer
         self._asked: WeakSet[Link] = WeakSet()  # to report their steps
         self._ordered: WeakKeyDictionary[Link, str] = WeakKeyDictionary()  # the ids that were ordered last
         self._sending: set[tuple[str, str]] = set()  # replica and id
-        self._refused: dict[Link, str] = {}  # why a replica does not use the present head
+        self._refused: dict[Link, str] = {}  # why a replica does not use the current head
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -220,7 +220,7 @@ class HeadPush:
         return {"state": self._state, "wants": self._wants, "serves": self._serves, "step": self._step}
 
     async def replace(self, method: str, folder: Path) -> None:
-        """Return when all replicas that are there draft with the head in this folder.
+        """Return when all current replicas draft with the head in this folder.
 
         BackendError if one of them cannot: the others draft with it until another head is ordered.
         """
@@ -238,7 +238,7 @@ class HeadPush:
                     await self._changed.wait()
 
     def watch_trainer(self, activity: Path) -> None:
-        """Name the file of the trainer's Activity to all replicas, and to those to come."""
+        """Send the path of the trainer's Activity to all replicas, also to later ones."""
         self._activity = activity
         for link in self._asked:
             self._send_activity(link)

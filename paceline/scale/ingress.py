@@ -1,4 +1,4 @@
-"""The HTTP API as a Serve deployment, for clusters where no `paceline serve` process stands in front."""
+"""The HTTP API as a Serve deployment, for clusters without a `paceline serve` process in front."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OptionGroups = tuple[dict[str, Any], ServeOptions, ScaleOptions]
 
 
 def split_options(options: Mapping[str, Any]) -> OptionGroups:
-    """Options by whom they concern: engine, server, replicas. ConfigError for an unknown one."""
+    """The options of engine, server and replicas. ConfigError for an unknown one."""
     server_names = {item.name for item in fields(ServeOptions)}
     scale_names = {item.name for item in fields(ScaleOptions)}
     engine: dict[str, Any] = {}
@@ -103,7 +103,7 @@ class Ingress:
         self.http_app = make_app(service, options, fleet.own, (), shown)
 
     async def post(self, path: str, body: Mapping[str, Any], api_key: str | None = None) -> dict[str, Any]:
-        """For other deployments: the answer to a POST, routed as those of HTTP clients are."""
+        """For other deployments: the answer to a POST, routed like one of an HTTP client."""
         return await calls.post(self.http_app, path, body, api_key)
 
     async def stream(

@@ -83,7 +83,7 @@ def remove(models: Iterable[RemoteModel]) -> None:
 def _launch(
     name: str, config: EngineConfig, options: ServeOptions, scale: ScaleOptions, share: Resources
 ) -> ServeReplicas:
-    """The replicas of one model. ConfigError if they do not come up."""
+    """The replicas of one model. ConfigError if they do not start."""
     from ray import serve
 
     from paceline.scale.deployment import ServeReplicas, replica_application

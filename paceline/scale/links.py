@@ -1,4 +1,4 @@
-"""Links: the replicas that answer an ingress, those that may get requests, and the id of their weights."""
+"""Links: the replicas that answer an ingress, which of them get requests, and the id of their weights."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 CHECKS = 10  # for silent replicas, per timeout
 SEARCH_SECONDS = 1.0  # between two searches for new replicas, while there may be more
-REPEAT_SECONDS = 10.0  # the same, while all are there
+REPEAT_SECONDS = 10.0  # between two searches while all are connected
 
 
 class Replicas(Protocol):
-    """Who starts replicas: Ray Serve, or a fake."""
+    """Starts replicas: Ray Serve, or a fake."""
 
     async def introduce(self, address: Address) -> None:
         """Make every replica connect to an ingress."""
@@ -43,14 +43,14 @@ class LinkOptions:
 
 
 class Owner(Protocol):
-    """Who sends requests to the replicas."""
+    """Sends requests to the replicas."""
 
     def received(self, link: Link, messages: list[Message]) -> None:
         """Messages about requests have arrived."""
         ...
 
     def replica_lost(self, replica: str) -> None:
-        """A replica will say nothing more."""
+        """A replica will send nothing more."""
         ...
 
     def num_sent(self, replica: str) -> int:
@@ -105,7 +105,7 @@ class Links:
         }
 
     async def wait_for_more(self) -> None:
-        """Return when a replica may have become usable; one is asked for."""
+        """Ask for a replica, and return when one may have become usable."""
         if self._waking is None:
             self._waking = asyncio.create_task(self._wake())
             self._tasks.add(self._waking)
@@ -113,7 +113,7 @@ class Links:
         await self._more.wait()
 
     async def _wake(self) -> None:
-        """Have a replica started where there is none, and let it connect."""
+        """Have a replica started if there is none, and let it connect."""
         try:
             with suppress(Exception):  # of Ray, while replicas start and stop: keep searching
                 await self._replicas.wake()
@@ -137,7 +137,7 @@ class Links:
         return total
 
     def handle(self, handlers: Mapping[str, Handler]) -> None:
-        """Call these too for messages of their kinds."""
+        """Call these functions too, for messages of their kinds."""
         self._handlers += handlers.items()
 
     def spare(self, link: Link) -> None:
@@ -168,7 +168,7 @@ class Links:
         return True
 
     def received(self, link: Link, messages: list[Message]) -> None:
-        """Handle what is not about requests, and pass on the rest."""
+        """Handle messages that are not about requests, and pass on the others."""
         handled = {kind for kind, _ in self._handlers}
         for message in [message for message in messages if message[0] in handled]:
             for _, handle in [each for each in self._handlers if each[0] == message[0]]:
@@ -178,7 +178,7 @@ class Links:
             self._owner.received(link, about_requests)
 
     def _note(self, link: Link, state: dict[str, Any]) -> None:
-        """A replica tells its state."""
+        """Store the state that a replica reports."""
         link.state = state
         if state["draining"]:
             self.spare(link)
@@ -198,7 +198,7 @@ class Links:
         self._owner.replica_lost(link.replica)
 
     def _pin_form(self) -> None:
-        """Keep the id of the weights while a replica that takes requests has it, else take another's."""
+        """Keep the id of the weights while a replica that accepts requests has it; else adopt another's."""
         found = [link.weights_id for link in self.by_replica.values() if not link.draining]
         if found and self.weights_id not in found:
             logger.warning("the weights of the replicas are now %s; they were %s", found[0], self.weights_id)
@@ -217,13 +217,13 @@ class Links:
             before = loop.time()
             await asyncio.sleep(timeout / CHECKS)
             if loop.time() - before > timeout / 2:
-                continue  # it was this process that stood still: what they sent is still to be read
+                continue  # this process stood still: the replicas' messages are still unread
             for link in list(self.by_replica.values()):
                 if loop.time() - link.heard > timeout:
                     self._give_up(link, f"nothing was heard for {timeout:g} s")
 
     async def _search(self) -> None:
-        """Get to know new replicas: often while there may be more, and else now and then."""
+        """Search for new replicas: often while some are missing, otherwise now and then."""
         while True:
             complete = len(self.by_replica) >= self._options.most
             await asyncio.sleep(REPEAT_SECONDS if complete else SEARCH_SECONDS)

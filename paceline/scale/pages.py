@@ -1,4 +1,4 @@
-"""What a server of replicas shows: /metrics added up, /metrics/replicas and /replicas by replica."""
+"""The pages of a server of replicas: /metrics added up, /metrics/replicas and /replicas by replica."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STATE = ("running", "waiting", "kv_usage", "prefix_queries", "prefix_hits")
 
 
 class Counted(Protocol):
-    """What a replica has counted."""
+    """A replica's counters."""
 
     @property
     def replica(self) -> str: ...
@@ -45,13 +45,13 @@ class ReplicaState(BaseModel):
     running: int
     waiting: int
     kv_cache_usage: float
-    draining: bool  # it finishes its requests and gets no others
+    draining: bool  # it finishes its requests and gets no new ones
     silent_seconds: float  # since it was last heard
 
 
 class ReplicaStates(BaseModel):
     replicas: list[ReplicaState]
-    resumed: int  # times that a request went on after its replica was lost
+    resumed: int  # times that a request continued after its replica was lost
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class FleetMetrics:
     """The metrics of an ingress and of a model's replicas.
 
     Requests are counted at the ingress, once each and as their clients see them; passes and drafts by the
-    replicas. What replicas that are gone have counted stays in the sums.
+    replicas. The counts of lost replicas stay in the sums.
     """
 
     def __init__(self, fleet: ModelFleet, prefix: str) -> None:
@@ -85,7 +85,7 @@ class FleetMetrics:
         return Page(View(total, engine.state, engine.failure is None), self._prefix)
 
     async def by_replica(self) -> list[Page]:
-        """A page for each replica that is there."""
+        """A page for each connected replica."""
         await self._update()
         pages = []
         for name, link in sorted(self._fleet.engine.links.items()):

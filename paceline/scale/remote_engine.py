@@ -92,7 +92,7 @@ class RemoteEngine:
 
     @property
     def num_resumed(self) -> int:
-        """How often a request went on after its replica was lost."""
+        """How often a request continued after its replica was lost."""
         return self._dispatcher.num_resumed
 
     # --- EngineClient ---
@@ -204,17 +204,18 @@ class RemoteEngine:
         self._intake.forget(stream.request_id)
 
     def push_heads(self, first: Path, observers: Sequence[Observer]) -> None:
-        """Let `replace_head` be used, and tell these of the replicas' steps. `first`: their own head."""
+        """Enable `replace_head`, and pass the replicas' steps to the observers. `first`: their initial
+        head."""
         self._heads = HeadPush(lambda: self._dispatcher.links.usable, first, observers)
         self._dispatcher.links.handle(self._heads.handlers)
 
     def watch_trainer(self, activity: Activity) -> None:
-        """Let replicas on this machine note of each pass whether the trainer computed beside it."""
+        """Let replicas on this machine record for each pass whether the trainer computed beside it."""
         assert self._heads is not None, "push_heads comes first"
         self._heads.watch_trainer(activity.path)
 
     async def replace_head(self, name: str, head: Path) -> None:
-        """Let all replicas, and those to come, draft with the head in a folder: see HeadPush."""
+        """Let all replicas, also later ones, draft with the head in a folder: see HeadPush."""
         assert self._heads is not None, "push_heads comes first"
         await self._heads.replace(name, head)
 

@@ -45,11 +45,13 @@ class RemoteRun:
         self.stream = stream
         self.prefix_hashes = prefix_hashes
         self.session = session
-        self.weights_id: str | None = None  # of the weights that gave the tokens so far
+        self.weights_id: str | None = None  # of the weights that produced the tokens so far
         self._loop = asyncio.get_running_loop()
-        self.ended: asyncio.Future[None] = self._loop.create_future()  # the attempt: done, or why it is lost
-        self.replica: str | None = None  # that has the attempt
-        self.cut_short = False  # an output was ended here, by its text, which its replica does not know
+        self.ended: asyncio.Future[None] = (
+            self._loop.create_future()
+        )  # done when the attempt ends; its exception: why it is lost
+        self.replica: str | None = None  # that runs the attempt
+        self.cut_short = False  # the ingress ended an output by its text; its replica does not know
         self._tokenizer = tokenizer
         self._clock = clock
         self._metrics: RequestMetrics | None = None  # as the last replica counted
@@ -84,7 +86,7 @@ class RemoteRun:
                 child.status = Status.RUNNING
 
     def add(self, update: TokenUpdate) -> tuple[Delta, Update] | None:
-        """Append the tokens that are new here. None: there are none. Raises Lost if some are missing."""
+        """Append the tokens that are new here; None if there are none. Raises Lost if some are missing."""
         child = self.children[update.child]
         if child.finish_reason is not None:
             return None  # its text ended it here, or an attempt started over
@@ -107,7 +109,7 @@ class RemoteRun:
         return self._news(child, tokens)
 
     def finish(self, output: dict[str, Any]) -> None:
-        """Take what the replica counted."""
+        """Take the replica's metrics."""
         self._metrics = decode_metrics(output["metrics"])
         if output["prompt_logprobs"] is not None:
             entries = [decode_logprobs(entry) for entry in output["prompt_logprobs"]]

@@ -37,11 +37,11 @@ class Routing(Protocol):
         ...
 
     def record(self, replica: str, prefix_hashes: Sequence[int], session: str | None) -> None:
-        """Note that a replica got this request."""
+        """Record that a replica got this request."""
         ...
 
     def forget(self, replica: str) -> None:
-        """Drop what was noted about a replica that is gone, or whose cache is empty."""
+        """Forget a replica that is gone or whose cache is empty."""
         ...
 
 
@@ -101,7 +101,7 @@ class PrefixRouting:
 
 @dataclass
 class _Replica:
-    """The pages that a replica probably has cached: those it got last."""
+    """The pages that a replica probably has cached: the last ones that it got."""
 
     pages: OrderedDict[int, None] = field(default_factory=OrderedDict)  # by hash, oldest first
     last_used: int = 0
@@ -123,7 +123,7 @@ _NEW = _Replica()
 
 
 class LeastLoadedRouting:
-    """Load alone; equal loads in the order of last use. To compare with."""
+    """By load only, least recently used first among equals. A baseline."""
 
     def __init__(self) -> None:
         self._policy = PrefixRouting(RoutingOptions(session_pages=0))
@@ -139,7 +139,7 @@ class LeastLoadedRouting:
 
 
 class RandomRouting:
-    """Any replica, by a seeded generator. To compare with."""
+    """A random replica, by a seeded generator. A baseline."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)

@@ -1,7 +1,7 @@
-"""Watchdog: a child process that kills its parent when that says nothing for too long.
+"""Watchdog: a child process that kills its parent when the parent is silent for too long.
 
-Ray asks a process to end; one that is stopped or deadlocked never does, and keeps its CPUs or GPU, so that no
-other replica can take its place.
+Ray asks a process to end. A process that is stopped or deadlocked never does, and keeps its CPUs or GPU, so
+that no other replica can replace it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Watchdog:
         self._feeding = asyncio.create_task(self._feed())
 
     def stop(self) -> None:
-        """End the watch; this process may then do nothing."""
+        """End the watch: this process may then be silent."""
         self._feeding.cancel()
         assert self._child.stdin is not None
         self._child.stdin.close()

@@ -1,7 +1,7 @@
-"""What travels between an ingress and its replicas: requests one way, tokens the other way.
+"""The messages between an ingress and its replicas: requests one way, tokens the other way.
 
-All of it goes over one TCP connection per replica and ingress as JSON frames (see channel.py): nothing that
-is read from it can run code.
+They are JSON frames on one TCP connection per replica and ingress (see channel.py), so nothing that is read
+can run code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.errors import BackendError, PacelineError
 
 
 class Address(NamedTuple):
-    """Where an ingress listens for tokens. Who connects must know the secret."""
+    """Where an ingress listens for tokens. A replica needs the secret to connect."""
 
     host: str
     port: int
@@ -31,7 +31,7 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True)
 class Description:
-    """What an ingress must know of a replica to check requests as the replica would."""
+    """What an ingress must know about a replica to check requests as the replica would."""
 
     weights_id: str  # only replicas with the same one give the same bytes
     limits: Limits
@@ -66,7 +66,7 @@ def encode_request(request: RemoteRequest) -> list[Any]:
 
 
 def decode_request(encoded: Mapping[str, Any]) -> RemoteRequest:
-    """The request again. JSON has only texts as keys of objects, hence the numbers."""
+    """The request of `encode_request`'s JSON, whose keys are texts: numbers are converted back."""
     params, structure, resume = encoded["params"], encoded["structure"], encoded["resume"]
     bias = {int(token): value for token, value in params["logit_bias"].items()}
     values = {
@@ -125,7 +125,7 @@ def decode_error(encoded: Sequence[str]) -> PacelineError:
 
 
 def encode_output(output: RequestOutput) -> dict[str, Any]:
-    """What the ingress cannot count by itself: metrics and prompt log-probabilities."""
+    """The parts of an output that the ingress cannot compute: metrics and prompt log-probabilities."""
     prompt = output.prompt_logprobs
     return {
         "metrics": asdict(output.metrics),

@@ -113,7 +113,7 @@ def test_two_interleaved_branches_longer_than_a_window(pair: Pair) -> None:
         np.testing.assert_allclose(logits[branch::2], expected, rtol=0, atol=CLOSE)
 
 
-def test_decoding_goes_on_from_a_committed_branch(pair: Pair) -> None:
+def test_decoding_continues_from_a_committed_branch(pair: Pair) -> None:
     request = pair.request()
     request.extend(PROMPT)
     request.run(TREE_TOKENS, TREE_PARENTS)

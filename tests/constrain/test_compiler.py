@@ -138,7 +138,7 @@ def test_a_model_that_cannot_end_a_text_follows_no_grammar():
         own.compile(StructuredOutputsParams(regex="a"))
 
 
-def test_a_grammar_that_a_request_has_used_up_is_compiled_anew():
+def test_a_grammar_that_a_request_has_used_up_is_compiled_again():
     """Requests of one grammar share its automaton, whose size is limited. The next is not to inherit it."""
     tight = GrammarCompiler(TOKENIZER, TOKENIZER.vocab_size, GrammarLimits(max_lexer_states=60))
     params = StructuredOutputsParams(regex=r"(\w+\s*){1,500}\p{L}{1,500}")

@@ -104,7 +104,7 @@ def ask(engine, structure, **options):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_forced_tokens_are_drafted_for_all_who_do_not_say_off_and_always_accepted(temperature):
+def test_forced_tokens_are_drafted_unless_drafting_is_off_and_always_accepted(temperature):
     engine = make_engine(drafters={})
     for plan in (None, "auto", "grammar"):
         (request,) = ask(engine, {"json": CALL}, speculative=plan, temperature=temperature)
@@ -133,7 +133,7 @@ def test_a_text_that_is_forced_altogether_takes_two_passes():
     assert (request.detokenizer.text, request.finish_reason, steps) == ("triangle_area", "stop", 2)
 
 
-def test_drafters_go_on_behind_forced_tokens():
+def test_drafters_continue_after_forced_tokens():
     """The second answer copies the first one's values behind the keys, which are forced."""
     engine = make_engine()
     first, second = (

@@ -9,7 +9,7 @@ from tests.toy import drain
 
 
 @pytest.mark.parametrize("plan", ["off", "grammar", "suffix tree"])
-def test_a_constrained_output_goes_on_where_it_was_cut(plan: str) -> None:
+def test_a_constrained_output_continues_where_it_was_cut(plan: str) -> None:
     wanted = list(requests(PLANS[plan]))
     whole = served(make_engine(), wanted)
     engine, pairs = make_engine(), []

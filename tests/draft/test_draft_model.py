@@ -168,7 +168,7 @@ def test_requests_that_begin_to_draft_late_compute_their_common_pages_once():
     assert accepted == drafted > 20
 
 
-def test_a_request_that_outgrows_the_drafts_context_goes_on_without_drafts():
+def test_a_request_that_outgrows_the_drafts_context_continues_without_drafts():
     drafter = toy_drafter(longest=40)
     engine = drafting_engine(drafter, chain(4), tree(6, 2))
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)

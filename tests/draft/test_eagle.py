@@ -195,7 +195,7 @@ def test_prompts_that_were_warmed_up_with_one_token_are_found_with_their_feature
         assert accepted == drafted > 40
 
 
-def test_a_conversation_goes_on_from_the_pages_of_its_last_answer():
+def test_a_conversation_continues_from_the_pages_of_its_last_answer():
     drafter = toy_eagle()
     engine = eagle_engine(drafter, chain(5))
     tokens = prompt(4, 11)
@@ -245,7 +245,7 @@ def test_features_that_were_never_seen_make_poor_guesses_and_nothing_else():
     assert not request.failed_drafters
 
 
-def test_a_request_that_outgrows_the_heads_context_goes_on_without_drafts():
+def test_a_request_that_outgrows_the_heads_context_continues_without_drafts():
     drafter = toy_eagle(longest=40)
     engine = eagle_engine(drafter, chain(4), tree(6, 2))
     short, long = (

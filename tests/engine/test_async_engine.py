@@ -130,7 +130,7 @@ def test_a_cancelled_submit_leaves_nothing_behind() -> None:
     assert engine.kv.usage == 0
 
 
-def test_a_refused_request_is_reported_and_the_others_go_on() -> None:
+def test_a_refused_request_is_reported_and_the_others_continue() -> None:
     async def work(front: AsyncEngine) -> None:
         async with await front.submit([4, 5], UNTIL_ENDED, "good") as good:
             with pytest.raises(RequestError, match="outside the vocabulary"):

@@ -174,7 +174,7 @@ def test_an_engine_without_work_is_never_stuck():
     asyncio.run(asyncio.wait_for(work(), 60))
 
 
-def test_health_reports_that_the_engine_is_stuck_and_that_it_goes_on():
+def test_health_reports_that_the_engine_is_stuck_and_that_it_continues():
     backend = Gate()
     with serving(toy_engine(backend), stuck_timeout=0.05) as client:
         expected = client.complete(max_tokens=4, temperature=0).json["choices"]

@@ -205,7 +205,7 @@ class Failing(Head):
         raise RuntimeError("no memory")
 
 
-def test_lookups_go_on_without_a_head_that_failed():
+def test_lookups_continue_without_a_head_that_failed():
     """It is not asked again, and passes stay on the device."""
     both = DraftPlan("ngram", LENGTH, otherwise=DraftPlan("scripted", 2), enough=0.5)
     backend, head = Repeating(on_device=True), Failing({}, "right")

@@ -347,7 +347,7 @@ def test_requests_that_wait_for_a_slot_do_not_delay_others():
     assert backend.num_launched == before + 2
 
 
-def test_a_pass_that_fails_ends_its_requests_and_the_engine_goes_on():
+def test_a_pass_that_fails_ends_its_requests_and_the_engine_continues():
     engine, backend = steady_engine()
     requests = list(engine.scheduler.running)
     backend.fail_next = RuntimeError("lost")

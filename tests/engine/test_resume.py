@@ -65,7 +65,7 @@ def differing(made: dict[tuple[int, int], Request]) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("drafts", DRAFTS)
-def test_cut_after_any_token_it_goes_on_as_if_it_had_not_been(drafts: str, on_device: bool) -> None:
+def test_an_output_cut_after_any_token_continues_as_if_it_were_whole(drafts: str, on_device: bool) -> None:
     assert differing(resumed_everywhere(engine_with(drafts, on_device))) == []
 
 
@@ -82,7 +82,7 @@ def test_a_sampler_that_does_not_know_the_tokens_is_found_out(plant: Plant) -> N
     assert {number % 9 for number, _ in differing(made)} >= {7}  # penalties
 
 
-def test_of_n_outputs_those_named_go_on_each_with_its_own_tokens() -> None:
+def test_of_n_outputs_those_named_continue_each_with_its_own_tokens() -> None:
     params = SamplingParams(n=3, temperature=0.8, seed=5, max_tokens=12, ignore_eos=True, logprobs=1)
     ids = prompt(3, 17)
     engine = toy_engine()

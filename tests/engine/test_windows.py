@@ -45,7 +45,7 @@ def test_few_pages_are_enough_and_texts_stay_the_same(backend, alone, style):
     assert engine.scheduler.num_preemptions == 0
 
 
-def test_a_text_goes_on_after_its_cached_prefix(backend, alone):
+def test_a_text_continues_after_its_cached_prefix(backend, alone):
     whole = WANTED[0][0] + alone[0][0]
     longer = (whole, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
     (expected,), _ = run(backend, [longer])

@@ -155,7 +155,7 @@ def test_the_weight_of_a_node_recomputed_from_above(plant):
 
 
 @pytest.mark.parametrize("rule", [block, traversal])
-def test_a_residual_without_mass_taken_for_a_certain_one(rule, plant):
+def test_a_residual_that_sums_to_zero_taken_for_a_certain_one(rule, plant):
     def careless(weight, total):
         return total / (total + 1.0 - weight) if total > 0 else 1.0
 
@@ -164,7 +164,7 @@ def test_a_residual_without_mass_taken_for_a_certain_one(rule, plant):
 
 
 @pytest.mark.parametrize("rule", CHAIN_RULES)
-def test_a_text_that_goes_on_after_its_end(rule):
+def test_a_text_that_continues_after_its_end(rule):
     world = sampled_world(3, 0, {})
     blind = grow_through_samplers({}, ending=-1)
     assert error(world, drawn_chain(3), rule, blind) > FAR

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.real
 
 
 @pytest.mark.parametrize("turn", [0, *repeated(*range(1, 7))])
-def test_every_method_goes_on_where_another_engine_stopped(
+def test_every_method_continues_where_another_engine_stopped(
     turn: int, model: LoadedModel, configs: Configs, cases: list[Case], truth: Truth
 ) -> None:
     """Each case with another method, cut after another number of tokens; logits are those of one run."""

@@ -135,7 +135,7 @@ def test_a_fetched_model_is_served_from_the_cache_when_the_hub_is_away(
         resolve("org/other")
 
 
-def test_a_hub_that_cannot_be_reached_is_no_riddle(
+def test_an_unreachable_hub_is_named_with_the_remedy(
     hub: type[StandIn], model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import httpx
@@ -164,7 +164,7 @@ def test_gguf_files_are_found_by_quantization_and_by_name(hub: type[StandIn]) ->
         resolve("org/files:Q2_K")
 
 
-def test_a_download_that_broke_off_goes_on_where_it_was(
+def test_a_download_that_broke_off_continues_where_it_was(
     hub: type[StandIn], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants

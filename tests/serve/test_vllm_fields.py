@@ -174,7 +174,7 @@ def test_a_prompt_can_end_within_the_last_message() -> None:
         assert continued == "<|user|>hello<|end|><|assistant|>Well, "
 
 
-def test_an_answer_goes_on_where_the_last_message_ends() -> None:
+def test_an_answer_continues_where_the_last_message_ends() -> None:
     tokenizer = byte_tokenizer(PLAIN_TEMPLATE.replace("m.role", "(m.role|replace('assistant', 'answer'))"))
     begun = [{"role": "user", "content": "hello there"}, {"role": "assistant", "content": "hello"}]
     answer = ask(CHAT, tokenizer, messages=begun, temperature=0, continue_final_message=True)

@@ -124,7 +124,7 @@ def test_answers_of_one_machine_train_a_head_on_another(
     assert (before != after).any()
 
 
-def test_an_interrupted_command_says_what_is_kept_and_goes_on_there(
+def test_an_interrupted_command_says_what_is_kept_and_continues_there(
     paceline: Run, tiny_gguf: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ("train", "eagle3", tiny_gguf, "--workload", prompts, *SMALL, "--max-steps", "30")
