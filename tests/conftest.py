@@ -108,7 +108,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture
 def activity() -> Iterator[Activity]:
-    """What a server and its trainer tell each other."""
+    """The shared memory of a server and its trainer."""
     with new_activity() as made:
         yield made
 

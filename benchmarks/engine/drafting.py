@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.bench.simulate.world import CountingTokenizer
 from paceline.bench.timing import OnTurn
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
@@ -29,21 +30,6 @@ from paceline.options import check_integer
 VOCAB = 50_000
 STEPS = 400  # timed
 PHRASES = 300  # that texts are made of: repetitive enough for long drafts
-
-
-class NoText:
-    """A tokenizer for requests whose text is not used."""
-
-    eos_ids: frozenset[int] = frozenset()
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return b""
-
-    def is_special(self, token_id: int) -> bool:
-        return False
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return []
 
 
 @dataclass(frozen=True)
@@ -133,7 +119,7 @@ def _request(prompt: Sequence[int], max_tokens: int) -> Request:
         prompt,
         SamplingParams(temperature=0, max_tokens=max_tokens),
         limits=limits,
-        tokenizer=NoText(),
+        tokenizer=CountingTokenizer(),
         engine_seed=0,
         pool_tokens=limits.max_model_len,
         now=0.0,

@@ -88,7 +88,7 @@ class RMSNorm:
 
 
 class LayerNorm(RMSNorm):
-    """The same of the distance from the mean, without a bias."""
+    """RMSNorm of the distance from the mean: a LayerNorm without a bias."""
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         wide = hidden.float()
@@ -117,7 +117,7 @@ def geglu_tanh(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """That of gpt-oss: both sides are kept within 7."""
+    """gpt-oss's SwiGLU: both sides are clamped to 7."""
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return gate * torch.sigmoid(gate * 1.702) * (up + 1)
 

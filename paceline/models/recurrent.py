@@ -126,7 +126,7 @@ class RecurrentMixer:
         return self.recurrence.output(torch.stack(mixed).to(normed.dtype))
 
     def advance(self, states: States, slot: int, rows: Sequence[int], checkpoints: Mapping[int, int]) -> None:
-        """Replace a slot's state by that after these rows of its last pass, a path from its state on.
+        """Replace a slot's state by the state after these rows of its last pass, a path that starts at it.
 
         `checkpoints`: the number of rows after which the state is stored too, and the slot for it.
         """
@@ -187,7 +187,7 @@ class CausalConvolution:
 
 
 class ShortConvolution:
-    """That of LFM2: a convolution over few tokens, gated before and after. Implements Recurrence."""
+    """LFM2's short convolution, gated before and after. Implements Recurrence."""
 
     def __init__(self, take: Take, name: str, config: ModelConfig, recurrent: RecurrentConfig) -> None:
         size, bias = config.hidden_size, recurrent.conv_bias

@@ -51,7 +51,7 @@ class Machine:
     busy_until: float = 0.0  # of the device
 
     def queue(self, seconds: float) -> float:
-        """When work of this length, launched now, has ended."""
+        """The time at which work of this length ends if it is launched now."""
         self.busy_until = max(self.busy_until, self.now) + seconds
         return self.busy_until
 
@@ -60,7 +60,7 @@ class Machine:
 
 
 def small_gpu_pass(requests: int, length: int, by_head: int) -> float:
-    """Of a 135M model on an H200, about."""
+    """About the passes of a 135M model on an H200."""
     return 0.56e-3 + 0.045e-3 * by_head + 2.0e-6 * requests * (1 + length)
 
 

@@ -1,4 +1,4 @@
-"""AsyncEngine: the same text as the engine alone; no request is lost, left running or waited for in vain."""
+"""AsyncEngine: the same text as the engine alone; no request is lost, left running or waited for forever."""
 
 from __future__ import annotations
 

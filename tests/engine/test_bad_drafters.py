@@ -122,7 +122,7 @@ def test_requests_whose_drafter_raises_are_decoded_plainly(truth, method, on_dev
 
 
 class Hangs(Nonsense):
-    """Does not come back until it is let go, which is never outside of a test."""
+    """Hangs until a test releases it."""
 
     def __init__(self) -> None:
         super().__init__(lambda: DraftTrees.chains([[5]]))

@@ -22,7 +22,7 @@ CHEAP, DEAR = "cheap", "dear"
 
 
 class Chains(Drafter):
-    """Drafts what will come, as far as it is told, each token with the same chance."""
+    """Drafts the true continuation up to a given length, each token with the same chance."""
 
     def __init__(self, name: str, length: int, chance: float | None) -> None:
         self.name = name
@@ -53,7 +53,7 @@ def engine_of(controller: Controller, *drafters: Drafter) -> Engine:
 
 
 def stepped(engine: Engine, requests: int = 1):
-    """The facts of the drafts of the first step that can draft."""
+    """The draft statistics of the first step that can draft."""
     for _ in range(requests):
         params = SamplingParams(temperature=0, max_tokens=PLAIN_OUTPUT, ignore_eos=True)
         engine.add_request(IDS, params)
@@ -75,10 +75,10 @@ def cascade(cheap: Chains, dear: Chains, enough: float, budget: int = 6) -> Engi
         ((3, 0.9), (4, 0.9), 1.5, CHEAP, 0),  # promises 0.9 + 0.81 + 0.73
         ((1, 0.9), (4, 0.9), 1.5, DEAR, 1),
         ((0, 0.9), (4, 0.9), 1.5, DEAR, 1),
-        ((1, 0.9), (0, 0.9), 1.5, CHEAP, 1),  # the other has nothing to say
+        ((1, 0.9), (0, 0.9), 1.5, CHEAP, 1),  # the other drafts nothing
         ((1, 0.9), (2, 0.1), 1.5, CHEAP, 1),  # or is less sure
         ((1, 0.9), (2, None), 1.5, DEAR, 1),
-        ((1, None), (4, 0.9), 1.5, CHEAP, 0),  # no opinion is no reason to ask another
+        ((1, None), (4, 0.9), 1.5, CHEAP, 0),  # an unknown chance is no reason to ask another drafter
     ],
 )
 def test_the_second_drafter_is_asked_where_the_first_expects_too_few_tokens(cheap, dear, enough, used, asked):
@@ -123,7 +123,7 @@ def test_the_second_drafter_replaces_one_that_failed():
 
 
 class Trims(FixedController):
-    """Keeps nodes that are likely enough; notes whom it was asked about."""
+    """Keeps nodes that are likely enough; records the requests that it was asked about."""
 
     def __init__(self, plan: DraftPlan, least: float) -> None:
         super().__init__(plan)

@@ -1,7 +1,7 @@
-"""After a pass that raised or gave NaN, everybody who was not in it gets the bytes of an undisturbed run.
+"""After a pass that raised or gave NaN, every request outside of it gets the bytes of an undisturbed run.
 
 A pass that is lost leaves rubbish, or NaN, where it should have written keys and values, as a device would
-that stopped half way. No request that ends well has read any of it, and none of it stays in the prefix cache.
+that stopped half way. No request that succeeds has read any of it, and none of it stays in the prefix cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAN = -666  # in keys and values: a request that reads it gets NaN
 
 
 class Disturbed(ToyBackend):
-    """Loses the next pass as it is told: it raises, or gives NaN to all or to the last of its requests."""
+    """Loses the next pass: it raises, or gives NaN to all or to the last of its requests."""
 
     lose_next: str | None = None
     lost = 0
@@ -96,7 +96,7 @@ def finish_and_judge(engine: Engine, added: list) -> None:
         else:
             assert request.output_token_ids == expected(number)[0][: request.num_output]
     assert engine.kv.usage == 0
-    again = dict.fromkeys([number for _, number in added][-5:])  # who would find pages of those before
+    again = dict.fromkeys([number for _, number in added][-5:])  # they would find pages of the earlier ones
     later = [(engine.add_request(*REQUESTS[number])[0], number) for number in again]
     drain(engine)
     for request, number in later:

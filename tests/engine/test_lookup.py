@@ -24,7 +24,7 @@ LENGTH = 5
 
 
 class Repeating(ToyBackend):
-    """Goes on by the position alone, which repeats, but one token in eleven is decided by all before it."""
+    """Continues by the position alone, so texts repeat; one token in eleven depends on all before it."""
 
     def logits_of(self, tokens, positions):
         if positions[-1] % 11 == 0:
@@ -104,7 +104,7 @@ TURNS = (PLAIN, DraftPlan("ngram", LENGTH))
 
 
 class Alternating(Controller):
-    """Now these passes, now those."""
+    """Alternates between two kinds of passes."""
 
     def __init__(self, turns, plans=TURNS):
         self.turns, self.plans, self.step = turns, plans, 0

@@ -38,7 +38,7 @@ def given(monkeypatch):
 
 
 def truth_of(numbers, **options):
-    """What requests with these prompts get."""
+    """The true tokens of requests with these prompts."""
     return {tuple(prompt(n, 5)): alone(prompt(n, 5), params(n, **LONG, **options))[0] for n in numbers}
 
 
@@ -47,7 +47,7 @@ def added(engine, numbers, **options):
 
 
 class Counting(Hosted):
-    """Writes down for whom it was asked, and behind how many tokens."""
+    """Records the requests that it was asked for, and their numbers of tokens."""
 
     def __init__(self, truth, style="right"):
         super().__init__(truth, style)
@@ -108,7 +108,7 @@ def test_optimistic_drafts_of_any_quality_give_the_same_tokens(style, look_up):
 
 
 def test_prompt_lookup_is_used_where_optimistic_drafts_are_wrong():
-    """A drafter that is always wrong drafts what ngram finds, but in the first pass, where nothing tells."""
+    """Of a drafter that is always wrong, every pass but the first uses what ngram finds."""
 
     def run(drafter, on_device=True):
         engine = toy_engine(Repeating(on_device=on_device), drafter=drafter, budget=LEVELS, branching=1)
@@ -150,7 +150,7 @@ def test_drafts_of_an_ended_request_are_not_used_by_the_next_in_its_slot(given):
 
 
 def test_many_requests_are_drafted_for_in_turn():
-    """All go on meanwhile with what was expected of them before: it reaches over as many passes."""
+    """Meanwhile each uses its previous draft, which is long enough for that many passes."""
     count = 3 * MAX_DRAFTED
     truth = truth_of(range(count), temperature=0.0)
     drafter, backend = Counting(truth), ToyBackend(on_device=True, max_rows=256)

@@ -1,4 +1,4 @@
-"""Passes that begin before the ones before them were read change nothing but the time.
+"""Passes that are launched before earlier ones are read change nothing but the time.
 
 The toy's passes run when they are begun, over the page table of that moment, so they see what a device would
 see. Free pages are filled with rubbish between steps.
@@ -192,7 +192,7 @@ def test_while_requests_decode_a_pass_is_launched_before_the_last_is_read():
     assert len(backend.batches) == before + 1
     assert [len(delta.token_ids) for delta in deltas] == [1, 1, 1]
     in_flight = [request.num_computed for request in engine.scheduler.running]
-    assert backend.contexts[-1] == in_flight  # it goes on behind what was just read
+    assert backend.contexts[-1] == in_flight  # it continues after what was just read
 
 
 def test_no_pass_is_launched_beyond_max_tokens():

@@ -53,7 +53,7 @@ def plain() -> tuple[list[int], list[list[int]]]:
 
 
 def truth() -> dict[tuple[int, ...], list[int]]:
-    """What every prompt of the conversations is answered."""
+    """The answer to every prompt of the conversations."""
     known = {}
     for number in range(6):
         text = conversation(number)

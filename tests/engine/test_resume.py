@@ -1,4 +1,4 @@
-"""A request that another engine has begun goes on, token for token, as if it had never been interrupted.
+"""A request that another engine began continues token for token as if it had never been interrupted.
 
 Requests are cut after any of their tokens, and the rest must be what an undisturbed run gives it: tokens,
 text, log-probabilities, and why it ended.

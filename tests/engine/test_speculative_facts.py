@@ -101,7 +101,7 @@ def test_a_step_reports_which_nodes_were_accepted():
 
 
 def test_rates_per_position_divide_by_the_drafts_that_went_so_deep():
-    # lengths 4, 2, 1 in turn, of which 1, 2, 0 tokens are right
+    # lengths 4, 2, 1 in rotation; 1, 2, 0 of the tokens are right
     engine = engine_with(Lengths("ngram", [(4, 1), (2, 2), (1, 0)]))
     request = add(engine, max_tokens=20)
     drain(engine)

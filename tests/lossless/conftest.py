@@ -20,7 +20,7 @@ from tests.lossless.subject import (
 )
 
 MODEL = "smollm2-135m"
-TOKENS = 18  # more than a page: each answer goes on from one page to the next
+TOKENS = 18  # more than a page: each answer crosses a page border
 
 
 @pytest.fixture(scope="package")

@@ -84,7 +84,7 @@ def random_world(vocab: int, seed: int, sharpness: float = 1.0, ending: int = -1
 
 
 def opposed(world: World) -> World:
-    """The drafter likes most what the target likes least."""
+    """The drafter's likeliest tokens are the target's least likely ones."""
 
     def draft(path: Path) -> np.ndarray:
         probs = world.target(path)
@@ -213,7 +213,7 @@ def text_law(world: World, length: int) -> dict[Path, float]:
 
 
 def continued(world: World, law: dict[Path, float], length: int) -> dict[Path, float]:
-    """The law of texts of this length when the target goes on where a step has ended."""
+    """The law of texts of this length when the target continues where a step has ended."""
     whole: dict[Path, float] = defaultdict(float)
     for start, probability in law.items():
         if len(start) == length or world.ends(start):
@@ -226,7 +226,7 @@ def continued(world: World, law: dict[Path, float], length: int) -> dict[Path, f
                     share *= world.target(path)[token]
                     path = (*path, token)
                 elif token:
-                    share = 0.0  # one way to go on after an ending
+                    share = 0.0  # one way to continue after an ending
             whole[path] += share
     return whole
 

@@ -43,7 +43,7 @@ def sampled_world(vocab: int, seed: int, options: dict[str, object]) -> World:
 
 
 def grow_through_samplers(options: dict[str, object], ending: int = ENDING) -> Grow:
-    """Drafts that go on below endings, and are cut and given distributions by the engine's own code."""
+    """Drafts that continue below endings, pruned and given distributions by the engine's own code."""
 
     def grow_case(world: World, shape: Shape, oracle: Oracle) -> Drafted:
         whole = grow(World(world.vocab, world.target, world.draft), shape, oracle)

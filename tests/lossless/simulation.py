@@ -27,7 +27,7 @@ class Tables:
 
 
 def adversarial_tables(seed: int, positions: int = 8) -> Tables:
-    """Half of the mass of the drafter is where the target has little."""
+    """Half of the drafter's probability is where the target has little."""
     rng = np.random.default_rng(seed)
     target = rng.dirichlet(np.full(VOCAB, 0.6), size=(positions, 1 + VOCAB))
     draft = 0.5 * rng.dirichlet(np.full(VOCAB, 1.0), size=target.shape[:2]) + 0.5 * target[..., ::-1]

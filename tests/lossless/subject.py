@@ -101,7 +101,7 @@ def drafters(draft_model: str | None, medusa: str | None = None) -> Configs:
 
 
 def write_untrained_medusa(model: str, folder: Path) -> None:
-    """Medusa heads that all guess what the target says next: right where the same token comes again."""
+    """Medusa heads that all guess the target's next token: right where the same token repeats."""
     checkpoint = load_checkpoint(resolve(model))
     ids = np.arange(MEDUSA_TOKENS, dtype=np.int32)
     scores = encode(checkpoint.tensors["model.embed_tokens.weight"].float32()[ids])
@@ -135,7 +135,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What the n requests of a case became."""
+    """The results of the n requests of a case."""
 
     children: list[Request] = field(default_factory=list)
 

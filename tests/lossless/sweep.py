@@ -1,9 +1,9 @@
 """The same promise on real workloads: `python -m tests.lossless.sweep MODEL FILE... --limit N`.
 
 Every prompt of every file is run with speculation off, alone; then with every method, as chain and as
-tree, alone, and in mixed batches of eight that join at different steps. Ways of sampling go round over
-the prompts, so that each is met by each method. Prints what was compared, and ends with status 1 if one
-byte differed.
+tree, alone, and in mixed batches of eight that join at different steps. Ways of sampling rotate over the
+prompts, so that every method gets each of them. Prints what was compared, and ends with status 1 if one byte
+differed.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ def make_engine(model: LoadedModel, folder: Path, method: Any) -> Engine:
 
 
 def answers(engine: Engine, names: Sequence[str], temperature: float) -> list[str]:
-    """What requests with these adapters become that run together, each asked twice."""
+    """The answers to requests with these adapters that run together, each asked twice."""
     params = SamplingParams(max_tokens=5, ignore_eos=True, temperature=temperature, seed=3, logprobs=1)
     outcomes = []
     for name in [*names, *names]:

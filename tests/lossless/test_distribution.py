@@ -75,7 +75,7 @@ def test_wider_trees(rule):
 
 @pytest.mark.parametrize("rule", [rejection, block, traversal])
 def test_a_draft_may_stop_after_any_drawn_token_that_it_keeps(rule):
-    """How far it goes on may depend on the tokens so far; whether a token is kept, not on the token."""
+    """Its length may depend on the tokens so far; whether a token is kept must not depend on that token."""
 
     def grow_where_sure(world, shape, oracle):
         sure = replace(world, ending=0)  # nothing is drafted after token 0

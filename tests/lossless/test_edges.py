@@ -50,7 +50,7 @@ def alone() -> list[tuple[Any, ...]]:
 
 
 class Faulty(ScriptedDrafter):
-    """Drafts what is right until the third call of one of its methods, and from then on does harm."""
+    """Drafts correctly until the third call of one of its methods, and fails from then on."""
 
     name = "faulty"
 

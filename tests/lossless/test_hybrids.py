@@ -69,7 +69,7 @@ def model(folder: Path) -> LoadedModel:
 
 
 def answers(model: LoadedModel, folder: Path, method: Any) -> list[Outcome]:
-    """What three requests become that run together, twice, each sampled otherwise."""
+    """The answers to three requests that run together, twice, each with other sampling options."""
     config = EngineConfig.from_options(
         model=str(folder),
         speculative_config=method,

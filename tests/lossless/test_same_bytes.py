@@ -37,10 +37,10 @@ def turned(by: int, cases: list[Case]) -> list[Any]:
 
 
 def its_share(name: str, cases: list[Case]) -> list[Case]:
-    """The cases that a method meets alone; if it makes chains and trees, each of them meets every other one.
+    """The cases that a method runs alone; if it makes chains and trees, each of these gets every other case.
 
-    So every method meets every way of sampling, every way is met by chains and by trees, and every chain
-    and every tree is met with every temperature.
+    So every method runs with every way of sampling, every way runs with chains and with trees, and every
+    chain and every tree runs at every temperature.
     """
     methods = list(dict.fromkeys(plan.removesuffix(" tree") for plan in PLANS))
     method = name.removesuffix(" tree")
@@ -112,7 +112,7 @@ def test_prompts_computed_in_small_chunks(
 def test_requests_preempted_in_the_middle_of_speculation(
     model: LoadedModel, truth: Truth, cases: list[Case]
 ) -> None:
-    # of whom none keeps many keys and values: pages are easy to count
+    # none of these keeps many keys and values, so pages are easy to count
     configs = [drafters(None)[name] for name in ("ngram", "suffix", "hybrid", "eagle3")]
     names = ("ngram", "suffix", "eagle3", "hybrid tree", "suffix tree", "eagle3 tree")
     plans = [PLANS[name] for name in islice(cycle(names), len(cases))]

@@ -68,7 +68,7 @@ def cuda_model_on(path: Path, ranks: int, dtype: str, device: str = "cuda") -> I
 
 
 def answers(model: LoadedModel, path: Path, method: Any, dtype: str) -> list[Outcome]:
-    """What three requests become that run together, each sampled otherwise."""
+    """The answers to three requests that run together, each with other sampling options."""
     options: dict[str, Any] = {"max_model_len": 200, "backend": model.backend.name, "dtype": dtype}
     if model.backend.name == "cuda":
         # few graphs to capture, and a small pool: the ranks share the GPU

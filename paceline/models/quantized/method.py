@@ -1,6 +1,6 @@
 """The quantization_config of a config.json: what a model's safetensors hold instead of 16-bit matrices.
 
-Only what the files do not tell by themselves is read from it: which method, the size of FP8 blocks, the bits
+Only what the files themselves do not show is read from it: which method, the size of FP8 blocks, the bits
 and groups of AWQ and GPTQ. Which matrices are quantized shows in the names of their tensors.
 """
 
