@@ -98,7 +98,7 @@ def test_a_server_gets_the_workload_and_its_stream_is_timed(
     assert all(value is not None and value["p50"] > 0 for value in found)
     assert every.seconds == pytest.approx(short.seconds + long.seconds)
     assert contest.options.model == "scripted"
-    assert any("start them anew" in remark for remark in contest.remarks), "it keeps what it has seen"
+    assert any("restart them" in remark for remark in contest.remarks), "it keeps what it has seen"
 
 
 def test_acceptance_is_what_the_counters_grew_by(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_methods_are_sent_to_a_paceline_server(monkeypatch: pytest.MonkeyPatch) 
     assert {body["segment"] for body in server.seen} == {"short", "long"}
     salts = {(json.dumps(body["speculative"]), body["cache_salt"]) for body in server.seen}
     assert len({salt for _, salt in salts}) == len(salts) == 4, "no method finds prefixes that another left"
-    assert not any("start them anew" in remark for remark in contest.remarks)
+    assert not any("restart them" in remark for remark in contest.remarks)
     assert [row.method for row in contest.rows[:2]] == list(methods)
     assert contest.rows[1].identical
     assert contest.rows[1].speedup_vs_off is not None
