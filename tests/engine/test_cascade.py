@@ -15,7 +15,7 @@ from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
-from tests.engine.test_speculative_facts import IDS, PLAIN_OUTPUT, truth
+from tests.engine.test_speculative_metrics import IDS, PLAIN_OUTPUT, truth
 from tests.toy import VOCAB, ToyBackend, ToyTokenizer, drain
 
 CHEAP, DEAR = "cheap", "dear"
