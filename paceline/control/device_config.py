@@ -35,7 +35,8 @@ class ChainConfig:
     usual_weight: float = 12.0  # tokens; weight of the usual acceptance beside the recent counts
     parent_weight: float = 1.0  # drafts; weight of the depth above, where there are few observations
     least_chance: float = 0.005  # of acceptance and of rejection: nothing is certain
-    sibling_chance: float = 0.28  # of a node in a tree whose elder siblings were rejected
+    # of a node in a tree whose elder siblings were rejected, by their number; the last holds for more
+    sibling_chances: tuple[float, ...] = (0.25, 0.14, 0.09)
 
 
 @dataclass(frozen=True)

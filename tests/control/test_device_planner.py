@@ -261,11 +261,11 @@ def test_an_empty_draft_counts_as_rejected_and_a_request_that_ends_does_not():
 TREE = DraftPlan("head", 7, branching=3, depth=3)
 
 
-def accepted_of_tree(plan: DraftPlan, chance: float, sibling: float, random: np.random.Generator) -> int:
+def accepted_of_tree(plan: DraftPlan, chance: float, random: np.random.Generator) -> int:
     """The accepted tokens of one tree, walked from its root."""
     children, node, depth = static_shape(plan.budget, plan.branching, plan.levels), ROOT, 0
     while siblings := children.get(node):
-        chances = [chance, *[sibling] * (len(siblings) - 1)]
+        chances = [chance, *CONFIG.chains.sibling_chances][: len(siblings)]
         taken = next((rank for rank, each in enumerate(chances) if random.random() < each), None)
         if taken is None:
             break
@@ -273,19 +273,20 @@ def accepted_of_tree(plan: DraftPlan, chance: float, sibling: float, random: np.
     return depth
 
 
-def test_trees_are_expected_to_give_what_walks_through_them_do():
-    random, sibling = np.random.default_rng(0), CONFIG.chains.sibling_chance
-    walks = [accepted_of_tree(TREE, 0.6, sibling, random) for _ in range(20_000)]
-    mean, square = ChainAcceptance(3, [0.6], 12).moments(TREE)
+@pytest.mark.parametrize("tree", [TREE, DraftPlan("head", 15, branching=4, depth=3)])
+def test_trees_are_expected_to_give_what_walks_through_them_do(tree):
+    random = np.random.default_rng(0)
+    walks = [accepted_of_tree(tree, 0.6, random) for _ in range(20_000)]
+    mean, square = ChainAcceptance(tree.levels, [0.6], 12).moments(tree)
     assert mean == pytest.approx(np.mean(walks), rel=0.02)
     assert square == pytest.approx(np.mean(np.square(walks)), rel=0.03)
 
 
 def test_accepted_trees_tell_what_chains_would_give():
-    random, sibling = np.random.default_rng(0), CONFIG.chains.sibling_chance
+    random = np.random.default_rng(0)
     chances, found = ChainAcceptance(3, [0.9], 12), []
     for number in range(3000):
-        walks = [accepted_of_tree(TREE, 0.5, sibling, random) for _ in range(8)]
+        walks = [accepted_of_tree(TREE, 0.5, random) for _ in range(8)]
         chances.add([facts(walk, nodes=7, depth=3) for walk in walks], 8, 3, TREE)
         if number > 500:
             found.append(chances.reached(3))

@@ -1,7 +1,7 @@
 """What a head's trees of a fixed shape are expected to give, from the chances of its chains.
 
-A first child is the token that a chain would have there. Where it is rejected, its siblings have a fixed
-chance each, one after the other (docs/lab/2026-11-18-heads.md: 0.33, 0.21 and 0.18).
+A first child is the token that a chain would have there. Where it is rejected, its siblings have fixed
+chances, one after the other (docs/lab/2026-11-18-auto-on-gpu.md#siblings).
 """
 
 from __future__ import annotations
@@ -28,18 +28,28 @@ def _nodes(plan: DraftPlan) -> list[tuple[int, int, int]]:
     return [(*places[node], depths[node]) for node in sorted(places)]
 
 
+@lru_cache(maxsize=16)
+def _sibling_chances(branching: int) -> list[float]:
+    """[rank - 1] The chance of each younger sibling to be accepted, given that the first child is not."""
+    found, left = [], 1.0
+    given = CONFIG.chains.sibling_chances
+    for rank in range(1, branching):
+        chance = given[min(rank, len(given)) - 1]
+        found.append(left * chance)
+        left *= 1.0 - chance
+    return found
+
+
 def tree_reached(plan: DraftPlan, chances: Sequence[float]) -> list[float]:
     """[depth] The chance that a path of the plan's tree is accepted down to there.
 
     `chances` [depth]: of a chain's token, given that all before it are accepted.
     """
-    sibling = CONFIG.chains.sibling_chance
+    siblings = _sibling_chances(plan.branching)
     reached = {ROOT: 1.0}
     levels = [0.0] * plan.levels
     for node, (parent, rank, depth) in enumerate(_nodes(plan)):
-        chance = chances[depth]
-        if rank:
-            chance = (1.0 - chance) * sibling * (1.0 - sibling) ** (rank - 1)
+        chance = chances[depth] if rank == 0 else (1.0 - chances[depth]) * siblings[rank - 1]
         reached[node] = reached[parent] * chance
         levels[depth] += reached[node]
     return levels
