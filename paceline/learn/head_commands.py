@@ -77,6 +77,7 @@ def score(
     from paceline.learn.training.yielding import lower_priority
 
     lower_priority(nice)  # before the imports, which take seconds
+    from paceline.learn.evaluation.acceptance import acceptance_lines
     from paceline.learn.evaluation.gate import judge
     from paceline.learn.evaluation.score import score_heads
     from paceline.learn.training.limits import Limits, yielding_on
@@ -107,6 +108,8 @@ def score(
         unfinished.touch(mode=0o600)  # it tells of each row how well its text was guessed
         unfinished.write_text(json.dumps(asdict(replay)))
         os.replace(unfinished, out)
+    for line in acceptance_lines(replay):
+        note(line)
     verdict = judge(replay)
     note(f"{'passes' if verdict.passes else 'is refused'}: {verdict.reason}")
     if not verdict.passes:

@@ -11,6 +11,7 @@ import pytest
 
 from paceline.core.stats import DraftFacts, StepStats
 from paceline.learn.evaluation import gate
+from paceline.learn.evaluation.acceptance import acceptance_by_position, acceptance_lines
 from paceline.learn.evaluation.gate import (
     GateConfig,
     Replay,
@@ -129,6 +130,21 @@ def test_a_replay_is_read_as_it_was_written():
     replay = replay_of(*pair, 4)
     assert Replay.from_json(json.loads(json.dumps(asdict(replay)))) == replay
     assert replay.groups == {"a": 3, "b": 3}
+
+
+def test_acceptance_is_told_by_segment_and_position():
+    """Of four passes three accept the first drafted token, one of these three the second one too."""
+    chat = RowScore("p", "chat", 5, 2, accepted=(1, 2)), RowScore("q", "chat", 3, 2, accepted=(0, 1))
+    sql = RowScore("r", "sql", 4, 2, accepted=(2, 0))
+    assert acceptance_by_position(chat) == [3 / 4, 1 / 3]
+    assert acceptance_by_position([]) == []
+    better = [replace(row, passes=1, accepted=(row.tokens - 1,)) for row in (*chat, sql)]
+    lines = acceptance_lines(replay_of([*chat, sql], better))
+    assert (
+        lines[1]
+        == "'chat': 2.00 -> 4.00 tokens per pass; accepted by position: 0.75 0.33 -> 1.00 1.00 0.50 1.00"
+    )
+    assert [line.split(":")[0] for line in lines] == ["all", "'chat'", "'sql'"]
 
 
 def test_a_segment_that_loses_vetoes_a_gain_overall():

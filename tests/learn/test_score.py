@@ -98,7 +98,8 @@ def test_a_score_is_the_passes_that_chains_of_the_head_would_need(target, config
         ids = torch.tensor([[*row.prompt_ids, *row.output_ids]])
         accepted = objective.accepted(Batch(ids, torch.tensor([8]), torch.tensor([ids.shape[1]])))
         assert found.tokens == LONGER - 1
-        assert found.passes == len(by_pass(accepted[0, 8:-1].tolist()))
+        assert found.accepted == tuple(by_pass(accepted[0, 8:-1].tolist()))
+        assert found.passes == len(found.accepted)
     # beside a head that shares the target's states, and one that reads other layers
     beside = list(replay_acceptance(target.model, target.name, [given, *others], chosen))
     alone = [replay_acceptance(target.model, target.name, [head], chosen) for head in (given, *others)]

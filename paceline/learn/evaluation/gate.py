@@ -36,12 +36,13 @@ class RowScore:
     tokens: int
     passes: int  # of the target, which would have given these tokens
     client: str = ""  # hash of the API key
+    accepted: tuple[int, ...] = ()  # [passes] drafted tokens that each pass accepted
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> RowScore:
         """The score that `asdict` gave. KeyError, TypeError or ValueError if it is not one."""
         names, numbers = (str(row["prompt"]), str(row["segment"])), (int(row["tokens"]), int(row["passes"]))
-        return cls(*names, *numbers, str(row["client"]))
+        return cls(*names, *numbers, str(row["client"]), tuple(int(count) for count in row["accepted"]))
 
 
 @dataclass(frozen=True)

@@ -132,8 +132,9 @@ def score_row(objectives: Sequence[Objective], row: TrafficRow) -> list[RowScore
         if objective.layers not in states:
             states[objective.layers] = objective.states(batch)
         accepted = objective.accepted(batch, states[objective.layers])[0, first : ids.shape[1] - 1]
-        passes = len(by_pass(accepted.tolist()))
-        scores.append(RowScore(_hash(row.prompt_ids), row.segment, len(accepted), passes, row.key))
+        passes = by_pass(accepted.tolist())
+        key = _hash(row.prompt_ids), row.segment
+        scores.append(RowScore(*key, len(accepted), len(passes), row.key, tuple(passes)))
     return scores
 
 
