@@ -238,10 +238,17 @@ def _controller(
         return FixedController(speculation.default_plan)
     log, requested = config.speculative.log_decisions, config.speculative.speculation()
     decisions = None if log is None else DecisionLog(Path(log))
+
+    def floor(name: str) -> float:
+        """The lowest chance that the user wants drafted. A head's own value is for fixed plans: it was tuned
+        on one machine, and the controller knows what rows and passes of a head cost on this one."""
+        min_prob: float | None = getattr(speculation.drafters[name].options, "min_prob", None)
+        return min_prob or 0.0
+
     beginning = {} if requested.drafters else known_drafts(model.fingerprint)
     memory = Memory.of(f"{model.fingerprint} {config.backend} {model.backend.name}")
     return AutoController(
-        {name: replace(plan, least_chance=drafters[name].least_chance) for name, plan in plans.items()},
+        {name: replace(plan, least_chance=floor(name)) for name, plan in plans.items()},
         step_costs(model.backend, model.config.max_position, memory),
         log=decisions,
         backlogs={name: drafters[name].backlog for name in plans},

@@ -25,8 +25,8 @@ def controller(drafts_on_device: bool, asked: object, methods=("suffix", "eagle3
         "eagle3": ScriptedDrafter({}, "right"),
         **dict(others),
     }
-    drafters = {name: loaded[name] for name in (method.partition(":")[0] for method in methods)}
     own = parse_speculative_config(["auto", *methods])
+    drafters = {name: loaded[name] for name in own.drafters}
     return build._controller(EngineConfig.from_options(speculative_config=asked), model, own, drafters)
 
 
@@ -41,6 +41,14 @@ def test_auto_leaves_drafting_to_a_device_that_can_and_decides_elsewhere():
         assert isinstance(chosen, AutoController)
         assert {plan.drafter for plan in chosen.device_plans()} == {None, "eagle3"}
         assert controller(False, asked).device_plans() == ()
+
+
+@pytest.mark.parametrize(("options", "least"), [({}, 0.0), ({"min_prob": 0.2}, 0.2)])
+def test_auto_drafts_below_the_own_threshold_of_a_head_unless_the_user_sets_one(options, least):
+    head = ScriptedDrafter({}, "right")
+    head.least_chance = 0.35
+    chosen = controller(False, "auto", ["suffix", {"method": "eagle3", **options}], {"eagle3": head})
+    assert chosen.plans["eagle3"].least_chance == least
 
 
 def test_without_a_head_the_device_drafts_from_texts():
