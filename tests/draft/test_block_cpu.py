@@ -49,8 +49,16 @@ class AgainstDSpark(AgainstFresh, DSparkDrafter):
         ("dflash", {"rows": 24, "max_num_seqs": 4}, DraftSampling.COUPLED),
         ("jetspec", {"num_pages": 14}, DraftSampling.GREEDY),
         ("dspark", {"num_pages": 14}, DraftSampling.COUPLED),
+        ("dflash2", {"rows": 24, "max_num_seqs": 4}, DraftSampling.COUPLED),
+        ("dflash2", {"num_pages": 14}, DraftSampling.GREEDY),
     ],
-    ids=["dflash with chunks and prefix hits", "jetspec with preemption", "dspark with preemption"],
+    ids=[
+        "dflash with chunks and prefix hits",
+        "jetspec with preemption",
+        "dspark with preemption",
+        "dflash2 with chunks and prefix hits",
+        "dflash2 with preemption",
+    ],
 )
 def test_proposals_do_not_depend_on_the_past_nor_bytes_on_proposals(
     name,

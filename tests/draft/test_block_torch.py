@@ -35,7 +35,7 @@ from tests.draft.test_draft_model_cpu import save_model
 from tests.draft.test_eagle_torch import ROWS, run_engine, target_of
 from tests.large import in_turn
 from tests.models.heads.driver import random_checkpoint
-from tests.models.heads.tiny_heads import BLOCK_CONFIGS, DFLASH, DSPARK, VOCAB
+from tests.models.heads.tiny_heads import BLOCK_CONFIGS, DSPARK, VOCAB
 from tests.tiny import save_checkpoint
 
 
@@ -249,11 +249,12 @@ def generate(model, speculative_config, backend="torch"):
     return llm.generate([list(range(3, 60))] * 3, params, use_tqdm=False)
 
 
-@pytest.mark.parametrize(
-    ("config", "backend"), in_turn({"dflash": DFLASH, "dspark": DSPARK}, {"torch": "torch", "cpu": "cpu"})
-)
+SERVED = {name: BLOCK_CONFIGS[name] for name in ("dflash", "dflash2", "jetspec", "dspark")}
+
+
+@pytest.mark.parametrize(("config", "backend"), in_turn(SERVED, {"torch": "torch", "cpu": "cpu"}))
 def test_same_bytes_as_chain_and_tree_at_every_temperature(model, config, backend, tmp_path):
-    write_head(random_checkpoint(config), tmp_path, "speculators")
+    write_head(random_checkpoint(config), tmp_path, "vllm")
     method = {"method": config.kind, "model": str(tmp_path), "min_prob": 0}
     expected = [output.outputs[0].token_ids for output in generate(model, None, backend)]
     for given in (

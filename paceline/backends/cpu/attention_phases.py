@@ -24,7 +24,7 @@ from paceline.backends.cpu.job import (
     ATTENTION_AT,
     ATTENTION_PADDED,
     BLOCK_BYTES,
-    BLOCK_ROWS,
+    BLOCK_ROWS_AT,
     CHAIN_AT,
     CONTEXT_AT,
     EPSILON_AT,
@@ -189,6 +189,13 @@ def _list_blocks(job, layer, row, request, head, first, last, blocks, spare):  #
 
 
 @compiled
+def _block_rows(job, layer):  # type: ignore[no-untyped-def]
+    """The rows of a parallel head's block, if those of this layer see each other in both directions; or 0."""
+    table = field(job, BLOCK_ROWS_AT)
+    return load_int64(table + 8 * layer) if table != 0 else 0
+
+
+@compiled
 def _rows_together(job, row, rows, most, window):  # type: ignore[no-untyped-def]
     """How many rows from `row` on, up to `most`, are successive positions of one request's chain.
 
@@ -196,7 +203,7 @@ def _rows_together(job, row, rows, most, window):  # type: ignore[no-untyped-def
     `window` is the size of chunks.
     """
     request = load_int32(field(job, REQUEST_AT) + 4 * row)
-    if field(job, BLOCK_ROWS) or not load_int32(field(job, CHAIN_AT) + 4 * request):
+    if not load_int32(field(job, CHAIN_AT) + 4 * request):
         return 1
     if window > 0:
         most = min(most, window - load_int32(field(job, POSITIONS_AT) + 4 * row))
@@ -227,7 +234,7 @@ def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-u
     states = scores + TASK_HEADS * stride
     queries = states + STATE_BYTES + 4 * RESULT_ROWS * (width + 15)
     spare = queries + 4 * TASK_HEADS * width
-    window = load_int64(field(job, WINDOWS_AT) + 8 * layer)
+    window, block_rows = load_int64(field(job, WINDOWS_AT) + 8 * layer), _block_rows(job, layer)
     factor, cap = scale_of(job, SCORE_SCALE), scale_of(job, SCORE_CAP)
     sinks = field(job, SINKS_AT)
     out_row = 4 * field(job, ATTENTION_PADDED)
@@ -240,16 +247,16 @@ def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-u
         row, head = task % groups * most, task // groups * each  # rows of a head read the same keys
         end = min(row + most, rows)
         while row < end:
-            together = _rows_together(job, row, end, most, window)
+            together = 1 if block_rows > 0 else _rows_together(job, row, end, most, window)
             request = load_int32(field(job, REQUEST_AT) + 4 * row)
             last = field(job, FIRST_INDEX) + load_int32(field(job, POSITIONS_AT) + 4 * row)
-            if field(job, BLOCK_ROWS):  # up to the end of the block
-                last = load_int32(field(job, CONTEXT_AT) + 4 * request) + field(job, BLOCK_ROWS) - 1
             first = field(job, FIRST_INDEX)
             if window > 0:
                 first = max(first, last - window + 1)
             if window < 0:
                 first = last // -window * -window
+            if block_rows > 0:  # up to the end of the block
+                last = load_int32(field(job, CONTEXT_AT) + 4 * request) + block_rows - 1
             if field(job, TARGET_EMBEDDING_AT) != 0:  # the row itself has no key
                 last -= 1
             final = row + together - 1

@@ -23,14 +23,12 @@ from paceline.backends.base import (
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.attention import PAGE
 from paceline.backends.cpu.backend import CpuBackend
-from paceline.backends.cpu.block_chains import MarkovHead, Walk, walk_blocks
+from paceline.backends.cpu.block_chains import PairHead, Walk, walk_blocks
 from paceline.backends.cpu.compiled_model import CpuPool
 from paceline.backends.cpu.head_runner import CpuHead
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch, KVPool
-from paceline.errors import ConfigError
 from paceline.models.heads.checkpoint import HeadCheckpoint
-from paceline.models.heads.config import BlockAttention
 
 
 class CpuBlockRunner(CpuHead, BlockRunner):
@@ -41,22 +39,14 @@ class CpuBlockRunner(CpuHead, BlockRunner):
     ) -> None:
         block = head.config.block
         assert block is not None, "the head is a parallel one"
-        attention = block.layers[0]
-        special = block.mask_embedding or block.convolution_group
-        if special or set(block.layers) - {BlockAttention(None, attention.causal)}:
-            raise ConfigError(
-                f"the cpu backend does not run {head.config.kind} heads with windows, with an embedding of "
-                "their own for MASK, or with the convolutions and selector of DFlash2. Use --backend torch."
-            )
         super().__init__(head, beside, max_rows, quantization)
         self._size, self._first_guess = block.size, block.first_guess
         ids = () if head.draft_ids is None else head.draft_ids
         self._target_ids = np.array(ids, dtype=np.int64)  # [draft vocabulary] empty: the same ids
-        self._both_ways = 0 if attention.causal else block.size
         self._pages_each = -(-(block.size - 1) // PAGE)  # spare pages of a block, at most
         self._spare_pages = max(1, max_rows // block.size) * self._pages_each
         self._base: Float32Array = np.empty((0, 0), dtype=np.float32)  # [rows, padded vocabulary] of a block
-        self._markov = MarkovHead(head, quantized=beside.quantization != "none")
+        self._pairs = PairHead(head, quantized=beside.quantization != "none")
         self._confidence = _floats(head, "confidence_head.proj.weight")  # [1, hidden (+ rank)]
         self._confidence_bias = _floats(head, "confidence_head.proj.bias")  # [1]
 
@@ -77,20 +67,18 @@ class CpuBlockRunner(CpuHead, BlockRunner):
         """Write the keys and values of committed tokens in all layers, in one pass."""
         self._fill(self._features, batch)
         self._job[fields.INPUTS_AT], self._job[fields.FROM_TARGET] = self._features_at, 1
-        self._job[fields.BLOCK_ROWS] = 0
         self._run(batch.rows, batch.rows.logit_rows[:0])
 
     def run_blocks(self, blocks: ForwardBatch) -> None:
         """Run the blocks of requests: the logits and outputs of all their rows."""
         self._job[fields.INPUTS_AT] = self._job[fields.FROM_TARGET] = 0
-        self._job[fields.BLOCK_ROWS] = self._both_ways
         rows = np.arange(blocks.num_rows, dtype=np.int32)
         self._run(replace(blocks, page_tables=self._with_spare_pages(blocks)), rows)
         self._base = self._logits[: len(rows)]
 
     def guess(self, slots: Int32Array, previous: Int32Array) -> BlockGuesses:
         """Logits of rows of the last blocks, and the chances that their guesses are accepted."""
-        logits, before = self._markov.guess(self._base, slots, previous)
+        logits, before = self._pairs.guess(self._base, self._states, slots, previous)
         logits = logits[:, : self.config.vocab_size]
         if self._confidence is None:
             return BlockGuesses(logits, None)
@@ -116,11 +104,12 @@ class CpuBlockRunner(CpuHead, BlockRunner):
             seeds=noise.seeds,
             temperatures=noise.temperatures,
             target_ids=self._target_ids,
-            states=self._states[:, : self.config.hidden_size],
+            states=self._states,
+            hidden=self.config.hidden_size,
             confidence=np.empty(0, np.float32) if self._confidence is None else self._confidence[0],
             bias=0.0 if self._confidence_bias is None else float(self._confidence_bias[0]),
         )
-        return walk_blocks(self._markov.weights, walk, least_chance)
+        return walk_blocks(self._pairs.weights, walk, least_chance)
 
     def _with_spare_pages(self, blocks: ForwardBatch) -> Int32Array:
         """The page tables up to each anchor's page, and spare pages after it: int32 [requests, pages]."""

@@ -57,6 +57,7 @@ from paceline.backends.cpu.job import (
     ROWS,
     SCRATCH_AT,
     SCRATCH_BYTES,
+    SLOT_MATRICES_AT,
     STATE_AT,
     STATE_LAYERS_AT,
     TARGET_EMBEDDING_AT,
@@ -80,6 +81,13 @@ from paceline.backends.cpu.residual import (
 )
 from paceline.backends.cpu.sampling import sample_tokens
 from paceline.backends.cpu.simd import load_int64
+from paceline.backends.cpu.slot_convolutions import (
+    ATTENTION,
+    MLP,
+    SUBLAYERS,
+    enter_sublayer,
+    leave_sublayer,
+)
 from paceline.backends.cpu.team import JOB, STOP, await_pass, barrier, start_pass
 from paceline.backends.cpu.tiles import COLUMNS
 
@@ -260,6 +268,19 @@ def _run_layer(control, tasks, job, layer, counter, scratch, only_keys):  # type
 
 
 @compiled
+def _run_convolved_layer(control, tasks, job, layer, counter, scratch):  # type: ignore[no-untyped-def]
+    """A layer of DFlash2 over the slots of blocks: convolutions before and after attention and MLP."""
+    line, branch, attention = 64 * tasks[1], field(job, BRANCH_AT), SUBLAYERS * layer + ATTENTION
+    matrices, mlp = field(job, MATRICES_AT) + DESCRIPTOR * LAYER_MATRICES * layer, SUBLAYERS * layer + MLP
+    enter_sublayer(control, tasks, job, attention, counter, norm_weight(job, 2 * layer), scratch)
+    _mix(control, tasks, job, layer, matrices, counter + 3 * line, scratch, 0, branch, 0)
+    leave_sublayer(control, tasks, job, attention, counter + 17 * line, scratch)
+    enter_sublayer(control, tasks, job, mlp, counter + 18 * line, norm_weight(job, 2 * layer + 1), scratch)
+    feed_forward(control, tasks, job, layer, matrices, counter + 21 * line, scratch, branch, 0)
+    leave_sublayer(control, tasks, job, mlp, counter + 30 * line, scratch)
+
+
+@compiled
 def _run_pass(control, index, threads, job):  # type: ignore[no-untyped-def]
     rows, layers, counter = field(job, ROWS), field(job, LAYERS), field(job, COUNTERS_AT)
     scratch = field(job, SCRATCH_AT) + field(job, SCRATCH_BYTES) * index
@@ -273,7 +294,10 @@ def _run_pass(control, index, threads, job):  # type: ignore[no-untyped-def]
     for layer in range(layers):
         save_features(tasks, job, counter, rows, layer)
         only_keys = is_context or (silent and layer == layers - 1)
-        _run_layer(control, tasks, job, layer, counter + line, scratch, only_keys)
+        if field(job, SLOT_MATRICES_AT) != 0 and not is_context:
+            _run_convolved_layer(control, tasks, job, layer, counter + line, scratch)
+        else:
+            _run_layer(control, tasks, job, layer, counter + line, scratch, only_keys)
         counter += line * COUNTERS_PER_LAYER
     save_features(tasks, job, counter, rows, layers)
     if outputs > 0:

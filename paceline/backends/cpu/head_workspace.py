@@ -17,6 +17,7 @@ from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.config import ModelConfig
 from paceline.models.heads.assistant import PRE, AssistantCheckpoint
 from paceline.models.heads.checkpoint import HeadCheckpoint
+from paceline.models.heads.config import BlockConfig
 from paceline.models.safetensors_writer import encode
 
 Float32Array = npt.NDArray[np.float32]
@@ -130,9 +131,40 @@ class HeadWorkspace(DraftWorkspace):
         self._read_last_state(head.config.norm_features)
 
     def _enter_block(self, head: HeadCheckpoint, quantization: str) -> None:
+        job, block = self.job, head.config.block
+        assert block is not None, "the head is a parallel one"
         self._read_features(head, quantization)
-        self.job[fields.CONTEXT_NORM_AT] = self._keep(_padded(head.tensors["hidden_norm.weight"]))
-        self.job[fields.NORMED_STATES] = True
+        job[fields.CONTEXT_NORM_AT] = self._keep(_padded(head.tensors["hidden_norm.weight"]))
+        job[fields.NORMED_STATES] = True
+        both_ways = [0 if layer.causal else block.size for layer in block.layers]
+        job[fields.BLOCK_ROWS_AT] = self._table(both_ways) if any(both_ways) else 0
+        if block.mask_embedding:
+            job[fields.MASK_TOKEN] = block.mask_token_id
+            job[fields.MASK_EMBEDDING_AT] = self._keep(_padded(head.tensors["mask_embedding"]))
+        if block.convolution_group:
+            self._convolve_slots(head, block)
+
+    def _convolve_slots(self, head: HeadCheckpoint, block: BlockConfig) -> None:
+        """The convolutions around attention and MLP of each layer, and their buffers."""
+        job, sublayers = self.job, product(range(len(block.layers)), ("attention_conv", "mlp_conv"))
+        names = [f"layers.{layer}.{sublayer}." for layer, sublayer in sublayers]
+        job[fields.SLOTS], job[fields.SLOT_GROUP] = block.size, block.convolution_group
+        job[fields.SLOT_KERNELS_AT] = self._keep(
+            np.stack([_padded(head.tensors[f"{name}base_kernel"]) for name in names])
+        )
+        # 8 bits, as of all that corrects: they are small
+        matrices = [
+            pack(head.tensors[f"{name}kernel_projection.weight"], "int8" if self.quantized else "none")
+            for name in names
+        ]
+        self._kept += [matrix.data for matrix in matrices]
+        descriptors = [matrix.descriptor() for matrix in matrices]
+        job[fields.SLOT_MATRICES_AT] = self._keep(np.array(descriptors, dtype=np.int64))
+        width = round_up(matrices[0].rows, GROUP)
+        job[fields.SLOT_CORRECTIONS_AT] = self._buffer(self.rows, width)
+        job[fields.SLOT_CORRECTIONS_STRIDE] = 4 * width
+        job[fields.SLOT_INPUTS_AT] = self._buffer(self.rows, self.hidden)
+        job[fields.BRANCH_AT] = self._buffer(self.rows, self.hidden)
 
     def _read_features(self, head: HeadCheckpoint, quantization: str) -> None:
         """Reduce the target's hidden states by `fc`, each after a norm if the head has them.
@@ -187,6 +219,7 @@ def _as_model(head: HeadCheckpoint, max_position: int) -> Checkpoint:
         tie_embeddings=False,
         qkv_bias=config.qkv_bias,
         qk_norm=config.qk_norm,
+        sliding_windows=tuple(layer.window for layer in config.block.layers) if config.block else (),
     )
     return Checkpoint(as_model, tensors, head.source)
 

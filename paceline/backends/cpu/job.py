@@ -55,9 +55,14 @@ from paceline.backends.cpu.simd import load_float, load_int64
     MIX_AT, ENTRY_BIAS_AT, JOIN_NORMS_AT, NORMED_RESIDUAL, NORMED_STATES,
     # an assistant, whose rows see the keys and values of its target before them: the target's embedding
     TARGET_EMBEDDING_AT,
-    # a parallel head: the norm of what all its layers read of the context; the rows of a block, which see
-    # each other in both directions, 0: they see their own path, as in any pass
-    CONTEXT_NORM_AT, BLOCK_ROWS,
+    # a parallel head: the norm of what all its layers read of the context; for each layer, the rows of a
+    # block that see each other in both directions, 0 (in the table, or in its place): they see their own
+    # path, as in any pass; the embedding of MASK, 0: that of its token
+    CONTEXT_NORM_AT, BLOCK_ROWS_AT, MASK_TOKEN, MASK_EMBEDDING_AT,
+    # convolutions over the slots of a block, see slot_convolutions.py: matrices and kernels of each sublayer
+    # (0: none), slots of a block, channels that share a correction, buffers
+    SLOT_MATRICES_AT, SLOT_KERNELS_AT, SLOTS, SLOT_GROUP, SLOT_INPUTS_AT, SLOT_CORRECTIONS_AT,
+    SLOT_CORRECTIONS_STRIDE,
     # kernels that are called by address
     RUN_TILE, RUN_PRODUCTS, RUN_GUMBEL_ARGMAX, RUN_COUPLED,
     # the batch, set for every pass
@@ -80,7 +85,7 @@ from paceline.backends.cpu.simd import load_float, load_int64
     MAX_DRAFTS, DRAFTS_WANTED_AT, DRAFTS_AT, CHANCES_AT, NUM_DRAFTS_AT, CHOSEN_AT, CHOSEN_CHANCES_AT,
     NEXT_ROWS_AT, NEXT_ROWS_STRIDE,
     JOB_SIZE,
-) = range(195)  # fmt: skip
+) = range(204)  # fmt: skip
 
 # Matrices of a layer, in the order of the descriptor table; behind all layers: the embedding and the head.
 # The first INPUTS read the norm before the mixer: Q, K, V and attention's gate, or those of a recurrence.

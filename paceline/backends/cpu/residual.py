@@ -24,6 +24,8 @@ from paceline.backends.cpu.job import (
     LOGITS_CAP,
     LOGITS_SCALE,
     LOGITS_STRIDE,
+    MASK_EMBEDDING_AT,
+    MASK_TOKEN,
     NORMED_STATES,
     NORMS_AT,
     QKV_AT,
@@ -70,8 +72,11 @@ def embed_rows(tasks, job, counter, rows, embedding):  # type: ignore[no-untyped
         row, _ = take(tasks, counter, rows, 1)
         if row >= rows:
             return
-        out = field(job, STATE_AT) + 4 * padded * row
-        read_embedding(embedding, load_int32(field(job, TOKENS_AT) + 4 * row), out)
+        out, token = field(job, STATE_AT) + 4 * padded * row, load_int32(field(job, TOKENS_AT) + 4 * row)
+        if field(job, MASK_EMBEDDING_AT) != 0 and token == field(job, MASK_TOKEN):
+            copy_row(field(job, MASK_EMBEDDING_AT), out, padded)
+        else:
+            read_embedding(embedding, token, out)
         if factor != 1:
             scale_row(out, factor, padded)
 

@@ -14,7 +14,6 @@ from paceline.backends.cpu import CpuBackend
 from paceline.backends.cpu.block_runner import CpuBlockRunner
 from paceline.backends.torch_backend import TorchBackend
 from paceline.backends.torch_block_runner import TorchBlockRunner
-from paceline.errors import ConfigError
 from paceline.models.checkpoint import Checkpoint
 from tests.models.heads.block_driver import LENGTHS, Scattered
 from tests.models.heads.driver import random_checkpoint
@@ -22,8 +21,7 @@ from tests.models.heads.tiny_heads import BLOCK_CONFIGS, DFLASH, DSPARK, VOCAB
 
 MAX_ROWS = 64
 SEEDS, TEMPERATURES = np.array([3, 4, 5], np.uint64), np.array([0.0, 1.0, 0.7])  # of the requests
-ELSEWHERE = ("windows", "own mask", "dflash2")  # torch only
-RUN_HERE = {name: config for name, config in BLOCK_CONFIGS.items() if name not in ELSEWHERE}
+RUN_HERE = dict(BLOCK_CONFIGS)
 # a block that reaches over two page borders
 RUN_HERE["long"] = replace(DFLASH, qkv_bias=True, block=replace(DFLASH.block, size=20))
 
@@ -60,7 +58,7 @@ def test_blocks_are_those_of_the_torch_runner(name, chunk, target, backend):
 
 
 @pytest.mark.parametrize("least_chance", [0.0, 0.2])
-@pytest.mark.parametrize("name", ["dflash", "dspark"])
+@pytest.mark.parametrize("name", ["dflash", "dspark", "dflash2"])
 def test_chains_in_one_call_are_those_of_one_guess_after_the_other(name, least_chance, backend):
     head = random_checkpoint(RUN_HERE[name])
     runner = CpuBlockRunner(head, backend, MAX_ROWS)
@@ -89,9 +87,3 @@ def test_a_block_leaves_the_contexts_of_all_requests_alone(backend):
     first = runner.guess(slots, previous).logits.copy()
     scattered.run(40)  # over what the first blocks left
     np.testing.assert_array_equal(runner.guess(slots, previous).logits, first)
-
-
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_heads_that_it_cannot_run_are_refused(name, backend):
-    with pytest.raises(ConfigError, match="Use --backend torch"):
-        CpuBlockRunner(random_checkpoint(BLOCK_CONFIGS[name]), backend, MAX_ROWS)
