@@ -115,11 +115,13 @@ def concurrency_command(
 
 def head_command(
     model: Annotated[str, typer.Argument(help="The target: a folder of safetensors.")],
-    head: Annotated[str, typer.Argument(help="The EAGLE-3 head: a folder or a hub id.")],
+    head: Annotated[str, typer.Argument(help="An EAGLE-3, P-EAGLE or parallel head: a folder or a hub id.")],
     workload: Workloads = None,
     limit: Annotated[int, typer.Option(help="Use only this many prompts of each workload.")] = 10,
     max_tokens: Annotated[int, typer.Option(help="Maximum tokens per answer.")] = 128,
-    num_speculative_tokens: Annotated[int, typer.Option(help="Tokens per draft.")] = 5,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(help="Tokens per draft. Default: 5, or the whole block of a parallel head.")
+    ] = None,
     form: Annotated[
         str, typer.Option("--format", help="Format of the head for vLLM: sglang or speculators.")
     ] = "sglang",

@@ -22,6 +22,7 @@ from paceline.core.params import SamplingParams
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.models.heads.checkpoint import load_head, write_head
+from paceline.models.heads.export import vllm_speculative_config
 from paceline.models.registry import resolve
 from paceline.models.tokenizer import Tokenizer
 
@@ -36,7 +37,7 @@ class HeadOptions:
     model: str
     head: str
     workloads: tuple[Workload, ...]
-    num_speculative_tokens: int = 5
+    num_speculative_tokens: int | None = None  # None: 5, or the whole block of a parallel head
     form: str = "sglang"  # format of the head for vLLM
     threads: int = 1
     python: str = sys.executable  # Python interpreter that has vLLM
@@ -99,12 +100,11 @@ def compare_head(options: HeadOptions, on_turn: OnTurn = lambda _: None) -> Head
     if not path.is_dir():
         raise ConfigError(f"vLLM reads folders of safetensors, and {path.name} is none. Give such a folder.")
     with tempfile.TemporaryDirectory() as folder:
-        write_head(load_head(resolve(options.head)), Path(folder), options.form, str(path))
-        drafting = {
-            "method": "eagle3",
-            "model": folder,
-            "num_speculative_tokens": options.num_speculative_tokens,
-        }
+        head = load_head(resolve(options.head))
+        write_head(head, Path(folder), options.form, str(path))
+        drafting: dict[str, Any] = vllm_speculative_config(head.config, Path(folder))
+        if options.num_speculative_tokens is not None:
+            drafting["num_speculative_tokens"] = options.num_speculative_tokens
         config = EngineConfig.from_options(
             model=str(path),
             backend="torch",

@@ -112,6 +112,9 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
                 f"{head.source} is an {config.kind} head, but the method is {cls.name}: "
                 f"set method to {config.kind!r}."
             )
+        if options.parallel_drafting not in (None, config.is_parallel):
+            guesses = "all tokens of a draft in one pass" if config.is_parallel else "one token in each pass"
+            raise ConfigError(f"{head.source} guesses {guesses}: leave out parallel_drafting.")
         check_target(config, target.config, target.fingerprint, str(head.source), options.any_target)
         return cls.beside(head, target, options.quantization, options.min_prob)
 

@@ -37,13 +37,17 @@ class HeadOptions:
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
 class EagleOptions(HeadOptions):
-    """The keys of speculative_config for EAGLE heads."""
+    """The keys of speculative_config for EAGLE heads and parallel heads."""
 
     quantization: str | None = None  # of its weights on the cpu backend: int8 or int4; None: int4
+    # vLLM's name for heads that guess all tokens of a draft in one pass; None: as the head's file says
+    parallel_drafting: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_quantization(self.quantization)
+        if self.parallel_drafting is not None:
+            check_bool(ConfigError, "parallel_drafting", self.parallel_drafting)
 
 
 def check_min_prob(min_prob: float | None) -> None:

@@ -15,7 +15,7 @@ from paceline.models.heads.checkpoint import write_head
 from tests.benchmarks.cli import run_json
 from tests.draft.test_draft_model_cpu import save_model
 from tests.models.heads.driver import random_checkpoint
-from tests.models.heads.tiny_heads import EAGLE3
+from tests.models.heads.tiny_heads import DFLASH, EAGLE3
 
 
 @pytest.fixture
@@ -48,6 +48,17 @@ def test_the_peer_gets_the_head_as_we_export_it_and_both_are_counted(tmp_path: P
     assert (letters["peer_drafts"], letters["peer_accepted"]) == (4, 6)
     assert letters["peer_acceptance_length"] == 2.5
     assert {**total, "workload": "letters"} == letters
+
+
+def test_a_parallel_head_drafts_whole_blocks_in_both(tmp_path: Path, model: str) -> None:
+    (tmp_path / "letters.jsonl").write_text(json.dumps({"prompt": "abc", "max_tokens": 9}))
+    write_head(random_checkpoint(DFLASH), tmp_path / "block", "sglang")
+    facts = run_json(
+        tmp_path, "head", model, str(tmp_path / "block"), "--workload", str(tmp_path / "letters.jsonl")
+    )
+    received = json.loads((tmp_path / "log.json").read_text())
+    assert (received["method"], received["num_speculative_tokens"]) == ("dflash", 4)
+    assert facts["rows"][0]["drafts"] > 0
 
 
 def test_lengths_include_the_bonus_token() -> None:

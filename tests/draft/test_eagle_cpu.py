@@ -174,3 +174,24 @@ def test_loads_by_method_name(tmp_path):
     assert texts[0] == texts[1] == texts[2] == texts[3]
     with pytest.raises(ConfigError, match="quantization of a draft head must be int8 or int4, got 'int3'"):
         LLM(model, speculative_config={"method": "eagle3", "model": head, "quantization": "int3"})
+
+
+def test_parallel_drafting_must_be_what_the_head_does(tmp_path):
+    model = save_model(tmp_path)
+    for name, config in (("p-eagle", P_EAGLE), ("eagle3", EAGLE3)):
+        write_head(random_checkpoint(config), tmp_path / name, "vllm")
+
+    def load(name: str, parallel: object) -> LLM:
+        config = {"method": "eagle3", "model": str(tmp_path / name), "parallel_drafting": parallel}
+        return LLM(model, speculative_config=config, backend="cpu", threads=1, max_model_len=200)
+
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=4, ignore_eos=True, speculative="eagle3")
+    for name, parallel in (("p-eagle", True), ("eagle3", False)):
+        (output,) = load(name, parallel).generate([list(range(3, 60))], params, use_tqdm=False)
+        assert output.metrics.speculative.failed_drafters == []
+    with pytest.raises(ConfigError, match="guesses one token in each pass: leave out parallel_drafting"):
+        load("eagle3", True)
+    with pytest.raises(ConfigError, match="guesses all tokens of a draft in one pass"):
+        load("p-eagle", False)
+    with pytest.raises(ConfigError, match="parallel_drafting"):
+        load("eagle3", 1)

@@ -31,14 +31,17 @@ NESTED = ("dflash_config", "dspark_config")  # where plain configs keep some of 
 LAYER_IDS, AUX_LAYER_IDS = "target_layer_ids", "aux_hidden_state_layer_ids"
 SLIDING = "sliding_attention"  # in layer_types
 ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "Qwen3DSparkModel"}
-DFLASH2 = "DFlash2DraftModel"
+DFLASH2, DFLASH2_TYPE = "DFlash2DraftModel", "dflash2"  # architecture; speculators_model_type
+SPECULATORS = {"dflash": "DFlashSpeculator", DFLASH2_TYPE: DFLASH2, "dspark": "DSparkSpeculator"}
 TAPS = 2  # of the convolutions
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 def is_block_config(values: Mapping[str, object]) -> bool:
     """Whether a config.json is that of a parallel head."""
-    named = values.get("speculators_model_type") in KINDS or any(name in values for name in NESTED)
+    named = values.get("speculators_model_type") in (*KINDS, DFLASH2_TYPE) or any(
+        name in values for name in NESTED
+    )
     return named or any(kind in _architectures(values) for kind in KINDS)
 
 
@@ -101,7 +104,8 @@ def _architectures(values: Mapping[str, object]) -> str:
 
 
 def _is_dflash2(fields: Fields) -> bool:
-    return DFLASH2.lower() in _architectures(fields.values)
+    named = fields.values.get("speculators_model_type") == DFLASH2_TYPE
+    return named or DFLASH2.lower() in _architectures(fields.values)
 
 
 def _refuse_unsupported(fields: Fields, layer: Fields) -> None:
@@ -159,13 +163,7 @@ def _plain_config(config: HeadConfig, target: str) -> dict[str, object]:
     }
     if block.layers[0].causal:
         special["causal_head"] = True
-    if block.convolution_group:
-        special |= {
-            "conv_kernel_size": TAPS,
-            "conv_group_size": block.convolution_group,
-            "selector_rank": block.selector_rank,
-            "selector_top_k": block.selector_candidates,
-        }
+    special |= _dflash2_fields(block)
     values = qwen_fields(config) | {
         "architectures": [DFLASH2 if block.convolution_group else ARCHITECTURES[config.kind]],
         "tie_word_embeddings": False,
@@ -181,12 +179,12 @@ def _plain_config(config: HeadConfig, target: str) -> dict[str, object]:
 
 def _speculators_config(config: HeadConfig, target: str) -> dict[str, object]:
     block = _checked_block(config)
-    if block.layers[0].causal or block.convolution_group:
-        kind = "DFlash2" if block.convolution_group else "causal"
-        raise ConfigError(f"speculators does not know {kind} heads: export this head as vllm or sglang.")
+    if block.layers[0].causal:
+        raise ConfigError("speculators does not know causal heads: export this head as vllm or sglang.")
+    kind = DFLASH2_TYPE if block.convolution_group else config.kind
     values = {
-        "architectures": [{"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}[config.kind]],
-        **speculators_part(config.kind, target, block.num_drafts),
+        "architectures": [SPECULATORS[kind]],
+        **speculators_part(kind, target, block.num_drafts),
         "speculators_version": SPECULATORS_VERSION,
         "transformer_layer_config": qwen_fields(config),
         "draft_vocab_size": config.draft_vocab_size,
@@ -197,13 +195,24 @@ def _speculators_config(config: HeadConfig, target: str) -> dict[str, object]:
         "tie_word_embeddings": False,
         "sample_from_anchor": block.sample_from_anchor,
     }
-    values |= _norm_fields(config)
+    values |= _norm_fields(config) | _dflash2_fields(block)
     return values | _dspark_fields(block) if config.kind == "dspark" else values
 
 
 def _norm_fields(config: HeadConfig) -> dict[str, object]:
     """Our own field: other engines know no norms of a parallel head's features."""
     return {"fc_norm": True} if config.fc_norm else {}
+
+
+def _dflash2_fields(block: BlockConfig) -> dict[str, object]:
+    if not block.convolution_group:
+        return {}
+    return {
+        "conv_kernel_size": TAPS,
+        "conv_group_size": block.convolution_group,
+        "selector_rank": block.selector_rank,
+        "selector_top_k": block.selector_candidates,
+    }
 
 
 def _dspark_fields(block: BlockConfig) -> dict[str, object]:

@@ -111,7 +111,8 @@ def write_head(
             tensors[theirs] = tensor if isinstance(tensor, SafeTensor) else encode(tensor.float32(), "F16")
     if bits:
         values["quantization_config"] = quantization_config(bits)
-    if head.draft_ids is not None:
+    if head.draft_ids is not None and len(head.draft_ids) < head.config.vocab_size:
+        # of a head with all tokens vLLM refuses them
         ids = head.draft_ids.astype(np.int64)
         mask = np.zeros(head.config.vocab_size, dtype=np.bool_)
         mask[ids] = True

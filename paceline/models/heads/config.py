@@ -147,6 +147,11 @@ class HeadConfig:
     def feature_width(self) -> int:
         return self.num_features * self.target_hidden_size
 
+    @property
+    def is_parallel(self) -> bool:
+        """Whether it guesses all tokens of a draft in one pass."""
+        return self.block is not None or self.mask_token_id is not None
+
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
         """The hidden states that it reads of a target with `num_layers` layers: 0 is the embedding."""
         if self.kind == "eagle":

@@ -51,9 +51,15 @@ def _num_drafts(config: HeadConfig) -> int:
     return SPECULATIVE_TOKENS if config.block is None else config.block.num_drafts
 
 
-def _vllm(head: HeadConfig, target: str, folder: Path) -> str:
+def vllm_speculative_config(head: HeadConfig, folder: Path) -> dict[str, object]:
+    """The `speculative_config` with which vLLM drafts with the head in this folder."""
     config = {"method": head.kind, "model": str(folder), "num_speculative_tokens": _num_drafts(head)}
-    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(config))}"
+    return config | ({} if head.mask_token_id is None else {"parallel_drafting": True})  # of P-EAGLE
+
+
+def _vllm(head: HeadConfig, target: str, folder: Path) -> str:
+    config = json.dumps(vllm_speculative_config(head, folder))
+    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(config)}"
 
 
 def _sglang(head: HeadConfig, target: str, folder: Path) -> str:

@@ -19,6 +19,7 @@ from paceline.models.rope_fields import rope_config
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MASK_IDS = ("mask_token_id", "pard_token", "ptd_token_id")
+P_EAGLE_TYPE = "peagle"  # speculators_model_type
 FLAGS = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
 SPECULATORS_VERSION = "0.9.0"
 SPECULATIVE_TOKENS = 5  # the recommendation that a speculators file carries
@@ -49,8 +50,9 @@ def read_config(
     num_layers = layer.integer("num_hidden_layers", 1, most=64)
     if num_layers != 1 and not eagle3:
         raise UnsupportedModelError(f"{source}: only eagle3 heads may have several layers, not {num_layers}.")
-    # as vLLM, which most heads are served with: this flag is true where a speculators file lacks it
-    defaults = {"norm_before_residual": speculators and eagle3}
+    # as vLLM, which most heads are served with: true where a speculators file of EAGLE-3 lacks it
+    is_p_eagle = values.get("speculators_model_type") == P_EAGLE_TYPE
+    defaults = {"norm_before_residual": speculators and eagle3 and not is_p_eagle}
     flags: dict[str, Any] = {name: fields.flag(name, defaults.get(name, False)) for name in FLAGS}
     if flags["fc_norm"] and flags["norm_before_fc"]:
         raise fields.wrong("fc_norm", "false where norm_before_fc is true")
@@ -149,9 +151,10 @@ def _speculators_config(config: HeadConfig, target: str) -> dict[str, object]:
         raise ConfigError(
             f"only eagle3 heads are written as speculators; export this {config.kind} head as sglang."
         )
+    kind = "eagle3" if config.mask_token_id is None else P_EAGLE_TYPE
     return {
-        "architectures": ["Eagle3Speculator"],
-        **speculators_part("eagle3", target, SPECULATIVE_TOKENS),
+        "architectures": [{"eagle3": "Eagle3Speculator", P_EAGLE_TYPE: "PEagleSpeculator"}[kind]],
+        **speculators_part(kind, target, SPECULATIVE_TOKENS),
         "speculators_version": SPECULATORS_VERSION,
         "transformer_layer_config": _llama_fields(config),
         "draft_vocab_size": config.draft_vocab_size,

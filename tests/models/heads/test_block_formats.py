@@ -32,7 +32,7 @@ FULL = BlockAttention()
 @pytest.mark.parametrize("name", BLOCK_CONFIGS)
 def test_what_is_written_is_what_is_read(tmp_path, name, form):
     head = random_checkpoint(replace(BLOCK_CONFIGS[name], target=TargetName("0123456789abcdef", "a/target")))
-    if name not in EXPORTED or (name in ("jetspec", "dflash2") and form == "speculators"):
+    if name not in EXPORTED or (name == "jetspec" and form == "speculators"):
         with pytest.raises(ConfigError, match=r"cannot be exported|export this head as vllm"):
             write_head(head, tmp_path, form)
         return
@@ -136,6 +136,15 @@ def test_dspark_reads_the_same_layers_in_both_formats_and_samples_from_the_ancho
 def test_dflash_of_speculators_does_not_sample_from_the_anchor():
     values = {**SPECULATORS_8B, "speculators_model_type": "dflash", "architectures": ["DFlashSpeculator"]}
     assert (read(values).kind, read(values).block.num_drafts) == ("dflash", 6)
+
+
+def test_dflash2_of_speculators():
+    values = {**SPECULATORS_8B, **DFLASH2, "speculators_model_type": "dflash2"}
+    values["architectures"] = ["DFlash2Speculator"]
+    config = read(values)
+    assert (config.kind, config.feature_layers) == ("dflash", (2, 10, 18, 26, 34))
+    assert (config.block.convolution_group, config.block.selector_rank) == (16, 256)
+    assert config.block.num_drafts == 6
 
 
 def test_layers_that_the_config_leaves_out_are_spread_over_the_target():

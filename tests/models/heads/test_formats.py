@@ -344,3 +344,21 @@ def test_the_mask_token_of_a_p_eagle_head_has_several_names(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps({**values, name: VOCAB}))
     with pytest.raises(CheckpointError, match=f"{name} .* a token below {VOCAB}"):
         load_head(tmp_path)
+
+
+def test_p_eagle_of_speculators(tmp_path):
+    write_head(random_checkpoint(P_EAGLE), tmp_path, "speculators")
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["speculators_model_type"] == values["speculators_config"]["algorithm"] == "peagle"
+    assert load_head(tmp_path).config == P_EAGLE
+    del values["norm_before_residual"]  # false there, unlike that of eagle3
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert load_head(tmp_path).config == P_EAGLE
+
+
+def test_vllm_is_told_that_a_head_drafts_in_one_pass(tmp_path, paceline):
+    write_head(random_checkpoint(P_EAGLE), tmp_path / "ours", "vllm")
+    given = ("--format", "vllm", "--target", "a/b")
+    _, printed, _ = paceline("export", tmp_path / "ours", tmp_path / "theirs", *given)
+    config = json.loads(shlex.split(printed.splitlines()[1])[-1])
+    assert (config["method"], config["parallel_drafting"]) == ("eagle3", True)
