@@ -5,31 +5,45 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.registry import load_checkpoint
+from paceline.train.block_objective import BlockObjective
 from paceline.train.eagle3_objective import Eagle3Objective
 from paceline.train.examples import Example, Examples, ExampleWriter
-from paceline.train.options import Eagle3Options
+from paceline.train.options import DSparkOptions, Eagle3Options
 from paceline.train.progress import Progress
 from paceline.train.run import train_head
 from paceline.train.trainer import OnProgress
 
-OPTIONS = Eagle3Options(max_steps=30, unroll=2, intermediate_size=16, batch_tokens=96, checkpoint_every=10)
+SAME: dict[str, Any] = {"intermediate_size": 16, "batch_tokens": 96, "checkpoint_every": 10}
+KINDS: dict[str, tuple[Any, Any]] = {
+    "eagle3": (Eagle3Objective, Eagle3Options(max_steps=30, unroll=2, **SAME)),
+    # random anchors, an average of the weights, checks of which are best, weights of 4 bits
+    "dspark": (
+        BlockObjective,
+        DSparkOptions(max_steps=70, layers=1, block_size=3, average=0.9, round_weights=True, **SAME),
+    ),
+}
 
 
-def train(model: Path, answers: Path, out: Path, on_progress: OnProgress = lambda progress: True) -> None:
+def train(
+    kind: str, model: Path, answers: Path, out: Path, on_progress: OnProgress = lambda progress: True
+) -> None:
     """Train a head and write it to `out`."""
     torch.set_num_threads(1)
+    objective, options = KINDS[kind]
     trained = train_head(
         load_checkpoint(model),
         [answers],
         out,
-        OPTIONS,
+        options,
         torch.device("cpu"),
-        lambda target, examples, name: Eagle3Objective(target, examples, OPTIONS, name),
+        lambda target, examples, name: objective(target, examples, options, name),
         on_progress,
     )
     trained.objective.snapshot()(out)
@@ -40,8 +54,9 @@ def tell(progress: Progress) -> bool:
     return True
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_process_ends_with_the_same_file(
-    checkpoint: Checkpoint, examples: Examples, tmp_path: Path
+    kind: str, checkpoint: Checkpoint, examples: Examples, tmp_path: Path
 ) -> None:
     answers = tmp_path / "answers.jsonl"
     ExampleWriter(answers, examples.vocab_size, {}).append(
@@ -50,7 +65,7 @@ def test_a_killed_process_ends_with_the_same_file(
     )
     model, killed, whole = checkpoint.source, tmp_path / "killed", tmp_path / "whole"
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.train.test_kill", model, answers, killed],
+        [sys.executable, "-m", "tests.train.test_kill", kind, model, answers, killed],
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -60,11 +75,11 @@ def test_a_killed_process_ends_with_the_same_file(
     process.communicate()
     assert not (killed / "model.safetensors").exists()
     steps: list[int] = []
-    train(model, answers, killed, lambda progress: not steps.append(progress.step))
+    train(kind, model, answers, killed, lambda progress: not steps.append(progress.step))
     assert steps[0] >= 10, "it goes on from a checkpoint"
-    train(model, answers, whole)
+    train(kind, model, answers, whole)
     assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
 if __name__ == "__main__":
-    train(*map(Path, sys.argv[1:]), tell)
+    train(sys.argv[1], *map(Path, sys.argv[2:]), tell)
