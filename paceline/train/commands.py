@@ -24,6 +24,13 @@ Data = Annotated[
     list[Path] | None,
     typer.Option(*PROMPT_FILE, help="Prompts (chats, ShareGPT, OpenAI logs) or answers. May be repeated."),
 ]
+Exclude = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Prompts that are measured with: rows of --data that have 12 words in a row of one of them are "
+        "left out. May be repeated."
+    ),
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda if available.")]
 Out = Annotated[Path, typer.Option(help="Folder of the head; an interrupted run is resumed there.")]
 InitFrom = Annotated[
@@ -165,6 +172,7 @@ def answers_command(
     out: Annotated[Path, typer.Option(help="File of answers; an existing one is continued.")],
     model: Model = DEFAULT_MODEL,
     data: Data = None,
+    exclude: Exclude = None,
     device: Device = "auto",
 ) -> None:
     """Let the target answer prompts, for `train eagle3` or `train medusa` here or on another machine."""
@@ -172,7 +180,7 @@ def answers_command(
     from paceline.models.registry import resolve
     from paceline.train.job import answer, chosen_device
 
-    answer(resolve(model), data or [], out, options, chosen_device(device))
+    answer(resolve(model), data or [], out, options, chosen_device(device), exclude=exclude or [])
 
 
 @dataclass(frozen=True)
@@ -241,6 +249,7 @@ def _add_command(name: str, recipe: Recipe) -> None:
         out: Out,
         model: Model = DEFAULT_MODEL,
         data: Data = None,
+        exclude: Exclude = None,
         init_from: InitFrom = None,
         device: Device = "auto",
         evaluate: Evaluate = 40,
@@ -252,7 +261,7 @@ def _add_command(name: str, recipe: Recipe) -> None:
         if init_from is not None:
             first = _named(recipe.load)(_init_from(init_from, recipe.method, model))
         answer_options = _answer_options(answering, seed, has_files=bool(data))
-        job = Job(model, data or [], out, device, evaluate, answer_options)
+        job = Job(model, data or [], out, device, evaluate, answer_options, exclude or [])
         objective = _named(recipe.objective)
         train(job, options, lambda target, examples, name: objective(target, examples, options, name, first))
 
@@ -276,7 +285,10 @@ def plan_command(
         typer.Option(*PROMPT_FILE, help="Answers, as `paceline train answers` writes them. May be repeated."),
     ],
     model: Model = DEFAULT_MODEL,
-    layers: Annotated[str, typer.Option(help="Sizes of heads to try, in layers.")] = "1,2,5",
+    method: Annotated[str, typer.Option(help="Kind of head: dspark, or eagle3 of one layer.")] = "dspark",
+    layers: Annotated[
+        str | None, typer.Option(help="Sizes of heads to try, in layers. Default: 1,2,5 (eagle3: 1).")
+    ] = None,
     steps: Annotated[str, typer.Option(help="Optimizer steps of the pilots of each size.")] = "100,200,400",
     epochs: Annotated[str, typer.Option(help="Passes over all answers to plan for.")] = "1,3,10",
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at once that the head is to serve.")] = 1,
@@ -288,18 +300,23 @@ def plan_command(
     device: Device = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
 ) -> None:
-    """Predict what a DSpark head would gain here, and what its training would take, from short pilots."""
-    from paceline.train.options import DSparkOptions
-    from paceline.train.plan.job import PlanJob, plan
+    """Predict what a head would gain here, and what its training would take, from short pilots."""
+    from paceline.train.plan.job import FLAGS, PlanJob, plan
     from paceline.train.plan.pilots import PilotPlan
 
-    options = DSparkOptions(
-        batch_tokens=batch_tokens, draft_vocab_size=draft_vocab_size, max_length=max_length, **seed
-    )
-    pilots = PilotPlan(integers("--layers", layers), integers("--steps", steps))
+    if method not in FLAGS:
+        raise ConfigError(f"--method must be one of {', '.join(FLAGS)}, got {method!r}.")
+    recipe, one_layer = RECIPES[method], method == "eagle3"
+    sizes = integers("--layers", layers or ("1" if one_layer else "1,2,5"))
+    if one_layer and set(sizes) != {1}:
+        raise ConfigError(f"An EAGLE-3 head has one layer: leave out --layers {layers}.")
+    same = {"batch_tokens": batch_tokens, "draft_vocab_size": draft_vocab_size, "max_length": max_length}
+    make = _named(f"paceline.train.options:{recipe.options}")
+    options = {size: make(**same, **seed, **({} if one_layer else {"layers": size})) for size in sizes}
+    pilots = PilotPlan(options, integers("--steps", steps), _named(recipe.objective))
     if len(set(pilots.steps)) < 2:
         raise ConfigError(f"--steps needs two numbers or more, such as 100,200,400; got {steps!r}.")
-    plan(PlanJob(model, data, pilots, integers("--epochs", epochs), concurrency, device, json_file), options)
+    plan(PlanJob(method, model, data, pilots, integers("--epochs", epochs), concurrency, device, json_file))
 
 
 def _init_from(name: str, method: str, model: str) -> Path:

@@ -54,6 +54,7 @@ class Job:
     device: str  # cpu, cuda or auto
     evaluate: int  # number of held-out prompts to measure the head with
     answering: AnswerOptions
+    exclude: Sequence[Path] = ()  # prompts that must not be answered
 
 
 def train(job: Job, options: TrainOptions, start: Start) -> None:
@@ -73,7 +74,7 @@ def train(job: Job, options: TrainOptions, start: Start) -> None:
         answers.append(job.out / "answers.jsonl")
         limit = None if options.minutes is None else ANSWERING_SHARE * 60 * options.minutes
         if limit is None or not (job.out / CHECKPOINT).exists():  # what a third of the minutes gave stays
-            answer(model, prompts, answers[-1], job.answering, device, limit)
+            answer(model, prompts, answers[-1], job.answering, device, limit, job.exclude)
     processes, own_device = processes_on(device)
     smaller = "a smaller --batch-tokens and another folder"
     with (
@@ -141,10 +142,11 @@ def answer(
     options: AnswerOptions,
     device: str,
     seconds: float | None = None,
+    exclude: Sequence[Path] = (),
 ) -> None:
     """Let the target answer prompts into the file `out`, and report how many rows were skipped.
 
-    `seconds`: for this long at most.
+    `seconds`: for this long at most. `exclude`: files of prompts that must not be trained on.
     """
     smaller = "smaller --max-prompt-tokens and --max-tokens"
     if device == "cpu":
@@ -154,7 +156,7 @@ def answer(
         Interrupt() as interrupt,
         answering_progress(interrupt, seconds) as show,
     ):
-        answered = make_answers(model, prompts, out, options, device, show, seconds)
+        answered = make_answers(model, prompts, out, options, device, show, seconds, exclude)
     gc.collect()  # free the engine's GPU memory for training
     if interrupt.asked:
         note(

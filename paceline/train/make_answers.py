@@ -20,6 +20,7 @@ from paceline.models.registry import load_checkpoint, load_tokenizer
 from paceline.options import check_integer, check_number, refuse_unknown
 from paceline.train.answers import Answerer, Next, write_answers
 from paceline.train.examples import ExampleWriter
+from paceline.train.exclusion import Excluded
 from paceline.train.prompts import Prompt, Skipped, read_all_prompts, tokenized
 from paceline.train.rows import read_rows
 from paceline.train.self_prompts import self_written
@@ -109,17 +110,20 @@ def make_answers(
     device: str,
     on_progress: Callable[[Answered], bool] = lambda answered: True,
     seconds: float | None = None,
+    exclude: Sequence[Path] = (),
 ) -> Answered:
     """Answer the prompts of files, and self-written ones, into the file `out`.
 
     An existing file is continued. `on_progress` is called often, and returns whether to continue. `seconds`:
     answer for this long only, as many prompts as that gives, chosen by the seed, the last ones
-    cut short.
+    cut short. `exclude`: files of prompts that must not be trained on.
     """
     if not files and not options.self_written:
         raise ConfigError("There are no prompts: give a file of them, or let the model write some.")
     tokenizer = load_tokenizer(model)
     settings = {"model": model.name, **vars(options)}
+    if exclude:
+        settings["exclude"] = sorted(path.name for path in exclude)
     checkpoint = load_checkpoint(model)
     writer = ExampleWriter(out, checkpoint.config.vocab_size, settings)
     skipped = Skipped()
@@ -147,19 +151,20 @@ def make_answers(
         def prompts() -> Iterator[Prompt]:
             given = read_all_prompts(files, skipped)
             yield from given if seconds is None else _in_any_order(given, options.seed)
-            yield from self_written(
-                tokenizer,
-                answerer,
-                options.self_written,
-                skipped,
-                options.seed,
-                batch_size=batch_size,
-                watch=watch_writing,
-            )
+            if options.self_written:  # for which the model must have a chat template
+                yield from self_written(
+                    tokenizer,
+                    answerer,
+                    options.self_written,
+                    skipped,
+                    options.seed,
+                    batch_size=batch_size,
+                    watch=watch_writing,
+                )
 
         # at least one token must fit after a prompt
         max_prompt_tokens = min(options.max_prompt_tokens, checkpoint.config.max_position - 1)
-        pairs = tokenized(prompts(), tokenizer, max_prompt_tokens, skipped)
+        pairs = tokenized(prompts(), tokenizer, max_prompt_tokens, skipped, Excluded(exclude))
         heats, max_tokens, seed = options.temperatures, options.max_tokens, options.seed
         write_answers(pairs, answerer, writer, heats, max_tokens, seed, batch_size, watch)
     writer.close()

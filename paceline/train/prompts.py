@@ -16,7 +16,7 @@ anew. Unusable rows are counted by reason and skipped, so that one bad row in a 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,11 +98,18 @@ def read_prompts(path: Path, skipped: Skipped, name: str | None = None) -> Itera
 
 
 def tokenized(
-    prompts: Iterator[Prompt], tokenizer: Tokenizer, max_tokens: int, skipped: Skipped
+    prompts: Iterator[Prompt],
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    skipped: Skipped,
+    excluded: Container[Prompt] = (),
 ) -> Iterator[tuple[Prompt, list[int]]]:
-    """Each prompt with its token ids; too long, repeated and invalid ones are counted in `skipped`."""
+    """Each prompt with its token ids; those that cannot or must not be used are counted in `skipped`."""
     seen: set[int] = set()
     for prompt in prompts:
+        if prompt in excluded:
+            skipped.add("in a file of --exclude", prompt.id)
+            continue
         if prompt.characters > LONGEST_TOKEN * max_tokens:
             skipped.add("too long", prompt.id)
             continue

@@ -22,6 +22,7 @@ from paceline.train import job
 from paceline.train.commands import ANSWERS, BLOCK, DSPARK, EAGLE3, MEDUSA, SEED
 from paceline.train.make_answers import AnswerOptions
 from paceline.train.options import BlockOptions, DSparkOptions, Eagle3Options, MedusaOptions, TrainOptions
+from tests.draft.test_draft_model_cpu import save_model
 from tests.models.files import config_of, random_tensors, write_gguf
 
 Run = Callable[..., tuple[int, str, str]]
@@ -122,6 +123,19 @@ def test_answers_of_one_machine_train_a_head_on_another(
     before, after = (load_head(folder).tensors["fc.weight"].float32() for folder in (out, further))
     assert before.shape == after.shape
     assert (before != after).any()
+
+
+def test_a_model_without_a_chat_template_answers_texts_but_those_that_are_measured_with(
+    paceline: Run, prompts: Path, tmp_path: Path
+) -> None:
+    model = save_model(tmp_path / "base", "llama")
+    measured, answers = tmp_path / "measured.jsonl", tmp_path / "answers.jsonl"
+    measured.write_text(json.dumps({"prompt": "One, two!"}))
+    given = ("--data", prompts, "--exclude", measured, "--temperatures", "0", "--max-tokens", "6")
+    code, _, stderr = paceline("train", "answers", model, *given, "--device", "cpu", "--out", answers)
+    assert code == 0, stderr
+    assert "1 rows left out: in a file of --exclude (first: prompts-2)" in stderr
+    assert "4 answers, " in stderr
 
 
 def test_an_interrupted_command_says_what_is_kept_and_continues_there(

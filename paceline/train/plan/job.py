@@ -20,15 +20,16 @@ from paceline.terminal.session import note
 from paceline.train.examples import Examples, is_answers, read_examples
 from paceline.train.job import chosen_device, engine_loader
 from paceline.train.new_head import choose_draft_ids, coverage
-from paceline.train.options import DSparkOptions
+from paceline.train.options import TrainOptions
 from paceline.train.plan.choose import Choice, StepCosts, choices
 from paceline.train.plan.costs import KV_TOKENS, measure_steps
 from paceline.train.plan.law import Law, Pilot
 from paceline.train.plan.pilots import PilotPlan, run_pilots
 from paceline.train.sequences import load_target
 
-METHOD = "dspark"
-FEWEST_DRAFTS = 2  # of a recommended block. Step times between it and the pilots' block are interpolated
+# Kinds of heads that can be planned, and the flags by which the recommended one is trained
+FLAGS = {"dspark": "--layers {layers} --block-size {drafts}", "eagle3": "--unroll {positions}"}
+FEWEST_DRAFTS = 2  # of a recommended draft. Step times between it and the longest draft are interpolated
 VOCABULARIES = (8192, 12288, 16384, 32768)  # draft vocabulary sizes whose coverage is printed
 
 
@@ -36,6 +37,7 @@ VOCABULARIES = (8192, 12288, 16384, 32768)  # draft vocabulary sizes whose cover
 class PlanJob:
     """The options of the command."""
 
+    method: str  # of FLAGS
     model: str
     answers: Sequence[Path]
     pilots: PilotPlan
@@ -44,9 +46,15 @@ class PlanJob:
     device: str
     json_file: Path | None = None
 
+    @property
+    def options(self) -> TrainOptions:
+        """Those of a pilot: they differ in layers only."""
+        return next(iter(self.pilots.options.values()))
 
-def plan(job: PlanJob, options: DSparkOptions) -> list[Choice]:
+
+def plan(job: PlanJob) -> list[Choice]:
     """The heads that could be trained, the fastest first; also shown on the terminal."""
+    options = job.options
     for path in job.answers:
         if not is_answers(path):
             raise ConfigError(
@@ -60,14 +68,15 @@ def plan(job: PlanJob, options: DSparkOptions) -> list[Choice]:
     dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
     target = load_target(checkpoint, torch.device(device), dtype)
     name = TargetName(target_fingerprint(checkpoint), checkpoint.source.name)
-    pilots, heads = run_pilots(target, examples, options, name, job.pilots, _tell)
+    pilots, heads = run_pilots(target, examples, name, job.pilots, _tell)
     del target
     law = Law(pilots, options.seed)
     note(f"timing the engine's steps, {job.concurrency} requests at once")
     load = engine_loader(model, device, job.concurrency * KV_TOKENS)
-    costs = measure_steps(load, heads, METHOD, job.concurrency, (FEWEST_DRAFTS, options.block_size))
+    longest = len(pilots[0].survival)
+    costs = measure_steps(load, heads, job.method, job.concurrency, (min(FEWEST_DRAFTS, longest), longest))
     found = choices(law, pilots, costs, int(examples.answer_counts().sum()), job.epochs)
-    _show(job, options, examples, pilots, law, costs, found)
+    _show(job, examples, pilots, law, costs, found)
     return found
 
 
@@ -78,7 +87,7 @@ def _tell(pilot: Pilot) -> None:
     )
 
 
-def _same_as_pilots(options: DSparkOptions) -> str:
+def _same_as_pilots(options: TrainOptions) -> str:
     """The flags of the pilots' options: a head that is trained otherwise is not the one of the plan."""
     names = ("batch_tokens", "draft_vocab_size", "max_length", "seed")
     return " ".join(f"--{name.replace('_', '-')} {getattr(options, name)}" for name in names)
@@ -95,7 +104,6 @@ def _coverages(examples: Examples, size: int) -> str:
 
 def _show(
     job: PlanJob,
-    options: DSparkOptions,
     examples: Examples,
     pilots: Sequence[Pilot],
     law: Law,
@@ -112,7 +120,7 @@ def _show(
     columns = (
         "layers",
         "epochs",
-        "block",
+        "drafts",
         "tokens a pass",
         "90 % interval",
         "step ms",
@@ -127,7 +135,7 @@ def _show(
             str(choice.epochs),
             str(choice.drafts),
             f"{acceptance.length:.2f}",
-            f"{acceptance.low:.2f} to {acceptance.high:.2f}",
+            f"{acceptance.low:.2f} to {acceptance.high:.2f}" if law.has_interval else "unknown",
             f"{1e3 * choice.step_seconds:.2f}",
             f"{choice.speedup:.2f}",
             f"{choice.hours:.2f}",
@@ -142,15 +150,21 @@ def _show(
             "No head is expected to be faster than plain decoding: plan again with more answers (--data) or "
             "--epochs. The best of these"
         )
+    if not law.has_interval:
+        note("The pilots are too few to tell how sure the law is: give more numbers of --steps or --layers.")
+    flags = FLAGS[job.method].format(
+        layers=best.layers, drafts=best.drafts, positions=len(pilots[0].survival)
+    )
     note(
         f"A plain step takes {1e3 * costs.plain:.2f} ms with {job.concurrency} requests. Every step is "
-        "assumed to draft a whole block; `auto` drafts less where that is faster.\n"
-        f"{_coverages(examples, options.draft_vocab_size)}\n"
-        f"{advice}: paceline train {METHOD} {job.model} {files} --layers {best.layers} --block-size "
-        f"{best.drafts} --epochs {best.epochs} {_same_as_pilots(options)} --out HEAD"
+        f"assumed to draft {best.drafts} tokens; `auto` drafts less where that is faster.\n"
+        f"{_coverages(examples, job.options.draft_vocab_size)}\n"
+        f"{advice}: paceline train {job.method} {job.model} {files} {flags} --epochs {best.epochs} "
+        f"{_same_as_pilots(job.options)} --out HEAD"
     )
     if job.json_file is not None:
         facts: dict[str, Any] = {
+            "method": job.method,
             "answers": len(examples),
             "pilots": [asdict(pilot) for pilot in pilots],
             "plain_seconds": costs.plain,

@@ -43,7 +43,7 @@ class Pilot:
 
 @dataclass(frozen=True)
 class Prediction:
-    """An acceptance length and its 90 % interval."""
+    """An acceptance length and its 90 % interval: all lengths there are, if pilots tell nothing of theirs."""
 
     length: float
     low: float
@@ -64,6 +64,8 @@ class Law:
         logits = np.stack([_logits(pilot.survival) for pilot in pilots])  # [pilots, positions]
         inverse = np.linalg.pinv(rows.T @ rows)
         self._coefficients = inverse @ rows.T @ logits  # [terms, positions]
+        # a law that meets every pilot tells nothing of its own error
+        self.has_interval = len(pilots) > rows.shape[1]
         spare = max(1, len(pilots) - rows.shape[1])
         errors = logits - rows @ self._coefficients
         scatter = np.maximum(np.sqrt((errors**2).sum(0) / spare), MIN_SCATTER)  # [positions]
@@ -83,10 +85,13 @@ class Law:
         """
         terms = self._terms(layers, tokens)
         logits = (terms @ self._coefficients)[:drafts]  # [positions]
+        length = float(_length(logits[None])[0])
+        if not self.has_interval:
+            return Prediction(length, 1.0, 1.0 + len(logits))
         moved = self._shifts @ terms + self._noise  # [scenarios] in units of the scatter
         lengths = _length(logits + moved[:, None] * self._scatter[:drafts])
         low, high = np.percentile(lengths, INTERVAL)
-        return Prediction(float(_length(logits[None])[0]), float(low), float(high))
+        return Prediction(length, float(low), float(high))
 
     def _terms(self, layers: int, tokens: float) -> Floats:
         terms = [1.0, np.log(tokens), *([np.log(layers)] if self._with_layers else [])]

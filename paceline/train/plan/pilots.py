@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -12,10 +12,9 @@ import torch
 from paceline.models.heads.config import TargetName
 from paceline.models.transformer import Transformer
 from paceline.train.acceptance import lengths_by_pass
-from paceline.train.block_objective import BlockObjective
 from paceline.train.examples import Examples
-from paceline.train.objective import WriteHead
-from paceline.train.options import DSparkOptions
+from paceline.train.objective import Objective, WriteHead
+from paceline.train.options import TrainOptions
 from paceline.train.plan.law import Pilot
 from paceline.train.trainer import Trainer
 
@@ -28,14 +27,15 @@ UNTIMED_SHARE = 0.25  # of a pilot's steps, in which kernels are compiled
 class PilotPlan:
     """Which pilots are trained."""
 
-    layers: Sequence[int]
+    options: Mapping[int, TrainOptions]  # by layers of the head
     steps: Sequence[int]  # optimizer steps of the pilots of each size
+    # a head in training, for a target, examples, options and the target's name
+    objective: Callable[[Transformer, Examples, TrainOptions, TargetName], Objective]
 
 
 def run_pilots(
     target: Transformer,
     examples: Examples,
-    options: DSparkOptions,
     name: TargetName,
     plan: PilotPlan,
     on_pilot: Callable[[Pilot], None] = lambda pilot: None,
@@ -43,11 +43,11 @@ def run_pilots(
     """The pilots, and by number of layers what writes the head of the longest one."""
     pilots: list[Pilot] = []
     heads: dict[int, WriteHead] = {}
-    for layers in plan.layers:
+    for layers, options in plan.options.items():
         for steps in plan.steps:
             warmup = max(1, round(WARMUP_SHARE * steps))
-            chosen = replace(options, layers=layers, max_steps=steps, warmup_steps=warmup, checks=0)
-            objective = BlockObjective(target, examples, chosen, name)
+            chosen = replace(options, max_steps=steps, warmup_steps=warmup, checks=0)
+            objective = plan.objective(target, examples, chosen, name)
             pilots.append(_run(Trainer(objective, examples, chosen, None), layers, steps))
             heads[layers] = objective.snapshot()
             on_pilot(pilots[-1])

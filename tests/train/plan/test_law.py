@@ -59,6 +59,15 @@ def test_the_interval_holds_the_truth_nine_times_of_ten() -> None:
     assert hits >= 85
 
 
+def test_pilots_as_many_as_the_terms_of_the_law_tell_nothing_of_its_error() -> None:
+    two = [pilot for pilot in pilots() if pilot.layers == 2][:2]
+    predicted = Law(two).predict(2, 1e7)
+    assert (predicted.low, predicted.high) == (1.0, 4.0)
+    assert Law(two).predict(2, 1e7, drafts=2).high == 3.0
+    assert not Law(two).has_interval
+    assert Law([pilot for pilot in pilots() if pilot.layers == 2]).has_interval
+
+
 def test_one_size_of_head_is_enough_but_one_amount_of_data_is_not() -> None:
     one_size = [pilot for pilot in pilots() if pilot.layers == 2]
     assert Law(one_size).predict(2, 1e6).length == pytest.approx(1 + sum(survival(2, 1e6)), abs=1e-3)

@@ -66,6 +66,37 @@ def test_pilots_become_a_recommendation(model: Path, answers: Path, tmp_path: Pa
     assert facts["choices"] == sorted(facts["choices"], key=lambda choice: -choice["speedup"])
 
 
+def test_an_eagle3_head_can_be_planned(model: Path, answers: Path, tmp_path: Path) -> None:
+    facts_file = tmp_path / "plan.json"
+    output = run(
+        *("plan", str(model), "--method", "eagle3", "--data", str(answers), "--steps", "2,4"),
+        *("--epochs", "1,2", "--batch-tokens", "256", "--draft-vocab-size", "64"),
+        *("--device", "cpu", "--json", str(facts_file)),
+        app=app,
+    )
+    facts = json.loads(facts_file.read_text())
+    assert facts["method"] == "eagle3"
+    assert [(pilot["layers"], len(pilot["survival"])) for pilot in facts["pilots"]] == [(1, 5), (1, 5)]
+    said = " ".join(output.split())
+    assert f"paceline train eagle3 {model}" in output.replace("\n", "")
+    assert "--unroll 5 --epochs" in said
+    assert "too few to tell how sure the law is" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--method", "medusa"), "--method must be one of dspark, eagle3"),
+        (("--method", "eagle3", "--layers", "1,2"), "An EAGLE-3 head has one layer"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    given: tuple[str, ...], message: str, model: Path, answers: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run("plan", str(model), "--data", str(answers), *given, app=app)
+
+
 @pytest.mark.parametrize("drafts", [3, 7])
 def test_timed_steps_draft_whole_blocks(drafts: int, model: Path, answers: Path) -> None:
     """Though a head that has learned nothing is sure of nothing."""
