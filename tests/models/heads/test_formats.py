@@ -362,3 +362,9 @@ def test_vllm_is_told_that_a_head_drafts_in_one_pass(tmp_path, paceline):
     _, printed, _ = paceline("export", tmp_path / "ours", tmp_path / "theirs", *given)
     config = json.loads(shlex.split(printed.splitlines()[1])[-1])
     assert (config["method"], config["parallel_drafting"]) == ("eagle3", True)
+
+
+def test_a_head_with_all_tokens_has_no_list_of_them(tmp_path):
+    head = random_checkpoint(replace(EAGLE3, draft_vocab_size=VOCAB))
+    write_head(replace(head, draft_ids=np.arange(VOCAB, dtype=np.int32)), tmp_path, "vllm")
+    assert load_head(tmp_path).draft_ids is None
