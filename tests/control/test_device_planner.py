@@ -261,11 +261,17 @@ def test_an_empty_draft_counts_as_rejected_and_a_request_that_ends_does_not():
 TREE = DraftPlan("head", 7, branching=3, depth=3)
 
 
-def accepted_of_tree(plan: DraftPlan, chance: float, random: np.random.Generator) -> int:
-    """The accepted tokens of one tree, walked from its root."""
+def accepted_of_tree(
+    plan: DraftPlan,
+    chance: float,
+    random: np.random.Generator,
+    younger: tuple[float, ...] = CONFIG.chains.sibling_chances,
+) -> int:
+    """The accepted tokens of one tree, walked from its root. `younger`: chances of the siblings of a first
+    child."""
     children, node, depth = static_shape(plan.budget, plan.branching, plan.levels), ROOT, 0
     while siblings := children.get(node):
-        chances = [chance, *CONFIG.chains.sibling_chances][: len(siblings)]
+        chances = [chance, *younger][: len(siblings)]
         taken = next((rank for rank, each in enumerate(chances) if random.random() < each), None)
         if taken is None:
             break
@@ -291,6 +297,18 @@ def test_accepted_trees_tell_what_chains_would_give():
         if number > 500:
             found.append(chances.reached(3))
     assert np.mean(found, axis=0) == pytest.approx([0.5, 0.25, 0.125], rel=0.1)
+
+
+def test_trees_tell_of_chains_also_where_siblings_are_those_of_a_real_head():
+    random, measured = np.random.default_rng(0), (0.29, 0.15, 0.08)  # of smollm2-135m, mean of workloads
+    tree = DraftPlan("head", 15, branching=4, depth=3)
+    chances, found = ChainAcceptance(3, [0.6], 12), []
+    for number in range(3000):
+        walks = [accepted_of_tree(tree, 0.6, random, measured) for _ in range(4)]
+        chances.add([facts(walk, nodes=15, depth=3) for walk in walks], 4, 3, tree)
+        if number > 500:
+            found.append(chances.reached(3))
+    assert np.mean(found, axis=0) == pytest.approx([0.6, 0.36, 0.216], rel=0.15)
 
 
 def test_trees_that_are_accepted_whole_give_counts_that_a_later_server_takes():
