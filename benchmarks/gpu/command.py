@@ -58,7 +58,8 @@ def gpu_command(
         typer.Option(
             help="Kernels to leave out, comma-separated: every setting is measured with and without them, "
             "twice each by turns, and the better run counts. decode_attention, fused_layer, logits and "
-            "persistent: Triton's kernels run instead; shared_prefix: each request reads its own prefix."
+            "persistent: Triton's kernels run instead; shared_prefix: each request reads its own prefix; "
+            "late_merge: attention to latents merges its partial results itself."
         ),
     ] = "",
     json_file: JsonFile = None,

@@ -62,6 +62,7 @@ def attend(
     earliest: int = 0,
     scales: torch.Tensor | None = None,
     scoring: Scoring = LLAMA_SCORING,
+    merges: bool = True,
 ) -> None:
     """Attention of all rows: the contract of kernels/attention.py's `attend`."""
     if tables.visible is not None:
@@ -76,7 +77,7 @@ def attend(
     plain &= not is_left_out("decode_attention")
     if not plain or not _run(query, keys, values, tables, page_size, output, scratch, earliest, scoring):
         attention.attend(
-            query, keys, values, tables, window, page_size, output, scratch, earliest, scales, scoring
+            query, keys, values, tables, window, page_size, output, scratch, earliest, scales, scoring, merges
         )
 
 

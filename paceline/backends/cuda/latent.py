@@ -10,12 +10,16 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.backends.cuda.kernels.attention import AttentionScratch
 from paceline.backends.cuda.kernels.heads import Rotation
-from paceline.backends.cuda.kernels.latent import HeadMatrices, head_products, norm_latents
+from paceline.backends.cuda.kernels.latent import HeadMatrices, KeyRows, head_products, norm_queries
+from paceline.backends.cuda.kernels.latent_values import Partials, can_merge, late_partials, merged_values
 from paceline.backends.cuda.kernels.linear import project
 from paceline.backends.cuda.kernels.matrix import Matrix, Normed, Scratch
 from paceline.backends.cuda.kernels.residual import plain
 from paceline.backends.cuda.kernels.row_tables import RowTables
+from paceline.backends.cuda.kernels.scoring import Scoring
+from paceline.backends.cuda.native import is_left_out
 from paceline.models.config import LATENT_NORM_EPS, LatentConfig
 
 
@@ -79,20 +83,44 @@ def project_latents(
     rows, own = len(tables.positions), weights.config
     project(read, first, buffers.projected, rows, scratch)
     key_begin = own.query_rank or weights.query_size
-    norms, where = (weights.query_norm, weights.key_norm), (tables.positions, tables.slot_mapping)
     latents = buffers.query_latents
-    norm_latents(buffers.projected, key_begin, norms, LATENT_NORM_EPS, *where, rotation, latents, keys)
-    if weights.query is not None and latents is not None:
+    if weights.query is not None and weights.query_norm is not None and latents is not None:
+        norm_queries(buffers.projected, weights.query_norm, LATENT_NORM_EPS, latents, rows)
         project(plain(latents, buffers.ones), weights.query, buffers.queries, rows, scratch)
     queries = buffers.queries[:, : weights.query_size].view(-1, query.shape[1], own.rope_dim + own.nope_dim)
-    head_products(queries, weights.to_latents, query, tables.positions, rotation)
+    norm, slots = (weights.key_norm, LATENT_NORM_EPS), tables.slot_mapping
+    stored = KeyRows(buffers.projected, key_begin, *norm, slots, keys)
+    head_products(queries, weights.to_latents, query, tables.positions, rotation, stored)
+
+
+def late_merge(
+    weights: LatentWeights | None,
+    tables: RowTables,
+    scratch: AttentionScratch,
+    scoring: Scoring,
+    earliest: int = 0,
+) -> Partials | None:
+    """The partial results that `attend` shall leave to `project_values`, of few rows."""
+    if weights is None or not can_merge(weights.to_values) or is_left_out("late_merge"):
+        return None
+    return late_partials(tables, len(weights.to_values.weight), scratch, scoring, earliest)
 
 
 def project_values(
-    weights: LatentWeights, buffers: LatentBuffers, output: torch.Tensor, positions: torch.Tensor
+    weights: LatentWeights,
+    buffers: LatentBuffers,
+    output: torch.Tensor,
+    positions: torch.Tensor,
+    partials: Partials | None = None,
 ) -> None:
-    """Write every head's values of its mixed latents to `output` [rows, at least heads * value]."""
+    """Write every head's values of its mixed latents to `output` [rows, at least heads * value].
+
+    Attention may have left these latents as `partials`.
+    """
     heads, width = len(weights.to_values.weight), weights.config.value_dim
     mixed = buffers.mixed.view(-1, heads, weights.config.rank)
     values = output[:, : heads * width].view(-1, heads, width)
+    if partials is not None:
+        merged_values(partials, weights.to_values, values, positions)
+        return
     head_products(mixed, weights.to_values, values, positions)

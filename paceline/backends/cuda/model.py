@@ -36,7 +36,7 @@ from paceline.backends.cuda.kernels.router import Scores, has_parts
 from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.kernels.split_heads import split_heads
 from paceline.backends.cuda.kv_pool import Pool
-from paceline.backends.cuda.latent import project_latents, project_values
+from paceline.backends.cuda.latent import late_merge, project_latents, project_values
 from paceline.backends.cuda.logits import run_logits
 from paceline.backends.cuda.many_rows import add_product, project, project_heads
 from paceline.backends.cuda.per_layer import give_inputs
@@ -214,6 +214,7 @@ def _attend(
 ) -> None:
     """Write what attention gives to `workspace.attention_output`; of latents, the heads' values of it."""
     latent, (query, output) = workspace.latent, workspace.heads_of(layer)
+    partials = late_merge(layer.latent, tables, workspace.attention, layer.scoring, earliest)
     attend(
         query,
         keys,
@@ -226,9 +227,10 @@ def _attend(
         earliest,
         workspace.own.attention_scales,
         layer.scoring,
+        partials is None,
     )
     if layer.latent is not None and latent is not None:
-        project_values(layer.latent, latent, workspace.attention_output, tables.positions)
+        project_values(layer.latent, latent, workspace.attention_output, tables.positions, partials)
 
 
 def _finish_layer(

@@ -29,6 +29,7 @@ MAP_BYTES, MAP_ALIGNMENT = 128, 64
 KERNELS = (
     "decode_attention",
     "fused_layer",
+    "late_merge",
     "logits",
     "many_rows",
     "persistent",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.kernels.scoring import LLAMA_SCORING, Scoring
 from paceline.backends.torch_backend import ancestors
 from paceline.core.forward import ForwardBatch, chain_parents
@@ -232,6 +233,74 @@ def test_split_kv_does_not_change_bits(
 
 
 @pytest.mark.parametrize(
+    ("contexts", "parents", "heads", "programs"),
+    [
+        ([0, 62], [[-1], [-1, 0, 0]], 18, 264),
+        ([9 * 64 - 1], [[-1]], 9, 264),
+        ([9 * 64 - 1], [[-1]], 9, 4),
+    ],
+    ids=["a tree, two groups of heads", "a partial for each block", "KV chunks"],
+)
+def test_the_next_kernel_merges_partial_results_of_few_rows_over_latents(
+    contexts: list[int],
+    parents: list[list[int]],
+    heads: int,
+    programs: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its matrices are the identity here, so the values are the mixed latents of attention that merges."""
+    from paceline.backends.cuda.kernels import attention
+    from paceline.backends.cuda.kernels.latent import head_matrices
+    from paceline.backends.cuda.kernels.latent_values import can_merge, late_partials, merged_values
+
+    monkeypatch.setattr(attention, "PROGRAMS", programs)
+    case, dim = Case(contexts, parents, heads, 1, 18, LATENTS.rope), 18
+    identity = head_matrices(torch.eye(dim, dtype=dtype, device=device).repeat(heads, 1, 1))
+    assert can_merge(identity)
+
+    def late(query: Any, keys: Any, values: Any, tables: Any, *where: Any, scoring: Scoring) -> None:
+        window, page_size, output, scratch = where
+        partials = late_partials(tables, heads, scratch, scoring)
+        assert partials is not None
+        partials.acc.fill_(math.nan)  # what padding leaves there
+        partials.stats.fill_(math.nan)
+        given = query, keys, values, tables, window, page_size, output, scratch
+        attention.attend(*given, scoring=scoring, merges=False)
+        assert output.isnan().all()
+        wide = output.new_full((len(tables.positions), heads, dim), math.nan)  # rows that are padding, too
+        merged_values(partials, identity, wide, tables.positions)
+        assert not wide[len(output) :].any()
+        output.view(-1, heads, dim)[:] = wide[: len(output)]
+
+    merged = case.run(device, dtype, longest=1024, scoring=LATENTS)
+    assert torch.equal(case.run(device, dtype, longest=1024, scoring=LATENTS, by=late), merged)
+
+
+def test_attention_merges_partial_results_of_many_rows_and_of_small_heads_itself() -> None:
+    from paceline.backends.cuda.kernels import attention
+    from paceline.backends.cuda.kernels.latent import HeadMatrices
+    from paceline.backends.cuda.kernels.latent_values import can_merge, late_partials
+
+    def late(rows: int, heads: int, scoring: Scoring = LATENTS, **more: Any) -> bool:
+        none = torch.zeros(rows, dtype=torch.int32)
+        tables = RowTables(none, none, none, None, *(none[:1],) * 4, **more)
+        scratch = attention.attention_scratch(rows, heads, 1, 18, 400, torch.device("meta"))
+        return late_partials(tables, heads, scratch, scoring) is not None
+
+    assert late(1, 16)
+    assert late(8, 128)
+    assert not late(9, 16)
+    assert not late(1, 8)  # a tile has two rows
+    assert not late(1, 16, LLAMA_SCORING)
+    assert not late(1, 16, visible=torch.zeros(1))
+    sizes = {"V2-Lite": (16, 128, 512), "V3": (128, 128, 512), "a depth of 384": (16, 128, 384)}
+    matrices = {name: HeadMatrices(torch.zeros(own, device="meta"), *own[1:]) for name, own in sizes.items()}
+    assert [name for name, own in matrices.items() if can_merge(own)] == ["V2-Lite"]
+
+
+@pytest.mark.parametrize(
     ("contexts", "counts", "window", "scoring"),
     [
         ((0, 64 * 64 + 62, 70), (36, 3, 1), None, LLAMA_SCORING),
@@ -296,6 +365,6 @@ def test_scratch_holds_the_partials_of_few_tiles_with_many_rows() -> None:
     from paceline.backends.cuda.kernels import attention
 
     scratch = attention.attention_scratch(6, 32, 8, 128, 400, torch.device("meta"))
-    parts = attention._max_partials(2, 8, scratch.blocks)
+    parts = attention.max_partials(2, 8, scratch.blocks)
     assert parts == scratch.blocks == 7
     assert scratch.partial_acc.numel() >= 6 * 32 * parts * 128

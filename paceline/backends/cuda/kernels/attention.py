@@ -108,7 +108,7 @@ def attention_scratch(
     height = tile_height(heads, kv_heads)
     # the fewer tiles, the more programs split each, and each program stores a partial
     lines = max(
-        count * heads * _max_partials(-(-count // height), kv_heads, blocks) for count in range(1, rows + 1)
+        count * heads * max_partials(-(-count // height), kv_heads, blocks) for count in range(1, rows + 1)
     )
     lines = max(lines, prefilled * heads)
     return AttentionScratch(
@@ -126,14 +126,21 @@ def _pipeline(dim: int, rope: int) -> tuple[int, int]:
     return (LONG_STAGES, LATENT_WARPS) if dim > LONG_HEAD else (STAGES, WARPS)
 
 
-def _num_kv_splits(tiles: int, kv_heads: int, blocks: int) -> int:
+def num_kv_splits(tiles: int, kv_heads: int, blocks: int) -> int:
     """The number of programs that split the KV positions of a tile and KV head."""
     return max(1, min(PROGRAMS // (tiles * kv_heads), MAX_KV_SPLITS, blocks))
 
 
-def _max_partials(tiles: int, kv_heads: int, blocks: int) -> int:
+def max_partials(tiles: int, kv_heads: int, blocks: int) -> int:
     """The most partial results of one softmax: one per program that splits blocks, or one per KV chunk."""
-    return max(_num_kv_splits(tiles, kv_heads, blocks), -(-blocks // MERGE_FAN_IN))
+    return max(num_kv_splits(tiles, kv_heads, blocks), -(-blocks // MERGE_FAN_IN))
+
+
+@triton.jit
+def are_few(blocks, oldest, kv_splits):  # type: ignore[no-untyped-def]
+    """Whether a partial is a block, not a KV chunk: all blocks are of one group, and each has a program."""
+    in_group: tl.constexpr = _MERGE_FAN_IN * _MERGE_FAN_IN
+    return (blocks - oldest <= kv_splits) & (oldest // in_group == (blocks - 1) // in_group)
 
 
 @triton.jit
@@ -146,13 +153,7 @@ def _split_kv(sight, contiguous_until, count, kv_splits, shared_chunks):  # type
     first, last = sight
     tree_begin = tl.min(tl.where(contiguous_until > last, 1 << 30, contiguous_until), 0)
     blocks, oldest = tl.where(count > 0, tl.max(last, 0) // _BLOCK + 1, 0), tl.min(first, 0) // _BLOCK
-    in_group: tl.constexpr = _MERGE_FAN_IN * _MERGE_FAN_IN
-    few = (
-        (blocks - oldest <= kv_splits)
-        & (oldest // in_group == (blocks - 1) // in_group)
-        & (shared_chunks == 0)
-    )
-    each = tl.where(few, 1, _MERGE_FAN_IN)
+    each = tl.where(are_few(blocks, oldest, kv_splits) & (shared_chunks == 0), 1, _MERGE_FAN_IN)
     return each, tl.maximum(oldest // each, shared_chunks), (blocks + each - 1) // each, blocks, tree_begin
 
 
@@ -206,7 +207,7 @@ def _merge_if_last(merged, reduction, lines, partials_at, is_used, dim: tl.const
         if last:
             _, _, acc = merged
             merged = merge_partials(
-                lines, oldest, end, partials_at, is_used, dim, acc.shape[1], acc.shape[0], _MERGE_FAN_IN
+                lines, oldest, end, end, partials_at, is_used, dim, acc.shape[1], acc.shape[0], _MERGE_FAN_IN
             )
             tl.store(counter_at, 0)
     return last, merged
@@ -253,6 +254,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     rope: tl.constexpr,  # 0: no latents
     rope_wide: tl.constexpr,
     chunk: tl.constexpr,  # 0: rows see more than their chunk
+    merges: tl.constexpr,  # else the next kernel does
     pdl: tl.constexpr,
 ) -> None:
     number, group, kv_split, kv_splits = (
@@ -288,7 +290,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     if (each == 1) & ((begin + kv_split + 1) * _BLOCK <= tree_begin):
         visible = visible_positions(column, sight)
         merged = contiguous_block(queries, kv_slot, seen, visible, scale, pool, dim, softcap, rope)
-        if end - oldest > 1:
+        if (not merges) | (end - oldest > 1):
             store_partial(
                 merged, (line * max_partials + begin + kv_split).to(tl.int64), partials_at, is_used, dim
             )
@@ -311,8 +313,10 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                 softcap,
                 rope,
             )
-            if end - oldest > 1:
+            if (not merges) | (end - oldest > 1):
                 store_partial(merged, (line * max_partials + partial).to(tl.int64), partials_at, is_used, dim)
+    if not merges:
+        return
     reduction = (counters_at + number * groups + group, oldest, begin, end, kv_splits)
     last, merged = _merge_if_last(merged, reduction, line * max_partials, partials_at, is_used, dim)
     if last:
@@ -342,13 +346,15 @@ def attend(
     earliest: int = 0,
     scales: torch.Tensor | None = None,
     scoring: Scoring = LLAMA_SCORING,
+    merges: bool = True,
 ) -> None:
     """Write values mixed by softmax(query · key) to `output` [rows, at least heads * head_dim].
 
     `query` is [rows, heads, head_dim], `keys` and `values` are one layer's [slots, key heads, head_dim].
     Positions before `earliest` hold nothing and are seen by no row. If there are `scales`, as of Normed, the
     output is rounded to e4m3; heads have whole groups of 64 then. Where keys have latents (`scoring.rope`),
-    these are the values, and `values` is not read.
+    these are the values, and `values` is not read. Unless it `merges`, there are partial results instead, for
+    latent_values.py.
     """
     heads, rope, kv_heads = query.shape[1], scoring.rope, keys.shape[1]
     dim, groups = query.shape[2] - rope, latent_groups(heads) if rope else scoring.groups or kv_heads
@@ -359,14 +365,14 @@ def attend(
         attend_prefill(query, keys, values, groups, *paged, output, partials, scoring, earliest, scales)
     if not tiles:
         return
-    height, parts = tile_height(heads, groups), _max_partials(tiles, groups, scratch.blocks)
+    height, parts = tile_height(heads, groups), max_partials(tiles, groups, scratch.blocks)
     if tables.shared_prefix is not None:
         assert window is None, "rows with windows do not see alike"
         to = scratch.partial_acc, scratch.partial_stats, parts
         paged_prefix = tables.shared_prefix, tables.pages, page_size
         attend_shared_prefix(query, keys, values, *paged_prefix, to, scoring, earliest)
     stages, warps = _pipeline(dim, rope)
-    _attention_kernel[(tiles, groups, _num_kv_splits(tiles, groups, scratch.blocks))](
+    _attention_kernel[(tiles, groups, num_kv_splits(tiles, groups, scratch.blocks))](
         query,
         keys,
         values,
@@ -406,6 +412,7 @@ def attend(
         rope,
         max(16, triton.next_power_of_2(rope)),
         scoring.chunk,
+        merges,
         pdl,
         num_warps=warps,
         enable_fp_fusion=False,

@@ -2,8 +2,11 @@
 
 A row's first product gives [queries or their latent | rotated key | latent], as models/latent.py names them:
 
-    norm_latents     the key goes to its KV slot, rotated and normed; a latent of queries is normed
-    head_products    queries into the space of latents (W_uk^T q), and mixed latents to values (W_uv latent)
+    norm_queries     a latent of queries is normed, if they have one
+    head_products    queries into the space of latents (W_uk^T q), and mixed latents to values (W_uv latent);
+                     beside the queries, keys go to their KV slots, rotated and normed
+
+Of few rows a kernel of its own gives the values: latent_values.py.
 """
 
 from __future__ import annotations
@@ -75,89 +78,85 @@ def _store_normed(rows_at, norm_at, to, eps, size: tl.constexpr, wide: tl.conste
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _norm_latents_kernel(  # type: ignore[no-untyped-def]
+def _norm_queries_kernel(  # type: ignore[no-untyped-def]
     projected_at,
-    query_norm_at,
-    key_norm_at,
-    positions_at,
-    slot_mapping_at,
-    cosines_at,
-    sines_at,
-    query_latents_at,
-    keys_at,
+    norm_at,
+    to_at,
     row_stride,
-    key_begin,  # in a row of `projected`
-    latent_stride,
+    to_stride,
     eps,
-    query_rank: tl.constexpr,
-    query_wide: tl.constexpr,
-    rope: tl.constexpr,
     rank: tl.constexpr,
-    half_wide: tl.constexpr,  # rope // 2, rounded up to a power of two
-    rank_wide: tl.constexpr,
+    wide: tl.constexpr,  # rank, rounded up to a power of two
     pdl: tl.constexpr,
 ) -> None:
     pdl_sync(pdl)
     row = tl.program_id(0).to(tl.int64)
-    projected_at += row * row_stride
-    if query_rank > 0:  # noqa: SIM102 -- known when it is compiled
-        if tl.program_id(1) == 1:
-            query_latents_at += row * latent_stride
-            _store_normed(projected_at, query_norm_at, query_latents_at, eps, query_rank, query_wide)
-    slot = tl.load(slot_mapping_at + row).to(tl.int64)
-    if (tl.program_id(1) == 0) & (slot >= 0):
-        half: tl.constexpr = rope // 2
-        part = tl.arange(0, half_wide)
-        inside, angles = part < half, tl.load(positions_at + row) * half + part
-        keys_at += slot * (rope + rank)
-        own_at = projected_at + key_begin
-        one, two = _rotated(own_at + part, angles, (cosines_at, sines_at), inside, half)
-        tl.store(keys_at + part, one.to(keys_at.dtype.element_ty), mask=inside)
-        tl.store(keys_at + half + part, two.to(keys_at.dtype.element_ty), mask=inside)
-        _store_normed(own_at + rope, key_norm_at, keys_at + rope, eps, rank, rank_wide)
+    _store_normed(projected_at + row * row_stride, norm_at, to_at + row * to_stride, eps, rank, wide)
 
 
-def norm_latents(
-    projected: torch.Tensor,
-    key_begin: int,
-    norms: tuple[torch.Tensor | None, torch.Tensor],
-    eps: float,
-    positions: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    rotation: Rotation,
-    query_latents: torch.Tensor | None,
-    keys: torch.Tensor,
+def norm_queries(
+    projected: torch.Tensor, norm: torch.Tensor, eps: float, query_latents: torch.Tensor, rows: int
 ) -> None:
-    """Write the keys of rows to their KV slots, and the normed latents of their queries, if they have some.
-
-    `projected` is [rows, width]: latents of queries, or queries, and from `key_begin` on keys. `norms` are
-    the weights of both norms; `keys` is one layer's [slots, 1, rope + rank]. Slot -1: not stored.
-    """
-    rope, rank, pdl = 2 * rotation[0].shape[1], len(norms[1]), supports_pdl(keys.device)
-    query_rank = 0 if norms[0] is None else len(norms[0])
-    _norm_latents_kernel[(len(positions), 2 if query_rank else 1)](
+    """Write the normed latents of these rows' queries, with which `projected` [rows, width] begin."""
+    rank, pdl = len(norm), supports_pdl(projected.device)
+    _norm_queries_kernel[(rows,)](
         projected,
-        *norms,
-        positions,
-        slot_mapping,
-        *rotation,
+        norm,
         query_latents,
-        keys,
         projected.stride(0),
-        key_begin,
-        0 if query_latents is None else query_latents.stride(0),
+        query_latents.stride(0),
         eps,
-        query_rank,
-        triton.next_power_of_2(query_rank),
-        rope,
         rank,
-        triton.next_power_of_2(rope // 2),
         triton.next_power_of_2(rank),
         pdl,
         num_warps=NORM_WARPS,
         enable_fp_fusion=False,
         launch_pdl=pdl,
     )
+
+
+@dataclass(frozen=True)
+class KeyRows:
+    """The keys that a first product gave, and where they go."""
+
+    projected: torch.Tensor  # [rows, at least begin + rope + rank]
+    begin: int  # of keys in its rows: [rotated key | latent]
+    norm: torch.Tensor  # [rank]
+    eps: float
+    slot_mapping: torch.Tensor  # [rows]; -1: not stored
+    keys: torch.Tensor  # [slots, 1, rope + rank]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_keys(  # type: ignore[no-untyped-def]
+    projected_at,
+    norm_at,
+    slot_mapping_at,
+    positions_at,
+    rotation,
+    keys_at,
+    rows,  # the first, the end, and the distance from one to the next
+    row_stride,
+    eps,
+    rope: tl.constexpr,
+    half_wide: tl.constexpr,
+    rank: tl.constexpr,
+    rank_wide: tl.constexpr,  # rank, rounded up to a power of two
+) -> None:
+    """Store the keys of some rows in their KV slots: the rotated part, and the normed latent."""
+    first, end, distance = rows
+    half: tl.constexpr = rope // 2
+    part = tl.arange(0, half_wide)
+    inside = part < half
+    for row in range(first, end, distance):
+        slot = tl.load(slot_mapping_at + row).to(tl.int64)
+        if slot >= 0:
+            own_at, angles = projected_at + row * row_stride, tl.load(positions_at + row) * half + part
+            to = keys_at + slot * (rope + rank)
+            one, two = _rotated(own_at + part, angles, rotation, inside, half)
+            tl.store(to + part, one.to(keys_at.dtype.element_ty), mask=inside)
+            tl.store(to + half + part, two.to(keys_at.dtype.element_ty), mask=inside)
+            _store_normed(own_at + rope, norm_at, to + rope, eps, rank, rank_wide)
 
 
 @triton.jit(do_not_specialize=["row_count"])  # type: ignore[untyped-decorator]
@@ -175,6 +174,14 @@ def _head_products_kernel(  # type: ignore[no-untyped-def]
     output_head_stride,
     width,
     depth,
+    projected_at,
+    key_norm_at,
+    slot_mapping_at,
+    keys_at,
+    projected_stride,
+    eps,
+    rank: tl.constexpr,  # of keys; 0: none are stored
+    rank_wide: tl.constexpr,
     rope: tl.constexpr,  # 0: rows have no rotated part
     half_wide: tl.constexpr,  # rope // 2, rounded up to a power of two
     padded_width: tl.constexpr,
@@ -187,6 +194,14 @@ def _head_products_kernel(  # type: ignore[no-untyped-def]
 ) -> None:
     pdl_launch(pdl)
     head, tile = tl.program_id(1), tl.program_id(2)
+    if rank > 0:  # noqa: SIM102 -- known when it is compiled
+        if head == tl.num_programs(1) - 1:  # behind the last head
+            pdl_wait(pdl)
+            begin, rotation = tl.program_id(0) * tokens, (cosines_at, sines_at)
+            some = begin + tile, tl.minimum(begin + tokens, row_count), tl.num_programs(2)
+            stored = projected_at, key_norm_at, slot_mapping_at, positions_at, rotation, keys_at
+            _store_keys(*stored, some, projected_stride, eps, rope, half_wide, rank, rank_wide)
+            return
     token = tl.program_id(0) * tokens + tl.arange(0, tokens)
     column, along, real = tile * columns + tl.arange(0, columns), tl.arange(0, step), token < row_count
     weight_at += (head * padded_width + column).to(tl.int64)[:, None] * padded_depth
@@ -220,15 +235,18 @@ def head_products(
     output: torch.Tensor,
     positions: torch.Tensor,
     rotation: Rotation | None = None,
+    stored: KeyRows | None = None,
 ) -> None:
     """Write every head's matrix times its part of each row: `rows` [rows, heads, depth] to [..., width].
 
-    With `rotation`, the parts of both begin with numbers that RoPE rotates at `positions` [rows] instead.
+    With `rotation`, the parts of both begin with numbers that RoPE rotates at `positions` [rows] instead, and
+    keys may be `stored` beside.
     """
     heads, padded_width, padded_depth = matrices.weight.shape
     tokens, pdl = min(MAX_TOKENS, token_tile(len(positions))), supports_pdl(rows.device)
     rope = 0 if rotation is None else 2 * rotation[0].shape[1]
-    grid = -(-len(positions) // tokens), heads, padded_width // matrices.columns
+    grid = -(-len(positions) // tokens), heads + (stored is not None), padded_width // matrices.columns
+    rank = 0 if stored is None else len(stored.norm)
     _head_products_kernel[grid](
         rows,
         matrices.weight,
@@ -242,6 +260,9 @@ def head_products(
         output.stride(1),
         matrices.width,
         matrices.depth,
+        *_stored_by(stored),
+        rank,
+        triton.next_power_of_2(max(rank, 1)),
         rope,
         triton.next_power_of_2(max(rope // 2, 1)),
         padded_width,
@@ -255,3 +276,11 @@ def head_products(
         enable_fp_fusion=False,
         launch_pdl=pdl,
     )
+
+
+def _stored_by(keys: KeyRows | None) -> tuple[torch.Tensor | int | float | None, ...]:
+    """What a kernel reads to store keys; nothing if there are none."""
+    if keys is None:
+        return None, None, None, None, 0, 0.0
+    from_keys = keys.projected[:, keys.begin :]
+    return from_keys, keys.norm, keys.slot_mapping, keys.keys, keys.projected.stride(0), keys.eps

@@ -331,6 +331,7 @@ def merge_partials(  # type: ignore[no-untyped-def]
     lines,
     begin,
     end,
+    ends,
     partials_at,
     is_used,
     dim: tl.constexpr,
@@ -338,7 +339,10 @@ def merge_partials(  # type: ignore[no-untyped-def]
     lanes: tl.constexpr,
     fan_in: tl.constexpr,
 ):
-    """All partials from `begin` to `end`, merged in groups of `fan_in`; the loads of a group overlap."""
+    """All partials from `begin` to `end`, merged in groups of `fan_in`; the loads of a group overlap.
+
+    Lanes may have fewer: up to `ends` [lanes].
+    """
     partial_acc_at, partial_stats_at = partials_at
     along = tl.arange(0, wide)
     merged = empty_softmax(lanes, wide)
@@ -346,7 +350,7 @@ def merge_partials(  # type: ignore[no-untyped-def]
         inner = empty_softmax(lanes, wide)
         for index in tl.static_range(fan_in):
             number = tl.zeros([lanes], tl.int32) + group * fan_in + index
-            there = is_used & (number >= begin) & (number < end)
+            there = is_used & (number >= begin) & (number < ends)
             line = (lines + number).to(tl.int64)
             row_max = tl.load(
                 partial_stats_at + line * 2, mask=there, other=float("-inf"), cache_modifier=".cg"
