@@ -7,17 +7,19 @@ takes seconds to import, is imported where its models are used.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.metadata
 import os
 import shutil
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tests import tiny_families
+from tests import tiny_families, tiny_near_families
 from tests.tiny_families import FAMILIES, MORE_FAMILIES, MORE_HYBRIDS, ROPES_BY_LENGTH, TORCH_FAMILIES
+from tests.tiny_near_families import NEAR_FAMILIES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,13 +27,17 @@ if TYPE_CHECKING:
 
 def random_model(family: str) -> PreTrainedModel:
     """A float32 model of the family in which every weight, norms and biases too, is random."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        (FAMILIES | TORCH_FAMILIES | MORE_HYBRIDS | MORE_FAMILIES | ROPES_BY_LENGTH)[family].config(),
-        dtype=torch.float32,
-        experts_implementation="eager",  # the fused one wants even sizes
-    ).eval()
+    known = FAMILIES | TORCH_FAMILIES | MORE_HYBRIDS | MORE_FAMILIES | ROPES_BY_LENGTH | NEAR_FAMILIES
+    options: dict[str, Any] = {"dtype": torch.float32, "experts_implementation": "eager"}  # fused: even sizes
+    made = known[family]
+    if made.model:
+        module = importlib.import_module(made.model.rpartition(".")[0])
+        own = getattr(module, made.model.rpartition(".")[2])
+        model: PreTrainedModel = own._from_config(made.config(), **options).eval()
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(made.config(), **options).eval()
     generator = torch.Generator().manual_seed(20)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -42,7 +48,7 @@ def random_model(family: str) -> PreTrainedModel:
             scale = 0.2 if "norm" in name else 1.0 if "conv1d" in name else 0.25
             parameter.copy_(around + scale * noise)
         for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "layer_scalar")):
+            if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):
                 around = 1.0 if name.endswith("layer_scalar") else 0.0
                 buffer.copy_(around + 0.25 * torch.randn(buffer.shape, generator=generator))
     return model
@@ -56,9 +62,11 @@ def save_checkpoint(family: str, folder: Path) -> Path:
 
 @cache
 def _kept(family: str) -> Path:
-    """The family's checkpoint, made once for these versions and these two files; `make clean` deletes it."""
+    """The family's checkpoint, made once for these versions and these files; `make clean` deletes it."""
     versions = [importlib.metadata.version(name) for name in ("torch", "transformers", "safetensors")]
-    sources = [Path(path).read_text() for path in (__file__, tiny_families.__file__)]
+    sources = [
+        Path(path).read_text() for path in (__file__, tiny_families.__file__, tiny_near_families.__file__)
+    ]
     made_of = "\0".join([*versions, *sources])
     root = Path(__file__).parents[1] / ".pytest_cache" / "tiny"
     kept = root / f"{family}-{hashlib.sha256(made_of.encode()).hexdigest()[:16]}"

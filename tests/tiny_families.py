@@ -54,6 +54,7 @@ class Family(NamedTuple):
 
     kind: str  # the class of transformers
     options: dict[str, Any]
+    model: str = ""  # the class of its model, if AutoModelForCausalLM does not know it
 
     def config(self) -> PretrainedConfig:
         import transformers

@@ -340,7 +340,6 @@ class ModelConfig:
             ),
             "chunked attention": any(self.attention_chunks),
             "scaled queries": self.temperature is not None,
-            "scaled queries of latents": self.temperature is not None and self.latent is not None,
             "norms without weights": self.value_norm or self.unit_qk,
             "scaled layers": self.layer_scales,
             "per-layer embeddings": self.per_layer_input is not None,

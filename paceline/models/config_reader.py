@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.config import ModelConfig, RopeConfig
-from paceline.models.families import ACTIVATIONS, FAMILIES, OTHER_NAMES, Family
+from paceline.models.families import FAMILIES, OTHER_NAMES
+from paceline.models.family import ACTIVATIONS, Family
 from paceline.models.fields import Fields
 from paceline.models.rope_fields import rope_config, rope_fields
 

@@ -11,6 +11,20 @@ from paceline.models.fields import Fields
 MAX_EXPERTS = 10_000
 
 
+def sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
+    """The layers with experts: those that mlp_layer_types lists, else all but the first ones."""
+    kinds = fields.values.get("mlp_layer_types")
+    if kinds is None:
+        return frozenset(range(fields.integer("first_k_dense_replace", 1, least=0), num_layers))
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or not all(kind in ("dense", "sparse") for kind in kinds)
+    ):
+        raise fields.wrong("mlp_layer_types", f"{num_layers} entries, each dense or sparse")
+    return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
+
+
 def gpt_oss_experts(fields: Fields, num_layers: int) -> MoeConfig:
     """Experts with biases in every layer."""
     return replace(mixtral_experts(fields, num_layers), biases=True)
@@ -28,7 +42,7 @@ def glm4_experts(fields: Fields, num_layers: int) -> MoeConfig:
         experts_per_token=fields.integer("num_experts_per_tok", 8, most=experts),
         intermediate_size=width,
         normalize_weights=fields.flag("norm_topk_prob", True),
-        layers=frozenset(range(fields.integer("first_k_dense_replace", 1, least=0), num_layers)),
+        layers=sparse_layers(fields, num_layers),
         scoring="sigmoid",
         correction_bias=True,
         groups=groups,
@@ -99,4 +113,71 @@ def qwen_experts(fields: Fields, num_layers: int) -> MoeConfig:
         layers=frozenset(
             layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0
         ),
+    )
+
+
+def qwen2_experts(fields: Fields, num_layers: int) -> MoeConfig:
+    """Experts as in qwen3_moe, beside a shared one with a gate."""
+    shared = fields.integer("shared_expert_intermediate_size")
+    return replace(qwen_experts(fields, num_layers), shared_intermediate_size=shared, shared_gate=True)
+
+
+def mellum_experts(fields: Fields, num_layers: int) -> MoeConfig:
+    """Experts as in qwen3_moe, in the layers that mlp_layer_types lists."""
+    return replace(qwen_experts(fields, num_layers), layers=sparse_layers(fields, num_layers))
+
+
+def granite_experts(fields: Fields, num_layers: int) -> MoeConfig:
+    """Experts as in mixtral, with or without a shared one."""
+    shared = fields.integer("shared_intermediate_size", 0, least=0)
+    return replace(mixtral_experts(fields, num_layers), shared_intermediate_size=shared)
+
+
+def minimax_experts(fields: Fields, num_layers: int) -> MoeConfig:
+    """Experts as in mixtral, by corrected sigmoid scores."""
+    return replace(mixtral_experts(fields, num_layers), scoring="sigmoid", correction_bias=True)
+
+
+def lfm2_experts(fields: Fields, num_layers: int) -> MoeConfig:
+    """Experts in all but the first layers, by sigmoid scores, which may be corrected."""
+    moe = glm4_experts(fields, num_layers)
+    is_corrected = fields.flag("use_expert_bias", True)
+    return replace(moe, shared_intermediate_size=0, correction_bias=is_corrected)
+
+
+def softmax_experts(fields: Fields, num_layers: int) -> MoeConfig:
+    """Experts as in glm4_moe, by softmax scores that nothing corrects."""
+    return replace(glm4_experts(fields, num_layers), scoring="softmax", correction_bias=False)
+
+
+def ernie_experts(fields: Fields, num_layers: int) -> MoeConfig:
+    """Experts by corrected softmax scores, in every moe_layer_interval-th layer of a range."""
+    moe = glm4_experts(fields, num_layers)
+    first, last = fields.integer("moe_layer_start_index", 1, least=0), num_layers - 1
+    if fields.has("moe_layer_end_index") and fields.values["moe_layer_end_index"] != -1:
+        last = fields.integer("moe_layer_end_index", least=0)
+    every = fields.integer("moe_layer_interval", 1)
+    layers = {layer for layer in range(num_layers) if first <= layer <= last and (layer + 1) % every == 0}
+    return replace(moe, scoring="softmax", layers=frozenset(layers))
+
+
+def cohere2_experts(fields: Fields, num_layers: int) -> MoeConfig:
+    """Experts by softmax scores of the chosen ones or by sigmoid scores, and shared ones that are added."""
+    strategy = fields.text("shared_expert_combination_strategy", "average")
+    shared = fields.integer("num_shared_experts", 0, least=0)
+    if shared and strategy != "sum":
+        raise UnsupportedModelError(
+            f"{fields.source}: shared_expert_combination_strategy {strategy!r} is not supported, only sum: "
+            "use a model that has it."
+        )
+    scoring = fields.text("expert_selection_fn", "softmax")
+    if scoring not in ("softmax", "sigmoid"):
+        raise fields.wrong("expert_selection_fn", "softmax or sigmoid")
+    moe = mixtral_experts(fields, num_layers)
+    return replace(
+        moe,
+        normalize_weights=scoring == "softmax" or fields.flag("norm_topk_prob", True),
+        layers=sparse_layers(fields, num_layers),
+        scoring=scoring,
+        shared_intermediate_size=shared * moe.intermediate_size,
     )

@@ -6,46 +6,46 @@ keys are those of Hugging Face; GGUF metadata is translated to them first, so th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
 
-from paceline.models.config import ModelConfig, MoeConfig
-from paceline.models.expert_fields import (
-    deepseek_v2_experts,
-    glm4_experts,
-    gpt_oss_experts,
-    llama4_experts,
-    mixtral_experts,
-    qwen_experts,
-)
+from paceline.models.expert_fields import lfm2_experts, qwen2_experts
+from paceline.models.family import Family
 from paceline.models.family_fields import (
     QUERY_GROWTH,
     cohere2_blocks,
+    cohere_blocks,
     exaone4_blocks,
-    glm4_moe_blocks,
-    gpt_oss_blocks,
     granite_blocks,
+    granite_swa_blocks,
+    hyperclovax_blocks,
     latent_blocks,
-    llama4_blocks,
     ministral3_blocks,
     olmo3_blocks,
+    other_keys,
+    seed_blocks,
     smollm3_blocks,
+    without_biases,
 )
-from paceline.models.fields import Fields
 from paceline.models.file_layouts import (
     FALCON_H1_NAMES,
     GEMMA4_NAMES,
     GLM_NORMS,
     GRANITE_HYBRID_NAMES,
     LFM2_NAMES,
-    LLAMA_FILES,
     NEMOTRON_H_NAMES,
     POST_NORMS,
     SANDWICH_NORMS,
     FileLayout,
 )
-from paceline.models.gemma_fields import gemma2_blocks, gemma3_blocks, gemma4_blocks, gemma4_windows
+from paceline.models.gemma_fields import (
+    gemma2_blocks,
+    gemma3_blocks,
+    gemma4_blocks,
+    gemma4_windows,
+    gemma_activation,
+    gemma_blocks,
+)
 from paceline.models.hybrid_fields import (
     falcon_blocks,
     granite_hybrid_blocks,
@@ -53,51 +53,18 @@ from paceline.models.hybrid_fields import (
     nemotron_blocks,
     nemotron_sizes,
     qwen_hybrid_blocks,
-    qwen_hybrid_experts,
 )
 from paceline.models.layer_kinds import (
-    Windows,
     exaone4_windows,
     ministral_windows,
     mistral_windows,
-    no_windows,
     pattern_windows,
-    qwen_moe_windows,
     qwen_windows,
     smollm3_windows,
+    windows_after_full,
     windows_everywhere,
 )
-
-# transformers' name -> ours
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
-
-
-@dataclass(frozen=True)
-class Family:
-    """A family's differences from llama."""
-
-    qkv_bias: bool = False  # biases on q, k and v, always
-    optional_bias: str = "none"  # which projections have biases if there is attention_bias: none, qkv, qkvo
-    qk_norm: bool = False
-    joint_qk_norm: bool = False
-    norm: str = "rms"
-    norm_placement: str = "pre"
-    activation: str = "silu"  # as transformers names it
-    partial_rope: bool = False  # whether a model may rotate a part of each head only
-    windows: Callable[[Fields, int], Windows] = no_windows
-    moe: Callable[[Fields, int], MoeConfig] | None = None
-    more: Callable[[Fields, ModelConfig], dict[str, Any]] | None = None  # further fields of ModelConfig
-    derived: Callable[[Fields], dict[str, object]] | None = None  # keys that follow from others
-    files: FileLayout = LLAMA_FILES
-    # prefix of the tensors of its block for multi-token prediction, with {layers} for the number of layers;
-    # empty: it has none
-    mtp: str = ""
-    activation_name: str = "hidden_act"
-    eps_name: str = "rms_norm_eps"
-    rope_fields: tuple[str, ...] = ()  # that its rope parameters may have beside family_fields.ROPE_FIELDS
-    quantizations: tuple[str, ...] = ()  # that its safetensors may have beside quantized.method.METHODS
-    defaults: Mapping[str, object] = field(default_factory=dict)  # transformers' for keys that a config lacks
-
+from paceline.models.mixture_families import MIXTURES
 
 _GEMMA_SIZES = {
     "num_attention_heads": 8,
@@ -151,17 +118,10 @@ _QWEN3_5 = Family(
 )
 _QWEN3_5_MOE = replace(
     _QWEN3_5,
-    moe=qwen_hybrid_experts,
+    moe=qwen2_experts,
     defaults=_QWEN3_5_SIZES
-    | {"moe_intermediate_size": 512, "intermediate_size": 5632, "norm_topk_prob": True},
-)
-
-_DEEPSEEK_V3 = Family(
-    moe=glm4_experts,
-    more=latent_blocks,
-    mtp="model.layers.{layers}.",
-    defaults={"n_routed_experts": 256, "moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4}
-    | {"first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "max_position_embeddings": 4096},
+    | {"moe_intermediate_size": 512, "intermediate_size": 5632, "norm_topk_prob": True}
+    | {"shared_expert_intermediate_size": 512},
 )
 
 # language models of vision models that are a family under another name, and what their configs may lack
@@ -173,6 +133,8 @@ OTHER_NAMES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "qwen2_5_vl": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
     "qwen3_vl_text": ("qwen3", _QWEN3_VL),
+    "glm4v_text": ("glm4", {"num_key_value_heads": 2}),
+    "glm4v_moe_text": ("glm4_moe", {}),
     "qwen3_vl_moe_text": ("qwen3_moe", _QWEN3_VL | {"norm_topk_prob": True}),
 }
 
@@ -182,11 +144,14 @@ FAMILIES = {
     "qwen2": Family(qkv_bias=True, windows=qwen_windows),
     "mimo": Family(qkv_bias=True, windows=qwen_windows, mtp="model.mtp_layers."),
     "qwen3": Family(optional_bias="qkvo", qk_norm=True, windows=qwen_windows, defaults={"head_dim": 128}),
-    "qwen3_moe": Family(optional_bias="qkvo", qk_norm=True, windows=qwen_moe_windows, moe=qwen_experts),
-    "mixtral": Family(
-        windows=windows_everywhere,
-        moe=mixtral_experts,
-        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "gemma": Family(
+        optional_bias="qkvo",
+        activation="gelu_pytorch_tanh",
+        more=gemma_blocks,
+        derived=gemma_activation,
+        files=FileLayout(norm_offset=1.0),
+        defaults={"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256}
+        | {"tie_word_embeddings": True, "max_position_embeddings": 8192},
     ),
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA3,
@@ -215,6 +180,13 @@ FAMILIES = {
         more=smollm3_blocks,
         defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
     ),
+    "glm": Family(
+        optional_bias="qkv",
+        partial_rope=True,
+        files=FileLayout(interleaved_rope=True),
+        defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7}
+        | {"partial_rotary_factor": 0.5, "attention_bias": True},
+    ),
     "glm4": Family(
         optional_bias="qkv",
         norm_placement="sandwich",
@@ -223,42 +195,14 @@ FAMILIES = {
         defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7}
         | {"partial_rotary_factor": 0.5, "attention_bias": True},
     ),
-    "glm4_moe": Family(
-        optional_bias="qkv",
-        partial_rope=True,
-        moe=glm4_experts,
-        more=glm4_moe_blocks,
-        mtp="model.layers.{layers}.",
-        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
-    ),
-    "deepseek_v2": Family(
-        moe=deepseek_v2_experts,
-        more=latent_blocks,
-        defaults={"n_routed_experts": 64, "moe_intermediate_size": 1407, "n_shared_experts": 2}
-        | {"first_k_dense_replace": 0, "norm_topk_prob": False, "max_position_embeddings": 2048},
-    ),
-    "deepseek_v3": _DEEPSEEK_V3,
-    "kimi_k2": _DEEPSEEK_V3,
-    "gpt_oss": Family(
+    "cohere": Family(
         optional_bias="qkvo",
-        windows=pattern_windows(2, 128),
-        moe=gpt_oss_experts,
-        more=gpt_oss_blocks,
-        files=FileLayout({"router": "gate"}, stacked_experts="alternating"),
-        quantizations=("mxfp4",),
-        defaults={"head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "attention_bias": True}
-        | {"num_local_experts": 128, "num_experts_per_tok": 4, "rope_theta": 150000.0},
-    ),
-    "llama4_text": Family(
-        optional_bias="qkvo",
-        moe=llama4_experts,
-        more=llama4_blocks,
-        files=FileLayout(
-            {"feed_forward": "mlp", "router": "gate", "shared_expert": "shared_experts"},
-            interleaved_rope=True,
-            stacked_experts="halves",
-        ),
-        defaults={"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 5e5},
+        norm="layer",
+        norm_placement="parallel",
+        more=cohere_blocks,
+        files=FileLayout(interleaved_rope=True),
+        eps_name="layer_norm_eps",
+        defaults={"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 5e5},
     ),
     "cohere2": Family(
         optional_bias="qkvo",
@@ -285,6 +229,44 @@ FAMILIES = {
         rope_fields=(QUERY_GROWTH,),
         defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
     ),
+    "seed_oss": Family(
+        optional_bias="qkv",
+        more=seed_blocks,
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+    ),
+    "ernie4_5": Family(
+        more=without_biases,
+        files=FileLayout(interleaved_rope=True),
+        defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
+        | {"tie_word_embeddings": True},
+    ),
+    "arcee": Family(optional_bias="qkvo", activation="relu2", defaults={"rms_norm_eps": 1e-5}),
+    "helium": Family(
+        optional_bias="qkv",
+        files=FileLayout(interleaved_rope=True),
+        defaults={"num_key_value_heads": 20, "head_dim": 128, "rms_norm_eps": 1e-8, "rope_theta": 1e5},
+    ),
+    "cwm": Family(
+        windows=windows_after_full(4, 8192),
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    ),
+    "hyperclovax": Family(
+        optional_bias="qkvo",
+        norm_placement="sandwich",
+        more=hyperclovax_blocks,
+        files=FileLayout({"post_norm1": "attention_output_norm", "post_norm2": "feed_forward_output_norm"}),
+    ),
+    "granite_swa": Family(
+        optional_bias="qkvo",
+        windows=windows_after_full(4, 128),
+        more=granite_swa_blocks,
+        defaults={"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+    ),
+    "youtu": Family(
+        more=latent_blocks,
+        defaults={"q_lora_rank": 1536, "tie_word_embeddings": True},
+    ),
+    **MIXTURES,
     "granitemoehybrid": Family(
         optional_bias="qkvo",
         more=granite_hybrid_blocks,
@@ -312,6 +294,17 @@ FAMILIES = {
         files=FileLayout(LFM2_NAMES),
         eps_name="norm_eps",
         defaults={"norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1e6, "tie_word_embeddings": True},
+    ),
+    "lfm2_moe": Family(
+        qk_norm=True,
+        moe=lfm2_experts,
+        derived=other_keys(n_routed_experts="num_experts", first_k_dense_replace="num_dense_layers"),
+        more=lfm2_blocks,
+        files=FileLayout(LFM2_NAMES | {"expert_bias": "gate.e_score_correction_bias"}),
+        eps_name="norm_eps",
+        defaults={"norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1e6, "tie_word_embeddings": True}
+        | {"block_auto_adjust_ff_dim": False, "moe_intermediate_size": 1792, "first_k_dense_replace": 2}
+        | {"n_routed_experts": 32, "num_experts_per_tok": 4},
     ),
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": _QWEN3_5_MOE,

@@ -5,6 +5,7 @@ Each takes the configuration and gives fields of ModelConfig; families.py says w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -148,3 +149,103 @@ def cohere2_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
         "logits_scale": fields.number("logit_scale", 0.0625),
         "layer_ropes": _ropes_of_windows(config),
     }
+
+
+def cohere_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    if fields.flag("use_qk_norm", False):
+        raise UnsupportedModelError(
+            f"{fields.source}: use_qk_norm of this family is not supported; use a model without it."
+        )
+    return {"logits_scale": fields.number("logit_scale", 0.0625)}
+
+
+def cohere2_moe_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Dense layers have a width of their own, and may have rope without a window; norms may be RMSNorm."""
+    blocks, moe = cohere2_blocks(fields, config), config.moe
+    assert moe is not None
+    ropes = list(blocks["layer_ropes"] or (None,) * config.num_layers)
+    if fields.integer("prefix_dense_sliding_window_pattern", 1) == 1:
+        ropes = [own if layer in moe.layers else config.rope for layer, own in enumerate(ropes)]
+    if fields.has("rms_norm_eps"):
+        blocks |= {"norm": "rms", "rms_norm_eps": fields.number("rms_norm_eps")}
+    width = fields.integer("prefix_dense_intermediate_size", config.intermediate_size)
+    return blocks | {"layer_ropes": tuple(ropes), "intermediate_size": width}
+
+
+def seed_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    return {"output_bias": fields.flag("attention_out_bias", False)}
+
+
+def without_biases(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Nothing more; a model whose matrices all have biases is refused."""
+    if fields.flag("use_bias", False):
+        raise UnsupportedModelError(f"{fields.source}: use_bias is not supported; use a model without it.")
+    return {}
+
+
+def olmoe_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Nothing more; a model that clips its queries, keys and values is refused."""
+    if fields.has("clip_qkv"):
+        raise UnsupportedModelError(f"{fields.source}: clip_qkv is not supported; use a model without it.")
+    return {}
+
+
+def qwen2_moe_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    return {"qkv_bias": fields.flag("qkv_bias", True)}
+
+
+def hyperclovax_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Granite's factors, but that of logits is not a divisor; norms after attention and MLP are optional."""
+    scale = fields.number("attention_multiplier", config.head_dim**-0.5)
+    blocks = granite_blocks(fields, config) | {"attention_scale": scale}
+    if not fields.flag("use_post_norm", True):
+        blocks["norm_placement"] = "pre"
+    return blocks | {"logits_scale": fields.number("logits_scaling", 1.0)}
+
+
+def granite_swa_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Granite's factors, sinks, and a rope base for each layer: 0 means no rope."""
+    blocks = granite_blocks(fields, config) | {"attention_sinks": True}
+    thetas = fields.values.get("layer_rope_theta")
+    if thetas is None:
+        return blocks
+    if (
+        not isinstance(thetas, list)
+        or len(thetas) != config.num_layers
+        or not all(type(theta) in (int, float) and theta >= 0 for theta in thetas)
+    ):
+        raise fields.wrong("layer_rope_theta", f"{config.num_layers} numbers, 0 for no rope")
+    ropes = tuple(replace(config.rope, theta=float(theta)) if theta else None for theta in thetas)
+    return blocks | ({} if {*ropes} == {config.rope} else {"layer_ropes": ropes})
+
+
+def mellum_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Layers with and without a window have ropes of their own."""
+    return ropes_by_kind(fields, config, config.rope) if config.sliding_windows else {}
+
+
+def afmoe_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Gated attention, rope only in layers with a window, and scaled embeddings."""
+    scale = config.hidden_size**0.5 if fields.flag("mup_enabled", False) else 1.0
+    return {"attention_gate": True, "layer_ropes": _ropes_of_windows(config), "embedding_scale": scale}
+
+
+def mistral4_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    """Latent attention whose queries grow with their positions."""
+    return latent_blocks(fields, config) | ministral3_blocks(fields, config)
+
+
+def partial_rope_keys(fields: Fields) -> dict[str, object]:
+    """The share of a head that is rotated, from the number of its values."""
+    if not fields.has("rotary_dim"):
+        return {}
+    return {"partial_rotary_factor": fields.integer("rotary_dim") / fields.integer("head_dim")}
+
+
+def other_keys(**names: str) -> Callable[[Fields], dict[str, object]]:
+    """The keys that a family calls otherwise: ours = its own."""
+
+    def derived(fields: Fields) -> dict[str, object]:
+        return {ours: fields.values[own] for ours, own in names.items() if fields.has(own)}
+
+    return derived

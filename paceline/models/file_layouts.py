@@ -16,7 +16,7 @@ import numpy.typing as npt
 from paceline.models.checkpoint import Tensor
 from paceline.models.config import LatentConfig, ModelConfig, RecurrentConfig
 from paceline.models.stacked_experts import experts_of_rows, single_experts
-from paceline.models.tensor_views import RowsOf, Scaled, Shifted
+from paceline.models.tensor_views import Flattened, RowsOf, Scaled, Shifted
 
 # mixtral's names of experts -> ours
 MIXTRAL_EXPERT = re.compile(r"(.*)\.block_sparse_moe\.experts\.(\d+)\.w([123])\.(\w+)")
@@ -73,6 +73,13 @@ GRANITE_HYBRID_NAMES = {
     "layer": "",
     "input_linear": "gate_up_proj",
     "output_linear": "down_proj",
+}
+AFMOE_NAMES = {
+    "post_attention_layernorm": "attention_output_norm",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "post_mlp_layernorm": "feed_forward_output_norm",
+    "router": "",
+    "expert_bias": "gate.e_score_correction_bias",
 }
 FALCON_H1_NAMES = {
     "pre_ff_layernorm": "post_attention_layernorm",
@@ -159,6 +166,8 @@ def converted(
             is_rotated = layout.interleaved_rope and re.search(r"\.[qk]_proj\.", own_name)
             if is_rotated and part.shape[0] % config.head_dim == 0:  # else the check of shapes reports it
                 part = RowsOf(part, half_split_rows(part.shape[0], config))
+            if own_name.endswith(".e_score_correction_bias") and part.shape[0] == 1 < len(part.shape):
+                part = Flattened(part)  # ernie4_5_moe has a group of experts there
             if config.latent and (rows := latent_rows(own_name, part.shape[0], config.latent)) is not None:
                 part = RowsOf(part, rows)
             yield own_name, scaled(own_name, part, config)

@@ -18,6 +18,16 @@ GLOBAL_HEAD_DIM = 512  # of layers without a window, in a config that does not s
 LAYER_SIZES = {"head_dim", "num_key_value_heads"}  # that a layer may have of its own
 
 
+def gemma_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+    return {"embedding_scale": config.hidden_size**0.5}
+
+
+def gemma_activation(fields: Fields) -> dict[str, object]:
+    """Early files say gelu, and mean its tanh approximation."""
+    is_early = fields.values.get("hidden_act") == "gelu"
+    return {"hidden_act": "gelu_pytorch_tanh"} if is_early else {}
+
+
 def gemma2_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Soft caps, the scale of attention and of embeddings."""
     caps = {"attention_softcap": "attn_logit_softcapping", "logits_softcap": "final_logit_softcapping"}

@@ -94,6 +94,12 @@ _MAMBA_NAMES = {
     "ssm_norm": "mamba.norm",
     "ssm_out": "mamba.out_proj",
 }
+_LFM2_KEYS = {"norm_eps": "attention.layer_norm_rms_epsilon", "conv_L_cache": "shortconv.l_cache"}
+_LFM2_NAMES = {
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.o_proj",
+}
 _GRANITE_KEYS = {
     "embedding_multiplier": "embedding_scale",
     "attention_multiplier": "attention.scale",
@@ -111,6 +117,7 @@ _SIGMOID_EXPERT_KEYS = {
 _SHARED_EXPERT_NAMES = {
     f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")
 }
+_CORRECTED_EXPERT_NAMES = _SHARED_EXPERT_NAMES | {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
 _SHARED_EXPERT_KEYS = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
 _GATED_EXPERT_NAMES = _SHARED_EXPERT_NAMES | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
 
@@ -156,6 +163,50 @@ ARCHITECTURES = {
     "qwen2vl": Architecture("qwen2"),
     "qwen3vl": Architecture("qwen3"),
     "qwen3vlmoe": Architecture("qwen3_moe", more=readers.qwen3_moe),
+    "gemma": Architecture("gemma"),
+    "command-r": Architecture(
+        "cohere",
+        interleaved_rope=True,
+        keys={"layer_norm_eps": "attention.layer_norm_epsilon", "logit_scale": "logit_scale"},
+    ),
+    "seed_oss": Architecture("seed_oss", names={"post_attention_norm": "post_attention_layernorm"}),
+    "arcee": Architecture("arcee", interleaved_rope=True),
+    "ernie4_5": Architecture("ernie4_5", interleaved_rope=True),
+    "ernie4_5-moe": Architecture(
+        "ernie4_5_moe",
+        interleaved_rope=True,
+        keys={
+            "n_routed_experts": "expert_count",
+            "n_shared_experts": "expert_shared_count",
+            "moe_layer_start_index": "leading_dense_block_count",
+            "moe_layer_interval": "interleave_moe_layer_step",
+        },
+        names=_CORRECTED_EXPERT_NAMES,
+    ),
+    "qwen2moe": Architecture(
+        "qwen2_moe", keys=_SHARED_EXPERT_KEYS, names=_GATED_EXPERT_NAMES, more=readers.qwen2_moe
+    ),
+    "olmoe": Architecture("olmoe", more=readers.olmoe),
+    "granitemoe": Architecture(
+        "granitemoe",
+        interleaved_rope=True,
+        keys=_GRANITE_KEYS | {"shared_intermediate_size": "expert_shared_feed_forward_length"},
+        names=_SHARED_EXPERT_NAMES,
+    ),
+    "dots1": Architecture("dots1", keys=_SIGMOID_EXPERT_KEYS, names=_CORRECTED_EXPERT_NAMES),
+    "exaone-moe": Architecture(
+        "exaone_moe",
+        keys=_SIGMOID_EXPERT_KEYS,
+        names=_CORRECTED_EXPERT_NAMES,
+        more=readers.exaone_moe,
+    ),
+    "minimax-m2": Architecture("minimax_m2", names=_CORRECTED_EXPERT_NAMES),
+    "afmoe": Architecture(
+        "afmoe",
+        keys=_SIGMOID_EXPERT_KEYS,
+        names=_CORRECTED_EXPERT_NAMES | {"attn_gate": "self_attn.gate_proj"},
+        more=readers.afmoe,
+    ),
     "gemma2": Architecture("gemma2", keys=_CAPS, more=readers.gemma2),
     "gemma3": Architecture(
         "gemma3_text", keys=_CAPS | {"rope_local_base_freq": "rope.freq_base_swa"}, more=readers.gemma3
@@ -244,14 +295,12 @@ ARCHITECTURES = {
         more=readers.windows,
     ),
     "exaone4": Architecture("exaone4", more=readers.windows),
-    "lfm2": Architecture(
-        "lfm2",
-        keys={"norm_eps": "attention.layer_norm_rms_epsilon", "conv_L_cache": "shortconv.l_cache"},
-        names={
-            "shortconv.conv": "conv.conv",
-            "shortconv.in_proj": "conv.in_proj",
-            "shortconv.out_proj": "conv.o_proj",
-        },
+    "lfm2": Architecture("lfm2", keys=_LFM2_KEYS, names=_LFM2_NAMES, more=readers.lfm2),
+    "lfm2moe": Architecture(
+        "lfm2_moe",
+        keys=_LFM2_KEYS
+        | {"n_routed_experts": "expert_count", "first_k_dense_replace": "leading_dense_block_count"},
+        names=_LFM2_NAMES | _CORRECTED_EXPERT_NAMES,
         more=readers.lfm2,
     ),
     "qwen35": Architecture(

@@ -106,6 +106,25 @@ def mtp_layers(fields: Fields) -> int:
     return fields.integer("nextn_predict_layers", 0, least=0, most=MAX_MTP_LAYERS)
 
 
+def olmoe(fields: Fields) -> Values:
+    return {"norm_topk_prob": False}
+
+
+def qwen2_moe(fields: Fields) -> Values:
+    return qwen3_moe(fields) | olmoe(fields)
+
+
+def exaone_moe(fields: Fields) -> Values:
+    return windows(fields) | without_mtp(fields)
+
+
+def afmoe(fields: Fields) -> Values:
+    """Files leave out that embeddings are scaled: llama.cpp always does."""
+    return {name: value for name, value in windows(fields).items() if value is not None} | {
+        "mup_enabled": True
+    }
+
+
 def by_layer(fields: Fields, name: str) -> list[int]:
     """A number of each layer, at least one of them above 0."""
     numbers, layers = fields.values.get(name), fields.integer("block_count")

@@ -11,11 +11,10 @@ from paceline.models.config import (
     FEED_FORWARD,
     MIXER,
     ModelConfig,
-    MoeConfig,
     RecurrentConfig,
     WeightScale,
 )
-from paceline.models.expert_fields import glm4_experts, mixtral_experts, qwen_experts
+from paceline.models.expert_fields import glm4_experts, mixtral_experts
 from paceline.models.family_fields import granite_blocks
 from paceline.models.fields import Fields
 from paceline.models.layer_kinds import FULL, layer_kinds
@@ -235,13 +234,6 @@ def qwen_hybrid_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     if recurrent.value_heads % recurrent.key_heads:
         raise fields.wrong("linear_num_value_heads", f"a multiple of the {recurrent.key_heads} key heads")
     return {"recurrent": recurrent, "attention_gate": True}
-
-
-def qwen_hybrid_experts(fields: Fields, num_layers: int) -> MoeConfig:
-    """Experts as in qwen3_moe, beside a shared one with a gate."""
-    moe = qwen_experts(fields, num_layers)
-    shared = fields.integer("shared_expert_intermediate_size", 512)
-    return replace(moe, shared_intermediate_size=shared, shared_gate=True)
 
 
 def _layers_of(kinds: list[str]) -> frozenset[int]:

@@ -68,12 +68,14 @@ def layer_kinds(fields: Fields, num_layers: int, other: str = SLIDING) -> list[s
     return kinds
 
 
-def pattern_windows(every: int, default_window: int = 4096) -> Callable[[Fields, int], Windows]:
+def pattern_windows(
+    every: int, default_window: int = 4096, period_key: str = "sliding_window_pattern"
+) -> Callable[[Fields, int], Windows]:
     """Windows in the layers that layer_types lists; without it, in all but every `every`-th layer."""
 
     def windows(fields: Fields, num_layers: int) -> Windows:
         window = fields.integer("sliding_window", default_window)
-        pattern = fields.integer("sliding_window_pattern", every)
+        pattern = fields.integer(period_key, every)
         usual = [FULL if (layer + 1) % pattern == 0 else SLIDING for layer in range(num_layers)]
         kinds = layer_kinds(fields, num_layers) or usual
         return tuple(window if kind == SLIDING else None for kind in kinds)
@@ -96,3 +98,49 @@ def exaone4_windows(fields: Fields, num_layers: int) -> Windows:
     if isinstance(pattern, str) and set(pattern) == {"L", "G"} and pattern.index("G") == len(pattern) - 1:
         fields = Fields({**fields.values, "sliding_window_pattern": len(pattern)}, fields.source)
     return pattern_windows(4)(fields, num_layers)
+
+
+def listed_windows(default_window: int) -> Callable[[Fields, int], Windows]:
+    """Windows in the layers that layer_types lists; without it, in none."""
+
+    def windows(fields: Fields, num_layers: int) -> Windows:
+        kinds = layer_kinds(fields, num_layers)
+        return () if kinds is None else _windows_of(fields, kinds, default_window)
+
+    return windows
+
+
+def windows_after_full(every: int, default_window: int) -> Callable[[Fields, int], Windows]:
+    """Windows in the layers that layer_types lists; without it, in all but the first of every `every`."""
+
+    def windows(fields: Fields, num_layers: int) -> Windows:
+        usual = [SLIDING if layer % every else FULL for layer in range(num_layers)]
+        return _windows_of(fields, layer_kinds(fields, num_layers) or usual, default_window)
+
+    return windows
+
+
+def qwen2_moe_windows(fields: Fields, num_layers: int) -> Windows:
+    """Windows in the layers that layer_types lists; without it, in every other of the first ones."""
+    if not fields.flag("use_sliding_window", False):
+        return ()
+    first = fields.integer("max_window_layers", 28, least=0)
+    usual = [FULL if layer % 2 or layer >= first else SLIDING for layer in range(num_layers)]
+    return _windows_of(fields, layer_kinds(fields, num_layers) or usual, 4096)
+
+
+def cohere2_windows(fields: Fields, num_layers: int) -> Windows:
+    """Windows as in Cohere 2; the first dense layers count by themselves."""
+    dense = fields.integer("first_k_dense_replace", 0, least=0, most=num_layers)
+    if fields.has("layer_types") or not dense:
+        return pattern_windows(4)(fields, num_layers)
+    first = pattern_windows(1, period_key="prefix_dense_sliding_window_pattern")(fields, dense)
+    return first + pattern_windows(4)(fields, num_layers - dense)
+
+
+def _windows_of(fields: Fields, kinds: list[str], default_window: int) -> Windows:
+    """The window of each layer; null means none."""
+    if "sliding_window" in fields.values and not fields.has("sliding_window"):
+        return ()
+    window = fields.integer("sliding_window", default_window)
+    return tuple(window if kind == SLIDING else None for kind in kinds)

@@ -114,6 +114,23 @@ class Scaled(_Computed):
 
 
 @dataclass(frozen=True)
+class Flattened(_Computed):
+    """A vector of which files hold a matrix of one row."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape[1:]
+
+    def float32(self) -> npt.NDArray[np.float32]:
+        """The values as float32, a new array of `shape`."""
+        return self.tensor.float32().reshape(self.shape)
+
+    def take_rows(self, part: slice) -> RowsOf:
+        """Some of these values."""
+        return RowsOf(self, np.arange(self.shape[0])[part])
+
+
+@dataclass(frozen=True)
 class LogOfNegated(_Computed):
     """A vector; files hold its negative exponentials."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from paceline.backends.load import load_backend
 from paceline.backends.options import BackendOptions
 from paceline.errors import BackendError, UnsupportedModelError
-from paceline.models.config import Temperature
 from paceline.models.needs import BACKEND_BLOCKS, missing_blocks
 from paceline.models.registry import load_checkpoint
 from paceline.train.sequences import load_target
@@ -28,16 +26,6 @@ def test_a_backend_names_the_blocks_it_lacks_and_the_remedy(
     assert blocks
     with pytest.raises(BackendError, match=rf"has {blocks}, for which the cuda .* --backend torch"):
         load_backend(checkpoint, BackendOptions("cuda"), 16)
-
-
-@pytest.mark.parametrize("backend", ["cpu", "cuda"])
-def test_what_a_backend_has_apart_but_not_together_is_refused(backend: str, tmp_path: Path) -> None:
-    """Both know latent attention and scaled queries, but do not scale the queries of latents."""
-    latent = load_checkpoint(save_checkpoint("deepseek-v3", tmp_path)).config
-    scaled = replace(latent, temperature=Temperature(0.1, 8, offset=0, with_rope=True))
-    assert missing_blocks(latent, backend) == []
-    assert missing_blocks(scaled, backend) == ["scaled queries of latents"]
-    assert missing_blocks(scaled, "torch") == []
 
 
 def test_heads_are_not_trained_for_them(tmp_path: Path) -> None:

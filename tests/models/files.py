@@ -14,6 +14,7 @@ import safetensors.numpy
 from paceline.models.config import ModelConfig
 from paceline.models.config_reader import model_config
 from paceline.models.layout import expected_tensors
+from tests.models import near_files
 
 Tensors = dict[str, np.ndarray]
 
@@ -131,7 +132,9 @@ ARCHITECTURES |= {"olmo3": "olmo2"} | {
     name: name
     for name in ("gemma2", "phi3", "olmo2", "exaone4", "lfm2", "granite", "smollm3", "glm4", "cohere2")
 }
-INTERLEAVED = ("llama", "granite", "smollm3", "glm4", "cohere2")  # architectures
+ARCHITECTURES |= near_files.ARCHITECTURES
+MODELS |= near_files.MODELS
+INTERLEAVED = ("llama", "granite", "smollm3", "glm4", "cohere2", *near_files.INTERLEAVED)  # architectures
 # config key -> what writes it
 WRITERS = {
     "attn_logit_softcapping": "add_attn_logit_softcapping",
@@ -149,7 +152,7 @@ WRITERS = {
     "routed_scaling_factor": "add_expert_weights_scale",
     "norm_eps": "add_layer_norm_rms_eps",
     "conv_L_cache": "add_shortconv_l_cache",
-}
+} | near_files.WRITERS
 
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -177,10 +180,14 @@ GGUF_NAMES = {
     "conv.in_proj": "shortconv.in_proj",
     "conv.o_proj": "shortconv.out_proj",
     "mlp.gate.e_score_correction": "exp_probs_b",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "self_attn.gate_proj": "attn_gate",
     **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
 }
-OTHER_NAMES = {name: {"post_attention_layernorm": "post_attention_norm"} for name in ("gpt_oss", "glm4_moe")}
-OTHER_NAMES["lfm2"] = {"model.norm": "token_embd_norm"}
+OTHER_NAMES = {
+    name: {"post_attention_layernorm": "post_attention_norm"} for name in ("gpt_oss", "glm4_moe", "seed_oss")
+}
+OTHER_NAMES |= {name: {"model.norm": "token_embd_norm"} for name in ("lfm2", "lfm2_moe")}
 # matrices that a family's files hold as one
 JOINED = {
     "phi3": {"self_attn.qkv_proj": "qkv", "mlp.gate_up_proj": ("gate", "up")},

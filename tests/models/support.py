@@ -38,6 +38,7 @@ from tests.engine.test_exactness_cpu import Tokenizer
 from tests.models.drafter_support import drafter_table
 from tests.models.gguf_support import gguf_pairs
 from tests.models.quantized import files as quantized_files
+from tests.tiny_near_families import NEAR_FAMILIES
 from tests.toy import ScriptedDrafter
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "models.md"
@@ -103,7 +104,7 @@ def _model_types() -> dict[str, str]:
     import transformers
 
     known = tiny_families.FAMILIES | tiny_families.TORCH_FAMILIES
-    known |= tiny_families.MORE_FAMILIES | tiny_families.MORE_HYBRIDS
+    known |= tiny_families.MORE_FAMILIES | tiny_families.MORE_HYBRIDS | NEAR_FAMILIES
     classes = {name: getattr(transformers, own.kind, None) for name, own in known.items()}
     return {name: own.model_type for name, own in classes.items() if own is not None}
 

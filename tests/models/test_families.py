@@ -40,7 +40,63 @@ def test_the_families_are_those_we_promise() -> None:
     }
     later |= {"nemotron_h", "falcon_h1"}
     later |= {"granitemoehybrid", "lfm2", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
-    assert set(FAMILIES) == first | later
+    near = {
+        "gemma",
+        "glm",
+        "cohere",
+        "seed_oss",
+        "ernie4_5",
+        "arcee",
+        "helium",
+        "cwm",
+        "hyperclovax",
+        "youtu",
+    }
+    near |= {"granite_swa", "granitemoe", "granitemoeshared", "granitemoe_swa", "qwen2_moe", "olmoe"}
+    near |= {"flex_olmo", "mellum", "dots1", "solar_open", "exaone_moe", "hy_v3", "minimax_m2", "afmoe"}
+    near |= {"ernie4_5_moe", "cohere2_moe", "glm4_moe_lite", "mistral4", "lfm2_moe"}
+    assert set(FAMILIES) == first | later | near
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
+        ("ernie4_5", {"use_bias": True}, "use_bias"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("arcee", {"hidden_act": "silu"}, "hidden_act 'silu' is not supported, only relu2"),
+    ],
+)
+def test_what_near_families_have_beside_is_refused(model: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        config(model, **changes)
+
+
+def test_layers_with_experts_are_listed_or_counted() -> None:
+    def layers(**changes: Any) -> frozenset[int]:
+        moe = config("dots1", **changes).moe
+        assert moe is not None
+        return moe.layers
+
+    assert layers() == {1, 2}
+    assert layers(mlp_layer_types=["sparse", "dense", "sparse"]) == {0, 2}
+    with pytest.raises(CheckpointError, match=r"mlp_layer_types .* 3 entries, each dense or sparse"):
+        layers(mlp_layer_types=["sparse", "dense"])
+
+
+def test_early_files_of_gemma_mean_the_approximation() -> None:
+    assert config("gemma", hidden_act="gelu").activation == "gelu_tanh"
+
+
+def test_minimax_gives_the_number_of_rotated_values() -> None:
+    assert config("minimax_m2", partial_rotary_factor=..., rotary_dim=6).rope.dim == 6
+
+
+def test_windows_of_near_families_without_a_list() -> None:
+    windows = {"sliding_window": 16, "use_sliding_window": True}
+    assert config("qwen2_moe", **windows, max_window_layers=1).sliding_windows == (16, None, None)
+    assert config("afmoe", layer_types=..., global_attn_every_n_layers=2).sliding_windows == (16, None, 16)
+    assert config("dots1", sliding_window=16, max_window_layers=2).sliding_windows == (None, None, 16)
 
 
 def test_biases_and_norms_are_those_of_the_family() -> None:

@@ -86,6 +86,17 @@ def _rotate_at(job, layer, row, values):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _scale_query(job, layer, row, query, width):  # type: ignore[no-untyped-def]
+    """The factor of a row's position, if queries grow with it, on a head's query."""
+    factors = load_int64(field(job, ROPES_AT) + ROPE * layer + 24)
+    if factors == 0:
+        return
+    factor = load_float(factors + 4 * load_int32(field(job, POSITIONS_AT) + 4 * row))
+    for d in range(width):
+        store_float(query + 4 * d, load_float(query + 4 * d) * factor)
+
+
+@compiled
 def _store_key(job, layer, row, key, scratch):  # type: ignore[no-untyped-def]
     """The key of a row, rotated, its latent normed, to its page."""
     rope, rank, padded = field(job, ROPE_WIDTH), field(job, LATENT_RANK), field(job, LATENT_PADDED)
@@ -132,6 +143,7 @@ def _split_queries(tasks, job, counter, rows, layer, queries, stride, scratch): 
         for task in range(first, last):
             row, head = task // heads, task % heads
             query = queries + row * stride + 4 * head * (rope + nope)
+            _scale_query(job, layer, row, query, rope + nope)
             out = (
                 field(job, QUERIES_AT)
                 + row * field(job, QUERIES_STRIDE)

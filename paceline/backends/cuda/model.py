@@ -167,6 +167,8 @@ def _project_qkv(
     if layer.latent is not None and layer.rotation is not None and workspace.latent is not None:
         known = layer.qkv, layer.latent, layer.rotation, tables, workspace.latent
         project_latents(workspace.attention_input, *known, workspace.query, keys, workspace.scratch)
+        if layer.query_factors is not None:
+            scale_queries(workspace.query, layer.query_factors, tables.positions)
         return
     where, change = (
         (tables.positions, tables.slot_mapping),
