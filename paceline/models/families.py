@@ -133,8 +133,8 @@ OTHER_NAMES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "qwen2_5_vl": _QWEN2_VL,
     "qwen2_5_vl_text": _QWEN2_VL,
     "qwen3_vl_text": ("qwen3", _QWEN3_VL),
-    "glm4v_text": ("glm4", {"num_key_value_heads": 2}),
-    "glm4v_moe_text": ("glm4_moe", {}),
+    "glm4v_text": ("glm4", {"head_dim": None, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}),
+    "glm4v_moe_text": ("glm4_moe", {"attention_bias": True}),
     "qwen3_vl_moe_text": ("qwen3_moe", _QWEN3_VL | {"norm_topk_prob": True}),
 }
 

@@ -41,6 +41,13 @@ TOP_NAMES = {
     "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight",
 }
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+# what files hold that are no models, by general.type
+NO_MODELS = {
+    "adapter": "a LoRA adapter, not a model. Give the adapter's folder as peft saved it, with --lora-modules "
+    "NAME=FOLDER, and serve the model that it was trained on.",
+    "mmproj": "the vision or audio part of a model, which is not served. Give its language model.",
+    "imatrix": "an importance matrix, which quantizers read. Give the file of the model.",
+}
 BLOCK_NAME = re.compile(r"blk\.(\d+)\.([\w.]+?)(?:\.(weight|bias|scale))?")
 HUGE_DIVISOR = 1e20  # of a frequency: nothing turns by an angle that was divided by it
 VECTORS = ("ssm_a", "ssm_d", "ssm_norm")  # which files may store as a matrix
@@ -68,6 +75,9 @@ def _config(file: GgufFile) -> ModelConfig:
     """The ModelConfig of a GGUF file, through the equivalent config.json."""
     source = file.path.name
     architecture = Fields(file.metadata, source).text("general.architecture")
+    kind = "mmproj" if architecture == "clip" else file.metadata.get("general.type")
+    if isinstance(kind, str) and kind in NO_MODELS:
+        raise UnsupportedModelError(f"{source} is {NO_MODELS[kind]}")
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"{source}: architecture {architecture!r} is not supported. "

@@ -31,6 +31,7 @@ from paceline.models.quantized.modules import dequantized
 from paceline.models.quantized.stacked import without_stacks
 
 SINGLE_FILE = "model.safetensors"
+HEADS = ("eagle3", "eagle", "medusa", "dflash", "dspark")  # as architectures name them
 INDEX_FILE = "model.safetensors.index.json"
 OTHER_FILES = ("consolidated", "adapter_", "optimizer", "training_args")  # of other formats, or no model
 MAX_DIMENSIONS = 8  # of a tensor; multiplying very many forged lengths would take for ever
@@ -82,6 +83,11 @@ def safetensors_checkpoint(folder: Path) -> Checkpoint:
             f"--lora-modules NAME={folder}."
         )
     values = with_old_config(read_json(folder / "config.json"), folder)
+    if method := head_method(values):
+        raise CheckpointError(
+            f"{folder} is a draft head, not a model. Serve the model that it drafts for, with "
+            f"--draft {method}:{folder}."
+        )
     config = model_config(values, source)
     family = FAMILIES[config.family]
     quantization, layout = read_quantization(values, source, family.quantizations), family.files
@@ -97,6 +103,15 @@ def safetensors_checkpoint(folder: Path) -> Checkpoint:
         config = replace(config, tie_embeddings=is_tied)  # though its text_config may have another default
     words = "" if quantization is None else quantization.words
     return Checkpoint(config, select_tensors(config, tensors, folder), folder, mtp, words)
+
+
+def head_method(values: Mapping[str, object]) -> str:
+    """The method of the draft head that a config.json describes; empty: it is none."""
+    if "text_config" in values:  # Eagle is a vision model, too
+        return ""
+    words = f"{values.get('architectures', '')} {values.get('speculators_model_type', '')}".lower()
+    named = next((method for method in HEADS if method in words), "")
+    return named or ("medusa" if "medusa_num_heads" in values else "")
 
 
 def read_folder(folder: Path, layout: FileLayout, integers: bool = False) -> dict[str, SafeTensor]:

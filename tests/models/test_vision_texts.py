@@ -36,6 +36,20 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # of the text and o
     "Qwen3VL": ({"head_dim": 16}, VISION | {"deepstack_visual_indexes": [0]}),
     "Qwen3VLMoe": ({"head_dim": 16, **EXPERTS}, VISION | {"deepstack_visual_indexes": [0]}),
 }
+PARTIAL = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [1, 1, 2],
+}
+KINDS |= {
+    "Glm4v": ({"rope_parameters": PARTIAL, "pad_token_id": 0}, VISION),
+    "Glm4vMoe": (
+        {"rope_parameters": PARTIAL, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 24},
+        VISION,
+    ),
+}
 PROMPT = np.random.default_rng(0).integers(2, 150, 40).tolist()
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from paceline.errors import ModelError
+from paceline.errors import CheckpointError, ModelError, UnsupportedModelError
 from paceline.models import needs
 from paceline.terminal import models as commands
 from tests import tiny
@@ -73,6 +75,44 @@ def test_show_says_what_would_run_a_hybrid(tmp_path: Path) -> None:
     assert facts["cache"]["state_bytes_per_request"] > 0
     assert facts["drafters"]["layerskip"].startswith("refused: recurrent layers")
     assert "tokenizer.json" in facts["tokenizer"]["refused"]
+
+
+@pytest.mark.parametrize(
+    ("values", "method"),
+    [
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
+        ({"architectures": ["DFlashDraftModel"], "block_size": 8}, "dflash"),
+        ({"speculators_model_type": "eagle3"}, "eagle3"),
+        ({"medusa_num_heads": 4}, "medusa"),
+    ],
+)
+def test_a_draft_head_is_called_one(tmp_path: Path, values: dict[str, object], method: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | values))
+    with pytest.raises(CheckpointError, match=f"is a draft head, not a model. .* --draft {method}:"):
+        run("show", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "kind", "words"),
+    [
+        ("llama", "adapter", "is a LoRA adapter, not a model. .* --lora-modules"),
+        ("clip", "mmproj", "is the vision or audio part of a model"),
+        ("clip", "model", "is the vision or audio part of a model"),
+        ("llama", "imatrix", "is an importance matrix"),
+    ],
+)
+def test_a_gguf_file_without_a_model_is_called_what_it_is(
+    tmp_path: Path, architecture: str, kind: str, words: str
+) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "own.gguf", architecture)
+    writer.add_type(kind)
+    writer.add_tensor("blk.0.attn_q.weight.lora_a", np.zeros((8, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModelError, match=words):
+        run("show", str(tmp_path / "own.gguf"))
 
 
 def test_a_users_mistake_reaches_the_command_line_as_our_error() -> None:
