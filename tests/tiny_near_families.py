@@ -118,7 +118,9 @@ NEAR_FAMILIES = {
         {name: value for name, value in MLA.items() if name not in ("n_group", "topk_group")}
         | {"q_lora_rank": 18, "first_k_dense_replace": 1}
         | {
-            "rope_parameters": YARN_ROPE | {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}
+            "rope_parameters": YARN_ROPE
+            | {"original_max_position_embeddings": 11, "llama_4_scaling_beta": 0.3}
+            | {"mscale": 1.0, "mscale_all_dim": 1.0}
         },
         model="transformers.models.mistral4.modeling_mistral4.Mistral4ForCausalLM",
     ),

@@ -99,7 +99,7 @@ def text_fields(fields: Fields) -> Fields:
 def _with_partial_rope(rope: RopeConfig, fields: Fields, family: Family, head_dim: int) -> RopeConfig:
     """The rope of families that may rotate a part of each head only."""
     share = _rotary_share(fields)
-    if share == 1:
+    if share == 1 or fields.has("qk_rope_head_dim"):  # of latents: that is how much
         return rope
     if not family.partial_rope or not 0 < share < 1 or int(head_dim * share) % 2:
         raise UnsupportedModelError(

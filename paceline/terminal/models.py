@@ -17,6 +17,7 @@ from rich.table import Table
 from paceline.errors import PacelineError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.fingerprint import target_fingerprint
+from paceline.models.heads.mtp import LAYOUTS
 from paceline.models.heads.registry import METHODS
 from paceline.models.heads.shipped import shipped_head
 from paceline.models.hub import SHORT_NAMES
@@ -171,6 +172,13 @@ def _short(value: object) -> str:
     return f"{value:,}" if type(value) is int else str(value)
 
 
+def _possible_mtp(checkpoint: Checkpoint) -> str:
+    if not checkpoint.mtp:
+        return "refused: the files have no block for multi-token prediction"
+    family = checkpoint.config.family
+    return "yes" if family in LAYOUTS else f"refused: the block of {family} models is not supported"
+
+
 def _possible_drafters(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """Each method, and whether it can draft for the model, or why not."""
     yield from (("ngram", "yes"), ("suffix", "yes"))
@@ -178,7 +186,7 @@ def _possible_drafters(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     is_recurrent = checkpoint.config.recurrent is not None
     why = "recurrent layers cannot take back the states of a rejected draft"
     yield "layerskip", f"refused: {why}" if is_recurrent else "yes"
-    yield "mtp", "yes" if checkpoint.mtp else "refused: the files have no block for multi-token prediction"
+    yield "mtp", _possible_mtp(checkpoint)
     has_assistants = checkpoint.config.family.startswith("gemma4")
     yield "assistant", "yes, with its assistant" if has_assistants else "refused: only Gemma 4 has assistants"
     fingerprint = target_fingerprint(checkpoint)

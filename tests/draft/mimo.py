@@ -21,6 +21,7 @@ ONE_LAYER = {
     "layer_types": ["full_attention"],
     "first_k_dense_replace": 0,
     "mlp_only_layers": [],
+    "mlp_layer_types": ["sparse"],
 }
 
 

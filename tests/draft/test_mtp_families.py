@@ -24,6 +24,7 @@ from tests.models.heads.driver import drive_heads, run_heads
 from tests.tiny_families import VOCAB_SIZE
 
 FAMILIES = {"qwen3-5": QWEN, "qwen3-next": QWEN, "glm4-moe": DEEPSEEK, "deepseek-v3": DEEPSEEK}
+FAMILIES |= {"glm4-moe-lite": DEEPSEEK}
 LENGTH, AHEAD = 21, 3
 PLANS = [PLAIN, DraftPlan("mtp", 4), DraftPlan("mtp", 6, 2)]
 

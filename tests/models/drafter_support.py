@@ -56,6 +56,7 @@ BLOCKS = {
     "glm4_moe": ("glm4-moe", DEEPSEEK),
     "deepseek_v3": ("deepseek-v3", DEEPSEEK),
     "kimi_k2": ("deepseek-v3", DEEPSEEK),
+    "glm4_moe_lite": ("glm4-moe-lite", DEEPSEEK),
 }
 OTHERS = {"mtp": "no block in its files", "assistant": "none published"}
 

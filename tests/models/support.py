@@ -1,9 +1,9 @@
 """What runs where: every family on every backend, tried with tiny checkpoints.
 
-`python -m tests.models.support` tries all of it and writes the tables of docs/guides/models.md;
-`make test-large` compares. Plain decoding, chains and trees must give the same tokens, and a GGUF file those
-of the model that it was written from. A second table says who drafts for them (drafter_support.py), a third
-in how many bits backends keep the matrices of quantized safetensors.
+`python -m tests.models.support` tries all of it and writes the tables of docs/guides/models.md; with names
+of families, only their lines. `make test-large` compares. Plain decoding, chains and trees must give the same
+tokens, and a GGUF file those of the model that it was written from. A second table says who drafts for them
+(drafter_support.py), a third in how many bits backends keep the matrices of quantized safetensors.
 
 The column of `cuda` is tried where there is a GPU: `python -m tests.models.support cuda` tries only that, and
 says what the guide has otherwise.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -52,10 +53,10 @@ ROWS = 64
 MAX_LEN = 160
 
 
-def table() -> list[str]:
+def table(families: Iterable[str] = FAMILIES) -> list[str]:
     """The lines of the table, one for each family."""
     lines = [f"| {' | '.join(HEADINGS)} |", f"|{' --- |' * len(HEADINGS)}"]
-    for family in FAMILIES:
+    for family in families:
         cells = [_cell(family, backend) for backend in ("torch", "cpu")]
         cells = [f"`{family}`", *cells, _on_cuda(family), gguf_cell(family)]
         lines.append(f"| {' | '.join(cells)} |")
@@ -90,6 +91,12 @@ def _with_table(guide: str, begin: str, lines: list[str]) -> str:
     before, rest = guide.split(begin)
     _, after = rest.split(END, 1)
     return before + begin + "\n" + "\n".join(lines) + "\n" + END + after
+
+
+def _merged(guide: str, begin: str, lines: list[str]) -> str:
+    """The guide with these lines of a table; families without one keep theirs."""
+    known = {line.split("`")[1]: line for line in [*written_table(guide, begin)[2:], *lines[2:]]}
+    return _with_table(guide, begin, lines[:2] + [known[family] for family in FAMILIES if family in known])
 
 
 def checkpoints(family: str) -> list[Checkpoint]:
@@ -204,8 +211,8 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["cuda"]:
         try_cuda(sys.argv[2:] or list(FAMILIES))
         sys.exit()
+    tried = sys.argv[1:] or list(FAMILIES)
     written = _with_table(GUIDE.read_text(), BEGIN_FILES, quantized_table())
-    by_family = {family: checkpoints(family) for family in FAMILIES}
-    written = _with_table(written, BEGIN_DRAFTERS, drafter_table(by_family))
-    GUIDE.write_text(_with_table(written, BEGIN, table()))
+    written = _merged(written, BEGIN_DRAFTERS, drafter_table({own: checkpoints(own) for own in tried}))
+    GUIDE.write_text(_merged(written, BEGIN, table(tried)))
     print("\n".join(written_table(GUIDE.read_text())))

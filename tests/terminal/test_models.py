@@ -8,6 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import safetensors.numpy
 from typer.testing import CliRunner
 
 from paceline.errors import CheckpointError, ModelError, UnsupportedModelError
@@ -75,6 +76,15 @@ def test_show_says_what_would_run_a_hybrid(tmp_path: Path) -> None:
     assert facts["cache"]["state_bytes_per_request"] > 0
     assert facts["drafters"]["layerskip"].startswith("refused: recurrent layers")
     assert "tokenizer.json" in facts["tokenizer"]["refused"]
+
+
+def test_show_says_which_blocks_for_multi_token_prediction_draft(tmp_path: Path) -> None:
+    for name, begin in (("hy-v3", "refused: the block of hy_v3"), ("glm4-moe-lite", "yes")):
+        folder = tiny.save_checkpoint(name, tmp_path / name)
+        tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+        tensors["model.layers.3.enorm.weight"] = np.ones(60, dtype=np.float32)
+        safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+        assert json.loads(run("show", str(folder), "--json"))["drafters"]["mtp"].startswith(begin)
 
 
 @pytest.mark.parametrize(

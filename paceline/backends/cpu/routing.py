@@ -121,7 +121,7 @@ def _choose(job, row, layer, scores, divisor):  # type: ignore[no-untyped-def]
     experts, chosen = field(job, EXPERTS), field(job, EXPERTS_PER_TOKEN)
     pairs, shares = field(job, CHOICES_AT) + PAIR * chosen * row, field(job, SHARES_AT) + 4 * chosen * row
     preferences = scores + 4 * (experts + 16)
-    _prefer(job, layer, scores, preferences)
+    _prefer(job, layer, scores, divisor, preferences)
     sum_of_chosen = np.float32(0)
     for rank in range(chosen):
         best, _ = _best_of(preferences, experts)
@@ -152,24 +152,24 @@ def _best_of(values, count):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _correct(job, layer, scores, preferences):  # type: ignore[no-untyped-def]
-    """Write the scores of all experts, corrected if the model does that."""
+def _correct(job, layer, scores, divisor, preferences):  # type: ignore[no-untyped-def]
+    """Write the scores of all experts; corrections, if there are any, belong to scores / `divisor`."""
     experts, corrections = field(job, EXPERTS), field(job, CORRECTIONS_AT)
     for expert in range(experts):
         value = load_float(scores + 4 * expert)
         if corrections != 0:
-            value += load_float(corrections + 4 * (experts * layer + expert))
+            value = value / divisor + load_float(corrections + 4 * (experts * layer + expert))
         store_float(preferences + 4 * expert, value)
 
 
 @compiled
-def _prefer(job, layer, scores, preferences):  # type: ignore[no-untyped-def]
+def _prefer(job, layer, scores, divisor, preferences):  # type: ignore[no-untyped-def]
     """What experts are chosen by: their corrected scores, of the best groups only.
 
     A group is as good as its best experts together. Behind the preferences is room for each group's merit.
     """
     experts, groups = field(job, EXPERTS), field(job, EXPERT_GROUPS)
-    _correct(job, layer, scores, preferences)
+    _correct(job, layer, scores, divisor, preferences)
     if groups <= 1:
         return
     size, merits = experts // groups, preferences + 4 * experts
@@ -180,7 +180,7 @@ def _prefer(job, layer, scores, preferences):  # type: ignore[no-untyped-def]
             store_float(own + 4 * best, np.float32(-np.inf))
             merit += value
         store_float(merits + 4 * group, merit)
-    _correct(job, layer, scores, preferences)
+    _correct(job, layer, scores, divisor, preferences)
     for _ in range(field(job, CHOSEN_GROUPS)):
         best, _ = _best_of(merits, groups)
         store_float(merits + 4 * best, np.float32(np.nan))  # chosen; larger than nothing from now on

@@ -43,7 +43,8 @@ def feed_forward(weights: Weights, index: int, workspace: Workspace, tables: Row
     norm, written = read_next(weights, own, index)
     if weights.residual is None or workspace.residual is None:
         assert norm is not None
-        _add_mlps(weights, layer, workspace, tables, own.hidden, norm, written)
+        read = workspace.feed_forward_input
+        _add_mlps(weights, layer, workspace, tables, read, own.hidden, norm, written)
         return
     residual, rows, after = weights.residual, len(tables.positions), layer.output_norms[1]
     added = _project_mlp(residual, workspace.residual, weights, layer, workspace, tables)
@@ -67,18 +68,18 @@ def _project_mlp(
     read, rows, scratch = workspace.feed_forward_input, len(tables.positions), workspace.scratch
     if layer.expert_norms is not None:
         return _project_normed_experts(residual, buffers, layer, layer.expert_norms, workspace, tables)
+    read = workspace.attention_input if residual.is_parallel else read
     if layer.mixture is None:
-        read = workspace.attention_input if residual.is_parallel else read
         change = shrink(layer.adapters.gate_up, read, tables.adapters, workspace.low_rank)
         activated = workspace.activated
         gate_up(read, layer.gate_up, activated, rows, scratch, None, layer.activation, change)
         change = shrink(layer.adapters.down, activated, tables.adapters, workspace.low_rank)
         project(plain(activated, buffers.ones), layer.down, buffers.added, rows, scratch, change)
     else:
-        assert layer.feed_forward_norm is not None
         buffers.added[:rows].zero_()
-        unused = layer.feed_forward_norm, buffers.unused
-        _add_mlps(weights, layer, workspace, tables, buffers.added, *unused)
+        norms = layer.feed_forward_norm, layer.attention_norm, layer.output_norms[1]
+        norm = next(own for own in norms if own is not None)  # of what follows: it is normed elsewhere
+        _add_mlps(weights, layer, workspace, tables, read, buffers.added, norm, buffers.unused)
     return buffers.added
 
 
@@ -115,19 +116,20 @@ def _add_mlps(
     layer: Layer,
     workspace: Workspace,
     tables: RowTables,
+    read: Normed,
     hidden: torch.Tensor,
     norm: torch.Tensor,
     written: Normed,
 ) -> None:
-    """Add the MLP, or shared and chosen experts, of these rows to `hidden`, and prepare `written`."""
-    own, shard, read = workspace.own, weights.shard, workspace.feed_forward_input
+    """Add the MLP, or shared and chosen experts, of rows of `read` to `hidden`, and prepare `written`."""
+    own, shard = workspace.own, weights.shard
     scratch, rows, adapters = workspace.scratch, len(tables.positions), layer.adapters
     dense = layer.shared if layer.mixture else (layer.gate_up, layer.down)
     if dense is not None:
         change = shrink(adapters.gate_up, read, tables.adapters, workspace.low_rank)
         to = own.activated, rows, scratch, own.activated_scales
         gate_up(read, dense[0], *to, layer.activation, change)
-        _gate_shared(layer, workspace, rows)
+        _gate_shared(layer, workspace, read, rows)
         activated, scales = workspace.activated, workspace.activated_scales
         shard.join([own.activated, own.activated_scales], [activated, scales], rows)
         change = shrink(adapters.down, activated, tables.adapters, workspace.low_rank, scales)
@@ -140,10 +142,10 @@ def _add_mlps(
         add_experts(layer.mixture, read, tables.slot_mapping, hidden, norm, written, workspace.routing, parts)
 
 
-def _gate_shared(layer: Layer, workspace: Workspace, rows: int) -> None:
+def _gate_shared(layer: Layer, workspace: Workspace, read: Normed, rows: int) -> None:
     """Scale what the shared expert's last product reads by the sigmoid of a score, if it has one."""
     if layer.shared is not None and layer.shared_gate is not None and workspace.gates is not None:
-        project(workspace.feed_forward_input, layer.shared_gate, workspace.gates, rows, workspace.scratch)
+        project(read, layer.shared_gate, workspace.gates, rows, workspace.scratch)
         width = layer.shared[1].depth
         activated = workspace.activated.view(-1)[: rows * width].view(rows, width)
         gate_rows(activated, workspace.gates[:rows, :1])

@@ -99,8 +99,9 @@ class HostPasses:
         name = "body", sent.rows, sent.layers, (pool.addresses, of_states), heads, kinds
         self.graphs.run(name, lambda: self._run_layers(sent, pool, keeps))
         if sent.outputs:
-            name_of_head = "head", bucket(sent.outputs), sent.wanted > 0
-            self.graphs.run(name_of_head, lambda: self._run_head(sent))
+            joins = sent.wanted > 0 and self.weights.shard.size > 1  # one rank has all logits anyway
+            name_of_head = "head", bucket(sent.outputs), joins
+            self.graphs.run(name_of_head, lambda: self._run_head(sent.outputs, joins))
         width = len(batch.feature_layers) * self.weights.config.hidden_size
         chosen = None if batch.choices is None else self._chosen[sent.wanted : sent.outputs]
         features = self._features.values[: batch.num_rows, :width] if width else None
@@ -160,10 +161,10 @@ class HostPasses:
             assert features is not None
             store_features(features, tables.slot_mapping, parts, kept.features)
 
-    def _run_head(self, sent: _Sent) -> None:
+    def _run_head(self, outputs: int, joins: bool) -> None:
         """Run the LM head, and sample."""
-        count, workspace = bucket(sent.outputs), self.workspace
+        count, workspace = bucket(outputs), self.workspace
         select(workspace, self._tables.output_rows(count))
-        run_lm_head(self.weights, workspace, workspace.selected, count, joins=sent.wanted > 0)
+        run_lm_head(self.weights, workspace, workspace.selected, count, joins)
         known = workspace.own.logits, self.weights.head, *self._tables.options(count)
         take_best(sample_own(*known, self._candidates, count), self._chosen[:count])

@@ -59,7 +59,7 @@ _QWEN = replace(
     },
 )
 LAYOUTS = {
-    **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe"), _DEEPSEEK),
+    **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite"), _DEEPSEEK),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _QWEN),
     "mimo": MtpLayout(
         prefix="model.mtp_layers.0.",
