@@ -148,15 +148,16 @@ def _gate(overall: Gain, others: Sequence[Gain], config: GateConfig) -> tuple[bo
 def _is_clear(
     passes: bool, overall: Gain, others: Sequence[Gain], planned: Mapping[str, int], config: GateConfig
 ) -> bool:
-    """Whether a verdict on some of the rows is final: the remaining rows cannot show a loss.
+    """Whether a verdict on some of the rows is final.
 
-    Every group with further rows must have been measured, and must not lose even by chance. A candidate that
-    does not pass yet is rejected early only if its gain is certainly too small.
+    A candidate passes early only if the interval of each group with enough rows planned excludes a loss of
+    `max_loss`: few rows rarely show a loss that all rows would. It is refused early only if its gain is
+    certainly too small.
     """
     if not passes:
         return overall.prompts >= config.min_prompts and overall.high < 1 + config.min_gain
     judged = [gain for gain in others if planned[gain.segment] >= config.min_segment]
-    return all(gain.prompts >= config.min_segment and gain.ratio >= 1 - config.max_loss for gain in judged)
+    return all(gain.prompts >= config.min_segment and gain.low >= 1 - config.max_loss for gain in judged)
 
 
 def groups_of(segment: str, client: str) -> tuple[str, str]:
