@@ -138,13 +138,17 @@ class ExpertRows:
         return replace(self, rows=_narrowed(self.rows, self.stacked.shape[1], part))
 
 
-def is_transposed(name: str, tensor: Tensor, config: ModelConfig) -> bool:
-    """Whether a stack of experts is [experts, in, out], as its shape tells, instead of [experts, out, in]."""
+def is_transposed(name: str, tensors: Mapping[str, Tensor], config: ModelConfig) -> bool:
+    """Whether this stack of experts is [experts, in, out], instead of [experts, out, in].
+
+    Shapes tell: those of gate_up_proj and down_proj of a layer, because one of them may be square.
+    """
     inner = config.moe.intermediate_size if config.moe else 0
-    outputs, inputs = config.hidden_size, inner
-    if "gate_up_proj" in name:
-        outputs, inputs = 2 * inner, config.hidden_size
-    return tensor.shape[1:] == (inputs, outputs) != (outputs, inputs)
+    for part, shape in (("gate_up", (2 * inner, config.hidden_size)), ("down", (config.hidden_size, inner))):
+        stack = tensors.get(re.sub("(gate_up|down)_proj", f"{part}_proj", name))
+        if stack is not None and shape[0] != shape[1]:
+            return stack.shape[1:] == shape[::-1]
+    return False
 
 
 def experts_of_rows(tensors: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
@@ -158,7 +162,7 @@ def experts_of_rows(tensors: Mapping[str, Tensor], config: ModelConfig) -> Itera
             yield name, tensor
             continue
         prefix, joined = match.groups()
-        transposed = is_transposed(name, tensor, config)
+        transposed = is_transposed(name, tensors, config)
         half, view = tensor.shape[2 if transposed else 1] // 2, ExpertPart if transposed else ExpertRows
         parts = {"gate": slice(0, half), "up": slice(half, None)}
         for part, rows in (parts if joined == "gate_up_proj" else {"down": slice(None)}).items():

@@ -53,13 +53,15 @@ KINDS |= {
 PROMPT = np.random.default_rng(0).integers(2, 150, 40).tolist()
 
 
-def save(kind: str, folder: Path) -> np.ndarray:
+def save(kind: str, folder: Path, **sizes: int) -> np.ndarray:
     """Logits [tokens, vocab] of the prompt, by transformers; the model is now in the folder."""
     import transformers
 
     text, vision = KINDS[kind]
     ids = {"image_token_id": 170, "video_token_id": 171, "vision_start_token_id": 168}
-    config = getattr(transformers, f"{kind}Config")(text_config=TEXT | text, vision_config=vision, **ids)
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=TEXT | text | sizes, vision_config=vision, **ids
+    )
     model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
@@ -134,14 +136,15 @@ def experts_of(folder: Path) -> dict[str, np.ndarray]:
     return {name: tensor.float32() for name, tensor in tensors.items() if ".experts." in name}
 
 
-def test_qwen3_vl_moe_was_published_with_transposed_stacks_of_experts(tmp_path: Path) -> None:
-    save("Qwen3VLMoe", tmp_path)
+@pytest.mark.parametrize("width", [24, 32, 64], ids=["", "gate_up is square", "down is square"])
+def test_qwen3_vl_moe_was_published_with_transposed_stacks_of_experts(width: int, tmp_path: Path) -> None:
+    save("Qwen3VLMoe", tmp_path, moe_intermediate_size=width)
     path, expected = tmp_path / "model.safetensors", experts_of(tmp_path)
     stored = safetensors.torch.load_file(path)
     stacks = {
         name: tensor.transpose(1, 2).contiguous() for name, tensor in stored.items() if "experts" in name
     }
-    assert stacks["model.language_model.layers.1.mlp.experts.gate_up_proj"].shape == (3, 64, 48)
+    assert stacks["model.language_model.layers.1.mlp.experts.gate_up_proj"].shape == (3, 64, 2 * width)
     safetensors.torch.save_file(stored | stacks, path)
     found = experts_of(tmp_path)
     assert found.keys() == expected.keys()

@@ -71,7 +71,7 @@ def without_stacks(
                 )
             used |= {name, f"{name}_scale_inv", f"{name}{OF_ACTIVATIONS}"}
             for part, weight, scales in _matrices(
-                match[2], tensor, scale, is_transposed(name, tensor, config)
+                match[2], tensor, scale, is_transposed(name, tensors, config)
             ):
                 own = f"{match[1]}.{part}"
                 made[f"{own}.weight"] = fp8(own, {"weight": weight, "weight_scale": scales}, quantization)
