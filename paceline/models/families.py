@@ -135,7 +135,7 @@ OTHER_NAMES: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "qwen3_vl_text": ("qwen3", _QWEN3_VL),
     "glm4v_text": ("glm4", {"head_dim": None, "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0}),
     "glm4v_moe_text": ("glm4_moe", {"attention_bias": True}),
-    "qwen3_vl_moe_text": ("qwen3_moe", _QWEN3_VL | {"norm_topk_prob": True}),
+    "qwen3_vl_moe_text": ("qwen3_moe", _QWEN3_VL | {"norm_topk_prob": True, "num_experts_per_tok": 4}),
 }
 
 FAMILIES = {
@@ -308,5 +308,5 @@ FAMILIES = {
     ),
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": _QWEN3_5_MOE,
-    "qwen3_next": _QWEN3_5_MOE,
+    "qwen3_next": replace(_QWEN3_5_MOE, defaults={**_QWEN3_5_MOE.defaults, "num_experts_per_tok": 10}),
 }
