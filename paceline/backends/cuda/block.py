@@ -45,9 +45,7 @@ class BlockWorkspace:
     layers: Workspace  # its logits are those of all slots
     logits: torch.Tensor  # float32 [drafting rows, draft vocabulary] of one slot of each block
     convolved: ConvolvedBuffers | None  # of DFlash2
-    selecting: (
-        torch.Tensor
-    )  # float32 [padded slots of blocks, padded rank] what a pair selector makes of outputs
+    selecting: torch.Tensor  # float32 [padded slots, padded rank] what a pair selector makes of outputs
     least: torch.Tensor  # float32 [slots of blocks] the logit of the last of its candidates
 
 
