@@ -111,8 +111,9 @@ def write_head(
             tensors[theirs] = tensor if isinstance(tensor, SafeTensor) else encode(tensor.float32(), "F16")
     if bits:
         values["quantization_config"] = quantization_config(bits)
-    if head.draft_ids is not None and len(head.draft_ids) < head.config.vocab_size:
-        # of a head with all tokens vLLM refuses them
+    everything = np.arange(head.config.vocab_size)
+    # vLLM refuses the list of a head with all tokens; one in another order cannot do without
+    if head.draft_ids is not None and not np.array_equal(head.draft_ids, everything):
         ids = head.draft_ids.astype(np.int64)
         mask = np.zeros(head.config.vocab_size, dtype=np.bool_)
         mask[ids] = True

@@ -366,5 +366,8 @@ def test_vllm_is_told_that_a_head_drafts_in_one_pass(tmp_path, paceline):
 
 def test_a_head_with_all_tokens_has_no_list_of_them(tmp_path):
     head = random_checkpoint(replace(EAGLE3, draft_vocab_size=VOCAB))
-    write_head(replace(head, draft_ids=np.arange(VOCAB, dtype=np.int32)), tmp_path, "vllm")
+    ids = np.arange(VOCAB, dtype=np.int32)
+    write_head(replace(head, draft_ids=ids), tmp_path, "vllm")
     assert load_head(tmp_path).draft_ids is None
+    write_head(replace(head, draft_ids=ids[::-1]), tmp_path, "vllm")  # its rows are of other tokens
+    assert np.array_equal(load_head(tmp_path).draft_ids, ids[::-1])
