@@ -194,7 +194,8 @@ def test_no_turn_copies_the_answers_of_an_earlier_one(
 def test_the_command_measures_every_cell_and_writes_everything(
     tmp_path: Path, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)  # xdist sets it, and then tables are as wide
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on build servers: rich takes their output for a terminal's
     prompts = [{"prompt": text, "max_tokens": 8} for text in ("abcabc", "ababab", "cdcd")]
     (tmp_path / "letters.jsonl").write_text("\n".join(json.dumps(prompt) for prompt in prompts))
     output = run(

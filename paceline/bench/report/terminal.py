@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -53,6 +54,6 @@ def rich_table(table: Table) -> rich.table.Table:
 
 
 def report_console() -> Console:
-    """Standard output; piped output has no width, so nothing is cut there."""
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=PIPED_WIDTH)
+    """Standard output; piped output has no width, so nothing is cut there, with forced colors either."""
+    has_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if has_width else PIPED_WIDTH)
