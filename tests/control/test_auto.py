@@ -27,6 +27,7 @@ from tests.control.simulation import (
     World,
     cpu_seconds,
     gpu_seconds,
+    mixture_seconds,
     rate,
 )
 from tests.large import in_turn
@@ -109,8 +110,8 @@ CROWDS = {
 PASSES = {"cpu": cpu_seconds, "gpu": gpu_seconds}
 
 
-@pytest.mark.parametrize(("crowd", "pass_seconds"), in_turn(CROWDS, PASSES))
-def test_never_below_plain_decoding_and_near_the_best_fixed_length(crowd, pass_seconds):
+def check_rate(crowd, pass_seconds):
+    """Never below plain decoding, and near the best fixed length."""
     concurrency, right, per_level = crowd
     world = World(
         {"d": SimulatedDrafter(lambda step: right, seconds_per_level=per_level)},
@@ -123,6 +124,18 @@ def test_never_below_plain_decoding_and_near_the_best_fixed_length(crowd, pass_s
     auto = rate(world.run(controller(world), steps))
     assert auto >= 0.98 * fixed[0]
     assert auto >= 0.95 * max(fixed)
+
+
+@pytest.mark.parametrize(("crowd", "pass_seconds"), in_turn(CROWDS, PASSES))
+def test_never_below_plain_decoding_and_near_the_best_fixed_length(crowd, pass_seconds):
+    check_rate(crowd, pass_seconds)
+
+
+@pytest.mark.parametrize("right", [0.1, 0.8])
+@pytest.mark.parametrize("concurrency", [4, 16])
+def test_drafts_where_only_the_first_rows_are_expensive(concurrency, right):
+    """In a mixture of experts they read experts that no row before them has read."""
+    check_rate((concurrency, right, 0.0008), mixture_seconds)
 
 
 def large_model_seconds(rows: float) -> float:

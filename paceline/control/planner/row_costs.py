@@ -36,6 +36,18 @@ class RowCosts:
         self.seconds = passes.seconds(batch.rows + np.arange(most + 1.0), batch.keys)  # [more rows]
         self.listed: list[float] = self.seconds.tolist()  # the same as a list: faster to read one by one
 
+    def cheapest(self, rows: float) -> float:
+        """Seconds of a row: the mean of this many, or of all further ones where these are cheaper.
+
+        In a mixture of experts they are: the first rows read experts that no row before them has read.
+        """
+        most, count = len(self.listed) - 1, round(rows)
+        first = max(1, min(count, most))
+        row = (self.listed[first] - self.listed[0]) / first
+        if most - count < ROW_SPAN:  # the rest of a tile says nothing of the rows after it
+            return row
+        return min(row, (self.listed[most] - self.listed[count]) / (most - count))
+
     def row(self, rows: float) -> float:
         """Seconds of one row after this many more rows, averaged over the next few."""
         first = min(int(rows), len(self.listed) - 1)

@@ -136,9 +136,7 @@ class PlanSearch:
     def min_chance(self, name: str, choice: Choice) -> float:
         """The chance at which a node of this drafter pays for its row and level, at a choice's costs."""
         level = self._drafts.terms(name)[2]  # drafting a node means computing one more level
-        rows = max(1, min(round(choice.rows), len(self.row_costs.listed) - 1))
-        row = (self.row_costs.listed[rows] - self.row_costs.listed[0]) / rows
-        return choice.rate * (row + level / self.count)
+        return choice.rate * (self.row_costs.cheapest(choice.rows) + level / self.count)
 
     def _drafted(self, name: str) -> Float64Array:
         """[scenarios, requests, nodes] chances of the nodes that are likely enough to be drafted."""
