@@ -19,7 +19,7 @@ ALL_SALTS = "all"
 MIN_TRAIN, MIN_STOP = 16, 4  # rows
 MIN_OLD = 8  # held-back old rows; fewer are too noisy to say that a head forgets
 MAX_STOP = 32  # rows of a group; they are measured several times
-MIN_LOOP, LOOP_SHARE = 32, 0.9  # an answer of so many tokens or more, with this share of one, is a loop
+MIN_LOOP, LOOP_SHARE = 32, 0.9  # an answer of at least 32 tokens of which 0.9 are the same token is a loop
 
 
 @dataclass(frozen=True)

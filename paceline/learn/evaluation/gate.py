@@ -77,7 +77,7 @@ class GateConfig:
     samples: int = 2000  # of the bootstrap
 
     def confidence_of_look(self, planned: int) -> float:
-        """The confidence in a gain that each look needs, if so many rows are planned."""
+        """The confidence in a gain that each look needs, with this number of planned rows."""
         looks = 1 + sum(look < planned for look in self.looks)
         return 1 - (1 - self.confidence) / looks
 
