@@ -19,6 +19,7 @@ from paceline.train.options import DSparkOptions, Eagle3Options
 from paceline.train.progress import Progress
 from paceline.train.run import train_head
 from paceline.train.trainer import OnProgress
+from tests.large import repeated
 
 SAME: dict[str, Any] = {"intermediate_size": 16, "batch_tokens": 96, "checkpoint_every": 10}
 KINDS: dict[str, tuple[Any, Any]] = {
@@ -54,7 +55,7 @@ def tell(progress: Progress) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["dspark", *repeated("eagle3")])
 def test_a_killed_process_ends_with_the_same_file(
     kind: str, checkpoint: Checkpoint, examples: Examples, tmp_path: Path
 ) -> None:
