@@ -9,7 +9,7 @@ from paceline.learn.evaluation.gate import ALL, Replay, RowScore, tokens_per_pas
 
 
 def acceptance_by_position(scores: Sequence[RowScore]) -> list[float]:
-    """The share of drafts accepted at each position, of those whose earlier positions were accepted."""
+    """[position] The acceptance rate of tokens whose predecessors in the draft were all accepted."""
     passes = [accepted for row in scores for accepted in row.accepted]
     reached = [
         sum(accepted >= position for accepted in passes) for position in range(max(passes, default=0) + 1)

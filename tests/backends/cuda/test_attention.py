@@ -295,6 +295,7 @@ def test_attention_merges_partial_results_of_many_rows_and_of_small_heads_itself
     assert not late(1, 8)  # a tile has two rows
     assert not late(1, 16, LLAMA_SCORING)
     assert not late(1, 16, visible=torch.zeros(1))
+    assert not late(1, 16, shared_prefix=object())
     sizes = {"V2-Lite": (16, 128, 512), "V3": (128, 128, 512), "a depth of 384": (16, 128, 384)}
     matrices = {name: HeadMatrices(torch.zeros(own, device="meta"), *own[1:]) for name, own in sizes.items()}
     assert [name for name, own in matrices.items() if can_merge(own)] == ["V2-Lite"]

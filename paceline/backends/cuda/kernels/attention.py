@@ -359,6 +359,7 @@ def attend(
     heads, rope, kv_heads = query.shape[1], scoring.rope, keys.shape[1]
     dim, groups = query.shape[2] - rope, latent_groups(heads) if rope else scoring.groups or kv_heads
     tiles, pdl = len(tables.tile_rows), supports_pdl(query.device)
+    assert merges or window is None, "the kernel that merges later reads partial results of all blocks"
     if tables.prefill is not None:
         partials = scratch.partial_acc, scratch.partial_stats
         paged = tables.prefill, tables.positions, tables.pages, window, page_size

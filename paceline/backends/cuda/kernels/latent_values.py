@@ -52,7 +52,7 @@ def late_partials(
     """The partial results that `attend` may leave unmerged: of few rows over latents, each in a tile."""
     rows, groups = len(tables.positions), latent_groups(heads)
     is_alone = tile_height(heads, groups) == 1 and tables.prefill is None and tables.visible is None
-    is_alone = is_alone and earliest < BLOCK
+    is_alone = is_alone and tables.shared_prefix is None and earliest < BLOCK
     if not scoring.rope or not is_alone or rows > LATE_ROWS:
         return None
     tiles, blocks = len(tables.tile_rows), scratch.blocks
