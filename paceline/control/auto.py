@@ -32,7 +32,7 @@ from paceline.control.planner.search import Choice
 from paceline.control.planner.step import GAIN, NO_GAIN, StepPlanner
 from paceline.control.planner.trim import trim_drafts
 from paceline.control.segments import SegmentGains
-from paceline.core.stats import ControlFacts
+from paceline.core.stats import ControlStats
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class AutoController(Controller):
         self._cache: PlanCache | None = None  # the plans of the last step that was planned in full
         self.reasons: Counter[str] = Counter()  # steps by reason
         self._choices = -1  # of the device planner, at the last plan
-        self._facts: ControlFacts | None = None  # of the last step in which there was something to decide
+        self._stats: ControlStats | None = None  # of the last step in which there was something to decide
 
     def close(self) -> None:
         """Keep what was learned."""
@@ -96,8 +96,8 @@ class AutoController(Controller):
         """Segments that gain little."""
         return self._segments.poor
 
-    def facts(self) -> ControlFacts | None:
-        return self._facts
+    def stats(self) -> ControlStats | None:
+        return self._stats
 
     def device_plans(self) -> Sequence[DraftPlan]:
         return () if self._device is None else list(self._device.arms)
@@ -115,7 +115,7 @@ class AutoController(Controller):
         self._step += 1
         if (cache := self._reusable(running, load)) is not None:
             cache.steps_left -= 1
-            self.reasons[self._facts.reason if self._facts else NO_GAIN] += 1
+            self.reasons[self._stats.reason if self._stats else NO_GAIN] += 1
             return StepPlan(cache.plans, cache.record)
         return self._plan_host(running, load)
 
@@ -130,15 +130,15 @@ class AutoController(Controller):
 
     def _note_choice(self, device: DevicePlanner, plan: DraftPlan, load: Load) -> None:
         """Tell what the device planner has chosen."""
-        facts = ControlFacts(device.reason, self.regret, device.gain, self.poor_segments)
-        if self._log is not None and (self._facts is None or self._facts.reason != facts.reason):
+        stats = ControlStats(device.reason, self.regret, device.gain, self.poor_segments)
+        if self._log is not None and (self._stats is None or self._stats.reason != stats.reason):
             names = "+".join([part.drafter or "" for part in drafting_parts(plan)])
             drafts = (("all", names, plan.levels),) if plan.budget else ()
             best, plain = (
                 Choice(None, load.running * device.tokens(own), device.seconds(own)) for own in (plan, PLAIN)
             )
             self._log(Decision(self._step, device.reason, load, drafts, best, plain))
-        self._facts = facts
+        self._stats = stats
 
     def _reusable(self, running: Sequence[Request], load: Load) -> PlanCache | None:
         """The cached plans, if this step can reuse them."""
@@ -168,7 +168,7 @@ class AutoController(Controller):
             if request in records:
                 plans[place] = records[request].plan
         self.reasons[reason] += 1
-        self._facts = ControlFacts(reason, self.regret, guard.gain, self.poor_segments)
+        self._stats = ControlStats(reason, self.regret, guard.gain, self.poor_segments)
         if self._log is not None:
             drafts = tuple(record.logged() for record in records.values())
             self._log(Decision(self._step, reason, load, drafts, choice.best, choice.search.plain))

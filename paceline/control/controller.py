@@ -11,7 +11,7 @@ from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 if TYPE_CHECKING:
     from paceline.core.request import Request
     from paceline.core.schedule import Scheduled
-    from paceline.core.stats import ControlFacts, StepStats
+    from paceline.core.stats import ControlStats, StepStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,12 @@ class StepPlan:
     """What was decided for one step."""
 
     plans: list[DraftPlan]  # [running]
-    record: Any = None  # the controller's notes, which it gets back with the step's facts
+    record: Any = None  # the controller's notes, which it gets back with the step's statistics
     shadow: DraftPlan | None = None  # of shadow drafts: made by the host beside a plain pass, to learn
 
 
 class Controller(Protocol):
-    """Plans each step and learns from its facts."""
+    """Plans each step and learns from its statistics."""
 
     def plan(self, running: Sequence[Request], load: Load) -> StepPlan:
         """What each running request may draft in the next step. The step may not happen, or fail."""
@@ -63,10 +63,10 @@ class Controller(Protocol):
         return trees
 
     def observe(self, step: StepPlan, stats: StepStats) -> None:
-        """Learn from the facts of a step. On the device, later steps may have been planned already."""
+        """Learn from the statistics of a step. On the device, later steps may have been planned already."""
         return  # not abstract
 
-    def facts(self) -> ControlFacts | None:
+    def stats(self) -> ControlStats | None:
         """What was decided for the last step; None before there was anything to decide."""
         return None
 

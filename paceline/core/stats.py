@@ -11,7 +11,7 @@ DraftKind = tuple[str, int, int, int]  # of a draft: drafter, nodes, depth and a
 
 
 @dataclass(slots=True)  # not frozen: there is one for each draft of every host pass
-class DraftFacts:
+class DraftStats:
     """One request's draft in one step, and how much of it was accepted. Immutable by convention.
 
     In a device pass it stands for all `count` drafts of a segment with the same drafter, length and
@@ -47,7 +47,7 @@ class DraftCall:
 
 
 @dataclass(frozen=True, slots=True)
-class ShadowFacts:
+class ShadowStats:
     """How often shadow drafts were right: drafts beside plain passes, compared with the sampled tokens."""
 
     drafter: str
@@ -56,7 +56,7 @@ class ShadowFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class ControlFacts:
+class ControlStats:
     """The controller's decision for a step, and its measured gain."""
 
     reason: str  # of the plan, see docs/design/control.md
@@ -88,13 +88,13 @@ class StepStats:
     new_tokens: int = 0  # output tokens of all requests
     drafted: int = 0  # draft nodes in the pass
     accepted: int = 0  # draft nodes on accepted paths
-    drafts: tuple[DraftFacts, ...] = ()  # of a host pass, one per request with a draft
+    drafts: tuple[DraftStats, ...] = ()  # of a host pass, one per request with a draft
     # (request_id, child) of a host pass's requests with a draft plan; a drafter may have proposed nothing
     asked: frozenset[tuple[str, int]] = frozenset()
     draft_calls: tuple[DraftCall, ...] = ()
-    shadow: ShadowFacts | None = None  # of a plain pass on the device
+    shadow: ShadowStats | None = None  # of a plain pass on the device
     draft_failures: int = 0  # drafters that raised
-    control: ControlFacts | None = None  # None: the controller had nothing to decide
+    control: ControlStats | None = None  # None: the controller had nothing to decide
     running: int = 0
     waiting: int = 0
     preemptions: int = 0  # in this step

@@ -289,7 +289,7 @@ class Engine:
         self.stats = self._stats_of(result, done.schedule, deltas, timer)
         if done.schedule.step_plan is not None:
             self._controller.observe(done.schedule.step_plan, self.stats)
-        self.stats.control = self._controller.facts()
+        self.stats.control = self._controller.stats()
         return deltas
 
     def _stats_of(

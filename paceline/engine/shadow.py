@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.core.request import Request
-from paceline.core.stats import ShadowFacts
+from paceline.core.stats import ShadowStats
 from paceline.core.trees import DraftPlan
 from paceline.engine.drafting import Drafting
 
@@ -70,13 +70,13 @@ class ShadowDrafts:
             shadow.depth += 1
         return False
 
-    def take(self) -> ShadowFacts | None:
+    def take(self) -> ShadowStats | None:
         """The counts since the last call; None if there are none."""
         if self._plan is None or not any(self._tries):
             return None
-        facts = ShadowFacts(self._plan.drafter or "", tuple(self._tries), tuple(self._hits))
+        stats = ShadowStats(self._plan.drafter or "", tuple(self._tries), tuple(self._hits))
         self._tries, self._hits = [0] * len(self._tries), [0] * len(self._hits)
-        return facts
+        return stats
 
     def clear(self) -> None:
         """Drop all shadow drafts: drafted passes or host passes follow."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from paceline.core.request import Request
 from paceline.core.schedule import Scheduled
-from paceline.core.stats import DraftFacts, DraftKind, StepStats
+from paceline.core.stats import DraftKind, DraftStats, StepStats
 from paceline.core.trees import DraftTrees
 from paceline.core.verdict import Verdict
 
@@ -77,20 +77,20 @@ def _share_time(parts: Sequence[Scheduled], seconds: Mapping[str, float]) -> Non
 
 def _count_drafts(
     parts: Sequence[Scheduled], shapes: Sequence[Shape], verdicts: Sequence[Verdict], gained: Sequence[int]
-) -> tuple[DraftFacts, ...]:
-    """The facts of each draft of a host pass. Counts them for the requests too."""
-    drafts: list[DraftFacts] = []
+) -> tuple[DraftStats, ...]:
+    """The statistics of each draft of a host pass. Counts them for the requests too."""
+    drafts: list[DraftStats] = []
     for part, shape, verdict, count in zip(parts, shapes, verdicts, gained, strict=True):
         if shape.nodes:
             path = verdict.accepted[: min(count, shape.nodes)]
-            drafts.append(_draft_facts(part, shape, path, _depth(part.request, shape.depth, count)))
+            drafts.append(_draft_stats(part, shape, path, _depth(part.request, shape.depth, count)))
             part.request.speculative.add(drafts[-1].kind)
     return tuple(drafts)
 
 
 def _count_chains(
     parts: Sequence[Scheduled], shapes: Sequence[Shape], verdicts: Sequence[Verdict], gained: Sequence[int]
-) -> tuple[DraftFacts, ...]:
+) -> tuple[DraftStats, ...]:
     """The same of a device pass: one for all drafts that went alike. There may be hundreds in every pass."""
     alike: dict[tuple[str, DraftKind], int] = {}
     for part, (nodes, levels, _), verdict, count in zip(parts, shapes, verdicts, gained, strict=True):
@@ -101,7 +101,7 @@ def _count_chains(
             kind = part.plan.drafter or "", nodes, depth, accepted
             request.speculative.add(kind)
             alike[request.segment, kind] = alike.get((request.segment, kind), 0) + 1
-    return tuple([DraftFacts("", segment, *kind, count=count) for (segment, kind), count in alike.items()])
+    return tuple([DraftStats("", segment, *kind, count=count) for (segment, kind), count in alike.items()])
 
 
 def _depth(request: Request, levels: int, num_tokens: int) -> int:
@@ -109,10 +109,10 @@ def _depth(request: Request, levels: int, num_tokens: int) -> int:
     return min(levels, num_tokens) if request.finish_reason is not None else levels
 
 
-def _draft_facts(part: Scheduled, shape: Shape, path: tuple[int, ...], depth: int) -> DraftFacts:
-    """The facts of one part's draft."""
+def _draft_stats(part: Scheduled, shape: Shape, path: tuple[int, ...], depth: int) -> DraftStats:
+    """The statistics of one part's draft."""
     request = part.request
-    return DraftFacts(
+    return DraftStats(
         request_id=request.request_id,
         segment=request.segment,
         drafter=part.plan.drafter or "",

@@ -30,7 +30,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from paceline.core.request import Request
-from paceline.core.stats import DraftFacts, StepStats
+from paceline.core.stats import DraftStats, StepStats
 from paceline.draft.base import Drafter
 from paceline.engine.async_engine import AsyncEngine, Observer
 from paceline.engine.output_processor import Delta
@@ -169,8 +169,8 @@ def decode_step(
 ) -> StepStats:
     """The step, with the fields that a Learner's observers read."""
     requests, rows, prefill_tokens, new_tokens = counts
-    facts = tuple(
-        DraftFacts("", segment, drafter, 0, 0, accepted, count=count)
+    drafts = tuple(
+        DraftStats("", segment, drafter, 0, 0, accepted, count=count)
         for drafter, segment, count, accepted in drafts
     )
     return StepStats(
@@ -181,7 +181,7 @@ def decode_step(
         failed=flags[0],
         disturbed=flags[1],
         forward_time=seconds,
-        drafts=facts,
+        drafts=drafts,
     )
 
 
@@ -300,7 +300,7 @@ class HeadPush:
         finally:
             self._sending.discard((link.replica, order.id))
 
-    def _step(self, link: Link, *facts: Any) -> None:
-        stats = decode_step(*facts)
+    def _step(self, link: Link, *step: Any) -> None:
+        stats = decode_step(*step)
         for observer in self._observers:
             observer.step(stats, ())

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.request import Request
-from paceline.core.stats import ControlFacts, DraftFacts, StepStats
+from paceline.core.stats import ControlStats, DraftStats, StepStats
 from paceline.engine.engine import Delta
 
 OTHER = "other"  # label of all segments above the limit
@@ -87,7 +87,7 @@ class DraftCounts:
     depths: Counter[int] = field(default_factory=Counter)  # drafts by depth
     accepted_depths: Counter[int] = field(default_factory=Counter)  # drafts by accepted depth
 
-    def add(self, draft: DraftFacts) -> None:
+    def add(self, draft: DraftStats) -> None:
         """Count one draft, or some that went alike. Drafts may have different lengths."""
         self.drafts += draft.count
         self.tokens += draft.count * draft.nodes
@@ -148,7 +148,7 @@ class Metrics:
         self.preemptions = 0
         self.draft_failures = 0
         self.decisions: Counter[str] = Counter()  # steps by the controller's reason for their plan
-        self.control: ControlFacts | None = None  # of the last controlled step
+        self.control: ControlStats | None = None  # of the last controlled step
         self.step_seconds = dict.fromkeys(STEP_PARTS, 0.0)
         self.http: Counter[tuple[str, int]] = Counter()  # by path and status; written by the event loop
         self._max_segments = max_segments

@@ -10,7 +10,7 @@ import numpy as np
 
 from paceline.control.controller import Controller, Load, StepPlan
 from paceline.control.cost import StepCosts
-from paceline.core.stats import DraftCall, DraftFacts, ShadowFacts, StepStats
+from paceline.core.stats import DraftCall, DraftStats, ShadowStats, StepStats
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 
 MEASURED = (1, 2, 4, 8, 9, 16, 17, 32, 64)
@@ -152,7 +152,7 @@ class World:
                     while accepted < part.levels and rng.random() < drafter.right(step):
                         accepted += 1
                     facts = (request.request_id, request.segment, part.drafter, part.levels, part.levels)
-                    drafts.append(DraftFacts(*facts, accepted, path=tuple(range(accepted))))
+                    drafts.append(DraftStats(*facts, accepted, path=tuple(range(accepted))))
                     break
             request.num_output += 1 + accepted
             tokens += 1 + accepted
@@ -174,7 +174,7 @@ class World:
 
     def _shadowed(
         self, step: int, running: Sequence[SimulatedRequest], plan: DraftPlan, rng: np.random.Generator
-    ) -> ShadowFacts:
+    ) -> ShadowStats:
         """How shadow drafts fare in a plain pass, in which each request gains one token."""
         drafter, length = self.drafters[plan.drafter or ""], plan.levels
         tries, hits = [0] * length, [0] * length
@@ -188,7 +188,7 @@ class World:
             tries[depth] += 1
             hits[depth] += right
             request.shadow_depth = depth + 1 if right else 0
-        return ShadowFacts(plan.drafter or "", tuple(tries), tuple(hits))
+        return ShadowStats(plan.drafter or "", tuple(tries), tuple(hits))
 
     def _step(
         self,
@@ -228,7 +228,7 @@ class World:
             if nodes:
                 rows += nodes
                 facts = (request.request_id, request.segment, name, nodes, nodes, accepted)
-                drafts.append(DraftFacts(*facts, path=tuple(range(accepted))))
+                drafts.append(DraftStats(*facts, path=tuple(range(accepted))))
             request.num_output += 1 + accepted
             request.speculative.num_accepted_draft_tokens += accepted
             tokens += 1 + accepted

@@ -56,7 +56,7 @@ def test_a_cheap_probe_leaves_the_chosen_draft_as_it_is():
 
     def plan(running, load):
         plans = plan_of(running, load)
-        (own,), reason = plans.plans, auto.facts().reason
+        (own,), reason = plans.plans, auto.stats().reason
         if reason == "gain" and own.drafter == "head":
             usual.append(own.least_chance)
         elif reason == "probe" and own.otherwise is not None:
@@ -374,14 +374,14 @@ def test_drawn_drafts_are_verified_whole():
 def test_facts_describe_the_last_step():
     world = World({"d": SimulatedDrafter(lambda step: 0.9)})
     auto = controller(world)
-    assert auto.facts() is None
+    assert auto.stats() is None
     world.run(auto, 200)
-    facts = auto.facts()
+    facts = auto.stats()
     assert facts is not None
     assert facts.reason in auto.reasons
     assert facts.gain is None  # two pairs prove nothing
     world.run(auto, 400)
-    assert auto.facts().gain > 1.2
+    assert auto.stats().gain > 1.2
     assert facts.poor_segments == frozenset()
 
 

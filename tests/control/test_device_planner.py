@@ -19,7 +19,7 @@ from paceline.control.explorer import DeviceExplorer
 from paceline.control.memory import Memory
 from paceline.control.planner.arms import Arm, device_arms, drafting_parts, prior_acceptance
 from paceline.control.planner.device import ArmEstimate, DevicePlanner
-from paceline.core.stats import DraftFacts, StepStats
+from paceline.core.stats import DraftStats, StepStats
 from paceline.core.tree_shapes import ROOT, static_shape
 from paceline.core.trees import PLAIN, DraftPlan
 from tests.control.simulation import SimulatedDrafter, SimulatedRequest, Step, World
@@ -175,7 +175,7 @@ def test_a_plan_without_buffers_for_the_load_is_not_chosen():
 def test_trials_take_about_one_percent_of_the_time():
     auto = controller()
     done = world(lambda step: 0.05, small, lambda step: 4).run(auto, 3000)
-    assert 0 < auto.facts().regret < 0.011 * sum(step.seconds for step in done)
+    assert 0 < auto.stats().regret < 0.011 * sum(step.seconds for step in done)
     assert 0 < sum(max(step.nodes) > 0 for step in done[500:]) < 0.06 * 2500
 
 
@@ -218,7 +218,7 @@ def test_a_pass_through_the_host_does_not_update_the_device_model():
     running = [SimulatedRequest("0", 900)]
     step = auto.plan(running, Load(1, 0, on_device=True))
     auto.observe(step, StepStats(requests=1, rows=40, prefill_tokens=39, new_tokens=1, forward_time=1.0))
-    assert auto.facts().regret == 0
+    assert auto.stats().regret == 0
     assert auto._device.seconds(PLAIN) == 1  # the guess before anything was measured
 
 
@@ -235,8 +235,8 @@ def test_passes_beside_a_trainer_are_not_timed(disturbed):
     assert auto._device.seconds(PLAIN) == pytest.approx(0.001 if disturbed else 0.0012, rel=0.02)
 
 
-def facts(accepted: int, nodes: int = 2, depth: int = 2) -> DraftFacts:
-    return DraftFacts("a", "", "head", nodes=nodes, depth=depth, accepted=accepted)
+def facts(accepted: int, nodes: int = 2, depth: int = 2) -> DraftStats:
+    return DraftStats("a", "", "head", nodes=nodes, depth=depth, accepted=accepted)
 
 
 def test_chances_are_counted_by_depth_and_untried_depths_keep_theirs():
@@ -316,7 +316,7 @@ def test_trees_that_are_accepted_whole_give_counts_that_a_later_server_takes():
         tree = DraftPlan("head", nodes, branching, depth)
         acceptance = ChainAcceptance(depth, [0.5], weight=8)
         for _ in range(50):
-            acceptance.add([DraftFacts("1", "", "head", nodes, depth, accepted=depth)], 1, depth, tree)
+            acceptance.add([DraftStats("1", "", "head", nodes, depth, accepted=depth)], 1, depth, tree)
             assert all(chance < 1.0 for chance in acceptance.estimate().chances)
         facts = acceptance.facts()
         assert all(hits <= tries for hits, tries in zip(facts["hits"], facts["tries"], strict=True))
@@ -426,7 +426,7 @@ def test_decisions_are_logged_with_their_numbers():
     gains = [decision.facts() for decision in decisions if decision.reason == "gain"]
     assert gains[-1]["drafts"][0][:2] == ("all", "head")
     assert gains[-1]["gain"] > 1.5
-    assert auto.facts().gain > 2
+    assert auto.stats().gain > 2
 
 
 def both(lookups: float, copied: float, seconds: Callable[[float], float], count: int) -> World:

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from paceline.core.stats import DraftFacts, StepStats
+from paceline.core.stats import DraftStats, StepStats
 from paceline.learn.evaluation import gate
 from paceline.learn.evaluation.acceptance import acceptance_by_position, acceptance_lines
 from paceline.learn.evaluation.gate import (
@@ -217,7 +217,7 @@ def test_sums_over_rows():
 
 def live(meter: Meter, steps: int, tokens: int, seconds: float, requests: int = 1, drafter="eagle3") -> None:
     for _ in range(steps):
-        draft = DraftFacts("r", "chat", drafter, nodes=5, depth=5, accepted=tokens - 1)
+        draft = DraftStats("r", "chat", drafter, nodes=5, depth=5, accepted=tokens - 1)
         meter.step(
             StepStats(requests=requests, new_tokens=tokens * requests, forward_time=seconds, drafts=(draft,)),
             (),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.core.stats import DraftFacts, StepStats
+from paceline.core.stats import DraftStats, StepStats
 from paceline.errors import CheckpointError
 from paceline.learn.activity import Activity, new_activity
 from paceline.learn.evaluation.gate import Replay, RowScore, group_sizes
@@ -93,7 +93,7 @@ class World:
     def step(self) -> None:
         self.drafted.append(self.in_use)
         tokens = round(1000 * self.factor * self.live.get(self.in_use, float(self.in_use)))
-        draft = DraftFacts("r", "chat", "eagle3", nodes=tokens, depth=tokens, accepted=tokens - 1)
+        draft = DraftStats("r", "chat", "eagle3", nodes=tokens, depth=tokens, accepted=tokens - 1)
         self.meter.step(StepStats(requests=1, new_tokens=tokens, forward_time=1.0, drafts=(draft,)), ())
 
     # the processes

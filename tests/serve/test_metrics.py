@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from paceline.backends import fallbacks
 from paceline.core.params import SamplingParams
 from paceline.core.request import Status
-from paceline.core.stats import ControlFacts, DraftFacts, StepStats
+from paceline.core.stats import ControlStats, DraftStats, StepStats
 from paceline.engine.engine import Engine
 from paceline.serve.metrics import HISTOGRAMS, OTHER, Histogram, Metrics
 from paceline.serve.metrics_page import Page, View
@@ -226,7 +226,7 @@ def test_the_parts_of_a_steps_time_add_up() -> None:
 
 def drafted(metrics: Metrics, segments: Sequence[str]) -> None:
     for segment in segments:
-        metrics.step(StepStats(drafts=(DraftFacts("r", segment, "ngram", 3, 2, 1),)), [])
+        metrics.step(StepStats(drafts=(DraftStats("r", segment, "ngram", 3, 2, 1),)), [])
 
 
 def test_segments_beyond_the_limit_are_counted_together() -> None:
@@ -310,7 +310,7 @@ def test_the_controllers_decisions_are_counted():
         assert "paceline:control_steps_total" not in samples(client)  # there is nothing to decide
     metrics = Metrics("m", 4, {})
     for reason in ("gain", "gain", "pair"):
-        facts = ControlFacts(reason, regret=0.5, gain=1.4, poor_segments=frozenset({"poems"}))
+        facts = ControlStats(reason, regret=0.5, gain=1.4, poor_segments=frozenset({"poems"}))
         metrics.step(StepStats(control=facts), [])
     pages = {metric.name: metric.samples for metric in Page(View(metrics, StepStats(), True))._decisions()}
     steps = {sample.labels["reason"]: sample.value for sample in pages["paceline:control_steps"]}

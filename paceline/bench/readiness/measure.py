@@ -24,7 +24,7 @@ STRUCTURED, STRUCTURED_PROMPTS = "extract", 4  # built-in prompts with a schema,
 
 
 @dataclass(frozen=True)
-class DrafterFacts:
+class DrafterStats:
     """What a loaded drafter is and needs."""
 
     name: str
@@ -47,7 +47,7 @@ class Measured:
     short: Contest  # short answers, at the concurrency
     structured: Contest | None  # prompts with a schema, if the traffic has none; None: it has
     structured_error: str  # why that was not measured
-    drafters: tuple[DrafterFacts, ...]
+    drafters: tuple[DrafterStats, ...]
     target_bytes: int  # of the target's files
 
     def rows(self, contest: Contest, times: int = 1) -> dict[str, tuple[Row, Row]]:
@@ -104,13 +104,13 @@ def measure(
 
 def _facts(
     name: str, drafter: Drafter, config: DrafterConfig | None, model: LoadedModel, tokens: list[int]
-) -> DrafterFacts:
+) -> DrafterStats:
     options = None if config is None else config.options
     given = getattr(options, "model", None)
     path = shipped_head(name, model.fingerprint) if given in (None, "shipped") else resolve(given)
     has_head = drafter.draft_ids is not None and path is not None
     known = set() if drafter.draft_ids is None else set(drafter.draft_ids.tolist())
-    return DrafterFacts(
+    return DrafterStats(
         name,
         drafter.needs.bytes_per_page / model.backend.bytes_per_page(),
         0 if path is None else _file_bytes(path),

@@ -12,7 +12,7 @@ import numpy as np
 
 from paceline.control.acceptance.fixed_trees import chain_hits, tree_reached
 from paceline.control.config import CONFIG
-from paceline.core.stats import DraftFacts, ShadowFacts
+from paceline.core.stats import DraftStats, ShadowStats
 from paceline.core.trees import DraftPlan
 
 
@@ -88,7 +88,7 @@ class ChainAcceptance:
         self._estimate: Estimate | None = None  # None: drafts were counted since it was made
 
     def add(
-        self, drafts: Sequence[DraftFacts], requests: int, length: int, tree: DraftPlan | None = None
+        self, drafts: Sequence[DraftStats], requests: int, length: int, tree: DraftPlan | None = None
     ) -> None:
         """Count the drafts of a pass in which each of `requests` could have a draft of this length, or the
         tree of a plan with as many levels."""
@@ -124,7 +124,7 @@ class ChainAcceptance:
         self._recent.fade(remaining, len(self._recent.tries), least=0.0)
         self._estimate = None
 
-    def add_shadow(self, shadow: ShadowFacts) -> None:
+    def add_shadow(self, shadow: ShadowStats) -> None:
         """Count shadow drafts."""
         length = min(len(self._usual.tries), len(shadow.tries))
         self._count(shadow.tries[:length], shadow.hits[:length], 0, 0, 1)

@@ -10,7 +10,7 @@ from paceline.control.cost.model import CostModel
 from paceline.control.planner.records import DraftRecord, StepRecord
 
 if TYPE_CHECKING:
-    from paceline.core.stats import DraftFacts, StepStats
+    from paceline.core.stats import DraftStats, StepStats
 
 
 def learn_drafts(
@@ -29,7 +29,7 @@ def learn_drafts(
     return accepted
 
 
-def _learn_draft(key: Key, record: DraftRecord, draft: DraftFacts | None, acceptance: AcceptanceModel) -> int:
+def _learn_draft(key: Key, record: DraftRecord, draft: DraftStats | None, acceptance: AcceptanceModel) -> int:
     """Update the acceptance model from a request's draft. Returns its accepted tokens."""
     segment = record.request.segment
     if (first := record.names[0]) != record.drafter:  # it had nothing, or too little

@@ -22,7 +22,7 @@ LOWEST_LOGPROB = -1000.0  # bound of min_logprob; no model gives a token less on
 
 
 @dataclass(frozen=True)
-class RequestFacts:
+class RequestProfile:
     """What rules see of a request."""
 
     segment: str
@@ -75,14 +75,14 @@ class Rule:
         conditions = (self.min_prompt_tokens, self.max_prompt_tokens, self.structured, self.keywords)
         return any(condition is not None for condition in conditions)
 
-    def matches(self, facts: RequestFacts) -> bool:
+    def matches(self, request: RequestProfile) -> bool:
         """Whether all conditions hold."""
         return (
-            (self.min_prompt_tokens is None or facts.num_prompt_tokens >= self.min_prompt_tokens)
-            and (self.max_prompt_tokens is None or facts.num_prompt_tokens <= self.max_prompt_tokens)
-            and (self.segments is None or facts.segment in self.segments)
-            and (self.structured is None or facts.structured == self.structured)
-            and (self.keywords is None or re.search(self.keywords, facts.text) is not None)
+            (self.min_prompt_tokens is None or request.num_prompt_tokens >= self.min_prompt_tokens)
+            and (self.max_prompt_tokens is None or request.num_prompt_tokens <= self.max_prompt_tokens)
+            and (self.segments is None or request.segment in self.segments)
+            and (self.structured is None or request.structured == self.structured)
+            and (self.keywords is None or re.search(self.keywords, request.text) is not None)
         )
 
 
@@ -109,9 +109,9 @@ class RuleRoute:
         """Whether any rule needs the tokenized request."""
         return any(rule.reads_prompt for rule in self.rules)
 
-    def choose(self, facts: RequestFacts) -> str:
+    def choose(self, request: RequestProfile) -> str:
         """The name that a request goes to."""
-        return next((rule.to for rule in self.rules if rule.matches(facts)), self.default)
+        return next((rule.to for rule in self.rules if rule.matches(request)), self.default)
 
 
 @refuse_unknown(ConfigError)

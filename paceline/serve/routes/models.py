@@ -20,7 +20,7 @@ from paceline.serve.generation import Generation, segment_of
 from paceline.serve.places import Places
 from paceline.serve.protocol import Routed, SamplingFields
 from paceline.serve.routes.file import RouteTable
-from paceline.serve.routes.kinds import CascadeRoute, FallbackRoute, RequestFacts, RuleRoute, WeightRoute
+from paceline.serve.routes.kinds import CascadeRoute, FallbackRoute, RequestProfile, RuleRoute, WeightRoute
 from paceline.serve.routes.trail import Trail, Visit
 from paceline.serve.service import Prepared, Service, unless_gone
 
@@ -154,7 +154,7 @@ class _Routing(Generic[Body, PreparedT]):
         within = (*within, visit)
         match route:
             case RuleRoute():
-                return await self.answer(route.choose(await self._facts(name, route)), judged, within)
+                return await self.answer(route.choose(await self._profile(name, route)), judged, within)
             case WeightRoute():
                 return await self.answer(route.choose(name, self._key()), judged, within)
             case CascadeRoute():
@@ -215,11 +215,11 @@ class _Routing(Generic[Body, PreparedT]):
                 within[-1].fallbacks += 1
         return await self.answer(last, judged, within)
 
-    async def _facts(self, name: str, route: RuleRoute) -> RequestFacts:
+    async def _profile(self, name: str, route: RuleRoute) -> RequestProfile:
         """What the rules of a route see of the request."""
         segment = segment_of(self._request, self._body)
         if not route.reads_prompt:
-            return RequestFacts(segment)
+            return RequestProfile(segment)
         model = self._models.reference_model(name)
         prepared = await self._prepare_for(model)
         service = self._models.services[model]
@@ -227,7 +227,7 @@ class _Routing(Generic[Body, PreparedT]):
         if text is None:
             text = await service.in_thread(_decoded, service, prepared)
         longest = max(map(len, prepared.prompts))
-        return RequestFacts(segment, longest, prepared.params.structure is not None, text)
+        return RequestProfile(segment, longest, prepared.params.structure is not None, text)
 
     async def _prepare_for(self, name: str) -> PreparedT:
         """The request as a real model gets it; prepared once."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.bench.readiness.checks import CHECKS, Check, Verdict, checks
-from paceline.bench.readiness.measure import SHORT_ANSWER, DrafterFacts, Measured, measure
+from paceline.bench.readiness.measure import SHORT_ANSWER, DrafterStats, Measured, measure
 from paceline.bench.readiness.view import readiness_result
 from paceline.bench.report.page import html_page
 from paceline.bench.run.contest import Contest, SpeculationOptions
@@ -153,10 +153,10 @@ def test_unfinished_answers_to_built_in_prompts_are_not_blamed_on_the_data(measu
 @pytest.mark.parametrize(
     ("drafter", "head", "vocabulary", "memory"),
     [
-        (DrafterFacts("suffix", 0.0, 0, False, False, None), "pass", "pass", "pass"),
-        (DrafterFacts("eagle3", 0.1, 100, True, True, 0.99), "pass", "pass", "pass"),
-        (DrafterFacts("eagle3", 0.1, 200, True, False, 0.9), "warn", "warn", "warn"),
-        (DrafterFacts("eagle3", 0.9, 900, True, True, 0.7), "pass", "fail", "fail"),
+        (DrafterStats("suffix", 0.0, 0, False, False, None), "pass", "pass", "pass"),
+        (DrafterStats("eagle3", 0.1, 100, True, True, 0.99), "pass", "pass", "pass"),
+        (DrafterStats("eagle3", 0.1, 200, True, False, 0.9), "warn", "warn", "warn"),
+        (DrafterStats("eagle3", 0.9, 900, True, True, 0.7), "pass", "fail", "fail"),
     ],
 )
 def test_a_head_is_judged_by_target_vocabulary_and_size(measured, drafter, head, vocabulary, memory):
@@ -168,7 +168,7 @@ def test_a_head_is_judged_by_target_vocabulary_and_size(measured, drafter, head,
 
 def test_flags_of_the_kv_cache_mend_the_kv_cache_only(measured):
     def remedy(kv_share: float, weight_bytes: int) -> str:
-        drafter = DrafterFacts("eagle3", kv_share, weight_bytes, True, True, None)
+        drafter = DrafterStats("eagle3", kv_share, weight_bytes, True, True, None)
         return found(replace(measured, drafters=(drafter,), target_bytes=1000), "memory").remedy
 
     assert "--max-num-seqs" not in remedy(0.1, 200)

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculativeMetrics
-from paceline.serve.routes.kinds import CascadeRoute, RequestFacts, Rule, RuleRoute, WeightRoute
+from paceline.serve.routes.kinds import CascadeRoute, RequestProfile, Rule, RuleRoute, WeightRoute
 
 
 @pytest.mark.parametrize(
@@ -28,15 +28,15 @@ def test_a_rule_matches_if_all_its_conditions_hold(
     rule: dict[str, Any], matching: dict[str, Any], other: dict[str, Any]
 ) -> None:
     tried = Rule(to="there", **rule)
-    assert tried.matches(RequestFacts(**{"segment": "", **matching}))
-    assert not tried.matches(RequestFacts(**{"segment": "", **other}))
+    assert tried.matches(RequestProfile(**{"segment": "", **matching}))
+    assert not tried.matches(RequestProfile(**{"segment": "", **other}))
 
 
 def test_the_first_rule_wins_and_the_default_is_last() -> None:
     route = RuleRoute("rest", (Rule("long", min_prompt_tokens=10), Rule("vip", segments=["vip"])))
-    assert route.choose(RequestFacts("vip", num_prompt_tokens=20)) == "long"
-    assert route.choose(RequestFacts("vip", num_prompt_tokens=9)) == "vip"
-    assert route.choose(RequestFacts("", num_prompt_tokens=9)) == "rest"
+    assert route.choose(RequestProfile("vip", num_prompt_tokens=20)) == "long"
+    assert route.choose(RequestProfile("vip", num_prompt_tokens=9)) == "vip"
+    assert route.choose(RequestProfile("", num_prompt_tokens=9)) == "rest"
 
 
 def test_weights_are_shares_of_users_and_routes_split_them_differently() -> None:
