@@ -33,7 +33,7 @@ from paceline.backends.cuda.weight_pipeline import (
 )
 
 SOURCES = "instructions", "activations", "many_rows_products", "many_rows_epilogues", "many_rows"
-LEAST = 129  # rows
+LEAST = 97  # rows; fewer are for the fused layer kernel, and Triton
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,14 @@ class Size:
 
 SIZES = {  # by rows and columns
     (128, 256): Size(4, 1.0, 12, 21, 34),
+    (128, 224): Size(5, 0.9, 11, 19, 32),
     (128, 128): Size(6, 0.53, 10, 15, 28),
     (192, 128): Size(5, 0.76, 11, 16, 30),
+    (128, 64): Size(9, 0.3, 8, 12, 22),
 }
-PAIRED_COLUMNS = 256  # of programs that load weights for each other
+PAIRED_COLUMNS = (224, 256)  # of programs that load weights for each other
+HALVED_COLUMNS = 224  # whole tiles and a half
+NARROW_COLUMNS = 64  # only for one tile of rows
 KINDS = {"gate_up": 0, "add": 1, "heads": 2, "project": 3}
 HEAD = 128  # size of heads
 MAX_GROUPS = 128  # of a row's sums of squares
@@ -88,7 +92,24 @@ class Plan:
 
     def programs(self, rows: int) -> int:
         """The number of programs of a cluster: two, if all tiles of rows have a neighbour."""
-        return 2 if self.columns == PAIRED_COLUMNS and self.row_tiles(rows) % 2 == 0 else 1
+        return 2 if self.columns in PAIRED_COLUMNS and self.row_tiles(rows) % 2 == 0 else 1
+
+    def fits(self, kind: str, width: int, splits: int, rows: int) -> bool:
+        """Whether a product of this kind can be cut like this."""
+        has_half, is_narrow = self.columns == HALVED_COLUMNS, self.columns == NARROW_COLUMNS
+        # only sums that are added may have more rows than buffers, and only if they need no memory
+        reaches_over = self.row_tiles(rows) * self.rows > padded_rows(rows)
+        return (
+            width % (2 * self.columns if has_half else self.columns) == 0
+            and (splits == 2 or not self.is_parallel)
+            and (kind == "gate_up" or not has_half)
+            and (not is_narrow or (kind == "add" and self.row_tiles(rows) == 1))
+            and not (reaches_over and (kind != "add" or self.is_parallel or self.columns > 128))
+        )
+
+    def occupies(self, width: int, splits: int, rows: int, multiprocessors: int) -> bool:
+        """Whether few rows have enough units to keep memory busy: Triton's programs are more, and smaller."""
+        return self.row_tiles(rows) > 1 or 2 * self.units(width, splits, rows) >= multiprocessors
 
     def units(self, width: int, splits: int, rows: int) -> int:
         """The number of units of a matrix of this padded width."""
@@ -104,15 +125,13 @@ class Plan:
 
 
 @lru_cache
-def plan_for(width: int, depth: int, splits: int, rows: int, multiprocessors: int) -> Plan | None:
+def plan_for(kind: str, width: int, depth: int, splits: int, rows: int, multiprocessors: int) -> Plan | None:
     """The fastest plan for a matrix of this padded width; None if none fits."""
     plans = [
         plan
         for size in SIZES
         for plan in (Plan(*size), Plan(*size, is_parallel=True))
-        if width % plan.columns == 0
-        and plan.row_tiles(rows) * plan.rows <= padded_rows(rows)
-        and (splits == 2 or not plan.is_parallel)
+        if plan.fits(kind, width, splits, rows) and plan.occupies(width, splits, rows, multiprocessors)
     ]
     return min(plans, key=lambda plan: plan.time(width, depth, splits, rows, multiprocessors), default=None)
 
@@ -161,7 +180,7 @@ def run_many_rows(
     if rows < LEAST or not supports_pipeline(device) or not can_stream(matrix) or is_left_out("many_rows"):
         return False
     width, splits, multiprocessors = matrix.padded_width, matrix.tiling.splits, num_multiprocessors(device)
-    plan = plan_for(width, matrix.depth, splits, rows, multiprocessors)
+    plan = plan_for(kind, width, matrix.depth, splits, rows, multiprocessors)
     if plan is None or len(inputs) < padded_rows(rows):
         return False
     cluster = plan.programs(rows)
@@ -179,11 +198,12 @@ def _argument(
 ) -> bytes:
     """The `Arguments` of source/many_rows_products.cu."""
     columns, step, depth = matrix.tiling.columns, matrix.tiling.step, matrix.depth
-    steps, each = depth // step, plan.columns // plan.programs(rows) // columns
+    steps, has_half = depth // step, plan.columns == HALVED_COLUMNS
+    each = 1 if has_half else plan.columns // plan.programs(rows) // columns
     sizes, strides = (step, columns, steps, matrix.tiles), (step, columns * step, columns * depth)
     weights = tensor_map(matrix.weight.data_ptr(), sizes, strides, (LINE, columns, 1, each))
     lines = tensor_map(inputs.data_ptr(), (depth, len(inputs)), (depth,), (LINE, plan.rows))
-    residual = _residual_map(plan, operands)
+    other = _half_tiles_map(matrix) if has_half else _residual_map(plan, operands)
     addresses = [scratch.partial.data_ptr(), scratch.counters.data_ptr(), *operands.addresses]
     squares = operands.tensors.get("squares")
     groups = 0 if squares is None else squares.shape[1]
@@ -196,8 +216,9 @@ def _argument(
         plan.is_parallel,
     )
     rest = operands.width, groups, rows, operands.query_heads, operands.kv_heads, operands.columns
-    numbers = struct.pack("<12i3f", *cut, *rest, float(operands.size), operands.eps, operands.head_eps)
-    return argument(weights, lines, residual, struct.pack(f"<{len(addresses)}Q", *addresses), numbers)
+    limits = *rest, padded_rows(rows)
+    numbers = struct.pack("<13i3f", *cut, *limits, float(operands.size), operands.eps, operands.head_eps)
+    return argument(weights, lines, other, struct.pack(f"<{len(addresses)}Q", *addresses), numbers)
 
 
 def _residual_map(plan: Plan, operands: Operands) -> bytes:
@@ -207,6 +228,14 @@ def _residual_map(plan: Plan, operands: Operands) -> bytes:
         return bytes(MAP_BYTES)
     width = 2 * operands.width  # in pairs of bfloat16
     return tensor_map(hidden.data_ptr(), (width, len(hidden)), (width,), (LINE, plan.rows))
+
+
+def _half_tiles_map(matrix: Matrix) -> bytes:
+    """The TMA descriptor of halves of tiles: a half of the columns of gate, and the same of up."""
+    step, part, half = matrix.tiling.step, TILE // 4, TILE // 2
+    sizes = step, part, 2, 2, matrix.tiles * (matrix.depth // step)
+    strides = step, part * step, half * step, TILE * step
+    return tensor_map(matrix.weight.data_ptr(), sizes, strides, (LINE, part, 1, 2, 1))
 
 
 def _is_normed(normed: Normed) -> bool:

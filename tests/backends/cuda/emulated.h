@@ -215,6 +215,9 @@ inline void copy_row_box(void* to, const Map& map, int deep, int row, u64* mbarr
 inline void copy_tile_box(void* to, const Map& map, int deep, int step, int tile, u64* mbarrier) {
     copy_box(to, map, {deep, 0, step, tile}, mbarrier);
 }
+inline void copy_half_tile(void* to, const Map& map, int deep, int half, int block, u64* mbarrier) {
+    copy_box(to, map, {deep, 0, half, 0, block}, mbarrier);
+}
 inline bool is_elected() {
     __syncwarp();
     return lane_number() == 0;
@@ -263,8 +266,14 @@ inline void store_async(u32 to, float a, float b, float c, float d, u32 mbarrier
     own.on_their_way.push_back(copy);
     if (at_once) own.arrive(other.shared.data()), own.settle();
 }
+inline void copy_box_to_both(void* to, const Map& map, const int (&from)[5], u64* mbarrier) {
+    for (int i = 0; i < 2; i++) copy_box(to, map, from, mbarrier, programs[blockIdx.x / 2 * 2 + i]);
+}
 inline void copy_tile_box_to_both(void* to, const Map& map, int deep, int step, int tile, u64* mbarrier) {
-    for (int i = 0; i < 2; i++) copy_box(to, map, {deep, 0, step, tile}, mbarrier, programs[blockIdx.x / 2 * 2 + i]);
+    copy_box_to_both(to, map, {deep, 0, step, tile}, mbarrier);
+}
+inline void copy_half_tile_to_both(void* to, const Map& map, int deep, int half, int block, u64* mbarrier) {
+    copy_box_to_both(to, map, {deep, 0, half, 0, block}, mbarrier);
 }
 inline void arrive_at(u32 mbarrier) {
     Flag& own = programs[blockIdx.x / 2 * 2 + (mbarrier >> 24)].flags.at(mbarrier & 0xffffff);

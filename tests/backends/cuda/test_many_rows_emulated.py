@@ -27,6 +27,10 @@ PLANS = [  # with splits, rows; of the first and the last, two programs load wei
     (Plan(128, 128, True), 2, 300),
     (Plan(128, 256), 3, 130),
 ]
+FEW_ROWS = [(Plan(128, 64, True), 2, 100), (Plan(128, 128, True), 2, 97)]
+OVER = Plan(192, 128), 2, 500  # the last tile has more rows than buffers
+# units with half a tile; of 130 rows, two programs load weights for each other
+HALVES = [*((Plan(128, 224), 1, rows) for rows in (100, 130, 300)), (Plan(128, 224, True), 2, 140)]
 
 
 def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
@@ -67,15 +71,17 @@ def scratch(rows: int, width: int, splits: int) -> Scratch:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("plan", "splits", "rows"), PLANS[::2])
+@pytest.mark.parametrize(("plan", "splits", "rows"), [*PLANS[::2], *HALVES])
 def test_gate_and_up(run_on_host: Any, plan: Plan, splits: int, rows: int) -> None:
     torch.manual_seed(5)
+    width = 896 if plan.columns == 224 else 512
+    assert plan.fits("gate_up", width, splits, rows)
     run_on_host("gate_up", plan, rows)
-    gate, up = (random(256, DEPTH, scale=0.06) for _ in range(2))
-    matrix, room = tile_pair(gate, up, Tiling(splits=splits)), scratch(rows, 512, splits)
+    gate, up = (random(width // 2, DEPTH, scale=0.06) for _ in range(2))
+    matrix, room = tile_pair(gate, up, Tiling(splits=splits)), scratch(rows, width, splits)
     for _ in range(2):  # copies arrive late, then at once
         own, read = normed_rows(rows)
-        output = torch.full((padded_rows(rows), 256), torch.nan, dtype=torch.bfloat16)
+        output = torch.full((padded_rows(rows), width // 2), torch.nan, dtype=torch.bfloat16)
         many_rows.gate_up(own, matrix, output, rows, room)
         expected = torch.nn.functional.silu(read @ gate.float().T) * (read @ up.float().T)
         torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.01)
@@ -83,19 +89,23 @@ def test_gate_and_up(run_on_host: Any, plan: Plan, splits: int, rows: int) -> No
 
 
 @needs_compiler
-@pytest.mark.parametrize(("plan", "splits", "rows"), PLANS)
+@pytest.mark.parametrize(("plan", "splits", "rows"), [*PLANS, *FEW_ROWS, OVER])
 def test_a_product_is_added(run_on_host: Any, plan: Plan, splits: int, rows: int) -> None:
     torch.manual_seed(6)
     run_on_host("add", plan, rows)
-    width = 512
+    width, padded = 512, padded_rows(rows)
     weight, norm = random(width, DEPTH, scale=0.06), 1 + random(width, scale=0.2)
     matrix, room = tile_matrix(weight, width, Tiling(splits=splits)), scratch(rows, width, splits)
     for _ in range(2):
-        inputs, hidden = random(padded_rows(rows), DEPTH), torch.randn(padded_rows(rows), width)
+        inputs, hidden = random(padded, DEPTH), torch.randn(padded, width)
         expected = hidden + inputs.float() @ weight.float().T
-        squares = torch.full((padded_rows(rows), width // 64), torch.nan)
-        written = torch.full((padded_rows(rows), width), torch.nan, dtype=torch.bfloat16)
+        # no row behind those of a buffer is written
+        all_squares = torch.full((padded + 128, width // 64), torch.nan)
+        all_written = torch.full((padded + 128, width), torch.nan, dtype=torch.bfloat16)
+        behind = torch.cat((hidden, torch.full((128, width), torch.nan)))
+        squares, written, hidden = all_squares[:padded], all_written[:padded], behind[:padded]
         many_rows.add_product(inputs, matrix, hidden, norm, Normed(written, squares, width, EPS), rows, room)
+        assert all(own[padded:].isnan().all() for own in (all_squares, all_written, behind))
         torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(written, (hidden * norm.float()).to(torch.bfloat16), rtol=0, atol=0)
         torch.testing.assert_close(squares, hidden.square().view(len(hidden), -1, 64).sum(2))
@@ -104,7 +114,9 @@ def test_a_product_is_added(run_on_host: Any, plan: Plan, splits: int, rows: int
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("plan", "splits", "rows", "has_bias"), [(*PLANS[0], False), (*PLANS[2], True)], ids=["norms", "bias"]
+    ("plan", "splits", "rows", "has_bias"),
+    [(*PLANS[0], False), (*PLANS[2], True), (*FEW_ROWS[1], False)],
+    ids=["norms", "bias", "few"],
 )
 def test_heads(run_on_host: Any, plan: Plan, splits: int, rows: int, has_bias: bool) -> None:
     torch.manual_seed(7)

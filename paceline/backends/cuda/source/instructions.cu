@@ -84,6 +84,17 @@ __device__ inline void copy_tile_box_to_both(void* to, const Map& map, int deep,
                  "[%0], [%1, {%2, 0, %3, %4}], [%5], %6;" ::"r"(shared_address(to)), "l"(&map), "r"(deep), "r"(step),
                  "r"(tile), "r"(shared_address(mbarrier)), "h"((u16)3) : "memory");
 }
+// Half of a tile of gate and up, of each 16 columns: [block of tile and step, gate or up, half, 16 columns, depth].
+__device__ inline void copy_half_tile(void* to, const Map& map, int deep, int half, int block, u64* mbarrier) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, 0, %3, 0, %4}], [%5];" ::"r"(shared_address(to)), "l"(&map), "r"(deep), "r"(half),
+                 "r"(block), "r"(shared_address(mbarrier)) : "memory");
+}
+__device__ inline void copy_half_tile_to_both(void* to, const Map& map, int deep, int half, int block, u64* mbarrier) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%2, 0, %3, 0, %4}], [%5], %6;" ::"r"(shared_address(to)), "l"(&map), "r"(deep), "r"(half),
+                 "r"(block), "r"(shared_address(mbarrier)), "h"((u16)3) : "memory");
+}
 __device__ inline void copy_bytes(void* to, const void* from, int bytes, u64* mbarrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
                  "r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(mbarrier)) : "memory");

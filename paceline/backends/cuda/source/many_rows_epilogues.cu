@@ -25,21 +25,31 @@ __device__ inline float norm_factor(const Arguments& own, int row) {
     return inverse_root(__fadd_rn(divide(sum, own.size), own.eps));
 }
 
+// SwiGLU of eights of a tile's columns, or of half a tile's: first those of gate, then as many of up.
+template <int EIGHTS>
+__device__ inline void store_gated_tile(const Arguments& own, int row, int column, const float* sums, float factor) {
+    u32 words[4] = {};
+#pragma unroll
+    for (int eight = 0; eight < EIGHTS; eight++) {
+        const float *gate = sums + eight * 4, *up = gate + EIGHTS * 4;
+        words[eight] = pack(gated(gate[0], up[0], factor), gated(gate[1], up[1], factor));
+    }
+    store_eights(own.output + (long)row * own.width + column, words, threadIdx.x % 4 < EIGHTS);
+}
+
 __device__ inline void store_gated(const Arguments& own, const Unit& unit, int row, const Sums& sums,
                                    const float (&factors)[2]) {
 #pragma unroll
-    for (int half = 0; half < 2; half++)
+    for (int half = 0; half < 2; half++) {
+        int line = row + half * 8;
 #pragma unroll
-        for (int tile = 0; tile < COLUMNS / TILE; tile++) {
-            u32 words[4];
-#pragma unroll
-            for (int eight = 0; eight < 4; eight++) {
-                const float *gate = &sums[(tile * 8 + eight) * 4 + half * 2], *up = gate + TILE / 4;
-                words[eight] = pack(gated(gate[0], up[0], factors[half]), gated(gate[1], up[1], factors[half]));
-            }
-            int column = (unit.group * COLUMNS + tile * TILE) / 2;
-            store_eights(own.output + (long)(row + half * 8) * own.width + column, words);
-        }
+        for (int tile = 0; tile < TILES; tile++)
+            store_gated_tile<4>(own, line, (unit.first_tile() + tile) * (TILE / 2), &sums[tile * (TILE / 2) + half * 2],
+                                factors[half]);
+        if constexpr (HAS_HALF)
+            store_gated_tile<2>(own, line, unit.half_tile() * (TILE / 2) + unit.half() * (TILE / 4),
+                                &sums[TILES * (TILE / 2) + half * 2], factors[half]);
+    }
 }
 
 // Lets the next stage be loaded into a slab that this warpgroup has read.
@@ -85,12 +95,12 @@ __device__ inline void add_slab(const Arguments& own, int row, int column, const
 #pragma unroll
     for (int eight = 0; eight < SLAB / 8; eight++) {
         float one = __fadd_rn(hidden[eight].x, sums[eight * 4]), two = __fadd_rn(hidden[eight].y, sums[eight * 4 + 1]);
-        __stcg((float2*)(to + eight * 8), make_float2(one, two));
+        if (row < own.row_limit) __stcg((float2*)(to + eight * 8), make_float2(one, two));
         words[eight] =
             pack(__fmul_rn(one, unpack((u16)norm[eight])), __fmul_rn(two, unpack((u16)(norm[eight] >> 16))));
         squares[eight] = in_pairs(in_pairs(__fadd_rn(__fmul_rn(one, one), __fmul_rn(two, two)), 1), 2);
     }
-    store_eights(own.output + (long)row * own.width + column, words);
+    store_eights(own.output + (long)row * own.width + column, words, row < own.row_limit);
 }
 
 __device__ inline void add_to_hidden(Shared& s, RingPosition& at, const Arguments& own, const Unit& unit, int row,
@@ -117,7 +127,7 @@ __device__ inline void add_to_hidden(Shared& s, RingPosition& at, const Argument
         for (int half = 0; half < 2; half++) {
             add_pairs(squares[half]);
             long to = (long)(row + half * 8) * (own.width / TILE) + first / TILE;
-            if (threadIdx.x % 4 == 0) own.written_squares[to] = squares[half][0];
+            if (threadIdx.x % 4 == 0 && row + half * 8 < own.row_limit) own.written_squares[to] = squares[half][0];
         }
     }
 }

@@ -9,8 +9,9 @@
 // The files are concatenated in the order instructions, activations, many_rows_products, many_rows_epilogues,
 // many_rows.
 // many_rows.py defines before them ROWS, COLUMNS, STAGES, KIND (one of those below), PROGRAMS (of a cluster), and
-// `multiply` for these columns. Two programs of a cluster have neighbouring rows and the same columns: each loads half of
-// the weights for both (TMA multicast). That halves what is read from L2 for them, and with it the energy it takes.
+// `multiply` for these columns. Two programs of a cluster have neighbouring rows and the same columns: each loads half
+// of the weights for both (TMA multicast). That halves what is read from L2 for them, and with it the energy it takes.
+// Units of gate and up with 224 columns have three tiles and half of one, so that fewer multiprocessors are idle.
 
 constexpr int GATE_UP = 0, ADD = 1, HEADS = 2, PROJECT = 3;
 constexpr int WARPGROUPS = ROWS / 64, MMA_THREADS = WARPGROUPS * 128;
@@ -18,10 +19,13 @@ constexpr int WEIGHT_LOADER = MMA_THREADS / 32, ROW_LOADER = WEIGHT_LOADER + 1;
 constexpr int DEPTH = 64, STEP = 128;  // of a stage, and of a step in the layout of weights
 constexpr int ROW_BYTES = ROWS * 128, WEIGHT_BYTES = COLUMNS * 128;
 constexpr int TILE = 64;  // columns whose squares are summed together
+constexpr int TILES = COLUMNS / TILE;  // whole ones
+constexpr bool HAS_HALF = COLUMNS % TILE;  // two neighbouring units of gate and up have halves of a tile between them
 constexpr int SLAB = 32, SLABS = KIND == ADD ? COLUMNS / SLAB : 0;  // columns of the residual stream in a stage
 
 struct Arguments {  // in the order of many_rows.py
-    Map weights, rows, residual;  // `residual`: the residual stream as pairs of bfloat16
+    Map weights, rows;
+    Map other;  // the residual stream as pairs of bfloat16, or the weights in halves of tiles
     float* partial;  // sums of splits: [four][thread][4] of each program, or of each unit and split
     u32* counters;  // of finished splits per unit, zero between kernels
     const float* squares;  // of the rows, by tile; and of the residual stream, where they are written
@@ -36,6 +40,7 @@ struct Arguments {  // in the order of many_rows.py
     int is_parallel;  // whether each split is a unit of its own
     int width, groups, row_count;  // `width`: of a line of the output
     int query_heads, kv_heads, columns;  // `columns`: of logits, without padding
+    int row_limit;  // of the residual stream and its norm: the last tile may have more rows than buffers
     float size, eps, head_eps;
 };
 
@@ -64,6 +69,10 @@ struct Unit {
     __device__ static int first() { return blockIdx.x / PROGRAMS; }
     __device__ static int step() { return gridDim.x / PROGRAMS; }
     __device__ int number(const Arguments& own) const { return group * own.row_tiles + row_tile; }
+    // The first whole tile; and the tile that two units halve, and which half is this one's.
+    __device__ int first_tile() const { return HAS_HALF ? half_tile() + (half() ? 1 : -TILES) : group * TILES; }
+    __device__ int half_tile() const { return group / 2 * (2 * TILES + 1) + TILES; }
+    __device__ int half() const { return group % 2; }
 };
 
 // The stages of a product before a split.
@@ -78,29 +87,46 @@ struct RingPosition {
     }
 };
 
-// Called by a warp.
-__device__ inline void load_stage(Shared& s, const Arguments& own, const Unit& unit, int number, int stage,
-                                  bool of_rows) {
+// The weights of a stage of whole tiles and a half: the programs of a cluster take them in turn.
+__device__ inline void load_tiles_and_half(Shared& s, const Arguments& own, const Unit& unit, int number, int stage) {
     u64* full = &s.full[stage];
-    if (of_rows) {
-        expect_bytes(full, ROW_BYTES);
-        copy_row_box(s.rows[stage], own.rows, number * DEPTH, unit.row_tile * ROWS, full);
-        return;
+    int deep = number * DEPTH % STEP, step = number * DEPTH / STEP;
+#pragma unroll
+    for (int i = 0; i <= TILES; i++) {
+        if (i % PROGRAMS != rank()) continue;
+        char* to = s.weights[stage] + i * TILE * 128;
+        int tile = unit.first_tile() + i, block = unit.half_tile() * own.steps + step;
+        if constexpr (PROGRAMS == 2) {
+            if (i < TILES) copy_tile_box_to_both(to, own.weights, deep, step, tile, full);
+            else copy_half_tile_to_both(to, own.other, deep, unit.half(), block, full);
+        } else if (i < TILES) copy_tile_box(to, own.weights, deep, step, tile, full);
+        else copy_half_tile(to, own.other, deep, unit.half(), block, full);
     }
+}
+
+__device__ inline void load_weights(Shared& s, const Arguments& own, const Unit& unit, int number, int stage) {
     constexpr int share = COLUMNS / PROGRAMS;
     int deep = number * DEPTH % STEP, step = number * DEPTH / STEP;
     int tile = (unit.group * COLUMNS + rank() * share) / own.tile_columns;
     char* to = s.weights[stage] + rank() * share * 128;
-    expect_bytes(full, WEIGHT_BYTES);
-    if constexpr (PROGRAMS == 2) copy_tile_box_to_both(to, own.weights, deep, step, tile, full);
-    else copy_tile_box(to, own.weights, deep, step, tile, full);
+    if constexpr (PROGRAMS == 2) copy_tile_box_to_both(to, own.weights, deep, step, tile, &s.full[stage]);
+    else copy_tile_box(to, own.weights, deep, step, tile, &s.full[stage]);
+}
+
+// Called by a warp.
+__device__ inline void load_stage(Shared& s, const Arguments& own, const Unit& unit, int number, int stage,
+                                  bool of_rows) {
+    expect_bytes(&s.full[stage], of_rows ? ROW_BYTES : WEIGHT_BYTES);
+    if (of_rows) copy_row_box(s.rows[stage], own.rows, number * DEPTH, unit.row_tile * ROWS, &s.full[stage]);
+    else if constexpr (HAS_HALF) load_tiles_and_half(s, own, unit, number, stage);
+    else load_weights(s, own, unit, number, stage);
 }
 
 __device__ inline void load_slab(Shared& s, const Arguments& own, const Unit& unit, int slab, int stage, bool of_rows) {
     u64* full = &s.full[stage];
     if (!of_rows) return arrive_mbarrier(full);
     expect_bytes(full, ROW_BYTES);
-    copy_row_box(s.rows[stage], own.residual, (unit.group * COLUMNS + slab * SLAB) * 2, unit.row_tile * ROWS, full);
+    copy_row_box(s.rows[stage], own.other, (unit.group * COLUMNS + slab * SLAB) * 2, unit.row_tile * ROWS, full);
 }
 
 __device__ inline void load_stages(Shared& s, const Arguments& own, bool of_rows) {
