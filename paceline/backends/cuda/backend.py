@@ -15,7 +15,7 @@ from paceline.backends.cuda.adapters import with_adapters
 from paceline.backends.cuda.async_decoder import CudaAsyncDecoder
 from paceline.backends.cuda.compiling import compile_only
 from paceline.backends.cuda.graphs import buckets
-from paceline.backends.cuda.host_passes import FIRST_ROWS, HostPasses
+from paceline.backends.cuda.host_passes import FIRST_ROWS, LATE_ROWS, HostPasses
 from paceline.backends.cuda.kv_pool import Pool, make_pool, move_slots, page_bytes
 from paceline.backends.cuda.loading import DTYPES, check_model, find_device, load_checkpoint_weights
 from paceline.backends.cuda.recurrent import CudaStates, copy_state
@@ -227,6 +227,8 @@ class CudaBackend(Backend):
                 self.forward(batch)
                 for name in list(self.adapters)[:1]:
                     self.forward(replace(batch, adapters=(name,)))
+            for outputs in buckets(min(LATE_ROWS, rows)) if rows >= LATE_ROWS else ():
+                self.forward(warm_up_pass(pool, LATE_ROWS, PAGE_SIZE, outputs, feature_layers, kept))
             # compiles the shared-prefix kernels; graphs are captured when first needed
             none_large = np.zeros(1, np.bool_)
             self._passes.begin(batch, none_large, no_shared_prefix(1))()

@@ -27,7 +27,8 @@ from paceline.backends.cuda.kernels.linear import project
 from paceline.backends.cuda.kernels.matrix import Scratch, padded_rows, scratch_for
 from paceline.backends.cuda.kernels.residual import plain
 from paceline.backends.cuda.kv_pool import Pool
-from paceline.backends.cuda.model import run_layers, run_lm_head
+from paceline.backends.cuda.lm_head import run_lm_head
+from paceline.backends.cuda.model import run_layers
 from paceline.backends.cuda.workspace import Room, Workspace, make_workspace
 
 

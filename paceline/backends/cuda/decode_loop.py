@@ -55,8 +55,9 @@ from paceline.backends.cuda.kernels.step_rows import (
     make_requests,
 )
 from paceline.backends.cuda.kv_pool import Pool
+from paceline.backends.cuda.lm_head import run_lm_head
 from paceline.backends.cuda.loop_states import LoopStates
-from paceline.backends.cuda.model import run_layers, run_lm_head
+from paceline.backends.cuda.model import run_layers
 from paceline.backends.cuda.persistent import PersistentLayers
 from paceline.backends.cuda.shared_prefix import SharedPrefix, SharedPrefixTables
 from paceline.backends.cuda.step_sampler import StepSampler

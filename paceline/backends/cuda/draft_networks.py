@@ -21,7 +21,8 @@ from paceline.backends.cuda.kernels.block_rows import Anchors
 from paceline.backends.cuda.kernels.draft import pick_rows
 from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.kv_pool import Pool
-from paceline.backends.cuda.model import run_layers, run_lm_head
+from paceline.backends.cuda.lm_head import run_lm_head
+from paceline.backends.cuda.model import run_layers
 from paceline.backends.cuda.persistent import PersistentLayers
 from paceline.backends.cuda.weights import Weights
 from paceline.backends.cuda.workspace import Room, make_workspace

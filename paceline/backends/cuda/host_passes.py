@@ -18,7 +18,8 @@ from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.kernels.sampling import take_best
 from paceline.backends.cuda.kernels.shared_prefix import SharedPrefixRows
 from paceline.backends.cuda.kv_pool import Pool
-from paceline.backends.cuda.model import run_layers, run_lm_head, select
+from paceline.backends.cuda.lm_head import run_lm_head, select
+from paceline.backends.cuda.model import can_finish_rows, finish_rows, run_layers
 from paceline.backends.cuda.pass_outputs import FeatureBuffer, copied_to_host
 from paceline.backends.cuda.recurrent import Recurrences, RecurrentRows, plan_walks
 from paceline.backends.cuda.shared_prefix import SharedPrefix, SharedPrefixTables
@@ -33,6 +34,7 @@ MAX_PAGES = 1 << 17  # of all requests of a pass together
 # what the first buffers hold; they grow when needed
 FIRST_LONGEST = 4096  # tokens of context
 FIRST_ROWS = FEW_ROWS  # with logits, or attended for by other kernels than that of prefills
+LATE_ROWS = 256  # of a pass, from which on the last layer is finished for rows with logits alone
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class _Sent:
     prefill_tiles: int
     others: bool  # some rows are in no prefill tile
     has_adapters: bool
+    is_late: bool  # the last layer is finished for the outputs alone
     shared_prefix: SharedPrefixRows | None
     recurrent: RecurrentRows | None
 
@@ -96,12 +99,12 @@ class HostPasses:
         of_states = () if sent.recurrent is None else sent.recurrent.states.addresses
         heads = tuple((kept.features.data_ptr(), len(kept.features)) for kept, _ in keeps)
         kinds = sent.prefill_tiles > 0, sent.others, sent.shared_prefix is not None, sent.has_adapters
-        name = "body", sent.rows, sent.layers, (pool.addresses, of_states), heads, kinds
+        name = "body", sent.rows, sent.layers, (pool.addresses, of_states), heads, (*kinds, sent.is_late)
         self.graphs.run(name, lambda: self._run_layers(sent, pool, keeps))
         if sent.outputs:
             joins = sent.wanted > 0 and self.weights.shard.size > 1  # one rank has all logits anyway
-            name_of_head = "head", bucket(sent.outputs), joins
-            self.graphs.run(name_of_head, lambda: self._run_head(sent.outputs, joins))
+            name_of_head = "head", bucket(sent.outputs), joins, sent.is_late
+            self.graphs.run(name_of_head, lambda: self._run_head(sent, pool, joins))
         width = len(batch.feature_layers) * self.weights.config.hidden_size
         chosen = None if batch.choices is None else self._chosen[sent.wanted : sent.outputs]
         features = self._features.values[: batch.num_rows, :width] if width else None
@@ -124,6 +127,8 @@ class HostPasses:
         recurrent = self.recurrences.rows(plan, batch, rows) if self.recurrences and plan else None
         if found is not None:
             self._shared_prefix.send(found, np.where(large, 0, -(-np.diff(batch.row_offsets) // height)))
+        has_adapters = max(numbers, default=-1) >= 0
+        is_late = LATE_ROWS <= rows >= bucket(max(outputs, 1)) and not has_adapters
         return _Sent(
             rows,
             wanted,
@@ -131,7 +136,8 @@ class HostPasses:
             tuple(dict.fromkeys(layers)),  # the returned ones first
             prefill_tiles,
             not large.all(),
-            max(numbers, default=-1) >= 0,
+            has_adapters,
+            is_late and can_finish_rows(self.weights, self.workspace, layers),
             None if found is None else self._shared_prefix.rows(),
             recurrent,
         )
@@ -156,15 +162,21 @@ class HostPasses:
             adapters=self._tables.adapters(sent.rows) if sent.has_adapters else None,
         )
         known = self._tables.tokens(sent.rows), tables, pool, self._page_size
-        run_layers(self.weights, self.workspace, *known, features, sent.layers, sent.recurrent)
+        rest = features, sent.layers, sent.recurrent, not sent.is_late
+        run_layers(self.weights, self.workspace, *known, *rest)
         for kept, parts in keeps:
             assert features is not None
             store_features(features, tables.slot_mapping, parts, kept.features)
 
-    def _run_head(self, outputs: int, joins: bool) -> None:
+    def _run_head(self, sent: _Sent, pool: Pool, joins: bool) -> None:
         """Run the LM head, and sample."""
-        count, workspace = bucket(outputs), self.workspace
-        select(workspace, self._tables.output_rows(count))
-        run_lm_head(self.weights, workspace, workspace.selected, count, joins)
+        count, workspace = bucket(sent.outputs), self.workspace
+        chosen, read = self._tables.output_rows(count), workspace.selected
+        if sent.is_late:
+            finish_rows(self.weights, workspace, chosen, self._tables.tables(count), pool)
+            read = workspace.attention_input
+        else:
+            select(workspace, chosen)
+        run_lm_head(self.weights, workspace, read, count, joins)
         known = workspace.own.logits, self.weights.head, *self._tables.options(count)
         take_best(sample_own(*known, self._candidates, count), self._chosen[:count])

@@ -27,7 +27,7 @@ from paceline.backends.cuda.fused_layer import LayerBuffers, NextQkv, run_fused_
 from paceline.backends.cuda.kernels.activations import gate_rows
 from paceline.backends.cuda.kernels.heads import norm_heads, scale_queries
 from paceline.backends.cuda.kernels.low_rank import LowRank, shrink
-from paceline.backends.cuda.kernels.matrix import Matrix, Normed
+from paceline.backends.cuda.kernels.matrix import Matrix
 from paceline.backends.cuda.kernels.recurrent import convolve, scan_states
 from paceline.backends.cuda.kernels.recurrent_output import gate
 from paceline.backends.cuda.kernels.recurrent_types import recurrent_shape
@@ -37,7 +37,6 @@ from paceline.backends.cuda.kernels.row_tables import RowTables
 from paceline.backends.cuda.kernels.split_heads import split_heads
 from paceline.backends.cuda.kv_pool import Pool
 from paceline.backends.cuda.latent import late_merge, project_latents, project_values
-from paceline.backends.cuda.logits import run_logits
 from paceline.backends.cuda.many_rows import add_product, project, project_heads
 from paceline.backends.cuda.per_layer import give_inputs
 from paceline.backends.cuda.recurrent import RecurrentRows
@@ -56,10 +55,12 @@ def run_layers(
     features: torch.Tensor | None = None,
     feature_layers: tuple[int, ...] = (),
     recurrent: RecurrentRows | None = None,
+    finishes: bool = True,
 ) -> None:
     """Run `tokens` [rows] through all layers; `workspace.attention_input` is then the LM head's input.
 
-    The wanted hidden states go to `features` [rows, len(feature_layers) * hidden].
+    The wanted hidden states go to `features` [rows, len(feature_layers) * hidden]. Without `finishes`, the
+    last layer is only run up to its attention: `finish_rows` goes on.
     """
     config, rows = weights.config, len(tokens)
     size = config.hidden_size
@@ -82,11 +83,35 @@ def run_layers(
             if not has_qkv:
                 _project_qkv(layer, workspace, tables, keys, values, config.rms_norm_eps)
             _attend(layer, workspace, tables, keys, values, config.window(index), page_size)
+            if not finishes and index + 1 == len(weights.layers):
+                return
             begun = _run_to_next(weights, workspace, index, tables, pool, kept(index + 1))
         if not begun:
             _finish_layer(weights, index, workspace, tables, recurrent)
     if not begun:
         _keep_features(weights, workspace, rows, kept(len(weights.layers)))
+
+
+def can_finish_rows(weights: Weights, workspace: Workspace, feature_layers: tuple[int, ...]) -> bool:
+    """Whether `finish_rows` can finish a pass of which these features are wanted."""
+    last = weights.layers[-1]
+    has_parts = last.latent or last.split or last.per_layer or last.mixture or weights.residual
+    is_whole = weights.shard.size == 1 and workspace.attention_scales is None
+    return last.is_plain and not has_parts and is_whole and len(weights.layers) not in feature_layers
+
+
+def finish_rows(
+    weights: Weights, workspace: Workspace, chosen: torch.Tensor, tables: RowTables, pool: Pool
+) -> None:
+    """Finish the last layer of the rows `chosen` [outputs] alone: of a prompt only its last row has logits.
+
+    They become the first rows of the workspace. `tables` have as many rows, and no adapters.
+    """
+    for buffer in (workspace.hidden, workspace.attention_output):
+        buffer[: len(chosen)] = buffer[chosen]  # all are read before one is written
+    last = len(weights.layers) - 1
+    if not _run_to_next(weights, workspace, last, tables, pool, None):
+        _finish_layer(weights, last, workspace, tables)
 
 
 def run_head_layer(
@@ -363,27 +388,3 @@ def _keep_features(weights: Weights, workspace: Workspace, rows: int, features: 
     if features is not None:
         weights.shard.join([workspace.own.hidden], [workspace.hidden], rows)
         features[:rows] = workspace.hidden[:rows, : features.shape[1]]
-
-
-def select(workspace: Workspace, chosen: torch.Tensor) -> None:
-    """Copy the LM head's input of the rows `chosen` [outputs] to `workspace.selected`."""
-    read, written = workspace.attention_input, workspace.selected
-    written.rows[: len(chosen)] = read.rows[chosen]
-    written.squares[: len(chosen)] = read.squares[chosen]
-
-
-def run_lm_head(weights: Weights, workspace: Workspace, read: Normed, rows: int, joins: bool = True) -> None:
-    """Write the logits of the first rows of `read` to `workspace.logits`.
-
-    Without `joins` a rank has those of its own token ids alone, in `workspace.own.logits`.
-    """
-    own = workspace.own.logits
-    if not run_logits(read, weights.head, own, rows):
-        project(read, weights.head, own, rows, workspace.scratch)
-    scale, cap = weights.config.logits_scale, weights.config.logits_softcap
-    if scale != 1:
-        own[:rows].mul_(scale)
-    if cap:
-        own[:rows].div_(cap).tanh_().mul_(cap)
-    if joins:
-        weights.shard.join([own], [workspace.logits], rows)

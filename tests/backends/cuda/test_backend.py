@@ -144,6 +144,33 @@ def test_a_token_has_the_same_bits_in_any_pass(
     assert np.array_equal(drafted[[0, 2, 4]], expected[14:17])
 
 
+def test_the_last_layer_is_finished_for_rows_with_logits_alone(
+    folder: Path, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a pass of many rows; a row has the same bits then."""
+    from paceline.backends.cuda import host_passes
+
+    checkpoint = load_checkpoint(save_checkpoint("llama", folder / "late"))
+    asked: list[int] = []
+    for_all = host_passes.finish_rows
+
+    def finish(weights: Any, workspace: Any, chosen: torch.Tensor, *rest: Any) -> None:
+        asked.append(len(chosen))
+        for_all(weights, workspace, chosen, *rest)
+
+    def logits() -> np.ndarray:
+        (request,) = drive(make(checkpoint, device, dtype), pages_each=1)
+        first = run([request.ask(PROMPT[:4])], logit_rows=[3, 1]).logits.copy()
+        request.commit(range(4))
+        return np.concatenate((first, run([request.ask([7])], logit_rows=[0]).logits))
+
+    expected = logits()
+    monkeypatch.setattr(host_passes, "finish_rows", finish)
+    monkeypatch.setattr(host_passes, "LATE_ROWS", 4)
+    assert np.array_equal(logits(), expected)
+    assert set(asked) == {2}
+
+
 @needs_gpu
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_it_samples_what_the_host_would_sample_from_its_logits(
