@@ -16,6 +16,8 @@ from paceline.models.lora import Adapter
 from paceline.models.needs import missing_blocks
 from paceline.models.quantizations import DEFAULTS
 
+NOT_THE_TARGETS = "the options name the backend that the target runs on"
+
 
 def load_backend(
     checkpoint: Checkpoint,
@@ -44,21 +46,64 @@ def load_head_runner(
     `beside` is the loaded target: its passes take turns with those of the head, and it has the weights
     that the head shares with it.
     """
-    return _HEAD_LOADERS[options.name](checkpoint, options, max_rows, beside)
+    if options.name == "cpu":
+        from paceline.backends.cpu import CpuBackend, CpuHeadRunner
+
+        assert isinstance(beside, CpuBackend), NOT_THE_TARGETS
+        return CpuHeadRunner(checkpoint, beside, max_rows, options.quantization)
+    if options.name == "cuda":
+        from paceline.backends.cuda.backend import CudaBackend
+        from paceline.backends.cuda.head_runner import CudaHeadRunner
+
+        assert isinstance(beside, CudaBackend), NOT_THE_TARGETS
+        return CudaHeadRunner.load(checkpoint, beside, max_rows)
+    from paceline.backends.torch_backend import TorchBackend
+    from paceline.backends.torch_head_runner import TorchHeadRunner, TorchLayerHeadRunner
+
+    assert isinstance(beside, TorchBackend), NOT_THE_TARGETS
+    runner = TorchHeadRunner if checkpoint.config.layer is None else TorchLayerHeadRunner
+    return runner.load(checkpoint, beside, max_rows)
 
 
 def load_block_runner(
     checkpoint: HeadCheckpoint, options: BackendOptions, max_rows: int, beside: Backend
 ) -> BlockRunner:
     """A runner of the parallel head beside the loaded target."""
-    return _BLOCK_LOADERS[options.name](checkpoint, options, max_rows, beside)
+    if options.name == "cpu":
+        from paceline.backends.cpu import CpuBackend
+        from paceline.backends.cpu.block_runner import CpuBlockRunner
+
+        assert isinstance(beside, CpuBackend), NOT_THE_TARGETS
+        return CpuBlockRunner(checkpoint, beside, max_rows, options.quantization)
+    if options.name == "cuda":
+        from paceline.backends.cuda.backend import CudaBackend
+        from paceline.backends.cuda.block_runner import CudaBlockRunner
+
+        assert isinstance(beside, CudaBackend), NOT_THE_TARGETS
+        return CudaBlockRunner.load(checkpoint, beside, max_rows)
+    from paceline.backends.torch_backend import TorchBackend
+    from paceline.backends.torch_block_runner import TorchBlockRunner
+
+    assert isinstance(beside, TorchBackend), NOT_THE_TARGETS
+    return TorchBlockRunner.load(checkpoint, beside, max_rows)
 
 
 def load_medusa_runner(
     checkpoint: MedusaCheckpoint, options: BackendOptions, beside: Backend
 ) -> MedusaRunner:
     """A runner of Medusa heads beside the loaded target, on the backend that the options name."""
-    return _MEDUSA_LOADERS[options.name](checkpoint, beside)
+    if options.name == "cpu":
+        return NumpyMedusa(checkpoint)
+    from paceline.backends.torch_backend import TorchBackend
+    from paceline.models.heads.torch_medusa import TorchMedusa
+
+    if options.name == "cuda":
+        from paceline.backends.cuda.backend import CudaBackend
+
+        assert isinstance(beside, CudaBackend), NOT_THE_TARGETS
+    else:
+        assert isinstance(beside, TorchBackend), NOT_THE_TARGETS
+    return TorchMedusa.load(checkpoint, beside.device, beside.dtype)
 
 
 def load_assistant_runner(checkpoint: AssistantCheckpoint, beside: Backend) -> AssistantRunner:
@@ -157,105 +202,4 @@ _LOADERS: dict[str, _Loader] = {
     "cpu": _load_cpu,
     "torch": _load_torch,
     "cuda": _load_cuda,
-}
-
-
-def _load_torch_head(
-    checkpoint: HeadCheckpoint, options: BackendOptions, max_rows: int, beside: Backend
-) -> HeadRunner:
-    from paceline.backends.torch_backend import TorchBackend
-    from paceline.backends.torch_head_runner import TorchHeadRunner, TorchLayerHeadRunner
-
-    assert isinstance(beside, TorchBackend), "the options name the backend that the target runs on"
-    runner = TorchHeadRunner if checkpoint.config.layer is None else TorchLayerHeadRunner
-    return runner.load(checkpoint, beside, max_rows)
-
-
-def _load_cpu_head(
-    checkpoint: HeadCheckpoint, options: BackendOptions, max_rows: int, beside: Backend
-) -> HeadRunner:
-    from paceline.backends.cpu import CpuBackend, CpuHeadRunner
-
-    assert isinstance(beside, CpuBackend), "the options name the backend that the target runs on"
-    return CpuHeadRunner(checkpoint, beside, max_rows, options.quantization)
-
-
-def _load_cuda_head(
-    checkpoint: HeadCheckpoint, options: BackendOptions, max_rows: int, beside: Backend
-) -> HeadRunner:
-    from paceline.backends.cuda.backend import CudaBackend
-    from paceline.backends.cuda.head_runner import CudaHeadRunner
-
-    assert isinstance(beside, CudaBackend), "the options name the backend that the target runs on"
-    return CudaHeadRunner.load(checkpoint, beside, max_rows)
-
-
-_HEAD_LOADERS: dict[str, Callable[[HeadCheckpoint, BackendOptions, int, Backend], HeadRunner]] = {
-    "cpu": _load_cpu_head,
-    "torch": _load_torch_head,
-    "cuda": _load_cuda_head,
-}
-
-
-def _load_torch_block(
-    checkpoint: HeadCheckpoint, options: BackendOptions, max_rows: int, beside: Backend
-) -> BlockRunner:
-    from paceline.backends.torch_backend import TorchBackend
-    from paceline.backends.torch_block_runner import TorchBlockRunner
-
-    assert isinstance(beside, TorchBackend), "the options name the backend that the target runs on"
-    return TorchBlockRunner.load(checkpoint, beside, max_rows)
-
-
-def _load_cpu_block(
-    checkpoint: HeadCheckpoint, options: BackendOptions, max_rows: int, beside: Backend
-) -> BlockRunner:
-    from paceline.backends.cpu import CpuBackend
-    from paceline.backends.cpu.block_runner import CpuBlockRunner
-
-    assert isinstance(beside, CpuBackend), "the options name the backend that the target runs on"
-    return CpuBlockRunner(checkpoint, beside, max_rows, options.quantization)
-
-
-def _load_cuda_block(
-    checkpoint: HeadCheckpoint, options: BackendOptions, max_rows: int, beside: Backend
-) -> BlockRunner:
-    from paceline.backends.cuda.backend import CudaBackend
-    from paceline.backends.cuda.block_runner import CudaBlockRunner
-
-    assert isinstance(beside, CudaBackend), "the options name the backend that the target runs on"
-    return CudaBlockRunner.load(checkpoint, beside, max_rows)
-
-
-_BLOCK_LOADERS: dict[str, Callable[[HeadCheckpoint, BackendOptions, int, Backend], BlockRunner]] = {
-    "cpu": _load_cpu_block,
-    "torch": _load_torch_block,
-    "cuda": _load_cuda_block,
-}
-
-
-def _load_torch_medusa(checkpoint: MedusaCheckpoint, beside: Backend) -> MedusaRunner:
-    from paceline.backends.torch_backend import TorchBackend
-    from paceline.models.heads.torch_medusa import TorchMedusa
-
-    assert isinstance(beside, TorchBackend), "the options name the backend that the target runs on"
-    return TorchMedusa.load(checkpoint, beside.device, beside.dtype)
-
-
-def _load_cuda_medusa(checkpoint: MedusaCheckpoint, beside: Backend) -> MedusaRunner:
-    from paceline.backends.cuda.backend import CudaBackend
-    from paceline.models.heads.torch_medusa import TorchMedusa
-
-    assert isinstance(beside, CudaBackend), "the options name the backend that the target runs on"
-    return TorchMedusa.load(checkpoint, beside.device, beside.dtype)
-
-
-def _load_numpy_medusa(checkpoint: MedusaCheckpoint, beside: Backend) -> MedusaRunner:
-    return NumpyMedusa(checkpoint)
-
-
-_MEDUSA_LOADERS: dict[str, Callable[[MedusaCheckpoint, Backend], MedusaRunner]] = {
-    "cpu": _load_numpy_medusa,
-    "torch": _load_torch_medusa,
-    "cuda": _load_cuda_medusa,
 }
