@@ -1,4 +1,4 @@
-"""BlockObjective: a parallel head (DFlash, JetSpec or DSpark) in training."""
+"""BlockObjective: a parallel head (DFlash, DFlash2, JetSpec or DSpark) in training."""
 
 from __future__ import annotations
 
@@ -16,23 +16,28 @@ from paceline.models.heads.config import (
     TargetName,
     usual_block_layers,
 )
-from paceline.models.heads.torch_block import BlockHead
+from paceline.models.heads.torch_block import BlockHead, Convolution
 from paceline.models.heads.torch_head import normed
 from paceline.models.transformer import Transformer
 from paceline.train.acceptance import accepted_by_blocks
-from paceline.train.batches import Batch
+from paceline.train.batches import Batch, pack
 from paceline.train.block import block_losses, random_anchors
 from paceline.train.examples import Examples
 from paceline.train.losses import StepLosses
 from paceline.train.new_head import choose_draft_ids, copy_output, load_weights, shared_weights
 from paceline.train.objective import Objective, WriteHead, precision_of, write_later
-from paceline.train.options import BlockOptions, DSparkOptions
+from paceline.train.options import BlockOptions, DFlash2Options, DSparkOptions
 from paceline.train.sequences import TargetStates, target_states
 
-TITLES = {"dflash": "A DFlash draft head", "dspark": "A DSpark draft head", "jetspec": "A JetSpec draft head"}
+TITLES = {
+    "dflash": "A DFlash draft head",
+    "dflash2": "A DFlash2 draft head",
+    "dspark": "A DSpark draft head",
+    "jetspec": "A JetSpec draft head",
+}
 SAMPLES, SAMPLE_WIDTH = 8, 256  # texts, and their tokens, by which the sizes of features are measured
 MIN_SIZE = 0.02  # of a dimension, relative to its feature: those below carry little
-SMALL = 0.1  # of the embeddings of a new Markov head, which adds nothing at first
+SMALL = 0.1  # of the embeddings of a new Markov head or selector, which adds nothing at first
 
 
 class BlockObjective(Objective):
@@ -65,6 +70,7 @@ class BlockObjective(Objective):
         super().__init__(target, examples, options, draft_ids, layers, init_from)
         self.name, self.num_steps = name, self.network.block.num_drafts
         self._anchors, self._seed = options.anchors, options.seed
+        self._weigh = options.weighting == "d-pace"
         if target.embedding.is_cuda:
             self.network.compile_small_steps()
 
@@ -72,7 +78,7 @@ class BlockObjective(Objective):
         states = self._states(batch)
         anchors = random_anchors(batch, self._anchors, self._seed)
         with precision_of(self.target):
-            return block_losses(self.network, self._ids, states, batch, anchors, self._loss)
+            return block_losses(self.network, self._ids, states, batch, anchors, self._loss, self._weigh)
 
     @torch.no_grad()
     def accepted(self, batch: Batch, states: TargetStates | None = None) -> torch.Tensor:
@@ -98,7 +104,12 @@ def block_config(
 ) -> HeadConfig:
     """The config of a new head, whose layers are as wide as those of its target."""
     rank = options.markov_rank if isinstance(options, DSparkOptions) else 0
-    is_dspark = rank > 0
+    is_dspark, pairs = rank > 0, options if isinstance(options, DFlash2Options) else None
+    if pairs and target.hidden_size % pairs.convolution_group:
+        raise ConfigError(
+            f"The target's hidden size is {target.hidden_size}: give a --convolution-group that divides it, "
+            f"not {pairs.convolution_group}."
+        )
     usual = usual_block_layers(max(4, target.num_layers), options.features)
     block = BlockConfig(
         size=options.block_size,
@@ -108,6 +119,9 @@ def block_config(
         markov_rank=rank,
         confidence=is_dspark,
         confidence_with_markov=is_dspark,
+        convolution_group=pairs.convolution_group if pairs else 0,
+        selector_rank=pairs.selector_rank if pairs else 0,
+        selector_candidates=pairs.selector_candidates if pairs else 0,
     )
     return HeadConfig.beside(
         target,
@@ -128,11 +142,16 @@ def new_block_head(config: HeadConfig, target: Transformer, draft_ids: Int32Arra
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = BlockHead(config, shared_weights(target))  # on the CPU: the same weights on every device
+        if head.block.selector_rank:
+            torch.nn.init.normal_(head.candidate_selector.successor_codebook, std=SMALL)
     copy_output(head, target, draft_ids)
-    if head.block.markov_rank:
-        with torch.no_grad():
+    with torch.no_grad():
+        if head.block.markov_rank:
             head.markov_head.markov_w1.weight.mul_(SMALL)
             head.markov_head.markov_w2.weight.zero_()
+        for module in head.modules():
+            if isinstance(module, Convolution):
+                module.kernel_projection.weight.zero_()
     return head.to(target.embedding.device)
 
 
@@ -145,12 +164,13 @@ def equalize_features(head: BlockHead, target: Transformer, examples: Examples) 
     """
     width = min(SAMPLE_WIDTH, len(examples.tokens))
     starts = np.linspace(0, len(examples.tokens) - width, SAMPLES).astype(int)
-    tokens = torch.from_numpy(np.stack([examples.tokens[start : start + width] for start in starts])).long()
+    texts = [examples.tokens[start : start + width] for start in starts]
+    batch = pack(texts, [width - 1] * SAMPLES, target.embedding.device)
     layers = head.config.layers_of(target.config.num_layers)
-    features = target_states(target, tokens.to(target.embedding.device), layers).features
+    features = target_states(target, batch, layers).features[:, batch.positions > 0]
     for number, feature in enumerate(features.chunk(len(layers), dim=-1)):
         weight = head.get_parameter(f"fc_norm.{number}.weight")
-        flat = feature[:, 1:].flatten(0, 1).float()  # the first token of a text is far larger than all others
+        flat = feature[0].float()  # without the first token of a text, which is far larger than all others
         size = normed(flat, torch.ones_like(weight), head.config.rms_norm_eps).square().mean(0).sqrt()
         weight.copy_(1 / size.clamp(min=MIN_SIZE))
 

@@ -1,4 +1,4 @@
-"""`paceline train eagle3|dspark|dflash|jetspec|medusa|answers|plan`."""
+"""`paceline train eagle3|dspark|dflash|dflash2|jetspec|medusa|answers|plan`."""
 
 from __future__ import annotations
 
@@ -69,14 +69,15 @@ TRAINING: Group = (
         "loss",
         str,
         "kl",
-        "Loss: kl; lk, which adds the overlap of distributions, for temperatures around 1; or l1, DSpark's.",
+        "Loss: kl; ce, the cross-entropy with the answered token (DFlash's); lk, which adds the overlap of "
+        "distributions, for temperatures around 1; or l1, DSpark's.",
     ),
     Flag("draft_vocab_size", int, 8192, "Tokens that the head can predict: the most frequent ones."),
     Flag(
         "batch_tokens",
         int | None,
         None,
-        "Tokens per step, padding included. Default: 512 to 8192, by the speed of a first step.",
+        "Tokens per step, at most. Default: 512 to 8192, by the speed of a first step.",
     ),
     Flag(
         "weights",
@@ -84,7 +85,7 @@ TRAINING: Group = (
         "",
         "How often an epoch has the examples of a segment, such as chat=2,code=0.5. Others: once.",
     ),
-    Flag("max_length", int, 1024, "Tokens per example; longer ones are truncated."),
+    Flag("max_length", int, 1024, "Tokens per example; longer ones are trained on in parts that overlap."),
     Flag("learning_rate", float, 5e-4, "Maximum learning rate, after the warm-up."),
     Flag("warmup_steps", int, 100, "Steps until the maximum learning rate."),
     Flag("clip", float, 1.0, "Maximum norm of the gradient."),
@@ -150,11 +151,32 @@ BLOCK: Group = (
     Flag("block_size", int, 8, "Slots of a block, the last known token included."),
     Flag("features", int, 5, "Hidden states of the target that the head reads."),
     Flag("anchors", float, 0.25, "Blocks in training per answered token."),
+    Flag(
+        "weighting",
+        str,
+        "decay",
+        "Loss weights of drafted tokens: decay, by --step-decay; d-pace, by the head's own chances.",
+    ),
     Flag("intermediate_size", int | None, None, "Size of the head's MLPs. Default: the target's."),
     Flag("fc_norm", bool, True, "One norm per feature, as in EAGLE-3.1.", "--fc-norm/--no-fc-norm"),
 )
 BLOCK = by_topic(
-    BLOCK, {"Head": "draft_vocab_size layers block_size features intermediate_size fc_norm anchors"}
+    BLOCK,
+    {
+        "Head": "draft_vocab_size layers block_size features intermediate_size fc_norm anchors",
+        "Loss": "weighting",
+    },
+)
+DFLASH2: Group = (
+    *having(BLOCK, loss="ce"),
+    *by_topic(
+        (
+            Flag("convolution_group", int, 16, "Channels that share a correction of the convolutions."),
+            Flag("selector_rank", int, 256, "Rank of the selector."),
+            Flag("selector_candidates", int, 16, "Best guesses of a slot that the selector chooses among."),
+        ),
+        {"Head": "convolution_group selector_rank selector_candidates"},
+    ),
 )
 DSPARK: Group = (
     *having(BLOCK, loss="l1", block_size=7),
@@ -219,6 +241,13 @@ RECIPES = {
         _BLOCK,
         "dflash",
         "Train a DFlash head: one pass guesses a block, whose slots see each other in both directions.",
+    ),
+    "dflash2": Recipe(
+        DFLASH2,
+        "DFlash2Options",
+        _BLOCK,
+        "dflash",
+        "Train a DFlash2 head: DFlash with convolutions in the block, and a selector by the token before.",
     ),
     "jetspec": Recipe(
         BLOCK,
@@ -292,11 +321,11 @@ def plan_command(
     steps: Annotated[str, typer.Option(help="Optimizer steps of the pilots of each size.")] = "100,200,400",
     epochs: Annotated[str, typer.Option(help="Passes over all answers to plan for.")] = "1,3,10",
     concurrency: Annotated[int, typer.Option(min=1, help="Requests at once that the head is to serve.")] = 1,
-    batch_tokens: Annotated[
-        int, typer.Option(min=16, help="Tokens per optimizer step, padding included.")
-    ] = 4096,
-    draft_vocab_size: Annotated[int, typer.Option(min=1, help="Tokens that the heads can predict.")] = 8192,
-    max_length: Annotated[int, typer.Option(min=4, help="Tokens per example; longer ones are cut.")] = 1024,
+    batch_tokens: Annotated[int, typer.Option(min=16, help="Tokens per optimizer step, at most.")] = 4096,
+    draft_vocab_size: Annotated[
+        str, typer.Option(help="Numbers of tokens that a head can predict, to choose from.")
+    ] = "4096,8192,16384",
+    max_length: Annotated[int, typer.Option(min=4, help="Tokens per example; longer ones in parts.")] = 1024,
     device: Device = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
 ) -> None:
@@ -310,10 +339,11 @@ def plan_command(
     sizes = integers("--layers", layers or ("1" if one_layer else "1,2,5"))
     if one_layer and set(sizes) != {1}:
         raise ConfigError(f"An EAGLE-3 head has one layer: leave out --layers {layers}.")
-    same = {"batch_tokens": batch_tokens, "draft_vocab_size": draft_vocab_size, "max_length": max_length}
+    vocabularies = sorted(integers("--draft-vocab-size", draft_vocab_size))
+    same = {"batch_tokens": batch_tokens, "draft_vocab_size": vocabularies[-1], "max_length": max_length}
     make = _named(f"paceline.train.options:{recipe.options}")
     options = {size: make(**same, **seed, **({} if one_layer else {"layers": size})) for size in sizes}
-    pilots = PilotPlan(options, integers("--steps", steps), _named(recipe.objective))
+    pilots = PilotPlan(options, integers("--steps", steps), vocabularies, _named(recipe.objective))
     if len(set(pilots.steps)) < 2:
         raise ConfigError(f"--steps needs two numbers or more, such as 100,200,400; got {steps!r}.")
     plan(PlanJob(method, model, data, pilots, integers("--epochs", epochs), concurrency, device, json_file))

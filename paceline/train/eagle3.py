@@ -24,19 +24,28 @@ import torch
 import torch.nn.functional as F
 
 from paceline.models.heads.torch_head import Head
+from paceline.train.batches import Batch
 from paceline.train.losses import DraftIds, Loss, StepLosses, cross_entropy, distillation_losses
 from paceline.train.sequences import TargetStates
 from paceline.train.unrolled_attention import UnrolledAttention
 
 
-def unroll(head: Head, features: torch.Tensor, tokens: torch.Tensor, steps: int) -> list[torch.Tensor]:
-    """Outputs of each step [batch, tokens, hidden], for all slots at once.
+def unroll(head: Head, features: torch.Tensor, batch: Batch, steps: int) -> list[torch.Tensor]:
+    """Outputs of each step [1, tokens, hidden], for all slots at once.
 
-    features is [batch, tokens, features * target hidden], tokens int64 [batch, tokens]. At the end, slots
-    without a token to read get token 0; their outputs are meaningless.
+    features is [1, tokens, features * target hidden]. The outputs of slots whose token is not part of their
+    document are meaningless: no other slot reads them.
     """
-    attend = UnrolledAttention()
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    attention = [(group, UnrolledAttention()) for group in batch.groups]
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        parts = [
+            group.packed(merged(*(group.padded(each) for each in (query, key, value))))
+            for group, merged in attention
+        ]
+        return torch.cat(parts, 1)
+
+    tokens, positions = batch.tokens, batch.positions[None]
     state = head.fuse(features)
     outputs = []
     for step in range(steps):
@@ -51,16 +60,10 @@ def step_losses(
     head: Head,
     draft_ids: DraftIds,
     target: TargetStates,
-    tokens: torch.Tensor,
-    answers: torch.Tensor,
-    lengths: torch.Tensor,
+    batch: Batch,
     steps: int,
     loss: Loss = cross_entropy,
 ) -> StepLosses:
-    """Losses of a batch of padded sequences [batch, tokens] of these lengths [batch].
-
-    `answers` [batch] is the index of each sequence's first answered token. Drafts start after an answered
-    token, and only answered tokens are predicted.
-    """
-    outputs = unroll(head, target.features, tokens, steps)
-    return distillation_losses(outputs, head.logits, draft_ids, target, answers, lengths, loss)
+    """Losses of a batch, of each step."""
+    outputs = unroll(head, target.features, batch, steps)
+    return distillation_losses(outputs, head.logits, draft_ids, target, batch, loss)

@@ -49,22 +49,13 @@ class Eagle3Objective(Objective):
     def losses(self, batch: Batch) -> StepLosses:
         states = self._states(batch)
         with precision_of(self.target):
-            return step_losses(
-                self.network,
-                self._ids,
-                states,
-                batch.tokens,
-                batch.answers,
-                batch.lengths,
-                self.num_steps,
-                self._loss,
-            )
+            return step_losses(self.network, self._ids, states, batch, self.num_steps, self._loss)
 
     @torch.no_grad()
     def accepted(self, batch: Batch, states: TargetStates | None = None) -> torch.Tensor:
         states = self._states(batch) if states is None else states
         with precision_of(self.target):
-            outputs = unroll(self.network, states.features, batch.tokens, self.num_steps)
+            outputs = unroll(self.network, states.features, batch, self.num_steps)
             return accepted_by_steps(outputs, self.network.logits, self._ids, batch)
 
     def snapshot(self) -> WriteHead:

@@ -17,7 +17,7 @@ import json
 import os
 import sys
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,9 +140,10 @@ class Examples:
 
 
 def read_examples(paths: Iterable[Path], max_length: int) -> Examples:
-    """The examples of files, cut to `max_length` tokens; those with less than two answered tokens omitted.
+    """The examples of files; longer ones in windows of `max_length` tokens, see windows.
 
-    They are in the order of their ids: an interrupted run writes the same ones in another order.
+    They are in the order of their ids: an interrupted run writes the same ones in another order. Those with
+    less than two answered tokens are left out.
     """
     tokens, offsets, answers = array("i"), array("q", [0]), array("i")
     segments: list[str] = []
@@ -156,22 +157,20 @@ def read_examples(paths: Iterable[Path], max_length: int) -> Examples:
                 if not line.endswith(b"\n"):
                     break  # a run was killed while it wrote
                 example = _parsed(path, number, line)
-                ids = example.ids[:max_length]
-                if len(ids) - example.answer < 2 or example.answer < 1:
-                    too_short += 1
-                    continue
-                tokens.extend(ids)
-                offsets.append(len(tokens))
-                answers.append(example.answer)
-                example_ids.append(example.id)
-                segments.append(sys.intern(example.segment))
+                found = list(windows(len(example.ids), example.answer, max_length))
+                too_short += not found
+                for begin, end, answer in found:
+                    tokens.extend(example.ids[begin:end])
+                    offsets.append(len(tokens))
+                    answers.append(answer - begin)
+                    example_ids.append(example.id)
+                    segments.append(sys.intern(example.segment))
     if len(vocab_sizes) > 1:
         raise ConfigError(f"The answers are of targets with different vocabularies: {sorted(vocab_sizes)}.")
     if not answers:
         raise ConfigError(
             f"There are no answers to train on: {too_short} were left out, because they have fewer than two "
-            f"answered tokens within the first {max_length} of prompt and answer. Give more prompts, or a "
-            "larger --max-length."
+            "answered tokens. Give more prompts, or a larger --max-tokens."
         )
     order = sorted(range(len(answers)), key=example_ids.__getitem__)
     numbers: dict[str, int] = {}  # number of each prompt, by id
@@ -188,6 +187,27 @@ def read_examples(paths: Iterable[Path], max_length: int) -> Examples:
     if examples.tokens.min() < 0 or examples.tokens.max() >= examples.vocab_size:
         raise ConfigError(f"The answers have token ids outside of 0 to {examples.vocab_size - 1}.")
     return examples
+
+
+def windows(size: int, answer: int, max_length: int) -> Iterator[tuple[int, int, int]]:
+    """The parts of a document that are trained on, each with the first answered token of its own.
+
+    A document of at most `max_length` tokens is one part. A longer one is cut into parts that overlap by
+    half, so that every answered token is learned once, after half a part of the tokens before it:
+
+        prompt p p p p p p a a a a a a a a a
+                   p p p p a a a a                   max_length 8: learns the first four answered tokens
+                           a a a a a a a a           learns the others
+    """
+    if answer < 1:
+        return
+    while size - answer >= 2:
+        begin = max(0, min(answer - max_length // 2, size - max_length))
+        end = min(size, begin + max_length)
+        yield begin, end, answer
+        if end == size:
+            return
+        answer = end - 1  # the last token of a part has no next one, so it teaches in the next part
 
 
 def _parsed(path: Path, number: int, line: bytes) -> Example:

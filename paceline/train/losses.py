@@ -17,44 +17,67 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from paceline.train.batches import Batch
 from paceline.train.sequences import LOGITS_AT_ONCE, TargetStates, fused
 
-# From predicted logits [..., draft vocabulary] and the target's distribution over the same tokens to one
-# loss per row.
-Loss = Callable[[Tensor, Tensor], Tensor]
+# From predicted logits [..., draft vocabulary] and the target's predictions there to one loss per row.
+Loss = Callable[[Tensor, "TargetPredictions"], Tensor]
 Scores = Callable[[Tensor], Tensor]  # [steps, rows, hidden] to [steps, rows, draft vocabulary]
 
 OVERLAP_RATE = 3.0  # how fast the hybrid loss moves from divergence to overlap as the overlap grows
 
 
-def cross_entropy(logits: Tensor, probabilities: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class TargetPredictions:
+    """The target's predictions at some tokens, and what it answered there."""
+
+    probabilities: Tensor  # float32 [teachers, draft vocabulary]
+    best: Tensor  # int64 [teachers] most likely token as a draft id, -1 if it has none
+    answered: Tensor  # int64 [teachers] the answered token as a draft id, -1 if it has none
+
+    def at(self, which: Tensor) -> TargetPredictions:
+        return TargetPredictions(self.probabilities[which], self.best[which], self.answered[which])
+
+
+def cross_entropy(logits: Tensor, target: TargetPredictions) -> Tensor:
     """Cross-entropy; smallest where the distributions are equal."""
-    return logits.logsumexp(-1) - (logits * probabilities).sum(-1)
+    return logits.logsumexp(-1) - (logits * target.probabilities).sum(-1)
 
 
-def lk_hybrid(logits: Tensor, probabilities: Tensor) -> Tensor:
+def answered_cross_entropy(logits: Tensor, target: TargetPredictions) -> Tensor:
+    """Cross-entropy with the answered token, as DFlash's authors use it; 0 if it has no draft id."""
+    right = logits.gather(-1, target.answered.clamp(min=0).expand(logits.shape[:-1])[..., None])[..., 0]
+    return torch.where(target.answered >= 0, logits.logsumexp(-1) - right, 0.0)
+
+
+def lk_hybrid(logits: Tensor, target: TargetPredictions) -> Tensor:
     """A mixture of KL divergence and 1 - sum(min(p, q)), the probability that a sampled token is rejected.
 
     The rejection probability is what costs time at temperature 1, but has almost no gradient far from the
     target. So its weight grows with the overlap that is already reached.
     """
-    logarithms = logits.log_softmax(-1)
+    probabilities, logarithms = target.probabilities, logits.log_softmax(-1)
     overlap = torch.minimum(probabilities, logarithms.exp()).sum(-1)
     divergence = (torch.xlogy(probabilities, probabilities) - probabilities * logarithms).sum(-1)
     share = (-OVERLAP_RATE * overlap.detach()).exp()
     return share * divergence + (1 - share) * (1 - overlap)
 
 
-def l1_mixture(logits: Tensor, probabilities: Tensor) -> Tensor:
+def l1_mixture(logits: Tensor, target: TargetPredictions) -> Tensor:
     """0.1 cross-entropy + 0.9 L1 distance, as DSpark's authors weigh them.
 
     Half of the L1 distance is the probability that a sampled token is rejected.
     """
-    distance = (logits.softmax(-1) - probabilities).abs().sum(-1)
-    return 0.1 * cross_entropy(logits, probabilities) + 0.9 * distance
+    distance = (logits.softmax(-1) - target.probabilities).abs().sum(-1)
+    return 0.1 * cross_entropy(logits, target) + 0.9 * distance
 
 
-LOSSES: dict[str, Loss] = {"kl": cross_entropy, "lk": lk_hybrid, "l1": l1_mixture}
+LOSSES: dict[str, Loss] = {
+    "kl": cross_entropy,
+    "ce": answered_cross_entropy,
+    "lk": lk_hybrid,
+    "l1": l1_mixture,
+}
 
 
 @dataclass(frozen=True)
@@ -90,35 +113,27 @@ def distillation_losses(
     scores: Scores,
     draft_ids: DraftIds,
     target: TargetStates,
-    answers: Tensor,
-    lengths: Tensor,
+    batch: Batch,
     loss: Loss = cross_entropy,
 ) -> StepLosses:
-    """Losses of each step's outputs [batch, tokens, hidden] against the target's distributions.
+    """Losses of each step's outputs [1, tokens, hidden] against the target's distributions.
 
-    `scores` turns the outputs of all steps into logits.
+    `scores` turns the outputs of all steps into logits. Drafts start after an answered token, and only
+    answered tokens are predicted.
     """
-    steps, (_, width), device = len(outputs), target.best.shape, target.best.device
-    position = torch.arange(width, device=device)
-    # tokens followed by an answered one that a draft may predict: [teachers], sequences concatenated
-    taught = (position >= answers[:, None]) & (position < lengths[:, None] - 1)
-    teachers = torch.nonzero(taught.flatten()).flatten()
-    since_answer = (position - answers[:, None]).flatten()[teachers]
+    steps, teachers, device = len(outputs), batch.taught, batch.device
     # step k of slot i is compared with token i + 1 + k, so token p is the teacher of step k of slot p - 1 - k
     students = torch.stack(
-        [
-            output.flatten(0, 1).index_select(0, (teachers - 1 - step).clamp(min=0))
-            for step, output in enumerate(outputs)
-        ]
+        [output[0].index_select(0, (teachers - 1 - step).clamp(min=0)) for step, output in enumerate(outputs)]
     )  # [steps, teachers, hidden]
+    since_answer = batch.since_answer[teachers]
     counts = torch.stack([since_answer >= step for step in range(steps)])  # bool [steps, teachers]
-    final, best = target.final.flatten(0, 1)[teachers], target.best.flatten()[teachers]
     sums = torch.zeros(2, steps, device=device)
     sum_up = _chunk_sums_for(device.type)
     chunk = max(1, LOGITS_AT_ONCE[device.type] // (steps * len(draft_ids.ids)))
     for start in range(0, len(teachers), chunk):
         part = slice(start, start + chunk)
-        predictions = target_predictions(draft_ids, final[part], best[part])
+        predictions = target_predictions(draft_ids, target, batch, teachers[part])
         # the logits of all steps would not fit into memory: recomputed in the backward pass
         sums = sums + checkpoint(
             sum_up, scores, loss, predictions, students[:, part], counts[:, part], use_reentrant=False
@@ -127,19 +142,14 @@ def distillation_losses(
     return StepLosses(sums[0] / number, (sums[1] / number).detach())
 
 
-@dataclass(frozen=True)
-class TargetPredictions:
-    """The target's predictions at some tokens."""
-
-    probabilities: Tensor  # float32 [teachers, draft vocabulary]
-    best: Tensor  # int64 [teachers] most likely token as a draft id, -1 if it has none
-
-
 @torch.no_grad()
-def target_predictions(draft_ids: DraftIds, final: Tensor, best: Tensor) -> TargetPredictions:
-    """The target's predictions at tokens with these final states [teachers, hidden] and best next tokens."""
-    scores = F.linear(final, draft_ids.rows)  # [teachers, draft vocabulary]
-    return TargetPredictions(scores.float().softmax(-1), draft_ids.inverse[best])
+def target_predictions(
+    draft_ids: DraftIds, target: TargetStates, batch: Batch, teachers: Tensor
+) -> TargetPredictions:
+    """The target's predictions at these places of the row: int64 [teachers]. Each has a next token."""
+    scores = F.linear(target.final[0, teachers], draft_ids.rows)  # [teachers, draft vocabulary]
+    best, answered = target.best[0, teachers], batch.tokens[0, teachers + 1]
+    return TargetPredictions(scores.float().softmax(-1), draft_ids.inverse[best], draft_ids.inverse[answered])
 
 
 @cache
@@ -154,6 +164,6 @@ def _chunk_sums(
 ) -> Tensor:
     """Loss and number of matches, summed over the counted teachers: [2, steps]."""
     logits = scores(students).float()  # [steps, teachers, draft vocabulary]
-    losses = loss(logits, predictions.probabilities)
+    losses = loss(logits, predictions)
     matches = logits.argmax(-1) == predictions.best
     return torch.stack([(losses * counts).sum(1), (matches & counts).sum(1)])

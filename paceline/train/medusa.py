@@ -72,9 +72,7 @@ class MedusaObjective(Objective):
         states = self._states(batch)
         inputs = [states.final] * self.num_steps
         with precision_of(self.target):
-            return distillation_losses(
-                inputs, self.network.scores, self._ids, states, batch.answers, batch.lengths, self._loss
-            )
+            return distillation_losses(inputs, self.network.scores, self._ids, states, batch, self._loss)
 
     @torch.no_grad()
     def accepted(self, batch: Batch, states: TargetStates | None = None) -> torch.Tensor:
@@ -89,13 +87,11 @@ class MedusaObjective(Objective):
 
     def _ranks(self, batch: Batch) -> torch.Tensor:
         """Rank of the true token for each head, 0 is the best: int64 [answered tokens, heads]."""
-        final = self._states(batch).final
+        final = self._states(batch).final[0]
         ranks = []
-        for row, (answer, length) in enumerate(
-            zip(batch.answers.tolist(), batch.lengths.tolist(), strict=True)
-        ):
-            states = final[row, answer - 1 : length - 2]
-            ahead = self._ids.inverse[batch.tokens[row, answer + 1 : length]]
+        for begin, answer, size in zip(batch.begins, batch.answers, batch.sizes, strict=True):
+            states = final[begin + answer - 1 : begin + size - 2]
+            ahead = self._ids.inverse[batch.tokens[0, begin + answer + 1 : begin + size]]
             ahead = F.pad(ahead, (0, self.num_steps), value=-1)  # there are no answered tokens after the end
             with precision_of(self.target):
                 guesses = self.network(states)  # [heads, states, draft vocabulary]

@@ -11,6 +11,7 @@ from paceline.options import check_integer, check_number, refuse_unknown
 from paceline.train.losses import LOSSES
 
 MAX_WEIGHT = 100  # of a segment
+WEIGHTINGS = ("decay", "d-pace")
 
 
 @refuse_unknown(ConfigError)
@@ -26,10 +27,10 @@ class TrainOptions:
     minutes: float | None = None  # of answering, training and measuring together, instead of epochs
     max_epochs: int | None = None  # within `minutes`; None: as many as fit
     step_decay: float = 0.8  # loss weight of each token ahead, relative to the previous one
-    loss: str = "kl"  # or lk, for temperatures around 1; see losses.py
+    loss: str = "kl"  # or ce, l1, or lk for temperatures around 1; see losses.py
     draft_vocab_size: int = 8192  # the most frequent answered tokens
-    batch_tokens: int | None = None  # per step, padding included; None: chosen by the speed of the device
-    max_length: int = 1024  # tokens per example; longer ones are truncated
+    batch_tokens: int | None = None  # per step; None: chosen by the speed of the device
+    max_length: int = 1024  # tokens per example; longer ones are trained on in parts that overlap
     learning_rate: float = 5e-4
     warmup_steps: int = 100
     clip: float = 1.0  # maximum norm of the gradient
@@ -56,6 +57,10 @@ class TrainOptions:
                 f"got {self.weights!r}."
             )
         return found
+
+    def step_weights(self, steps: int) -> list[float]:
+        """The loss weight of each token ahead."""
+        return [self.step_decay**step for step in range(steps)]
 
     def __post_init__(self) -> None:
         _ = self.segment_weights  # refuses what it cannot read
@@ -115,6 +120,7 @@ class BlockOptions(TrainOptions):
     block_size: int = 8  # slots of a block, the anchor included
     features: int = 5  # hidden states of the target that the head reads
     anchors: float = 0.25  # blocks per answered token
+    weighting: str = "decay"  # of tokens ahead: by step_decay, or d-pace: by the head's own chances
     intermediate_size: int | None = None  # of the head's MLPs; None: the target's
     fc_norm: bool = True  # one norm per feature, as EAGLE-3.1 has them
     average: float = 0.999
@@ -124,14 +130,36 @@ class BlockOptions(TrainOptions):
         for name, low, high in (("layers", 1, 64), ("block_size", 2, 64), ("features", 1, 64)):
             check_integer(ConfigError, name, getattr(self, name), low, high)
         check_number(ConfigError, "anchors", self.anchors, 0.0, 1.0, low_open=True)
+        if self.weighting not in WEIGHTINGS:
+            raise ConfigError(f"weighting must be one of {', '.join(WEIGHTINGS)}, got {self.weighting!r}.")
         if self.intermediate_size is not None:
             check_integer(ConfigError, "intermediate_size", self.intermediate_size, 1, None)
+
+    def step_weights(self, steps: int) -> list[float]:
+        return super().step_weights(steps) if self.weighting == "decay" else [1.0] * steps
 
 
 class JetSpecOptions(BlockOptions):
     """Options of a JetSpec head: a DFlash head whose slots see only those before them."""
 
     recipe = "jetspec"
+
+
+@refuse_unknown(ConfigError)
+@dataclass(frozen=True)
+class DFlash2Options(BlockOptions):
+    """Options of a DFlash2 head: convolutions in the block, a selector among a slot's best guesses."""
+
+    recipe: ClassVar[str] = "dflash2"
+    loss: str = "ce"
+    convolution_group: int = 16  # channels that share a correction of the kernels
+    selector_rank: int = 256
+    selector_candidates: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, high in (("convolution_group", 4096), ("selector_rank", 4096), ("selector_candidates", 64)):
+            check_integer(ConfigError, name, getattr(self, name), 1, high)
 
 
 @refuse_unknown(ConfigError)

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.models.transformer import Transformer
@@ -36,9 +35,9 @@ class Prompt:
 
     def common(self, batch: Batch) -> int:
         """The number of tokens with which this prompt and all prompts of the batch begin."""
-        width = min(len(self.tokens), int(batch.answers.min()))
-        equal = (batch.tokens[:, :width] == self.tokens[:width]).all(0)
-        return int(equal.long().cumprod(0).sum())
+        width = min(len(self.tokens), *batch.answers)
+        starts = torch.stack([batch.tokens[0, begin : begin + width] for begin in batch.begins])
+        return int((starts == self.tokens[:width]).all(0).long().cumprod(0).sum())
 
 
 class PrefixCache:
@@ -51,29 +50,39 @@ class PrefixCache:
     @torch.no_grad()
     def __call__(self, batch: Batch) -> TargetStates:
         """The states of a batch."""
-        target, (rows, width) = self._target, batch.tokens.shape
-        prompt, start = self._longest(batch)
+        target, (prompt, start) = self._target, self._longest(batch)
+        rest, where = batch.part(range(len(batch.sizes)), start)
         keys, values = list[Tensor](), list[Tensor]()
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            if prompt is not None:
-                key, value = (
-                    torch.cat((known[layer][:, :start].expand(rows, -1, -1, -1), new), 1)
-                    for known, new in ((prompt.keys, key), (prompt.values, value))
+            parts = []
+            for group in rest.groups:
+                wide_key, wide_value = group.padded(key), group.padded(value)
+                if prompt is not None:
+                    wide_key, wide_value = (
+                        torch.cat((known[layer][:, :start].expand(len(new), -1, -1, -1), new), 1)
+                        for known, new in ((prompt.keys, wide_key), (prompt.values, wide_value))
+                    )
+                if group is rest.groups[0]:
+                    keys.append(wide_key)
+                    values.append(wide_value)
+                mixed = causal_attention(
+                    group.padded(query), wide_key, wide_value, target.config.window(layer)
                 )
-            keys.append(key)
-            values.append(value)
-            return causal_attention(query, key, value, target.config.window(layer))
+                parts.append(group.packed(mixed))
+            return torch.cat(parts, 1)
 
-        place = torch.arange(width, device=batch.tokens.device)
-        last, parts = run_layers(target, batch.tokens[:, start:], place[start:], attend, self._layers)
-        features, final = torch.cat(parts, -1), F.pad(target.norm(last), (0, 0, start, 0))
+        last, wanted = run_layers(target, rest.tokens, batch.positions[where], attend, self._layers)
+        found = torch.cat(wanted, -1)
+        features = found.new_zeros(1, len(batch.positions), found.shape[-1])
+        final = last.new_zeros(1, len(batch.positions), last.shape[-1])
+        features[:, where], final[:, where] = found, target.norm(last)
         if prompt is not None:
-            features = torch.cat((prompt.features[:, :start].expand(rows, -1, -1), features), 1)
-        first = int(batch.answers[0])
+            features[:, batch.positions < start] = prompt.features[:, :start].repeat(1, len(batch.sizes), 1)
+        first = batch.answers[0]
         if start < first / 2:  # no kept prompt stands for this one
             self._keep(Prompt(batch.tokens[0, :first], features, keys, values), first)
-        return TargetStates(features, final, best_tokens(target, final, place >= batch.answers[:, None]))
+        return TargetStates(features, final, best_tokens(target, final, (batch.since_answer >= 0)[None]))
 
     def _longest(self, batch: Batch) -> tuple[Prompt | None, int]:
         """The kept prompt that has most tokens in common with the batch, and their number; None: none has."""

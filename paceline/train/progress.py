@@ -42,7 +42,7 @@ class Check:
 class Pace:
     """How large the steps of a run are, and how often they are recorded. Fixed at its first step."""
 
-    batch_tokens: int  # per step, padding included
+    batch_tokens: int  # per step, at most
     record_every: int  # steps
 
 

@@ -1,7 +1,4 @@
-"""The target over whole sequences at once: the weights of the reference transformer, without pages.
-
-Sequences are padded on the right, so that causal attention keeps padding out of the answers.
-"""
+"""The target over whole documents at once: the weights of the reference transformer, without pages."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ from paceline.models.attention import Heads, Rotation
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.layer import Layer
 from paceline.models.transformer import Transformer
+from paceline.train.batches import Batch
 
 # From layer, queries [batch, tokens, heads, head_dim], keys and values [batch, tokens, kv_heads, head_dim]
 # to outputs in the shape of the queries.
@@ -31,11 +29,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class TargetStates:
-    """The target's hidden states for every token of a batch of sequences."""
+    """The target's hidden states for every token of a packed batch."""
 
-    features: torch.Tensor  # [batch, tokens, features * hidden] selected hidden states, concatenated
-    final: torch.Tensor  # [batch, tokens, hidden] after the final norm; times the output weights, the logits
-    best: torch.Tensor  # int64 [batch, tokens] the most likely next token; before the answers, any
+    features: torch.Tensor  # [1, tokens, features * hidden] selected hidden states, concatenated
+    final: torch.Tensor  # [1, tokens, hidden] after the final norm; times the output weights, the logits
+    best: torch.Tensor  # int64 [1, tokens] the most likely next token; before the answers, any
 
 
 def load_target(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Transformer:
@@ -53,26 +51,24 @@ def load_target(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
 
 
 @torch.no_grad()
-def target_states(
-    model: Transformer,
-    tokens: torch.Tensor,
-    feature_layers: Sequence[int],
-    answers: torch.Tensor | None = None,
-) -> TargetStates:
-    """The states of token ids [batch, tokens], right-padded with any ids.
+def target_states(model: Transformer, batch: Batch, feature_layers: Sequence[int]) -> TargetStates:
+    """The states of a batch.
 
-    Feature layers are indices of hidden states: 0 is the embedding, i the output of layer i - 1. `answers`
-    [batch]: index of the first token of each sequence whose best next token is wanted; None: of all.
+    Feature layers are indices of hidden states: 0 is the embedding, i the output of layer i - 1.
     """
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
 
     def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return causal_attention(query, key, value, model.config.window(layer))
+        window = model.config.window(layer)
+        parts = []
+        for group in batch.groups:
+            wide = [group.padded(each) for each in (query, key, value)]
+            parts.append(group.packed(causal_attention(wide[0], wide[1], wide[2], window)))
+        return torch.cat(parts, 1)
 
-    last, features = run_layers(model, tokens, positions, attend, feature_layers)
+    last, features = run_layers(model, batch.tokens, batch.positions, attend, feature_layers)
     final = model.norm(last)
-    wanted = torch.ones_like(tokens, dtype=torch.bool) if answers is None else positions >= answers[:, None]
-    return TargetStates(torch.cat(features, dim=-1), final, best_tokens(model, final, wanted))
+    best = best_tokens(model, final, (batch.since_answer >= 0)[None])
+    return TargetStates(torch.cat(features, dim=-1), final, best)
 
 
 def causal_attention(

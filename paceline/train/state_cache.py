@@ -46,48 +46,41 @@ class StateCache:
     @torch.no_grad()
     def __call__(self, batch: Batch) -> TargetStates:
         """The states of a batch; rounded, for examples that were kept."""
-        starts = batch.starts or [-1] * len(batch.tokens)
-        new = [row for row, start in enumerate(starts) if start not in self._places]
-        if len(new) == len(starts):
-            states = target_states(self._target, batch.tokens, self._layers, batch.answers)
-            self._keep(states, starts, batch.lengths)
+        new = [number for number, start in enumerate(batch.starts) if start not in self._places]
+        if not batch.starts or len(new) == len(batch.starts):
+            states = target_states(self._target, batch, self._layers)
+            self._keep(states, batch)
             return states
         kept, best = self._kept(batch)
         if new:
-            states = target_states(self._target, batch.tokens[new], self._layers, batch.answers[new])
-            self._keep(states, [starts[row] for row in new], batch.lengths[new])
-            kept[new], best[new] = self._joined(states), states.best
+            part, where = batch.part(new)
+            states = target_states(self._target, part, self._layers)
+            self._keep(states, part)
+            kept[:, where], best[:, where] = self._joined(states), states.best
         return TargetStates(kept[:, :, :-1].flatten(2), kept[:, :, -1], best)
 
     def _joined(self, states: TargetStates) -> torch.Tensor:
-        """All states of each token: [batch, tokens, features + 1, hidden]."""
+        """All states of each token: [1, tokens, features + 1, hidden]."""
         features = states.features.view(*states.final.shape[:2], len(self._layers), -1)
         return torch.cat((features, states.final[:, :, None]), dim=2)
 
-    def _keep(self, states: TargetStates, starts: Sequence[int], lengths: torch.Tensor) -> None:
-        """Keep the states of these sequences, if all of them fit."""
-        sizes = lengths.tolist()
-        end = self._used + sum(sizes)
-        if min(starts) < 0 or end > len(self._values):
+    def _keep(self, states: TargetStates, batch: Batch) -> None:
+        """Keep the states of these documents, if all of them fit."""
+        end = self._used + sum(batch.sizes)
+        if not batch.starts or end > len(self._values):
             return
-        width = torch.arange(states.final.shape[1], device=lengths.device)
-        inside = width < lengths[:, None]
-        wide = self._joined(states)[inside].float()
+        wide = self._joined(states)[0].float()
         scales = (wide.abs().amax(-1, keepdim=True) / LARGEST).clamp(min=SMALLEST)
         self._values[self._used : end] = (wide / scales).to(ROUNDED).view(torch.uint8)
         self._scales[self._used : end] = scales
-        self._best[self._used : end] = states.best[inside].int()
-        for start, size in zip(starts, sizes, strict=True):
+        self._best[self._used : end] = states.best[0].int()
+        for start, size in zip(batch.starts, batch.sizes, strict=True):
             self._places[start] = self._used
             self._used += size
 
     def _kept(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The kept states [batch, tokens, features + 1, hidden] and best tokens; of other sequences, any."""
-        device = batch.tokens.device
-        places = np.array([self._places.get(start, 0) for start in batch.starts])
-        width = torch.arange(batch.tokens.shape[1], device=device)
-        # padding gets the last token's states: it is never used, but must be finite
-        rows = on_device(places, device)[:, None] + torch.minimum(width, batch.lengths[:, None] - 1)
-        rows = rows.clamp(max=self._used - 1)
+        """The kept states [1, tokens, features + 1, hidden] and best tokens; of other documents, any."""
+        places = np.repeat([self._places.get(start, 0) for start in batch.starts], batch.sizes)
+        rows = (on_device(places, batch.device) + batch.positions).clamp(max=self._used - 1)
         states = self._values[rows].view(ROUNDED).float() * self._scales[rows]
-        return states.to(self._target.dtype), self._best[rows].long()
+        return states.to(self._target.dtype)[None], self._best[rows].long()[None]

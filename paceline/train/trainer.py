@@ -91,8 +91,7 @@ class Trainer:
         )
         self.average = WeightAverage(self.parameters, options.average)
         self.checks = AcceptanceChecks(objective, self.average, options)
-        weights = [options.step_decay**step for step in range(objective.num_steps)]
-        self.weights = torch.tensor(weights, device=self.device)
+        self.weights = torch.tensor(options.step_weights(objective.num_steps), device=self.device)
         self._data = dict(data or {})
         self._times: deque[float] = deque(maxlen=TIMED_RECORDS + 1)  # seconds at the latest records
         self.path = None if folder is None else folder / CHECKPOINT
@@ -306,7 +305,7 @@ class Trainer:
         options = dict(vars(self.options))
         options.pop("checkpoint_every")
         sizes = {"examples": len(self.examples), "tokens": len(self.examples.tokens)}
-        head = {"method": self.objective.method, "start": self.objective.start}
+        head = {"method": self.objective.method, "start": self.objective.start, "batches": "packed"}
         return {**head, **options, **sizes, **self._data, "processes": self.processes.number}
 
     def _end(self) -> float:

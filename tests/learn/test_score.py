@@ -34,7 +34,7 @@ from paceline.models.heads.fingerprint import target_fingerprint
 from paceline.models.registry import load_checkpoint
 from paceline.models.safetensors_writer import encode
 from paceline.train.acceptance import by_pass
-from paceline.train.batches import Batch
+from paceline.train.batches import pack
 from paceline.train.sequences import load_target
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import DSPARK, EAGLE3
@@ -95,8 +95,7 @@ def test_a_score_is_the_passes_that_chains_of_the_head_would_need(target, config
     objective = objective_for(given, target.model, target.name)
     scores = [score for (score,) in replay_acceptance(target.model, target.name, [given], chosen)]
     for row, found in zip(chosen, scores, strict=True):
-        ids = torch.tensor([[*row.prompt_ids, *row.output_ids]])
-        accepted = objective.accepted(Batch(ids, torch.tensor([8]), torch.tensor([ids.shape[1]])))
+        accepted = objective.accepted(pack([[*row.prompt_ids, *row.output_ids]], [8], torch.device("cpu")))
         assert found.tokens == LONGER - 1
         assert found.accepted == tuple(by_pass(accepted[0, 8:-1].tolist()))
         assert found.passes == len(found.accepted)

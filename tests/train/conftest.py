@@ -9,6 +9,7 @@ import torch
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.registry import load_checkpoint
 from paceline.models.transformer import Transformer
+from paceline.train import batches
 from paceline.train.examples import Examples
 from paceline.train.sequences import load_target
 from tests import tiny
@@ -24,6 +25,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 @pytest.fixture(scope="session")
 def target(checkpoint: Checkpoint) -> Transformer:
     return load_target(checkpoint, torch.device("cpu"), torch.float32)
+
+
+@pytest.fixture(params=[0, 128])
+def free_padding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Padding that attention takes: with 0, documents of different lengths are in groups of their own."""
+    monkeypatch.setattr(batches, "FREE_PADDING", request.param)
+    return int(request.param)
 
 
 @pytest.fixture(scope="session")

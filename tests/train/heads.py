@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from paceline.models.config import RopeConfig
 from paceline.models.heads.config import HeadConfig
 from paceline.models.heads.torch_head import Head, Shared, make_head
 from paceline.models.transformer import Transformer
+from paceline.train.batches import Batch, pack
 from tests import tiny_families
 
 DRAFT_IDS = torch.arange(3, tiny_families.VOCAB_SIZE, 2)
+
+
+SIZES, ANSWERS = (7, 12, 11), (1, 3, 8)  # attention takes the last two together
+
+
+def random_batch(sizes: Sequence[int] = SIZES, answers: Sequence[int] = ANSWERS) -> Batch:
+    """Documents of random tokens."""
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(tiny_families.VOCAB_SIZE, (size,), generator=generator).tolist() for size in sizes]
+    return pack(ids, answers, torch.device("cpu"))
+
+
+def by_document(batch: Batch, row: torch.Tensor) -> Sequence[torch.Tensor]:
+    """What a packed row [1, tokens, ...] has for each document: [its tokens, ...]."""
+    return row[0].split(list(batch.sizes))
 
 
 def random_head(target: Transformer, **flags: bool) -> Head:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.models.transformer import Transformer
+from paceline.train.batches import pack
 from paceline.train.sequences import target_states
 
 
@@ -18,11 +19,9 @@ def sampled(
     texts = [list(prompt) for prompt in prompts]
     growing = list(range(len(prompts)))
     for _ in range(max_tokens):
-        width = max(len(texts[row]) for row in growing)
-        tokens = torch.tensor([texts[row] + [0] * (width - len(texts[row])) for row in growing])
-        final = target_states(target, tokens, (0,)).final
-        last = torch.stack([final[place, len(texts[row]) - 1] for place, row in enumerate(growing)])
-        logits = last @ target.head.T
+        batch = pack([texts[row] for row in growing], [0] * len(growing), target.embedding.device)
+        last = [begin + size - 1 for begin, size in zip(batch.begins, batch.sizes, strict=True)]
+        logits = target_states(target, batch, (0,)).final[0, last] @ target.head.T
         noise = torch.empty_like(logits).exponential_(generator=generator).log()
         for row, token in zip(growing, (logits - temperature * noise).argmax(-1).tolist(), strict=True):
             texts[row].append(token)

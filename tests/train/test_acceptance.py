@@ -14,7 +14,7 @@ from paceline.train.acceptance import (
     lengths_by_pass,
     tokens_per_pass,
 )
-from paceline.train.batches import Batch
+from paceline.train.batches import pack
 from paceline.train.eagle3 import unroll
 from paceline.train.losses import DraftIds
 from paceline.train.sequences import target_states
@@ -23,14 +23,12 @@ from tests.train.heads import DRAFT_IDS, random_head
 from tests.train.test_block import block_head, output_of
 from tests.train.test_eagle3 import STEPS, drafted
 
+CPU = torch.device("cpu")
 
-def batch_of(guess: list[list[int]], answers: list[int]) -> Batch:
-    """The sequences as a batch, padded with zeros."""
-    lengths = torch.tensor([len(ids) for ids in guess])
-    tokens = torch.zeros(len(guess), int(lengths.max()), dtype=torch.int64)
-    for row, ids in enumerate(guess):
-        tokens[row, : len(ids)] = torch.tensor(ids)
-    return Batch(tokens, torch.tensor(answers), lengths)
+
+def features_of(target: Transformer, row: list[int], layers: tuple[int, ...]) -> torch.Tensor:
+    """The features of a sequence on its own: [tokens, width]."""
+    return target_states(target, pack([row], [0], CPU), layers).features[0]
 
 
 def random_sequences() -> list[list[int]]:
@@ -49,23 +47,23 @@ def test_an_eagle3_chain_is_accepted_as_far_as_it_drafts_the_answer(
     head, sequences = random_head(target), random_sequences()
     for row in sequences:  # let each sequence go on for some tokens as a chain of the head would
         for last in (4, 7):
-            features = target_states(target, torch.tensor([row]), (1, 2, 3)).features[0]
+            features = features_of(target, row, (1, 2, 3))
             output = drafted(head, features, row[: last + 1], last - 1)[0]
             row[last + 1] = int(DRAFT_IDS[head.logits(output).argmax()])
-    batch = batch_of(sequences, [3, 2])
-    features = target_states(target, batch.tokens, (1, 2, 3)).features
-    outputs = unroll(head, features, batch.tokens, STEPS)
+    batch = pack(sequences, [3, 2], CPU)
+    features = target_states(target, batch, (1, 2, 3)).features
+    outputs = unroll(head, features, batch, STEPS)
     accepted = accepted_by_steps(outputs, head.logits, DraftIds(DRAFT_IDS, target.head), batch)
     expected = torch.zeros_like(accepted)
-    for row, ids in enumerate(sequences):
-        for last in range(int(batch.answers[row]), len(ids) - 1):
-            chain = drafted(head, features[row], ids, last - 1)
+    for begin, answer, ids in zip(batch.begins, batch.answers, sequences, strict=True):
+        for last in range(answer, len(ids) - 1):
+            chain = drafted(head, features_of(target, ids, (1, 2, 3)), ids, last - 1)
             for step, output in enumerate(chain[:STEPS]):
                 right = last + 1 + step < len(ids)
                 right = right and int(DRAFT_IDS[head.logits(output).argmax()]) == ids[last + 1 + step]
                 if not right:
                     break
-                expected[row, last] += 1
+                expected[0, begin + last] += 1
     assert accepted.tolist() == expected.tolist()
     assert expected.sum() >= 3
 
@@ -81,7 +79,7 @@ def test_a_block_is_accepted_as_far_as_it_guesses_the_answer(
     assert layers is not None
 
     def guesses(row: list[int], anchor: int) -> list[int]:
-        features = target_states(target, torch.tensor([row]), layers).features[0]
+        features = features_of(target, row, layers)
         slots = output_of(head, features, torch.tensor(row), anchor)
         slots = slots if head.block.sample_from_anchor else slots[1:]
         before = torch.tensor([*row, 0, 0, 0, 0, 0, 0, 0, 0])[anchor : anchor + head.block.num_drafts]
@@ -93,14 +91,14 @@ def test_a_block_is_accepted_as_far_as_it_guesses_the_answer(
     for row in sequences:
         for last in (4, 5):
             row[last + 1] = guesses(row, last)[0]
-    batch = batch_of(sequences, [3, 2])
-    features = target_states(target, batch.tokens, layers).features
+    batch = pack(sequences, [3, 2], CPU)
+    features = target_states(target, batch, layers).features
     accepted = accepted_by_blocks(head, features, DraftIds(DRAFT_IDS, target.head), batch)
-    for row, ids in enumerate(sequences):
-        for last in range(int(batch.answers[row]), len(ids) - 1):
+    for begin, answer, ids in zip(batch.begins, batch.answers, sequences, strict=True):
+        for last in range(answer, len(ids) - 1):
             right = [a == b for a, b in zip(guesses(ids, last), ids[last + 1 :], strict=False)]
             expected = right.index(False) if False in right else len(right)
-            assert int(accepted[row, last]) == expected
+            assert int(accepted[0, begin + last]) == expected
     assert accepted.sum() >= 2
 
 
@@ -112,7 +110,7 @@ def test_a_pass_gives_what_is_accepted_and_one_token_more() -> None:
 
 def test_tokens_per_pass_are_of_the_passes_alone() -> None:
     """Two answers: of four tokens after the first, in two passes, and of two, in one."""
-    batch = batch_of([[7, 1, 2, 3, 4, 5], [7, 8, 1, 2, 3]], [1, 2])
-    accepted = torch.tensor([[0, 2, 9, 9, 0, 0], [0, 0, 2, 9, 0, 0]])
-    assert lengths_by_pass(lambda given: accepted, batch) == [2, 0, 2]
+    batch = pack([[7, 1, 2, 3, 4, 5], [7, 8, 1, 2, 3]], [1, 2], CPU)
+    accepted = torch.tensor([[0, 2, 9, 9, 0, 0, 0, 0, 2, 9, 0]])
+    assert lengths_by_pass(accepted, batch) == [2, 0, 2]
     assert tokens_per_pass(lambda given: accepted, [batch]) == 6 / 3

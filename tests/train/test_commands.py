@@ -90,18 +90,33 @@ def test_the_same_answers_become_medusa_heads(
     assert "# Medusa draft heads for tiny.gguf" in (out / "README.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("recipe", "method", "own"),
+    [
+        ("dspark", "dspark", ()),
+        ("dflash2", "dflash", ("--convolution-group", "4", "--selector-rank", "8", "--weighting", "d-pace")),
+    ],
+)
 def test_the_same_answers_become_a_parallel_head(
-    paceline: Run, tiny_gguf: Path, prompts: Path, tmp_path: Path
+    paceline: Run,
+    tiny_gguf: Path,
+    prompts: Path,
+    tmp_path: Path,
+    recipe: str,
+    method: str,
+    own: tuple[str, ...],
 ) -> None:
     out = tmp_path / "head"
     options = (*SMALL_LOOP, "--layers", "1", "--block-size", "3", "--features", "2", "--evaluate", "2")
-    code, table, stderr = paceline("train", "dspark", tiny_gguf, "--data", prompts, "--out", out, *options)
+    given = (tiny_gguf, "--data", prompts, "--out", out, *options, *own)
+    code, table, stderr = paceline("train", recipe, *given)
     assert code == 0, stderr
     assert "untrained" in table
     head = load_head(out)
     assert head.config.block is not None
     assert (head.config.block.size, head.config.draft_vocab_size) == (3, 50)
-    assert f"--draft dspark:{out}" in stderr
+    assert bool(head.config.block.selector_rank) == (recipe == "dflash2")
+    assert f"--draft {method}:{out}" in stderr
     assert "1 layers, hidden" in (out / "README.md").read_text()
 
 

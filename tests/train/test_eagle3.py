@@ -9,11 +9,11 @@ from paceline.models.attention import attend
 from paceline.models.heads.torch_head import Head
 from paceline.models.transformer import Transformer
 from paceline.train import losses as losses_module
+from paceline.train.batches import Batch, pack
 from paceline.train.eagle3 import step_losses, unroll
 from paceline.train.losses import DraftIds
 from paceline.train.sequences import TargetStates, target_states
-from tests import tiny_families
-from tests.train.heads import DRAFT_IDS, random_head
+from tests.train.heads import DRAFT_IDS, by_document, random_batch, random_head
 
 STEPS = 4
 FLAGS = [
@@ -44,42 +44,36 @@ def drafted(head: Head, features: torch.Tensor, tokens: list[int], slot: int) ->
     return [output[0] for output in outputs[slot:]]
 
 
-def batch(target: Transformer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, TargetStates]:
-    """Tokens, first answered tokens, lengths and target states of three padded sequences."""
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(tiny_families.VOCAB_SIZE, (3, 12), generator=generator)
-    answers, lengths = torch.tensor([3, 1, 8]), torch.tensor([12, 7, 10])
-    return tokens, answers, lengths, target_states(target, tokens, (1, 2, 3))
-
-
+@pytest.mark.usefixtures("free_padding")
 @pytest.mark.parametrize("flags", FLAGS)
 def test_every_step_of_every_slot_equals_a_draft_run_on_its_own(
     target: Transformer, flags: dict[str, bool]
 ) -> None:
     head = random_head(target, **flags)
-    tokens, _, lengths, states = batch(target)
-    steps = unroll(head, states.features, tokens, STEPS)
-    for row, length in enumerate(lengths.tolist()):
-        for slot in range(length - 1):
-            alone = drafted(head, states.features[row], tokens[row, :length].tolist(), slot)
-            for step, output in enumerate(alone):
-                torch.testing.assert_close(steps[step][row, slot], output, rtol=1e-4, atol=1e-4)
+    batch = random_batch()
+    features = target_states(target, batch, (1, 2, 3)).features
+    steps = [by_document(batch, outputs) for outputs in unroll(head, features, batch, STEPS)]
+    rows = zip(by_document(batch, features), by_document(batch, batch.tokens), strict=True)
+    for row, (feature, tokens) in enumerate(rows):
+        for slot in range(len(tokens) - 1):
+            for step, output in enumerate(drafted(head, feature, tokens.tolist(), slot)):
+                torch.testing.assert_close(steps[step][row][slot], output, rtol=1e-4, atol=1e-4)
 
 
 def plain_losses(
-    target: Transformer, head: Head, parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor, TargetStates]
+    target: Transformer, head: Head, batch: Batch, states: TargetStates
 ) -> tuple[list[float], list[float]]:
     """Mean cross-entropy and fraction of matches per step, over drafts that start in the answers."""
-    tokens, answers, lengths, states = parts
     losses: list[list[float]] = [[] for _ in range(STEPS)]
     matches: list[list[float]] = [[] for _ in range(STEPS)]
-    for row, length in enumerate(lengths.tolist()):
-        for slot in range(int(answers[row]) - 1, length - 2):
-            outputs = drafted(head, states.features[row], tokens[row, :length].tolist(), slot)
+    parts = (by_document(batch, each) for each in (batch.tokens, states.features, states.final))
+    for answer, tokens, features, final in zip(batch.answers, *parts, strict=True):
+        for slot in range(answer - 1, len(tokens) - 2):
+            outputs = drafted(head, features, tokens.tolist(), slot)
             for step in range(STEPS):
-                if slot + 2 + step >= length:  # nothing was answered there
+                if slot + 2 + step >= len(tokens):  # nothing was answered there
                     break
-                scores = states.final[row, slot + 1 + step] @ target.head.T
+                scores = final[slot + 1 + step] @ target.head.T
                 wanted = scores[DRAFT_IDS].softmax(-1)
                 guesses = head.logits(outputs[step])
                 losses[step].append(-float((wanted * guesses.detach().log_softmax(-1)).sum()))
@@ -93,10 +87,10 @@ def test_the_loss_in_chunks_of_any_size_equals_the_plain_one(
 ) -> None:
     monkeypatch.setattr(losses_module, "LOGITS_AT_ONCE", {"cpu": chunk})
     head = random_head(target)
-    parts = batch(target)
-    tokens, answers, lengths, states = parts
-    result = step_losses(head, DraftIds(DRAFT_IDS, target.head), states, tokens, answers, lengths, STEPS)
-    losses, matches = plain_losses(target, head, parts)
+    batch = random_batch()
+    states = target_states(target, batch, (1, 2, 3))
+    result = step_losses(head, DraftIds(DRAFT_IDS, target.head), states, batch, STEPS)
+    losses, matches = plain_losses(target, head, batch, states)
     assert result.losses.tolist() == pytest.approx(losses, rel=1e-4)
     assert result.matches.tolist() == pytest.approx(matches)
 
@@ -106,25 +100,33 @@ def test_draft_ids_may_be_in_any_order(target: Transformer) -> None:
     assert ids.inverse[[9, 4, 7, 0]].tolist() == [0, 1, 2, -1]
 
 
-def test_padding_changes_neither_loss_nor_gradient(target: Transformer) -> None:
-    head = random_head(target)
-    tokens, answers, lengths, states = batch(target)
-    gradients = []
-    for fill in (0, 9):
-        filled = torch.where(torch.arange(12) < lengths[:, None], tokens, fill)
-        states = target_states(target, filled, (1, 2, 3))
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.usefixtures("free_padding")
+def test_a_document_learns_nothing_from_the_others_in_its_row(target: Transformer, number: int) -> None:
+    """The other documents are replaced, and have nothing answered, so that they give no losses."""
+    head, batch = random_head(target), random_batch()
+    outputs, gradients = [], []
+    for add in (0, 1):
+        tokens = [ids.clone() for ids in by_document(batch, batch.tokens)]
+        answers = [size - 1 for size in batch.sizes]
+        answers[number] = batch.answers[number]
+        tokens = [ids if place == number else (ids + add) % 100 for place, ids in enumerate(tokens)]
+        changed = pack([ids.tolist() for ids in tokens], answers, torch.device("cpu"))
+        states = target_states(target, changed, (1, 2, 3))
         head.zero_grad()
-        ids = DraftIds(DRAFT_IDS, target.head)
-        step_losses(head, ids, states, filled, answers, lengths, STEPS).losses.sum().backward()
+        outputs.append(by_document(changed, unroll(head, states.features, changed, 1)[0])[number][:-1])
+        losses = step_losses(head, DraftIds(DRAFT_IDS, target.head), states, changed, STEPS).losses
+        losses.sum().backward()
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in head.parameters()]))
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-6)
     assert gradients[0].abs().sum() > 0
 
 
 def test_the_weights_of_the_target_get_no_gradient(target: Transformer) -> None:
     head = random_head(target)
-    tokens, answers, lengths, states = batch(target)
-    ids = DraftIds(DRAFT_IDS, target.head)
-    step_losses(head, ids, states, tokens, answers, lengths, STEPS).losses.sum().backward()
+    batch = random_batch()
+    states = target_states(target, batch, (1, 2, 3))
+    step_losses(head, DraftIds(DRAFT_IDS, target.head), states, batch, STEPS).losses.sum().backward()
     assert target.embedding.grad is None
     assert {name for name, parameter in head.named_parameters() if parameter.grad is None} == set()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.train.examples import Example, ExampleWriter, read_examples
+from paceline.train.examples import Example, ExampleWriter, read_examples, windows
 
 FIRST = Example("a-1", "math", [5, 6, 7, 8], 2)
 SECOND = Example("a-2", "chat", [1, 2, 3], 1)
@@ -113,11 +113,33 @@ def test_answers_with_other_settings_are_refused(tmp_path: Path) -> None:
         writer(path, temperature=0.5)
 
 
-def test_long_examples_are_cut_and_too_short_answers_omitted(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "answer"), [(8, 3), (9, 3), (30, 1), (30, 20), (31, 7), (30, 28), (30, 6)])
+def test_every_answered_token_of_a_long_document_is_learned_once(size: int, answer: int) -> None:
+    parts = list(windows(size, answer, max_length=8))
+    learned = [token for begin, end, first in parts for token in range(first + 1, end)]
+    assert learned == list(range(answer + 1, size))
+    assert all(end - begin <= 8 for begin, end, _ in parts)
+    assert all(first - begin >= min(first, 3) for begin, _, first in parts), "too little to attend to"
+    assert all(0 <= begin < first for begin, _, first in parts)
+
+
+def test_documents_without_two_answered_tokens_or_without_a_prompt_have_no_parts() -> None:
+    assert list(windows(5, 4, 8)) == list(windows(5, 0, 8)) == list(windows(20, 19, 8)) == []
+
+
+def test_the_parts_of_a_long_answer_are_examples_of_one_prompt(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
-    writer(path).append([FIRST, SECOND])
-    examples = read_examples([path], max_length=3)
-    assert examples.tokens.tolist() == [1, 2, 3]
+    long = Example("a-0", "math", [*range(9), *range(9)], 4)
+    writer(path).append([long, FIRST])
+    examples = read_examples([path], max_length=8)
+    assert [examples.ids(part).tolist() for part in range(3)] == [
+        [0, 1, 2, 3, 4, 5, 6, 7],
+        [3, 4, 5, 6, 7, 8, 0, 1],
+        [6, 7, 8, 0, 1, 2, 3, 4],
+    ]
+    assert examples.answers[:3].tolist() == [4, 4, 4]
+    assert examples.prompts[:4].tolist() == [0, 0, 0, 0]
+    assert examples.prompts[-1] == 1
 
 
 def test_a_file_of_empty_answers_is_reported(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from paceline.errors import ConfigError
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.medusa import load_medusa
 from paceline.models.transformer import Transformer
-from paceline.train.batches import Batch
 from paceline.train.examples import Examples
 from paceline.train.medusa import NEVER, MedusaObjective, likeliest_paths
 from paceline.train.options import MedusaOptions
@@ -21,16 +20,11 @@ from paceline.train.sequences import target_states
 from paceline.train.trainer import Trainer
 from tests import tiny_families
 from tests.models.heads.test_medusa_heads import random_medusa
+from tests.train.heads import by_document, random_batch
 
 OPTIONS = MedusaOptions(
     heads=3, layers=1, max_steps=60, draft_vocab_size=80, batch_tokens=96, warmup_steps=5, held_out=0.1
 )
-
-
-def batch() -> Batch:
-    """Three padded sequences."""
-    tokens = torch.randint(tiny_families.VOCAB_SIZE, (3, 12), generator=torch.Generator().manual_seed(1))
-    return Batch(tokens, torch.tensor([3, 1, 8]), torch.tensor([12, 7, 10]))
 
 
 def random_objective(target: Transformer, examples: Examples) -> MedusaObjective:
@@ -43,12 +37,13 @@ def random_objective(target: Transformer, examples: Examples) -> MedusaObjective
 def test_the_loss_of_each_head_is_the_cross_entropy_to_the_target(
     target: Transformer, examples: Examples
 ) -> None:
-    objective, given = random_objective(target, examples), batch()
+    objective, given = random_objective(target, examples), random_batch()
     ids = torch.from_numpy(objective.draft_ids).long()
     losses: list[list[float]] = [[] for _ in range(3)]
     matches: list[list[float]] = [[] for _ in range(3)]
-    for row, (answer, length) in enumerate(zip(given.answers.tolist(), given.lengths.tolist(), strict=True)):
-        states = target_states(target, given.tokens[row : row + 1, :length], (3,)).final[0]
+    finals = by_document(given, target_states(target, given, (3,)).final)
+    rows = zip(given.answers, given.sizes, finals, by_document(given, given.tokens), strict=True)
+    for answer, length, states, _tokens in rows:
         for token in range(answer - 1, length - 2):
             guesses = objective.network(states[token]).detach()
             for head in range(3):
@@ -104,11 +99,12 @@ def test_a_tree_has_the_most_frequently_accepted_paths() -> None:
 def test_ranks_count_the_tokens_scored_above_the_true_one(
     target: Transformer, examples: Examples, tmp_path: Path
 ) -> None:
-    objective, given = random_objective(target, examples), batch()
+    objective, given = random_objective(target, examples), random_batch()
     ids, ranks = objective.draft_ids.tolist(), []
-    for row, (answer, length) in enumerate(zip(given.answers.tolist(), given.lengths.tolist(), strict=True)):
-        states = target_states(target, given.tokens[row : row + 1, :length], (3,)).final[0]
-        tokens = given.tokens[row].tolist()
+    finals = by_document(given, target_states(target, given, (3,)).final)
+    rows = zip(given.answers, given.sizes, finals, by_document(given, given.tokens), strict=True)
+    for answer, length, states, tokens in rows:
+        tokens = tokens.tolist()
         for token in range(answer - 1, length - 2):
             guesses = objective.network(states[token]).detach().argsort(-1, descending=True).tolist()
             ahead = [tokens[token + 2 + head] if token + 2 + head < length else None for head in range(3)]

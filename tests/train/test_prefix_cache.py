@@ -10,7 +10,7 @@ import torch
 from paceline.models.registry import load_checkpoint
 from paceline.models.transformer import Transformer
 from paceline.train import prefix_cache
-from paceline.train.batches import Batch
+from paceline.train.batches import Batch, pack
 from paceline.train.prefix_cache import MAX_PROMPTS, PrefixCache
 from paceline.train.sequences import load_target, run_layers, target_states
 from tests import tiny, tiny_families
@@ -19,15 +19,13 @@ LAYERS = (0, 1, 2)
 
 
 def batch_of(*prompts: list[int], answer: int = 6) -> Batch:
-    """These prompts, each with an answer of its own; padded on the right."""
+    """These prompts, each with an answer of its own."""
     generator = torch.Generator().manual_seed(sum(map(sum, prompts)))
     sequences = [
         prompt + torch.randint(tiny_families.VOCAB_SIZE, (answer,), generator=generator).tolist()
         for prompt in prompts
     ]
-    lengths = torch.tensor([len(sequence) for sequence in sequences])
-    tokens = [sequence + [7] * (int(lengths.max()) - len(sequence)) for sequence in sequences]
-    return Batch(torch.tensor(tokens), lengths - answer, lengths)
+    return pack(sequences, [len(prompt) for prompt in prompts], torch.device("cpu"))
 
 
 def batches() -> list[Batch]:
@@ -50,31 +48,31 @@ def test_states_are_those_of_the_whole_sequences(family: str, folder_of: Path) -
     model = load_target(load_checkpoint(folder), torch.device("cpu"), torch.float32)
     states = PrefixCache(model, LAYERS)
     for batch in batches():
-        found, wanted = states(batch), target_states(model, batch.tokens, LAYERS, batch.answers)
+        found, wanted = states(batch), target_states(model, batch, LAYERS)
         torch.testing.assert_close(found.features, wanted.features, rtol=1e-4, atol=1e-5)
-        answered = torch.arange(batch.tokens.shape[1]) >= batch.answers[:, None]
-        torch.testing.assert_close(found.final[answered], wanted.final[answered], rtol=1e-4, atol=1e-4)
+        answered = batch.since_answer >= 0
+        torch.testing.assert_close(found.final[:, answered], wanted.final[:, answered], rtol=1e-4, atol=1e-4)
         assert torch.equal(found.best, wanted.best)
 
 
 @pytest.fixture
-def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The shapes of the tokens that the target computes."""
-    shapes: list[tuple[int, int]] = []
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of tokens that the target computes."""
+    numbers: list[int] = []
 
     def counted(model, tokens, positions, attend, wanted):  # type: ignore[no-untyped-def]
-        shapes.append((tokens.shape[0], tokens.shape[1]))
+        numbers.append(tokens.numel())
         return run_layers(model, tokens, positions, attend, wanted)
 
     monkeypatch.setattr(prefix_cache, "run_layers", counted)
-    return shapes
+    return numbers
 
 
 def test_the_target_computes_a_common_start_once(target: Transformer, computed: list) -> None:
     states = PrefixCache(target, LAYERS)
     for batch in batches():
         states(batch)
-    assert computed == [(1, 20), (2, 9), (1, 17), (2, 19), (1, 8), (1, 6), (1, 8), (1, 6)]
+    assert computed == [20, 7 + 9, 17, 19 + 17, 8, 6, 8, 6]
 
 
 def test_the_prompts_that_were_not_used_for_long_are_forgotten(target: Transformer, computed: list) -> None:
@@ -85,4 +83,4 @@ def test_the_prompts_that_were_not_used_for_long_are_forgotten(target: Transform
     computed.clear()
     for prompt in (first, others[0]):
         states(batch_of([*prompt, 1]))
-    assert computed == [(1, 7), (1, 17)]
+    assert computed == [7, 17]

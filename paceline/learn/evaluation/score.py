@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from paceline.errors import CheckpointError
 from paceline.learn.data.rows import TrafficRow
@@ -28,7 +27,7 @@ from paceline.models.heads.fingerprint import check_target, target_fingerprint
 from paceline.models.registry import load_checkpoint, resolve
 from paceline.models.transformer import Transformer
 from paceline.train.acceptance import by_pass
-from paceline.train.batches import Batch
+from paceline.train.batches import pack
 from paceline.train.objective import Objective
 from paceline.train.sequences import TargetStates
 
@@ -124,14 +123,12 @@ def score_row(objectives: Sequence[Objective], row: TrafficRow) -> list[RowScore
     """The scores of one row with each head. The row is alone in its batch, so rounding depends on it
     alone."""
     first, device = len(row.prompt_ids), objectives[0].target.embedding.device
-    ids = torch.tensor([[*row.prompt_ids, *row.output_ids][:MAX_LENGTH]], device=device)
-    answers, lengths = (torch.tensor([place], device=device) for place in (first, ids.shape[1]))
-    batch = Batch(ids, answers, lengths)
+    batch = pack([[*row.prompt_ids, *row.output_ids][:MAX_LENGTH]], [first], device)
     states, scores = dict[tuple[int, ...], TargetStates](), list[RowScore]()
     for objective in objectives:  # heads that read the same layers share the target's pass
         if objective.layers not in states:
             states[objective.layers] = objective.states(batch)
-        accepted = objective.accepted(batch, states[objective.layers])[0, first : ids.shape[1] - 1]
+        accepted = objective.accepted(batch, states[objective.layers])[0, first : batch.sizes[0] - 1]
         passes = by_pass(accepted.tolist())
         key = _hash(row.prompt_ids), row.segment
         scores.append(RowScore(*key, len(accepted), len(passes), row.key, tuple(passes)))

@@ -120,12 +120,12 @@ class PairSelector(nn.Module):
         self.successor_codebook = nn.Parameter(torch.zeros(config.draft_vocab_size, rank))
         self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
 
-    def forward(self, logits: Tensor, outputs: Tensor, previous: Tensor) -> Tensor:
-        """The logits of the best guesses with their scores added; -inf for all others."""
+    def forward(self, logits: Tensor, outputs: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        """The ids of the best guesses, and their logits with the scores added: [..., candidates]."""
         best, ids = logits.topk(min(self.candidates, logits.shape[-1]), dim=-1)
         state = self.predecessor_codebook[previous] * self.hidden_projection(outputs)
         scores = (self.successor_codebook[ids] @ state[..., None])[..., 0]
-        return torch.full_like(logits, -torch.inf).scatter(-1, ids, best + scores)
+        return ids, best + scores
 
 
 class BlockHead(BesideTarget):
@@ -175,13 +175,26 @@ class BlockHead(BesideTarget):
         return output
 
     def guesses(self, outputs: Tensor, previous: Tensor) -> Tensor:
-        """Logits over the draft vocabulary; `previous` [...] are the tokens before the guessed ones."""
-        logits = self.logits(outputs)
-        if self.block.markov_rank:
-            logits = logits + self.markov_head(previous)
-        if self.block.selector_rank:
-            logits = self.candidate_selector(logits, outputs, previous)
+        """Logits over the draft vocabulary; `previous` [...] are the tokens before the guessed ones.
+
+        With a selector, -inf for all but a slot's best guesses.
+        """
+        logits = self.unselected(outputs, previous)
+        if (selected := self.selected(logits, outputs, previous)) is not None:
+            logits = torch.full_like(logits, -torch.inf).scatter(-1, *selected)
         return logits
+
+    def unselected(self, outputs: Tensor, previous: Tensor) -> Tensor:
+        """The logits before a selector has chosen."""
+        logits = self.logits(outputs)
+        return logits + self.markov_head(previous) if self.block.markov_rank else logits
+
+    def selected(self, logits: Tensor, outputs: Tensor, previous: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The selector's candidates and their logits: see PairSelector; None if the head has no selector."""
+        if not self.block.selector_rank:
+            return None
+        found: tuple[Tensor, Tensor] = self.candidate_selector(logits, outputs, previous)
+        return found
 
     def confidence(self, outputs: Tensor, previous: Tensor) -> Tensor | None:
         """Logits [...] of the chance that each guess is accepted; None if the head does not estimate it."""

@@ -15,12 +15,17 @@ class StepCosts:
     """Seconds of a step of the engine at the planned concurrency."""
 
     plain: float
-    drafted: Mapping[int, Mapping[int, float]]  # by layers of the head, then by drafted tokens
+    # by layers of the head, then by its vocabulary, then by drafted tokens
+    drafted: Mapping[int, Mapping[int, Mapping[int, float]]]
 
-    def of(self, layers: int) -> Iterator[tuple[int, float]]:
+    def of(self, layers: int, vocabulary: int) -> Iterator[tuple[int, float]]:
         """Drafted tokens, from the fewest that were timed to the most, and the seconds of such a step."""
-        timed = sorted(self.drafted[layers])
-        seconds = [self.drafted[layers][drafts] for drafts in timed]
+        sizes = sorted(self.drafted[layers])
+        timed = sorted(self.drafted[layers][sizes[0]])
+        seconds = [
+            np.interp(vocabulary, sizes, [self.drafted[layers][size][drafts] for size in sizes])
+            for drafts in timed
+        ]
         for drafts in range(timed[0], timed[-1] + 1):
             yield drafts, float(np.interp(drafts, timed, seconds))
 
@@ -30,6 +35,7 @@ class Choice:
     """One head that could be trained on all of the data."""
 
     layers: int
+    vocabulary: int  # tokens that it can guess, as many as are worth their time
     epochs: int
     drafts: int  # tokens of a block, as many as are worth their rows
     step_seconds: float
@@ -40,19 +46,28 @@ class Choice:
 
 
 def choices(
-    law: Law, pilots: Sequence[Pilot], costs: StepCosts, answered_tokens: int, epochs: Sequence[int]
+    laws: Mapping[int, Law],
+    pilots: Sequence[Pilot],
+    costs: StepCosts,
+    answered_tokens: int,
+    epochs: Sequence[int],
 ) -> list[Choice]:
-    """Every size of head and number of epochs, each with its best block, the fastest first."""
+    """Every size of head and number of epochs, each with its best vocabulary and block, the fastest first.
+
+    `laws` are those of each vocabulary.
+    """
     pace = {pilot.layers: pilot.seconds_per_token for pilot in pilots}
     found = []
     for layers in costs.drafted:
         for count in epochs:
             tokens = count * answered_tokens
-            blocks = [
-                (law.predict(layers, tokens, drafts), drafts, cost) for drafts, cost in costs.of(layers)
+            heads = [
+                (law.predict(layers, tokens, drafts), vocabulary, drafts, cost)
+                for vocabulary, law in laws.items()
+                for drafts, cost in costs.of(layers, vocabulary)
             ]
-            acceptance, drafts, seconds = max(blocks, key=lambda block: block[0].length / block[2])
-            more = law.predict(layers, 2 * tokens, drafts).length / acceptance.length
+            acceptance, vocabulary, drafts, seconds = max(heads, key=lambda head: head[0].length / head[3])
+            more = laws[vocabulary].predict(layers, 2 * tokens, drafts).length / acceptance.length
             speedup, hours = acceptance.length * costs.plain / seconds, tokens * pace[layers] / 3600
-            found.append(Choice(layers, count, drafts, seconds, acceptance, speedup, hours, more))
+            found.append(Choice(layers, vocabulary, count, drafts, seconds, acceptance, speedup, hours, more))
     return sorted(found, key=lambda choice: -choice.speedup)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from paceline.train.sequences import load_target
 # Kinds of heads that can be planned, and the flags by which the recommended one is trained
 FLAGS = {"dspark": "--layers {layers} --block-size {drafts}", "eagle3": "--unroll {positions}"}
 FEWEST_DRAFTS = 2  # of a recommended draft. Step times between it and the longest draft are interpolated
-VOCABULARIES = (8192, 12288, 16384, 32768)  # draft vocabulary sizes whose coverage is printed
 
 
 @dataclass(frozen=True)
@@ -70,13 +69,18 @@ def plan(job: PlanJob) -> list[Choice]:
     name = TargetName(target_fingerprint(checkpoint), checkpoint.source.name)
     pilots, heads = run_pilots(target, examples, name, job.pilots, _tell)
     del target
-    law = Law(pilots, options.seed)
+    vocabularies = job.pilots.vocabularies(examples)
+    laws = {
+        len(ids): Law([pilot for pilot in pilots if pilot.vocabulary == len(ids)], options.seed)
+        for ids in vocabularies
+    }
     note(f"timing the engine's steps, {job.concurrency} requests at once")
     load = engine_loader(model, device, job.concurrency * KV_TOKENS)
     longest = len(pilots[0].survival)
-    costs = measure_steps(load, heads, job.method, job.concurrency, (min(FEWEST_DRAFTS, longest), longest))
-    found = choices(law, pilots, costs, int(examples.answer_counts().sum()), job.epochs)
-    _show(job, examples, pilots, law, costs, found)
+    blocks, ends = (min(FEWEST_DRAFTS, longest), longest), [vocabularies[0], *vocabularies[1:][-1:]]
+    costs = measure_steps(load, heads, job.method, job.concurrency, blocks, ends)
+    found = choices(laws, pilots, costs, int(examples.answer_counts().sum()), job.epochs)
+    _show(job, examples, pilots, laws, costs, found)
     return found
 
 
@@ -89,14 +93,13 @@ def _tell(pilot: Pilot) -> None:
 
 def _same_as_pilots(options: TrainOptions) -> str:
     """The flags of the pilots' options: a head that is trained otherwise is not the one of the plan."""
-    names = ("batch_tokens", "draft_vocab_size", "max_length", "seed")
+    names = ("batch_tokens", "max_length", "seed")
     return " ".join(f"--{name.replace('_', '-')} {getattr(options, name)}" for name in names)
 
 
-def _coverages(examples: Examples, size: int) -> str:
-    """The answered tokens that heads of the pilots' vocabulary, and of larger ones, can predict."""
+def _coverages(examples: Examples, sizes: Sequence[int]) -> str:
+    """The answered tokens that heads with vocabularies of these sizes can predict."""
     counts = examples.answer_counts()
-    sizes = [size, *(larger for larger in VOCABULARIES if size < larger <= len(counts))]
     shares = [f"{100 * coverage(counts, choose_draft_ids(counts, each)):.1f} %" for each in sizes]
     told = ", ".join(f"{each:,}: {share}" for each, share in zip(sizes, shares, strict=True))
     return f"Answered tokens that a head can guess, by --draft-vocab-size: {told}. Others end a chain."
@@ -106,19 +109,26 @@ def _show(
     job: PlanJob,
     examples: Examples,
     pilots: Sequence[Pilot],
-    law: Law,
+    laws: Mapping[int, Law],
     costs: StepCosts,
     found: Sequence[Choice],
 ) -> None:
     """Two tables, the recommendation, and the JSON file."""
-    trained = Table("layers", "tokens", "tokens a pass", "by the law", title="Pilots")
+    trained = Table("layers", "vocabulary", "tokens", "tokens a pass", "by the law", title="Pilots")
     for pilot in pilots:
-        fitted = law.predict(pilot.layers, pilot.tokens).length
-        trained.add_row(str(pilot.layers), f"{pilot.tokens:,}", f"{pilot.length:.2f}", f"{fitted:.2f}")
-    console = Console()
+        fitted = laws[pilot.vocabulary].predict(pilot.layers, pilot.tokens).length
+        trained.add_row(
+            str(pilot.layers),
+            str(pilot.vocabulary),
+            f"{pilot.tokens:,}",
+            f"{pilot.length:.2f}",
+            f"{fitted:.2f}",
+        )
+    console, has_interval = Console(), next(iter(laws.values())).has_interval
     console.print(trained)
     columns = (
         "layers",
+        "vocabulary",
         "epochs",
         "drafts",
         "tokens a pass",
@@ -132,10 +142,11 @@ def _show(
         acceptance = choice.acceptance
         planned.add_row(
             str(choice.layers),
+            str(choice.vocabulary),
             str(choice.epochs),
             str(choice.drafts),
             f"{acceptance.length:.2f}",
-            f"{acceptance.low:.2f} to {acceptance.high:.2f}" if law.has_interval else "unknown",
+            f"{acceptance.low:.2f} to {acceptance.high:.2f}" if has_interval else "unknown",
             f"{1e3 * choice.step_seconds:.2f}",
             f"{choice.speedup:.2f}",
             f"{choice.hours:.2f}",
@@ -150,7 +161,7 @@ def _show(
             "No head is expected to be faster than plain decoding: plan again with more answers (--data) or "
             "--epochs. The best of these"
         )
-    if not law.has_interval:
+    if not has_interval:
         note("The pilots are too few to tell how sure the law is: give more numbers of --steps or --layers.")
     flags = FLAGS[job.method].format(
         layers=best.layers, drafts=best.drafts, positions=len(pilots[0].survival)
@@ -158,8 +169,9 @@ def _show(
     note(
         f"A plain step takes {1e3 * costs.plain:.2f} ms with {job.concurrency} requests. Every step is "
         f"assumed to draft {best.drafts} tokens; `auto` drafts less where that is faster.\n"
-        f"{_coverages(examples, job.options.draft_vocab_size)}\n"
+        f"{_coverages(examples, list(laws))}\n"
         f"{advice}: paceline train {job.method} {job.model} {files} {flags} --epochs {best.epochs} "
+        f"--draft-vocab-size {best.vocabulary} "
         f"{_same_as_pilots(job.options)} --out HEAD"
     )
     if job.json_file is not None:
@@ -168,7 +180,7 @@ def _show(
             "answers": len(examples),
             "pilots": [asdict(pilot) for pilot in pilots],
             "plain_seconds": costs.plain,
-            "drafted_seconds": {layers: dict(steps) for layers, steps in costs.drafted.items()},
+            "drafted_seconds": costs.drafted,
             "choices": [asdict(choice) for choice in found],
         }
         job.json_file.write_text(json.dumps(facts, indent=2) + "\n")

@@ -31,6 +31,7 @@ class Pilot:
     """A short training run and what its head accepts."""
 
     layers: int
+    vocabulary: int  # tokens that it may guess: see vocabulary.py
     tokens: int  # answered tokens that it was trained on, repetitions included
     survival: tuple[float, ...]  # [positions] share of drafts whose first k + 1 tokens are right
     seconds_per_token: float  # of training

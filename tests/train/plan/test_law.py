@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -25,7 +26,7 @@ def pilots(noises: np.ndarray | None = None) -> list[Pilot]:
     sizes = list(product(LAYERS, TOKENS))
     noises = np.zeros(len(sizes)) if noises is None else noises
     return [
-        Pilot(layers, int(tokens), survival(layers, tokens, noise), seconds_per_token=1e-3 * layers)
+        Pilot(layers, 64, int(tokens), survival(layers, tokens, noise), seconds_per_token=1e-3 * layers)
         for (layers, tokens), noise in zip(sizes, noises, strict=True)
     ]
 
@@ -76,13 +77,13 @@ def test_one_size_of_head_is_enough_but_one_amount_of_data_is_not() -> None:
 
 
 def test_positions_that_never_or_always_match_have_a_finite_law() -> None:
-    extremes = [Pilot(1, tokens, (1.0, 0.0, 0.0), 1e-3) for tokens in (1000, 2000)]
+    extremes = [Pilot(1, 64, tokens, (1.0, 0.0, 0.0), 1e-3) for tokens in (1000, 2000)]
     assert 1.9 < Law(extremes).predict(1, 1e6).length < 2.1
 
 
 def test_the_fastest_head_is_not_the_best_guesser_where_its_step_is_slow() -> None:
-    law, costs = Law(pilots()), StepCosts(plain=0.010, drafted={1: {3: 0.013}, 5: {3: 0.030}})
-    found = choices(law, pilots(), costs, answered_tokens=1_000_000, epochs=(1, 3))
+    law, costs = Law(pilots()), StepCosts(plain=0.010, drafted={1: {64: {3: 0.013}}, 5: {64: {3: 0.030}}})
+    found = choices({64: law}, pilots(), costs, answered_tokens=1_000_000, epochs=(1, 3))
     assert [(choice.layers, choice.epochs) for choice in found] == [(1, 3), (1, 1), (5, 3), (5, 1)]
     best, deep = found[0], found[2]
     assert deep.acceptance.length > best.acceptance.length
@@ -98,7 +99,29 @@ def test_a_block_ends_where_a_further_token_is_not_worth_its_rows() -> None:
     assert lengths[-1] == law.predict(1, 1e6).length
 
     def block(slowest: float) -> int:
-        costs = StepCosts(plain=0.010, drafted={1: {1: 0.012, 3: slowest}})
-        return choices(law, pilot, costs, answered_tokens=1_000_000, epochs=(1,))[0].drafts
+        costs = StepCosts(plain=0.010, drafted={1: {64: {1: 0.012, 3: slowest}}})
+        return choices({64: law}, pilot, costs, answered_tokens=1_000_000, epochs=(1,))[0].drafts
 
     assert (block(0.0121), block(0.100)) == (3, 1)
+
+
+def test_a_larger_vocabulary_is_chosen_where_it_is_worth_its_time() -> None:
+    own = [each for each in pilots() if each.layers == 1]
+    small = [
+        replace(each, vocabulary=16, survival=tuple(0.8 * rate for rate in each.survival)) for each in own
+    ]
+    laws = {16: Law(small), 64: Law(own)}
+    gain = laws[64].predict(1, 1e6, 3).length / laws[16].predict(1, 1e6, 3).length
+
+    def chosen(slowest: float) -> tuple[int, float]:
+        costs = StepCosts(plain=0.010, drafted={1: {16: {3: 0.012}, 64: {3: slowest}}})
+        best = choices(laws, [*small, *own], costs, answered_tokens=1_000_000, epochs=(1,))[0]
+        return best.vocabulary, best.step_seconds
+
+    assert chosen(0.99 * gain * 0.012) == (64, 0.99 * gain * 0.012)
+    assert chosen(1.01 * gain * 0.012) == (16, 0.012)
+
+
+def test_times_of_vocabularies_between_the_timed_ones_are_interpolated() -> None:
+    costs = StepCosts(0.010, {1: {16: {2: 0.012, 3: 0.014}, 64: {2: 0.020, 3: 0.022}}})
+    assert dict(costs.of(1, 40)) == pytest.approx({2: 0.016, 3: 0.018})

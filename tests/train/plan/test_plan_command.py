@@ -18,6 +18,7 @@ from paceline.train.block_objective import BlockObjective
 from paceline.train.commands import app
 from paceline.train.examples import Example, ExampleWriter, read_examples
 from paceline.train.job import engine_loader
+from paceline.train.new_head import choose_draft_ids
 from paceline.train.options import DSparkOptions
 from paceline.train.plan.costs import measure_steps
 from paceline.train.sequences import load_target
@@ -47,21 +48,26 @@ def test_pilots_become_a_recommendation(model: Path, answers: Path, tmp_path: Pa
     sizes = ("--layers", "1,2", "--steps", "2,4", "--epochs", "1,2", "--batch-tokens", "256")
     facts_file = tmp_path / "plan.json"
     output = run(
-        *("plan", str(model), "--data", str(answers), *sizes, "--draft-vocab-size", "64"),
+        *("plan", str(model), "--data", str(answers), *sizes, "--draft-vocab-size", "64,32"),
         *("--device", "cpu", "--json", str(facts_file)),
         app=app,
     )
     facts = json.loads(facts_file.read_text())
-    assert [(pilot["layers"], len(pilot["survival"])) for pilot in facts["pilots"]] == [
-        (1, 7), (1, 7), (2, 7), (2, 7),
-    ]  # fmt: skip
+    pilots = [(pilot["layers"], pilot["vocabulary"], len(pilot["survival"])) for pilot in facts["pilots"]]
+    assert pilots == [(1, 32, 7), (1, 64, 7)] * 2 + [(2, 32, 7), (2, 64, 7)] * 2
+    for smaller, larger in zip(facts["pilots"][::2], facts["pilots"][1::2], strict=True):
+        assert smaller["tokens"] == larger["tokens"]
+        assert sum(smaller["survival"]) <= sum(larger["survival"])
     assert {(choice["layers"], choice["epochs"]) for choice in facts["choices"]} == {
         (1, 1), (1, 2), (2, 1), (2, 2),
     }  # fmt: skip
-    assert set(facts["drafted_seconds"]) == {"1", "2"}
+    assert {size: set(timed) for size, timed in facts["drafted_seconds"].items()} == {
+        "1": {"32", "64"}, "2": {"32", "64"},
+    }  # fmt: skip
     best = facts["choices"][0]
     assert f"--layers {best['layers']} --block-size {best['drafts']}" in output.replace("\n", " ")
-    assert "by --draft-vocab-size: 64: " in output.replace("\n", " ")
+    assert "by --draft-vocab-size: 32: " in output.replace("\n", " ")
+    assert f"--draft-vocab-size {best['vocabulary']}" in output.replace("\n", " ")
     assert "--batch-tokens 256" in output.replace("\n", " ")  # as the pilots had it
     assert facts["choices"] == sorted(facts["choices"], key=lambda choice: -choice["speedup"])
 
@@ -117,8 +123,10 @@ def test_timed_steps_draft_whole_blocks(drafts: int, model: Path, answers: Path)
         llm.engine.add_request = add_request  # type: ignore[method-assign,assignment]
         return llm
 
-    costs = measure_steps(load_watched, {1: head}, "dspark", 2, [drafts])
-    assert [*costs.drafted[1]] == [drafts]
+    examples = read_examples([answers], 128)
+    ids = choose_draft_ids(examples.answer_counts(), 20)
+    costs = measure_steps(load_watched, {1: head}, "dspark", 2, [drafts], [ids])
+    assert {size: [*timed] for size, timed in costs.drafted[1].items()} == {20: [drafts]}
     for facts in (request.speculative for request in requests):
         assert facts.num_draft_tokens == drafts * facts.num_spec_steps > 0
 
