@@ -75,14 +75,15 @@ class Detokenizer:
                 self._undecoded,
             )
             shown = [token for token in tokens if not is_special(token)] if self._skip_special else tokens
-            self._text += self._decoder.decode(b"".join([bytes_of(token) for token in shown]))
+            pieces = b"".join([bytes_of(token) for token in shown])
+            self._text += self._decoder.decode(pieces, final=not self._holding)
             self._undecoded = []
 
     def finish(self) -> None:
         """End the text: release what is held back; half a character becomes U+FFFD."""
-        self._decode()
-        self._text += self._decoder.decode(b"", final=True)
         self._holding = False
+        if not self._undecoded:  # else they are decoded when the text is asked for: passes do not wait for it
+            self._text += self._decoder.decode(b"", final=True)
 
     def take(self) -> str:
         """The new text since the last call, without what is held back."""

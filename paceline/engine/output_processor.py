@@ -65,12 +65,27 @@ class OutputProcessor:
 
 def append_tokens(request: Request, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
     """The tokens up to the one that ends the request, now appended to it, and the finish reason or None."""
-    token_ids, detokenizer = request.token_ids, request.detokenizer
-    may_end = detokenizer.may_stop or len(token_ids) + len(tokens) >= request.most_tokens
-    if not may_end and request.ending_ids.isdisjoint(tokens):
-        token_ids.extend(tokens)
-        detokenizer.extend(tokens)
-        return tokens, None
+    if request.detokenizer.may_stop:
+        return append_one_by_one(request, tokens)
+    room = request.most_tokens - len(request.token_ids)
+    if len(tokens) > room:
+        tokens = tokens[:room]
+    reason = "length" if len(tokens) == room else None
+    if not request.ending_ids.isdisjoint(tokens):
+        last = next(count for count, token in enumerate(tokens) if token in request.ending_ids)
+        before, tokens = tokens[:last], tokens[: last + 1]
+        request.token_ids.extend(before)
+        request.detokenizer.extend(before)
+        return tokens, _append_token(request, tokens[last])
+    request.token_ids.extend(tokens)
+    request.detokenizer.extend(tokens)
+    return tokens, reason
+
+
+def append_one_by_one(
+    request: Request, tokens: tuple[int, ...]
+) -> tuple[tuple[int, ...], str | None]:
+    """The same for a request that its text can end: each token is decoded at once."""
     for count, token in enumerate(tokens, start=1):
         reason = _append_token(request, token)
         if reason is not None:

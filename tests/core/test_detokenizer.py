@@ -48,6 +48,18 @@ def test_any_bytes_give_what_decoding_the_whole_gives(data):
     assert "".join(stream(data)[0]) == data.decode("utf-8", errors="replace")
 
 
+@given(st.lists(st.binary(max_size=9), max_size=5), st.sets(st.integers(0, 4)))
+def test_tokens_that_are_decoded_after_the_end_give_the_same(passes, asked):
+    """The text of an output is decoded when it is asked for, at the latest after its end."""
+    detokenizer, pieces = Detokenizer(ByteTokenizer(), SamplingParams()), []
+    for number, tokens in enumerate(passes):
+        detokenizer.extend(tokens)
+        pieces += [detokenizer.take()] if number in asked else []
+    detokenizer.finish()
+    pieces.append(detokenizer.take())
+    assert "".join(pieces) == detokenizer.text == b"".join(passes).decode("utf-8", errors="replace")
+
+
 def test_special_tokens_are_left_out_or_spelled():
     assert "".join(stream([65, 256, 66])[0]) == "AB"
     assert "".join(stream([65, 256, 66], skip_special_tokens=False)[0]) == "A<end>B"

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paceline.core.params import SamplingParams
+from paceline.engine.output_processor import append_one_by_one, append_tokens
 from paceline.errors import RequestError
 from tests.toy import VOCAB, ScriptedDrafter, ToyBackend, drain, toy_engine
 
@@ -182,3 +185,27 @@ def test_a_name_in_use_is_refused():
         engine.add_request([5], SamplingParams(), "same")
     drain(engine)
     engine.add_request([5], SamplingParams(), "same")
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=8).map(tuple), min_size=1, max_size=6),
+    st.integers(1, 20),
+    st.sets(st.integers(0, 9), max_size=2),
+    st.booleans(),
+)
+def test_tokens_that_only_their_ids_can_end_are_appended_together(passes, max_tokens, stop_ids, is_included):
+    """As one by one: the tokens, the reason, what is named, and the text."""
+    options = {"max_tokens": max_tokens, "ignore_eos": True, "stop_token_ids": sorted(stop_ids)}
+    params = SamplingParams(**options, include_stop_str_in_output=is_included)
+    requests = [toy_engine().add_request(IDS, params)[0] for _ in range(2)]
+    for tokens in passes:
+        together, single = append_tokens(requests[0], tokens), append_one_by_one(requests[1], tokens)
+        assert together == single
+        if together[1] is not None:
+            break
+    for request in requests:
+        request.detokenizer.finish()
+    first, second = [
+        (request.token_ids, request.stop_reason, request.detokenizer.text) for request in requests
+    ]
+    assert first == second
