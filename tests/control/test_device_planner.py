@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 import pytest
@@ -233,6 +233,51 @@ def test_passes_beside_a_trainer_are_not_timed(disturbed):
         stats = StepStats(requests=1, rows=1, new_tokens=1, plan=step.record, forward_time=0.0012)
         auto.observe(step, replace(stats, disturbed=disturbed))
     assert auto._device.seconds(PLAIN) == pytest.approx(0.001 if disturbed else 0.0012, rel=0.02)
+
+
+@pytest.mark.parametrize("others_follow", [False, True])
+def test_passes_in_which_requests_end_are_not_timed_unless_most_are_like_that(others_follow):
+    """The device waits for the host there. If it did not know, the next batch would expect slow passes."""
+    planner, names, slow = DevicePlanner([], {}), count(), 0.0015
+    planner.expect(PLAIN, {size: 0.001 for size in (1, 2, 4, 8, 16, 32)})
+    batches, passes = (1, 240) if others_follow else (6, 40)
+    for _ in range(batches):
+        running = [SimulatedRequest(str(next(names)), 64, num_pending=9) for _ in range(32)]
+        for number in range(passes):
+            planner.choose(running, Load(len(running), 0, on_device=True))
+            for request in running:
+                request.num_pending = 1
+            ended, size = number % 3 == 2, len(running)
+            if ended:
+                running[0].num_output = running[0].max_output
+                others = [SimulatedRequest(str(next(names)), 64)] if others_follow else []
+                running = [*running[1:], *others]
+            seconds = slow if ended or number % 3 == 0 else 0.001
+            stats = StepStats(requests=size, running=size - ended, rows=size, plan=PLAIN)
+            planner.observe(PLAIN, replace(stats, forward_time=seconds))
+        for request in running:
+            request.num_output = request.max_output
+    assert planner._costs.seconds(PLAIN, 32, 0) == pytest.approx(slow if others_follow else 0.001, rel=0.05)
+
+
+def test_ends_are_noted_with_the_next_choice():
+    """Not in each pass: the device waits for the host there."""
+    planner = controller()._device
+    for plan in planner.arms:
+        planner.expect(plan, {16: 0.001, 32: 0.001})
+    running = [SimulatedRequest(str(number), 64) for number in range(32)]
+    planner.choose(running, Load(32, 0, on_device=True))
+    left, hold = [planner._load.tokens_left], CONFIG.device_planner.hold
+    for _ in range(hold):
+        running[0].num_output = running[0].max_output
+        running = running[1:]
+        for request in running:
+            request.num_output += 1
+        planner.choose(running, Load(len(running), 0, on_device=True))
+        left.append(planner._load.tokens_left)
+    assert left[:hold] == [left[0]] * hold
+    assert left[hold] != left[0]
+    assert planner._load.remaining == 1 - hold / 32
 
 
 def facts(accepted: int, nodes: int = 2, depth: int = 2) -> DraftStats:

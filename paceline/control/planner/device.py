@@ -78,6 +78,7 @@ class DevicePlanner:
         self._plan = PLAIN if self.shadow else max(guesses, key=guesses.__getitem__)
         self._pass = self._next_choice = self._changed_at = 0  # counts passes
         self._is_trial = False
+        self._counts = (0, 0)  # requests in the last pass, and those that still run after it
         self._expected_seconds = math.inf  # of a pass, at the last choice
         self.choices = 0  # so far
         self.reason = "gain"  # of the last choice
@@ -100,9 +101,14 @@ class DevicePlanner:
         """The plan of the next pass over these requests. While some are being prefilled, it changes only with
         the load, and at the end of a batch not at all."""
         self._pass += 1
-        self.expect_requests(running, load)
-        if self._pass >= self._next_choice and self._load.is_settled and not self._load.is_ending:
-            self._choose()
+        is_due = self._pass >= self._next_choice
+        if is_due or not self._load.has_only_ended(running, load):
+            self.expect_requests(running, load)
+        if is_due and self._load.is_settled:
+            if self._load.is_ending:
+                self._next_choice = self._pass + CONFIG.device_planner.hold
+            else:
+                self._choose()
         return self._plan
 
     def expect_requests(self, running: Sequence[Request], load: Load) -> DraftPlan:
@@ -195,7 +201,12 @@ class DevicePlanner:
         longest = CONFIG.device_passes.max_outlier * self._expected_seconds
         self._explorer.observe(plan, self._pass, min(stats.period, longest))
         has_settled = self._pass - self._changed_at > CONFIG.device_planner.settle_passes
-        is_usual = self._load.is_settled and not stats.prefill_tokens and not stats.disturbed
+        before, self._counts = self._counts, (stats.requests, stats.running)
+        # the device waits for the host where requests end; if others follow them, most passes are like that
+        has_ended = self._counts != before and self._load.replaced < 0.5
+        is_usual = (
+            self._load.is_settled and not has_ended and not stats.prefill_tokens and not stats.disturbed
+        )
         is_timed = has_settled and is_usual and plan == self._plan
         if is_timed and request_bucket(stats.requests) == self._load.requests:
             self._costs.observe(plan, self._load.requests, self._load.context, stats.period)

@@ -46,6 +46,14 @@ class DeviceLoad:
             newest is not before[-1] or (not self.is_settled and newest.num_pending == 1)
         )
 
+    def has_only_ended(self, running: Sequence[Request], load: Load) -> bool:
+        """Whether some of the noted requests have ended since, and the passes stay of the same size: there is
+        time to note that with the next choice."""
+        before, newest = self._running, running[-1] if running else None
+        is_same = newest is not None and bool(before) and newest is before[-1] and not load.coming
+        has_fewer = is_same and len(running) < len(before) and self.is_settled
+        return has_fewer and request_bucket(len(running)) == self.requests
+
     def note(self, running: Sequence[Request], load: Load) -> None:
         """Count these requests, and expect that `load.coming` more will be like them."""
         ended = [request for request in self._running if request.finished]
