@@ -32,7 +32,7 @@ class ChainConfig:
 
     fade: float = 0.97  # factor on the counts per pass
     recent_fade: float = 0.9  # the same for recent counts: texts differ, and answers are short
-    usual_weight: float = 12.0  # tokens; weight of the usual acceptance beside the recent counts
+    usual_weight: float = 7.0  # drafts; weight of the usual acceptance beside the recent counts
     parent_weight: float = 1.0  # drafts; weight of the depth above, where there are few observations
     least_chance: float = 0.005  # of acceptance and of rejection: nothing is certain
     # of a node in a tree whose elder siblings were rejected, by their number; the last holds for more
@@ -48,6 +48,9 @@ class DevicePlannerConfig:
     hold: int = 8  # passes
     settle_passes: int = 2  # after a switch, not timed: they overlap with passes of the old plan
     attach_cost: float = 4  # plain passes: a head is attached after the pipeline was drained
+    # variance of the passes that a request needs, over that of drafts that are accepted independently of each
+    # other: some texts are harder to draft for than others
+    text_spread: float = 1.5
     # the tokens over which the cost of a head's catching up is spread
     usual_output: float = 0.6  # of max_tokens, before an output has ended
     least_output: float = 0.25  # of a usual output: the least that is still expected of a request

@@ -82,9 +82,7 @@ def append_tokens(request: Request, tokens: tuple[int, ...]) -> tuple[tuple[int,
     return tokens, reason
 
 
-def append_one_by_one(
-    request: Request, tokens: tuple[int, ...]
-) -> tuple[tuple[int, ...], str | None]:
+def append_one_by_one(request: Request, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], str | None]:
     """The same for a request that its text can end: each token is decoded at once."""
     for count, token in enumerate(tokens, start=1):
         reason = _append_token(request, token)

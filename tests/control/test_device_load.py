@@ -41,13 +41,14 @@ def after_batches(requests: int, outputs: np.ndarray, limit: int) -> DeviceLoad:
 @pytest.mark.parametrize(("spread", "limit"), [(0.0, LEFT), (0.3, 1000), (0.3, LEFT)])
 @pytest.mark.parametrize("chances", [[0.4, 0.3], [0.8] * 7, [0.1, *[0.9] * 6]])
 def test_a_batch_takes_as_many_passes_as_its_slowest_request(chances, spread, limit, requests):
-    """Compared with batches of requests whose drafts are accepted by chance. The last chances are those of a
-    lookup that seldom finds something."""
+    """Compared with batches of requests whose drafts are accepted by chance, in texts that are not equally
+    hard. The last chances are those of a lookup that seldom finds something."""
     rng = np.random.default_rng(0)
     outputs = rng.normal(LEFT, spread * LEFT, (400, requests)).clip(4, limit)
     passes = []
     for wanted in outputs:
-        right = rng.random((requests, int(wanted.max()) + 1, len(chances))) < chances
+        odds = np.array(chances) / (1 - np.array(chances)) * rng.lognormal(0, 0.2, (requests, 1, 1))
+        right = rng.random((requests, int(wanted.max()) + 1, len(chances))) < odds / (1 + odds)
         tokens = 1 + np.cumprod(right, axis=2).sum(axis=2)  # [requests, passes]
         passes.append(1 + (np.cumsum(tokens, axis=1) < wanted[:, None]).sum(axis=1).max())
     drafts = 1 + np.cumprod(rng.random((20_000, len(chances))) < chances, axis=1).sum(axis=1)

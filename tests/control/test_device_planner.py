@@ -239,7 +239,7 @@ def test_passes_beside_a_trainer_are_not_timed(disturbed):
 def test_passes_in_which_requests_end_are_not_timed_unless_most_are_like_that(others_follow):
     """The device waits for the host there. If it did not know, the next batch would expect slow passes."""
     planner, names, slow = DevicePlanner([], {}), count(), 0.0015
-    planner.expect(PLAIN, {size: 0.001 for size in (1, 2, 4, 8, 16, 32)})
+    planner.expect(PLAIN, dict.fromkeys((1, 2, 4, 8, 16, 32), 0.001))
     batches, passes = (1, 240) if others_follow else (6, 40)
     for _ in range(batches):
         running = [SimulatedRequest(str(next(names)), 64, num_pending=9) for _ in range(32)]

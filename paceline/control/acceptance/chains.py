@@ -184,7 +184,8 @@ class ChainAcceptance:
         if not tries:
             return 1.0
         expected = sum([tried * chance for tried, chance in zip(recent.tries, chances, strict=True)])
-        usual = CONFIG.chains.usual_weight / tries  # tokens that went as usual, over the recent ones
+        # drafts that went as usual, over the recent ones: the tokens of a long draft stand or fall together
+        usual = CONFIG.chains.usual_weight / recent.tries[0]
         accepted = (hits + usual * expected) / expected
         rejected = (tries - hits + usual * (tries - expected)) / (tries - expected)
         return accepted / rejected

@@ -122,11 +122,13 @@ class DeviceLoad:
         pass.
 
         If nothing follows a request that ends, a batch takes as many passes as its slowest request needs:
-        the expected maximum of n requests. Drafts bring some requests less than others by chance. Where
+        the expected maximum of n requests. Drafts bring some requests less than others, by chance and because
+        texts differ. Where
         requests end by themselves, the longest output counts, with and without drafts; those that reach
         their max_tokens are equally long.
         """
-        luck = max(0.0, variance) / (self.tokens_left * mean)  # relative variance of a request's passes
+        # relative variance of a request's passes
+        luck = CONFIG.device_planner.text_spread * max(0.0, variance) / (self.tokens_left * mean)
         at_limit = self._at_limit * self.requests
         count, lengths = (at_limit, 0.0) if at_limit >= 1.0 else (self.requests, self._output_variance)
         most = expected_maximum(count)
