@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,10 @@ from paceline.config import DEFAULT_MODEL
 from paceline.errors import ConfigError
 from paceline.options import check_integer
 from paceline.terminal.flags import integers
+
+if TYPE_CHECKING:
+    from benchmarks.control.grid import GridOptions
+    from paceline.bench.report.output import Report
 
 WRITING = "writing"  # always included: the hardest to draft for
 SMALL, WHOLE = (4, 64), (16, 128)  # prompts per cell, and tokens per answer
@@ -61,11 +65,8 @@ def grid_command(
     html: HtmlFile = None,
 ) -> None:
     """Is auto never slower than off, and close to the best fixed setting, in every workload and load?"""
-    from benchmarks.control.device_grid import run_device_grid
-    from benchmarks.control.grid import GridOptions, run_grid
-    from benchmarks.control.grid_report import grid_result
+    from benchmarks.control.grid import GridOptions
     from paceline.bench.report.output import Report
-    from paceline.bench.report.terminal import progress
     from paceline.bench.run.speculation import parse_methods
     from paceline.bench.traffic.builtin_workloads import BUILT_IN
 
@@ -97,8 +98,18 @@ def grid_command(
         threads=threads,
         quantization=quantization,
     )
+    _measure_grid(options, report)
+
+
+def _measure_grid(options: GridOptions, report: Report) -> None:
+    """Measure and report. Exit status 1 if outputs differ."""
+    from benchmarks.control.device_grid import run_device_grid
+    from benchmarks.control.grid import run_grid
+    from benchmarks.control.grid_report import grid_result
+    from paceline.bench.report.terminal import progress
+
     with progress(options.num_turns()) as on_turn:
-        grid = (run_device_grid if on_device else run_grid)(options, on_turn)
+        grid = (run_device_grid if options.backend == "cuda" else run_grid)(options, on_turn)
     report.show(grid_result(grid))
     if not grid.identical:
         raise typer.Exit(1)
