@@ -25,12 +25,12 @@ def sparse_layers(fields: Fields, num_layers: int) -> frozenset[int]:
     return frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse")
 
 
-def gpt_oss_experts(fields: Fields, num_layers: int) -> MoeConfig:
+def gpt_oss(fields: Fields, num_layers: int) -> MoeConfig:
     """Experts with biases in every layer."""
-    return replace(mixtral_experts(fields, num_layers), biases=True)
+    return replace(mixtral(fields, num_layers), biases=True)
 
 
-def glm4_experts(fields: Fields, num_layers: int) -> MoeConfig:
+def glm4(fields: Fields, num_layers: int) -> MoeConfig:
     """Experts beside a shared one in all but the first layers, chosen by sigmoid scores."""
     experts = fields.integer("n_routed_experts", 128, most=MAX_EXPERTS)
     width = fields.integer("moe_intermediate_size", 1408)
@@ -52,9 +52,9 @@ def glm4_experts(fields: Fields, num_layers: int) -> MoeConfig:
     )
 
 
-def deepseek_v2_experts(fields: Fields, num_layers: int) -> MoeConfig:
+def deepseek_v2(fields: Fields, num_layers: int) -> MoeConfig:
     """Experts by softmax scores, of all groups or of those with the best single expert."""
-    method, moe = fields.text("topk_method", "greedy"), glm4_experts(fields, num_layers)
+    method, moe = fields.text("topk_method", "greedy"), glm4(fields, num_layers)
     if method not in ("greedy", "group_limited_greedy") or moe.normalize_weights:
         raise UnsupportedModelError(
             f"{fields.source}: topk_method {method!r} with norm_topk_prob {moe.normalize_weights} is not "
@@ -64,7 +64,7 @@ def deepseek_v2_experts(fields: Fields, num_layers: int) -> MoeConfig:
     return replace(moe, groups=1, chosen_groups=1) if method == "greedy" else moe
 
 
-def llama4_experts(fields: Fields, num_layers: int) -> MoeConfig:
+def llama4(fields: Fields, num_layers: int) -> MoeConfig:
     """Experts beside a shared one, whose weights scale what they read."""
     step = fields.integer("interleave_moe_layer_step", 1)
     listed = fields.values.get("moe_layers")
@@ -85,7 +85,7 @@ def llama4_experts(fields: Fields, num_layers: int) -> MoeConfig:
     )
 
 
-def mixtral_experts(fields: Fields, num_layers: int) -> MoeConfig:
+def mixtral(fields: Fields, num_layers: int) -> MoeConfig:
     """Experts in every layer, their probabilities always normalized."""
     experts = fields.integer("num_local_experts", 8, most=MAX_EXPERTS)
     return MoeConfig(
@@ -97,7 +97,7 @@ def mixtral_experts(fields: Fields, num_layers: int) -> MoeConfig:
     )
 
 
-def qwen_experts(fields: Fields, num_layers: int) -> MoeConfig:
+def qwen(fields: Fields, num_layers: int) -> MoeConfig:
     """Experts in every decoder_sparse_step-th layer that is not listed in mlp_only_layers."""
     experts_name = "num_experts" if fields.has("num_experts") else "num_local_experts"
     experts = fields.integer(experts_name, most=MAX_EXPERTS)
@@ -116,43 +116,43 @@ def qwen_experts(fields: Fields, num_layers: int) -> MoeConfig:
     )
 
 
-def qwen2_experts(fields: Fields, num_layers: int) -> MoeConfig:
+def qwen2(fields: Fields, num_layers: int) -> MoeConfig:
     """Experts as in qwen3_moe, beside a shared one with a gate."""
     shared = fields.integer("shared_expert_intermediate_size")
-    return replace(qwen_experts(fields, num_layers), shared_intermediate_size=shared, shared_gate=True)
+    return replace(qwen(fields, num_layers), shared_intermediate_size=shared, shared_gate=True)
 
 
-def mellum_experts(fields: Fields, num_layers: int) -> MoeConfig:
+def mellum(fields: Fields, num_layers: int) -> MoeConfig:
     """Experts as in qwen3_moe, in the layers that mlp_layer_types lists."""
-    return replace(qwen_experts(fields, num_layers), layers=sparse_layers(fields, num_layers))
+    return replace(qwen(fields, num_layers), layers=sparse_layers(fields, num_layers))
 
 
-def granite_experts(fields: Fields, num_layers: int) -> MoeConfig:
+def granite(fields: Fields, num_layers: int) -> MoeConfig:
     """Experts as in mixtral, with or without a shared one."""
     shared = fields.integer("shared_intermediate_size", 0, least=0)
-    return replace(mixtral_experts(fields, num_layers), shared_intermediate_size=shared)
+    return replace(mixtral(fields, num_layers), shared_intermediate_size=shared)
 
 
-def minimax_experts(fields: Fields, num_layers: int) -> MoeConfig:
+def minimax(fields: Fields, num_layers: int) -> MoeConfig:
     """Experts as in mixtral, by corrected sigmoid scores."""
-    return replace(mixtral_experts(fields, num_layers), scoring="sigmoid", correction_bias=True)
+    return replace(mixtral(fields, num_layers), scoring="sigmoid", correction_bias=True)
 
 
-def lfm2_experts(fields: Fields, num_layers: int) -> MoeConfig:
+def lfm2(fields: Fields, num_layers: int) -> MoeConfig:
     """Experts in all but the first layers, by sigmoid scores, which may be corrected."""
-    moe = glm4_experts(fields, num_layers)
+    moe = glm4(fields, num_layers)
     is_corrected = fields.flag("use_expert_bias", True)
     return replace(moe, shared_intermediate_size=0, correction_bias=is_corrected)
 
 
-def softmax_experts(fields: Fields, num_layers: int) -> MoeConfig:
+def softmax(fields: Fields, num_layers: int) -> MoeConfig:
     """Experts as in glm4_moe, by softmax scores that nothing corrects."""
-    return replace(glm4_experts(fields, num_layers), scoring="softmax", correction_bias=False)
+    return replace(glm4(fields, num_layers), scoring="softmax", correction_bias=False)
 
 
-def ernie_experts(fields: Fields, num_layers: int) -> MoeConfig:
+def ernie(fields: Fields, num_layers: int) -> MoeConfig:
     """Experts by corrected softmax scores, in every moe_layer_interval-th layer of a range."""
-    moe = glm4_experts(fields, num_layers)
+    moe = glm4(fields, num_layers)
     first, last = fields.integer("moe_layer_start_index", 1, least=0), num_layers - 1
     if fields.has("moe_layer_end_index") and fields.values["moe_layer_end_index"] != -1:
         last = fields.integer("moe_layer_end_index", least=0)
@@ -161,7 +161,7 @@ def ernie_experts(fields: Fields, num_layers: int) -> MoeConfig:
     return replace(moe, scoring="softmax", layers=frozenset(layers))
 
 
-def cohere2_experts(fields: Fields, num_layers: int) -> MoeConfig:
+def cohere2(fields: Fields, num_layers: int) -> MoeConfig:
     """Experts by softmax scores of the chosen ones or by sigmoid scores, and shared ones that are added."""
     strategy = fields.text("shared_expert_combination_strategy", "average")
     shared = fields.integer("num_shared_experts", 0, least=0)
@@ -173,7 +173,7 @@ def cohere2_experts(fields: Fields, num_layers: int) -> MoeConfig:
     scoring = fields.text("expert_selection_fn", "softmax")
     if scoring not in ("softmax", "sigmoid"):
         raise fields.wrong("expert_selection_fn", "softmax or sigmoid")
-    moe = mixtral_experts(fields, num_layers)
+    moe = mixtral(fields, num_layers)
     return replace(
         moe,
         normalize_weights=scoring == "softmax" or fields.flag("norm_topk_prob", True),

@@ -9,61 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from paceline.models.expert_fields import lfm2_experts, qwen2_experts
+from paceline.models import expert_fields as experts
+from paceline.models import family_fields as blocks
+from paceline.models import file_layouts as layouts
+from paceline.models import gemma_fields as gemmas
+from paceline.models import hybrid_fields as hybrids
+from paceline.models import layer_kinds as windows
 from paceline.models.family import Family
-from paceline.models.family_fields import (
-    QUERY_GROWTH,
-    cohere2_blocks,
-    cohere_blocks,
-    exaone4_blocks,
-    granite_blocks,
-    granite_swa_blocks,
-    hyperclovax_blocks,
-    latent_blocks,
-    ministral3_blocks,
-    olmo3_blocks,
-    other_keys,
-    seed_blocks,
-    smollm3_blocks,
-    without_biases,
-)
-from paceline.models.file_layouts import (
-    FALCON_H1_NAMES,
-    GEMMA4_NAMES,
-    GLM_NORMS,
-    GRANITE_HYBRID_NAMES,
-    LFM2_NAMES,
-    NEMOTRON_H_NAMES,
-    POST_NORMS,
-    SANDWICH_NORMS,
-    FileLayout,
-)
-from paceline.models.gemma_fields import (
-    gemma2_blocks,
-    gemma3_blocks,
-    gemma4_blocks,
-    gemma4_windows,
-    gemma_activation,
-    gemma_blocks,
-)
-from paceline.models.hybrid_fields import (
-    falcon_blocks,
-    granite_hybrid_blocks,
-    lfm2_blocks,
-    nemotron_blocks,
-    nemotron_sizes,
-    qwen_hybrid_blocks,
-)
-from paceline.models.layer_kinds import (
-    exaone4_windows,
-    ministral_windows,
-    mistral_windows,
-    pattern_windows,
-    qwen_windows,
-    smollm3_windows,
-    windows_after_full,
-    windows_everywhere,
-)
+from paceline.models.file_layouts import FileLayout
 from paceline.models.mixture_families import MIXTURES
 
 _GEMMA_SIZES = {
@@ -77,9 +30,9 @@ _GEMMA2 = Family(
     norm_placement="sandwich",
     activation="gelu_pytorch_tanh",
     activation_name="hidden_activation",
-    windows=pattern_windows(2),
-    more=gemma2_blocks,
-    files=FileLayout(SANDWICH_NORMS, norm_offset=1.0),
+    windows=windows.patterned(2),
+    more=gemmas.gemma2,
+    files=FileLayout(layouts.SANDWICH_NORMS, norm_offset=1.0),
     defaults=_GEMMA_SIZES
     | {"vocab_size": 256000, "max_position_embeddings": 8192}
     | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
@@ -87,23 +40,23 @@ _GEMMA2 = Family(
 _GEMMA3 = replace(
     _GEMMA2,
     qk_norm=True,
-    windows=pattern_windows(6),
-    more=gemma3_blocks,
-    files=FileLayout(SANDWICH_NORMS, norm_offset=1.0),
+    windows=windows.patterned(6),
+    more=gemmas.gemma3,
+    files=FileLayout(layouts.SANDWICH_NORMS, norm_offset=1.0),
     defaults=_GEMMA_SIZES | {"vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1e6},
 )
 _GEMMA4 = replace(
     _GEMMA3,
-    windows=gemma4_windows,
-    more=gemma4_blocks,
-    files=FileLayout(GEMMA4_NAMES),
+    windows=gemmas.gemma4_windows,
+    more=gemmas.gemma4,
+    files=FileLayout(layouts.GEMMA4_NAMES),
     defaults=_GEMMA_SIZES | {"vocab_size": 262144, "max_position_embeddings": 131072},
 )
 _OLMO2 = Family(
     optional_bias="qkvo",
     joint_qk_norm=True,
     norm_placement="post",
-    files=FileLayout(POST_NORMS),
+    files=FileLayout(layouts.POST_NORMS),
     defaults={"rms_norm_eps": 1e-5},
 )
 _QWEN3_5_SIZES: dict[str, object] = {"head_dim": 256, "partial_rotary_factor": 0.25}
@@ -111,14 +64,14 @@ _QWEN3_5 = Family(
     optional_bias="qkvo",
     qk_norm=True,
     partial_rope=True,
-    more=qwen_hybrid_blocks,
+    more=hybrids.qwen_hybrid,
     files=FileLayout({"shared_expert": "shared_experts"}, norm_offset=1.0, gated_queries=True),
     mtp="mtp.",
     defaults=_QWEN3_5_SIZES,
 )
 _QWEN3_5_MOE = replace(
     _QWEN3_5,
-    moe=qwen2_experts,
+    moe=experts.qwen2,
     defaults=_QWEN3_5_SIZES
     | {"moe_intermediate_size": 512, "intermediate_size": 5632, "norm_topk_prob": True}
     | {"shared_expert_intermediate_size": 512},
@@ -140,15 +93,15 @@ OTHER_NAMES: Mapping[str, tuple[str, Mapping[str, object]]] = {
 
 FAMILIES = {
     "llama": Family(optional_bias="qkvo"),
-    "mistral": Family(windows=mistral_windows, defaults={"num_key_value_heads": 8}),
-    "qwen2": Family(qkv_bias=True, windows=qwen_windows),
-    "mimo": Family(qkv_bias=True, windows=qwen_windows, mtp="model.mtp_layers."),
-    "qwen3": Family(optional_bias="qkvo", qk_norm=True, windows=qwen_windows, defaults={"head_dim": 128}),
+    "mistral": Family(windows=windows.mistral, defaults={"num_key_value_heads": 8}),
+    "qwen2": Family(qkv_bias=True, windows=windows.qwen),
+    "mimo": Family(qkv_bias=True, windows=windows.qwen, mtp="model.mtp_layers."),
+    "qwen3": Family(optional_bias="qkvo", qk_norm=True, windows=windows.qwen, defaults={"head_dim": 128}),
     "gemma": Family(
         optional_bias="qkvo",
         activation="gelu_pytorch_tanh",
-        more=gemma_blocks,
-        derived=gemma_activation,
+        more=gemmas.gemma,
+        derived=gemmas.gemma_activation,
         files=FileLayout(norm_offset=1.0),
         defaults={"num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256}
         | {"tie_word_embeddings": True, "max_position_embeddings": 8192},
@@ -165,19 +118,19 @@ FAMILIES = {
             "hidden_size_per_layer_input": 0,
         },
     ),
-    "phi3": Family(windows=windows_everywhere, partial_rope=True, defaults={"rms_norm_eps": 1e-5}),
+    "phi3": Family(windows=windows.everywhere, partial_rope=True, defaults={"rms_norm_eps": 1e-5}),
     "olmo2": _OLMO2,
     "olmo3": replace(
         _OLMO2,
-        windows=pattern_windows(4),
-        more=olmo3_blocks,
+        windows=windows.patterned(4),
+        more=blocks.olmo3,
         defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5},
     ),
-    "granite": Family(optional_bias="qkvo", more=granite_blocks),
+    "granite": Family(optional_bias="qkvo", more=blocks.granite),
     "smollm3": Family(
         optional_bias="qkvo",
-        windows=smollm3_windows,
-        more=smollm3_blocks,
+        windows=windows.smollm3,
+        more=blocks.smollm3,
         defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
     ),
     "glm": Family(
@@ -191,7 +144,7 @@ FAMILIES = {
         optional_bias="qkv",
         norm_placement="sandwich",
         partial_rope=True,
-        files=FileLayout(GLM_NORMS, interleaved_rope=True),
+        files=FileLayout(layouts.GLM_NORMS, interleaved_rope=True),
         defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7}
         | {"partial_rotary_factor": 0.5, "attention_bias": True},
     ),
@@ -199,7 +152,7 @@ FAMILIES = {
         optional_bias="qkvo",
         norm="layer",
         norm_placement="parallel",
-        more=cohere_blocks,
+        more=blocks.cohere,
         files=FileLayout(interleaved_rope=True),
         eps_name="layer_norm_eps",
         defaults={"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "rope_theta": 5e5},
@@ -208,8 +161,8 @@ FAMILIES = {
         optional_bias="qkvo",
         norm="layer",
         norm_placement="parallel",
-        windows=pattern_windows(4),
-        more=cohere2_blocks,
+        windows=windows.patterned(4),
+        more=blocks.cohere2,
         files=FileLayout(interleaved_rope=True),
         eps_name="layer_norm_eps",
         defaults={"layer_norm_eps": 1e-5, "tie_word_embeddings": True},
@@ -217,25 +170,25 @@ FAMILIES = {
     "exaone4": Family(
         qk_norm=True,
         norm_placement="post",
-        windows=exaone4_windows,
-        more=exaone4_blocks,
-        files=FileLayout(POST_NORMS),
+        windows=windows.exaone4,
+        more=blocks.exaone4,
+        files=FileLayout(layouts.POST_NORMS),
         defaults={"rms_norm_eps": 1e-5},
     ),
-    "ministral": Family(windows=ministral_windows, defaults={"num_key_value_heads": 8}),
+    "ministral": Family(windows=windows.ministral, defaults={"num_key_value_heads": 8}),
     "ministral3": Family(
-        windows=windows_everywhere,
-        more=ministral3_blocks,
-        rope_fields=(QUERY_GROWTH,),
+        windows=windows.everywhere,
+        more=blocks.ministral3,
+        rope_fields=(blocks.QUERY_GROWTH,),
         defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
     ),
     "seed_oss": Family(
         optional_bias="qkv",
-        more=seed_blocks,
+        more=blocks.seed,
         defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
     ),
     "ernie4_5": Family(
-        more=without_biases,
+        more=blocks.without_biases,
         files=FileLayout(interleaved_rope=True),
         defaults={"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
         | {"tie_word_embeddings": True},
@@ -247,42 +200,42 @@ FAMILIES = {
         defaults={"num_key_value_heads": 20, "head_dim": 128, "rms_norm_eps": 1e-8, "rope_theta": 1e5},
     ),
     "cwm": Family(
-        windows=windows_after_full(4, 8192),
+        windows=windows.after_full(4, 8192),
         defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     ),
     "hyperclovax": Family(
         optional_bias="qkvo",
         norm_placement="sandwich",
-        more=hyperclovax_blocks,
+        more=blocks.hyperclovax,
         files=FileLayout({"post_norm1": "attention_output_norm", "post_norm2": "feed_forward_output_norm"}),
     ),
     "granite_swa": Family(
         optional_bias="qkvo",
-        windows=windows_after_full(4, 128),
-        more=granite_swa_blocks,
+        windows=windows.after_full(4, 128),
+        more=blocks.granite_swa,
         defaults={"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
     ),
     "youtu": Family(
-        more=latent_blocks,
+        more=blocks.latent_attention,
         defaults={"q_lora_rank": 1536, "tie_word_embeddings": True},
     ),
     **MIXTURES,
     "granitemoehybrid": Family(
         optional_bias="qkvo",
-        more=granite_hybrid_blocks,
-        files=FileLayout(GRANITE_HYBRID_NAMES),
+        more=hybrids.granite_hybrid,
+        files=FileLayout(layouts.GRANITE_HYBRID_NAMES),
     ),
     "falcon_h1": Family(
-        more=falcon_blocks,
-        files=FileLayout(FALCON_H1_NAMES),
+        more=hybrids.falcon,
+        files=FileLayout(layouts.FALCON_H1_NAMES),
         defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     ),
     "nemotron_h": Family(
         activation="relu2",
         activation_name="mlp_hidden_act",
-        derived=nemotron_sizes,
-        more=nemotron_blocks,
-        files=FileLayout(replaced=NEMOTRON_H_NAMES),
+        derived=hybrids.nemotron_sizes,
+        more=hybrids.nemotron,
+        files=FileLayout(replaced=layouts.NEMOTRON_H_NAMES),
         mtp="mtp.",
         eps_name="layer_norm_epsilon",
         defaults={"head_dim": 128, "num_key_value_heads": 8, "layer_norm_epsilon": 1e-5}
@@ -290,17 +243,17 @@ FAMILIES = {
     ),
     "lfm2": Family(
         qk_norm=True,
-        more=lfm2_blocks,
-        files=FileLayout(LFM2_NAMES),
+        more=hybrids.lfm2,
+        files=FileLayout(layouts.LFM2_NAMES),
         eps_name="norm_eps",
         defaults={"norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1e6, "tie_word_embeddings": True},
     ),
     "lfm2_moe": Family(
         qk_norm=True,
-        moe=lfm2_experts,
-        derived=other_keys(n_routed_experts="num_experts", first_k_dense_replace="num_dense_layers"),
-        more=lfm2_blocks,
-        files=FileLayout(LFM2_NAMES | {"expert_bias": "gate.e_score_correction_bias"}),
+        moe=experts.lfm2,
+        derived=blocks.other_keys(n_routed_experts="num_experts", first_k_dense_replace="num_dense_layers"),
+        more=hybrids.lfm2,
+        files=FileLayout(layouts.LFM2_NAMES | {"expert_bias": "gate.e_score_correction_bias"}),
         eps_name="norm_eps",
         defaults={"norm_eps": 1e-5, "num_key_value_heads": 8, "rope_theta": 1e6, "tie_word_embeddings": True}
         | {"block_auto_adjust_ff_dim": False, "moe_intermediate_size": 1792, "first_k_dense_replace": 2}

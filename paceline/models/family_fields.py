@@ -19,7 +19,7 @@ from paceline.models.rope_fields import rope_fields, scaled_rope
 QUERY_GROWTH = "llama_4_scaling_beta"  # among rope parameters
 
 
-def ministral3_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def ministral3(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Queries grow with their positions, if the rope's parameters say so."""
     scaling = rope_fields(fields)
     if not scaling.has(QUERY_GROWTH):
@@ -28,7 +28,7 @@ def ministral3_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     return {"temperature": Temperature(strength, period, offset=0, with_rope=True)}
 
 
-def latent_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def latent_attention(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Latent attention: one KV head, of the shared rotated key and the latent."""
     latent = LatentConfig(
         rank=fields.integer("kv_lora_rank", 512),
@@ -56,11 +56,11 @@ def latent_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def glm4_moe_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def glm4_moe(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     return {"qk_norm": fields.flag("use_qk_norm", False)}
 
 
-def gpt_oss_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def gpt_oss(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Sinks, and an MLP with the only setting that was ever published."""
     if (fields.number("swiglu_alpha", 1.702), fields.number("swiglu_limit", 7.0)) != (1.702, 7.0):
         raise UnsupportedModelError(
@@ -69,7 +69,7 @@ def gpt_oss_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     return {"attention_sinks": True, "activation": "clamped_silu"}
 
 
-def olmo3_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def olmo3(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Olmo 3 scales the rope of layers without a window only."""
     return ropes_by_kind(fields, config, RopeConfig(config.rope.theta))
 
@@ -89,7 +89,7 @@ def ropes_by_kind(fields: Fields, config: ModelConfig, local: RopeConfig) -> dic
     }
 
 
-def granite_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def granite(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     return {
         "embedding_scale": fields.number("embedding_multiplier", 1.0),
         "attention_scale": fields.number("attention_multiplier", 1.0),
@@ -98,9 +98,9 @@ def granite_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def llama4_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def llama4(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Layers with rope attend within chunks; queries of the others grow with their position."""
-    blocks = smollm3_blocks(fields, config)
+    blocks = smollm3(fields, config)
     has_rope = [rope is not None for rope in blocks.get("layer_ropes", (config.rope,) * config.num_layers)]
     usual = [CHUNKED if rope else FULL for rope in has_rope]
     kinds = layer_kinds(fields, config.num_layers, other=CHUNKED) or usual
@@ -120,7 +120,7 @@ def llama4_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def smollm3_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def smollm3(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """No RoPE in every fourth layer, or where no_rope_layers has 0."""
     every = fields.integer("no_rope_layer_interval", 4)
     usual = [int((layer + 1) % every != 0) for layer in range(config.num_layers)]
@@ -134,7 +134,7 @@ def smollm3_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     return {"layer_ropes": tuple(config.rope if mark else None for mark in marks)} if not all(marks) else {}
 
 
-def exaone4_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def exaone4(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """If some layers have windows, only they have rope."""
     return {"layer_ropes": _ropes_of_windows(config)} if config.sliding_windows else {}
 
@@ -143,7 +143,7 @@ def _ropes_of_windows(config: ModelConfig) -> tuple[RopeConfig | None, ...]:
     return tuple(None if window is None else config.rope for window in config.sliding_windows)
 
 
-def cohere2_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def cohere2(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Only layers with a window have rope."""
     return {
         "logits_scale": fields.number("logit_scale", 0.0625),
@@ -151,7 +151,7 @@ def cohere2_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def cohere_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def cohere(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     if fields.flag("use_qk_norm", False):
         raise UnsupportedModelError(
             f"{fields.source}: use_qk_norm of this family is not supported; use a model without it."
@@ -159,9 +159,9 @@ def cohere_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     return {"logits_scale": fields.number("logit_scale", 0.0625)}
 
 
-def cohere2_moe_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def cohere2_moe(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Dense layers have a width of their own, and may have rope without a window; norms may be RMSNorm."""
-    blocks, moe = cohere2_blocks(fields, config), config.moe
+    blocks, moe = cohere2(fields, config), config.moe
     assert moe is not None
     ropes = list(blocks["layer_ropes"] or (None,) * config.num_layers)
     if fields.integer("prefix_dense_sliding_window_pattern", 1) == 1:
@@ -172,7 +172,7 @@ def cohere2_moe_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     return blocks | {"layer_ropes": tuple(ropes), "intermediate_size": width}
 
 
-def seed_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def seed(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     return {"output_bias": fields.flag("attention_out_bias", False)}
 
 
@@ -183,29 +183,29 @@ def without_biases(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     return {}
 
 
-def olmoe_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def olmoe(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Nothing more; a model that clips its queries, keys and values is refused."""
     if fields.has("clip_qkv"):
         raise UnsupportedModelError(f"{fields.source}: clip_qkv is not supported; use a model without it.")
     return {}
 
 
-def qwen2_moe_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def qwen2_moe(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     return {"qkv_bias": fields.flag("qkv_bias", True)}
 
 
-def hyperclovax_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def hyperclovax(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Granite's factors, but that of logits is not a divisor; norms after attention and MLP are optional."""
     scale = fields.number("attention_multiplier", config.head_dim**-0.5)
-    blocks = granite_blocks(fields, config) | {"attention_scale": scale}
+    blocks = granite(fields, config) | {"attention_scale": scale}
     if not fields.flag("use_post_norm", True):
         blocks["norm_placement"] = "pre"
     return blocks | {"logits_scale": fields.number("logits_scaling", 1.0)}
 
 
-def granite_swa_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def granite_swa(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Granite's factors, sinks, and a rope base for each layer: 0 means no rope."""
-    blocks = granite_blocks(fields, config) | {"attention_sinks": True}
+    blocks = granite(fields, config) | {"attention_sinks": True}
     thetas = fields.values.get("layer_rope_theta")
     if thetas is None:
         return blocks
@@ -219,20 +219,20 @@ def granite_swa_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     return blocks | ({} if {*ropes} == {config.rope} else {"layer_ropes": ropes})
 
 
-def mellum_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def mellum(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Layers with and without a window have ropes of their own."""
     return ropes_by_kind(fields, config, config.rope) if config.sliding_windows else {}
 
 
-def afmoe_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def afmoe(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Gated attention, rope only in layers with a window, and scaled embeddings."""
     scale = config.hidden_size**0.5 if fields.flag("mup_enabled", False) else 1.0
     return {"attention_gate": True, "layer_ropes": _ropes_of_windows(config), "embedding_scale": scale}
 
 
-def mistral4_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def mistral4(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Latent attention whose queries grow with their positions."""
-    return latent_blocks(fields, config) | ministral3_blocks(fields, config)
+    return latent_attention(fields, config) | ministral3(fields, config)
 
 
 def partial_rope_keys(fields: Fields) -> dict[str, object]:

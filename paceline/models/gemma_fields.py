@@ -11,14 +11,14 @@ from paceline.models.config import AttentionShape, ModelConfig, MoeConfig, PerLa
 from paceline.models.expert_fields import MAX_EXPERTS
 from paceline.models.family_fields import ropes_by_kind
 from paceline.models.fields import Fields
-from paceline.models.layer_kinds import FULL, SLIDING, Windows, pattern_windows
+from paceline.models.layer_kinds import FULL, SLIDING, Windows, patterned
 from paceline.models.rope_fields import scaled_rope
 
 GLOBAL_HEAD_DIM = 512  # of layers without a window, in a config that does not say
 LAYER_SIZES = {"head_dim", "num_key_value_heads"}  # that a layer may have of its own
 
 
-def gemma_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def gemma(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     return {"embedding_scale": config.hidden_size**0.5}
 
 
@@ -28,7 +28,7 @@ def gemma_activation(fields: Fields) -> dict[str, object]:
     return {"hidden_act": "gelu_pytorch_tanh"} if is_early else {}
 
 
-def gemma2_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def gemma2(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Soft caps, the scale of attention and of embeddings."""
     caps = {"attention_softcap": "attn_logit_softcapping", "logits_softcap": "final_logit_softcapping"}
     read = {name: fields.number(key) for name, key in caps.items() if fields.has(key)}
@@ -38,18 +38,18 @@ def gemma2_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def gemma3_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def gemma3(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Gemma 3 has another rope in the layers with a window."""
     local = RopeConfig(fields.number("rope_local_base_freq", 10000.0))
-    return gemma2_blocks(fields, config) | ropes_by_kind(fields, config, local)
+    return gemma2(fields, config) | ropes_by_kind(fields, config, local)
 
 
 def gemma4_windows(fields: Fields, num_layers: int) -> Windows:
     """Windows as in Gemma 3, but never in the last layer."""
-    return (*pattern_windows(6, 512)(fields, num_layers)[:-1], None)
+    return (*patterned(6, 512)(fields, num_layers)[:-1], None)
 
 
-def gemma4_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def gemma4(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Heads of two sizes, layers that read the keys and values of others, and a second embedding."""
     shapes = _shapes(fields, config)
     shared = sum(shape.shared_with is not None for shape in shapes)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import UnsupportedModelError
+from paceline.models import expert_fields, family_fields
 from paceline.models.config import (
     FEED_FORWARD,
     MIXER,
@@ -14,8 +15,6 @@ from paceline.models.config import (
     RecurrentConfig,
     WeightScale,
 )
-from paceline.models.expert_fields import glm4_experts, mixtral_experts
-from paceline.models.family_fields import granite_blocks
 from paceline.models.fields import Fields
 from paceline.models.layer_kinds import FULL, layer_kinds
 
@@ -25,7 +24,7 @@ LINEAR = "linear_attention"
 NO_STEP_LIMITS = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # as transformers 4 and 5 write it
 
 
-def lfm2_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def lfm2(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Short convolutions in the layers that do not attend, and the size of the MLP."""
     attending = fields.values.get("full_attn_idxs")
     if attending is None:
@@ -54,7 +53,7 @@ def _lfm2_size(fields: Fields, size: int) -> int:
     return multiple * -(-size // multiple)
 
 
-def granite_hybrid_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def granite_hybrid(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Granite's factors; Mamba2 in most layers, and usually no rope; a shared MLP, with experts or alone."""
     if fields.flag("mamba_proj_bias", False) or fields.values.get("time_step_limit") not in NO_STEP_LIMITS:
         raise UnsupportedModelError(
@@ -75,17 +74,17 @@ def granite_hybrid_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]
         raise fields.wrong("mamba_n_heads", f"a multiple of the {recurrent.key_heads} groups")
     has_rope = fields.has("position_embedding_type") and fields.text("position_embedding_type") == "rope"
     # the smallest models of the family attend in every layer
-    blocks = granite_blocks(fields, config) | {"recurrent": recurrent if recurrent.layers else None}
+    blocks = family_fields.granite(fields, config) | {"recurrent": recurrent if recurrent.layers else None}
     if not has_rope:
         blocks["layer_ropes"] = (None,) * config.num_layers
     if not fields.integer("num_local_experts", 8, least=0):
         return blocks | {"intermediate_size": shared}
     return blocks | {
-        "moe": replace(mixtral_experts(fields, config.num_layers), shared_intermediate_size=shared)
+        "moe": replace(expert_fields.mixtral(fields, config.num_layers), shared_intermediate_size=shared)
     }
 
 
-def falcon_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def falcon(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Mamba2 beside attention in every layer, and factors of many weights."""
     for name in ("mamba_proj_bias", "projectors_bias"):
         if fields.flag(name, False):
@@ -170,7 +169,7 @@ def nemotron_sizes(fields: Fields) -> dict[str, object]:
     return {"num_hidden_layers": len(nemotron_kinds(fields))}
 
 
-def nemotron_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def nemotron(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Each layer is one block: Mamba2, attention without rope, an MLP or experts."""
     for name in ("mamba_proj_bias", "use_bias", "moe_latent_size", "sliding_window"):
         if fields.values.get(name) not in (None, False):
@@ -186,7 +185,7 @@ def nemotron_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
         raise fields.wrong("mamba_num_heads", f"a multiple of the {groups} groups")
     experts = frozenset(layer for layer, kind in enumerate(kinds) if kind == "moe")
     moe = replace(
-        glm4_experts(fields, config.num_layers),
+        expert_fields.glm4(fields, config.num_layers),
         layers=experts,
         shared_intermediate_size=fields.integer("moe_shared_expert_intermediate_size", 7688),
     )
@@ -218,7 +217,7 @@ def _mamba_layers(fields: Fields, num_layers: int) -> frozenset[int]:
     return _layers_of(layer_kinds(own, num_layers, other=LINEAR) or [])
 
 
-def qwen_hybrid_blocks(fields: Fields, config: ModelConfig) -> dict[str, Any]:
+def qwen_hybrid(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     """Gated delta nets in three of four layers, or where layer_types says so; attention has a gate."""
     every = fields.integer("full_attention_interval", 4)
     usual = [FULL if (layer + 1) % every == 0 else LINEAR for layer in range(config.num_layers)]

@@ -18,31 +18,29 @@ def no_windows(fields: Fields, num_layers: int) -> Windows:
     return ()
 
 
-def windows_everywhere(fields: Fields, num_layers: int) -> Windows:
+def everywhere(fields: Fields, num_layers: int) -> Windows:
     """The same window in every layer, if there is one."""
     return (fields.integer("sliding_window"),) * num_layers if fields.has("sliding_window") else ()
 
 
-def mistral_windows(fields: Fields, num_layers: int) -> Windows:
+def mistral(fields: Fields, num_layers: int) -> Windows:
     """The same window in every layer. A config without the key means 4096; null means none."""
-    return (
-        windows_everywhere(fields, num_layers) if "sliding_window" in fields.values else (4096,) * num_layers
-    )
+    return everywhere(fields, num_layers) if "sliding_window" in fields.values else (4096,) * num_layers
 
 
-def ministral_windows(fields: Fields, num_layers: int) -> Windows:
+def ministral(fields: Fields, num_layers: int) -> Windows:
     """As mistral's, in the layers that layer_types lists if it is there."""
-    windows, kinds = mistral_windows(fields, num_layers), layer_kinds(fields, num_layers)
+    windows, kinds = mistral(fields, num_layers), layer_kinds(fields, num_layers)
     if not windows or kinds is None:
         return windows
     return tuple(window if kind == SLIDING else None for window, kind in zip(windows, kinds, strict=True))
 
 
-def qwen_moe_windows(fields: Fields, num_layers: int) -> Windows:
-    return windows_everywhere(fields, num_layers) if fields.flag("use_sliding_window", False) else ()
+def qwen_moe(fields: Fields, num_layers: int) -> Windows:
+    return everywhere(fields, num_layers) if fields.flag("use_sliding_window", False) else ()
 
 
-def qwen_windows(fields: Fields, num_layers: int) -> Windows:
+def qwen(fields: Fields, num_layers: int) -> Windows:
     """A window in the layers from max_window_layers on, or in those that layer_types lists."""
     if not fields.flag("use_sliding_window", False):
         return ()
@@ -68,7 +66,7 @@ def layer_kinds(fields: Fields, num_layers: int, other: str = SLIDING) -> list[s
     return kinds
 
 
-def pattern_windows(
+def patterned(
     every: int, default_window: int = 4096, period_key: str = "sliding_window_pattern"
 ) -> Callable[[Fields, int], Windows]:
     """Windows in the layers that layer_types lists; without it, in all but every `every`-th layer."""
@@ -83,24 +81,24 @@ def pattern_windows(
     return windows
 
 
-def smollm3_windows(fields: Fields, num_layers: int) -> Windows:
+def smollm3(fields: Fields, num_layers: int) -> Windows:
     """Windows in the layers with rope, if the configuration uses any."""
     if not fields.flag("use_sliding_window", False):
         return ()
-    return pattern_windows(fields.integer("no_rope_layer_interval", 4))(fields, num_layers)
+    return patterned(fields.integer("no_rope_layer_interval", 4))(fields, num_layers)
 
 
-def exaone4_windows(fields: Fields, num_layers: int) -> Windows:
+def exaone4(fields: Fields, num_layers: int) -> Windows:
     """Windows in all but every fourth layer; the hub's files also write this as LLLG."""
     if "sliding_window" in fields.values and not fields.has("sliding_window"):
         return ()
     pattern = fields.values.get("sliding_window_pattern")
     if isinstance(pattern, str) and set(pattern) == {"L", "G"} and pattern.index("G") == len(pattern) - 1:
         fields = Fields({**fields.values, "sliding_window_pattern": len(pattern)}, fields.source)
-    return pattern_windows(4)(fields, num_layers)
+    return patterned(4)(fields, num_layers)
 
 
-def listed_windows(default_window: int) -> Callable[[Fields, int], Windows]:
+def listed(default_window: int) -> Callable[[Fields, int], Windows]:
     """Windows in the layers that layer_types lists; without it, in none."""
 
     def windows(fields: Fields, num_layers: int) -> Windows:
@@ -110,7 +108,7 @@ def listed_windows(default_window: int) -> Callable[[Fields, int], Windows]:
     return windows
 
 
-def windows_after_full(every: int, default_window: int) -> Callable[[Fields, int], Windows]:
+def after_full(every: int, default_window: int) -> Callable[[Fields, int], Windows]:
     """Windows in the layers that layer_types lists; without it, in all but the first of every `every`."""
 
     def windows(fields: Fields, num_layers: int) -> Windows:
@@ -120,7 +118,7 @@ def windows_after_full(every: int, default_window: int) -> Callable[[Fields, int
     return windows
 
 
-def qwen2_moe_windows(fields: Fields, num_layers: int) -> Windows:
+def qwen2_moe(fields: Fields, num_layers: int) -> Windows:
     """Windows in the layers that layer_types lists; without it, in every other of the first ones."""
     if not fields.flag("use_sliding_window", False):
         return ()
@@ -129,13 +127,13 @@ def qwen2_moe_windows(fields: Fields, num_layers: int) -> Windows:
     return _windows_of(fields, layer_kinds(fields, num_layers) or usual, 4096)
 
 
-def cohere2_windows(fields: Fields, num_layers: int) -> Windows:
+def cohere2(fields: Fields, num_layers: int) -> Windows:
     """Windows as in Cohere 2; the first dense layers count by themselves."""
     dense = fields.integer("first_k_dense_replace", 0, least=0, most=num_layers)
     if fields.has("layer_types") or not dense:
-        return pattern_windows(4)(fields, num_layers)
-    first = pattern_windows(1, period_key="prefix_dense_sliding_window_pattern")(fields, dense)
-    return first + pattern_windows(4)(fields, num_layers - dense)
+        return patterned(4)(fields, num_layers)
+    first = patterned(1, period_key="prefix_dense_sliding_window_pattern")(fields, dense)
+    return first + patterned(4)(fields, num_layers - dense)
 
 
 def _windows_of(fields: Fields, kinds: list[str], default_window: int) -> Windows:
