@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config import DEFAULT_MODEL
 from paceline.core.params import SamplingParams
-from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.engine import Engine
+from paceline.engine.frontend.async_engine import AsyncEngine
+from paceline.engine.frontend.stream import Stream, Update
 from paceline.engine.outputs import (
     CompletionOutput,
     RequestMetrics,
     RequestOutput,
     SpeculativeMetrics,
 )
-from paceline.engine.stream import Stream, Update
 from paceline.errors import UnavailableError
 from paceline.llm import Message, Prompt, python_config, tokenized, tokenized_chat
 from paceline.models.chat import TemplateOptions

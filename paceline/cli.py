@@ -160,7 +160,7 @@ def check(
     """Show this machine and the chosen kernels, and test that they are correct."""
     if isa is not None:
         force_isa(isa)
-    from paceline.check import check, show
+    from paceline.check.command import check, show
 
     report = check(model, with_torch)
     if as_json:

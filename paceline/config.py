@@ -118,7 +118,7 @@ class SpeculativeOptions:
         if self.speculative_config not in (None, "off"):
             self.speculation()  # report a mistake before a model is loaded
         if self.share_suffix_cache is not None:
-            from paceline.draft.suffix import SHARES  # here, to keep `--help` quick
+            from paceline.draft.lookup.suffix import SHARES  # here, to keep `--help` quick
 
             check_choice(ConfigError, "share_suffix_cache", self.share_suffix_cache, SHARES)
         if self.log_decisions is not None:

@@ -30,11 +30,11 @@ from paceline.engine import engine as engine_room
 from paceline.learn.activity import Activity, new_activity
 from paceline.models import registry
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.gguf import GgufFile, read_gguf
+from paceline.models.gguf.reader import GgufFile, read_gguf
+from paceline.models.gguf.tokenizer import gguf_tokenizer
 from paceline.models.lora import Adapter
 from paceline.models.registry import ALIASES, DEFAULT_MODEL, model_path
 from paceline.models.tokenizer import Tokenizer
-from paceline.models.tokenizer_gguf import gguf_tokenizer
 from paceline.terminal import chat as chat_room
 from paceline.terminal import generate as generate_room
 from tests.planted import Plant

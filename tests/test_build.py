@@ -10,9 +10,9 @@ from paceline import build
 from paceline.config import EngineConfig
 from paceline.control.auto import AutoController
 from paceline.draft.base import DrafterNeeds
+from paceline.draft.lookup.ngram import NgramDrafter
+from paceline.draft.lookup.suffix import SuffixDrafter
 from paceline.draft.methods import parse_speculative_config
-from paceline.draft.ngram import NgramDrafter
-from paceline.draft.suffix import SuffixDrafter
 from tests.toy import ScriptedDrafter, ToyBackend
 
 

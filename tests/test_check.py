@@ -9,22 +9,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline import LLM, check_gpu, check_kernels
-from paceline import check as check_room
+from paceline import LLM
 from paceline.backends import options
-from paceline.backends.cpu import model_weights
-from paceline.backends.cpu.packing import choose_format
-from paceline.backends.cpu.tiles import FORMAT_NAMES
+from paceline.backends.cpu.tiles.weight_tile import FORMAT_NAMES
+from paceline.backends.cpu.weights import model_weights
+from paceline.backends.cpu.weights.packing import choose_format
 from paceline.backends.load import load_backend
 from paceline.backends.options import BackendOptions
-from paceline.check import Outcome, Report, check
-from paceline.check_digest import compare_digest, generation_digest
-from paceline.check_kernels import CASES, compare
+from paceline.check import command as check_room
+from paceline.check import gpu as check_gpu
+from paceline.check import kernels as check_kernels
+from paceline.check.command import Outcome, Report, check
+from paceline.check.digest import compare_digest, generation_digest
+from paceline.check.kernels import CASES, compare
 from paceline.cli import main
 from paceline.errors import BackendError
 from paceline.machine import Gpu
-from paceline.models.safetensors_writer import encode
-from tests.models.files import config_of, random_tensors, write_gguf
+from paceline.models.files.safetensors_writer import encode
+from tests.models.model_files import config_of, random_tensors, write_gguf
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from paceline.serve.options import ServeOptions
 from paceline.terminal import generate as generate_room
 from paceline.terminal.flag_groups import ENGINE, LEARN, SAMPLING, SCALE, SEED, SERVER
 from paceline.vllm_options import INSTEAD
-from tests.models.files import config_of, random_tensors, write_gguf
+from tests.models.model_files import config_of, random_tensors, write_gguf
 from tests.toy import ToyBackend, ToyTokenizer, toy_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

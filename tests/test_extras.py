@@ -16,7 +16,7 @@ from paceline.errors import BackendError, ModelError
 from paceline.extras import needs_extra
 from paceline.models.heads.checkpoint import read_weights
 from paceline.models.registry import load_checkpoint
-from tests.models.files import config_of, random_tensors, write_gguf
+from tests.models.model_files import config_of, random_tensors, write_gguf
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 

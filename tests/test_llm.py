@@ -11,7 +11,7 @@ import pytest
 import paceline
 from paceline import LLM, SamplingParams
 from paceline.errors import ConfigError, RequestError
-from tests.models.files import config_of, random_tensors, write_gguf
+from tests.models.model_files import config_of, random_tensors, write_gguf
 from tests.toy import ToyBackend, ToyTokenizer, toy_engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -26,8 +26,8 @@ from paceline.bench.traffic.workloads import load_workload
 from paceline.core.request import Request
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, Target
+from paceline.draft.lookup.ngram import NgramDrafter
 from paceline.draft.methods import AUTO, METHODS, Method
-from paceline.draft.ngram import NgramDrafter
 
 SURE = 0.95  # confidence that `wrong` reports for each token
 SLEEP = 0.03  # seconds

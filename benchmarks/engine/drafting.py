@@ -20,9 +20,9 @@ from paceline.core.request import Request
 from paceline.core.trees import DraftPlan
 from paceline.core.verdict import Verdict
 from paceline.draft.base import Drafter
+from paceline.draft.lookup.ngram import NgramDrafter
+from paceline.draft.lookup.suffix import SuffixDrafter
 from paceline.draft.methods import METHODS
-from paceline.draft.ngram import NgramDrafter
-from paceline.draft.suffix import SuffixDrafter
 from paceline.engine.admission import Limits, make_requests
 from paceline.errors import ConfigError
 from paceline.options import check_integer

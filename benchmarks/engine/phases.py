@@ -19,7 +19,7 @@ from benchmarks.engine.rows import chain
 from paceline.backends.base import Backend
 from paceline.backends.cpu.backend import CpuBackend
 from paceline.backends.cpu.job import COUNTERS_PER_LAYER, ENTRY_COUNTERS
-from paceline.backends.cpu.matrix_names import matrix_names
+from paceline.backends.cpu.weights.matrix_names import matrix_names
 from paceline.bench.timing import OnTurn, Timing
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig

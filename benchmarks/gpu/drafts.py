@@ -14,15 +14,14 @@ import torch
 
 from paceline.backends.async_decoding import NgramLookup
 from paceline.backends.cuda.backend import PAGE_SIZE
-from paceline.backends.cuda.block_runner import CudaBlockRunner
-from paceline.backends.cuda.block_weights import make_block_weights
-from paceline.backends.cuda.draft_networks import DraftNetwork, HeadNetwork, ModelNetwork
-from paceline.backends.cuda.draft_shape import DraftShape, chain_shape, tree_shape
-from paceline.backends.cuda.graphs import bucket
-from paceline.backends.cuda.head_weights import make_head_weights
-from paceline.backends.cuda.kv_pool import Pool
-from paceline.backends.cuda.weights import Weights
-from paceline.models.blocks import Take
+from paceline.backends.cuda.decode.draft_networks import DraftNetwork, HeadNetwork, ModelNetwork
+from paceline.backends.cuda.decode.draft_shape import DraftShape, chain_shape, tree_shape
+from paceline.backends.cuda.heads.block_runner import CudaBlockRunner
+from paceline.backends.cuda.heads.block_weights import make_block_weights
+from paceline.backends.cuda.heads.head_weights import make_head_weights
+from paceline.backends.cuda.passes.graphs import bucket
+from paceline.backends.cuda.passes.kv_pool import Pool
+from paceline.backends.cuda.weights.model_weights import Weights
 from paceline.models.config import ModelConfig
 from paceline.models.heads.config import (
     BlockAttention,
@@ -31,6 +30,7 @@ from paceline.models.heads.config import (
     expected_tensors,
     usual_block_layers,
 )
+from paceline.models.transformer.blocks import Take
 
 CHAIN = 5  # drafted tokens
 BLOCK, BLOCK_LAYERS, MARKOV_RANK = 7, 5, 256  # of a DSpark head: all slots draft

@@ -16,7 +16,7 @@ import torch
 from benchmarks.gpu.measure import random_weights
 from benchmarks.gpu.plan import SHAPES
 from paceline.backends.cuda.backend import PAGE_SIZE, CudaBackend
-from paceline.backends.cuda.weights import load_weights
+from paceline.backends.cuda.weights.model_weights import load_weights
 from paceline.bench.simulate.world import CountingTokenizer
 from paceline.core.params import SamplingParams
 from paceline.engine.admission import Limits

@@ -28,17 +28,17 @@ from benchmarks.gpu.plain_torch import PlainDecode
 from benchmarks.gpu.plan import DRAFT_MODEL, SHAPES, Measured, Setting, bar_of
 from benchmarks.gpu.power import Power, watched
 from paceline.backends.cuda.backend import PAGE_SIZE, CudaBackend
-from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
-from paceline.backends.cuda.draft_shape import chain_shape
-from paceline.backends.cuda.kernels.matrix import Matrix
-from paceline.backends.cuda.native import leaving_out
-from paceline.backends.cuda.shared_prefix import find_shared_prefixes, uniform_rows
-from paceline.backends.cuda.weights import Weights, load_weights, packing_for
+from paceline.backends.cuda.decode.decode_loop import DecodeLoop, make_requests
+from paceline.backends.cuda.decode.draft_shape import chain_shape
+from paceline.backends.cuda.kernels.products.matrix import Matrix
+from paceline.backends.cuda.native.nvrtc import leaving_out
+from paceline.backends.cuda.passes.shared_prefix import find_shared_prefixes, uniform_rows
+from paceline.backends.cuda.weights.model_weights import Weights, load_weights, packing_for
 from paceline.core.forward import ForwardBatch, chain_parents
 from paceline.errors import BackendError
 from paceline.models.config import ModelConfig
-from paceline.models.layout import expected_tensors
-from paceline.models.transformer import Transformer
+from paceline.models.files.layout import expected_tensors
+from paceline.models.transformer.model import Transformer
 
 WARM_UP = 4  # steps
 

@@ -7,10 +7,10 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from paceline.models.attention import GroupedQueryAttention, Norm, Rotation, rotate
-from paceline.models.blocks import MLP, RMSNorm
-from paceline.models.layer import Layer
-from paceline.models.transformer import Transformer
+from paceline.models.transformer.attention import GroupedQueryAttention, Norm, Rotation, rotate
+from paceline.models.transformer.blocks import MLP, RMSNorm
+from paceline.models.transformer.layer import Layer
+from paceline.models.transformer.model import Transformer
 
 
 class PlainDecode:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.gpu.power import Power
-from paceline.backends.cuda.native import ALIASES, KERNELS
+from paceline.backends.cuda.native.nvrtc import ALIASES, KERNELS
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
-from paceline.models.config_reader import model_config
+from paceline.models.families.config_reader import model_config
 
 SHAPES = {
     "llama-3.2-1b": ModelConfig(

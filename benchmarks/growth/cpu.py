@@ -12,12 +12,12 @@ import numpy as np
 from benchmarks.growth.floor import Floor, model_products
 from benchmarks.growth.measure import BackendPasses
 from paceline.backends.cpu.backend import CpuBackend
-from paceline.backends.cpu.packing import packed_shape
-from paceline.check_kernels import CASES, multiply, random_tensor
+from paceline.backends.cpu.weights.packing import packed_shape
+from paceline.check.kernels import CASES, multiply, random_tensor
 from paceline.config import USUAL_ROWS_PER_PASS
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.gguf import GgufTensor
-from paceline.models.layout import expected_tensors
+from paceline.models.files.layout import expected_tensors
+from paceline.models.gguf.reader import GgufTensor
 from paceline.models.registry import load_with_tokenizer, resolve
 
 REPETITIONS = 7

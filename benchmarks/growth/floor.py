@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.models.config import ModelConfig
-from paceline.models.layout import expected_tensors
+from paceline.models.files.layout import expected_tensors
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from benchmarks.gpu.plan import SHAPES, Setting
 from benchmarks.growth.floor import Floor, Load, model_products
 from benchmarks.growth.measure import BackendPasses
 from paceline.backends.cuda.backend import CudaBackend
-from paceline.backends.cuda.draft_shape import chain_shape
-from paceline.backends.cuda.weights import Weights, load_weights
+from paceline.backends.cuda.decode.draft_shape import chain_shape
+from paceline.backends.cuda.weights.model_weights import Weights, load_weights
 from paceline.config import ROWS_PER_PASS
 from paceline.errors import BackendError, ConfigError
 

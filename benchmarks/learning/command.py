@@ -184,7 +184,7 @@ def _show(window: Window) -> None:
 
 def picture_of(shift: Shift) -> str:
     """Tokens per pass of both heads over the requests, with the swaps."""
-    from paceline.train.plot import COLOURS, GREY, Curve, picture
+    from paceline.train.report.plot import COLOURS, GREY, Curve, picture
 
     windows = shift.windows
     curves = [

@@ -29,7 +29,7 @@ import json, sys
 import ray
 from ray import serve
 from paceline.config import EngineConfig
-from paceline.scale.deployment import replica_application
+from paceline.scale.ray.deployment import replica_application
 from paceline.scale.options import ScaleOptions
 from paceline.serve.options import ServeOptions
 

@@ -1,4 +1,4 @@
-"""Asynchronous decoding: the protocol of a backend's decoder. See engine/device_executor.py."""
+"""Asynchronous decoding: the protocol of a backend's decoder. See engine/executors/device_executor.py."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SlotInits:
 
 @dataclass(frozen=True)
 class NgramLookup:
-    """Chains found in requests' own texts, as draft/ngram.py finds them."""
+    """Chains found in requests' own texts, as draft/lookup/ngram.py finds them."""
 
     shortest: int  # tokens of an n-gram
     longest: int

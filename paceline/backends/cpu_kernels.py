@@ -27,7 +27,7 @@ def _sources_fingerprint() -> str:
     verify = backends.parent / "verify"
     called = [verify / name for name in ("floats.py", "kernels.py", "noise.py")]
     called.append(backends / "head_chains.py")
-    for path in [*sorted((backends / "cpu").glob("*.py")), *called]:
+    for path in [*sorted((backends / "cpu").rglob("*.py")), *called]:
         digest.update(path.read_bytes())
     digest.update(numba.__version__.encode())
     asked = os.environ.get(ISA_VARIABLE, "")

@@ -53,12 +53,12 @@ def load_head_runner(
         return CpuHeadRunner(checkpoint, beside, max_rows, options.quantization)
     if options.name == "cuda":
         from paceline.backends.cuda.backend import CudaBackend
-        from paceline.backends.cuda.head_runner import CudaHeadRunner
+        from paceline.backends.cuda.heads.head_runner import CudaHeadRunner
 
         assert isinstance(beside, CudaBackend), NOT_THE_TARGETS
         return CudaHeadRunner.load(checkpoint, beside, max_rows)
-    from paceline.backends.torch_backend import TorchBackend
-    from paceline.backends.torch_head_runner import TorchHeadRunner, TorchLayerHeadRunner
+    from paceline.backends.torch.backend import TorchBackend
+    from paceline.backends.torch.head_runner import TorchHeadRunner, TorchLayerHeadRunner
 
     assert isinstance(beside, TorchBackend), NOT_THE_TARGETS
     runner = TorchHeadRunner if checkpoint.config.layer is None else TorchLayerHeadRunner
@@ -71,18 +71,18 @@ def load_block_runner(
     """A runner of the parallel head beside the loaded target."""
     if options.name == "cpu":
         from paceline.backends.cpu import CpuBackend
-        from paceline.backends.cpu.block_runner import CpuBlockRunner
+        from paceline.backends.cpu.heads.block_runner import CpuBlockRunner
 
         assert isinstance(beside, CpuBackend), NOT_THE_TARGETS
         return CpuBlockRunner(checkpoint, beside, max_rows, options.quantization)
     if options.name == "cuda":
         from paceline.backends.cuda.backend import CudaBackend
-        from paceline.backends.cuda.block_runner import CudaBlockRunner
+        from paceline.backends.cuda.heads.block_runner import CudaBlockRunner
 
         assert isinstance(beside, CudaBackend), NOT_THE_TARGETS
         return CudaBlockRunner.load(checkpoint, beside, max_rows)
-    from paceline.backends.torch_backend import TorchBackend
-    from paceline.backends.torch_block_runner import TorchBlockRunner
+    from paceline.backends.torch.backend import TorchBackend
+    from paceline.backends.torch.block_runner import TorchBlockRunner
 
     assert isinstance(beside, TorchBackend), NOT_THE_TARGETS
     return TorchBlockRunner.load(checkpoint, beside, max_rows)
@@ -94,7 +94,7 @@ def load_medusa_runner(
     """A runner of Medusa heads beside the loaded target, on the backend that the options name."""
     if options.name == "cpu":
         return NumpyMedusa(checkpoint)
-    from paceline.backends.torch_backend import TorchBackend
+    from paceline.backends.torch.backend import TorchBackend
     from paceline.models.heads.torch_medusa import TorchMedusa
 
     if options.name == "cuda":
@@ -110,18 +110,18 @@ def load_assistant_runner(checkpoint: AssistantCheckpoint, beside: Backend) -> A
     """A runner of the assistant beside its target."""
     if beside.name == "cpu":
         from paceline.backends.cpu import CpuBackend
-        from paceline.backends.cpu.assistant_runner import CpuAssistantRunner
+        from paceline.backends.cpu.heads.assistant_runner import CpuAssistantRunner
 
         assert isinstance(beside, CpuBackend)
         return CpuAssistantRunner(checkpoint, beside)
     if beside.name == "cuda":
-        from paceline.backends.cuda.assistant_runner import CudaAssistantRunner
         from paceline.backends.cuda.backend import CudaBackend
+        from paceline.backends.cuda.heads.assistant_runner import CudaAssistantRunner
 
         assert isinstance(beside, CudaBackend)
         return CudaAssistantRunner.load(checkpoint, beside)
-    from paceline.backends.torch_assistant_runner import TorchAssistantRunner
-    from paceline.backends.torch_backend import TorchBackend
+    from paceline.backends.torch.assistant_runner import TorchAssistantRunner
+    from paceline.backends.torch.backend import TorchBackend
 
     assert isinstance(beside, TorchBackend)
     return TorchAssistantRunner.load(checkpoint, beside)
@@ -156,7 +156,7 @@ def _load_torch(
     with needs_extra("torch", "the torch backend", BackendError):
         import torch  # here, because it takes seconds and the cpu backend does not need it
 
-        from paceline.backends.torch_backend import TorchBackend
+        from paceline.backends.torch.backend import TorchBackend
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)

@@ -25,9 +25,9 @@ from paceline.core.arrays import Float32Array, Float64Array, Int64Array
 from paceline.core.tree_shapes import ROOT, static_shape
 from paceline.core.trees import DraftPlan, DraftTrees, Draws
 from paceline.draft.base import DraftSampling
-from paceline.draft.draft_cache import Context
-from paceline.draft.draft_pass import Part
-from paceline.draft.vocabulary import Vocabulary
+from paceline.draft.model.draft_cache import Context
+from paceline.draft.model.draft_pass import Part
+from paceline.draft.model.vocabulary import Vocabulary
 from paceline.errors import BackendError
 from paceline.verify.draws import draw
 from paceline.verify.kernels import gumbel

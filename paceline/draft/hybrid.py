@@ -17,8 +17,8 @@ import numpy as np
 from paceline.core.features import Features
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, DraftSampling, Target, TextDrafts
+from paceline.draft.lookup.suffix import SuffixDrafter, SuffixOptions
 from paceline.draft.methods import PLAN_KEYS, SHARED_KEYS, load_drafter, parse_speculative_config
-from paceline.draft.suffix import SuffixDrafter, SuffixOptions
 from paceline.errors import ConfigError
 from paceline.options import check_number, refuse_unknown
 

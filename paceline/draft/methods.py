@@ -58,47 +58,51 @@ class Method:
 
 METHODS: dict[str, Method] = {
     "ngram": Method(
-        "paceline.draft.ngram", "NgramDrafter", num_speculative_tokens=6, trees=False, on_demand=True
+        "paceline.draft.lookup.ngram", "NgramDrafter", num_speculative_tokens=6, trees=False, on_demand=True
     ),
     "suffix": Method(
-        "paceline.draft.suffix", "SuffixDrafter", num_speculative_tokens=7, trees=True, on_demand=True
+        "paceline.draft.lookup.suffix", "SuffixDrafter", num_speculative_tokens=7, trees=True, on_demand=True
     ),
     "draft_model": Method(
-        "paceline.draft.draft_model",
+        "paceline.draft.model.draft_model",
         "DraftModelDrafter",
         num_speculative_tokens=4,
         trees=True,
         argument=PATH,
     ),
     "eagle3": Method(
-        "paceline.draft.eagle", "Eagle3Drafter", num_speculative_tokens=7, trees=True, argument=PATH
+        "paceline.draft.heads.eagle", "Eagle3Drafter", num_speculative_tokens=7, trees=True, argument=PATH
     ),
     "eagle": Method(
-        "paceline.draft.eagle", "EagleDrafter", num_speculative_tokens=7, trees=True, argument=PATH
+        "paceline.draft.heads.eagle", "EagleDrafter", num_speculative_tokens=7, trees=True, argument=PATH
     ),
     "dflash": Method(
-        "paceline.draft.block",
+        "paceline.draft.heads.block",
         "DFlashDrafter",
         num_speculative_tokens=7,
         trees=True,
         argument=PATH,
     ),
     "dspark": Method(
-        "paceline.draft.block",
+        "paceline.draft.heads.block",
         "DSparkDrafter",
         num_speculative_tokens=7,
         trees=True,
         argument=PATH,
     ),
     "medusa": Method(
-        "paceline.draft.medusa", "MedusaDrafter", num_speculative_tokens=5, trees=True, argument=PATH
+        "paceline.draft.heads.medusa", "MedusaDrafter", num_speculative_tokens=5, trees=True, argument=PATH
     ),
-    "mtp": Method("paceline.draft.mtp", "MtpDrafter", num_speculative_tokens=2, trees=True),
+    "mtp": Method("paceline.draft.heads.mtp", "MtpDrafter", num_speculative_tokens=2, trees=True),
     "assistant": Method(
-        "paceline.draft.assistant", "AssistantDrafter", num_speculative_tokens=4, trees=True, argument=PATH
+        "paceline.draft.heads.assistant",
+        "AssistantDrafter",
+        num_speculative_tokens=4,
+        trees=True,
+        argument=PATH,
     ),
     "layerskip": Method(
-        "paceline.draft.layerskip",
+        "paceline.draft.model.layerskip",
         "LayerSkipDrafter",
         num_speculative_tokens=4,
         trees=True,

@@ -20,16 +20,16 @@ from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.base import Drafter
 from paceline.draft.grammar import GrammarDrafter
 from paceline.engine.admission import Limits, RequestOptions, make_requests
-from paceline.engine.batch import BatchBuilder
-from paceline.engine.device_executor import DeviceExecutor, common_plan
 from paceline.engine.drafting import FORCED_ONLY, Drafting
-from paceline.engine.host_executor import HostExecutor
+from paceline.engine.executors.batch import BatchBuilder
+from paceline.engine.executors.device_executor import DeviceExecutor, common_plan
+from paceline.engine.executors.host_executor import HostExecutor
+from paceline.engine.executors.verification import Verification
 from paceline.engine.output_processor import Delta, OutputProcessor
 from paceline.engine.overlap import OverlapScheduler
 from paceline.engine.pipeline import InFlight, Pipeline, Schedule, StepResult, StepTimer, failing
 from paceline.engine.scheduler import Scheduler
 from paceline.engine.step_stats import add_pass
-from paceline.engine.verification import Verification
 from paceline.errors import BackendLostError, RequestError
 from paceline.kv.cache import KVCache
 from paceline.verify.pathwise import verify_pathwise

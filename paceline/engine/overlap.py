@@ -14,7 +14,7 @@ from paceline.control.controller import StepPlan
 from paceline.core.request import Request
 from paceline.core.schedule import Scheduled
 from paceline.core.trees import PLAIN, DraftPlan
-from paceline.engine.device_executor import DeviceExecutor
+from paceline.engine.executors.device_executor import DeviceExecutor
 from paceline.engine.pipeline import DEPTH, Executor, Pipeline, Schedule
 from paceline.engine.scheduler import Scheduler
 

@@ -196,7 +196,7 @@ def export_command(
 ) -> None:
     """Write the kept rows as a file of answers, which every `paceline train` command takes as --data."""
     from paceline.learn.data.selection import usable
-    from paceline.train.examples import Example, ExampleWriter
+    from paceline.train.data.examples import Example, ExampleWriter
 
     if out.exists():
         raise ConfigError(f"{out} is there already: give another --out.")

@@ -20,12 +20,12 @@ import numpy.typing as npt
 
 from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.config import ModelConfig
-from paceline.models.families import FAMILIES
-from paceline.models.fields import Fields
-from paceline.models.file_layouts import LLAMA_FILES, our_name
-from paceline.models.files import read_json
-from paceline.models.layout import expected_tensors
-from paceline.models.safetensors_files import SafeTensor, read_safetensors
+from paceline.models.families.fields import Fields
+from paceline.models.families.table import FAMILIES
+from paceline.models.files.file_layouts import LLAMA_FILES, our_name
+from paceline.models.files.layout import expected_tensors
+from paceline.models.files.mapped import read_json
+from paceline.models.files.safetensors_files import SafeTensor, read_safetensors
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.(?:default\.)?weight")

@@ -10,13 +10,22 @@ from typing import TypeVar
 from paceline.errors import ModelError
 from paceline.home import paceline_home
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.fetch import Alias, Download, Part, Report, fetch, is_sound, pip_download, progress_bar
-from paceline.models.gguf import read_gguf
-from paceline.models.gguf_checkpoint import gguf_checkpoint
-from paceline.models.hub import HUB_NAME, SHORT_NAMES, choose_gguf, fetch_from_hub
-from paceline.models.safetensors_files import safetensors_checkpoint
+from paceline.models.files.fetch import (
+    Alias,
+    Download,
+    Part,
+    Report,
+    fetch,
+    is_sound,
+    pip_download,
+    progress_bar,
+)
+from paceline.models.files.hub import HUB_NAME, SHORT_NAMES, choose_gguf, fetch_from_hub
+from paceline.models.files.safetensors_files import safetensors_checkpoint
+from paceline.models.gguf.checkpoint import gguf_checkpoint
+from paceline.models.gguf.reader import read_gguf
+from paceline.models.gguf.tokenizer import gguf_tokenizer
 from paceline.models.tokenizer import Tokenizer, folder_tokenizer
-from paceline.models.tokenizer_gguf import gguf_tokenizer
 
 Loaded = TypeVar("Loaded", Checkpoint, Tokenizer)
 

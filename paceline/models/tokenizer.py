@@ -11,7 +11,7 @@ import tokenizers
 
 from paceline.errors import CheckpointError, RequestError, UnsupportedModelError
 from paceline.models.chat import TEMPLATES, ChatTemplate, Message
-from paceline.models.files import damaged, read_json
+from paceline.models.files.mapped import damaged, read_json
 
 SURROGATES = re.compile("[\ud800-\udfff]")
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")

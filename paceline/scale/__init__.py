@@ -15,7 +15,7 @@ def deployment(model: str = "smollm2-135m", **options: Any) -> Application:
 
     The options are those of `paceline serve`: `deployment("smollm2-135m", replicas=2, threads=1)`.
     """
-    from paceline.scale.ingress import make_application
+    from paceline.scale.ray.ingress import make_application
 
     return make_application(model, options)
 

@@ -18,16 +18,16 @@ from paceline.models.heads.checkpoint import load_head
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import check_target, target_fingerprint
 from paceline.models.registry import load_checkpoint, resolve
-from paceline.scale.cluster import cluster, import_ray
-from paceline.scale.launch import RemoteModel, launch, load_tokenizers, remove
 from paceline.scale.options import ScaleOptions
 from paceline.scale.pages import ModelFleet, pages
-from paceline.scale.remote_engine import RemoteEngine, RemoteOptions
+from paceline.scale.ray.cluster import cluster, import_ray
+from paceline.scale.ray.launch import RemoteModel, launch, load_tokenizers, remove
+from paceline.scale.remote.remote_engine import RemoteEngine, RemoteOptions
 from paceline.serve.learner import first_head
 from paceline.serve.learning import TrainableModel, learn_options, learning_model, trainable_method
 from paceline.serve.loading import announce, declared_models
-from paceline.serve.logs import log_event, set_up_logs
-from paceline.serve.metrics import Metrics
+from paceline.serve.observability.logs import log_event, set_up_logs
+from paceline.serve.observability.metrics import Metrics
 from paceline.serve.options import ServeOptions
 from paceline.serve.routes.file import RouteTable
 from paceline.serve.routes.models import Models

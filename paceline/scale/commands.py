@@ -9,8 +9,8 @@ import typer
 
 from paceline.config import DEFAULT_MODEL, EngineConfig
 from paceline.errors import ConfigError
-from paceline.scale.cluster import Resources, import_ray, needs_gpu
-from paceline.scale.ingress import split_options
+from paceline.scale.ray.cluster import Resources, import_ray, needs_gpu
+from paceline.scale.ray.ingress import split_options
 from paceline.terminal.flag_groups import ENGINE, SCALE, SEED, SERVER
 from paceline.terminal.flags import Options, with_flags
 from paceline.terminal.help import App
@@ -48,7 +48,7 @@ def serve_config(model: str, options: dict[str, Any]) -> str:
     if not scale.wanted:
         raise ConfigError("say how many replicas: --replicas N or --autoscale MIN:MAX.")
     import_ray()
-    from paceline.scale.deployment import deployment_options
+    from paceline.scale.ray.deployment import deployment_options
 
     if not (on_gpus := needs_gpu(checked.backend)):
         given.setdefault("threads", 1)

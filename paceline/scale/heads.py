@@ -32,13 +32,13 @@ from weakref import WeakKeyDictionary, WeakSet
 from paceline.core.request import Request
 from paceline.core.stats import DraftStats, StepStats
 from paceline.draft.base import Drafter
-from paceline.engine.async_engine import AsyncEngine, Observer
+from paceline.engine.frontend.async_engine import AsyncEngine, Observer
 from paceline.engine.output_processor import Delta
 from paceline.errors import BackendError
 from paceline.learn.activity import Activity
 from paceline.models.heads.checkpoint import WEIGHTS
 from paceline.models.heads.fingerprint import head_fingerprint
-from paceline.scale.channel import Connection, Link, Message
+from paceline.scale.remote.channel import Connection, Link, Message
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from fastapi import APIRouter, Response
 from pydantic import BaseModel
 
 from paceline.core.stats import StepStats
-from paceline.scale.remote_engine import RemoteEngine
-from paceline.serve.app import Pages
-from paceline.serve.metrics import Metrics
-from paceline.serve.metrics_page import Page, View, render
-from paceline.serve.middleware import REPLICA_METRICS, REPLICAS
+from paceline.scale.remote.remote_engine import RemoteEngine
+from paceline.serve.http.app import Pages
+from paceline.serve.http.middleware import REPLICA_METRICS, REPLICAS
+from paceline.serve.observability.metrics import Metrics
+from paceline.serve.observability.metrics_page import Page, View, render
 
 STATE = ("running", "waiting", "kv_usage", "prefix_queries", "prefix_hits")
 

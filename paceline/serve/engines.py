@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from paceline.core.request import Request
-from paceline.engine.client import EngineClient
+from paceline.engine.frontend.client import EngineClient
 
 
 class EngineGroup:

@@ -21,7 +21,7 @@ from paceline.learn.slowdown import Slowdown
 from paceline.learn.status import LearnerConfig
 from paceline.models.heads.registry import resolve_head
 from paceline.models.heads.shipped import SHIPPED_HEAD
-from paceline.serve.learning_page import Learning
+from paceline.serve.observability.learning_page import Learning
 
 
 def first_head(speculation: Speculation | None, method: str, fingerprint: str) -> Path:

@@ -28,10 +28,10 @@ from paceline.learn.slowdown import Slowdown
 from paceline.learn.status import LearnerConfig
 from paceline.models.config import ModelConfig
 from paceline.models.heads.config import TargetName
+from paceline.serve.http.middleware import key_digest
 from paceline.serve.learner import LearningModel, first_head
 from paceline.serve.loading import ServedModel
-from paceline.serve.logs import log_event
-from paceline.serve.middleware import key_digest
+from paceline.serve.observability.logs import log_event
 from paceline.serve.options import ServeOptions
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.models.registry import resolve
 from paceline.models.tokenizer import Tokenizer
-from paceline.serve.logs import log_event
+from paceline.serve.observability.logs import log_event
 from paceline.serve.options import ServeOptions
 from paceline.serve.routes.file import ModelEntry, RoutesFile, RouteTable, read_routes
 from paceline.terminal.session import announce_compilation, note

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from paceline.engine.client import EngineClient
+from paceline.engine.frontend.client import EngineClient
 from paceline.errors import OverloadedError
 
 READERS = 2  # large bodies handled at a time

@@ -25,20 +25,20 @@ import uvicorn
 import uvicorn.server
 
 from paceline.draft.base import Drafter
-from paceline.engine.async_engine import AsyncEngine, Observer
-from paceline.engine.step_turns import StepTurns
+from paceline.engine.frontend.async_engine import AsyncEngine, Observer
+from paceline.engine.frontend.step_turns import StepTurns
 from paceline.errors import ConfigError
 from paceline.extras import needs_extra
-from paceline.serve.app import Pages, make_models_app
-from paceline.serve.connections import Connection, ConnectionLimits
 from paceline.serve.engines import EngineGroup
+from paceline.serve.http.app import Pages, make_models_app
+from paceline.serve.http.connections import Connection, ConnectionLimits
 from paceline.serve.kv_events import observe, publishing
 from paceline.serve.learner import LearningModel
 from paceline.serve.learning import learn_options, learning_model, trainable_model
-from paceline.serve.learning_page import Learning
 from paceline.serve.loading import ServedModel, declared_models, load_models
-from paceline.serve.logs import log_event, set_up_logs
-from paceline.serve.metrics import Metrics
+from paceline.serve.observability.learning_page import Learning
+from paceline.serve.observability.logs import log_event, set_up_logs
+from paceline.serve.observability.metrics import Metrics
 from paceline.serve.options import ServeOptions
 from paceline.serve.routes.file import RoutesFile, RouteTable
 from paceline.serve.routes.models import Models
@@ -46,7 +46,7 @@ from paceline.serve.service import Service, new_workers
 
 if TYPE_CHECKING:
     from paceline.serve.kv_events.publisher import Publisher
-    from paceline.serve.tracing import Tracing
+    from paceline.serve.observability.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ async def serve_models(
 def import_tracing() -> type[Tracing]:
     """The class that sends traces; ConfigError if its packages are not installed."""
     with needs_extra("otel", "`--otlp-endpoint`"):
-        from paceline.serve.tracing import Tracing
+        from paceline.serve.observability.tracing import Tracing
     return Tracing
 
 

@@ -22,16 +22,16 @@ from paceline.constrain.compiler import Grammar
 from paceline.core.params import SamplingParams
 from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.engine.admission import Limits, prompt_too_long
-from paceline.engine.client import EngineClient
+from paceline.engine.frontend.client import EngineClient
 from paceline.engine.outputs import RequestOutput
 from paceline.errors import OverloadedError
 from paceline.learn.data.collector import Origin
 from paceline.models.chat import TemplateOptions
 from paceline.models.tokenizer import Tokenizer, TooManyTokens
-from paceline.serve.errors import ClientGone
-from paceline.serve.generation import Generation, segment_of
-from paceline.serve.protocol import SamplingFields
-from paceline.serve.sse import disconnected
+from paceline.serve.http.errors import ClientGone
+from paceline.serve.http.sse import disconnected
+from paceline.serve.openai.generation import Generation, segment_of
+from paceline.serve.openai.protocol import SamplingFields
 from paceline.serve.tools.toolbox import NO_TOOLS, Toolbox, ToolPlan
 
 Parameters = ParamSpec("Parameters")

@@ -16,11 +16,11 @@ from rich.table import Table
 
 from paceline.errors import PacelineError
 from paceline.models.checkpoint import Checkpoint
+from paceline.models.files.hub import SHORT_NAMES
 from paceline.models.heads.fingerprint import target_fingerprint
 from paceline.models.heads.mtp import LAYOUTS
 from paceline.models.heads.registry import METHODS
 from paceline.models.heads.shipped import shipped_head
-from paceline.models.hub import SHORT_NAMES
 from paceline.models.needs import Need, cached_values, model_needs, state_bytes
 from paceline.models.registry import (
     ALIASES,

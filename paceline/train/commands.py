@@ -15,7 +15,7 @@ from paceline.terminal.flags import PROMPT_FILE, Flag, Group, Options, by_topic,
 from paceline.terminal.help import App
 
 if TYPE_CHECKING:
-    from paceline.train.make_answers import AnswerOptions
+    from paceline.train.data.make_answers import AnswerOptions
 
 app = App(help="Train a draft head on the target's own answers.", no_args_is_help=True)
 
@@ -217,9 +217,9 @@ class Recipe:
     load: str = "paceline.models.heads.checkpoint:load_head"  # MODULE:FUNCTION that reads such a head
 
 
-_EAGLE3 = "paceline.train.eagle3_objective:Eagle3Objective"
-_BLOCK = "paceline.train.block_objective:BlockObjective"
-_MEDUSA = "paceline.train.medusa:MedusaObjective"
+_EAGLE3 = "paceline.train.objectives.eagle3_objective:Eagle3Objective"
+_BLOCK = "paceline.train.objectives.block_objective:BlockObjective"
+_MEDUSA = "paceline.train.objectives.medusa:MedusaObjective"
 RECIPES = {
     "eagle3": Recipe(
         EAGLE3,
@@ -359,7 +359,7 @@ def _init_from(name: str, method: str, model: str) -> Path:
 
 
 def _answer_options(answering: Options, seed: Options, has_files: bool) -> AnswerOptions:
-    from paceline.train.make_answers import AnswerOptions
+    from paceline.train.data.make_answers import AnswerOptions
 
     self_written = answering["self_written"]
     if self_written is None:

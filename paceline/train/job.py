@@ -17,17 +17,17 @@ from paceline.errors import ConfigError
 from paceline.kv.pages import pages_for
 from paceline.models.registry import load_checkpoint, resolve
 from paceline.terminal.session import Interrupt, announce_compilation, note
-from paceline.train.card import Measured, serve_command, write_report
+from paceline.train.data.examples import is_answers
+from paceline.train.data.make_answers import AnswerOptions, engine_options, make_answers
 from paceline.train.disk import make_folder, writing
-from paceline.train.examples import is_answers
-from paceline.train.make_answers import AnswerOptions, engine_options, make_answers
-from paceline.train.objective import NEW
+from paceline.train.loop.processes import processes_on, started_by_torchrun
+from paceline.train.loop.progress import Stopped
+from paceline.train.loop.trainer import CHECKPOINT
+from paceline.train.objectives.objective import NEW
 from paceline.train.options import TrainOptions
-from paceline.train.processes import processes_on, started_by_torchrun
-from paceline.train.progress import Stopped
+from paceline.train.report.card import Measured, serve_command, write_report
+from paceline.train.report.show import answering_progress, duration, show_measured, training_progress
 from paceline.train.run import Start, Trained, train_head
-from paceline.train.show import answering_progress, duration, show_measured, training_progress
-from paceline.train.trainer import CHECKPOINT
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -217,7 +217,7 @@ def _measure(
 
     `seconds`: with as many of the prompts as that gives.
     """
-    from paceline.train.evaluation import contestants, held_out_prompts, tokens_per_pass
+    from paceline.train.report.evaluation import contestants, held_out_prompts, tokens_per_pass
 
     prompts = held_out_prompts(trained.examples, trained.held_out_examples, number, seed)
     if not prompts:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from paceline.errors import ConfigError
 from paceline.options import check_integer, check_number, refuse_unknown
-from paceline.train.losses import LOSSES
+from paceline.train.objectives.losses import LOSSES
 
 MAX_WEIGHT = 100  # of a segment
 WEIGHTINGS = ("decay", "d-pace")

@@ -13,16 +13,16 @@ from paceline.errors import ConfigError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import target_fingerprint
-from paceline.models.transformer import Transformer
-from paceline.train.batches import Indices
-from paceline.train.examples import Examples, answer_settings, read_examples
-from paceline.train.new_head import coverage
-from paceline.train.objective import Objective, WriteHead
+from paceline.models.transformer.model import Transformer
+from paceline.train.data.examples import Examples, answer_settings, read_examples
+from paceline.train.loop.batches import Indices
+from paceline.train.loop.processes import Processes
+from paceline.train.loop.progress import Progress, Record, Stopped
+from paceline.train.loop.sequences import load_target
+from paceline.train.loop.trainer import OnProgress, Trainer
+from paceline.train.objectives.new_head import coverage
+from paceline.train.objectives.objective import Objective, WriteHead
 from paceline.train.options import TrainOptions
-from paceline.train.processes import Processes
-from paceline.train.progress import Progress, Record, Stopped
-from paceline.train.sequences import load_target
-from paceline.train.trainer import OnProgress, Trainer
 
 Start = Callable[[Transformer, Examples, TargetName], Objective]  # creates the head to train for a target
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from paceline.backends.base import Backend
 from paceline.models.config import ModelConfig
-from paceline.models.layout import expected_tensors
+from paceline.models.files.layout import expected_tensors
 from paceline.models.lora import Adapter, LoraMatrix
 from tests.backends.driver import Driven, drive, run
 

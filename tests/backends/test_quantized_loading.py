@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backends.cpu.packing import pack_matrices
+from paceline.backends.cpu.weights.packing import pack_matrices
 from paceline.backends.options import BackendOptions
-from paceline.backends.torch_backend import TorchBackend
-from paceline.backends.torch_loading import load_pieces
-from paceline.check_kernels import multiply
+from paceline.backends.torch.backend import TorchBackend
+from paceline.backends.torch.loading import load_pieces
+from paceline.check.kernels import multiply
 from paceline.errors import ConfigError
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.config_reader import model_config
-from paceline.models.layout import expected_tensors
+from paceline.models.families.config_reader import model_config
+from paceline.models.files.layout import expected_tensors
 from paceline.models.quantized.rounded import ROUNDINGS, rounded
 from paceline.models.registry import load_checkpoint
 from tests.backends.driver import drive
@@ -150,7 +150,7 @@ from pathlib import Path
 from paceline.backends.load import load_backend
 from paceline.backends.options import BackendOptions
 from paceline.models.registry import load_checkpoint
-import paceline.backends.cpu, paceline.backends.torch_backend
+import paceline.backends.cpu, paceline.backends.torch.backend
 
 def kilobytes(name):
     lines = Path("/proc/self/status").read_text().splitlines()

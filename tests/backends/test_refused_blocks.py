@@ -12,7 +12,7 @@ from paceline.backends.options import BackendOptions
 from paceline.errors import BackendError, UnsupportedModelError
 from paceline.models.needs import BACKEND_BLOCKS, missing_blocks
 from paceline.models.registry import load_checkpoint
-from paceline.train.sequences import load_target
+from paceline.train.loop.sequences import load_target
 from tests.tiny import save_checkpoint
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.files import config_of, random_tensors, write_gguf
+from tests.models.model_files import config_of, random_tensors, write_gguf
 
 
 @pytest.fixture

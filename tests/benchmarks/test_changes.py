@@ -11,7 +11,7 @@ from benchmarks.control.changes_report import changes_result
 from paceline.bench.report.page import html_page
 from paceline.bench.run.engine_runner import Task
 from paceline.core.params import SamplingParams
-from paceline.draft.ngram import NgramDrafter
+from paceline.draft.lookup.ngram import NgramDrafter
 from tests.toy import toy_engine
 
 STEP = 0.01  # seconds

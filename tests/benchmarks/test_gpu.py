@@ -46,7 +46,7 @@ def test_every_bar_has_its_line_and_drafts_are_measured_beside_one_shape() -> No
 
 def test_the_more_rows_a_step_has_the_more_experts_it_reads() -> None:
     from benchmarks.gpu.measure import random_weights, weight_bytes
-    from paceline.backends.cuda.weights import load_weights
+    from paceline.backends.cuda.weights.model_weights import load_weights
     from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
 
     moe = MoeConfig(4, 1, 64, True, frozenset([0]))
@@ -115,7 +115,7 @@ def test_a_tree_is_measured_against_the_chain_beside_it() -> None:
 
 def test_runs_with_and_without_kernels_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.gpu import measure as gpu
-    from paceline.backends.cuda.native import is_left_out
+    from paceline.backends.cuda.native.nvrtc import is_left_out
 
     seen: list[bool] = []
 

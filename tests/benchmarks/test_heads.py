@@ -13,7 +13,7 @@ from paceline.bench.traffic.workloads import Prompt, Workload
 from paceline.errors import ConfigError
 from paceline.models.heads.checkpoint import write_head
 from tests.benchmarks.cli import run_json
-from tests.draft.test_draft_model_cpu import save_model
+from tests.draft.model.test_draft_model_cpu import save_model
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import DFLASH, EAGLE3
 

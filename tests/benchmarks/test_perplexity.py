@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.engine.perplexity import negative_log_likelihood, perplexity
-from paceline.backends.torch_backend import TorchBackend
+from paceline.backends.torch.backend import TorchBackend
 from paceline.bench.text import perplexity_text
 from paceline.errors import ConfigError, RequestError
 from paceline.models.registry import load_checkpoint

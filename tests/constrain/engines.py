@@ -13,8 +13,8 @@ from paceline.core.request import Request
 from paceline.core.trees import DraftPlan
 from paceline.draft.base import Drafter
 from paceline.draft.hybrid import HybridDrafter, HybridOptions
-from paceline.draft.ngram import NgramDrafter
-from paceline.draft.suffix import SuffixDrafter, SuffixOptions
+from paceline.draft.lookup.ngram import NgramDrafter
+from paceline.draft.lookup.suffix import SuffixDrafter, SuffixOptions
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.verify.rules import RULES

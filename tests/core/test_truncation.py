@@ -7,7 +7,7 @@ from hypothesis import given
 
 from paceline.core.params import SamplingParams
 from paceline.core.truncation import KEEPS_ALL, NUM_FIELDS, OPTIONS, Truncation
-from paceline.serve.protocol import SamplingFields
+from paceline.serve.openai.protocol import SamplingFields
 from paceline.terminal.flag_groups import SAMPLING
 from tests.verify.truncations import EXAMPLES, TRUNCATIONS, VALUES
 

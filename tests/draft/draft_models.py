@@ -14,10 +14,10 @@ from paceline.core.request import Request
 from paceline.core.tree_shapes import ROOT
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling
-from paceline.draft.draft_cache import Context, SharedPages
-from paceline.draft.draft_model import DraftModelDrafter
 from paceline.draft.growth import GrowingTree, make_tree, merged
-from paceline.draft.vocabulary import Vocabulary
+from paceline.draft.model.draft_cache import Context, SharedPages
+from paceline.draft.model.draft_model import DraftModelDrafter
+from paceline.draft.model.vocabulary import Vocabulary
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.kv.cache import KVCache

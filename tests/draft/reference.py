@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.draft.ngram_index import GAP, MAX_VISITS, SHARED_NAMESPACE
-from paceline.draft.suffix_trees import OWN_TEXT_PRIOR, PAST_RESPONSES_PRIOR
+from paceline.draft.lookup.ngram_index import GAP, MAX_VISITS, SHARED_NAMESPACE
+from paceline.draft.lookup.suffix_trees import OWN_TEXT_PRIOR, PAST_RESPONSES_PRIOR
 
 
 def ending(stream, size):

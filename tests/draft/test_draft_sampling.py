@@ -17,9 +17,9 @@ from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.trees import DraftPlan
 from paceline.draft.base import DraftSampling
-from paceline.draft.block import DFlashDrafter
-from paceline.draft.head_drafter import HeadShape, PagedHeadDrafter
-from paceline.draft.vocabulary import trimmed_vocabulary
+from paceline.draft.heads.block import DFlashDrafter
+from paceline.draft.heads.head_drafter import HeadShape, PagedHeadDrafter
+from paceline.draft.model.vocabulary import trimmed_vocabulary
 from paceline.models.heads.config import BlockAttention, BlockConfig
 from paceline.verify import sampling as sampling_room
 from paceline.verify.sampling import ALL_IDS, Sampler

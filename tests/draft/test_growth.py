@@ -8,8 +8,8 @@ import pytest
 from paceline.core.params import SamplingParams
 from paceline.core.tree_shapes import ROOT, static_shape
 from paceline.core.trees import DraftPlan
-from paceline.draft.draft_cache import Context
 from paceline.draft.growth import ChosenTree, DrawnTree, Scoring
+from paceline.draft.model.draft_cache import Context
 from paceline.engine.admission import Limits, make_requests
 from paceline.verify.sampling import Workspace
 from tests.draft.draft_models import path_of, same_ids

@@ -12,8 +12,8 @@ from paceline.backends.async_decoding import NgramLookup
 from paceline.core.trees import DraftPlan, DraftTrees, Draws
 from paceline.draft.base import DrafterNeeds, DraftSampling
 from paceline.draft.hybrid import HybridDrafter, union
+from paceline.draft.lookup.suffix import SuffixDrafter
 from paceline.draft.methods import parse_speculative_config
-from paceline.draft.suffix import SuffixDrafter
 from paceline.errors import ConfigError
 from tests.draft.requests import make_request
 from tests.engine.test_exactness import requests, result

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.draft.ngram import NgramDrafter
-from paceline.draft.suffix import SuffixDrafter
+from paceline.draft.lookup.ngram import NgramDrafter
+from paceline.draft.lookup.suffix import SuffixDrafter
 from tests.engine.test_exactness import requests, result
 from tests.toy import ToyBackend, drain, toy_engine
 

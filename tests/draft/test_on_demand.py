@@ -13,13 +13,13 @@ from paceline import LLM, SamplingParams
 from paceline.core.request import Request
 from paceline.core.trees import DraftPlan
 from paceline.draft.base import Drafter
-from paceline.draft.ngram import NgramDrafter
+from paceline.draft.lookup.ngram import NgramDrafter
+from paceline.draft.lookup.suffix import SuffixDrafter, SuffixOptions
 from paceline.draft.on_demand import OnDemandDrafter
-from paceline.draft.suffix import SuffixDrafter, SuffixOptions
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from tests.draft.requests import chains, make_request
-from tests.models.files import config_of, random_tensors, write_gguf
+from tests.models.model_files import config_of, random_tensors, write_gguf
 from tests.toy import VOCAB, ToyBackend, ToyTokenizer, drain
 
 REPEATING = [5, 6, 7, 8] * 4

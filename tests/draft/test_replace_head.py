@@ -16,23 +16,23 @@ import pytest
 import torch
 
 from paceline import LLM
-from paceline.backends.torch_backend import TorchBackend
+from paceline.backends.torch.backend import TorchBackend
 from paceline.build import Loaded, build_engine
 from paceline.config import EngineConfig
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.base import Drafter, DraftSampling
-from paceline.draft.draft_cache import SharedPages
+from paceline.draft.model.draft_cache import SharedPages
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.errors import PacelineError
 from paceline.kv.cache import KVCache
 from paceline.models.heads.checkpoint import write_head
 from paceline.models.registry import load_checkpoint
-from tests.draft import test_block_torch as blocks
-from tests.draft import test_eagle_torch as eagles
 from tests.draft.draft_models import Plans
-from tests.draft.test_draft_model_cpu import save_model
-from tests.draft.test_eagle_torch import ROWS, Tokenizer, all_requests, run_engine
+from tests.draft.heads import test_block_torch as blocks
+from tests.draft.heads import test_eagle_torch as eagles
+from tests.draft.heads.test_eagle_torch import ROWS, Tokenizer, all_requests, run_engine
+from tests.draft.model.test_draft_model_cpu import save_model
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import BLOCK_CONFIGS, EAGLE3
 from tests.planted import Plant

@@ -14,8 +14,8 @@ from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import DrafterNeeds, TextDrafts
-from paceline.engine.async_engine import AsyncEngine
-from tests.engine.test_async_engine import text_of
+from paceline.engine.frontend.async_engine import AsyncEngine
+from tests.engine.frontend.test_async_engine import text_of
 from tests.serve.running import Gate, serving, until
 from tests.toy import VOCAB, ScriptedDrafter, ToyBackend, ToyTokenizer, drain, toy_engine
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.backends.cpu import CpuBackend
-from paceline.backends.torch_backend import TorchBackend
+from paceline.backends.torch.backend import TorchBackend
 from paceline.kv.states import SequenceStates
 from paceline.models.needs import cached_values, state_bytes
 from paceline.models.registry import load_checkpoint

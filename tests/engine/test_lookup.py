@@ -12,9 +12,9 @@ from paceline.backends.async_decoding import DeviceDraft
 from paceline.control.controller import Controller, StepPlan
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.base import DrafterNeeds
-from paceline.draft.ngram import NgramDrafter
-from paceline.engine import device_executor
+from paceline.draft.lookup.ngram import NgramDrafter
 from paceline.engine.drafting import Drafting
+from paceline.engine.executors import device_executor
 from tests.engine.test_exactness import prompt
 from tests.engine.test_overlap import params
 from tests.toy import VOCAB, ScriptedDrafter, ToyBackend, drain, toy_engine

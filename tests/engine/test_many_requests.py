@@ -20,7 +20,7 @@ from paceline.control.cost import StepCosts
 from paceline.control.cost import model as cost_model
 from paceline.core.params import SamplingParams
 from paceline.core.trees import DraftPlan
-from paceline.draft.suffix import SuffixDrafter
+from paceline.draft.lookup.suffix import SuffixDrafter
 from paceline.engine.engine import Engine
 from tests.growth import grown, lengths
 from tests.toy import VOCAB, ToyBackend, toy_engine

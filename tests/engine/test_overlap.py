@@ -19,10 +19,10 @@ from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.base import DrafterNeeds, TextDrafts
-from paceline.draft.ngram import NgramDrafter
-from paceline.engine import device_executor
-from paceline.engine.device_executor import MAX_DRAFTS
+from paceline.draft.lookup.ngram import NgramDrafter
 from paceline.engine.engine import Engine
+from paceline.engine.executors import device_executor
+from paceline.engine.executors.device_executor import MAX_DRAFTS
 from tests.engine.test_exactness import prompt
 from tests.toy import ScriptedDrafter, ToyBackend, drain, scribble_free_pages, toy_engine
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paceline.core.params import SamplingParams
-from paceline.engine.batch import BatchBuilder
+from paceline.engine.executors.batch import BatchBuilder
 from paceline.kv.cache import KVCache
 from paceline.kv.pages import PagePool
 from tests.toy import VOCAB, ScriptedDrafter, drain, toy_engine

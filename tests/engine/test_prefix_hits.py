@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.draft.ngram import NgramDrafter
+from paceline.draft.lookup.ngram import NgramDrafter
 from tests.engine.test_exactness import prompt
 from tests.engine.test_overlap import Hosted, alone, params
 from tests.toy import ScriptedDrafter, ToyBackend, drain, toy_engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.backends.cpu import CpuBackend
-from paceline.backends.torch_backend import TorchBackend
+from paceline.backends.torch.backend import TorchBackend
 from paceline.core.params import SamplingParams
 from paceline.models.registry import load_checkpoint
 from tests.engine.test_exactness_cpu import run

@@ -12,10 +12,10 @@ from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import target_fingerprint
 from paceline.models.registry import load_checkpoint
-from paceline.models.transformer import Transformer
-from paceline.train.eagle3_objective import Eagle3Objective
+from paceline.models.transformer.model import Transformer
+from paceline.train.loop.sequences import load_target
+from paceline.train.objectives.eagle3_objective import Eagle3Objective
 from paceline.train.options import Eagle3Options
-from paceline.train.sequences import load_target
 from tests import tiny, tiny_families
 from tests.train.sampling import sampled
 

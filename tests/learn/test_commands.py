@@ -19,7 +19,7 @@ from paceline.learn.evaluation.history import History
 from paceline.learn.training.early_stop import EarlyStop
 from paceline.learn.training.fine_tune import read_candidate
 from paceline.models.checkpoint import Checkpoint
-from paceline.train.examples import read_examples
+from paceline.train.data.examples import read_examples
 
 
 def run(*arguments: str) -> Result:

@@ -27,12 +27,12 @@ from paceline.learn.training.fine_tune import FineTuneOptions, fine_tune, read_c
 from paceline.learn.training.limits import Limits, yielding_on
 from paceline.learn.training.yielding import StoppedTime, Yielding, stopped_by_signals
 from paceline.models.checkpoint import Checkpoint
+from paceline.models.files.safetensors_writer import encode
 from paceline.models.heads.checkpoint import load_head, write_head
 from paceline.models.heads.config import HeadConfig, TargetName
 from paceline.models.heads.fingerprint import head_fingerprint
-from paceline.models.safetensors_writer import encode
-from paceline.train.examples import Example, ExampleWriter
-from paceline.train.progress import Progress
+from paceline.train.data.examples import Example, ExampleWriter
+from paceline.train.loop.progress import Progress
 from tests import tiny_families
 from tests.large import REPEATS
 from tests.models.heads.driver import random_checkpoint
@@ -139,7 +139,9 @@ def test_a_kill_while_the_head_is_written_leaves_no_candidate(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("paceline.train.eagle3_objective.Eagle3Objective.snapshot", lambda self: killed)
+        patch.setattr(
+            "paceline.train.objectives.eagle3_objective.Eagle3Objective.snapshot", lambda self: killed
+        )
         with pytest.raises(KeyboardInterrupt):
             fine_tune(checkpoint, traffic, head, tmp_path, FEW)
     assert read_candidate(tmp_path) is None

@@ -18,7 +18,7 @@ import pytest
 from paceline.build import Loaded, build_engine
 from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams
-from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.frontend.async_engine import AsyncEngine
 from paceline.learn.activity import Activity
 from paceline.learn.data.collector import Collector, Origin, Policy
 from paceline.learn.data.folder import LearnFolder
@@ -31,7 +31,7 @@ from paceline.learn.status import LearnerConfig, LearnStatus
 from paceline.models.heads.checkpoint import write_head
 from paceline.models.heads.config import TargetName
 from paceline.serve.learner import LearningModel, first_head
-from tests.draft.test_draft_model_cpu import save_model
+from tests.draft.model.test_draft_model_cpu import save_model
 from tests.large import REPEATS
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import EAGLE3, VOCAB

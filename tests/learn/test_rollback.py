@@ -18,7 +18,7 @@ import pytest
 from paceline.build import build_engine
 from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams
-from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.frontend.async_engine import AsyncEngine
 from paceline.learn.activity import Activity
 from paceline.learn.data.collector import Collector, Policy
 from paceline.learn.data.folder import LearnFolder
@@ -27,10 +27,10 @@ from paceline.learn.evaluation.history import History
 from paceline.learn.evaluation.trial import TrialConfig
 from paceline.learn.jobs import ProcessJobs
 from paceline.learn.status import LearnerConfig, LearnStatus
+from paceline.models.files.safetensors_writer import encode
 from paceline.models.heads.checkpoint import load_head, write_head
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.registry import resolve_head
-from paceline.models.safetensors_writer import encode
 from paceline.serve.learner import LearningModel
 from tests.large import REPEATS
 

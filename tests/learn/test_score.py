@@ -28,14 +28,14 @@ from paceline.learn.evaluation.history import History
 from paceline.learn.evaluation.score import gate_rows, replay_acceptance, score_heads
 from paceline.learn.head_commands import promote, rollback
 from paceline.learn.training.objectives import objective_for
+from paceline.models.files.safetensors_writer import encode
 from paceline.models.heads.checkpoint import HeadCheckpoint, write_head
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import target_fingerprint
 from paceline.models.registry import load_checkpoint
-from paceline.models.safetensors_writer import encode
-from paceline.train.acceptance import by_pass
-from paceline.train.batches import pack
-from paceline.train.sequences import load_target
+from paceline.train.loop.acceptance import by_pass
+from paceline.train.loop.batches import pack
+from paceline.train.loop.sequences import load_target
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import DSPARK, EAGLE3
 from tests.tiny import save_checkpoint

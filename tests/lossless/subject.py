@@ -17,9 +17,9 @@ from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.engine.engine import Engine
+from paceline.models.files.safetensors_writer import encode
 from paceline.models.heads.medusa import MedusaCheckpoint, MedusaConfig, write_medusa
 from paceline.models.registry import load_checkpoint, resolve
-from paceline.models.safetensors_writer import encode
 
 # every option of sampling is somewhere; ids of the bias are frequent tokens of any byte-level vocabulary
 SAMPLINGS: dict[str, dict[str, Any]] = {

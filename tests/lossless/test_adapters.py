@@ -17,23 +17,23 @@ import torch
 
 from paceline.backends.base import Backend
 from paceline.backends.cpu import CpuBackend
-from paceline.backends.torch_backend import TorchBackend
+from paceline.backends.torch.backend import TorchBackend
 from paceline.build import LoadedModel, build_engine
 from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams
-from paceline.engine.async_engine import AsyncEngine
-from paceline.engine.client import EngineClient
 from paceline.engine.engine import Engine
+from paceline.engine.frontend.async_engine import AsyncEngine
+from paceline.engine.frontend.client import EngineClient
 from paceline.errors import ConfigError, ModelError, RequestError
 from paceline.models.checkpoint import Checkpoint
+from paceline.models.files.safetensors_writer import encode
 from paceline.models.lora import Adapter, load_adapter
 from paceline.models.registry import load_checkpoint, load_with_tokenizer
-from paceline.models.safetensors_writer import encode
-from paceline.serve.app import make_app
+from paceline.serve.http.app import make_app
 from paceline.serve.loading import with_adapters
 from paceline.serve.service import Service
 from tests.backends.driver import drive
-from tests.draft.test_draft_model_cpu import save_tokenizer
+from tests.draft.model.test_draft_model_cpu import save_tokenizer
 from tests.lossless.subject import Outcome
 from tests.scale.fake import Fleet
 from tests.tiny import save_checkpoint

@@ -12,8 +12,8 @@ import pytest
 from paceline.build import load_model
 from paceline.config import EngineConfig
 from tests.lossless.subject import Case, Truth, make_engine, run
-from tests.models.files import MODELS, config_of, random_tensors, write_gguf
 from tests.models.gguf_converter import with_gguf
+from tests.models.model_files import MODELS, config_of, random_tensors, write_gguf
 from tests.tiny import save_checkpoint
 
 SAMPLINGS = ("T 0", "T 0.7, penalties", "T 1, n 2")

@@ -19,11 +19,11 @@ from paceline.core.request import Request
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.core.verdict import Verdict
 from paceline.draft.base import Drafter
-from paceline.draft.ngram import NgramDrafter
+from paceline.draft.lookup.ngram import NgramDrafter
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError, RequestError
-from tests.models.files import config_of, random_tensors, write_gguf
+from tests.models.model_files import config_of, random_tensors, write_gguf
 from tests.toy import VOCAB, ScriptedDrafter, ToyBackend, ToyTokenizer, drain, toy_engine
 
 PROMPTS = [np.random.default_rng(number).integers(2, VOCAB, 7 + number).tolist() for number in range(6)]

@@ -15,9 +15,9 @@ import pytest
 from paceline.build import Loaded, LoadedModel, build_engine
 from paceline.config import EngineConfig
 from paceline.draft.base import Drafter
+from paceline.models.files.safetensors_writer import encode
 from paceline.models.heads.checkpoint import load_head, write_head
 from paceline.models.heads.registry import resolve_head
-from paceline.models.safetensors_writer import encode
 from tests.lossless.conftest import MODEL
 from tests.lossless.subject import PLANS, Case, Outcome, Truth
 

@@ -11,14 +11,14 @@ from paceline.backends.base import Backend
 from paceline.backends.cpu import CpuBackend
 from paceline.backends.load import load_backend
 from paceline.backends.options import BackendOptions
-from paceline.backends.torch_backend import TorchBackend
+from paceline.backends.torch.backend import TorchBackend
 from paceline.build import LoadedModel, build_engine
 from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams
 from paceline.errors import ConfigError
 from paceline.models.heads.checkpoint import write_head
 from paceline.models.registry import load_with_tokenizer
-from tests.draft.test_draft_model_cpu import save_tokenizer
+from tests.draft.model.test_draft_model_cpu import save_tokenizer
 from tests.large import repeated
 from tests.lossless.subject import Outcome
 from tests.models.heads.driver import random_checkpoint

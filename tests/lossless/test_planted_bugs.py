@@ -17,8 +17,8 @@ from paceline.control.controller import FixedController
 from paceline.core.trees import DraftPlan
 from paceline.core.verdict import Verdict
 from paceline.engine.admission import Limits
-from paceline.engine.batch import BatchBuilder
 from paceline.engine.engine import Engine
+from paceline.engine.executors.batch import BatchBuilder
 from paceline.kv.cache import KVCache
 from paceline.verify.pathwise import verify_pathwise
 from paceline.verify.sampling import Sampler, Workspace

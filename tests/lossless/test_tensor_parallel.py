@@ -20,7 +20,7 @@ from paceline.models.registry import DEFAULT_MODEL, load_with_tokenizer, resolve
 from tests.backends.cuda.logical_ranks import captured_together, driven
 from tests.backends.torch.sharded import save_sharded, sharded
 from tests.draft.mimo import random_mimo
-from tests.draft.test_draft_model_cpu import save_tokenizer
+from tests.draft.model.test_draft_model_cpu import save_tokenizer
 from tests.large import repeated
 from tests.lossless.subject import Outcome
 from tests.models.heads.driver import random_checkpoint
@@ -53,7 +53,7 @@ def model_on(path: Path, ranks: int, dtype: str, device: str = "cpu") -> Iterato
 def cuda_model_on(path: Path, ranks: int, dtype: str, device: str = "cuda") -> Iterator[LoadedModel]:
     """A model of the cuda backend, shared by ranks that are threads and capture their graphs together."""
     from paceline.backends.cuda.backend import CudaBackend
-    from paceline.backends.cuda.shard import WHOLE
+    from paceline.backends.cuda.weights.shard import WHOLE
 
     checkpoint, tokenizer = load_with_tokenizer(path)
 

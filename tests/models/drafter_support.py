@@ -19,18 +19,18 @@ from paceline.backends.options import BackendOptions
 from paceline.control.controller import FixedController
 from paceline.core.params import SamplingParams
 from paceline.core.trees import DraftPlan
-from paceline.draft.assistant import AssistantDrafter
 from paceline.draft.base import Drafter, DraftSampling, Target
-from paceline.draft.block import DFlashDrafter
-from paceline.draft.draft_cache import SharedPages
-from paceline.draft.draft_model import DraftModelDrafter
-from paceline.draft.eagle import Eagle3Drafter
-from paceline.draft.head_options import HeadOptions
-from paceline.draft.layerskip import LayerSkipDrafter, LayerSkipOptions
-from paceline.draft.medusa import MedusaDrafter
+from paceline.draft.heads.assistant import AssistantDrafter
+from paceline.draft.heads.block import DFlashDrafter
+from paceline.draft.heads.eagle import Eagle3Drafter
+from paceline.draft.heads.head_options import HeadOptions
+from paceline.draft.heads.medusa import MedusaDrafter
+from paceline.draft.heads.mtp import MtpDrafter, MtpOptions
 from paceline.draft.methods import METHODS, load_drafter, parse_speculative_config
-from paceline.draft.mtp import MtpDrafter, MtpOptions
-from paceline.draft.vocabulary import trimmed_vocabulary
+from paceline.draft.model.draft_cache import SharedPages
+from paceline.draft.model.draft_model import DraftModelDrafter
+from paceline.draft.model.layerskip import LayerSkipDrafter, LayerSkipOptions
+from paceline.draft.model.vocabulary import trimmed_vocabulary
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.errors import PacelineError
@@ -39,8 +39,8 @@ from paceline.models.heads.mtp import LAYOUTS
 from paceline.models.needs import missing_blocks
 from paceline.models.registry import load_checkpoint
 from tests import tiny
+from tests.draft.heads.test_assistant import ASSISTANTS, random_assistant
 from tests.draft.mimo import DEEPSEEK, QWEN, random_mimo, random_with_block
-from tests.draft.test_assistant import ASSISTANTS, random_assistant
 from tests.engine.test_exactness_cpu import Tokenizer
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.test_medusa_heads import random_medusa

@@ -16,7 +16,7 @@ import gguf
 import numpy as np
 import safetensors.numpy
 
-from tests.models.files import Tensors, add_tokenizer, interleave
+from tests.models.model_files import Tensors, add_tokenizer, interleave
 from tests.tiny_families import FULL
 
 Config = dict[str, Any]

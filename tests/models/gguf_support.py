@@ -9,10 +9,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 from paceline.models.checkpoint import Checkpoint
+from paceline.models.files.safetensors_writer import encode
 from paceline.models.registry import load_checkpoint
-from paceline.models.safetensors_writer import encode
 from tests import tiny, tiny_families
-from tests.models import files, test_gguf_families, test_gguf_hybrids
+from tests.models import model_files as files
+from tests.models.gguf import test_gguf_families, test_gguf_hybrids
 from tests.models.gguf_converter import with_gguf
 
 Pair = tuple[Checkpoint, Checkpoint]  # of a GGUF file, and the model that it was written from

@@ -31,7 +31,7 @@ from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import ModelConfig
-from paceline.models.families import FAMILIES
+from paceline.models.families.table import FAMILIES
 from paceline.models.needs import block_kind, missing_blocks
 from paceline.models.registry import load_checkpoint
 from tests import tiny, tiny_families

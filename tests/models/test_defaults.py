@@ -9,8 +9,8 @@ import pytest
 
 from paceline.errors import PacelineError
 from paceline.models.config import ModelConfig
-from paceline.models.config_reader import model_config
-from paceline.models.families import FAMILIES, OTHER_NAMES
+from paceline.models.families.config_reader import model_config
+from paceline.models.families.table import FAMILIES, OTHER_NAMES
 
 TOLD_BY_TENSORS = {"num_key_value_heads", "q_lora_rank", "tie_word_embeddings"}  # whose shapes are checked
 ALWAYS_THERE = {"rope_parameters"}  # the default's scaling is that of one published model

@@ -12,9 +12,9 @@ import pytest
 
 from paceline.errors import PacelineError
 from paceline.models.registry import load_checkpoint
-from tests.models.files import MODELS, config_of, random_tensors, write_folder, write_gguf
-from tests.models.test_gguf import entry, gguf_bytes, tensor_info
-from tests.models.test_safetensors_files import one_tensor
+from tests.models.files.test_safetensors_files import one_tensor
+from tests.models.gguf.test_gguf import entry, gguf_bytes, tensor_info
+from tests.models.model_files import MODELS, config_of, random_tensors, write_folder, write_gguf
 
 HUGE = 1 << 62
 ARRAY, UINT32, FLOAT32 = 9, 4, 0

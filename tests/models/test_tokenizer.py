@@ -15,12 +15,12 @@ from tokenizers import Regex
 from tokenizers.pre_tokenizers import Sequence, Split
 
 from paceline.errors import CheckpointError, PacelineError, RequestError, UnsupportedModelError
-from paceline.models.gguf import GgufFile, read_gguf
+from paceline.models.gguf.reader import GgufFile, read_gguf
+from paceline.models.gguf.tokenizer import PRE_TOKENIZERS, gguf_tokenizer
 from paceline.models.registry import is_pulled, load_tokenizer, resolve
 from paceline.models.tokenizer import Tokenizer, byte_alphabet, folder_tokenizer
-from paceline.models.tokenizer_gguf import PRE_TOKENIZERS, gguf_tokenizer
 from tests.large import repeated
-from tests.models.files import config_of, random_tensors, write_gguf
+from tests.models.model_files import config_of, random_tensors, write_gguf
 from tests.models.strings import BROKEN, varied_strings
 from tests.their_gguf import read_once
 

@@ -11,12 +11,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from paceline.backends.torch_backend import TorchBackend
+from paceline.backends.torch.backend import TorchBackend
 from paceline.errors import CheckpointError
-from paceline.models.config_reader import model_config
+from paceline.models.families.config_reader import model_config
 from paceline.models.registry import load_checkpoint
 from tests.backends.driver import drive
-from tests.models import files
+from tests.models import model_files as files
 
 TEXT = {
     "vocab_size": 173,

@@ -10,14 +10,14 @@ from typing import Any
 
 from paceline.core.detokenizer import TextTokenizer
 from paceline.draft.base import Drafter
-from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.engine import Engine
+from paceline.engine.frontend.async_engine import AsyncEngine
 from paceline.errors import ConfigError
-from paceline.scale.channel import Connection, Message
 from paceline.scale.heads import HeadReceiver, StepReports
-from paceline.scale.remote_engine import RemoteEngine, RemoteOptions
-from paceline.scale.wire import Address, Description
-from paceline.scale.worker import ReplicaWorker
+from paceline.scale.ray.worker import ReplicaWorker
+from paceline.scale.remote.channel import Connection, Message
+from paceline.scale.remote.remote_engine import RemoteEngine, RemoteOptions
+from paceline.scale.remote.wire import Address, Description
 
 
 def describe(engine: Engine, weights_id: str = "toy") -> Description:

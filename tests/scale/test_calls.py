@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import PacelineError
-from paceline.scale import calls
+from paceline.scale.ray import calls
 
 START = {"type": "http.response.start", "status": 200, "headers": []}
 PIECE = {"type": "http.response.body", "body": b'data: {"a": 1}\n\n', "more_body": True}

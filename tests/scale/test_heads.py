@@ -31,9 +31,9 @@ from paceline.learn.jobs import ProcessJobs
 from paceline.learn.status import LearnerConfig
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import head_fingerprint
-from paceline.scale.channel import Message
 from paceline.scale.heads import FIRST, FOLDERS, HeadReceiver, StepReports, remove_orphans
-from paceline.scale.remote_engine import RemoteEngine
+from paceline.scale.remote.channel import Message
+from paceline.scale.remote.remote_engine import RemoteEngine
 from paceline.serve.learner import LearningModel
 from tests.models.heads.model_with_heads import save_model_with_heads
 from tests.scale.fake import Fleet, no_heads

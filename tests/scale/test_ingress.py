@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.frontend.async_engine import AsyncEngine
 from paceline.errors import PacelineError
-from paceline.scale import calls
 from paceline.scale.pages import ModelFleet, pages
-from paceline.scale.remote_engine import RemoteEngine, RemoteOptions
-from paceline.serve.app import make_app, make_models_app
-from paceline.serve.metrics import Metrics
+from paceline.scale.ray import calls
+from paceline.scale.remote.remote_engine import RemoteEngine, RemoteOptions
+from paceline.serve.http.app import make_app, make_models_app
+from paceline.serve.observability.metrics import Metrics
 from paceline.serve.options import ServeOptions
 from paceline.serve.routes.file import RouteTable
 from paceline.serve.routes.kinds import FallbackRoute

@@ -10,8 +10,8 @@ import pytest
 
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
-from paceline.scale import launch as launching
 from paceline.scale.options import ScaleOptions
+from paceline.scale.ray import launch as launching
 from paceline.serve.options import ServeOptions
 from paceline.serve.routes.file import ModelEntry, RoutesFile, RouteTable
 

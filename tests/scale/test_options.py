@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 from paceline.backends.options import BackendOptions
 from paceline.cli import app
 from paceline.errors import ConfigError
-from paceline.scale import cluster
-from paceline.scale.cluster import replica_resources
 from paceline.scale.commands import serve_config
 from paceline.scale.options import ScaleOptions
+from paceline.scale.ray import cluster
+from paceline.scale.ray.cluster import replica_resources
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from paceline.core.params import SamplingParams
-from paceline.engine.async_engine import AsyncEngine
-from paceline.engine.client import EngineClient
+from paceline.engine.frontend.async_engine import AsyncEngine
+from paceline.engine.frontend.client import EngineClient
 from paceline.engine.outputs import RequestOutput
 from paceline.errors import OverloadedError, RequestError, UnavailableError
-from paceline.scale.dispatch import MAX_FRUITLESS
+from paceline.scale.remote.dispatch import MAX_FRUITLESS
 from tests.engine.test_exactness import prompt
 from tests.scale.fake import FakeReplica, Fleet
 from tests.toy import toy_engine

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
 from paceline.kv.hashing import page_hashes
-from paceline.scale.routing import (
+from paceline.scale.remote.routing import (
     LeastLoadedRouting,
     PrefixRouting,
     RandomRouting,

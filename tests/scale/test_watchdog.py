@@ -8,7 +8,7 @@ import sys
 
 PROGRAM = """
 import asyncio, os, signal, sys
-from paceline.scale.watchdog import Watchdog
+from paceline.scale.ray.watchdog import Watchdog
 
 async def main():
     watchdog = Watchdog(0.5)

@@ -6,7 +6,7 @@ import json
 
 from paceline.core.params import SamplingParams
 from paceline.core.structured_outputs import StructuredOutputsParams
-from paceline.scale.wire import RemoteRequest, decode_request, encode_request
+from paceline.scale.remote.wire import RemoteRequest, decode_request, encode_request
 
 
 def test_requests_survive_json() -> None:

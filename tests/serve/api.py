@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import httpx
 
-from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.engine import Engine
-from paceline.serve.app import make_models_app
+from paceline.engine.frontend.async_engine import AsyncEngine
+from paceline.serve.http.app import make_models_app
 from paceline.serve.options import ServeOptions
 from paceline.serve.routes.models import Models
 from paceline.serve.service import OnFinished, Restrict, Service

@@ -19,10 +19,10 @@ import tokenizers
 from paceline.control.controller import FixedController
 from paceline.core.arrays import Float32Array
 from paceline.engine.admission import Limits
-from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.engine import Engine
+from paceline.engine.frontend.async_engine import AsyncEngine
 from paceline.models.tokenizer import Tokenizer, byte_alphabet
-from paceline.serve.app import make_app
+from paceline.serve.http.app import make_app
 from paceline.serve.service import Service
 from tests.toy import ToyBackend
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.core.forward import ForwardBatch, ForwardOutput
 from paceline.engine.engine import Engine
 from paceline.serve.loading import ServedModel
-from paceline.serve.logs import set_up_logs
+from paceline.serve.observability.logs import set_up_logs
 from paceline.serve.options import ServeOptions
 from paceline.serve.routes.file import RouteTable
 from paceline.serve.server import bind, run_models

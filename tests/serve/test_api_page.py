@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from paceline.serve.chat_protocol import ChatRequest
-from paceline.serve.completions import CompletionRequest
-from paceline.serve.fields import Body, StructuredOutputs
-from paceline.serve.messages_protocol import MessagesRequest
-from paceline.serve.protocol import Speculative, StreamOptions
-from paceline.serve.tokens import DetokenizeRequest, TokenizeRequest
+from paceline.serve.anthropic.messages_protocol import MessagesRequest
+from paceline.serve.openai.chat_protocol import ChatRequest
+from paceline.serve.openai.completions import CompletionRequest
+from paceline.serve.openai.fields import Body, StructuredOutputs
+from paceline.serve.openai.protocol import Speculative, StreamOptions
+from paceline.serve.openai.tokens import DetokenizeRequest, TokenizeRequest
 from tests.serve.api import Api
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "api.md").read_text()

@@ -12,8 +12,8 @@ from paceline.backends.cpu.compiled_model import CompiledModel
 from paceline.config import EngineConfig
 from paceline.serve.options import ServeOptions
 from paceline.terminal.flag_groups import ENGINE, SERVER
+from tests.serve.observability.test_metrics import samples
 from tests.serve.running import serving
-from tests.serve.test_metrics import samples
 
 FOLDER = Path(__file__).parents[2] / "examples" / "gateways"
 # what llm-d's router and the inference extension read of an engine that they take for vLLM

@@ -22,7 +22,7 @@ from starlette.testclient import TestClient
 from paceline.build import Loaded, build_engine
 from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams
-from paceline.engine.async_engine import AsyncEngine
+from paceline.engine.frontend.async_engine import AsyncEngine
 from paceline.errors import ConfigError, UnavailableError
 from paceline.learn.data.collector import Collector, Policy
 from paceline.learn.data.folder import LearnFolder
@@ -31,9 +31,9 @@ from paceline.learn.evaluation.history import History
 from paceline.learn.jobs import ProcessJobs
 from paceline.learn.status import LearnerConfig, LearnStatus
 from paceline.models.heads.config import TargetName
-from paceline.serve import learning_page
 from paceline.serve.learner import LearningModel, first_head
-from paceline.serve.learning_page import Learning, LearnPage, router
+from paceline.serve.observability import learning_page
+from paceline.serve.observability.learning_page import Learning, LearnPage, router
 from tests.models.heads.model_with_heads import save_model_with_heads
 
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=60, ignore_eos=True)

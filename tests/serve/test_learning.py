@@ -21,8 +21,8 @@ from paceline.learn.evaluation.history import History
 from paceline.learn.head_commands import rollback
 from paceline.learn.options import LearnOptions
 from paceline.models.heads.config import TargetName
+from paceline.serve.http.middleware import key_digest
 from paceline.serve.learning import TrainableModel, collector_policy, learn_options, learning_model
-from paceline.serve.middleware import key_digest
 from paceline.serve.options import ServeOptions
 from tests.serve.api import Api
 from tests.toy import ScriptedDrafter, toy_engine

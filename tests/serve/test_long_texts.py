@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.models.tokenizer import TooManyTokens
-from paceline.serve import tokens
+from paceline.serve.openai import tokens
 from tests.serve.api import Api
 from tests.serve.echo import byte_tokenizer
 

@@ -16,7 +16,7 @@ from paceline.errors import ConfigError
 from paceline.serve.loading import load, model_names
 from paceline.serve.options import ServeOptions
 from paceline.serve.server import allow_files
-from tests.draft.test_draft_model_cpu import save_model
+from tests.draft.model.test_draft_model_cpu import save_model
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ import pytest
 from paceline.core.params import SamplingParams
 from paceline.draft.base import Drafter
 from paceline.draft.hybrid import HybridDrafter, HybridOptions
-from paceline.draft.ngram import NgramDrafter
-from paceline.draft.suffix import SuffixDrafter, SuffixOptions
+from paceline.draft.lookup.ngram import NgramDrafter
+from paceline.draft.lookup.suffix import SuffixDrafter, SuffixOptions
 from paceline.engine.engine import Engine
 from tests.serve.running import Client, serving
 from tests.toy import drain, toy_engine

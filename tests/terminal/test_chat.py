@@ -12,7 +12,7 @@ import pytest
 from paceline import LLM, SamplingParams
 from paceline.control.controller import FixedController
 from paceline.core.trees import DraftPlan
-from paceline.draft.ngram import NgramDrafter
+from paceline.draft.lookup.ngram import NgramDrafter
 from paceline.errors import BackendError
 from paceline.terminal import chat as chat_room
 from paceline.terminal import session

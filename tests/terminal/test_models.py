@@ -15,7 +15,7 @@ from paceline.errors import CheckpointError, ModelError, UnsupportedModelError
 from paceline.models import needs
 from paceline.terminal import models as commands
 from tests import tiny
-from tests.models.files import config_of, random_tensors, write_gguf
+from tests.models.model_files import config_of, random_tensors, write_gguf
 
 
 def run(*arguments: str) -> str:

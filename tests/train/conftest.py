@@ -8,10 +8,10 @@ import torch
 
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.registry import load_checkpoint
-from paceline.models.transformer import Transformer
-from paceline.train import batches
-from paceline.train.examples import Examples
-from paceline.train.sequences import load_target
+from paceline.models.transformer.model import Transformer
+from paceline.train.data.examples import Examples
+from paceline.train.loop import batches
+from paceline.train.loop.sequences import load_target
 from tests import tiny
 from tests.train.sampling import sampled
 

@@ -9,8 +9,8 @@ import torch
 from paceline.models.config import RopeConfig
 from paceline.models.heads.config import HeadConfig
 from paceline.models.heads.torch_head import Head, Shared, make_head
-from paceline.models.transformer import Transformer
-from paceline.train.batches import Batch, pack
+from paceline.models.transformer.model import Transformer
+from paceline.train.loop.batches import Batch, pack
 from tests import tiny_families
 
 DRAFT_IDS = torch.arange(3, tiny_families.VOCAB_SIZE, 2)

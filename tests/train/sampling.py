@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.models.transformer import Transformer
-from paceline.train.batches import pack
-from paceline.train.sequences import target_states
+from paceline.models.transformer.model import Transformer
+from paceline.train.loop.batches import pack
+from paceline.train.loop.sequences import target_states
 
 
 def sampled(

@@ -20,10 +20,10 @@ from paceline.models.registry import load_checkpoint
 from paceline.terminal.flags import Group
 from paceline.train import job
 from paceline.train.commands import ANSWERS, BLOCK, DSPARK, EAGLE3, MEDUSA, SEED
-from paceline.train.make_answers import AnswerOptions
+from paceline.train.data.make_answers import AnswerOptions
 from paceline.train.options import BlockOptions, DSparkOptions, Eagle3Options, MedusaOptions, TrainOptions
-from tests.draft.test_draft_model_cpu import save_model
-from tests.models.files import config_of, random_tensors, write_gguf
+from tests.draft.model.test_draft_model_cpu import save_model
+from tests.models.model_files import config_of, random_tensors, write_gguf
 
 Run = Callable[..., tuple[int, str, str]]
 

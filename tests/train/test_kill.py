@@ -12,13 +12,13 @@ import torch
 
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.registry import load_checkpoint
-from paceline.train.block_objective import BlockObjective
-from paceline.train.eagle3_objective import Eagle3Objective
-from paceline.train.examples import Example, Examples, ExampleWriter
+from paceline.train.data.examples import Example, Examples, ExampleWriter
+from paceline.train.loop.progress import Progress
+from paceline.train.loop.trainer import OnProgress
+from paceline.train.objectives.block_objective import BlockObjective
+from paceline.train.objectives.eagle3_objective import Eagle3Objective
 from paceline.train.options import DSparkOptions, Eagle3Options
-from paceline.train.progress import Progress
 from paceline.train.run import train_head
-from paceline.train.trainer import OnProgress
 from tests.large import repeated
 
 SAME: dict[str, Any] = {"intermediate_size": 16, "batch_tokens": 96, "checkpoint_every": 10}

@@ -1,4 +1,4 @@
 from paceline.backends.cpu.backend import CpuBackend
-from paceline.backends.cpu.head_runner import CpuHeadRunner
+from paceline.backends.cpu.heads.head_runner import CpuHeadRunner
 
 __all__ = ["CpuBackend", "CpuHeadRunner"]

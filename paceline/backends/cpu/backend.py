@@ -12,11 +12,11 @@ import numpy as np
 
 from paceline.backends.base import Backend
 from paceline.backends.cpu import job as fields
-from paceline.backends.cpu.adapters import AdapterTables
 from paceline.backends.cpu.compiled_model import CompiledModel, CpuPool
 from paceline.backends.cpu.features import KEPT_FIELDS
-from paceline.backends.cpu.packing import address_of
 from paceline.backends.cpu.states import SPARE_STATES, CpuStates, RecurrentRows
+from paceline.backends.cpu.weights.adapters import AdapterTables
+from paceline.backends.cpu.weights.packing import address_of
 from paceline.backends.cpu.workspace import Workspace
 from paceline.core.arrays import Float32Array
 from paceline.core.forward import ForwardBatch, ForwardOutput, KeptFeatures, KVPool, StatePool

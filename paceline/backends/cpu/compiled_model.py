@@ -8,13 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.cpu import job as fields
-from paceline.backends.cpu.attention import PAGE, copy_key_value
-from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.attention.paged_attention import PAGE, copy_key_value
 from paceline.backends.cpu.forward_pass import run_passes
-from paceline.backends.cpu.model_weights import round_up
-from paceline.backends.cpu.packing import address_of, aligned_zeros
+from paceline.backends.cpu.primitives.compiled import compiled
 from paceline.backends.cpu.team import Team
-from paceline.backends.cpu.tiles import GROUP
+from paceline.backends.cpu.tiles.weight_tile import GROUP
+from paceline.backends.cpu.weights.model_weights import round_up
+from paceline.backends.cpu.weights.packing import address_of, aligned_zeros
 from paceline.backends.cpu.workspace import Workspace
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch, KVPool

@@ -8,9 +8,8 @@ not accepted are overwritten, as their keys and values are.
 
 from __future__ import annotations
 
-from paceline.backends.cpu.attention import PAGE
-from paceline.backends.cpu.attention_phases import kv_index, page_of
-from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.attention.paged_attention import PAGE
+from paceline.backends.cpu.attention.phases import kv_index, page_of
 from paceline.backends.cpu.job import (
     FEATURE_SLOT_AT,
     FEATURES_AT,
@@ -24,7 +23,8 @@ from paceline.backends.cpu.job import (
     field,
     take,
 )
-from paceline.backends.cpu.simd import load_float, load_int32, load_int64, store_float, store_word
+from paceline.backends.cpu.primitives.compiled import compiled
+from paceline.backends.cpu.primitives.simd import load_float, load_int32, load_int64, store_float, store_word
 
 KEPT_FIELDS = 3  # of a part
 _LAYER, _ADDRESS, _STRIDE = 0, 8, 16

@@ -6,13 +6,18 @@ and experts.py.
 
 from __future__ import annotations
 
-from paceline.backends.cpu.atomics import atomic_load
-from paceline.backends.cpu.attention_phases import attend_rows, rope_and_store
-from paceline.backends.cpu.compiled import compiled
-from paceline.backends.cpu.draft_chains import choose_drafts, extend_chains
-from paceline.backends.cpu.entry import enter_rows, join_rows, join_target, norm_context
+from paceline.backends.cpu.attention.latent import absorb_queries, finish_values, store_latents
+from paceline.backends.cpu.attention.phases import attend_rows, rope_and_store
 from paceline.backends.cpu.features import are_wanted, save_features
-from paceline.backends.cpu.feed_forward import feed_forward, project_changed, shrink
+from paceline.backends.cpu.heads.draft_chains import choose_drafts, extend_chains
+from paceline.backends.cpu.heads.entry import enter_rows, join_rows, join_target, norm_context
+from paceline.backends.cpu.heads.slot_convolutions import (
+    ATTENTION,
+    MLP,
+    SUBLAYERS,
+    enter_sublayer,
+    leave_sublayer,
+)
 from paceline.backends.cpu.job import (
     ADVANCING,
     ATTENTION_GATE,
@@ -64,13 +69,12 @@ from paceline.backends.cpu.job import (
     field,
     shape_of,
 )
-from paceline.backends.cpu.latent import absorb_queries, finish_values, store_latents
-from paceline.backends.cpu.layer_inputs import add_layer_input, make_layer_inputs
-from paceline.backends.cpu.low_rank import expand_rows
-from paceline.backends.cpu.matmul import DESCRIPTOR
-from paceline.backends.cpu.projections import project
-from paceline.backends.cpu.recurrent import advance_states, finish_rows, keep_rows, walk_layer
-from paceline.backends.cpu.residual import (
+from paceline.backends.cpu.phases.feed_forward import feed_forward, project_changed, shrink
+from paceline.backends.cpu.phases.layer_inputs import add_layer_input, make_layer_inputs
+from paceline.backends.cpu.phases.low_rank import expand_rows
+from paceline.backends.cpu.phases.projections import project
+from paceline.backends.cpu.phases.recurrent import advance_states, finish_rows, keep_rows, walk_layer
+from paceline.backends.cpu.phases.residual import (
     add_branch,
     embed_rows,
     finish_logits,
@@ -79,17 +83,13 @@ from paceline.backends.cpu.residual import (
     normalize_rows,
     quantize_rows,
 )
-from paceline.backends.cpu.sampling import sample_tokens
-from paceline.backends.cpu.simd import load_int64
-from paceline.backends.cpu.slot_convolutions import (
-    ATTENTION,
-    MLP,
-    SUBLAYERS,
-    enter_sublayer,
-    leave_sublayer,
-)
+from paceline.backends.cpu.phases.sampling import sample_tokens
+from paceline.backends.cpu.primitives.atomics import atomic_load
+from paceline.backends.cpu.primitives.compiled import compiled
+from paceline.backends.cpu.primitives.simd import load_int64
 from paceline.backends.cpu.team import JOB, STOP, await_pass, barrier, start_pass
-from paceline.backends.cpu.tiles import COLUMNS
+from paceline.backends.cpu.tiles.matmul import DESCRIPTOR
+from paceline.backends.cpu.tiles.weight_tile import COLUMNS
 
 
 @compiled

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from paceline.backends.cpu.atomics import atomic_add
-from paceline.backends.cpu.compiled import compiled
-from paceline.backends.cpu.simd import load_float, load_int64
+from paceline.backends.cpu.primitives.atomics import atomic_add
+from paceline.backends.cpu.primitives.compiled import compiled
+from paceline.backends.cpu.primitives.simd import load_float, load_int64
 
 # The job: index of each field. Sizes are counts; names in *_AT are addresses.
 (

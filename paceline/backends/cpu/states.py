@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from paceline.backends.cpu import job as fields
-from paceline.backends.cpu.attention import PAGE
-from paceline.backends.cpu.compiled import compiled
-from paceline.backends.cpu.model_weights import round_up
-from paceline.backends.cpu.packing import address_of, aligned_zeros
-from paceline.backends.cpu.recurrent import CONTINUES, FIRST, NOT_STORED, STORED
-from paceline.backends.cpu.recurrent_memory import BLOCK
+from paceline.backends.cpu.attention.paged_attention import PAGE
+from paceline.backends.cpu.phases.recurrent import CONTINUES, FIRST, NOT_STORED, STORED
+from paceline.backends.cpu.phases.recurrent_memory import BLOCK
+from paceline.backends.cpu.primitives.compiled import compiled
+from paceline.backends.cpu.weights.model_weights import round_up
+from paceline.backends.cpu.weights.packing import address_of, aligned_zeros
 from paceline.backends.cpu.workspace import Workspace
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch

@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 from numba import types
 
-from paceline.backends.cpu.atomics import atomic_add, atomic_load, atomic_store, relax
-from paceline.backends.cpu.compiled import compiled
+from paceline.backends.cpu.primitives.atomics import atomic_add, atomic_load, atomic_store, relax
+from paceline.backends.cpu.primitives.compiled import compiled
 from paceline.errors import BackendError
 
 _yield_core = types.ExternalFunction("sched_yield", types.int32())

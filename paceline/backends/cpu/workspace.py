@@ -10,21 +10,21 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.backends.cpu import job as fields
-from paceline.backends.cpu.attention import PAGE, RESULT_ROWS, STATE_BYTES, TASK_HEADS
-from paceline.backends.cpu.attention_tiles import run_products
-from paceline.backends.cpu.matmul import run_tile, unit_bytes
-from paceline.backends.cpu.matrix_names import matrix_names
-from paceline.backends.cpu.model_weights import ModelWeights, round_up
-from paceline.backends.cpu.packing import PackedMatrix, address_of
-from paceline.backends.cpu.projections import GATED_BYTES, UNPACKED_SPACE
-from paceline.backends.cpu.recurrent_memory import BLOCK
-from paceline.backends.cpu.rows import ROW_BLOCK, record_stride
-from paceline.backends.cpu.sampling import run_gumbel_argmax
-from paceline.backends.cpu.simd import LANES
-from paceline.backends.cpu.tiles import GROUP, RECORD
+from paceline.backends.cpu.attention.paged_attention import PAGE, RESULT_ROWS, STATE_BYTES, TASK_HEADS
+from paceline.backends.cpu.attention.tiles import run_products
+from paceline.backends.cpu.phases.projections import GATED_BYTES, UNPACKED_SPACE
+from paceline.backends.cpu.phases.recurrent_memory import BLOCK
+from paceline.backends.cpu.phases.sampling import run_gumbel_argmax
+from paceline.backends.cpu.primitives.rows import ROW_BLOCK, record_stride
+from paceline.backends.cpu.primitives.simd import LANES
+from paceline.backends.cpu.tiles.matmul import run_tile, unit_bytes
+from paceline.backends.cpu.tiles.weight_tile import GROUP, RECORD
+from paceline.backends.cpu.weights.matrix_names import matrix_names
+from paceline.backends.cpu.weights.model_weights import ModelWeights, round_up
+from paceline.backends.cpu.weights.packing import PackedMatrix, address_of
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import LatentConfig, MoeConfig, PerLayerInput, RecurrentConfig
-from paceline.models.hybrid_fields import MAX_KERNEL
+from paceline.models.families.hybrid_fields import MAX_KERNEL
 
 
 class Workspace(ModelWeights):

@@ -11,29 +11,29 @@ import numpy as np
 import torch
 
 from paceline.backends.base import NO_STATES, Backend
-from paceline.backends.cuda.adapters import with_adapters
-from paceline.backends.cuda.async_decoder import CudaAsyncDecoder
-from paceline.backends.cuda.compiling import compile_only
-from paceline.backends.cuda.graphs import buckets
-from paceline.backends.cuda.host_passes import FIRST_ROWS, LATE_ROWS, HostPasses
-from paceline.backends.cuda.kv_pool import Pool, make_pool, move_slots, page_bytes
-from paceline.backends.cuda.loading import DTYPES, check_model, find_device, load_checkpoint_weights
-from paceline.backends.cuda.recurrent import CudaStates, copy_state
-from paceline.backends.cuda.shard import WHOLE, Shard, check_size
-from paceline.backends.cuda.shared_prefix import (
+from paceline.backends.cuda.decode.async_decoder import CudaAsyncDecoder
+from paceline.backends.cuda.layers.recurrent import CudaStates, copy_state
+from paceline.backends.cuda.passes.compiling import compile_only
+from paceline.backends.cuda.passes.graphs import buckets
+from paceline.backends.cuda.passes.host_passes import FIRST_ROWS, LATE_ROWS, HostPasses
+from paceline.backends.cuda.passes.kv_pool import Pool, make_pool, move_slots, page_bytes
+from paceline.backends.cuda.passes.shared_prefix import (
     PassRows,
     find_shared_prefixes,
     no_shared_prefix,
 )
-from paceline.backends.cuda.tables import (
+from paceline.backends.cuda.passes.tables import (
     prefill_requests,
 )
-from paceline.backends.cuda.warm_up import warm_up_pass
-from paceline.backends.cuda.weights import Weights
-from paceline.backends.cuda.workspace import Room, workspace_bytes
-from paceline.backends.torch_loading import find_devices
-from paceline.backends.torch_parallel.calls import made_on_all_ranks, on_all_ranks
-from paceline.backends.torch_parallel.ranks import Ranks, start_ranks
+from paceline.backends.cuda.passes.warm_up import warm_up_pass
+from paceline.backends.cuda.passes.workspace import Room, workspace_bytes
+from paceline.backends.cuda.weights.adapters import with_adapters
+from paceline.backends.cuda.weights.loading import DTYPES, check_model, find_device, load_checkpoint_weights
+from paceline.backends.cuda.weights.model_weights import Weights
+from paceline.backends.cuda.weights.shard import WHOLE, Shard, check_size
+from paceline.backends.torch.loading import find_devices
+from paceline.backends.torch.parallel.calls import made_on_all_ranks, on_all_ranks
+from paceline.backends.torch.parallel.ranks import Ranks, start_ranks
 from paceline.core.arrays import Int32Array
 from paceline.core.forward import (
     DeviceMemory,

@@ -12,7 +12,7 @@ A layer is five kernels:
 For some numbers of rows, everything from one attention to the next is one kernel: see fused_layer.py. In a
 mixture of experts the last two are four or five kernels: see feed_forward.py. Ranks of tensor parallelism
 gather what they computed after each of the last four: see shard.py. If a row has a LoRA adapter, a small
-kernel comes before each product that adapters change: see kernels/low_rank.py.
+kernel comes before each product that adapters change: see kernels/products/low_rank.py.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from dataclasses import replace
 
 import torch
 
-from paceline.backends.cuda.decode_attention import attend
-from paceline.backends.cuda.feed_forward import feed_forward, read_next
-from paceline.backends.cuda.fused_layer import LayerBuffers, NextQkv, run_fused_layer
-from paceline.backends.cuda.kernels.activations import gate_rows
-from paceline.backends.cuda.kernels.heads import norm_heads, scale_queries
-from paceline.backends.cuda.kernels.low_rank import LowRank, shrink
-from paceline.backends.cuda.kernels.matrix import Matrix
-from paceline.backends.cuda.kernels.recurrent import convolve, scan_states
-from paceline.backends.cuda.kernels.recurrent_output import gate
-from paceline.backends.cuda.kernels.recurrent_types import recurrent_shape
+from paceline.backends.cuda.kernels.attention.heads import norm_heads, scale_queries
+from paceline.backends.cuda.kernels.attention.row_tables import RowTables
+from paceline.backends.cuda.kernels.attention.split_heads import split_heads
+from paceline.backends.cuda.kernels.experts.router import Scores, has_parts
+from paceline.backends.cuda.kernels.products.activations import gate_rows
+from paceline.backends.cuda.kernels.products.low_rank import LowRank, shrink
+from paceline.backends.cuda.kernels.products.matrix import Matrix
+from paceline.backends.cuda.kernels.recurrent.output import gate
+from paceline.backends.cuda.kernels.recurrent.scan import convolve, scan_states
+from paceline.backends.cuda.kernels.recurrent.types import recurrent_shape
 from paceline.backends.cuda.kernels.residual import add_normed, plain
-from paceline.backends.cuda.kernels.router import Scores, has_parts
-from paceline.backends.cuda.kernels.row_tables import RowTables
-from paceline.backends.cuda.kernels.split_heads import split_heads
-from paceline.backends.cuda.kv_pool import Pool
-from paceline.backends.cuda.latent import late_merge, project_latents, project_values
-from paceline.backends.cuda.many_rows import add_product, project, project_heads
-from paceline.backends.cuda.per_layer import give_inputs
-from paceline.backends.cuda.recurrent import RecurrentRows
-from paceline.backends.cuda.vocabulary import embed_tokens
-from paceline.backends.cuda.weights import Layer, Weights
-from paceline.backends.cuda.workspace import Workspace
+from paceline.backends.cuda.layers.feed_forward import feed_forward, read_next
+from paceline.backends.cuda.layers.latent import late_merge, project_latents, project_values
+from paceline.backends.cuda.layers.per_layer import give_inputs
+from paceline.backends.cuda.layers.recurrent import RecurrentRows
+from paceline.backends.cuda.native.decode_attention import attend
+from paceline.backends.cuda.native.fused_layer import LayerBuffers, NextQkv, run_fused_layer
+from paceline.backends.cuda.native.many_rows import add_product, project, project_heads
+from paceline.backends.cuda.passes.kv_pool import Pool
+from paceline.backends.cuda.passes.workspace import Workspace
+from paceline.backends.cuda.weights.model_weights import Layer, Weights
+from paceline.backends.cuda.weights.vocabulary import embed_tokens
 
 
 def run_layers(

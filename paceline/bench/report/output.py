@@ -51,7 +51,7 @@ class Report:
 
 def machine_facts() -> dict[str, object]:
     """CPU, cores, instruction set, memory, load and versions, as JSON values."""
-    from paceline.backends.cpu.isa import ISA  # here, because it imports numba
+    from paceline.backends.cpu.primitives.isa import ISA  # here, because it imports numba
 
     return {
         "cpu": cpu_name(),

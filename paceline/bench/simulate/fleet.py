@@ -24,7 +24,7 @@ from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.kv.hashing import page_hashes
-from paceline.scale.routing import (
+from paceline.scale.remote.routing import (
     LeastLoadedRouting,
     PrefixRouting,
     RandomRouting,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.bench.traffic.builtin_workloads import BUILT_IN
 from paceline.errors import ConfigError, PacelineError
 from paceline.options import check_integer, check_number
-from paceline.train.prompts import prompt_of, unwrapped
-from paceline.train.rows import BadRow
+from paceline.train.data.prompts import prompt_of, unwrapped
+from paceline.train.data.rows import BadRow
 
 if TYPE_CHECKING:
     from paceline.models.tokenizer import Tokenizer

@@ -6,7 +6,7 @@
     catching up           of a head with prompts, spread over the tokens that requests will still get
 
 The arm with most tokens per second is taken. What lookup drafts would bring beside plain passes is known from
-shadow drafts (engine/shadow.py), which cost the device nothing. Other arms are tried by the explorer.
+shadow drafts (executors/shadow.py), which cost the device nothing. Other arms are tried by the explorer.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import numpy as np
 from paceline.errors import ConfigError
 from paceline.learn.data.rows import TrafficRow
 from paceline.learn.data.split import Side, side_of, unit_hash
-from paceline.train.examples import Examples, read_examples
+from paceline.train.data.examples import Examples, read_examples
 
 NEW, OLD = "new", "old"  # rows since the last training, and rows against forgetting
 ALL_SALTS = "all"

@@ -1,7 +1,7 @@
 """Scores: held-back answers drafted again with the candidate and with the serving head, beside the traffic.
 
 The target's features of prompt and answer come from one pass, and the head drafts after every answered token;
-see train/acceptance.py. The passes are as many as plain chains of the head would have needed, greedy and at
+see loop/acceptance.py. The passes are as many as plain chains of the head would have needed, greedy and at
 full length, whatever drafted when the answer was served: so two heads are compared on the same terms.
 """
 
@@ -25,11 +25,11 @@ from paceline.models.heads.checkpoint import HeadCheckpoint, load_head
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import check_target, target_fingerprint
 from paceline.models.registry import load_checkpoint, resolve
-from paceline.models.transformer import Transformer
-from paceline.train.acceptance import by_pass
-from paceline.train.batches import pack
-from paceline.train.objective import Objective
-from paceline.train.sequences import TargetStates
+from paceline.models.transformer.model import Transformer
+from paceline.train.loop.acceptance import by_pass
+from paceline.train.loop.batches import pack
+from paceline.train.loop.sequences import TargetStates
+from paceline.train.objectives.objective import Objective
 
 MAX_ROWS = 256  # rows that judge a candidate
 MAX_LENGTH = 1024  # tokens of prompt and answer; longer answers are cut

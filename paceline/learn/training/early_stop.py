@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from paceline.learn.data.selection import NEW, OLD
-from paceline.train import acceptance
-from paceline.train.batches import Batch, collate, epoch_batches
-from paceline.train.examples import Examples
-from paceline.train.objective import Objective, WriteHead
-from paceline.train.progress import Progress
-from paceline.train.sequences import TargetStates
+from paceline.train.data.examples import Examples
+from paceline.train.loop import acceptance
+from paceline.train.loop.batches import Batch, collate, epoch_batches
+from paceline.train.loop.progress import Progress
+from paceline.train.loop.sequences import TargetStates
+from paceline.train.objectives.objective import Objective, WriteHead
 
 EVALUATIONS = 8  # during a run; there is one more before it
 PATIENCE = 3  # evaluations in a row without a gain end the run

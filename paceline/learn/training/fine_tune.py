@@ -23,11 +23,11 @@ from paceline.models.heads.checkpoint import WEIGHTS, HeadCheckpoint, load_head
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import check_target, head_fingerprint, target_fingerprint
 from paceline.options import check_integer, refuse_unknown
+from paceline.train.data.examples import Examples
 from paceline.train.disk import make_folder, writing
-from paceline.train.examples import Examples
+from paceline.train.loop.progress import Progress
+from paceline.train.loop.trainer import Trainer
 from paceline.train.options import TrainOptions
-from paceline.train.progress import Progress
-from paceline.train.trainer import Trainer
 
 CANDIDATE = "candidate.json"  # renamed to this last: without it there is no candidate
 MAX_EPOCHS = 3  # passes over the rows of a training, at most

@@ -12,9 +12,9 @@ from paceline.errors import ConfigError
 from paceline.learn.activity import Activity
 from paceline.learn.training.yielding import StoppedTime, Yielding
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.transformer import Transformer
+from paceline.models.transformer.model import Transformer
 from paceline.options import check_number
-from paceline.train.sequences import load_target
+from paceline.train.loop.sequences import load_target
 
 
 @dataclass(frozen=True)

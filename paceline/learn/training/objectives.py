@@ -11,11 +11,11 @@ import numpy as np
 from paceline.errors import ConfigError
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.config import TargetName
-from paceline.models.transformer import Transformer
-from paceline.train.block_objective import BlockObjective
-from paceline.train.eagle3_objective import Eagle3Objective
-from paceline.train.examples import Examples
-from paceline.train.objective import Objective
+from paceline.models.transformer.model import Transformer
+from paceline.train.data.examples import Examples
+from paceline.train.objectives.block_objective import BlockObjective
+from paceline.train.objectives.eagle3_objective import Eagle3Objective
+from paceline.train.objectives.objective import Objective
 from paceline.train.options import BlockOptions, DSparkOptions, Eagle3Options, TrainOptions
 
 # an existing head has its draft vocabulary: none is chosen from examples; nor are states of any kept

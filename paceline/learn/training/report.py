@@ -11,7 +11,7 @@ import typer
 from paceline.learn.training.early_stop import Kept
 from paceline.learn.training.fine_tune import Candidate
 from paceline.terminal.session import note
-from paceline.train.progress import Progress
+from paceline.train.loop.progress import Progress
 
 
 class Reporter:

@@ -25,13 +25,13 @@ from paceline.core.arrays import Int64Array
 from paceline.errors import CheckpointError, HeadMismatchError, UnsupportedModelError
 from paceline.models.checkpoint import Tensor
 from paceline.models.config import ModelConfig
-from paceline.models.config_reader import is_assistant, model_config
-from paceline.models.families import FAMILIES
-from paceline.models.fields import Fields
-from paceline.models.file_layouts import converted
-from paceline.models.files import damaged, read_json
-from paceline.models.layout import select_tensors
-from paceline.models.safetensors_files import INTEGER_KINDS, SafeTensor, read_folder
+from paceline.models.families.config_reader import is_assistant, model_config
+from paceline.models.families.fields import Fields
+from paceline.models.families.table import FAMILIES
+from paceline.models.files.file_layouts import converted
+from paceline.models.files.layout import select_tensors
+from paceline.models.files.mapped import damaged, read_json
+from paceline.models.files.safetensors_files import INTEGER_KINDS, SafeTensor, read_folder
 
 PRE, POST = "pre_projection.weight", "post_projection.weight"
 CENTROIDS, ORDERING = "masked_embedding.centroids.weight", "masked_embedding.token_ordering"

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from paceline.errors import ConfigError, UnsupportedModelError
-from paceline.models.fields import Fields
+from paceline.models.families.fields import Fields
 from paceline.models.heads.config import BlockAttention, BlockConfig, HeadConfig, usual_block_layers
 from paceline.models.heads.formats import (
     SPECULATORS_VERSION,

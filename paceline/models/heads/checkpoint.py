@@ -14,7 +14,9 @@ from paceline.core.arrays import Int32Array
 from paceline.errors import CheckpointError, ConfigError, ModelError
 from paceline.extras import needs_extra
 from paceline.models.checkpoint import Tensor
-from paceline.models.files import damaged, read_json
+from paceline.models.files.mapped import damaged, read_json
+from paceline.models.files.safetensors_files import INTEGER_KINDS, SafeTensor, read_metadata, read_safetensors
+from paceline.models.files.safetensors_writer import encode, encode_flags, encode_integers, write_safetensors
 from paceline.models.heads.block_formats import (
     BLOCK_FORMATS,
     block_tensor_name,
@@ -26,8 +28,6 @@ from paceline.models.heads.formats import COPIES, FORMATS, our_name, read_config
 from paceline.models.quantized.method import read_quantization
 from paceline.models.quantized.modules import dequantized
 from paceline.models.quantized.writer import can_pack, pack, quantization_config
-from paceline.models.safetensors_files import INTEGER_KINDS, SafeTensor, read_metadata, read_safetensors
-from paceline.models.safetensors_writer import encode, encode_flags, encode_integers, write_safetensors
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 MASK_EMBEDDING = "mask_embedding.pt"  # beside the weights of some parallel heads: a tensor [hidden]

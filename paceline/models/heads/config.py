@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.models.config import ModelConfig, RopeConfig
-from paceline.models.layout import layer_tensors
+from paceline.models.files.layout import layer_tensors
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 from paceline.errors import HeadMismatchError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import ModelConfig
-from paceline.models.families import FAMILIES
+from paceline.models.families.table import FAMILIES
+from paceline.models.files.safetensors_writer import encode
 from paceline.models.heads.checkpoint import WEIGHTS
 from paceline.models.heads.config import HeadConfig, TargetName
-from paceline.models.safetensors_writer import encode
 
 
 def target_fingerprint(checkpoint: Checkpoint) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 
 from paceline.errors import ConfigError, UnsupportedModelError
 from paceline.models.config import RopeConfig
-from paceline.models.fields import Fields
+from paceline.models.families.fields import Fields
+from paceline.models.families.rope_fields import rope_config
 from paceline.models.heads.config import HeadConfig
-from paceline.models.rope_fields import rope_config
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 MASK_IDS = ("mask_token_id", "pard_token", "ptd_token_id")

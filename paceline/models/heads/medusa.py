@@ -21,11 +21,11 @@ import numpy as np
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import Tensor
-from paceline.models.files import damaged, read_json
+from paceline.models.files.mapped import damaged, read_json
+from paceline.models.files.safetensors_files import SafeTensor
+from paceline.models.files.safetensors_writer import encode_integers, write_safetensors
 from paceline.models.heads.checkpoint import WEIGHTS, read_target_name, read_weights, target_notes
 from paceline.models.heads.config import TargetName
-from paceline.models.safetensors_files import SafeTensor
-from paceline.models.safetensors_writer import encode_integers, write_safetensors
 
 PATHS = "medusa_choices"  # key in config.json, by Medusa's authors
 MEDUSA_FILES = (*WEIGHTS, "medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -61,7 +61,7 @@ class MedusaCheckpoint:
     tensors: Mapping[str, Tensor]
     draft_ids: Int32Array | None  # [draft vocabulary] the target's id of each guess; None: the same ids
     source: Path
-    paths: tuple[tuple[int, ...], ...] = ()  # the calibrated tree, if there is one: see draft/ranked.py
+    paths: tuple[tuple[int, ...], ...] = ()  # the calibrated tree, if there is one: see draft/heads/ranked.py
 
 
 def load_medusa(path: Path) -> MedusaCheckpoint:

@@ -15,9 +15,9 @@ import numpy as np
 from paceline.errors import CheckpointError, ConfigError
 from paceline.models.checkpoint import Tensor
 from paceline.models.config import ModelConfig
+from paceline.models.files.safetensors_writer import encode
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.config import HeadConfig, expected_tensors
-from paceline.models.safetensors_writer import encode
 
 
 @dataclass(frozen=True)

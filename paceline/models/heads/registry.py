@@ -6,8 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.errors import CheckpointError
+from paceline.models.files.hub import HUB_NAME
 from paceline.models.heads.shipped import DEFAULT_METHOD, DEFAULT_TARGET, SHIPPED, SHIPPED_HEAD, shipped_head
-from paceline.models.hub import HUB_NAME
 from paceline.models.registry import resolve
 
 METHODS = ("eagle3", "eagle", "dflash", "dspark", "medusa")  # that have heads in files of their own

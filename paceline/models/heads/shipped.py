@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.models.files.safetensors_files import read_metadata
 from paceline.models.heads.checkpoint import FINGERPRINT, WEIGHTS
-from paceline.models.safetensors_files import read_metadata
 
 DRAFTS = "drafts.json"  # in a head's folder: the controller's prior, see examples/known_drafts.py
 SHIPPED_HEAD = "shipped"  # the name of the head that is shipped for a target

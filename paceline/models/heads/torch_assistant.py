@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.models.blocks import Linear, Take
 from paceline.models.heads.assistant import CENTROIDS, POST, PRE, AssistantCheckpoint
-from paceline.models.rows import KeyValues, Rows
-from paceline.models.transformer import Transformer
+from paceline.models.transformer.blocks import Linear, Take
+from paceline.models.transformer.model import Transformer
+from paceline.models.transformer.rows import KeyValues, Rows
 
 
 class Assistant(Transformer):

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.attention import rotate
 from paceline.models.heads.config import HeadConfig
-from paceline.models.rope import rope_frequencies
+from paceline.models.transformer.attention import rotate
+from paceline.models.transformer.rope import rope_frequencies
 
 # From query [..., heads, head_dim], key and value [..., kv_heads, head_dim] to mixed values, shaped as query.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.models.attention import Rotation
-from paceline.models.blocks import Linear, RMSNorm, Take
 from paceline.models.heads.config import HeadConfig
 from paceline.models.heads.torch_head import TargetWeights, normed
-from paceline.models.layer import Layer, rotation_of
-from paceline.models.rope import rope_frequencies
-from paceline.models.rows import KeyValues, Rows
+from paceline.models.transformer.attention import Rotation
+from paceline.models.transformer.blocks import Linear, RMSNorm, Take
+from paceline.models.transformer.layer import Layer, rotation_of
+from paceline.models.transformer.rope import rope_frequencies
+from paceline.models.transformer.rows import KeyValues, Rows
 
 OWN_LAYER, HEAD_LAYER = "model.layers.0.", "midlayer."  # names of the layer's tensors: a model's, a head's
 

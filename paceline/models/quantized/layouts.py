@@ -31,9 +31,9 @@ import numpy.typing as npt
 
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import Stored, Tensor
+from paceline.models.files.stacked_experts import MXFP4_BIAS, MXFP4_VALUES
 from paceline.models.quantized.method import GPTQ_BITS, Quantization
 from paceline.models.quantized.weights import GroupedWeight, Rows
-from paceline.models.stacked_experts import MXFP4_BIAS, MXFP4_VALUES
 
 AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7], dtype=np.intp)  # of a column among the 4 bits of its word
 INDICES = {"I32": "<i4", "I64": "<i8"}

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import UnsupportedModelError
-from paceline.models.fields import Fields
-from paceline.models.files import read_json
+from paceline.models.families.fields import Fields
+from paceline.models.files.mapped import read_json
 
 CONFIG_NAMES = ("quantization_config", "compression_config")  # the second is an old name of the first
 # files that had it before config.json did, and the method that is meant

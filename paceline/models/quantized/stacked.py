@@ -20,9 +20,9 @@ import numpy.typing as npt
 from paceline.errors import CheckpointError
 from paceline.models.checkpoint import Stored, Tensor
 from paceline.models.config import ModelConfig
+from paceline.models.files.stacked_experts import is_transposed
 from paceline.models.quantized.layouts import fp8
 from paceline.models.quantized.method import Quantization
-from paceline.models.stacked_experts import is_transposed
 
 MATRIX = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)")
 OF_ACTIVATIONS = "_activation_scale"  # which are not quantized here

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.models.checkpoint import Stored
-from paceline.models.gguf_blocks import Bytes, Floats, by_rows
+from paceline.models.gguf.blocks import Bytes, Floats, by_rows
 
 BLOCK = 32  # values of a block of Q4_0 and Q8_0
 MIDDLES = {4: ("Q4_0", 8), 8: ("Q8_0", 0)}  # bits -> the block format with this one zero point

@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from paceline.models.files.safetensors_files import SafeTensor
+from paceline.models.files.safetensors_writer import encode, encode_integers
 from paceline.models.quantized.weights import BLOCK
-from paceline.models.safetensors_files import SafeTensor
-from paceline.models.safetensors_writer import encode, encode_integers
 
 STEPS = {4: 15, 8: 254}  # between the smallest code and the largest
 SMALLEST = 1e-7  # of a scale, which is a float16

@@ -11,8 +11,8 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 
 from paceline.engine.outputs import RequestOutput
-from paceline.serve.metrics import HISTOGRAMS, Histogram
-from paceline.serve.record import RequestRecord
+from paceline.serve.observability.metrics import HISTOGRAMS, Histogram
+from paceline.serve.observability.record import RequestRecord
 from paceline.serve.routes.file import RouteTable
 from paceline.serve.routes.trail import Visit
 

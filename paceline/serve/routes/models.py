@@ -15,10 +15,10 @@ from starlette.requests import Request
 from paceline.engine.admission import PromptTooLong
 from paceline.errors import OverloadedError, UnavailableError
 from paceline.serve.engines import EngineGroup
-from paceline.serve.errors import ApiError
-from paceline.serve.generation import Generation, segment_of
+from paceline.serve.http.errors import ApiError
+from paceline.serve.openai.generation import Generation, segment_of
+from paceline.serve.openai.protocol import Routed, SamplingFields
 from paceline.serve.places import Places
-from paceline.serve.protocol import Routed, SamplingFields
 from paceline.serve.routes.file import RouteTable
 from paceline.serve.routes.kinds import CascadeRoute, FallbackRoute, RequestProfile, RuleRoute, WeightRoute
 from paceline.serve.routes.trail import Trail, Visit

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.serve.generation import Generation
+    from paceline.serve.openai.generation import Generation
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
-from paceline.serve.fields import Body, Bool, Items
+from paceline.serve.openai.fields import Body, Bool, Items
 from paceline.serve.tools.declared import Tool, ToolChoice
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import RequestError
-from paceline.serve.scanning import MAX_DEPTH, shape_of
+from paceline.serve.http.scanning import MAX_DEPTH, shape_of
 from paceline.serve.tools.formats import ToolFormat
 
 MAX_ARGUMENT_VALUES = 20_000  # JSON values in the arguments of one call

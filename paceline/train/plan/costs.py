@@ -14,7 +14,7 @@ import numpy as np
 from paceline.core.arrays import Int32Array
 from paceline.core.params import SamplingParams
 from paceline.llm import LLM
-from paceline.train.objective import WriteHead
+from paceline.train.objectives.objective import WriteHead
 from paceline.train.plan.choose import StepCosts
 from paceline.train.plan.vocabulary import restrict_vocabulary
 

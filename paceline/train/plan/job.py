@@ -17,15 +17,15 @@ from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import target_fingerprint
 from paceline.models.registry import load_checkpoint, resolve
 from paceline.terminal.session import note
-from paceline.train.examples import Examples, is_answers, read_examples
+from paceline.train.data.examples import Examples, is_answers, read_examples
 from paceline.train.job import chosen_device, engine_loader
-from paceline.train.new_head import choose_draft_ids, coverage
+from paceline.train.loop.sequences import load_target
+from paceline.train.objectives.new_head import choose_draft_ids, coverage
 from paceline.train.options import TrainOptions
 from paceline.train.plan.choose import Choice, StepCosts, choices
 from paceline.train.plan.costs import KV_TOKENS, measure_steps
 from paceline.train.plan.law import Law, Pilot
 from paceline.train.plan.pilots import PilotPlan, run_pilots
-from paceline.train.sequences import load_target
 
 # Kinds of heads that can be planned, and the flags by which the recommended one is trained
 FLAGS = {"dspark": "--layers {layers} --block-size {drafts}", "eagle3": "--unroll {positions}"}

@@ -11,15 +11,15 @@ import torch
 
 from paceline.core.arrays import Int32Array
 from paceline.models.heads.config import TargetName
-from paceline.models.transformer import Transformer
-from paceline.train.acceptance import lengths_by_pass
-from paceline.train.examples import Examples
-from paceline.train.new_head import choose_draft_ids
-from paceline.train.objective import Objective, WriteHead
+from paceline.models.transformer.model import Transformer
+from paceline.train.data.examples import Examples
+from paceline.train.loop.acceptance import lengths_by_pass
+from paceline.train.loop.trainer import Trainer
+from paceline.train.objectives.new_head import choose_draft_ids
+from paceline.train.objectives.objective import Objective, WriteHead
 from paceline.train.options import TrainOptions
 from paceline.train.plan.law import Pilot
 from paceline.train.plan.vocabulary import accepted_within
-from paceline.train.trainer import Trainer
 
 SCORED_BATCHES = 8  # held-out batches that a pilot is measured on
 WARMUP_SHARE = 0.1  # of a pilot's steps: a warm-up of 100 steps would be most of it

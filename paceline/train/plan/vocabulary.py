@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.arrays import Int32Array
+from paceline.models.files.safetensors_writer import encode
 from paceline.models.heads.checkpoint import HeadCheckpoint, load_head, write_head
-from paceline.models.safetensors_writer import encode
-from paceline.train.batches import Batch
+from paceline.train.loop.batches import Batch
 
 # Tensors with a row for each token of the draft vocabulary
 BY_TOKEN = ("lm_head.weight", "markov_head.markov_w2.weight", "candidate_selector.successor_codebook")

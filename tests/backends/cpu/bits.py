@@ -8,8 +8,8 @@ import json
 import numpy as np
 
 from paceline.backends.cpu import CpuBackend
-from paceline.backends.cpu.isa import ISA
-from paceline.check_digest import generation_digest
+from paceline.backends.cpu.primitives.isa import ISA
+from paceline.check.digest import generation_digest
 from tests.backends.adapters import random_adapters
 from tests.backends.cpu.checkpoints import (
     RECURRENCES,

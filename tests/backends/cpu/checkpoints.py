@@ -11,9 +11,9 @@ import numpy as np
 
 from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.config import LatentConfig, ModelConfig, MoeConfig, RecurrentConfig, RopeConfig
-from paceline.models.gguf import GgufTensor
-from paceline.models.gguf_blocks import FORMATS
-from paceline.models.layout import expected_tensors
+from paceline.models.files.layout import expected_tensors
+from paceline.models.gguf.blocks import FORMATS
+from paceline.models.gguf.reader import GgufTensor
 
 # Where a block has its half floats: the scale, and the scale of the minimums where there are any.
 HALVES_AT = {"Q4_0": (0,), "Q8_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2)}

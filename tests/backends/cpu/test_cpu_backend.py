@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from paceline.backends.cpu import CpuBackend
-from paceline.backends.cpu.packing import pack
-from paceline.backends.torch_backend import TorchBackend
+from paceline.backends.cpu.weights.packing import pack
+from paceline.backends.torch.backend import TorchBackend
 from paceline.errors import BackendError, ConfigError
-from paceline.models import attention, blocks
-from paceline.models.attention import attend
 from paceline.models.checkpoint import Checkpoint
+from paceline.models.transformer import attention, blocks
+from paceline.models.transformer.attention import attend
 from tests.backends.cpu.checkpoints import floats
 from tests.backends.cpu.numbers import assert_same_bits, quantize
 from tests.backends.cpu.unpacking import unpack

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from llvmlite import binding, ir
 
-from paceline.backends.cpu.isa import ISAS
-from paceline.backends.cpu.tiles import (
+from paceline.backends.cpu.primitives.isa import ISAS
+from paceline.backends.cpu.tiles.weight_tile import (
     FORMAT_NAMES,
     INT8,
     MATRIX_ROWS,

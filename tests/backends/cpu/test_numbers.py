@@ -12,9 +12,9 @@ from llvmlite import ir
 from numba import types
 
 from paceline.backends.cpu import CpuBackend
-from paceline.backends.cpu.compiled import compiled
-from paceline.backends.cpu.halves import float_to_half_bits, store_halves
-from paceline.backends.cpu.rows import (
+from paceline.backends.cpu.primitives.compiled import compiled
+from paceline.backends.cpu.primitives.halves import float_to_half_bits, store_halves
+from paceline.backends.cpu.primitives.rows import (
     ACTIVATIONS,
     center,
     gate,
@@ -24,17 +24,18 @@ from paceline.backends.cpu.rows import (
     soft_cap,
     write_record,
 )
-from paceline.backends.cpu.simd import (
+from paceline.backends.cpu.primitives.simd import (
     exponential,
     load,
     operation,
     store,
     write_at,
 )
-from paceline.backends.cpu.simd import floats as simd_floats
-from paceline.backends.cpu.tiles import GROUP, RECORD
-from paceline.models import blocks, transformer
+from paceline.backends.cpu.primitives.simd import floats as simd_floats
+from paceline.backends.cpu.tiles.weight_tile import GROUP, RECORD
 from paceline.models.checkpoint import Checkpoint
+from paceline.models.transformer import blocks
+from paceline.models.transformer import model as transformer
 from tests.backends.cpu.checkpoints import floats
 from tests.backends.cpu.numbers import assert_same_bits, fma, quantize
 from tests.backends.driver import drive, run

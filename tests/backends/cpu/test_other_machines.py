@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.backends.cpu.isa import ISA, host_features, select, usable
+from paceline.backends.cpu.primitives.isa import ISA, host_features, select, usable
 from paceline.errors import ConfigError
 from paceline.machine import EMULATED, ISA_VARIABLE
 from tests.backends.cpu.bits import digests

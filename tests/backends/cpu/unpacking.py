@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.backends.cpu.compiled import compiled
-from paceline.backends.cpu.packing import PackedMatrix
-from paceline.backends.cpu.rows import read_matrix_row
-from paceline.backends.cpu.tiles import COLUMNS, GROUP, tile_bytes
+from paceline.backends.cpu.primitives.compiled import compiled
+from paceline.backends.cpu.primitives.rows import read_matrix_row
+from paceline.backends.cpu.tiles.weight_tile import COLUMNS, GROUP, tile_bytes
+from paceline.backends.cpu.weights.packing import PackedMatrix
 
 
 @compiled(cached=True)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.backends.cuda import native, weight_pipeline
+from paceline.backends.cuda.native import nvrtc as native
+from paceline.backends.cuda.native import weight_pipeline
 
 HERE, SOURCES = Path(__file__).parent, Path(native.__file__).with_name("source")
 # kept between runs, because g++ takes seconds; `make clean` deletes it

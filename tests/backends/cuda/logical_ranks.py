@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from paceline.backends.torch_parallel.ranks import Peer, Ranks
-from paceline.backends.torch_parallel.worker import serve
+from paceline.backends.torch.parallel.ranks import Peer, Ranks
+from paceline.backends.torch.parallel.worker import serve
 
 PATIENCE = 600  # seconds for another rank's launches; interpreted ones are slow
 Result = TypeVar("Result")
@@ -123,7 +123,7 @@ class _Waiting:
 @contextmanager
 def driven(size: int, load: Callable[[Any, Any], Any]) -> Iterator[Any]:
     """Rank 0 of `size`, as `load` makes it of a shard and other ranks; these are threads that it drives."""
-    from paceline.backends.cuda.shard import Shard
+    from paceline.backends.cuda.weights.shard import Shard
 
     group, peers, threads = LogicalRanks(size), [], []
 
@@ -154,7 +154,7 @@ def driven(size: int, load: Callable[[Any, Any], Any]) -> Iterator[Any]:
 @contextmanager
 def captured_together() -> Iterator[None]:
     """Within it, the graphs of logical ranks are one: their threads cannot capture several at once."""
-    from paceline.backends.cuda.graphs import Graphs
+    from paceline.backends.cuda.passes.graphs import Graphs
 
     alone = Graphs.run
 

@@ -9,9 +9,9 @@ import torch
 
 from paceline.llm import LLM
 from paceline.models.registry import load_checkpoint
-from paceline.train import make_answers
-from paceline.train.make_answers import AnswerOptions, open_answerer
-from tests.models.files import config_of, random_tensors, write_gguf
+from paceline.train.data import make_answers
+from paceline.train.data.make_answers import AnswerOptions, open_answerer
+from tests.models.model_files import config_of, random_tensors, write_gguf
 
 REQUESTS, PROMPT, ANSWER = 4, 12, 8
 

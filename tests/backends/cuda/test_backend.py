@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backends.torch_backend import TorchBackend
+from paceline.backends.torch.backend import TorchBackend
 from paceline.core.forward import Choices, RequestStates, chain_batch
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.experts import MixtureOfExperts
 from paceline.models.registry import load_checkpoint
+from paceline.models.transformer.experts import MixtureOfExperts
 from tests.backends.driver import Driven, drive, run
 from tests.tiny import save_checkpoint
 from tests.tiny_families import FAMILIES, MORE_FAMILIES, TORCH_FAMILIES, VOCAB_SIZE, Family
@@ -45,7 +45,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="interprete
 def make(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype):  # type: ignore[no-untyped-def]
     """A backend as `load` makes it, on a CPU too."""
     from paceline.backends.cuda.backend import CudaBackend
-    from paceline.backends.cuda.weights import load_weights
+    from paceline.backends.cuda.weights.model_weights import load_weights
 
     def take(name: str) -> torch.Tensor:
         return torch.from_numpy(checkpoint.tensors[name].float32()).to(device=device, dtype=dtype)
@@ -148,7 +148,7 @@ def test_the_last_layer_is_finished_for_rows_with_logits_alone(
     folder: Path, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a pass of many rows; a row has the same bits then."""
-    from paceline.backends.cuda import host_passes
+    from paceline.backends.cuda.passes import host_passes
 
     checkpoint = load_checkpoint(save_checkpoint("llama", folder / "late"))
     asked: list[int] = []
@@ -198,7 +198,7 @@ def test_the_loop_gives_the_tokens_of_single_passes(
     temperature: float, folder: Path, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Three requests decode on the device. A pass and the host's sampler at a time give the same tokens."""
-    from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
+    from paceline.backends.cuda.decode.decode_loop import DecodeLoop, make_requests
     from paceline.core.params import SamplingParams
     from paceline.verify.sampling import Sampler, Workspace
 
@@ -243,8 +243,8 @@ def test_features_are_those_of_torch(folder: Path, device: torch.device, dtype: 
 
 
 def test_a_workspace_takes_the_memory_that_was_counted_before(folder: Path) -> None:
-    from paceline.backends.cuda.weights import load_weights
-    from paceline.backends.cuda.workspace import Room, make_workspace, workspace_bytes
+    from paceline.backends.cuda.passes.workspace import Room, make_workspace, workspace_bytes
+    from paceline.backends.cuda.weights.model_weights import load_weights
 
     checkpoint = load_checkpoint(save_checkpoint("llama", folder / "memory"))
     weights = load_weights(
@@ -271,7 +271,7 @@ def test_a_workspace_takes_the_memory_that_was_counted_before(folder: Path) -> N
 
 
 def test_weights_are_read_as_they_are_stored(folder: Path) -> None:
-    from paceline.backends.cuda.loading import _stored
+    from paceline.backends.cuda.weights.loading import _stored
 
     checkpoint = load_checkpoint(save_checkpoint("qwen2", folder / "stored"))
     for name, tensor in checkpoint.tensors.items():
@@ -279,7 +279,7 @@ def test_weights_are_read_as_they_are_stored(folder: Path) -> None:
 
 
 def test_every_pass_has_its_bucket() -> None:
-    from paceline.backends.cuda.graphs import bucket, buckets
+    from paceline.backends.cuda.passes.graphs import bucket, buckets
 
     assert buckets(300) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300]
     assert buckets(1100)[8:] == [256, 384, 512, 768, 1024, 1100]

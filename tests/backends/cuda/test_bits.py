@@ -18,7 +18,7 @@ from paceline.models.config import (
     RopeConfig,
     Temperature,
 )
-from paceline.models.layout import expected_tensors
+from paceline.models.files.layout import expected_tensors
 from tests.backends.driver import Driven, drive, run
 
 LENGTH, PAGES_EACH, COMPANY = 100, 19, 300
@@ -106,7 +106,7 @@ CASES.append(("deepseek-v3", "fp8_blocks"))
 
 def random_backend(shape: str, quantization: str):  # type: ignore[no-untyped-def]
     from paceline.backends.cuda.backend import CudaBackend
-    from paceline.backends.cuda.weights import load_weights, packing_for
+    from paceline.backends.cuda.weights.model_weights import load_weights, packing_for
 
     config = SHAPES[shape]
     shapes, generator = dict(expected_tensors(config)), torch.Generator(device="cuda").manual_seed(1)

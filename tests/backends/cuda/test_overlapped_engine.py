@@ -17,8 +17,8 @@ from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, DraftSampling
-from paceline.draft.ngram import NgramDrafter
-from paceline.draft.vocabulary import trimmed_vocabulary
+from paceline.draft.lookup.ngram import NgramDrafter
+from paceline.draft.model.vocabulary import trimmed_vocabulary
 from paceline.models.config import RopeConfig
 from paceline.models.heads.config import BlockAttention, BlockConfig, HeadConfig
 from tests.backends.cuda.test_backend import make, needs_gpu
@@ -182,8 +182,8 @@ class Copies(Drafter):
 
 def draft_model(backend):  # type: ignore[no-untyped-def]
     """A drafter with this draft model."""
-    from paceline.draft.draft_cache import SharedPages
-    from paceline.draft.draft_model import DraftModelDrafter
+    from paceline.draft.model.draft_cache import SharedPages
+    from paceline.draft.model.draft_model import DraftModelDrafter
 
     vocabulary, make_cache = trimmed_vocabulary(None, VOCAB_SIZE), partial(SharedPages, longest=96)
     drafter = DraftModelDrafter(
@@ -200,10 +200,10 @@ def draft_model(backend):  # type: ignore[no-untyped-def]
 
 def random_head(backend, seed: int = 3, mask_token_id: int | None = None):  # type: ignore[no-untyped-def]
     """A drafter with a random head for a tiny model, of two layers if it drafts by masks (P-EAGLE)."""
-    from paceline.backends.cuda.head_runner import CudaHeadRunner
-    from paceline.backends.cuda.head_weights import load_head_weights
-    from paceline.draft.eagle import Eagle3Drafter
-    from paceline.draft.head_drafter import HeadShape, Mask
+    from paceline.backends.cuda.heads.head_runner import CudaHeadRunner
+    from paceline.backends.cuda.heads.head_weights import load_head_weights
+    from paceline.draft.heads.eagle import Eagle3Drafter
+    from paceline.draft.heads.head_drafter import HeadShape, Mask
 
     size = backend.config.hidden_size
     rope = RopeConfig(500.0)
@@ -222,10 +222,10 @@ def random_head(backend, seed: int = 3, mask_token_id: int | None = None):  # ty
 
 def random_block_head(backend):  # type: ignore[no-untyped-def]
     """A drafter with a random DSpark head for a tiny model; six blocks fit into a pass."""
-    from paceline.backends.cuda.block_runner import CudaBlockRunner
-    from paceline.backends.cuda.block_weights import load_block_weights
-    from paceline.draft.block import DSparkDrafter
-    from paceline.draft.head_drafter import HeadShape
+    from paceline.backends.cuda.heads.block_runner import CudaBlockRunner
+    from paceline.backends.cuda.heads.block_weights import load_block_weights
+    from paceline.draft.heads.block import DSparkDrafter
+    from paceline.draft.heads.head_drafter import HeadShape
 
     size, rope = backend.config.hidden_size, RopeConfig(500.0)
     block = BlockConfig(5, 7, (BlockAttention(),) * 2, sample_from_anchor=True, markov_rank=9)

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from paceline.backends.async_decoding import DeviceDraft, NgramLookup, SlotInits
-from paceline.backends.torch_parallel.ranks import start_ranks
+from paceline.backends.torch.parallel.ranks import start_ranks
 from paceline.core.forward import Choices
 from paceline.core.params import SamplingParams
 from paceline.core.request import SamplingNeeds
 from paceline.errors import BackendLostError, ConfigError
 from paceline.models.config import ModelConfig, RopeConfig
+from paceline.models.files.layout import expected_tensors
 from paceline.models.heads.config import HeadConfig
-from paceline.models.layout import expected_tensors
 from paceline.models.registry import load_checkpoint
 from tests.backends.adapters import drive_with, random_adapters
 from tests.backends.cuda.logical_ranks import LogicalRank, LogicalRanks, captured_together, driven
@@ -47,8 +47,8 @@ def random_weights(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, shard: Any = None, packing: str = "none"
 ) -> Any:
     """Random weights, or a rank's part of them."""
-    from paceline.backends.cuda.shard import WHOLE
-    from paceline.backends.cuda.weights import load_weights, packing_for
+    from paceline.backends.cuda.weights.model_weights import load_weights, packing_for
+    from paceline.backends.cuda.weights.shard import WHOLE
 
     shapes = dict(expected_tensors(config))
 
@@ -64,7 +64,7 @@ def random_weights(
 
 def assert_same_on_ranks(work: Work, size: int) -> None:
     """What `work` returns for a shard, arrays, is the same on one GPU and on every one of `size` ranks."""
-    from paceline.backends.cuda.shard import WHOLE, Shard
+    from paceline.backends.cuda.weights.shard import WHOLE, Shard
 
     expected = work(WHOLE)
     with captured_together():
@@ -85,8 +85,8 @@ def passes(
 
     With `adapter` the request has one of `random_adapters`, and two more without it and with another follow.
     """
-    from paceline.backends.cuda.adapters import with_adapters
     from paceline.backends.cuda.backend import CudaBackend
+    from paceline.backends.cuda.weights.adapters import with_adapters
 
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, 512).tolist()
     choices = Choices(np.arange(5, dtype=np.int32), np.full(5, SEED, np.uint64), np.array([0, 0.5, 1, 1, 3]))
@@ -118,11 +118,11 @@ def decoding(
     checkpoint = random_checkpoint(head) if "head" in kind else None
 
     def work(shard: Any) -> dict[str, np.ndarray]:
-        from paceline.backends.cuda.decode_loop import DecodeLoop, make_requests
-        from paceline.backends.cuda.draft_networks import HeadNetwork, ModelNetwork
-        from paceline.backends.cuda.draft_shape import chain_shape, tree_shape
-        from paceline.backends.cuda.head_weights import load_head_weights
-        from paceline.backends.cuda.kv_pool import Pool
+        from paceline.backends.cuda.decode.decode_loop import DecodeLoop, make_requests
+        from paceline.backends.cuda.decode.draft_networks import HeadNetwork, ModelNetwork
+        from paceline.backends.cuda.decode.draft_shape import chain_shape, tree_shape
+        from paceline.backends.cuda.heads.head_weights import load_head_weights
+        from paceline.backends.cuda.passes.kv_pool import Pool
 
         def pool(layers: int, first: int, heads: int, of: int) -> Pool:
             generator = torch.Generator().manual_seed(9)
@@ -198,8 +198,8 @@ ROW_COUNTS = (1, 2, 3, 7, 16, 17, 33, 80, 130)  # every kind of launch
 @needs_gpu
 def test_nccl_gathers_in_a_captured_graph(tmp_path: Path, device: torch.device) -> None:
     """One rank: NCCL refuses two on one GPU."""
-    from paceline.backends.cuda.graphs import Graphs
-    from paceline.backends.torch_parallel.communicator import GroupCommunicator
+    from paceline.backends.cuda.passes.graphs import Graphs
+    from paceline.backends.torch.parallel.communicator import GroupCommunicator
 
     group = GroupCommunicator(0, [torch.device("cuda", 0)], str(tmp_path / "store"), 60)
     own = [torch.zeros(4, 64, dtype=torch.bfloat16, device=device), torch.zeros(4, 3, device=device)]
@@ -280,9 +280,9 @@ def test_ranks_decode_what_rank_0_tells_them(device: torch.device, dtype: torch.
 
     Of a request with an adapter: others have fewer kernels.
     """
-    from paceline.backends.cuda.adapters import with_adapters
     from paceline.backends.cuda.backend import CudaBackend
-    from paceline.backends.cuda.shard import WHOLE
+    from paceline.backends.cuda.weights.adapters import with_adapters
+    from paceline.backends.cuda.weights.shard import WHOLE
 
     def load(shard: Any, ranks: Any) -> CudaBackend:
         weights = random_weights(SMALL, device, dtype, shard)
@@ -298,7 +298,7 @@ def test_ranks_decode_what_rank_0_tells_them(device: torch.device, dtype: torch.
 def test_processes_give_the_tokens_of_one_and_end_when_one_is_killed(tmp_path: Path) -> None:
     """With gloo between them, in Triton's interpreter."""
     from paceline.backends.cuda.backend import CudaBackend
-    from paceline.backends.cuda.shard import Shard
+    from paceline.backends.cuda.weights.shard import Shard
 
     checkpoint = load_checkpoint(save_sharded("qwen2", tmp_path))
     cpu, kind = torch.device("cpu"), ("float16", "none", 4)
@@ -316,7 +316,7 @@ def test_processes_give_the_tokens_of_one_and_end_when_one_is_killed(tmp_path: P
 
 
 def test_sizes_that_cannot_share_a_model_are_refused() -> None:
-    from paceline.backends.cuda.shard import Shard, check_size
+    from paceline.backends.cuda.weights.shard import Shard, check_size
 
     for size in (1, 2, 4):
         check_size(TINY, size)

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.backends.torch_backend import TorchBackend
-from paceline.backends.torch_loading import find_dtype, load_pieces
-from paceline.backends.torch_parallel.communicator import RankLostError
-from paceline.backends.torch_parallel.ranks import Peer, Ranks
-from paceline.backends.torch_parallel.worker import serve
+from paceline.backends.torch.backend import TorchBackend
+from paceline.backends.torch.loading import find_dtype, load_pieces
+from paceline.backends.torch.parallel.communicator import RankLostError
+from paceline.backends.torch.parallel.ranks import Peer, Ranks
+from paceline.backends.torch.parallel.worker import serve
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.config_reader import model_config
-from paceline.models.layout import expected_tensors
+from paceline.models.families.config_reader import model_config
+from paceline.models.files.layout import expected_tensors
+from paceline.models.files.safetensors_writer import encode, write_safetensors
 from paceline.models.lora import Adapter
-from paceline.models.safetensors_writer import encode, write_safetensors
 
 VOCAB = 173  # no number of ranks divides it, nor the intermediate size
 SIZES: dict[str, Any] = {

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from paceline import LLM
-from paceline.backends import torch_backend
-from paceline.backends.torch_backend import TorchBackend
-from paceline.backends.torch_parallel.ranks import start_ranks
+from paceline.backends.torch import backend as torch_backend
+from paceline.backends.torch.backend import TorchBackend
+from paceline.backends.torch.parallel.ranks import start_ranks
 from paceline.core.params import SamplingParams
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint
@@ -28,7 +28,7 @@ from tests.backends.adapters import random_adapters
 from tests.backends.driver import drive
 from tests.backends.torch.sharded import save_sharded
 from tests.backends.torch.test_tensor_parallel import PROMPT, assert_same_bits, needs_cuda, passes
-from tests.draft.test_draft_model_cpu import save_tokenizer
+from tests.draft.model.test_draft_model_cpu import save_tokenizer
 from tests.large import LARGE
 
 DEADLINE = 60  # seconds for what happens at once on an idle machine
@@ -146,7 +146,7 @@ def test_ranks_end_when_the_engine_is_killed(checkpoint: Checkpoint) -> None:
     script = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from paceline.backends.torch_backend import TorchBackend\n"
+        "from paceline.backends.torch.backend import TorchBackend\n"
         "from paceline.models.registry import load_checkpoint\n"
         "backend = TorchBackend.load(load_checkpoint(Path(sys.argv[1])), tensor_parallel_size=2)\n"
         "print(*backend.ranks.processes, flush=True)\n"

@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from paceline.backends.options import BackendOptions
-from paceline.backends.torch_backend import TorchBackend
-from paceline.backends.torch_loading import load_pieces, settle_bfloat16_kernels
+from paceline.backends.torch.backend import TorchBackend
+from paceline.backends.torch.loading import load_pieces, settle_bfloat16_kernels
 from paceline.core.forward import Choices
 from paceline.errors import BackendError, ConfigError
-from paceline.models.blocks import Linear
 from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.registry import DEFAULT_MODEL, load_checkpoint, resolve
-from paceline.models.tensor_parallel import TensorParallel, check_size, count_pieces
+from paceline.models.transformer.blocks import Linear
+from paceline.models.transformer.tensor_parallel import TensorParallel, check_size, count_pieces
 from tests.backends.adapters import drive_with, random_adapters
 from tests.backends.driver import drive, run
 from tests.backends.torch.sharded import FAMILIES, VOCAB, save_sharded, sharded, thread_ranks

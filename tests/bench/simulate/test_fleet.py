@@ -27,7 +27,7 @@ from paceline.cli import app
 from paceline.core.params import SamplingParams
 from paceline.engine.admission import Limits
 from paceline.errors import ConfigError
-from paceline.scale.routing import LeastLoadedRouting
+from paceline.scale.remote.routing import LeastLoadedRouting
 
 OFF = Method("off")
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from paceline.backends.base import HeadBatch, HeadOutput, HeadRunner
 from paceline.core.forward import ForwardBatch, KVPool
+from paceline.models.files.safetensors_writer import encode
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.config import HeadConfig
-from paceline.models.safetensors_writer import encode
 from tests.models.heads.tiny_heads import random_tensors
 
 

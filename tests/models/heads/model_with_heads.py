@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.models.heads.checkpoint import write_head
-from tests.draft.test_draft_model_cpu import save_model
+from tests.draft.model.test_draft_model_cpu import save_model
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import EAGLE3
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from paceline.errors import CheckpointError, ConfigError, HeadMismatchError, UnsupportedModelError
+from paceline.models.files.safetensors_writer import encode
 from paceline.models.heads.block_formats import read_block_config
 from paceline.models.heads.checkpoint import load_head, write_head
 from paceline.models.heads.config import BlockAttention, BlockConfig, TargetName, usual_block_layers
 from paceline.models.heads.export import export_head
 from paceline.models.heads.fingerprint import check_target
 from paceline.models.registry import load_checkpoint
-from paceline.models.safetensors_writer import encode
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.test_formats import assert_equal
 from tests.models.heads.tiny_heads import BLOCK_CONFIGS, DFLASH, DSPARK, EAGLE3, random_tensors

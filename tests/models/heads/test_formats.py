@@ -12,6 +12,8 @@ import torch
 
 from paceline.errors import CheckpointError, ConfigError, UnsupportedModelError
 from paceline.models.config import RopeConfig
+from paceline.models.files.safetensors_files import safetensors_checkpoint
+from paceline.models.files.safetensors_writer import encode
 from paceline.models.heads.checkpoint import HeadCheckpoint, load_head, write_head
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.fingerprint import check_target, target_fingerprint
@@ -20,9 +22,7 @@ from paceline.models.heads.shipped import DEFAULT_TARGET, SHIPPED
 from paceline.models.quantized.method import Quantization
 from paceline.models.quantized.modules import dequantized
 from paceline.models.quantized.writer import can_pack, pack
-from paceline.models.safetensors_files import safetensors_checkpoint
-from paceline.models.safetensors_writer import encode
-from paceline.train.rounding import rounded
+from paceline.train.loop.rounding import rounded
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import CONFIGS, EAGLE, EAGLE3, P_EAGLE, VOCAB, random_tensors
 from tests.tiny import save_checkpoint

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from paceline.errors import CheckpointError
+from paceline.models.files.safetensors_writer import encode
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.medusa import (
     MedusaCheckpoint,
@@ -20,7 +21,6 @@ from paceline.models.heads.medusa import (
     write_medusa,
 )
 from paceline.models.heads.torch_medusa import TorchMedusa
-from paceline.models.safetensors_writer import encode
 
 CONFIG = MedusaConfig(num_heads=3, num_layers=2, hidden_size=60, draft_vocab_size=173)
 

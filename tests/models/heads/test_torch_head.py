@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.models.attention import attend
+from paceline.models.transformer.attention import attend
 from tests.models.heads.tiny_heads import CONFIGS, TARGET_HIDDEN, VOCAB, PlainHead, random_shared, torch_head
 
 LENGTH = 9

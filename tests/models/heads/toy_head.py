@@ -16,9 +16,9 @@ from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput
 from paceline.backends.head_chains import chains_by_passes
 from paceline.core.trees import DraftPlan
 from paceline.draft.base import DraftSampling
-from paceline.draft.eagle import Eagle3Drafter, EagleDrafter
-from paceline.draft.head_drafter import HeadShape
-from paceline.draft.vocabulary import trimmed_vocabulary
+from paceline.draft.heads.eagle import Eagle3Drafter, EagleDrafter
+from paceline.draft.heads.head_drafter import HeadShape
+from paceline.draft.model.vocabulary import trimmed_vocabulary
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from tests.draft.draft_models import Plans

@@ -10,8 +10,8 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from paceline.models.config_reader import model_config
-from tests.models.files import SIZES, random_tensors
+from paceline.models.families.config_reader import model_config
+from tests.models.model_files import SIZES, random_tensors
 from tests.models.quantized import packers
 from tests.models.quantized.packers import Packed, compressed
 

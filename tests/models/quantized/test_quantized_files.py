@@ -15,7 +15,7 @@ import torch
 from paceline.backends.cpu import CpuBackend
 from paceline.errors import CheckpointError, ModelError, UnsupportedModelError
 from paceline.models.checkpoint import Checkpoint
-from paceline.models.gguf_blocks import dequantize
+from paceline.models.gguf.blocks import dequantize
 from paceline.models.needs import model_needs
 from paceline.models.registry import load_checkpoint
 from tests.backends.driver import drive

@@ -10,11 +10,11 @@ import pytest
 
 from paceline.build import build_engine
 from paceline.core.params import SamplingParams
-from paceline.engine.async_engine import AsyncEngine
-from paceline.engine.step_turns import StepTurns
+from paceline.engine.frontend.async_engine import AsyncEngine
+from paceline.engine.frontend.step_turns import StepTurns
 from paceline.serve.loading import ServedModel, load_models
 from paceline.serve.routes.file import RoutesFile, read_routes
-from tests.draft.test_draft_model_cpu import save_model
+from tests.draft.model.test_draft_model_cpu import save_model
 
 PROMPTS = [[5 + number, 6, 7, 8] for number in range(4)]
 PARAMS = SamplingParams(temperature=0.7, seed=3, max_tokens=12, ignore_eos=True)

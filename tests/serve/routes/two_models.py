@@ -14,12 +14,12 @@ from paceline.control.controller import FixedController
 from paceline.core.arrays import Float32Array
 from paceline.core.forward import ForwardBatch, ForwardOutput
 from paceline.engine.admission import Limits
-from paceline.engine.async_engine import AsyncEngine
 from paceline.engine.engine import Engine
-from paceline.engine.step_turns import StepTurns
+from paceline.engine.frontend.async_engine import AsyncEngine
+from paceline.engine.frontend.step_turns import StepTurns
 from paceline.models.tokenizer import Tokenizer
-from paceline.serve.app import make_models_app
-from paceline.serve.metrics import Metrics
+from paceline.serve.http.app import make_models_app
+from paceline.serve.observability.metrics import Metrics
 from paceline.serve.options import ServeOptions
 from paceline.serve.routes.file import RouteTable
 from paceline.serve.routes.kinds import Route

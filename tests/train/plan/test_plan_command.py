@@ -14,16 +14,16 @@ from paceline.core.request import Request
 from paceline.errors import ConfigError
 from paceline.llm import LLM
 from paceline.models.registry import load_checkpoint
-from paceline.train.block_objective import BlockObjective
 from paceline.train.commands import app
-from paceline.train.examples import Example, ExampleWriter, read_examples
+from paceline.train.data.examples import Example, ExampleWriter, read_examples
 from paceline.train.job import engine_loader
-from paceline.train.new_head import choose_draft_ids
+from paceline.train.loop.sequences import load_target
+from paceline.train.objectives.block_objective import BlockObjective
+from paceline.train.objectives.new_head import choose_draft_ids
 from paceline.train.options import DSparkOptions
 from paceline.train.plan.costs import measure_steps
-from paceline.train.sequences import load_target
 from tests.bench.cli import run
-from tests.models.files import config_of, random_tensors, write_gguf
+from tests.models.model_files import config_of, random_tensors, write_gguf
 
 
 @pytest.fixture(scope="module")

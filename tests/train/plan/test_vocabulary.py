@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.models.heads.checkpoint import load_head, write_head
-from paceline.train.batches import pack
+from paceline.train.loop.batches import pack
 from paceline.train.plan.vocabulary import accepted_within, restrict_vocabulary
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import DSPARK, EAGLE3

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
-from paceline.backends.cuda.kernels.sampling import Candidates
+from paceline.backends.cuda.kernels.sampling.gumbel import Candidates
 from paceline.backends.cuda.kernels.step_rows import DeviceRequests, ShapeTables, StepRows, write_rows
 
 NO_NODE = tl.constexpr(0x7FFFFFFF)

@@ -1,4 +1,4 @@
-"""What layers add of a second embedding, of which each has a part (Gemma's E sizes): see models/blocks.py."""
+"""What layers add of a second embedding (Gemma's E sizes), of which each has a part."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.activations import activated
 from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
+from paceline.backends.cuda.kernels.products.activations import activated
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.matrix import Normed
 from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
+from paceline.backends.cuda.kernels.products.matrix import Normed
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.fp8 import store_fp8
-from paceline.backends.cuda.kernels.matrix import Matrix, Normed
 from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
+from paceline.backends.cuda.kernels.products.fp8 import store_fp8
+from paceline.backends.cuda.kernels.products.matrix import Matrix, Normed
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.backends.cuda.kernels.attention import MAX_PATH
+from paceline.backends.cuda.kernels.attention.paged_attention import MAX_PATH
 from paceline.core.truncation import NUM_FIELDS
 
 _PATH_LENGTH = tl.constexpr(MAX_PATH)

@@ -1,0 +1,216 @@
+"""The phases around attention of a layer with latent attention (MLA); transformer/latent.py is the reference.
+
+The layer's first products give [queries or their latent] and [rotated key | latent]. Then
+
+    store_latents     the key, rotated and normed, goes to its page; a latent of queries is normed
+    absorb_queries    queries become [rotated | W_uk^T other] of each head, in the space of latents
+    (phases.py)       attention of all heads to one KV head, whose values are the latents in its keys
+    finish_values     each head's values W_uv of what it mixed
+
+Latents are padded with zeros to whole groups of 32, in queries and in keys, so that the matrices of heads
+read and give whole groups.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from paceline.backends.cpu.attention.paged_attention import PAGE, write_key
+from paceline.backends.cpu.attention.phases import block_address, kv_index, page_of
+from paceline.backends.cpu.job import (
+    HALF_KV,
+    HEAD_ROWS_AT,
+    HEAD_ROWS_STRIDE,
+    HEAD_WIDTH,
+    HEADS,
+    LATENT_MATRICES,
+    LATENT_MATRICES_AT,
+    LATENT_NORMS_AT,
+    LATENT_PADDED,
+    LATENT_RANK,
+    NOPE_WIDTH,
+    POSITIONS_AT,
+    QKV_AT,
+    QKV_STRIDE,
+    QUANTIZED,
+    QUERIES_AT,
+    QUERIES_STRIDE,
+    QUERY_MATRIX,
+    QUERY_RANK,
+    RECORDS_AT,
+    REQUEST_AT,
+    ROPE,
+    ROPE_WIDTH,
+    ROPES_AT,
+    TO_LATENTS,
+    TO_VALUES,
+    VALUE_WIDTH,
+    field,
+    shape_of,
+    take,
+)
+from paceline.backends.cpu.phases.projections import project, project_heads
+from paceline.backends.cpu.primitives.compiled import compiled
+from paceline.backends.cpu.primitives.rows import normalize, record_stride, rotate, write_row
+from paceline.backends.cpu.primitives.simd import load_float, load_int32, load_int64, store_float
+from paceline.backends.cpu.team import barrier
+from paceline.backends.cpu.tiles.matmul import DESCRIPTOR
+from paceline.backends.cpu.tiles.weight_tile import GROUP, RECORD
+from paceline.models.config import LATENT_NORM_EPS
+
+_EPSILON = np.float32(LATENT_NORM_EPS)
+_HEADS_AT_ONCE = 4  # of a task, where a head is little work
+
+
+@compiled(inline=True)
+def _whole_groups(width):  # type: ignore[no-untyped-def]
+    return (width + GROUP - 1) // GROUP * GROUP
+
+
+@compiled
+def _copy_padded(values, out, width, padded):  # type: ignore[no-untyped-def]
+    """out = values, then zeros up to `padded`; both may overlap if `out` is not behind `values`."""
+    for d in range(width):
+        store_float(out + 4 * d, load_float(values + 4 * d))
+    for d in range(width, padded):
+        store_float(out + 4 * d, np.float32(0))
+
+
+@compiled
+def _rotate_at(job, layer, row, values):  # type: ignore[no-untyped-def]
+    """RoPE of the first numbers of a query or key in place, at a row's position."""
+    rope = field(job, ROPES_AT) + ROPE * layer
+    pairs = load_int64(rope + 16)
+    place = 4 * pairs * load_int32(field(job, POSITIONS_AT) + 4 * row)
+    rotate(values, load_int64(rope) + place, load_int64(rope + 8) + place, pairs)
+
+
+@compiled
+def _scale_query(job, layer, row, query, width):  # type: ignore[no-untyped-def]
+    """The factor of a row's position, if queries grow with it, on a head's query."""
+    factors = load_int64(field(job, ROPES_AT) + ROPE * layer + 24)
+    if factors == 0:
+        return
+    factor = load_float(factors + 4 * load_int32(field(job, POSITIONS_AT) + 4 * row))
+    for d in range(width):
+        store_float(query + 4 * d, load_float(query + 4 * d) * factor)
+
+
+@compiled
+def _store_key(job, layer, row, key, scratch):  # type: ignore[no-untyped-def]
+    """The key of a row, rotated, its latent normed, to its page."""
+    rope, rank, padded = field(job, ROPE_WIDTH), field(job, LATENT_RANK), field(job, LATENT_PADDED)
+    norm = load_int64(field(job, LATENT_NORMS_AT) + 16 * layer + 8)
+    _copy_padded(key, scratch, rope + rank, rope + padded)
+    _rotate_at(job, layer, row, scratch)
+    latent = scratch + 4 * rope
+    normalize(latent, norm, latent, rank, padded, _EPSILON)
+    request = load_int32(field(job, REQUEST_AT) + 4 * row)
+    index = kv_index(job, request, row)
+    block = block_address(job, layer, page_of(job, request, index), 0)
+    write_key(scratch, index % PAGE, block, shape_of(job, layer, HEAD_WIDTH), field(job, HALF_KV))
+
+
+@compiled
+def store_latents(tasks, job, counter, rows, layer, key_column, scratch):  # type: ignore[no-untyped-def]
+    """Keys to their pages, and records of the normed latents of queries, if they have some."""
+    rank, records, quantized = field(job, QUERY_RANK), field(job, RECORDS_AT), field(job, QUANTIZED)
+    norm, padded = load_int64(field(job, LATENT_NORMS_AT) + 16 * layer), _whole_groups(rank)
+    groups = padded // GROUP
+    while True:
+        task, _ = take(tasks, counter, rows * 2, 1)
+        if task >= rows * 2:
+            return
+        row = task // 2
+        projected = field(job, QKV_AT) + row * field(job, QKV_STRIDE)
+        if task % 2 == 0:
+            _store_key(job, layer, row, projected + 4 * key_column, scratch)
+        elif rank > 0:
+            normalize(projected, norm, scratch, rank, padded, _EPSILON)
+            write_row(scratch, groups, records, row, rows, groups, quantized)
+
+
+@compiled
+def _split_queries(tasks, job, counter, rows, layer, queries, stride, scratch):  # type: ignore[no-untyped-def]
+    """The rotated part of every head's query to its place, and records of the other part."""
+    heads, rope, nope = field(job, HEADS), field(job, ROPE_WIDTH), field(job, NOPE_WIDTH)
+    padded, quantized = _whole_groups(nope), field(job, QUANTIZED)
+    groups, size = padded // GROUP, RECORD if quantized else 4 * GROUP
+    while True:
+        first, last = take(tasks, counter, rows * heads, _HEADS_AT_ONCE)
+        if first >= rows * heads:
+            return
+        for task in range(first, last):
+            row, head = task // heads, task % heads
+            query = queries + row * stride + 4 * head * (rope + nope)
+            _scale_query(job, layer, row, query, rope + nope)
+            out = (
+                field(job, QUERIES_AT)
+                + row * field(job, QUERIES_STRIDE)
+                + 4 * head * shape_of(job, layer, HEAD_WIDTH)
+            )
+            _copy_padded(query, out, rope, rope)
+            _rotate_at(job, layer, row, out)
+            _copy_padded(query + 4 * rope, scratch, nope, padded)
+            records = field(job, RECORDS_AT) + head * groups * record_stride(rows) * size
+            write_row(scratch, groups, records, row, rows, heads * groups, quantized)
+
+
+@compiled(inline=True)
+def _matrix(job, layer, index):  # type: ignore[no-untyped-def]
+    return field(job, LATENT_MATRICES_AT) + DESCRIPTOR * (LATENT_MATRICES * layer + index)
+
+
+@compiled
+def absorb_queries(control, tasks, job, counter, rows, layer, scratch):  # type: ignore[no-untyped-def]
+    """The queries of all heads in the space of latents: [rotated | W_uk^T other]."""
+    threads, line, records = tasks[1], 64 * tasks[1], field(job, RECORDS_AT)
+    queries, stride = field(job, QKV_AT), field(job, QKV_STRIDE)
+    if field(job, QUERY_RANK) > 0:
+        queries, stride = field(job, HEAD_ROWS_AT), field(job, HEAD_ROWS_STRIDE)
+        matrix = _matrix(job, layer, QUERY_MATRIX)
+        project(tasks, job, counter, matrix, records, rows, queries, stride, 0, 0, scratch)
+        barrier(control, threads)
+    _split_queries(tasks, job, counter + line, rows, layer, queries, stride, scratch)
+    barrier(control, threads)
+    heads, matrix = field(job, HEADS), _matrix(job, layer, TO_LATENTS)
+    out, out_stride = field(job, QUERIES_AT) + 4 * field(job, ROPE_WIDTH), field(job, QUERIES_STRIDE)
+    project_heads(
+        tasks, job, counter + 2 * line, matrix, heads, records, rows, out, out_stride,
+        4 * shape_of(job, layer, HEAD_WIDTH), 0, 0, scratch,
+    )  # fmt: skip
+    barrier(control, threads)
+
+
+@compiled
+def _join_values(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
+    """Records of the values of all heads side by side, without what pads each to whole groups."""
+    heads, width, quantized = field(job, HEADS), field(job, VALUE_WIDTH), field(job, QUANTIZED)
+    padded = _whole_groups(heads * width)
+    while True:
+        row, _ = take(tasks, counter, rows, 1)
+        if row >= rows:
+            return
+        values = field(job, HEAD_ROWS_AT) + row * field(job, HEAD_ROWS_STRIDE)
+        if width % GROUP:
+            for head in range(1, heads):
+                source = values + 4 * head * _whole_groups(width)
+                _copy_padded(source, values + 4 * head * width, width, width)
+            _copy_padded(values, values, heads * width, padded)
+        write_row(values, padded // GROUP, field(job, RECORDS_AT), row, rows, padded // GROUP, quantized)
+
+
+@compiled
+def finish_values(control, tasks, job, counter, rows, layer, scratch):  # type: ignore[no-untyped-def]
+    """Records of each head's values W_uv of what it mixed, from records of that."""
+    heads, threads = field(job, HEADS), tasks[1]
+    out, stride, head_stride = (
+        field(job, HEAD_ROWS_AT),
+        field(job, HEAD_ROWS_STRIDE),
+        4 * _whole_groups(field(job, VALUE_WIDTH)),
+    )
+    matrix, records = _matrix(job, layer, TO_VALUES), field(job, RECORDS_AT)
+    project_heads(tasks, job, counter, matrix, heads, records, rows, out, stride, head_stride, 0, 0, scratch)
+    barrier(control, threads)
+    _join_values(tasks, job, counter + 64 * threads, rows)
+    barrier(control, threads)

@@ -1,0 +1,1 @@
+"""Draft heads beside the target: their passes, and the chains they draft."""

@@ -1,0 +1,1 @@
+"""The phases of a pass, in order: norms, projections, experts, recurrent layers."""

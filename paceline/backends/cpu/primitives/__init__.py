@@ -1,0 +1,1 @@
+"""What all kernels are made of: instruction sets, vectors, half floats, dot products, row operations."""

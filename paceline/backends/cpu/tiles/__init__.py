@@ -1,0 +1,1 @@
+"""Register tiles: products of rows and packed weights."""

@@ -1,0 +1,1 @@
+"""Decoding that stays on the device: draft, verify, advance, without the host."""

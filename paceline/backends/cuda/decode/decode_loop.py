@@ -1,0 +1,357 @@
+"""Decoding that stays on the device: a step drafts, verifies, advances and writes the rows of the next step.
+
+    device   rows of all passes ─> draft: catch up, draft, draft ... ─> target ─> tokens ─> accept ─┐
+               ^──────────────────── next rows, written by the same graph ─────────────────────────┤
+    host                                            one small copy per step, read one step later <─┘
+
+The state of requests is on the device too (DeviceRequests): tokens, computed lengths, page tables, seeds and
+temperatures. The host reserves pages ahead and reads the tokens of earlier steps; no step waits for it.
+Without a draft a step is plain decoding. Tokens are the same with one: a drafted token is accepted only where
+the target, with the request's own noise, samples it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from paceline.backends.async_decoding import NgramLookup
+from paceline.backends.cuda.decode.draft_networks import DraftNetwork, DraftRows
+from paceline.backends.cuda.decode.draft_shape import DraftShape, chain_shape, plan_step
+from paceline.backends.cuda.decode.loop_states import LoopStates
+from paceline.backends.cuda.decode.step_sampler import StepSampler
+from paceline.backends.cuda.heads.head import HeadPool
+from paceline.backends.cuda.kernels.accept import accept_drafts, move_accepted
+from paceline.backends.cuda.kernels.attention.paged_attention import MAX_PATH, tile_height
+from paceline.backends.cuda.kernels.attention.row_tables import RowTables, UniformRows
+from paceline.backends.cuda.kernels.drafting.block_rows import Anchors
+from paceline.backends.cuda.kernels.drafting.draft_sampling import (
+    draft_candidates_for,
+    score_draft_tokens,
+    write_draft_tokens,
+)
+from paceline.backends.cuda.kernels.drafting.features import store_features
+from paceline.backends.cuda.kernels.drafting.prompt_lookup import prompt_lookup
+from paceline.backends.cuda.kernels.recurrent.types import StateTensors, recurrent_shape
+from paceline.backends.cuda.kernels.sampling.gumbel import Candidates
+from paceline.backends.cuda.kernels.sampling.logit_edits import EditState, count_tokens
+from paceline.backends.cuda.kernels.step_rows import (
+    CONTIGUOUS_UNTIL,
+    LAST,
+    LINES,
+    POSITIONS,
+    ROPE_POSITIONS,
+    SLOT_MAPPING,
+    SOURCES,
+    TILE_COUNTS,
+    TILE_PAGES,
+    TILE_ROWS,
+    TOKENS,
+    DeviceRequests,
+    ShapeTables,
+    StepRows,
+    begin_rows,
+    make_requests,
+)
+from paceline.backends.cuda.model import run_layers
+from paceline.backends.cuda.native.persistent import PersistentLayers
+from paceline.backends.cuda.passes.graphs import Graphs
+from paceline.backends.cuda.passes.kv_pool import Pool
+from paceline.backends.cuda.passes.shared_prefix import SharedPrefix, SharedPrefixTables
+from paceline.backends.cuda.passes.tables import to_device
+from paceline.backends.cuda.passes.workspace import Room, make_workspace
+from paceline.backends.cuda.weights.lm_head import run_lm_head
+from paceline.backends.cuda.weights.model_weights import Weights
+from paceline.core.request import SamplingNeeds
+
+__all__ = ["DecodeLoop", "DeviceRequests", "make_requests"]
+
+
+class DecodeLoop:
+    """Steps over requests whose state is on the device.
+
+    `output` int32 [max_rows, levels + 1] and `counts` int32 [max_rows] are the tokens of the last step and
+    their numbers: 0 for padding and beyond a limit. A token of -1 means unusable logits. `found` int32
+    [max_rows] is the number of tokens drafted by lookup. All are views of `results`: counts, found, tokens.
+    `logprobs` float64 [max_rows, nodes, fields of verify/logprobs.py] is written for requests that ask.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        pool: Pool,
+        requests: DeviceRequests,
+        max_rows: int,
+        page_size: int,
+        draft: DraftNetwork | None = None,
+        given: DraftShape | None = None,
+        feature_layers: tuple[int, ...] = (),
+        kept: HeadPool | None = None,
+        look_up: NgramLookup | None = None,
+        host_drafts: int = 0,
+        draft_levels: int | None = None,
+        states: StateTensors | None = None,
+    ) -> None:
+        """Steps of at most `max_rows` requests, plain if nothing drafts.
+
+        With `given`, drafts have this shape: the host writes them to `drafted` before each step, or the step
+        finds chains, or a tree's first path, by prompt lookup (`look_up`) or in the optimistic drafts of at
+        most `host_drafts` tokens that the decoder's `launch` takes. If a network drafts too, the first
+        `draft_levels` tokens (None: all) are its own where nothing is found. If no network drafts,
+        `features` [rows of a pass, width] are the hidden states of its rows at `feature_layers`; a head's
+        pool stores them too, if `kept`. `states` are those of recurrent layers.
+        """
+        device, config = weights.device, weights.config
+        self.weights, self.pool, self.requests, self.page_size = weights, pool, requests, page_size
+        self.draft, self._kept, self._look_up = draft, kept, look_up
+        self.host_drafts = None  # int32 [max_rows, 1 + most] start and tokens of the host's optimistic draft
+        if host_drafts:
+            self.host_drafts = torch.full((max_rows, 1 + host_drafts), -1, dtype=torch.int32, device=device)
+        shape = draft.shape if draft is not None else given or chain_shape(0)
+        self.feature_layers = feature_layers if draft is None else draft.feature_layers
+        self.features = None if draft is None else draft.features
+        if draft is None and feature_layers:
+            width = len(feature_layers) * config.hidden_size
+            self.features = torch.zeros((max_rows * len(shape), width), device=device)
+        catch_up_rows, always, height = (
+            (0, 0, 1) if draft is None else (draft.catch_up_rows, draft.always, draft.tile_height)
+        )
+        own_height = tile_height(*weights.head_groups)
+        before_root = draft is not None and draft.reads_own_features
+        at_once = draft is not None and draft.at_once
+        self._plan = plan = plan_step(
+            shape, own_height, catch_up_rows, height, draft_levels, before_root, at_once
+        )
+        self.nodes = len(shape)
+        # a head has no keys and values of looked-up tokens that were accepted last; in a first step it is not
+        # known which tokens these are, so it computes as many as there may be
+        reads_texts = look_up is not None and kept is not None and not always
+        self._recomputed = max(catch_up_rows, 1) if reads_texts else 1
+
+        def integers(*sizes: int) -> torch.Tensor:
+            return torch.zeros(sizes, dtype=torch.int32, device=device)
+
+        self._shape = ShapeTables(
+            torch.from_numpy(plan.rows).to(device),
+            torch.from_numpy(plan.tiles).to(device),
+            torch.from_numpy(plan.paths).to(device),
+            torch.tensor(shape.parents, dtype=torch.int32, device=device),
+            shape.levels,
+            catch_up_rows,
+            always,
+            shape.is_chain,
+        )
+        most = plan.first_row(len(plan.passes)) * max_rows
+        self._rows = StepRows(integers(LINES, most), integers(1 if shape.is_chain else most, MAX_PATH))
+        self._children = [torch.from_numpy(table).to(device) for table in plan.children]
+        self._first_path = torch.tensor(shape.first_path, dtype=torch.int32, device=device)
+        self.results = integers(max_rows * (shape.levels + 3))
+        self.counts, self.found = self.results[: 2 * max_rows].view(2, -1)
+        self.output = self.results[2 * max_rows :].view(max_rows, -1)
+        self._accepted, self._slots = integers(max_rows, shape.levels + 1), integers(max_rows)
+        self._adapters = integers(max_rows, self.nodes)  # of the rows of a step
+        self._sampler = StepSampler(max_rows, self._shape, weights)
+        self.logprobs = self._sampler.logprobs
+        room = Room.of(max_rows * self.nodes, requests.tokens.shape[1])
+        self._states: LoopStates | None = None
+        if weights.recurrent is not None and config.recurrent is not None:
+            assert states is not None
+            own = recurrent_shape(config.recurrent, config.hidden_size)
+            self._states = LoopStates(own, weights.recurrent, states, shape, max_rows)
+            room = replace(room, nodes=max(self._states.nodes, 1))
+        self._workspace = make_workspace(weights, room)
+        self._megakernel = PersistentLayers(weights, self._workspace, pool, page_size)
+        if draft is not None:
+            rows = max_rows * max(len(table) for table in plan.children)
+            self._draft_candidates = draft_candidates_for(rows, draft.vocab_size, shape.most_children, device)
+            self._chances = torch.zeros(rows, device=device)
+        # keys and values whose accepted paths may not be contiguous, and must be moved; and features
+        self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if not shape.is_chain:
+            pools = [pool, draft.pool] if draft is not None and draft.always else [pool]
+            self._moved = [stack for each in pools for stack in each.stacks]
+            if kept is not None:
+                self._moved.append((kept.features[None, :, None],) * 2)
+        self._shared_prefix, self._uses_shared_prefix = (
+            SharedPrefixTables(max_rows * self.nodes, device),
+            False,
+        )
+        self._graphs = Graphs(device)
+
+    @torch.inference_mode()
+    def begin(self, slots: list[int], rows: int, features: torch.Tensor | None = None) -> None:
+        """Let the next steps decode the requests in these slots, padded to `rows` requests.
+
+        The state of the slots must be written before: all tokens, of which the last is not computed, pages
+        for the KV indices below the limit, and at least one computed token. A draft model must have computed
+        all but the last two tokens, a head all but the last one. A head also reads the target's features of
+        each request's last computed token: `features` float32 [slots, width], or those in its pool.
+        """
+        chosen = self._slots[:rows]
+        chosen.copy_(to_device(np.array(slots + [-1] * (rows - len(slots)), np.int32), chosen.device))
+        self._graphs.run(("begin", rows), lambda: self._begin(rows))
+        self._uses_shared_prefix = False
+        if features is not None and self.draft is not None and self.draft.features is not None:
+            self._first_features(self.draft.features)[: len(slots), 0] = features
+
+    def use_shared_prefix(self, shared_prefix: SharedPrefix | None) -> None:
+        """Read prefixes that the requests of `begin` share once, for the `nodes` rows of each."""
+        self._uses_shared_prefix = shared_prefix is not None
+        if shared_prefix is not None:
+            self._shared_prefix.send(
+                shared_prefix, [self._plan.passes[0].tiles] * len(shared_prefix.shared_chunks)
+            )
+
+    def _begin(self, rows: int) -> None:
+        """Copy the sampling options of the chosen slots, and write their first rows."""
+        state, chosen = self.requests, self._slots[:rows]
+        valid_slots = chosen.clamp(min=0).long()
+        self._sampler.begin(state, valid_slots)
+        if self.weights.adapters:
+            own = torch.where(chosen >= 0, state.adapters[valid_slots], -1)
+            self._adapters[:rows] = own[:, None]
+        if self._states is not None:
+            self._states.begin(chosen)
+        if self.draft is not None and self.draft.features is not None and self._kept is not None:
+            count, lengths = self._recomputed, state.lengths[valid_slots, None].long()
+            first = (lengths - count).clamp(min=0)
+            index = torch.minimum(first + torch.arange(count, device=first.device), lengths - 1).clamp(min=0)
+            pages = state.pages[valid_slots[:, None], index // self.page_size].long()
+            slot_mapping = pages * self.page_size + index % self.page_size  # [rows, count]
+            kept = self._kept.features[slot_mapping].float()
+            self._first_features(self.draft.features)[:rows, :count] = kept
+        begin_rows(chosen, state, self._shape, self._rows, self.page_size, self._recomputed)
+
+    def _first_features(self, features: torch.Tensor) -> torch.Tensor:
+        """The features with which a head begins: float32 [requests, nodes, width], the oldest first."""
+        return features.view(-1, self.nodes, features.shape[1])
+
+    def drafted(self, rows: int) -> torch.Tensor:
+        """The tokens of a step's nodes: int32 [rows, nodes]. The first is the root, the last known token."""
+        return self._rows.lines[TOKENS, : rows * self.nodes].view(rows, self.nodes)
+
+    @torch.inference_mode()
+    def step(
+        self, rows: int, needs: int = 0, edits: EditState | None = None, has_adapters: bool = False
+    ) -> None:
+        """A step of all requests; `output` and `counts` hold its tokens when the device is done.
+
+        `needs` are the SamplingNeeds of all requests together: kernels for others are left out. `edits`, the
+        same in every step, is needed with LOGIT_EDITS. `has_adapters`: a request has an adapter.
+        """
+        name = rows, needs, self._uses_shared_prefix, has_adapters
+        self._graphs.run(name, lambda: self._step(rows, needs, edits, has_adapters))
+
+    def _step(self, rows: int, needs: int, edits: EditState | None, has_adapters: bool) -> None:
+        if self.draft is not None:
+            self._propose(self.draft, rows)
+        if self._look_up is not None or self.host_drafts is not None:
+            prompt_lookup(
+                self._slots[:rows],
+                self.requests,
+                self._look_up,
+                None if self.host_drafts is None else self.host_drafts[:rows],
+                self._rows,
+                self._first_path,
+                self.nodes,
+                self.found,
+                kept=self._plan.drafted,
+            )
+        candidates = self._verify(rows, needs, edits, has_adapters)
+        if self._kept is not None and self.features is not None:
+            slot_mapping = self._rows.lines[SLOT_MAPPING, : rows * self.nodes]
+            store_features(self.features, slot_mapping, self._kept.parts, self._kept.features)
+        shape, state, slots = self._shape, self.requests, self._slots[:rows]
+        accept_drafts(
+            candidates,
+            slots,
+            state,
+            shape,
+            self._rows,
+            self.output,
+            self.counts,
+            self._accepted,
+            self.page_size,
+        )
+        if needs & SamplingNeeds.LOGIT_EDITS and edits is not None:
+            count_tokens(slots, edits, self.output, self.counts)
+        if self._states is not None and self._workspace.recurrent is not None:
+            self._states.advance(self._workspace.recurrent, slots, self.counts, self._accepted)
+        for keys, values in self._moved:
+            move_accepted(keys, values, slots, state, self.counts, self._accepted, self.page_size)
+
+    def path_logprobs(self, rows: int) -> torch.Tensor:
+        """The log-probabilities of the last step's tokens: float64 [rows, levels + 1, fields]."""
+        fields = self.logprobs[:rows]
+        if self._shape.is_chain:
+            return fields
+        path = self._accepted[:rows, :, None].long()
+        return fields.gather(1, path.expand(-1, -1, fields.shape[2]))
+
+    def _propose(self, draft: DraftNetwork, rows: int) -> None:
+        """Draft level by level."""
+        lines, temperatures, seeds = self._rows.lines, self._sampler.temperatures, self._sampler.seeds
+        lengths = lines[POSITIONS, : rows * self.nodes : self.nodes]  # of the roots
+        for number, children in enumerate(self._children, start=1):
+            inputs = self._pass(number, rows)
+            logits = (
+                draft.extend(inputs)
+                if number > 1
+                else draft.catch_up(inputs, lines[LAST, :rows], self._roots(rows))
+            )
+            count = rows * len(children)
+            ids, size = draft.target_ids, draft.vocab_size
+            candidates, at_once = self._draft_candidates, draft.at_once
+            score_draft_tokens(
+                logits, size, ids, temperatures, seeds, lengths, number, candidates, count, at_once
+            )
+            write_draft_tokens(candidates, children, lines[TOKENS], self._chances, temperatures, count, rows)
+
+    def _roots(self, rows: int) -> Anchors:
+        """The last known token of each request."""
+        nodes, tiles = self.nodes, self._plan.passes[0].tiles
+        tokens, positions, slot_mapping = (
+            self._rows.lines[line, : rows * nodes : nodes] for line in (TOKENS, POSITIONS, SLOT_MAPPING)
+        )
+        pages_begin = self._rows.lines[TILE_PAGES, : rows * tiles : tiles]
+        return Anchors(tokens, positions, slot_mapping, pages_begin, self.requests.pages.view(-1))
+
+    def _verify(self, rows: int, needs: int, edits: EditState | None, has_adapters: bool) -> Candidates:
+        """Run the target over all nodes, and sample the token of each."""
+        weights, workspace = self.weights, self._workspace
+        inputs, count = self._pass(0, rows), rows * self.nodes
+        tables, features = inputs.tables, (self.features, self.feature_layers)
+        if has_adapters:
+            tables = replace(tables, adapters=self._adapters[:rows].view(-1))
+        known = inputs.tokens, tables
+        if not self._megakernel.run(*known, *features):
+            recurrent = None if self._states is None else self._states.rows(rows)
+            run_layers(weights, workspace, *known, self.pool, self.page_size, *features, recurrent)
+        run_lm_head(weights, workspace, workspace.attention_input, count, joins=needs != 0)
+        rows_of_step = (inputs.tokens, inputs.tables.positions)
+        slots = self._slots[:rows]
+        return self._sampler.sample(workspace, *rows_of_step, slots, self.requests, needs, edits)
+
+    def _pass(self, number: int, rows: int) -> DraftRows:
+        """The rows of one pass."""
+        pass_rows, lines = self._plan.passes[number], self._rows.lines
+        first, count = self._plan.first_row(number) * rows, len(pass_rows.nodes) * rows
+        row = slice(first, first + count)
+        first_tile = self._plan.first_tile(number) * rows
+        tile = slice(first_tile, first_tile + pass_rows.tiles * rows)
+        paths = None if self._shape.is_chain else self._rows.paths[row]
+        tables = RowTables(
+            lines[POSITIONS, row],
+            lines[SLOT_MAPPING, row],
+            lines[CONTIGUOUS_UNTIL, row],
+            paths,
+            lines[TILE_ROWS, tile],
+            lines[TILE_COUNTS, tile],
+            lines[TILE_PAGES, tile],
+            self.requests.pages.view(-1),
+            UniformRows(pass_rows.tiles, self.nodes, settled=number == 0),
+            self._shared_prefix.rows() if self._uses_shared_prefix and number == 0 else None,
+        )
+        return DraftRows(lines[TOKENS, row], tables, lines[ROPE_POSITIONS, row], lines[SOURCES, row])

@@ -1,0 +1,107 @@
+"""Recurrent layers in a decode loop: the rows of its steps, and states that follow the accepted nodes.
+
+Draft trees have the same shape in every step, so the walks are written when requests join, and a step reads
+no number of the host. After it, the accepted nodes are scanned again, of all layers at once: what a state
+needs of a row is still in the buffers of the pass.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from paceline.backends.cuda.decode.draft_shape import DraftShape
+from paceline.backends.cuda.kernels.recurrent.scan import scan_states, store_conv_states
+from paceline.backends.cuda.kernels.recurrent.types import (
+    CONTINUES,
+    FIRST,
+    RecurrentBuffers,
+    RecurrentParameters,
+    RecurrentShape,
+    StateTensors,
+    Walks,
+)
+from paceline.backends.cuda.layers.recurrent import RecurrentRows, order_walk
+from paceline.core.arrays import Int32Array
+
+
+class LoopStates:
+    """The states of the requests of a decode loop, whose drafts have this shape."""
+
+    def __init__(
+        self,
+        shape: RecurrentShape,
+        parameters: RecurrentParameters,
+        states: StateTensors,
+        draft: DraftShape,
+        max_rows: int,
+    ) -> None:
+        self._shape, self._parameters, self._states = shape, parameters, states
+        self._nodes, length = len(draft), draft.levels + 1
+        device = states.seen.device
+        parents = np.array(draft.parents, dtype=np.int32)
+        order = order_walk(parents, has_state=True)
+        self.nodes = max_rows * order.nodes  # states that the buffers must hold
+
+        def each(lines: list[Int32Array]) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate(lines).astype(np.int32)).to(device)
+
+        def number(part: Int32Array, by: int) -> torch.Tensor:
+            """The numbers of a request, for all requests one after the other; those below 0 stay."""
+            return each([np.where(part >= 0, part + row * by, part) for row in range(max_rows)])
+
+        def integers(*sizes: int) -> torch.Tensor:
+            return torch.zeros(sizes, dtype=torch.int32, device=device)
+
+        self._parents, self._rows = (
+            number(parents, self._nodes),
+            number(np.arange(self._nodes, dtype=np.int32), self._nodes),
+        )
+        self._before, self._after = number(order.before, order.nodes), number(order.after, order.nodes)
+        self._begins = number(np.zeros(1, np.int32), self._nodes)
+        self._row_slots, self._counts, self._slots = integers(max_rows, self._nodes), *integers(2, max_rows)
+        # of the accepted nodes
+        self._path_begins = number(np.zeros(1, np.int32), length)
+        self._path_before = each([np.array([FIRST] + [CONTINUES] * (length - 1))] * max_rows)
+        self._steps = torch.arange(1, length + 1, dtype=torch.int32, device=device)
+        self._path_rows, self._path_after = integers(max_rows, length), integers(max_rows, length)
+
+    def begin(self, slots: torch.Tensor) -> None:
+        """Let the next steps continue the states in these slots: int32 [requests]; -1: padding."""
+        rows = len(slots)
+        self._row_slots[:rows] = slots[:, None]
+        self._slots[:rows] = slots.clamp(min=0)
+        self._counts[:rows] = (slots >= 0).int() * self._nodes
+
+    def rows(self, requests: int) -> RecurrentRows:
+        """The rows of a step of this many requests."""
+        count = requests * self._nodes
+        walks = Walks(
+            self._rows[:count],
+            self._before[:count],
+            self._after[:count],
+            self._begins[:requests],
+            self._counts[:requests],
+            self._slots[:requests],
+        )
+        return RecurrentRows(self._states, self._parents[:count], self._row_slots.view(-1)[:count], walks)
+
+    def advance(
+        self, buffers: RecurrentBuffers, slots: torch.Tensor, counts: torch.Tensor, accepted: torch.Tensor
+    ) -> None:
+        """Replace the states in `slots` [requests] by those after the first `counts` of the accepted nodes.
+
+        `accepted` is int32 [requests, levels + 1]; a count of 0 leaves the state as it is.
+        """
+        requests, shape, states = len(slots), self._shape, self._states
+        counts, begins = counts[:requests], self._path_begins[:requests]
+        nodes, after = self._path_rows[:requests], self._path_after[:requests]
+        torch.add(accepted[:requests], self._begins[:requests, None], out=nodes)
+        after.copy_(torch.where(self._steps == counts[:, None], slots[:, None], -1))
+        rows = nodes.view(-1)
+        if shape.rate >= 0:
+            own, all_layers = self._slots[:requests], slice(None)
+            walks = Walks(rows, self._path_before, after.view(-1), begins, counts, own)
+            scan = buffers, states, states.memory, walks
+            scan_states(shape, self._parameters, all_layers, *scan, writes=False)
+        store_conv_states(shape, buffers, states, rows, begins, slots, counts[:, None], slots[:, None])

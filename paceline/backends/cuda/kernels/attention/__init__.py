@@ -1,0 +1,1 @@
+"""QKV projections, and attention over paged keys and values."""

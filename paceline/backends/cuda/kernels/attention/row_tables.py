@@ -1,0 +1,40 @@
+"""RowTables: the rows of a pass, as the kernels that read and write keys and values see them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.backends.cuda.kernels.attention.prefill_attention import PrefillTiles
+from paceline.backends.cuda.kernels.attention.shared_prefix import SharedPrefixRows
+
+
+@dataclass(frozen=True)
+class UniformRows:
+    """What is known before a pass in which every request has the same number of rows."""
+
+    tiles: int  # of each request
+    span: int  # most KV indices of a request that the step computes
+    settled: bool  # whether the context before a request's rows was written before the step
+
+
+@dataclass(frozen=True)
+class RowTables:
+    """The position, KV slot and visible KV indices of each row of a pass. All int32, on the device."""
+
+    positions: torch.Tensor  # [rows]
+    slot_mapping: torch.Tensor  # [rows] KV slot of its key and value; -1: the row is padding
+    contiguous_until: torch.Tensor  # [rows] positions below it are their own KV index
+    paths: torch.Tensor | None  # [rows, MAX_PATH] KV indices from `contiguous_until` on; None: no trees
+    tile_rows: torch.Tensor  # [tiles] the first row of each tile; empty: all rows are prefilled
+    tile_counts: torch.Tensor  # [tiles] its number of rows; 0: the tile is padding
+    tile_pages: torch.Tensor  # [tiles] offset of its request's page table in `pages`
+    pages: torch.Tensor  # [pages of all requests] page numbers
+    uniform: UniformRows | None = None  # None: requests have different numbers of rows
+    shared_prefix: SharedPrefixRows | None = None  # KV chunks that the shared-prefix kernel computes
+    prefill: PrefillTiles | None = None  # tiles of the rows that the prefill kernel computes
+    visible: torch.Tensor | None = None  # [rows] the last position that each row sees; None: its own
+    adapters: torch.Tensor | None = (
+        None  # [rows] each row's adapter by number, -1: none; None: no row has one
+    )

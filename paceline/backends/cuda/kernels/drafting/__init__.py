@@ -1,0 +1,1 @@
+"""Kernels of draft heads, and prompt lookup."""

@@ -1,0 +1,1 @@
+"""Recurrent layers: convolutions and states along chains and trees."""

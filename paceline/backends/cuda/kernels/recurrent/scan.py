@@ -1,0 +1,357 @@
+"""Recurrent layers: convolutions and states along the rows of chains and trees. See transformer/recurrent.py.
+
+    convolve       each row with the rows before it on its path: all rows at once
+    scan_states    the recurrent state of each head, row by row: a program has a request, a head and some
+                   columns of its state
+    gate           norm and gate of the output, all rows at once: recurrent_output.py
+
+A row is computed by the same operations whether it came in a prompt, in a draft tree or alone. A walk is a
+list of rows in the order of a scan. For each row it says where the state before it is (in registers, if the
+row before left it there) and where to store the state after it. A pass scans all rows of a request; after
+it, `scan_states` scans the accepted rows again, of all layers at once, and stores the final states.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
+from paceline.backends.cuda.kernels.recurrent.types import (
+    FIRST,
+    NOTHING,
+    RecurrentBuffers,
+    RecurrentParameters,
+    RecurrentShape,
+    StateTensors,
+    Walks,
+)
+
+CHANNELS = 256  # of a program of convolutions
+COLUMNS = 32  # of a head's values, of a program of `scan_states`
+_FIRST, _NOTHING = tl.constexpr(FIRST), tl.constexpr(NOTHING)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _convolve_kernel(  # type: ignore[no-untyped-def]
+    projected_at,
+    parents_at,
+    slots_at,
+    seen_at,
+    weight_at,
+    bias_at,
+    output_at,
+    width,
+    first,
+    factor: tl.constexpr,
+    has_bias: tl.constexpr,
+    channels: tl.constexpr,
+    kernel: tl.constexpr,
+    block: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    row, channel = tl.program_id(0), tl.program_id(1) * block + tl.arange(0, block)
+    inside = channel < channels
+    weight_at += channel
+    pdl_sync(pdl)
+    slot = tl.load(slots_at + row).to(tl.int64)
+    node, beyond = row, row * 0
+    total = tl.zeros([block], tl.float32)
+    for back in tl.static_range(kernel):
+        line_at = projected_at + tl.maximum(node, 0).to(tl.int64) * width + channel
+        is_row = channel < tl.where(node >= 0, channels, 0)
+        is_stored = channel < tl.where((node < 0) & (slot >= 0), channels, 0)
+        value = tl.load(line_at + first, mask=is_row, other=0.0).to(tl.float32)
+        if factor >= 0:
+            value *= tl.load(line_at + factor, mask=is_row, other=0.0).to(tl.float32)
+        stored_at = seen_at + (slot * (kernel - 1) + kernel - 1 - beyond) * channels + channel
+        value += tl.load(stored_at, mask=is_stored, other=0.0)
+        total += value * tl.load(weight_at + (kernel - 1 - back) * channels, mask=inside, other=0.0)
+        parent = tl.load(parents_at + tl.maximum(node, 0))
+        node = tl.where(node >= 0, parent, -1)
+        beyond = tl.where(node >= 0, 0, beyond + 1)
+    if has_bias:
+        total += tl.load(bias_at + channel, mask=inside, other=0.0)
+    if factor < 0:
+        total = total / (1.0 + tl.exp(-total))
+    tl.store(output_at + row.to(tl.int64) * channels + channel, total, mask=inside)
+
+
+@triton.jit
+def _softplus(values):  # type: ignore[no-untyped-def]
+    return tl.maximum(values, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(values)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _state_before(memory, before, first_at, stored_at, line: tl.constexpr, offset, mask):  # type: ignore[no-untyped-def]
+    """The state before a row: `memory`, that of the row before, unless `before` names another."""
+    if before == _NOTHING:
+        memory = tl.zeros_like(memory)
+    elif before == _FIRST:
+        memory = tl.load(first_at + offset, mask=mask, other=0.0)
+    elif before >= 0:
+        memory = tl.load(stored_at + before.to(tl.int64) * line + offset, mask=mask, other=0.0)
+    return memory
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scan_states_kernel(  # type: ignore[no-untyped-def]
+    projected_at,
+    convolved_at,
+    rates_at,
+    rate_bias_at,
+    passed_at,
+    memory_at,
+    stored_at,
+    read_at,
+    rows_at,
+    before_at,
+    after_at,
+    begins_at,
+    counts_at,
+    slots_at,
+    width,
+    lines,  # rows of a layer's buffers
+    states,  # of a layer in `memory_at`
+    stored_states,  # of a layer in `stored_at`
+    rate,
+    strength: tl.constexpr,  # -1: it is no delta rule
+    query,
+    key,
+    value,
+    channels,
+    writes: tl.constexpr,
+    has_passed: tl.constexpr,
+    heads: tl.constexpr,
+    key_heads: tl.constexpr,
+    is_tiled: tl.constexpr,  # heads that share a key head are key_heads apart, else neighbours
+    key_dim: tl.constexpr,
+    value_dim: tl.constexpr,
+    wide_key: tl.constexpr,
+    block: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    walk, head = tl.program_id(0), tl.program_id(1)
+    blocks: tl.constexpr = (value_dim + block - 1) // block
+    layer, part = tl.program_id(2) // blocks, tl.program_id(2) % blocks
+    column, along = part * block + tl.arange(0, block), tl.arange(0, wide_key)
+    inside, in_key = column < value_dim, along < key_dim
+    both = in_key[:, None] & inside[None, :]
+    size: tl.constexpr = key_dim * value_dim
+    offset = along[:, None] * value_dim + column[None, :]
+    pdl_sync(pdl)
+    begin, count = tl.load(begins_at + walk), tl.load(counts_at + walk)
+    projected_at += (layer * lines).to(tl.int64) * width
+    convolved_at += (layer * lines).to(tl.int64) * channels
+    slot = tl.load(slots_at + walk)
+    first_at = memory_at + ((layer * states + slot).to(tl.int64) * heads + head) * size
+    stored_at += ((layer * stored_states).to(tl.int64) * heads + head) * size
+    speed = tl.load(rates_at + layer * heads + head)
+    bias = tl.load(rate_bias_at + layer * heads + head)
+    shared = (head % key_heads if is_tiled else head // (heads // key_heads)) * key_dim
+    memory = tl.zeros([wide_key, block], tl.float32)
+    for step in range(count):
+        row = tl.load(rows_at + begin + step).to(tl.int64)
+        before, after = tl.load(before_at + begin + step), tl.load(after_at + begin + step)
+        memory = _state_before(memory, before, first_at, stored_at, heads * size, offset, both)
+        line_at, mixed_at = projected_at + row * width, convolved_at + row * channels
+        keys = tl.load(mixed_at + key + shared + along, mask=in_key, other=0.0)
+        queries = tl.load(mixed_at + query + shared + along, mask=in_key, other=0.0)
+        values = tl.load(mixed_at + value + head * value_dim + column, mask=inside, other=0.0)
+        time = _softplus(tl.load(line_at + rate + head).to(tl.float32) + bias)
+        memory *= tl.exp(-speed * time)
+        if strength >= 0:
+            keys *= tl.rsqrt(tl.sum(keys * keys, 0) + 1e-6)
+            queries *= tl.rsqrt(tl.sum(queries * queries, 0) + 1e-6) * (key_dim**-0.5)
+            share = tl.load(line_at + strength + head).to(tl.float32)
+            added = (values - tl.sum(memory * keys[:, None], 0)) / (1.0 + tl.exp(-share))
+        else:
+            added = values * time
+        memory += keys[:, None] * added[None, :]
+        if writes:
+            given = tl.sum(memory * queries[:, None], 0)
+            if has_passed:
+                given += tl.load(passed_at + layer * heads + head) * values
+            tl.store(read_at + (row * heads + head) * value_dim + column, given, mask=inside)
+        if after >= 0:
+            tl.store(stored_at + after.to(tl.int64) * (heads * size) + offset, memory, mask=both)
+            tl.debug_barrier()  # threads read what others have stored
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store_conv_states_kernel(  # type: ignore[no-untyped-def]
+    projected_at,
+    seen_at,
+    rows_at,
+    begins_at,
+    slots_at,
+    counts_at,
+    to_at,
+    width,
+    lines,
+    states,
+    first,
+    factor: tl.constexpr,
+    stored: tl.constexpr,
+    channels: tl.constexpr,
+    kernel: tl.constexpr,
+    block: tl.constexpr,
+    pdl: tl.constexpr,
+) -> None:
+    layer, channel = tl.program_id(0), tl.program_id(1) * block + tl.arange(0, block)
+    walk = tl.program_id(2)
+    pdl_sync(pdl)
+    slot = tl.load(slots_at + walk)  # -1: nothing is before the walk
+    rows_at += tl.load(begins_at + walk)
+    projected_at += (layer * lines).to(tl.int64) * width + channel
+    seen_at += (layer * states).to(tl.int64) * ((kernel - 1) * channels) + channel
+    for number in tl.static_range(stored):  # the slot that is read comes last
+        count, to = tl.load(counts_at + walk * stored + number), tl.load(to_at + walk * stored + number)
+        inside = channel < tl.where((count > 0) & (to >= 0), channels, 0)
+        for index in tl.static_range(kernel - 1):
+            place = count + index - (kernel - 1)
+            row = tl.load(rows_at + tl.maximum(place, 0)).to(tl.int64)
+            is_row = channel < tl.where(place >= 0, channels, 0)
+            value = tl.load(projected_at + row * width + first, mask=is_row, other=0.0).to(tl.float32)
+            if factor >= 0:
+                value *= tl.load(projected_at + row * width + factor, mask=is_row, other=0.0).to(tl.float32)
+            before = tl.maximum(slot, 0) * (kernel - 1) + tl.minimum(count + index, kernel - 2)
+            is_before = channel < tl.where((place < 0) & (slot >= 0), channels, 0)
+            value += tl.load(seen_at + before * channels, mask=is_before, other=0.0)
+            tl.store(seen_at + (to * (kernel - 1) + index) * channels, value, mask=inside)
+
+
+def convolve(
+    shape: RecurrentShape,
+    parameters: RecurrentParameters,
+    layer: int,
+    buffers: RecurrentBuffers,
+    states: StateTensors,
+    parents: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Write the convolved rows of a layer; `parents` [rows] are rows, `slots` [rows] states before them."""
+    rows, kernel = len(parents), parameters.convolution.shape[1]
+    pdl = supports_pdl(parents.device)
+    _convolve_kernel[(rows, triton.cdiv(shape.channels, CHANNELS))](
+        buffers.projected[layer],
+        parents,
+        slots,
+        states.seen[layer],
+        parameters.convolution[layer],
+        None if parameters.bias is None else parameters.bias[layer],
+        buffers.convolved[layer],
+        buffers.projected.shape[2],
+        shape.convolved,
+        shape.factor,
+        parameters.bias is not None,
+        shape.channels,
+        kernel,
+        CHANNELS,
+        pdl,
+        num_warps=4,
+        enable_fp_fusion=False,
+        launch_pdl=pdl,
+    )
+
+
+def scan_states(
+    shape: RecurrentShape,
+    parameters: RecurrentParameters,
+    layers: slice,
+    buffers: RecurrentBuffers,
+    states: StateTensors,
+    stored: torch.Tensor,
+    walks: Walks,
+    writes: bool,
+) -> None:
+    """Scan convolved rows of these layers. With `writes`, write the output of each row.
+
+    Intermediate states go to `stored` [layers, any, value heads, key dim, value dim].
+    """
+    config, memory = shape.config, states.memory[layers]
+    blocks, pdl = triton.cdiv(config.value_dim, COLUMNS), supports_pdl(memory.device)
+    assert parameters.rates is not None
+    assert parameters.rate_bias is not None
+    _scan_states_kernel[(len(walks.counts), config.value_heads, len(memory) * blocks)](
+        buffers.projected[layers],
+        buffers.convolved[layers],
+        parameters.rates[layers],
+        parameters.rate_bias[layers],
+        None if parameters.passed is None else parameters.passed[layers],
+        memory,
+        stored,
+        buffers.read,
+        walks.rows,
+        walks.before,
+        walks.after,
+        walks.begins,
+        walks.counts,
+        walks.slots,
+        buffers.projected.shape[2],
+        buffers.projected.shape[1],
+        memory.shape[1],
+        stored.shape[1],
+        shape.rate,
+        shape.strength,
+        shape.query,
+        shape.key,
+        shape.value,
+        shape.channels,
+        writes,
+        parameters.passed is not None,
+        config.value_heads,
+        config.key_heads,
+        config.tiled_values,
+        config.key_dim,
+        config.value_dim,
+        triton.next_power_of_2(config.key_dim),
+        COLUMNS,
+        pdl,
+        num_warps=4,
+        enable_fp_fusion=False,
+        launch_pdl=pdl,
+    )
+
+
+def store_conv_states(
+    shape: RecurrentShape,
+    buffers: RecurrentBuffers,
+    states: StateTensors,
+    rows: torch.Tensor,
+    begins: torch.Tensor,
+    slots: torch.Tensor,
+    counts: torch.Tensor,
+    to: torch.Tensor,
+) -> None:
+    """Store the last values of all layers' convolutions after the first `counts` [walks, stored] rows.
+
+    A walk's rows start at `begins` [walks] of `rows`, after the state in `slots` [walks], -1: after nothing.
+    The values go to the slots `to` [walks, stored]; the walk's own, which it reads, is the last of them.
+    """
+    layers, states_each, seen, channels = states.seen.shape
+    walks, stored = to.shape
+    pdl = supports_pdl(to.device)
+    _store_conv_states_kernel[(layers, triton.cdiv(channels, CHANNELS), walks)](
+        buffers.projected,
+        states.seen,
+        rows,
+        begins,
+        slots,
+        counts,
+        to,
+        buffers.projected.shape[2],
+        buffers.projected.shape[1],
+        states_each,
+        shape.convolved,
+        shape.factor,
+        stored,
+        channels,
+        seen + 1,
+        CHANNELS,
+        pdl,
+        num_warps=4,
+        enable_fp_fusion=False,
+        launch_pdl=pdl,
+    )

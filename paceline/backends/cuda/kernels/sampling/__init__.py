@@ -1,0 +1,1 @@
+"""From logits to tokens: edits, truncation, Gumbel-max, log-probabilities."""

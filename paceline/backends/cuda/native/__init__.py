@@ -1,0 +1,1 @@
+"""CUDA C++ kernels (source/*.cu), compiled by NVRTC, each beside the Triton kernel whose bits it has."""

@@ -1,0 +1,1 @@
+"""What runs a pass: its tables and buffers, KV pool, CUDA graphs, warm-up."""

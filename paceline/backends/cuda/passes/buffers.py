@@ -1,0 +1,48 @@
+"""Buffer: the host memory that a decode pass is given its inputs in, and leaves its results in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from paceline.backends.cuda.decode.decode_loop import DecodeLoop
+from paceline.core.arrays import Int32Array
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Host memory for the inputs and results of one pass. On a GPU it is pinned."""
+
+    results: torch.Tensor  # int32 [rows * (3 + length of drafts)] counts, found, tokens: see DecodeLoop
+    counts: Int32Array  # [rows] the same memory
+    found: Int32Array | None  # [rows] the same memory: tokens drafted, unless a head drafts
+    tokens: Int32Array  # [rows, 1 + length of drafts] the same memory: sampled tokens
+    features: torch.Tensor | None  # float32 [rows, width]
+    logprobs: torch.Tensor  # float64 [rows, 1 + length of drafts, fields of verify/logprobs.py]
+    host_drafts: torch.Tensor | None  # int32 [rows, 1 + most] optimistic drafts of the host, if it drafts
+    pages: torch.Tensor  # int64 [changes] indices into the page table, then page numbers
+    done: torch.cuda.Event | None  # None without a GPU, where work is synchronous
+
+
+def make_buffer(steps: DecodeLoop, gives_features: bool, gives_found: bool) -> Buffer:
+    """A buffer for passes of this loop."""
+    most, pinned = len(steps.output), steps.results.device.type == "cuda"
+
+    def like(values: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(values.shape, dtype=values.dtype, pin_memory=pinned)
+
+    results = like(steps.results)
+    numbers = cast(Int32Array, results.numpy())
+    return Buffer(
+        results,
+        numbers[:most],
+        numbers[most : 2 * most] if gives_found else None,
+        numbers[2 * most :].reshape(most, -1),
+        like(steps.features) if gives_features and steps.features is not None else None,
+        like(steps.logprobs[:, : steps.output.shape[1]]),
+        None if steps.host_drafts is None else like(steps.host_drafts),
+        torch.zeros(8 * most * steps.output.shape[1], dtype=torch.int64, pin_memory=pinned),
+        torch.cuda.Event() if pinned else None,  # type: ignore[no-untyped-call]
+    )

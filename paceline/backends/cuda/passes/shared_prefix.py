@@ -1,0 +1,151 @@
+"""Finds the KV chunks that many rows of a pass share, from page tables on the host.
+
+Requests with equal pages see the same keys and values there. Sorted by their pages, requests with a common
+prefix are neighbours, and so are those with a longer one:
+
+    a   1 2 3 | 4 5 6 | 7 8 9       KV chunk 0: shared by a, b and c
+    b   1 2 3 | 4 5 6 | 3 2 1       KV chunk 1: shared by a and b
+    c   1 2 3 | 9 8 7               the rest is read by each request
+    d   5 5 5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from paceline.backends.cuda.kernels.attention.paged_attention import tile_height
+from paceline.backends.cuda.kernels.attention.shared_prefix import (
+    ITEM,
+    KV_CHUNK,
+    SharedPrefixRows,
+    rows_per_program,
+)
+from paceline.backends.cuda.native.decode_attention import TILES_PER_UNIT
+from paceline.backends.cuda.passes.tables import to_device
+from paceline.core.arrays import Int32Array
+
+MAX_ITEMS = 4096  # work items of a pass; deeper KV chunks are read by each request
+# KV chunks of a KV head that must be read less often for a pass to be worth another kernel in every layer:
+# about one per multiprocessor.
+MIN_SAVED = 128
+
+
+@dataclass(frozen=True)
+class PassRows:
+    """The requests of a pass: their computed contexts, page tables and rows."""
+
+    page_tables: Int32Array  # [requests, most pages]
+    begins: Int32Array  # [requests] offset of each table in the kernels' flat page table
+    contexts: Int32Array  # [requests] tokens that all rows of a request see
+    counts: Int32Array  # [requests] rows
+    firsts: Int32Array  # [requests] the first row of each
+
+
+def uniform_rows(page_tables: Int32Array, begins: Int32Array, contexts: Int32Array, each: int) -> PassRows:
+    """Requests with `each` rows, one after the other."""
+    counts = np.full(len(contexts), each, dtype=np.int32)
+    firsts = np.arange(len(contexts), dtype=np.int32) * each
+    return PassRows(page_tables, begins, contexts, counts, firsts)
+
+
+@dataclass(frozen=True)
+class SharedPrefix:
+    """The KV chunks that the shared-prefix kernel computes."""
+
+    shared_chunks: Int32Array  # [requests] KV chunks, from the first, that the shared kernel computes
+    rows: Int32Array  # [rows that share some] in the order that items refer to
+    items: Int32Array  # [items, ITEM] as SharedPrefixRows has them
+
+
+def no_shared_prefix(requests: int) -> SharedPrefix:
+    """The plan of a pass that runs the shared-prefix kernel without work: to compile it."""
+    return SharedPrefix(np.zeros(requests, np.int32), np.zeros(0, np.int32), np.zeros((0, ITEM), np.int32))
+
+
+def find_shared_prefixes(own: PassRows, page_size: int, heads: int, kv_heads: int) -> SharedPrefix | None:
+    """The KV chunks that rows of a pass share; None if sharing would save too little."""
+    if KV_CHUNK % page_size or not len(own.contexts) or own.contexts.max() < KV_CHUNK:
+        return None
+    depths, pages_each = own.contexts // KV_CHUNK, KV_CHUNK // page_size
+    order = sorted(
+        np.flatnonzero(depths).tolist(),
+        key=lambda request: own.page_tables[request, : depths[request] * pages_each].tobytes(),
+    )
+    alike = [0, *map(_alike(own.page_tables, depths, pages_each), order[:-1], order[1:])]
+    counts = own.counts[order]
+    ends = np.concatenate(([0], np.cumsum(counts))).tolist()  # the end of each request's rows
+    programs = -(-counts // (TILES_PER_UNIT * tile_height(heads, kv_heads)))
+    together = rows_per_program(heads, kv_heads)
+    items: list[tuple[int, int, int, int]] = []
+    shared_chunks, saved = np.zeros(len(depths), np.int32), 0
+    runs, depth = list(_runs(alike, 0, 0, len(order))), 0
+    while runs:
+        deeper: list[tuple[int, int]] = []
+        for begin, end in runs:
+            first, last = ends[begin], ends[end]
+            gain = int(programs[begin:end].sum()) - -(-(last - first) // together)
+            chunks = range(first, last, together)
+            if gain <= 0 or len(items) + len(chunks) > MAX_ITEMS:
+                continue
+            saved += gain
+            pages = int(own.begins[order[begin]])
+            items += [(at, min(together, last - at), pages, depth) for at in chunks]
+            shared_chunks[order[begin:end]] = depth + 1
+            deeper += _runs(alike, depth + 1, begin, end)
+        depth += 1
+        runs = [run for run in deeper if depths[order[run[0]]] > depth]
+    if saved * kv_heads < MIN_SAVED:
+        return None
+    rows = [np.arange(own.firsts[one], own.firsts[one] + own.counts[one]) for one in order]
+    return SharedPrefix(shared_chunks, np.concatenate(rows).astype(np.int32), np.array(items, np.int32))
+
+
+def _alike(page_tables: Int32Array, depths: Int32Array, pages_each: int) -> Callable[[int, int], int]:
+    """A function that counts the leading KV chunks that two requests share."""
+
+    def count(one: int, other: int) -> int:
+        most = min(depths[one], depths[other]) * pages_each
+        fp8_inputs = page_tables[one, :most] == page_tables[other, :most]
+        return int((len(fp8_inputs) if fp8_inputs.all() else fp8_inputs.argmin()) // pages_each)
+
+    return count
+
+
+def _runs(alike: Sequence[int], depth: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Runs of requests from `begin` to `end` whose neighbours share more than `depth` KV chunks."""
+    start = begin
+    for at in range(begin + 1, end):
+        if alike[at] <= depth:
+            yield start, at
+            start = at
+    yield start, end
+
+
+class SharedPrefixTables:
+    """The shared prefixes of a pass on the device, at fixed addresses."""
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._max_rows = max_rows
+        size = 1 + 2 * max_rows + MAX_ITEMS * ITEM
+        self._numbers = torch.zeros(size, dtype=torch.int32, device=device)
+
+    def send(self, shared_prefix: SharedPrefix, tiles: Sequence[int] | Int32Array) -> None:
+        """Copy it to the device; `tiles` [requests] are the tiles of each request, one after the other."""
+        most, used = self._max_rows, shared_prefix.items.size
+        numbers = np.zeros(1 + 2 * most + used, np.int32)
+        numbers[0] = len(shared_prefix.items)
+        of_tiles = np.repeat(shared_prefix.shared_chunks, tiles)
+        numbers[1 : 1 + len(of_tiles)] = of_tiles
+        numbers[1 + most : 1 + most + len(shared_prefix.rows)] = shared_prefix.rows
+        numbers[1 + 2 * most :] = shared_prefix.items.reshape(-1)
+        self._numbers[: len(numbers)].copy_(to_device(numbers, self._numbers.device))
+
+    def rows(self) -> SharedPrefixRows:
+        """The tables that kernels read."""
+        most, numbers = self._max_rows, self._numbers
+        items = numbers[1 + 2 * most :].view(MAX_ITEMS, ITEM)
+        return SharedPrefixRows(numbers[1 : 1 + most], numbers[:1], numbers[1 + most : 1 + 2 * most], items)

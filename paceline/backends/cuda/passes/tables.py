@@ -1,0 +1,280 @@
+"""A ForwardBatch as the kernels read it: slot mapping, paths and tiles, sent in one copy."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.backends.cuda.kernels.attention.paged_attention import MAX_PATH
+from paceline.backends.cuda.kernels.attention.prefill_attention import PrefillTiles, prefill_height
+from paceline.backends.cuda.kernels.attention.row_tables import RowTables
+from paceline.core.arrays import BoolArray, Int32Array
+from paceline.core.forward import Choices, ForwardBatch
+from paceline.errors import BackendError
+
+# of max_rows numbers each, before the pages: 8 of rows, 5 of outputs, sources, adapters, 3 of prefill tiles
+LINES = 18
+SEEDS, TEMPERATURES, POSITIONS = 8, 10, 12  # lines of outputs; the first two are 64-bit: two lines each
+SOURCES, ADAPTERS, PREFILL = 13, 14, 15
+FEW_ROWS = 512  # the first rows of a pass, which any kernel may attend for
+SHORT_PREFILL_TILES = 128  # prefill tiles of requests with fewer rows than a tile has
+MIN_PREFILL_PROGRAMS = 128  # of the prefill kernel, about one per multiprocessor: fewer split KV positions
+# A copy waits on the device for the passes launched before it. With one buffer the host would wait for them
+# too before it could write the next batch.
+STAGING_BUFFERS = 4
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a pass as arrays."""
+
+    slot_mapping: Int32Array  # [rows] KV slots of keys and values
+    contiguous_until: Int32Array  # [rows] positions below it are their own KV index
+    paths: Int32Array | None  # [rows, MAX_PATH] KV indices from `contiguous_until` on; None: no trees
+    tiles: Int32Array  # [3, tiles] first row, number of rows, offset of its request's pages
+    prefill_tiles: Int32Array  # [3, tiles] likewise, of the requests that the prefill kernel attends for
+    pages: Int32Array  # [pages of all requests]
+
+
+def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A copy of an array on the device, made asynchronously: the host does not wait."""
+    there = torch.from_numpy(values)
+    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.clone()
+
+
+def prefill_requests(batch: ForwardBatch, heads: int, kv_heads: int, has_latents: bool = False) -> BoolArray:
+    """Which requests the prefill kernel attends for: [requests].
+
+    Those with a tile of contiguous rows at least, if together they are enough to occupy the device, and those
+    with contiguous rows after the first FEW_ROWS, for which other kernels have no scratch.
+    """
+    counts, height = np.diff(batch.row_offsets), prefill_height(heads, kv_heads, has_latents)
+    tiles, late = -(-counts // height), batch.row_offsets[1:] > FEW_ROWS
+    large = counts >= height
+    if late.any() or large.any():
+        request, local = _owners(batch)
+        branching = request[batch.context_lengths[request] + local != batch.positions]
+        late[branching] = large[branching] = False
+    if int(tiles[large].sum()) * kv_heads < MIN_PREFILL_PROGRAMS:
+        large = np.zeros_like(large)
+    fits = int(tiles[large | late].sum()) <= max_prefill_tiles(batch.num_rows, height)
+    return large | late if fits else large
+
+
+def max_prefill_tiles(rows: int, height: int) -> int:
+    """The most prefill tiles of a pass: rows fill half of those of requests with a whole tile."""
+    return min(rows, 2 * rows // height + SHORT_PREFILL_TILES)
+
+
+def rows_of(
+    batch: ForwardBatch,
+    page_size: int,
+    height: int,
+    large: BoolArray | None = None,
+    large_height: int = 1,
+    large_tiles: int = 0,
+) -> Rows:
+    """The rows of a batch, in tiles of at most `height` rows of one request.
+
+    Rows of the requests in `large` [requests] are in prefill tiles of at most `large_height` rows. These are
+    padded to `large_tiles`, padding first: the kernels start with the last tile, which sees most.
+    """
+    request, local = _owners(batch)
+    index = batch.context_lengths[request] + local
+    slot_mapping = batch.page_tables[request, index // page_size] * page_size + index % page_size
+    large = np.zeros(batch.num_requests, np.bool_) if large is None else large
+    contiguous_until, paths = _paths(batch, request, local, index)
+    prefill_tiles = _tiles(batch, np.flatnonzero(large), large_height)
+    padding = max(0, large_tiles - prefill_tiles.shape[1])
+    return Rows(
+        slot_mapping.astype(np.int32),
+        contiguous_until,
+        paths,
+        _tiles(batch, np.flatnonzero(~large), height),
+        np.pad(prefill_tiles, ((0, 0), (padding, 0))),
+        np.maximum(batch.page_tables.reshape(-1), 0),  # -1 is never read
+    )
+
+
+def _owners(batch: ForwardBatch) -> tuple[Int32Array, Int32Array]:
+    """The request of each row, and its number among the rows of that request."""
+    request = np.repeat(np.arange(batch.num_requests, dtype=np.int32), np.diff(batch.row_offsets))
+    return request, np.arange(batch.num_rows, dtype=np.int32) - batch.row_offsets[request]
+
+
+def _tiles(batch: ForwardBatch, requests: npt.NDArray[np.int64], height: int) -> Int32Array:
+    """Tiles of at most `height` rows of these requests: first rows, numbers of rows, offsets of pages."""
+    per_request = -(-np.diff(batch.row_offsets)[requests] // height)
+    owner = np.repeat(requests, per_request)
+    number = np.arange(len(owner)) - np.repeat(np.cumsum(per_request) - per_request, per_request)
+    begin = batch.row_offsets[owner] + number * height
+    counts = np.minimum(batch.row_offsets[owner + 1] - begin, height)
+    return np.stack([begin, counts, owner * batch.page_tables.shape[1]]).astype(np.int32)
+
+
+def _paths(
+    batch: ForwardBatch, request: Int32Array, local: Int32Array, index: Int32Array
+) -> tuple[Int32Array, Int32Array | None]:
+    """The first non-contiguous position of each row, and the KV indices of its path from there on."""
+    contiguous_until = batch.positions + 1
+    if (index == batch.positions).all():  # chains
+        return contiguous_until.astype(np.int32), None
+    paths = np.zeros((batch.num_rows, MAX_PATH), dtype=np.int32)
+    for row in np.flatnonzero(index != batch.positions):
+        first, context = batch.row_offsets[request[row]], batch.context_lengths[request[row]]
+        path: list[int] = []
+        node = int(local[row])
+        while node >= 0:
+            path.append(node)
+            node = int(batch.parents[first + node])
+        path.reverse()
+        kept = next(depth for depth, node in enumerate(path) if node != depth)
+        if len(path) - kept > MAX_PATH:
+            raise BackendError(
+                f"a branch of a draft has {len(path) - kept} tokens apart from the first branch, but the "
+                f"cuda backend takes at most {MAX_PATH}; draft less deep trees."
+            )
+        contiguous_until[row] = context + kept
+        paths[row, : len(path) - kept] = context + np.array(path[kept:], dtype=np.int32)
+    return contiguous_until.astype(np.int32), paths
+
+
+class _Staging:
+    """Pinned memory of the host, from which a batch is copied to the device."""
+
+    def __init__(self, size: int, pinned: bool) -> None:
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+        self._sent = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+
+    def free_numbers(self) -> Int32Array:
+        """The memory, once its last copy has ended."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        numbers: Int32Array = self._host.numpy()
+        return numbers
+
+    def send(self, to: torch.Tensor) -> None:
+        """Copy the first numbers to the device; the host does not wait."""
+        to.copy_(self._host[: len(to)], non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+
+
+class DeviceTables:
+    """The inputs of a pass on the device, at fixed addresses."""
+
+    def __init__(self, max_rows: int, max_pages: int, device: torch.device) -> None:
+        self.max_rows = max_rows
+        self.max_pages = max_pages
+        pinned = device.type == "cuda"
+        size = LINES * max_rows + max_pages
+        self._staging = deque(_Staging(size, pinned) for _ in range(STAGING_BUFFERS))
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._paths = torch.zeros((max_rows, MAX_PATH), dtype=torch.int32, device=device)
+
+    def send(
+        self,
+        batch: ForwardBatch,
+        rows: Rows,
+        sources: Int32Array | None = None,
+        adapters: Int32Array | None = None,
+    ) -> None:
+        """Copy a batch to the device; rows and tiles after its last are padding.
+
+        `sources` [rows] are returned by `sources()`, `adapters` [requests] by row by `adapters()`.
+        """
+        if len(rows.pages) > self.max_pages:
+            raise BackendError(
+                f"a pass has {len(rows.pages)} pages in its page tables, but the cuda backend has room for "
+                f"{self.max_pages}; lower max_num_seqs or max_model_len."
+            )
+        staging = self._staging[0]
+        self._staging.rotate(-1)
+        numbers = staging.free_numbers()
+        lines = numbers[: LINES * self.max_rows].reshape(LINES, self.max_rows)
+        lines[:] = 0
+        lines[2] = -1
+        values = (
+            batch.tokens,
+            batch.positions,
+            rows.slot_mapping,
+            rows.contiguous_until,
+            *rows.tiles,
+            batch.logit_rows,
+        )
+        for line, value in zip(lines, values, strict=False):
+            line[: len(value)] = value
+        for line, value in zip(lines[PREFILL:], rows.prefill_tiles, strict=True):
+            line[: len(value)] = value
+        if sources is not None:
+            lines[SOURCES, : len(sources)] = sources
+        if adapters is not None:
+            lines[ADAPTERS] = -1
+            lines[ADAPTERS, : batch.num_rows] = np.repeat(adapters, np.diff(batch.row_offsets))
+        if batch.choices is not None:
+            self._add_choices(lines, batch, batch.choices)
+        used = LINES * self.max_rows + len(rows.pages)
+        numbers[LINES * self.max_rows : used] = rows.pages
+        staging.send(self._device[:used])
+        if rows.paths is not None:
+            self._paths[: len(rows.paths)].copy_(torch.from_numpy(rows.paths))
+
+    def _add_choices(self, lines: Int32Array, batch: ForwardBatch, choices: Choices) -> None:
+        """Write the rows whose tokens are sampled on the device after those whose logits are wanted."""
+        some = slice(len(batch.logit_rows), len(batch.logit_rows) + len(choices.rows))
+        lines[SEEDS - 1, some] = choices.rows
+        lines[SEEDS : SEEDS + 2].reshape(-1).view(np.uint64)[some] = choices.seeds
+        lines[TEMPERATURES : TEMPERATURES + 2].reshape(-1).view(np.float64)[some] = choices.temperatures
+        lines[POSITIONS, some] = batch.positions[choices.rows]
+
+    def tokens(self, rows: int) -> torch.Tensor:
+        """The tokens of the first rows: int32 [rows]."""
+        return self._line(0, rows)
+
+    def sources(self, rows: int) -> torch.Tensor:
+        """The `sources` of the first rows: int32 [rows]."""
+        return self._line(SOURCES, rows)
+
+    def adapters(self, rows: int) -> torch.Tensor:
+        """The number of each row's adapter, of the first rows: int32 [rows]; -1: none."""
+        return self._line(ADAPTERS, rows)
+
+    def output_rows(self, outputs: int) -> torch.Tensor:
+        """The rows whose logits are wanted, then those whose tokens are: int32 [outputs]."""
+        return self._line(7, outputs)
+
+    def options(self, outputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Temperatures float64, seeds int64 and positions int32 of outputs: [outputs] each."""
+        seeds = self._line(SEEDS, 2 * outputs).view(torch.int64)
+        return (
+            self._line(TEMPERATURES, 2 * outputs).view(torch.float64),
+            seeds,
+            self._line(POSITIONS, outputs),
+        )
+
+    def tables(self, rows: int, prefill_tiles: int = 0, others: bool = True) -> RowTables:
+        """What the kernels read about the first rows, with the first prefill tiles.
+
+        Without `others`, all rows are in prefill tiles.
+        """
+        tiles = rows if others else 0
+        prefill = [self._line(PREFILL + number, prefill_tiles) for number in range(3)]
+        return RowTables(
+            self._line(1, rows),
+            self._line(2, rows),
+            self._line(3, rows),
+            self._paths[:rows],
+            self._line(4, tiles),
+            self._line(5, tiles),
+            self._line(6, tiles),
+            self._device[LINES * self.max_rows :],
+            prefill=PrefillTiles(*prefill) if prefill_tiles else None,
+        )
+
+    def _line(self, number: int, length: int) -> torch.Tensor:
+        return self._device[number * self.max_rows : number * self.max_rows + length]

@@ -1,0 +1,1 @@
+"""A checkpoint's weights on the device, in the layout of the kernels."""

@@ -1,0 +1,1 @@
+"""The reference backend, in plain torch: the readable form of what the others compute."""

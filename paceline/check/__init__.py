@@ -1,0 +1,1 @@
+"""`paceline check`: this machine, what paceline selected for it, and self-tests."""

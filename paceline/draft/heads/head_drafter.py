@@ -1,0 +1,265 @@
+"""The base of drafters that run a learned head beside the target: loading, pages and features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast
+
+import numpy as np
+
+from paceline.backends.async_decoding import DeviceDraft
+from paceline.backends.base import ChainNoise, HeadChains, HeadStorage
+from paceline.backends.options import BackendOptions
+from paceline.core.arrays import Float32Array
+from paceline.core.features import Features
+from paceline.core.forward import KeptFeatures
+from paceline.core.trees import DraftPlan, DraftTrees
+from paceline.draft.base import UNBOUND, Drafter, DrafterNeeds, DraftSampling, Target
+from paceline.draft.growth import Scoring
+from paceline.draft.heads.head_options import EagleOptions, find_head
+from paceline.draft.heads.head_pages import HeadPages
+from paceline.draft.model.draft_cache import Context
+from paceline.draft.model.vocabulary import Vocabulary, trimmed_vocabulary
+from paceline.errors import ConfigError
+from paceline.models.heads.checkpoint import HeadCheckpoint, load_head
+from paceline.models.heads.config import BlockConfig
+from paceline.models.heads.fingerprint import check_target
+from paceline.verify.sampling import Workspace
+
+if TYPE_CHECKING:
+    from paceline.core.request import Request
+    from paceline.core.verdict import Verdict
+    from paceline.kv.cache import KVCache
+
+MAX_TREE_NODES = 63  # drafted nodes of a tree on the device: with its root, the rows of an attention tile
+
+Runner = TypeVar("Runner", bound=HeadStorage)
+# From contexts, the most tokens to draft after each, and the least chance of a chain, to the chains
+DraftChains = Callable[[Sequence[Context], Sequence[int], float], HeadChains]
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """What the slots of a P-EAGLE head after the first read."""
+
+    token: int
+    feature: Float32Array  # [feature width]
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """What a drafter must know about its head."""
+
+    feature_layers: tuple[int, ...]  # the target's hidden states that it reads, in this order
+    feature_width: int  # numbers per token, of all these layers
+    vocabulary: Vocabulary
+    longest: int  # tokens of its context
+    block: BlockConfig | None = None  # of a parallel head
+    layers: int = 1  # with keys and values
+    kv_heads: int = 1
+    head_dim: int = 1
+    mask: Mask | None = None  # of a P-EAGLE head
+
+    def stored(self) -> dict[str, object]:
+        """What a pool of its keys, values and features depends on, by name."""
+        names = ("feature_layers", "feature_width", "longest", "block", "layers", "kv_heads", "head_dim")
+        return {name: getattr(self, name) for name in names}
+
+
+class PagedHeadDrafter(Drafter, Generic[Runner]):
+    """Drafts with a head that stores its keys, values and features beside the target's pages."""
+
+    Options: ClassVar[type[Any]] = EagleOptions
+    attaches = True
+    drafts_on_host = False
+    drafts_trees = True  # of a fixed shape, on the device
+    first_index = 1  # KV index of the head's first slot, see HeadPages
+
+    def __init__(
+        self, runner: Runner, shape: HeadShape, sampling: DraftSampling, least_chance: float = 0.0
+    ) -> None:
+        """A chain ends where the head gives it a chance below `least_chance`."""
+        self.needs = DrafterNeeds(bytes_per_page=runner.bytes_per_page())
+        if not runner.keeps_features:
+            feature_bytes = HeadPages.feature_bytes_per_page(runner.page_size, shape.feature_width)
+            self.needs = DrafterNeeds(shape.feature_layers, runner.bytes_per_page() + feature_bytes)
+        self.least_chance = least_chance
+        self.draft_ids = shape.vocabulary.target_ids
+        on_device = runner.keeps_features and sampling is not DraftSampling.INDEPENDENT
+        self.device = self if on_device else None
+        self._runner = runner
+        self._shape = shape
+        self._sampling = sampling
+        self._pages: HeadPages = UNBOUND
+        self._passes: Any = UNBOUND  # of the head over its pages
+        self._seen_layers: tuple[int, ...] = ()  # feature layers of the last pass
+        self._parts = np.empty(0, dtype=np.int64)  # [layers] the index of each layer of the head among them
+        self._scoring = Scoring(shape.vocabulary, Workspace(shape.vocabulary.target_size), least_chance)
+
+    @classmethod
+    def load_runner(cls, head: HeadCheckpoint, options: BackendOptions, target: Target) -> Runner:
+        """A runner of the head on the target's backend."""
+        raise NotImplementedError
+
+    @classmethod
+    def load(cls, options: Any, target: Target) -> Self:
+        """The drafter with the head that the options name."""
+        head = load_head(find_head(options, cls.name, target))
+        config = head.config
+        if config.kind != cls.name:
+            raise ConfigError(
+                f"{head.source} is an {config.kind} head, but the method is {cls.name}: "
+                f"set method to {config.kind!r}."
+            )
+        if options.parallel_drafting not in (None, config.is_parallel):
+            guesses = "all tokens of a draft in one pass" if config.is_parallel else "one token in each pass"
+            raise ConfigError(f"{head.source} guesses {guesses}: leave out parallel_drafting.")
+        check_target(config, target.config, target.fingerprint, str(head.source), options.any_target)
+        return cls.beside(head, target, options.quantization, options.min_prob)
+
+    @classmethod
+    def beside(
+        cls, head: HeadCheckpoint, target: Target, quantization: str | None, min_prob: float | None
+    ) -> Self:
+        """The drafter with a loaded head, on the target's backend."""
+        backend_options = target.backend
+        if quantization is not None:
+            backend_options = replace(backend_options, quantization=quantization)
+        runner = cls.load_runner(head, backend_options, target)
+        mask = None
+        if head.config.mask_token_id is not None:
+            mask = Mask(head.config.mask_token_id, head.tensors["mask_hidden"].float32().reshape(-1))
+        shape = HeadShape(
+            feature_layers=head.config.layers_of(target.config.num_layers),
+            feature_width=head.config.feature_width,
+            vocabulary=trimmed_vocabulary(head.draft_ids, target.config.vocab_size),
+            longest=head.config.max_position,
+            block=head.config.block,
+            layers=len(head.config.block.layers) if head.config.block else head.config.num_layers,
+            kv_heads=head.config.num_kv_heads,
+            head_dim=head.config.head_dim,
+            mask=mask,
+        )
+        least_chance = runner.least_chance if min_prob is None else min_prob
+        return cls(runner, shape, target.sampling, least_chance)
+
+    def bind(self, kv: KVCache) -> None:
+        shape = self._shape
+        self._pages = HeadPages(kv, self._runner, shape.longest, shape.feature_width, self.first_index)
+        self._passes = self._make_passes()
+
+    def _make_passes(self) -> Any:
+        """The passes of the head over its pages."""
+        raise NotImplementedError
+
+    def replace_head(self, other: Drafter) -> None:
+        """As for any Drafter. The pool stays, with the features of all committed tokens: keys and values are
+        computed again from these, of each request when it is next drafted for."""
+        if other.name != self.name:
+            raise ConfigError(
+                f"a {self.name} head cannot be replaced by one of {other.name}: restart with the other head."
+            )
+        other = cast("Self", other)
+        sizes, wanted = other._shape.stored(), self._shape.stored()
+        if differing := [name for name in wanted if sizes[name] != wanted[name]]:
+            raise ConfigError(
+                f"the new {self.name} head does not fit the pages of the present one: {differing[0]} is "
+                f"{sizes[differing[0]]}, not {wanted[differing[0]]}. Restart with the other head."
+            )
+        runner = self._runner.replaced_by(other._runner)
+        self._pages.replace_owner(self._runner, runner)
+        self._runner, self._shape = runner, other._shape
+        self._scoring, self.draft_ids, self.least_chance = other._scoring, other.draft_ids, other.least_chance
+        self._passes = self._make_passes()
+
+    def prepare(self) -> None:
+        self._runner.prepare(self._pages.pool)
+
+    def backlog(self, request: Request) -> int:
+        return self._pages.backlog(request)
+
+    def kept(self) -> KeptFeatures | None:
+        keeps = self._runner.keeps_features
+        return KeptFeatures(self._pages.pool, self._shape.feature_layers) if keeps else None
+
+    def observe(
+        self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
+    ) -> None:
+        if self._runner.keeps_features:
+            return  # passes write them to its pool
+        assert features is not None, "the engine provides what DrafterNeeds ask for"
+        if features.layers != self._seen_layers:
+            self._seen_layers = features.layers
+            parts = [features.layers.index(layer) for layer in self.needs.feature_layers]
+            self._parts = np.array(parts, dtype=np.int64)
+        self._pages.put(features.committed_spans(requests, verdicts), features.values, self._parts)
+
+    def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
+        draft = DeviceDraft(plan.levels, self._runner, self._pages.pool, self._shape.feature_layers)
+        if plan.branching == 1:
+            return draft
+        if not self.drafts_trees or plan.nodes > MAX_TREE_NODES:
+            return None
+        return replace(draft, branching=plan.branching, nodes=plan.nodes)
+
+    @property
+    def catch_up_seconds(self) -> float | None:
+        return self._runner.catch_up_seconds
+
+    def attach(self, requests: Sequence[Request]) -> bool:
+        attached: bool = self._passes.attach(requests, self._shape.longest)
+        return attached
+
+    def prefill_ahead(self, requests: Sequence[Request]) -> None:
+        # append any token, so that the slots of their last tokens are computed too
+        opened = self._pages.open_computing(requests)
+        self._passes.compute([replace(context, tokens=[*context.tokens, 0]) for context in opened])
+
+    def detach(self, requests: Sequence[Request], unsure: int) -> None:
+        # slots that read the feature of their own token, not of the one before, are written a token later
+        self._passes.detach(requests, unsure + 1 - self.first_index)
+
+    def _is_one_call(self, request: Request, plan: DraftPlan) -> bool:
+        """Whether the runner can draft a request's tree alone: a greedy or coupled chain of plain logits."""
+        sampler = request.sampler
+        samples_on_runner = sampler.greedy or (self._sampling is DraftSampling.COUPLED and sampler.keeps_all)
+        return plan.branching == 1 and samples_on_runner and sampler.leaves_logits(request.num_output)
+
+    def _propose_chains(
+        self, contexts: Sequence[Context | None], plans: Sequence[DraftPlan], draft: DraftChains
+    ) -> DraftTrees:
+        """The drafts of `propose` where all of them are chains, by one call of `draft`."""
+        opened = {number: context for number, context in enumerate(contexts) if context is not None}
+        proposed: list[Sequence[int]] = [()] * len(contexts)
+        chances: list[Sequence[float]] = [()] * len(contexts)
+        if opened:
+            lengths = [plans[number].shrunk(context.room).levels for number, context in opened.items()]
+            min_chances = [plans[number].least_chance or self._scoring.least_chance for number in opened]
+            chains = draft(list(opened.values()), lengths, min(min_chances))
+            rows = zip(chains.tokens.tolist(), chains.chances.tolist(), chains.lengths.tolist(), strict=True)
+            for (number, context), min_chance, (tokens, chain_chances, length) in zip(
+                opened.items(), min_chances, rows, strict=True
+            ):
+                while (
+                    min_chance > min(min_chances) and length and chain_chances[length - 1] < min_chance
+                ):  # chances only fall along a chain
+                    length -= 1
+                proposed[number] = chain = _up_to_end(context.request, tokens[:length])
+                chances[number] = chain_chances[: len(chain)]
+        return DraftTrees.chains(proposed, chances)
+
+
+def noise_of(contexts: Sequence[Context]) -> ChainNoise:
+    """The noise of the targets' choices behind these contexts."""
+    return ChainNoise(
+        np.array([context.request.seed for context in contexts], dtype=np.uint64),
+        np.array([context.request.params.temperature for context in contexts], dtype=np.float64),
+    )
+
+
+def _up_to_end(request: Request, tokens: Sequence[int]) -> Sequence[int]:
+    """The tokens of a chain up to and including the first that ends the request."""
+    before = request.num_output
+    ends = (index + 1 for index, token in enumerate(tokens) if request.ends_by(token, before + index))
+    return tokens[: next(ends, len(tokens))]

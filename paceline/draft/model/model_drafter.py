@@ -1,0 +1,76 @@
+"""The base of drafters that run a model (draft_model, layerskip): one pass per level of the trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from paceline.core.features import Features
+from paceline.core.trees import DraftPlan, DraftTrees
+from paceline.draft.base import UNBOUND, Drafter, DraftSampling
+from paceline.draft.growth import Scoring, frontier_rows, make_trees, merged
+from paceline.draft.model.draft_cache import DraftCache
+from paceline.draft.model.draft_pass import DraftRunner
+from paceline.draft.model.vocabulary import Vocabulary
+from paceline.verify.sampling import Workspace
+
+if TYPE_CHECKING:
+    from paceline.backends.base import Backend
+    from paceline.core.request import Request
+    from paceline.core.verdict import Verdict
+    from paceline.kv.cache import KVCache
+
+
+class ModelDrafter(Drafter):
+    """Drafts with a model. It catches up when it proposes, so requests without drafts cost nothing."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        vocabulary: Vocabulary,
+        make_cache: Callable[[KVCache, Backend], DraftCache],
+        *,
+        vocab_size: int,
+        sampling: DraftSampling,
+    ) -> None:
+        """`make_cache` makes the draft model's KV cache, given the target's. `vocab_size` is the draft's."""
+        self._backend = backend
+        self._vocab_size = vocab_size
+        self._make_cache = make_cache
+        self._cache: DraftCache = UNBOUND
+        self._runner: DraftRunner = UNBOUND
+        self._sampling = sampling
+        self._scoring = Scoring(vocabulary, Workspace(vocabulary.target_size))
+
+    def bind(self, kv: KVCache) -> None:
+        self._cache = self._make_cache(kv, self._backend)
+        self._runner = DraftRunner(self._backend, self._cache, self._vocab_size)
+
+    def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
+        contexts = self._cache.open(requests, [plan.budget for plan in plans])
+        trees = make_trees(contexts, plans, self._scoring, self._sampling)
+        growing = [tree for tree in trees if tree is not None]
+        if growing:
+            logits = self._runner.catch_up([tree.context for tree in growing])
+        while growing:
+            for tree, rows in zip(growing, frontier_rows(growing), strict=True):
+                tree.grow(logits[rows])
+            growing = [tree for tree in growing if tree.frontier]
+            if growing:
+                logits = self._runner.run([tree.part() for tree in growing])
+        for tree in filter(None, trees):
+            self._cache.keep_drafted(tree.context, tree.chain_in_place())
+        return merged(trees)
+
+    def backlog(self, request: Request) -> int:
+        return self._cache.backlog(request)
+
+    def observe(
+        self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
+    ) -> None:
+        for request, verdict in zip(requests, verdicts, strict=True):
+            in_place = verdict.accepted == tuple(range(len(verdict.accepted)))
+            self._cache.settle(request, in_place)
+
+    def forget(self, request: Request) -> None:
+        self._cache.forget(request)

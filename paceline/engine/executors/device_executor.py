@@ -1,0 +1,364 @@
+"""DeviceExecutor: decode passes that draft and sample on the device, while the host works on the last one.
+
+    device   | pass 1    | pass 2    | pass 3    | pass 4
+    host     launch 1, 2 | read 1, launch 3      | ...        the host's work overlaps with a pass
+
+A decode pass needs nothing from the host but pages for its keys and values: the tokens of the previous pass
+are on the device, and so is what it drafts with: a head, the requests' own texts, and the host's optimistic
+drafts (executors/optimistic.py). A request that ends still has rows in the pass in flight. They are not read;
+they write after the request's committed tokens, in pages that only it holds, and the next holder of such a
+page writes to it in a later pass.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from paceline.backends.async_decoding import AsyncDecoder, DecodeOutput, DeviceDraft, SlotInits
+from paceline.core.features import Features
+from paceline.core.request import Request
+from paceline.core.schedule import Scheduled
+from paceline.core.trees import PLAIN, DraftPlan
+from paceline.engine.drafting import Drafting
+from paceline.engine.executors.attached_head import AttachedHead
+from paceline.engine.executors.device_results import NOT_TOGETHER, advance_sampling, drafted_parts
+from paceline.engine.executors.optimistic import OptimisticDrafts
+from paceline.engine.executors.shadow import ShadowDrafts
+from paceline.engine.executors.verification import chosen_verdict
+from paceline.engine.pipeline import InFlight, Schedule, StepResult, StepTimer
+from paceline.kv.cache import KVCache
+
+logger = logging.getLogger(__name__)
+
+SPARE_TOKENS = 64  # tokens reserved at once, so that few passes have to send new page numbers
+MAX_DRAFTS = 10  # draft plans with buffers on the device; others go through the host
+MAX_DRAFT_ROWS = 512  # of a pass with longer drafts than a head's; more have no buffers
+MAX_TREE_ROWS = 128  # of a pass with trees: with more rows a GPU multiplies longer than it loads weights
+
+
+class DeviceExecutor:
+    """Launches decode passes on the device, and reads them in the same order."""
+
+    on_device = True
+
+    def __init__(
+        self,
+        make: Callable[[], AsyncDecoder | None],
+        drafting: Drafting,
+        kv: KVCache,
+    ) -> None:
+        """`make` returns the backend's decoder, or None if the backend has none."""
+        self._make = make
+        self._drafting = drafting
+        self._kv = kv
+        self._made: AsyncDecoder | None = None
+        self._is_missing = False  # the backend has no decoder, or no memory for it
+        self._not_sampled = -1  # the SamplingNeeds that the decoder cannot do; all, before it is made
+        self._drafts: dict[DraftPlan, DeviceDraft] = {}
+        self._passes: deque[tuple[list[Scheduled], DraftPlan]] = deque()  # in flight
+        self._joined: dict[Request, int] = {}  # requests in the decoder: their passes in flight
+        # requests whose texts were written to the device: the slots, and the tokens that were known then
+        self._with_texts: dict[Request, tuple[int, int]] = {}
+        self._head = AttachedHead(drafting)
+        self._last_plan = PLAIN
+        self._second: tuple[list[Scheduled], list[Scheduled]] = ([], [])  # parts, and their `otherwise` parts
+        self._optimistic = OptimisticDrafts(drafting)
+        self.shadow = ShadowDrafts(drafting)
+
+    def decoder(self) -> AsyncDecoder | None:
+        """The backend's decoder, made on first use; None if there is none."""
+        if self._made is None and not self._is_missing:
+            try:
+                self._made = self._make()
+            except Exception as error:  # for example no memory: decoding works without it
+                logger.warning("passes do not overlap with the host's work, because %s", error)
+            self._is_missing = self._made is None
+            if self._made is not None:
+                self._not_sampled = ~int(self._made.supported_sampling)
+        return self._made
+
+    @property
+    def needs_features(self) -> bool:
+        """Whether drafters read features of the target's passes on the host. Each pass is then read before
+        the next is launched. Features in a head's pool stay on the device."""
+        return bool(self._drafting.feature_layers)
+
+    def can_sample(self, request: Request) -> bool:
+        """Whether the device can sample a request's next tokens."""
+        needs = request.sampling_needs
+        return not needs & self._not_sampled and needs & NOT_TOGETHER != NOT_TOGETHER
+
+    def draft(self, plan: DraftPlan) -> DeviceDraft | None:
+        """How the decoder drafts by this plan; None if it cannot."""
+        if plan in self._drafts:
+            return self._drafts[plan]
+        decoder = self.decoder()
+        if decoder is None or not plan.budget:
+            return None
+        if len(self._drafts) < MAX_DRAFTS:
+            draft = self._drafting.device_draft(plan)
+            if draft is None or (draft.reads_texts and not decoder.supports_lookup):
+                return None
+            if draft.nodes or draft.from_texts or (draft.network_length or draft.length) < draft.length:
+                most = max(1, (MAX_TREE_ROWS if draft.nodes else MAX_DRAFT_ROWS) // (1 + plan.nodes))
+                draft = replace(draft, max_requests=min(most, draft.max_requests or most))
+            self._drafts[plan] = draft
+        return self._drafts.get(plan)
+
+    def offers(self, plan: DraftPlan) -> bool:
+        """Whether passes by this plan can run on the device."""
+        return self.decoder() is not None and (plan.budget == 0 or self.draft(plan) is not None)
+
+    def can_follow(self, plan: DraftPlan) -> bool:
+        """Whether a pass by this plan can be launched after those in flight."""
+        draft = self.draft(plan)
+        by_head = draft is not None and not draft.from_texts
+        # another head than the one in use needs all tokens, so no pass may be in flight
+        return not by_head or not self._passes or self._head.is_by(plan)
+
+    def host_plan(self, request: Request, plan: DraftPlan) -> DraftPlan:
+        """The plan of a request in a host pass beside device passes: plain unless drafters only read texts.
+
+        Others, such as a head, run on the device after the passes in flight, and the host would wait.
+        """
+        drafting = self._drafting
+        return plan if drafting.only_reads_texts(plan) else drafting.settled([request], [PLAIN])[0]
+
+    def fitting(self, plan: DraftPlan, requests: int) -> DraftPlan:
+        """This plan; if its buffers are too small for so many requests, a tree's chain, or the plain one."""
+        draft = self.draft(plan)
+        if draft is None or draft.max_requests is None or requests <= draft.max_requests:
+            return plan
+        return plan.as_chain() if plan.branching > 1 else PLAIN
+
+    def admit(self, requests: Sequence[Request], plan: DraftPlan) -> list[Request]:
+        """The requests of the next pass: pages are reserved, and the head that drafts for them is attached.
+
+        Empty if there are no pages, or if the passes in flight will probably finish all of them.
+        """
+        in_flight, rows_in_flight = self._joined, self._rows_in_flight()
+        tokens_per_pass = 1 + plan.levels // 2  # tokens that a pass in flight probably gives
+        new_rows = 2 * plan.nodes + 1
+        admitted, lengths, is_short = [], [], True
+        for request in requests:
+            passes, length, limit = in_flight.get(request, 0), len(request.token_ids), request.most_tokens
+            if length + passes < limit:  # else the passes in flight will finish it
+                is_short = is_short and length + tokens_per_pass * passes >= limit
+                admitted.append(request)
+                lengths.append(min(length + new_rows + (rows_in_flight if passes else 0), limit))
+        # pages that were reserved and are not used are released by the next commit
+        if is_short or not self._reserve(admitted, lengths):
+            return []
+        return admitted if self._attached_to(admitted, plan) else []
+
+    def _attached_to(self, requests: Sequence[Request], plan: DraftPlan) -> bool:
+        """Whether the plan's head, if it has one, drafts for all of these requests on the device now."""
+        if not self._head.is_by(plan):
+            self._head.detach()
+        draft = self.draft(plan)
+        return draft is None or draft.from_texts or self._head.attach(requests, plan)
+
+    def _reserve(self, requests: Sequence[Request], lengths: Sequence[int]) -> bool:
+        """Whether the requests have pages for these lengths now; with spare ones, up to their limits."""
+        kv = self._kv
+        rooms = kv.rooms.tolist()
+        pairs = zip(requests, lengths, strict=True)
+        if not [request for request, length in pairs if length > rooms[request.slot]]:
+            return True
+        spare = self._spare
+        for request, length in zip(requests, lengths, strict=True):
+            more = min(length + spare, request.most_tokens)
+            if not kv.reserve(request.slot, more) and not kv.reserve(request.slot, length):
+                return False
+        return True
+
+    def _rows_in_flight(self) -> int:
+        """Rows in flight of a request that takes part in all passes in flight."""
+        return sum([1 + plan.nodes for _, plan in self._passes])
+
+    @property
+    def _spare(self) -> int:
+        """Extra tokens to reserve per request; 0 when less than half of the pages are available."""
+        pages = self._kv.pages
+        return SPARE_TOKENS if 2 * pages.num_available > pages.num_pages else 0
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens after the committed ones whose pages a commit must not release."""
+        return self._rows_in_flight() + self._last_plan.nodes + self._spare if self._joined else 0
+
+    def begin(self, schedule: Schedule, timer: StepTimer) -> InFlight:
+        """Launch a pass over decoding requests that share one plan and have their pages reserved."""
+        requests, plan = schedule.requests, common_plan(schedule.parts)
+        decoder, draft = self.decoder(), self.draft(plan)
+        assert decoder is not None
+        if plan.drafter != self._last_plan.drafter and plan.budget:
+            self._optimistic.clear()
+        self._last_plan = plan
+        new = [request for request in requests if request not in self._joined]
+        self._passes.append((schedule.parts, plan))
+        if new:
+            self._forget_finished()
+            self._forget_old_texts(new)
+            decoder.join(SlotInits.of(new))
+        for request in requests:
+            self._joined[request] = self._joined.get(request, 0) + 1
+        expected = None
+        if draft is not None and draft.reads_texts:
+            self._write_texts(decoder, requests)
+        if draft is not None and draft.host_tokens:
+            expected = self._optimistic.rows(plan, requests, draft.host_tokens)
+        decoder.launch([request.slot for request in requests], self._kv.page_tables, draft, expected)
+        self._shadow(schedule, requests, plan)
+        return InFlight(schedule, self._read, self._skip)
+
+    def _write_texts(self, decoder: AsyncDecoder, requests: Sequence[Request]) -> None:
+        """Write the texts of these requests to the device, once: only then are they needed there."""
+        if new := [request for request in requests if request not in self._with_texts]:
+            texts = [np.array(request.token_ids, dtype=np.int32) for request in new]
+            decoder.write_texts([request.slot for request in new], texts)
+            self._with_texts.update({request: (request.slot, len(request.token_ids)) for request in new})
+
+    def _forget_old_texts(self, requests: Sequence[Request]) -> None:
+        """Forget the texts that are stale on the device: a `join` writes only a request's last two tokens,
+        and host passes have added more than these."""
+        for request in requests:
+            slot, known = self._with_texts.get(request, (-1, 0))
+            if slot != request.slot or known + 2 < len(request.token_ids):
+                self._with_texts.pop(request, None)
+
+    def _shadow(self, schedule: Schedule, requests: Sequence[Request], plan: DraftPlan) -> None:
+        """Make shadow drafts while a plain pass runs, if the step plan asks for them."""
+        wanted = None if schedule.step_plan is None else schedule.step_plan.shadow
+        if wanted is not None and not plan.budget and self.draft(wanted) is not None:
+            self.shadow.follow(wanted, requests)
+        else:
+            self.shadow.clear()
+
+    def _read(self, timer: StepTimer) -> StepResult:
+        """The result of the oldest pass, waited for; requests that have ended are left out."""
+        assert self._made is not None
+        output = self._made.read()
+        timer.end("forward")
+        parts, plan = self._pop()
+        rows = [row for row, part in enumerate(parts) if part.request.finish_reason is None]
+        if len(rows) < len(parts):
+            parts = [parts[row] for row in rows]
+        tokens, counts = output.tokens.tolist(), output.counts.tolist()
+        verdicts = [
+            chosen_verdict(tokens[row][: counts[row]], part.request)
+            for row, part in zip(rows, parts, strict=True)
+        ]
+        for row, part, verdict in zip(rows, parts, verdicts, strict=True):
+            if needs := part.request.sampling_needs & NOT_TOGETHER:
+                logprobs = None if output.logprobs is None else output.logprobs[row]
+                advance_sampling(part.request, needs, verdict, logprobs)
+        found = None if output.found is None else output.found[rows].tolist()
+        parts, shapes = drafted_parts(parts, self._second_parts(parts, plan), plan, found)
+        attended = (1 + plan.nodes) * sum([part.request.num_computed for part in parts])
+        features = self._features(parts, rows, output)
+        timer.end("verify")
+        return StepResult(parts, verdicts, shapes, features, (1 + plan.nodes) * len(parts), attended)
+
+    def _second_parts(self, parts: list[Scheduled], plan: DraftPlan) -> list[Scheduled]:
+        """The parts as the `otherwise` plan drafts for them; made once for passes over the same requests."""
+        if self._second[0] is not parts and plan.otherwise is not None:
+            second = plan.second()
+            drafted = [
+                Scheduled(part.request, part.num_tokens, second) if part.plan.budget else part
+                for part in parts
+            ]
+            self._second = parts, drafted
+        return self._second[1]
+
+    def _skip(self) -> None:
+        """Do not read the oldest pass: all of its requests have ended."""
+        if self._made is not None:
+            self._made.skip()
+        self._pop()
+
+    def _pop(self) -> tuple[list[Scheduled], DraftPlan]:
+        parts, plan = self._passes.popleft()
+        in_flight = self._joined
+        for part in parts:
+            if part.request in in_flight:
+                in_flight[part.request] -= 1
+        return parts, plan
+
+    def _features(
+        self, parts: Sequence[Scheduled], rows: Sequence[int], output: DecodeOutput
+    ) -> Features | None:
+        """The features of the parts, which are these rows of the pass; None if it has none."""
+        if output.features is None:
+            return None
+        contexts = np.array([part.request.num_computed for part in parts], dtype=np.int32)
+        offsets = np.arange(len(parts) + 1, dtype=np.int32)
+        layers = self._drafting.feature_layers
+        return Features(output.features[rows], layers, offsets, contexts, [1] * len(parts))
+
+    def prefill_ahead(self, parts: Sequence[Scheduled], plan: DraftPlan) -> None:
+        """Let a head catch up after the pass that prefills these requests, if passes by this plan follow, and
+        write their texts to the device if these passes read them.
+
+        A request's own plan comes first: passes over requests with different plans do not run on the device.
+        """
+        requested = [part.request.plan for part in parts if part.request.plan is not None]
+        plan = next((each for each in requested if each.budget), plan)
+        draft, decoder = self.draft(plan), self.decoder()
+        coming = [part.request for part in parts if part.num_tokens > 1 and part.reaches_end]
+        for request in coming:  # one that comes back may have another slot
+            self._with_texts.pop(request, None)
+        if decoder is None or draft is None or not coming:
+            return
+        if draft.reads_texts:  # now, while the prefill runs: the host has nothing else to do
+            self._write_texts(decoder, coming)
+        if not draft.from_texts:
+            self._head.prefill_ahead([request for request in coming if not request.undrafted], plan)
+
+    def prepare(self, plan: DraftPlan) -> Mapping[int, float]:
+        """Warm up: capture and compile for this plan. The seconds of its passes, by number of requests."""
+        decoder = self.decoder()
+        return decoder.prepare(self.draft(plan)) if decoder is not None and self.offers(plan) else {}
+
+    def reattach(self) -> None:
+        """Forget the attached requests: a head was replaced, and their keys and values are the old head's.
+
+        The new head computes them once the passes in flight have been read: see `can_follow`.
+        """
+        self._head.drop()
+
+    def leave(self) -> None:
+        """Forget the decoder's state of all requests: host passes follow, which make it stale."""
+        assert not self._passes
+        self._head.detach()
+        self.shadow.clear()
+        for request in self._joined:  # requests that were only prefilled keep their texts
+            self._with_texts.pop(request, None)
+        self._joined.clear()
+
+    def drop(self) -> None:
+        """Forget the passes in flight: one of them failed."""
+        if self._made is not None:
+            self._made.drop()
+        self._passes.clear()
+        self._joined.clear()
+        self._with_texts.clear()
+        self._head.drop()
+
+    def _forget_finished(self) -> None:
+        self._joined = {request: count for request, count in self._joined.items() if not request.finished}
+        self._with_texts = {
+            request: texts for request, texts in self._with_texts.items() if not request.finished
+        }
+        self._head.forget_finished()
+        self._optimistic.forget_finished()
+
+
+def common_plan(parts: Sequence[Scheduled]) -> DraftPlan:
+    """The plan of a device pass: the same for all its requests that are drafted for."""
+    return next((part.plan for part in parts if part.plan.budget), PLAIN)

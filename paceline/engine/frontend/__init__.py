@@ -1,0 +1,1 @@
+"""The engine behind an event loop: its thread, its clients, their streams."""

@@ -1,0 +1,1 @@
+"""Files of models: safetensors, tensor names and views, downloads."""

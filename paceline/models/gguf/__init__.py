@@ -1,0 +1,1 @@
+"""GGUF files: metadata, block formats, tokenizer, and all of it as a Checkpoint."""

@@ -1,0 +1,1 @@
+"""The transformer in torch, for all families: the reference of every backend."""

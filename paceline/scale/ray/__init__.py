@@ -1,0 +1,1 @@
+"""Replicas on Ray Serve: deployments, their processes, their ingress."""

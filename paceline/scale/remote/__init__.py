@@ -1,0 +1,1 @@
+"""An engine whose requests run on replicas: routing, connections, messages."""

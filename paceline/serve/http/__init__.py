@@ -1,0 +1,1 @@
+"""HTTP: the app, connections, bodies, middleware, errors, server-sent events."""

@@ -1,0 +1,1 @@
+"""Training data: prompts, and the target's answers to them."""

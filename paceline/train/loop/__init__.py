@@ -1,0 +1,1 @@
+"""The training loop: batches, the target's states, acceptance, checkpoints."""

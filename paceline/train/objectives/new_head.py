@@ -1,0 +1,102 @@
+"""The EAGLE-3 head that training starts from: new, sized for its target, or an existing one."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.core.arrays import Int32Array
+from paceline.errors import ConfigError
+from paceline.models.config import ModelConfig
+from paceline.models.heads.checkpoint import HeadCheckpoint
+from paceline.models.heads.config import HeadConfig, TargetName, usual_feature_layers
+from paceline.models.heads.torch_head import BesideTarget, Head, Shared, make_head
+from paceline.models.transformer.model import Transformer
+from paceline.train.options import Eagle3Options
+
+
+def shared_weights(target: Transformer) -> Shared:
+    """The target's weights that a head uses."""
+    return Shared(target.embedding, target.head, target.norm.weight, target.norm.eps)
+
+
+def choose_draft_ids(answer_counts: npt.NDArray[np.int64], size: int) -> Int32Array:
+    """The `size` most frequently answered tokens, ascending; ties go to lower ids."""
+    frequent = np.argsort(-answer_counts, kind="stable")[:size]
+    return np.sort(frequent).astype(np.int32)
+
+
+def coverage(answer_counts: npt.NDArray[np.int64], draft_ids: Int32Array) -> float:
+    """Fraction of the answered tokens that a head can predict."""
+    return float(answer_counts[draft_ids].sum() / answer_counts.sum())
+
+
+def head_config(target: ModelConfig, options: Eagle3Options, name: TargetName | None) -> HeadConfig:
+    """The config of a new head: one layer like those of its target."""
+    layers = usual_feature_layers(target.num_layers)
+    usable = all(1 <= layer <= target.num_layers for layer in layers)
+    return HeadConfig.beside(
+        target,
+        "eagle3",
+        draft_vocab_size=min(options.draft_vocab_size, target.vocab_size),
+        intermediate_size=options.intermediate_size or target.intermediate_size,
+        # a target with few layers may not have three distinct ones at the usual places
+        feature_layers=None
+        if usable and len(set(layers)) == 3
+        else (1, target.num_layers, target.num_layers),
+        fc_norm=options.fc_norm,
+        norm_output=options.norm_output,
+        target=name,
+    )
+
+
+def new_head(config: HeadConfig, target: Transformer, draft_ids: Int32Array, seed: int) -> Head:
+    """A head with random weights, and with the target's output weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        head = make_head(config, shared_weights(target))  # on the CPU: the same weights on every device
+    copy_output(head, target, draft_ids)
+    return head.to(target.embedding.device)
+
+
+def copy_output(head: BesideTarget, target: Transformer, draft_ids: Int32Array) -> None:
+    """Start from the target's output weights, with its output norm in them.
+
+    The outputs of a new head are random. With the target's norm at full size they would become large logits:
+    first losses of about 100, and hundreds of steps to unlearn them. So its root mean square starts at 1.
+    """
+    scale = target.norm.weight.float()
+    scale = scale / scale.square().mean().sqrt()
+    with torch.no_grad():
+        rows = target.head[torch.from_numpy(draft_ids).long()].float()
+        head.get_parameter("lm_head.weight").copy_(rows * scale)
+
+
+def head_from(checkpoint: HeadCheckpoint, target: Transformer) -> tuple[Head, Int32Array]:
+    """The head of a checkpoint, ready for training, and the token ids that it predicts."""
+    config = checkpoint.config
+    if config.kind != "eagle3":
+        raise ConfigError(f"{checkpoint.source} is a head of kind {config.kind!r}; give one of kind eagle3.")
+    head = make_head(config, shared_weights(target))
+    return head, load_weights(head, checkpoint, target)
+
+
+def load_weights(head: BesideTarget, checkpoint: HeadCheckpoint, target: Transformer) -> Int32Array:
+    """Load a checkpoint into its network, on the target's device. Returns the token ids that it predicts."""
+    config = checkpoint.config
+    if (config.vocab_size, config.target_hidden_size) != (
+        target.config.vocab_size,
+        target.config.hidden_size,
+    ):
+        raise ConfigError(
+            f"{checkpoint.source} is for a target with {config.vocab_size} tokens and hidden size "
+            f"{config.target_hidden_size}, but this one has {target.config.vocab_size} and "
+            f"{target.config.hidden_size}. Give a head that was trained for it."
+        )
+    tensors = {name: torch.from_numpy(tensor.float32()) for name, tensor in checkpoint.tensors.items()}
+    head.load_state_dict(tensors, strict=True)
+    head.to(target.embedding.device)
+    if checkpoint.draft_ids is None:
+        return np.arange(config.draft_vocab_size, dtype=np.int32)
+    return checkpoint.draft_ids

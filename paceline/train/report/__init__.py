@@ -1,0 +1,1 @@
+"""What a training run shows and leaves behind: progress, plot, model card."""

@@ -1,0 +1,314 @@
+"""The decoder of the cuda backend: what the host says reaches the device before the pass that needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.backends.async_decoding import DeviceDraft, SlotInits
+from paceline.core.logit_edits import LogitEdits
+from paceline.core.params import SamplingParams
+from paceline.core.request import SamplingNeeds
+from paceline.core.truncation import Truncation
+from paceline.verify.logprobs import NUM_FIELDS
+from paceline.verify.sampling import Sampler
+from tests.tiny_families import VOCAB_SIZE
+
+PAGE, SLOTS, LONGEST = 4, 6, 32
+CPU = torch.device("cpu")
+
+
+class Recording:
+    """In place of the decode loop: a step's token is the page that its row writes to."""
+
+    def __init__(self, requests: object, rows: int, width: int, nodes: int, host_drafts: int) -> None:
+        self.requests, self.features = requests, torch.zeros(rows, 3)
+        self.results = torch.full((rows * (2 + width),), -7, dtype=torch.int32)
+        self.counts, self.found = self.results[: 2 * rows].view(2, rows)
+        self.output = self.results[2 * rows :].view(rows, width)
+        self.host_drafts = torch.full((rows, 1 + host_drafts), -1, dtype=torch.int32) if host_drafts else None
+        self.nodes, self.shared = nodes, list[object]()
+        self.begun: list[list[int]] = []
+        self.logprobs = torch.full((rows, width, NUM_FIELDS), -7, dtype=torch.float64)
+        self.needs: list[int] = []
+        self.has_adapters: list[bool] = []
+        self.edits: object = None
+
+    def begin(self, slots: Sequence[int], rows: int) -> None:
+        assert rows >= len(slots)
+        self.begun.append(list(slots))
+
+    def path_logprobs(self, rows: int) -> torch.Tensor:
+        return self.logprobs[:rows]
+
+    def use_shared_prefix(self, shared_prefix: object) -> None:
+        self.shared.append(shared_prefix)
+
+    def step(self, rows: int, needs: int = 0, edits: object = None, has_adapters: bool = False) -> None:
+        self.needs.append(needs)
+        self.has_adapters.append(has_adapters)
+        self.edits = edits
+        state = self.requests
+        for row, slot in enumerate(self.begun[-1]):
+            self.output[row, 0] = state.pages[slot, state.lengths[slot] // PAGE]  # type: ignore[attr-defined]
+            state.lengths[slot] += 1  # type: ignore[attr-defined]
+            self.counts[row] = 1
+            self.features[row] = slot
+
+
+@pytest.fixture
+def loops(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
+    """The decode loops, as they are made."""
+    from paceline.backends.cuda.decode import async_decoder
+
+    made: list[Recording] = []
+
+    def loop(
+        weights,
+        pool,
+        state,
+        rows,
+        size,
+        network,
+        given,
+        feature_layers,
+        kept,
+        look_up,
+        host_drafts,
+        draft_levels,
+        states,
+    ):  # type: ignore[no-untyped-def]
+        made.append(Recording(state, rows, 1 + given.levels, len(given), host_drafts))
+        return made[-1]
+
+    monkeypatch.setattr(async_decoder, "DecodeLoop", loop)
+    return made
+
+
+def make_decoder(device: torch.device = CPU, pool: object = None):  # type: ignore[no-untyped-def]
+    from paceline.backends.cuda.decode.async_decoder import CudaAsyncDecoder
+
+    config = SimpleNamespace(num_heads=4, num_kv_heads=2, vocab_size=VOCAB_SIZE, latent=None)
+    sizes = {"config": config, "head_groups": (4, 2), "adapters": {"chat": 0, "sql": 1}}
+    weights = type("Weights", (), {"device": device, **sizes})
+    return CudaAsyncDecoder(weights, pool, SLOTS, LONGEST, PAGE, (1,))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def decoder(loops):  # type: ignore[no-untyped-def]
+    return make_decoder()
+
+
+def head_draft(length: int) -> DeviceDraft:
+    return DeviceDraft(length, SimpleNamespace(network=lambda *sizes: None), SimpleNamespace(), (0, 1, 2))  # type: ignore[arg-type]
+
+
+def test_a_tree_has_pages_for_all_of_its_nodes(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+    """Seven rows of this pass and of the next, though a request gets three tokens at most."""
+    tables = np.arange(SLOTS * LONGEST // PAGE, dtype=np.int32).reshape(SLOTS, -1)
+    decoder.join(joining([1], [2]))
+    decoder.launch([1], tables, replace(head_draft(2), branching=2, nodes=6))
+    assert (loops[0].nodes, loops[0].output.shape[1]) == (7, 3)
+    last = (2 + 2 * 7) // PAGE
+    assert loops[0].requests.pages[1, : last + 1].tolist() == tables[1, : last + 1].tolist()  # type: ignore[attr-defined]
+
+
+def biased() -> LogitEdits:
+    return Sampler(SamplingParams(logit_bias={7: 2.0}), 0, (), ()).logit_edits()
+
+
+def joining(slots: Sequence[int], lengths: Sequence[int]) -> SlotInits:
+    return SlotInits(
+        slots=np.array(slots, dtype=np.int32),
+        tokens=np.array([[slot + 40, slot + 50] for slot in slots], dtype=np.int32),
+        lengths=np.array(lengths, dtype=np.int32),
+        limits=np.array(lengths, dtype=np.int32) + 20,
+        seeds=np.array(slots, dtype=np.uint64) + np.uint64(2**63),
+        temperatures=np.array(slots) / 10,
+        takes_drafts=np.array([slot != 5 for slot in slots]),
+        truncation=np.array([Truncation(top_k=5 if slot == 3 else 0) for slot in slots], dtype=np.float64),
+        logprobs=np.array([slot == 5 for slot in slots]),
+        edits=[biased() if slot == 0 else None for slot in slots],
+        adapters=["sql" if slot == 4 else "" for slot in slots],
+    )
+
+
+def test_pages_that_change_are_there_for_the_next_pass(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+    tables = np.full((SLOTS, LONGEST // PAGE), -1, dtype=np.int32)
+    tables[[1, 4], :2] = [[10, 11], [20, 21]]
+    decoder.join(joining([1, 4], [2, 6]))
+    expected = []
+    for step in range(10):
+        for slot, length in ((1, 2 + step), (4, 6 + step)):
+            tables[slot, length // PAGE] = (
+                30 + 10 * slot + step // 3
+            )  # as good as any: also pages in use change
+        decoder.launch([1, 4], tables, None)
+        expected.append([int(tables[1, (2 + step) // PAGE]), int(tables[4, (6 + step) // PAGE])])
+        if step:
+            assert decoder.read().tokens[:, 0].tolist() == expected[step - 1]  # the one before the last
+    assert decoder.read().tokens[:, 0].tolist() == expected[-1]
+    assert loops[0].begun == [[1, 4]]
+
+
+def test_a_request_that_leaves_and_one_that_joins_begin_the_rows_anew(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+    tables = np.arange(SLOTS * LONGEST // PAGE, dtype=np.int32).reshape(SLOTS, -1)
+    decoder.join(joining([0, 1, 2], [3, 3, 3]))
+    decoder.launch([0, 1, 2], tables, None)
+    decoder.launch([0, 2], tables, None)
+    decoder.join(joining([5], [7]))
+    decoder.launch([0, 2, 5], tables, None)
+    assert loops[0].begun == [[0, 1, 2], [0, 2], [0, 2, 5]]
+    assert [decoder.read().features[:, 0].tolist() for _ in range(3)] == [[0, 1, 2], [0, 2], [0, 2, 5]]
+    state = decoder._requests
+    assert state.tokens[5, 6:8].tolist() == [45, 55]
+    assert state.limits[5] == 27
+    assert state.takes_drafts.tolist() == [1, 1, 1, 1, 1, 0]
+    assert state.lengths.tolist() == [6, 4, 6, 0, 0, 8]
+    assert state.seeds[5].item() == 5 - 2**63
+    assert state.temperatures[5] == 0.5
+
+
+def test_passes_are_timed_over_requests_with_a_context_and_later_ones_do_not_see_them(  # type: ignore[no-untyped-def]
+    decoder, loops, monkeypatch
+) -> None:
+    from paceline.backends.cuda.decode import async_decoder
+
+    timed: list[tuple[list[int], list[int]]] = []
+
+    def run_once(device: torch.device, run: Callable[[], None]) -> float:
+        slots, state = loops[0].begun[-1], loops[0].requests
+        run()
+        timed.append((state.lengths[slots].tolist(), loops[0].output[: len(slots), 0].tolist()))
+        return 1e-3 * len(slots)
+
+    monkeypatch.setattr(async_decoder, "device_seconds", run_once)
+    prepared = make_decoder(pool=SimpleNamespace(num_pages=45))
+    assert prepared.prepare(None) == {1: 1e-3, 2: 2e-3, 4: 4e-3, 8: 6e-3}
+    # half of the longest context, and a token more; pages of their own, but for the last slot's
+    assert timed[-1] == ([LONGEST // 2 + 1] * SLOTS, [4, 12, 20, 28, 36, 44])
+    assert loops[0].begun[-1] == []
+    tables = np.full((SLOTS, LONGEST // PAGE), 7, dtype=np.int32)
+    outputs = []
+    for each in (prepared, decoder):
+        each.join(joining([5, 1], [2, 6]))
+        each.launch([5, 1], tables, None)
+        outputs.append(each.read())
+    assert outputs[0].tokens.tolist() == outputs[1].tokens.tolist() == [[7], [7]]
+    assert prepared._requests.takes_drafts[[5, 1]].tolist() == [0, 1]
+
+
+def test_shared_prefixes_are_looked_for_when_rows_begin_anew(decoder, loops, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    from paceline.backends.cuda.decode import async_decoder
+
+    asked = []
+
+    def find(own, *sizes):  # type: ignore[no-untyped-def]
+        asked.append((own.contexts.tolist(), own.begins.tolist(), own.counts.tolist(), own.firsts.tolist()))
+        assert sizes == (PAGE, 4, 2)
+        return own.page_tables[:, :2].tolist()
+
+    monkeypatch.setattr(async_decoder, "find_shared_prefixes", find)
+    tables = np.arange(SLOTS * LONGEST // PAGE, dtype=np.int32).reshape(SLOTS, -1)
+    decoder.join(joining([1, 4], [6, 7]))
+    for draft in (None, None, None, head_draft(2)):  # what passes in flight will have computed is not known
+        decoder.launch([1, 4], tables, draft)
+    assert asked == [([6, 7], [8, 32], [1, 1], [0, 1]), ([6, 7], [8, 32], [3, 3], [0, 3])]
+    assert [loop.shared for loop in loops] == [[[[8, 9], [32, 33]]]] * 2
+
+
+def test_each_length_has_a_loop_that_begins_anew_when_it_takes_its_turn(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+    tables = np.arange(SLOTS * LONGEST // PAGE, dtype=np.int32).reshape(SLOTS, -1)
+    short, long = head_draft(2), head_draft(3)
+    decoder.join(joining([4, 2], [3, 5]))
+    for draft in (None, short, short, long, short):
+        decoder.launch([4, 2], tables, draft)
+    plain, by_two, by_three = loops
+    assert [len(loop.begun) for loop in (plain, by_two, by_three)] == [1, 2, 1]
+    outputs = [decoder.read() for _ in range(5)]
+    assert [output.tokens.shape[1] for output in outputs] == [1, 3, 3, 4, 3]
+    assert [output.features is None for output in outputs] == [False, True, True, True, True]
+
+
+def test_host_drafts_arrive_before_their_pass_and_for_no_other(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+    tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
+    decoder.join(joining([4, 2], [3, 5]))
+    by_host = DeviceDraft(2, host_tokens=3)
+    lines = [[[4, 7, 8, -1], [6, 9, 0, 5]], [[-1, -1, -1, -1], [6, 9, 0, 5]], [[7, 1, -1, -1]]]
+    for slots, own in zip([[4, 2], [4, 2], [2]], lines, strict=True):
+        decoder.launch(slots, tables, by_host, np.array(own, dtype=np.int32))
+        assert loops[0].host_drafts[: len(slots)].tolist() == own
+    outputs = [decoder.read() for _ in lines]
+    assert [output.tokens.shape for output in outputs] == [(2, 3), (2, 3), (1, 3)]
+    assert all(output.found is not None for output in outputs)
+
+
+def test_passes_that_are_dropped_are_not_read(decoder) -> None:  # type: ignore[no-untyped-def]
+    tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
+    decoder.join(joining([3], [1]))
+    for number in range(9):  # more than there are buffers
+        tables[:] = number
+        decoder.launch([3], tables, None)
+        if number < 8:
+            decoder.drop()
+    assert decoder.read().tokens[:, 0].tolist() == [8]
+
+
+def test_passes_run_the_kernels_that_a_request_of_theirs_needs(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+    tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
+    decoder.join(joining([2, 3, 5], [1, 1, 1]))
+    given = []
+    for slots in ([2, 3], [2], [5, 2]):
+        decoder.launch(slots, tables, None)
+        given.append(decoder.read().logprobs is not None)
+    needs = SamplingNeeds
+    assert loops[0].needs == [needs.TRUNCATION, needs.NOTHING, needs.LOGPROBS]
+    assert given == [False, False, True]
+    assert decoder._requests.truncation[[2, 3]].tolist() == [list(Truncation()), list(Truncation(top_k=5))]
+    assert decoder._requests.asks_logprobs[[2, 5]].tolist() == [0, 1]
+
+
+def test_edits_of_logits_are_those_of_the_request_in_the_slot(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+    tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
+    decoder.join(joining([0, 2], [1, 1]))
+    decoder.launch([0, 2], tables, None)
+    assert loops[0].needs == [SamplingNeeds.LOGIT_EDITS]
+    edits = loops[0].edits
+    assert edits.is_active[[0, 2]].tolist() == [1, 0]
+    assert edits.bias[0].nonzero().tolist() == [[7]]
+    plain = replace(joining([0], [1]), edits=[None])
+    decoder.join(plain)
+    assert edits.is_active[0] == 0
+
+
+def test_where_edits_do_not_fit_the_memory_the_host_makes_them(loops, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    from paceline.backends.cuda.decode import slot_writer
+
+    def too_large(*sizes: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 300 MB")
+
+    assert SamplingNeeds.LOGIT_EDITS in make_decoder().supported_sampling
+    monkeypatch.setattr(slot_writer, "make_edit_state", too_large)
+    decoder = make_decoder()
+    assert decoder.supported_sampling == SamplingNeeds.TRUNCATION | SamplingNeeds.LOGPROBS
+    decoder.join(joining([2], [1]))
+    decoder.launch([2], np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32), None)
+    assert decoder.read().logprobs is None
+
+
+def test_passes_with_an_adapter_are_told_so(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+    tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
+    decoder.join(joining([1, 4], [2, 6]))
+    for slots in ([1], [1, 4], [4]):
+        decoder.launch(slots, tables, None)
+    assert loops[0].has_adapters == [False, True, True]
+    assert decoder._requests.adapters[[1, 4]].tolist() == [-1, 1]
+    decoder.join(replace(joining([4], [8]), adapters=[""]))
+    decoder.launch([4], tables, None)
+    assert not loops[0].has_adapters[-1]
+    assert decoder._requests.adapters[4] == -1

@@ -1,0 +1,82 @@
+"""Parallel heads on the cpu backend: the same bytes, and proposals that do not depend on earlier steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.backends.cpu import CpuBackend
+from paceline.backends.options import BackendOptions
+from paceline.core.trees import PLAIN, DraftPlan
+from paceline.draft.base import DraftSampling, Target
+from paceline.draft.heads.block import BlockDrafter, DFlashDrafter, DSparkDrafter
+from paceline.draft.heads.head_options import EagleOptions
+from paceline.models.heads.checkpoint import write_head
+from paceline.models.registry import load_checkpoint
+from tests.draft.heads.test_eagle_cpu import ROWS, AgainstFresh, run_engine
+from tests.draft.model.test_draft_model_cpu import results
+from tests.engine.test_exactness_cpu import Tokenizer
+from tests.models.heads.driver import random_checkpoint
+from tests.models.heads.tiny_heads import BLOCK_CONFIGS
+from tests.tiny import save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return load_checkpoint(save_checkpoint("qwen2", tmp_path_factory.mktemp("target")))
+
+
+@pytest.fixture(scope="module")
+def backend(checkpoint):
+    return CpuBackend.load(checkpoint, quantization="int8", threads=1, max_rows=ROWS)
+
+
+@pytest.fixture(scope="module")
+def plain(backend):
+    return results(run_engine(backend, None, PLAIN)[0])
+
+
+class AgainstDFlash(AgainstFresh, DFlashDrafter):
+    fresh_kind = BlockDrafter
+
+
+class AgainstDSpark(AgainstFresh, DSparkDrafter):
+    fresh_kind = BlockDrafter
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "sampling"),
+    [
+        ("dflash", {"rows": 24, "max_num_seqs": 4}, DraftSampling.COUPLED),
+        ("jetspec", {"num_pages": 14}, DraftSampling.GREEDY),
+        ("dspark", {"num_pages": 14}, DraftSampling.COUPLED),
+        ("dflash2", {"rows": 24, "max_num_seqs": 4}, DraftSampling.COUPLED),
+        ("dflash2", {"num_pages": 14}, DraftSampling.GREEDY),
+    ],
+    ids=[
+        "dflash with chunks and prefix hits",
+        "jetspec with preemption",
+        "dspark with preemption",
+        "dflash2 with chunks and prefix hits",
+        "dflash2 with preemption",
+    ],
+)
+def test_proposals_do_not_depend_on_the_past_nor_bytes_on_proposals(
+    name,
+    setting,
+    sampling,
+    checkpoint,
+    backend,
+    plain,
+    tmp_path,
+):
+    write_head(random_checkpoint(BLOCK_CONFIGS[name]), tmp_path, "sglang")
+    kind = AgainstDSpark if name == "dspark" else AgainstDFlash
+    options = BackendOptions(backend="cpu", quantization="int8", threads=1)
+    target = Target(checkpoint.config, Tokenizer(), options, backend, ROWS, sampling)
+    drafter = kind.load(EagleOptions(str(tmp_path), min_prob=0.0), target)
+    drafter.backend = backend
+    plans = [DraftPlan(kind.name, *shape) for shape in ((1,), (4,), (6, 2), (9, 3), (5, 4, 2))]
+    added, engine = run_engine(backend, drafter, PLAIN, *plans, times=2, **setting)
+    assert results(added) == plain
+    assert drafter.compared > 30
+    assert engine.scheduler.num_preemptions > 0 if "num_pages" in setting else engine.kv.prefix_hits > 0
