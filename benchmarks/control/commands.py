@@ -30,7 +30,8 @@ def grid_command(
     methods: Annotated[
         list[str] | None,
         typer.Option(
-            help="Such as auto,suffix; or one JSON object. May be repeated.",
+            help="Such as auto,suffix; or one JSON object. May be repeated. On a GPU each is JSON: a "
+            "fixed setting, beside off and auto.",
             show_default="off, auto, and a sweep of methods and lengths",
         ),
     ] = None,
@@ -59,6 +60,12 @@ def grid_command(
         float | None,
         typer.Option(help="On a GPU: start no cell after this many seconds.", show_default="all cells"),
     ] = None,
+    order: Annotated[
+        int | None,
+        typer.Option(
+            help="On a GPU: the seed of a random order of the cells.", show_default="workload by workload"
+        ),
+    ] = None,
     threads: Threads = None,
     quantization: Quantization = "auto",
     json_file: JsonFile = None,
@@ -74,9 +81,12 @@ def grid_command(
     prompts, tokens = WHOLE if whole else SMALL
     on_device = backend == "cuda"
     check_integer(ConfigError, "--groups", groups, 1, None)
-    if on_device and (methods or learned):
+    if on_device and learned:
+        raise ConfigError("on a GPU the grid begins with an empty memory: leave out --learned.")
+    if on_device and not all(method.lstrip().startswith("{") for method in methods or ()):
         raise ConfigError(
-            "on a GPU the grid has its own methods and an empty memory: leave out --methods and --learned."
+            "on a GPU each of --methods is one setting that requests ask for: a JSON object such as "
+            '\'{"method": "eagle3", "num_speculative_tokens": 3}\'.'
         )
     options = GridOptions(
         workloads=tuple(dict.fromkeys([*(workload or BUILT_IN), *(() if on_device else (WRITING,))])),
@@ -95,6 +105,7 @@ def grid_command(
         temperatures=() if temperature is None else (temperature,),
         auto=draft,
         seconds=seconds,
+        order=order,
         threads=threads,
         quantization=quantization,
     )

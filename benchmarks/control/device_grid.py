@@ -16,7 +16,9 @@ All turns ask the same prompts. So that no turn copies the answers of an earlier
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -57,7 +59,10 @@ def run_device_grid(
         grid = DeviceGrid(options)
         cells: list[Cell] = []
         temperatures = options.temperatures or TEMPERATURES
-        for which in itertools.product(options.workloads, options.concurrencies, temperatures):
+        order = list(itertools.product(options.workloads, options.concurrencies, temperatures))
+        if options.order is not None:
+            random.Random(options.order).shuffle(order)
+        for which in order:
             if cells and time.monotonic() - start > (options.seconds or math.inf):
                 break
             cells.append(grid.measure(*which, on_turn))
@@ -151,6 +156,10 @@ class DeviceGrid:
 
     def _settings(self, concurrency: int) -> dict[str, Setting]:
         """What requests ask for, by label: lookups, or prompt lookup and chains and trees of the head."""
+        if self.options.methods is not None:
+            given = self.options.methods
+            named = {label: json.loads(method) for label, method in given.items() if label != OFF}
+            return {label: setting for label, setting in named.items() if _fits(setting, concurrency)}
         head = self._head
         by_method = LOOKUP_LENGTHS if head is None else {"ngram": LOOKUP_LENGTHS["ngram"], head: HEAD_LENGTHS}
         settings: dict[str, Setting] = {
@@ -159,8 +168,8 @@ class DeviceGrid:
             for length in lengths
         }
         for nodes, branching, depth in CONFIG.device_planner.trees if self._has_trees else ():
-            if concurrency * (1 + nodes) <= MAX_TREE_ROWS:  # else the device drafts chains instead
-                asked = {"num_speculative_tokens": nodes, "branching": branching, "depth": depth}
+            asked = {"num_speculative_tokens": nodes, "branching": branching, "depth": depth}
+            if _fits(asked, concurrency):
                 settings[f"{head} {nodes} ({branching}, {depth})"] = {"method": head, **asked}
         return settings
 
@@ -173,6 +182,12 @@ class DeviceGrid:
         size = min(size, len(tasks))
         starts = range(0, len(tasks) - size + 1, size)
         return [tasks[start : start + size] for start in starts][: self.options.groups]
+
+
+def _fits(setting: Setting, concurrency: int) -> bool:
+    """Whether the device drafts this for so many requests: instead of larger trees it drafts chains."""
+    is_tree = setting.get("branching", 1) > 1
+    return not is_tree or concurrency * (1 + setting["num_speculative_tokens"]) <= MAX_TREE_ROWS
 
 
 def _drafters(auto: Loaded) -> list[dict[str, Any]]:

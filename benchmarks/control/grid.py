@@ -38,7 +38,7 @@ class GridOptions:
 
     workloads: tuple[str, ...]  # names or files
     concurrencies: tuple[int, ...] = (1, 4, 16)
-    methods: Mapping[str, Any] | None = None  # None: off, auto and the sweep
+    methods: Mapping[str, Any] | None = None  # None: off, auto and the sweep; on a GPU the fixed settings
     model: str = DEFAULT_MODEL
     prompts: int = 4  # per cell; at least the concurrency, if there are as many
     max_tokens: int = 64
@@ -52,6 +52,7 @@ class GridOptions:
     temperatures: tuple[float, ...] = ()  # of the grid on a GPU: each is measured, whatever prompts say
     auto: str = AUTO  # the speculative_config of auto, on a GPU
     seconds: float | None = None  # after which no cell starts, on a GPU; None: all are measured
+    order: int | None = None  # on a GPU, the seed of a random order of the cells; None: workload by workload
 
     def contest(self, concurrency: int, methods: Mapping[str, Any]) -> SpeculationOptions:
         """What is measured at one concurrency."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from paceline.bench.loading import empty_memory
 from paceline.bench.report.page import html_page
 from paceline.bench.run.contest import Contest, SpeculationOptions
 from paceline.bench.run.engine_runner import EngineRunner, Task
+from paceline.bench.run.speculation import parse_methods
 from paceline.bench.run.turns import Slices
 from paceline.bench.traffic.profiles import Profile
 from paceline.errors import ConfigError
@@ -161,6 +163,26 @@ def test_a_cell_has_groups_of_other_prompts(tmp_path: Path, tiny_gguf: Path) -> 
     assert all(set(group.seconds) == methods for group in alone.groups)
     assert found.identical
     assert pairs.error is not None
+
+
+def test_fixed_settings_can_be_named_and_cells_taken_in_random_order(tmp_path: Path, tiny_gguf: Path) -> None:
+    (tmp_path / "letters.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in ("aba", "cd")))
+    setting = '{"method": "ngram", "num_speculative_tokens": 2}'
+    options = GridOptions(
+        (str(tmp_path / "letters.jsonl"),),
+        (1, 2),
+        methods=parse_methods([setting]),
+        model=str(tiny_gguf),
+        max_tokens=4,
+        threads=1,
+        temperatures=(0.0, 0.8),
+    )
+    turns: list[str] = []
+    in_order = run_device_grid(options, turns.append).cells
+    assert turns == ["off", "auto", "ngram num_speculative_tokens=2", "off, again"] * 4
+    shuffled = run_device_grid(replace(options, order=1)).cells
+    assert [cell.label for cell in shuffled] != [cell.label for cell in in_order]
+    assert {cell.label for cell in shuffled} == {cell.label for cell in in_order}
 
 
 def test_no_turn_copies_the_answers_of_an_earlier_one(
