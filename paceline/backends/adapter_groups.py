@@ -1,4 +1,4 @@
-"""A pass over requests with different adapters: one part for each adapter, and their outputs together."""
+"""Multi-LoRA passes for backends that run one adapter at a time: split by adapter, run, merge the outputs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class AdapterGroup:
 
     adapter: str
     batch: ForwardBatch
-    rows: Int32Array  # [rows of the group] their numbers in the whole pass
-    outputs: Int32Array  # [its outputs] the places of its logits among those of the pass
-    choices: Int32Array  # [its choices] likewise
+    rows: Int32Array  # [rows of the group] row numbers in the whole pass
+    outputs: Int32Array  # [outputs of the group] indices of its logits in the whole pass
+    choices: Int32Array  # [choices of the group] indices of its sampled tokens in the whole pass
 
 
 def forward_by_adapter(
     batch: ForwardBatch, forward: Callable[[str, ForwardBatch], ForwardOutput]
 ) -> ForwardOutput:
-    """The outputs of a pass whose parts `forward` runs, each with its adapter."""
+    """The outputs of a whole pass, of which `forward` runs one group per adapter."""
     groups = split_by_adapter(batch)
     outputs = [forward(group.adapter, group.batch) for group in groups]
     if len(groups) == 1:
@@ -45,7 +45,7 @@ def forward_by_adapter(
 
 
 def split_by_adapter(batch: ForwardBatch) -> list[AdapterGroup]:
-    """The parts of a pass, one for each adapter, in the order in which they first occur."""
+    """One group per adapter of a pass, in order of first occurrence."""
     names = dict.fromkeys(batch.adapters)
     return [_group(batch, name) for name in names]
 
@@ -54,7 +54,7 @@ def _group(batch: ForwardBatch, adapter: str) -> AdapterGroup:
     requests = np.array([i for i, name in enumerate(batch.adapters) if name == adapter])
     counts = np.diff(batch.row_offsets)[requests]
     rows = np.concatenate([np.arange(*batch.row_offsets[i : i + 2], dtype=np.int32) for i in requests])
-    place = np.full(batch.num_rows, -1, dtype=np.int32)  # of a row of the pass among those of the group
+    place = np.full(batch.num_rows, -1, dtype=np.int32)  # row of the pass -> row of the group
     place[rows] = np.arange(len(rows), dtype=np.int32)
     outputs = np.flatnonzero(place[batch.logit_rows] >= 0).astype(np.int32)
     choices, places = batch.choices, np.empty(0, dtype=np.int32)

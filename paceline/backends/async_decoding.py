@@ -17,23 +17,23 @@ from paceline.core.request import Request, SamplingNeeds
 
 @dataclass(frozen=True)
 class SlotInits:
-    """Requests whose next token is to be computed and which a decoder does not know yet."""
+    """The initial state of decoder slots: requests that join the decode passes."""
 
-    slots: Int32Array  # [requests] their lines of the page table
-    tokens: Int32Array  # [requests, 2] the last but one, if there is one, and the last, which is not computed
-    lengths: Int32Array  # [requests] tokens whose keys and values are there
-    limits: Int32Array  # [requests] KV indices from here on are not computed
+    slots: Int32Array  # [requests] rows of the page table
+    tokens: Int32Array  # [requests, 2] the last two tokens; the last one has no keys and values yet
+    lengths: Int32Array  # [requests] tokens with keys and values
+    limits: Int32Array  # [requests] no token is computed at this KV index or beyond
     seeds: UInt64Array  # [requests]
     temperatures: Float64Array  # [requests]
-    takes_drafts: BoolArray  # [requests] whether drafted tokens are theirs too, or only what follows the last
+    takes_drafts: BoolArray  # [requests] False: drafted tokens are rejected, one token is sampled per pass
     truncation: Float64Array  # [requests, fields of core/truncation.py]
-    logprobs: BoolArray  # [requests] whether log-probabilities are asked
-    edits: Sequence[LogitEdits | None]  # [requests] None: logits stay as they are
-    adapters: Sequence[str]  # [requests] as of a ForwardBatch
+    logprobs: BoolArray  # [requests] whether log-probabilities are wanted
+    edits: Sequence[LogitEdits | None]  # [requests] None: logits are not edited
+    adapters: Sequence[str]  # [requests] as in ForwardBatch
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> SlotInits:
-        """The present state of these requests."""
+        """The current state of these requests."""
         params = [request.params for request in requests]
         return cls(
             slots=np.array([request.slot for request in requests], dtype=np.int32),
@@ -55,35 +55,35 @@ class SlotInits:
 
 @dataclass(frozen=True)
 class NgramLookup:
-    """Chains found in requests' own texts, as draft/lookup/ngram.py finds them."""
+    """Prompt lookup in the request's own text: the n-gram sizes of draft/lookup/ngram.py."""
 
-    shortest: int  # tokens of an n-gram
-    longest: int
+    shortest: int  # smallest n
+    longest: int  # largest n
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceDraft:
-    """What a pass drafts with: a head, a draft model, or the requests' texts and optimistic host drafts.
+    """How a pass drafts on the device: by a head, a draft model, or from text (lookup, host drafts).
 
-    A head or a model can have a `look_up` too. Then a request's chain is what is found in its text, and the
-    head's or model's only where nothing is found.
+    Cascade: with a head or model and `look_up`, a request's chain comes from prompt lookup; where the lookup
+    finds nothing, the head or model drafts it.
 
-    An optimistic draft is what the host expects of a request's text from some place on, further than the
-    passes in flight reach. If these have chosen what it says, the chain is what it says next. Otherwise,
-    or if it ends there, the chain is looked up, if `look_up` says how; if nothing is found, there is none.
+    An optimistic host draft starts at a position of the text and extends beyond the passes in flight. If the
+    tokens sampled meanwhile match its start, the rest is the chain. If they do not, or the draft is used up,
+    the chain comes from `look_up`; if that finds nothing, there is no draft.
     """
 
-    length: int  # of the chains, or levels of the trees; at least 1
-    runner: HeadStorage | None = None  # of a head; None: no head drafts
-    pool: KVPool | None = None  # of the head, which keeps features, or of the draft model
-    feature_layers: tuple[int, ...] = ()  # that the head reads
-    max_requests: int | None = None  # of a pass; None: as many as there are slots
-    look_up: NgramLookup | None = None  # None: nothing is looked up
-    host_tokens: int = 0  # of the longest optimistic draft; 0: the host gives none
-    model: Backend | None = None  # a draft model with the target's vocabulary; None: none drafts
-    network_length: int | None = None  # tokens that a head or a model drafts; None: as many as `length`
-    branching: int = 1  # children of a node at most; above 1 a head drafts trees of a fixed shape
-    nodes: int = 0  # drafted nodes of such a tree
+    length: int  # tokens of a chain, or levels of a tree; at least 1
+    runner: HeadStorage | None = None  # the head's runner; None: no head drafts
+    pool: KVPool | None = None  # of the head, with the target's features, or of the draft model
+    feature_layers: tuple[int, ...] = ()  # the target's layers that the head reads
+    max_requests: int | None = None  # per pass; None: one for each slot
+    look_up: NgramLookup | None = None  # None: no prompt lookup
+    host_tokens: int = 0  # tokens of the longest optimistic host draft; 0: the host does not draft
+    model: Backend | None = None  # a draft model with the target's vocabulary; None: no model drafts
+    network_length: int | None = None  # tokens that a head or a model drafts; None: `length`
+    branching: int = 1  # most children of a node; above 1 the head drafts static trees
+    nodes: int = 0  # drafted nodes of a tree
 
     @property
     def from_texts(self) -> bool:
@@ -92,39 +92,37 @@ class DeviceDraft:
 
     @property
     def reads_texts(self) -> bool:
-        """Whether chains can come from texts, alone or beside a head or a model."""
+        """Whether chains can come from text, alone or in a cascade with a head or model."""
         return self.from_texts or self.look_up is not None
 
 
 @dataclass(frozen=True)
 class DecodeOutput:
-    """The result of a decode pass. Its arrays are valid until the next but one is read."""
+    """The result of a decode pass. Its arrays are valid until the second `read` after it."""
 
-    tokens: Int32Array  # [slots, 1 + length of drafts] of the accepted path; -1 where logits gave none
-    counts: Int32Array  # [slots] how many of these are tokens
-    features: Float32Array | None = None  # [slots, width] of the computed tokens, if asked
-    found: Int32Array | None = (
-        None  # [slots] how many tokens were drafted from texts, if the draft reads them
-    )
-    # [slots, 1 + length of drafts, fields of verify/logprobs.py], if a request of the pass asked for them
+    tokens: Int32Array  # [slots, 1 + length of drafts] accepted tokens and the bonus; -1: unusable logits
+    counts: Int32Array  # [slots] number of valid entries in `tokens`
+    features: Float32Array | None = None  # [slots, width] of the computed tokens, if wanted
+    found: Int32Array | None = None  # [slots] tokens drafted from text; None: the draft does not read text
+    # [slots, 1 + length of drafts, fields of verify/logprobs.py], if a request of the pass wants them
     logprobs: Float64Array | None = None
 
 
 class AsyncDecoder(Protocol):
-    """Decode passes, each of which reads the tokens where the one before it has chosen them.
+    """Launches decode passes that read the previous pass's tokens on the device, and returns results later.
 
-    A pass that drafts gives a request up to as many tokens more as its drafts are long. Passes and all other
-    work of the backend run in the order in which they were begun.
+    A pass gives each request one token and the accepted part of its draft. Passes, and all other work of the
+    backend, run in launch order.
     """
 
     @property
     def supported_sampling(self) -> SamplingNeeds:
-        """What passes can do when they sample; but edits and log-probabilities not for the same request."""
+        """What passes can do when they sample. One request cannot have both edits and log-probabilities."""
         ...
 
     @property
     def supports_lookup(self) -> bool:
-        """Whether passes can draft from texts: look chains up, and follow optimistic drafts."""
+        """Whether passes can draft from text: prompt lookup and optimistic host drafts."""
         ...
 
     def join(self, requests: SlotInits) -> None:
@@ -132,7 +130,7 @@ class AsyncDecoder(Protocol):
         ...
 
     def write_texts(self, slots: Sequence[int], texts: Sequence[Int32Array]) -> None:
-        """Write the tokens of requests that have joined, as far as the host knows them, to their slots.
+        """Write the tokens that the host knows to the slots of requests that have joined.
 
         Passes in flight may have sampled more. Only passes that draft from texts need all tokens.
         """
@@ -145,33 +143,34 @@ class AsyncDecoder(Protocol):
         draft: DeviceDraft | None,
         host_drafts: Int32Array | None = None,
     ) -> None:
-        """Launch a pass over the known requests in these slots: it gives each of them its next token.
+        """Launch a pass over the requests in these slots; it samples the next token of each.
 
-        `page_tables` [all slots, max pages] are those of this pass. They have room for what another pass of
-        its kind computes too, below the limits, and what they say of it stays: the pass may tell the next.
-        A head that drafts has computed all of the requests' tokens but the last, and those of passes that
-        it has not drafted in, and features of all computed tokens are in its pool. A pass that drafts from
-        texts has been told them. `host_drafts` [slots, 1 + draft.host_tokens], where the host gives some:
-        the place in the text of the first token, -1 if there is no draft, and its tokens, -1 behind the last.
-        They are for this pass alone.
+        `page_tables` [all slots, max pages]: besides the rows of this pass they have pages for one more such
+        pass, below the limits, and those entries must not change before it.
+        `host_drafts` [slots, 1 + draft.host_tokens]: the position of the first drafted token (-1: no draft),
+        then the tokens, padded with -1. They are used by this pass only.
+
+        Before a pass with a head: the head has computed all tokens but the last, except tokens of passes it
+        did not draft in, and its pool has the features of all computed tokens.
+        Before a pass that drafts from text: `write_texts` was called.
         """
         ...
 
     def read(self) -> DecodeOutput:
-        """The result of the oldest pass that was not read. Waits for it."""
+        """The result of the oldest unread pass. Waits for it."""
         ...
 
     def skip(self) -> None:
-        """Discard the oldest pass that was not read."""
+        """Discard the oldest unread pass."""
         ...
 
     def drop(self) -> None:
-        """Discard all passes that were not read."""
+        """Discard all unread passes."""
         ...
 
     def prepare(self, draft: DeviceDraft | None) -> Mapping[int, float]:
-        """Warm up: capture and compile what the first passes would wait for.
+        """Warm up: compile kernels and capture graphs before the first pass.
 
-        Returns the seconds of a pass by its number of requests, for some numbers; empty if none was timed.
+        Returns seconds of a pass by number of requests; empty if none was timed.
         """
         ...

@@ -1,6 +1,6 @@
-"""The contract between the engine and whatever runs a forward pass.
+"""The protocols of backends and head runners: what the engine calls to run a forward pass.
 
-The engine speaks numpy and never sees a backend's own arrays.
+Arguments and results are numpy arrays; the engine never sees a backend's own arrays.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NO_STATES = "a backend that declares no bytes_per_state has no states"
 class Backend(Protocol):
     """A loaded model that can run forward passes.
 
-    A backend derives from this class. What has a body here need not be offered.
+    A backend derives from this class. Methods that have a body here are optional.
     """
 
     name: str
@@ -32,14 +32,14 @@ class Backend(Protocol):
     max_rows: int  # most rows of one ForwardBatch
     batch_invariant: bool  # a token's logits depend, bit for bit, on its own prefix alone
     supports_features: bool
-    weight_format: str = "float32"  # of the linear layers, as a user names it: a quantization, or a dtype
-    chooses: bool = False  # it takes a batch's choices
-    drafts_on_device: bool = False  # make_async_decoder takes drafts
-    adapters: Collection[str] = ()  # names of loaded LoRA adapters, which a batch may ask for
-    attention_window: int | None = None  # last positions that rows attend to in any layer; None: all
-    bytes_per_state: int = 0  # of the recurrent layers' states of one request; 0: no layer is recurrent
-    spare_states: int = 0  # that `make_states` makes beside those it is asked for
-    buffer_bytes: int = 0  # of buffers in the host's memory that no pass has touched yet
+    weight_format: str = "float32"  # of the linear layers, under the user's name: a quantization or a dtype
+    chooses: bool = False  # samples tokens itself: it takes ForwardBatch.choices
+    drafts_on_device: bool = False  # its AsyncDecoder takes drafts
+    adapters: Collection[str] = ()  # names of the loaded LoRA adapters
+    attention_window: int | None = None  # positions, the largest window of any layer; None: unlimited
+    bytes_per_state: int = 0  # recurrent state of one request, all layers; 0: no layer is recurrent
+    spare_states: int = 0  # states that `make_states` adds to the requested number
+    buffer_bytes: int = 0  # host memory of buffers that is only taken when a pass first writes to them
 
     def make_pool(self, num_pages: int) -> KVPool:
         """Storage for `num_pages` pages of keys and values of this model."""
@@ -50,19 +50,19 @@ class Backend(Protocol):
     def forward(self, batch: ForwardBatch) -> ForwardOutput: ...
 
     def begin(self, batch: ForwardBatch) -> Callable[[], ForwardOutput]:
-        """Begin a pass; what is returned waits for it and gives its output, before the next one begins."""
+        """Launch a pass. The returned function waits for its output; call it before the next launch."""
         output = self.forward(batch)
         return lambda: output
 
     def device_memory(self, rows: int, longest: int) -> DeviceMemory | None:
-        """The memory that pools are made in, if not the host's.
+        """The device memory in which pools are allocated; None: host memory.
 
-        Buffers are counted for contexts of `longest` tokens and device passes of `rows` rows, at most.
+        It counts buffers for contexts of up to `longest` tokens and device passes of up to `rows` rows.
         """
         return None
 
     def compile_ahead(self, warm_up: Callable[[], object]) -> None:
-        """Compile what this warm-up would compile, on all cores, where that is quicker; nothing runs."""
+        """Compile in parallel the kernels that this warm-up launches, without running them."""
         return  # not abstract
 
     def prepare(
@@ -87,26 +87,26 @@ class Backend(Protocol):
         kept: tuple[KeptFeatures, ...] = (),
         states: StatePool | None = None,
     ) -> AsyncDecoder | None:
-        """A decoder with `slots` slots for requests of at most `longest` tokens; None if there is none.
+        """A decoder with `slots` slots for requests of at most `longest` tokens; None if not supported.
 
-        Passes that do not draft give the features of these layers, and leave to heads' pools what they keep.
-        Passes advance the states of recurrent layers themselves, along the accepted tokens.
+        Passes without a draft return the features of these layers, and write the `kept` features to heads'
+        pools. Every pass advances the recurrent states along its accepted tokens.
         """
         return None
 
     def first_layers(self, count: int) -> Backend:
-        """The same model without its later layers: the final norm and the head follow layer count - 1.
+        """The model's first `count` layers, followed by its final norm and LM head (self-speculation).
 
-        It shares weights with this one, takes turns with it, and runs over this one's pools, of which
-        it reads and writes its own layers only.
+        It shares this backend's weights and pools, of which it uses its layers only. Passes of the two must
+        not overlap.
         """
         ...
 
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
-        """Copy keys and values from KV places to others (place = page * page_size + offset).
+        """Copy keys and values between KV slots (slot = page * page_size + offset).
 
-        A commit of an accepted path that is not already in place uses this. Sources are read
-        before any destination is written.
+        Commits an accepted path whose slots are not contiguous. All sources are read before any destination
+        is written.
         """
         ...
 
@@ -115,98 +115,98 @@ class Backend(Protocol):
         raise AssertionError(NO_STATES)
 
     def copy_state(self, states: StatePool, source: int, destination: int) -> None:
-        """Give a slot the state of another one."""
+        """Copy the state of one slot to another."""
         raise AssertionError(NO_STATES)
 
     def advance_state(
         self, states: StatePool, slot: int, rows: Sequence[int], checkpoints: Mapping[int, int]
     ) -> None:
-        """Replace the state of a slot by that after the accepted rows of its request in the last pass.
+        """Advance a slot's state along the accepted rows of its request in the last pass.
 
-        `rows` are local and ascending, a path below the committed tokens. `checkpoints`: a number of rows
-        after which the state is stored in a further slot too.
+        `rows`: the request's local row numbers, ascending, a path that starts after the committed tokens.
+        `checkpoints` {number of rows: slot}: also store the state after so many rows in that slot.
         """
         raise AssertionError(NO_STATES)
 
 
 @dataclass(frozen=True)
 class HeadBatch:
-    """A pass of a learned draft head. What reads token j of a request lies at its KV index j.
+    """A pass of a learned draft head. The row that reads token j of a request has KV index j.
 
-    The slot at index j reads token j and the target's feature of token j - 1, and has position j - 1.
-    So a page's content depends on the tokens up to its end and on nothing behind them. Index 0 has no
-    slot: nothing is written there and no row sees it. `context_lengths` counts it, so they are at
-    least 1, and `positions` are context length - 1 + depth.
+    It also reads the target's feature of token j - 1, and has position j - 1. So the content of a page
+    depends only on tokens up to its end. KV index 0 has no row: nothing is written there and no row attends
+    to it. `context_lengths` counts it, so they are at least 1; `positions` are context length - 1 + depth.
     """
 
     rows: ForwardBatch
-    # [rows, width] what the slots read beside their tokens; with `places` at most one row, which masks read
+    # [rows, width] what rows read besides their tokens; with `places` at most one row: the input of masks
     states: Float32Array
-    from_target: bool  # whether the states are the target's features side by side, or such as the head gave
-    # [rows] where the pool keeps the target's features that the slots read, -1: nowhere, the slot is a mask
+    from_target: bool  # True: states are the target's concatenated features; False: the head's own outputs
+    # [rows] KV slot in the pool of the target's feature that a row reads; -1: the row is a mask
     places: Int32Array | None = None
 
 
 @dataclass(frozen=True)
 class HeadOutput:
-    """What a pass of a head gives back. The arrays are valid until its next pass."""
+    """The output of a pass of a head. The arrays are valid until its next pass."""
 
     logits: Float32Array  # [outputs, draft vocabulary]
-    states: Float32Array  # [outputs, hidden] of the same rows: what their children read
+    states: Float32Array  # [outputs, hidden] of the same rows: the input of their children
 
 
 @dataclass(frozen=True)
 class ChainNoise:
-    """The noise of the target's own choices, which guesses follow that are to meet them."""
+    """The seeds and temperatures with which the target will sample, for coupled drafting."""
 
     seeds: UInt64Array  # [requests]
-    temperatures: Float64Array  # [requests] 0: the likeliest is guessed
+    temperatures: Float64Array  # [requests] 0: greedy
 
 
 @dataclass(frozen=True)
 class HeadChains:
-    """What a head guesses behind each request. The arrays are valid until its next pass."""
+    """A drafted chain for each request. The arrays are valid until the next pass of the head."""
 
-    tokens: Int32Array  # [requests, most] ids of the target; those behind a request's last are meaningless
-    chances: Float32Array  # [requests, most] that the chain up to each is right, as the head sees it
+    tokens: Int32Array  # [requests, most] the target's ids; undefined beyond `lengths`
+    chances: Float32Array  # [requests, most] estimated chance that the chain up to here is accepted
     lengths: Int32Array  # [requests]
 
 
 @dataclass(frozen=True)
 class BlockGuesses:
-    """What slots of blocks guess. The arrays are valid until the next pass."""
+    """The logits of block slots, and their confidences. The arrays are valid until the next pass."""
 
     logits: Float32Array  # [slots, draft vocabulary]
-    confidences: Float32Array | None  # [slots] chance that the guess is accepted; None: the head has none
+    confidences: Float32Array | None  # [slots] chance of acceptance; None: the head has no confidence head
 
 
 class HeadStorage(Protocol):
-    """The pools of a loaded draft head, beside those of its target."""
+    """The KV pools of a loaded draft head: what all kinds of head runners have in common."""
 
     page_size: int  # the target's
-    max_rows: int
-    least_chance: float  # default: the least chance of a chain of guesses that is worth its rows here
-    keeps_features: bool = False  # its pools keep the target's features: see KeptFeatures
-    catch_up_seconds: float | None = None  # of one committed token, on the device; None: not measured
+    max_rows: int  # of a pass
+    least_chance: float  # default `min_prob`: chains less likely than this are not worth their rows here
+    keeps_features: bool = False  # its pools store the target's features: see KeptFeatures
+    catch_up_seconds: float | None = None  # per committed token, on the device; None: not measured
 
     def make_pool(self, num_pages: int) -> KVPool:
         """Storage for `num_pages` pages of keys and values of the head."""
         ...
 
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
-        """Copy the features that a pool keeps from places to others, as the target's keys and values are.
+        """Copy the stored features between KV slots, as Backend.move copies the target's keys and values.
 
-        Guesses need not be: they are computed again when the target's features of them are known.
+        The head's own keys and values of drafted tokens are not copied: they are computed again, from the
+        target's features.
         """
         return  # not abstract
 
     def bytes_per_page(self) -> int: ...
 
     def replaced_by(self, other: Self) -> Self:
-        """The runner to use from now on for the head of `other`, over the pools of this runner.
+        """The runner that takes over, with the head of `other` and the pools of this runner.
 
-        By default that is `other`. Where captured graphs hold the addresses of this runner's weights, it is
-        this runner with the weights of `other`. ConfigError, and nothing has changed, if they do not fit.
+        By default `other`. Where captured graphs hold the addresses of this runner's weights, this runner,
+        with the weights of `other` copied in. ConfigError, before any change, if the heads do not fit.
         """
         return other
 
@@ -223,18 +223,18 @@ class HeadRunner(HeadStorage, Protocol):
     def run_chains(
         self, batch: HeadBatch, most: Sequence[int], least_chance: float, noise: ChainNoise | None = None
     ) -> HeadChains:
-        """Chains of at most `most` guesses after each request, as head_chains.py defines them.
+        """A chain of at most `most` drafted tokens for each request, as head_chains.py defines it.
 
-        The logits of each request's last row are wanted, and its pages have room for the guesses.
+        The batch wants the logits of each request's last row, and its pages have room for the chain.
         """
         ...
 
 
 class BlockRunner(HeadStorage, Protocol):
-    """A loaded parallel head: one pass guesses a block of tokens. Runners derive from this class.
+    """A loaded parallel head: one pass drafts a block of tokens. Runners derive from this class.
 
-    KV index j has the keys and values of token j, from the target's feature of that token, in every layer of
-    the head. Those of a block's slots are not stored.
+    KV index j has, in every layer of the head, keys and values computed from the target's feature of token j.
+    The keys and values of a block's own slots are not kept after the pass.
     """
 
     def write_context(self, batch: HeadBatch) -> None:
@@ -242,46 +242,46 @@ class BlockRunner(HeadStorage, Protocol):
         ...
 
     def run_blocks(self, blocks: ForwardBatch) -> None:
-        """Run the blocks of requests: a request's rows are its anchor, its last token, and MASK tokens.
+        """Run one block per request: the anchor (its last token), then MASK tokens.
 
-        `context_lengths` counts the tokens before the anchor; all of them are written.
+        `context_lengths` counts the tokens before the anchor; `write_context` has written all of them.
         """
         ...
 
     def guess(self, slots: Int32Array, previous: Int32Array) -> BlockGuesses:
-        """The guesses of rows of the last `run_blocks`, given the target's ids of the tokens before them."""
+        """The logits of rows of the last `run_blocks`, given the token before each (target ids)."""
         ...
 
     def run_chains(
         self, blocks: ForwardBatch, most: Sequence[int], least_chance: float, noise: ChainNoise
     ) -> HeadChains:
-        """Run the blocks of requests, and draft a chain from each: see block_chains.py."""
+        """Run one block per request, and draft a chain from each: see block_chains.py."""
         ...
 
 
 class MedusaRunner(Protocol):
     """Loaded Medusa heads."""
 
-    least_chance: float  # as of a HeadRunner
+    least_chance: float  # as in HeadStorage
 
     def run(self, states: Float32Array) -> Float32Array:
-        """The guesses of all heads [heads, rows, draft vocabulary] for normed last states [rows, hidden]."""
+        """Logits [heads, rows, draft vocabulary] for normed last hidden states [rows, hidden]."""
         ...
 
 
 class AssistantRunner(Protocol):
-    """A loaded assistant, which reads the pool of its target and writes nothing."""
+    """A loaded assistant, which attends to the KV pool of its target and writes no keys or values."""
 
     def run(self, batch: ForwardBatch, states: Float32Array) -> HeadOutput:
-        """Logits and states of all rows, given the states that they read: [rows, the target's hidden size].
+        """Logits and states of all rows, given their input states: [rows, the target's hidden size].
 
-        A row sees the committed tokens of its request, and no other row.
+        A row attends to the committed tokens of its request, not to other rows.
         """
         ...
 
 
 def first_slots(pool: KVPool, page_size: int, rows: int) -> HeadBatch:
-    """A pass of a head over the first slots of a request, which read features that its pool keeps."""
+    """A warm-up pass of a head over a request's first `rows` KV indices, with features from its pool."""
     count = np.arange(rows, dtype=np.int32)
     known = ForwardBatch(
         tokens=np.zeros(rows, dtype=np.int32),

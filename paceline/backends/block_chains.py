@@ -22,11 +22,11 @@ def chains_by_guesses(
     least_chance: float,
     noise: ChainNoise,
 ) -> HeadChains:
-    """A chain of at most `most` tokens from each block that has run: its best token, then the next, ...
+    """A chain of at most `most` tokens from each block that has run: the best token of slot after slot.
 
-    A token is kept if the chance of the chain up to it is at least `least_chance`: the product of the head's
-    confidences, or of its tokens' shares where it has no confidence head. `target_ids` [draft vocabulary] are
-    the head's ids in the target's vocabulary; None: the same.
+    A token is kept if the chance of the chain up to it is at least `least_chance`. That chance is the product
+    of the head's confidences, or of its tokens' probabilities if it has no confidence head. `target_ids`
+    [draft vocabulary] map the head's ids to the target's; None: the same ids.
     """
     count = blocks.num_requests
     tokens, chances = np.zeros((count, max(most)), np.int32), np.zeros((count, max(most)), np.float32)

@@ -1,7 +1,7 @@
-"""The cache folder of the cpu backend's kernels. Importing that backend compiles some; this does not.
+"""The cache folder of the cpu backend's compiled kernels, without importing (and compiling) that backend.
 
-The folder is named after the sources of the backend and of what it calls elsewhere, because numba looks only
-at the file of the function itself: a change of an inlined intrinsic in another file would run old code.
+The folder's name is a fingerprint of all sources that kernels are compiled from. numba's own check sees only
+the file of a function itself, so a change of an inlined function in another file would run stale code.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def _sources_fingerprint() -> str:
         digest.update(path.read_bytes())
     digest.update(numba.__version__.encode())
     asked = os.environ.get(ISA_VARIABLE, "")
-    if asked.endswith(EMULATED):  # every other instruction set has a numba target of its own
+    if asked.endswith(EMULATED):  # all others differ in numba's target, which is in its cache key
         digest.update(asked.encode())
-    if has_amx() and not request_amx():  # numba's target has it all the same
+    if has_amx() and not request_amx():  # numba's target lists AMX nevertheless
         digest.update(b"without AMX")
     return digest.hexdigest()[:16]

@@ -11,8 +11,8 @@ from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch
 from paceline.verify.kernels import gumbel_top_k
 
-EXTEND_FACTOR = 1.4  # times the least chance: another token costs a pass of the head, not only a row
-RIVALS = 4  # next best tokens that a coupled token's chance is measured against
+EXTEND_FACTOR = 1.4  # times `least_chance`, to extend a chain: one more token costs a pass of the head
+RIVALS = 4  # runners-up in the softmax that estimates a coupled token's chance
 
 
 def chains_by_passes(
@@ -23,11 +23,11 @@ def chains_by_passes(
     least_chance: float,
     noise: ChainNoise | None = None,
 ) -> HeadChains:
-    """A chain of at most `most` drafted tokens after each request: the best token, then the next, ...
+    """A chain of at most `most` drafted tokens for each request: the best token of pass after pass.
 
-    A token is kept if the chance of the chain up to it, the product of its tokens' chances, is at least
-    `least_chance`; the chain is extended if it is EXTEND_FACTOR times that. `target_ids` [draft vocabulary]
-    are the head's ids in the target's vocabulary; None: the same.
+    The chance of a chain is the product of its tokens' chances. A token is kept if the chain up to it has at
+    least `least_chance`; the chain is extended if it has EXTEND_FACTOR times that. `target_ids`
+    [draft vocabulary] map the head's ids to the target's; None: the same ids.
     """
     count = batch.rows.num_requests
     tokens, chances = np.zeros((count, max(most)), np.int32), np.zeros((count, max(most)), np.float32)
@@ -63,10 +63,10 @@ def chains_by_passes(
 
 
 def likeliest(logits: Float32Array) -> tuple[int, float]:
-    """The largest of the logits, and the chance that it is also the target's.
+    """The argmax of the logits, and the chance that it is also the target's argmax.
 
-    That is the square root of its probability: a greedy target is more certain than its softmax, too
-    (measured: docs/lab/2026-11-17-moved-from-guides.md).
+    The chance is estimated as the square root of the head's probability: under a greedy target it is higher
+    than that probability (measured: docs/lab/2026-11-17-moved-from-guides.md).
     """
     best = int(logits.argmax())
     return best, float(np.exp(logits.astype(np.float64) - logits[best]).sum() ** -0.5)
@@ -75,10 +75,10 @@ def likeliest(logits: Float32Array) -> tuple[int, float]:
 def coupled_choice(
     logits: Float32Array, target_ids: Int32Array | None, temperature: float, key: tuple[np.uint64, np.uint64]
 ) -> tuple[int, float]:
-    """The token that the target's own noise favours (coupled drafting), and the chance that it is accepted.
+    """Coupled drafting: the argmax of the head's logits plus the target's Gumbel noise, and its chance.
 
-    The target adds the same noise, so its token is probably among the best few here: the chance is the weight
-    of the best among these. `key` is the seed and the position.
+    The target adds the same noise, so it probably samples one of the best few tokens here. The chance is the
+    softmax weight of the best one among these. `key` is the seed and the position.
     """
     ids = np.empty(0, dtype=np.int64) if target_ids is None else target_ids.astype(np.int64)
     places, scores = np.empty(1 + RIVALS, dtype=np.int64), np.empty(1 + RIVALS)
@@ -89,7 +89,7 @@ def coupled_choice(
 def _one_row_each(
     rows: ForwardBatch, requests: Sequence[int], tokens: Int32Array, contexts: Int32Array
 ) -> ForwardBatch:
-    """A pass over one drafted token of each of these requests."""
+    """A pass with one row per request: its newest drafted token."""
     count = len(requests)
     return ForwardBatch(
         tokens=tokens,

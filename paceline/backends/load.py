@@ -1,4 +1,4 @@
-"""The table of backends."""
+"""Loads models and draft heads on the backend that the options name: the table of backends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load_backend(
 ) -> Backend:
     """The backend that the options name, with the checkpoint's weights.
 
-    `beside` is a loaded backend whose passes take turns with those of this one.
+    `beside`: the loaded target, if this is its draft model. Passes of the two never overlap.
     """
     if blocks := missing_blocks(checkpoint.config, options.name):
         raise BackendError(
@@ -43,8 +43,7 @@ def load_head_runner(
 ) -> HeadRunner:
     """A runner of the head, on the backend that the options name.
 
-    `beside` is the loaded target: its passes take turns with those of the head, and it has the weights
-    that the head shares with it.
+    `beside` is the loaded target. The head shares some of its weights, and passes of the two never overlap.
     """
     if options.name == "cpu":
         from paceline.backends.cpu import CpuBackend, CpuHeadRunner
@@ -154,7 +153,7 @@ def _load_torch(
     adapters: Sequence[Adapter],
 ) -> Backend:
     with needs_extra("torch", "the torch backend", BackendError):
-        import torch  # here, because it takes seconds and the cpu backend does not need it
+        import torch  # imported here: it takes seconds, and the cpu backend does not need it
 
         from paceline.backends.torch.backend import TorchBackend
 

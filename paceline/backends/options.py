@@ -1,4 +1,4 @@
-"""How a forward pass runs, as a user sets it."""
+"""BackendOptions: the user's choice of backend, device, dtype, quantization and parallelism."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ ONE_DEVICE = {"cpu": "one CPU"}  # backends without tensor parallelism
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
 class BackendOptions:
-    """How a forward pass runs."""
+    """The user's options of the backend. See `choice` for how "auto" is resolved."""
 
-    backend: str = "auto"  # auto: cuda where there is a usable GPU, else cpu; torch for what cpu cannot do
-    dtype: str = "auto"  # of the torch backend, where auto is float32, and of cuda, where it is bfloat16
-    quantization: str = "auto"  # one of quantizations.QUANTIZATIONS; auto is native on cpu, else none
-    device: str = "auto"  # auto: the backend's own; cpu | cuda | cuda:N
-    threads: int | None = None  # None: one for each core. Of each rank, if there are several
-    tensor_parallel_size: int = 1  # ranks that share the model, each a process; torch and cuda
-    exact: bool = False  # refuse what cannot promise the same bytes alone and among others, drafted or not
+    backend: str = "auto"  # auto: cuda if there is a usable GPU, else cpu; torch where cpu is not supported
+    dtype: str = "auto"  # torch: auto is float32; cuda: auto is bfloat16; not used by cpu
+    quantization: str = "auto"  # one of quantizations.QUANTIZATIONS; auto: native on cpu, else none
+    device: str = "auto"  # cpu | cuda | cuda:N; auto: the backend's default
+    threads: int | None = None  # CPU threads of each rank; None: one per core
+    tensor_parallel_size: int = 1  # ranks, one process each; torch and cuda only
+    exact: bool = False  # refuse options that are not bitwise batch-invariant
 
     def __post_init__(self) -> None:
         check_choice(ConfigError, "backend", self.backend, BACKENDS)
@@ -54,8 +54,8 @@ class BackendOptions:
             raise ConfigError(
                 f"dtype {self.dtype!r} is for the torch backend; the cpu backend takes quantization instead."
             )
-        known = ("auto", *QUANTIZATIONS[self.name])
-        check_choice(ConfigError, f"quantization of the {self.name} backend", self.quantization, known)
+        supported = ("auto", *QUANTIZATIONS[self.name])
+        check_choice(ConfigError, f"quantization of the {self.name} backend", self.quantization, supported)
         if self.exact and self.name == "torch":
             raise ConfigError(
                 "exact: on the torch backend a request's bytes may depend on what runs beside it; use "
@@ -71,8 +71,8 @@ class BackendOptions:
     def choice(self) -> Choice:
         """The backend and the device that run, and why. Backend and device are inferred from each other."""
         if self.backend != "auto":
-            own = {"cuda": "cuda"}.get(self.backend, "cpu")
-            return Choice(self.backend, own if self.device == "auto" else self.device, "as asked for")
+            default = "cuda" if self.backend == "cuda" else "cpu"
+            return Choice(self.backend, default if self.device == "auto" else self.device, "as asked for")
         if self.device.startswith("cuda"):
             return Choice("cuda", self.device, f"device {self.device} was asked for")
         if self.device not in ("auto", "cpu"):
@@ -93,7 +93,7 @@ class BackendOptions:
 
 @dataclass(frozen=True)
 class Choice:
-    """What runs a forward pass."""
+    """The backend and device that run the model, and why they were chosen."""
 
     name: str  # of the backend: cpu, torch or cuda
     device: str

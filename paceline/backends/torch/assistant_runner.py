@@ -1,4 +1,4 @@
-"""Assistants run by torch over the pool of their target."""
+"""TorchAssistantRunner: Gemma 4's assistants in torch, over the KV pool of their target."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TorchAssistantRunner(AssistantRunner):
         return HeadOutput(logits.float().cpu().numpy(), following.float().cpu().numpy())
 
     def _rows(self, batch: ForwardBatch) -> Rows:
-        """The rows as the model reads them: each sees the committed tokens of its request only."""
+        """The rows as the model reads them: each attends only to the committed tokens of its request."""
         config, views = self.assistant.config, []
         for request in range(batch.num_requests):
             rows = slice(int(batch.row_offsets[request]), int(batch.row_offsets[request + 1]))

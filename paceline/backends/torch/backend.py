@@ -1,7 +1,7 @@
-"""The reference backend: the transformer in plain torch, on a CPU or a CUDA device.
+"""TorchBackend, the reference: the transformer in plain torch, on a CPU or a CUDA device.
 
-Every compiled path is tested against this one, so it is written to be read: one attention call per
-request, no caching of intermediate work. See base.py for the contract it implements.
+Compiled backends are tested against this one, so it favours readability over speed: one attention call per
+request, nothing cached between steps. It implements the Backend protocol of base.py.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from paceline.models.transformer.tensor_parallel import check_size
 
 
 class TorchBackend(Backend):
-    """A model run by torch: the same algebra, but bit-identical across batch shapes only row by row."""
+    """A model run by torch. Its bits depend on the batch, unless it was loaded with `row_by_row`."""
 
     name = "torch"
     page_size = PAGE_SIZE
@@ -49,12 +49,12 @@ class TorchBackend(Backend):
         weight_format: str = "",
         adapters: Sequence[Adapter] = (),
     ) -> None:
-        """`ranks` are the other ranks of the model, which run what this one runs.
+        """`ranks`: the other ranks of tensor parallelism, which repeat the calls of this one (rank 0).
 
-        `weight_format`: the quantization of its matrices; none: they are in the model's dtype.
+        `weight_format`: the quantization of its matrices; "": they have the model's dtype.
         """
         self.model = model
-        # the matrix products of torch may sum in another order for other row counts
+        # torch's matrix products may sum in another order when the number of rows changes
         self.batch_invariant = model.row_by_row
         self.max_rows = max_rows
         self.device, self.dtype = model.device, model.dtype
@@ -114,7 +114,7 @@ class TorchBackend(Backend):
 
     @made_on_all_ranks
     def make_pool(self, num_pages: int) -> TorchPool:
-        """Zeroed storage for `num_pages` pages of keys and values of this model; each rank has its heads."""
+        """Zeroed storage for `num_pages` pages of keys and values; each rank stores its own KV heads."""
         config, parallel = self.model.config, self.model.parallel
         shapes = [
             (
@@ -132,14 +132,14 @@ class TorchBackend(Backend):
     @on_all_ranks
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        """Logits of the wanted rows and, if asked, features of all rows and tokens that are chosen here."""
+        """Logits of the wanted rows; on request also features of all rows, and tokens sampled here."""
         assert batch.num_rows <= self.max_rows, f"{batch.num_rows} rows, but max_rows is {self.max_rows}"
         if batch.adapters:
             return forward_by_adapter(batch, lambda name, part: self._forward(self.adapters.get(name), part))
         return self._forward(None, batch)
 
     def _forward(self, adapted: Transformer | None, batch: ForwardBatch) -> ForwardOutput:
-        """A pass of the model, or of the model with an adapter."""
+        """A pass of the model, or of `adapted`, the model with a LoRA adapter."""
         pool, model = cast(TorchPool, batch.pool), adapted or self.model
         hidden, wanted = model.hidden_states(self._rows(batch), pool.cache, batch.feature_layers)
         logits, chosen = self._outputs(hidden, batch)
@@ -147,7 +147,7 @@ class TorchBackend(Backend):
         return ForwardOutput(logits.float().cpu().numpy(), features, chosen)
 
     def _outputs(self, hidden: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, Int32Array | None]:
-        """The logits [outputs, vocab] of the wanted rows, and the tokens [choices] that are chosen here."""
+        """The logits [outputs, vocab] of the wanted rows, and the sampled tokens [choices]."""
         lm_head, choices, wanted = self.model.lm_head, batch.choices, len(batch.logit_rows)
         rows = batch.logit_rows if choices is None else np.concatenate((batch.logit_rows, choices.rows))
         parts = self.model.logit_parts(hidden[self._tensor(rows)])
@@ -169,7 +169,7 @@ class TorchBackend(Backend):
         cache = cast(TorchPool, pool).cache
         read, write = self._tensor(source), self._tensor(destination)
         for stored in (*cache.keys, *cache.values):
-            # indexing by a tensor copies what it reads, so that no write can disturb it
+            # indexing by a tensor copies, so all sources are read before any destination is written
             stored[:, write] = stored[:, read]
 
     def make_states(self, count: int) -> TorchStates:
@@ -178,14 +178,14 @@ class TorchBackend(Backend):
 
     @torch.inference_mode()
     def copy_state(self, states: StatePool, source: int, destination: int) -> None:
-        """Give a slot the state of another one."""
+        """Copy the state of one slot to another."""
         cast(TorchStates, states).states.copy(source, destination)
 
     @torch.inference_mode()
     def advance_state(
         self, states: StatePool, slot: int, rows: Sequence[int], checkpoints: Mapping[int, int]
     ) -> None:
-        """Step along the accepted rows of a request, from what the last pass left."""
+        """Advance a request's state along its accepted rows of the last pass."""
         self.model.advance(cast(TorchStates, states).states, slot, rows, checkpoints)
 
     @on_all_ranks
@@ -216,7 +216,7 @@ class TorchBackend(Backend):
         )
 
     def _masks(self, parents: Int32Array, positions: Int32Array, context: int) -> dict[Reach, torch.Tensor]:
-        """For each reach that a layer has, which keys (context, then rows) each row of a request sees."""
+        """By reach of a layer (all, window, chunk): the attention mask over context, then rows."""
         sees_context = np.ones((len(parents), context), dtype=np.bool_)
         visible = np.concatenate((sees_context, ancestors(parents)), axis=1)
         key_positions = np.concatenate((np.arange(context, dtype=np.int32), positions))
@@ -230,7 +230,7 @@ class TorchBackend(Backend):
 
 
 def state_rows(batch: ForwardBatch) -> StateRows:
-    """The batch as recurrent layers read it. What the last pass left in the pool of states is forgotten."""
+    """The batch as recurrent layers read it. Drops what the last pass left for `advance_state`."""
     views = []
     for request in range(batch.num_requests):
         rows = slice(int(batch.row_offsets[request]), int(batch.row_offsets[request + 1]))
@@ -245,7 +245,7 @@ def state_rows(batch: ForwardBatch) -> StateRows:
 
 
 def within(reach: Reach, positions: Int32Array, keys: Int32Array) -> npt.NDArray[np.bool_]:
-    """Which positions of keys are in the reach of tokens at `positions`: bool [rows, keys]."""
+    """Which keys are within the reach (window or chunk) of tokens at `positions`: bool [rows, keys]."""
     visible = np.ones((len(positions), len(keys)), dtype=np.bool_)
     if reach.window is not None:
         visible &= positions[:, None] - keys[None, :] < reach.window
@@ -264,7 +264,7 @@ def ancestors(parents: Int32Array) -> npt.NDArray[np.bool_]:
 
 
 def request_rows(batch: ForwardBatch) -> Iterator[tuple[slice, int, Int32Array]]:
-    """Of each request: its rows, its context length, and the KV slots of its context and rows."""
+    """For each request: its rows, its context length, and the KV slots of its context and rows."""
     for request in range(batch.num_requests):
         rows = slice(int(batch.row_offsets[request]), int(batch.row_offsets[request + 1]))
         context = int(batch.context_lengths[request])

@@ -1,4 +1,4 @@
-"""Parallel draft heads run by torch beside a TorchBackend: the readable reference of all runners."""
+"""TorchBlockRunner: parallel draft heads in torch, the readable reference of all block runners."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TorchBlockRunner(BlockRunner):
 
     @torch.inference_mode()
     def write_context(self, batch: HeadBatch) -> None:
-        """Write the keys and values of committed tokens, in every layer, from the same state."""
+        """Write the keys and values of committed tokens: every layer projects the same fused state."""
         rows = batch.rows
         assert rows.num_rows <= self.max_rows, f"{rows.num_rows} rows, but max_rows is {self.max_rows}"
         cache = cast(TorchPool, rows.pool).cache
@@ -100,7 +100,7 @@ class TorchBlockRunner(BlockRunner):
 
     @torch.inference_mode()
     def guess(self, slots: Int32Array, previous: Int32Array) -> BlockGuesses:
-        """Logits of rows of the last blocks, and the chances that their guesses are accepted."""
+        """Logits of rows of the last blocks, and their confidences."""
         outputs, before = self._outputs[self._tensor(slots)], self._tensor(previous)
         logits = self.head.guesses(outputs, before).float().cpu().numpy()
         confidence = self.head.confidence(outputs, before)

@@ -1,4 +1,4 @@
-"""Tokens sampled where their logits are: each rank has its best one, and only those are gathered."""
+"""Sampling across ranks: each rank finds its best token, and only these candidates are gathered."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import Choices
 from paceline.models.transformer.blocks import Vocabulary
 
-NO_TOKEN = -1  # where the logits give none: the largest is not a finite number
+NO_TOKEN = -1  # of unusable logits: the largest is not finite
 
 
 def choose(
     lm_head: Vocabulary, parts: list[torch.Tensor], choices: Choices, positions: Int32Array
 ) -> Int32Array:
-    """The token of each choice [choices], from the logits [choices, piece] of each piece that a rank has.
+    """The sampled tokens [choices], from the logits [choices, piece] of each piece that a rank has.
 
-    `positions` [choices] are those of the tokens. Of equal scores the lowest token wins, as everywhere.
+    `positions` [choices] are those of the tokens. Ties go to the lowest token id.
     """
     begin = lm_head.parallel.rows(lm_head.size)[0].start
     logits = torch.cat(parts, dim=-1).float().cpu().numpy()
@@ -27,7 +27,7 @@ def choose(
         own[row] = _best(scores, begin, float(choices.temperatures[row]), key)
     gathered = lm_head.parallel.ranks.gather(torch.from_numpy(own).to(parts[0].device))
     largest, scores, tokens = np.moveaxis(torch.stack(gathered).cpu().numpy(), -1, 0)  # each [ranks, choices]
-    first = scores.argmax(0)  # ranks have ascending tokens: of equal scores, the lowest rank's wins
+    first = scores.argmax(0)  # token ids ascend with the rank, so of equal scores the lowest rank's wins
     chosen = tokens[first, np.arange(len(first))]
     return np.where(np.isfinite(largest.max(0)), chosen, NO_TOKEN).astype(np.int32)
 
@@ -35,13 +35,14 @@ def choose(
 def _best(
     logits: Float32Array, begin: int, temperature: float, key: tuple[np.uint64, np.uint64]
 ) -> tuple[float, float, int]:
-    """The largest of a rank's logits of one row, its best score and the token that has it."""
+    """For one row of a rank's logits: the largest logit, the best score, and the token with that score."""
     largest = float(logits.max())  # NaN if one is
     if not np.isfinite(largest):
         return largest, -np.inf, NO_TOKEN
     if temperature == 0.0:
         return largest, largest, begin + int(logits.argmax())
-    from paceline.verify.kernels import gumbel_top_k  # here: ranks that never sample need no kernels
+    # imported here: it compiles kernels, which ranks that never sample do not need
+    from paceline.verify.kernels import gumbel_top_k
 
     ids = np.arange(begin, begin + len(logits), dtype=np.int64)
     best = np.empty(1, dtype=np.int64), np.empty(1)

@@ -1,4 +1,4 @@
-"""Learned draft heads run by torch beside a TorchBackend: the readable reference of all runners."""
+"""TorchHeadRunner: learned draft heads in torch, the readable reference of all head runners."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paceline.models.transformer.rows import Rows, RowView
 
 
 class RankedTarget:
-    """A target's embedding and output matrix, computed by all of its ranks; the head runs on rank 0."""
+    """The target's embedding and LM head for a draft head on rank 0; all ranks compute them together."""
 
     def __init__(self, target: TorchBackend) -> None:
         self._target = target
@@ -103,7 +103,7 @@ class TorchHeadRunner(HeadRunner):
         return chains_by_passes(self.run, batch, self._target_ids, most, least_chance, noise)
 
     def _views(self, batch: ForwardBatch) -> tuple[list[RowView], Tensor]:
-        """What the rows of each request see, and the KV slot of every row."""
+        """The keys visible to the rows of each request, and the KV slot of every row."""
         views, new_slots = [], []
         for rows, context, key_slots in request_rows(batch):
             new_slots.append(key_slots[context:])

@@ -1,4 +1,4 @@
-"""A checkpoint's weights as a torch model: on which devices, in which dtype, and which rows of them."""
+"""Loads a checkpoint as a torch model: devices, dtype, and the pieces of a rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load_pieces(
     row_by_row: bool = False,
     quantization: str = "none",
 ) -> Transformer:
-    """The model, or a rank's pieces of it; it has as many pieces for one rank as for eight."""
+    """The model, or a rank's pieces of it. The number of pieces does not depend on that of ranks."""
     config = checkpoint.config
     if device.type == "cpu" and dtype == torch.bfloat16:
         settle_bfloat16_kernels()
@@ -42,10 +42,10 @@ def load_pieces(
 
 
 def settle_bfloat16_kernels() -> None:
-    """Make torch choose the CPU's kernels for bfloat16 now.
+    """Make torch choose the CPU's bfloat16 kernels now, before any result depends on them.
 
     On a CPU without bfloat16 the first wide product fails in oneDNN: torch warns, and computes it and all
-    that follow without oneDNN. Within a run that would change how products are added up.
+    later products without oneDNN. In the middle of a run that would change the order of summation.
     """
     wide = torch.ones(64, 64, dtype=torch.bfloat16)
     with warnings.catch_warnings():
@@ -54,20 +54,20 @@ def settle_bfloat16_kernels() -> None:
 
 
 def _take_from(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, quantization: str) -> Take:
-    """A reader of single tensors, or of some rows of them: no second copy of all weights ever exists."""
+    """A function that reads one tensor, or some of its rows, so that weights are never in memory twice."""
 
     def take(name: str, rows: slice | None = None) -> Weight:
         tensor = checkpoint.tensors[name]
         tensor = tensor if rows is None else tensor.take_rows(rows)
         if quantization != "none" and is_packed(name):
             return rounded(tensor, quantization, device, dtype)
-        # torch aligns what it allocates: a product may add in another order where data is aligned otherwise
+        # copied into torch's aligned memory: a product's summation order may depend on alignment
         values = torch.empty(tensor.shape, dtype=dtype, device=device)
         for part in slabs(tensor.shape):
             values[part] = torch.from_numpy(tensor.take_rows(part).float32())
         return values
 
-    return cast(Take, take)  # what is rounded stands in for a tensor in products only
+    return cast(Take, take)  # a quantized weight replaces a tensor in products only
 
 
 def find_dtype(name: str) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Calls that run on all ranks: the decorators that mark such methods, and how a call goes through a pipe."""
+"""Decorators for methods that run on all ranks, and the serialization of such calls."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Result = TypeVar("Result")
 
 
 def on_all_ranks(method: Callable[Given, Result]) -> Callable[Given, Result]:
-    """A method that every rank calls on its own copy of the object; `self.ranks` None: there is one rank."""
+    """Decorates a method that every rank calls on its part of the object; `self.ranks` None: one rank."""
     return cast(Callable[Given, Result], _on_all_ranks(method, makes=False))
 
 
 def made_on_all_ranks(method: Callable[Given, Result]) -> Callable[Given, Result]:
-    """The same, for a method that returns a new object: each rank keeps its own, under the same number."""
+    """The same for a method that returns a new object: every rank keeps its part under the same number."""
     return cast(Callable[Given, Result], _on_all_ranks(method, makes=True))
 
 

@@ -1,4 +1,4 @@
-"""Gathering across processes with torch.distributed: NCCL between GPUs, gloo otherwise."""
+"""GroupCommunicator: all-gather across ranks by torch.distributed, with NCCL between GPUs, else gloo."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class RankLostError(BackendLostError):
 
 
 class GroupCommunicator:
-    """One rank of a process group of its own: torch's default group stays the user's."""
+    """One rank of a separate process group: torch's default group is left to the user."""
 
     def __init__(self, rank: int, devices: Sequence[torch.device], store: str, timeout: float) -> None:
-        """Meet the other ranks, one for each of `devices`, by a file; all wait `timeout` seconds at most."""
+        """Join the ranks, one per device, by the file `store`. `timeout`: seconds of a collective."""
         self.rank, self.size = rank, len(devices)
         self._device = devices[rank]
         # NCCL refuses two ranks on one GPU
@@ -37,14 +37,14 @@ class GroupCommunicator:
             raise RankLostError(f"rank {rank} of {self.size} did not find the others: {error}") from error
 
     def abort(self) -> None:
-        """End collectives that wait for a rank that is gone (NCCL). With gloo they end by themselves."""
+        """Abort collectives that wait for a lost rank (NCCL). With gloo they end by themselves."""
         if self._on_device:
             self._group.abort()
 
     def gather_into(self, whole: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
-        """Write the tensors of all ranks, in their order, to `whole` [ranks, ...] of each.
+        """All-gather: write the tensors of all ranks, in rank order, to `whole` [ranks, ...] of each.
 
-        With NCCL it is one launch, and can be captured in a CUDA graph.
+        With NCCL it is one launch, which a CUDA graph can capture.
         """
         if not self._on_device:
             for to, part in zip(whole, own, strict=True):
@@ -60,7 +60,7 @@ class GroupCommunicator:
     def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
         if not own.numel():
             return [own] * self.size
-        # as bytes: gloo does not have every dtype, and bits are all that matters
+        # as bytes: gloo does not support every dtype, and an all-gather only copies
         sent = own.contiguous().view(torch.uint8)
         if not self._on_device:
             sent = sent.cpu()

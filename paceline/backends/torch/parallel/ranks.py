@@ -1,9 +1,10 @@
-"""Rank 0's side: starts the other ranks, has them run what it runs, and notices when one is gone.
+"""Ranks: rank 0's side of tensor parallelism. It starts the other ranks, broadcasts calls, detects failures.
 
-Calls go through a pipe to each rank, and tensors through the communicator. What all ranks made (models,
-pools, decoders) has a number, by which calls name it: each rank has its own part of it. A rank answers calls
-that make something; a pass needs no answer, because its collectives wait for every rank. If one dies, the
-communicator is aborted, the pass of every other ends, and rank 0 says why: nothing waits longer than TIMEOUT.
+Calls go through a pipe to each rank, and tensors through the communicator. Objects that exist on all ranks
+(models, pools, decoders), each rank with its part, have numbers, and calls refer to them by number. A rank
+acknowledges calls that create an object; a pass needs no acknowledgement, because its collectives wait for
+every rank. If a rank dies, the communicator is aborted, which ends the pass on all others, and rank 0 raises
+an error with the cause: nothing waits longer than TIMEOUT.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import ModelConfig
 from paceline.models.lora import Adapter
 
-TIMEOUT = 120.0  # seconds that a rank waits for the others in a pass; they compute the same at the same time
-START_TIMEOUT = 1800.0  # seconds to read the weights, perhaps from a slow disk
-LAST_WORDS = 2.0  # seconds for a dead rank's exit status or message to arrive
+TIMEOUT = 120.0  # seconds that a rank waits for the others within a pass
+START_TIMEOUT = 1800.0  # seconds to load the weights, perhaps from a slow disk
+LAST_WORDS = 2.0  # seconds to wait for a dead rank's exit status or message
 GOODBYE = 5.0  # seconds for a rank to end before it is killed
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Orders:
-    """What a rank must know to load its pieces of the model."""
+    """What a rank needs to load its pieces of the model."""
 
     rank: int
     backend: str  # torch or cuda
@@ -54,10 +55,10 @@ class Orders:
     dtype: str
     quantization: str
     max_rows: int
-    adapters: tuple[Adapter, ...]  # whole: each rank takes its rows of them
-    threads: int  # the same in all ranks: a product may add in another order with other ones
-    store: str  # the file by which ranks meet
-    timeout: float
+    adapters: tuple[Adapter, ...]  # unsharded: each rank takes its rows
+    threads: int  # the same in all ranks, because a product's summation order may depend on it
+    store: str  # the file of torch.distributed's FileStore
+    timeout: float  # seconds
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Ranks:
     def __init__(self, peers: Sequence[Peer], folder: str | None = None) -> None:
         self._peers = peers
         self._lock = threading.RLock()
-        self._depth = 0  # of nested calls: only the outermost is sent, the other ranks make the inner ones
+        self._depth = 0  # of nested calls: only the outermost is sent, because it makes the inner ones
         self._numbers = count(1)
         self._named: dict[int, int] = {}  # {id of an object: its number}
         self._released: list[int] = []
@@ -88,14 +89,14 @@ class Ranks:
         return [peer.process.pid for peer in self._peers if peer.process is not None]
 
     def watch(self, abort: Callable[[], None]) -> None:
-        """From now on, call `abort` as soon as a rank has ended: NCCL would wait for it forever."""
+        """Call `abort` as soon as a rank ends, from now on: NCCL would wait for it forever."""
         for peer in self._peers:
             if peer.process is not None:
                 watched = peer.process, self._closing, self._lost, abort
                 threading.Thread(target=_watch, args=watched, daemon=True).start()
 
     def name(self, made: Any, number: int) -> None:
-        """Let calls refer to an object by a number, until it is garbage-collected here."""
+        """Let calls refer to an object by this number, until it is garbage-collected on rank 0."""
         if made is None:
             return
         self._named[id(made)] = number
@@ -112,9 +113,9 @@ class Ranks:
         here: Callable[[], Result],
         makes: bool = False,
     ) -> Result:
-        """What `here` returns, while the other ranks call the function; `makes`: it returns a new object.
+        """The result of `here`, while the other ranks call the function. BackendLostError if a rank is gone.
 
-        BackendLostError if a rank is gone.
+        `makes`: the function returns a new object, which gets a number.
         """
         with self._lock:
             if self._depth:
@@ -124,12 +125,12 @@ class Ranks:
                 result = here()
                 self.check()
             if number is not None:
-                self.wait_for_answers()  # not every rank may have the memory
+                self.wait_for_answers()  # a rank may be out of memory
                 self.name(result, number)
             return result
 
     def check(self) -> None:
-        """RankLostError if a rank has ended: what was gathered since then is wrong."""
+        """RankLostError if a rank has ended: results gathered since then are wrong."""
         if self._lost.is_set() and not self._closing.is_set():
             raise RankLostError("a rank has ended")
 
@@ -158,7 +159,7 @@ class Ranks:
             self._depth = 0
 
     def wait_for_answers(self, timeout: float = START_TIMEOUT) -> None:
-        """Wait until every rank has done what it was told. BackendLostError if one could not."""
+        """Wait until every rank has acknowledged its calls. BackendLostError if one failed."""
         with self._lock:
             deadline = time.monotonic() + timeout
             for rank, peer in enumerate(self._peers, start=1):
@@ -172,15 +173,15 @@ class Ranks:
                     raise self._fail(f"rank {rank}: {error}", certain=True)
 
     def close(self) -> None:
-        """Stop the other ranks. What comes after is a BackendLostError."""
+        """Stop the other ranks. Any later call is a BackendLostError."""
         with self._lock:
             self._failure = self._failure or "The other ranks of this model were stopped; load it again."
             self._end()
 
     def _fail(self, symptom: str, certain: bool = False) -> BackendLostError:
-        """The error for a rank that is gone; the others end, as they have only parts of the model.
+        """The error for a lost rank. Stops the others too, which hold only parts of the model.
 
-        `certain`: the symptom is the cause. Otherwise the first rank that has ended may say more.
+        `certain`: the symptom is the cause. Otherwise the message of the first rank that ended is added.
         """
         cause = symptom if certain else self._cause() or symptom
         self._failure = (
@@ -191,7 +192,7 @@ class Ranks:
         return BackendLostError(self._failure)
 
     def _cause(self) -> str | None:
-        """Why a rank ended, by its last message or exit status. Ranks that only lost another come last."""
+        """Why a rank ended: its last message or exit status. Ranks that only lost another rank come last."""
         deadline, said = time.monotonic() + LAST_WORDS, dict[int, str]()
         while time.monotonic() < deadline and len(said) < len(self._peers):
             for rank, peer in enumerate(self._peers, start=1):
@@ -236,7 +237,7 @@ def start_ranks(
     timeout: float = TIMEOUT,
     backend: str = "torch",
 ) -> tuple[Ranks, GroupCommunicator]:
-    """The other ranks, which now load their pieces of the model, and the communicator of rank 0."""
+    """The other ranks, which load their pieces meanwhile, and the communicator of rank 0."""
     folder = tempfile.mkdtemp(prefix="paceline-ranks-")
     store = str(Path(folder) / "store")
     peers: list[Peer] = []
@@ -246,7 +247,7 @@ def start_ranks(
         model = checkpoint.source, checkpoint.config, tuple(devices), dtype, quantization
         limits = max_rows, tuple(adapters), torch.get_num_threads()
         peers[-1].connection.send(Orders(rank, backend, *model, *limits, store, timeout))
-    ranks.wait_for_answers()  # they have imported torch: from here on no rank waits for the start of another
+    ranks.wait_for_answers()  # all have imported torch, so no collective has to wait for a process to start
     communicator = GroupCommunicator(0, devices, store, timeout)
     ranks.watch(communicator.abort)
     return ranks, communicator

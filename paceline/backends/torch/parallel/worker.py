@@ -1,4 +1,4 @@
-"""A rank other than 0: loads its pieces of the model, then runs what rank 0 calls, until rank 0 is gone.
+"""The process of a rank other than 0: loads its pieces, then executes rank 0's calls until rank 0 ends.
 
 `python -m paceline.backends.torch.parallel.worker FD`, where FD is one end of rank 0's pipe.
 """
@@ -35,18 +35,18 @@ def main() -> None:
         connection.send(None)
         serve(connection, load(orders))
     except EOFError:
-        os._exit(0)  # rank 0 has ended. At once: a destructor might wait for other ranks
+        os._exit(0)  # rank 0 has ended. No destructors: they might wait for other ranks
     except Exception as error:
         tell(connection, error)
         os._exit(1)
 
 
 def tell(connection: Connection[Any, Any], error: Exception) -> None:
-    """Tell rank 0 why this one ends."""
+    """Send rank 0 the error that ends this rank."""
     try:
         connection.send(f"{type(error).__name__}: {error}")
     except OSError:
-        return  # rank 0 has ended, which may be why
+        return  # rank 0 has ended, which may be the cause of the error
 
 
 def load(orders: Orders) -> Backend:
@@ -81,7 +81,7 @@ _LOADERS: dict[str, Callable[[Orders, Checkpoint, GroupCommunicator], Backend]] 
 
 
 def serve(connection: Connection[Any, Any], backend: Backend) -> None:
-    """Run calls until the pipe ends, which is an EOFError."""
+    """Execute rank 0's calls. EOFError when its end of the pipe is closed."""
     connection.send(None)
     made: dict[int, Any] = {0: backend}
     while True:
