@@ -1,7 +1,7 @@
-"""The compiled CPU backend: int8 activations, 4-bit or 8-bit weights, one call per pass.
+"""CpuBackend: compiled passes with int8 activations and 4-bit or 8-bit weights, one call per pass.
 
-A token's logits have the same bits whether it runs alone, in a prefill chunk of any size, as a row of a
-draft, or beside other requests; tiles.py, rows.py and attention.py explain why, each for its part.
+It is batch-invariant: a token's logits have the same bits when it is decoded alone, in a prefill chunk of any
+size, as a drafted node, or beside other requests. weight_tile.py, rows.py and paged_attention.py explain why.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CpuBackend(CompiledModel, Backend):
         self._feature_layers: tuple[int, ...] = ()  # of the last pass
         self._features = np.empty((0, 0), dtype=np.float32)
         self._kept: tuple[KeptFeatures, ...] = ()  # of the last pass
-        self._kept_parts = np.empty((0, KEPT_FIELDS), dtype=np.int64)  # what the job reads of them
+        self._kept_parts = np.empty((0, KEPT_FIELDS), dtype=np.int64)  # see KEPT_AT in features.py
         self._tell_kept(())
         self._recurrent = RecurrentRows(workspace) if self.config.recurrent else None
         self.bytes_per_state = self._recurrent.bytes_per_state if self._recurrent else 0
@@ -73,13 +73,13 @@ class CpuBackend(CompiledModel, Backend):
     ) -> CpuBackend:
         """A backend with the checkpoint's weights.
 
-        `beside` is a backend whose threads it shares: their passes must take turns.
+        `beside`: a backend whose threads it shares. Passes of the two must not overlap.
 
-        `quantization`: "native" keeps a GGUF file's own 4-bit blocks and makes the rest int8, "int8" and
-        "int4" make everything such, "none" is float32; "auto" is "native".
+        `quantization`: "native" keeps a GGUF file's blocks and quantizes the rest to int8, "int8" and "int4"
+        quantize everything, "none" is float32; "auto" is "native".
         """
-        known = ("auto", *QUANTIZATIONS["cpu"])
-        check_choice(ConfigError, "quantization of the cpu backend", quantization, known)
+        supported = ("auto", *QUANTIZATIONS["cpu"])
+        check_choice(ConfigError, "quantization of the cpu backend", quantization, supported)
         if threads is not None and threads < 1:
             raise ConfigError(
                 f"threads is {threads}, but a pass needs at least 1; leave it out for every core."
@@ -107,12 +107,12 @@ class CpuBackend(CompiledModel, Backend):
         feature_layers: tuple[int, ...],
         kept: tuple[KeptFeatures, ...] = (),
     ) -> None:
-        """Take the memory of the pool, so that no pass waits for it."""
+        """Touch the pool's memory, so that no pass waits for page faults."""
         assert isinstance(pool, CpuPool)
         pool.take_memory()
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        """Logits of the wanted rows and, if asked, features of all rows and tokens that are chosen here."""
+        """Logits of the wanted rows; on request also features of all rows, and tokens sampled here."""
         features, choices, job = self._prepare_features(batch), batch.choices, self._job
         if self._recurrent is not None:
             self._recurrent.begin_pass(batch)
@@ -136,14 +136,14 @@ class CpuBackend(CompiledModel, Backend):
         return self._recurrent.make_states(count)
 
     def copy_state(self, states: StatePool, source: int, destination: int) -> None:
-        """Give a slot the state of another one."""
+        """Copy the state of one slot to another."""
         assert isinstance(states, CpuStates)
         states.copy(source, destination)
 
     def advance_state(
         self, states: StatePool, slot: int, rows: Sequence[int], checkpoints: Mapping[int, int]
     ) -> None:
-        """Take the states that the last pass stored, or walk again along the accepted rows."""
+        """Use the state that the last pass stored, or scan the accepted rows again."""
         assert isinstance(states, CpuStates)
         assert self._recurrent is not None
         if not self._recurrent.take_stored(states, slot, rows, checkpoints):
@@ -153,7 +153,7 @@ class CpuBackend(CompiledModel, Backend):
             states.copy(slot, checkpoints[len(rows)])
 
     def _prepare_features(self, batch: ForwardBatch) -> Float32Array | None:
-        """Room for the wanted features of all rows, told to the job; the same room in every pass."""
+        """The buffer for the wanted features of all rows, also set in the job; the same in every pass."""
         slots, layers, job = self.workspace.feature_slots, batch.feature_layers, self._job
         if batch.kept_features is not self._kept:
             self._tell_kept(batch.kept_features)
@@ -171,7 +171,7 @@ class CpuBackend(CompiledModel, Backend):
         return self._features[: batch.num_rows]
 
     def _tell_kept(self, kept: tuple[KeptFeatures, ...]) -> None:
-        """Tell the job which features the pools of heads keep."""
+        """Set in the job which features passes write to heads' pools."""
         parts: list[tuple[int, int, int]] = []
         for one in kept:
             assert isinstance(one.pool, CpuPool)

@@ -1,4 +1,4 @@
-"""What a model and a draft head have in common: packed weights, threads, KV pages and passes."""
+"""CompiledModel: the base of the CPU's models and draft heads, with threads, KV pools and passes."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ SMALLEST_PAGE = 4096  # bytes of the smallest memory page of a system
 
 @dataclass(frozen=True)
 class CpuPool:
-    """Keys and values in one array; attention.py describes a block."""
+    """Keys and values in one array of blocks, which paged_attention.py describes."""
 
     num_pages: int
     bytes_per_page: int
-    data: npt.NDArray[np.uint8]  # of each layer [pages, KV heads, bytes of a block], one after the other
+    data: npt.NDArray[np.uint8]  # layer after layer [pages, KV heads, bytes of a block]
     address: int  # of the data
-    # [slots, parts, width] bfloat16, as the upper halves of float32: features that a head's pool keeps
+    # [slots, parts, width] the target's features in a head's pool: bfloat16, as the upper halves of float32
     features: npt.NDArray[np.uint16] = field(default_factory=lambda: np.empty((0, 0, 0), dtype=np.uint16))
 
     def take_memory(self) -> None:
-        """Touch all pages now: when large pages are first touched in all layers, a pass stalls for 90 ms."""
+        """Touch all memory pages now: page faults of huge pages would stall the first passes for 90 ms."""
         for array in (self.data, self.features):
             array.reshape(-1).view(np.uint8)[::SMALLEST_PAGE] = 0
 
 
 class CompiledModel:
-    """A workspace and a team that run passes."""
+    """A workspace (weights and buffers) and a team of threads that run passes."""
 
     page_size = PAGE
 
     def __init__(self, workspace: Workspace, beside: CompiledModel | None) -> None:
-        """`beside` is another one, whose threads it shares if they are as many."""
+        """`beside`: another model, whose threads it shares if it wants the same number of them."""
         self.config = workspace.config
         self.max_rows = workspace.rows
         self.threads = workspace.threads
@@ -73,7 +73,7 @@ class CompiledModel:
             ) from error
 
     def _run(self, batch: ForwardBatch, logit_rows: Int32Array) -> Float32Array:
-        """Run a pass: the logits of these rows, valid until the next one."""
+        """The logits of these rows, after running a pass; valid until the next pass."""
         rows, outputs, job = batch.num_rows, len(logit_rows), self._job
         assert 0 < rows <= self.max_rows, f"{rows} rows, but max_rows is {self.max_rows}"
         assert batch.num_requests <= rows, "a request without rows"
@@ -95,21 +95,21 @@ class CompiledModel:
             batch.page_tables,
             logit_rows,
         )
-        held = [np.ascontiguousarray(array, dtype=np.int32) for array in given]  # until the pass is over
+        arrays = [np.ascontiguousarray(array, dtype=np.int32) for array in given]  # alive during the pass
         workspace = self.workspace
-        _describe(job, *held, workspace.row_requests, workspace.chains, workspace.counters)
+        _describe(job, *arrays, workspace.row_requests, workspace.chains, workspace.counters)
         job[fields.KV_AT], job[fields.NUM_PAGES] = batch.pool.address, batch.pool.num_pages
         run_passes(self._team.control, 0, self.threads, self._job_at)
         return self._logits[:outputs, : self.config.vocab_size]
 
     def _run_advance(self) -> None:
-        """Advance the states of recurrent layers, as the job says."""
+        """Run the job's state advance: recurrent layers only, no pass."""
         self._job[fields.ADVANCING], self.workspace.counters[:] = 1, 0
         run_passes(self._team.control, 0, self.threads, self._job_at)
         self._job[fields.ADVANCING] = 0
 
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
-        """Copy keys and values from KV places to others; sources are read before destinations are written."""
+        """Copy keys and values between KV slots; sources are read before destinations are written."""
         assert isinstance(pool, CpuPool)
         shapes = np.array(self.workspace.kv_shapes(), dtype=np.int64)
         spare = np.empty((len(source), shapes[:, 3].max()), dtype=np.uint8)
@@ -118,9 +118,9 @@ class CompiledModel:
         _move(pool.address, address_of(spare), *places, shapes, pool.num_pages, int(in_keys), int(half))
 
     def progress(self) -> tuple[int, int]:
-        """Of the pass that runs now, for profilers: the number of its phase's counter, and threads that wait.
+        """For profilers: the index of the running phase's task counter, and the number of waiting threads.
 
-        Every phase takes its tasks from a counter of its own, in the order of forward_pass.py.
+        Each phase has its own counter, in the order of forward_pass.py.
         """
         taken = np.flatnonzero(self.workspace.counters.any(axis=(1, 2)))
         return int(taken[-1]) if len(taken) else 0, self._team.waiting
@@ -134,9 +134,9 @@ class CompiledModel:
 def _describe(  # type: ignore[no-untyped-def]
     job, tokens, positions, parents, offsets, contexts, pages, logit_rows, requests, chains, counters
 ):
-    """Write a batch into the job; each row's request, and whether each request's rows are a chain.
+    """Write a batch into the job, with each row's request and whether each request's rows form a chain.
 
-    In a chain each row's parent is the row before it. No task is taken yet.
+    In a chain each row's parent is the row before it. Resets the task counters.
     """
     counters[:] = 0
     job[fields.ROWS], job[fields.OUTPUTS], job[fields.MAX_PAGES] = (

@@ -1,9 +1,9 @@
-"""Hidden features of a pass: for callers that ask, and for heads' pools.
+"""Hidden features of a pass: returned to the caller, or written to the pools of draft heads.
 
-KEPT_AT is a table of the parts of features that pools keep, three numbers each: the layer before which the
-residual stream is that part, the address of the part at KV slot 0, and the bytes between two slots. Features
-are stored at the KV slots of their rows, so heads find them without a copy through the host; rows that are
-not accepted are overwritten, as their keys and values are.
+KEPT_AT is a table of the feature parts that go to pools, three numbers each: the index of the layer whose
+input (the residual stream) is the part, the address of the part at KV slot 0, and the bytes between two
+slots. Features are stored at the KV slots of their rows, so heads read them in place; those of rejected rows
+are overwritten, as their keys and values are.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from paceline.backends.cpu.job import (
 from paceline.backends.cpu.primitives.compiled import compiled
 from paceline.backends.cpu.primitives.simd import load_float, load_int32, load_int64, store_float, store_word
 
-KEPT_FIELDS = 3  # of a part
+KEPT_FIELDS = 3  # numbers of a part: layer, address, stride
 _LAYER, _ADDRESS, _STRIDE = 0, 8, 16
 
 
 @compiled
 def _kept_part(job, number):  # type: ignore[no-untyped-def]
-    """Where a part that a pool keeps is described."""
+    """The address of a part's line in the table."""
     return field(job, KEPT_AT) + 8 * KEPT_FIELDS * number
 
 
 @compiled
 def are_wanted(job, index):  # type: ignore[no-untyped-def]
-    """Whether anybody wants the residual stream before layer `index`."""
+    """Whether the residual stream before layer `index` is a wanted feature."""
     wanted = load_int64(field(job, FEATURE_SLOT_AT) + 8 * index) >= 0
     for number in range(field(job, KEPT)):
         wanted = wanted or load_int64(_kept_part(job, number) + _LAYER) == index
@@ -47,7 +47,7 @@ def are_wanted(job, index):  # type: ignore[no-untyped-def]
 
 @compiled
 def save_features(tasks, job, counter, rows, index):  # type: ignore[no-untyped-def]
-    """Copy the residual stream of all rows to the features, and to heads' pools, if somebody wants it."""
+    """Copy the residual stream of all rows to the returned features and to heads' pools, where wanted."""
     if not are_wanted(job, index):
         return
     slot = load_int64(field(job, FEATURE_SLOT_AT) + 8 * index)
@@ -69,7 +69,7 @@ def save_features(tasks, job, counter, rows, index):  # type: ignore[no-untyped-
 
 @compiled
 def _keep(job, part, row, source, width):  # type: ignore[no-untyped-def]
-    """Leave a part of a row's feature at the row's place in a head's pool, as bfloat16."""
+    """Write a part of a row's feature to the row's KV slot in a head's pool, as bfloat16."""
     request = load_int32(field(job, REQUEST_AT) + 4 * row)
     index = kv_index(job, request, row)
     place = page_of(job, request, index) * PAGE + index % PAGE

@@ -1,7 +1,6 @@
-"""The whole forward pass as one compiled function that all threads of a team run together.
+"""The forward pass as one compiled function that all threads of a team run together.
 
-A pass is a list of phases, each followed by a barrier: see residual.py, projections.py, attention_phases.py
-and experts.py.
+A pass is a list of phases, each followed by a barrier: see phases/ and attention/phases.py.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ from paceline.backends.cpu.tiles.weight_tile import COLUMNS
 
 @compiled
 def _enter(control, tasks, job, counter, embedding, scratch):  # type: ignore[no-untyped-def]
-    """The residual stream from tokens, or, for a draft head, from states and tokens."""
+    """Start the residual stream: from tokens, or, in a draft head, from states and tokens."""
     threads, line, rows = tasks[1], 64 * tasks[1], field(job, ROWS)
     if field(job, INPUTS_AT) == 0:
         embed_rows(tasks, job, counter, rows, embedding)
@@ -132,7 +131,7 @@ def _enter(control, tasks, job, counter, embedding, scratch):  # type: ignore[no
 
 @compiled
 def _project_inputs(tasks, job, layer, matrices, counter, only_keys, scratch):  # type: ignore[no-untyped-def]
-    """What the layer's mixer reads of all rows; the first column of the last part, a gate of attention."""
+    """Project the input of the layer's mixer (attention or recurrence); returns the gate's first column."""
     rows, records, column, gate_column = field(job, ROWS), field(job, RECORDS_AT), 0, 0
     qkv, stride = field(job, QKV_AT), field(job, QKV_STRIDE)
     bias = field(job, QKV_BIAS_AT)
@@ -152,7 +151,7 @@ def _project_inputs(tasks, job, layer, matrices, counter, only_keys, scratch):  
 
 @compiled
 def _expand_inputs(tasks, job, layer, matrices):  # type: ignore[no-untyped-def]
-    """Add what adapters add to queries, keys and values of all rows."""
+    """Add the LoRA adapters' part of queries, keys and values of all rows."""
     qkv, stride = field(job, QKV_AT), field(job, QKV_STRIDE)
     for part in range(INPUTS):
         columns = COLUMNS * load_int64(matrices + DESCRIPTOR * part + 24)
@@ -162,7 +161,7 @@ def _expand_inputs(tasks, job, layer, matrices):  # type: ignore[no-untyped-def]
 
 @compiled
 def _store_keys(tasks, job, counter, rows, layer, matrices, scratch):  # type: ignore[no-untyped-def]
-    """Keys and values of all rows to their pages; queries are rotated, or their latents normed."""
+    """Store keys and values of all rows in their pages; rotate queries, or norm their latents."""
     if field(job, LATENT_PADDED) > 0:
         key_column = COLUMNS * load_int64(matrices + 24)
         store_latents(tasks, job, counter, rows, layer, key_column, scratch)
@@ -172,7 +171,7 @@ def _store_keys(tasks, job, counter, rows, layer, matrices, scratch):  # type: i
 
 @compiled
 def _project_output(control, tasks, job, layer, number, counter, out, added, scratch):  # type: ignore[no-untyped-def]
-    """What a mixer adds, from its records, into `out` or onto it."""
+    """The mixer's output projection, from records, written to `out` or added to it."""
     bias = field(job, OUTPUT_BIAS_AT)
     if bias != 0:
         bias += 4 * field(job, HIDDEN_PADDED) * layer
@@ -182,9 +181,9 @@ def _project_output(control, tasks, job, layer, number, counter, out, added, scr
 
 @compiled
 def _mix(control, tasks, job, layer, matrices, counter, scratch, only_keys, out, added):  # type: ignore[no-untyped-def]
-    """Attention or a recurrence of all rows, or both, into `out` or onto it.
+    """Attention or a recurrence of all rows, or both, written to `out` or added to it.
 
-    `only_keys`: compute only what later passes read, keys and values or states.
+    `only_keys`: compute only what later passes read: keys and values, or recurrent states.
     """
     threads, line, rows = tasks[1], 64 * tasks[1], field(job, ROWS)
     output, recurrent_output = matrices + DESCRIPTOR * OUTPUT, matrices + DESCRIPTOR * RECURRENT_OUTPUT
@@ -206,7 +205,7 @@ def _mix(control, tasks, job, layer, matrices, counter, scratch, only_keys, out,
     if only_keys:
         return
     if attends:
-        latent, later = field(job, LATENT_PADDED) > 0, counter + line * 8  # such layers have no recurrence
+        latent, later = field(job, LATENT_PADDED) > 0, counter + line * 8  # latent layers have no recurrence
         if latent:
             absorb_queries(control, tasks, job, later, rows, layer, scratch)
         attend_rows(tasks, job, counter + line * 5, rows, layer, scratch)
@@ -231,7 +230,7 @@ def _mix(control, tasks, job, layer, matrices, counter, scratch, only_keys, out,
 
 @compiled
 def _run_layer(control, tasks, job, layer, counter, scratch, only_keys):  # type: ignore[no-untyped-def]
-    """One transformer layer; `only_keys`: compute only its keys and values, no output is asked."""
+    """One transformer layer; `only_keys`: only its keys and values, because no output is wanted."""
     threads, line, rows = tasks[1], 64 * tasks[1], field(job, ROWS)  # a counter: a cache line for each thread
     matrices = field(job, MATRICES_AT) + DESCRIPTOR * LAYER_MATRICES * layer
     branch, parallel = field(job, BRANCH_AT), field(job, PARALLEL)
@@ -269,7 +268,7 @@ def _run_layer(control, tasks, job, layer, counter, scratch, only_keys):  # type
 
 @compiled
 def _run_convolved_layer(control, tasks, job, layer, counter, scratch):  # type: ignore[no-untyped-def]
-    """A layer of DFlash2 over the slots of blocks: convolutions before and after attention and MLP."""
+    """One layer of a DFlash2 head: convolutions over block slots before and after attention and MLP."""
     line, branch, attention = 64 * tasks[1], field(job, BRANCH_AT), SUBLAYERS * layer + ATTENTION
     matrices, mlp = field(job, MATRICES_AT) + DESCRIPTOR * LAYER_MATRICES * layer, SUBLAYERS * layer + MLP
     enter_sublayer(control, tasks, job, attention, counter, norm_weight(job, 2 * layer), scratch)
@@ -317,8 +316,9 @@ def _run_pass(control, index, threads, job):  # type: ignore[no-untyped-def]
 
 @compiled
 def _run_job(control, index, threads, job):  # type: ignore[no-untyped-def]
-    """One pass and, if drafts are wanted after it, one more for each depth of the chains; or no pass, but
-    the recurrent states of a request along rows of the last one."""
+    """Run one job: a pass, then, if it drafts chains, one pass per further token; or a state advance.
+
+    A state advance scans the accepted rows of one request and runs no pass."""
     if field(job, ADVANCING):
         scratch = field(job, SCRATCH_AT) + field(job, SCRATCH_BYTES) * index
         advance_states(control, (index, threads), job, field(job, COUNTERS_AT), scratch)
@@ -338,9 +338,9 @@ def _run_job(control, index, threads, job):  # type: ignore[no-untyped-def]
 
 @compiled(cached=True)
 def run_passes(control, index, threads, job):  # type: ignore[no-untyped-def]
-    """Thread 0: start a job and do its share. A worker: its share of every job until the team ends.
+    """Thread 0: start a job and run its share of it. Workers: their share of every job until the team ends.
 
-    Workers are told each job; theirs is not used.
+    `job` is used by thread 0 only; workers read the address of each job from the control block.
     """
     if index == 0:
         start_pass(control, threads, job)

@@ -1,4 +1,4 @@
-"""States of recurrent layers on the CPU, and the walks of a pass along its rows (see recurrent.py)."""
+"""States of recurrent layers on the CPU, and the scan tables (walks) of a pass: see phases/recurrent.py."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from paceline.backends.cpu.workspace import Workspace
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch
 
-SPARE_STATES = 16  # for states after chains; a request without one walks again
-# tables of walks, [rows] each: the row of the pass, the number in the walk of the one before it, the slot of
-# its request's state, where the state before it is, where that after it goes; then of each walk
+SPARE_STATES = 16  # places for states after chains; without one, accepted rows are scanned again
+# Tables by row of a walk: the row of the pass, the index in the walk of the row before it, the place of its
+# request's state, where the state before it is (BEFORE), where the state after it goes (AFTER). By walk: its
+# first row and its number of rows
 ROWS, PREVIOUS, SLOTS, BEFORE, AFTER, BEGINS, COUNTS, NUM_TABLES = range(8)
 ADDRESSES = (
     fields.WALK_ROWS_AT,
@@ -33,8 +34,11 @@ ADDRESSES = (
 
 
 class CpuStates:
-    """States of recurrent layers; recurrent.py describes one layer's part. Slots have places, and some places
-    are spare: a state that a pass has computed takes the place of another without being copied."""
+    """The states of recurrent layers; recurrent.py describes a layer's part.
+
+    Every slot is mapped to a place in memory, and some places are spare. A state that a pass stored in a
+    spare place becomes a slot's state by changing the map, without a copy.
+    """
 
     def __init__(self, count: int, layers: int, floats: int) -> None:
         self.num_states = count
@@ -44,17 +48,17 @@ class CpuStates:
         self.spares = [*range(count + SPARE_STATES - 1, count - 1, -1)]
 
     def copy(self, source: int, destination: int) -> None:
-        """Give a slot the state of another one."""
+        """Copy the state of one slot to another."""
         self.data[self.places[destination]] = self.data[self.places[source]]
 
     def take_place(self, slot: int, place: int) -> None:
-        """Give a slot the state at a place that was spare."""
+        """Map a slot to a place that was spare; its old place becomes spare."""
         self.spares.append(int(self.places[slot]))
         self.places[slot] = place
 
 
 class RecurrentRows:
-    """The walks of passes over a workspace with recurrent layers."""
+    """Plans the scans (walks) of passes over a workspace with recurrent layers."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._job, self._threads = workspace.job, workspace.threads
@@ -69,7 +73,7 @@ class RecurrentRows:
         self._firsts: dict[
             int, tuple[int, bool]
         ] = {}  # slot: its request's first row, whether it had a state
-        # slot: the pool, and where in it the last pass has stored the states after some numbers of rows
+        # slot: the pool, and {number of rows: place of the state after them that the last pass stored}
         self._stored: dict[int, tuple[CpuStates, dict[int, int]]] = {}
         for table, place in zip(self._tables, ADDRESSES, strict=False):
             self._job[place] = address_of(table)
@@ -85,7 +89,7 @@ class RecurrentRows:
         return CpuStates(count, self._layers, self._floats)
 
     def begin_pass(self, batch: ForwardBatch) -> None:
-        """Tell the job the walks of a pass: a row continues from its parent."""
+        """Set the walks of a pass in the job: a row continues from its parent."""
         states, job = None if batch.states is None else batch.states.pool, self._job
         slots = np.full(batch.num_requests, -1) if batch.states is None else batch.states.slots
         self._begin(slots, batch)
@@ -103,7 +107,7 @@ class RecurrentRows:
         job[fields.WALKS], job[fields.WALK_LENGTH] = batch.num_requests, batch.num_rows
 
     def _begin(self, slots: Int32Array, batch: ForwardBatch) -> None:
-        """Forget the last pass."""
+        """Release the stored states of the last pass, and note this one's requests."""
         for states, places in self._stored.values():
             states.spares += places.values()
         self._stored = {}
@@ -112,7 +116,7 @@ class RecurrentRows:
         self._firsts = {slot: (first, known) for slot, first, known in firsts}
 
     def _store_chains(self, states: CpuStates, batch: ForwardBatch) -> None:
-        """Let the pass store the state after each chain, and at the last page border inside of it."""
+        """Let the pass store the state after each chain, and at the last page boundary within it."""
         assert batch.states is not None
         for request, slot in enumerate(batch.states.slots.tolist()):
             first, end = int(batch.row_offsets[request]), int(batch.row_offsets[request + 1])
@@ -128,9 +132,10 @@ class RecurrentRows:
             self._stored[slot] = states, places
 
     def take_stored(self, states: CpuStates, slot: int, rows: Sequence[int], kept: Mapping[int, int]) -> bool:
-        """Give the slots the states that the last pass has stored; False, and no slot has changed, if it has
-        not stored all. Needed: the state after these rows, and those of `kept`: by number of rows, the slot
-        for the state after them.
+        """Use the states that the last pass stored; False, with nothing changed, if one of them is missing.
+
+        Needed are the state after these rows, for `slot`, and for each {number of rows: slot} of `kept` the
+        state after so many rows.
         """
         _, places = self._stored.pop(slot, (states, {}))
         is_stored = {len(rows), *kept} <= places.keys() and list(rows) == [*range(len(rows))]
@@ -144,7 +149,7 @@ class RecurrentRows:
     def begin_advance(
         self, states: CpuStates, slot: int, rows: Sequence[int], checkpoints: Mapping[int, int]
     ) -> None:
-        """Tell the job one walk: along these rows of a slot's request in the last pass."""
+        """Set one walk in the job: along these rows of a slot's request in the last pass."""
         (first, has_state), count, tables = self._firsts[slot], len(rows), self._tables
         tables[ROWS, :count] = first + np.asarray(rows)
         tables[PREVIOUS, :count] = np.arange(count) - 1
@@ -160,8 +165,8 @@ class RecurrentRows:
 
 @compiled(cached=True)
 def _plan_walks(tables, parents, offsets, slots):  # type: ignore[no-untyped-def]
-    """Fill the tables for a pass; returns the most states of one request that are stored aside: those that
-    another row than the next continues."""
+    """Fill the tables for a pass. Returns the most stored states of a request: those of tree nodes from which
+    a row other than the next continues."""
     most = 0
     for request in range(len(slots)):
         first, end, nodes = offsets[request], offsets[request + 1], 0

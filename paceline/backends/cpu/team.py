@@ -1,15 +1,15 @@
-"""A team of threads that runs one forward pass together, without the GIL and without a word of Python.
+"""Team: the thread pool that runs a forward pass, in compiled code without the GIL.
 
-The caller is thread 0. Workers wait in compiled code for the next pass, spinning for a few
-milliseconds, because the next pass of a decode comes sooner than a sleeping thread could wake; then
-they sleep on a semaphore and cost nothing. Inside a pass the threads meet at barriers and take tasks
-from shared counters, so a core that is slowed by a neighbour simply takes fewer tasks.
+The caller is thread 0. Workers wait for the next pass in compiled code: they spin for a few milliseconds,
+because the next decode pass comes sooner than a sleeping thread could wake, then sleep on a semaphore. Within
+a pass the threads meet at barriers and take tasks from shared counters, so that a thread on a slow or busy
+core takes fewer tasks.
 
-A pass is started and run by one compiled call, so that an interrupt of the Python program comes
-before it or after it, never between.
+One compiled call starts and runs a whole pass, so that a Python signal (Ctrl-C) is handled before or after
+it, never during it.
 
-Models that take turns, a target and its draft, share one team: with two, the workers of the one would
-spin on the cores that the other's pass needs.
+A target and its draft model share one team: with two, the waiting workers of one would spin on the cores that
+the other's pass needs.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _yield_core = types.ExternalFunction("sched_yield", types.int32())
 _sleep_on = types.ExternalFunction("sem_wait", types.int32(types.int64))
 _wake = types.ExternalFunction("sem_post", types.int32(types.int64))
 
-# The control block, in bytes; what different threads write lies on different cache lines.
+# The control block: offsets in bytes. Fields that different threads write are on different cache lines.
 LINE = 64
 GENERATION, STOP, ARRIVED, RELEASED = 0, 1 * LINE, 2 * LINE, 3 * LINE
 JOB = GENERATION + 8  # address of the pass's job
-WORKERS = 4 * LINE  # for each thread: whether it sleeps, and on the next line its semaphore
+WORKERS = 4 * LINE  # for each thread: a line with its sleeping flag, a line with its semaphore
 _SLEEPS, _SEMAPHORE, _WORKER = 0, LINE, 2 * LINE
 
 _SPINS_BEFORE_YIELD = 2000
@@ -45,7 +45,7 @@ _SPINS_BEFORE_SLEEP = 60000
 
 @compiled(inline=True)
 def barrier(control, threads):  # type: ignore[no-untyped-def]
-    """Wait until all threads of the pass are here."""
+    """Wait until all threads of the pass have arrived."""
     if threads > 1:
         phase = atomic_load(control + RELEASED)
         if atomic_add(control + ARRIVED, 1) == threads - 1:
@@ -62,7 +62,7 @@ def barrier(control, threads):  # type: ignore[no-untyped-def]
 
 @compiled
 def start_pass(control, threads, job):  # type: ignore[no-untyped-def]
-    """Let the workers begin the next pass, that of `job`."""
+    """Let the workers start the pass of `job`."""
     atomic_store(control + JOB, job)
     atomic_add(control + GENERATION, 1)
     for index in range(1, threads):
@@ -73,15 +73,15 @@ def start_pass(control, threads, job):  # type: ignore[no-untyped-def]
 
 @compiled
 def await_pass(control, index, seen):  # type: ignore[no-untyped-def]
-    """The number of the next pass after `seen`, as soon as it has begun."""
+    """Wait for the next pass after number `seen`; returns its number."""
     worker = control + WORKERS + _WORKER * index
     spins = 0
     while atomic_load(control + GENERATION) == seen:
         relax(0)
         spins += 1
         if spins > _SPINS_BEFORE_SLEEP:
-            # The thread that starts a pass first raises the generation, then looks for sleepers. So either we
-            # see the new generation here, or we are seen and woken. A wake too many does no harm.
+            # The thread that starts a pass first raises the generation, then wakes sleepers. So either this
+            # thread sees the new generation here, or it is seen and woken. A wake too many is harmless.
             atomic_store(worker + _SLEEPS, 1)
             if atomic_load(control + GENERATION) == seen:
                 _sleep_on(worker + _SEMAPHORE)
@@ -96,7 +96,7 @@ class Team:
     def __init__(self, threads: int, work: Callable[[int, int, int, int], None]) -> None:
         self.threads = threads
         block = np.zeros(WORKERS + _WORKER * threads + LINE, dtype=np.uint8)
-        self.control = int(block.ctypes.data) + -int(block.ctypes.data) % LINE  # address of the control block
+        self.control = int(block.ctypes.data) + -int(block.ctypes.data) % LINE  # address
         for index in range(1, threads):
             semaphore = ctypes.c_void_p(self.control + WORKERS + _WORKER * index + _SEMAPHORE)
             if ctypes.CDLL(None, use_errno=True).sem_init(semaphore, 0, 0) != 0:
@@ -113,17 +113,17 @@ class Team:
         ]
         for worker in workers:
             worker.start()
-        # Also when the team is forgotten or Python ends: workers must not outlive the memory they wait on.
+        # Also on garbage collection and at exit: workers must not outlive the memory that they wait on.
         self.close = weakref.finalize(self, _end_workers, self.control, block, workers)
 
     @property
     def waiting(self) -> int:
-        """How many threads wait at a barrier now."""
+        """The number of threads that are waiting at a barrier."""
         return int(ctypes.c_int64.from_address(self.control + ARRIVED).value)
 
 
 def _end_workers(control: int, block: npt.NDArray[np.uint8], workers: Sequence[threading.Thread]) -> None:
-    """Let the workers return, and wait until they have. `block` is the memory of the control block."""
+    """Stop and join the workers. `block` is the memory of the control block."""
     ctypes.c_int64.from_address(control + STOP).value = 1
     _start_pass_from_python(control, len(workers) + 1)
     for worker in workers:

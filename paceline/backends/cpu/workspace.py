@@ -1,4 +1,4 @@
-"""The job of a model: its weights, and the buffers of passes."""
+"""Workspace: a model's job with its weights and the buffers of passes."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Workspace(ModelWeights):
         packed: Mapping[str, PackedMatrix] | None = None,
         entry_width: int = 0,
     ) -> None:
-        """`packed` are matrices already packed by another model, by their names in this one.
+        """`packed`: matrices that another model has packed already, by their names in this one.
 
-        `entry_width` is the most floats of a row that the entry of a draft head works on.
+        `entry_width`: floats of a row in the widest input stage of a draft head (entry.py).
         """
         super().__init__(checkpoint, quantization, threads, packed or {})
         self.threads, self.rows = threads, rows
@@ -65,7 +65,7 @@ class Workspace(ModelWeights):
             self._set_recurrent_buffers(self.config.recurrent)
 
     def first_layers(self, count: int) -> Workspace:
-        """The same without the layers from `count` on. Weights and buffers are shared: passes take turns."""
+        """The first `count` layers. Weights and buffers are shared, so passes of the two must not overlap."""
         early = copy(self)
         early.config = replace(self.config, num_layers=count)
         early.job, early._kept = self.job.copy(), [*self._kept]
@@ -90,7 +90,7 @@ class Workspace(ModelWeights):
         return (2 if self.half_kv else 4) * PAGE * (width + values)
 
     def kv_shapes(self) -> list[tuple[int, int, int, int]]:
-        """Of each layer of the KV pool: bytes of a page before it, KV heads, numbers of a key, bytes of a
+        """For each layer of the KV pool: offset in a page's bytes, KV heads, numbers of a key, bytes of a
         page and KV head."""
         shapes, place = list[tuple[int, int, int, int]](), 0
         for heads in map(self.config.shape_of, self.config.kv_layers):
@@ -157,7 +157,7 @@ class Workspace(ModelWeights):
 
     @property
     def _latent_width(self) -> int:
-        """The most floats that latent attention writes as records of a row, but for what it mixed."""
+        """The most floats of a row that latent attention writes as records, except its output."""
         own, heads = self.config.latent, self.config.num_heads
         widths = (
             (heads * round_up(own.nope_dim, GROUP), own.query_rank, heads * own.value_dim) if own else (0,)
@@ -197,7 +197,7 @@ class Workspace(ModelWeights):
 
     @property
     def _mixed_width(self) -> int:
-        """Floats of a row that recurrent layers give to their output projection."""
+        """Floats of a row that recurrent layers' output projections read."""
         own = self.config.recurrent
         return round_up(own.value_heads * own.value_dim or self.config.hidden_size, GROUP) if own else 0
 
@@ -209,7 +209,7 @@ class Workspace(ModelWeights):
         job[fields.KEPT_STRIDE], job[fields.KEPT_LAYER] = 4 * kept, 4 * kept * rows
         job[fields.MIXED_AT] = self._buffer(rows, self._mixed_width)
         job[fields.MIXED_PADDED] = self._mixed_width
-        job[fields.CONVOLVED_AT] = self._buffer(rows * channels + LANES)  # the last heads' vectors are whole
+        job[fields.CONVOLVED_AT] = self._buffer(rows * channels + LANES)  # the last vector is whole
         job[fields.READS_AT] = self._buffer(rows, recurrent.value_heads, blocks * BLOCK)
 
     def _set_expert_buffers(self, moe: MoeConfig) -> None:

@@ -1,14 +1,14 @@
-"""The phases around attention of a layer with latent attention (MLA); transformer/latent.py is the reference.
+"""Latent attention (MLA): the phases before and after attention. transformer/latent.py is the reference.
 
-The layer's first products give [queries or their latent] and [rotated key | latent]. Then
+The layer's first products give [queries or their latent] and [RoPE part of the key | KV latent]. Then
 
-    store_latents     the key, rotated and normed, goes to its page; a latent of queries is normed
-    absorb_queries    queries become [rotated | W_uk^T other] of each head, in the space of latents
-    (phases.py)       attention of all heads to one KV head, whose values are the latents in its keys
-    finish_values     each head's values W_uv of what it mixed
+    store_latents     rotate the RoPE part, norm the latent, store both as the key; norm the query latent
+    absorb_queries    absorb W_uk: each head's query becomes [rotated part | W_uk^T other part]
+    (phases.py)       attention of all heads to one KV head; its values are the latents within the keys
+    finish_values     multiply each head's attention output by W_uv
 
-Latents are padded with zeros to whole groups of 32, in queries and in keys, so that the matrices of heads
-read and give whole groups.
+Latents are padded with zeros to whole groups of 32, in queries and in keys, so that the per-head matrices
+read and write whole groups.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from paceline.backends.cpu.tiles.weight_tile import GROUP, RECORD
 from paceline.models.config import LATENT_NORM_EPS
 
 _EPSILON = np.float32(LATENT_NORM_EPS)
-_HEADS_AT_ONCE = 4  # of a task, where a head is little work
+_HEADS_AT_ONCE = 4  # heads of a task, because one head is little work
 
 
 @compiled(inline=True)
@@ -69,7 +69,7 @@ def _whole_groups(width):  # type: ignore[no-untyped-def]
 
 @compiled
 def _copy_padded(values, out, width, padded):  # type: ignore[no-untyped-def]
-    """out = values, then zeros up to `padded`; both may overlap if `out` is not behind `values`."""
+    """out = values, then zeros up to `padded`. They may overlap if `out` does not start after `values`."""
     for d in range(width):
         store_float(out + 4 * d, load_float(values + 4 * d))
     for d in range(width, padded):
@@ -78,7 +78,7 @@ def _copy_padded(values, out, width, padded):  # type: ignore[no-untyped-def]
 
 @compiled
 def _rotate_at(job, layer, row, values):  # type: ignore[no-untyped-def]
-    """RoPE of the first numbers of a query or key in place, at a row's position."""
+    """Rotate the RoPE part of a query or key in place, by a row's position."""
     rope = field(job, ROPES_AT) + ROPE * layer
     pairs = load_int64(rope + 16)
     place = 4 * pairs * load_int32(field(job, POSITIONS_AT) + 4 * row)
@@ -87,7 +87,7 @@ def _rotate_at(job, layer, row, values):  # type: ignore[no-untyped-def]
 
 @compiled
 def _scale_query(job, layer, row, query, width):  # type: ignore[no-untyped-def]
-    """The factor of a row's position, if queries grow with it, on a head's query."""
+    """Scale a head's query by the factor of its row's position, if the model has such factors."""
     factors = load_int64(field(job, ROPES_AT) + ROPE * layer + 24)
     if factors == 0:
         return
@@ -98,7 +98,7 @@ def _scale_query(job, layer, row, query, width):  # type: ignore[no-untyped-def]
 
 @compiled
 def _store_key(job, layer, row, key, scratch):  # type: ignore[no-untyped-def]
-    """The key of a row, rotated, its latent normed, to its page."""
+    """Store a row's key in its page: the rotated RoPE part, then the normed latent."""
     rope, rank, padded = field(job, ROPE_WIDTH), field(job, LATENT_RANK), field(job, LATENT_PADDED)
     norm = load_int64(field(job, LATENT_NORMS_AT) + 16 * layer + 8)
     _copy_padded(key, scratch, rope + rank, rope + padded)
@@ -113,7 +113,7 @@ def _store_key(job, layer, row, key, scratch):  # type: ignore[no-untyped-def]
 
 @compiled
 def store_latents(tasks, job, counter, rows, layer, key_column, scratch):  # type: ignore[no-untyped-def]
-    """Keys to their pages, and records of the normed latents of queries, if they have some."""
+    """Store keys in their pages, and write records of the normed query latents, if the model has them."""
     rank, records, quantized = field(job, QUERY_RANK), field(job, RECORDS_AT), field(job, QUANTIZED)
     norm, padded = load_int64(field(job, LATENT_NORMS_AT) + 16 * layer), _whole_groups(rank)
     groups = padded // GROUP
@@ -132,7 +132,7 @@ def store_latents(tasks, job, counter, rows, layer, key_column, scratch):  # typ
 
 @compiled
 def _split_queries(tasks, job, counter, rows, layer, queries, stride, scratch):  # type: ignore[no-untyped-def]
-    """The rotated part of every head's query to its place, and records of the other part."""
+    """Write the rotated part of every head's query to its final place, and records of the other part."""
     heads, rope, nope = field(job, HEADS), field(job, ROPE_WIDTH), field(job, NOPE_WIDTH)
     padded, quantized = _whole_groups(nope), field(job, QUANTIZED)
     groups, size = padded // GROUP, RECORD if quantized else 4 * GROUP
@@ -163,7 +163,7 @@ def _matrix(job, layer, index):  # type: ignore[no-untyped-def]
 
 @compiled
 def absorb_queries(control, tasks, job, counter, rows, layer, scratch):  # type: ignore[no-untyped-def]
-    """The queries of all heads in the space of latents: [rotated | W_uk^T other]."""
+    """Write the queries of all heads with W_uk absorbed: [rotated part | W_uk^T other part]."""
     threads, line, records = tasks[1], 64 * tasks[1], field(job, RECORDS_AT)
     queries, stride = field(job, QKV_AT), field(job, QKV_STRIDE)
     if field(job, QUERY_RANK) > 0:
@@ -184,7 +184,7 @@ def absorb_queries(control, tasks, job, counter, rows, layer, scratch):  # type:
 
 @compiled
 def _join_values(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
-    """Records of the values of all heads side by side, without what pads each to whole groups."""
+    """Write records of the values of all heads side by side, without the padding of each head."""
     heads, width, quantized = field(job, HEADS), field(job, VALUE_WIDTH), field(job, QUANTIZED)
     padded = _whole_groups(heads * width)
     while True:
@@ -202,7 +202,7 @@ def _join_values(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
 
 @compiled
 def finish_values(control, tasks, job, counter, rows, layer, scratch):  # type: ignore[no-untyped-def]
-    """Records of each head's values W_uv of what it mixed, from records of that."""
+    """Write records of W_uv times each head's attention output, which is given as records."""
     heads, threads = field(job, HEADS), tasks[1]
     out, stride, head_stride = (
         field(job, HEAD_ROWS_AT),

@@ -1,4 +1,4 @@
-"""Attention of rows over paged keys and values.
+"""Attention over paged keys and values, with the same bits for any batch and any prefill chunking.
 
 A page holds 16 positions. For each layer, page and KV head, keys are stored transposed, values are not:
 
@@ -8,15 +8,15 @@ A page holds 16 positions. For each layer, page and KV head, keys are stored tra
 Latent attention (MLA) stores no values: they are the last numbers of the keys, and are transposed when they
 are read.
 
-Both are half floats, or floats where nothing is quantized. Blocks of 16 are aligned to positions, not to the
-pass; a lane's score, the order of the sum of exponentials and the order in which values are added follow the
-position alone. So a row gets the same bits however its context was cut into passes.
+Both are float16, or float32 in an unquantized model. Blocks of 16 are aligned to positions, not to the start
+of a pass. Which lane computes a score, and the order in which exponentials are summed and values are added,
+depend on the position alone. So a row has the same bits for any split of its context into passes.
 
-Keys and values are widened to floats a few blocks at a time, once for all heads and rows of a task, and stay
-in the L1 cache while those meet them.
+Keys and values are converted to float32 a few blocks at a time, once for all heads and rows of a task, and
+stay in the L1 cache while they are used.
 
-In a draft tree, the KV index of a row is not its position. For such a row the last blocks are first gathered
-in scratch memory, in the order of its own path, and then read like any other.
+In a draft tree, the KV index of a row is not its position. For such a row the last blocks are first copied to
+scratch memory, in the order of the row's path, and then read like any others.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ from paceline.backends.cpu.primitives.simd import (
 
 PAGE = 16  # positions of a page
 CHUNK = 4  # blocks converted to float32 at a time: their keys, or values, stay in the L1 cache
-TASK_HEADS = 48  # heads, of one row or of several, for which a block is converted once
-_SCORE_BYTES = 800_000  # of several rows: they stay in an L2 cache of 1 MiB
-_STATE = 128  # bytes of a head's softmax: largest scores, later what is added to each; sums of exponentials
+TASK_HEADS = 48  # most heads of a task, of one row or several, that share each converted block
+_SCORE_BYTES = 800_000  # of the scores of several rows: they stay in an L2 cache of 1 MiB
+_STATE = 128  # bytes of a head's softmax state: the maximum of each lane, later its negative; the lanes' sums
 STATE_BYTES = TASK_HEADS * _STATE
-RESULT_ROWS = TASK_HEADS + CHUNK * PAGE  # padded heads of scratch behind those: results and widened blocks
-_WIDENING = 3  # cost of converting a block, in heads that are computed with it
+RESULT_ROWS = TASK_HEADS + CHUNK * PAGE  # rows of scratch after the states: results, then converted blocks
+_WIDENING = 3  # cost of converting a block, in units of computing one head with it
 
 
 @compiled
 def _note_largest(scores, stride, each, rows, first, last, begin, end, factor, cap, states):  # type: ignore[no-untyped-def]
-    """Hide the scores in blocks begin..end that a row does not see, and note the largest of each lane.
+    """Mask the scores in blocks begin..end to the row's visible positions, and update each lane's maximum.
 
-    With a `cap` above 0, scores become capped products with `factor`.
+    With a `cap` above 0, scores are first scaled by `factor` and soft-capped.
     """
     for row in range(rows):
         own_last = last + row
@@ -88,11 +88,11 @@ def _note_largest(scores, stride, each, rows, first, last, begin, end, factor, c
 
 @compiled
 def _begin_sum(state, factor, sink):  # type: ignore[no-untyped-def]
-    """Turn the largest scores of a head into what is added to each, and begin the sum of exponentials.
+    """Turn a head's lane maxima into the offset added to every score, and start the sum of exponentials.
 
-    `sink` is the address of a score that only the sum has, or 0.
+    `sink` is the address of the head's attention sink (a score without a value), or 0.
     """
-    # rounding keeps the order: the largest product is that of the largest score
+    # rounding is monotonic, so the largest product belongs to the largest score
     largest, total = largest_lane(load(state)) * factor, spread(np.float32(0))
     if sink != 0:
         largest = largest_lane(larger(spread(largest), spread(load_float(sink))))
@@ -103,7 +103,7 @@ def _begin_sum(state, factor, sink):  # type: ignore[no-untyped-def]
 
 @compiled
 def _exponentiate(scores, stride, each, rows, last, begin, end, factor, states):  # type: ignore[no-untyped-def]
-    """Replace scores in blocks begin..end by exponentials, and add those to each head's sum."""
+    """Replace scores in blocks begin..end by their exponentials, and add these to each head's sum."""
     scale = spread(factor)
     for row in range(rows):
         own_end = min(end, (last + row) // PAGE)
@@ -120,7 +120,7 @@ def _exponentiate(scores, stride, each, rows, last, begin, end, factor, states):
 
 @compiled
 def heads_of_task(parts, shared, threads):  # type: ignore[no-untyped-def]
-    """How many of the `shared` heads of each part a task has: all, or fewer until every thread has a task."""
+    """How many of the `shared` query heads of a KV head form a task: all, or fewer if threads were idle."""
     each = shared
     while each > 1 and (shared % each != 0 or shared // each * parts < threads):
         each -= 1
@@ -131,9 +131,8 @@ def heads_of_task(parts, shared, threads):  # type: ignore[no-untyped-def]
 def rows_of_task(rows, parts, shared, threads, stride):  # type: ignore[no-untyped-def]
     """The number of rows of a task, where each row has `parts` tasks of `shared` heads.
 
-    The scores of a head take `stride` bytes.
-
-    With more rows per task, fewer blocks are converted twice; with fewer, threads are balanced better.
+    The scores of a head take `stride` bytes. More rows per task convert fewer blocks repeatedly; fewer rows
+    balance the threads better.
     """
     best, least, count = 1, 0, 1
     most = min(TASK_HEADS, _SCORE_BYTES // stride)
@@ -148,10 +147,10 @@ def rows_of_task(rows, parts, shared, threads, stride):  # type: ignore[no-untyp
 
 @compiled
 def _widen(blocks, first, last, end, offset, vectors, pitch, step, half, out):  # type: ignore[no-untyped-def]
-    """The vectors of 16 numbers, an even number, at `offset` bytes of blocks first..last, as floats.
+    """Convert vectors of 16 numbers, an even count, at `offset` bytes of blocks first..last to float32.
 
-    Those of a block are `pitch` bytes apart at `out`, those of blocks `step` bytes. The next chunk, up to
-    block `end`, is asked for: it comes while this one is multiplied.
+    At `out` the vectors of a block are `pitch` bytes apart, the blocks `step` bytes. Prefetches the next
+    chunk, up to block `end`, which arrives while this one is multiplied.
     """
     for block in range(first, last + 1):
         source, target = load_int64(blocks + 8 * block) + offset, out + step * (block - first)
@@ -170,9 +169,9 @@ def _widen(blocks, first, last, end, offset, vectors, pitch, step, half, out):  
 
 @compiled
 def _widen_transposed(blocks, first, last, offset, vectors, step, half, out):  # type: ignore[no-untyped-def]
-    """Rows of 16 positions, a multiple of 16 of them, at `offset` bytes of blocks first..last, as floats.
+    """Convert rows of 16 positions at `offset` bytes of blocks first..last to float32, transposed.
 
-    At `out` they are columns: positions are 4 * `vectors` bytes apart, blocks `step` bytes.
+    The number of rows is a multiple of 16. At `out` positions are 4 * `vectors` bytes apart, blocks `step`.
     """
     for block in range(first, last + 1):
         source, target = load_int64(blocks + 8 * block) + offset, out + step * (block - first)
@@ -185,7 +184,7 @@ def _widen_transposed(blocks, first, last, offset, vectors, step, half, out):  #
 
 @compiled
 def _products(run, heads, numbers, stride, rows, row, steps, vectors, out, out_stride, added):  # type: ignore[no-untyped-def]
-    """The products of run_products for any number of heads and vectors, a tile at a time."""
+    """`run_products` for any number of heads and vectors, one register tile at a time."""
     head = 0
     while head < heads:
         tile, vector = min(heads - head, TILE_HEADS), 0
@@ -213,10 +212,10 @@ def _products(run, heads, numbers, stride, rows, row, steps, vectors, out, out_s
 def _mix_chunk(  # type: ignore[no-untyped-def]
     run, each, rows, origin, last, begin, end, scores, stride, values, padded, out
 ):
-    """Add what the positions begin..end give: to all rows, and beyond `last` to the rows that go on.
+    """Add the weighted values of positions begin..end to all rows; beyond `last`, only to rows that see them.
 
-    `values` are those of position `origin` and the next. Rows that end earlier must not even add zero:
-    0 * inf is NaN.
+    `values` start at position `origin`. A masked position must not even be added with weight zero: 0 * inf
+    is NaN.
     """
     size, vectors, shared_end = 4 * padded, padded // 16, min(end, last)
     if begin <= shared_end:
@@ -233,7 +232,7 @@ def _mix_chunk(  # type: ignore[no-untyped-def]
 
 @compiled
 def _finish(mixed, share, target, width):  # type: ignore[no-untyped-def]
-    """A head's output: what was mixed, times 1 / the sum of its weights."""
+    """Write a head's output: the weighted values, divided by the sum of weights."""
     whole = width // 16 * 16
     for d in range(0, whole, 16):
         store(target + 4 * d, multiply(load(mixed + 4 * d), spread(share)))
@@ -248,17 +247,21 @@ def attend(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Attention of `rows` rows at successive positions, for `each` heads of a row that share a KV head.
 
-    The first row attends to positions first..last, each next one to one more. Several rows have at most
+    The first row attends to positions first..last, each further row to one more. Several rows have at most
     TASK_HEADS heads in total.
-    `run` is the address of run_products. Scores are multiplied by `factor`, which is above 0, and capped if
-    `cap` is; `sinks` has a score for each of a row's heads that only the sum of exponentials has, or is 0.
-    Entry b of `blocks` is the address of the keys of positions 16 b to 16 b + 15, followed by the values; or,
-    with `in_keys`, the last `value_width` numbers of each key, a multiple of 16, are its value.
-    Heads are contiguous in `queries`, row by row; rows of `out` are `out_row` bytes apart; `scores` has
-    `stride` bytes for each of up to TASK_HEADS heads, `states` STATE_BYTES and then RESULT_ROWS rows of a
-    head's padded width.
 
-    Keys are scored chunk by chunk; then, knowing the largest score, exponentials and values chunk by chunk.
+        run       address of run_products
+        factor    multiplies scores, above 0; `cap`: soft cap of the scaled scores, 0: none
+        sinks     address of one attention sink per head of a row, or 0
+        blocks    entry b: address of the keys of positions 16 b to 16 b + 15, followed by the values
+        in_keys   no values are stored: the last `value_width` numbers of a key, a multiple of 16, are values
+        queries   heads are contiguous, row by row
+        out       rows are `out_row` bytes apart
+        scores    scratch: `stride` bytes for each of up to TASK_HEADS heads
+        states    scratch: STATE_BYTES, then RESULT_ROWS rows of a head's padded width
+
+    First all keys are scored, chunk by chunk; then, with the maxima known, exponentials and weighted values,
+    chunk by chunk.
     """
     size = 2 if half else 4
     padded = (value_width + 15) // 16 * 16

@@ -1,8 +1,7 @@
-"""The phases of attention: rope and storing of keys and values, then attention itself.
+"""The phases of attention: RoPE, storing keys and values in their pages, then attention.
 
-In each, threads take tasks until none is left; a barrier follows.
-
-No task's result depends on the thread that ran it, or on other tasks.
+In each phase, threads take tasks until none is left, and meet at a barrier. A task's result does not depend
+on the thread that runs it or on other tasks.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ from paceline.backends.cpu.tiles.weight_tile import GROUP
 
 @compiled
 def block_address(job, layer, page, head):  # type: ignore[no-untyped-def]
-    """Where the keys of a page start, for a layer and KV head."""
+    """The address of a page's keys, for a layer and KV head."""
     first = field(job, KV_AT) + field(job, NUM_PAGES) * shape_of(job, layer, KV_PLACE)
     block = page * shape_of(job, layer, KV_HEADS) + head
     return first + block * shape_of(job, layer, BLOCK_BYTES)
@@ -96,7 +95,7 @@ def kv_index(job, request, row):  # type: ignore[no-untyped-def]
 
 @compiled
 def _norm_heads(job, values, heads, width, norm):  # type: ignore[no-untyped-def]
-    """The QK norm of a row's heads in place, one by one or all at once, if the model has one."""
+    """QK norm of a row's heads in place, per head or over all heads, if the model has one."""
     if field(job, HEAD_NORMS_AT) == 0:
         return
     weight = field(job, HEAD_NORMS_AT) + 4 * field(job, HEAD_NORMS_WIDTH) * norm
@@ -111,7 +110,7 @@ def _norm_heads(job, values, heads, width, norm):  # type: ignore[no-untyped-def
 
 @compiled
 def _rotate_heads(job, values, heads, width, cosines, sines, pairs):  # type: ignore[no-untyped-def]
-    """RoPE of a row's heads in place, and the norm of what was rotated, if the model has one."""
+    """RoPE of a row's heads in place, then the norm after RoPE, if the model has one."""
     ones = field(job, UNIT_QK_AT)
     for head in range(heads):
         rotate(values + 4 * head * width, cosines, sines, pairs)
@@ -121,7 +120,7 @@ def _rotate_heads(job, values, heads, width, cosines, sines, pairs):  # type: ig
 
 @compiled
 def rope_and_store(tasks, job, counter, rows, layer):  # type: ignore[no-untyped-def]
-    """QK norms and RoPE of queries and keys, factors of queries; stores keys and values in their pages."""
+    """Apply QK norms, RoPE and query factors, and store keys and values in their pages."""
     heads, kv_heads = field(job, HEADS), shape_of(job, layer, KV_HEADS)
     width, source = shape_of(job, layer, HEAD_WIDTH), shape_of(job, layer, KV_SOURCE)
     half_kv, rope = field(job, HALF_KV), field(job, ROPES_AT) + ROPE * layer
@@ -163,14 +162,14 @@ def rope_and_store(tasks, job, counter, rows, layer):  # type: ignore[no-untyped
 
 @compiled
 def _list_blocks(job, layer, row, request, head, first, last, blocks, spare):  # type: ignore[no-untyped-def]
-    """Fill `blocks` with the addresses of the blocks a row attends to, its own path in order."""
+    """Fill `blocks` with the addresses of the blocks that a row attends to, in the order of its path."""
     context = load_int32(field(job, CONTEXT_AT) + 4 * request)
     start = load_int32(field(job, ROW_START_AT) + 4 * request)
     for block in range(first // PAGE, last // PAGE + 1):
         store_int64(blocks + 8 * block, block_address(job, layer, page_of(job, request, block * PAGE), head))
     if load_int32(field(job, CHAIN_AT) + 4 * request):
         return
-    # A tree: from the block of the first drafted position on, copy the path's keys and values together.
+    # Draft tree: from the block of the first drafted position on, copy the path's keys and values to scratch.
     width, block_bytes = shape_of(job, layer, HEAD_WIDTH), shape_of(job, layer, BLOCK_BYTES)
     half_kv = field(job, HALF_KV)
     in_keys = field(job, LATENT_PADDED) != 0
@@ -190,17 +189,17 @@ def _list_blocks(job, layer, row, request, head, first, last, blocks, spare):  #
 
 @compiled
 def _block_rows(job, layer):  # type: ignore[no-untyped-def]
-    """The rows of a parallel head's block, if those of this layer see each other in both directions; or 0."""
+    """The rows of a parallel head's block, if attention within it is bidirectional in this layer; else 0."""
     table = field(job, BLOCK_ROWS_AT)
     return load_int64(table + 8 * layer) if table != 0 else 0
 
 
 @compiled
 def _rows_together(job, row, rows, most, window):  # type: ignore[no-untyped-def]
-    """How many rows from `row` on, up to `most`, are successive positions of one request's chain.
+    """How many rows from `row` on, up to `most`, can share a task: successive positions of one chain.
 
-    All of them begin to see at the same position: where a window has moved on, each row is alone. A negative
-    `window` is the size of chunks.
+    Their first visible position must be equal, so rows beyond a sliding window are alone. A negative `window`
+    is the size of attention chunks.
     """
     request = load_int32(field(job, REQUEST_AT) + 4 * row)
     if not load_int32(field(job, CHAIN_AT) + 4 * request):
@@ -221,7 +220,7 @@ def _rows_together(job, row, rows, most, window):  # type: ignore[no-untyped-def
 
 @compiled
 def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-untyped-def]
-    """Attention, a task for a few rows and a KV head, or for some of its heads where those are too few."""
+    """Attention. A task is a few rows and one KV head, or some of its query heads if tasks are too few."""
     heads, kv_heads = field(job, HEADS), shape_of(job, layer, KV_HEADS)
     width = shape_of(job, layer, HEAD_WIDTH)
     half_kv, shared, rank = field(job, HALF_KV), heads // kv_heads, field(job, LATENT_PADDED)
@@ -229,7 +228,7 @@ def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-u
     each = heads_of_task(rows * kv_heads, shared, tasks[1])
     stride = 4 * PAGE * field(job, MAX_PAGES)
     most = rows_of_task(rows, kv_heads, shared, tasks[1], stride) if each == shared else 1
-    # on whole cache lines, as all behind it is: vectors that cross two lines take twice as long
+    # aligned to a cache line: a vector load that crosses two lines takes twice as long
     blocks, scores = scratch, scratch + (8 * field(job, MAX_PAGES) + 63) // 64 * 64
     states = scores + TASK_HEADS * stride
     queries = states + STATE_BYTES + 4 * RESULT_ROWS * (width + 15)
@@ -244,7 +243,7 @@ def attend_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-u
         task, _ = take(tasks, counter, groups * parts, 1)
         if task >= groups * parts:
             return
-        row, head = task % groups * most, task // groups * each  # rows of a head read the same keys
+        row, head = task % groups * most, task // groups * each  # successive tasks read the same keys
         end = min(row + most, rows)
         while row < end:
             together = 1 if block_rows > 0 else _rows_together(job, row, end, most, window)

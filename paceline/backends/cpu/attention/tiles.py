@@ -1,11 +1,11 @@
-"""The inner loop of attention as register tiles: several heads, of one row or more, for one KV head.
+"""Register tiles of attention: several query heads, of one or more rows, that share a KV head.
 
-Scores and outputs are the same product: numbers of a head times rows of floats that all heads share. For
-scores the numbers are the query and row d has the keys' column d, one lane per position; for outputs they are
-the softmax's weights and each row is a value.
+Scores and outputs are the same kind of product: numbers of a head times rows of floats that all heads share.
+For scores the numbers are the query, and row d is column d of the keys, one lane per position. For outputs
+they are the softmax weights, and each row is a value.
 
-A tile only decides which sums grow side by side in registers. Each is its own chain of fused multiply-adds in
-the order of the rows, so its bits are the same in every tile.
+A tile only decides which sums are computed side by side in registers. Each sum is one chain of fused
+multiply-adds in the order of the rows, so its bits are the same in every tile.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from paceline.backends.cpu.primitives.halves import halves_at
 from paceline.backends.cpu.primitives.isa import ISA
 from paceline.backends.cpu.primitives.simd import LANES, caller, operation, read_at, write_at
 
-# Vectors of 16 sums side by side for a tile of 1, 2, 3, ... heads. With 32 registers of 16 lanes, 24 sums are
-# fed by 4 loads and 6 spread numbers a step; where 16 lanes are 2 or 4 registers, 4 sums fill them.
+# Vectors of 16 sums of a tile with 1, 2, 3, ... heads. With 32 registers of 16 lanes, a step of 24 vectors
+# takes 4 loads and 6 broadcasts; where 16 lanes are 2 or 4 registers, 4 vectors fill the registers.
 TILE_VECTORS = (4, 4, 4, 4, 4, 4) if ISA.wide_registers else (4, 2, 1, 1)
 TILE_HEADS = len(TILE_VECTORS)
-_STEPS = 4 if ISA.single_loads else 1  # whose numbers are read at once: Arm multiplies by any of 4 lanes
+_STEPS = 4 if ISA.single_loads else 1  # steps whose numbers are loaded together: Arm multiplies by a lane
 
 _FLOAT, _I64 = ir.FloatType(), ir.IntType(64)
 _FLOATS = ir.VectorType(_FLOAT, LANES)
@@ -58,7 +58,7 @@ def _add_rows(
     step: Any,
     count: int,
 ) -> None:
-    """Add to sums[i][j] the `count` numbers of numbers[i] from `step` on times vector j of their rows."""
+    """sums[i][j] += numbers[i][step : step + count] times vector j of the rows."""
     kind, offset = ir.VectorType(_FLOAT, count), builder.mul(step, _I64(4))
     lanes = [read_at(builder, builder.add(address, offset), kind, 4) for address in numbers]
     for lane in range(count):
@@ -112,10 +112,10 @@ _switch = switch(
 
 @kernel(types.int64, types.int64, *_ARGUMENTS)
 def run_products(heads, vectors, numbers, stride, rows, row, steps, out, out_stride, added):  # type: ignore[no-untyped-def]
-    """For `heads` heads, 16 * `vectors` floats at `out`: the sum over `steps` of number * row.
+    """Write, for `heads` heads, 16 * `vectors` floats to `out`: the sums over `steps` of number * row.
 
-    A head's numbers are `stride` bytes apart from the next one's, rows `row` bytes, results `out_stride`.
-    With `added` the sums continue those at `out`.
+    The numbers of two heads are `stride` bytes apart, rows `row` bytes, results `out_stride`. With `added`
+    the sums start from what is at `out`.
     """
     _switch(heads, vectors, numbers, stride, rows, row, steps, out, out_stride, added)
 
@@ -124,9 +124,9 @@ call_products = caller(types.int64, types.int64, *_ARGUMENTS)
 
 
 def _write_transposed(builder: ir.IRBuilder, rows: list[Any], out: Any, pitch: Any) -> None:
-    """Write 16 vectors of 16 as columns: lane i of all of them goes to out + pitch * i, side by side.
+    """Write 16 vectors of 16 lanes transposed: lane i of all of them goes to out + pitch * i.
 
-    Squares of 1, 2, 4 and 8 lanes change places across the diagonal, two vectors at a time.
+    Blocks of 1, 2, 4 and 8 lanes are swapped across the diagonal, two vectors at a time.
     """
     for size in (1, 2, 4, 8):
         below = [lane + LANES - size if lane & size else lane for lane in range(LANES)]

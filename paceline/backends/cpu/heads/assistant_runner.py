@@ -1,4 +1,4 @@
-"""Assistants of Gemma 4 as compiled passes over the KV pool of their target."""
+"""CpuAssistantRunner: Gemma 4's assistants as compiled passes over the KV pool of their target."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CpuAssistantRunner(CompiledModel, AssistantRunner):
     """Implements AssistantRunner with the threads, the embedding and the KV pool of a CpuBackend."""
 
     def __init__(self, checkpoint: AssistantCheckpoint, beside: CpuBackend) -> None:
-        """If the target is quantized, the assistant's weights are int8."""
+        """`beside` is the target. If it is quantized, the assistant's weights are int8."""
         kept = "none" if beside.quantization == "none" else "int8"
         workspace = AssistantWorkspace(checkpoint, beside.workspace, kept, beside.max_rows)
         super().__init__(workspace, beside)

@@ -1,6 +1,6 @@
-"""What the slots of a block guess: what the token before changes of their logits, and whole chains.
+"""Drafting from the logits of a block: the correction by the previous token, and whole chains.
 
-Both are small products of one row, which one thread does: dealing them out to others would take longer.
+Markov head and pair selector are products of one row. One thread computes them: a barrier would cost more.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ SELECTOR = "candidate_selector."
 
 
 class PairWeights(NamedTuple):
-    """What scores a token by the one before it, for compiled code. Without it, `rank` is 0.
+    """The weights of a Markov head or pair selector, for compiled code. `rank` 0: the head has neither.
 
     Markov head       logits + W2 W1[previous]
-    pair selector     logit(b) + <A[previous] * W output, B[b]> of a slot's best guesses b; -inf for others
+    pair selector     logit(b) + <A[previous] * W output, B[b]> for a slot's best candidates b, others -inf
     """
 
     rank: int
-    candidates: int  # best guesses that a pair selector scores; 0: a Markov head scores all
-    quantized: int  # whether its matrices are
-    run_tile: int  # address of the kernel of a tile
+    candidates: int  # tokens that a pair selector scores; 0: a Markov head, which scores all
+    quantized: int  # 1: its matrices are quantized
+    run_tile: int  # address of the register tile kernel
     # [3, 5] of W1 or A [vocabulary, rank], of W2 or B [draft vocabulary, rank], of W [rank, hidden]
     descriptors: npt.NDArray[np.int64]
     floats: Float32Array  # [2, padded rank] the row of W1 or A; the row of B, or W output
@@ -68,7 +68,7 @@ class PairHead:
         if block.selector_rank:
             parts = ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
             names = [SELECTOR + part for part in parts]
-        # 8 bits: of all but W2 and W only rows are read, and these are small
+        # 8 bits: of all but W2 and W only single rows are read, so 4 bits would save little
         self._matrices = [pack(head.tensors[name], "int8" if quantized else "none") for name in names]
         descriptors = np.zeros((3, 5), dtype=np.int64)
         for line, matrix in zip(descriptors, self._matrices, strict=False):
@@ -89,10 +89,10 @@ class PairHead:
     def guess(
         self, base: Float32Array, states: Float32Array, slots: Int32Array, previous: Int32Array
     ) -> tuple[Float32Array, Float32Array]:
-        """The logits of slots after these tokens [slots, padded vocabulary]; the rows of W1 [slots, rank].
+        """The logits of slots given their previous tokens [slots, padded vocabulary], and the rows of W1.
 
-        `base` [rows, padded vocabulary] are those of the block alone, `states` [rows, padded hidden] its
-        outputs.
+        `base` [rows, padded vocabulary] are the block's own logits, `states` [rows, padded hidden] its
+        outputs. The rows of W1 are [slots, rank].
         """
         logits = base[slots]
         before = np.empty((len(slots), self.weights.rank), dtype=np.float32)
@@ -103,7 +103,7 @@ class PairHead:
 
 @compiled
 def score_pairs(weights, previous, vocabulary, logits, output):  # type: ignore[no-untyped-def]
-    """Change the logits at an address by the token before; the row of W1 is left in weights.floats.
+    """Correct the logits at an address by the previous token; leaves the row of W1 in weights.floats.
 
     `output` is the address of the slot's output.
     """
@@ -131,7 +131,7 @@ def _scale_by_output(weights, values, output):  # type: ignore[no-untyped-def]
 
 @compiled
 def _score_candidates(weights, table, values, vocabulary, logits):  # type: ignore[no-untyped-def]
-    """Add to the best logits the product of the row at `values` and of each one's row of B."""
+    """Add <row at `values`, row of B> to the logits of the best candidates; -inf for all others."""
     least, row = _least_candidate(weights.best, vocabulary, logits), values + 4 * weights.floats.shape[1]
     for place in range(vocabulary):
         logit = load_float(logits + 4 * place)
@@ -179,26 +179,26 @@ def _guess(weights, vocabulary, states, slots, previous, logits, before):  # typ
 
 
 class Walk(NamedTuple):
-    """The blocks behind some requests, and what is drafted for them."""
+    """The logits of one block per request, and how to draft from them."""
 
-    logits: Float32Array  # [rows, padded vocabulary] of the blocks; the token before changes them in place
-    vocabulary: int  # logits that count
+    logits: Float32Array  # [rows, padded vocabulary] of the blocks; corrected by previous tokens in place
+    vocabulary: int  # logits without padding
     size: int  # rows of a block
-    first: int  # the slot that guesses the first token
+    first: int  # the slot that drafts the first token
     anchors: Int32Array  # [requests] the last tokens
     contexts: Int32Array  # [requests] positions of the first drafted tokens
-    most: Int32Array  # [requests] tokens to draft
+    most: Int32Array  # [requests] most tokens to draft
     seeds: npt.NDArray[np.uint64]  # [requests]
-    temperatures: npt.NDArray[np.float64]  # [requests] 0: the likeliest is drafted
+    temperatures: npt.NDArray[np.float64]  # [requests] 0: greedy
     target_ids: npt.NDArray[np.int64]  # [draft vocabulary] empty: the same ids
     states: Float32Array  # [rows, padded hidden] outputs of the blocks
-    hidden: int  # numbers of an output that count
+    hidden: int  # numbers of an output without padding
     confidence: Float32Array  # [hidden (+ rank)] weights of the confidence head; empty: none
     bias: float  # of the confidence head
 
 
 def walk_blocks(weights: PairWeights, walk: Walk, least_chance: float) -> HeadChains:
-    """The chains of the best guesses behind each request: see block_chains.py beside the backends."""
+    """The chain drafted from each block, as backends/block_chains.py defines it."""
     count, longest = len(walk.most), int(walk.most.max())
     tokens = np.zeros((count, longest), dtype=np.int32)
     chances = np.zeros((count, longest), dtype=np.float32)
@@ -243,7 +243,7 @@ def _walk(weights, walk, least_chance, tokens, chances, lengths):  # type: ignor
 
 @compiled
 def _confidence(walk, state, before):  # type: ignore[no-untyped-def]
-    """The head's own estimate that the guess of a slot is accepted."""
+    """The confidence head's estimate of the chance that a slot's token is accepted."""
     total = walk.bias
     for place in range(len(state)):
         total += state[place] * walk.confidence[place]

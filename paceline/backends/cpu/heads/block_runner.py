@@ -1,7 +1,7 @@
-"""Parallel draft heads as compiled passes beside the target's.
+"""CpuBlockRunner: parallel draft heads as compiled passes.
 
-A block is a pass of a small model whose rows see each other. Its rows follow the context in the request's
-pages, up to the end of the page of the anchor; those behind it lie in spare pages of the pool, because a
+A block is one pass of a small model whose rows attend to each other. Their keys and values go to the
+request's pages, up to the end of the anchor's page, and beyond that to spare pages of the pool, because a
 request holds no pages for a whole block. Nothing reads them after the pass.
 """
 
@@ -43,7 +43,7 @@ class CpuBlockRunner(CpuHead, BlockRunner):
         self._size, self._first_guess = block.size, block.first_guess
         ids = () if head.draft_ids is None else head.draft_ids
         self._target_ids = np.array(ids, dtype=np.int64)  # [draft vocabulary] empty: the same ids
-        self._pages_each = -(-(block.size - 1) // PAGE)  # spare pages of a block, at most
+        self._pages_each = -(-(block.size - 1) // PAGE)  # most spare pages of a block
         self._spare_pages = max(1, max_rows // block.size) * self._pages_each
         self._base: Float32Array = np.empty((0, 0), dtype=np.float32)  # [rows, padded vocabulary] of a block
         self._pairs = PairHead(head, quantized=beside.quantization != "none")
@@ -54,7 +54,7 @@ class CpuBlockRunner(CpuHead, BlockRunner):
         return super().make_pool(num_pages + self._spare_pages)
 
     def prepare(self, pool: KVPool) -> None:
-        """Touch the memory of the pool and, by a pass of the most rows, of the buffers."""
+        """Touch the memory of the pool and, by a pass of `max_rows` rows, of the buffers."""
         assert isinstance(pool, CpuPool)
         pool.take_memory()
         rows = min(
@@ -77,7 +77,7 @@ class CpuBlockRunner(CpuHead, BlockRunner):
         self._base = self._logits[: len(rows)]
 
     def guess(self, slots: Int32Array, previous: Int32Array) -> BlockGuesses:
-        """Logits of rows of the last blocks, and the chances that their guesses are accepted."""
+        """Logits of rows of the last blocks, and their confidences."""
         logits, before = self._pairs.guess(self._base, self._states, slots, previous)
         logits = logits[:, : self.config.vocab_size]
         if self._confidence is None:
@@ -91,7 +91,7 @@ class CpuBlockRunner(CpuHead, BlockRunner):
     def run_chains(
         self, blocks: ForwardBatch, most: Sequence[int], least_chance: float, noise: ChainNoise
     ) -> HeadChains:
-        """The best chain from each block, all in one compiled call; `guess` has none of them after it."""
+        """The best chain from each block, in one compiled call. `guess` cannot be called after it."""
         self.run_blocks(blocks)
         walk = Walk(
             logits=self._base,
@@ -125,5 +125,5 @@ class CpuBlockRunner(CpuHead, BlockRunner):
 
 
 def _floats(head: HeadCheckpoint, name: str) -> Float32Array | None:
-    """A tensor of the head; None if it has no such."""
+    """A tensor of the head as float32; None if it has no tensor of this name."""
     return head.tensors[name].float32() if name in head.tensors else None

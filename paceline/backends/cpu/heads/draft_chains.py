@@ -1,7 +1,7 @@
-"""Chains drafted by a head: its best token, fed back to it, pass after pass.
+"""Drafts chains with a head: each pass takes the best token of the pass before, without the host.
 
-head_chains.py defines which token is best, which tokens join a chain and which chains are extended. Those
-are the rows of the next pass; chains that have ended have no row in it.
+head_chains.py defines which token is best, which tokens join a chain and which chains are extended. A pass
+has one row for each chain that is extended.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ NEXT_TOKENS, NEXT_POSITIONS, NEXT_PARENTS, NEXT_LOGIT_ROWS, NEXT_STARTS, NEXT_CO
 
 @compiled
 def likeliest(logits, count):  # type: ignore[no-untyped-def]
-    """The first of the largest of `count` logits, and the root of its probability; NaN if one is."""
+    """The argmax of `count` logits (ties to the lowest index), and the square root of its probability.
+
+    (0, NaN) if the largest logit is not finite.
+    """
     top = largest_of(logits, count)
     if not math.isfinite(top):
         return 0, np.float32(np.nan)
@@ -99,7 +102,7 @@ def likeliest(logits, count):  # type: ignore[no-untyped-def]
     types.CPointer(types.float32),
 )
 def run_coupled(logits, count, ids, num_ids, temperature, seed, position, best, chance):  # type: ignore[no-untyped-def]
-    """Write the index of the best logit with the target's noise, and its chance: see head_chains.py."""
+    """Write the index of the best logit with the target's noise, and its chance: `coupled_choice`."""
     places, scores = np.empty(1 + RIVALS, dtype=np.int64), np.empty(1 + RIVALS, dtype=np.float64)
     known = carray(logits, count), carray(ids, num_ids)
     found = gumbel_top_k(known, temperature[0], (seed[0], np.uint64(position)), (places, scores))
@@ -111,7 +114,7 @@ def run_coupled(logits, count, ids, num_ids, temperature, seed, position, best, 
 
 @compiled
 def choose_drafts(index, threads, job):  # type: ignore[no-untyped-def]
-    """The best token of each row that has logits, and its chance. Rows are dealt out to threads."""
+    """Choose the token of each row with logits, and its chance. Rows are distributed over the threads."""
     count, contexts = (
         field(job, DRAFT_VOCABULARY),
         field(job, NEXT_ROWS_AT) + NEXT_CONTEXTS * field(job, NEXT_ROWS_STRIDE),
@@ -135,13 +138,13 @@ def choose_drafts(index, threads, job):  # type: ignore[no-untyped-def]
 
 @compiled
 def _request_of(job, row):  # type: ignore[no-untyped-def]
-    """The request of a row that has logits."""
+    """The request of a row with logits."""
     return load_int32(field(job, REQUEST_AT) + 4 * load_int32(field(job, LOGIT_ROWS_AT) + 4 * row))
 
 
 @compiled
 def _append(job, row, request):  # type: ignore[no-untyped-def]
-    """Append a row's token to the chain of its request, if it may join. Returns whether the chain goes on."""
+    """Append a row's token to its request's chain if it is likely enough. Returns whether to extend it."""
     count = load_int32(field(job, NUM_DRAFTS_AT) + 4 * request)
     place = 4 * (request * field(job, MAX_DRAFTS) + count)
     chance = load_float(field(job, CHOSEN_CHANCES_AT) + 4 * row)
@@ -161,9 +164,9 @@ def _append(job, row, request):  # type: ignore[no-untyped-def]
 
 @compiled
 def extend_chains(job):  # type: ignore[no-untyped-def]
-    """Append the chosen tokens to their chains, and make the job that of the next pass.
+    """Append the chosen tokens to their chains, and set up the job for the next pass.
 
-    What describes requests keeps its index: the rows of the next pass name theirs.
+    Requests keep their index in per-request arrays; each row of the next pass names its request.
     """
     arrays, stride = field(job, NEXT_ROWS_AT), field(job, NEXT_ROWS_STRIDE)
     contexts, starts = arrays + NEXT_CONTEXTS * stride, arrays + NEXT_STARTS * stride

@@ -1,7 +1,7 @@
-"""How a pass of a draft head begins: states joined with the embeddings of tokens.
+"""The first phases of a draft head's pass: join states with the embeddings of tokens.
 
     features of the target -> norms -> reduce -> state      rows after the target's tokens
-    a state that the head returned            -> state      rows after its own drafted tokens
+    a state that the head returned            -> state      rows after drafted tokens
 
     [norm(embedding), norm(state)] -> queries, keys, values; the state is the residual     EAGLE-3
     [embedding, state] -> mix -> the residual, and the layer's input                       EAGLE-1 and 2
@@ -11,7 +11,7 @@
 
     [the target's embedding, its state or a projected one] -> reduce -> the residual       assistants
 
-Norms and matrices that a head lacks are addresses 0.
+The address of a norm or matrix that a head lacks is 0.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from paceline.backends.cpu.tiles.weight_tile import GROUP, RECORD
 
 @compiled
 def enter_rows(tasks, job, counter, rows, scratch):  # type: ignore[no-untyped-def]
-    """Norms of the target's features into records, or into the state where nothing reduces them."""
+    """Norm the target's features into records for `fc`; without `fc`, into the state."""
     count, width, part = field(job, FEATURES), field(job, FEATURE_WIDTH), field(job, FEATURE_PADDED)
     padded, epsilon = count * part, load_float(field(job, INPUT_EPSILON_AT))
     norms, norm = field(job, FEATURE_NORMS_AT), field(job, INPUT_NORM_AT)
@@ -76,7 +76,7 @@ def enter_rows(tasks, job, counter, rows, scratch):  # type: ignore[no-untyped-d
 
 @compiled
 def join_target(tasks, job, counter, rows, scratch):  # type: ignore[no-untyped-def]
-    """Records of the scaled embedding that the target has for a row's token, followed by the given state."""
+    """Write records of the target's scaled embedding of a row's token, followed by the given state."""
     padded, records = field(job, FEATURE_PADDED), field(job, RECORDS_AT)
     groups = 2 * padded // GROUP
     while True:
@@ -92,7 +92,7 @@ def join_target(tasks, job, counter, rows, scratch):  # type: ignore[no-untyped-
 
 @compiled
 def norm_context(tasks, job, counter, rows, scratch):  # type: ignore[no-untyped-def]
-    """Records of the normed state, which all layers of a parallel head read."""
+    """Write records of the normed state, which all layers of a parallel head read."""
     padded, norm = field(job, HIDDEN_PADDED), field(job, CONTEXT_NORM_AT)
     records, groups = field(job, RECORDS_AT), padded // GROUP
     while True:
@@ -106,7 +106,7 @@ def norm_context(tasks, job, counter, rows, scratch):  # type: ignore[no-untyped
 
 @compiled
 def join_rows(tasks, job, counter, rows, embedding, scratch):  # type: ignore[no-untyped-def]
-    """Records of the normed embedding followed by the normed state; the state as the residual."""
+    """Write records of [normed embedding, normed state]; the state becomes the residual stream."""
     width, padded, quantized = field(job, HIDDEN), field(job, HIDDEN_PADDED), field(job, QUANTIZED)
     norms, epsilon = field(job, JOIN_NORMS_AT), load_float(field(job, EPSILON_AT))
     groups, stride = padded // GROUP, record_stride(rows)

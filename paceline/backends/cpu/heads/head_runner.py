@@ -1,4 +1,4 @@
-"""Learned draft heads as compiled passes beside the target's: one more layer, and an LM head."""
+"""CpuHeadRunner: learned draft heads as compiled passes of a layer and an LM head."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CpuHead(CompiledModel, HeadStorage):
     def __init__(
         self, head: HeadCheckpoint, beside: CpuBackend, max_rows: int, quantization: str = "auto"
     ) -> None:
-        """`beside` is the target. If it is quantized, the head's own weights are int4, or int8."""
+        """`beside` is the target. If it is quantized, the head's own weights are int4 (auto) or int8."""
         if head.config.head_dim % 2:
             raise BackendError(
                 f"The cpu backend needs an even head size, not {head.config.head_dim}; "
@@ -61,12 +61,12 @@ class CpuHead(CompiledModel, HeadStorage):
         kept = "none" if beside.quantization == "none" else "int8" if quantization == "int8" else "int4"
         workspace = HeadWorkspace(head, beside.workspace, kept, max_rows)
         super().__init__(workspace, beside)
-        # inputs of a pass, each part of a row padded: the target's features
+        # [rows, parts, padded width] the target's features
         self._num_features, self._feature_width = head.config.num_features, head.config.target_hidden_size
         features = (max_rows, self._num_features, workspace.feature_padded)
         self._features = np.zeros(features, dtype=np.float32)
         self._features_at = address_of(self._features)
-        self._states = np.empty((max_rows, workspace.hidden), dtype=np.float32)  # returned, by output
+        self._states = np.empty((max_rows, workspace.hidden), dtype=np.float32)  # [outputs] returned
         self._job[fields.STATES_AT] = address_of(self._states)
 
     def bytes_per_page(self) -> int:
@@ -83,7 +83,7 @@ class CpuHead(CompiledModel, HeadStorage):
         pool.features[destination] = pool.features[source]
 
     def _fill(self, inputs: Float32Array, batch: HeadBatch) -> None:
-        """Give the rows of a pass their states: [rows, parts, padded width]."""
+        """Write the states of a pass's rows to `inputs` [rows, parts, padded width]."""
         if batch.places is not None:
             assert isinstance(batch.rows.pool, CpuPool)
             _read_features(batch.rows.pool.features, batch.places, batch.states, inputs)
@@ -94,15 +94,16 @@ class CpuHead(CompiledModel, HeadStorage):
 
 
 class CpuHeadRunner(CpuHead, HeadRunner):
-    """A HeadRunner: each pass drafts one token of each chain or path."""
+    """A HeadRunner whose passes draft one token per chain or path."""
 
     def __init__(
         self, head: HeadCheckpoint, beside: CpuBackend, max_rows: int, quantization: str = "auto"
     ) -> None:
         super().__init__(head, beside, max_rows, quantization)
-        self._fed_back = np.zeros((max_rows, 1, self.workspace.hidden), dtype=np.float32)  # its own states
+        # [rows, 1, hidden] states that the head returned, for rows after drafted tokens
+        self._fed_back = np.zeros((max_rows, 1, self.workspace.hidden), dtype=np.float32)
         self._fed_back_at = address_of(self._fed_back)
-        self._least_chances = np.zeros(2, dtype=np.float32)  # to be kept, and to be extended
+        self._least_chances = np.zeros(2, dtype=np.float32)  # to keep a token, to extend a chain
         self._seeds, self._temperatures = np.zeros(max_rows, np.uint64), np.zeros(max_rows, np.float64)
         self._wanted, self._lengths = np.zeros(max_rows, np.int32), np.zeros(max_rows, np.int32)
         self._chosen, self._chosen_chances = np.empty(max_rows, np.int32), np.empty(max_rows, np.float32)
@@ -114,7 +115,7 @@ class CpuHeadRunner(CpuHead, HeadRunner):
         self._prepare_chains()
 
     def prepare(self, pool: KVPool) -> None:
-        """Touch the memory of the pool and, by a pass of the most rows, of the buffers."""
+        """Touch the memory of the pool and, by a pass of `max_rows` rows, of the buffers."""
         assert isinstance(pool, CpuPool)
         pool.take_memory()
         rows = min(self.max_rows, pool.num_pages * PAGE - 1, self.config.max_position - 2)
@@ -133,7 +134,7 @@ class CpuHeadRunner(CpuHead, HeadRunner):
     def run_chains(
         self, batch: HeadBatch, most: Sequence[int], least_chance: float, noise: ChainNoise | None = None
     ) -> HeadChains:
-        """The best chain after each request, all passes in one compiled call: see draft_chains.py."""
+        """The best chain for each request, all passes in one compiled call: see draft_chains.py."""
         rows, job = batch.rows, self._job
         count, longest = rows.num_requests, max(most)
         if count * longest > len(self._drafts):
@@ -155,7 +156,7 @@ class CpuHeadRunner(CpuHead, HeadRunner):
         return HeadChains(drafts, chances, self._lengths[:count])
 
     def _make_room(self, drafts: int) -> None:
-        """Allocate room for this many drafted tokens, over all requests."""
+        """Allocate buffers for this many drafted tokens, summed over requests."""
         self._drafts, self._chances = np.empty(drafts, np.int32), np.empty(drafts, np.float32)
         self._tell_room()
 
@@ -171,7 +172,7 @@ class CpuHeadRunner(CpuHead, HeadRunner):
         return self._run(batch.rows, batch.rows.logit_rows)
 
     def _prepare_chains(self) -> None:
-        """Write to the job what drafting chains needs and what never changes."""
+        """Set the constant fields of the job for drafting chains."""
         job = self._job
         job[fields.SEEDS_AT] = address_of(self._seeds)
         job[fields.TEMPERATURES_AT] = address_of(self._temperatures)
@@ -196,7 +197,7 @@ class CpuHeadRunner(CpuHead, HeadRunner):
 
 @compiled(cached=True)
 def _read_features(features, places, mask, inputs):  # type: ignore[no-untyped-def]
-    """Give the rows of a pass the features stored at these KV slots; where one is -1, those of the mask."""
+    """Copy the features stored at these KV slots to the rows of a pass; for a slot of -1, the mask's."""
     bits, width = inputs.view(np.uint32), features.shape[2]
     for row in range(len(places)):
         for part in range(features.shape[1]):

@@ -1,4 +1,4 @@
-"""The jobs of draft heads and assistants: of a model with their layers, and the entry of entry.py."""
+"""Workspaces of draft heads and assistants: a model of their layers, and the input stage of entry.py."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _NAMES = {
 
 
 class DraftWorkspace(Workspace):
-    """A workspace whose passes begin with matrices that read several vectors."""
+    """A workspace whose passes begin with matrices that read several concatenated vectors."""
 
     def _fused(self, tensor: Tensor, parts: int, quantization: str) -> int:
-        """The address of the descriptor of a matrix whose columns read `parts` vectors side by side."""
+        """The address of the descriptor of a matrix that reads `parts` concatenated, padded vectors."""
         matrix = pack(encode(_padded(tensor, parts)), quantization)
         self._keep(matrix.data)
         return self._keep(np.array(matrix.descriptor(), dtype=np.int64))
@@ -56,7 +56,7 @@ class AssistantWorkspace(DraftWorkspace):
             assistant.beside(own),
             max_position=own.max_position,
             embedding_scale=own.embedding_scale,
-            logits_softcap=0.0,  # whatever its file says: those of assistants have none
+            logits_softcap=0.0,  # assistants have none, although their config may name one
         )
         checkpoint = Checkpoint(config, assistant.tensors, assistant.source)
         super().__init__(checkpoint, quantization, target.threads, rows, entry_width=2 * self.feature_padded)
@@ -67,7 +67,7 @@ class AssistantWorkspace(DraftWorkspace):
         job[fields.TARGET_EMBEDDING_AT] = self._keep(embedding)
 
     def kv_shapes(self) -> list[tuple[int, int, int, int]]:
-        """Those of the target."""
+        """The target's: an assistant reads the target's pool."""
         return self._target.kv_shapes()
 
 
@@ -152,7 +152,7 @@ class HeadWorkspace(DraftWorkspace):
         job[fields.SLOT_KERNELS_AT] = self._keep(
             np.stack([_padded(head.tensors[f"{name}base_kernel"]) for name in names])
         )
-        # 8 bits, as of all that corrects: they are small
+        # always 8 bits: the matrices are small
         matrices = [
             pack(head.tensors[f"{name}kernel_projection.weight"], "int8" if self.quantized else "none")
             for name in names
@@ -167,9 +167,9 @@ class HeadWorkspace(DraftWorkspace):
         job[fields.BRANCH_AT] = self._buffer(self.rows, self.hidden)
 
     def _read_features(self, head: HeadCheckpoint, quantization: str) -> None:
-        """Reduce the target's hidden states by `fc`, each after a norm if the head has them.
+        """Load `fc`, which reduces the target's hidden states, and the norms before it if the head has them.
 
-        `fc` keeps 8 bits, as in files of 4: its columns differ a hundredfold, as features do, and it is read
+        `fc` has 8 bits even in 4-bit heads: the scales of its columns differ a hundredfold, and it is read
         once per committed token, not in every drafting pass.
         """
         job, count = self.job, head.config.num_features
@@ -181,14 +181,14 @@ class HeadWorkspace(DraftWorkspace):
             job[fields.FEATURE_NORMS_AT] = self._keep(np.concatenate(norms))
 
     def _read_last_state(self, normed: bool) -> None:
-        """Take the target's last state as it is, or after the target's final norm."""
+        """Use the target's last hidden state as it is, or after the target's final norm."""
         epsilon = np.array([self._target.config.rms_norm_eps], dtype=np.float32)
         self.job[fields.INPUT_EPSILON_AT] = self._keep(epsilon)
         self.job[fields.INPUT_NORM_AT] = self._target.last_norm if normed else 0
 
 
 def _as_model(head: HeadCheckpoint, max_position: int) -> Checkpoint:
-    """The layers of a head, its norm and LM head, as a model."""
+    """A head's layers, norm and LM head as the checkpoint of a small model."""
     config = head.config
     num_layers = len(config.block.layers) if config.block else config.num_layers
     tensors = {
@@ -225,7 +225,7 @@ def _as_model(head: HeadCheckpoint, max_position: int) -> Checkpoint:
 
 
 def _padded(tensor: Tensor, parts: int = 1) -> Float32Array:
-    """The values of a tensor, its last axis cut into parts that are padded with zeros to whole groups."""
+    """The values of a tensor, its last axis split into parts, each zero-padded to whole groups."""
     values = tensor.float32()
     width = values.shape[-1] // parts
     apart = values.reshape(-1, parts, width)

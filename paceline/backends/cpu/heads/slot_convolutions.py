@@ -1,11 +1,11 @@
-"""The phases of DFlash2's two-tap convolutions, which mix each slot of a block with the one before it.
+"""The phases of DFlash2's two-tap convolutions, which mix each slot of a block with the slot before it.
 
-    normed rows -> corrections of the kernels, a product             of both convolutions below
-    normed rows -> convolved, the records of attention or of the MLP
-    what that gives, in the branch -> convolved, added to the residual stream
+    normed rows -> a product -> corrections of the kernels of both convolutions below
+    normed rows -> convolution -> records that attention or the MLP reads
+    output of attention or the MLP (branch) -> convolution -> added to the residual stream
 
-A kernel is a learned one plus a correction that the channels of a group share; the first slot of a block has
-nothing before it. torch_block.py has the readable form.
+The kernel of a slot is a learned kernel plus a correction that the channels of a group share. The first slot
+of a block has no predecessor. torch_block.py is the reference.
 """
 
 from __future__ import annotations
@@ -47,14 +47,17 @@ from paceline.backends.cpu.team import barrier
 from paceline.backends.cpu.tiles.matmul import DESCRIPTOR
 from paceline.backends.cpu.tiles.weight_tile import GROUP
 
-# The two sublayers of a layer, and the taps of a sublayer's kernels: each of a slot, and of the one before it
+# The two sublayers of a layer; the first of the two taps (slot, previous slot) of input and output kernels
 ATTENTION, MLP, SUBLAYERS = range(3)
 INPUT, OUTPUT, TAPS = 0, 2, 4
 
 
 @compiled
 def enter_sublayer(control, tasks, job, sublayer, counter, norm, scratch):  # type: ignore[no-untyped-def]
-    """The records that a sublayer reads: the convolved norm of all rows. Sublayers of layers are counted."""
+    """Write the records that a sublayer reads: the convolved norm of all rows.
+
+    `sublayer` is its index in the model: SUBLAYERS * layer + ATTENTION or MLP.
+    """
     threads, line, rows = tasks[1], 64 * tasks[1], field(job, ROWS)
     _norm_inputs(tasks, job, counter, rows, norm)
     barrier(control, threads)
@@ -83,7 +86,7 @@ def leave_sublayer(control, tasks, job, sublayer, counter, scratch):  # type: ig
 
 @compiled
 def _norm_inputs(tasks, job, counter, rows, norm):  # type: ignore[no-untyped-def]
-    """The norm of the residual stream, as floats and as records."""
+    """Write the norm of the residual stream as floats and as records."""
     padded = field(job, HIDDEN_PADDED)
     groups = padded // GROUP
     while True:
@@ -97,7 +100,7 @@ def _norm_inputs(tasks, job, counter, rows, norm):  # type: ignore[no-untyped-de
 
 @compiled
 def _convolve_inputs(tasks, job, counter, rows, sublayer, scratch):  # type: ignore[no-untyped-def]
-    """The records of the convolved norm."""
+    """Write records of the convolved norm."""
     padded = field(job, HIDDEN_PADDED)
     groups = padded // GROUP
     while True:
@@ -113,7 +116,7 @@ def _convolve_inputs(tasks, job, counter, rows, sublayer, scratch):  # type: ign
 
 @compiled
 def _convolved(job, sublayer, tap, row, source, channel, scratch):  # type: ignore[no-untyped-def]
-    """16 channels of a row at `source`, mixed with those of the slot before it, the row before that."""
+    """16 channels of a row at `source`, convolved with those of the previous slot, in the row before."""
     own = _kernel(job, sublayer, tap, row, channel, scratch)
     mixed = multiply(load(source + 4 * channel), own)
     if row % field(job, SLOTS) > 0:
@@ -124,7 +127,7 @@ def _convolved(job, sublayer, tap, row, source, channel, scratch):  # type: igno
 
 @compiled
 def _kernel(job, sublayer, tap, row, channel, scratch):  # type: ignore[no-untyped-def]
-    """The weights of a tap for 16 channels of a row: those learned, and corrected."""
+    """The weights of a tap for 16 channels of a row: learned weights plus corrections."""
     learned = field(job, SLOT_KERNELS_AT) + 4 * (
         field(job, HIDDEN_PADDED) * (TAPS * sublayer + tap) + channel
     )

@@ -1,1 +1,1 @@
-"""The phases of a pass, in order: norms, projections, experts, recurrent layers."""
+"""The phases of a pass besides attention: norms, projections, MLPs, experts, recurrent layers, sampling."""

@@ -1,8 +1,8 @@
-"""The phases of a mixture-of-experts layer, instead of the gate, up and down projections.
+"""Mixture-of-experts layers: grouped products of the rows of each expert, after routing.py.
 
-A pair is a row and one of its top-k experts. Pairs are sorted by expert, rows ascending, and each expert's
-pairs get their own block of records, so that an expert's weights are read once for all its rows. A row's
-result is the weighted sum over its own experts in the order of its own choice.
+A pair is a row and one of its top-k experts. Pairs are sorted by expert, rows ascending, and the records of
+each expert's pairs are contiguous, so that an expert's weights are read once for all its rows. A row's result
+is the weighted sum over its experts in descending order of their scores.
 
     pair buffers, for each pair in the order of rows:   expert, weight, index in the sorted order
     for each expert:                                    first index, number of pairs
@@ -61,7 +61,7 @@ _SPAN = 16  # bytes of an expert in SPANS: first index, number of pairs
 
 @compiled
 def sort_pairs(tasks, job, rows):  # type: ignore[no-untyped-def]
-    """One thread gives every pair its place and every expert its span."""
+    """Assign every pair its index in the sorted order and every expert its span; one thread does this."""
     if tasks[0] != 0:
         return
     experts, pairs = field(job, EXPERTS), rows * field(job, EXPERTS_PER_TOKEN)
@@ -84,9 +84,9 @@ def sort_pairs(tasks, job, rows):  # type: ignore[no-untyped-def]
 
 @compiled
 def gather_rows(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
-    """Copy each pair's records into the block of its expert: [groups][the expert's rows][record].
+    """Copy each pair's records to its expert's block: [groups][the expert's rows][record].
 
-    Where shares scale what experts read, they are 1 from then on.
+    Where routing weights scale the experts' input, they are applied here and set to 1.
     """
     chosen, groups = field(job, EXPERTS_PER_TOKEN), field(job, HIDDEN_PADDED) // GROUP
     size = RECORD if field(job, QUANTIZED) else 4 * GROUP
@@ -121,7 +121,7 @@ def _biases(job, layer, expert):  # type: ignore[no-untyped-def]
 
 @compiled
 def gate_experts(tasks, job, counter, layer, scratch):  # type: ignore[no-untyped-def]
-    """Gate, up and activation of every expert for its own rows, 32 columns a task."""
+    """Gate and up projections and activation of every expert for its rows; a task is 32 columns."""
     experts, units = field(job, EXPERTS), field(job, EXPERT_WIDTH) // GROUP
     groups = field(job, HIDDEN_PADDED) // GROUP
     size = RECORD if field(job, QUANTIZED) else 4 * GROUP
@@ -138,7 +138,7 @@ def gate_experts(tasks, job, counter, layer, scratch):  # type: ignore[no-untype
         records = field(job, EXPERT_RECORDS_AT) + first * groups * size
         out = field(job, EXPERT_WIDE_RECORDS_AT) + (first * units + unit * rows) * size
         ups = gates + DESCRIPTOR
-        block = ROW_BLOCK * size  # an expert's records are not in blocks: 16 rows are followed by the next
+        block = ROW_BLOCK * size  # an expert's records are contiguous: the next 16 rows follow directly
         gate_unit(
             job, -1, unit, gates, ups, biases, up_biases, records, rows, block, rows, 0, out, block, scratch
         )
@@ -146,7 +146,7 @@ def gate_experts(tasks, job, counter, layer, scratch):  # type: ignore[no-untype
 
 @compiled
 def project_experts(tasks, job, counter, layer):  # type: ignore[no-untyped-def]
-    """The down projection of every expert for its own rows, a tile a task, into the pairs' outputs."""
+    """Down projection of every expert for its rows, into the pairs' outputs; a task is a tile."""
     experts, padded = field(job, EXPERTS), field(job, HIDDEN_PADDED)
     units = field(job, EXPERT_WIDTH) // GROUP
     size = RECORD if field(job, QUANTIZED) else 4 * GROUP
@@ -172,9 +172,9 @@ def project_experts(tasks, job, counter, layer):  # type: ignore[no-untyped-def]
 
 @compiled
 def combine_rows(tasks, job, counter, rows, out, added, norm, scratch):  # type: ignore[no-untyped-def]
-    """The sum of each row's experts, the most probable first, into `out`, or with `added` onto it.
+    """Write the weighted sum of each row's experts, best first, to `out`, or with `added` add it there.
 
-    `norm` is the address of the weights of a norm of the sum, before it is added; 0: none.
+    `norm` is the address of the weights of a norm that is applied to the sum first; 0: none.
     """
     padded, chosen = field(job, HIDDEN_PADDED), field(job, EXPERTS_PER_TOKEN)
     while True:

@@ -1,4 +1,4 @@
-"""Products of a layer with what adapters add to them, and the feed-forward blocks made of them."""
+"""Feed-forward blocks: MLPs and experts, built from products with LoRA adapters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from paceline.backends.cpu.tiles.weight_tile import COLUMNS
 
 @compiled
 def shrink(control, tasks, job, layer, first, last, records, scratch):  # type: ignore[no-untyped-def]
-    """The first half of what adapters add to the products first..last, which read these records."""
+    """LoRA shrink for the products first..last, which all read these records."""
     if field(job, ROW_ADAPTERS_AT) != 0:
         matrix = field(job, MATRICES_AT) + DESCRIPTOR * (LAYER_MATRICES * layer + first)
         groups = load_int64(matrix + 16)
@@ -52,7 +52,7 @@ def shrink(control, tasks, job, layer, first, last, records, scratch):  # type: 
 
 @compiled
 def project_changed(control, tasks, job, layer, number, counter, records, out, bias, added, scratch):  # type: ignore[no-untyped-def]
-    """The product of a layer's matrix, with what adapters add to it, into `out` or onto it."""
+    """A product of a layer with its LoRA adapters, written to `out` or added to it."""
     rows, stride = field(job, ROWS), 4 * field(job, HIDDEN_PADDED)
     matrix = field(job, MATRICES_AT) + DESCRIPTOR * (LAYER_MATRICES * layer + number)
     shrink(control, tasks, job, layer, number, number + 1, records, scratch)
@@ -65,7 +65,7 @@ def project_changed(control, tasks, job, layer, number, counter, records, out, b
 
 @compiled
 def _run_mlp(control, tasks, job, layer, matrices, counter, shares, scratch, out, added):  # type: ignore[no-untyped-def]
-    """Gate, up and down projections of all rows, into `out` or onto it; `shares`: factors of rows, or 0."""
+    """The MLP of all rows, written to `out` or added to it; `shares`: a factor for each row, or 0."""
     rows, line, gates = field(job, ROWS), 64 * tasks[1], matrices + DESCRIPTOR * GATE
     shrink(control, tasks, job, layer, GATE, DOWN, field(job, RECORDS_AT), scratch)
     gate_rows(tasks, job, layer, counter, rows, gates, matrices + DESCRIPTOR * UP, shares, scratch)
@@ -76,7 +76,7 @@ def _run_mlp(control, tasks, job, layer, matrices, counter, shares, scratch, out
 
 @compiled
 def _run_experts(control, tasks, job, layer, counter, scratch, out, added):  # type: ignore[no-untyped-def]
-    """The experts of all rows, into `out` or onto it."""
+    """The experts of all rows, written to `out` or added to it."""
     rows, threads, line = field(job, ROWS), tasks[1], 64 * tasks[1]
     route_rows(tasks, job, counter, rows, layer, scratch)
     barrier(control, threads)
@@ -95,7 +95,7 @@ def _run_experts(control, tasks, job, layer, counter, scratch, out, added):  # t
 
 @compiled
 def _run_normed_experts(control, tasks, job, layer, matrices, counter, scratch):  # type: ignore[no-untyped-def]
-    """The MLP and the experts beside it, which read and give through norms of their own, into the branch."""
+    """A shared MLP and experts with norms of their own (Gemma 4), both written to the branch."""
     threads, line, rows, branch = tasks[1], 64 * tasks[1], field(job, ROWS), field(job, BRANCH_AT)
     _run_mlp(control, tasks, job, layer, matrices, counter + line * 5, 0, scratch, branch, 0)
     norm_branch(tasks, job, counter + line * 14, rows, own_norm(job, layer, SHARED_OUTPUT_NORM))
@@ -107,12 +107,12 @@ def _run_normed_experts(control, tasks, job, layer, matrices, counter, scratch):
 
 @compiled
 def feed_forward(control, tasks, job, layer, matrices, counter, scratch, out, added):  # type: ignore[no-untyped-def]
-    """The MLP or the experts of all rows, into `out` or onto it."""
+    """The MLP or the experts of all rows, written to `out` or added to it."""
     if own_norm(job, layer, EXPERTS_NORM) != 0:
         _run_normed_experts(control, tasks, job, layer, matrices, counter, scratch)
     elif load_int64(field(job, HAS_EXPERTS_AT) + 8 * layer):
         _run_experts(control, tasks, job, layer, counter, scratch, out, added)
-        if load_int64(matrices + DESCRIPTOR * DOWN) != 0:  # an expert that all rows share
+        if load_int64(matrices + DESCRIPTOR * DOWN) != 0:  # the shared expert
             shares = field(job, SHARED_SHARES_AT)
             _run_mlp(control, tasks, job, layer, matrices, counter + 320 * tasks[1], shares, scratch, out, 1)
     else:

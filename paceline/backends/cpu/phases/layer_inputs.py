@@ -1,10 +1,10 @@
-"""The second embedding of Gemma's E sizes: what each layer is given of it, and what it adds from that.
+"""Per-layer embeddings (PLE) of Gemma's E sizes: the input of each layer, and what the layer adds from it.
 
-    given[layer] = (norm(project(embedding) / sqrt(hidden)) + table[token] sqrt(size)) / sqrt(2)
-    state += norm(project(activation(gate(state)) * given[layer]))
+    input[layer] = (norm(project(embedding) / sqrt(hidden)) + table[token] sqrt(size)) / sqrt(2)
+    state += norm(project(activation(gate(state)) * input[layer]))
 
-Matrices lie in one table: the projection and the table of tokens, then gate and projection of each layer.
-Norms too: that of the first line, then one for each layer.
+The table of matrices has the projection and the token table, then gate and projection of each layer. The
+table of norms has the norm of the first line, then one for each layer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from paceline.backends.cpu.tiles.weight_tile import GROUP
 
 @compiled
 def _record_states(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
-    """The residual stream into records, as it is."""
+    """Write records of the residual stream, without a norm."""
     padded, groups = field(job, HIDDEN_PADDED), field(job, HIDDEN_PADDED) // GROUP
     while True:
         row, _ = take(tasks, counter, rows, 1)
@@ -57,7 +57,7 @@ def _record_states(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
 
 @compiled
 def _join_inputs(tasks, job, counter, rows, scratch):  # type: ignore[no-untyped-def]
-    """Norm the projected embedding, a layer's part at a time, and add the token's row of the table."""
+    """Norm the projected embedding layer by layer, and add the token's row of the table."""
     size, layers = field(job, INPUT_SIZE), field(job, LAYERS)
     table, weight = field(job, INPUT_MATRICES_AT) + DESCRIPTOR, load_int64(field(job, INPUT_NORMS_AT))
     scale = np.float32(1) / np.float32(math.sqrt(np.float32(field(job, HIDDEN))))
@@ -80,7 +80,7 @@ def _join_inputs(tasks, job, counter, rows, scratch):  # type: ignore[no-untyped
 
 @compiled
 def make_layer_inputs(control, tasks, job, counter, rows, scratch):  # type: ignore[no-untyped-def]
-    """What all layers are given, from the tokens and their embeddings in the residual stream."""
+    """Compute the inputs of all layers, from the tokens and their embeddings in the residual stream."""
     threads, line = tasks[1], 64 * tasks[1]
     _record_states(tasks, job, counter, rows)
     barrier(control, threads)
@@ -94,7 +94,7 @@ def make_layer_inputs(control, tasks, job, counter, rows, scratch):  # type: ign
 
 @compiled
 def _gate_inputs(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-untyped-def]
-    """Records of what a layer is given, gated."""
+    """Write records of a layer's gated input."""
     size, activation, quantized = field(job, INPUT_SIZE), field(job, ACTIVATION), field(job, QUANTIZED)
     groups = (size + GROUP - 1) // GROUP
     while True:
@@ -113,7 +113,7 @@ def _gate_inputs(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-
 
 @compiled
 def add_layer_input(control, tasks, job, layer, counter, rows, scale, scratch):  # type: ignore[no-untyped-def]
-    """Add what a layer makes of its input to the residual stream, and scale that."""
+    """Add the projection of a layer's gated input to the residual stream, then scale the stream."""
     threads, line, records = tasks[1], 64 * tasks[1], field(job, RECORDS_AT)
     matrices = field(job, INPUT_MATRICES_AT) + DESCRIPTOR * (2 + 2 * layer)
     _record_states(tasks, job, counter, rows)

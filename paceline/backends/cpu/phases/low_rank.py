@@ -1,13 +1,13 @@
-"""What LoRA adapters add to products of the rows that have one, in float32: W x becomes W x + up (down x).
+"""LoRA adapters, several in one batch, in float32: W x becomes W x + up (down x) for rows with an adapter.
 
-    shrink    down x of each row, before the product
-    expand    up times that, added to the product's results
+    shrink    low = down x of each row, before the product
+    expand    up low, added to the product's results
 
-Each row is read and written alone, in a fixed order. So it has the same bits beside any others, and rows
-without an adapter keep theirs.
+Each row is computed alone, in a fixed order. So its bits do not depend on other rows, and rows without an
+adapter have the bits of the model without adapters.
 
-An adapter is a table of lines for the matrices of each layer, in the order of their descriptors: the address
-of down [rank, padded inputs], that of up [rank, padded outputs], and the rank, 0 where nothing is added.
+An adapter is a table with a line for each matrix of each layer, in the order of their descriptors: the
+address of down [rank, padded inputs], that of up [rank, padded outputs], and the rank (0: not adapted).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from paceline.backends.cpu.primitives.simd import (
 from paceline.backends.cpu.tiles.weight_tile import GROUP, RECORD
 
 LINE = 24  # bytes of a line of an adapter's table
-EXPANDED_COLUMNS = 256  # of a task
+EXPANDED_COLUMNS = 256  # columns of an expand task
 
 
 @operation(floats, types.int64)
@@ -50,7 +50,7 @@ def _load_bytes(builder, address):  # type: ignore[no-untyped-def]
 
 @compiled
 def _read_records(job, records, row, rows, groups, out):  # type: ignore[no-untyped-def]
-    """The values of a row's records."""
+    """Dequantize a row's records to `out`."""
     quantized = field(job, QUANTIZED)
     size = RECORD if quantized else 4 * GROUP
     record = record_block(records, row, rows, groups, quantized) + row % ROW_BLOCK * size
@@ -77,22 +77,22 @@ def _dot(values, others, count):  # type: ignore[no-untyped-def]
 
 @compiled
 def _line(job, layer, matrix, row):  # type: ignore[no-untyped-def]
-    """The line of a row's adapter for a matrix of a layer; 0: the row has none."""
+    """The address of the adapter line of a row, for a matrix of a layer; 0: the row has no adapter."""
     table = load_int64(field(job, ROW_ADAPTERS_AT) + 8 * row)
     return table + LINE * (LAYER_MATRICES * layer + matrix) if table != 0 else 0
 
 
 @compiled
 def _low(job, matrix, row):  # type: ignore[no-untyped-def]
-    """Where down x of a row is kept."""
+    """The address of a row's low = down x, for a matrix."""
     return field(job, LOW_AT) + 4 * field(job, LOW_RANK) * (LAYER_MATRICES * row + matrix)
 
 
 @compiled
 def shrink_rows(tasks, job, layer, first, last, records, rows, groups, scratch):  # type: ignore[no-untyped-def]
-    """down x of all rows for the matrices first..last of a layer, which read the same records.
+    """Compute down x of all rows for the matrices first..last of a layer, which read the same records.
 
-    Of few rows, all threads take some ranks of each.
+    With few rows, threads split the ranks of each row.
     """
     thread, threads = tasks
     parts = threads if rows < 2 * threads else 1
@@ -112,7 +112,7 @@ def shrink_rows(tasks, job, layer, first, last, records, rows, groups, scratch):
 
 @compiled
 def add_low_rank(job, layer, matrix, row, values, first, last, columns):  # type: ignore[no-untyped-def]
-    """Add what a row's adapter adds to columns first..last of `columns`; those of the row are at `values`."""
+    """Add up low to columns first..last, of `columns`, of a row's product; `values` is the row's address."""
     line = _line(job, layer, matrix, row)
     rank = load_int64(line + 16) if line != 0 else 0
     if rank == 0:
@@ -127,7 +127,7 @@ def add_low_rank(job, layer, matrix, row, values, first, last, columns):  # type
 
 @compiled
 def expand_rows(tasks, job, layer, matrix, rows, out, stride, columns):  # type: ignore[no-untyped-def]
-    """Add what adapters add to the results of a matrix of a layer, `stride` bytes a row."""
+    """Add up low to the results of a layer's matrix, whose rows are `stride` bytes apart."""
     thread, threads = tasks
     parts = (columns + EXPANDED_COLUMNS - 1) // EXPANDED_COLUMNS
     for task in range(thread, rows * parts, threads):

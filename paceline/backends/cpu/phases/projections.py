@@ -1,8 +1,7 @@
 """The linear phases of a dense layer: projections, and the gated half of an MLP.
 
-In each, threads take tasks until none is left; a barrier follows.
-
-No task's result depends on the thread that ran it, or on other tasks.
+In each phase, threads take tasks until none is left, and meet at a barrier. A task's result does not depend
+on the thread that runs it or on other tasks.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ GATED_BYTES = 2 * ROW_BLOCK * 4 * GROUP  # gate and up projections of ROW_BLOCK 
 
 @compiled
 def project(tasks, job, counter, matrix, records, rows, out, out_stride, bias, added, scratch):  # type: ignore[no-untyped-def]
-    """Tiles of one matrix: out = records @ matrix + bias, or with `added` out += that."""
+    """out = records @ matrix + bias, or with `added` out += that; a task is some tiles of the matrix."""
     project_heads(tasks, job, counter, matrix, 1, records, rows, out, out_stride, 0, bias, added, scratch)
 
 
@@ -49,7 +48,7 @@ def project(tasks, job, counter, matrix, records, rows, out, out_stride, bias, a
 def project_heads(  # type: ignore[no-untyped-def]
     tasks, job, counter, matrix, heads, records, rows, out, out_stride, head_stride, bias, added, scratch
 ):
-    """The same for a matrix below the other for each of `heads` heads, which read parts of the records.
+    """The same for `heads` stacked matrices, one per head, each of which reads its part of the records.
 
     The results of two heads are `head_stride` bytes apart.
     """
@@ -96,11 +95,11 @@ def gate_unit(  # type: ignore[no-untyped-def]
     out_block,
     scratch,
 ):
-    """32 columns of the gate and up projections of all rows, activated, and their records at `out`.
+    """Write records of 32 columns of activation(gate) * up of all rows to `out`.
 
-    Two groups of the records that are read are `stride` records apart, blocks of rows `block` bytes, and at
-    `out` `out_block` bytes; biases may be 0, and so may `shares`, factors of the rows. Adapters change the
-    MLP of this layer, if it is not below 0.
+    In the input records, two groups are `stride` records apart and two blocks of rows `block` bytes, at `out`
+    `out_block` bytes. The addresses of biases and of `shares`, a factor for each row, may be 0. Adapters of
+    `layer` apply if it is not negative.
     """
     quantized, run_tile, activation = field(job, QUANTIZED), field(job, RUN_TILE), field(job, ACTIVATION)
     size, columns = RECORD if quantized else 4 * GROUP, COLUMNS * load_int64(gates + 24)
@@ -130,7 +129,7 @@ def gate_unit(  # type: ignore[no-untyped-def]
 
 @compiled
 def gate_rows(tasks, job, layer, counter, rows, gates, ups, shares, scratch):  # type: ignore[no-untyped-def]
-    """Gate, up and activation of all rows, 32 columns a task."""
+    """Gate and up projections and activation of all rows; a task is 32 columns."""
     changed = layer if field(job, ROW_ADAPTERS_AT) != 0 else -1
     size = RECORD if field(job, QUANTIZED) else 4 * GROUP
     units, stride = COLUMNS * load_int64(gates + 24) // GROUP, record_stride(rows)

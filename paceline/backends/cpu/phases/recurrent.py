@@ -2,19 +2,19 @@
 
 models/transformer/recurrent.py has the readable form of each.
 
-A row continues from the state after its parent. A convolution reads the inputs of the rows before it, or the
-state's where those end; a memory (the SSM state of a head) is carried along a walk (a sequential scan) over
-the rows of a request, one row after the other, so that a row's result has the same bits in a prompt chunk, in
-a tree and alone:
+A row continues from the state after its parent. The convolution reads the inputs of the rows before it on its
+path, and before those the conv state. The memory (the SSM state of a head) is updated row by row along a walk
+(a sequential scan over the rows of a request), so that a row has the same bits in a prefill chunk, in a draft
+tree and alone:
 
-    memory of 16 columns of a value head       [key_dim][16] floats; the columns do not depend on each other
+    memory of 16 columns of a value head       [key_dim][16] floats; columns are independent of each other
         delta rule   M = g M + k e,  e = b (v - g M k)
         Mamba2       M = g M + k e,  e = dt v
-    read             M q
+    output           M q
 
-A pass changes no request's state. It keeps the inputs of its rows, in all layers, so that `advance_states`
-can walk again along those that were accepted; and it stores the states after chains in spare places, which
-become the request's if all of a chain was accepted (states.py).
+A pass does not change the states of requests. It keeps the inputs of its rows, in all layers, so that
+`advance_states` can scan the accepted rows again. It also stores the states after chains in spare slots,
+which become the request's state if the whole chain is accepted (states.py).
 """
 
 from __future__ import annotations
@@ -107,11 +107,11 @@ from paceline.backends.cpu.tiles.weight_tile import GROUP
 # Kinds of recurrences, by RecurrentConfig.kind
 SHORT_CONV, GATED_DELTA, MAMBA2 = 1, 2, 3
 KINDS = {"short_conv": SHORT_CONV, "gated_delta": GATED_DELTA, "mamba2": MAMBA2}
-# where the state before a row is: the request's, that after the row before it; from 0: stored aside
+# The state before a row: the request's; that after the previous row of the walk; from 0: a stored tree node
 FIRST, CONTINUES = -1, -2
-# where that after it goes: nowhere; in slot n (STORED - n); from 0: aside, for rows that continue from it
+# The state after a row: not stored; in place n (STORED - n); from 0: a tree node that other rows continue
 NOT_STORED, STORED = -1, -2
-PART = 512  # channels of a task of the convolution
+PART = 512  # channels of a convolution task
 
 
 @compiled(inline=True)
@@ -121,19 +121,19 @@ def _heads_padded(job):  # type: ignore[no-untyped-def]
 
 @compiled(inline=True)
 def _kept_row(job, layer, row):  # type: ignore[no-untyped-def]
-    """What is kept of a row: inputs of the convolution, then decays and strengths of all value heads."""
+    """The address of a row's kept inputs: of the convolution, then decays and strengths of value heads."""
     return field(job, KEPT_ROWS_AT) + layer * field(job, KEPT_LAYER) + row * field(job, KEPT_STRIDE)
 
 
 @compiled(inline=True)
 def _state(job, layer, slot):  # type: ignore[no-untyped-def]
-    """The state of a layer in a slot: the last inputs of the convolution, oldest first, then the memory."""
+    """The address of a layer's state in a slot: conv state (oldest input first), then memory."""
     return field(job, POOL_AT) + slot * field(job, STATE_BYTES) + layer * field(job, STATE_LAYER_BYTES)
 
 
 @compiled
 def keep_rows(tasks, job, counter, rows, layer):  # type: ignore[no-untyped-def]
-    """Keep what the steps read of each projected row."""
+    """Keep the part of each projected row that a scan reads."""
     channels, heads = field(job, CHANNELS), _heads_padded(job)
     one, minus_one = spread(np.float32(1)), spread(np.float32(-1))
     rates = field(job, RATES_AT) + 4 * heads * layer
@@ -144,7 +144,7 @@ def keep_rows(tasks, job, counter, rows, layer):  # type: ignore[no-untyped-def]
             return
         source, kept = field(job, QKV_AT) + row * field(job, QKV_STRIDE), _kept_row(job, layer, row)
         if field(job, RECURRENCE) == SHORT_CONV:
-            values = source + 8 * field(job, HIDDEN)  # behind the gates before and after
+            values = source + 8 * field(job, HIDDEN)  # after the two gates
             for k in range(0, channels, 16):
                 store(kept + 4 * k, multiply(load(source + 4 * k), load(values + 4 * k)))
             continue
@@ -163,7 +163,7 @@ def keep_rows(tasks, job, counter, rows, layer):  # type: ignore[no-untyped-def]
 
 @compiled
 def _list_inputs(job, layer, number, inputs):  # type: ignore[no-untyped-def]
-    """Addresses of the inputs that the convolution of a walk's row reads, oldest first; 0: nothing there."""
+    """List the addresses of the inputs that a row's convolution reads, oldest first; 0: zeros."""
     kernel, slot = field(job, CONV_KERNEL), load_int32(field(job, WALK_SLOTS_AT) + 4 * number)
     back = kernel - 1
     while back >= 0 and number >= 0:
@@ -171,7 +171,7 @@ def _list_inputs(job, layer, number, inputs):  # type: ignore[no-untyped-def]
         store_int64(inputs + 8 * back, _kept_row(job, layer, row))
         number = load_int32(field(job, WALK_PREVIOUS_AT) + 4 * number)
         back -= 1
-    before = kernel - 2  # of the state's inputs
+    before = kernel - 2  # index into the conv state
     while back >= 0:
         seen = _state(job, layer, slot) + 4 * field(job, CHANNELS) * before if slot >= 0 else 0
         store_int64(inputs + 8 * back, seen)
@@ -181,9 +181,9 @@ def _list_inputs(job, layer, number, inputs):  # type: ignore[no-untyped-def]
 
 @compiled
 def convolve_rows(tasks, job, counter, layer, scratch):  # type: ignore[no-untyped-def]
-    """The causal convolution of every row of the walks, some channels a task.
+    """The causal convolution of every row of the walks; a task is some channels.
 
-    Short convolutions are gated and done; the others are activated (SiLU).
+    A short convolution (LFM2) is gated and complete; other kinds apply SiLU.
     """
     channels, kernel = field(job, CHANNELS), field(job, CONV_KERNEL)
     weights = field(job, CONV_WEIGHTS_AT) + 4 * channels * kernel * layer
@@ -212,7 +212,7 @@ def convolve_rows(tasks, job, counter, layer, scratch):  # type: ignore[no-untyp
 
 @compiled
 def _step(job, layer, row, convolved, head, block, before, memory):  # type: ignore[no-untyped-def]
-    """What a row reads of BLOCK columns of a value head's memory, which it changes from `before`."""
+    """One scan step: update BLOCK columns of a value head's memory from `before`; returns M q."""
     key_dim, value_dim, heads = field(job, KEY_DIM), field(job, VALUE_DIM), field(job, VALUE_HEADS)
     key_heads = field(job, KEY_HEADS)
     key_head = head % key_heads if field(job, TILED_VALUES) else head // (heads // key_heads)
@@ -227,7 +227,7 @@ def _step(job, layer, row, convolved, head, block, before, memory):  # type: ign
         return update(before, memory, key, key + 4 * size, key_dim, decay, added)
     query, key = convolved + 4 * own, convolved + 4 * (size + own)
     value = load(convolved + 4 * (2 * size + place))
-    length = inverse_length(key, key_dim)  # keys and queries are divided by their lengths
+    length = inverse_length(key, key_dim)  # keys and queries are L2-normalized
     found = multiply(product(before, key, key_dim), spread(-decay * length))
     error = multiply(add(value, found), spread(strength * length))
     read = update(before, memory, key, query, key_dim, decay, error)
@@ -237,9 +237,9 @@ def _step(job, layer, row, convolved, head, block, before, memory):  # type: ign
 
 @compiled
 def _walk(job, layer, part, begin, end, nodes, scratch):  # type: ignore[no-untyped-def]
-    """Walk along the rows of a request, with BLOCK columns of a value head.
+    """Scan the rows of a request, with BLOCK columns of a value head.
 
-    The memory is changed in `scratch`, or where it is stored at the end.
+    The memory is updated in `scratch`, or where it is stored at the end.
     """
     heads, channels = field(job, VALUE_HEADS), field(job, CHANNELS)
     blocks, size = (field(job, VALUE_DIM) + BLOCK - 1) // BLOCK, 4 * BLOCK * field(job, KEY_DIM)
@@ -270,7 +270,7 @@ def _walk(job, layer, part, begin, end, nodes, scratch):  # type: ignore[no-unty
 
 @compiled
 def walk_rows(tasks, job, counter, layer, scratch):  # type: ignore[no-untyped-def]
-    """Walk along the rows of each request, BLOCK columns of a value head a task."""
+    """Scan the rows of each request; a task is BLOCK columns of a value head."""
     blocks = (field(job, VALUE_DIM) + BLOCK - 1) // BLOCK
     nodes = field(job, NODES_AT) + field(job, NODES_BYTES) * tasks[0]
     parts = field(job, VALUE_HEADS) * blocks
@@ -285,7 +285,7 @@ def walk_rows(tasks, job, counter, layer, scratch):  # type: ignore[no-untyped-d
 
 @compiled
 def _gather_heads(job, layer, row, mixed):  # type: ignore[no-untyped-def]
-    """What a row has read, all heads side by side, with the share of its input that a head passes on."""
+    """The scan's output of a row, all heads side by side, plus the skip connection (Mamba2's D)."""
     heads, width = field(job, VALUE_HEADS), field(job, VALUE_DIM)
     padded, passed = (width + BLOCK - 1) // BLOCK * BLOCK, field(job, PASSED_AT)
     reads = field(job, READS_AT) + 4 * heads * padded * row
@@ -320,7 +320,7 @@ def _norm_groups(job, layer, mixed):  # type: ignore[no-untyped-def]
 
 @compiled
 def finish_rows(tasks, job, counter, rows, layer):  # type: ignore[no-untyped-def]
-    """Norm and gate of what each row has read, into records."""
+    """Norm and gate the scan's output of each row, and write its records."""
     padded, width = field(job, MIXED_PADDED), field(job, HIDDEN)
     groups = padded // GROUP
     while True:
@@ -345,9 +345,9 @@ def finish_rows(tasks, job, counter, rows, layer):  # type: ignore[no-untyped-de
 
 @compiled
 def _store_inputs(job, layer, scratch):  # type: ignore[no-untyped-def]
-    """Store the last inputs of the convolution wherever a walk stores a state.
+    """Store the conv state wherever a walk stores a state.
 
-    Oldest first: within a slot they move to the front. A walk stores in its own slot at its end.
+    Oldest input first, because inputs of the same slot move to the front. A walk's own slot comes last.
     """
     channels = field(job, CHANNELS)
     for number in range(field(job, WALK_LENGTH)):
@@ -367,7 +367,7 @@ def _store_inputs(job, layer, scratch):  # type: ignore[no-untyped-def]
 
 @compiled
 def advance_states(control, tasks, job, counter, scratch):  # type: ignore[no-untyped-def]
-    """Move a request's state along the rows of one walk, in all layers."""
+    """Advance a request's state along the rows of one walk, in all layers."""
     layers, line = field(job, NUM_STATE_LAYERS), 64 * tasks[1]
     if field(job, RECURRENCE) != SHORT_CONV:
         for layer in range(layers):
@@ -386,7 +386,7 @@ def advance_states(control, tasks, job, counter, scratch):  # type: ignore[no-un
 
 @compiled
 def walk_layer(control, tasks, job, counter, layer, scratch):  # type: ignore[no-untyped-def]
-    """The recurrence of all rows of a pass, from what is kept of them."""
+    """The recurrence of all rows of a pass, from their kept inputs."""
     line = 64 * tasks[1]
     convolve_rows(tasks, job, counter, layer, scratch)
     barrier(control, tasks[1])

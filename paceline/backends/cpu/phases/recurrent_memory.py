@@ -1,6 +1,6 @@
-"""The memory of 16 columns of a value head, [key_dim][16] floats: what a row reads of it, and how it changes.
+"""The recurrent state (memory) of 16 columns of a value head, [key_dim][16] floats: update and output.
 
-Every sum is in a fixed order, so it has the same bits on every CPU.
+Every sum has a fixed order, so the bits are the same on every CPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.backends.cpu.primitives.simd import (
     sum_lanes,
 )
 
-BLOCK = 16  # columns of a memory that are walked together
+BLOCK = 16  # columns of a memory that are scanned together
 
 
 @compiled
@@ -78,7 +78,7 @@ def product(memory, vector, width):  # type: ignore[no-untyped-def]
 
 @compiled(inline=True)
 def _update_line(before, memory, key, query, decay, added, total):  # type: ignore[no-untyped-def]
-    """One line of `update`; returns `total` with what the query reads of it."""
+    """One line of `update`; returns `total` plus the line times the query."""
     value = fma(spread(load_float(key)), added, multiply(load(before), decay))
     store(memory, value)
     return fma(spread(load_float(query)), value, total)

@@ -1,8 +1,8 @@
-"""The phases that read and write the residual stream: embedding, norms, what blocks add to it, logits.
+"""The phases that read and write the residual stream: embedding, norms, addition of branches, logits.
 
-Attention and MLP add straight to the stream where nothing comes between. In models with norms after them,
-with a factor of what they add, or where both read the same norm, they write into a buffer, the branch, which
-is added row by row.
+Attention and MLP add their output directly to the stream if nothing comes between. In models with output
+norms, with a residual scale, or with attention and MLP in parallel, they write it to a buffer, the branch,
+which is added afterwards.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ from paceline.backends.cpu.primitives.rows import (
 from paceline.backends.cpu.primitives.simd import load_float, load_int32, load_int64, store_float
 from paceline.backends.cpu.tiles.weight_tile import GROUP
 
-LOGIT_COLUMNS = 4096  # of a task
+LOGIT_COLUMNS = 4096  # logits of a task
 
 
 @compiled
 def read_embedding(embedding, token, out):  # type: ignore[no-untyped-def]
-    """The embedding of a token, from the descriptor of the matrix of all."""
+    """Write the embedding of a token to `out`; `embedding` is the descriptor of the embedding matrix."""
     groups, size = load_int64(embedding + 16), load_int64(embedding + 32)
     read_matrix_row(load_int64(embedding), load_int64(embedding + 8), groups, size, token, out)
 
 
 @compiled
 def embed_rows(tasks, job, counter, rows, embedding):  # type: ignore[no-untyped-def]
-    """The embedding of each row's token into the residual stream."""
+    """Write the embedding of each row's token to the residual stream."""
     padded, factor = field(job, HIDDEN_PADDED), scale_of(job, EMBEDDING_SCALE)
     while True:
         row, _ = take(tasks, counter, rows, 1)
@@ -83,7 +83,7 @@ def embed_rows(tasks, job, counter, rows, embedding):  # type: ignore[no-untyped
 
 @compiled
 def norm_row(job, values, weight, out):  # type: ignore[no-untyped-def]
-    """Where the norm of a row is: `out`, or the row itself if the model lacks this norm (weight 0)."""
+    """The address of a row's norm: `out`, or the row itself if the model lacks this norm (weight 0)."""
     width, padded = field(job, HIDDEN), field(job, HIDDEN_PADDED)
     if weight == 0:
         return values
@@ -96,15 +96,15 @@ def norm_row(job, values, weight, out):  # type: ignore[no-untyped-def]
 
 @compiled
 def norm_weight(job, norm):  # type: ignore[no-untyped-def]
-    """The address of the weights of a norm: two of each layer, and the one before the LM head."""
+    """The address of the weights of norm number `norm`: two per layer, then the one before the LM head."""
     return load_int64(field(job, NORMS_AT) + 8 * norm)
 
 
 @compiled
 def normalize_rows(tasks, job, counter, rows, weight, gathered, scratch):  # type: ignore[no-untyped-def]
-    """Norm of the residual stream into records; of the rows that want logits only, if `gathered`.
+    """Write records of the norm of the residual stream; with `gathered`, only of rows that want logits.
 
-    A draft head gives back the states of the gathered rows.
+    A draft head returns the states of the gathered rows.
     """
     padded, state, records = field(job, HIDDEN_PADDED), field(job, STATE_AT), field(job, RECORDS_AT)
     states = field(job, STATES_AT) if gathered else 0
@@ -124,8 +124,7 @@ def normalize_rows(tasks, job, counter, rows, weight, gathered, scratch):  # typ
 
 @compiled
 def quantize_rows(tasks, job, counter, rows, width, gate_column):  # type: ignore[no-untyped-def]
-    """The attention's output, `width` floats, into records; with the sigmoid of what is at `gate_column`, if
-    that is not 0."""
+    """Write records of the attention output, `width` floats, gated if `gate_column` is not 0."""
     stride, groups = 4 * field(job, ATTENTION_PADDED), (width + GROUP - 1) // GROUP
     padded = groups * GROUP
     while True:
@@ -133,7 +132,7 @@ def quantize_rows(tasks, job, counter, rows, width, gate_column):  # type: ignor
         if row >= rows:
             return
         source = field(job, ATTENTION_AT) + stride * row
-        for column in range(width, padded):  # of another layer, whose heads are wider
+        for column in range(width, padded):  # left by a layer with wider heads
             store_float(source + 4 * column, np.float32(0))
         if gate_column != 0:
             gates = field(job, QKV_AT) + row * field(job, QKV_STRIDE) + 4 * gate_column
@@ -143,9 +142,9 @@ def quantize_rows(tasks, job, counter, rows, width, gate_column):  # type: ignor
 
 @compiled
 def add_branch(tasks, job, counter, rows, weight, scale, scratch):  # type: ignore[no-untyped-def]
-    """Add the branch of each row, normed and scaled as the model asks, to the residual stream.
+    """Add the branch of each row, normed and scaled, to the residual stream.
 
-    `weight` is the address of the norm's weights, `scale` that of a factor of the sum; 0: neither.
+    `weight` is the address of the output norm's weights, `scale` that of a factor of the sum; 0: none.
     """
     padded, factor = field(job, HIDDEN_PADDED), scale_of(job, RESIDUAL_SCALE)
     while True:
@@ -161,7 +160,7 @@ def add_branch(tasks, job, counter, rows, weight, scale, scratch):  # type: igno
 
 @compiled
 def norm_branch(tasks, job, counter, rows, weight):  # type: ignore[no-untyped-def]
-    """The norm of the branch of each row, in place."""
+    """Norm the branch of each row in place."""
     while True:
         row, _ = take(tasks, counter, rows, 1)
         if row >= rows:
@@ -172,13 +171,13 @@ def norm_branch(tasks, job, counter, rows, weight):  # type: ignore[no-untyped-d
 
 @compiled
 def has_raw_logits(job):  # type: ignore[no-untyped-def]
-    """Whether the LM head's outputs are not logits yet: they are scaled or capped."""
+    """Whether the LM head's outputs still have to be scaled or soft-capped."""
     return scale_of(job, LOGITS_SCALE) != np.float32(1) or scale_of(job, LOGITS_CAP) > 0
 
 
 @compiled
 def finish_logits(tasks, job, counter, rows, columns):  # type: ignore[no-untyped-def]
-    """The scale and the soft cap of logits [rows, columns], some columns a task."""
+    """Scale and soft-cap logits [rows, columns]; a task is some columns."""
     factor, cap = scale_of(job, LOGITS_SCALE), scale_of(job, LOGITS_CAP)
     parts = (columns + LOGIT_COLUMNS - 1) // LOGIT_COLUMNS
     while True:

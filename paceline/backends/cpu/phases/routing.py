@@ -1,4 +1,4 @@
-"""Which experts each row goes through, and their shares: the first phase of a mixture-of-experts layer."""
+"""Expert routing: the top-k experts of each row and their routing weights (`shares`)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PAIR = 16  # bytes of a pair in CHOICES: expert, index
 
 @compiled
 def route_rows(tasks, job, counter, rows, layer, scratch):  # type: ignore[no-untyped-def]
-    """Each row's experts and their shares: the best by a softmax of the router's scores, or by sigmoids."""
+    """Choose each row's experts and their weights, by softmax or sigmoid of the router's scores."""
     padded, experts = field(job, HIDDEN_PADDED), field(job, EXPERTS)
     weight = own_norm(job, layer, ROUTER_NORM)
     if weight == 0:
@@ -95,7 +95,7 @@ def _exponential(value, spare):  # type: ignore[no-untyped-def]
 
 @compiled
 def _softmax(scores, experts, top):  # type: ignore[no-untyped-def]
-    """Replace scores by exponentials of their distance to the largest; returns their sum."""
+    """Replace scores by exp(score - largest); returns their sum, the divisor."""
     total = np.float32(0)
     for expert in range(experts):
         value = _exponential(load_float(scores + 4 * expert) - top, scores + 4 * experts)
@@ -106,7 +106,7 @@ def _softmax(scores, experts, top):  # type: ignore[no-untyped-def]
 
 @compiled
 def _sigmoids(scores, experts):  # type: ignore[no-untyped-def]
-    """Replace scores by their sigmoids, which are shares as they are: the divisor is 1."""
+    """Replace scores by their sigmoids; returns the divisor 1."""
     one = np.float32(1)
     for expert in range(experts):
         grown = _exponential(-load_float(scores + 4 * expert), scores + 4 * experts)
@@ -116,8 +116,9 @@ def _sigmoids(scores, experts):  # type: ignore[no-untyped-def]
 
 @compiled
 def _choose(job, row, layer, scores, divisor):  # type: ignore[no-untyped-def]
-    """The best experts in descending order, ties to the lower expert, and their shares: scores / `divisor`,
-    or normalized to a sum of one."""
+    """Write the top-k experts, best first, ties to the lower index, and their weights.
+
+    A weight is score / `divisor`, or normalized so that a row's weights sum to one."""
     experts, chosen = field(job, EXPERTS), field(job, EXPERTS_PER_TOKEN)
     pairs, shares = field(job, CHOICES_AT) + PAIR * chosen * row, field(job, SHARES_AT) + 4 * chosen * row
     preferences = scores + 4 * (experts + 16)
@@ -125,7 +126,7 @@ def _choose(job, row, layer, scores, divisor):  # type: ignore[no-untyped-def]
     sum_of_chosen = np.float32(0)
     for rank in range(chosen):
         best, _ = _best_of(preferences, experts)
-        store_float(preferences + 4 * best, np.float32(-np.inf))  # taken
+        store_float(preferences + 4 * best, np.float32(-np.inf))  # not again
         share = load_float(scores + 4 * best)
         store_int64(pairs + PAIR * rank, best)
         store_float(shares + 4 * rank, share)
@@ -142,7 +143,7 @@ def _choose(job, row, layer, scores, divisor):  # type: ignore[no-untyped-def]
 
 @compiled
 def _best_of(values, count):  # type: ignore[no-untyped-def]
-    """The first index of the largest of some floats, and that float."""
+    """The argmax of some floats, ties to the lowest index, and the maximum."""
     best, largest = 0, np.float32(-np.inf)
     for index in range(count):
         value = load_float(values + 4 * index)
@@ -153,7 +154,7 @@ def _best_of(values, count):  # type: ignore[no-untyped-def]
 
 @compiled
 def _correct(job, layer, scores, divisor, preferences):  # type: ignore[no-untyped-def]
-    """Write the scores of all experts; corrections, if there are any, belong to scores / `divisor`."""
+    """Write score / `divisor` plus the score-correction bias, if there is one, of all experts."""
     experts, corrections = field(job, EXPERTS), field(job, CORRECTIONS_AT)
     for expert in range(experts):
         value = load_float(scores + 4 * expert)
@@ -164,9 +165,9 @@ def _correct(job, layer, scores, divisor, preferences):  # type: ignore[no-untyp
 
 @compiled
 def _prefer(job, layer, scores, divisor, preferences):  # type: ignore[no-untyped-def]
-    """What experts are chosen by: their corrected scores, of the best groups only.
+    """Write what experts are chosen by: corrected scores, -inf outside of the best groups.
 
-    A group is as good as its best experts together. Behind the preferences is room for each group's merit.
+    A group's merit is the sum of its best experts' scores. The merits follow the preferences in memory.
     """
     experts, groups = field(job, EXPERTS), field(job, EXPERT_GROUPS)
     _correct(job, layer, scores, divisor, preferences)
@@ -183,7 +184,7 @@ def _prefer(job, layer, scores, divisor, preferences):  # type: ignore[no-untype
     _correct(job, layer, scores, divisor, preferences)
     for _ in range(field(job, CHOSEN_GROUPS)):
         best, _ = _best_of(merits, groups)
-        store_float(merits + 4 * best, np.float32(np.nan))  # chosen; larger than nothing from now on
+        store_float(merits + 4 * best, np.float32(np.nan))  # chosen: NaN is never the largest
     for group in range(groups):
         if not math.isnan(load_float(merits + 4 * group)):
             for expert in range(size * group, size * (group + 1)):

@@ -1,4 +1,4 @@
-"""Tokens sampled right after the pass, by all threads: see Choices in backends/base.py."""
+"""Sampling by the threads of the pass, right after the LM head: see Choices in core/forward.py."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run_gumbel_argmax(logits, count, temperature, seed, position, token):  # typ
 
 @compiled
 def sixteen(logits, start, count):  # type: ignore[no-untyped-def]
-    """Sixteen of the `count` logits from `start` on; minus infinity after the last."""
+    """16 logits from `start` on; -inf beyond the last of `count`."""
     values = load(logits + 4 * start)
     return values if start + 16 <= count else keep_lanes(values, 0, count - start - 1)
 
@@ -74,7 +74,7 @@ def largest_of(logits, count):  # type: ignore[no-untyped-def]
 
 @compiled
 def first_index_of(logits, value):  # type: ignore[no-untyped-def]
-    """The first index of a value that is among the logits."""
+    """The first index of a value that occurs in the logits."""
     place = 0
     while load_float(logits + 4 * place) != value:
         place += 1

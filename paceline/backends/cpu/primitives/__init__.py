@@ -1,1 +1,1 @@
-"""What all kernels are made of: instruction sets, vectors, half floats, dot products, row operations."""
+"""The building blocks of all kernels: instruction sets, vectors, float16, dot products, row operations."""

@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 from paceline.backends.cpu_kernels import cache_folder
 from paceline.kernel_cache import c_function, jitted
 
-# emit(builder, arguments): write LLVM code at the builder's place
+# emit(builder, arguments): append LLVM IR at the builder's position
 Emit = Callable[[ir.IRBuilder, list[Any]], None]
 
 
@@ -26,9 +26,8 @@ def compiled(
 ) -> Any:
     """A numba function without the GIL and without bounds checks.
 
-    Only the functions called from Python are `cached` on disk, with all they call inside.
-    No fast-math: every float operation happens in the order it is written, which is what makes a
-    row's result independent of the rows beside it.
+    `cached`: stored on disk with everything that is inlined into it; for functions called from Python.
+    No fast-math: float operations happen in the order in which they are written. Batch invariance needs that.
     """
 
     def decorate(python_function: Callable[..., Any]) -> Any:
@@ -48,8 +47,8 @@ def compiled(
 def kernel(*arguments: Any) -> Callable[[Callable[..., Any]], Any]:
     """A C function of these numba types, cached on disk, for compiled code to call by its `.address`.
 
-    What is called by address is compiled once, alone. What is called by name is optimized again
-    inside every caller, and the register tiles are most of our code.
+    A function called by address is compiled once. Called by name it would be compiled again in every caller,
+    and the register tiles are most of the code.
     """
 
     def decorate(python_function: Callable[..., Any]) -> Any:
@@ -59,11 +58,11 @@ def kernel(*arguments: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def switch(keys: int, arguments: tuple[Any, ...], table: dict[tuple[int, ...], Emit]) -> Any:
-    """An intrinsic f(*keys, *arguments) that runs the code which the table emits for the given keys."""
+    """An intrinsic f(*keys, *arguments) that runs the code that `table` emits for these keys."""
     sizes = [max(key[index] for key in table) + 1 for index in range(keys)]
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        number = args[0]  # the keys as one number, so that LLVM makes a table of jumps
+        number = args[0]  # all keys as one number, so that LLVM makes a jump table
         for argument, size in zip(args[1:keys], sizes[1:], strict=True):
             number = builder.add(builder.mul(number, ir.Constant(number.type, size)), argument)
         end = builder.append_basic_block("end")
@@ -84,7 +83,7 @@ def switch(keys: int, arguments: tuple[Any, ...], table: dict[tuple[int, ...], E
 
 
 def make_intrinsic(name: str, signature: Any, codegen: Any) -> Any:
-    """A numba intrinsic of a fixed signature. Numba wants a Python function with named parameters."""
+    """A numba intrinsic with a fixed signature: numba needs a Python function with named parameters."""
     names = ", ".join(f"argument{index}" for index in range(len(signature.args)))
     scope: dict[str, Any] = {"answer": (signature, codegen)}
     exec(f"def {name}(typingctx, {names}):\n    return answer", scope)

@@ -1,13 +1,13 @@
-"""Dot products of int8 weights and activations, one way for each instruction set. All give the same integers.
+"""int8 dot products, an implementation for each instruction set; all give the same integers.
 
 A step adds, for n output columns at once, the dot product of 4 weights and 4 activations to the sums:
 
     step(builder, sums, weights: <4 n x i8> as [n columns][4 k], activations: <n x i32>) -> sums
 
-The sums are <n x i32>, or, of x86 without VNNI, <2 n x i16>: two for each column, of the even and odd pairs
-of k. Those of weights in 0..15 fit into 16 bits for a whole group of 32: 8 * 2 * 15 * 127 = 30,480; those of
+The sums are <n x i32>, or, on x86 without VNNI, <2 n x i16>: two for each column, of the even and odd pairs
+of k. With weights in 0..15 they fit into 16 bits for a whole group of 32: 8 * 2 * 15 * 127 = 30,480; with
 weights in 0..63 for two steps: 2 * 2 * 63 * 127 = 32,004. So a step is one multiply-add and an addition,
-where sums of 32 bits take two multiply-adds and an addition. The `finish` that widens them can scale them.
+where 32-bit sums take two multiply-adds and an addition. The `finish` that widens them can also scale them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llvmlite import ir
 
 from paceline.backends.cpu.primitives.emit import I8, I16, I32, I64, call, join, part, splat
 
-# emit(builder, address, index, kind: <n x i32> or <n x float>) -> word `index` at the address, in all lanes
+# emit(builder, address, index, kind: <n x i32> or <n x float>) -> word `index` at the address, broadcast
 EmitSpread = Callable[[ir.IRBuilder, Any, int, ir.VectorType], Any]
 # insert(builder, low, high, count) -> the low `count` bits of each byte of `low`, below those of `high`
 EmitInsert = Callable[[ir.IRBuilder, Any, Any, int], Any]
@@ -31,21 +31,21 @@ EmitFinish = Callable[[ir.IRBuilder, Any, Any], Any]
 
 @dataclass(frozen=True)
 class Dot:
-    """How the dot products of a group are summed up."""
+    """The steps that compute the dot products of a group."""
 
     step: EmitStep
     finish: EmitFinish | None = None  # None: the sums have 32 bits, and no scale
-    steps: int = 8  # that are summed up before `finish`
+    steps: int = 8  # summed before each `finish`
     pairs: bool = False  # the sums have 16 bits
 
     def zero(self, columns: int) -> ir.Constant:
-        """The sums of nothing."""
+        """The initial sums: zeros."""
         kind = ir.VectorType(I16, 2 * columns) if self.pairs else ir.VectorType(I32, columns)
         return ir.Constant(kind, [0] * kind.count)
 
 
 def spread_word(builder: ir.IRBuilder, address: Any, index: int, kind: ir.VectorType) -> Any:
-    """A load that fills all lanes."""
+    """Broadcast by a load that fills all lanes."""
     pointer = builder.inttoptr(builder.add(address, I64(4 * index)), kind.element.as_pointer())
     value = builder.load(pointer)
     value.align = 4
@@ -53,7 +53,7 @@ def spread_word(builder: ir.IRBuilder, address: Any, index: int, kind: ir.Vector
 
 
 def spread_lane(builder: ir.IRBuilder, address: Any, index: int, kind: ir.VectorType) -> Any:
-    """One lane of a load of 4 words. Arm's dots and multiplications read it there, so it costs nothing."""
+    """Broadcast by lane: Arm's dot products and multiplications read a lane of 4 words at no extra cost."""
     four = ir.VectorType(kind.element, 4)
     words = builder.load(builder.inttoptr(builder.add(address, I64(index // 4 * 16)), four.as_pointer()))
     words.align = 4
@@ -62,7 +62,7 @@ def spread_lane(builder: ir.IRBuilder, address: Any, index: int, kind: ir.Vector
 
 
 def by_parts(lanes: int, step: EmitStep) -> EmitStep:
-    """The step over all columns by an instruction that does `lanes` columns."""
+    """A step over all columns, from one over `lanes` columns."""
 
     def emit(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
         parts = []
@@ -81,19 +81,19 @@ def vnni(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> An
     return call(builder, name, sums.type, sums, builder.bitcast(weights, sums.type), activations)
 
 
-# The multiply-adds of AVX2 and AVX-512 by the number of columns: u8 x s8 to pairs, and pairs to columns
+# Multiply-adds of AVX2 and AVX-512 by the number of columns: u8 x s8 to pairs, and pairs to columns
 _PAIRS = {8: "llvm.x86.avx2.pmadd.ub.sw", 16: "llvm.x86.avx512.pmaddubs.w.512"}
 _COLUMNS = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}
 
 
 def _pairs(builder: ir.IRBuilder, unsigned: Any, signed: Any) -> Any:
-    """The sums of two products u8 x s8 each, in 16 bits: exact for u8 up to 129."""
+    """Sums of two products u8 x s8, in 16 bits: exact for u8 up to 129."""
     columns = signed.type.count // 4
     return call(builder, _PAIRS[columns], ir.VectorType(I16, 2 * columns), unsigned, signed)
 
 
 def add_pairs(builder: ir.IRBuilder, sums: Any, weights: Any, activations: Any) -> Any:
-    """A step of weights in 0..15, or 0..63, with sums of 16 bits."""
+    """A step with 16-bit sums, for weights in 0..15 or 0..63."""
     return builder.add(sums, _pairs(builder, weights, builder.bitcast(activations, weights.type)))
 
 
@@ -112,7 +112,7 @@ def scale_columns(builder: ir.IRBuilder, sums: Any, factors: Any) -> Any:
 
 
 def sum_products(builder: ir.IRBuilder, a: Any, b: Any) -> Any:
-    """Of <2 n x i16>, a * b of the even lanes plus that of the odd ones: <n x i32>."""
+    """For <2 n x i16>: a * b of each even lane plus a * b of the odd lane after it: <n x i32>."""
     wide = ir.VectorType(I32, a.type.count)
     products = builder.mul(builder.sext(a, wide), builder.sext(b, wide))
     undefined, half = ir.Constant(wide, ir.Undefined), ir.VectorType(I32, a.type.count // 2)

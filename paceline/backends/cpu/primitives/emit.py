@@ -1,4 +1,4 @@
-"""The LLVM code that kernels of every instruction set are made of: types, vectors, calls."""
+"""Helpers that emit LLVM IR for any instruction set: types, vectors, calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def part(builder: ir.IRBuilder, vector: Any, start: int, count: int) -> Any:
 
 
 def join(builder: ir.IRBuilder, parts: list[Any]) -> Any:
-    """One vector out of equal parts, a power of two of them."""
+    """The concatenation of vectors of equal length; their number is a power of two."""
     while len(parts) > 1:
         lanes = ir.Constant(ir.VectorType(I32, 2 * parts[0].type.count), list(range(2 * parts[0].type.count)))
         parts = [builder.shuffle_vector(a, b, lanes) for a, b in zip(parts[::2], parts[1::2], strict=True)]
@@ -37,7 +37,7 @@ def call(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: Any) -> 
 
 
 class _VolatileLoad(ir.instructions.LoadInstr):  # type: ignore[misc]
-    """A load that LLVM neither merges with another nor moves out of a loop."""
+    """A load that LLVM does not merge with others or move out of a loop."""
 
     def descr(self, buf: list[str]) -> None:
         parts: list[str] = []
@@ -46,7 +46,7 @@ class _VolatileLoad(ir.instructions.LoadInstr):  # type: ignore[misc]
 
 
 def load_as_written(builder: ir.IRBuilder, pointer: Any, kind: ir.Type) -> Any:
-    """The value at a pointer, by a load of its own: see Isa.single_loads."""
+    """The value at a pointer, by a separate load instruction: see Isa.single_loads."""
     value = _VolatileLoad(builder.block, pointer, typ=kind)
     value.align = 4
     builder._insert(value)

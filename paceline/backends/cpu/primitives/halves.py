@@ -1,4 +1,4 @@
-"""Half floats: read as float32, written to nearest, by instructions or, where a CPU lacks them, by bits."""
+"""Conversion between float16 and float32, by instructions or, on CPUs without them, by integer operations."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def _like(kind: Any, value: float) -> Any:
 
 
 def _half_bits_to_float(builder: ir.IRBuilder, bits: Any, ints_type: Any, floats_type: Any) -> Any:
-    """Float out of half bits without a half type: shift into place, rebias by a power of two."""
+    """IR: float32 from float16 bits without a half type: shift the bits, rebias by a power of two."""
     magnitude = builder.shl(builder.and_(bits, _like(ints_type, 0x7FFF)), _like(ints_type, 13))
     scaled = builder.fmul(builder.bitcast(magnitude, floats_type), _like(floats_type, 2.0**112))
-    # infinity and NaN have the largest exponent there is, which a multiplication does not reach
+    # infinity and NaN have the largest exponent, which the multiplication does not produce
     no_number = builder.icmp_unsigned(">=", magnitude, _like(ints_type, 0x7C00 << 13))
     exponent = builder.select(no_number, _like(ints_type, 0x7F800000), _like(ints_type, 0))
     sign = builder.shl(builder.and_(bits, _like(ints_type, 0x8000)), _like(ints_type, 16))
@@ -34,7 +34,7 @@ def _half_bits_to_float(builder: ir.IRBuilder, bits: Any, ints_type: Any, floats
 
 
 def float_to_half_bits(builder: ir.IRBuilder, value: Any, ints_type: Any) -> Any:
-    """IR: half bits out of a float without a half type, to nearest, ties to even."""
+    """IR: float16 bits from float32 without a half type, to nearest, ties to even."""
 
     def number(of: int) -> Any:
         return _like(ints_type, of)
@@ -45,7 +45,7 @@ def float_to_half_bits(builder: ir.IRBuilder, value: Any, ints_type: Any) -> Any
     odd = builder.and_(builder.lshr(magnitude, number(13)), number(1))
     rounded = builder.add(builder.add(magnitude, odd), number(0xFFF - (112 << 23)))
     normal = builder.lshr(rounded, number(13))
-    # below 2 ** -14: the sum with 0.5 is rounded to the lowest bit of a half, and holds it in its own
+    # below 2 ** -14: adding 0.5 rounds to the lowest bit of a subnormal half, and leaves it in the low bits
     shifted = builder.fadd(builder.bitcast(magnitude, value.type), _like(value.type, 0.5))
     tiny = builder.sub(builder.bitcast(shifted, ints_type), number(0x3F000000))
     payload = builder.and_(builder.lshr(magnitude, number(13)), number(0x3FF))

@@ -1,8 +1,8 @@
-"""Which dot-product instruction this CPU has, and what suits the kernels around it.
+"""The table of instruction sets (ISAs), and the one that kernels are compiled for.
 
-A kernel asks for one thing: for 8 or 16 output columns at once, add to as many int32 accumulators
-the dot product of 4 int8 weights and 4 int8 activations (dots.py). Every line of the table below answers
-with its own instruction; all give the same integers, and every kernel the same bits.
+Kernels need one operation: for 8 or 16 output columns at once, add the dot product of 4 int8 weights and 4
+int8 activations to int32 accumulators (dots.py). Every entry of the table implements it with its own
+instructions. All give the same integers, so kernels give the same bits on every CPU.
 
 The choice follows numba's own compile target. `PACELINE_ISA` sets a lower one (machine.py), and so do numba's
 `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES`; numba's cache never mixes them.
@@ -32,21 +32,21 @@ class Isa:
     name: str
     description: str
     family: str  # of CPUs: x86, arm, or "" for all
-    needs: frozenset[str]  # LLVM's names of the features it uses
+    needs: frozenset[str]  # LLVM's names of the CPU features it uses
     spread: EmitSpread
     dot_narrow: Dot  # weights in 0..15
     dot_wide: Dot  # weights of 8 bits, signed unless `offset_weights`
     dot_scaled: Dot | None  # weights in 0..63, with a scale for every 16; None: they are stored signed
-    product: Product | None = None  # of 16 rows and columns, by matrix instructions
+    product: Product | None = None  # 16 rows x 16 columns by matrix instructions (AMX)
     insert: dots.EmitInsert = dots.plain_insert
     offset_weights: bool = False  # 8-bit weights are stored as w + 128: the instruction wants them unsigned
-    columns: int = 16  # outputs of one tile: as many as their sums fit into registers
+    columns: int = 16  # outputs of one tile: as many as registers can hold the sums of
     tile_rows: int = 4  # rows of the largest register tile
-    unpack_rows: int = 0  # from as many rows on, weights are unpacked once for all of them; 0: never
-    unpacked_bytes: int = 1 << 18  # of unpacked tiles at once, of the L2 cache
+    unpack_rows: int = 0  # with this many rows or more, weights are unpacked once for all rows; 0: never
+    unpacked_bytes: int = 1 << 18  # of tiles that are unpacked together: a part of the L2 cache
     wide_registers: bool = False  # 16 lanes are one register, and there are 32 of them
     slow_conversion: bool = False  # int to float costs more than a float addition; not with `offset_weights`
-    single_loads: bool = False  # a load of two registers, which LLVM prefers, takes longer than two loads
+    single_loads: bool = False  # LLVM's load-pair instructions are slower than two loads
     native_half: bool = True  # half <-> float conversions are instructions
 
     @property
@@ -60,7 +60,7 @@ _SCALED_PAIRS = Dot(dots.add_pairs, dots.join_pairs, steps=2, pairs=True)
 
 
 def _scaled(step: dots.EmitStep) -> Dot:
-    """Sums of 32 bits, scaled after 16 k."""
+    """32-bit sums, scaled after every 16 k."""
     return Dot(step, dots.scale_columns, steps=4)
 
 
@@ -89,7 +89,7 @@ ISAS = {
             needs=_AVX512_VNNI.needs | {"amx-tile", "amx-int8"},
             product=products.AMX,
             unpack_rows=products.MATRIX_ROWS,
-            unpacked_bytes=1 << 20,  # half of L2: activations of a prompt, from L3, are read less often
+            unpacked_bytes=1 << 20,  # half of L2: a prompt's activations are read from L3 less often
         ),
         _AVX512_VNNI,
         Isa(
@@ -172,8 +172,8 @@ def target_features() -> frozenset[str]:
     """The CPU features numba compiles for, named as LLVM names them."""
     codegen = cpu_target.target_context.codegen()
     features = {name[1:] for name in codegen._tm_features.split(",") if name.startswith("+")}
-    # On Arm, LLVM's list of the host's features leaves dotprod out: it follows from the CPU's name, and
-    # only what LLVM makes of a dot product tells. To ask for `sdot` in vain would end the process.
+    # On Arm, LLVM's list of host features lacks dotprod, which follows from the CPU's name. So compile a dot
+    # product and look for `sdot` in the result: using an unsupported instruction would end the process.
     probe = binding.parse_assembly(_SUM_OF_PRODUCTS)
     if family(platform.machine()) == "arm" and "sdot" in codegen._tm.emit_assembly(probe):
         features.add("dotprod")
@@ -181,7 +181,7 @@ def target_features() -> frozenset[str]:
 
 
 def _allowed(features: frozenset[str]) -> frozenset[str]:
-    """The features without those of AMX, if the system does not let this process use them."""
+    """The features, without AMX if the operating system does not grant it to this process."""
     return features if request_amx() else features - {"amx-tile", "amx-int8"}
 
 
@@ -191,7 +191,7 @@ def usable(features: frozenset[str], machine: str) -> list[Isa]:
 
 
 def select(features: frozenset[str], machine: str, asked: str = "") -> Isa:
-    """The best instruction set for a machine with these LLVM features, which must be the one asked for."""
+    """The best instruction set for a machine with these LLVM features, or the one `asked` for by name."""
     best = usable(features, machine)[0]
     if asked == "":
         return best
@@ -200,7 +200,7 @@ def select(features: frozenset[str], machine: str, asked: str = "") -> Isa:
         raise ConfigError(f"{ISA_VARIABLE} is {asked!r}; use one of {', '.join(ISAS)}, or leave it out.")
     if name != asked:
         return emulated(ISAS[name])
-    # on Arm LLVM does not list all of the host's features, and nothing but the host's are compiled for
+    # on Arm LLVM's list of host features is incomplete, but kernels are only compiled for the host
     host = host_features() | (features if family(machine) == "arm" else frozenset())
     names = [isa.name for isa in usable(host, machine)]
     if asked not in names:
@@ -218,7 +218,7 @@ def select(features: frozenset[str], machine: str, asked: str = "") -> Isa:
 
 
 def emulated(isa: Isa) -> Isa:
-    """The same kernels with plain LLVM instead of the instructions: every machine can test them."""
+    """The same kernels with generic LLVM IR in place of the ISA's instructions, for tests on any machine."""
     wide = Dot(dots.plain_unsigned if isa.offset_weights else dots.plain)
     name, description = isa.name + EMULATED, f"{isa.description}, emulated"
     return replace(

@@ -1,8 +1,8 @@
 """Operations on one row: embedding, norm, quantization, RoPE, the MLP's activation, soft caps.
 
-Every function here reads and writes one row only, in a fixed order, so its result cannot depend on other
-rows. `records` are the quantized activations described in tiles.py, in blocks of 16 rows; the record of
-group g and row r of a block is at (g * record_stride(rows) + r) * size.
+Every function reads and writes a single row, in a fixed order, so its result cannot depend on other rows.
+`records` are the quantized activations described in weight_tile.py, in blocks of 16 rows; the record of group
+g and row r of a block is at (g * record_stride(rows) + r) * size.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from paceline.backends.cpu.primitives.simd import (
 )
 from paceline.backends.cpu.tiles.weight_tile import COLUMNS, FLOAT32, GROUP, INT4, INT4K, INT6K, INT8, RECORD
 
-ROW_BLOCK = 16  # rows whose records lie together: they meet some tiles before the next rows do
+ROW_BLOCK = 16  # rows whose records are contiguous: tiles are multiplied by these rows, then by the next 16
 
 # Activations of the MLP's gate, by ModelConfig.activation
 SILU, GELU_TANH, CLAMPED_SILU, RELU2 = 0, 1, 2, 3
@@ -57,7 +57,7 @@ def write_record(values, record, quantized):  # type: ignore[no-untyped-def]
         return
     largest = largest_magnitude(first, second)
     scale = largest / np.float32(127)
-    # below that the inverse would be infinite, and the values are nothing next to any other group
+    # below that the inverse would be infinite, and the values are negligible beside any other group
     inverse = spread(np.float32(127) / largest if largest > 1e-36 else np.float32(0))
     first_ints, second_ints = scaled_to_nearest(first, inverse), scaled_to_nearest(second, inverse)
     store_bytes(record, first_ints)
@@ -83,15 +83,16 @@ def scale_record(record, factor, quantized):  # type: ignore[no-untyped-def]
 
 @compiled(inline=True)
 def record_stride(rows):  # type: ignore[no-untyped-def]
-    """Records from one group to the next: odd, because at powers of two groups would share cache sets."""
+    """Records between two groups: odd, because groups a power of two apart map to the same cache sets."""
     return min(rows, ROW_BLOCK) | 1
 
 
 @compiled(inline=True)
 def record_block(records, row, rows, groups, quantized):  # type: ignore[no-untyped-def]
-    """Where the block that has `row` begins, in records of `rows` rows of `groups` groups.
+    """The address of the block with `row`, in records of `rows` rows of `groups` groups.
 
-    The records of a block lie together: a prompt's rows side by side would be a page for each group.
+    A block's records are contiguous: with all rows of a prompt side by side, each group would be on another
+    memory page.
     """
     return records + row // ROW_BLOCK * groups * record_stride(rows) * (RECORD if quantized else 4 * GROUP)
 
@@ -178,7 +179,7 @@ def soft_cap(values, cap, padded):  # type: ignore[no-untyped-def]
 
 @compiled
 def rotate(values, cosines, sines, half):  # type: ignore[no-untyped-def]
-    """Rope of one head in place: lanes i and i + half turn by the angle of frequency i."""
+    """RoPE of one head in place: lanes i and i + half are rotated by the angle of frequency i."""
     whole = half // 16 * 16
     for i in range(0, whole, 16):
         first, second = load(values + 4 * i), load(values + 4 * (i + half))
@@ -222,10 +223,10 @@ def gate_by_sigmoid(values, gates, padded):  # type: ignore[no-untyped-def]
 
 @compiled
 def gate(gates, ups, activation):  # type: ignore[no-untyped-def]
-    """The MLP's activation of 32 columns, in place of the gates: activation(gate) * up.
+    """activation(gate) * up of 32 columns, written over the gates.
 
-    All are gate * sigmoid(y) for some y: SiLU's is the gate, that of GELU by tanh a polynomial of it. But
-    the squared ReLU has no gate: it is that of the first values.
+    SiLU and GELU are gate * sigmoid(y): for SiLU y is the gate, for tanh-GELU a polynomial of it. Squared
+    ReLU has no gate: it applies to the first values.
     """
     for k in range(0, GROUP, 16):
         value, up = load(gates + 4 * k), load(ups + 4 * k)
@@ -250,7 +251,7 @@ def gate(gates, ups, activation):  # type: ignore[no-untyped-def]
 
 @compiled
 def _read_six_bits(bits, within):  # type: ignore[no-untyped-def]
-    """q - 32 of one of the 32 values of a group and column in the format int6k: see tiles.py."""
+    """q - 32 of one of the 32 values of a group and column in the format int6k: see weight_tile.py."""
     place = bits + within // 16 * 3 * 4 * COLUMNS + within % 4
     step, quant = within // 4 % 4, 0
     for index in range(3):
@@ -266,7 +267,7 @@ def _read_six_bits(bits, within):  # type: ignore[no-untyped-def]
 
 @compiled
 def read_matrix_row(address, weight_format, groups, size, row, out):  # type: ignore[no-untyped-def]
-    """Unpack row `row` of a packed matrix to floats: the embedding of a token."""
+    """Dequantize row `row` of a packed matrix: the embedding of a token."""
     tile, column = address + row // COLUMNS * size, row % COLUMNS
     for k in range(groups * GROUP):
         group, within = k // GROUP, k % GROUP

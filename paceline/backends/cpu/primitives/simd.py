@@ -1,7 +1,7 @@
-"""Vectors of 16 floats or ints as numba values, and the few scalar operations numba lacks.
+"""Vectors of 16 floats or ints as numba values, and the scalar operations that numba lacks.
 
-With these a kernel is ordinary Python that reads like the arithmetic it does. LLVM maps 16 lanes
-onto one 512-bit, two 256-bit or four 128-bit registers. Addresses are plain int64.
+With these, kernels are written as ordinary Python. LLVM maps 16 lanes onto one 512-bit, two 256-bit or four
+128-bit registers. Addresses are plain int64.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def store(builder, address, value):  # type: ignore[no-untyped-def]
 
 @operation(types.void, types.int64)
 def prefetch(builder, address):  # type: ignore[no-untyped-def]
-    """Ask for the cache line at an address, which will be read soon."""
+    """Prefetch the cache line at an address."""
     pointer = builder.inttoptr(address, I8.as_pointer())
     call(builder, "llvm.prefetch.p0", ir.VoidType(), pointer, I32(0), I32(3), I32(1))
 
@@ -263,7 +263,7 @@ def keep_lanes(builder, a, first, last):  # type: ignore[no-untyped-def]
 
 
 def _fold(builder: ir.IRBuilder, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
-    """One value out of 16 lanes by halving: a fixed order on every machine."""
+    """Reduce 16 lanes to one value by halving: a fixed order on every machine."""
     while vector.type.count > 1:
         half = vector.type.count // 2
         parts = [

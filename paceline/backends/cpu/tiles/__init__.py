@@ -1,1 +1,1 @@
-"""Register tiles: products of rows and packed weights."""
+"""Register tiles: matrix products of rows and packed weights."""

@@ -1,7 +1,7 @@
-"""Linear layers out of tiles: any number of rows, any range of tiles.
+"""Matrix products of any number of rows and any range of tiles, from register tiles.
 
-A tile unpacks its weights for each few rows again. Where Isa.unpack_rows says so, many rows meet tiles that
-were unpacked once into scratch memory.
+A register tile unpacks its weights again for every few rows. With Isa.unpack_rows rows or more, tiles are
+first unpacked to scratch memory, once for all rows.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _switch = switch(2, TILE_ARGUMENTS, tile_table())
 
 @kernel(types.int64, types.int64, *TILE_ARGUMENTS)
 def run_tile(weight_format, rows, weights, records, stride, groups, out, out_stride, bias, added, tiles):  # type: ignore[no-untyped-def]
-    """The tile of a format and a number of rows, or, for 0 rows, the tile unpacked to `out`."""
+    """Run the register tile of a format and number of rows; 0 rows: unpack the tile to `out`."""
     _switch(weight_format, rows, weights, records, stride, groups, out, out_stride, bias, added, tiles)
 
 
 _call_tile = caller(types.int64, types.int64, *TILE_ARGUMENTS)
 _LARGEST = TILE_ROWS[-1]
 _UNPACK_ROWS, _HAS_PRODUCTS = ISA.unpack_rows, ISA.product is not None
-_LINE = 64  # bytes before unpacked tiles, for their descriptor and the address of the packed one
+_LINE = 64  # bytes before unpacked tiles: their descriptor, and the address of the packed descriptor
 
 
 @compiled(inline=True)
 def unit_bytes(groups):  # type: ignore[no-untyped-def]
-    """The most scratch memory that `unpack_tiles` needs for 32 columns."""
+    """The bytes of scratch memory that `unpack_tiles` needs for 32 columns, at most."""
     return _LINE + groups * GROUP * UNPACKED6_BYTES
 
 
@@ -57,7 +57,8 @@ def unit_bytes(groups):  # type: ignore[no-untyped-def]
 def tiles_of_task(matrix, rows, threads, space):  # type: ignore[no-untyped-def]
     """How many tiles of a matrix a thread takes at once: an eighth of its share, at most 16.
 
-    Of tiles that are unpacked first, into `space` bytes of scratch memory, a quarter: so rows are read less.
+    If tiles are unpacked first, into `space` bytes of scratch memory, a quarter of its share, so that rows
+    are read less often.
     """
     tiles = load_int64(matrix + 24)
     if _UNPACK_ROWS == 0 or rows < _UNPACK_ROWS:
@@ -68,7 +69,7 @@ def tiles_of_task(matrix, rows, threads, space):  # type: ignore[no-untyped-def]
 
 @compiled
 def unpack_tiles(run_tile, matrix, first, last, rows, scratch):  # type: ignore[no-untyped-def]
-    """A matrix with the same tiles first..last: for many rows, one whose tiles are unpacked in scratch."""
+    """A matrix with the same tiles first..last: itself, or, for many rows, the tiles unpacked to scratch."""
     weight_format, groups = load_int64(matrix + 8), load_int64(matrix + 16)
     if weight_format in (INT4, INT4K):
         unpacked, size = UNPACKED4, groups * COLUMNS * UNPACKED4_BYTES
@@ -91,14 +92,14 @@ def unpack_tiles(run_tile, matrix, first, last, rows, scratch):  # type: ignore[
 
 @compiled
 def multiply_rows(run_tile, matrix, first, last, records, stride, count, out, out_stride, bias, added):  # type: ignore[no-untyped-def]
-    """The first `count` rows of the records times tiles first..last of a matrix, side by side at `out`.
+    """Multiply the first `count` rows of the records by tiles first..last of a matrix.
 
-    `run_tile` is the address of that kernel; two groups are `stride` records apart. Writes 16 floats a row
-    and tile, or adds them; see tiles.py for the last four arguments.
+    `run_tile` is the address of that kernel; two groups are `stride` records apart. Writes 16 floats per row
+    and tile to `out`, tile after tile, or adds them; see `emit_tile` of weight_tile.py for the last four.
     """
     largest, together = _LARGEST, 1  # rows and tiles of a call
     if _HAS_PRODUCTS and load_int64(matrix + 8) in (UNPACKED4, UNPACKED6):
-        if count % MATRIX_ROWS:  # of fewer rows, the packed tile
+        if count % MATRIX_ROWS:  # too few rows for the matrix unit: use the packed tile
             matrix = load_int64(matrix + DESCRIPTOR)
         else:
             largest, together = MATRIX_ROWS, last - first

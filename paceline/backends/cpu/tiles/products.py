@@ -1,8 +1,8 @@
-"""Products of 16 rows of int8 activations and 16 columns of int8 weights, by matrix instructions.
+"""int8 products of 16 rows and 16 columns by matrix instructions (AMX).
 
-AMX has 8 tile registers of up to 16 rows of 64 bytes; a thread first says which shapes they have. `tdpbssd`
-adds the products of a tile of activations, one row in each row, and a tile of weights, 4 k of 16 columns in
-each row: as unpacked weights are stored.
+AMX has 8 tile registers of up to 16 rows of 64 bytes, whose shapes a thread configures first. `tdpbssd`
+multiplies a tile of activations (one activation row per tile row) by a tile of weights (4 k of 16 columns per
+tile row, as unpacked weights are stored), and accumulates.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from paceline.backends.cpu.primitives.emit import I8, I32, I64, call
 
 MATRIX_ROWS = 16  # rows and columns of a product
 _TILE_ROW = 64  # bytes of a tile's row: 16 sums, or 4 weights of 16 columns
-# Tile registers: several, so that a product need not wait for the one before
+# Tile registers: several of each kind, so that consecutive products do not wait for each other
 _SUMS, _ACTIVATIONS, _WEIGHTS = range(4), range(4, 6), range(6, 8)
 
 
 @dataclass(frozen=True)
 class Product:
-    """How products of one depth, 32 or 16 k, are computed.
+    """The functions that emit products of a depth of 32 or 16 k.
 
     `multiply(builder, number, activations, stride, weights, depth, out)` writes int32 [16][16] to `out`.
     These are addresses; rows of activations are `stride` bytes apart, weights [depth / 4][16 columns][4 k].
-    Products that follow each other should differ in their `number`, 0 to 3.
+    Consecutive products should have different `number`s, 0 to 3.
     """
 
     multiply: Callable[[ir.IRBuilder, int, Any, int, Any, int, Any], None]

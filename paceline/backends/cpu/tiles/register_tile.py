@@ -1,6 +1,6 @@
-"""What the register tiles of all weight formats share: activation records, sums, dot products of a group.
+"""Tile: the base of register tiles of all weight formats. Emits loads, dot products of a group, and sums.
 
-See tiles.py for the formats, and for what a record is.
+See weight_tile.py for the formats and for activation records.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ COLUMNS = ISA.columns  # outputs of one tile
 GROUP = 32  # k per activation scale, and per weight scale of every format but float32
 RECORD = 48  # bytes of one row's quantized activations of one group
 UNPACKED4_BYTES = GROUP + 8  # of a group and column, unpacked: 4-bit weights, float scale and minimum
-UNPACKED6_BYTES = GROUP + 12  # 6-bit weights, floats: a quarter of each scale, the scale of both
-PREFETCH = 4096  # bytes the tiles read ahead
-NEAR_PREFETCH = 2048  # the same for few rows where the hardware reads far ahead itself
+UNPACKED6_BYTES = GROUP + 12  # 6-bit weights, floats: a quarter of each half's scale, the common scale
+PREFETCH = 4096  # bytes that tiles prefetch ahead
+NEAR_PREFETCH = 2048  # the same for few rows, where the hardware prefetcher reads far ahead
 
-# The words of a record behind the values
+# Words of a record after the values
 SCALE, SCALED_SUM, OFFSET, HALF_SUMS = 8, 9, 10, 11
 MAGIC_BITS = 0x4B400000
 _MAGIC = 1.5 * 2**23  # a float whose lowest bit is worth 1: adding an int to its bits adds it to the float
@@ -44,16 +44,17 @@ def load_at(builder: ir.IRBuilder, address: Any, kind: ir.Type, offset: int = 0)
 
 
 def _constant_in_memory(builder: ir.IRBuilder, name: str, value: ir.Constant) -> Any:
-    """A constant that LLVM must load where it is used."""
+    """A constant that LLVM must load from memory where it is used."""
     place = builder.module.globals.get(name) or cgutils.global_constant(builder, name, value)
     return load_as_written(builder, place, value.type)
 
 
 class Tile:
-    """Emits one tile; holds what the emitters of all formats share.
+    """Emits one register tile; the base for all formats.
 
-    Where registers are few, columns are done 8 at a time, and each weight meets all rows before
-    the next is read; where a register is 16 lanes wide, all weights of a group stay and meet row after row.
+    With few registers, columns are computed 8 at a time, and each weight is used for all rows before the next
+    is loaded. With 16-lane registers, all weights of a group stay in registers, and rows are computed one by
+    one.
     """
 
     def __init__(self, builder: ir.IRBuilder, rows: int, isa: Isa, args: list[Any]) -> None:
@@ -70,13 +71,13 @@ class Tile:
         for place in self.sums.values():
             builder.store(self.constant(self.floats, 0.0), place)
         self.prefetch_distance = self.distance()
-        self.keeps_weights = isa.single_loads and rows <= 2  # few rows leave registers for loaded weights
+        self.keeps_weights = isa.single_loads and rows <= 2  # few rows leave registers free
 
     def distance(self) -> Any:
-        """How many bytes ahead weights are asked for.
+        """How many bytes ahead weights are prefetched.
 
-        Where loads are written one by one: as a number that LLVM does not know, because from a base as far
-        as that it would compute the address of every single load.
+        With single_loads, a number that LLVM cannot see: otherwise it would use the prefetch address as base,
+        and compute the address of every load from it.
         """
         if not self.isa.single_loads:
             return _I64(PREFETCH)
@@ -84,14 +85,14 @@ class Tile:
         return _constant_in_memory(self.builder, f"prefetch_{bytes_ahead}", _I64(bytes_ahead))
 
     def prefetch(self, address: Any, size: int) -> None:
-        """Ask for the `size` bytes of weights that will be read later, in this tile or in the next."""
+        """Prefetch `size` bytes of weights that are read later, in this tile or the next."""
         builder, ahead = self.builder, self.builder.add(address, self.prefetch_distance)
         for line in range(0, size, 64):
             place = builder.inttoptr(builder.add(ahead, _I64(line)), I8.as_pointer())
             call(builder, "llvm.prefetch.p0", ir.VoidType(), place, I32(0), I32(3), I32(1))
 
     def prefetch_records(self, group: Any, ahead: int) -> None:
-        """Ask for the records of many rows `ahead` groups ahead: in a prompt they are not in L1."""
+        """Prefetch the records of many rows, `ahead` groups ahead: in a prompt they are not in L1."""
         builder = self.builder
         if self.rows > 2:
             place = self.record(builder.add(group, _I64(ahead)), 0)
@@ -109,17 +110,17 @@ class Tile:
             self.forget()
 
     def forget(self) -> None:
-        """Let nothing read so far be kept for later: reading it again is cheaper than a spilled register."""
+        """Make LLVM reload values instead of keeping them: a load is cheaper than spilling a register."""
         if not self.isa.wide_registers and not self.keeps_weights:
             self.builder.fence("seq_cst", "singlethread")
 
     def record(self, group: Any, row: int) -> Any:
-        """Where the record of a group and row lies."""
+        """The address of the record of a group and row."""
         records = self.builder.add(self.activations, self.builder.mul(group, self.group_stride))
         return self.builder.add(records, _I64(row * RECORD))
 
     def spread(self, group: Any, row: int, word: int, kind: ir.VectorType) -> Any:
-        """A word of a record, in all lanes."""
+        """A word of a record, broadcast to all lanes."""
         return self.isa.spread(self.builder, self.record(group, row), word, kind)
 
     def load_bytes(self, address: Any, offset: int) -> Any:
@@ -142,7 +143,7 @@ class Tile:
     def dots(
         self, group: Any, weights: Callable[[int], Any], dot: Dot, offset: bool
     ) -> Iterator[tuple[int, Any]]:
-        """Each row with its exact integer dot products of one group, as floats.
+        """(row, its exact integer dot products of one group, as floats), for each row.
 
         `weights(step)` emits the weights of 4 k; with `offset` they are w + 128.
         """
@@ -156,7 +157,7 @@ class Tile:
     def scaled_dots(
         self, group: Any, weights: Callable[[int], Any], dot: Dot, scales: Any
     ) -> Iterator[tuple[int, Any]]:
-        """Each row with its exact dot products of one group, times a scale for every 16 k, as floats.
+        """(row, its exact dot products of one group, times a scale for every 16 k, as floats), for each row.
 
         `weights(step)` are w + 32 for w in -32..31; `scales` are <2 n x i8>, two for each column. A product
         is at most 2 * 128 * 16 * 32 * 127 < 2 ** 24, so it is exact as a float, too.
@@ -184,9 +185,9 @@ class Tile:
     def signed_scaled_dots(
         self, group: Any, weights: Callable[[int], Any], scales: Sequence[Callable[[], Any]]
     ) -> Iterator[tuple[int, Any]]:
-        """As scaled_dots, for weights 4 w and functions that emit a quarter of the scales of each half.
+        """The same as `scaled_dots`, for weights 4 w and functions that emit a quarter of each half's scales.
 
-        All are floats here, and their products exact, too.
+        Scales are floats here; the products are exact, too.
         """
         totals: dict[int, Any] = {}
         dot = self.isa.dot_wide
@@ -208,7 +209,7 @@ class Tile:
         return self.builder.fsub(floats, self.constant(self.floats, _QUARTER_MAGIC + 32))
 
     def with_magic(self, numbers: Any, lanes: list[int], magic: int) -> Any:
-        """Bytes of a vector as the lowest ones of floats whose other bits are `magic`."""
+        """Bytes of a vector as the lowest bytes of floats whose other bits are `magic`."""
         count = numbers.type.count
         constants = ir.Constant(numbers.type, list(magic.to_bytes(4, "little")) * (count // 4))
         mask = [index for lane in lanes for index in (lane, count + 1, count + 2, count + 3)]
@@ -216,14 +217,14 @@ class Tile:
         return self.builder.bitcast(self.builder.shuffle_vector(numbers, constants, places), self.floats)
 
     def multiplier(self, factors: Any) -> Callable[[Any, int], Any]:
-        """A function of an address and an offset: the bytes there, of a part's columns, times the factors."""
+        """A function (address, offset) -> the bytes there, one per column of a part, times the factors."""
         builder, kind = self.builder, ir.VectorType(I8, self.width)
         if not self.isa.slow_conversion:
             return lambda address, offset: builder.fmul(
                 factors,
                 builder.sitofp(builder.zext(load_at(builder, address, kind, offset), self.ints), self.floats),
             )
-        # (magic + byte) * factor - magic * factor is exact; a sum that is loaded costs nothing, a copy would
+        # (magic + byte) * factor - magic * factor is exact; loading the accumulator is free, a copy is not
         place = cgutils.alloca_once(builder, self.floats)
         builder.store(builder.fmul(factors, self.constant(self.floats, -_MAGIC)), place)
 
@@ -241,7 +242,7 @@ class Tile:
         return self.builder.shuffle_vector(pairs, ir.Constant(pairs.type, ir.Undefined), every)
 
     def row_sets(self) -> list[list[int]]:
-        """Rows whose sums grow side by side; one by one where all weights of a group stay in registers."""
+        """Groups of rows that are computed together; single rows if all weights stay in registers."""
         every = list(range(self.rows))
         return [[row] for row in every] if self.isa.wide_registers else [every]
 
@@ -253,7 +254,7 @@ class Tile:
         steps: range,
         chains: dict[int, list[Any]],
     ) -> Iterator[tuple[int, Any]]:
-        """Each row with the sum of its chains after some steps of a group."""
+        """(row, the sum of its chains after some steps of a group), for each row."""
         for step in steps:
             if step == GROUP // 8:
                 self.forget()
@@ -266,19 +267,19 @@ class Tile:
             yield row, functools.reduce(self.builder.add, sums)
 
     def start(self, group: Any, row: int, dot: Dot, offset: bool) -> list[Any]:
-        """What the chains of additions start from."""
+        """The initial values of a row's chains of additions."""
         zero = dot.zero(self.width)
         if offset:  # weights are w + 128: start from -128 * sum of the activations
             first = self.spread(group, row, OFFSET, self.ints)
         else:
             first = zero
-            if self.isa.slow_conversion:  # copies of a register would take time from the dots; loads do not
+            if self.isa.slow_conversion:  # a load does not compete with dot products; a register copy does
                 magic = self.constant(self.ints, MAGIC_BITS)
                 first = _constant_in_memory(self.builder, f"magic_{self.width}", magic)
         return [first, zero] if self.isa.wide_registers else [first]  # two chains hide the latency of one
 
     def as_floats(self, numbers: Any) -> Any:
-        """Ints as floats; where conversion is slow, MAGIC_BITS was added to the ints before."""
+        """Ints as floats; where conversion is slow, MAGIC_BITS were added to the ints before."""
         if self.isa.slow_conversion:
             magic = self.constant(self.floats, _MAGIC)
             return self.builder.fsub(self.builder.bitcast(numbers, self.floats), magic)
@@ -325,17 +326,17 @@ class Tile:
 
     @contextmanager
     def unpacked_tiles(self, group_bytes: int, depth: int) -> Iterator[None]:
-        """Around the code of a tile of unpacked weights: bytes of a group and column, and k of a scale."""
+        """Wraps the code of an unpacked tile: bytes of a group and column, and the k that share a scale."""
         yield
 
     def unpacked_dots(self, group: Any, address: Any, start: int) -> Iterator[tuple[int, Any]]:
-        """Each row with its dot products of a group of unpacked weights, as floats."""
+        """(row, its dot products of a group of unpacked weights, as floats), for each row."""
         return self.dots(group, self.stored(address, start), self.isa.dot_wide, offset=False)
 
     def unpacked_scaled_dots(
         self, group: Any, address: Any, start: int, scales: Sequence[Callable[[], Any]]
     ) -> Iterator[tuple[int, Any]]:
-        """The same for weights 4 w, times four times the scales of each half."""
+        """The same for weights 4 w, with a quarter of the scales of each half."""
         return self.signed_scaled_dots(group, self.stored(address, start), scales)
 
     def stored(self, address: Any, start: int) -> Callable[[int], Any]:

@@ -1,6 +1,6 @@
-"""Tiles of weights that are unpacked once for many rows: how they are written, and multiplied by AMX.
+"""Weights that are unpacked once for many rows: the tile that writes them, and their products by AMX.
 
-Where there are no matrix instructions, the tiles of fewer rows in register_tile.py read them.
+Without matrix instructions, ordinary register tiles read the unpacked weights.
 """
 
 from __future__ import annotations
@@ -26,15 +26,12 @@ from paceline.backends.cpu.tiles.register_tile import (
     load_at,
 )
 
-AHEAD = 2  # products that are computed before the floats of one
-RING = 4  # products that are kept, 4 KB: loads wait for stores before them whose low 12 bits are the same
+AHEAD = 2  # products computed ahead of their use
+RING = 4  # products in the ring buffer, 4 KB: a load waits for an earlier store with the same low 12 bits
 
 
 class UnpackedTile(Tile):
-    """Writes the weights and scales of a tile to `out` as the tiles of unpacked formats read them.
-
-    Many rows then meet weights that were unpacked once.
-    """
+    """Unpacks a tile: writes its weights and scales to `out` in an unpacked format, to use for many rows."""
 
     def __init__(self, builder: ir.IRBuilder, isa: Isa, args: list[Any]) -> None:
         super().__init__(builder, 0, isa, args)
@@ -42,7 +39,7 @@ class UnpackedTile(Tile):
     def write(
         self, group: Any, start: int, weights: Callable[[int], Any], scales: list[Any], size: int
     ) -> None:
-        """The weights of a group and part of the columns, and floats of each column behind those."""
+        """Write the weights of a group and part of the columns, then the scales of each column as floats."""
         place = self.builder.add(self.out, self.builder.mul(group, I64(size * self.columns)))
         for step in range(GROUP // 4):
             self.store(place, 4 * (self.columns * step + start), weights(step))
@@ -75,17 +72,17 @@ class UnpackedTile(Tile):
         self.write(group, start, weights, [*floats, scale()], UNPACKED6_BYTES)
 
     def signed_by_four(self, weights: Callable[[int], Any], step: int) -> Any:
-        """4 w of weights w + 32: those in the upper bits, without the 128 that is too much."""
+        """4 w from stored w + 32: the upper bits, minus the 128 of the offset."""
         shifted = self.builder.shl(weights(step), self.constant(self.bytes, 2))
         return self.builder.xor(shifted, self.constant(self.bytes, 0x80))
 
 
 class MatrixTile(Tile):
-    """16 rows of unpacked weights by matrix instructions: an integer product for each group, or half of one.
+    """16 rows times unpacked weights by matrix instructions: one integer product per group or half group.
 
-    Products go through memory: float instructions cannot read the matrix unit's registers. What it stores can
-    be loaded only after the store has retired, so products are computed AHEAD of their use, also those of the
-    next tile: `tiles` tiles lie side by side.
+    Products go through memory, because float instructions cannot read the matrix unit's registers. A stored
+    product can be loaded only after the store has retired, so products are computed AHEAD of their use, also
+    across tile boundaries: `tiles` tiles are contiguous.
     """
 
     def __init__(self, builder: ir.IRBuilder, isa: Isa, args: list[Any]) -> None:
@@ -104,7 +101,7 @@ class MatrixTile(Tile):
     def unpacked_tiles(self, group_bytes: int, depth: int) -> Iterator[None]:
         self.group_bytes, self.depth, self.parts_of_group = group_bytes, depth, GROUP // depth
         builder = self.builder
-        with builder.goto_entry_block():  # not by `alloca_once`, which fills it with zeros
+        with builder.goto_entry_block():  # not `alloca_once`, which zero-initializes
             place = builder.alloca(ir.ArrayType(self.ints, RING * MATRIX_ROWS))
             place.align = 64
         self.ring = builder.ptrtoint(place, I64)
@@ -121,7 +118,7 @@ class MatrixTile(Tile):
         self.product.end(builder)
 
     def begin_tile(self, index: Any) -> None:
-        """Go on to a tile: its weights, its place in the output and its bias."""
+        """Start a tile: set its weights, its columns of the output and its bias."""
         builder, columns = self.builder, self.builder.mul(index, I64(4 * self.columns))
         self.groups_before = builder.mul(index, self.groups)
         self.weights = self.weights_of(self.groups_before)
@@ -132,12 +129,12 @@ class MatrixTile(Tile):
             builder.store(self.constant(self.floats, 0.0), place)
 
     def weights_of(self, group: Any) -> Any:
-        """Where the weights of a group lie, counted from the first tile's."""
+        """The address of the weights of a group, numbered from the first tile's first."""
         size = I64(self.group_bytes * self.columns)
         return self.builder.add(self.first_weights, self.builder.mul(group, size))
 
     def multiply(self) -> None:
-        """Compute the products of the next group; behind the last one, those of the last one again."""
+        """Compute the products of the next group; after the last one, the last one's again."""
         builder = self.builder
         number, group = builder.load(self.number), builder.load(self.next_group)
         last = builder.sub(builder.mul(self.tiles, self.groups), I64(1))
@@ -164,14 +161,14 @@ class MatrixTile(Tile):
         builder.store(builder.add(number, I64(1)), self.number)
 
     def place(self, number: Any, part: int) -> Any:
-        """Where the product of a group, counted from the first tile's, or a half of it, lies."""
+        """The address of the product of a group or half group, numbered from the first tile's first."""
         index = self.builder.and_(number, I64(RING // self.parts_of_group - 1))
         size = 4 * self.columns * MATRIX_ROWS
         offset = self.builder.mul(index, I64(self.parts_of_group * size))
         return self.builder.add(self.ring, self.builder.add(offset, I64(part * size)))
 
     def products_of(self, group: Any) -> list[Any]:
-        """Where the products of a group of this tile lie; the next ones are begun."""
+        """The addresses of the products of a group of this tile; starts the next products."""
         self.multiply()
         number = self.builder.add(self.groups_before, group)
         return [self.place(number, part) for part in range(self.parts_of_group)]
@@ -195,4 +192,4 @@ class MatrixTile(Tile):
         return self.builder.sitofp(ints, self.floats)
 
     def finish(self) -> None:
-        """Nothing: `unpacked_tiles` finished each tile."""
+        """Does nothing: `unpacked_tiles` has finished each tile."""

@@ -1,17 +1,18 @@
-"""The register tile: `rows` activation rows times C weight columns, the heart of every linear layer.
+"""Register tiles of all weight formats: a few rows of activations times C columns of weights.
 
-C is 16, or 8 where more sums than that do not fit into the registers. Weights are stored in the order
-the tile reads them, one sequential stream per C columns:
+C is 16, or 8 where registers cannot hold more sums. Weights are stored in the order in which a tile reads
+them, one sequential stream per C columns:
 
     int8    per group of 32 k: [8][C columns][4 k] bytes, then C half scales
     int4    per group of 32 k: [4][C columns][4 k] bytes, low nibble k, high nibble k + 16,
             then C half scales and C half minimums (Q4_0 and Q4_1 exactly as published)
     int4k   per 256 k: 8 such groups of nibbles, then C half `d`, C half `dmin`,
             8 x C byte scales, 8 x C byte minimums (Q4_K exactly as published)
-    int6k   per 256 k: 8 groups of [2][3][C columns][4 k] bytes: of 4 steps of 4 k, three have their 6 bits in
-            a byte each, and in its upper bits 2 of the fourth's, from the lowest on; then C half `d`,
-            8 x C x 2 signed byte scales, of 16 k each (Q6_K exactly as published: w = d * scale * (q - 32)).
-            Where weights must be signed: q - 32 in 6 bits, and the bytes rotated left by 2, which gives 4 w
+    int6k   per 256 k: 8 groups of [2][3][C columns][4 k] bytes for 4 steps of 4 k: each of the first three
+            steps has its 6 bits in a byte, whose upper 2 bits are bits of the fourth step, lowest first; then
+            C half `d`, 8 x C x 2 signed byte scales, of 16 k each (Q6_K exactly as published:
+            w = d * scale * (q - 32)). Where the instruction needs signed weights: q - 32 in 6 bits, and the
+            bytes rotated left by 2, which gives 4 w
     float32 per k: C floats
 
 Two more formats exist in scratch memory only (Isa.unpack_rows), for many rows:
@@ -19,16 +20,16 @@ Two more formats exist in scratch memory only (Isa.unpack_rows), for many rows:
     unpacked4  per group of 32 k: [8][C columns][4 k] bytes, C float scales, C float minimums
     unpacked6  the same bytes with 4 w, a quarter of C float scales of each 16 k, C float `d`
 
-Activations are stored as [K / 32][rows][record], so that all rows of a group lie together; a record is
+Activations are stored as [K / 32][rows][record], so that all rows of a group are contiguous; a record is
 
     32 int8 values | float scale | float scale * sum of the values | int32 -128 * sum |
-    int16 -sum of the first 16 | int16 -sum of the others
+    int16 -sum of the first 16 | int16 -sum of the last 16
 
 (for float32 weights: 32 floats).
 
-Integer sums within a group are exact, and the groups are added in the order of k by one chain of
-fused multiply-adds per output. So an output's bits depend on its own row alone, whatever the
-number of rows in the tile: the tiles of 1 and of 8 rows are the same function of a row.
+Integer sums within a group are exact, and groups are added in the order of k by one chain of fused
+multiply-adds per output. So an output's bits depend on its own row alone, not on the number of rows in the
+tile.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def _emit_int8(tile: Tile) -> None:
 
 
 def _nibbles(tile: Tile, address: Any, start: int) -> Callable[[int], Any]:
-    """The weights of each step of 4 k: low nibbles are the first half of the k, high ones the second."""
+    """The weights of each step of 4 k: low nibbles are the first half of the k, high nibbles the second."""
     builder, half = tile.builder, GROUP // 8
     stored = tile.stored(address, start)
     if tile.keeps_weights:
@@ -153,7 +154,7 @@ def _emit_int4k(tile: Tile) -> None:
 
 
 def _six_bits(tile: Tile, address: Any, start: int) -> Callable[[int], Any]:
-    """The weights of each step of 4 k: three as they are stored, the fourth out of the bits beside those."""
+    """The weights of each step of 4 k: three as stored, the fourth from the upper bits of those."""
     builder, stored = tile.builder, cache(tile.stored(address, start))
 
     def weights(step: int) -> Any:
@@ -252,7 +253,7 @@ TILE_ARGUMENTS = (types.int64,) * 9
 
 
 def tile_table(isa: Isa = ISA) -> dict[tuple[int, ...], Emit]:
-    """The code of all tiles by format and number of rows; 0 rows: the code that unpacks a tile."""
+    """{(format, rows): the code of the register tile}; 0 rows: the code that unpacks a tile."""
     keys = [(name, rows) for name in FORMAT_NAMES for rows in TILE_ROWS]
     table: dict[tuple[int, ...], Emit] = {key: emit_tile(*key, isa) for key in keys}
     for name, unpacked in UNPACKED_FORMATS.items() if isa.unpack_rows else ():
@@ -263,16 +264,16 @@ def tile_table(isa: Isa = ISA) -> dict[tuple[int, ...], Emit]:
 
 
 def emit_unpacking(weight_format: int, isa: Isa = ISA) -> Emit:
-    """The code that writes a tile of a format as one of its unpacked format, to `out`."""
+    """The code that unpacks a tile of this format to `out`."""
     return lambda builder, arguments: _EMITTERS[weight_format](UnpackedTile(builder, isa, arguments))
 
 
 def emit_tile(weight_format: int, rows: int, isa: Isa = ISA) -> Emit:
-    """The code of a tile, for arguments that are addresses or counts.
+    """The code of a register tile. Its arguments (TILE_ARGUMENTS) are addresses and counts.
 
-    It writes `rows` x 16 floats to `out`, whose rows are `out_stride` bytes apart, or adds them there
-    if `added` is not 0; `bias` is the address of 16 floats to add to every row, or 0. By matrix instructions,
-    of `tiles` tiles side by side; the others do one.
+    It writes `rows` x 16 floats to `out`, whose rows are `out_stride` bytes apart, or adds them there if
+    `added` is not 0; `bias` is the address of 16 floats to add to every row, or 0. The code with matrix
+    instructions computes `tiles` contiguous tiles, all other code one.
     """
 
     def emit(builder: ir.IRBuilder, arguments: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The LoRA adapters of a model, as the compiled pass reads them: see low_rank.py."""
+"""AdapterTables: a model's LoRA adapters in the layout of the compiled pass (see low_rank.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.models.lora import Adapter
 
 
 class AdapterTables:
-    """Adapters by name, and which rows of a pass have them."""
+    """The table of each adapter by name, and the adapter of each row of a pass."""
 
     def __init__(self, adapters: Sequence[Adapter], workspace: Workspace) -> None:
         self._workspace, self._job = workspace, workspace.job
@@ -31,14 +31,14 @@ class AdapterTables:
         self._job[fields.LOW_AT], self._job[fields.LOW_RANK] = address_of(self._low), rank
 
     def begin_pass(self, batch: ForwardBatch) -> None:
-        """Tell the job which rows have an adapter."""
+        """Set each row's adapter in the job."""
         tables = [address_of(self.tables[name]) if name else 0 for name in batch.adapters]
         self._job[fields.ROW_ADAPTERS_AT] = address_of(self._rows) if any(tables) else 0
         if tables:
             self._rows[: batch.num_rows] = np.repeat(tables, np.diff(batch.row_offsets))
 
     def _table(self, adapter: Adapter) -> npt.NDArray[np.int64]:
-        """The lines of an adapter: [layers * matrices of a layer, 3]."""
+        """The table of an adapter: [layers * matrices of a layer, 3]."""
         names = matrix_names(self._workspace.config)[:-2]  # without embedding and LM head
         table = np.zeros((len(names), LINE // 8), dtype=np.int64)
         for number, name in enumerate(names):
@@ -51,7 +51,7 @@ class AdapterTables:
         return table
 
     def _padded(self, lines: npt.NDArray[np.float32], width: int) -> int:
-        """The address of these lines, each with zeros up to `width`."""
+        """The address of these rows, zero-padded to `width`."""
         padded = aligned_zeros((len(lines), width), np.float32)
         padded[:, : lines.shape[1]] = lines
         self._kept.append(padded)

@@ -1,11 +1,12 @@
-"""The matrices of latent attention (MLA) as the compiled pass multiplies them: one for each head, stacked.
+"""The per-head matrices of latent attention (MLA), W_uk and W_uv, stacked for the compiled pass.
 
-A file has W_uk and W_uv of all heads in one matrix, kv_b_proj [heads * (nope + value), rank]. A pass reads
+Checkpoints have W_uk and W_uv of all heads in one matrix, kv_b_proj [heads * (nope + value), rank]. A pass
+reads
 
     to_latents    of each head [padded rank, nope]: W_uk transposed
     to_values     of each head [padded value, rank]
 
-both with zeros up to whole groups of 32 rows, so that a head's results are whole groups too.
+both zero-padded to whole groups of 32 rows, so that a head's results are whole groups too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _ATTENTION = "model.layers.{}.self_attn."
 
 @dataclass(frozen=True)
 class HeadMatrices:
-    """The matrices of all heads below each other, made of kv_b_proj; implements checkpoint.Tensor."""
+    """The stacked matrices of all heads, made from kv_b_proj; implements checkpoint.Tensor."""
 
     tensor: Tensor
     heads: int
@@ -46,7 +47,7 @@ class HeadMatrices:
 
     @property
     def stored(self) -> Stored:
-        """What the file holds of it."""
+        """How the file stores it."""
         return self.tensor.stored
 
     def float32(self) -> npt.NDArray[np.float32]:
@@ -68,7 +69,7 @@ class HeadMatrices:
 
 
 def input_names(latent: LatentConfig, layer: int) -> list[str]:
-    """The matrices of a layer that read the norm before it."""
+    """The names of a layer's matrices that read its input norm."""
     query = "q_a_proj" if latent.query_rank else "q_proj"
     return [f"{_ATTENTION.format(layer)}{name}.weight" for name in (query, "kv_a_proj_with_mqa")]
 
@@ -85,13 +86,13 @@ def latent_names(config: ModelConfig) -> list[str | None]:
 
 
 def norm_names(config: ModelConfig) -> list[str]:
-    """The norms of the latents of queries and of keys, layer by layer."""
+    """The names of the norms of query and KV latents, layer by layer."""
     norms = ("q_a_layernorm", "kv_a_layernorm")
     return [f"{_ATTENTION.format(i)}{name}.weight" for i in range(config.num_layers) for name in norms]
 
 
 def with_head_matrices(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a model and, if it has latent attention, the matrices of its heads."""
+    """The tensors of a model and, if it has latent attention, its stacked per-head matrices."""
     latent, made = config.latent, dict[str, Tensor]()
     for layer in range(config.num_layers if latent else 0):
         assert latent is not None

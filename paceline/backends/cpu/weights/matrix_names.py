@@ -11,7 +11,7 @@ LAYER = "model.layers.{}."
 
 
 def mixer_names(config: ModelConfig, layer: int) -> list[str | None]:
-    """The matrices of a layer that read the norm before its mixer, then those of what it adds."""
+    """The names of a layer's mixer matrices: those that read the input norm, then the output projections."""
     prefix, inputs, outputs = LAYER.format(layer), list[str | None](), list[str | None]([None, None])
     if layer in config.attending_layers:
         attention, shape = [*"qkv", "gate"] if config.attention_gate else [*"qkv"], config.shape_of(layer)
@@ -27,14 +27,14 @@ def mixer_names(config: ModelConfig, layer: int) -> list[str | None]:
 
 
 def bias_name(name: str | None) -> str:
-    """The bias of a matrix."""
+    """The name of a matrix's bias."""
     return (name or "").replace(".weight", ".bias")
 
 
 def matrix_names(config: ModelConfig) -> list[str | None]:
     """Tensor names in the order of the descriptor table of job.py.
 
-    Where a layer has experts, its MLP is the one that all rows share, or None.
+    In a layer with experts, the MLP is the shared expert, or None.
     """
     sparse = config.moe.layers if config.moe else frozenset()
     shared = "mlp.shared_experts" if config.moe and config.moe.shared_intermediate_size else None
@@ -51,7 +51,7 @@ def matrix_names(config: ModelConfig) -> list[str | None]:
 
 
 def layer_input_names(config: ModelConfig) -> list[str]:
-    """The matrices of the second embedding, in the order of layer_inputs.py."""
+    """The names of the matrices of per-layer embeddings, in the order of layer_inputs.py."""
     names = ["model.per_layer_model_projection.weight", "model.embed_tokens_per_layer.weight"]
     for layer in range(config.num_layers if config.per_layer_input else 0):
         prefix = LAYER.format(layer)
@@ -60,7 +60,7 @@ def layer_input_names(config: ModelConfig) -> list[str]:
 
 
 def _mlp_parts(config: ModelConfig) -> tuple[str, str, str]:
-    """The matrices of an MLP: gate, up and down; without a gate, the second is not read."""
+    """The names of an MLP's matrices: gate, up, down. In an MLP without a gate the second is not read."""
     return ("gate_proj" if config.is_gated else "up_proj", "up_proj", "down_proj")
 
 

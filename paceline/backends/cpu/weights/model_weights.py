@@ -1,4 +1,4 @@
-"""The weights of a model as the compiled pass reads them: packed matrices and tables, by address."""
+"""ModelWeights: a model's weights in the layout of the compiled pass, and their addresses in the job."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ _FIRST_NORM = "input_layernorm"
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The next multiple."""
+    """`value` rounded up to a multiple."""
     return -(-value // multiple) * multiple
 
 
 class ModelWeights:
-    """What a pass reads of a model, and the job with its addresses."""
+    """Packed matrices and tables of a model, and the job with their addresses."""
 
     def __init__(
         self, checkpoint: Checkpoint, quantization: str, threads: int, packed: Mapping[str, PackedMatrix]
     ) -> None:
-        """`packed` are matrices already packed by another model, by their names in this one."""
+        """`packed`: matrices that another model has packed already, by their names in this one."""
         self.config = checkpoint.config
         self._tensors = checkpoint.tensors
-        self._kept: list[npt.NDArray[np.generic]] = []  # keeps alive what the job's addresses point into
+        self._kept: list[npt.NDArray[np.generic]] = []  # keeps alive the memory at the job's addresses
         self.job = np.zeros(fields.JOB_SIZE, dtype=np.int64)
-        self.buffer_bytes = 0  # of what passes write; the system takes memory for it when they first do
+        self.buffer_bytes = 0  # of buffers that passes write; the OS allocates their memory on first write
         self.hidden = round_up(self.config.hidden_size, GROUP)
         self._matrices = _pack_matrices(checkpoint, quantization, threads, packed)
         self._norms = [self._norm(name) for name in self._norm_names()]  # addresses, the LM head's last
@@ -97,9 +97,9 @@ class ModelWeights:
         return self._keep(buffer)
 
     def _vectors(self, names: list[str], width: int) -> npt.NDArray[np.float32]:
-        """Vectors, or matrices row by row, below each other, padded with zeros to `width`.
+        """The named vectors (or rows of matrices) stacked and zero-padded to `width`.
 
-        A vector of zeros for each tensor that the model lacks.
+        A tensor that the model lacks gives a vector of zeros.
         """
         known = self._tensors
         rows = [np.atleast_2d(known[name].float32()) if name in known else np.zeros((1, 0)) for name in names]
@@ -142,7 +142,7 @@ class ModelWeights:
         return [*names, "model.norm.weight"]
 
     def _mixer_biases(self) -> tuple[int, int]:
-        """The addresses of the biases of what mixers read and give, a line for each layer."""
+        """The addresses of the biases of the mixers' input and output projections, a line for each layer."""
         layers = range(self.config.num_layers)
         inputs = np.zeros((len(layers), self.inputs_width), dtype=np.float32)
         outputs = np.zeros((len(layers), self.hidden), dtype=np.float32)
@@ -156,13 +156,13 @@ class ModelWeights:
         return self._keep(inputs), self._keep(outputs)
 
     def _input_widths(self, layer: int) -> list[int]:
-        """Columns of what a layer's mixer reads in the pass's buffer, each padded as its matrix is."""
+        """The padded output widths of a layer's mixer projections, in the order of the pass's buffer."""
         names = mixer_names(self.config, layer)[: fields.INPUTS]
         return [round_up(self._matrices[name].rows, GROUP) if name else 0 for name in names]
 
     @property
     def inputs_width(self) -> int:
-        """Columns of the widest layer; a recurrence also reads the rest of its last vector, behind them."""
+        """Columns of that buffer: the widest layer's, plus the rest of a recurrence's last vector load."""
         slack = GROUP if self.config.recurrent else 0
         widths = [self._input_widths(layer) for layer in range(self.config.num_layers)]
         for layer, shape in enumerate(self.config.layer_shapes):
@@ -176,7 +176,7 @@ class ModelWeights:
         return max([self.config.head_dim, *(shape.head_dim for shape in self.config.layer_shapes)])
 
     def _table(self, values: list[int]) -> int:
-        """The address of a number for each layer."""
+        """The address of a table with one number per layer."""
         return self._keep(np.array(values, dtype=np.int64))
 
     @property
@@ -185,7 +185,7 @@ class ModelWeights:
         return self.config.norm_placement == "parallel"
 
     def _set_blocks(self) -> None:
-        """What the model has beyond llama: factors, caps, norms after attention and MLP, sinks."""
+        """Set what differs from llama: scales, caps, output norms of attention and MLP, attention sinks."""
         config, job = self.config, self.job
         scales = {
             fields.SCORE_SCALE: config.attention_scale or 1.0 / math.sqrt(config.head_dim),
@@ -215,7 +215,7 @@ class ModelWeights:
             job[fields.SINKS_AT] = self._keep(sinks)
 
     def _set_layer_inputs(self, inputs: PerLayerInput) -> None:
-        """Norms and matrices of the second embedding."""
+        """Set the norms and matrices of per-layer embeddings."""
         first = self._norm("model.per_layer_projection_norm.weight", inputs.size)
         norms = [self._norm(name) for name in self._layer_names("post_per_layer_input_norm.weight")]
         self.job[fields.INPUT_SIZE], self.job[fields.INPUT_NORMS_AT] = (
@@ -241,7 +241,7 @@ class ModelWeights:
         return np.array(lines, dtype=np.int64)
 
     def _set_experts(self, moe: MoeConfig) -> None:
-        """The routers and experts of the layers that have them; zeros in the others."""
+        """Set the routers and experts of the layers that have them; zeros for the others."""
         job, layers = self.job, range(self.config.num_layers)
         job[fields.EXPERTS], job[fields.EXPERTS_PER_TOKEN] = moe.num_experts, moe.experts_per_token
         job[fields.EXPERT_WIDTH] = round_up(moe.intermediate_size, GROUP)
@@ -274,7 +274,7 @@ class ModelWeights:
             job[fields.EXPERT_BIASES_AT] = self._expert_biases(moe)
 
     def _own_norms(self, moe: MoeConfig) -> int:
-        """The addresses of OWN_NORMS norms of each layer, zeros where there are no experts."""
+        """The address of a table of OWN_NORMS norms per layer, zeros in layers without experts."""
         names = ("mlp.experts_norm", "mlp.experts_output_norm", "mlp.shared_output_norm")
         table = np.zeros((self.config.num_layers, fields.OWN_NORMS), dtype=np.int64)
         for layer in moe.layers:
@@ -288,14 +288,14 @@ class ModelWeights:
         return self._keep(table)
 
     def _of_experts(self, moe: MoeConfig, name: str, shape: tuple[int, int]) -> int:
-        """The address of a tensor of each layer with experts, padded to this shape."""
+        """The address of the named tensor of all layers, padded to this shape; zeros without experts."""
         table = np.zeros((self.config.num_layers, *shape), dtype=np.float32)
         for layer in moe.layers:
             table[layer] = self._vectors([LAYER.format(layer) + name], shape[1])
         return self._keep(table)
 
     def _expert_biases(self, moe: MoeConfig) -> int:
-        """The address of the biases of gate, up and down of every expert, each padded as its matrix is."""
+        """The address of every expert's biases of gate, up and down, padded as their matrices are."""
         width = round_up(moe.intermediate_size, GROUP)
         table = np.zeros((self.config.num_layers, moe.num_experts, 2 * width + self.hidden), dtype=np.float32)
         for layer in moe.layers:
@@ -305,12 +305,12 @@ class ModelWeights:
         return self._keep(table)
 
     def _descriptors(self, names: list[str | None]) -> int:
-        """The table of these matrices; a line of zeros where there is none."""
+        """The address of the descriptors of these matrices; a line of zeros for None."""
         lines = [self._matrices[name].descriptor() if name else [0] * 5 for name in names]
         return self._keep(np.array(lines, dtype=np.int64))
 
     def _set_latents(self, latent: LatentConfig) -> None:
-        """Sizes, matrices and norms of latent attention."""
+        """Set the sizes, matrices and norms of latent attention."""
         job, padded = self.job, round_up(latent.rank, GROUP)
         job[fields.LATENT_RANK], job[fields.LATENT_PADDED] = latent.rank, padded
         job[fields.QUERY_RANK], job[fields.ROPE_WIDTH] = latent.query_rank, latent.rope_dim
@@ -322,7 +322,7 @@ class ModelWeights:
         )
 
     def _set_recurrence(self, recurrent: RecurrentConfig) -> None:
-        """Sizes and parameters of recurrent layers, and where their parts are in a projected row."""
+        """Set the sizes and parameters of recurrent layers, and the columns of a projected row."""
         config, job, layers = self.config, self.job, self.config.recurrent_layers
         job[fields.RECURRENCE], job[fields.CONV_KERNEL] = KINDS[recurrent.kind], recurrent.conv_kernel
         numbers = [layers.index(layer) if layer in layers else -1 for layer in range(config.num_layers)]
@@ -344,14 +344,14 @@ class ModelWeights:
         if recurrent.kind == "short_conv":
             return
         rates = self._vectors([f"{name}A_log" for name in names], heads)
-        # by decimal arithmetic: numpy and C libraries differ in the last bit
+        # in decimal arithmetic, because numpy and C libraries differ in the last bit
         rates[:] = [[float(Decimal(float(rate)).exp()) for rate in line] for line in rates]
         job[fields.RATES_AT] = self._keep(rates)
         job[fields.RATE_BIASES_AT] = self._keep(self._vectors([f"{name}dt_bias" for name in names], heads))
         self._set_memory(recurrent, names)
 
     def _set_memory(self, recurrent: RecurrentConfig, names: list[str]) -> None:
-        """What is particular to the delta rule and to Mamba2; `names` are prefixes of the layers' tensors."""
+        """Set what only the delta rule and Mamba2 have; `names` are the prefixes of the layers' tensors."""
         job, values = self.job, recurrent.value_heads * recurrent.value_dim
         layer = self.config.recurrent_layers[0]
         widths = self._input_widths(layer)
@@ -371,7 +371,7 @@ class ModelWeights:
         job[fields.NORM_GROUPS], job[fields.MIXER_NORMS_AT] = groups, self._keep(norms)
 
     def _norm_weights(self, names: list[str]) -> npt.NDArray[np.float32]:
-        """The weights of the norms of what recurrent layers read; empty ones if there are none."""
+        """The weights of the norms of recurrent layers' outputs; empty if there are none."""
         tensors = [
             self._tensors[f"{name}norm.weight"].float32()
             for name in names
@@ -381,9 +381,9 @@ class ModelWeights:
 
 
 def _pack_matrices(
-    checkpoint: Checkpoint, quantization: str, threads: int, known: Mapping[str, PackedMatrix]
+    checkpoint: Checkpoint, quantization: str, threads: int, packed: Mapping[str, PackedMatrix]
 ) -> dict[str, PackedMatrix]:
-    """All matrices by name, packed by several threads unless they are known."""
+    """All matrices by name: those in `packed`, and the others, packed now by several threads."""
     config, moe = checkpoint.config, checkpoint.config.moe
     names = [name for name in matrix_names(config) if name] + layer_input_names(config)
     if moe is not None:
@@ -391,5 +391,5 @@ def _pack_matrices(
     if config.latent is not None:
         names += [name for name in latent_names(config) if name]
     made = with_head_matrices(config, checkpoint.tensors)
-    tensors = {name: made[name] for name in names if name not in known}
-    return {**known, **pack_matrices(tensors, quantization, threads)}
+    tensors = {name: made[name] for name in names if name not in packed}
+    return {**packed, **pack_matrices(tensors, quantization, threads)}

@@ -1,7 +1,7 @@
-"""The compiled half of packing.py: blocks of a file to floats, and floats to tiles of 8-bit weights.
+"""The compiled side of packing.py: decode GGUF blocks to floats, and quantize floats to int8 tiles.
 
-Both give the bits of their readable references: the decoders of models/gguf/blocks.py, and
-`round_to_int8` of packing.py.
+Both give the bits of their references, the decoders of models/gguf/blocks.py and `round_to_int8` of
+packing.py.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from paceline.backends.cpu.primitives.simd import (
 from paceline.backends.cpu.tiles.weight_tile import COLUMNS, GROUP
 
 _FLOATS, _INTS = ir.VectorType(ir.FloatType(), LANES), ir.VectorType(I32, LANES)
-_SIGN = 0x80 if ISA.offset_weights else 0  # flips the sign bit of a byte that the tiles read as w + 128
+_SIGN = 0x80 if ISA.offset_weights else 0  # flips the sign bit where tiles store w + 128
 _TILE_GROUP = 34 * COLUMNS  # bytes of a group of all columns: 32 weights and a half scale each
 
 
@@ -71,7 +71,7 @@ def clip_to_int8(builder, values):  # type: ignore[no-untyped-def]
 
 @operation(types.void, types.int64, types.int64, ints)
 def store_columns(builder, address, stride, values):  # type: ignore[no-untyped-def]
-    """Write the low bytes of 16 ints, four each, to places that are `stride` bytes apart."""
+    """Write the low bytes of 16 ints, four at a time, to addresses that are `stride` bytes apart."""
     low = builder.xor(builder.trunc(values, ir.VectorType(I8, LANES)), _sign_bits())
     words = builder.bitcast(low, ir.VectorType(I32, LANES // 4))
     for step in range(LANES // 4):
@@ -98,7 +98,7 @@ def half_bits(value):  # type: ignore[no-untyped-def]
 
 @compiled(cached=True)
 def round_to_int8(values, rows, groups, tiles):  # type: ignore[no-untyped-def]
-    """Round rows of `groups` groups of floats to int8, each group by its largest, and write their tiles."""
+    """Quantize rows of `groups` groups of floats to int8, scaled by each group's maximum, and write tiles."""
     for row in range(rows):
         tile = tiles + row // COLUMNS * groups * _TILE_GROUP
         column = row % COLUMNS
@@ -188,7 +188,7 @@ def decode_q6_k(blocks, count, out):  # type: ignore[no-untyped-def]
             store(to + 64 * part, multiply(spread(scale * np.float32(signed)), quants))
 
 
-# from `count` blocks at an address to floats at another, by the kind of the blocks
+# {kind of block: function that decodes `count` blocks at an address to floats at another}
 DECODERS = {
     "Q4_0": decode_q4_0,
     "Q4_1": decode_q4_1,

@@ -1,8 +1,7 @@
-"""Weights from a checkpoint's tensors into the order in which the tiles read them (see tiles.py).
+"""Packs a checkpoint's tensors into the tile layout of weight_tile.py, quantizing them if needed.
 
-The blocks of 4, 6 and 8 bits of a GGUF file are only moved, never rounded again; everything else is
-quantized to int8 in groups of 32, or kept as float32. A draft head, whose tokens are verified anyway,
-can be rounded to int4.
+GGUF blocks of 4, 6 and 8 bits are only reordered, never quantized again. Everything else is quantized to int8
+in groups of 32, or stored as float32. Draft heads can be quantized to int4: their tokens are verified.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from paceline.models.gguf.blocks import FORMATS
 
 Bytes = npt.NDArray[np.uint8]
 _LINE = 64  # bytes of a cache line
-_PART_VALUES = 1 << 24  # of a thread's work: several threads share a large matrix
-_SLAB_VALUES = 1 << 18  # packed at a time: their floats stay in the L2 cache
+_PART_VALUES = 1 << 24  # values of a task: several threads share a large matrix
+_SLAB_VALUES = 1 << 18  # values packed at a time: their floats stay in the L2 cache
 
 
 def address_of(array: npt.NDArray[np.generic]) -> int:
@@ -44,7 +43,7 @@ def address_of(array: npt.NDArray[np.generic]) -> int:
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
-    """Zeros that begin on a cache line: a vector that crosses two takes twice as long to load."""
+    """Zeros aligned to a cache line: a vector load that crosses two lines takes twice as long."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.zeros(size + _LINE, dtype=np.uint8)
     start = -address_of(memory) % _LINE
@@ -53,7 +52,7 @@ def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike = np.uint8) -> np
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A matrix [rows, depth] as tiles of 16 rows, padded with zeros to whole groups of 32 both ways."""
+    """A matrix [rows, depth] as tiles of 16 rows, zero-padded to multiples of 32 in both dimensions."""
 
     data: Bytes  # [tiles, bytes of a tile]
     weight_format: int
@@ -69,12 +68,12 @@ class PackedMatrix:
         return self.groups * GROUP
 
     def descriptor(self) -> list[int]:
-        """What the compiled pass needs: address, format, groups, tiles, bytes of a tile."""
+        """Its descriptor for the compiled pass: address, format, groups, tiles, bytes of a tile."""
         return [address_of(self.data), self.weight_format, self.groups, *self.data.shape]
 
 
 def choose_format(kind: str, quantization: str) -> int:
-    """The format a tensor of this kind is packed in."""
+    """The weight format for a tensor of this kind."""
     if quantization == "none":
         return FLOAT32
     if quantization == "int4":
@@ -94,7 +93,7 @@ def pack(tensor: Tensor, quantization: str) -> PackedMatrix:
 
 
 def pack_matrices(tensors: Mapping[str, Tensor], quantization: str, threads: int) -> dict[str, PackedMatrix]:
-    """The tensors packed by several threads, all in one piece of memory."""
+    """The tensors, packed by several threads into one allocation."""
     shapes = [packed_shape(tensor, quantization) for tensor in tensors.values()]
     sizes = [tiles * size for tiles, size in shapes]
     memory = aligned_zeros((sum(sizes),))
@@ -115,7 +114,7 @@ def pack_matrices(tensors: Mapping[str, Tensor], quantization: str, threads: int
 
 
 def packed_shape(tensor: Tensor, quantization: str) -> tuple[int, int]:
-    """The tiles of a packed tensor, and the bytes of one."""
+    """The number of tiles of a packed tensor, and the bytes of a tile."""
     rows, depth = (-(-size // GROUP) * GROUP for size in tensor.shape)
     return rows // COLUMNS, tile_bytes(choose_format(tensor.kind, quantization), depth)
 
@@ -123,10 +122,10 @@ def packed_shape(tensor: Tensor, quantization: str) -> tuple[int, int]:
 def pack_rows(tensor: Tensor, matrix: PackedMatrix, start: int, stop: int) -> None:
     """Fill in the tiles of rows `start` to `stop`, whole groups of 32 or up to the end of the tensor.
 
-    Several threads can pack parts of one matrix: what takes time runs without the GIL.
+    Several threads can pack parts of one matrix: the work runs without the GIL.
     """
     part_of_tensor, kind = tensor.take_rows(slice(start, stop)), tensor.kind
-    if matrix.weight_format == FLOAT32:  # blocks may hold the values only nearly
+    if matrix.weight_format == FLOAT32:  # a block format may not represent the values exactly
         blocks, kind = part_of_tensor.float32().view(np.uint8), "F32"
     else:
         blocks = part_of_tensor.blocks()
@@ -156,7 +155,7 @@ def _decode(kind: str, blocks: Bytes, out: npt.NDArray[np.float32]) -> None:
     if kind in DECODERS:
         DECODERS[kind](address_of(whole), count, address_of(into))
     else:
-        with np.errstate(all="ignore"):  # a damaged scale must show as a value, not as a warning
+        with np.errstate(all="ignore"):  # a damaged scale must result in a bad value, not in a warning
             form.decode(whole.reshape(count, -1), into.reshape(count, -1))
     if into is not out:  # rows are padded to whole groups
         out[:] = into
@@ -178,7 +177,7 @@ def _columns(values: npt.NDArray[Any]) -> Bytes:
 
 
 def _stream(*parts: Bytes) -> Bytes:
-    """The parts of each group behind each other: [tiles, bytes of a tile]."""
+    """The parts of each group, concatenated: [tiles, bytes of a tile]."""
     joined = np.concatenate(parts, axis=2)
     return joined.reshape(joined.shape[0], -1)
 
@@ -194,7 +193,7 @@ def _signed_bytes(values: npt.NDArray[np.int8]) -> Bytes:
 
 
 def _reduced(function: np.ufunc, groups: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """The largest or smallest of each group: [rows, groups]. By halves: three times as fast as by an axis."""
+    """The maximum or minimum of each group: [rows, groups]. Halving is 3 times as fast as numpy's axis."""
     while (half := groups.shape[2] // 2) > 0:
         groups = function(groups[:, :, :half], groups[:, :, half:])
     return groups[:, :, 0]
@@ -245,7 +244,7 @@ def _pack_q6_k(rows: Bytes) -> Bytes:
     blocks = rows.reshape(len(rows), -1, 210)
     count, superblocks = blocks.shape[:2]
     tiles, groups = count // COLUMNS, superblocks * 8
-    # of each 128 values: 64 bytes of nibbles, then 32 bytes of two bits of 4 groups
+    # for each 128 values: 64 bytes of nibbles, then 32 bytes with two bits of each of 4 groups
     low = blocks[:, :, :128].reshape(count, superblocks, 2, 1, 64) >> np.array([[0], [4]], dtype=np.uint8)
     shifts = np.array([[0], [2], [4], [6]], dtype=np.uint8)
     high = blocks[:, :, 128:192].reshape(count, superblocks, 2, 1, 32) >> shifts & np.uint8(3)
@@ -260,7 +259,7 @@ def _pack_q6_k(rows: Bytes) -> Bytes:
 
 
 def pack_six_bits(quants: Bytes, signed: bool) -> Bytes:
-    """[..., 32] numbers of 6 bits as [..., 24] bytes: see the format int6k in tiles.py."""
+    """[..., 32] numbers of 6 bits as [..., 24] bytes: see the format int6k in weight_tile.py."""
     steps = quants.reshape(*quants.shape[:-1], 2, 4, 4)
     if signed:
         steps = steps ^ np.uint8(32)
@@ -290,7 +289,7 @@ def _pack_int4_rounded(rows: npt.NDArray[np.float32], tiles: Bytes) -> None:
         1, scale, out=np.zeros(scale.shape, dtype=np.float32), where=scale != 0, dtype=np.float32
     )
     above = groups - smallest[:, :, None].astype(np.float32)
-    with np.errstate(invalid="ignore"):  # a weight that is no number makes its group's scale one, too
+    with np.errstate(invalid="ignore"):  # a NaN weight makes its group's scale NaN
         values = np.clip(np.rint(above * inverse[:, :, None]), 0, 15).astype(np.uint8)
     nibbles = values[:, :, : GROUP // 2] | values[:, :, GROUP // 2 :] << np.uint8(4)
     tiles[:] = _stream(_interleave(nibbles, 4), _columns(scale), _columns(smallest))
