@@ -72,7 +72,7 @@ from paceline.backends.cpu.phases.feed_forward import feed_forward, project_chan
 from paceline.backends.cpu.phases.layer_inputs import add_layer_input, make_layer_inputs
 from paceline.backends.cpu.phases.low_rank import expand_rows
 from paceline.backends.cpu.phases.projections import project
-from paceline.backends.cpu.phases.recurrent import advance_states, finish_rows, keep_rows, walk_layer
+from paceline.backends.cpu.phases.recurrent import advance_states, finish_rows, keep_rows, scan_layer
 from paceline.backends.cpu.phases.residual import (
     add_branch,
     embed_rows,
@@ -201,7 +201,7 @@ def _mix(control, tasks, job, layer, matrices, counter, scratch, only_keys, out,
         keep_rows(tasks, job, counter + line * 8, rows, state_layer)
     barrier(control, threads)
     if recurs:
-        walk_layer(control, tasks, job, counter + line * 9, state_layer, scratch)
+        scan_layer(control, tasks, job, counter + line * 9, state_layer, scratch)
     if only_keys:
         return
     if attends:

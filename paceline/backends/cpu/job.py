@@ -72,10 +72,10 @@ from paceline.backends.cpu.primitives.simd import load_float, load_int64
     # LoRA adapters, see low_rank.py: the table of each row's adapter (0: no row has one), the results of
     # `down` for all rows, the largest rank
     ROW_ADAPTERS_AT, LOW_AT, LOW_RANK,
-    # walks (scans) of recurrent layers: the pool of states, bytes of a state and of a layer's part; tables by
-    # row and by walk; ADVANCING 1: advance states along rows of the last pass, run no pass
-    POOL_AT, STATE_BYTES, STATE_LAYER_BYTES, WALKS, WALK_LENGTH, WALK_ROWS_AT, WALK_PREVIOUS_AT,
-    WALK_SLOTS_AT, WALK_BEFORE_AT, WALK_AFTER_AT, WALK_BEGINS_AT, WALK_COUNTS_AT, ADVANCING,
+    # scans of recurrent layers: the pool of states, bytes of a state and of a layer's part; tables by
+    # row and by scan; ADVANCING 1: advance states along rows of the last pass, run no pass
+    POOL_AT, STATE_BYTES, STATE_LAYER_BYTES, SCANS, SCAN_LENGTH, SCAN_ROWS_AT, SCAN_PREVIOUS_AT,
+    SCAN_SLOTS_AT, SCAN_BEFORE_AT, SCAN_AFTER_AT, SCAN_BEGINS_AT, SCAN_COUNTS_AT, ADVANCING,
     # the last NUM_CHOSEN outputs are sampled, see sampling.py; seeds and temperatures are by output, in a
     # draft head by request
     NUM_CHOSEN, VOCABULARY, SEEDS_AT, TEMPERATURES_AT, CHOSEN_TOKENS_AT,

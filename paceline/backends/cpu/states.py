@@ -1,4 +1,4 @@
-"""States of recurrent layers on the CPU, and the scan tables (walks) of a pass: see phases/recurrent.py."""
+"""States of recurrent layers on the CPU, and the scans of a pass: see phases/recurrent.py."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch
 
 SPARE_STATES = 16  # places for states after chains; without one, accepted rows are scanned again
-# Tables by row of a walk: the row of the pass, the index in the walk of the row before it, the place of its
-# request's state, where the state before it is (BEFORE), where the state after it goes (AFTER). By walk: its
+# Tables by row of a scan: the row of the pass, the index in the scan of the row before it, the place of its
+# request's state, where the state before it is (BEFORE), where the state after it goes (AFTER). By scan: its
 # first row and its number of rows
 ROWS, PREVIOUS, SLOTS, BEFORE, AFTER, BEGINS, COUNTS, NUM_TABLES = range(8)
 ADDRESSES = (
-    fields.WALK_ROWS_AT,
-    fields.WALK_PREVIOUS_AT,
-    fields.WALK_SLOTS_AT,
-    fields.WALK_BEFORE_AT,
-    fields.WALK_AFTER_AT,
-    fields.WALK_BEGINS_AT,
-    fields.WALK_COUNTS_AT,
+    fields.SCAN_ROWS_AT,
+    fields.SCAN_PREVIOUS_AT,
+    fields.SCAN_SLOTS_AT,
+    fields.SCAN_BEFORE_AT,
+    fields.SCAN_AFTER_AT,
+    fields.SCAN_BEGINS_AT,
+    fields.SCAN_COUNTS_AT,
 )
 
 
@@ -58,7 +58,7 @@ class CpuStates:
 
 
 class RecurrentRows:
-    """Plans the scans (walks) of passes over a workspace with recurrent layers."""
+    """Plans the scans of passes over a workspace with recurrent layers."""
 
     def __init__(self, workspace: Workspace) -> None:
         self._job, self._threads = workspace.job, workspace.threads
@@ -89,7 +89,7 @@ class RecurrentRows:
         return CpuStates(count, self._layers, self._floats)
 
     def begin_pass(self, batch: ForwardBatch) -> None:
-        """Set the walks of a pass in the job: a row continues from its parent."""
+        """Set the scans of a pass in the job: a row continues from its parent."""
         states, job = None if batch.states is None else batch.states.pool, self._job
         slots = np.full(batch.num_requests, -1) if batch.states is None else batch.states.slots
         self._begin(slots, batch)
@@ -98,13 +98,13 @@ class RecurrentRows:
             assert isinstance(states, CpuStates)
             read[:] = np.where(batch.context_lengths > 0, states.places[slots], -1)
             job[fields.POOL_AT] = address_of(states.data)
-        nodes = int(_plan_walks(self._tables, batch.parents, batch.row_offsets, read))
+        nodes = int(_plan_scans(self._tables, batch.parents, batch.row_offsets, read))
         if states is not None:
             self._store_chains(states, batch)
         if nodes * self._block > self._nodes.shape[1]:
             self._nodes = aligned_zeros((self._threads, nodes * self._block), np.float32)
         job[fields.NODES_AT], job[fields.NODES_BYTES] = address_of(self._nodes), self._nodes.strides[0]
-        job[fields.WALKS], job[fields.WALK_LENGTH] = batch.num_requests, batch.num_rows
+        job[fields.SCANS], job[fields.SCAN_LENGTH] = batch.num_requests, batch.num_rows
 
     def _begin(self, slots: Int32Array, batch: ForwardBatch) -> None:
         """Release the stored states of the last pass, and note this one's requests."""
@@ -149,7 +149,7 @@ class RecurrentRows:
     def begin_advance(
         self, states: CpuStates, slot: int, rows: Sequence[int], checkpoints: Mapping[int, int]
     ) -> None:
-        """Set one walk in the job: along these rows of a slot's request in the last pass."""
+        """Set one scan in the job: along these rows of a slot's request in the last pass."""
         (first, has_state), count, tables = self._firsts[slot], len(rows), self._tables
         tables[ROWS, :count] = first + np.asarray(rows)
         tables[PREVIOUS, :count] = np.arange(count) - 1
@@ -160,11 +160,11 @@ class RecurrentRows:
             tables[AFTER, number - 1] = STORED - states.places[kept]
         tables[BEGINS, 0], tables[COUNTS, 0] = 0, count
         job = self._job
-        job[fields.POOL_AT], job[fields.WALKS], job[fields.WALK_LENGTH] = address_of(states.data), 1, count
+        job[fields.POOL_AT], job[fields.SCANS], job[fields.SCAN_LENGTH] = address_of(states.data), 1, count
 
 
 @compiled(cached=True)
-def _plan_walks(tables, parents, offsets, slots):  # type: ignore[no-untyped-def]
+def _plan_scans(tables, parents, offsets, slots):  # type: ignore[no-untyped-def]
     """Fill the tables for a pass. Returns the most stored states of a request: those of tree nodes from which
     a row other than the next continues."""
     most = 0

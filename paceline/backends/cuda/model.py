@@ -331,7 +331,7 @@ def _mix_recurrent(
     convolve(shape, parameters, number, buffers, states, recurrent.parents, recurrent.slots)
     if shape.rate >= 0:
         own, nodes = slice(number, number + 1), buffers.nodes[None]
-        scan_states(shape, parameters, own, buffers, states, nodes, recurrent.walks, writes=True)
+        scan_states(shape, parameters, own, buffers, states, nodes, recurrent.scans, writes=True)
     gate(shape, parameters, number, buffers, rows)
     return buffers.gated
 

@@ -122,7 +122,7 @@ class RecurrentMixer:
         for view in rows.views:
             states = {} if view.nodes is None else view.nodes[self.index]
             states.setdefault(-1, self._first(view, rows.states, projected))
-            mixed += walk(self.recurrence, states, projected[view.rows], view)
+            mixed += scan(self.recurrence, states, projected[view.rows], view)
         return self.recurrence.output(torch.stack(mixed).to(normed.dtype))
 
     def advance(self, states: States, slot: int, rows: Sequence[int], checkpoints: Mapping[int, int]) -> None:
@@ -150,7 +150,7 @@ class RecurrentMixer:
             stored[slot] = tensor
 
 
-def walk(
+def scan(
     recurrence: Recurrence, states: dict[int, State], rows: torch.Tensor, view: StateView
 ) -> list[torch.Tensor]:
     """What each row of a tree gives to `output`; `states` has the one that it begins with, at -1.

@@ -3,9 +3,8 @@
 models/transformer/recurrent.py has the readable form of each.
 
 A row continues from the state after its parent. The convolution reads the inputs of the rows before it on its
-path, and before those the conv state. The memory (the SSM state of a head) is updated row by row along a walk
-(a sequential scan over the rows of a request), so that a row has the same bits in a prefill chunk, in a draft
-tree and alone:
+path, and before those the conv state. The memory (the SSM state of a head) is updated by a sequential scan
+over the rows of a request, so that a row has the same bits in a prefill chunk, in a draft tree and alone:
 
     memory of 16 columns of a value head       [key_dim][16] floats; columns are independent of each other
         delta rule   M = g M + k e,  e = b (v - g M k)
@@ -57,21 +56,21 @@ from paceline.backends.cpu.job import (
     READS_AT,
     RECORDS_AT,
     RECURRENCE,
+    SCAN_AFTER_AT,
+    SCAN_BEFORE_AT,
+    SCAN_BEGINS_AT,
+    SCAN_COUNTS_AT,
+    SCAN_LENGTH,
+    SCAN_PREVIOUS_AT,
+    SCAN_ROWS_AT,
+    SCAN_SLOTS_AT,
+    SCANS,
     STATE_BYTES,
     STATE_LAYER_BYTES,
     STRENGTH_COLUMN,
     TILED_VALUES,
     VALUE_DIM,
     VALUE_HEADS,
-    WALK_AFTER_AT,
-    WALK_BEFORE_AT,
-    WALK_BEGINS_AT,
-    WALK_COUNTS_AT,
-    WALK_LENGTH,
-    WALK_PREVIOUS_AT,
-    WALK_ROWS_AT,
-    WALK_SLOTS_AT,
-    WALKS,
     field,
     take,
 )
@@ -107,7 +106,7 @@ from paceline.backends.cpu.tiles.weight_tile import GROUP
 # Kinds of recurrences, by RecurrentConfig.kind
 SHORT_CONV, GATED_DELTA, MAMBA2 = 1, 2, 3
 KINDS = {"short_conv": SHORT_CONV, "gated_delta": GATED_DELTA, "mamba2": MAMBA2}
-# The state before a row: the request's; that after the previous row of the walk; from 0: a stored tree node
+# The state before a row: the request's; that after the previous row of the scan; from 0: a stored tree node
 FIRST, CONTINUES = -1, -2
 # The state after a row: not stored; in place n (STORED - n); from 0: a tree node that other rows continue
 NOT_STORED, STORED = -1, -2
@@ -164,12 +163,12 @@ def keep_rows(tasks, job, counter, rows, layer):  # type: ignore[no-untyped-def]
 @compiled
 def _list_inputs(job, layer, number, inputs):  # type: ignore[no-untyped-def]
     """List the addresses of the inputs that a row's convolution reads, oldest first; 0: zeros."""
-    kernel, slot = field(job, CONV_KERNEL), load_int32(field(job, WALK_SLOTS_AT) + 4 * number)
+    kernel, slot = field(job, CONV_KERNEL), load_int32(field(job, SCAN_SLOTS_AT) + 4 * number)
     back = kernel - 1
     while back >= 0 and number >= 0:
-        row = load_int32(field(job, WALK_ROWS_AT) + 4 * number)
+        row = load_int32(field(job, SCAN_ROWS_AT) + 4 * number)
         store_int64(inputs + 8 * back, _kept_row(job, layer, row))
-        number = load_int32(field(job, WALK_PREVIOUS_AT) + 4 * number)
+        number = load_int32(field(job, SCAN_PREVIOUS_AT) + 4 * number)
         back -= 1
     before = kernel - 2  # index into the conv state
     while back >= 0:
@@ -181,21 +180,21 @@ def _list_inputs(job, layer, number, inputs):  # type: ignore[no-untyped-def]
 
 @compiled
 def convolve_rows(tasks, job, counter, layer, scratch):  # type: ignore[no-untyped-def]
-    """The causal convolution of every row of the walks; a task is some channels.
+    """The causal convolution of every row of the scans; a task is some channels.
 
     A short convolution (LFM2) is gated and complete; other kinds apply SiLU.
     """
     channels, kernel = field(job, CHANNELS), field(job, CONV_KERNEL)
     weights = field(job, CONV_WEIGHTS_AT) + 4 * channels * kernel * layer
     biases = field(job, CONV_BIASES_AT)
-    parts, count = (channels + PART - 1) // PART, field(job, WALK_LENGTH)
+    parts, count = (channels + PART - 1) // PART, field(job, SCAN_LENGTH)
     while True:
         task, _ = take(tasks, counter, count * parts, 1)
         if task >= count * parts:
             return
         number, first = task // parts, task % parts * PART
         _list_inputs(job, layer, number, scratch)
-        row = load_int32(field(job, WALK_ROWS_AT) + 4 * number)
+        row = load_int32(field(job, SCAN_ROWS_AT) + 4 * number)
         gates = field(job, QKV_AT) + row * field(job, QKV_STRIDE) + 4 * field(job, HIDDEN)
         for k in range(first, min(first + PART, channels), 16):
             total = load(biases + 4 * (channels * layer + k)) if biases != 0 else spread(np.float32(0))
@@ -236,7 +235,7 @@ def _step(job, layer, row, convolved, head, block, before, memory):  # type: ign
 
 
 @compiled
-def _walk(job, layer, part, begin, end, nodes, scratch):  # type: ignore[no-untyped-def]
+def _scan(job, layer, part, begin, end, nodes, scratch):  # type: ignore[no-untyped-def]
     """Scan the rows of a request, with BLOCK columns of a value head.
 
     The memory is updated in `scratch`, or where it is stored at the end.
@@ -244,11 +243,11 @@ def _walk(job, layer, part, begin, end, nodes, scratch):  # type: ignore[no-unty
     heads, channels = field(job, VALUE_HEADS), field(job, CHANNELS)
     blocks, size = (field(job, VALUE_DIM) + BLOCK - 1) // BLOCK, 4 * BLOCK * field(job, KEY_DIM)
     place = 4 * channels * (field(job, CONV_KERNEL) - 1) + size * part  # in a layer's state
-    last = load_int32(field(job, WALK_AFTER_AT) + 4 * (end - 1))
+    last = load_int32(field(job, SCAN_AFTER_AT) + 4 * (end - 1))
     memory = _state(job, layer, STORED - last) + place if last <= STORED else scratch
     for number in range(begin, end):
-        state = load_int32(field(job, WALK_BEFORE_AT) + 4 * number)
-        slot = load_int32(field(job, WALK_SLOTS_AT) + 4 * number)
+        state = load_int32(field(job, SCAN_BEFORE_AT) + 4 * number)
+        slot = load_int32(field(job, SCAN_SLOTS_AT) + 4 * number)
         before = memory
         if state >= 0:
             before = nodes + size * state
@@ -257,11 +256,11 @@ def _walk(job, layer, part, begin, end, nodes, scratch):  # type: ignore[no-unty
         elif state == FIRST:
             for k in range(0, size, 64):
                 store(memory + k, spread(np.float32(0)))
-        row = load_int32(field(job, WALK_ROWS_AT) + 4 * number)
+        row = load_int32(field(job, SCAN_ROWS_AT) + 4 * number)
         convolved = field(job, CONVOLVED_AT) + 4 * channels * number
         read = _step(job, layer, row, convolved, part // blocks, part % blocks, before, memory)
         store(field(job, READS_AT) + 64 * (heads * blocks * row + part), read)
-        after = load_int32(field(job, WALK_AFTER_AT) + 4 * number)
+        after = load_int32(field(job, SCAN_AFTER_AT) + 4 * number)
         if after >= 0:
             copy_row(memory, nodes + size * after, size // 4)
         elif after <= STORED and number < end - 1:
@@ -269,18 +268,18 @@ def _walk(job, layer, part, begin, end, nodes, scratch):  # type: ignore[no-unty
 
 
 @compiled
-def walk_rows(tasks, job, counter, layer, scratch):  # type: ignore[no-untyped-def]
+def scan_rows(tasks, job, counter, layer, scratch):  # type: ignore[no-untyped-def]
     """Scan the rows of each request; a task is BLOCK columns of a value head."""
     blocks = (field(job, VALUE_DIM) + BLOCK - 1) // BLOCK
     nodes = field(job, NODES_AT) + field(job, NODES_BYTES) * tasks[0]
     parts = field(job, VALUE_HEADS) * blocks
     while True:
-        task, _ = take(tasks, counter, field(job, WALKS) * parts, 1)
-        if task >= field(job, WALKS) * parts:
+        task, _ = take(tasks, counter, field(job, SCANS) * parts, 1)
+        if task >= field(job, SCANS) * parts:
             return
-        begin = load_int32(field(job, WALK_BEGINS_AT) + 4 * (task // parts))
-        end = begin + load_int32(field(job, WALK_COUNTS_AT) + 4 * (task // parts))
-        _walk(job, layer, task % parts, begin, end, nodes, scratch)
+        begin = load_int32(field(job, SCAN_BEGINS_AT) + 4 * (task // parts))
+        end = begin + load_int32(field(job, SCAN_COUNTS_AT) + 4 * (task // parts))
+        _scan(job, layer, task % parts, begin, end, nodes, scratch)
 
 
 @compiled
@@ -345,13 +344,13 @@ def finish_rows(tasks, job, counter, rows, layer):  # type: ignore[no-untyped-de
 
 @compiled
 def _store_inputs(job, layer, scratch):  # type: ignore[no-untyped-def]
-    """Store the conv state wherever a walk stores a state.
+    """Store the conv state wherever a scan stores a state.
 
-    Oldest input first, because inputs of the same slot move to the front. A walk's own slot comes last.
+    Oldest input first, because inputs of the same slot move to the front. A scan's own slot comes last.
     """
     channels = field(job, CHANNELS)
-    for number in range(field(job, WALK_LENGTH)):
-        after = load_int32(field(job, WALK_AFTER_AT) + 4 * number)
+    for number in range(field(job, SCAN_LENGTH)):
+        after = load_int32(field(job, SCAN_AFTER_AT) + 4 * number)
         if after > STORED:
             continue
         _list_inputs(job, layer, number, scratch)
@@ -367,13 +366,13 @@ def _store_inputs(job, layer, scratch):  # type: ignore[no-untyped-def]
 
 @compiled
 def advance_states(control, tasks, job, counter, scratch):  # type: ignore[no-untyped-def]
-    """Advance a request's state along the rows of one walk, in all layers."""
+    """Advance a request's state along the rows of one scan, in all layers."""
     layers, line = field(job, NUM_STATE_LAYERS), 64 * tasks[1]
     if field(job, RECURRENCE) != SHORT_CONV:
         for layer in range(layers):
             convolve_rows(tasks, job, counter, layer, scratch)
             barrier(control, tasks[1])
-            walk_rows(tasks, job, counter + line, layer, scratch)
+            scan_rows(tasks, job, counter + line, layer, scratch)
             barrier(control, tasks[1])
             counter += 2 * line
     while True:
@@ -385,13 +384,13 @@ def advance_states(control, tasks, job, counter, scratch):  # type: ignore[no-un
 
 
 @compiled
-def walk_layer(control, tasks, job, counter, layer, scratch):  # type: ignore[no-untyped-def]
+def scan_layer(control, tasks, job, counter, layer, scratch):  # type: ignore[no-untyped-def]
     """The recurrence of all rows of a pass, from their kept inputs."""
     line = 64 * tasks[1]
     convolve_rows(tasks, job, counter, layer, scratch)
     barrier(control, tasks[1])
     if field(job, RECURRENCE) != SHORT_CONV:
-        walk_rows(tasks, job, counter + line, layer, scratch)
+        scan_rows(tasks, job, counter + line, layer, scratch)
     task, _ = take(tasks, counter + 2 * line, 1, 1)
     if task == 0:
         _store_inputs(job, layer, scratch)

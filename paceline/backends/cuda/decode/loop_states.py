@@ -1,6 +1,6 @@
 """Recurrent layers in a decode loop: the rows of its steps, and states that follow the accepted nodes.
 
-Draft trees have the same shape in every step, so the walks are written when requests join, and a step reads
+Draft trees have the same shape in every step, so the scans are written when requests join, and a step reads
 no number of the host. After it, the accepted nodes are scanned again, of all layers at once: what a state
 needs of a row is still in the buffers of the pass.
 """
@@ -18,10 +18,10 @@ from paceline.backends.cuda.kernels.recurrent.types import (
     RecurrentBuffers,
     RecurrentParameters,
     RecurrentShape,
+    Scans,
     StateTensors,
-    Walks,
 )
-from paceline.backends.cuda.layers.recurrent import RecurrentRows, order_walk
+from paceline.backends.cuda.layers.recurrent import RecurrentRows, order_scan
 from paceline.core.arrays import Int32Array
 
 
@@ -38,9 +38,9 @@ class LoopStates:
     ) -> None:
         self._shape, self._parameters, self._states = shape, parameters, states
         self._nodes, length = len(draft), draft.levels + 1
-        device = states.seen.device
+        device = states.conv.device
         parents = np.array(draft.parents, dtype=np.int32)
-        order = order_walk(parents, has_state=True)
+        order = order_scan(parents, has_state=True)
         self.nodes = max_rows * order.nodes  # states that the buffers must hold
 
         def each(lines: list[Int32Array]) -> torch.Tensor:
@@ -76,7 +76,7 @@ class LoopStates:
     def rows(self, requests: int) -> RecurrentRows:
         """The rows of a step of this many requests."""
         count = requests * self._nodes
-        walks = Walks(
+        scans = Scans(
             self._rows[:count],
             self._before[:count],
             self._after[:count],
@@ -84,7 +84,7 @@ class LoopStates:
             self._counts[:requests],
             self._slots[:requests],
         )
-        return RecurrentRows(self._states, self._parents[:count], self._row_slots.view(-1)[:count], walks)
+        return RecurrentRows(self._states, self._parents[:count], self._row_slots.view(-1)[:count], scans)
 
     def advance(
         self, buffers: RecurrentBuffers, slots: torch.Tensor, counts: torch.Tensor, accepted: torch.Tensor
@@ -101,7 +101,7 @@ class LoopStates:
         rows = nodes.view(-1)
         if shape.rate >= 0:
             own, all_layers = self._slots[:requests], slice(None)
-            walks = Walks(rows, self._path_before, after.view(-1), begins, counts, own)
-            scan = buffers, states, states.memory, walks
+            scans = Scans(rows, self._path_before, after.view(-1), begins, counts, own)
+            scan = buffers, states, states.ssm, scans
             scan_states(shape, self._parameters, all_layers, *scan, writes=False)
         store_conv_states(shape, buffers, states, rows, begins, slots, counts[:, None], slots[:, None])

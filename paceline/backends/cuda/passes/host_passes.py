@@ -16,7 +16,7 @@ from paceline.backends.cuda.kernels.attention.row_tables import RowTables
 from paceline.backends.cuda.kernels.attention.shared_prefix import SharedPrefixRows
 from paceline.backends.cuda.kernels.drafting.features import store_features
 from paceline.backends.cuda.kernels.sampling.gumbel import take_best
-from paceline.backends.cuda.layers.recurrent import Recurrences, RecurrentRows, plan_walks
+from paceline.backends.cuda.layers.recurrent import Recurrences, RecurrentRows, plan_scans
 from paceline.backends.cuda.model import can_finish_rows, finish_rows, run_layers
 from paceline.backends.cuda.passes.graphs import Graphs, bucket
 from paceline.backends.cuda.passes.kv_pool import Pool
@@ -115,7 +115,7 @@ class HostPasses:
         rows, wanted = bucket(batch.num_rows), len(batch.logit_rows)
         layers = batch.feature_layers + tuple(layer for kept in batch.kept_features for layer in kept.layers)
         outputs = wanted + (0 if batch.choices is None else len(batch.choices.rows))
-        plan = None if self.recurrences is None else plan_walks(batch)
+        plan = None if self.recurrences is None else plan_scans(batch)
         self._make_room(batch, large, outputs, 1 if plan is None else plan.nodes)
         sizes, has_latents = self.weights.head_groups, self.weights.config.latent is not None
         height, large_height = tile_height(*sizes), prefill_height(*sizes, has_latents)

@@ -14,7 +14,7 @@ from paceline.core.forward import ForwardBatch, RequestStates
 from paceline.models.config import ModelConfig, RecurrentConfig, RopeConfig
 from paceline.models.files.layout import expected_tensors
 from paceline.models.registry import load_checkpoint
-from paceline.models.transformer.recurrent import RECURRENCES, State, StateView, walk
+from paceline.models.transformer.recurrent import RECURRENCES, State, StateView, scan
 from tests.backends.cuda.decode.test_decode_loop import random_weights
 from tests.backends.cuda.test_backend import make
 from tests.tiny import save_checkpoint
@@ -57,28 +57,28 @@ class Case:
         def zeros(*sizes: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.zeros(sizes, dtype=kind, device=device)
 
-        memory = self.states.tensors.memory.shape[2:]
+        ssm = self.states.tensors.ssm.shape[2:]
         self.buffers = RecurrentBuffers(
             zeros(1, 8, self.shape.width, kind=dtype),
             zeros(1, 8, self.shape.channels),
             zeros(8, self.shape.values),
             zeros(8, self.shape.values, kind=dtype),
-            zeros(4, *memory),
+            zeros(4, *ssm),
         )
         self.buffers.projected[0, : self.rows] = self.projected.to(device)
 
     def state(self, slot: int) -> State:
         """The state of a slot as transformer/recurrent.py has it; Mamba2's matrices are transposed there."""
         own = self.states.tensors
-        seen, memory = own.seen[0, slot].cpu().clone(), own.memory[0, slot].cpu().clone()
-        memory = memory.transpose(1, 2) if self.shape.config.kind == "mamba2" else memory
-        return (seen,) if self.shape.rate < 0 else (seen, memory)
+        conv, ssm = own.conv[0, slot].cpu().clone(), own.ssm[0, slot].cpu().clone()
+        ssm = ssm.transpose(1, 2) if self.shape.config.kind == "mamba2" else ssm
+        return (conv,) if self.shape.rate < 0 else (conv, ssm)
 
     def run(self, has_context: bool) -> torch.Tensor:
         """What a pass over the rows gives: [rows, values]."""
         from paceline.backends.cuda.kernels.recurrent.output import gate
         from paceline.backends.cuda.kernels.recurrent.scan import convolve, scan_states
-        from paceline.backends.cuda.layers.recurrent import plan_walks
+        from paceline.backends.cuda.layers.recurrent import plan_scans
 
         count = np.zeros(self.rows, np.int32)
         batch = ForwardBatch(
@@ -92,14 +92,14 @@ class Case:
             None,  # type: ignore[arg-type]
             states=RequestStates(self.states, np.array([SLOT], np.int32)),
         )
-        plan = plan_walks(batch)
+        plan = plan_scans(batch)
         assert plan.nodes == 3  # rows 2, 3 and 4 continue others than the row before them
         rows, shape, buffers = self.ours.rows(plan, batch, 8), self.shape, self.buffers
         tables = rows.parents, rows.slots
         convolve(shape, self.parameters, 0, buffers, rows.states, *tables)
         if shape.rate >= 0:
             own, nodes = slice(0, 1), buffers.nodes[None]
-            scan_states(shape, self.parameters, own, buffers, rows.states, nodes, rows.walks, writes=True)
+            scan_states(shape, self.parameters, own, buffers, rows.states, nodes, rows.scans, writes=True)
         gate(shape, self.parameters, 0, buffers, self.rows)
         return buffers.gated[: self.rows].float().cpu()
 
@@ -113,7 +113,7 @@ def test_a_tree_and_its_accepted_path_are_those_of_torch(
     first = case.state(SLOT) if has_context else tuple(torch.zeros_like(part) for part in case.state(SLOT))
     others = [case.state(slot) for slot in (0, 1)]
     view = StateView(slice(0, case.rows), TREE, SLOT)
-    expected = walk(case.reference, {-1: first}, case.projected, view)
+    expected = scan(case.reference, {-1: first}, case.projected, view)
     torch.testing.assert_close(case.run(has_context), torch.stack(expected), rtol=1e-2, atol=1e-2)
 
     case.ours.advance(case.buffers, case.states.tensors, SLOT, [0, 2, 4], {1: 3})
@@ -151,9 +151,9 @@ def decoded(device: torch.device, dtype: torch.dtype, guesses: list[list[int]], 
     generator = torch.Generator().manual_seed(4)
     keys, values, *parts = (
         torch.randn(tensor.shape, generator=generator).to(device)
-        for tensor in (torch.empty(1, 32, 1, 16), torch.empty(1, 32, 1, 16), states.seen, states.memory)
+        for tensor in (torch.empty(1, 32, 1, 16), torch.empty(1, 32, 1, 16), states.conv, states.ssm)
     )
-    for own, given in zip((states.seen, states.memory), parts, strict=True):
+    for own, given in zip((states.conv, states.ssm), parts, strict=True):
         own.copy_(given)
     pool = Pool(2, 0, keys.to(dtype), values.to(dtype))
     loop = DecodeLoop(weights, pool, requests, 2, 16, given=shape, states=states)
@@ -163,7 +163,7 @@ def decoded(device: torch.device, dtype: torch.dtype, guesses: list[list[int]], 
         loop.drafted(2)[0, 1:] = torch.tensor(guess, dtype=torch.int32)
         loop.step(2)
         tokens += loop.output[0, : int(loop.counts[0])].tolist()
-    return tokens, [part.cpu() for part in (states.seen, states.memory)]
+    return tokens, [part.cpu() for part in (states.conv, states.ssm)]
 
 
 def test_states_follow_the_nodes_that_a_step_on_the_device_has_accepted(
@@ -260,7 +260,7 @@ def test_graphs_of_other_states_have_other_names(
 
     def note(*arguments: Any) -> None:
         *_, recurrent, _finishes = arguments
-        used.setdefault(backend._passes.graphs.name, set()).add(recurrent.states.seen.data_ptr())
+        used.setdefault(backend._passes.graphs.name, set()).add(recurrent.states.conv.data_ptr())
 
     for name in ("select", "run_lm_head", "take_best"):
         monkeypatch.setattr(module, name, lambda *_, **__: None)

@@ -1,4 +1,4 @@
-"""The end of a recurrent layer: norm and gate of what its states gave, which the output product reads."""
+"""Norm and gate of a recurrent layer's scan output, which the output projection reads."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def gate(
     buffers: RecurrentBuffers,
     rows: int,
 ) -> None:
-    """Write what the output product of a layer reads."""
+    """Write the normed and gated rows that the output projection of a layer reads."""
     config, is_linear = shape.config, shape.rate < 0
     groups = config.value_heads if config.kind == "gated_delta" else max(config.norm_groups, 1)
     size, pdl = shape.values // groups, supports_pdl(buffers.read.device)

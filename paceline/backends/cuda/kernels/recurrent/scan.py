@@ -3,12 +3,12 @@
     convolve       each row with the rows before it on its path: all rows at once
     scan_states    the recurrent state of each head, row by row: a program has a request, a head and some
                    columns of its state
-    gate           norm and gate of the output, all rows at once: recurrent_output.py
+    gate           norm and gate of the output, all rows at once: see output.py
 
-A row is computed by the same operations whether it came in a prompt, in a draft tree or alone. A walk is a
-list of rows in the order of a scan. For each row it says where the state before it is (in registers, if the
-row before left it there) and where to store the state after it. A pass scans all rows of a request; after
-it, `scan_states` scans the accepted rows again, of all layers at once, and stores the final states.
+A row is computed by the same operations in a prefill chunk, in a draft tree and alone. A scan (see Scans)
+lists rows in order. For each row it says where the state before it is (in registers, if the previous row left
+it there) and where to store the state after it. A pass scans all rows of a request; after verification,
+`scan_states` scans the accepted rows again, in all layers at once, and stores the final states.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from paceline.backends.cuda.kernels.recurrent.types import (
     RecurrentBuffers,
     RecurrentParameters,
     RecurrentShape,
+    Scans,
     StateTensors,
-    Walks,
 )
 
-CHANNELS = 256  # of a program of convolutions
-COLUMNS = 32  # of a head's values, of a program of `scan_states`
+CHANNELS = 256  # channels of a program of the convolution
+COLUMNS = 32  # columns of a head's state, of a program of `scan_states`
 _FIRST, _NOTHING = tl.constexpr(FIRST), tl.constexpr(NOTHING)
 
 
@@ -38,7 +38,7 @@ def _convolve_kernel(  # type: ignore[no-untyped-def]
     projected_at,
     parents_at,
     slots_at,
-    seen_at,
+    conv_at,
     weight_at,
     bias_at,
     output_at,
@@ -65,7 +65,7 @@ def _convolve_kernel(  # type: ignore[no-untyped-def]
         value = tl.load(line_at + first, mask=is_row, other=0.0).to(tl.float32)
         if factor >= 0:
             value *= tl.load(line_at + factor, mask=is_row, other=0.0).to(tl.float32)
-        stored_at = seen_at + (slot * (kernel - 1) + kernel - 1 - beyond) * channels + channel
+        stored_at = conv_at + (slot * (kernel - 1) + kernel - 1 - beyond) * channels + channel
         value += tl.load(stored_at, mask=is_stored, other=0.0)
         total += value * tl.load(weight_at + (kernel - 1 - back) * channels, mask=inside, other=0.0)
         parent = tl.load(parents_at + tl.maximum(node, 0))
@@ -84,15 +84,15 @@ def _softplus(values):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _state_before(memory, before, first_at, stored_at, line: tl.constexpr, offset, mask):  # type: ignore[no-untyped-def]
-    """The state before a row: `memory`, that of the row before, unless `before` names another."""
+def _state_before(state, before, first_at, stored_at, line: tl.constexpr, offset, mask):  # type: ignore[no-untyped-def]
+    """The state before a row: `state`, left by the previous row, unless `before` names another."""
     if before == _NOTHING:
-        memory = tl.zeros_like(memory)
+        state = tl.zeros_like(state)
     elif before == _FIRST:
-        memory = tl.load(first_at + offset, mask=mask, other=0.0)
+        state = tl.load(first_at + offset, mask=mask, other=0.0)
     elif before >= 0:
-        memory = tl.load(stored_at + before.to(tl.int64) * line + offset, mask=mask, other=0.0)
-    return memory
+        state = tl.load(stored_at + before.to(tl.int64) * line + offset, mask=mask, other=0.0)
+    return state
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -101,8 +101,8 @@ def _scan_states_kernel(  # type: ignore[no-untyped-def]
     convolved_at,
     rates_at,
     rate_bias_at,
-    passed_at,
-    memory_at,
+    skip_at,
+    ssm_at,
     stored_at,
     read_at,
     rows_at,
@@ -113,26 +113,26 @@ def _scan_states_kernel(  # type: ignore[no-untyped-def]
     slots_at,
     width,
     lines,  # rows of a layer's buffers
-    states,  # of a layer in `memory_at`
-    stored_states,  # of a layer in `stored_at`
+    states,  # number of a layer's states in `ssm_at`
+    stored_states,  # number of a layer's states in `stored_at`
     rate,
-    strength: tl.constexpr,  # -1: it is no delta rule
+    strength: tl.constexpr,  # -1: not the delta rule
     query,
     key,
     value,
     channels,
     writes: tl.constexpr,
-    has_passed: tl.constexpr,
+    has_skip: tl.constexpr,
     heads: tl.constexpr,
     key_heads: tl.constexpr,
-    is_tiled: tl.constexpr,  # heads that share a key head are key_heads apart, else neighbours
+    is_tiled: tl.constexpr,  # heads that share a key head are key_heads apart, else adjacent
     key_dim: tl.constexpr,
     value_dim: tl.constexpr,
     wide_key: tl.constexpr,
     block: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
-    walk, head = tl.program_id(0), tl.program_id(1)
+    scan, head = tl.program_id(0), tl.program_id(1)
     blocks: tl.constexpr = (value_dim + block - 1) // block
     layer, part = tl.program_id(2) // blocks, tl.program_id(2) % blocks
     column, along = part * block + tl.arange(0, block), tl.arange(0, wide_key)
@@ -141,48 +141,48 @@ def _scan_states_kernel(  # type: ignore[no-untyped-def]
     size: tl.constexpr = key_dim * value_dim
     offset = along[:, None] * value_dim + column[None, :]
     pdl_sync(pdl)
-    begin, count = tl.load(begins_at + walk), tl.load(counts_at + walk)
+    begin, count = tl.load(begins_at + scan), tl.load(counts_at + scan)
     projected_at += (layer * lines).to(tl.int64) * width
     convolved_at += (layer * lines).to(tl.int64) * channels
-    slot = tl.load(slots_at + walk)
-    first_at = memory_at + ((layer * states + slot).to(tl.int64) * heads + head) * size
+    slot = tl.load(slots_at + scan)
+    first_at = ssm_at + ((layer * states + slot).to(tl.int64) * heads + head) * size
     stored_at += ((layer * stored_states).to(tl.int64) * heads + head) * size
     speed = tl.load(rates_at + layer * heads + head)
     bias = tl.load(rate_bias_at + layer * heads + head)
     shared = (head % key_heads if is_tiled else head // (heads // key_heads)) * key_dim
-    memory = tl.zeros([wide_key, block], tl.float32)
+    state = tl.zeros([wide_key, block], tl.float32)
     for step in range(count):
         row = tl.load(rows_at + begin + step).to(tl.int64)
         before, after = tl.load(before_at + begin + step), tl.load(after_at + begin + step)
-        memory = _state_before(memory, before, first_at, stored_at, heads * size, offset, both)
+        state = _state_before(state, before, first_at, stored_at, heads * size, offset, both)
         line_at, mixed_at = projected_at + row * width, convolved_at + row * channels
         keys = tl.load(mixed_at + key + shared + along, mask=in_key, other=0.0)
         queries = tl.load(mixed_at + query + shared + along, mask=in_key, other=0.0)
         values = tl.load(mixed_at + value + head * value_dim + column, mask=inside, other=0.0)
         time = _softplus(tl.load(line_at + rate + head).to(tl.float32) + bias)
-        memory *= tl.exp(-speed * time)
+        state *= tl.exp(-speed * time)
         if strength >= 0:
             keys *= tl.rsqrt(tl.sum(keys * keys, 0) + 1e-6)
             queries *= tl.rsqrt(tl.sum(queries * queries, 0) + 1e-6) * (key_dim**-0.5)
             share = tl.load(line_at + strength + head).to(tl.float32)
-            added = (values - tl.sum(memory * keys[:, None], 0)) / (1.0 + tl.exp(-share))
+            added = (values - tl.sum(state * keys[:, None], 0)) / (1.0 + tl.exp(-share))
         else:
             added = values * time
-        memory += keys[:, None] * added[None, :]
+        state += keys[:, None] * added[None, :]
         if writes:
-            given = tl.sum(memory * queries[:, None], 0)
-            if has_passed:
-                given += tl.load(passed_at + layer * heads + head) * values
+            given = tl.sum(state * queries[:, None], 0)
+            if has_skip:
+                given += tl.load(skip_at + layer * heads + head) * values
             tl.store(read_at + (row * heads + head) * value_dim + column, given, mask=inside)
         if after >= 0:
-            tl.store(stored_at + after.to(tl.int64) * (heads * size) + offset, memory, mask=both)
-            tl.debug_barrier()  # threads read what others have stored
+            tl.store(stored_at + after.to(tl.int64) * (heads * size) + offset, state, mask=both)
+            tl.debug_barrier()  # later rows read what other threads have stored
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store_conv_states_kernel(  # type: ignore[no-untyped-def]
     projected_at,
-    seen_at,
+    conv_at,
     rows_at,
     begins_at,
     slots_at,
@@ -200,14 +200,14 @@ def _store_conv_states_kernel(  # type: ignore[no-untyped-def]
     pdl: tl.constexpr,
 ) -> None:
     layer, channel = tl.program_id(0), tl.program_id(1) * block + tl.arange(0, block)
-    walk = tl.program_id(2)
+    scan = tl.program_id(2)
     pdl_sync(pdl)
-    slot = tl.load(slots_at + walk)  # -1: nothing is before the walk
-    rows_at += tl.load(begins_at + walk)
+    slot = tl.load(slots_at + scan)  # -1: zeros are before the scan
+    rows_at += tl.load(begins_at + scan)
     projected_at += (layer * lines).to(tl.int64) * width + channel
-    seen_at += (layer * states).to(tl.int64) * ((kernel - 1) * channels) + channel
-    for number in tl.static_range(stored):  # the slot that is read comes last
-        count, to = tl.load(counts_at + walk * stored + number), tl.load(to_at + walk * stored + number)
+    conv_at += (layer * states).to(tl.int64) * ((kernel - 1) * channels) + channel
+    for number in tl.static_range(stored):  # the scan's own slot, which is read, comes last
+        count, to = tl.load(counts_at + scan * stored + number), tl.load(to_at + scan * stored + number)
         inside = channel < tl.where((count > 0) & (to >= 0), channels, 0)
         for index in tl.static_range(kernel - 1):
             place = count + index - (kernel - 1)
@@ -218,8 +218,8 @@ def _store_conv_states_kernel(  # type: ignore[no-untyped-def]
                 value *= tl.load(projected_at + row * width + factor, mask=is_row, other=0.0).to(tl.float32)
             before = tl.maximum(slot, 0) * (kernel - 1) + tl.minimum(count + index, kernel - 2)
             is_before = channel < tl.where((place < 0) & (slot >= 0), channels, 0)
-            value += tl.load(seen_at + before * channels, mask=is_before, other=0.0)
-            tl.store(seen_at + (to * (kernel - 1) + index) * channels, value, mask=inside)
+            value += tl.load(conv_at + before * channels, mask=is_before, other=0.0)
+            tl.store(conv_at + (to * (kernel - 1) + index) * channels, value, mask=inside)
 
 
 def convolve(
@@ -231,14 +231,14 @@ def convolve(
     parents: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """Write the convolved rows of a layer; `parents` [rows] are rows, `slots` [rows] states before them."""
+    """Write the convolved rows of a layer. `parents` [rows]: row before each; `slots` [rows]: its state."""
     rows, kernel = len(parents), parameters.convolution.shape[1]
     pdl = supports_pdl(parents.device)
     _convolve_kernel[(rows, triton.cdiv(shape.channels, CHANNELS))](
         buffers.projected[layer],
         parents,
         slots,
-        states.seen[layer],
+        states.conv[layer],
         parameters.convolution[layer],
         None if parameters.bias is None else parameters.bias[layer],
         buffers.convolved[layer],
@@ -263,35 +263,35 @@ def scan_states(
     buffers: RecurrentBuffers,
     states: StateTensors,
     stored: torch.Tensor,
-    walks: Walks,
+    scans: Scans,
     writes: bool,
 ) -> None:
-    """Scan convolved rows of these layers. With `writes`, write the output of each row.
+    """Scan the convolved rows of these layers. With `writes`, also write the output of each row.
 
     Intermediate states go to `stored` [layers, any, value heads, key dim, value dim].
     """
-    config, memory = shape.config, states.memory[layers]
-    blocks, pdl = triton.cdiv(config.value_dim, COLUMNS), supports_pdl(memory.device)
+    config, ssm = shape.config, states.ssm[layers]
+    blocks, pdl = triton.cdiv(config.value_dim, COLUMNS), supports_pdl(ssm.device)
     assert parameters.rates is not None
     assert parameters.rate_bias is not None
-    _scan_states_kernel[(len(walks.counts), config.value_heads, len(memory) * blocks)](
+    _scan_states_kernel[(len(scans.counts), config.value_heads, len(ssm) * blocks)](
         buffers.projected[layers],
         buffers.convolved[layers],
         parameters.rates[layers],
         parameters.rate_bias[layers],
-        None if parameters.passed is None else parameters.passed[layers],
-        memory,
+        None if parameters.skip is None else parameters.skip[layers],
+        ssm,
         stored,
         buffers.read,
-        walks.rows,
-        walks.before,
-        walks.after,
-        walks.begins,
-        walks.counts,
-        walks.slots,
+        scans.rows,
+        scans.before,
+        scans.after,
+        scans.begins,
+        scans.counts,
+        scans.slots,
         buffers.projected.shape[2],
         buffers.projected.shape[1],
-        memory.shape[1],
+        ssm.shape[1],
         stored.shape[1],
         shape.rate,
         shape.strength,
@@ -300,7 +300,7 @@ def scan_states(
         shape.value,
         shape.channels,
         writes,
-        parameters.passed is not None,
+        parameters.skip is not None,
         config.value_heads,
         config.key_heads,
         config.tiled_values,
@@ -325,17 +325,17 @@ def store_conv_states(
     counts: torch.Tensor,
     to: torch.Tensor,
 ) -> None:
-    """Store the last values of all layers' convolutions after the first `counts` [walks, stored] rows.
+    """Store the conv states of all layers after the first `counts` [scans, stored] rows of each scan.
 
-    A walk's rows start at `begins` [walks] of `rows`, after the state in `slots` [walks], -1: after nothing.
-    The values go to the slots `to` [walks, stored]; the walk's own, which it reads, is the last of them.
+    A scan's rows start at `begins` [scans] of `rows` and continue the state in `slots` [scans]; -1: zeros.
+    The new states go to the slots `to` [scans, stored]; the scan's own slot, which it reads, comes last.
     """
-    layers, states_each, seen, channels = states.seen.shape
-    walks, stored = to.shape
+    layers, states_each, kept, channels = states.conv.shape
+    scans, stored = to.shape
     pdl = supports_pdl(to.device)
-    _store_conv_states_kernel[(layers, triton.cdiv(channels, CHANNELS), walks)](
+    _store_conv_states_kernel[(layers, triton.cdiv(channels, CHANNELS), scans)](
         buffers.projected,
-        states.seen,
+        states.conv,
         rows,
         begins,
         slots,
@@ -348,7 +348,7 @@ def store_conv_states(
         shape.factor,
         stored,
         channels,
-        seen + 1,
+        kept + 1,
         CHANNELS,
         pdl,
         num_warps=4,

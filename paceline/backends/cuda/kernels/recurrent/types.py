@@ -1,4 +1,4 @@
-"""What the kernels of recurrent layers read and write."""
+"""The types of the recurrent kernels: shapes, parameters, states, buffers and scans."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import torch
 
 from paceline.models.config import RecurrentConfig
 
-CONTINUES, FIRST, NOTHING = -1, -2, -3  # where a state is: in registers, in the request's slot, all zeros
+CONTINUES, FIRST, NOTHING = -1, -2, -3  # the state before a row: in registers, in the request's slot, zeros
 
 
 @dataclass(frozen=True)
 class RecurrentShape:
-    """Where the parts of a projected row begin, and of a convolved one."""
+    """The first column of each part of a projected row and of a convolved row."""
 
     config: RecurrentConfig
-    width: int  # of a projected row
-    channels: int
-    values: int  # of all heads
-    convolved: int  # the first channel; of products, the first factor
-    factor: int  # of products, the second factor: short_conv; else -1
-    gate: int
-    rate: int  # -1: there is no memory
-    strength: int  # of the delta rule; -1: another one
-    query: int  # of a convolved row
-    key: int
-    value: int
+    width: int  # columns of a projected row
+    channels: int  # columns of a convolved row
+    values: int  # columns of all value heads
+    convolved: int  # projected: the first channel; in short_conv, the first factor of the input
+    factor: int  # projected: the second factor of short_conv's input; else -1
+    gate: int  # projected
+    rate: int  # projected: time steps (dt); -1: a short_conv, which has no SSM state
+    strength: int  # projected: strengths (beta) of the delta rule; else -1
+    query: int  # convolved (C of Mamba2)
+    key: int  # convolved (B of Mamba2)
+    value: int  # convolved (x of Mamba2)
 
 
 def recurrent_shape(config: RecurrentConfig, hidden: int) -> RecurrentShape:
-    """The shape of a layer of this kind: of what its matrices give, one after the other."""
+    """The shape of a recurrent layer: its input projections are concatenated in a projected row."""
     values, channels = config.value_heads * config.value_dim, config.conv_size
     keys, heads = config.key_heads * config.key_dim, config.value_heads
     if config.kind == "short_conv":
@@ -49,48 +49,48 @@ def recurrent_shape(config: RecurrentConfig, hidden: int) -> RecurrentShape:
 
 @dataclass(frozen=True)
 class RecurrentParameters:
-    """The parameters of all recurrent layers beside their matrices: float32."""
+    """The parameters of all recurrent layers besides their matrices: float32."""
 
-    convolution: torch.Tensor  # [layers, kernel, channels] the oldest value first
+    convolution: torch.Tensor  # [layers, kernel, channels] oldest tap first
     bias: torch.Tensor | None  # [layers, channels]
     rates: torch.Tensor | None  # [layers, value heads]
     rate_bias: torch.Tensor | None  # [layers, value heads]
-    passed: torch.Tensor | None  # [layers, value heads] factor of the skip connection (D of Mamba2)
+    skip: torch.Tensor | None  # [layers, value heads] factor of the skip connection (D of Mamba2)
     norm: torch.Tensor | None  # [layers, values]
     eps: float
 
 
 @dataclass(frozen=True)
 class RecurrentBuffers:
-    """What a pass leaves for the scan of the accepted rows, and buffers that layers use in turn."""
+    """The kept inputs of all layers' rows, for the scan of accepted rows, and buffers that layers share."""
 
     projected: torch.Tensor  # [layers, rows, padded width]
     convolved: torch.Tensor  # float32 [layers, rows, channels]
     read: torch.Tensor  # float32 [rows, values]
     gated: torch.Tensor  # [rows, padded values]
-    nodes: torch.Tensor  # float32 [nodes, value heads, key dim, value dim] states that other rows continue
+    nodes: torch.Tensor  # float32 [nodes, value heads, key dim, value dim] stored states of tree nodes
 
 
 @dataclass(frozen=True)
 class StateTensors:
-    """States of all recurrent layers: float32."""
+    """The states of all recurrent layers: float32."""
 
-    seen: torch.Tensor  # [layers, slots, kernel - 1, channels] the last inputs of convolutions
-    memory: torch.Tensor  # [layers, slots, value heads, key dim, value dim] the recurrent states
+    conv: torch.Tensor  # [layers, slots, kernel - 1, channels] conv states: the last inputs
+    ssm: torch.Tensor  # [layers, slots, value heads, key dim, value dim] SSM states
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """What a captured graph holds of them. The memory of short_conv is empty, and has no address."""
-        return self.seen.data_ptr(), self.memory.data_ptr(), self.seen.shape[1]
+        """What a captured graph depends on. The SSM state of short_conv is empty, and has no address."""
+        return self.conv.data_ptr(), self.ssm.data_ptr(), self.conv.shape[1]
 
 
 @dataclass(frozen=True)
-class Walks:
-    """Walks along rows. All int32, on the device."""
+class Scans:
+    """Sequential scans over rows, one per request. All int32, on the device."""
 
-    rows: torch.Tensor  # [rows] of all walks
-    before: torch.Tensor  # [rows] CONTINUES, FIRST, NOTHING, or the number of a stored state
-    after: torch.Tensor  # [rows] the number that the state after it is stored under; -1: it is not
-    begins: torch.Tensor  # [walks] first of `rows`
-    counts: torch.Tensor  # [walks] rows; 0: the walk is padding
-    slots: torch.Tensor  # [walks] of the states that walks begin with
+    rows: torch.Tensor  # [rows] rows of all scans, in scan order
+    before: torch.Tensor  # [rows] state before each: CONTINUES, FIRST, NOTHING, or index of a stored state
+    after: torch.Tensor  # [rows] index at which to store the state after each; -1: not stored
+    begins: torch.Tensor  # [scans] index of the first row in `rows`
+    counts: torch.Tensor  # [scans] number of rows; 0: padding
+    slots: torch.Tensor  # [scans] slot of the state before the first row
