@@ -1,1 +1,1 @@
-"""The CUDA backend: graphs and Triton kernels."""
+"""The CUDA backend: Triton and CUDA C++ kernels in CUDA graphs."""

@@ -1,1 +1,1 @@
-"""Triton kernels."""
+"""Triton kernels, each with the Python function that launches it."""

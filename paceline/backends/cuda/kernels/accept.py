@@ -1,8 +1,8 @@
-"""The end of a step: from sampled tokens to the accepted path, and to all rows of the next step.
+"""Acceptance on the device: from sampled tokens to the accepted path, and the rows of the next step.
 
-One program has one request. It walks the draft tree from the root to the child whose token was sampled, as
-far as there is one; it appends the tokens to the request's state and, from the state alone, writes the rows
-of the next step.
+A program handles one request. From the root it follows, node by node, the child whose token was sampled
+(pathwise verification). It appends the accepted tokens and the bonus token to the request's state, and writes
+the request's rows of the next step from that state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NO_NODE = tl.constexpr(0x7FFFFFFF)
 def _best_of_nodes(  # type: ignore[no-untyped-def]
     scores_at, ids_at, first, nodes, blocks, wide_nodes: tl.constexpr, most_blocks: tl.constexpr
 ):
-    """The token of every node: the best of its blocks, ties to the lowest id, or -1."""
+    """The sampled token of every node: the best of its vocabulary blocks, ties to the lowest id, or -1."""
     node, number = tl.arange(0, wide_nodes), tl.arange(0, most_blocks)
     inside = (node < nodes)[:, None] & (number < blocks)[None, :]
     offset = (first + node)[:, None] * blocks + number[None, :]
@@ -38,9 +38,9 @@ def _best_of_nodes(  # type: ignore[no-untyped-def]
 def _accept(  # type: ignore[no-untyped-def]
     request, requests, length, limit, takes, tree, to, levels: tl.constexpr, catch_up_rows: tl.constexpr
 ):
-    """The number of tokens that a request of this length gets; writes them and the nodes that they come from.
+    """The number of new tokens of a request; writes the tokens and the nodes at which they were sampled.
 
-    They go to the output, to the tokens of the slot and, as sources, to the rows that catch up.
+    They go to the output, to the slot's tokens and, as sources, to the drafter's catch-up rows.
     """
     chosen, drafted, parents, nodes = tree
     output_at, accepted_at, slot_at, longest, sources_at = to
@@ -116,7 +116,7 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     tl.store(counts_at + request, count)
     length += count
     tl.store(lengths_at + valid_slot, length, mask=count > 0)
-    tl.debug_barrier()  # write_rows below reads tokens that were stored here
+    tl.debug_barrier()  # write_rows below reads the tokens stored here
     fresh = tl.minimum(length + 1, always) if always > 0 else count
     write_rows(
         request,
@@ -149,10 +149,10 @@ def accept_drafts(
     accepted: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Accept drafted tokens that the target sampled, advance the state, and write the rows of the next step.
+    """Accept the drafted tokens that the target sampled too, and write the rows of the next step.
 
-    `output` int32 [requests, levels + 1] gets the tokens, `accepted` the nodes where they were sampled, and
-    `counts` [requests] their number.
+    `output` int32 [requests, levels + 1] gets the new tokens, `accepted` the nodes at which they were
+    sampled, and `counts` [requests] their number.
     """
     pdl = supports_pdl(slots.device)
     blocks = candidates.ids.shape[1]
@@ -211,7 +211,7 @@ def _move_kernel(  # type: ignore[no-untyped-def]
     for step in range(1, levels + 1):
         node = tl.load(accepted_at + request * (levels + 1) + step)
         if (step < count) & (node != step):
-            # nodes of a path ascend, so no source has been overwritten
+            # node numbers ascend along a path, so no source has been overwritten
             source = tl.load(pages_at + slot * most_pages + (before + node) // page_size).to(tl.int64)
             source = layer * layer_stride + (source * page_size + (before + node) % page_size) * width
             to = tl.load(pages_at + slot * most_pages + (before + step) // page_size).to(tl.int64)
@@ -232,7 +232,7 @@ def move_accepted(
 ) -> None:
     """Move keys and values [layers, slots, KV heads, head_dim] of accepted paths to contiguous KV indices.
 
-    Latents are keys without values [layers, slots, KV heads, 0].
+    In latent attention keys are latents, and values are empty [layers, slots, KV heads, 0].
     """
     pdl = supports_pdl(slots.device)
     width = keys.shape[2] * keys.shape[3]

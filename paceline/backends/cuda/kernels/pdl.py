@@ -1,12 +1,13 @@
-"""Programmatic dependent launch (PDL), which all kernels use to overlap on the device.
+"""Programmatic dependent launch (PDL): the next kernel starts before the previous one has ended.
 
-On Hopper and newer a kernel may start while the one before it still runs: it is set up meanwhile, may read
-what was written before the pass, and waits before it touches the results of other kernels. Every program of
-every kernel calls `pdl_sync`, so a kernel that has waited for its predecessor has waited for all before it.
+On Hopper and newer, a kernel can start while its predecessor still runs. It may read data written before the
+pass, such as weights and tables, and must wait before it touches the results of other kernels. Every program
+of every kernel calls `pdl_sync` (or launch and wait), so waiting for the predecessor waits for all kernels
+before it.
 
-Kernels whose bits matter are compiled with `enable_fp_fusion=False`: of `a * b + c * d` the compiler fuses
-one product with the sum, and which one was seen to change with the number of rows. Fused ones are explicit:
-`fma`.
+Kernels whose bits matter are compiled with `enable_fp_fusion=False`: in `a * b + c * d` the compiler fuses
+one of the products, and which one was seen to change with the number of rows. Where fused multiply-adds are
+wanted, they are written as `fma`.
 """
 
 from __future__ import annotations

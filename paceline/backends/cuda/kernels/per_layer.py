@@ -1,4 +1,4 @@
-"""What layers add of a second embedding (Gemma's E sizes), of which each has a part."""
+"""Kernels of per-layer embeddings (PLE, Gemma's E sizes): the layers' inputs, and their gates."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def join_embeddings(
     eps: float,
     projection_scale: float,
 ) -> None:
-    """Make of `given`, float32 [rows, layers * size], which is projected embeddings, what layers are given.
+    """Turn projected embeddings `given`, float32 [rows, layers * size], into the layers' inputs, in place.
 
-    `table` [vocab, layers * size] is the second embedding of `tokens` [rows], `norm` [size] the weight of the
-    norm of each layer's part of the projection, after its scale.
+    `table` [vocab, layers * size] has the per-layer embeddings of `tokens` [rows]. `norm` [size] is the
+    weight of the norm that is applied to each layer's part of the scaled projection.
     """
     size, pdl = len(norm), supports_pdl(given.device)
     _join_kernel[(len(tokens), given.shape[1] // size)](

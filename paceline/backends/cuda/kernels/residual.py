@@ -1,7 +1,7 @@
-"""The residual stream of families whose norms are not llama's: RMSNorm before attention and MLP.
+"""The residual stream of families whose norms cannot be fused: output norms, LayerNorm, parallel blocks.
 
-A norm after a block needs all of a row before anything is added, and LayerNorm its mean. So the norms are a
-kernel of their own here, and products read rows that are normed already.
+Llama's RMSNorm is fused into products (linear.py). An output norm needs the whole row before it is added, and
+LayerNorm needs its mean. So norms are a separate kernel here, and products read normed rows.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from paceline.backends.cuda.kernels.products.matrix import Normed
 
 @dataclass(frozen=True)
 class Residual:
-    """How rows are normed and added."""
+    """The constants of a model's residual stream."""
 
     size: int  # hidden
     eps: float
-    is_centered: bool  # LayerNorm: of the distance from the mean
-    scale: float  # of what attention and MLP add
+    is_centered: bool  # LayerNorm, not RMSNorm
+    scale: float  # of the outputs of attention and MLP
     embedding_scale: float
     is_parallel: bool  # attention and MLP read the same norm
 
 
 def plain(rows: torch.Tensor, ones: torch.Tensor) -> Normed:
-    """Rows that products read as they are; `ones` is float32 [rows, 1]."""
+    """Rows for products without a norm; `ones` is float32 [rows, 1]."""
     return Normed(rows, ones, 1, 0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _normed(values, norm_at, part, inside, size, eps, is_centered: tl.constexpr):  # type: ignore[no-untyped-def]
-    """RMSNorm of a row, or LayerNorm."""
+    """RMSNorm or LayerNorm of a row."""
     if is_centered:
         values = tl.where(inside, values - tl.sum(values, 0) / size, 0.0)
     factor = tl.rsqrt(tl.sum(values * values, 0) / size + eps)
@@ -92,10 +92,10 @@ def add_normed(
     rows: int,
     layer_scale: float = 1.0,
 ) -> None:
-    """Add what a block gives to `hidden`, after its norm, and write norm(hidden) to `normed`, if given.
+    """hidden += output_norm(added), then write norm(hidden) to `normed`, if given.
 
-    `hidden` and `added` are float32 [rows, padded hidden], the norms are weights [padded hidden]; None: no
-    norm. Without `added`, rows are embeddings, which are scaled. `layer_scale` is a factor of the sum.
+    `hidden` and `added` are float32 [rows, padded hidden], norms are weights [padded hidden]; None: no norm.
+    Without `added`, `hidden` are embeddings, which are scaled. `layer_scale` multiplies the sum.
     """
     pdl = supports_pdl(hidden.device)
     _add_normed_kernel[(rows,)](

@@ -1,4 +1,4 @@
-"""The embedding of rows."""
+"""The embedding kernel: starts the residual stream, with the first norm."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def embed(
 ) -> None:
     """Write the embeddings of `tokens` [rows] to `hidden`, and prepare `normed` for the norm of this weight.
 
-    The table has the tiled layout of products, because with tied embeddings it is also the LM head.
+    The table has the tiled layout of weights, because with tied embeddings it is also the LM head.
     """
     groups = normed.squares.shape[1]
     pdl = supports_pdl(hidden.device)

@@ -1,4 +1,4 @@
-"""The rows of a step on the device, computed there from the state of the requests: see draft_shape.py."""
+"""Computes the rows of a decode step on the device, from the requests' state: see draft_shape.py."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class DeviceRequests:
     """The state of the requests in the device's slots."""
 
     tokens: torch.Tensor  # int32 [slots, longest] prompt and output
-    lengths: torch.Tensor  # int32 [slots] tokens whose keys and values are in the pool
-    limits: torch.Tensor  # int32 [slots] KV indices from here on have no pages, and are not computed
-    pages: torch.Tensor  # int32 [slots, most pages]
+    lengths: torch.Tensor  # int32 [slots] tokens with keys and values
+    limits: torch.Tensor  # int32 [slots] end of the KV indices that have pages; rows beyond are not computed
+    pages: torch.Tensor  # int32 [slots, most pages] page tables
     seeds: torch.Tensor  # int64 [slots]
     temperatures: torch.Tensor  # float64 [slots] 0: greedy
     truncation: torch.Tensor  # float64 [slots, NUM_FIELDS] of core/truncation.py
     takes_drafts: torch.Tensor  # int32 [slots] 0: drafted tokens are never accepted
-    asks_logprobs: torch.Tensor  # int32 [slots] not 0: log-probabilities are asked
+    asks_logprobs: torch.Tensor  # int32 [slots] nonzero: log-probabilities are wanted
     adapters: torch.Tensor  # int32 [slots] the number of the request's LoRA adapter; -1: none
 
 
@@ -65,12 +65,12 @@ def make_requests(slots: int, longest: int, page_size: int, device: torch.device
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows of a step, pass after pass, and within a pass request after request. The lines are
+    """The rows of a step, ordered by pass, then by request. Its lines are:
 
-    of rows       tokens; positions; rope_positions (one less, for heads); slot_mapping, -1 for padding;
-                  contiguous_until; sources (of the drafter: the row whose feature or state it reads)
-    of tiles      first row, count and pages
-    of requests   the last row of each in the drafter's first pass
+    by row        tokens; positions; rope_positions (one less, for heads); slot_mapping, -1 for padding;
+                  contiguous_until; sources (the row whose feature or state the drafter reads)
+    by tile       first row, count, offset of pages
+    by request    its last row in the drafter's first pass
     """
 
     lines: torch.Tensor  # int32 [LINES, most rows]
@@ -86,12 +86,12 @@ class ShapeTables:
     paths: torch.Tensor  # int32 [rows of a request, levels]
     parents: torch.Tensor  # int32 [nodes]
     levels: int
-    catch_up_rows: int  # 0: no drafter
-    always: int  # fixed number of tokens that a drafter computes again; 0: the accepted ones
+    catch_up_rows: int  # most tokens that the drafter catches up on in a step; 0: no drafter
+    always: int  # fixed number of tokens that it catches up on; 0: the newly accepted ones
     is_chain: bool
 
     def arguments(self, state: DeviceRequests, page_size: int) -> dict[str, int | bool]:
-        """The shape arguments of every kernel that writes rows."""
+        """The arguments of every kernel that writes rows."""
         return {
             "longest": state.tokens.shape[1],
             "most_pages": state.pages.shape[1],
@@ -117,7 +117,7 @@ def _field(at, field: tl.constexpr, number, count, missing: tl.constexpr):  # ty
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _write_tiles(request, requests, pages_begin, tile, valid, rows, plan, wide: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
-    """Write the tiles of a request; `valid` are its real rows and `tile` the tile of each."""
+    """Write the tiles of a request. `valid`: which of its rows are real; `tile`: the tile of each row."""
     lines_at, _, stride = rows
     _, tiles_at, _, _, num_tiles = plan
     block = tl.arange(0, wide)
@@ -150,10 +150,10 @@ def write_rows(  # type: ignore[no-untyped-def]
     wide_tiles: tl.constexpr,
     page_size: tl.constexpr,
 ) -> None:
-    """Write all rows of a request of this length, whose last `fresh` tokens the drafter has to compute.
+    """Write all rows of a request of this length; the drafter catches up on its last `fresh` tokens.
 
-    `state`: tokens and pages of slots, and their sizes per slot; `rows`: a StepRows and its stride; `plan`: a
-    StepPlan's rows, tiles and paths, and the numbers of the first two.
+    `state`: tokens and pages of slots, with their sizes per slot; `rows`: a StepRows and its stride; `plan`:
+    a StepPlan's rows, tiles and paths, and how many rows and tiles.
     """
     slot_tokens_at, pages_at, longest, most_pages = state
     lines_at, paths_at, stride = rows
@@ -168,7 +168,7 @@ def write_rows(  # type: ignore[no-untyped-def]
     back = tl.where(catches_up > 0, fresh + catches_up - 2, 0)
     node = _field(plan_at, 3, number, num_rows, 0)
     index, position = length + node - back, length + _field(plan_at, 4, number, num_rows, 0) - back
-    # padding has no length, so its rows that end before the root begin below zero
+    # padding has length 0, so rows before its root have negative positions
     end = tl.where((slot >= 0) & (length < limit), limit, -wide_rows)
     valid = inside & (index < end) & ((node < fresh) | (catches_up == 0))
     valid_slot = tl.maximum(slot, 0)
@@ -264,7 +264,7 @@ def begin_rows(
 ) -> None:
     """Write the rows of the first step of the requests in `slots` int32 [requests]; -1: padding.
 
-    A head computes the last `recomputed` tokens of each, as many as there are, again.
+    A head catches up on the last `recomputed` tokens of each request, or on all if there are fewer.
     """
     _begin_kernel[(len(slots),)](
         slots,

@@ -1,4 +1,4 @@
-"""The QKV projection: queries, keys and values with RoPE; keys and values go to their KV slots."""
+"""The QKV projection with QK norms and RoPE; writes keys and values to their KV slots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]  # cosine and sine: float32 [positi
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _normed(one, two, factor, norm_at, half: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The halves of heads [columns // 2, tokens], times a factor of each token and the norm's weights."""
+    """The halves of heads [columns // 2, tokens] times each token's norm factor and the norm's weights."""
     part = tl.arange(0, one.shape[0])
     first = tl.load(norm_at + part, mask=part < half, other=0.0).to(tl.float32)[:, None]
     second = tl.load(norm_at + half + part, mask=part < half, other=0.0).to(tl.float32)[:, None]
@@ -50,7 +50,7 @@ def _store_halves(to, one, two, mask, half: tl.constexpr) -> None:  # type: igno
 def _store_heads(  # type: ignore[no-untyped-def]
     one, two, head, token, kv_slot, to, heads: tl.constexpr, kv_heads: tl.constexpr, half: tl.constexpr
 ) -> None:
-    """Store the halves of a head: queries by token, keys and values at their KV slots."""
+    """Store the halves of a head: queries by row, keys and values at their KV slots."""
     query_at, keys_at, values_at = to
     part = tl.arange(0, one.shape[0])
     inside, kept = (part < half)[:, None], (kv_slot >= 0)[None, :]
@@ -103,7 +103,7 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     up_at,
     adapters_at,
     up_width,
-    rank: tl.constexpr,  # of adapters; 0: they add nothing
+    rank: tl.constexpr,  # of LoRA adapters; 0: none
     splits: tl.constexpr,
     is_split_k: tl.constexpr,
     columns: tl.constexpr,
@@ -111,8 +111,8 @@ def _heads_kernel(  # type: ignore[no-untyped-def]
     step: tl.constexpr,
     packing: tl.constexpr,
     stages: tl.constexpr,
-    tiles: tl.constexpr,  # 1: a tile is a head
-    rows_first: tl.constexpr,  # False
+    tiles: tl.constexpr,  # always 1: a tile is a head
+    rows_first: tl.constexpr,  # always False
     pdl: tl.constexpr,
 ) -> None:
     pdl_sync(pdl)
@@ -174,9 +174,9 @@ def project_heads(
     """Write queries, keys and values of norm(rows), with RoPE at `positions` [rows].
 
     Queries go to `query` [padded rows, heads, head_dim], keys and values to the KV slots `slot_mapping`
-    [rows] of one layer's [slots, KV heads, head_dim]; -1: not stored. The matrix is one of `tile_heads`,
-    `rotation` is that of RoPE, if the layer has it, and `norms` are the weights [head_dim] of the QK norms,
-    whose eps is that of `normed` unless given. Adapters `change` the product.
+    [rows] of one layer's [slots, KV heads, head_dim]; -1: not stored. `matrix` comes from `tile_heads`.
+    `rotation`: RoPE's tables; None: the layer has no RoPE. `norms`: weights [head_dim] of the QK norms, with
+    `head_eps`, by default the eps of `normed`. `change`: LoRA adapters.
     """
     rows, groups = len(positions), normed.squares.shape[1]
     launch = launch_for(matrix, rows)
@@ -231,9 +231,9 @@ def _scale_queries_kernel(  # type: ignore[no-untyped-def]
 
 
 def scale_queries(query: torch.Tensor, factors: torch.Tensor, positions: torch.Tensor) -> None:
-    """Scale the queries [rows, heads, head_dim] by the factors of their positions, in place.
+    """Scale the queries [rows, heads, head_dim] in place by the factor of each row's position.
 
-    `factors` are float32 [positions]; `project_heads` has written the queries.
+    `factors` are float32 [positions]. Called after `project_heads`.
     """
     pdl, width = supports_pdl(query.device), query.shape[1] * query.shape[2]
     _scale_queries_kernel[(len(positions),)](
@@ -260,7 +260,7 @@ def _norm_line(  # type: ignore[no-untyped-def]
     halves: tl.constexpr,  # of all heads
     wide: tl.constexpr,  # at least half * halves, a power of two
 ) -> None:
-    """Norm all heads of a line at once, in place, then rotate each."""
+    """Norm all heads of a row together, in place, then apply RoPE to each."""
     number = tl.arange(0, wide)
     part, inside = number % half, number < half * halves
     column = number // half * (2 * half) + part
@@ -319,10 +319,10 @@ def norm_heads(
     slot_mapping: torch.Tensor,
     rotation: Rotation | None,
 ) -> None:
-    """Norm all heads of a row's queries at once, and those of its keys, in place; then rotate them.
+    """QK norm over all heads of a row together (queries, then keys), then RoPE, in place.
 
-    The arguments are those of `project_heads`, which has written them without norm and RoPE; `norms` are
-    [heads * head_dim] and [KV heads * head_dim]. Rows with a slot of -1 are padding.
+    Called after `project_heads` without norms and RoPE, with its arguments; `norms` are [heads * head_dim]
+    and [KV heads * head_dim]. Rows with a slot of -1 are padding.
     """
     _, heads, dim = query.shape
     pdl = supports_pdl(query.device)

@@ -1,12 +1,13 @@
-"""The steps between the products of latent attention: norms and RoPE, and one small product for every head.
+"""Latent attention (MLA): the per-head products before and after attention, with norms and RoPE.
 
-A row's first product gives [queries or their latent | rotated key | latent] (see transformer/latent.py):
+A row's first product gives [queries or their latent | RoPE part of the key | KV latent] (see
+transformer/latent.py):
 
-    norm_queries     a latent of queries is normed, if they have one
-    head_products    queries into the space of latents (W_uk^T q), and mixed latents to values (W_uv latent);
-                     beside the queries, keys go to their KV slots, rotated and normed
+    norm_queries     norm the query latent, if the model has one
+    head_products    absorb W_uk into the queries (W_uk^T q), and turn attended latents into values (W_uv
+                     latent); the launch for queries also writes rotated and normed keys to their KV slots
 
-Of few rows a kernel of its own gives the values: latent_values.py.
+With few rows, latent_values.py computes the values in a kernel of its own.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from paceline.backends.cuda.kernels.attention.heads import Rotation
 from paceline.backends.cuda.kernels.pdl import pdl_launch, pdl_sync, pdl_wait, prefetch, supports_pdl
 from paceline.backends.cuda.kernels.products.matrix import token_tile
 
-MAX_TOKENS = 64  # rows of a program
-MAX_STEP = 128  # depth of an iteration
-MIN_PROGRAMS = 96  # about one per multiprocessor
+MAX_TOKENS = 64  # most rows of a program
+MAX_STEP = 128  # most depth of an iteration
+MIN_PROGRAMS = 96  # programs that occupy the device: about one per multiprocessor
 NORM_WARPS, PRODUCT_WARPS, STAGES = 4, 4, 3
 
 
@@ -37,12 +38,12 @@ class HeadMatrices:
 
     @property
     def step(self) -> int:
-        """The depth of an iteration, which decides the bits of the result."""
+        """The depth of an iteration. It determines the summation order, and so the bits."""
         return min(MAX_STEP, self.weight.shape[2])
 
     @property
     def columns(self) -> int:
-        """The columns of a program: fewer of small matrices, so that there are programs for the device."""
+        """The columns of a program: fewer for small matrices, so that programs occupy the device."""
         heads, width, _ = self.weight.shape
         return next((size for size in (64, 32) if heads * width // size >= MIN_PROGRAMS), 16)
 
@@ -57,7 +58,7 @@ def head_matrices(weights: torch.Tensor) -> HeadMatrices:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _rotated(rows_at, angles, rotation, inside, half: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The two halves at these addresses, rotated by RoPE; `angles` are offsets in its tables."""
+    """The two halves at these addresses, rotated by RoPE; `angles` are offsets into its tables."""
     cosines_at, sines_at = rotation
     one = tl.load(rows_at, mask=inside, other=0.0).to(tl.float32)
     two = tl.load(rows_at + half, mask=inside, other=0.0).to(tl.float32)
@@ -97,7 +98,7 @@ def _norm_queries_kernel(  # type: ignore[no-untyped-def]
 def norm_queries(
     projected: torch.Tensor, norm: torch.Tensor, eps: float, query_latents: torch.Tensor, rows: int
 ) -> None:
-    """Write the normed latents of these rows' queries, with which `projected` [rows, width] begin."""
+    """Write the normed query latents of these rows, which are the first columns of `projected`."""
     rank, pdl = len(norm), supports_pdl(projected.device)
     _norm_queries_kernel[(rows,)](
         projected,
@@ -117,10 +118,10 @@ def norm_queries(
 
 @dataclass(frozen=True)
 class KeyRows:
-    """The keys that a first product gave, and where they go."""
+    """Keys within the output of the first product, and the KV slots that they go to."""
 
     projected: torch.Tensor  # [rows, at least begin + rope + rank]
-    begin: int  # of keys in its rows: [rotated key | latent]
+    begin: int  # first column of the key: [RoPE part | latent]
     norm: torch.Tensor  # [rank]
     eps: float
     slot_mapping: torch.Tensor  # [rows]; -1: not stored
@@ -135,7 +136,7 @@ def _store_keys(  # type: ignore[no-untyped-def]
     positions_at,
     rotation,
     keys_at,
-    rows,  # the first, the end, and the distance from one to the next
+    rows,  # first row, end, stride
     row_stride,
     eps,
     rope: tl.constexpr,
@@ -143,7 +144,7 @@ def _store_keys(  # type: ignore[no-untyped-def]
     rank: tl.constexpr,
     rank_wide: tl.constexpr,  # rank, rounded up to a power of two
 ) -> None:
-    """Store the keys of some rows in their KV slots: the rotated part, and the normed latent."""
+    """Store the keys of some rows in their KV slots: rotated RoPE part, then normed latent."""
     first, end, distance = rows
     half: tl.constexpr = rope // 2
     part = tl.arange(0, half_wide)
@@ -180,9 +181,9 @@ def _head_products_kernel(  # type: ignore[no-untyped-def]
     keys_at,
     projected_stride,
     eps,
-    rank: tl.constexpr,  # of keys; 0: none are stored
+    rank: tl.constexpr,  # of the keys' latent; 0: no keys are stored
     rank_wide: tl.constexpr,
-    rope: tl.constexpr,  # 0: rows have no rotated part
+    rope: tl.constexpr,  # 0: rows have no RoPE part
     half_wide: tl.constexpr,  # rope // 2, rounded up to a power of two
     padded_width: tl.constexpr,
     padded_depth: tl.constexpr,
@@ -194,8 +195,8 @@ def _head_products_kernel(  # type: ignore[no-untyped-def]
 ) -> None:
     pdl_launch(pdl)
     head, tile = tl.program_id(1), tl.program_id(2)
-    if rank > 0:  # noqa: SIM102 -- known when it is compiled
-        if head == tl.num_programs(1) - 1:  # behind the last head
+    if rank > 0:  # noqa: SIM102 -- resolved at compile time
+        if head == tl.num_programs(1) - 1:  # one more than heads: the programs that store keys
             pdl_wait(pdl)
             begin, rotation = tl.program_id(0) * tokens, (cosines_at, sines_at)
             some = begin + tile, tl.minimum(begin + tokens, row_count), tl.num_programs(2)
@@ -205,7 +206,7 @@ def _head_products_kernel(  # type: ignore[no-untyped-def]
     token = tl.program_id(0) * tokens + tl.arange(0, tokens)
     column, along, real = tile * columns + tl.arange(0, columns), tl.arange(0, step), token < row_count
     weight_at += (head * padded_width + column).to(tl.int64)[:, None] * padded_depth
-    if pdl:  # weights are not written in a pass
+    if pdl:  # weights are constant during a pass
         for line in tl.static_range(0, padded_depth, 64):
             prefetch(weight_at + line)
     pdl_wait(pdl)
@@ -218,7 +219,7 @@ def _head_products_kernel(  # type: ignore[no-untyped-def]
     to = output_at + token[None, :].to(tl.int64) * output_stride + head * output_head_stride
     mask = (column < width)[:, None] & real[None, :]
     tl.store(to + rope + column[:, None], total.to(output_at.dtype.element_ty), mask=mask)
-    if rope > 0:  # noqa: SIM102 -- known when it is compiled
+    if rope > 0:  # noqa: SIM102 -- resolved at compile time
         if tile == 0:
             half: tl.constexpr = rope // 2
             part = tl.arange(0, half_wide)[:, None]
@@ -237,10 +238,10 @@ def head_products(
     rotation: Rotation | None = None,
     stored: KeyRows | None = None,
 ) -> None:
-    """Write every head's matrix times its part of each row: `rows` [rows, heads, depth] to [..., width].
+    """Multiply each head's part of every row by the head's matrix: [rows, heads, depth] to [..., width].
 
-    With `rotation`, the parts of both begin with numbers that RoPE rotates at `positions` [rows] instead, and
-    keys may be `stored` beside.
+    With `rotation`, each head's input and output begin with a RoPE part, which is rotated at `positions`
+    [rows] and not multiplied; the launch can also store keys (`stored`).
     """
     heads, padded_width, padded_depth = matrices.weight.shape
     tokens, pdl = min(MAX_TOKENS, token_tile(len(positions))), supports_pdl(rows.device)
@@ -279,7 +280,7 @@ def head_products(
 
 
 def _stored_by(keys: KeyRows | None) -> tuple[torch.Tensor | int | float | None, ...]:
-    """What a kernel reads to store keys; nothing if there are none."""
+    """The kernel arguments for storing keys; None and zeros if there are none."""
     if keys is None:
         return None, None, None, None, 0, 0.0
     from_keys = keys.projected[:, keys.begin :]

@@ -1,8 +1,8 @@
-"""The values of few rows of latent attention, from partial results that attention left unmerged.
+"""Latent attention with few rows: merges split-KV partials and multiplies by W_uv in one kernel.
 
-Attention of few rows has a program for each block of 64 positions, and its last program would merge what all
-of them gave, alone: as much work as theirs, on one multiprocessor. Here every head has several programs, each
-merges the partial results of its head, in the same order, and multiplies some columns of the head's matrix.
+With few rows, attention has a program for each block of 64 positions. If its last program merged all partials
+alone, that would take as long as the blocks, on a single multiprocessor. Here every head has several
+programs. Each merges all partials of its head, in the usual order, and multiplies some columns of W_uv.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from paceline.backends.cuda.kernels.attention.softmax import BLOCK, MERGE_FAN_IN
 from paceline.backends.cuda.kernels.pdl import pdl_launch, pdl_wait, supports_pdl
 from paceline.backends.cuda.kernels.products.matrix import MIN_TOKENS
 
-LATE_ROWS = 8  # whose partial results are merged here, at most
-COLUMNS = 32  # of a program, at most: it holds their weights while it waits
+LATE_ROWS = 8  # most rows whose partials are merged here
+COLUMNS = 32  # most columns of a program: it loads their weights while it waits for attention
 WARPS = 4
 _BLOCK, _MERGE_FAN_IN = tl.constexpr(BLOCK), tl.constexpr(MERGE_FAN_IN)
 
 
 @dataclass(frozen=True)
 class Partials:
-    """Partial results of rows that are merged by the next kernel: as of AttentionScratch."""
+    """Unmerged partials of attention, in AttentionScratch, for the next kernel."""
 
     acc: torch.Tensor
     stats: torch.Tensor
-    most: int  # of a row and head
+    most: int  # most partials of a row and head
     kv_splits: int
     tile_rows: torch.Tensor  # [tiles] the row of each tile
     tile_counts: torch.Tensor  # [tiles] 0: the tile is padding, and its row has none
@@ -49,7 +49,7 @@ class Partials:
 def late_partials(
     tables: RowTables, heads: int, scratch: AttentionScratch, scoring: Scoring, earliest: int = 0
 ) -> Partials | None:
-    """The partial results that `attend` may leave unmerged: of few rows over latents, each in a tile."""
+    """The partials that `attend` may leave unmerged; None unless rows are few, over latents, one per tile."""
     rows, groups = len(tables.positions), latent_groups(heads)
     is_alone = tile_height(heads, groups) == 1 and tables.prefill is None and tables.visible is None
     is_alone = is_alone and tables.shared_prefix is None and earliest < BLOCK
@@ -90,10 +90,10 @@ def _merged_values_kernel(  # type: ignore[no-untyped-def]
     pdl_launch(pdl)
     head, column = tl.program_id(0), tl.program_id(1) * columns + tl.arange(0, columns)
     line = (head * padded_width + column).to(tl.int64)[:, None] * padded_depth
-    weights = tl.load(weight_at + line + tl.arange(0, padded_depth)[None, :])  # not written in a pass
+    weights = tl.load(weight_at + line + tl.arange(0, padded_depth)[None, :])  # constant in a pass
     row = tl.arange(0, rows)
     real = row < row_count
-    position = tl.load(positions_at + row, mask=real, other=0)  # tables, too, were written before
+    position = tl.load(positions_at + row, mask=real, other=0)  # tables were written before the pass
     tile = tl.arange(0, tiles)
     filled = tl.load(tile_counts_at + tile, mask=tile < tile_count, other=0) > 0
     of_tile = tl.load(tile_rows_at + tile, mask=tile < tile_count, other=0)
@@ -107,7 +107,7 @@ def _merged_values_kernel(  # type: ignore[no-untyped-def]
         lines, 0, tl.max(ends, 0), ends, partials_at, has_partials, rank, padded_depth, rows, _MERGE_FAN_IN
     )
     mixed = (acc / tl.where(has_partials, row_sum, 1.0)[:, None]).to(weights.dtype)
-    each_of: tl.constexpr = tokens // rows  # the matrix instruction has more rows: all are there so often
+    each_of: tl.constexpr = tokens // rows  # rows are repeated to fill the matrix instruction
     wide = tl.broadcast_to(mixed[:, None, :], (rows, each_of, padded_depth))
     total = tl.dot(weights, tl.trans(tl.reshape(wide, (tokens, padded_depth))))
     token = tl.arange(0, tokens)
@@ -118,9 +118,10 @@ def _merged_values_kernel(  # type: ignore[no-untyped-def]
 
 
 def can_merge(matrices: HeadMatrices) -> bool:
-    """Whether `merged_values` can multiply these matrices: their whole depth at once, in few columns.
+    """Whether `merged_values` supports these matrices: one iteration over the depth, and few columns.
 
-    Programs have the columns of `head_products`, so the matrix instruction is the same.
+    Programs have as many columns as those of `head_products`, so the matrix instruction, and its bits, are
+    the same.
     """
     depth = matrices.weight.shape[2]
     return depth & (depth - 1) == 0 and matrices.columns <= COLUMNS
@@ -129,9 +130,9 @@ def can_merge(matrices: HeadMatrices) -> bool:
 def merged_values(
     partials: Partials, matrices: HeadMatrices, output: torch.Tensor, positions: torch.Tensor
 ) -> None:
-    """Write the values of every head's mixed latents to `output` [rows, heads, at least width].
+    """Write W_uv times every head's attended latents to `output` [rows, heads, at least width].
 
-    Those of padding rows, which have no partial results, are zero.
+    Padding rows, which have no partials, get zeros.
     """
     (heads, padded_width, padded_depth), tiles = matrices.weight.shape, len(partials.tile_rows)
     rows, pdl = len(positions), supports_pdl(output.device)

@@ -1,17 +1,17 @@
 """Attention of rows over paged keys and values: decodes, draft trees and prefill chunks in one kernel.
 
-As FlashDecoding does, several programs split the KV positions of a tile (split-KV), each runs an online
-softmax, and the last to finish merges their partial results. A program has a tile of rows of one request and
-one KV head; its lanes are rows times the query heads that share the KV head. Positions are split at fixed
-boundaries, so the order in which a row is summed depends on its own position and on nothing else in the pass:
+As in Flash-Decoding, several programs split the KV positions of a tile (split-KV). Each runs an online
+softmax, and the last to finish merges their partials. A program handles a tile of rows of one request and one
+KV head; its lanes are rows times the query heads that share the KV head. Positions are split at fixed
+boundaries, so the summation order of a row depends only on its own position (batch invariance):
 
-    block       64 positions: one softmax, not yet divided by its sum
+    block       64 positions: one unnormalized softmax
     KV chunk    8 blocks, merged in order
-    group       8 KV chunks, merged in order; groups are merged in order, too
+    group       8 KV chunks, merged in order; then groups are merged in order
 
-Short contexts are split by blocks, to occupy many programs; long ones by KV chunks, so that there is little
-to merge. KV chunks that many rows share may have been computed before, by shared_prefix.py: then
-programs compute the rest. Tiles of prefill chunks are larger: see kernels/attention/prefill_attention.py.
+Short contexts are split by blocks, to occupy the device; long ones by KV chunks, so that there is little to
+merge. KV chunks that many rows share may have been computed by shared_prefix.py before; then programs skip
+them. Prefill chunks have larger tiles: see prefill_attention.py.
 
 A row of a draft tree sees its path from the root, whose KV indices need not be contiguous:
 
@@ -19,9 +19,9 @@ A row of a draft tree sees its path from the root, whose KV indices need not be 
     KV index     0 ... context | 0     2   5           beyond the context
                  contiguous -------->|   path: 2, 5
 
-Positions below `contiguous_until` are KV indices; from there on, `paths` holds the indices. A contiguous
-block is read once for all rows of a tile; of a tree block each row reads its own keys, in the order of
-positions. So a drafted token has the bits that it has when it is decoded after its path was committed.
+Below `contiguous_until`, a position is its KV index; from there on, `paths` holds the KV indices. A
+contiguous block is read once for all rows of a tile. In a tree block each row reads its own keys, in the
+order of positions. So a drafted token has the same bits as when it is decoded after its path was committed.
 """
 
 from __future__ import annotations
@@ -62,22 +62,22 @@ from paceline.backends.cuda.kernels.attention.softmax import MAX_PATH as MAX_PAT
 from paceline.backends.cuda.kernels.attention.softmax import MERGE_FAN_IN as MERGE_FAN_IN
 from paceline.backends.cuda.kernels.pdl import pdl_launch, pdl_wait, supports_pdl
 
-LANES = 16  # rows times query heads of a tile, at least
-WARPS = 4  # decides the bits, as BLOCK and MERGE_FAN_IN do
-STAGES = 5  # pipeline stages of the loop over blocks: two for page numbers, from which slots follow
-LATENT_WARPS, LATENT_STAGES = 8, 3  # of latents, which are longer than keys
-PROGRAMS = 264  # enough to occupy the device
-MAX_KV_SPLITS = MERGE_FAN_IN * MERGE_FAN_IN  # programs of a tile and KV head, at most
+LANES = 16  # fewest lanes of a tile: rows times query heads
+WARPS = 4  # determines the bits, as BLOCK and MERGE_FAN_IN do
+STAGES = 5  # pipeline stages of the loop over blocks: two of them for page numbers
+LATENT_WARPS, LATENT_STAGES = 8, 3  # for latents, which are longer than keys
+PROGRAMS = 264  # programs that occupy the device
+MAX_KV_SPLITS = MERGE_FAN_IN * MERGE_FAN_IN  # most programs of a tile and KV head
 _BLOCK, _MERGE_FAN_IN = tl.constexpr(BLOCK), tl.constexpr(MERGE_FAN_IN)
 
 
 @dataclass(frozen=True)
 class AttentionScratch:
-    """Partial results of the split-KV reduction. All layers, which run in turn, share one."""
+    """Buffers of the split-KV reduction, shared by all layers, because they run one after the other."""
 
-    partial_acc: torch.Tensor  # float32 [floats] head_dim numbers for each row, head and partial
-    partial_stats: torch.Tensor  # float32 [floats] for each of them row_max and row_sum
-    counters: torch.Tensor  # int32 [tiles * KV heads] zero between passes
+    partial_acc: torch.Tensor  # float32 [floats] acc: head_dim numbers for each row, head and partial
+    partial_stats: torch.Tensor  # float32 [floats] row_max and row_sum of each of them
+    counters: torch.Tensor  # int32 [tiles * KV heads] arrived programs; zero between passes
     blocks: int  # blocks of the longest context
 
 
@@ -87,7 +87,7 @@ def tile_height(heads: int, kv_heads: int) -> int:
 
 
 def latent_groups(heads: int) -> int:
-    """The groups of query heads that read the same latents: to tiles they are what KV heads are to others."""
+    """The number of groups of query heads. All attend to the same latents; a tile has one group's heads."""
     return head_groups(heads, LANES)
 
 
@@ -102,11 +102,11 @@ def attention_scratch(
 ) -> AttentionScratch:
     """Scratch for passes of at most `rows` rows over contexts of at most `longest` tokens.
 
-    A pass may have up to `prefilled` rows, if those after the first `rows` are in prefill tiles.
+    A pass may have more rows, up to `prefilled`, if those after the first `rows` are in prefill tiles.
     """
     blocks = -(-longest // BLOCK)
     height = tile_height(heads, kv_heads)
-    # the fewer tiles, the more programs split each, and each program stores a partial
+    # with fewer tiles, more programs split each of them, and each program stores a partial
     lines = max(
         count * heads * max_partials(-(-count // height), kv_heads, blocks) for count in range(1, rows + 1)
     )
@@ -138,7 +138,7 @@ def max_partials(tiles: int, kv_heads: int, blocks: int) -> int:
 
 @triton.jit
 def are_few(blocks, oldest, kv_splits):  # type: ignore[no-untyped-def]
-    """Whether a partial is a block, not a KV chunk: all blocks are of one group, and each has a program."""
+    """Whether a partial is a single block: all blocks are in one group, and there is a program for each."""
     in_group: tl.constexpr = _MERGE_FAN_IN * _MERGE_FAN_IN
     return (blocks - oldest <= kv_splits) & (oldest // in_group == (blocks - 1) // in_group)
 
@@ -148,7 +148,7 @@ def _split_kv(sight, contiguous_until, count, kv_splits, shared_chunks):  # type
     """How programs split a tile: blocks per partial, first and end partial, blocks, tree_begin.
 
     A partial is one block or one KV chunk. `tree_begin` is the first position that is not contiguous for some
-    row. The first `shared_chunks` KV chunks are left out: their partials are there already.
+    row. The first `shared_chunks` KV chunks are skipped: the shared-prefix kernel has stored their partials.
     """
     first, last = sight
     tree_begin = tl.min(tl.where(contiguous_until > last, 1 << 30, contiguous_until), 0)
@@ -198,7 +198,7 @@ def _attend_chunk(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _merge_if_last(merged, reduction, lines, partials_at, is_used, dim: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whether this program is the last of its tile to arrive, and, if it is, all partials merged."""
+    """Whether this program is the last of its tile to arrive, and the merged result of all partials if so."""
     counter_at, oldest, begin, end, kv_splits = reduction
     last = end - oldest == 1
     if end - oldest > 1:
@@ -238,7 +238,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     earliest,
     scale,
     heads: tl.constexpr,
-    groups: tl.constexpr,  # of query heads
+    groups: tl.constexpr,  # groups of query heads
     kv_heads: tl.constexpr,
     dim: tl.constexpr,
     wide: tl.constexpr,  # dim, rounded up to a power of two
@@ -246,15 +246,15 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     lanes: tl.constexpr,
     page_size: tl.constexpr,
     stages: tl.constexpr,
-    has_trees: tl.constexpr,  # whether paths may be non-contiguous
-    quantizes: tl.constexpr,
-    has_shared: tl.constexpr,  # whether the shared-prefix kernel ran before
+    has_trees: tl.constexpr,  # paths may be non-contiguous
+    quantizes: tl.constexpr,  # output in e4m3
+    has_shared: tl.constexpr,  # the shared-prefix kernel ran before
     softcap: tl.constexpr,  # 0: no cap
     has_sinks: tl.constexpr,
-    rope: tl.constexpr,  # 0: no latents
+    rope: tl.constexpr,  # size of the RoPE part of latent keys; 0: no latents
     rope_wide: tl.constexpr,
-    chunk: tl.constexpr,  # 0: rows see more than their chunk
-    merges: tl.constexpr,  # else the next kernel does
+    chunk: tl.constexpr,  # attention chunk; 0: none
+    merges: tl.constexpr,  # False: the next kernel merges partials
     pdl: tl.constexpr,
 ) -> None:
     number, group, kv_split, kv_splits = (
@@ -264,7 +264,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         tl.num_programs(2),
     )
     pdl_launch(pdl)
-    # tables were written before this pass: they can be read before pdl_wait
+    # tables were written before this pass, so they can be read before pdl_wait
     first, count = tl.load(tile_rows_at + number), tl.load(tile_counts_at + number)
     in_tile, query_head, is_used = lanes_of_tile(group, count, heads, groups, height, lanes)
     row = first + tl.minimum(in_tile, tl.maximum(count - 1, 0))
@@ -276,7 +276,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     pages_at += tl.load(tile_pages_at + number)
     pool = pool_of_head(keys_at, values_at, pages_at, (group, groups), kv_heads, dim, rope)
     if begin + kv_split >= end:
-        pdl_wait(pdl)  # no program may end before earlier kernels, not even of a padding tile
+        pdl_wait(pdl)  # no program may end before earlier kernels, not even that of a padding tile
         return
     column = (begin + kv_split) * each * _BLOCK + tl.arange(0, _BLOCK)
     seen = (column <= newest) & (column < tree_begin)
@@ -348,13 +348,14 @@ def attend(
     scoring: Scoring = LLAMA_SCORING,
     merges: bool = True,
 ) -> None:
-    """Write values mixed by softmax(query · key) to `output` [rows, at least heads * head_dim].
+    """Write attention's output, softmax(query · keys) values, to `output` [rows, at least heads * head_dim].
 
-    `query` is [rows, heads, head_dim], `keys` and `values` are one layer's [slots, key heads, head_dim].
-    Positions before `earliest` hold nothing and are seen by no row. If there are `scales`, as of Normed, the
-    output is rounded to e4m3; heads have whole groups of 64 then. Where keys have latents (`scoring.rope`),
-    these are the values, and `values` is not read. Unless it `merges`, there are partial results instead, for
-    latent_values.py.
+    `query` is [rows, heads, head_dim], `keys` and `values` are one layer's [slots, KV heads, head_dim].
+
+    earliest    positions before it have no keys and are masked
+    scales      as in Normed: the output is quantized to e4m3; head sizes are multiples of 64 then
+    scoring     with `scoring.rope`, keys contain latents, which are the values; `values` is not read
+    merges      False: leave partials in `scratch` for latent_values.py, instead of an output
     """
     heads, rope, kv_heads = query.shape[1], scoring.rope, keys.shape[1]
     dim, groups = query.shape[2] - rope, latent_groups(heads) if rope else scoring.groups or kv_heads

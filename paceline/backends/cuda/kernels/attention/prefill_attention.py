@@ -1,17 +1,17 @@
-"""Attention of prefill chunks: many rows of a request at once, in tiles that fill the tensor cores.
+"""Attention of prefill chunks, as in FlashAttention-2: tiles of 64 lanes that fill the tensor cores.
 
-paged_attention.py has 16 lanes in a program, and several programs split the KV positions of a tile. With
-hundreds of rows there are programs enough, so here a program has 64 lanes (rows times the query heads of a KV
-head), reads all positions that its rows see, and merges what it has computed without help:
+In paged_attention.py a program has 16 lanes, and several programs split the KV positions of a tile. Hundreds
+of rows give enough programs without splitting. So here a program has 64 lanes (rows times the query heads of
+a KV head), reads all positions that its rows attend to, and merges its blocks by itself:
 
     for each block of 64 positions: one softmax
         merge it into its KV chunk
         at the end of a KV chunk (8 blocks), merge that into its group
         at the end of a group (8 KV chunks), merge that into the result of the groups before, kept in memory
 
-That is the order of paged_attention.py, and so are the bits. Rows are contiguous: their positions are
-their KV indices. Latents, and heads that are as long, leave room for 16 lanes in a program: tiles of latents
-are smaller, and those of long heads are shared by several programs.
+The order, and so the bits, are those of paged_attention.py. Rows are contiguous: their positions are their KV
+indices. Latents, and heads as long as latents, leave room for only 16 lanes in a program: tiles of latents
+are smaller, and tiles of long heads are split among programs.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from paceline.backends.cuda.kernels.attention.softmax import (
 )
 from paceline.backends.cuda.kernels.pdl import pdl_launch, pdl_wait, supports_pdl
 
-LANES, LATENT_LANES = 64, 16  # rows times query heads of a program
+LANES, LATENT_LANES = 64, 16  # lanes of a program: rows times query heads
 WARPS, LATENT_WARPS = 4, 8
-STAGES = 2  # pipeline stages of the loop over blocks: more take the room of a second program
+STAGES = 2  # pipeline stages of the loop over blocks: with more, a second program would not fit
 _BLOCK = tl.constexpr(BLOCK)
 
 
@@ -72,7 +72,7 @@ def prefill_height(heads: int, kv_heads: int, has_latents: bool = False) -> int:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _merge_groups(part, lines, partials_at, is_used, has_earlier, dim: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A group's partial result merged into that of the groups before it, if there are any."""
+    """Merge a group's partial into that of the groups before it, if there are any."""
     row_max, row_sum, acc = part
     if has_earlier:
         earlier = load_partial(lines, partials_at, is_used, dim, acc.shape[1])
@@ -100,7 +100,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     earliest,
     scale,
     heads: tl.constexpr,
-    groups: tl.constexpr,  # of query heads
+    groups: tl.constexpr,  # groups of query heads
     kv_heads: tl.constexpr,
     dim: tl.constexpr,
     wide: tl.constexpr,  # dim, rounded up to a power of two
@@ -112,13 +112,13 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     quantizes: tl.constexpr,
     softcap: tl.constexpr,  # 0: no cap
     has_sinks: tl.constexpr,
-    rope: tl.constexpr,  # 0: no latents
+    rope: tl.constexpr,  # size of the RoPE part of latent keys; 0: no latents
     rope_wide: tl.constexpr,
-    chunk: tl.constexpr,  # 0: rows see more than their chunk
-    is_long: tl.constexpr,  # heads are long, or latents: several programs may share a tile
+    chunk: tl.constexpr,  # attention chunk; 0: none
+    is_long: tl.constexpr,  # long heads, or latents: several programs may share a tile
     pdl: tl.constexpr,
 ) -> None:
-    # the last tiles of a request see most: they start first
+    # the last tiles of a request have the most work: they start first
     group, number = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     pdl_launch(pdl)
     first, count = tl.load(tile_rows_at + number), tl.load(tile_counts_at + number)
@@ -134,7 +134,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     position = tl.load(positions_at + row)
     newest, sight = tl.max(position, 0), sight_of(position, window, earliest, chunk)
     begin, end = tl.min(sight[0], 0) // (_BLOCK * fan_in) * fan_in, newest // _BLOCK + 1
-    # the positions that all rows see, and the blocks below their end
+    # the positions that all rows attend to need no mask: whole blocks of them
     all_see, whole = tl.max(sight[0], 0), (tl.min(position, 0) + 1) // _BLOCK
     pages_at += tl.load(tile_pages_at + number)
     pool = pool_of_head(keys_at, values_at, pages_at, (group, groups), kv_heads, dim, rope)
@@ -192,14 +192,14 @@ def attend_prefill(
     earliest: int,
     scales: torch.Tensor | None,
 ) -> None:
-    """Write the attention output of the rows of these tiles: the contract of paged_attention.py.
+    """Write the attention output of the rows of these tiles: the contract of `attend` in paged_attention.py.
 
     `partials` are partial_acc and partial_stats, with a line for each row and head at least.
     """
     heads, rope = query.shape[1], scoring.rope
     dim, pdl = query.shape[2] - rope, supports_pdl(query.device)
     height, is_long = prefill_height(heads, groups, rope > 0), rope > 0 or dim > LONG_HEAD
-    parts = min(height, LANES // LATENT_LANES) if is_long and not rope else 1  # of a tile
+    parts = min(height, LANES // LATENT_LANES) if is_long and not rope else 1  # programs of a tile
     height //= parts
     _prefill_kernel[(groups, len(tiles.rows), parts)](
         query,

@@ -1,4 +1,4 @@
-"""RowTables: the rows of a pass, as the kernels that read and write keys and values see them."""
+"""RowTables: attention metadata of a pass (positions, slot mapping, tiles, page tables)."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from paceline.backends.cuda.kernels.attention.shared_prefix import SharedPrefixR
 
 @dataclass(frozen=True)
 class UniformRows:
-    """What is known before a pass in which every request has the same number of rows."""
+    """The constants of a pass in which every request has the same number of rows."""
 
-    tiles: int  # of each request
-    span: int  # most KV indices of a request that the step computes
-    settled: bool  # whether the context before a request's rows was written before the step
+    tiles: int  # tiles of each request
+    span: int  # KV indices of a request that the step computes, at most
+    settled: bool  # the context before a request's rows was written before the step
 
 
 @dataclass(frozen=True)
 class RowTables:
-    """The position, KV slot and visible KV indices of each row of a pass. All int32, on the device."""
+    """The attention metadata of a pass: positions, KV slots, paths, tiles. All int32, on the device."""
 
     positions: torch.Tensor  # [rows]
     slot_mapping: torch.Tensor  # [rows] KV slot of its key and value; -1: the row is padding
@@ -34,7 +34,5 @@ class RowTables:
     uniform: UniformRows | None = None  # None: requests have different numbers of rows
     shared_prefix: SharedPrefixRows | None = None  # KV chunks that the shared-prefix kernel computes
     prefill: PrefillTiles | None = None  # tiles of the rows that the prefill kernel computes
-    visible: torch.Tensor | None = None  # [rows] the last position that each row sees; None: its own
-    adapters: torch.Tensor | None = (
-        None  # [rows] each row's adapter by number, -1: none; None: no row has one
-    )
+    visible: torch.Tensor | None = None  # [rows] last position that each row attends to; None: its own
+    adapters: torch.Tensor | None = None  # [rows] number of each row's adapter, -1: none; None: no adapters

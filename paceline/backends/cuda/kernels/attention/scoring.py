@@ -1,4 +1,4 @@
-"""How attention scores follow from the products of queries and keys, where families differ."""
+"""Scoring: the variants of attention scores (scale, soft cap, sinks, latents, chunks) by model family."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ LOG2_E = 1.4426950408889634  # weights are powers of two
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a layer's scores follow from the products of queries and keys. The defaults are llama's."""
+    """How a layer computes attention scores from query-key products. The defaults are llama's."""
 
-    factor: float = 0.0  # of products; 0: 1 / sqrt(head_dim)
-    cap: float = 0.0  # scores are cap * tanh(score / cap); 0: no cap
-    sinks: torch.Tensor | None = None  # [heads] a score that takes a share of attention and has no value
-    rope: int = 0  # keys are this many rotated numbers, then a latent, which is the value; 0: no latents
-    chunk: int = 0  # rows see the positions since the last multiple of it; 0: all
-    groups: int = 0  # of query heads, each with programs of its own; 0: one for each KV head
+    factor: float = 0.0  # scale of products; 0: 1 / sqrt(head_dim)
+    cap: float = 0.0  # soft cap: cap * tanh(score / cap); 0: none
+    sinks: torch.Tensor | None = None  # [heads] attention sinks: a score without a value in each softmax
+    rope: int = 0  # keys are [this many RoPE numbers | latent], and the latent is the value; 0: no latents
+    chunk: int = 0  # chunked attention: rows attend within chunks of this many positions; 0: none
+    groups: int = 0  # groups of query heads, each with its own programs; 0: one for each KV head
 
     @property
     def is_native(self) -> bool:
@@ -27,15 +27,15 @@ class Scoring:
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether rows with a common prefix can read it once, by kernels/attention/shared_prefix.py."""
+        """Whether the shared-prefix kernel supports such scores."""
         return not (self.rope or self.chunk or self.groups)
 
     def scale(self, dim: int) -> float:
-        """The factor of products, or of their tanh, so that weights are powers of two."""
+        """The scale of products (with a cap: of their tanh) for softmax weights in base 2."""
         return (self.cap or self._factor(dim)) * LOG2_E
 
     def softcap(self, dim: int) -> float:
-        """The factor of products in exp2 of a tanh, or 0."""
+        """The scale of products within the tanh, in base 2; 0: no cap."""
         return 2 * LOG2_E * self._factor(dim) / self.cap if self.cap else 0.0
 
     def _factor(self, dim: int) -> float:

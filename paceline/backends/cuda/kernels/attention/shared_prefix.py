@@ -1,15 +1,15 @@
-"""Shared-prefix (cascade) attention: KV chunks that many rows see are read once for all of them.
+"""Shared-prefix (cascade) attention: KV chunks that many rows attend to are read once for all of them.
 
-Requests with a common prefix have its keys and values in the same pages, and all rows of a prefill chunk, or
-of a draft tree, see the context before it. paged_attention.py has a program for each 16 lanes of one
-request, so it would read such a KV chunk once per program. Here a program has one KV chunk, one KV head and
-64 lanes of any rows that see the chunk, and stores its partial results where the other kernel expects them:
+Requests with a common prefix share its pages, and all rows of a prefill chunk or draft tree attend to the
+context before it. In paged_attention.py a program has 16 lanes of one request, so such a KV chunk would be
+read once per program. Here a program has one KV chunk, one KV head and 64 lanes of any rows that attend to
+the chunk, and stores its partials where paged_attention.py merges them:
 
     request a   |  shared KV chunks  |  its own ...      shared: this kernel, for all rows of a and b
-    request b   |  the same pages    |  its own ...      own: attention.py, which merges all partials
+    request b   |  the same pages    |  its own ...      own: paged_attention.py, which merges all partials
 
-A partial has the bits of attention.py: sums of weights are added in the order of its four warps, whatever
-the layout here.
+A partial has the bits of paged_attention.py: weights are summed in the order of that kernel's four warps,
+whatever the layout here.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from paceline.backends.cuda.kernels.attention.softmax import (
 from paceline.backends.cuda.kernels.pdl import pdl_launch, pdl_wait, supports_pdl
 
 KV_CHUNK = BLOCK * MERGE_FAN_IN
-LANES = 64  # rows times query heads of a program
+LANES = 64  # lanes of a program: rows times query heads
 WARPS = 4
 STAGES, FEW_STAGES = 6, 4  # pipeline stages of the loop over blocks; fewer before Hopper
-PROGRAMS = 264  # enough to occupy the device
-ITEM = 4  # numbers of a work item
+PROGRAMS = 264  # programs that occupy the device
+ITEM = 4  # numbers of a work item, see SharedPrefixRows
 _BLOCK, _MERGE_FAN_IN, _ITEM = tl.constexpr(BLOCK), tl.constexpr(MERGE_FAN_IN), tl.constexpr(ITEM)
 
 
 @dataclass(frozen=True)
 class SharedPrefixRows:
-    """Which rows share which KV chunks. All int32, on the device: see ../shared_prefix.py."""
+    """The work items of the shared-prefix kernel. All int32, on the device: see passes/shared_prefix.py."""
 
-    shared_chunks: torch.Tensor  # [tiles] KV chunks, from the first, that are computed here
+    shared_chunks: torch.Tensor  # [tiles] number of leading KV chunks that this kernel computes
     count: torch.Tensor  # [1] number of items
-    rows: torch.Tensor  # [rows] those that share some, in the order that items refer to
-    items: torch.Tensor  # [most items, ITEM] first of `rows`, their number, offset of pages, KV chunk
+    rows: torch.Tensor  # [rows] rows with shared KV chunks, in the order that items refer to
+    items: torch.Tensor  # [max items, ITEM] index of the first row in `rows`, rows, offset of pages, KV chunk
 
 
 def rows_per_program(heads: int, kv_heads: int) -> int:

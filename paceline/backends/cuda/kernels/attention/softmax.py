@@ -1,12 +1,12 @@
-"""Online softmax over paged keys and values: partial results of blocks, and how they are merged.
+"""Online softmax over paged keys and values: the partial of a block, and merging partials.
 
-A partial result is, for each lane, the largest score (row_max), the sum of weights (row_sum) and the
-weighted sum of values (acc), as in FlashAttention. A pool is the addresses of keys, values and page numbers,
-and the stride between positions.
+A partial is, for each lane, the largest score (row_max), the sum of weights (row_sum) and the weighted sum of
+values (acc), as in FlashAttention. A `pool` is the addresses of keys, values and page numbers, and the stride
+between positions.
 
-Of latent attention (MLA) all query heads share one KV head, [rotated key | latent], and latents
-are the values. Then `rope` is the size of the rotated part, `dim` that of a latent, and a pool has the
-addresses of latents, rotated keys and page numbers. Programs have some of the query heads each.
+In latent attention (MLA) all query heads share one KV head, [RoPE part | latent], and latents are the values.
+Then `rope` is the size of the RoPE part, `dim` that of a latent, and a pool has the addresses of latents,
+RoPE parts and page numbers. Each program has some of the query heads.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from paceline.backends.cuda.kernels.pdl import prefetch
 from paceline.backends.cuda.kernels.products.fp8 import fp8_scales, scale_offset
 
 BLOCK = 64  # positions of a block
-MERGE_FAN_IN = 8  # blocks of a KV chunk, KV chunks of a group
+MERGE_FAN_IN = 8  # blocks of a KV chunk, and KV chunks of a group
 MAX_PATH = 64  # most non-contiguous positions of a path
-TREE_NUMBERS = 256  # of a key times the rows of a tile whose keys a tree block reads at once
-# heads beyond this size are as long as latents: keys and values of a block fill a multiprocessor's memory
+TREE_NUMBERS = 256  # a tree block reads the keys of this many rows at once, times the numbers of a key
+# above this head size, keys and values of a block fill the shared memory of a multiprocessor, as latents do
 LONG_HEAD, LONG_STAGES = 256, 1
 _PATH_LENGTH, _LOG2_E, _TREE_NUMBERS = (
     tl.constexpr(MAX_PATH),
@@ -32,7 +32,7 @@ _PATH_LENGTH, _LOG2_E, _TREE_NUMBERS = (
 
 
 def rows_of_lanes(lanes: int, heads: int, kv_heads: int) -> int:
-    """The number of rows that fit this many lanes, each with the query heads that share a KV head."""
+    """The number of rows that fit in this many lanes: each has the query heads that share a KV head."""
     return max(1, lanes // int(triton.next_power_of_2(heads // kv_heads)))
 
 
@@ -45,7 +45,7 @@ def head_groups(heads: int, lanes: int) -> int:
 def lanes_of_tile(  # type: ignore[no-untyped-def]
     head, count, heads: tl.constexpr, kv_heads: tl.constexpr, height: tl.constexpr, lanes: tl.constexpr
 ):
-    """The row in the tile and the query head of each lane, and whether it is one of `count` rows' heads."""
+    """For each lane: its row in the tile, its query head, and whether it is in use (`count` rows are)."""
     lane, group = tl.arange(0, lanes), heads // kv_heads
     in_tile, in_group = lane // (lanes // height), lane % (lanes // height)
     return in_tile, head * group + in_group, (in_tile < count) & (in_group < group)
@@ -55,7 +55,7 @@ def lanes_of_tile(  # type: ignore[no-untyped-def]
 def pool_of_head(  # type: ignore[no-untyped-def]
     keys_at, values_at, pages_at, group, kv_heads: tl.constexpr, dim: tl.constexpr, rope: tl.constexpr
 ):
-    """The pool of a group's KV head, or of the latents that all groups share; `group`: number, and of all."""
+    """The pool of a group's KV head, or of the latents that all groups share. `group`: (index, groups)."""
     number, groups = group
     if rope > 0:
         return keys_at + rope, keys_at, pages_at, dim + rope
@@ -74,9 +74,9 @@ def load_queries(  # type: ignore[no-untyped-def]
     rope: tl.constexpr = 0,
     rope_wide: tl.constexpr = 0,
 ):
-    """The queries of these lines, row times heads plus head: [lanes, wide], zero where a lane is not used.
+    """The queries of these lines (row * heads + head): [lanes, wide], zero in unused lanes; and RoPE parts.
 
-    And the rotated parts that meet rotated keys; without latents they are the same once more.
+    Without latents there are no RoPE parts, and the queries are returned twice.
     """
     query = _query_parts(query_at + rope, line, is_used, dim, wide, dim + rope)
     rotated = query
@@ -103,7 +103,7 @@ def kv_slots_of(index, seen, pages_at, page_size: tl.constexpr):  # type: ignore
 
 @triton.jit  # type: ignore[untyped-decorator]
 def prefetch_kv(pool, kv_slot, wide: tl.constexpr, rope: tl.constexpr, pdl: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
-    """Prefetch keys and values of these KV slots into the L2 cache, where kernels overlap."""
+    """Prefetch keys and values of these KV slots into the L2 cache, if PDL overlaps kernels."""
     if pdl:
         keys_at, values_at, _, stride = pool
         lines: tl.constexpr = (wide + 63) // 64
@@ -115,9 +115,9 @@ def prefetch_kv(pool, kv_slot, wide: tl.constexpr, rope: tl.constexpr, pdl: tl.c
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _path_slots(column, tile, tables, pages_at, begin, rows: tl.constexpr, page_size: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The KV slots of positions `column` on the paths of a tile's rows from `begin` on: [rows, block].
+    """The KV slots of positions `column` on the paths of a tile's rows, from row `begin` on: [rows, block].
 
-    -1: not visible.
+    -1: masked.
     """
     positions_at, contiguous_until_at, paths_at = tables
     first, count, _, _ = tile
@@ -131,7 +131,7 @@ def _path_slots(column, tile, tables, pages_at, begin, rows: tl.constexpr, page_
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_kv(pool_at, kv_slot, seen, stride, dim: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys or values of these KV slots: [block, wide], zero where not visible."""
+    """Keys or values of these KV slots: [block, wide], zero where masked."""
     part = tl.arange(0, wide)
     mask = seen[:, None] & (part < dim)[None, :]
     return tl.load(pool_at + kv_slot[:, None].to(tl.int64) * stride + part[None, :], mask=mask, other=0.0)
@@ -159,7 +159,7 @@ def key_products(queries, key, pool, kv_slot, seen, rope: tl.constexpr):  # type
 
 @triton.jit  # type: ignore[untyped-decorator]
 def sight_of(position, window, earliest, chunk: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The first and the last position that each lane sees: its own, or the last of a window or chunk."""
+    """The first and last position that each lane attends to, by causal mask, window and chunk."""
     first = tl.zeros_like(position) + earliest
     if chunk > 0:
         first = tl.maximum(first, position // chunk * chunk)
@@ -170,14 +170,14 @@ def sight_of(position, window, earliest, chunk: tl.constexpr):  # type: ignore[n
 
 @triton.jit
 def visible_positions(column, sight):  # type: ignore[no-untyped-def]
-    """Which positions each lane sees: [lanes, block]. `sight` is that of `sight_of`."""
+    """The attention mask of a block: [lanes, block]. `sight` comes from `sight_of`."""
     first, last = sight
     return (column[None, :] >= first[:, None]) & (column[None, :] <= last[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def scaled(products, scale, softcap: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores of the products of queries and keys. See `Scoring`: with a cap, `scale` is that of a tanh."""
+    """Scores from query-key products, in base 2. With a cap, `scale` applies to the tanh: see Scoring."""
     if softcap > 0:
         products = 1.0 - 2.0 / (tl.exp2(products * softcap) + 1.0)  # tanh
     return products * scale
@@ -185,24 +185,24 @@ def scaled(products, scale, softcap: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit  # type: ignore[untyped-decorator]
 def softmax_weights(products, visible, scale, softcap: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest visible score of each lane, and the weights exp2(score - largest), not normalized."""
+    """row_max of each lane, and the unnormalized weights exp2(score - row_max)."""
     return weights_of(tl.where(visible, scaled(products, scale, softcap), float("-inf")))
 
 
 @triton.jit
 def weights_of(scores):  # type: ignore[no-untyped-def]
-    """The same of scores that are scaled, and -inf where a position is not visible."""
+    """The same for scores that are already scaled, and -inf where masked."""
     row_max = tl.max(scores, 1)
-    safe = tl.where(row_max == float("-inf"), 0.0, row_max)  # no key is visible
+    safe = tl.where(row_max == float("-inf"), 0.0, row_max)  # all keys are masked
     return row_max, tl.exp2(scores - safe[:, None])
 
 
 @triton.jit
 def sum_of_weights(weights):  # type: ignore[no-untyped-def]
-    """The sums of 64 weights of each lane, in the order of a tile of 16 lanes on four warps (attention.py).
+    """The sum of each lane's 64 weights, in the order of a 16-lane tile on four warps (paged_attention.py).
 
-    There a thread has columns c, c + 1, c + 32 and c + 33, four threads have neighbours of eight, and a warp
-    has every fourth eight. All sums are of two, so no layout changes their order.
+    There a thread has columns c, c + 1, c + 32 and c + 33, four threads have eight adjacent columns, and a
+    warp has every fourth eight. All additions are of two numbers, so no layout changes their order.
     """
     lanes: tl.constexpr = weights.shape[0]
     by_thread = tl.reshape(weights, (lanes, 2, 2, 2, 4, 2))
@@ -216,14 +216,14 @@ def sum_of_weights(weights):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def merge(part, other):  # type: ignore[no-untyped-def]
-    """Two partial results as one. Merging into an empty one changes no bit.
+    """Merge two partials. Merging with an empty one changes no bits.
 
-    The fused multiply-adds are explicit, not left to the compiler: partials are merged in several kernels.
+    Fused multiply-adds are explicit, because several kernels merge partials and must round alike.
     """
     row_max, row_sum, acc = part
     other_max, other_sum, other_acc = other
     new_max = tl.maximum(row_max, other_max)
-    safe = tl.where(new_max == float("-inf"), 0.0, new_max)  # neither has a visible key
+    safe = tl.where(new_max == float("-inf"), 0.0, new_max)  # both are empty
     rescale, other_rescale = tl.exp2(row_max - safe), tl.exp2(other_max - safe)
     row_sum = tl.fma(row_sum, rescale, other_sum * other_rescale)
     acc = tl.fma(acc, tl.broadcast_to(rescale[:, None], acc.shape), other_acc * other_rescale[:, None])
@@ -232,7 +232,7 @@ def merge(part, other):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def empty_softmax(lanes: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The partial result of no keys: row_max, row_sum and acc."""
+    """The partial of no keys: row_max, row_sum and acc."""
     row_max = tl.full([lanes], float("-inf"), tl.float32)
     return row_max, tl.zeros([lanes], tl.float32), tl.zeros([lanes, wide], tl.float32)
 
@@ -241,7 +241,7 @@ def empty_softmax(lanes: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-u
 def contiguous_block(  # type: ignore[no-untyped-def]
     queries, kv_slot, seen, visible, scale, pool, dim: tl.constexpr, softcap: tl.constexpr, rope: tl.constexpr
 ):
-    """The partial result of a block whose KV slots are the same for all rows of the tile."""
+    """The partial of a contiguous block: its KV slots are the same for all rows of the tile."""
     wide: tl.constexpr = queries[0].shape[1]
     key = load_kv(pool[0], kv_slot, seen, pool[3], dim, wide)
     value = load_values(key, pool, kv_slot, seen, dim, rope)
@@ -265,11 +265,10 @@ def tree_block(  # type: ignore[no-untyped-def]
     softcap: tl.constexpr,
     rope: tl.constexpr,
 ):
-    """The partial result of a block of which each row reads its own KV slots.
+    """The partial of a tree block: each row reads its own KV slots.
 
-    `tile` is its first row, its number of rows, the row of each lane, and tree_begin. Keys and values of
-    several rows are read at once, as many as fit, and are multiplied as if they were a longer block: weights
-    of other rows' values are zero.
+    `tile` is (first row, rows, row of each lane, tree_begin). The keys and values of several rows, as many as
+    fit, are read and multiplied together like one longer block, with weight zero for other rows' values.
     """
     keys_at, _, pages_at, stride = pool
     _, _, in_tile, _ = tile
@@ -302,7 +301,7 @@ def tree_block(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def store_partial(part, line, partials_at, is_used, dim: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
-    """Store a partial result for the program that merges."""
+    """Store a partial for the program that merges."""
     row_max, row_sum, acc = part
     partial_acc_at, partial_stats_at = partials_at
     along = tl.arange(0, acc.shape[1])
@@ -317,7 +316,7 @@ def store_partial(part, line, partials_at, is_used, dim: tl.constexpr) -> None: 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_partial(line, partials_at, is_used, dim: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A stored partial result; that of no keys where a lane is not used."""
+    """A stored partial; empty in unused lanes."""
     partial_acc_at, partial_stats_at = partials_at
     along = tl.arange(0, wide)
     mask = is_used[:, None] & (along < dim)[None, :]
@@ -369,7 +368,7 @@ def merge_partials(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def with_sinks(part, head, is_used, sinks_at):  # type: ignore[no-untyped-def]
-    """A result merged with a key whose score is the head's sink, and whose value is zero."""
+    """Merge a result with the head's attention sink: a key with this score and the value zero."""
     _, _, acc = part
     sink = tl.load(sinks_at + head, mask=is_used, other=0.0).to(tl.float32) * _LOG2_E
     return merge(part, (sink, tl.full(sink.shape, 1.0, tl.float32), tl.zeros_like(acc)))
@@ -391,7 +390,7 @@ def _quantized(acc, row, head, is_used, scales_at, heads: tl.constexpr, dim: tl.
 def write_attention(  # type: ignore[no-untyped-def]
     merged, row, head, is_used, output, heads: tl.constexpr, dim: tl.constexpr, quantizes: tl.constexpr
 ) -> None:
-    """Write the normalized attention output, quantized to e4m3 if asked."""
+    """Normalize the result and write it, quantized to e4m3 if `quantizes`."""
     output_at, scales_at, stride = output
     _, row_sum, acc = merged
     part = tl.arange(0, acc.shape[1])

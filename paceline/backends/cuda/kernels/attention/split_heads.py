@@ -1,7 +1,7 @@
-"""Queries, keys and values of layers whose heads differ from layer to layer (Gemma 4).
+"""QK norm and RoPE after the QKV projection, for models whose head size differs by layer (Gemma 4).
 
-A head of 512 numbers is too long for a tile of its own, as heads.py has it. So a product like any
-other writes all heads of a row, and a program of this kernel takes one of them: norm, RoPE, and to its place.
+In heads.py a tile of the product is a head, but a head of 512 numbers is too long for a tile. So an ordinary
+product writes all heads of a row; a program of this kernel norms and rotates one head, and stores it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
 
 @dataclass(frozen=True)
 class HeadSplit:
-    """How a row of the QKV projection is cut into heads: of queries, then of keys, then of values."""
+    """How a row of the QKV projection splits into heads: queries, then keys, then values."""
 
     heads: int
-    kv_heads: int  # 0: the layer reads the keys and values of another
+    kv_heads: int  # 0: the layer shares the keys and values of another
     dim: int
-    values_are_keys: bool = False  # before their norms and RoPE
-    norms_values: bool = False  # to a root mean square of 1
+    values_are_keys: bool = False  # values are a copy of the keys before norm and RoPE
+    norms_values: bool = False  # RMSNorm of values, without weights
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -97,9 +97,9 @@ def split_heads(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Cut `projected`, float32 [rows, width], into queries, keys and values, normed and rotated.
+    """Split `projected`, float32 [rows, width], into normed and rotated queries, keys, and values.
 
-    Where they go, and `rotation`, are as of `project_heads`; `norms` are weights [dim] of queries and keys.
+    Outputs and `rotation` are as in `project_heads`; `norms` are weights [dim] of queries and keys.
     """
     query_norm, key_norm = norms or (None, None)
     cosines, sines = rotation or (None, None)

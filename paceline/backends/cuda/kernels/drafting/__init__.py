@@ -1,1 +1,1 @@
-"""Kernels of draft heads, and prompt lookup."""
+"""Kernels that draft: inputs and outputs of draft heads, and prompt lookup."""

@@ -1,8 +1,8 @@
-"""Blocks of a parallel head on the device: the rows of their slots, and what the token before adds to logits.
+"""Blocks of a parallel head on the device: the rows of their slots, and the Markov head's logits.
 
-The keys and values of a block's slots lie behind the context in the request's pages, up to the end of the
-page of the anchor. Those behind it lie in spare pages of the head's pool, because a request holds no pages
-for a whole block. Nothing reads them after the pass.
+The keys and values of a block's slots follow the context in the request's pages, up to the end of the
+anchor's page, and beyond that go to spare pages of the head's pool, because a request holds no pages for a
+whole block. Nothing reads them after the pass.
 """
 
 from __future__ import annotations
@@ -16,15 +16,12 @@ import triton.language as tl
 from paceline.backends.cuda.kernels.attention.row_tables import RowTables, UniformRows
 from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
 
-MARKOV_ROWS, MARKOV_COLUMNS = 16, 64  # of a program of `add_markov`
+MARKOV_ROWS, MARKOV_COLUMNS = 16, 64  # tile of a program of `add_markov`
 
 
 @dataclass(frozen=True)
 class Anchors:
-    """The last known token of each request, with which its block begins. All int32, on the device.
-
-    Tensors of requests may have any stride.
-    """
+    """The anchor of each request's block: its last known token. All int32, on the device, with any stride."""
 
     tokens: torch.Tensor  # [requests]
     positions: torch.Tensor  # [requests]
@@ -40,7 +37,7 @@ class SlotRows:
     size: int  # slots of a block
     height: int  # rows of an attention tile
     mask_token: int
-    is_causal: bool  # slots see those before them; else the whole block
+    is_causal: bool  # False: attention within a block is bidirectional
     max_position: int
     spare_page: int  # the first spare page of the pool
     page_size: int
@@ -50,11 +47,11 @@ class SlotRows:
 
     @property
     def spare_pages(self) -> int:
-        """Those of one block, at most."""
+        """The most spare pages of a block."""
         return spare_pages(self.size, self.page_size)
 
     def tables(self, requests: int) -> RowTables:
-        """The tables of a pass over the blocks of these requests."""
+        """The attention metadata of a pass over the blocks of this many requests."""
         rows, tiles = requests * self.size, -(-self.size // self.height)
         _, positions, slot_mapping, contiguous_until, visible = self.lines[:, :rows]
         tile_rows, tile_counts, tile_pages = self.tiles[:, : requests * tiles]
@@ -73,7 +70,7 @@ class SlotRows:
 
 
 def spare_pages(size: int, page_size: int) -> int:
-    """The most pages behind that of the anchor which a block of this size reaches into."""
+    """The most pages after the anchor's page that a block of this size reaches into."""
     return -(-(size - 1) // page_size)
 
 
@@ -138,9 +135,9 @@ def _block_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 def write_block_rows(anchors: Anchors, given_pages: int, rows: SlotRows, requests: int) -> None:
-    """Write the rows of the blocks behind these anchors; `given_pages` are those of a request's table.
+    """Write the rows of the blocks of these anchors. `given_pages`: pages of a request's page table.
 
-    Launched without PDL: later kernels read tables before they wait for their predecessors.
+    Launched without PDL, because later kernels read tables before they wait for their predecessors.
     """
     _block_rows_kernel[(requests,)](
         anchors.tokens,
@@ -230,10 +227,10 @@ def add_markov(
 ) -> None:
     """Write base + after @ before[tokens] to the first rows of `output`: the logits after these tokens.
 
-    base float32 [requests, vocabulary] and tokens int32 [rows], as many of each request, have any stride of
-    rows; before [target's vocabulary, rank] and after [vocabulary, rank] are the matrices of a Markov head,
-    rank a power of two. before[tokens] is multiplied by `scales` float32 [requests, rank], if given; where
-    base is below `least` float32 [requests], logits are -inf.
+    `base` is float32 [requests, vocabulary], `tokens` int32 [rows], equally many for each request, both with
+    any row stride. `before` [target's vocabulary, rank] and `after` [vocabulary, rank] are the matrices of
+    the Markov head; rank is a power of two. For a pair selector, before[tokens] is multiplied by `scales`
+    float32 [requests, rank], and logits with base below `least` float32 [requests] become -inf.
     """
     (requests, width), rows, pdl = base.shape, len(tokens), supports_pdl(base.device)
     grid = (triton.cdiv(rows, MARKOV_ROWS), triton.cdiv(width, MARKOV_COLUMNS))

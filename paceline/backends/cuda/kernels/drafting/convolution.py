@@ -1,4 +1,4 @@
-"""The two-tap convolutions of DFlash2: each slot of a block is mixed with the one before it."""
+"""The two-tap convolutions of DFlash2, which mix each slot of a block with the slot before it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
 
 @triton.jit
 def _tap(kernels_at, corrections_at, number, part, inside, group, padded):  # type: ignore[no-untyped-def]
-    """The weights of one tap: learned ones, and corrections that the channels of a group share."""
+    """The weights of one tap: learned weights plus corrections that the channels of a group share."""
     learned = tl.load(kernels_at + number * padded + part, mask=inside, other=0.0)
     return learned + tl.load(corrections_at + part // group, mask=inside, other=0.0)
 
@@ -42,7 +42,7 @@ def _convolve_kernel(  # type: ignore[no-untyped-def]
     present = _tap(kernels_at, at, first, part, inside, group, padded)
     earlier = _tap(kernels_at, at + size // group, first + 1, part, inside, group, padded)
     states = states_at + row * states_stride + part
-    has_before = inside & (tl.zeros_like(part) + row % slots > 0)  # a block begins with nothing before it
+    has_before = inside & (tl.zeros_like(part) + row % slots > 0)  # not the first slot of a block
     own = tl.load(states, mask=inside, other=0.0).to(tl.float32)
     before = tl.load(states - states_stride, mask=has_before, other=0.0).to(tl.float32)
     mixed, to = present * own + earlier * before, output_at + row * output_stride + part
@@ -62,11 +62,11 @@ def convolve_slots(
     group: int,
     is_output: bool,
 ) -> None:
-    """Write states [rows, at least size], each mixed with the one before it, to `output`, or add them to it.
+    """Convolve states [rows, at least size] over the slots of each block; write or add them to `output`.
 
-    Blocks have `slots` rows. `kernels` float32 [2, 2, padded size] are those of a sublayer's inputs and of
-    its outputs, each for a slot and the one before it; `is_output` says which, and outputs are added.
-    `corrections` float32 [rows, at least 4 * size / group], each of `group` channels, have the same order.
+    Blocks have `slots` rows. `kernels` float32 [2, 2, padded size]: a sublayer's input and output kernel,
+    each with a tap for the slot and one for the slot before. `corrections` float32 [rows, at least 4 * size /
+    group], each for `group` channels, have the same order. `is_output`: use the output kernel, and add.
     """
     pdl = supports_pdl(states.device)
     _convolve_kernel[(rows,)](

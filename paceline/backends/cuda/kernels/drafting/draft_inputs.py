@@ -1,4 +1,4 @@
-"""The inputs of draft networks: rows of features and states, normed and joined."""
+"""The inputs of draft heads: norm features and states, and concatenate them with embeddings."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def norm_rows(
 ) -> None:
     """Write rows of `values` [any, groups * size] to `output` [rows, at least groups * size].
 
-    Row r is row sources[r], or r without `sources`. Each of its groups is normed by itself with `norm`
+    Row r is row sources[r], or r without `sources`. Each group is normed separately with `norm`
     [groups * size], if given.
     """
     pdl = supports_pdl(values.device)
@@ -133,7 +133,7 @@ def join(
     hidden: torch.Tensor,
     rows: int,
 ) -> None:
-    """Write embeddings and states side by side to `joined` [rows, 2 * padded], and initialize `hidden`.
+    """Write [embedding, state] to `joined` [rows, 2 * padded], and initialize the residual stream `hidden`.
 
     `embedded` and `states` are float32 [any, padded]; row r reads the state sources[r], or r without
     `sources`. Both are normed with `norms`, each [padded], if given.

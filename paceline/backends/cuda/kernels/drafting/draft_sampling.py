@@ -1,4 +1,4 @@
-"""From a drafter's logits to drafted tokens, which are written to the rows that read them next."""
+"""Draft sampling on the device: the top tokens of a drafter's logits, written to the rows that read them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from paceline.backends.cuda.kernels.sampling.gumbel import BLOCK, gumbel, load_l
 
 @dataclass(frozen=True)
 class DraftCandidates:
-    """The best tokens of each block of the vocabulary."""
+    """The best tokens of each vocabulary block."""
 
     scores: torch.Tensor  # float64 [rows, blocks, most]
-    ids: torch.Tensor  # int32 [rows, blocks, most] of the target
-    weights: torch.Tensor  # float32 [rows, blocks] sums of exp(logit - the highest logit of the block)
-    highest: torch.Tensor  # float32 [rows, blocks] that logit
+    ids: torch.Tensor  # int32 [rows, blocks, most] the target's ids
+    weights: torch.Tensor  # float32 [rows, blocks] sums of exp(logit - highest)
+    highest: torch.Tensor  # float32 [rows, blocks] largest logit of the block
 
 
 def draft_candidates_for(rows: int, vocab_size: int, most: int, device: torch.device) -> DraftCandidates:
@@ -68,7 +68,7 @@ def _candidates_kernel(  # type: ignore[no-untyped-def]
     logits = tl.where(logits == logits, logits, float("-inf"))
     temperature = tl.load(temperatures_at + row // rows_each)
     scores = logits.to(tl.float64)
-    if temperature > 0:  # coupled drafting: the target's own noise
+    if temperature > 0:  # coupled drafting: add the target's noise
         position = tl.load(lengths_at + row // rows_each * lengths_stride) + ahead
         if in_order:
             position += row % rows_each
@@ -95,11 +95,11 @@ def score_draft_tokens(
 ) -> None:
     """Write the best ids of each block of `logits` [rows, at least vocab_size] to `candidates`.
 
-    Best by logit, or by logit / temperature + the target's own Gumbel noise (coupled drafting).
-    `temperatures` float64, `seeds` int64 and `lengths` int32, with any stride, are [requests], each with the
-    same number of rows; the drafted token has position `lengths + ahead`, or, if a request's rows are
-    `in_order` of their positions, the first one has. `target_ids` [vocab_size] map the draft vocabulary to
-    the target's; None: the same.
+    Best by logit, or by logit / temperature + the target's Gumbel noise (coupled drafting).
+    `temperatures` float64, `seeds` int64 and `lengths` int32 [requests] may have any stride; requests have
+    equally many rows. The drafted token has position `lengths + ahead`; with `in_order`, this is the position
+    of a request's first row, and its rows have consecutive positions. `target_ids` [vocab_size] map the draft
+    vocabulary to the target's; None: the same ids.
     """
     pdl = supports_pdl(logits.device)
     blocks, most = candidates.ids.shape[1:]
@@ -191,10 +191,10 @@ def write_draft_tokens(
 ) -> None:
     """Write the best tokens of each row to the rows of its children.
 
-    `children` int32 [rows of a request, most, 2, 3] are up to two destinations of each child in `tokens`: the
-    rows before it, per request; the rows of a request there; its row among those; -1: none. `chances` float32
-    [rows] gets the acceptance probability of the best token, as head_chains.py estimates it: where
-    `temperatures` float64 [requests] are above 0, its weight among the candidates.
+    `children` int32 [rows of a request, most, 2, 3]: up to two destinations in `tokens` for each child, as
+    (rows of a request before its pass, rows of a request in that pass, index among those); -1: none.
+    `chances` float32 [rows] gets the acceptance chance of the best token, as head_chains.py estimates it:
+    with `temperatures` float64 [requests] above 0, its softmax weight among the candidates.
     """
     pdl = supports_pdl(tokens.device)
     blocks, most = candidates.ids.shape[1:]

@@ -1,4 +1,4 @@
-"""Stores the hidden features of a pass in a head's pool, at the KV slots of their rows."""
+"""Stores the target's features of a pass in a head's pool, at the KV slots of their rows."""
 
 from __future__ import annotations
 

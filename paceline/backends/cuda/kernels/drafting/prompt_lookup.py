@@ -1,11 +1,14 @@
-"""Drafts from texts: the host's optimistic draft, or prompt lookup (n-gram matching in the own text).
+"""Drafting from text on the device: optimistic host drafts, and prompt lookup (n-gram matching).
 
-One program has one request. If the host has drafted for it and the tokens sampled since then match that
-draft, its next tokens are the chain. Otherwise, for every position of the text it counts how many tokens up
-to there equal the end of the text; the longest match wins and, among equals, the newest. If nothing is
-found, tokens that a network has drafted stay. In a tree a chain is its first path, whose nodes are first
-children; the others stay, too. Nothing is indexed or kept between steps: scanning 8,000 tokens
-takes 4 microseconds. draft/lookup/ngram.py is the reference.
+A program handles one request:
+
+1. If the host has drafted for it, and the tokens sampled since then match that draft, the rest is the chain.
+2. Otherwise it counts, for every position of the text, how many tokens up to there equal the end of the text.
+   The longest match wins; among equally long ones, the newest.
+3. If nothing is found, the tokens that a head or draft model has drafted remain (cascade).
+
+In a tree, the chain replaces the first path (first children); other nodes remain. There is no index: scanning
+8,000 tokens takes 4 microseconds. draft/lookup/ngram.py is the reference.
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ from paceline.backends.async_decoding import NgramLookup
 from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
 from paceline.backends.cuda.kernels.step_rows import TOKENS, DeviceRequests, StepRows
 
-LARGEST_BLOCK = 4096  # tokens of an iteration, 8 per thread: 16 took twice as long
-PER_WARP = 256
-MAX_TEXT = tl.constexpr(1 << 24)  # tokens of a text, at most: a match's length and index fit one int32
+LARGEST_BLOCK = 4096  # most tokens of an iteration, 8 per thread: 16 took twice as long
+PER_WARP = 256  # tokens of an iteration
+MAX_TEXT = tl.constexpr(1 << 24)  # most tokens of a text: a match's length and index are packed in an int32
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -82,7 +85,7 @@ def _prompt_lookup_kernel(  # type: ignore[no-untyped-def]
             best = tl.maximum(best, tl.where(count >= least, count * MAX_TEXT + index, 0))
         longest_match = tl.max(best, 0)
         index = longest_match % MAX_TEXT
-        # past the end of the text the match is continued periodically
+        # a match that reaches the end of the text is continued periodically
         after = index + 1 + tl.maximum(node - 1, 0) % tl.maximum(end - index, 1)
         is_found = longest_match > 0
         tokens = tl.where(is_found, tl.load(text_at + after, mask=drafted, other=0), tokens)
@@ -106,11 +109,13 @@ def prompt_lookup(
 ) -> None:
     """Draft a chain for the requests in `slots` int32 [requests], each with `nodes` nodes in `rows`.
 
-    `path` int32 [1 + tokens of the chain] are the nodes that it is written to, after the root, 0.
-    `host_drafts` int32 [requests, 1 + most] are lines as the decoder's `launch` takes them; None: none.
-    Without `options` nothing is looked up. `found` int32 [requests] gets the number of tokens drafted for
-    each. Tokens after them are 0, or undefined beyond the request's limit; but where nothing is found, the
-    first `kept` tokens stay as they are.
+    path           int32 [1 + tokens of the chain] the nodes that the chain is written to, after the root, 0
+    host_drafts    int32 [requests, 1 + most] as the decoder's `launch` takes them; None: none
+    options        n-gram sizes of prompt lookup; None: no lookup
+    found          int32 [requests] gets the number of drafted tokens
+    kept           tokens that remain as they are where nothing is found
+
+    Tokens after the drafted ones are 0, or undefined beyond the request's limit.
     """
     pdl, longest = supports_pdl(slots.device), state.tokens.shape[1]
     assert longest <= MAX_TEXT.value

@@ -1,17 +1,18 @@
-"""Mixtures of experts: every row goes through its top-k experts, grouped by expert.
+"""Mixtures of experts (fused MoE): grouped products over the rows of each expert.
 
-    router       a score of each expert; of few rows, by the kernel before: see router.py
-    route        a row's experts and their weights; the row joins their lists, and the last program to finish
-                 cuts the lists into blocks: an expert and at most `tokens` of its rows
+    router       a score for each expert; with few rows, computed by the kernel before: see router.py
+    route        a row's top-k experts and their weights; the row is appended to the experts' lists, and the
+                 last program to finish splits the lists into blocks: an expert and at most `tokens` of its
+                 rows
     gate, up     of every block, with SwiGLU: an expert's weights are read once for all rows of a block
     down         of every block
-    combine      hidden += the weighted sum over a row's experts, in the order of its choice
+    combine      hidden += the weighted sum over a row's experts, best expert first
 
-Where weights scale what experts read (Llama 4), `gate, up` applies them, and `combine` adds up.
+Where routing weights scale the experts' input (Llama 4), `gate, up` applies them, and `combine` only sums.
 
 A pair is a row and one of its experts. The order of pairs in a list is arbitrary and has no effect: a row's
-results do not depend on its index in a tile, and are stored by pair. There are always programs for as many
-blocks as could be needed; those without one end at once.
+results do not depend on its index in a tile, and are stored by pair. The grid has programs for the largest
+possible number of blocks; programs without a block end at once.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from paceline.backends.cuda.kernels.products.matrix import Normed, stages_for
 
 @triton.jit
 def _load_block(blocks_at, block_line):  # type: ignore[no-untyped-def]
-    """The expert of this program's block, the first index in its list, and how many rows it has."""
+    """This program's block: its expert, the first index in the expert's list, and its number of rows."""
     at = blocks_at + tl.program_id(1)
     expert, first = tl.load(at, cache_modifier=".cg"), tl.load(at + block_line, cache_modifier=".cg")
     return expert, first, tl.load(at + 2 * block_line, cache_modifier=".cg")
@@ -45,7 +46,7 @@ def _load_block(blocks_at, block_line):  # type: ignore[no-untyped-def]
 def _block_pairs(  # type: ignore[no-untyped-def]
     lists_at, list_line, expert, first, count, tokens: tl.constexpr, is_alone: tl.constexpr
 ):
-    """The pairs of a block [tokens], padded with the last one, and which of them are real."""
+    """The pairs of a block [tokens], padded by repeating the last, and which of them are real."""
     token = tl.arange(0, tokens)
     if is_alone:
         pair = tl.program_id(1) + tl.zeros([tokens], tl.int32)
@@ -71,7 +72,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
     block_line,
     activation: tl.constexpr,
     has_bias: tl.constexpr,
-    scales_inputs: tl.constexpr,  # weights scale what experts read
+    scales_inputs: tl.constexpr,  # routing weights scale the experts' input
     chosen: tl.constexpr,
     columns: tl.constexpr,
     tokens: tl.constexpr,
@@ -83,7 +84,7 @@ def _gate_up_kernel(  # type: ignore[no-untyped-def]
 ) -> None:
     tile = tl.program_id(0)
     pdl_wait(pdl)
-    # After the wait, so that _down_kernel starts when `route` has ended: it reads blocks before its own wait
+    # launch dependents after the wait: _down_kernel reads blocks before its own wait, so `route` must be done
     pdl_launch(pdl)
     expert, first, count = _load_block(blocks_at, block_line)
     if count > 0:
@@ -146,8 +147,8 @@ def _down_kernel(  # type: ignore[no-untyped-def]
 ) -> None:
     pdl_launch(pdl)
     tile = tl.program_id(0)
-    # Before the wait: this kernel starts when every program of _gate_up_kernel has waited for `route`, which
-    # wrote the blocks, and the next one to write them is behind this kernel
+    # before the wait: this kernel starts after every program of _gate_up_kernel has waited for `route`, which
+    # wrote the blocks; the next kernel that writes them comes after this one
     expert, first, count = _load_block(blocks_at, block_line)
     pdl_wait(pdl)
     if count > 0:
@@ -222,8 +223,8 @@ def add_experts(
 ) -> None:
     """Add the experts' output for norm(rows) to `hidden`, and prepare `normed` for the norm of this weight.
 
-    Rows whose slot mapping is negative are padding; their results are undefined. With `has_parts`, the kernel
-    that wrote `read` has stored parts of the rows' scores. The router reads `scored` instead, if given.
+    Rows with a negative slot mapping are padding; their results are undefined. `has_parts`: the kernel that
+    wrote `read` has stored partial router scores. `scored`: what the router reads, if not `read`.
     """
     scored = scored or read
     rows = len(slot_mapping)
@@ -302,7 +303,7 @@ def _run_blocks(mixture: Mixture, read: Normed, routing: Routing, rows: int, tok
 def _combine(
     mixture: Mixture, routing: Routing, hidden: torch.Tensor, norm: torch.Tensor, normed: Normed, rows: int
 ) -> None:
-    """Add up the experts of each row."""
+    """Add the weighted sum of each row's experts to `hidden`."""
     pdl = supports_pdl(hidden.device)
     groups = normed.squares.shape[1]
     _combine_kernel[(rows, groups)](

@@ -1,9 +1,9 @@
-"""The router of a mixture: a score of each expert for each row, in one order of sums for any number of rows.
+"""The MoE router: a score for each expert and row, with the same summation order for any number of rows.
 
-A score is a sum over tiles of 64 columns of the residual stream. With few rows and experts each program that
-finishes a tile of the stream (linear.py) stores its part of all scores at once, which saves a kernel and its
-latency; `route` adds the parts up. With more of either a kernel of its own adds them up in the same order:
-of few rows it has a program for each part, whose last to finish adds them up.
+A score is a sum of parts, one for each tile of 64 columns of the residual stream. With few rows and experts,
+each program that finishes a tile of the stream (linear.py) also stores its part of all scores, which saves
+the latency of a kernel; `route` sums the parts. With more of either, a separate kernel computes scores in the
+same order: for few rows it has a program for each part, and the last to finish sums them (split-K).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from paceline.backends.cuda.kernels.products.matrix import Matrix, Normed, share
 from paceline.backends.cuda.weights.shard import TILE
 
 COLUMNS = tl.constexpr(TILE)  # of a tile of the residual stream, and of the router
-FEW_ROWS = 64  # of which parts of scores are stored
-MAX_PARTS = 8192  # numbers of a row, for which that takes less time than a kernel
-MAX_STAGES = 8  # few programs read the router: each keeps 80 KB in flight
+FEW_ROWS = 64  # most rows for which parts of scores are stored by the kernel before
+MAX_PARTS = 8192  # most numbers of a row (parts times experts) for which that is faster than a kernel
+MAX_STAGES = 8  # pipeline stages: few programs read the router, each keeps 80 KB in flight
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Where the parts of scores go, of passes of few rows."""
+    """The router, and the buffer for parts of scores in passes with few rows."""
 
     router: Matrix
     parts: torch.Tensor  # float32 [FEW_ROWS, tiles of the residual stream, padded experts]
@@ -34,7 +34,7 @@ class Scores:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _lines_at(router_at, tile, depth, expert, step: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the router has the weights of these experts for a tile of the stream, COLUMNS in a line."""
+    """The address of the router's weights of these experts for a tile of the stream: COLUMNS in a line."""
     column = tile * COLUMNS
     at = router_at + column // step * (COLUMNS * step) + column % step
     return at + expert // COLUMNS * (COLUMNS * depth) + expert % COLUMNS * step
@@ -42,7 +42,7 @@ def _lines_at(router_at, tile, depth, expert, step: tl.constexpr):  # type: igno
 
 @triton.jit  # type: ignore[untyped-decorator]
 def prefetch_router(router_at, tile, depth, experts: tl.constexpr, step: tl.constexpr) -> None:  # type: ignore[no-untyped-def]
-    """Prefetch what `store_scores` reads of the router: a cache line of each expert."""
+    """Prefetch the router weights that `store_scores` reads: a cache line per expert."""
     for first in tl.static_range(0, experts, COLUMNS):
         prefetch(_lines_at(router_at, tile, depth, first + tl.arange(0, COLUMNS), step))
 
@@ -51,7 +51,7 @@ def prefetch_router(router_at, tile, depth, experts: tl.constexpr, step: tl.cons
 def store_scores(  # type: ignore[no-untyped-def]
     rows, tile, tiles, token, router_at, parts_at, depth, experts: tl.constexpr, step: tl.constexpr
 ) -> None:
-    """Store the part of all scores that a tile of the stream [COLUMNS, tokens] gives."""
+    """Store the part of all scores that comes from this tile of the stream [COLUMNS, tokens]."""
     at_once: tl.constexpr = 64 if experts == 64 else 128
     to = parts_at + (token[None, :] * tiles + tile) * experts
     for first in tl.range(0, experts, at_once, num_stages=2):
@@ -84,7 +84,7 @@ def _scores_kernel(  # type: ignore[no-untyped-def]
         weights = tl.load(_lines_at(router_at, tile, depth, expert, step)[:, None] + part[None, :])
         at = rows_at + token[None, :].to(tl.int64) * depth + tile * COLUMNS + part[:, None]
         own = tl.dot(weights, tl.load(at, mask=real, other=0.0))
-        total += tl.where(real, own, 0.0)  # added after the product: the tensor core would round otherwise
+        total += tl.where(real, own, 0.0)  # not accumulated by the tensor core, which would round differently
     to = scores_at + token[None, :].to(tl.int64) * line + expert[:, None]
     tl.store(to, total, mask=real)
 
@@ -108,7 +108,7 @@ def _split_scores_kernel(  # type: ignore[no-untyped-def]
     tile, number = tl.program_id(0), tl.program_id(1)
     token, part = tl.arange(0, tokens), tl.arange(0, COLUMNS)
     expert, real = number * COLUMNS + part, (token < row_count)[None, :]
-    # before the wait: it is not written in a pass
+    # before the wait: weights are constant during a pass
     weights = tl.load(_lines_at(router_at, tile, depth, expert, step)[:, None] + part[None, :])
     pdl_wait(pdl)
     at = rows_at + token[None, :] * depth + tile * COLUMNS + part[:, None]
@@ -125,7 +125,7 @@ def _split_scores_kernel(  # type: ignore[no-untyped-def]
 
 
 def has_parts(router: Matrix, rows: int) -> bool:
-    """Whether the kernel that adds to the residual stream stores parts of scores."""
+    """Whether the kernel that adds to the residual stream also stores parts of scores."""
     return rows <= FEW_ROWS and router.depth // TILE * router.padded_width <= MAX_PARTS
 
 
@@ -138,9 +138,9 @@ def stages_for(tokens: int, rows: torch.Tensor) -> int:
 def score_rows(
     read: Normed, router: Matrix, parts: torch.Tensor, arrivals: torch.Tensor, scores: torch.Tensor, rows: int
 ) -> None:
-    """Write scores of rows to `scores` [rows, padded experts], without the norm's factor and the bias.
+    """Write router scores to `scores` [rows, padded experts], before the norm's factor and the bias.
 
-    `parts` and `arrivals` are those of Routing.
+    `parts` and `arrivals` are buffers of Routing.
     """
     tokens, pdl = min(FEW_ROWS, token_tile(rows)), supports_pdl(scores.device)
     if rows <= FEW_ROWS:

@@ -1,4 +1,4 @@
-"""Expert routing: the top-k experts of each row, and the rows of each expert. experts.py runs them."""
+"""Expert routing: the top-k experts of each row, and the rows of each expert. grouped.py runs them."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ CHOSEN = tl.constexpr(-(1 << 31))  # below the integers of all scores
 
 @dataclass(frozen=True)
 class Mixture:
-    """The experts of a layer: those that rows choose, then shared ones, through which all rows go."""
+    """The experts of a layer: routed experts, then shared experts, which all rows use."""
 
-    router: Matrix  # a score of each expert, then, if there is a gate, of the shared ones
-    gate_up: Matrix  # a `tile_pair` of all experts, one after the other
-    down: Matrix  # of all experts, one after the other
-    moe: MoeConfig  # how rows choose their experts
+    router: Matrix  # scores of the routed experts, then the gate of the shared ones, if there is one
+    gate_up: Matrix  # a `tile_pair` of all experts, stacked
+    down: Matrix  # of all experts, stacked
+    moe: MoeConfig  # the rule of routing
     activation: str = "silu"
-    correction: torch.Tensor | None = None  # float32 [experts] added to scores, for the choice alone
-    shared: int = 0  # experts after those that can be chosen
-    factors: torch.Tensor | None = None  # float32 [experts] of the weights of those that are chosen
+    correction: torch.Tensor | None = None  # float32 [experts] score-correction bias, for the choice only
+    shared: int = 0  # number of shared experts
+    factors: torch.Tensor | None = None  # float32 [experts] scales of routing weights
 
     @property
     def experts(self) -> int:
-        """All of them, with the shared ones."""
+        """The number of experts, shared ones included."""
         return self.moe.num_experts + self.shared
 
     @property
     def chosen(self) -> int:
-        """The experts of a row: its top-k, then the shared ones."""
+        """The number of experts of a row: its top-k and the shared ones."""
         return self.moe.experts_per_token + self.shared
 
     @property
     def is_gated(self) -> bool:
-        """Whether the sigmoid of a score is the weight of the shared experts; else it is 1."""
+        """Whether the shared experts are weighted by the sigmoid of a gate; otherwise their weight is 1."""
         return self.router.width > self.moe.num_experts
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The buffers of a mixture. All layers, which run in turn, share one set."""
+    """The buffers of a mixture, shared by all layers, because they run one after the other."""
 
-    scores: torch.Tensor  # float32 [rows, padded experts] without the norm's factor and bias
-    parts: torch.Tensor  # float32 [FEW_ROWS, tiles of the residual stream, padded experts] of few rows
-    shares: torch.Tensor  # float32 [rows, chosen] weights of a row's experts
+    scores: torch.Tensor  # float32 [rows, padded experts] before the norm's factor and the bias
+    parts: torch.Tensor  # float32 [FEW_ROWS, tiles of the residual stream, padded experts]
+    shares: torch.Tensor  # float32 [rows, chosen] routing weights
     factors: torch.Tensor  # float32 [rows] norm factors
     arrivals: torch.Tensor  # int32 [tiles of the router] programs that stored a part; zero between kernels
     counts: torch.Tensor  # int32 [experts + 1] pairs of each, then finished programs; zero between kernels
-    lists: torch.Tensor  # int32 [experts, rows] pairs of each
-    blocks: torch.Tensor  # int32 [3, blocks] expert, first index in its list, count; 0 after the last.
-    # The blocks of one row alone are its pairs, in order, and need no lists
+    lists: torch.Tensor  # int32 [experts, rows] pairs of each expert
+    blocks: torch.Tensor  # int32 [3, blocks] expert, first index in its list, count; count 0 after the last.
+    # A pass of one row needs no lists: its blocks are its pairs, in order
     activated: torch.Tensor  # [rows * chosen, padded intermediate]
     outputs: torch.Tensor  # float32 [rows * chosen, padded hidden]
 
@@ -87,13 +87,13 @@ def routing_for(mixture: Mixture, rows: int, dtype: torch.dtype, device: torch.d
 
 
 def block_rows(mixture: Mixture, rows: int) -> int:
-    """Rows of a block: twice the average of an expert, so that most experts need one block."""
+    """Rows of a block: twice the average number of rows per expert, so that most experts need one block."""
     likely = 2 * rows * mixture.chosen // mixture.experts
     return min(row_tile(matrix, likely) for matrix in (mixture.gate_up, mixture.down))
 
 
 def blocks_for(mixture: Mixture, rows: int, tokens: int) -> int:
-    """The most blocks that `rows` rows may need: each expert's last one may have a single row."""
+    """The most blocks that `rows` rows can need: each expert's last block may have a single row."""
     pairs = rows * mixture.chosen
     used = min(pairs, mixture.experts)
     return used + (pairs - used) // tokens
@@ -101,7 +101,7 @@ def blocks_for(mixture: Mixture, rows: int, tokens: int) -> int:
 
 @triton.jit
 def _ordered(numbers):  # type: ignore[no-untyped-def]
-    """Integers in the order of float32 numbers, for whose maximum a warp has an instruction.
+    """Integers in the order of float32 numbers: warps have an instruction for the maximum of integers.
 
     NaN and numbers below LOWEST become LOWEST, so that no expert is chosen twice.
     """
@@ -118,7 +118,7 @@ def _choose(  # type: ignore[no-untyped-def]
     most_chosen: tl.constexpr,
     most_experts: tl.constexpr,
 ):
-    """The top-k experts by preference, ties to the lower: int32 [most_chosen]; and their scores."""
+    """The top-k experts by preference, ties to the lower index: int32 [most_chosen]; and their scores."""
     expert, rank = tl.arange(0, most_experts), tl.arange(0, most_chosen)
     left, known = tl.where(expert < experts, _ordered(preferences), CHOSEN), _ordered(scores)
     best, best_scores = tl.zeros([most_chosen], tl.int32), tl.zeros([most_chosen], tl.int32)
@@ -141,7 +141,7 @@ def _of_best_groups(  # type: ignore[no-untyped-def]
     group_experts: tl.constexpr,
     most_groups: tl.constexpr,
 ):
-    """Preferences of the experts in the best groups, -inf of others. A group is its best experts' sum."""
+    """Preferences, -inf outside the best groups. A group's score is the sum of its best experts' scores."""
     expert, number = tl.arange(0, preferences.shape[0]), tl.arange(0, most_groups)
     group = expert // (experts // groups)
     sums = tl.full([most_groups], float("-inf"), tl.float32)
@@ -171,7 +171,7 @@ def _cut(  # type: ignore[no-untyped-def]
     most_experts: tl.constexpr,
     most_blocks: tl.constexpr,
 ):
-    """Cut all lists into blocks, and reset the counters."""
+    """Split all lists into blocks, and reset the counters."""
     expert, block = tl.arange(0, most_experts), tl.arange(0, most_blocks)
     count = tl.load(counts_at + expert, mask=expert < experts, other=0, cache_modifier=".cg")
     each = (count + tokens - 1) // tokens
@@ -189,7 +189,7 @@ def _cut(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scores(at, column, columns, bias_at, factor, parts: tl.constexpr, line, has_bias: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A row's scores of these columns: the sum of `parts` in order, by the norm's factor, and the bias."""
+    """A row's scores of these experts: the sum of `parts` in order, times the norm's factor, plus bias."""
     inside = column < columns
     total = tl.load(at + column, mask=inside, other=0.0)
     for part in tl.static_range(1, parts):
@@ -231,7 +231,7 @@ def _weigh(  # type: ignore[no-untyped-def]
     `scores` are float32 [most_experts], -inf beyond the last expert.
     """
     expert, rank = tl.arange(0, most_experts), tl.arange(0, most_chosen)
-    top, preferences = tl.max(scores, 0), scores  # not their sigmoids, which are equal for large ones
+    top, preferences = tl.max(scores, 0), scores  # not sigmoids: large scores have equal ones
     if has_correction or expert_groups > 1:
         if is_sigmoid:
             preferences = 1.0 / (1.0 + tl.exp(-scores))
@@ -269,7 +269,7 @@ def _join_lists(  # type: ignore[no-untyped-def]
     most_counts: tl.constexpr,
     most_blocks: tl.constexpr,
 ) -> None:
-    """Add a row's pairs to the lists of its experts; the last program to finish cuts them into blocks."""
+    """Append a row's pairs to its experts' lists; the last program to finish splits lists into blocks."""
     row, rank = tl.program_id(0), tl.arange(0, best.shape[0])
     is_chosen = rank < tl.where(is_real, chosen, 0)
     slot = tl.atomic_add(counts_at + best, tl.full(best.shape, 1, tl.int32), mask=is_chosen)
@@ -390,7 +390,7 @@ def route(
     tokens: int,
     has_parts: bool,
 ) -> None:
-    """Choose every row's experts by its scores, and cut the rows of experts into blocks of `tokens`."""
+    """Choose every row's experts by their scores, and split the experts' rows into blocks of `tokens`."""
     pdl, moe, bias = supports_pdl(read.rows.device), mixture.moe, mixture.router.bias
     groups = read.squares.shape[1]
     _route_kernel[(len(slot_mapping),)](

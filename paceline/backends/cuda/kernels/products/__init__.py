@@ -1,1 +1,1 @@
-"""Matrix products of few rows, in 16, 8 and 4 bits, with LoRA adapters."""
+"""Matrix products with weights of 16, 8 and 4 bits, fused norms and activations, and LoRA adapters."""

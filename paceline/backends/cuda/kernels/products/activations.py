@@ -1,4 +1,4 @@
-"""The activations of gated MLPs, and gates of whole rows."""
+"""Activation functions of gated MLPs, and the kernel of sigmoid gates."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import triton.language as tl
 
 from paceline.backends.cuda.kernels.pdl import pdl_sync, supports_pdl
 
-GATED_COLUMNS = 1024  # of a program
+GATED_COLUMNS = 1024  # columns of a program
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def activated(gate, up, activation: tl.constexpr):  # type: ignore[no-untyped-def]
-    """ACTIVATIONS of transformer/blocks.py gives for this name: silu, gelu_tanh, clamped_silu or relu2."""
+    """activation(gate) * up, as ACTIVATIONS of transformer/blocks.py defines it by name."""
     if activation == "relu2":
         positive = tl.maximum(up, 0.0)
         return positive * positive
-    if activation == "gelu_tanh":  # tanh as a sigmoid of twice its argument; 1.596 is 2 * sqrt(2 / pi)
+    if activation == "gelu_tanh":  # tanh(y) as sigmoid(2 y); 1.596 is 2 * sqrt(2 / pi)
         cubed = gate + 0.044715 * gate * gate * gate
         return gate / (1.0 + tl.exp(-1.5957691216057308 * cubed)) * up
     if activation == "clamped_silu":
@@ -33,7 +33,7 @@ def _gate_rows_kernel(  # type: ignore[no-untyped-def]
     width,
     value_line,
     gate_line,
-    is_one: tl.constexpr,  # one gate for all of a row
+    is_one: tl.constexpr,  # a single gate for the whole row
     columns: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:

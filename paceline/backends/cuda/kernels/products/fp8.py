@@ -1,7 +1,7 @@
-"""Activations quantized to e4m3, and their products with weights in e4m3.
+"""Products of e4m3 activations and e4m3 weights, and the quantization of activations.
 
-Every 64 numbers of a row have their own scale, so the kernel that writes them needs no other numbers of the
-row: quantization needs no extra kernel, and its bits depend on the row alone.
+Every 64 numbers of a row have their own scale, so the kernel that writes them quantizes them without seeing
+the rest of the row: quantization needs no extra kernel, and its bits depend on the row alone.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import triton.language as tl
 
 @triton.jit
 def fp8_scales(peaks):  # type: ignore[no-untyped-def]
-    """Power-of-two scales of groups with these largest values, and their inverses.
+    """Power-of-two scales for groups with these maxima, and their inverses.
 
-    e4m3 numbers have exponents, so a finer scale would make few of them more precise.
+    e4m3 is a floating-point format, so finer scales would hardly gain precision.
     """
     exponent = tl.maximum((peaks.to(tl.int32, bitcast=True) >> 23) - 7, 1)
     return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(
@@ -24,7 +24,7 @@ def fp8_scales(peaks):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def scale_offset(row, group, groups):  # type: ignore[no-untyped-def]
-    """The offset of the scale of a row's group: those of 16 rows are contiguous."""
+    """The offset of the scale of a row's group; the scales of 16 rows are contiguous."""
     return (row // 16 * groups + group) * 16 + row % 16
 
 
@@ -52,11 +52,10 @@ def fp8_matmul(  # type: ignore[no-untyped-def]
     step: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Weights of a tile times the rows `row` [tokens], `begin` to `end`: float32 [columns, tokens].
+    """Weights of a tile times rows `row` [tokens], over depth `begin` to `end`: float32 [columns, tokens].
 
-    Both are e4m3; each group of a row is scaled.
-
-    The tensor core sums e4m3 products in fewer bits than float32 has, so it sums no more than a group.
+    Both are e4m3. Each group of 64 is accumulated in float32 after scaling: within the tensor core, e4m3
+    products are summed with fewer bits.
     """
     column, along = tl.arange(0, columns), tl.arange(0, 64)
     weights, rows = weight_at + column[:, None] * step + along[None, :], rows_at + row[None, :] * depth

@@ -1,8 +1,8 @@
-"""Products of few rows: of normed rows, of normed rows with SwiGLU, and added to the residual stream.
+"""Linear layers with fused RMSNorm: projection, gate-up with SwiGLU, and addition to the residual stream.
 
-RMSNorm is fused: the kernel that writes the residual stream also writes it times the next norm's weight, and
-its sums of squares by tile; the next product multiplies its results by the norm's factor instead of its
-inputs.
+The kernel that writes the residual stream also writes the stream times the next norm's weight, and sums of
+squares by tile. The next product applies the norm's factor (1 / root mean square) to its results instead of
+its inputs.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def _add_kernel(  # type: ignore[no-untyped-def]
         prefetch_router(router_at, first, padded_width, experts, router_step)
     pdl_sync(pdl)
     offset = token[None, :] * padded_width + column[:, None]
-    # of many rows, the product needs the registers; unpacking needs some too
+    # with many rows or packed weights, the product needs the registers
     is_early: tl.constexpr = not rows_first and (tokens < 64 or packing == "none" or packing == "e4m3")
     if is_early:
         hidden = tl.load(hidden_at + offset)
@@ -267,7 +267,7 @@ def _add_kernel(  # type: ignore[no-untyped-def]
 
 
 def _most_tiles(change: LowRankRows | None) -> int:
-    """The tiles of a program: one where adapters add something, which needs registers too."""
+    """The most tiles of a program: one with LoRA adapters, which need registers."""
     return MAX_TILES if change is None else 1
 
 
@@ -279,8 +279,7 @@ def project(
     scratch: Scratch,
     change: LowRankRows | None = None,
 ) -> None:
-    """Write norm(rows) @ weight.T + bias, with the adapters' `change`, to `output` [padded rows, at
-    least width]."""
+    """Write norm(rows) @ weight.T + bias to `output` [padded rows, at least width]; `change`: LoRA."""
     launch, groups = launch_for(matrix, rows, _most_tiles(change)), normed.squares.shape[1]
     assert launch.rows <= len(output)
     _project_kernel[launch.grid](
@@ -316,11 +315,10 @@ def gate_up(
     activation: str = "silu",
     change: LowRankRows | None = None,
 ) -> None:
-    """Write activation(gate) * up of norm(rows), a `tile_pair`, to `output` [padded rows, half of the padded
-    width].
+    """Write activation(gate) * up of norm(rows) to `output` [padded rows, half of the padded width].
 
-    Without a gate (UNGATED), activation(up) goes to `output` [padded rows, padded width].
-    With `scales`, as of Normed, the output is quantized to e4m3. Adapters `change` gate and up.
+    `matrix` comes from `tile_pair`; for activations without a gate (UNGATED) it is up alone, and `output` is
+    [padded rows, padded width]. `scales`, as in Normed: quantize the output to e4m3. `change`: LoRA adapters.
     """
     launch, groups = launch_for(matrix, rows, _most_tiles(change)), normed.squares.shape[1]
     assert launch.rows <= len(output)
@@ -361,8 +359,8 @@ def add_product(
 ) -> None:
     """Add inputs @ weight.T + bias to `hidden`, and prepare `normed` for the norm of this weight [hidden].
 
-    Inputs in e4m3 have `scales`, as of Normed. With `scores`, rows are few, and their parts of scores of
-    experts are stored too. Adapters `change` the product.
+    `scales`, as in Normed: inputs are e4m3. `scores`: also store parts of the router's scores (few rows
+    only). `change`: LoRA adapters.
     """
     router = None if scores is None else scores.router
     launch = launch_for(matrix, rows, _most_tiles(change) if normed.fp8 is None else 1)

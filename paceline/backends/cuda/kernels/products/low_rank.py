@@ -1,10 +1,11 @@
-"""What LoRA adapters add to products: two small products for the rows that have an adapter (Punica, SGMV).
+"""LoRA adapters, several in one batch, by shrink and expand (Punica's SGMV).
 
-    shrink    low = down x              a kernel of its own, before the product
-    expand    W x becomes W x + up low  in the product's own kernel, before its results are used
+    shrink    low = down x              a separate kernel, before the product
+    expand    W x becomes W x + up low  in the epilogue of the product's kernel
 
-Each adapter of a tile of rows is multiplied with all of them, and a row keeps the result of its own. So a row
-has the same bits beside any others, and rows without an adapter keep theirs.
+Each adapter that occurs in a tile of rows is multiplied by all rows of the tile, and a row uses the result of
+its own adapter. So the bits of a row do not depend on other rows, and rows without an adapter have the bits
+of the model without adapters.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from paceline.backends.cuda.kernels.products.fp8 import scale_offset
 from paceline.backends.cuda.kernels.products.matmul import load_squares, norm_factor, program_tokens
 from paceline.backends.cuda.kernels.products.matrix import MIN_TOKENS, Normed
 
-CHUNK = 16  # ranks of a program, and depth of the instruction that expands them
-STEP = 64  # of the depth of a product
-SPLIT_DEPTH, MAX_SPLITS = 512, 8  # of the depth: it decides the bits
+CHUNK = 16  # ranks of a shrink program, and depth of expand's matrix instruction
+STEP = 64  # depth of an iteration
+SPLIT_DEPTH, MAX_SPLITS = 512, 8  # split-K of the shrink product: it determines the bits
 STAGES, WARPS = 4, 2
 _CHUNK, _STEP, _STEPS = tl.constexpr(CHUNK), tl.constexpr(STEP), tl.constexpr(SPLIT_DEPTH // STEP)
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """What all adapters add to one product, in its dtype."""
+    """The matrices of all adapters for one product, in its dtype."""
 
     down: torch.Tensor  # [adapters, rank, padded depth] rank: a multiple of CHUNK
     up: torch.Tensor  # [adapters, padded width, rank] in the order of the product's columns
@@ -42,7 +43,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class LowRankRows:
-    """What the kernel of a product needs to add to its rows."""
+    """The arguments of expand: each row's adapter, low = down x, and the up matrices."""
 
     adapters: torch.Tensor  # int32 [rows] the adapter of each; -1: none
     low: torch.Tensor  # [padded rows, rank]
@@ -50,7 +51,7 @@ class LowRankRows:
 
 
 def added_by(change: LowRankRows | None) -> dict[str, Any]:
-    """The arguments of a product's kernel that say what adapters add."""
+    """The LoRA arguments of a product's kernel."""
     if change is None:
         return {"low_at": None, "up_at": None, "adapters_at": None, "up_width": 0, "rank": 0}
     return {
@@ -64,7 +65,7 @@ def added_by(change: LowRankRows | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LowRankBuffers:
-    """Buffers that all products of a pass use in turn."""
+    """Buffers shared by all products of a pass, because they run one after the other."""
 
     low: torch.Tensor  # [padded rows * largest rank]
     partial: torch.Tensor  # float32 [sums of splits]
@@ -94,7 +95,7 @@ def _shrink_split(  # type: ignore[no-untyped-def]
     stages: tl.constexpr,
     has_scales: tl.constexpr,
 ):
-    """Some ranks of one adapter times rows, `begin` to `end` of the depth: float32 [CHUNK, tokens]."""
+    """CHUNK ranks of one adapter times rows, over depth `begin` to `end`: float32 [CHUNK, tokens]."""
     along = tl.arange(0, _STEP)
     weights = down_at + tl.arange(0, _CHUNK)[:, None] * depth + along[None, :]
     rows = rows_at + token[None, :].to(tl.int64) * depth + along[:, None]
@@ -111,7 +112,7 @@ def _shrink_split(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def next_adapter(adapter, last):  # type: ignore[no-untyped-def]
-    """The largest of the rows' adapters below `last`; -1: none."""
+    """The largest adapter number among the rows that is below `last`; -1: none."""
     return tl.max(tl.where(adapter < last, adapter, -1), 0)
 
 
@@ -125,9 +126,9 @@ def _reduce_own(  # type: ignore[no-untyped-def]
     splits: tl.constexpr,
     tokens: tl.constexpr,
 ):
-    """Whether this program is the last of its splits to arrive, and, if it is, their sum in order.
+    """Whether this program is the last of its splits to arrive, and the sum of all splits if so.
 
-    As `reduce_split_k`, but a program has the tokens `own` of a tile; the others belong to other adapters.
+    Like `reduce_split_k`, but only for the tile's tokens `own`: the others have other adapters.
     """
     last = True
     if splits > 1:
@@ -169,8 +170,8 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
 ) -> None:
     """Programs are (row tile, adapter and chunk of ranks, split).
 
-    Those of adapters that no row of the tile has end at once. Adapters were there before the pass, and so was
-    the adapter of each row: both are read before the wait for the kernels that compute the rows.
+    Programs of adapters that no row of the tile has end at once. Adapters, and the adapter of each row, were
+    written before the pass, so they are read before the wait for the kernels that compute the rows.
     """
     pdl_launch(pdl)
     chunks: tl.constexpr = rank // _CHUNK
@@ -184,7 +185,7 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     own_at = down_at + (number * rank + chunk * _CHUNK).to(tl.int64) * depth
     is_used = tl.max(own.to(tl.int32), 0) > 0
     if is_used and pdl:
-        # all of the adapter's part, or the first of it if a split is deeper than usual
+        # the whole split of the adapter, or its first part if the split is deep
         along = tl.minimum(begin + tl.arange(0, _STEPS) * _STEP, end - _STEP)
         prefetch(own_at + tl.arange(0, _CHUNK)[:, None] * depth + along[None, :])
     pdl_wait(pdl)
@@ -225,7 +226,7 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
 def add_low_rank(  # type: ignore[no-untyped-def]
     total, column, token, row_count, low_at, up_at, adapters_at, up_width, rank: tl.constexpr
 ):
-    """The results [columns, tokens] of a product with what each row's adapter adds to these columns."""
+    """LoRA expand: `total` [columns, tokens] plus up low of each row's adapter."""
     adapter = tl.load(adapters_at + token, mask=token < row_count, other=-1)
     along, current = tl.arange(0, _CHUNK), tl.max(adapter, 0)
     while current >= 0:
@@ -246,9 +247,9 @@ def shrink(
     buffers: LowRankBuffers | None,
     scales: torch.Tensor | None = None,
 ) -> LowRankRows | None:
-    """What is added to the product of these inputs, whose rows have these adapters; None if nothing is.
+    """LoRA shrink of these inputs: the arguments of expand; None if no row has an adapter.
 
-    Inputs in e4m3 have `scales`, as of Normed.
+    `scales`, as in Normed: inputs are e4m3.
     """
     if change is None or adapters is None or buffers is None:
         return None

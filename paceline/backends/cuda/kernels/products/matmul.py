@@ -1,16 +1,16 @@
-"""Split-K matrix products of few rows, which run at the speed of reading the weights from memory.
+"""Split-K matrix products with batch-invariant bits; with few rows, memory-bound (at the speed of weights).
 
-    columns of the output    one tile of `columns`, a program each
-    depth (K)                cut into `splits` parts, a program each; the last to finish adds them up in
-                             order (split-K reduction). With many rows one program loops over the splits
+    columns of the output    tiles of `columns`, a program each
+    depth (K)                `splits` parts, a program each; the last program to finish adds them up in order
+                             (split-K reduction). With many rows one program loops over the splits
     rows                     tiles of `tokens`; a tile of 16 costs hardly more than one of 1
 
-Products of many rows are bound by the tensor cores instead: `_matmul_many`, with the same sums.
+Products of many rows are bound by the tensor cores: `_matmul_many`, with the same summation order.
 
-The weights are the left operand, so that their columns fill the larger side of the tensor core's
+The weights are the left operand, so that their columns fill the larger dimension of the tensor core's
 instruction and rows the smaller one. They are stored in the order in which programs read them.
 
-The order of summation depends on the matrix alone: over the depth in steps of the instruction, then over the
+The summation order depends on the matrix alone: over the depth in steps of the instruction, then over the
 splits. So a row has the same bits in a pass of one row and in one of hundreds.
 """
 
@@ -38,7 +38,7 @@ def _matmul(  # type: ignore[no-untyped-def]
     tiles: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Weights of tiles times the rows `row` [tokens], `begin` to `end`: float32 [tiles * columns, tokens]."""
+    """Weights of tiles times rows `row` [tokens], depth `begin` to `end`: float32 [tiles * columns, tokens]."""
     piece: tl.constexpr = 64 if tiles == 4 else step  # see matrix.stages_for
     column, along = tl.arange(0, tiles * columns), tl.arange(0, piece)
     line = column // columns * (columns * depth) + column % columns * step
@@ -74,10 +74,10 @@ def reduce_split_k(  # type: ignore[no-untyped-def]
     tokens: tl.constexpr,
     packing: tl.constexpr,
 ):
-    """Whether this program is the last of its tile to arrive, and, if it is, the sum of all splits.
+    """Whether this program is the last of its tile to arrive, and the sum of all splits if so.
 
-    Packed weights: the sum of each half of the splits, then of both, since the fused layer kernel has a
-    program for each half.
+    With packed weights each half of the splits is summed first, then both halves, because the fused layer
+    kernel has a program for each half.
     """
     last = True
     if splits > 1:
@@ -115,8 +115,8 @@ def matmul_split(  # type: ignore[no-untyped-def]
 ):
     """One split of tiles times the rows `row` [tokens]: float32 [tiles * columns, tokens].
 
-    Not yet multiplied by `apply_scales`. A split is whole steps, as even as possible. Packed tiles go one by
-    one.
+    `apply_scales` is still to be called. Splits are whole steps, as equal as possible. Packed tiles are
+    computed one by one.
     """
     unit: tl.constexpr = 64 if packing == "e4m3" else step
     steps = depth // unit
@@ -167,7 +167,7 @@ def matmul_split(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def apply_scales(total, scales_at, tile, columns: tl.constexpr, packing: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sums over all splits of a tile, times the scales of its columns, if the packing has any."""
+    """The sum over all splits of a tile, times the scales of its columns if the packing has any."""
     if packing == "fp8" or packing == "e4m3":
         total *= tl.load(scales_at + tile.to(tl.int64) * columns + tl.arange(0, columns))[:, None]
     return total
@@ -194,9 +194,9 @@ def _matmul_many(  # type: ignore[no-untyped-def]
     tiles: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """All splits of tiles times rows, which are the left operand here: float32 [tiles * columns, tokens].
+    """All splits of tiles times many rows, with rows as the left operand: float32 [tiles * columns, tokens].
 
-    The sums of a split wait in memory while the next is computed: registers hold one split.
+    The running sum is kept in memory while the next split is computed: registers hold one split.
     """
     wide: tl.constexpr = tiles * columns
     piece: tl.constexpr = 64
@@ -242,10 +242,10 @@ def matmul_tiles(  # type: ignore[no-untyped-def]
     row_scales_at=None,
     rows_first: tl.constexpr = False,
 ):
-    """Whether this program is its tiles' last, and, if it is, their sums: float32 [tiles * columns, tokens].
+    """Whether this program has the result of its tiles, and that result: float32 [tiles * columns, tokens].
 
-    Programs are (row tile, column tiles, split); without `is_split_k` a program loops over all splits.
-    `rows_first`: rows are many, and not packed.
+    Programs are (row tile, column tiles, split), and the last of the splits to finish has the result. Without
+    `is_split_k` a program loops over all splits. `rows_first`: many rows, weights not packed.
     """
     row_tile, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows_at += row_tile * tokens * depth
@@ -312,7 +312,7 @@ def program_tokens(tokens: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def load_squares(squares_at, token, groups, max_groups: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The sums of squares of each token's row: float32 [tokens, max_groups]. Loaded early, used late."""
+    """The sums of squares of each row: float32 [tokens, max_groups]. Loaded early to hide the latency."""
     group = tl.arange(0, max_groups)
     offset = token[:, None] * groups + group[None, :]
     return tl.load(squares_at + offset, mask=(group < groups)[None, :], other=0.0)
@@ -320,9 +320,9 @@ def load_squares(squares_at, token, groups, max_groups: tl.constexpr):  # type: 
 
 @triton.jit
 def norm_factor(squares, size, eps):  # type: ignore[no-untyped-def]
-    """One over the root mean square of each token's row: float32 [1, tokens].
+    """The RMSNorm factor, 1 / root mean square, of each row: float32 [1, tokens].
 
-    Summed in pairs, which fixes the order: otherwise it would depend on how threads split the rows.
+    Summed in pairs, which fixes the order: otherwise it would depend on how threads share the rows.
     """
     tokens: tl.constexpr = squares.shape[0]
     groups: tl.constexpr = squares.shape[1]

@@ -12,35 +12,35 @@ from paceline.backends.cuda.kernels.pdl import supports_pdl
 from paceline.backends.cuda.kernels.products.packing import depth_of, pack
 from paceline.backends.cuda.weights.shard import WHOLE, Shard
 
-MIN_TOKENS = 16  # rows of a tile, at least
-MIN_COUNTERS = 512  # more than the units of fused_layer.py
-MAX_TOKENS = 128
-MAX_TILES = 4  # of a program
-MANY_COLUMNS, MANY_WARPS = 256, 8  # of a program that has MAX_TOKENS of many rows
-MANY_ROW_TILES = 3  # at least
-MANY_DEPTH = 2200  # of a split, at least: its sums wait in memory
-MANY_TILES = {4: 448, 2: 264}  # {tiles per program: with at least this many column tiles}, for full row tiles
-SHARED_BYTES = 208 << 10  # of a Hopper multiprocessor, less what epilogues need
+MIN_TOKENS = 16  # fewest rows of a tile
+MIN_COUNTERS = 512  # more than the work units of fused_layer.py
+MAX_TOKENS = 128  # most rows of a tile
+MAX_TILES = 4  # most column tiles of a program
+MANY_COLUMNS, MANY_WARPS = 256, 8  # of a program with rows as the left operand
+MANY_ROW_TILES = 3  # fewest row tiles for rows as the left operand
+MANY_DEPTH = 2200  # least depth of a split for rows as the left operand: sums go through memory
+MANY_TILES = {4: 448, 2: 264}  # {tiles of a program: fewest column tiles of the matrix}, with full row tiles
+SHARED_BYTES = 208 << 10  # shared memory of a Hopper multiprocessor, without what epilogues need
 PACKED_PROGRAMS_EACH = {
     "int4": 5,
     "mxfp4": 5,
 }  # programs per multiprocessor, where weights are packed; others: 3
 FP8_PROGRAMS_EACH = {64: 3, 16: 2}  # {rows of a tile, at least: programs per multiprocessor} of e4m3
-MAX_PACKED_TOKENS = 64  # unpacking needs registers
-MAX_STAGES = 6
-MAX_RESIDENT = 4  # programs per multiprocessor, for which stages are shortened
+MAX_PACKED_TOKENS = 64  # most rows of a tile with packed weights: unpacking needs registers
+MAX_STAGES = 6  # pipeline stages
+MAX_RESIDENT = 4  # programs per multiprocessor up to which stages are reduced so that all are resident
 MULTIPROCESSORS = 132  # of an H100 or H200
 FEW_PROGRAMS = 264  # two per multiprocessor
-WIDE = 128  # columns of a program that loops over all splits, if there are
-ENOUGH_PROGRAMS = 96  # this many of them, about one per multiprocessor
-SMALL_BYTES = 4 << 20  # of a matrix that may be read once per row tile: it stays in L2
+WIDE = 128  # columns of a program that loops over all splits, if there are ENOUGH_PROGRAMS of them
+ENOUGH_PROGRAMS = 96  # about one per multiprocessor
+SMALL_BYTES = 4 << 20  # a matrix up to this size may be read once per row tile: it stays in L2
 MAX_FP8_STAGES = 20  # pipeline stages of steps of 64 bytes
-UNPACKED = ("none", "e4m3")  # formats that tensor cores take as they are
+UNPACKED = ("none", "e4m3")  # formats that tensor cores multiply without unpacking
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a matrix is tiled. `splits` decides the bits of the result, the rest does not."""
+    """How a matrix is tiled. Only `splits` affects the bits of the result."""
 
     columns: int = 64
     step: int = 128  # depth of an iteration
@@ -58,7 +58,7 @@ class Matrix:
     tiling: Tiling
     bias: torch.Tensor | None = None  # [padded width]
     scales: torch.Tensor | None = None  # int32 [tiles, steps, words, columns], or float32 [padded width]
-    shard: Shard = WHOLE  # whose part of a wider matrix these columns are
+    shard: Shard = WHOLE  # the rank's part of a wider matrix that these columns are
 
     @property
     def tiles(self) -> int:
@@ -86,20 +86,20 @@ def tile_matrix(weight: torch.Tensor, width: int, tiling: Tiling, bias: torch.Te
 
 
 def tile_pair(gate: torch.Tensor, up: torch.Tensor, tiling: Tiling) -> Matrix:
-    """Two matrices of one padded shape as one: each half of a tile's columns is from one of them."""
+    """Gate and up as one matrix: one half of each tile's columns is from gate, the other from up."""
     half = tiling.columns // 2
     both = torch.stack((gate.view(-1, half, gate.shape[1]), up.view(-1, half, up.shape[1])), dim=1)
     return tile_matrix(both.view(-1, gate.shape[1]), 2 * len(gate), tiling)
 
 
 def tile_heads(weight: torch.Tensor, dim: int, tiling: Tiling, bias: torch.Tensor | None = None) -> Matrix:
-    """A matrix [heads * dim, padded depth] in which a tile is a head, and half a tile is half of the head."""
+    """A matrix [heads * dim, padded depth] whose tiles are heads, and half tiles half heads (for RoPE)."""
     lines, columns = spread_heads(weight, dim, tiling.columns), tiling.columns
     return tile_matrix(lines, len(weight), tiling, None if bias is None else spread_heads(bias, dim, columns))
 
 
 def spread_heads(lines: torch.Tensor, dim: int, columns: int) -> torch.Tensor:
-    """Lines [heads * dim, ...] with the halves of heads filled up with zeros to those of tiles."""
+    """Lines [heads * dim, ...] with each half of a head zero-padded to half a tile."""
     heads = len(lines) // dim
     spread = lines.new_zeros((heads, 2, columns // 2, *lines.shape[1:]))
     spread[:, :, : dim // 2] = lines.reshape(heads, 2, dim // 2, *lines.shape[1:])
@@ -108,18 +108,18 @@ def spread_heads(lines: torch.Tensor, dim: int, columns: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Partial sums of the split-K reduction. All products, which run in turn, share one."""
+    """Buffers of the split-K reduction, shared by all products, because they run one after the other."""
 
-    partial: torch.Tensor  # float32 [floats]
-    counters: torch.Tensor  # int32 [tiles, or more] zero between products
+    partial: torch.Tensor  # float32 [floats] partial sums
+    counters: torch.Tensor  # int32 [tiles, or more] arrived programs; zero between products
 
 
 @dataclass(frozen=True)
 class Normed:
-    """Rows of the residual stream as the next product reads them: the norm's factor is applied after it."""
+    """Rows of the residual stream times the norm's weight; the next product applies the norm's factor."""
 
     rows: torch.Tensor  # [rows, padded hidden] times the norm's weight, not yet times its factor
-    squares: torch.Tensor  # float32 [rows, groups] whose sum is the sum of a row's squares
+    squares: torch.Tensor  # float32 [rows, groups] partial sums of squares of each row
     size: int  # hidden
     eps: float
     fp8: torch.Tensor | None = None  # e4m3 [rows, padded hidden] the same, for matrices in e4m3
@@ -127,7 +127,7 @@ class Normed:
 
     @property
     def parts(self) -> list[torch.Tensor | None]:
-        """What a product reads."""
+        """The tensors that a product may read."""
         return [self.rows, self.squares, self.fp8, self.scales]
 
     def read_by(self, matrix: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -162,7 +162,7 @@ def padded_rows(rows: int) -> int:
 
 
 def row_tile(matrix: Matrix, rows: int) -> int:
-    """The number of rows of a program: all of them, unless that leaves few programs of a small matrix."""
+    """The rows of a program: all rows, unless a small matrix would then have few programs."""
     most = MAX_TOKENS if matrix.tiling.packing in UNPACKED else MAX_PACKED_TOKENS
     tokens, programs = min(token_tile(rows), most), matrix.tiles * matrix.tiling.splits
     if matrix.weight.nbytes <= SMALL_BYTES:
@@ -173,7 +173,7 @@ def row_tile(matrix: Matrix, rows: int) -> int:
 
 @dataclass(frozen=True)
 class Launch:
-    """The grid and options of a product's kernel. It does not affect the bits."""
+    """The grid and compile-time options of a product's kernel. They do not affect the bits."""
 
     grid: tuple[int, int, int]  # tiles of rows, of columns, splits
     options: dict[str, Any]  # compile-time options of a product's kernel
@@ -212,9 +212,9 @@ def launch_for(matrix: Matrix, rows: int, most_tiles: int = 1) -> Launch:
 
 
 def has_many_rows(matrix: Matrix, tokens: int, row_tiles: int, tiles: int) -> bool:
-    """Whether rows are the left operand: tensor cores are busy then, not memory.
+    """Whether rows are the left operand, for products that are compute-bound.
 
-    A program has MAX_TOKENS rows and MANY_COLUMNS columns, and all splits, if these are deep.
+    A program has MAX_TOKENS rows, MANY_COLUMNS columns and all splits, which must be deep.
     """
     many = tokens == MAX_TOKENS and row_tiles >= MANY_ROW_TILES and matrix.tiling.packing == "none"
     many &= matrix.tiling.splits == 1 or matrix.depth >= MANY_DEPTH * matrix.tiling.splits
@@ -222,10 +222,10 @@ def has_many_rows(matrix: Matrix, tokens: int, row_tiles: int, tiles: int) -> bo
 
 
 def split_of(matrix: Matrix, tokens: int, row_tiles: int, may_join: bool) -> tuple[int, bool]:
-    """The number of column tiles of a program, and whether splits are programs of their own.
+    """The number of column tiles of a program, and whether each split is a separate program (split-K).
 
-    Several tiles where rows are many, to read the rows less often. If these are enough programs, each loops
-    over all splits.
+    With many rows a program has several tiles, so that rows are read less often. If there are enough
+    programs, each loops over all splits instead.
     """
     tiling, tiles = matrix.tiling, matrix.tiles
     if tokens < MAX_TOKENS or tiling.packing != "none" or (tiling.splits > 1 and row_tiles == 1):
@@ -249,10 +249,10 @@ def split_of(matrix: Matrix, tokens: int, row_tiles: int, may_join: bool) -> tup
 def stages_for(
     matrix: Matrix, tokens: int, tiles: int = 1, rows_first: bool = False, programs: int = 0
 ) -> int:
-    """The number of pipeline stages in shared memory: what fits `programs_each` programs.
+    """The number of pipeline stages: as many as fit in shared memory with `programs_each` programs.
 
-    If the number of `programs` is given, as many stages as let all of them be resident at once. Short tiles
-    keep their stages: all of their loads are in flight at once.
+    `programs`: with this many programs in the grid, stages are reduced until all are resident at once. Short
+    tiles keep their stages, so that all of their loads are in flight.
     """
     each, needed = programs_each(matrix, tokens), -(-programs // MULTIPROCESSORS)
     least = 2 if matrix.tiling.packing in UNPACKED else 3  # stages of packed tiles take more than `size`
@@ -267,11 +267,11 @@ def stages_for(
 
 
 def programs_each(matrix: Matrix, tokens: int) -> int:
-    """How many programs of `tokens` rows a multiprocessor has room for.
+    """How many programs of `tokens` rows to make room for on a multiprocessor.
 
-    Not more than there are: the programs of the next kernel start wherever there is room, and would crowd on
-    some multiprocessors. Where weights are not packed, two, or one with many rows or split-K: there are
-    fewer programs than multiprocessors then.
+    Not more than needed: under PDL the programs of the next kernel start wherever there is room, and would
+    crowd on some multiprocessors. Unpacked weights: two, or one with many rows or split-K, because then there
+    are fewer programs than multiprocessors.
     """
     if matrix.tiling.packing == "none":
         return 1 if matrix.tiling.splits > 1 or tokens == MAX_TOKENS else 2

@@ -43,15 +43,15 @@ FP8_GROUP = 64  # activations of a row that share an e4m3 scale
 
 
 def step_of(packing: str) -> int:
-    """The depth of a step: the elements of one word times GROUP."""
+    """The depth of a step: the elements of a word times GROUP."""
     return FP8_GROUP if packing == "e4m3" else 32 // BITS[packing] * GROUP
 
 
 def pack(weight: torch.Tensor, packing: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix [rows, depth] as words: int32 [rows, steps, GROUP], or as e4m3 [rows, depth], and its scales.
+    """A matrix [rows, depth] as words int32 [rows, steps, GROUP], or as e4m3 [rows, depth]; and its scales.
 
-    Those of groups are pairs in one word: int32 [rows, steps, pairs]; those of rows are float32 [rows], and
-    those of steps the bits of float32, int32 [rows, steps, 1]. What `block_lines` gives is only taken apart.
+    Scales of groups are two to a word: int32 [rows, steps, pairs]; scales of rows are float32 [rows]; scales
+    of steps are float32 bits, int32 [rows, steps, 1]. The result of `block_lines` is only split into these.
     """
     if packing in SCALE_WORDS:
         lines = weight.view(len(weight), -1, GROUP + SCALE_WORDS[packing])
@@ -86,7 +86,7 @@ def depth_of(weight: torch.Tensor, packing: str) -> int:
 def block_lines(blocks: torch.Tensor, kind: str) -> torch.Tensor:
     """A file's blocks, uint8 [rows, bytes], as int32 [rows, steps * words]: words of a step, then scales.
 
-    They can be concatenated with other rows; zeros are zeros.
+    Rows can be concatenated, and rows of zeros stand for zeros.
     """
     numbers, scales = _TAKE_APART[kind](blocks)
     words = _words(numbers, BLOCKS[kind])
@@ -94,7 +94,7 @@ def block_lines(blocks: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def _q41_parts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers [rows, depth]; of each 256 eight words, of scale and minimum."""
+    """Numbers [rows, depth]; for each 256 of them eight words of (scale, minimum)."""
     rows = len(blocks)
     parts = blocks.view(rows, -1, 20)
     numbers = torch.cat((parts[..., 4:] & 15, parts[..., 4:] >> 4), -1)
@@ -102,7 +102,7 @@ def _q41_parts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _q4k_parts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers [rows, depth]; of each 256 two halves, scale and minimum, then bytes that multiply the two."""
+    """Numbers [rows, depth]; for each 256 two halves, d and dmin, then the bytes that multiply them."""
     rows = len(blocks)
     parts = blocks.view(rows, -1, 144)
     packed = parts[..., 16:].reshape(rows, -1, 1, 32)
@@ -115,7 +115,7 @@ def _q4k_parts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _q6k_parts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers [rows, depth]; of each 128 a half, the scale, then signed bytes that multiply it."""
+    """Numbers [rows, depth]; for each 128 a half, d, then the signed bytes that multiply it."""
     rows = len(blocks)
     parts = blocks.view(rows, -1, 210)
     low = parts[..., :128].reshape(rows, -1, 1, 64)  # of each 128
@@ -129,14 +129,14 @@ def _q6k_parts(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def round_to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers [rows, depth], and float16 scales [rows, groups]. Values of Q8_0 blocks stay what they are."""
+    """Integers [rows, depth] and float16 scales [rows, groups]. Exact for values from Q8_0 blocks."""
     groups = weight.view(len(weight), -1, GROUP)
     scales = (groups.abs().amax(-1) / 127).half()
     return _numbers(groups, scales, -127, 127), scales
 
 
 def round_to_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers [rows, depth], and float16 scales [rows, groups]. Values of Q4_0 blocks stay what they are."""
+    """Integers [rows, depth] and float16 scales [rows, groups]. Exact for values from Q4_0 blocks."""
     groups = weight.view(len(weight), -1, GROUP)
     peak = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
     scales = (peak / -8).half()  # the largest becomes -8, which has no positive counterpart
@@ -144,10 +144,10 @@ def round_to_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def round_to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [rows, depth], and float16 scales [rows, groups]. Values of MXFP4 blocks do not change.
+    """Codes [rows, depth] and float16 scales [rows, groups]. Exact for values from MXFP4 blocks.
 
-    The scale is chosen so that the largest value becomes 4 or 6. That of a file may be larger, with smaller
-    codes for the same values.
+    The scale makes the largest value 4 or 6. A file's scale may be larger, with smaller codes for the same
+    values.
     """
     groups = weight.view(len(weight), -1, GROUP)
     exponents = torch.frexp(groups.abs().amax(-1))[1] - 3  # of 4 and 6: 3
@@ -160,8 +160,8 @@ def round_to_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def round_to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The bytes of e4m3 numbers [rows, depth], and float32 scales [rows].
 
-    Rows that are e4m3 numbers times one scale do not change. The scale is found from the largest number of
-    the row, which has one of eight mantissas; a scale that is a power of two off changes only the smallest
+    Rows that are e4m3 numbers times one scale are reproduced exactly: that scale follows from the row's
+    maximum, which has one of eight mantissas. A scale that is off by a power of two changes only the smallest
     numbers.
     """
     peaks = weight.abs().amax(-1)
@@ -176,7 +176,7 @@ def round_to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def round_to_fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same with a scale for each step of a row: float32 [rows, steps]."""
+    """The same with a scale for each step of 128: float32 [rows, steps]."""
     codes, scales = round_to_fp8(weight.reshape(-1, step_of("fp8_blocks")))
     return codes.view(weight.shape), scales.view(len(weight), -1)
 
@@ -187,7 +187,7 @@ def _numbers(groups: torch.Tensor, scales: torch.Tensor, low: int, high: int) ->
 
 
 def _divisor(scales: torch.Tensor) -> torch.Tensor:
-    """The scales, and one where all is zero."""
+    """The scales, with 1 in place of 0."""
     return torch.where(scales == 0, 1.0, scales)
 
 

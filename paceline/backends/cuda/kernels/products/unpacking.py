@@ -10,7 +10,7 @@ from paceline.backends.cuda.kernels.products.packing import SCALE_WORDS
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def words_of_scales(packing: str, step: int) -> int:
-    """The words of a row and step that hold scales: of most formats, two scales of groups in each."""
+    """The number of words of a row and step that hold scales; most formats have two scales in a word."""
     if packing in SCALE_WORDS:
         return SCALE_WORDS[packing]
     return 1 if packing == "fp8_blocks" else step // 64
@@ -18,9 +18,9 @@ def words_of_scales(packing: str, step: int) -> int:
 
 @triton.constexpr_function  # type: ignore[untyped-decorator]
 def _unpacking(packing: str, index: int) -> str:
-    """PTX that turns element `index` of two words into two bfloat16, without their scale.
+    """PTX that converts element `index` of two words to two bfloat16, before scaling.
 
-    4 bits of integers become the lowest mantissa bits of 128, two numbers at once; 8 bits those of 2 ** 23.
+    4-bit integers become the lowest mantissa bits of 128, two numbers at once; 8-bit ones those of 2 ** 23.
     """
     if packing == "int8" or packing == "q6k":
         return f"""{{
@@ -66,10 +66,10 @@ def _unpacking(packing: str, index: int) -> str:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _numbers(words, index: tl.constexpr, packing: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Element `index` of each word, without its scale.
+    """Element `index` of each word, before scaling.
 
-    Assembled from bits, because a multiprocessor converts far fewer numbers per cycle than it adds: an
-    integer becomes the lowest mantissa bits of 2 ** 23, an e4m3 a float32 whose exponent is 120 too low.
+    Assembled from bits, because conversion instructions have far less throughput than additions: an integer
+    becomes the lowest mantissa bits of 2 ** 23, an e4m3 number a float32 whose exponent is 120 too low.
     """
     if dtype == tl.bfloat16:
         numbers = tl.inline_asm_elementwise(
@@ -103,7 +103,7 @@ def _half(words):  # type: ignore[no-untyped-def]
 def _add_scaled(  # type: ignore[no-untyped-def]
     total, numbers, rows, scales_at, column, index: tl.constexpr, columns: tl.constexpr, packing: tl.constexpr
 ):
-    """The total plus one more group's product; `scales_at` are the scales of its step."""
+    """`total` plus the scaled product of one more group; `scales_at` has the scales of its step."""
     shape: tl.constexpr = total.shape
     if packing == "q4k" or packing == "q41":
         if packing == "q41":
@@ -150,9 +150,9 @@ def packed_matmul(  # type: ignore[no-untyped-def]
     scale_words: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Packed weights of a tile times the rows `row` [tokens], `begin` to `end`: float32 [columns, tokens].
+    """Packed weights of a tile times rows `row` [tokens], depth `begin` to `end`: float32 [columns, tokens].
 
-    Groups are multiplied as integers, then scaled; of `fp8_blocks`, whole steps.
+    Products of a group (in `fp8_blocks`, of a step) are summed before they are scaled.
     """
     group: tl.constexpr = 32
     column, along = tl.arange(0, columns), tl.arange(0, group)

@@ -1,9 +1,8 @@
-"""Fixed-point probabilities for top-p on the device, the integers of verify/truncation.py.
+"""Fixed-point probabilities for top-p on the device: the same integers as in verify/truncation.py.
 
-A token's probability follows from the distance of its logit to the largest. The distance is cut into 256
-bins, and probabilities are summed per bin in two passes: by the upper 4 bits of the bin, then, within the 16
-bins where the sum is reached, by the lower 4 bits. So a single bin is left to search for the threshold,
-whatever the logits are.
+A histogram finds the bin of the top-p threshold. Tokens fall into 256 bins by the distance of their logit
+from the largest. Probabilities are summed in two passes: by the upper 4 bits of the bin, then, within the 16
+bins where the required sum is reached, by the lower 4 bits. So a single bin is left to search.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _UNDERFLOW_NATS = tl.constexpr(UNDERFLOW_NATS)
 
 @triton.jit
 def options_of(options_at, temperatures_at, row):  # type: ignore[no-untyped-def]
-    """Temperature and truncation of a row, the latter as in core/truncation.py, and whether it truncates."""
+    """A row's temperature and truncation options (core/truncation.py), and whether it truncates at all."""
     temperature, options_at = tl.load(temperatures_at + row), options_at + _NUM_FIELDS * row
     top_k, top_p = tl.load(options_at).to(tl.int64), tl.load(options_at + 1)
     min_p = tl.load(options_at + 2)
@@ -38,13 +37,13 @@ def fixed_point(scaled, peak):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def histogram_bin(scaled, peak):  # type: ignore[no-untyped-def]
-    """The bin of a scaled logit, by its distance to the largest: 0 to 255."""
+    """The bin of a scaled logit, by its distance from the largest: 0 to 255."""
     return tl.minimum((peak - scaled) * (256.0 / _UNDERFLOW_NATS), 255.0).to(tl.int32)
 
 
 @triton.jit
 def digit_sums(rank, weight, prefix, shift):  # type: ignore[no-untyped-def]
-    """The summed weights of ranks that begin with `prefix`, by the next 4 bits: int64 [16]."""
+    """The sums of the weights of ranks that begin with `prefix`, by their next 4 bits: int64 [16]."""
     digit = tl.where((rank >> (shift + 4)) == prefix, (rank >> shift) & 15, 16)
     is_own = digit[:, None] == tl.arange(0, 16)[None, :]
     return tl.sum(tl.where(is_own, weight[:, None], 0), 0)
@@ -52,7 +51,7 @@ def digit_sums(rank, weight, prefix, shift):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def crossing(sums, before, required):  # type: ignore[no-untyped-def]
-    """The first digit where the cumulative weight reaches `required`, the weight before it, and its own."""
+    """The first digit at which the cumulative weight reaches `required`, the weight before it, its weight."""
     number = tl.arange(0, 16)
     reached = tl.cumsum(sums, 0) + before
     digit = tl.minimum(tl.sum((reached < required).to(tl.int32), 0), 15)
@@ -62,7 +61,7 @@ def crossing(sums, before, required):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def required_sum(total, top_p):  # type: ignore[no-untyped-def]
-    """The probability that top_p keeps of this total."""
+    """The probability mass that top-p keeps of this total, rounded up."""
     share = top_p * total.to(tl.float64)
     required = share.to(tl.int64)
     required += (required.to(tl.float64) < share).to(tl.int64)  # rounded up
@@ -71,7 +70,7 @@ def required_sum(total, top_p):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def peak_and_floor(peaks_at, row, temperature, truncation, groups, most_groups: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The largest logits of a row's groups; the largest logit / temperature, and the lowest kept one."""
+    """The largest logits of a row's groups; the largest logit / temperature; its lower bound by min-p."""
     _, top_p, min_p = truncation
     number = tl.arange(0, most_groups)
     logits = tl.load(peaks_at + row * groups + number, mask=number < groups, other=float("-inf"))
@@ -80,7 +79,7 @@ def peak_and_floor(peaks_at, row, temperature, truncation, groups, most_groups: 
     if min_p > 0.0:
         floor = peak + logarithm(min_p)
     if top_p < 1.0:
-        floor = tl.maximum(floor, peak - _UNDERFLOW_NATS)  # top-p keeps no probability of 0
+        floor = tl.maximum(floor, peak - _UNDERFLOW_NATS)  # top-p keeps no token of probability 0
     return logits, peak, floor
 
 
@@ -126,7 +125,7 @@ def histogram_kernel(  # type: ignore[no-untyped-def]
     is_second: tl.constexpr,
     pdl: tl.constexpr,
 ) -> None:
-    """Sum a block's probabilities by the upper 4 bits of their bins, or, second, by the lower 4."""
+    """Sum a block's probabilities by the upper 4 bits of their bins, or, if `is_second`, by the lower 4."""
     row, number, blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     pdl_sync(pdl)
     temperature, truncation, truncates = options_of(options_at, temperatures_at, row)

@@ -26,8 +26,8 @@ from paceline.verify.floats import (
 )
 
 BLOCK = 2048  # ids of a program
-PART = 256  # ids of one iteration: noise needs many registers
-UNUSABLE = -1  # token of a row whose logits hold NaN or +inf
+PART = 256  # ids of an iteration: noise needs many registers
+UNUSABLE = -1  # token of a row with NaN or +inf among its logits
 LN2_HIGH = tl.constexpr(LN2_HIGH)
 LN2_LOW = tl.constexpr(LN2_LOW)
 SQRT_HALF = tl.constexpr(SQRT_HALF)
@@ -43,7 +43,7 @@ class Candidates:
     """The best token of each block of ids."""
 
     scores: torch.Tensor  # float64 [rows, blocks]
-    ids: torch.Tensor  # int32 [rows, blocks]; UNUSABLE if a logit of the block is
+    ids: torch.Tensor  # int32 [rows, blocks]; UNUSABLE if a logit of the block is NaN or +inf
 
 
 def candidates_for(rows: int, vocab_size: int, device: torch.device) -> Candidates:
@@ -57,7 +57,7 @@ def candidates_for(rows: int, vocab_size: int, device: torch.device) -> Candidat
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Truncation of rows: keeps logits / temperature above `values`, and ties at it up to `last_ids`."""
+    """Truncation of rows: keep ids with logit / temperature above `values`, and ties up to `last_ids`."""
 
     values: torch.Tensor  # float64 [rows]
     last_ids: torch.Tensor  # int32 [rows]
@@ -224,9 +224,9 @@ def gumbel_argmax(
 ) -> None:
     """Write the best id of each block of `logits` [rows, at least vocab_size] to `candidates`.
 
-    `temperatures` [rows] float64, `seeds` [rows] int64 and `positions` [rows] int32 are those of the rows;
-    a row's token has the next position. With `thresholds`, only the ids that they keep are candidates. A rank
-    has the logits from `first_id` on.
+    `temperatures` float64, `seeds` int64 and `positions` int32 are [rows]; the sampled token has the next
+    position. `thresholds`: only ids that truncation keeps are candidates. `first_id`: the first id of this
+    rank's logits.
     """
     pdl = supports_pdl(logits.device)
     _gumbel_argmax_kernel[(rows, candidates.ids.shape[1])](

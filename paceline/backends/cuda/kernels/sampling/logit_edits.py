@@ -1,7 +1,7 @@
-"""Bias, min_tokens and penalties on the device: the logits that verify/sampling.py makes, bit for bit.
+"""Logit bias, min_tokens and penalties on the device, with the bits of verify/sampling.py.
 
-Each slot has a line of the vocabulary that says how often its request has generated each id. A row of a draft
-also counts the drafted tokens on its path. The accepted tokens of a step are counted at its end.
+Each slot counts how often its request has generated each id. A drafted row also counts the drafted tokens on
+its path. Accepted tokens are counted at the end of a step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.backends.cuda.passes.tables import to_device
 from paceline.core.logit_edits import LogitEdits, Penalties
 
 BLOCK = 2048  # ids of a program
-SEEN = tl.constexpr(1 << 30)  # flag of `history`: the id occurs in the prompt, which repetition penalizes
+SEEN = tl.constexpr(1 << 30)  # flag of `history`: the id is in the prompt (for the repetition penalty)
 ENDING = tl.constexpr(1 << 29)  # flag of `history`: min_tokens suppresses the id
 NUM_PENALTIES = tl.constexpr(len(Penalties._fields))
 
@@ -177,7 +177,7 @@ def _count_kernel(  # type: ignore[no-untyped-def]
 
 
 def count_tokens(slots: torch.Tensor, state: EditState, output: torch.Tensor, counts: torch.Tensor) -> None:
-    """Add a step's tokens `output` int32 [requests, width], of which `counts` are valid, to the history."""
+    """Count a step's tokens, `output` int32 [requests, width] with `counts` [requests] valid ones."""
     pdl = supports_pdl(slots.device)
     _count_kernel[(len(slots),)](
         slots,

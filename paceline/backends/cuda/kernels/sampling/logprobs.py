@@ -1,10 +1,10 @@
-"""Log-probabilities on the device, bit for bit those of verify/logprobs.py. Three kernels, for each row:
+"""Log-probabilities on the device, with the bits of verify/logprobs.py. Three kernels, for each row:
 
-    sums         exp(logit - largest) summed in the LANES partial sums of verify/kernels.py
+    sums         exp(logit - largest), summed in LANES partial sums as in verify/kernels.py
     likeliest    the largest logits of each block of ids
-    fields       the sum of the partial sums, the likeliest of all blocks, the sampled token's logit and rank
+    fields       the sum of the partial sums, the likeliest ids, the sampled token's logit and rank
 
-The order of the additions is the host's; so a partial sum is the work of one lane.
+Additions have the order of the host, so one lane computes each partial sum.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NO_ID = tl.constexpr(0x7FFFFFFF)
 
 @dataclass(frozen=True)
 class LogprobBuffers:
-    """What the kernels pass to each other, and the fields that they find."""
+    """The intermediate and final results of the three kernels."""
 
     peaks: torch.Tensor  # float64 [rows] the largest logit
     sums: torch.Tensor  # float64 [rows, LANES]
@@ -107,7 +107,7 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _next_likeliest(logits, ids):  # type: ignore[no-untyped-def]
-    """The largest logit and its id, the lowest among equals, and the logits without it."""
+    """The largest logit, its id (ties to the lowest), and the logits without it."""
     largest = tl.max(logits, 0)
     token = tl.min(tl.where(logits == largest, ids, _NO_ID), 0)
     return largest, token, tl.where(ids == token, float("-inf"), logits)
@@ -203,11 +203,10 @@ def write_logprobs(
     buffers: LogprobBuffers,
     nodes: int,
 ) -> None:
-    """Write the fields of the rows of requests that ask for log-probabilities.
+    """Write the log-probability fields of rows whose requests ask for them.
 
-    `logits` [rows, at least vocab_size] are the raw ones of requests of `nodes` rows each, `slots` int32
-    [requests] their slots, `asks` int32 [slots] is not 0 for those that ask, and `candidates` are the tokens
-    sampled.
+    `logits` [rows, at least vocab_size] are unedited; each request has `nodes` rows. `slots` int32
+    [requests]; `asks` int32 [slots], nonzero for requests that ask; `candidates`: the sampled tokens.
     """
     rows, pdl = len(slots) * nodes, supports_pdl(logits.device)
     blocks = buffers.ids.shape[1]

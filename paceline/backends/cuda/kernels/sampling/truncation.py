@@ -1,16 +1,16 @@
-"""Truncation by min-p, top-k and top-p on the device: it keeps the same ids as verify/truncation.py.
+"""min-p, top-k and top-p on the device: they keep the same ids as verify/truncation.py.
 
-All three keep a prefix of one order: the likeliest first, ties to the lower id. So each row has one
-threshold, a logit and an id, and keeps what does not come after it. Five kernels find it:
+All three keep a prefix of the ids in one order: likeliest first, ties to the lower id. So a row has a single
+threshold, a logit and an id, and keeps everything up to it. Five kernels find it:
 
     groups       the largest logit of every 256 ids
     histogram    fixed-point probabilities summed per bin, for top-p: see fixed_point.py
-    bounds       from these: the range of logits that contains the threshold
+    bounds       from both: the range of logits that contains the threshold
     candidates   the ids in that range, usually a few
     thresholds   radix select: where the candidates' weights reach the required sum, 4 bits at a time
 
-Weights are integers (1 each, or fixed-point probabilities), so their sums are exact in any order and the
-candidate lists may be unordered. If a list overflows, the last kernel scans the vocabulary instead.
+Weights are integers (1 each, or fixed-point probabilities), so sums are exact in any order and candidate
+lists need no order. If a list overflows, the last kernel scans the vocabulary instead.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ _LAST_RANK = tl.constexpr(1 << 32)
 
 @dataclass(frozen=True)
 class TruncationBuffers:
-    """What the kernels pass to each other, and the thresholds that they find."""
+    """The intermediate results of the kernels, and the thresholds."""
 
     peaks: torch.Tensor  # float32 [rows, groups] the largest logit of each group
     probability_sums: torch.Tensor  # int64 [rows, 2, blocks, 16] by the bins' upper 4 bits, then lower 4
-    bounds: torch.Tensor  # float64 [rows, 2] logits / temperature: the largest, the lowest that may be kept
-    bins: torch.Tensor  # int32 [rows] the bin of the top-p threshold, where there is no top_k; else -1
-    required: torch.Tensor  # int64 [rows] the probability of that bin that top-p keeps
-    counts: torch.Tensor  # int32 [rows] candidates for the threshold
-    ids: torch.Tensor  # int32 [rows, MAX_CANDIDATES] their ids in any order, if they fit
+    bounds: torch.Tensor  # float64 [rows, 2] logit / temperature: the largest, the lowest that may be kept
+    bins: torch.Tensor  # int32 [rows] bin of the top-p threshold; -1: none, or top_k is set
+    required: torch.Tensor  # int64 [rows] probability mass that top-p keeps of that bin
+    counts: torch.Tensor  # int32 [rows] number of candidates for the threshold
+    ids: torch.Tensor  # int32 [rows, MAX_CANDIDATES] candidate ids in any order, if they fit
     thresholds: Thresholds
 
 
@@ -143,7 +143,7 @@ def _bounds_kernel(  # type: ignore[no-untyped-def]
             tl.store(bins_at + row, threshold_bin)
             tl.store(required_at + row, required)
         if (top_k > 0) & (top_k <= groups):
-            # the top_k-th largest group maximum: at least top_k tokens reach it
+            # the top_k-th largest group maximum: at least top_k tokens are not below it
             rank, before = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
             for step in range(8):
                 each = tl.full([most_groups], 1, tl.int64)
@@ -158,7 +158,7 @@ def _bounds_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _may_be_threshold(logits, temperature, bounds):  # type: ignore[no-untyped-def]
-    """Whether the threshold may be one of these logits; also the logits / temperature."""
+    """Which of these logits may be the threshold; and the logits / temperature."""
     peak, low, threshold_bin = bounds
     scaled = logits.to(tl.float64) / temperature
     inside = (logits > float("-inf")) & (scaled >= low)
@@ -197,7 +197,7 @@ def _candidates_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _entries(first, source, threshold_rank, threshold_id, by_probability: tl.constexpr, chunk: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rank, id and weight of candidates from `first` on: of a list, or of the vocabulary."""
+    """Rank, id and weight of candidates from `first` on, from a list or from the whole vocabulary."""
     logits_at, ids_at, entries, has_list, temperature, bounds = source
     entry = first + tl.arange(0, chunk)
     inside = entry < entries
@@ -245,7 +245,7 @@ def _find_crossing(  # type: ignore[no-untyped-def]
 def _find_threshold(  # type: ignore[no-untyped-def]
     source, threshold_rank, threshold_id, required, by_probability: tl.constexpr, chunk: tl.constexpr
 ):
-    """The rank and id where the weights of the likeliest reach `required`."""
+    """The rank and id at which the cumulative weight, likeliest first, reaches `required`."""
     rank, before, own = _find_crossing(
         source, threshold_rank, threshold_id, required, by_probability, False, chunk
     )
@@ -301,7 +301,7 @@ def _thresholds_kernel(  # type: ignore[no-untyped-def]
             rank, last = _find_threshold(source, rank, last, top_k, False, chunk)
         if top_p < 1.0:
             required = tl.full([], 0, tl.int64)
-            if top_k > 0:  # top-p is measured on what top-k kept
+            if top_k > 0:  # top-p applies to what top-k has kept
                 total = tl.zeros([], tl.int64)
                 for first in range(0, entries, chunk):
                     total += tl.sum(_entries(first, source, rank, last, True, chunk)[2], 0)
@@ -324,10 +324,10 @@ def find_thresholds(
     kept: TruncationBuffers,
     rows: int,
 ) -> None:
-    """Write to `kept.thresholds` those of the first rows of `logits` [rows, at least vocab_size].
+    """Write the thresholds of the first rows of `logits` [rows, at least vocab_size] to `kept.thresholds`.
 
-    `temperatures` [rows] and `options` [rows, NUM_FIELDS of core/truncation.py] are float64. Everything is
-    kept at temperature 0, where the argmax is taken anyway.
+    `temperatures` [rows] and `options` [rows, NUM_FIELDS of core/truncation.py] are float64. At temperature 0
+    everything is kept, because the argmax is taken anyway.
     """
     pdl, groups, blocks = supports_pdl(logits.device), kept.peaks.shape[1], kept.probability_sums.shape[2]
     shared = {"pdl": pdl, "enable_fp_fusion": False, "launch_pdl": pdl}
