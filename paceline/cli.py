@@ -12,7 +12,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from paceline import __version__
-from paceline.bench.simulate.flags import simulate_command
+from paceline.bench.simulate.command import simulate_command
 from paceline.config import DEFAULT_MODEL
 from paceline.errors import PacelineError
 from paceline.extras import needs_extra

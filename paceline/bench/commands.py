@@ -8,7 +8,7 @@ from typing import Any
 from paceline.bench.decode.command import decode_command
 from paceline.bench.flags import RUN, MainCommandGroup
 from paceline.bench.run.command import run_command, serve_command
-from paceline.bench.simulate.flags import simulate_command
+from paceline.bench.simulate.command import simulate_command
 from paceline.bench.tune.command import tune_command
 from paceline.errors import ConfigError
 from paceline.terminal.help import App

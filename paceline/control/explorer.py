@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.control.config import CONFIG
+from paceline.control.planner.arms import ArmEstimate
 from paceline.core.trees import PLAIN, DraftPlan
 
 if TYPE_CHECKING:
-    from paceline.control.planner.device import ArmEstimate
     from paceline.core.request import Request
 
 

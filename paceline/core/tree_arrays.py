@@ -9,7 +9,8 @@ import numpy as np
 
 from paceline.compiling import compiled
 from paceline.core.arrays import BoolArray, Float32Array, Int32Array
-from paceline.core.trees import ROUNDING
+
+ROUNDING = 1e-6  # a node's chance may exceed its parent's by this much
 
 
 @compiled

@@ -18,8 +18,6 @@ import numpy as np
 
 from paceline.core.arrays import BoolArray, Float32Array, Float64Array, Int32Array
 
-ROUNDING = 1e-6  # a node's chance may exceed its parent's by this much
-
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
@@ -289,6 +287,8 @@ class DraftTrees:
 
     def _check_chances(self, chances: Float32Array) -> None:
         """ValueError if these cannot be the chances of paths."""
+        from paceline.core.tree_arrays import ROUNDING
+
         if chances.shape != self.tokens.shape:
             raise ValueError(f"expected a chance for each of {self.num_nodes} nodes, got {chances.shape}")
         starts = np.repeat(self.offsets[:-1], np.diff(self.offsets))

@@ -17,8 +17,8 @@ from paceline.control.cost.device_passes import DevicePassCosts
 from paceline.control.decision import Decision
 from paceline.control.explorer import DeviceExplorer
 from paceline.control.memory import Memory
-from paceline.control.planner.arms import Arm, device_arms, drafting_parts, prior_acceptance
-from paceline.control.planner.device import ArmEstimate, DevicePlanner
+from paceline.control.planner.arms import Arm, ArmEstimate, device_arms, drafting_parts, prior_acceptance
+from paceline.control.planner.device import DevicePlanner
 from paceline.core.stats import DraftStats, StepStats
 from paceline.core.tree_shapes import ROOT, static_shape
 from paceline.core.trees import PLAIN, DraftPlan

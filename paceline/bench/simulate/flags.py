@@ -1,17 +1,11 @@
-"""`paceline simulate`: the command line."""
+"""The flags of `paceline simulate`, by group."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from paceline.terminal.flags import PROMPT_FILE, Flag, Group, by_topic, topic
 
-from paceline.bench.flags import HtmlFile
-from paceline.terminal.flags import PROMPT_FILE, Flag, Group, Options, by_topic, topic, with_flags
-
-ARITHMETIC = "Arithmetic (without a GPU or MODEL)"
 MACHINE: Group = (
     Flag(
         "gpu",
@@ -147,72 +141,3 @@ MACHINE = by_topic(
     },
 )
 TRAFFIC = by_topic(TRAFFIC, {"Traffic": "input_tokens output_tokens workload threads max_num_batched_tokens"})
-
-
-@with_flags(machine=MACHINE, traffic=TRAFFIC, drafts=DRAFTS, fleet=FLEET)
-def simulate_command(
-    machine: Options,
-    traffic: Options,
-    drafts: Options,
-    fleet: Options,
-    model: Annotated[
-        str | None, typer.Argument(help="A model to measure on this machine, instead of a --gpu.")
-    ] = None,
-    alpha: Annotated[float, typer.Option(help="Probability that a drafted token is accepted.")] = 0.7,
-    gamma: Annotated[int, typer.Option(help="Number of drafted tokens per step, from 1 to 64.")] = 5,
-    draft_cost: Annotated[
-        float | None,
-        typer.Option(
-            help="Cost of drafting a token, in one-row passes of the target. Default: 0.1.",
-            rich_help_panel=ARITHMETIC,
-        ),
-    ] = None,
-    row_cost: Annotated[
-        float | None,
-        typer.Option(
-            help="Cost of verifying a token, in the same unit. Default: 0.05.", rich_help_panel=ARITHMETIC
-        ),
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Also run the MODEL, and compare the simulation with it.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    html: HtmlFile = None,
-) -> None:
-    """Simulate what drafting would gain: on a --gpu with a --model, on this machine with a MODEL, or with
-    neither by arithmetic; and how many --replicas a --trace needs."""
-    from paceline.bench.report.output import check_writable
-    from paceline.bench.report.page import html_page
-    from paceline.bench.report.terminal import print_result
-    from paceline.bench.simulate.command import (
-        Guesses,
-        check_engine,
-        refuse_given,
-        simulate_arithmetic,
-        simulate_engine,
-    )
-    from paceline.bench.simulate.fleet_command import check_fleet_engine, simulate_fleet
-
-    check_writable("--html", html)
-    guesses = Guesses(alpha, gamma, draft_cost, row_cost)
-    good = True
-    if fleet["replicas"] is None:
-        refuse_given(FLEET, fleet, "is of a fleet: add --replicas, such as 1..8, or leave it out.")
-    if check and fleet["replicas"] is not None:
-        result, good = check_fleet_engine(model, machine, traffic, drafts, fleet)
-    elif check:
-        result, good = check_engine(model, machine, traffic, drafts)
-    elif fleet["replicas"] is not None:
-        result = simulate_fleet(model, guesses, machine, traffic, drafts, fleet)
-    elif model is None and machine["gpu"] is None and machine["bandwidth"] is None:
-        result = simulate_arithmetic(guesses, (machine, traffic, drafts))
-    else:
-        result = simulate_engine(model, guesses, machine, traffic, drafts)
-    if as_json:
-        typer.echo(json.dumps(result.facts, indent=2))
-    else:
-        print_result(result)
-    if html is not None:
-        html.write_text(html_page(result), encoding="utf-8")
-    if not good:
-        raise typer.Exit(1)

@@ -22,6 +22,22 @@ class Arm:
     attaches: bool = False  # with a head: it must compute all tokens of a request before it drafts for it
 
 
+@dataclass(frozen=True, slots=True)
+class ArmEstimate:
+    """What a pass by an arm's plan is expected to give under the present load."""
+
+    tokens: float  # per request, see DevicePlanner.tokens
+    seconds: float
+    catch_up: float  # seconds, until the head can draft for all present requests
+    catch_up_per_token: float  # seconds, spread over the tokens that requests get
+    is_timed: bool  # such passes were timed, now or at start-up
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second of one request."""
+        return 1 / (self.seconds / self.tokens + self.catch_up_per_token)
+
+
 @lru_cache(maxsize=64)
 def drafting_parts(plan: DraftPlan) -> tuple[DraftPlan, ...]:
     """The plan, and its `otherwise`, which drafts where the plan itself does not; empty if it is plain.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -22,29 +21,13 @@ from paceline.control.config import CONFIG
 from paceline.control.controller import Load
 from paceline.control.cost.device_passes import DevicePassCosts, request_bucket
 from paceline.control.explorer import DeviceExplorer
-from paceline.control.planner.arms import Arm, drafting_parts
+from paceline.control.planner.arms import Arm, ArmEstimate, drafting_parts
 from paceline.control.planner.device_load import DeviceLoad
 from paceline.core.stats import StepStats
 from paceline.core.trees import PLAIN, DraftPlan
 
 if TYPE_CHECKING:
     from paceline.core.request import Request
-
-
-@dataclass(frozen=True, slots=True)
-class ArmEstimate:
-    """What a pass by an arm's plan is expected to give under the present load."""
-
-    tokens: float  # per request, see DevicePlanner.tokens
-    seconds: float
-    catch_up: float  # seconds, until the head can draft for all present requests
-    catch_up_per_token: float  # seconds, spread over the tokens that requests get
-    is_timed: bool  # such passes were timed, now or at start-up
-
-    @property
-    def rate(self) -> float:
-        """Tokens per second of one request."""
-        return 1 / (self.seconds / self.tokens + self.catch_up_per_token)
 
 
 def best_arm(arms: Mapping[DraftPlan, ArmEstimate], present: DraftPlan, is_trial: bool) -> DraftPlan:

@@ -17,8 +17,8 @@ from paceline.bench.run.turns import Answer
 from paceline.bench.simulate import check, run
 from paceline.bench.simulate.capacity import highest
 from paceline.bench.simulate.check import acceptance_of
-from paceline.bench.simulate.command import Guesses, simulate_engine
 from paceline.bench.simulate.flags import DRAFTS, MACHINE, TRAFFIC
+from paceline.bench.simulate.job import Guesses, simulate_engine
 from paceline.bench.simulate.run import Simulation
 from paceline.bench.simulate.sources import of_bench, of_depths
 from paceline.bench.simulate.view import Assumed, simulated_result

@@ -12,7 +12,12 @@ from paceline.bench.report.terminal import progress
 from paceline.bench.run.figures import Objective, parse_objective, percentiles
 from paceline.bench.run.speculation import OFF
 from paceline.bench.simulate.capacity import GOOD_SHARE, smallest
-from paceline.bench.simulate.command import (
+from paceline.bench.simulate.costs import ServerCosts
+from paceline.bench.simulate.flags import DRAFTS, FLEET, MACHINE, TRAFFIC
+from paceline.bench.simulate.fleet import ROUTINGS, FleetRun, run_fleet
+from paceline.bench.simulate.fleet_check import TOLERANCE, check_fleet
+from paceline.bench.simulate.fleet_view import FleetRow, Found, fleet_check_result, fleet_result
+from paceline.bench.simulate.job import (
     Guesses,
     check_guesses,
     find_world,
@@ -20,11 +25,6 @@ from paceline.bench.simulate.command import (
     refuse_given,
     without_advice,
 )
-from paceline.bench.simulate.costs import ServerCosts
-from paceline.bench.simulate.flags import DRAFTS, FLEET, MACHINE, TRAFFIC
-from paceline.bench.simulate.fleet import ROUTINGS, FleetRun, run_fleet
-from paceline.bench.simulate.fleet_check import TOLERANCE, check_fleet
-from paceline.bench.simulate.fleet_view import FleetRow, Found, fleet_check_result, fleet_result
 from paceline.bench.simulate.prompts import FleetRequest, fleet_requests, parse_shared_prefixes
 from paceline.bench.simulate.run import Method, World, parse_methods
 from paceline.bench.simulate.view import Assumed
