@@ -56,7 +56,7 @@ class OverlapScheduler:
             return None
         if (prefill := self._next_prefill(pipeline)) is not None:
             return prefill
-        host_is_due = self._counts_as_due(len(running))
+        host_is_due = self._count_wait(len(running))
         decoding = running
         if host_is_due or not pipeline.decodes(running):
             if not self.uses_device(running):
@@ -114,7 +114,7 @@ class OverlapScheduler:
             return False
         return 2 * sum([self._device.can_sample(request) for request in requests]) > len(requests)
 
-    def _counts_as_due(self, decoding: int) -> bool:
+    def _count_wait(self, decoding: int) -> bool:
         """Count one more pass for each waiting request; whether they have now waited long enough."""
         admissible = self._scheduler.num_admissible
         self._waited = self._waited + admissible if admissible else 0

@@ -85,7 +85,7 @@ def score(
 
     on_device = chosen_device(device)
     limits = Limits(1, gpu_share, busy_share, activity, end_with_parent)
-    may_go_on = yielding_on(on_device, limits).may_step
+    may_go_on = yielding_on(on_device, limits).begin_step
 
     def report(scored: int, planned: int) -> None:
         if as_json:

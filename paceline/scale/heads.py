@@ -217,7 +217,7 @@ class HeadPush:
     @property
     def handlers(self) -> Mapping[str, Callable[..., None]]:
         """What to do with a replica's messages, by their kind."""
-        return {"state": self._state, "wants": self._wants, "serves": self._serves, "step": self._step}
+        return {"state": self._state, "wants": self._start_sending, "serves": self._serves, "step": self._step}
 
     async def replace(self, method: str, folder: Path) -> None:
         """Return when all current replicas draft with the head in this folder.
@@ -269,7 +269,7 @@ class HeadPush:
             self._refused[link] = why_not
         self._changed.set()
 
-    def _wants(self, link: Link, head: str) -> None:
+    def _start_sending(self, link: Link, head: str) -> None:
         order = self._order
         if order is None or head != order.id or link in self._refused:
             return

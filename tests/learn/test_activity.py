@@ -33,9 +33,9 @@ class Machine:
     def train(self, seconds: float, share: float = SHARE) -> float:
         """The share of the time in which the trainer computed."""
         yielding = Yielding(share, BUSY_SHARE, self.activity, clock=lambda: self.now, sleep=self.sleep)
-        yielding.may_step()  # loads kernels
+        yielding.begin_step()  # loads kernels
         began, self.steps = self.now, []
-        while self.now < began + seconds and yielding.may_step():
+        while self.now < began + seconds and yielding.begin_step():
             self.steps.append(self.now)
             self.sleep(STEP)
         return len(self.steps) * STEP / (self.now - began)

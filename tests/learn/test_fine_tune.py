@@ -75,10 +75,10 @@ def test_an_evaluation_gives_way_before_every_batch(
     asked = 0
 
     class Counting(Yielding):
-        def may_step(self) -> bool:
+        def begin_step(self) -> bool:
             nonlocal asked
             asked += 1
-            return super().may_step()
+            return super().begin_step()
 
     fine_tune(checkpoint, traffic, head, tmp_path / "c", ONE_STEP, yielding=Counting())
     assert asked > 2 * ONE_STEP.steps + 2  # of the one step, and of the batches after it
@@ -102,11 +102,11 @@ def stopped_after(steps: int) -> Yielding:
     class Counting(Yielding):
         steps_left = steps
 
-        def may_step(self) -> bool:
+        def begin_step(self) -> bool:
             self.steps_left -= 1
             if self.steps_left < 0:
                 self.stop()
-            return super().may_step()
+            return super().begin_step()
 
     return Counting()
 
@@ -275,21 +275,21 @@ def test_the_time_in_which_a_trainer_is_stopped_is_no_work() -> None:
     for _ in range(10):
         world.now += 0.1
         stopped.tick()
-    assert yielding.may_step()
-    assert yielding.may_step()  # after a first step, which loads kernels
+    assert yielding.begin_step()
+    assert yielding.begin_step()  # after a first step, which loads kernels
     assert yielding.now() == pytest.approx(1.0)
     world.now += 60.1  # SIGSTOP, and the first step after SIGCONT ends before the first tick
     assert yielding.now() == pytest.approx(1.05)  # stopped in the middle of two ticks, as far as is known
-    assert yielding.may_step()
+    assert yielding.begin_step()
     # 0.1 s of work, 0.1 s of waiting, and a tick's uncertainty, as in all that follows
     assert world.now == pytest.approx(61.2, abs=0.11)
     assert yielding.now() == pytest.approx(1.1, abs=0.11)
     world.stops = [60.0]  # SIGSTOP while it waits: it waits on after SIGCONT
     world.now += 0.2
-    assert yielding.may_step()
+    assert yielding.begin_step()
     assert world.now == pytest.approx(61.2 + 0.2 + 60.0 + 0.2, abs=0.21)
     yielding.stop()
-    assert not yielding.may_step()
+    assert not yielding.begin_step()
 
 
 def test_nothing_is_compiled_on_a_gpu(activity: Activity) -> None:
@@ -299,7 +299,7 @@ def test_nothing_is_compiled_on_a_gpu(activity: Activity) -> None:
     add_one = torch.compile(lambda tensor: tensor + 1, backend=compiler)
     try:
         limits = Limits(torch.get_num_threads(), busy_share=0.01, activity=activity.path)
-        assert yielding_on("cuda", limits).may_step()
+        assert yielding_on("cuda", limits).begin_step()
         assert add_one(torch.ones(1)).item() == 2
     finally:
         torch.compiler.set_stance("default")
@@ -308,9 +308,9 @@ def test_nothing_is_compiled_on_a_gpu(activity: Activity) -> None:
 def test_sigterm_stops_before_the_next_step_and_only_there() -> None:
     yielding, before = Yielding(), signal.getsignal(signal.SIGTERM)
     with stopped_by_signals(yielding):
-        assert yielding.may_step()
+        assert yielding.begin_step()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert not yielding.may_step()
+        assert not yielding.begin_step()
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -318,7 +318,7 @@ def test_a_share_of_the_time_is_taken_by_waiting_after_each_step_but_the_first_o
     world = World()
     yielding = Yielding(share=0.1, clock=lambda: world.now, sleep=world.sleep)
     for seconds in (30.0, 2.0, 2.0, 50.0, 2.0):  # the first step loads kernels, another one measures the head
-        assert yielding.may_step()
+        assert yielding.begin_step()
         world.now += seconds
     assert yielding.now() == pytest.approx(86)
     assert world.now - 86 == pytest.approx(9 * (2 + 2 + 50))

@@ -154,9 +154,9 @@ class DeviceExecutor:
         # pages that were reserved and are not used are released by the next commit
         if is_short or not self._reserve(admitted, lengths):
             return []
-        return admitted if self._attached_to(admitted, plan) else []
+        return admitted if self._attach(admitted, plan) else []
 
-    def _attached_to(self, requests: Sequence[Request], plan: DraftPlan) -> bool:
+    def _attach(self, requests: Sequence[Request], plan: DraftPlan) -> bool:
         """Whether the plan's head, if it has one, drafts for all of these requests on the device now."""
         if not self._head.is_by(plan):
             self._head.detach()

@@ -45,7 +45,7 @@ class ShadowDrafts:
         ended = [
             request
             for request in requests
-            if request in self._shadows and self._ends(request, self._shadows[request])
+            if request in self._shadows and self._advance(request, self._shadows[request])
         ]
         followed = sum([request in self._shadows for request in requests])
         wanted = [request for request in requests if request not in self._shadows and not request.undrafted]
@@ -57,7 +57,7 @@ class ShadowDrafts:
             for request, tokens in zip(ended, self._drafting.chains(plan, ended), strict=True):
                 self._shadows[request] = _Shadow(len(request.token_ids), tokens)
 
-    def _ends(self, request: Request, shadow: _Shadow) -> bool:
+    def _advance(self, request: Request, shadow: _Shadow) -> bool:
         """Whether a shadow draft has ended, after counting the request's new tokens."""
         for token in request.token_ids[shadow.start + shadow.depth :]:
             depth, left = shadow.depth, len(shadow.tokens) - shadow.depth

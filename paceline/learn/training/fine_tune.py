@@ -108,9 +108,9 @@ def fine_tune(
     def examples(rows: Sequence[TrafficRow]) -> Examples:
         return examples_of(rows, config.vocab_size, selection.max_length)
 
-    yielding.may_step()  # what follows loads kernels
+    yielding.begin_step()  # what follows loads kernels
     held_back = {group: examples(rows) for group, rows in chosen.stop.items()}
-    stopping = EarlyStop(objective, held_back, yielding.may_step)
+    stopping = EarlyStop(objective, held_back, yielding.begin_step)
     trainer = Trainer(objective, examples(chosen.train), learning, None, clock=yielding.now)
     progress = _train(trainer, stopping, yielding, on_progress)
     if yielding.stopped:
@@ -164,7 +164,7 @@ def _train(trainer: Trainer, stopping: EarlyStop, yielding: Yielding, report: On
         report(progress, stopping.last)
         return go_on
 
-    progress = trainer.train(on_progress, yielding.may_step)
+    progress = trainer.train(on_progress, yielding.begin_step)
     if trainer.finished and stopping.last.step < progress.step:  # the last steps made no record
         on_progress(progress)
     return progress

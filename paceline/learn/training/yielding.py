@@ -94,7 +94,7 @@ class Yielding:
                 os.setpgid(0, 0)  # signals to it reach what it starts, and nothing of its parent
         self._waited = 0.0  # seconds
         self._step_began = 0.0
-        self._steps = 0  # steps that may_step has allowed
+        self._steps = 0  # steps that begin_step has allowed
         self._stop = threading.Event()
 
     def now(self) -> float:
@@ -111,7 +111,7 @@ class Yielding:
         orphaned = self._parent is not None and os.getppid() != self._parent
         return self._stop.is_set() or orphaned
 
-    def may_step(self) -> bool:
+    def begin_step(self) -> bool:
         """Wait for the next step; False if there is none. The first one loads kernels and does not count."""
         if self._steps > 1 and min(self._share, self._busy_share) < 1.0:
             self._finish()

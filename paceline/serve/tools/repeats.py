@@ -29,14 +29,14 @@ class DistinctCalls(EventFilter):
             if self._repeated:
                 break
             self._held.append(event)
-            if self._completes_repeat(event):
+            if self._record(event):
                 self._repeated = True
                 self._held = []
             elif not self._may_repeat(event):
                 certain += self._flush()
         return certain
 
-    def _completes_repeat(self, event: Event) -> bool:
+    def _record(self, event: Event) -> bool:
         """Whether this event ends a call that repeats a complete one; else that call is complete too."""
         match event:
             case CallStarted(name=name):

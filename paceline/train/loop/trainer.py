@@ -112,11 +112,11 @@ class Trainer:
     def train(
         self,
         on_progress: OnProgress = lambda progress: True,
-        may_step: Callable[[], bool] = lambda: True,
+        begin_step: Callable[[], bool] = lambda: True,
     ) -> Progress:
-        """Train to the end, or until `on_progress` or `may_step` returns False.
+        """Train to the end, or until `on_progress` or `begin_step` returns False.
 
-        `on_progress` is called after every record, and once before the first step; `may_step` before every
+        `on_progress` is called after every record, and once before the first step; `begin_step` before every
         step.
         """
         progress, options = self.progress, self.options
@@ -129,7 +129,7 @@ class Trainer:
         rank, number = self.processes.rank, self.processes.number
         go_on = self._agree_to(on_progress(progress))
         for indices in islice(batches, progress.step * number + rank, None, number):
-            if not go_on or progress.step >= progress.total or not self._agree_to(may_step()):
+            if not go_on or progress.step >= progress.total or not self._agree_to(begin_step()):
                 break
             losses.append(self.step(indices))
             progress.step += 1

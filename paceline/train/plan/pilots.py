@@ -74,7 +74,7 @@ def _run(trainer: Trainer, layers: int, steps: int, vocabularies: Sequence[Int32
         times.append(time.monotonic())
         return True
 
-    trainer.train(may_step=note_time)
+    trainer.train(begin_step=note_time)
     skipped = int(UNTIMED_SHARE * (len(times) - 1))
     per_step = (times[-1] - times[skipped]) / max(1, len(times) - 1 - skipped)
     assert trainer.progress.pace is not None
