@@ -93,7 +93,7 @@ def build_pair(backend: Backend, build: Callable[[], Loaded]) -> tuple[Engine, E
 
     with mock.patch.object(backend, "make_async_decoder", narrowed):
         host = build().engine
-        host.prepare()  # makes the decoder
+        host.prepare()
     return device, host
 
 

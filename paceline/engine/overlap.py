@@ -52,7 +52,7 @@ class OverlapScheduler:
     def next(self, pipeline: Pipeline) -> Schedule | None:
         """The next pass, pages reserved; None if none can follow those in flight."""
         running = self._scheduler.running
-        if not running or pipeline.num_decodes >= DEPTH or self._device.decoder() is None:
+        if not running or pipeline.num_decodes >= DEPTH or self._device.decoder is None:
             return None
         if (prefill := self._next_prefill(pipeline)) is not None:
             return prefill
@@ -110,7 +110,7 @@ class OverlapScheduler:
         The others are sampled in host passes, which alternate with device passes and wait for them. If most
         requests need the host, host passes for all are faster.
         """
-        if self._device.decoder() is None:
+        if self._device.decoder is None:
             return False
         return 2 * sum([self._device.can_sample(request) for request in requests]) > len(requests)
 

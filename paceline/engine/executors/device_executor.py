@@ -53,12 +53,11 @@ class DeviceExecutor:
         kv: KVCache,
     ) -> None:
         """`make` returns the backend's decoder, or None if the backend has none."""
-        self._make = make
         self._drafting = drafting
         self._kv = kv
-        self._made: AsyncDecoder | None = None
-        self._is_missing = False  # the backend has no decoder, or no memory for it
-        self._not_sampled = -1  # the SamplingNeeds that the decoder cannot do; all, before it is made
+        self.decoder = _made(make)
+        # the SamplingNeeds that the decoder cannot do
+        self._not_sampled = -1 if self.decoder is None else ~int(self.decoder.supported_sampling)
         self._drafts: dict[DraftPlan, DeviceDraft] = {}
         self._passes: deque[tuple[list[Scheduled], DraftPlan]] = deque()  # in flight
         self._joined: dict[Request, int] = {}  # requests in the decoder: their passes in flight
@@ -69,18 +68,6 @@ class DeviceExecutor:
         self._second: tuple[list[Scheduled], list[Scheduled]] = ([], [])  # parts, and their `otherwise` parts
         self._optimistic = OptimisticDrafts(drafting)
         self.shadow = ShadowDrafts(drafting)
-
-    def decoder(self) -> AsyncDecoder | None:
-        """The backend's decoder, made on first use; None if there is none."""
-        if self._made is None and not self._is_missing:
-            try:
-                self._made = self._make()
-            except Exception as error:  # for example no memory: decoding works without it
-                logger.warning("passes do not overlap with the host's work, because %s", error)
-            self._is_missing = self._made is None
-            if self._made is not None:
-                self._not_sampled = ~int(self._made.supported_sampling)
-        return self._made
 
     @property
     def needs_features(self) -> bool:
@@ -97,12 +84,11 @@ class DeviceExecutor:
         """How the decoder drafts by this plan; None if it cannot."""
         if plan in self._drafts:
             return self._drafts[plan]
-        decoder = self.decoder()
-        if decoder is None or not plan.budget:
+        if self.decoder is None or not plan.budget:
             return None
         if len(self._drafts) < MAX_DRAFTS:
             draft = self._drafting.device_draft(plan)
-            if draft is None or (draft.reads_texts and not decoder.supports_lookup):
+            if draft is None or (draft.reads_texts and not self.decoder.supports_lookup):
                 return None
             if draft.nodes or draft.from_texts or (draft.network_length or draft.length) < draft.length:
                 most = max(1, (MAX_TREE_ROWS if draft.nodes else MAX_DRAFT_ROWS) // (1 + plan.nodes))
@@ -112,7 +98,7 @@ class DeviceExecutor:
 
     def offers(self, plan: DraftPlan) -> bool:
         """Whether passes by this plan can run on the device."""
-        return self.decoder() is not None and (plan.budget == 0 or self.draft(plan) is not None)
+        return self.decoder is not None and (plan.budget == 0 or self.draft(plan) is not None)
 
     def can_follow(self, plan: DraftPlan) -> bool:
         """Whether a pass by this plan can be launched after those in flight."""
@@ -195,7 +181,7 @@ class DeviceExecutor:
     def begin(self, schedule: Schedule, timer: StepTimer) -> InFlight:
         """Launch a pass over decoding requests that share one plan and have their pages reserved."""
         requests, plan = schedule.requests, common_plan(schedule.parts)
-        decoder, draft = self.decoder(), self.draft(plan)
+        decoder, draft = self.decoder, self.draft(plan)
         assert decoder is not None
         if plan.drafter != self._last_plan.drafter and plan.budget:
             self._optimistic.clear()
@@ -242,8 +228,8 @@ class DeviceExecutor:
 
     def _read(self, timer: StepTimer) -> StepResult:
         """The result of the oldest pass, waited for; requests that have ended are left out."""
-        assert self._made is not None
-        output = self._made.read()
+        assert self.decoder is not None
+        output = self.decoder.read()
         timer.end("forward")
         parts, plan = self._pop()
         rows = [row for row, part in enumerate(parts) if part.request.finish_reason is None]
@@ -278,8 +264,8 @@ class DeviceExecutor:
 
     def _skip(self) -> None:
         """Do not read the oldest pass: all of its requests have ended."""
-        if self._made is not None:
-            self._made.skip()
+        if self.decoder is not None:
+            self.decoder.skip()
         self._pop()
 
     def _pop(self) -> tuple[list[Scheduled], DraftPlan]:
@@ -309,7 +295,7 @@ class DeviceExecutor:
         """
         requested = [part.request.plan for part in parts if part.request.plan is not None]
         plan = next((each for each in requested if each.budget), plan)
-        draft, decoder = self.draft(plan), self.decoder()
+        draft, decoder = self.draft(plan), self.decoder
         coming = [part.request for part in parts if part.num_tokens > 1 and part.reaches_end]
         for request in coming:  # one that comes back may have another slot
             self._with_texts.pop(request, None)
@@ -322,8 +308,7 @@ class DeviceExecutor:
 
     def prepare(self, plan: DraftPlan) -> Mapping[int, float]:
         """Warm up: capture and compile for this plan. The seconds of its passes, by number of requests."""
-        decoder = self.decoder()
-        return decoder.prepare(self.draft(plan)) if decoder is not None and self.offers(plan) else {}
+        return {} if self.decoder is None or not self.offers(plan) else self.decoder.prepare(self.draft(plan))
 
     def reattach(self) -> None:
         """Forget the attached requests: a head was replaced, and their keys and values are the old head's.
@@ -343,8 +328,8 @@ class DeviceExecutor:
 
     def drop(self) -> None:
         """Forget the passes in flight: one of them failed."""
-        if self._made is not None:
-            self._made.drop()
+        if self.decoder is not None:
+            self.decoder.drop()
         self._passes.clear()
         self._joined.clear()
         self._with_texts.clear()
@@ -357,6 +342,15 @@ class DeviceExecutor:
         }
         self._head.forget_finished()
         self._optimistic.forget_finished()
+
+
+def _made(make: Callable[[], AsyncDecoder | None]) -> AsyncDecoder | None:
+    """The decoder, or None if there is none or no memory for it: decoding works without it."""
+    try:
+        return make()
+    except Exception as error:
+        logger.warning("passes do not overlap with the host's work, because %s", error)
+        return None
 
 
 def common_plan(parts: Sequence[Scheduled]) -> DraftPlan:
