@@ -217,7 +217,12 @@ class HeadPush:
     @property
     def handlers(self) -> Mapping[str, Callable[..., None]]:
         """What to do with a replica's messages, by their kind."""
-        return {"state": self._state, "wants": self._start_sending, "serves": self._serves, "step": self._step}
+        return {
+            "state": self._state,
+            "wants": self._start_sending,
+            "serves": self._serves,
+            "step": self._step,
+        }
 
     async def replace(self, method: str, folder: Path) -> None:
         """Return when all current replicas draft with the head in this folder.
