@@ -8,11 +8,12 @@ from typing import Protocol
 
 import numpy as np
 
-from paceline.backends.base import Backend, HeadStorage
+from paceline.backends.heads import HeadStorage
 from paceline.core.arrays import BoolArray, Float32Array, Float64Array, Int32Array, UInt64Array
 from paceline.core.forward import KVPool
 from paceline.core.logit_edits import LogitEdits
 from paceline.core.request import Request, SamplingNeeds
+from paceline.kv.cache import PoolOwner
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class DeviceDraft:
     max_requests: int | None = None  # per pass; None: one for each slot
     look_up: NgramLookup | None = None  # None: no prompt lookup
     host_tokens: int = 0  # tokens of the longest optimistic host draft; 0: the host does not draft
-    model: Backend | None = None  # a draft model with the target's vocabulary; None: no model drafts
+    model: PoolOwner | None = None  # a draft model with the target's vocabulary; None: no model drafts
     network_length: int | None = None  # tokens that a head or a model drafts; None: `length`
     branching: int = 1  # most children of a node; above 1 the head drafts static trees
     nodes: int = 0  # drafted nodes of a tree

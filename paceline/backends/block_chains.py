@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from paceline.backends.base import BlockGuesses, ChainNoise, HeadChains
 from paceline.backends.head_chains import coupled_choice, likeliest
+from paceline.backends.heads import BlockGuesses, ChainNoise, HeadChains
 from paceline.core.arrays import Int32Array
 from paceline.core.forward import ForwardBatch
 from paceline.models.heads.config import BlockConfig

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput
+from paceline.backends.heads import ChainNoise, HeadBatch, HeadChains, HeadOutput
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch
 from paceline.verify.kernels import gumbel_top_k

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from paceline.backends.base import AssistantRunner, Backend, BlockRunner, HeadRunner, MedusaRunner
+from paceline.backends.base import Backend
+from paceline.backends.heads import AssistantRunner, BlockRunner, HeadRunner, MedusaRunner
 from paceline.backends.options import BackendOptions
 from paceline.errors import BackendError
 from paceline.extras import needs_extra

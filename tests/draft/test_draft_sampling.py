@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from paceline.backends.base import BlockGuesses, BlockRunner
 from paceline.backends.block_chains import chains_by_guesses
+from paceline.backends.heads import BlockGuesses, BlockRunner
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.trees import DraftPlan

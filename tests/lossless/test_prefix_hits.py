@@ -1,8 +1,8 @@
-"""Speculation does not cost prefix hits: the same conversations find the same pages, however they are drafted.
+"""Speculation does not cost prefix hits: conversations find the same pages, however they are drafted.
 
-A draft writes keys and values after the committed tokens, and a page that it touched must be found by the next
-turn as if nothing had been drafted. tests/engine/test_prefix_hits.py does the same on the device, and where
-pages are scarce.
+A draft writes keys and values after the committed tokens, and the next turn must find a page that it touched
+as if nothing had been drafted. tests/engine/test_prefix_hits.py does the same on the device, and where pages
+are scarce.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.backends.base import AssistantRunner, HeadOutput
+from paceline.backends.heads import AssistantRunner, HeadOutput
 from paceline.backends.torch.backend import TorchBackend, kv_slots, within
 from paceline.backends.torch.pool import TorchPool
 from paceline.core.arrays import Float32Array, Int32Array

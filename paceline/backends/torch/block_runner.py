@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.backends.base import BlockGuesses, BlockRunner, ChainNoise, HeadBatch, HeadChains
 from paceline.backends.block_chains import chains_by_guesses
+from paceline.backends.heads import BlockGuesses, BlockRunner, ChainNoise, HeadBatch, HeadChains
 from paceline.backends.torch.backend import TorchBackend, kv_slots
 from paceline.backends.torch.head_runner import RankedTarget
 from paceline.backends.torch.pool import PAGE_SIZE, TorchPool, make_cache

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner
 from paceline.backends.head_chains import chains_by_passes
+from paceline.backends.heads import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner
 from paceline.backends.torch.backend import TorchBackend, ancestors, request_rows
 from paceline.backends.torch.pool import PAGE_SIZE, TorchPool, make_cache
 from paceline.core.arrays import Int32Array

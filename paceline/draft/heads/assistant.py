@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.backends.base import AssistantRunner, Backend
+from paceline.backends.base import Backend
+from paceline.backends.heads import AssistantRunner
 from paceline.core.arrays import Float32Array
 from paceline.core.forward import ForwardBatch
 from paceline.core.tree_shapes import ROOT

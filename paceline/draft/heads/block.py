@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paceline.backends.async_decoding import DeviceDraft
-from paceline.backends.base import BlockRunner, HeadBatch, HeadChains
+from paceline.backends.heads import BlockRunner, HeadBatch, HeadChains
 from paceline.backends.options import BackendOptions
 from paceline.core.arrays import Float32Array
 from paceline.core.forward import ForwardBatch

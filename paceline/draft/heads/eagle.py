@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.backends.base import HeadBatch, HeadChains, HeadOutput, HeadRunner
+from paceline.backends.heads import HeadBatch, HeadChains, HeadOutput, HeadRunner
 from paceline.backends.options import BackendOptions
 from paceline.core.arrays import Float32Array
 from paceline.core.trees import DraftPlan, DraftTrees

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast
 import numpy as np
 
 from paceline.backends.async_decoding import DeviceDraft
-from paceline.backends.base import ChainNoise, HeadChains, HeadStorage
+from paceline.backends.heads import ChainNoise, HeadChains, HeadStorage
 from paceline.backends.options import BackendOptions
 from paceline.core.arrays import Float32Array
 from paceline.core.features import Features

@@ -14,7 +14,7 @@ from paceline.draft.model.draft_cache import Context, SharedPages, Span
 from paceline.kv.cache import KVCache
 
 if TYPE_CHECKING:
-    from paceline.backends.base import HeadStorage
+    from paceline.backends.heads import HeadStorage
     from paceline.core.request import Request
 
 UInt16Array = npt.NDArray[np.uint16]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.backends.base import MedusaRunner
+from paceline.backends.heads import MedusaRunner
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Target
 from paceline.draft.growth import GrowingTree, Scoring, make_tree, merged

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.backends.base import HeadOutput
+from paceline.backends.heads import HeadOutput
 from paceline.models.heads.config import HeadConfig
 from tests.models.heads.driver import DrivenHead, run_heads
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.backends.base import first_slots
 from paceline.backends.cpu import CpuBackend, CpuHeadRunner
 from paceline.backends.cpu.compiled_model import CpuPool
+from paceline.backends.heads import first_slots
 from paceline.core.forward import KeptFeatures
 from paceline.models.checkpoint import Checkpoint
 from tests.backends.cpu.numbers import assert_same_bits

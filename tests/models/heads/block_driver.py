@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.backends.base import BlockRunner, HeadBatch
+from paceline.backends.heads import BlockRunner, HeadBatch
 from paceline.core.forward import ForwardBatch
 from paceline.models.heads.config import HeadConfig
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from paceline.backends.base import HeadBatch, HeadOutput, HeadRunner
+from paceline.backends.heads import HeadBatch, HeadOutput, HeadRunner
 from paceline.core.forward import ForwardBatch, KVPool
 from paceline.models.files.safetensors_writer import encode
 from paceline.models.heads.checkpoint import HeadCheckpoint

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner
 from paceline.backends.head_chains import chains_by_passes
+from paceline.backends.heads import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner
 from paceline.core.trees import DraftPlan
 from paceline.draft.base import DraftSampling
 from paceline.draft.heads.eagle import Eagle3Drafter, EagleDrafter

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from paceline.backends.base import AssistantRunner, HeadOutput
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.backend import CpuBackend
 from paceline.backends.cpu.compiled_model import CompiledModel
 from paceline.backends.cpu.heads.head_workspace import AssistantWorkspace
 from paceline.backends.cpu.weights.packing import address_of
+from paceline.backends.heads import AssistantRunner, HeadOutput
 from paceline.core.arrays import Float32Array
 from paceline.core.forward import ForwardBatch
 from paceline.models.heads.assistant import CENTROIDS, POST, AssistantCheckpoint

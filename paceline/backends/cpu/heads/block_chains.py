@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paceline.backends.base import HeadChains
 from paceline.backends.cpu.heads.draft_chains import likeliest
 from paceline.backends.cpu.phases.residual import read_embedding
 from paceline.backends.cpu.phases.sampling import sixteen
@@ -32,6 +31,7 @@ from paceline.backends.cpu.tiles.matmul import multiply_rows, run_tile
 from paceline.backends.cpu.tiles.weight_tile import GROUP, RECORD
 from paceline.backends.cpu.weights.packing import pack
 from paceline.backends.head_chains import RIVALS
+from paceline.backends.heads import HeadChains
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.verify.kernels import gumbel_top_k

@@ -12,20 +12,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from paceline.backends.base import (
-    BlockGuesses,
-    BlockRunner,
-    ChainNoise,
-    HeadBatch,
-    HeadChains,
-    first_slots,
-)
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.attention.paged_attention import PAGE
 from paceline.backends.cpu.backend import CpuBackend
 from paceline.backends.cpu.compiled_model import CpuPool
 from paceline.backends.cpu.heads.block_chains import PairHead, Walk, walk_blocks
 from paceline.backends.cpu.heads.head_runner import CpuHead
+from paceline.backends.heads import BlockGuesses, BlockRunner, ChainNoise, HeadBatch, HeadChains, first_slots
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch, KVPool
 from paceline.models.heads.checkpoint import HeadCheckpoint

@@ -7,15 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from paceline.backends.base import (
-    ChainNoise,
-    HeadBatch,
-    HeadChains,
-    HeadOutput,
-    HeadRunner,
-    HeadStorage,
-    first_slots,
-)
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.attention.paged_attention import PAGE
 from paceline.backends.cpu.backend import CpuBackend
@@ -31,6 +22,15 @@ from paceline.backends.cpu.heads.head_workspace import HeadWorkspace
 from paceline.backends.cpu.primitives.compiled import compiled
 from paceline.backends.cpu.weights.packing import address_of
 from paceline.backends.head_chains import EXTEND_FACTOR
+from paceline.backends.heads import (
+    ChainNoise,
+    HeadBatch,
+    HeadChains,
+    HeadOutput,
+    HeadRunner,
+    HeadStorage,
+    first_slots,
+)
 from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import KVPool
 from paceline.errors import BackendError, ConfigError

@@ -8,7 +8,6 @@ from typing import cast
 import numpy as np
 import torch
 
-from paceline.backends.base import AssistantRunner, HeadOutput
 from paceline.backends.cuda.backend import CudaBackend
 from paceline.backends.cuda.kernels.attention.paged_attention import tile_height
 from paceline.backends.cuda.kernels.products.matrix import Matrix, Normed
@@ -24,6 +23,7 @@ from paceline.backends.cuda.weights.model_weights import Weights, load_weights
 from paceline.backends.cuda.weights.shard import TILE
 from paceline.backends.cuda.weights.tiled import matrix
 from paceline.backends.cuda.weights.vocabulary import embed_tokens
+from paceline.backends.heads import AssistantRunner, HeadOutput
 from paceline.core.arrays import Float32Array
 from paceline.core.forward import ForwardBatch
 from paceline.errors import ConfigError

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from paceline.backends.base import BlockGuesses, BlockRunner, ChainNoise, HeadBatch, HeadChains, first_slots
 from paceline.backends.block_chains import chains_by_guesses
 from paceline.backends.cuda.backend import PAGE_SIZE, CudaBackend
 from paceline.backends.cuda.decode.draft_networks import BlockNetwork
@@ -25,6 +24,7 @@ from paceline.backends.cuda.passes.graphs import Graphs, bucket, buckets, device
 from paceline.backends.cuda.passes.host_passes import FIRST_LONGEST, MAX_PAGES
 from paceline.backends.cuda.passes.kv_pool import Pool
 from paceline.backends.cuda.passes.tables import DeviceTables, rows_of
+from paceline.backends.heads import BlockGuesses, BlockRunner, ChainNoise, HeadBatch, HeadChains, first_slots
 from paceline.core.arrays import Int32Array
 from paceline.core.forward import ForwardBatch, KVPool
 from paceline.models.heads.checkpoint import HeadCheckpoint

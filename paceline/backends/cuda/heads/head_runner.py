@@ -9,7 +9,6 @@ from typing import cast
 import numpy as np
 import torch
 
-from paceline.backends.base import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner, first_slots
 from paceline.backends.cuda.backend import PAGE_SIZE, CudaBackend
 from paceline.backends.cuda.decode.draft_networks import HeadNetwork
 from paceline.backends.cuda.decode.draft_shape import DraftShape
@@ -36,6 +35,7 @@ from paceline.backends.cuda.passes.host_passes import FIRST_LONGEST, MAX_PAGES
 from paceline.backends.cuda.passes.kv_pool import Pool
 from paceline.backends.cuda.passes.tables import DeviceTables, rows_of
 from paceline.backends.head_chains import EXTEND_FACTOR, RIVALS
+from paceline.backends.heads import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner, first_slots
 from paceline.backends.torch.parallel.calls import on_all_ranks
 from paceline.backends.torch.parallel.ranks import Ranks
 from paceline.core.arrays import Float32Array, Int32Array

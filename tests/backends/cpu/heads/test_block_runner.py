@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.backends.base import ChainNoise
 from paceline.backends.block_chains import chains_by_guesses
 from paceline.backends.cpu import CpuBackend
 from paceline.backends.cpu.heads.block_runner import CpuBlockRunner
+from paceline.backends.heads import ChainNoise
 from paceline.backends.torch.backend import TorchBackend
 from paceline.backends.torch.block_runner import TorchBlockRunner
 from paceline.models.checkpoint import Checkpoint

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from paceline.backends.base import ChainNoise, HeadBatch, HeadChains
 from paceline.backends.cpu import CpuBackend, CpuHeadRunner
 from paceline.backends.head_chains import chains_by_passes
+from paceline.backends.heads import ChainNoise, HeadBatch, HeadChains
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.checkpoint import HeadCheckpoint
 from tests.backends.cpu.random_heads import extend, random_slots

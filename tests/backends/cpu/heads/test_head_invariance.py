@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.backends.base import HeadOutput
 from paceline.backends.cpu import CpuBackend, CpuHeadRunner
+from paceline.backends.heads import HeadOutput
 from paceline.models.checkpoint import Checkpoint
 from tests.backends.cpu.numbers import assert_same_bits
 from tests.backends.cpu.random_heads import draft, extend, random_slots

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from paceline.backends.base import HeadOutput, HeadRunner
 from paceline.backends.cpu import CpuBackend, CpuHeadRunner
+from paceline.backends.heads import HeadOutput, HeadRunner
 from paceline.backends.torch.backend import TorchBackend
 from paceline.backends.torch.head_runner import TorchHeadRunner
 from paceline.errors import BackendError, ConfigError

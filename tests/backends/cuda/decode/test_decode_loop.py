@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from paceline.backends.async_decoding import NgramLookup
-from paceline.backends.base import HeadBatch
 from paceline.backends.head_chains import coupled_choice, likeliest
+from paceline.backends.heads import HeadBatch
 from paceline.core.forward import ForwardBatch, chain_parents
 from paceline.core.params import SamplingParams
 from paceline.core.request import SamplingNeeds

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backends.base import ChainNoise, HeadBatch
+from paceline.backends.heads import ChainNoise, HeadBatch
 from paceline.core.forward import ForwardBatch, chain_parents
 from paceline.models.config import RopeConfig
 from paceline.models.heads.config import BlockAttention, BlockConfig, HeadConfig

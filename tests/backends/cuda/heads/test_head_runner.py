@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.backends.base import ChainNoise, HeadRunner
 from paceline.backends.head_chains import chains_by_passes
+from paceline.backends.heads import ChainNoise, HeadRunner
 from paceline.backends.torch.head_runner import TorchHeadRunner
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig, RopeConfig

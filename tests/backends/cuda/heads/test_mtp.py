@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.backends.base import HeadRunner
+from paceline.backends.heads import HeadRunner
 from paceline.backends.options import BackendOptions
 from paceline.backends.torch.backend import TorchBackend
 from paceline.backends.torch.head_runner import TorchLayerHeadRunner
