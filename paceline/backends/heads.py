@@ -22,11 +22,11 @@ class HeadBatch:
     """
 
     rows: ForwardBatch
-    # [rows, width] what rows read besides their tokens; with `places` at most one row: the input of masks
+    # [rows, width] what rows read besides their tokens; with `slot_mapping` at most one row: the input of masks
     states: Float32Array
     from_target: bool  # True: states are the target's concatenated features; False: the head's own outputs
     # [rows] KV slot in the pool of the target's feature that a row reads; -1: the row is a mask
-    places: Int32Array | None = None
+    slot_mapping: Int32Array | None = None
 
 
 @dataclass(frozen=True)
@@ -176,4 +176,4 @@ def first_slots(pool: KVPool, page_size: int, rows: int) -> HeadBatch:
         logit_rows=count[:0],
         pool=pool,
     )
-    return HeadBatch(known, np.empty((0, 0), dtype=np.float32), True, places=count)
+    return HeadBatch(known, np.empty((0, 0), dtype=np.float32), True, slot_mapping=count)

@@ -100,8 +100,8 @@ class HeadPasses(Passes[HeadOutput]):
         masks = [len(longer.tokens) - len(part.tokens) for part, longer in zip(parts, masked, strict=True)]
         ends = np.repeat(np.cumsum([len(part.tokens) for part in parts]), masks)  # where each mask belongs
         if self._runner.keeps_features:
-            places = np.insert(self._pages.kv_slots(spans), ends, -1)
-            return HeadBatch(rows, mask.feature[None], True, places)
+            slot_mapping = np.insert(self._pages.kv_slots(spans), ends, -1)
+            return HeadBatch(rows, mask.feature[None], True, slot_mapping)
         states = np.insert(self._pages.features(spans), ends, mask.feature, axis=0)
         return HeadBatch(rows, states, from_target=True)
 

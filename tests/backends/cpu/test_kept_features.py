@@ -91,10 +91,10 @@ def test_what_is_accepted_is_moved_and_read_from_there(runner: CpuHeadRunner) ->
 
     told = first_slots(pool, runner.page_size, 5)
     told = replace(told, rows=replace(told.rows, logit_rows=np.arange(5, dtype=np.int32)))
-    by_place = runner.run(replace(told, places=np.array([2, 3, 4, 11, 40], np.int32)))
+    by_place = runner.run(replace(told, slot_mapping=np.array([2, 3, 4, 11, 40], np.int32)))
     logits, states = by_place.logits.copy(), by_place.states.copy()
     features = np.concatenate((wanted, pool.features[[11, 40]])).astype(np.uint32) << 16
-    given = runner.run(replace(told, places=None, states=features.view(np.float32).reshape(5, -1)))
+    given = runner.run(replace(told, slot_mapping=None, states=features.view(np.float32).reshape(5, -1)))
     assert_same_bits(logits, given.logits)
     assert_same_bits(states, given.states)
 

@@ -84,9 +84,9 @@ class CpuHead(CompiledModel, HeadStorage):
 
     def _fill(self, inputs: Float32Array, batch: HeadBatch) -> None:
         """Write the states of a pass's rows to `inputs` [rows, parts, padded width]."""
-        if batch.places is not None:
+        if batch.slot_mapping is not None:
             assert isinstance(batch.rows.pool, CpuPool)
-            _read_features(batch.rows.pool.features, batch.places, batch.states, inputs)
+            _read_features(batch.rows.pool.features, batch.slot_mapping, batch.states, inputs)
             return
         rows = batch.rows.num_rows
         apart = batch.states.reshape(rows, inputs.shape[1], -1)
@@ -196,13 +196,13 @@ class CpuHeadRunner(CpuHead, HeadRunner):
 
 
 @compiled(cached=True)
-def _read_features(features, places, mask, inputs):  # type: ignore[no-untyped-def]
+def _read_features(features, slot_mapping, mask, inputs):  # type: ignore[no-untyped-def]
     """Copy the features stored at these KV slots to the rows of a pass; for a slot of -1, the mask's."""
     bits, width = inputs.view(np.uint32), features.shape[2]
-    for row in range(len(places)):
+    for row, slot in enumerate(slot_mapping):
         for part in range(features.shape[1]):
             for column in range(width):
-                if places[row] < 0:
+                if slot < 0:
                     inputs[row, part, column] = mask[0, part * width + column]
                 else:
-                    bits[row, part, column] = np.uint32(features[places[row], part, column]) << np.uint32(16)
+                    bits[row, part, column] = np.uint32(features[slot, part, column]) << np.uint32(16)

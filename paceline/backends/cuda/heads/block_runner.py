@@ -86,8 +86,8 @@ class CudaBlockRunner(HeadPools, BlockRunner):
         assert rows.num_rows <= self.max_rows, f"{rows.num_rows} rows, but max_rows is {self.max_rows}"
         workspace = self._workspace_for(pool, int(rows.positions.max()) + 1)
         height = tile_height(self.config.num_heads, self.config.num_kv_heads)
-        self._tables.send(rows, rows_of(rows, PAGE_SIZE, height), batch.places)
-        keeps = batch.places is not None
+        self._tables.send(rows, rows_of(rows, PAGE_SIZE, height), batch.slot_mapping)
+        keeps = batch.slot_mapping is not None
         if not keeps:
             self._features[: rows.num_rows] = torch.from_numpy(batch.states).to(self.device)
         features, padded = pool.features if keeps else self._features, bucket(rows.num_rows)

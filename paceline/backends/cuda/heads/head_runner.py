@@ -166,11 +166,11 @@ class CudaHeadRunner(HeadPools, HeadRunner):
         height = tile_height(*self.weights.head_groups)
         by_index = replace(rows, positions=rows.positions + 1)  # visibility is by KV index
         padded, pool = bucket(rows.num_rows), cast(HeadPool, rows.pool)
-        places, keeps = batch.places, batch.places is not None
-        if places is not None and len(batch.states):  # of masks
+        slot_mapping, keeps = batch.slot_mapping, batch.slot_mapping is not None
+        if slot_mapping is not None and len(batch.states):  # of masks
             pool.features[-1] = torch.from_numpy(batch.states[0]).to(self.device)
-            places = np.where(places < 0, len(pool.features) - 1, places)
-        self._tables.send(by_index, rows_of(by_index, PAGE_SIZE, height), places)
+            slot_mapping = np.where(slot_mapping < 0, len(pool.features) - 1, slot_mapping)
+        self._tables.send(by_index, rows_of(by_index, PAGE_SIZE, height), slot_mapping)
         if not keeps:
             states = torch.from_numpy(batch.states).to(self.device)
             to = self._features if batch.from_target else self._workspace.states

@@ -126,7 +126,7 @@ def test_features_that_a_pool_keeps_are_read_by_their_kv_slots(
     runner.prepare(given.rows.pool)
     expected = runner.run(given).logits.copy()
     given.rows.pool.features[5] = features[0].to(device)
-    kept = replace(given, states=np.empty((0, 0), np.float32), places=np.array([5], np.int32))
+    kept = replace(given, states=np.empty((0, 0), np.float32), slot_mapping=np.array([5], np.int32))
     assert np.array_equal(runner.run(kept).logits, expected)
 
 
@@ -140,7 +140,7 @@ def test_masks_read_their_feature_beside_those_that_a_pool_keeps(
     given = batch_of([request.ask(features.numpy(), [3, 170])], from_target=True, outputs=[0, 1])
     expected = runner.run(given).logits.copy()
     given.rows.pool.features[5] = features[0].to(device)
-    masked = replace(given, states=features[1:].numpy(), places=np.array([5, -1], np.int32))
+    masked = replace(given, states=features[1:].numpy(), slot_mapping=np.array([5, -1], np.int32))
     assert np.array_equal(runner.run(masked).logits, expected)
 
 
