@@ -25,7 +25,7 @@ from paceline.control.planner.device import DevicePlanner
 from paceline.core.arrays import Float32Array
 from paceline.core.trees import DraftPlan
 from paceline.draft.base import Drafter, Target, drafts_on_device
-from paceline.draft.methods import METHODS, Speculation, load_drafter, parse_plan
+from paceline.draft.methods import METHODS, Speculation, find_files, load_drafter, parse_plan
 from paceline.draft.on_demand import OnDemandDrafter
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
@@ -87,12 +87,23 @@ class Loaded:
         return load_drafter(method, replace(configured, options=options), self.target)
 
 
+def find_model(config: EngineConfig) -> Path:
+    """The file or folder of the model, fetched if needed.
+
+    PacelineError if the model, a head or a draft model is not there: what is missing is reported before the
+    model loads, which can take minutes.
+    """
+    path = resolve(config.model.model)
+    find_files(config.speculative.speculation().drafters)
+    return path
+
+
 def load_model(config: EngineConfig, beside: Backend | None = None) -> LoadedModel:
     """The model, tokenizer and backend of a configuration.
 
     `beside` is a loaded backend whose passes take turns with those of this one.
     """
-    path = resolve(config.model.model)
+    path = find_model(config)
     check_memory_limit(path, config.backend.threads or os.cpu_count() or 1)
     if config.model.tokenizer:
         checkpoint, tokenizer = load_checkpoint(path), load_tokenizer(resolve(config.model.tokenizer))

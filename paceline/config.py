@@ -19,7 +19,7 @@ from paceline.options import (
     refuse_unknown,
     unknown_option,
 )
-from paceline.vllm_options import instead_of
+from paceline.peer_options import instead_of
 
 if TYPE_CHECKING:
     from paceline.draft.methods import Speculation
@@ -203,6 +203,10 @@ class EngineConfig:
         if "seed" in options:
             parts["seed"] = options.pop("seed")
         for option in options:
+            if option == "draft":
+                raise ConfigError(
+                    "--draft of the command line is speculative_config here, in the same forms."
+                )
             raise ConfigError(instead_of(option) or unknown_option(option, option_names(), "the engine"))
         return EngineConfig(**parts)
 

@@ -13,6 +13,8 @@ from paceline.draft.base import DrafterNeeds
 from paceline.draft.lookup.ngram import NgramDrafter
 from paceline.draft.lookup.suffix import SuffixDrafter
 from paceline.draft.methods import parse_speculative_config
+from paceline.errors import CheckpointError, ModelError
+from tests.models.model_files import config_of, random_tensors, write_gguf
 from tests.toy import ScriptedDrafter, ToyBackend
 
 
@@ -101,3 +103,24 @@ def test_a_drafter_that_needs_more_than_texts_has_no_plans_on_the_device(needs):
     chosen = controller(True, "auto", ["suffix", "layerskip:2"], {"layerskip": other})
     texts = {"suffix"} if not needs.feature_layers else set()
     assert {plan.drafter for plan in chosen.device_plans()} - {None} == texts
+
+
+@pytest.mark.parametrize(
+    ("draft", "error"),
+    [
+        ("eagle3:no-such-head", CheckpointError),
+        ("suffix,medusa:no-such-head", CheckpointError),
+        ("model:no-such-model", ModelError),
+    ],
+)
+def test_a_head_or_draft_model_that_is_not_there_is_reported_before_the_model_loads(
+    tmp_path, monkeypatch, draft, error
+):
+    def load_backend(*args, **options):
+        raise AssertionError("the model was loaded first")
+
+    monkeypatch.setattr(build, "load_backend", load_backend)
+    tiny = write_gguf(tmp_path / "tiny.gguf", "llama", random_tensors(config_of("llama")))
+    config = EngineConfig.from_options(model=str(tiny), speculative_config=draft)
+    with pytest.raises(error, match=r"There is no .*'no-such"):
+        build.load_model(config)

@@ -16,10 +16,10 @@ from paceline import LLM, SamplingParams, __version__
 from paceline.cli import main
 from paceline.config import EngineConfig
 from paceline.learn.options import LearnOptions
+from paceline.peer_options import LLAMA_CPP, VLLM
 from paceline.serve.options import ServeOptions
 from paceline.terminal import generate as generate_room
 from paceline.terminal.flag_groups import ENGINE, LEARN, SAMPLING, SCALE, SEED, SERVER
-from paceline.vllm_options import INSTEAD
 from tests.models.model_files import config_of, random_tensors, write_gguf
 from tests.toy import ToyBackend, ToyTokenizer, toy_engine
 
@@ -77,17 +77,27 @@ def test_help_shows_the_common_options_in_20_lines_and_the_others_by_topic(pacel
     assert len(flags) == len(set(flags))
 
 
-@pytest.mark.parametrize("option", INSTEAD)
+@pytest.mark.parametrize("option", VLLM)
 def test_a_flag_of_vllm_is_refused_with_what_to_do_instead(paceline, option):
     flag = "--" + option.replace("_", "-")
     code, _, err = paceline("serve", "smollm2-135m", f"{flag}=1")
     assert code == 2
-    assert err == f"error: {flag} is an option of vLLM that paceline does not have. {INSTEAD[option]}\n"
+    assert err == f"error: {flag} is an option of vLLM that paceline does not have. {VLLM[option]}\n"
     flags = {flag.name for flag in (*ENGINE, *SERVER, *SCALE)}
     assert option not in flags
-    for other in re.findall(r"--([a-z-]+)|\b([a-z]+_[a-z_]+)\b(?!\.)", INSTEAD[option]):
+    for other in re.findall(r"--([a-z-]+)|\b([a-z]+_[a-z_]+)\b(?!\.)", VLLM[option]):
         assert "".join(other).replace("-", "_") in flags
     assert f"`{flag}" in (Path(__file__).parents[1] / "docs" / "guides" / "serve.md").read_text()
+
+
+@pytest.mark.parametrize("flag", LLAMA_CPP)
+def test_a_flag_of_llama_cpp_is_refused_with_what_to_do_instead(paceline, flag):
+    code, _, err = paceline("serve", flag, "1")
+    assert code == 2
+    assert err == f"error: {flag} is an option of llama.cpp that paceline does not have. {LLAMA_CPP[flag]}\n"
+    flags = {f"--{flag.name.replace('_', '-')}" for flag in (*ENGINE, *SERVER)} | {"--prompt", "--max-tokens"}
+    assert set(re.findall(r"--[a-z-]+", LLAMA_CPP[flag])) <= flags | {"--draft"}
+    assert f"`{flag}`" in (Path(__file__).parents[1] / "docs" / "guides" / "serve.md").read_text()
 
 
 def test_flags_that_vllm_has_too_are_passed_on_to_commands_that_have_them(paceline):

@@ -128,6 +128,8 @@ def test_a_gpu_without_triton_is_not_used(monkeypatch):
         ),
         ({"model": ""}, "model must be"),
         ({"model": 3}, "model must be"),
+        ({"draft": "suffix"}, "is speculative_config here"),
+        ({"speculative_config": "off,suffix"}, "'off' stands alone"),
         ({"tokenizer": ""}, "tokenizer must be"),
         ({"max_model_len": 1}, "max_model_len"),
         ({"kv_cache_memory_bytes": -1}, "kv_cache_memory_bytes"),
@@ -140,7 +142,12 @@ def test_a_gpu_without_triton_is_not_used(monkeypatch):
             {"speculative_config": "guess"},
             "'guess' names no drafting method. Use off, auto, model:PATH",
         ),
-        ({"speculative_config": "model:"}, "names no drafting method"),
+        (
+            {"speculative_config": "sufix"},
+            "'sufix' names no drafting method: did you mean 'suffix'\\? Use off",
+        ),
+        ({"speculative_config": "medsua:head"}, "did you mean 'medusa'"),
+        ({"speculative_config": "model:"}, "names no drafting method. Use off"),
         (
             {"speculative_config": "suffix:5"},
             'suffix takes nothing after.*--draft .{"method": "suffix", "num_speculative_tokens": 5}',

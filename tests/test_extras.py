@@ -101,6 +101,8 @@ def test_the_torch_backend_and_pickled_heads_name_their_extra(
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(BackendError, match=r"the torch backend needs .* 'paceline\[torch\]'"):
         load_backend(load_checkpoint(tiny), BackendOptions(backend="torch"), 16)
+    with pytest.raises(BackendError, match=r"torch backend, chosen because .* in bfloat16 on a CPU, needs"):
+        load_backend(load_checkpoint(tiny), BackendOptions(device="cpu", dtype="bfloat16"), 16)
     with pytest.raises(ModelError, match=r"head\.bin, a pickle of torch, needs .* 'paceline\[torch\]'"):
         read_weights(tmp_path / "head.bin")
 

@@ -153,7 +153,8 @@ def _load_torch(
     beside: Backend | None,
     adapters: Sequence[Adapter],
 ) -> Backend:
-    with needs_extra("torch", "the torch backend", BackendError):
+    chosen = "" if options.backend == "torch" else f", chosen because {options.choice.why},"
+    with needs_extra("torch", f"the torch backend{chosen}", BackendError):
         import torch  # imported here: it takes seconds, and the cpu backend does not need it
 
         from paceline.backends.torch.backend import TorchBackend

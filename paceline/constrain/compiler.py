@@ -149,7 +149,7 @@ class GrammarCompiler:
         if not matchers:
             raise RequestError(f"the grammar takes longer than {seconds:g} s to compile. Use a simpler one.")
         if matchers[0].is_error():
-            raise RequestError(f"the grammar cannot be compiled: {_in_one_line(matchers[0].get_error())}")
+            raise RequestError(f"the grammar cannot be compiled: {_explained(matchers[0].get_error())}")
         grammar = Grammar(matchers[0], self._vocab_size, sorted(self._tokenizer.eos_ids))
         if not grammar.usable:
             raise RequestError("the grammar allows no text at all, or its first token costs too much.")
@@ -233,6 +233,10 @@ class _Vocabulary:
         }
 
 
-def _in_one_line(message: str) -> str:
-    """The library's message in one line of at most 300 characters; it draws the source position below."""
-    return " ".join(message.split())[:300]
+def _explained(message: str) -> str:
+    """The library's message in one line of at most 300 characters, without the source position that it draws
+    below; for keywords of a schema that it cannot follow, with what to do about them."""
+    line = " ".join(message.split())[:300]
+    if found := re.fullmatch(r"Unimplemented keys: \[(.*)\]", line):
+        return f"the JSON schema has {found[1]}, which is not supported. Leave it out of the schema."
+    return line

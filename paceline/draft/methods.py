@@ -15,7 +15,7 @@ from paceline.draft import plugins
 from paceline.draft.base import Drafter, DraftSampling, Target
 from paceline.errors import ConfigError, PacelineError
 from paceline.models.heads.shipped import DEFAULT_METHOD, SHIPPED_HEAD
-from paceline.options import check_integer, unknown_option
+from paceline.options import check_integer, nearest, unknown_option
 from paceline.verify.rules import RULES
 
 MAX_NODES = 1024  # nodes of a draft, and the limit of branching and depth
@@ -28,6 +28,7 @@ class Argument:
     option: str  # the key of speculative_config that it sets
     shown: str  # its name in error messages
     read: Callable[[str], Any] = str
+    find: Callable[[str, str], object] | None = None  # of a file: raises if it is not there. Method, value
 
 
 def _read_path(text: str) -> str:
@@ -37,7 +38,21 @@ def _read_path(text: str) -> str:
     return text
 
 
-PATH = Argument("model", "PATH", _read_path)
+def _find_head(method: str, name: str) -> None:
+    from paceline.models.heads.registry import resolve_head
+
+    if not name.endswith(SHIPPED_HEAD):  # which one that is depends on the target
+        resolve_head(name, method)
+
+
+def _find_model(method: str, name: str) -> None:
+    from paceline.models.registry import resolve
+
+    resolve(name)
+
+
+HEAD = Argument("model", "PATH", _read_path, _find_head)
+MODEL = Argument("model", "PATH", _read_path, _find_model)
 
 
 @dataclass(frozen=True)
@@ -68,30 +83,30 @@ METHODS: dict[str, Method] = {
         "DraftModelDrafter",
         num_speculative_tokens=4,
         trees=True,
-        argument=PATH,
+        argument=MODEL,
     ),
     "eagle3": Method(
-        "paceline.draft.heads.eagle", "Eagle3Drafter", num_speculative_tokens=7, trees=True, argument=PATH
+        "paceline.draft.heads.eagle", "Eagle3Drafter", num_speculative_tokens=7, trees=True, argument=HEAD
     ),
     "eagle": Method(
-        "paceline.draft.heads.eagle", "EagleDrafter", num_speculative_tokens=7, trees=True, argument=PATH
+        "paceline.draft.heads.eagle", "EagleDrafter", num_speculative_tokens=7, trees=True, argument=HEAD
     ),
     "dflash": Method(
         "paceline.draft.heads.block",
         "DFlashDrafter",
         num_speculative_tokens=7,
         trees=True,
-        argument=PATH,
+        argument=HEAD,
     ),
     "dspark": Method(
         "paceline.draft.heads.block",
         "DSparkDrafter",
         num_speculative_tokens=7,
         trees=True,
-        argument=PATH,
+        argument=HEAD,
     ),
     "medusa": Method(
-        "paceline.draft.heads.medusa", "MedusaDrafter", num_speculative_tokens=5, trees=True, argument=PATH
+        "paceline.draft.heads.medusa", "MedusaDrafter", num_speculative_tokens=5, trees=True, argument=HEAD
     ),
     "mtp": Method("paceline.draft.heads.mtp", "MtpDrafter", num_speculative_tokens=2, trees=True),
     "assistant": Method(
@@ -99,7 +114,7 @@ METHODS: dict[str, Method] = {
         "AssistantDrafter",
         num_speculative_tokens=4,
         trees=True,
-        argument=PATH,
+        argument=HEAD,
     ),
     "layerskip": Method(
         "paceline.draft.model.layerskip",
@@ -198,6 +213,15 @@ def load_drafter(name: str, config: DrafterConfig, target: Target) -> Drafter:
     return drafter
 
 
+def find_files(drafters: Mapping[str, DrafterConfig]) -> None:
+    """Fetch the heads and draft models that are on the hub; PacelineError for one that is not there."""
+    for name, config in drafters.items():
+        argument = METHODS[name].argument if name in METHODS else None
+        named = None if argument is None else getattr(config.options, argument.option, None)
+        if argument is not None and argument.find is not None and named:
+            argument.find(name, named)
+
+
 def parse_plan(
     error: type[PacelineError], given: Mapping[str, Any], default: DraftPlan | None, name: str, trees: bool
 ) -> DraftPlan:
@@ -276,9 +300,14 @@ def _from_short_form(text: str) -> Mapping[str, Any]:
         for name in method_names()
         if name not in long_names
     ]
+    if text == OFF:
+        raise ConfigError(
+            f"{OFF!r} stands alone: name it without other methods. Each request can say it too."
+        )
+    near = nearest(name, [*method_names(), *SHORT_NAMES, AUTO, OFF, SHIPPED_HEAD]) if method is None else ""
     raise ConfigError(
-        f"{text!r} names no drafting method. Use off, auto, model:PATH, {SHIPPED_HEAD}, or one of "
-        f"{', '.join(short_forms)}."
+        f"{text!r} names no drafting method{near or '.'} Use off, auto, model:PATH, {SHIPPED_HEAD}, or one "
+        f"of {', '.join(short_forms)}."
     )
 
 

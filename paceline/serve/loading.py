@@ -12,13 +12,12 @@ from typing import Any
 
 from paceline import __version__
 from paceline.backends.base import Backend
-from paceline.build import Loaded, LoadedModel, build_engine, load_model
+from paceline.build import Loaded, LoadedModel, build_engine, find_model, load_model
 from paceline.config import DEFAULT_MODEL, CacheOptions, EngineConfig
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
-from paceline.models.registry import resolve
 from paceline.models.tokenizer import Tokenizer
 from paceline.serve.observability.logs import log_event
 from paceline.serve.options import ServeOptions
@@ -74,7 +73,7 @@ def declared_models(
 def load_models(declared: RoutesFile) -> list[ServedModel]:
     """All models, loaded one after the other. On the CPU they share one team of threads."""
     for entry in declared.models.values():  # what is missing is reported before anything is loaded
-        resolve(entry.config.model.model)
+        find_model(entry.config)
     served: list[ServedModel] = []
     for names, entry in declared.models.items():
         begun = time.monotonic()
@@ -93,7 +92,7 @@ def load(config: EngineConfig, beside: Backend | None = None) -> Loaded:
 
     `beside` is the backend of another one, whose threads it shares: their steps take turns.
     """
-    resolve(config.model.model)
+    find_model(config)
     if config.backend.name == "cpu":
         announce_compilation()
     if sys.stderr.isatty():

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from paceline.errors import ConfigError
-from paceline.vllm_options import instead_of
+from paceline.peer_options import instead_of
 
 # plain help: rich would truncate long flags
 PLAIN: dict[str, Any] = {
@@ -25,14 +25,14 @@ class TopicCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.ignore_unknown_options:  # else they are passed on to another command
-            self._refuse_options_of_vllm(args)
+            self._refuse_options_of_peers(args)
         parsed: list[str] = super().parse_args(ctx, args)
         return parsed
 
-    def _refuse_options_of_vllm(self, args: list[str]) -> None:
+    def _refuse_options_of_peers(self, args: list[str]) -> None:
         known = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
         for flag in (argument.partition("=")[0] for argument in args):
-            if flag.startswith("--") and flag not in known and (told := instead_of(flag)):
+            if flag.startswith("-") and flag not in known and (told := instead_of(flag)):
                 raise ConfigError(told)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

@@ -131,6 +131,12 @@ def test_a_file_for_training_can_be_measured_with_too(tmp_path: Path) -> None:
 def test_an_invalid_workload_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"neither a file nor built in.*code-edit"):
         load_workload("no such workload")
+    with pytest.raises(ConfigError, match=r"'chatt' .*did you mean 'chat'\? Give --workload"):
+        load_workload("chatt")
+    with pytest.raises(
+        ConfigError, match=r"row\.jsonl, line 1: give either messages .* has 'text', 'tokens'"
+    ):
+        load_workload(write(tmp_path / "row.jsonl", {"text": "hello", "tokens": 3}))
     with pytest.raises(ConfigError, match="has no prompts"):
         load_workload(write(tmp_path / "empty.jsonl", ""))
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe")

@@ -22,7 +22,10 @@ def compile_json(schema: object) -> None:
     ("params", "message"),
     [
         ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
-        ({"json": {"not": {"type": "string"}}}, "not"),
+        (
+            {"json": {"not": {"type": "string"}}},
+            'JSON schema has "not", which is not supported. Leave it out',
+        ),
         ({"json": {"type": "string", "format": "shoe-size"}}, "shoe-size"),
         ({"json": {"type": "dict"}}, "dict"),
         ({"json": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}, "oneOf"),

@@ -130,8 +130,8 @@ def _meaning(contest: Contest) -> list[str]:
     if any(row.speedup_vs_off is not None for row in contest.rows):
         lines.append(
             f"Speedups are relative to {contest.reference}: of tokens per second, or of end-to-end latency "
-            "in open profiles. In brackets: the 95 % confidence interval (bootstrap over prompts) and, for "
-            "decoding (after the first token), the median of the turns' ratios."
+            "with --rate and --trace. In brackets: the 95 % confidence interval (bootstrap over prompts) and "
+            "for decoding (after the first token), the median of the turns' ratios."
         )
     lines.append(
         "length: mean acceptance length, the tokens per drafted pass including the bonus token; drafted: "

@@ -61,7 +61,7 @@ def find_model(
     if name.lower() not in MODELS:
         near = get_close_matches(name.lower(), MODELS, n=1)
         raise ConfigError(
-            f"--model {name!r} is not known{f': did you mean {near[0]}' if near else ''}? Use one of "
+            f"--model {name!r} is not known{f': did you mean {near[0]!r}?' if near else '.'} Use one of "
             f"{', '.join(MODELS)}; or leave it out and give --params, --layers and --bits."
         )
     for flag, value in (("--params", params), ("--layers", layers)):

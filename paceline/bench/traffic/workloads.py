@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.bench.traffic.builtin_workloads import BUILT_IN
 from paceline.errors import ConfigError, PacelineError
-from paceline.options import check_integer, check_number
+from paceline.options import check_integer, check_number, nearest
 from paceline.train.data.prompts import prompt_of, unwrapped
 from paceline.train.data.rows import BadRow
 
@@ -80,8 +80,8 @@ def load_workload(name: str, limit: int | None = None, max_tokens: int | None = 
         workload = _from_file(Path(name))
     else:
         raise ConfigError(
-            f"--data {name!r} is neither a file nor built in. Give a file of JSON lines, or one of "
-            f"{', '.join(BUILT_IN)}."
+            f"the workload {name!r} is neither a file nor built in{nearest(name, BUILT_IN) or '.'} Give "
+            f"--workload (--data is the same flag) a file of JSON lines, or one of {', '.join(BUILT_IN)}."
         )
     prompts = _limited(workload.prompts, limit)
     if max_tokens is not None:
@@ -135,7 +135,10 @@ def _prompt(line: Any, segment: str, default_id: str) -> Prompt:
         with suppress(BadRow):
             messages = prompt_of(line, default_id, segment).messages
     if (messages is None) == (text is None):
-        raise ConfigError("give either messages (a chat) or prompt (a text), and not both.")
+        found = ", ".join(map(repr, list(line)[:8])) or "no key"
+        raise ConfigError(
+            f"give either messages (a chat) or prompt (a text), and not both: this row has {found}."
+        )
     if text is not None and (not isinstance(text, str) or not text):
         raise ConfigError(f"prompt must be a text that is not empty, got {text!r:.60}.")
     if messages is not None and not _is_chat(messages):

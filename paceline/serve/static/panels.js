@@ -184,7 +184,7 @@ export function showSegments(history) {
 
 const MEANING = {
   400: "wrong request", 401: "wrong key", 404: "no such path or model", 405: "wrong method", 408: "request came too slowly", 413: "body too large",
-  422: "wrong request", 429: "too many requests", 431: "headers too large", 499: "client left", 500: "failed pass", 503: "stopping, stuck or full", 504: "took too long",
+  415: "not JSON", 422: "wrong request", 429: "too many requests", 431: "headers too large", 499: "client left", 500: "failed pass", 503: "stopping, stuck or full", 504: "took too long",
 };
 
 export function showErrors(read) {

@@ -88,8 +88,10 @@ def test_a_model_is_named_or_given_by_figures():
     assert given.draft_params == pytest.approx(0.4e9, rel=0.05)  # an EAGLE-3 head, without its embedding
     assert find_model("llama-3.1-8b", None, 8, None, None, 0).weight_bytes == 8.03e9
     assert find_model(None, 3e9, None, None, None, None).params == 3e9
-    with pytest.raises(ConfigError, match="did you mean llama"):
+    with pytest.raises(ConfigError, match=r"is not known: did you mean 'llama-3.1-70b'\? Use one of llama"):
         find_model("llama-3.1-71b", None, None, None, None, None)
+    with pytest.raises(ConfigError, match=r"'own' is not known\. Use one of llama"):
+        find_model("own", None, None, None, None, None)
     with pytest.raises(ConfigError, match="--layers is part of --model"):
         find_model("llama-3.1-8b", None, None, 3, None, None)
 

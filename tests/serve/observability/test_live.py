@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.serve.openai.answers import ALL_ERRORS
 from tests.constrain.engines import make_engine
 from tests.serve.observability.test_metrics import drafting_engine, generate
 from tests.serve.running import Client, serving, until
@@ -55,6 +56,12 @@ def test_the_page_and_its_files_need_no_key_and_name_nothing_else(client: Client
         assert stranger.get(data).status == 401
     for path in ("/static/", "/static/nothing.js", "/static/..%2flive.py", "/static/../live.py"):
         assert client.get(path).status == 404
+
+
+def test_the_page_explains_every_status_that_the_api_documents(client: Client) -> None:
+    script = client.get("/static/panels.js").body.decode()
+    (table,) = re.findall(r"const MEANING = \{(.*?)\};", script, flags=re.DOTALL)
+    assert {int(status) for status in re.findall(r"(\d+): \"\w", table)} >= set(ALL_ERRORS)
 
 
 def test_running_requests_are_listed_without_their_texts(client: Client) -> None:
