@@ -22,7 +22,7 @@ class HeadBatch:
     """
 
     rows: ForwardBatch
-    # [rows, width] what rows read besides their tokens; with `slot_mapping` at most one row: the input of masks
+    # [rows, width] what rows read besides tokens; with `slot_mapping` one row or none: the input of masks
     states: Float32Array
     from_target: bool  # True: states are the target's concatenated features; False: the head's own outputs
     # [rows] KV slot in the pool of the target's feature that a row reads; -1: the row is a mask
