@@ -15,8 +15,10 @@ class Scheduled:
     request: Request
     num_tokens: int  # known tokens: 1 in a decode, more in a prefill chunk
     plan: DraftPlan = PLAIN
+    # tokens before these, computed or in flight; -1 on the device, where passes in flight decide it
+    start: int = -1
 
     @property
     def reaches_end(self) -> bool:
         """Whether the pass computes all known tokens, so that a new one can be sampled."""
-        return self.num_tokens == self.request.num_pending
+        return self.start + self.num_tokens == len(self.request.token_ids)

@@ -2,8 +2,9 @@
 
 Decode passes are launched before the previous one is read. New requests are prefilled in a separate host
 pass, queued after the passes in flight, and join the decode batch once that pass has been read. While nothing
-decodes, the next prefill of a burst is launched before the first is read. Requests that the device cannot
-sample, such as constrained ones, decode in host passes, while the others stay on the device.
+decodes, the next prefill of a burst, or the next chunk of a prompt, is launched before the first is read.
+Requests that the device cannot sample, such as constrained ones, decode in host passes, while the others stay
+on the device.
 """
 
 from __future__ import annotations
@@ -92,16 +93,21 @@ class OverlapScheduler:
         return self._last_parts
 
     def _next_prefill(self, pipeline: Pipeline) -> Schedule | None:
-        """A prefill of waiting requests, if the pass in flight is a prefill of all running requests.
+        """The next chunks of the prompts in flight, and of waiting requests; None if a request decodes.
 
-        So the device does not wait for the host between the prefills of a burst.
+        They need no token that the pass in flight samples. So the device does not wait for the host between
+        the chunks of a long prompt, or between the prefills of a burst.
         """
         running = self._scheduler.running
-        is_alone = len(pipeline) == 1 and len(pipeline.on_host) == len(running)
-        is_read_first = self._device.needs_features or not self._overlaps_prefills
-        if not is_alone or not self._scheduler.waiting or is_read_first:
+        if len(pipeline) != 1 or self._device.needs_features or not self._overlaps_prefills:
             return None
-        parts = self._scheduler.schedule([PLAIN] * len(running), set(running))
+        in_flight = pipeline.on_host
+        if any(request not in in_flight for request in running):
+            return None
+        has_chunks = any(end < len(request.token_ids) for request, end in in_flight.items())
+        if not has_chunks and not self._scheduler.waiting:
+            return None
+        parts = self._scheduler.schedule([PLAIN] * len(running), in_flight=in_flight)
         return Schedule(parts, self._host) if parts else None
 
     def uses_device(self, requests: Sequence[Request]) -> bool:

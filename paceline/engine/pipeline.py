@@ -95,14 +95,15 @@ class Pipeline:
         return sum([in_flight.schedule.executor.on_device for in_flight in self._passes])
 
     @property
-    def on_host(self) -> list[Request]:
-        """The requests of the host passes in flight: one pass, or several prefills."""
-        return [
-            request
+    def on_host(self) -> dict[Request, int]:
+        """The requests of the host passes in flight (one pass, or several prefills), and the tokens that each
+        will have computed after them, without its draft."""
+        return {
+            part.request: part.start + part.num_tokens
             for in_flight in self._passes
             if not in_flight.schedule.executor.on_device
-            for request in in_flight.schedule.requests
-        ]
+            for part in in_flight.schedule.parts
+        }
 
     def decodes(self, requests: Sequence[Request]) -> bool:
         """Whether all passes in flight are decode passes, and the last one has exactly these requests."""

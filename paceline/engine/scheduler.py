@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from paceline.core.request import Request, Status
 from paceline.core.schedule import Scheduled
 from paceline.core.trees import DraftPlan
 from paceline.kv.cache import KVCache
 
+NONE_IN_FLIGHT: Mapping[Request, int] = MappingProxyType({})
 PROMPT_LOGPROB_ROWS = 64  # rows of a prefill chunk whose logits (one vocabulary per row) are needed
 
 
@@ -56,14 +58,19 @@ class Scheduler:
         return min(len(self.waiting), self._max_num_seqs - len(self.running))
 
     def schedule(
-        self, plans: Sequence[DraftPlan], resting: Collection[Request] = frozenset()
+        self,
+        plans: Sequence[DraftPlan],
+        resting: Collection[Request] = frozenset(),
+        in_flight: Mapping[Request, int] = NONE_IN_FLIGHT,
     ) -> list[Scheduled]:
         """The parts of the next pass, pages reserved. `plans` are those of the running requests.
 
-        A plan's budget may be shrunk, never raised. Requests in `resting` are left out.
+        A plan's budget may be shrunk, never raised. Requests in `resting` are left out. Those `in_flight`
+        will have computed this number of tokens when the pass is run: they get their next prefill chunk.
         """
         allowed = dict(zip(self.running, plans, strict=True))
-        decoding = sum(request.num_pending == 1 and request not in resting for request in self.running)
+        out = {*resting, *in_flight}
+        decoding = sum(request.num_pending == 1 and request not in out for request in self.running)
         prefill_rows = self._max_rows - decoding
         parts: list[Scheduled] = []
         for request in list(self.running):
@@ -71,29 +78,30 @@ class Scheduler:
                 continue
             if request in resting:
                 continue
-            tokens = 1 if request.num_pending == 1 else self._chunk(request, prefill_rows)
-            if tokens == 0:
+            start = in_flight.get(request, request.num_computed)
+            tokens = 1 if request.num_pending == 1 else self._chunk(request, start, prefill_rows)
+            if tokens == 0 or start == len(request.token_ids):
                 continue
-            if not self._reserve_or_preempt(request, request.num_computed + tokens, may_preempt=not resting):
+            if not self._reserve_or_preempt(request, start + tokens, may_preempt=not out):
                 break  # it was preempted itself, or waits until no pass is in flight
             if request.num_pending > 1:
                 prefill_rows -= tokens
-            parts.append(Scheduled(request, tokens, allowed[request]))
+            parts.append(Scheduled(request, tokens, allowed[request], start))
         else:
             if len(self.running) == len(allowed):  # nothing was preempted
                 self._admit(parts, prefill_rows)
         self._shrink_drafts(parts)
         return parts
 
-    def _chunk(self, request: Request, rows: int) -> int:
-        """The number of pending tokens that a request computes, given the free rows."""
+    def _chunk(self, request: Request, start: int, rows: int) -> int:
+        """The number of tokens that a request computes from token `start` on, given the free rows."""
         limit = PROMPT_LOGPROB_ROWS if request.wants_prompt_logprobs else rows
-        return min(request.num_pending, rows, limit)
+        return min(len(request.token_ids) - start, rows, limit)
 
     def _reserve_or_preempt(self, request: Request, length: int, may_preempt: bool) -> bool:
         """Whether the request has pages for `length` tokens; preempts the youngest requests if needed.
 
-        Nothing is preempted while requests are `resting`: passes in flight write to their pages.
+        Nothing is preempted while passes are in flight: they write to the pages of their requests.
         """
         while not self._kv.reserve(request.slot, length):
             if not may_preempt:
@@ -131,9 +139,9 @@ class Scheduler:
                 request.num_cached_tokens = min(request.num_computed, len(request.prompt_token_ids))
             request.status = Status.RUNNING
             insort(self.running, request, key=lambda running: running.arrival_order)
-            tokens = self._chunk(request, rows)
+            tokens = self._chunk(request, request.num_computed, rows)
             rows -= tokens
-            parts.append(Scheduled(request, tokens))
+            parts.append(Scheduled(request, tokens, start=request.num_computed))
 
     def _should_wait_for_leader(self, request: Request) -> bool:
         """Whether child 0 is still prefilling prompt pages that this request could share."""
@@ -151,7 +159,7 @@ class Scheduler:
             if part.plan.budget == 0:
                 continue
             request = part.request
-            committed = request.num_computed + part.num_tokens
+            committed = part.start + part.num_tokens
             useful = request.max_output - request.num_output - 1  # the bonus token comes on top
             budget = min(part.plan.budget, rows, self._max_model_len - committed)
             if part.plan.branching == 1:

@@ -49,7 +49,7 @@ class BatchBuilder:
         row = outputs = choices = pages = 0
         for index, part in enumerate(parts):
             request, count = part.request, part.num_tokens
-            context = request.num_computed
+            context = part.start
             end = row + count
             if count == 1:
                 self._tokens[row] = request.token_ids[context]
@@ -129,8 +129,8 @@ def prompt_rows(part: Scheduled) -> tuple[int, int]:
     request = part.request
     if not request.wants_prompt_logprobs:
         return 0, 0
-    first = max(len(request.prompt_logprobs) - 1, 0) - request.num_computed
-    end = min(part.num_tokens, len(request.prompt_token_ids) - 1 - request.num_computed)
+    first = max(len(request.prompt_logprobs) - 1, 0) - part.start
+    end = min(part.num_tokens, len(request.prompt_token_ids) - 1 - part.start)
     return max(first, 0), max(end - max(first, 0), 0)
 
 

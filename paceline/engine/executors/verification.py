@@ -41,8 +41,8 @@ class Verification:
         for index, part in enumerate(parts):
             skipped, wanted = prompt_rows(part)
             try:
-                if wanted:
-                    start = part.request.num_computed + skipped
+                if wanted and not part.request.finished:  # else it was aborted, or an earlier chunk failed
+                    start = part.start + skipped
                     _take_prompt_logprobs(part.request, start, logits[first : first + wanted])
             except BackendError as error:
                 verdicts[index] = Verdict((), (), error=error)
