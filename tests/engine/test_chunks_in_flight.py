@@ -8,6 +8,7 @@ import pytest
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.engine.engine import Engine
+from tests.engine.simulated_device import Machine, fixed, seconds_of, simulated_engine, small_gpu_pass
 from tests.engine.test_disturbances import LOSSES, Disturbed
 from tests.engine.test_exactness import prompt
 from tests.engine.test_overlap import alone, outcome, params
@@ -40,6 +41,14 @@ def test_the_next_chunk_is_launched_before_the_first_is_read() -> None:
     assert read == [(8, [8, 8]), (16, [8, 8, 8]), (24, [8, 8, 8, 6]), (30, [8, 8, 8, 6])]
     drain(engine)
     assert is_right(request)
+
+
+def test_the_device_waits_for_the_host_before_the_first_chunk_only() -> None:
+    machine = Machine(small_gpu_pass, host_pass=1e-3)
+    engine = simulated_engine(machine, lambda slot: 0.0, fixed(0))
+    tokens = 2048 + 2000
+    seconds = seconds_of(engine, machine, 1, tokens, lambda number: 1)
+    assert seconds == pytest.approx(tokens * machine.per_row + machine.host_pass + machine.host_request)
 
 
 def test_a_pass_has_the_end_of_one_prompt_and_the_start_of_the_next() -> None:
@@ -109,7 +118,7 @@ def test_a_lost_chunk_ends_its_own_requests(how: str, chunk: int) -> None:
     assert failed
     assert all(request in failed or is_right(request) for request in (lost, other))
     if lost in failed:
-        assert len(lost.prompt_logprobs) in (0, 1, 9, 17), "only those of the chunks before"
+        assert len(lost.prompt_logprobs) in (0, 1, 9, 17, 25), "only those of the chunks before"
     again, other = add(engine, LONG, 1), add(engine, prompt(2, 13), 2)  # none of it is in the prefix cache
     drain(engine)
     assert is_right(again)
