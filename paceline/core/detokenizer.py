@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 
 from paceline.core.params import SamplingParams
 
+Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 Watch: TypeAlias = Callable[[str], bool]  # called with each piece of an output; True: the output ends with it
 
 
@@ -42,7 +43,7 @@ class Detokenizer:
         self._stops = params.stop_strings
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._decoder = Utf8Decoder(errors="replace")
         self._undecoded: list[int] = []  # tokens after the decoded text
         self._text = ""  # all decoded text; after a stop, only the text before it
         self._search_from = 0  # no stop string may start before this character

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from paceline.options import check_bool, check_integer, check_number, refuse_unk
 GREEDY_BELOW = 1e-5  # lower temperatures are greedy, as in vLLM
 MAX_LOGPROBS = 20  # per token
 MAX_N = 128  # outputs of a request
+_truncation_fields = operator.attrgetter(*Truncation._fields)
 
 
 @refuse_unknown(RequestError)
@@ -116,7 +118,7 @@ class SamplingParams:
     @property
     def truncation(self) -> Truncation:
         """top_k, top_p and min_p as one record."""
-        return Truncation(*(getattr(self, name) for name in Truncation._fields))
+        return Truncation._make(_truncation_fields(self))
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -146,7 +146,9 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
         self.most_tokens = len(self.prompt_token_ids) + self.max_output
-        self._first_needs, self._later_needs = self._needs_of(0), self._needs_of(self.params.min_tokens)
+        self._first_needs = self._later_needs = self._needs_of(0)
+        if self.params.min_tokens:
+            self._later_needs = self._needs_of(self.params.min_tokens)
 
     @property
     def num_output(self) -> int:

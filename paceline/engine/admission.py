@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
@@ -152,8 +153,8 @@ def bad_word_tokens(words: Sequence[str], tokenizer: TextTokenizer) -> list[list
 def _checked_prompt(prompt_token_ids: Sequence[int], limits: Limits) -> list[int]:
     """The prompt as a list of ints. RequestError if it does not fit the limits."""
     try:
-        prompt = [token.__index__() for token in prompt_token_ids]
-    except (AttributeError, TypeError):
+        prompt = list(map(operator.index, prompt_token_ids))
+    except TypeError:
         raise RequestError(
             f"prompt_token_ids must be a list of integers, got {prompt_token_ids!r:.80}."
         ) from None

@@ -8,7 +8,7 @@ Penalties and bad_words depend on the path: `advance` appends a token to it, `br
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -86,6 +86,22 @@ class BadWords:
         return found
 
 
+# Most requests have none of these options, and share what is empty: making it took 7 of the 60 microseconds
+# that a request takes to be added.
+_NO_IDS: Int64Array = np.zeros(0, dtype=np.int64)
+_NO_BIAS: tuple[Int64Array, Float32Array] = _NO_IDS, np.zeros(0, dtype=np.float32)
+_NO_BAD_WORDS = BadWords(())
+_NOTHING_COUNTED = TokenCounts()  # never added to
+
+
+def _ids(ids: Sequence[int]) -> Int64Array:
+    return np.array(ids, dtype=np.int64) if ids else _NO_IDS
+
+
+def _bias_of(bias: Mapping[int, float]) -> tuple[Int64Array, Float32Array]:
+    return np.array(list(bias), dtype=np.int64), np.array(list(bias.values()), dtype=np.float32)
+
+
 class LogitsProcessors:
     """The logit-editing options of one request. They know the request's path from `advance`."""
 
@@ -94,23 +110,24 @@ class LogitsProcessors:
         params: SamplingParams,
         prompt: Sequence[int],
         ending_ids: Iterable[int],
-        bad_words: Iterable[Sequence[int]] = (),
+        bad_words: Collection[Sequence[int]] = (),
     ) -> None:
         """`ending_ids` are those that min_tokens forbids; `bad_words` are token sequences."""
         self._params = params
         self._prompt_length = len(prompt)
-        self._bias_ids = np.array(list(params.logit_bias or ()), dtype=np.int64)  # [biased]
-        self._bias = np.array(list((params.logit_bias or {}).values()), dtype=np.float32)  # [biased]
-        self._ending_ids = np.array(sorted(ending_ids), dtype=np.int64)  # [ending]
-        self._allowed_ids = np.array(params.allowed_token_ids or (), dtype=np.int64)  # [allowed]; empty: all
-        self._bad_words = BadWords(bad_words)
+        # [biased] each
+        self._bias_ids, self._bias = _bias_of(params.logit_bias) if params.logit_bias else _NO_BIAS
+        self._ending_ids = _ids(sorted(ending_ids))  # [ending]
+        self._allowed_ids = _ids(params.allowed_token_ids or ())  # [allowed]; empty: all
+        self._bad_words = BadWords(bad_words) if bad_words else _NO_BAD_WORDS
         self._lookback = self._bad_words.longest_prefix
         self._recent: tuple[int, ...] = ()  # the last tokens of the output, at most `_lookback`
         self._repeats = params.repetition_penalty != 1.0
         self._counts_output = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         self._penalizes = self._repeats or self._counts_output
-        self._seen = TokenCounts(prompt if self._repeats else ())
-        self._output = TokenCounts()
+        self._seen = self._output = _NOTHING_COUNTED
+        if self._penalizes:
+            self._seen, self._output = TokenCounts(prompt if self._repeats else ()), TokenCounts()
         self.follows_path = self._penalizes or self._lookback > 0
         self.bans = bool(self._bad_words) or len(self._allowed_ids) > 0  # tokens, besides min_tokens
         self._edits_always = self._penalizes or self.bans or len(self._bias_ids) > 0
@@ -146,7 +163,8 @@ class LogitsProcessors:
         if not self.follows_path:
             return self
         twin = copy.copy(self)
-        twin._seen, twin._output = self._seen.copy(), self._output.copy()
+        if self._penalizes:
+            twin._seen, twin._output = self._seen.copy(), self._output.copy()
         return twin
 
     def apply(

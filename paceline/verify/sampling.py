@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -61,7 +61,7 @@ class Sampler:
         prompt: Sequence[int],
         ending_ids: Iterable[int],
         constraint: Constraint | None = None,
-        bad_words: Iterable[Sequence[int]] = (),
+        bad_words: Collection[Sequence[int]] = (),
     ) -> None:
         """`ending_ids` are the ids that min_tokens forbids: end-of-sequence and stop ids.
 
