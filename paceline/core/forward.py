@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -101,6 +102,17 @@ class ForwardBatch:
     @property
     def num_rows(self) -> int:
         return len(self.tokens)
+
+    @cached_property
+    def row_requests(self) -> Int32Array:
+        """The request of each row: [rows]."""
+        return np.repeat(np.arange(self.num_requests, dtype=np.int32), np.diff(self.row_offsets))
+
+    @cached_property
+    def kv_indices(self) -> Int32Array:
+        """The KV index of each row in its request, which is its position unless it is in a tree: [rows]."""
+        before = self.context_lengths - self.row_offsets[:-1]  # of each request: what its rows are moved by
+        return np.arange(self.num_rows, dtype=np.int32) + before[self.row_requests]
 
 
 @dataclass(frozen=True)

@@ -151,10 +151,8 @@ class KVCache:
             return True
         if missing > self.pages.num_available:
             return False
-        for _ in range(missing):
-            page = self.pages.take()
-            self.page_tables[slot, len(pages)] = page
-            pages.append(page)
+        self.page_tables[slot, len(pages) : len(pages) + missing] = taken = self.pages.take(missing)
+        pages += taken
         self.rooms[slot] = len(pages) * self.page_size
         return True
 

@@ -70,16 +70,18 @@ class PagePool:
         """The page numbers of free pages."""
         return list(self._free)
 
-    def take(self) -> int:
-        """A page that only the caller holds, with undefined content. One must be available."""
-        if self._free:
-            page = self._free.pop()
-        else:
+    def take(self, count: int) -> list[int]:
+        """Pages that only the caller holds, with undefined content. So many must be available."""
+        pages = self._free[: -count - 1 : -1]  # the last first
+        del self._free[len(self._free) - len(pages) :]
+        while len(pages) < count:
             page, _ = self._cached.popitem(last=False)
             self._unindex(page)
-        self._holders[page] = 1
-        self.generations[page] += 1
-        return page
+            pages.append(page)
+        for page in pages:
+            self._holders[page] = 1
+        self.generations[pages] += 1
+        return pages
 
     def hold(self, page: int) -> None:
         """Hold a page that `find` returned."""

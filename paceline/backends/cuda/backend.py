@@ -181,13 +181,14 @@ class CudaBackend(Backend):
 
     @on_all_ranks
     def _launch(self, batch: ForwardBatch) -> Callable[[], ForwardOutput]:
-        counts, begins = np.diff(batch.row_offsets), np.arange(batch.num_requests, dtype=np.int32)
-        begins *= batch.page_tables.shape[1]
         sizes = self.weights.head_groups
         large = prefill_requests(batch, *sizes, self.config.latent is not None)
-        contexts = np.where(large, 0, batch.context_lengths)  # these read their own contexts
-        if self.config.latent is not None:  # latents that several requests share are read once per request
+        # the others read shared contexts once; latents that several requests share are read once per request
+        if large.all() or self.config.latent is not None:
             return self._passes.begin(batch, large, None)
+        counts, begins = np.diff(batch.row_offsets), np.arange(batch.num_requests, dtype=np.int32)
+        begins *= batch.page_tables.shape[1]
+        contexts = np.where(large, 0, batch.context_lengths)  # large ones read their own contexts
         pass_rows = PassRows(batch.page_tables, begins, contexts, counts, batch.row_offsets[:-1])
         return self._passes.begin(batch, large, find_shared_prefixes(pass_rows, PAGE_SIZE, *sizes))
 

@@ -67,6 +67,8 @@ class HostPasses:
         if weights.recurrent is not None:
             self.recurrences = Recurrences(config, weights.recurrent, rows, self.device)
         self._page_size = page_size
+        sizes, has_latents = weights.head_groups, config.latent is not None
+        self._tile_heights = tile_height(*sizes), prefill_height(*sizes, has_latents)
         self._tables = DeviceTables(rows, MAX_PAGES, self.device)
         self._shared_prefix = SharedPrefixTables(rows, self.device)
         self._features = FeatureBuffer(rows, config.hidden_size, self.device)
@@ -117,8 +119,7 @@ class HostPasses:
         outputs = wanted + (0 if batch.choices is None else len(batch.choices.rows))
         plan = None if self.recurrences is None else plan_scans(batch)
         self._make_room(batch, large, outputs, 1 if plan is None else plan.nodes)
-        sizes, has_latents = self.weights.head_groups, self.weights.config.latent is not None
-        height, large_height = tile_height(*sizes), prefill_height(*sizes, has_latents)
+        height, large_height = self._tile_heights
         prefill_tiles = max_prefill_tiles(rows, large_height) if large.any() else 0
         numbers = [self.weights.adapters[name] if name else -1 for name in batch.adapters]
         adapters = np.array(numbers, dtype=np.int32) if numbers else None

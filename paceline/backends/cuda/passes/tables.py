@@ -57,8 +57,7 @@ def prefill_requests(batch: ForwardBatch, heads: int, kv_heads: int, has_latents
     tiles, late = -(-counts // height), batch.row_offsets[1:] > FEW_ROWS
     large = counts >= height
     if late.any() or large.any():
-        request, local = _owners(batch)
-        branching = request[batch.context_lengths[request] + local != batch.positions]
+        branching = batch.row_requests[batch.kv_indices != batch.positions]
         late[branching] = large[branching] = False
     if int(tiles[large].sum()) * kv_heads < MIN_PREFILL_PROGRAMS:
         large = np.zeros_like(large)
@@ -84,51 +83,52 @@ def rows_of(
     Rows of the requests in `large` [requests] are in prefill tiles of at most `large_height` rows. These are
     padded to `large_tiles`, padding first: the kernels start with the last tile, which sees most.
     """
-    request, local = _owners(batch)
-    index = batch.context_lengths[request] + local
-    slot_mapping = batch.page_tables[request, index // page_size] * page_size + index % page_size
+    page, offset = np.divmod(batch.kv_indices, page_size)
+    slot_mapping = batch.page_tables[batch.row_requests, page] * page_size + offset
     large = np.zeros(batch.num_requests, np.bool_) if large is None else large
-    contiguous_until, paths = _paths(batch, request, local, index)
-    prefill_tiles = _tiles(batch, np.flatnonzero(large), large_height)
-    padding = max(0, large_tiles - prefill_tiles.shape[1])
+    contiguous_until, paths = _paths(batch)
     return Rows(
         slot_mapping.astype(np.int32),
         contiguous_until,
         paths,
         _tiles(batch, np.flatnonzero(~large), height),
-        np.pad(prefill_tiles, ((0, 0), (padding, 0))),
+        _tiles(batch, np.flatnonzero(large), large_height, large_tiles),
         np.maximum(batch.page_tables.reshape(-1), 0),  # -1 is never read
     )
 
 
-def _owners(batch: ForwardBatch) -> tuple[Int32Array, Int32Array]:
-    """The request of each row, and its number among the rows of that request."""
-    request = np.repeat(np.arange(batch.num_requests, dtype=np.int32), np.diff(batch.row_offsets))
-    return request, np.arange(batch.num_rows, dtype=np.int32) - batch.row_offsets[request]
+def _tiles(
+    batch: ForwardBatch, requests: npt.NDArray[np.int64], height: int, at_least: int = 0
+) -> Int32Array:
+    """Tiles of at most `height` rows of these requests: first rows, numbers of rows, offsets of pages.
 
-
-def _tiles(batch: ForwardBatch, requests: npt.NDArray[np.int64], height: int) -> Int32Array:
-    """Tiles of at most `height` rows of these requests: first rows, numbers of rows, offsets of pages."""
+    Empty ones come before them if there are fewer than `at_least`.
+    """
+    if not len(requests):
+        return np.zeros((3, at_least), dtype=np.int32)
     per_request = -(-np.diff(batch.row_offsets)[requests] // height)
     owner = np.repeat(requests, per_request)
     number = np.arange(len(owner)) - np.repeat(np.cumsum(per_request) - per_request, per_request)
-    begin = batch.row_offsets[owner] + number * height
-    counts = np.minimum(batch.row_offsets[owner + 1] - begin, height)
-    return np.stack([begin, counts, owner * batch.page_tables.shape[1]]).astype(np.int32)
+    tiles = np.zeros((3, max(len(owner), at_least)), dtype=np.int32)
+    begin, counts, pages = tiles[:, tiles.shape[1] - len(owner) :]
+    begin[:] = batch.row_offsets[owner] + number * height
+    np.minimum(batch.row_offsets[owner + 1] - begin, height, out=counts)
+    pages[:] = owner * batch.page_tables.shape[1]
+    return tiles
 
 
-def _paths(
-    batch: ForwardBatch, request: Int32Array, local: Int32Array, index: Int32Array
-) -> tuple[Int32Array, Int32Array | None]:
+def _paths(batch: ForwardBatch) -> tuple[Int32Array, Int32Array | None]:
     """The first non-contiguous position of each row, and the KV indices of its path from there on."""
     contiguous_until = batch.positions + 1
-    if (index == batch.positions).all():  # chains
+    in_trees = np.flatnonzero(batch.kv_indices != batch.positions)
+    if not len(in_trees):
         return contiguous_until.astype(np.int32), None
     paths = np.zeros((batch.num_rows, MAX_PATH), dtype=np.int32)
-    for row in np.flatnonzero(index != batch.positions):
-        first, context = batch.row_offsets[request[row]], batch.context_lengths[request[row]]
+    for row in in_trees:
+        request = batch.row_requests[row]
+        first, context = batch.row_offsets[request], batch.context_lengths[request]
         path: list[int] = []
-        node = int(local[row])
+        node = int(row - first)
         while node >= 0:
             path.append(node)
             node = int(batch.parents[first + node])
