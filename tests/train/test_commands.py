@@ -20,6 +20,7 @@ from paceline.models.registry import load_checkpoint
 from paceline.terminal.flags import Group
 from paceline.train import job
 from paceline.train.commands import ANSWERS, BLOCK, DSPARK, EAGLE3, MEDUSA, SEED
+from paceline.train.data import make_answers
 from paceline.train.data.make_answers import AnswerOptions
 from paceline.train.options import BlockOptions, DSparkOptions, Eagle3Options, MedusaOptions, TrainOptions
 from tests.draft.model.test_draft_model_cpu import save_model
@@ -258,6 +259,16 @@ def test_if_no_prompt_can_be_used_the_reasons_are_reported(
     assert code == 2
     assert "1 rows left out: wrong roles (first: rows-1)" in stderr
     assert "None of the prompts can be used" in stderr
+
+
+def test_a_file_without_rows_is_reported_before_the_model_loads(
+    paceline: Run, tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(make_answers, "open_answerer", None)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n")
+    code, _, stderr = paceline("train", "eagle3", tiny_gguf, "--data", rows, "--out", tmp_path / "h", *SMALL)
+    assert (code, f"There are no rows in {rows}" in stderr) == (2, True)
 
 
 def test_an_unwritable_folder_is_reported_before_anything_is_answered(

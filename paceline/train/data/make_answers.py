@@ -120,6 +120,10 @@ def make_answers(
     """
     if not files and not options.self_written:
         raise ConfigError("There are no prompts: give a file of them, or let the model write some.")
+    rows = sum(1 for path in files for _ in read_rows(path)) + options.self_written
+    if not rows:
+        names = ", ".join(map(str, files))
+        raise ConfigError(f"There are no rows in {names}: write one object with messages or prompt a line.")
     tokenizer = load_tokenizer(model)
     settings = {"model": model.name, **vars(options)}
     if exclude:
@@ -127,7 +131,6 @@ def make_answers(
     checkpoint = load_checkpoint(model)
     writer = ExampleWriter(out, checkpoint.config.vocab_size, settings)
     skipped = Skipped()
-    rows = sum(1 for path in files for _ in read_rows(path)) + options.self_written
 
     def answered(answers: int = 0, tokens: int = 0, writing_prompts: bool = False) -> Answered:
         total = (rows - skipped.counts.total()) * len(options.temperatures)
