@@ -120,7 +120,8 @@ class DeviceExecutor:
         draft = self.draft(plan)
         if draft is None or draft.max_requests is None or requests <= draft.max_requests:
             return plan
-        return plan.as_chain() if plan.branching > 1 else PLAIN
+        chain = plan.as_chain() if plan.branching > 1 else PLAIN
+        return chain if self.offers(chain) else PLAIN
 
     def admit(self, requests: Sequence[Request], plan: DraftPlan) -> list[Request]:
         """The requests of the next pass: pages are reserved, and the head that drafts for them is attached.
