@@ -13,11 +13,12 @@ from paceline.core.arrays import Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch
 from paceline.core.logit_edits import LogitEdits
 from paceline.core.request import SamplingNeeds
-from paceline.core.truncation import NUM_FIELDS, Truncation
+from paceline.core.truncation import NUM_FIELDS
 from paceline.verify import logprobs
 from paceline.verify.kernels import log_normalizer
 from tests.draft.reference import host_draft_chain, ngram_chain
 from tests.verify.reference import choose_token_reference
+from tests.verify.truncations import truncation_of
 
 if TYPE_CHECKING:
     from tests.toy import ToyBackend, ToyPool
@@ -29,7 +30,7 @@ def reference_token(
     """The token that the reference samples, or -1 if logits are NaN. `truncation` is a row of SlotInits."""
     if temperature == 0:
         return -1 if np.isnan(logits).any() else int(logits.argmax())
-    return choose_token_reference(logits, temperature, Truncation.from_row(truncation), seed, position)
+    return choose_token_reference(logits, temperature, truncation_of(truncation), seed, position)
 
 
 def edited(logits: Float32Array, edits: LogitEdits, since: Sequence[int], position: int) -> Float32Array:

@@ -9,7 +9,6 @@ Standard library only: the command line reads `OPTIONS` for `--help`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,11 +31,6 @@ class Truncation(NamedTuple):
     def keeps_all(self) -> bool:
         """Whether no option truncates."""
         return self == KEEPS_ALL
-
-    @classmethod
-    def from_row(cls, row: Sequence[float]) -> Truncation:
-        """The record of a row of the array form."""
-        return cls._make(option.kind(value) for option, value in zip(OPTIONS.values(), row, strict=True))
 
 
 @dataclass(frozen=True)

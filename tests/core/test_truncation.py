@@ -9,7 +9,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.truncation import KEEPS_ALL, NUM_FIELDS, OPTIONS, Truncation
 from paceline.serve.openai.protocol import SamplingFields
 from paceline.terminal.flag_groups import SAMPLING
-from tests.verify.truncations import EXAMPLES, TRUNCATIONS, VALUES
+from tests.verify.truncations import EXAMPLES, TRUNCATIONS, VALUES, truncation_of
 
 
 @given(TRUNCATIONS)
@@ -18,7 +18,7 @@ def test_the_record_of_a_request_survives_as_a_row_of_an_array(truncation):
     assert params.truncation == truncation
     rows = np.array([params.truncation, KEEPS_ALL], dtype=np.float64)
     assert rows.shape == (2, NUM_FIELDS)
-    again = Truncation.from_row(rows[0])
+    again = truncation_of(rows[0])
     assert again == truncation
     assert [type(value) for value in again] == [option.kind for option in OPTIONS.values()]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import strategies as st
 
-from paceline.core.truncation import Truncation
+from paceline.core.truncation import OPTIONS, Truncation
 
 VALUES: dict[str, st.SearchStrategy[int] | st.SearchStrategy[float]] = {
     "top_k": st.one_of(st.sampled_from([0, 1, 2, 5, 50, 1000]), st.integers(1, 20), st.integers(1, 305)),
@@ -19,3 +21,8 @@ EXAMPLES = (  # for tests that are too slow for many
     Truncation(min_p=0.01),
     Truncation(top_k=9, top_p=0.5),
 )
+
+
+def truncation_of(row: Sequence[float]) -> Truncation:
+    """The record of a row of the array form."""
+    return Truncation(*(option.kind(value) for option, value in zip(OPTIONS.values(), row, strict=True)))  # type: ignore[arg-type]
