@@ -1,1 +1,1 @@
-"""The layers of a model: which kernels run, over which weights and buffers."""
+"""The layers of a model: weights, buffers, and the functions that launch their kernels."""

@@ -1,7 +1,7 @@
-"""What follows attention in a layer: one MLP, or a mixture of experts (kernels/experts/grouped.py).
+"""The feed-forward block of a layer: an MLP, or a mixture of experts (kernels/experts/grouped.py).
 
-In families whose norms are kernels of their own (kernels/residual.py), what it gives is normed before it is
-added. Gemma's E sizes then add a part of a second embedding (per_layer.py).
+In families with output norms (kernels/residual.py), its output is normed before it is added. Gemma's E sizes
+then add a per-layer embedding (per_layer.py).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from paceline.backends.cuda.weights.model_weights import Layer, Weights
 
 
 def read_next(weights: Weights, to: Activations, index: int) -> tuple[torch.Tensor | None, Normed]:
-    """The norm that follows layer `index` (-1: the embedding), and which of these what it gives goes to.
+    """The norm that follows layer `index` (-1: the embedding), and which buffer of `to` it is written to.
 
-    A layer of which an MLP is all reads what MLPs read, so that its experts and its shared expert can read it
-    while the next layer's input is written.
+    A layer that is only an MLP reads the buffer of MLPs, so that its experts and its shared expert can read
+    it while the next layer's input is written.
     """
     following = weights.layers[index + 1 : index + 2]
     if not following:
@@ -49,7 +49,7 @@ def feed_forward(weights: Weights, index: int, workspace: Workspace, tables: Row
     residual, rows, after = weights.residual, len(tables.positions), layer.output_norms[1]
     added = _project_mlp(residual, workspace.residual, weights, layer, workspace, tables)
     if layer.per_layer is not None and workspace.per_layer is not None:
-        read = workspace.feed_forward_input  # the residual stream as it is
+        read = workspace.feed_forward_input  # gets the residual stream without a norm
         add_normed(residual, own.hidden, added, after, None, read, rows)
         given, after = (layer.per_layer, index, read, layer.activation), layer.per_layer.norm
         project_given(*given, added, rows, workspace.per_layer, workspace.scratch)
@@ -64,7 +64,7 @@ def _project_mlp(
     workspace: Workspace,
     tables: RowTables,
 ) -> torch.Tensor:
-    """What the MLP adds, before the norm that follows it: float32 [rows, padded hidden]."""
+    """The MLP's output before its output norm: float32 [rows, padded hidden]."""
     read, rows, scratch = workspace.feed_forward_input, len(tables.positions), workspace.scratch
     if layer.expert_norms is not None:
         return _project_normed_experts(residual, buffers, layer, layer.expert_norms, workspace, tables)
@@ -91,7 +91,7 @@ def _project_normed_experts(
     workspace: Workspace,
     tables: RowTables,
 ) -> torch.Tensor:
-    """The same of experts beside a shared MLP that have norms of their own: `NormedExperts` of torch."""
+    """The same for experts and a shared MLP with norms of their own: `NormedExperts` of torch."""
     rows, scratch, read = len(tables.positions), workspace.scratch, workspace.feed_forward_input
     added, joined, scored = buffers.added, buffers.joined, workspace.attention_input
     assert layer.mixture is not None
@@ -121,7 +121,7 @@ def _add_mlps(
     norm: torch.Tensor,
     written: Normed,
 ) -> None:
-    """Add the MLP, or shared and chosen experts, of rows of `read` to `hidden`, and prepare `written`."""
+    """Add the MLP, or the shared and routed experts, of `read` to `hidden`, and prepare `written`."""
     own, shard = workspace.own, weights.shard
     scratch, rows, adapters = workspace.scratch, len(tables.positions), layer.adapters
     dense = layer.shared if layer.mixture else (layer.gate_up, layer.down)
@@ -143,7 +143,7 @@ def _add_mlps(
 
 
 def _gate_shared(layer: Layer, workspace: Workspace, read: Normed, rows: int) -> None:
-    """Scale what the shared expert's last product reads by the sigmoid of a score, if it has one."""
+    """Scale the input of the shared expert's down projection by its sigmoid gate, if it has one."""
     if layer.shared is not None and layer.shared_gate is not None and workspace.gates is not None:
         project(read, layer.shared_gate, workspace.gates, rows, workspace.scratch)
         width = layer.shared[1].depth

@@ -1,7 +1,7 @@
-"""Latent attention on the device: its weights and buffers, and what a layer does before and after attention.
+"""Latent attention (MLA): weights, buffers, and the projections before and after attention.
 
-Between both, paged_attention.py attends to latents in the space of latents, for decodes and prompts alike:
-every query head reads the same one KV head, and nothing is unpacked per head. See transformer/latent.py.
+Decode and prefill both use the absorbed form: paged_attention.py attends to the latents, a single KV head for
+all query heads, and keys and values are never expanded per head. See transformer/latent.py.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from paceline.models.config import LATENT_NORM_EPS, LatentConfig
 
 @dataclass(frozen=True)
 class LatentWeights:
-    """What a layer has beside its first product, of [queries or their latent | rotated key | latent]."""
+    """A layer's weights besides the first product, [queries or their latent | RoPE key | KV latent]."""
 
     config: LatentConfig
-    query: Matrix | None  # of all heads, from a latent; None: the first product gives queries
+    query: Matrix | None  # q_b_proj: from query latents; None: the first product gives queries
     query_norm: torch.Tensor | None  # [query rank]
     key_norm: torch.Tensor  # [rank]
-    to_latents: HeadMatrices  # of every head [rank, nope]
-    to_values: HeadMatrices  # of every head [value, rank]
+    to_latents: HeadMatrices  # W_uk^T of every head [rank, nope]
+    to_values: HeadMatrices  # W_uv of every head [value, rank]
 
     @property
     def query_size(self) -> int:
@@ -47,12 +47,12 @@ class LatentWeights:
 
 @dataclass(frozen=True)
 class LatentBuffers:
-    """What the kernels of latent attention pass to each other."""
+    """Intermediate results of latent attention."""
 
-    projected: torch.Tensor  # [rows, width] by the first product
+    projected: torch.Tensor  # [rows, width] output of the first product
     query_latents: torch.Tensor | None  # [rows, padded query rank] normed; padding is zero
-    queries: torch.Tensor  # [rows, at least heads * (rope + nope)] not rotated yet
-    mixed: torch.Tensor  # [rows, heads * rank] by attention
+    queries: torch.Tensor  # [rows, at least heads * (rope + nope)] before RoPE
+    mixed: torch.Tensor  # [rows, heads * rank] output of attention
     ones: torch.Tensor  # float32 [rows, 1]
 
 
@@ -84,7 +84,7 @@ def project_latents(
     keys: torch.Tensor,
     scratch: Scratch,
 ) -> None:
-    """Write queries in the space of latents to `query` [rows, heads, rope + rank], keys to their slots."""
+    """Write absorbed queries to `query` [rows, heads, rope + rank], and keys to their KV slots."""
     rows, own = len(tables.positions), weights.config
     project(read, first, buffers.projected, rows, scratch)
     key_begin = own.query_rank or weights.query_size
@@ -105,7 +105,7 @@ def late_merge(
     scoring: Scoring,
     earliest: int = 0,
 ) -> Partials | None:
-    """The partial results that `attend` shall leave to `project_values`, of few rows."""
+    """With few rows, the partials that `attend` leaves unmerged for `project_values`; else None."""
     if weights is None or not can_merge(weights.to_values) or is_left_out("late_merge"):
         return None
     return late_partials(tables, len(weights.to_values.weight), scratch, scoring, earliest)
@@ -118,9 +118,9 @@ def project_values(
     positions: torch.Tensor,
     partials: Partials | None = None,
 ) -> None:
-    """Write every head's values of its mixed latents to `output` [rows, at least heads * value].
+    """Write W_uv times every head's attended latents to `output` [rows, at least heads * value].
 
-    Attention may have left these latents as `partials`.
+    `partials`: attention has left its result unmerged.
     """
     heads, width = len(weights.to_values.weight), weights.config.value_dim
     mixed = buffers.mixed.view(-1, heads, weights.config.rank)

@@ -1,4 +1,4 @@
-"""One layer of a model: what its kernels read, and how that is made of a checkpoint's tensors."""
+"""Layer: the weights of one layer in the layout of the kernels, and their loading from a checkpoint."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHARED = "mlp.shared_experts"
 
 @dataclass(frozen=True)
 class LayerAdapters:
-    """What adapters add to the products of a layer, if they do."""
+    """The LoRA matrices for the products of a layer; None: no adapter changes the product."""
 
     qkv: LowRank | None = None
     output: LowRank | None = None
@@ -53,7 +53,7 @@ class ExpertNorms:
     """Norms before and after experts, and after a shared MLP: weights [padded hidden]."""
 
     experts: torch.Tensor
-    router: torch.Tensor  # ones: its matrix has what scales its input
+    router: torch.Tensor  # ones: the scale of the router's input is folded into its matrix
     experts_output: torch.Tensor
     shared_output: torch.Tensor
 
@@ -63,40 +63,40 @@ class Layer:
     """One layer: attention, then a gated feed-forward block."""
 
     attention_norm: torch.Tensor | None  # [padded hidden]
-    qkv: Matrix  # tiles are heads: of queries, then of keys, then of values; of latents: see latent.py
-    head_norms: tuple[torch.Tensor, torch.Tensor] | None  # [head_dim] of queries and of keys
+    qkv: Matrix  # tiles are heads: queries, then keys, then values; latent attention: see latent.py
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None  # [head_dim] QK norms of queries and keys
     output: Matrix
     feed_forward_norm: torch.Tensor | None  # [padded hidden]
-    gate_up: Matrix  # of all experts, in a mixture
+    gate_up: Matrix  # in a mixture, of all experts
     down: Matrix
-    mixture: Mixture | None = None  # experts, if the layer has any
-    rotation: Rotation | None = None  # of RoPE; None: no RoPE
+    mixture: Mixture | None = None  # routed experts; None: a dense layer
+    rotation: Rotation | None = None  # RoPE tables; None: no RoPE
     scoring: Scoring = LLAMA_SCORING
     activation: str = "silu"
-    joint_norms: tuple[torch.Tensor, torch.Tensor] | None = None  # of all heads of queries, and of keys
-    output_norms: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # after attention and MLP
+    joint_norms: tuple[torch.Tensor, torch.Tensor] | None = None  # QK norms over all heads together
+    output_norms: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # of attention and MLP
     shared: tuple[Matrix, Matrix] | None = None  # gate_up and down of a shared expert outside of `mixture`
-    shared_gate: Matrix | None = None  # of one column: the sigmoid of its output scales the shared expert
-    gate: Matrix | None = None  # likewise, of every attention output
-    recurrence: tuple[Matrix, Matrix] | None = None  # what it reads, and gives to the residual stream
-    attends: bool = True  # else it has no attention, and `qkv` and `output` stand for nothing
-    feeds_forward: bool = True  # likewise of `gate_up` and `down`
-    latent: LatentWeights | None = None  # of latent attention
-    query_factors: torch.Tensor | None = None  # float32 [positions] by which queries grow
-    split: HeadSplit | None = None  # then tiles of `qkv` are not heads, but those of any product
+    shared_gate: Matrix | None = None  # one column: its sigmoid scales the shared expert
+    gate: Matrix | None = None  # its sigmoid scales the attention output
+    recurrence: tuple[Matrix, Matrix] | None = None  # input and output projections
+    attends: bool = True  # False: no attention; `qkv` and `output` are unused
+    feeds_forward: bool = True  # False: no MLP; `gate_up` and `down` are unused
+    latent: LatentWeights | None = None  # latent attention
+    query_factors: torch.Tensor | None = None  # float32 [positions] scales of queries
+    split: HeadSplit | None = None  # heads are split by a separate kernel: tiles of `qkv` are ordinary tiles
     scale: float = 1.0  # of the layer's output
-    per_layer: PerLayerGate | None = None  # what it makes of a second embedding
-    expert_norms: ExpertNorms | None = None  # if `mixture` and `shared` have norms of their own
+    per_layer: PerLayerGate | None = None  # per-layer embeddings
+    expert_norms: ExpertNorms | None = None  # norms of `mixture` and `shared`
     adapters: LayerAdapters = LayerAdapters()
 
     @property
     def mixes(self) -> bool:
-        """Whether it has attention or a recurrence; else it is an MLP alone."""
+        """Whether it has attention or a recurrence; otherwise it is only an MLP."""
         return self.attends or self.recurrence is not None
 
     @property
     def is_plain(self) -> bool:
-        """Whether the CUDA C++ kernels can run it."""
+        """Whether it has only what llama has, so that CUDA C++ kernels can run it."""
         known = self.scoring.is_native and self.activation == "silu" and self.joint_norms is None
         whole = self.attends and self.feeds_forward and self.recurrence is None
         return known and whole and self.gate is None and self.query_factors is None
@@ -109,14 +109,14 @@ def load_layer(read: Reader, dtype: torch.dtype, index: int) -> Layer:
 
 @dataclass(frozen=True)
 class _LayerLoader:
-    """Makes the matrices of one layer."""
+    """Loads the weights of one layer."""
 
     read: Reader
     dtype: torch.dtype
     index: int
 
     def load(self) -> Layer:
-        """Its attention, its recurrence, and what follows them: as many of these as it has."""
+        """The layer: attention, recurrence and feed-forward block, as far as it has them."""
         config, index = self.read.config, self.index
         moe = config.moe if config.moe and index in config.moe.layers else None
         mixer, recurrence, mlp = None, None, None
@@ -149,9 +149,9 @@ class _LayerLoader:
         return followed if moe is None else self._with_experts(followed, moe)
 
     def _experts(self, moe: MoeConfig) -> list[str]:
-        """The MLPs that are stacked: all experts, and the shared one if it is packed as they are.
+        """The names of the stacked MLPs: all experts, and the shared one if it has the same packing.
 
-        That is asked of all layers: they share buffers for as many experts (`routing_for`).
+        It must have it in all layers, because they share buffers for a number of experts (`routing_for`).
         """
         names = [f"mlp.experts.{expert}" for expert in range(moe.num_experts)]
         is_stacked = moe.shared_intermediate_size % moe.intermediate_size == 0
@@ -165,7 +165,7 @@ class _LayerLoader:
         return [*names, SHARED]
 
     def _with_experts(self, layer: Layer, moe: MoeConfig) -> Layer:
-        """The same layer, with a router to its experts, and the shared expert, if there is one."""
+        """The layer with its router, experts and shared expert."""
         take, down = self._take, layer.down
         shared = layer.gate_up.padded_width // (self._sides * down.depth) - moe.num_experts
         scores = [take("mlp.gate.weight")]
@@ -197,14 +197,14 @@ class _LayerLoader:
         return self.read.part(self.read.take, f"model.layers.{self.index}.{part}", rows)
 
     def _matrices(self, parts: list[str], *rows: slice | None) -> tuple[list[torch.Tensor], str]:
-        """Matrices that become one, and their packing; `rows` of each, one for all, or none: all rows."""
+        """Matrices to concatenate, and their packing. `rows`: slices of each, one for all; none: all rows."""
         names = [f"model.layers.{self.index}.{part}.weight" for part in parts]
         each = rows if len(rows) == len(names) else (rows or (None,)) * len(names)
         return self.read.matrices(names, each, self.dtype)
 
     @property
     def _sides(self) -> int:
-        """The columns of `gate_up` for each that `down` reads."""
+        """The columns of `gate_up` per input of `down`: 2, or 1 without a gate."""
         return 2 if self.read.config.is_gated else 1
 
     def _norm(self, part: str) -> torch.Tensor | None:
@@ -214,7 +214,7 @@ class _LayerLoader:
         return self.read.norm(f"model.layers.{self.index}.{part}.weight") if has_it else None
 
     def _feed_forward(self, mlps: list[str], biases: bool = False) -> tuple[Matrix, Matrix]:
-        """The gates and ups of these MLPs as one matrix, or their ups alone, and their downs."""
+        """The gate and up matrices of these MLPs as one matrix (or up alone), and their down matrices."""
         config, shard, take = self.read.config, self.read.shard, self._take
         sides = ("gate", "up") if config.is_gated else ("up",)
         gates = [f"{own}.{part}_proj" for part in sides for own in mlps]
@@ -231,7 +231,7 @@ class _LayerLoader:
         return gate_up, down
 
     def _recurrence(self, kind: str) -> tuple[Matrix, Matrix]:
-        """The matrices around a layer's recurrence."""
+        """The input and output projections of a layer's recurrence."""
         place, inputs, output = RECURRENT_MATRICES[kind]
         recurrent, take = self.read.config.recurrent, self._take
         biases = kind == "short_conv" and recurrent is not None and recurrent.conv_bias
@@ -243,7 +243,7 @@ class _LayerLoader:
         return into, matrix(given, output_bias, packing=given_packed)
 
     def _attention(self) -> Layer:
-        """A layer's attention, without what follows it."""
+        """The layer with its attention only."""
         config, take = self.read.config, self._take
         if config.latent is not None:
             return self._latent_attention(config.latent)
@@ -267,7 +267,7 @@ class _LayerLoader:
         )
 
     def _latent_attention(self, latent: LatentConfig) -> Layer:
-        """A layer's attention to latents: what its kernels multiply, head by head, is not packed."""
+        """The layer with its latent attention only. Per-head matrices are never packed."""
         config, take, place = self.read.config, self._take, "self_attn"
         first = "q_a_proj" if latent.query_rank else "q_proj"
         weights, packing = self._matrices([f"{place}.{first}", f"{place}.kv_a_proj_with_mqa"])
@@ -314,7 +314,7 @@ class _LayerLoader:
         return into, (norms[0], norms[1]) if norms else None
 
     def _split(self) -> HeadSplit | None:
-        """How rows are cut into heads, in a model whose layers differ in that, or norm values."""
+        """How rows split into heads, if a separate kernel does that (head shapes by layer, or a V norm)."""
         config, shape = self.read.config, self.read.config.shape_of(self.index)
         if not config.layer_shapes and not config.value_norm:
             return None
@@ -322,7 +322,7 @@ class _LayerLoader:
         return HeadSplit(config.num_heads, own, shape.head_dim, shape.values_are_keys, config.value_norm)
 
     def _split_heads(self, split: HeadSplit) -> tuple[Matrix, tuple[torch.Tensor, torch.Tensor] | None]:
-        """The same as `_heads`, of heads that are cut by a kernel of their own."""
+        """The same as `_heads`, for heads that are split by a separate kernel."""
         config, take = self.read.config, self._take
         parts = "q" if not split.kv_heads else "qk" if split.values_are_keys else "qkv"
         heads, packing = self._matrices([f"self_attn.{part}_proj" for part in parts])
@@ -351,15 +351,15 @@ class _LayerLoader:
 
 
 def mixed_groups(config: ModelConfig) -> int:
-    """The groups of query heads in every layer, if layers have different heads; else 0: their KV heads."""
+    """The groups of query heads in every layer, if head shapes differ by layer; 0: a group per KV head."""
     return math.lcm(*(shape.num_kv_heads for shape in config.layer_shapes)) if config.layer_shapes else 0
 
 
 def head_order(config: ModelConfig, rope: RopeConfig | None, device: torch.device) -> torch.Tensor | None:
-    """The order of a head's values in which RoPE rotates pairs of its two halves; None: their own.
+    """The order of a head's values that turns partial RoPE into RoPE of its two halves; None: unchanged.
 
-    RoPE of a part of a head pairs the halves of this part. Scores are the same in any order that queries and
-    keys share.
+    Partial RoPE pairs the halves of the rotated part. Scores do not depend on the order, if queries and keys
+    have the same.
     """
     dim, rotated = config.head_dim, config.head_dim if rope is None else rope.dim or config.head_dim
     if rotated == dim:

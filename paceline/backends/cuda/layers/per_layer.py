@@ -1,4 +1,4 @@
-"""The second embedding of Gemma's E sizes on the device: weights, buffers, and what a pass does with them."""
+"""Per-layer embeddings (PLE, Gemma's E sizes): weights, buffers, and the launch of their kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.models.config import ModelConfig
 
 @dataclass(frozen=True)
 class PerLayerInputs:
-    """What all layers are given, beside the residual stream."""
+    """The weights that compute the per-layer inputs of all layers."""
 
     table: torch.Tensor  # [vocab, layers * size]
     projection: Matrix  # of embeddings, to layers * size
@@ -27,17 +27,17 @@ class PerLayerInputs:
 
     @property
     def size(self) -> int:
-        """Of a layer's part."""
+        """The size of a layer's input."""
         return len(self.norm)
 
 
 @dataclass(frozen=True)
 class PerLayerGate:
-    """What a layer makes of its part."""
+    """The weights of one layer that gate its input and project it to the residual stream."""
 
-    gate: Matrix  # of the residual stream, to a part's size
-    projection: Matrix  # of the gated part, to the residual stream
-    norm: torch.Tensor  # [padded hidden] of what is added
+    gate: Matrix  # residual stream -> input size
+    projection: Matrix  # gated input -> residual stream
+    norm: torch.Tensor  # [padded hidden] of the projection
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class PerLayerBuffers:
 
 
 def load_per_layer_inputs(config: ModelConfig, take: Callable[[str], torch.Tensor]) -> PerLayerInputs | None:
-    """The weights of all layers together, if the model has such an embedding."""
+    """The shared weights of per-layer embeddings, if the model has them."""
     if config.per_layer_input is None:
         return None
     return PerLayerInputs(
@@ -73,7 +73,7 @@ def make_per_layer_buffers(
 def give_inputs(
     inputs: PerLayerInputs, tokens: torch.Tensor, embedded: Normed, buffers: PerLayerBuffers, scratch: Scratch
 ) -> None:
-    """Write what layers are given for `tokens` [rows], whose scaled embeddings are `embedded`."""
+    """Write the inputs of all layers for `tokens` [rows], given their scaled embeddings `embedded`."""
     project(embedded, inputs.projection, buffers.given, len(tokens), scratch)
     join_embeddings(tokens, inputs.table, inputs.norm, buffers.given, inputs.eps, inputs.scale)
 
@@ -88,7 +88,7 @@ def project_given(
     buffers: PerLayerBuffers,
     scratch: Scratch,
 ) -> None:
-    """Write what `layer` makes of its part to `added`, not normed yet; `read` is its residual stream."""
+    """Write the projection of `layer`'s gated input to `added`, before its norm; `read`: residual stream."""
     size = buffers.gates.shape[1]
     project(read, gate.gate, buffers.gates, rows, scratch)
     given = buffers.given[:, layer * size : (layer + 1) * size]

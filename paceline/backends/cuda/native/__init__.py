@@ -1,1 +1,1 @@
-"""CUDA C++ kernels (source/*.cu), compiled by NVRTC, each beside the Triton kernel whose bits it has."""
+"""CUDA C++ kernels (source/*.cu), compiled by NVRTC. Each has the bits of a Triton kernel, its fallback."""

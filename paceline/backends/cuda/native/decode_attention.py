@@ -1,9 +1,9 @@
 """Attention of a pass: a CUDA C++ kernel for uniform batches on Hopper, else the Triton kernel.
 
-A batch is uniform if every request has the same number of rows, as in the decode loop: plain rows, chains
-and trees. The kernel (source/decode_attention.cu) has the bits of paged_attention.py, which takes any rows
-and runs wherever this one cannot. One program occupies a whole multiprocessor, with several KV blocks in
-flight, and takes one unit of work (tiles of a request, a KV head) after the other.
+A batch is uniform if every request has the same number of rows, as in the decode loop (without drafts, with
+chains, with trees). The kernel (source/decode_attention.cu) has the bits of paged_attention.py, which
+supports any rows and is the fallback. It is persistent: one program per multiprocessor, with several KV
+blocks in flight, computes one work unit (tiles of a request, a KV head) after the other.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ SOURCES = (  # concatenated in this order
     "decode_attention",
 )
 HEAD_SIZES = (64, 128)
-MAX_SPAN = 64  # nodes of a tree: it spans at most a block and the next
-TILES_PER_UNIT = 2  # if a request has several
-# pipeline stages, windows of keys in flight or in use: the most that shared memory has room for
+MAX_SPAN = 64  # most nodes of a tree, so that it spans at most two blocks
+TILES_PER_UNIT = 2  # most tiles of a work unit
+# pipeline stages of keys, in the order of preference: as many as shared memory has room for
 KEY_STAGES = (5, 4)
-MORE_VALUES = 2  # stages more, since values are used two phases after keys
-SHARED_MEMORY = 227 << 10  # bytes of a program
+MORE_VALUES = 2  # additional stages of values, which are used two phases after keys
+SHARED_MEMORY = 227 << 10  # bytes of a program, at most
 
 
 def attend(
@@ -92,7 +92,7 @@ def _run(
     earliest: int,
     scoring: Scoring,
 ) -> bool:
-    """Run the CUDA C++ kernel; False if it is not available or not made for this pass."""
+    """Run the CUDA C++ kernel; False if it is not available or does not support this pass."""
     rows, heads, dim = len(tables.positions), query.shape[1], query.shape[2]
     uniform, kv_heads, device = tables.uniform, keys.shape[1], query.device
     if (
@@ -104,7 +104,7 @@ def _run(
         return False
     lines = min(page_size, BLOCK)
     if page_size % lines or BLOCK % lines or lines % 8:
-        return False  # TMA copies are of whole eights of lines, the swizzle's unit
+        return False  # TMA copies multiples of 8 lines, the unit of the swizzle
     has_trees, tiles = tables.paths is not None, len(tables.tile_counts)
     if (has_trees and uniform.span > MAX_SPAN) or triton.next_power_of_2(heads // kv_heads) > LANES:
         return False
@@ -113,7 +113,7 @@ def _run(
     kv_chunks, multiprocessors = -(-scratch.blocks // MERGE_FAN_IN), num_multiprocessors(device)
     is_crowd = groups * kv_heads > multiprocessors and tiles_each == 1
     if attention.PROGRAMS // (tiles * kv_heads) >= MERGE_FAN_IN or is_crowd:
-        return False  # Triton splits single blocks, and runs several programs per multiprocessor
+        return False  # Triton is faster: it splits into blocks, with several programs per multiprocessor
     kv_splits = num_kv_splits(groups * kv_heads, kv_chunks, multiprocessors)
     kernel = _kernel((heads, kv_heads, dim, page_size), tiles_each, has_trees, scoring.scale(dim), device)
     if kernel is None:
@@ -146,9 +146,9 @@ def _run(
 
 
 def num_kv_splits(units: int, kv_chunks: int, multiprocessors: int) -> int:
-    """The number of units that split the KV positions of what would be a unit.
+    """The number of KV splits of a work unit.
 
-    Several if there are multiprocessors for them, or if with whole units many would wait for a few.
+    More than one if multiprocessors would be idle, or if many would wait for the last units.
     """
     several = [splits for splits in (2, 4) if splits <= kv_chunks]
     if units <= multiprocessors:
@@ -157,7 +157,7 @@ def num_kv_splits(units: int, kv_chunks: int, multiprocessors: int) -> int:
 
 
 def threads(dim: int) -> int:
-    """Threads of the warps for scores, for the softmax, for 64 columns of values each, and that load."""
+    """The threads of a program: warps for scores, softmax, each 64 columns of values, and loads."""
     return 128 + 256 + 2 * dim + 128
 
 

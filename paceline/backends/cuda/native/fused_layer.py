@@ -1,12 +1,12 @@
-"""Fused output-projection/MLP/QKV kernel: all of a layer after its attention, and the next layer's QKV.
+"""Fused output-projection/MLP/QKV kernel: everything of a layer after its attention, and the next QKV.
 
-Each of these products needs the whole result of the one before. As separate kernels they interrupt the
-stream of weights every time; in one kernel the weights of the next product are loaded while programs wait
-for each other's results. It is CUDA C++ (source/fused_layer.cu) with the bits of the Triton kernels, which
-run wherever this one cannot.
+Each of these products needs the complete result of the one before. Separate kernels interrupt the stream of
+weights between products; in one kernel the weights of the next product are loaded while programs wait for
+each other's results. It is CUDA C++ (source/fused_layer.cu), with the bits of the Triton kernels, its
+fallback.
 
-Programs wait for each other, so all of them must be resident at once, and only one such kernel may run at a
-time. The backend uses a single stream, which guarantees that.
+Programs wait for each other at grid barriers, so all of them must be resident at once, and only one such
+kernel may run at a time. The backend uses a single stream, which guarantees that.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from paceline.backends.cuda.weights.model_weights import Layer
 
 logger = logging.getLogger(__name__)
 
-FEW = 16
-CLUSTER = (2, 1)  # one program per half of the splits of a tile
-GATE_UP_COLUMNS = 4 * TILE  # of a program
+FEW = 16  # rows of the smallest variant
+CLUSTER = (2, 1)  # two programs, each with half of the splits of a tile
+GATE_UP_COLUMNS = 4 * TILE  # columns of a program's gate and up
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What the kernel is compiled for."""
+    """The row counts that a compiled kernel is for."""
 
-    padded: int  # rows
-    rows: range  # of the passes that it is for
+    padded: int  # rows that it computes
+    rows: range  # rows of the passes that use it
     ring: tuple[int, int]  # pipeline stages: cells of weights, slots of rows
-    loaded: int  # rows that are read: unpacked weights are multiplied by no others
+    loaded: int  # rows that it loads; only these are multiplied by unpacked weights
 
 
 def _variant(padded: int, first: int, ring: tuple[int, int], loaded: int | None = None) -> Variant:
@@ -69,13 +69,13 @@ VARIANTS = {  # by packing
 
 @dataclass(frozen=True)
 class LayerBuffers:
-    """What a layer reads and writes after its attention."""
+    """The inputs and outputs of a layer after its attention."""
 
     hidden: torch.Tensor  # float32 [rows, padded hidden]
     attention_output: torch.Tensor  # [rows, padded heads * head_dim]; e4m3 if it has scales
     feed_forward_input: Normed
     activated: torch.Tensor  # [rows, padded intermediate] likewise
-    output: Normed  # what the next layer reads
+    output: Normed  # input of the next layer
     features: torch.Tensor | None = None  # float32 [rows, hidden] a copy of the residual stream
     attention_scales: torch.Tensor | None = None  # as of Normed
     activated_scales: torch.Tensor | None = None
@@ -102,10 +102,10 @@ def run_fused_layer(
     scratch: Scratch,
     heads: NextQkv | None,
 ) -> bool:
-    """Run a layer after its attention, and the next layer's QKV; False, with nothing done, if it cannot.
+    """Run a layer after its attention, and the next layer's QKV; False if the kernel does not support it.
 
-    `norm` is the weight of the next norm, `heads` the QKV product after it, if any. Without it, separate
-    kernels are faster for few rows.
+    `norm` is the weight of the next norm, `heads` the QKV projection after it; without one (after the last
+    layer), separate kernels are faster for few rows.
     """
     packing, device = layer.output.tiling.packing, layer.output.weight.device
     variant = next((own for own in VARIANTS.get(packing, ()) if rows in own.rows), None)
@@ -156,7 +156,7 @@ def _fits(layer: Layer, heads: NextQkv | None, programs: int) -> bool:
 
 
 def _halves(matrix: Matrix) -> bool:
-    """Whether two programs have half of the splits each: of packed weights there may be more than two."""
+    """Whether the splits divide evenly between two programs; packed weights may have more than two splits."""
     splits, steps = matrix.tiling.splits, matrix.depth // matrix.tiling.step
     if matrix.tiling.packing == "e4m3":
         return splits % 2 == 0 and steps % splits == 0  # a pipeline cell is a step
@@ -164,7 +164,7 @@ def _halves(matrix: Matrix) -> bool:
 
 
 def _is_shared(matrix: Matrix) -> bool:
-    """Whether each warpgroup of a program computes half of its splits, one or two that are equally deep."""
+    """Whether each warpgroup of a program computes half of its splits: one or two, equally deep."""
     splits, steps = matrix.tiling.splits, matrix.depth // matrix.tiling.step
     return matrix.tiling.packing != "none" and splits in (4, 8) and steps % splits == 0
 

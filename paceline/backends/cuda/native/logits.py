@@ -1,7 +1,6 @@
-"""The LM head for many rows, by a kernel that streams the vocabulary's matrix: see weight_pipeline.py.
+"""The LM head for 65 to 96 rows: a persistent kernel that streams the matrix (see weight_pipeline.py).
 
-A program takes four column tiles at a time. The bits are those of `project`, which runs wherever this
-kernel cannot.
+A program computes four column tiles at a time. It has the bits of `project`, its fallback.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from paceline.backends.cuda.native.weight_pipeline import (
     supports_pipeline,
 )
 
-PADDED, LEAST = 96, 65  # rows that it is compiled for; fewer than 65 gain nothing
+PADDED, LEAST = 96, 65  # rows: most and fewest; with fewer than 65 it is not faster
 RING = (14, 7)  # pipeline stages: cells of weights, slots of rows
 TILES_PER_UNIT = 4  # column tiles of a unit of work
 

@@ -1,8 +1,7 @@
-"""Products of hundreds of rows, by a compute-bound kernel: prompts, and steps of many requests.
+"""Matrix products of hundreds of rows (prefill, large batches) by a compute-bound kernel.
 
 It is CUDA C++ for Hopper (source/many_rows*.cu): persistent and warp-specialized, with TMA copies and WGMMA.
-The functions here are those of kernels/products/linear.py and heads.py, which run wherever this kernel
-cannot, with the same bits.
+The functions have the contracts and bits of kernels/products/linear.py and heads.py, which are the fallback.
 """
 
 from __future__ import annotations
@@ -39,18 +38,18 @@ from paceline.backends.cuda.native.weight_pipeline import (
 from paceline.backends.cuda.passes.compiling import cached_kernel
 
 SOURCES = "instructions", "activations", "many_rows_products", "many_rows_epilogues", "many_rows"
-LEAST = 97  # rows; fewer are for the fused layer kernel, and Triton
+LEAST = 97  # fewest rows; the fused layer kernel and Triton are for fewer
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of programs. Times are measured, in units of 0.6 microseconds."""
+    """A tile size of programs, with its measured times in units of 0.6 microseconds."""
 
-    stages: int  # of the pipeline
-    stage: float  # time of one
-    one: float  # time of what follows the stages of a unit that has the only split
-    all: float  # ... that has all splits
-    parallel: float  # ... that has one of several
+    stages: int  # pipeline stages
+    stage: float  # time of a stage
+    one: float  # epilogue time of a work unit with the only split
+    all: float  # epilogue time of a work unit with all of several splits
+    parallel: float  # epilogue time of a work unit with one of several splits
 
 
 SIZES = {  # by rows and columns
@@ -60,12 +59,12 @@ SIZES = {  # by rows and columns
     (192, 128): Size(5, 0.76, 11, 16, 30),
     (128, 64): Size(9, 0.3, 8, 12, 22),
 }
-PAIRED_COLUMNS = (224, 256)  # of programs that load weights for each other
-HALVED_COLUMNS = 224  # whole tiles and a half
-NARROW_COLUMNS = 64  # only for one tile of rows
+PAIRED_COLUMNS = (224, 256)  # columns of programs that can form clusters and share loaded weights (multicast)
+HALVED_COLUMNS = 224  # three tiles and a half
+NARROW_COLUMNS = 64  # only if there is a single tile of rows
 KINDS = {"gate_up": 0, "add": 1, "heads": 2, "project": 3}
 HEAD = 128  # size of heads
-MAX_GROUPS = 128  # of a row's sums of squares
+MAX_GROUPS = 128  # most partial sums of squares of a row
 TENSORS = (  # of `Arguments`, in order
     "squares",
     "written_squares",
@@ -86,22 +85,22 @@ TENSORS = (  # of `Arguments`, in order
 
 @dataclass(frozen=True)
 class Plan:
-    """How a product is cut into units of work. It does not affect the bits."""
+    """How a product is divided into work units. It does not affect the bits."""
 
     rows: int  # of a program
     columns: int
-    is_parallel: bool = False  # whether splits are units of their own
+    is_parallel: bool = False  # each split is a separate work unit (split-K)
 
     def row_tiles(self, rows: int) -> int:
         """The number of tiles of this many rows."""
         return -(-rows // self.rows)
 
     def programs(self, rows: int) -> int:
-        """The number of programs of a cluster: two, if all tiles of rows have a neighbour."""
+        """The number of programs of a cluster: two, if the number of row tiles is even."""
         return 2 if self.columns in PAIRED_COLUMNS and self.row_tiles(rows) % 2 == 0 else 1
 
     def fits(self, kind: str, width: int, splits: int, rows: int) -> bool:
-        """Whether a product of this kind can be cut like this."""
+        """Whether a product of this kind can be divided like this."""
         has_half, is_narrow = self.columns == HALVED_COLUMNS, self.columns == NARROW_COLUMNS
         # only sums that are added may have more rows than buffers, and only if they need no memory
         reaches_over = self.row_tiles(rows) * self.rows > padded_rows(rows)
@@ -114,15 +113,15 @@ class Plan:
         )
 
     def occupies(self, width: int, splits: int, rows: int, multiprocessors: int) -> bool:
-        """Whether few rows have enough units to keep memory busy: Triton's programs are more, and smaller."""
+        """Whether there are enough work units to be faster than Triton's more numerous, smaller programs."""
         return self.row_tiles(rows) > 1 or 2 * self.units(width, splits, rows) >= multiprocessors
 
     def units(self, width: int, splits: int, rows: int) -> int:
-        """The number of units of a matrix of this padded width."""
+        """The number of work units of a matrix of this padded width."""
         return self.row_tiles(rows) * (width // self.columns) * (splits if self.is_parallel else 1)
 
     def time(self, width: int, depth: int, splits: int, rows: int, multiprocessors: int) -> float:
-        """The time of the multiprocessor with most units, where a stage of 256 columns takes 1."""
+        """The time of the multiprocessor with most work units, where a stage of 256 columns takes 1."""
         turns = -(-self.units(width, splits, rows) // multiprocessors)
         stages = depth / LINE / (splits if self.is_parallel else 1)
         size = SIZES[self.rows, self.columns]
@@ -155,13 +154,13 @@ def many_rows_kernel(
 
 
 def threads(rows: int) -> int:
-    """Of a program: a warpgroup for each 64 rows, and one that loads."""
+    """The threads of a program: a warpgroup for each 64 rows, and one that loads."""
     return 2 * rows + 128
 
 
 @dataclass(frozen=True)
 class Operands:
-    """What the kernel reads and writes besides its rows: members of `Arguments` in many_rows_products.cu."""
+    """The kernel's operands besides its rows: members of `Arguments` in many_rows_products.cu."""
 
     tensors: Mapping[str, torch.Tensor | None]  # some of TENSORS
     width: int = 0
@@ -181,7 +180,7 @@ class Operands:
 def run_many_rows(
     kind: str, inputs: torch.Tensor, matrix: Matrix, rows: int, scratch: Scratch, operands: Operands
 ) -> bool:
-    """Run a product of many rows; False, with nothing done, if this kernel cannot."""
+    """Run a product of many rows; False if the kernel does not support it."""
     device = matrix.weight.device
     if rows < LEAST or not supports_pipeline(device) or not can_stream(matrix) or is_left_out("many_rows"):
         return False
@@ -237,7 +236,7 @@ def _residual_map(plan: Plan, operands: Operands) -> bytes:
 
 
 def _half_tiles_map(matrix: Matrix) -> bytes:
-    """The TMA descriptor of halves of tiles: a half of the columns of gate, and the same of up."""
+    """The TMA descriptor of half tiles: half of a tile's gate columns and the same half of its up columns."""
     step, part, half = matrix.tiling.step, TILE // 4, TILE // 2
     sizes = step, part, 2, 2, matrix.tiles * (matrix.depth // step)
     strides = step, part * step, half * step, TILE * step
@@ -245,7 +244,7 @@ def _half_tiles_map(matrix: Matrix) -> bytes:
 
 
 def _is_normed(normed: Normed) -> bool:
-    """Whether the kernel can compute the factors of such rows."""
+    """Whether the kernel can compute the norm factors of such rows."""
     groups = normed.squares.shape[1]
     return groups <= MAX_GROUPS and groups % 4 == 0
 

@@ -1,4 +1,4 @@
-"""CUDA C++ kernels: compiled by NVRTC, which comes with torch, and launched through the CUDA driver.
+"""NativeKernel: CUDA C++ kernels, compiled by torch's NVRTC and launched through the CUDA driver.
 
 torch compiles kernels, but cannot launch them with programmatic dependent launch or in clusters, and does
 not create TMA descriptors. The driver does all three, through ctypes.
@@ -24,8 +24,8 @@ SWIZZLE_128B = 3  # CU_TENSOR_MAP_SWIZZLE_128B
 CLUSTER, OVERLAP = 4, 6  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, ..._PROGRAMMATIC_STREAM_SERIALIZATION
 CARVEOUT, ALL_SHARED = 9, 100  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, percent
 MAP_BYTES, MAP_ALIGNMENT = 128, 64
-# Optional kernels, which can be left out to compare: those in CUDA C++ (Triton's run instead), and the
-# shared-prefix kernel (each request reads its own prefix instead).
+# Optional kernels, which benchmarks can disable: those in CUDA C++ (Triton kernels run instead), and the
+# shared-prefix kernel (every request reads its own prefix instead).
 KERNELS = (
     "decode_attention",
     "fused_layer",
@@ -43,7 +43,7 @@ _left_out: set[str] = set()
 
 @contextmanager
 def leaving_out(names: Sequence[str]) -> Iterator[None]:
-    """Leave these kernels out of graphs captured meanwhile, to compare them with what they replace."""
+    """Disable these kernels in graphs captured within the context, to compare with what they replace."""
     named = [ALIASES.get(name, name) for name in names]
     _left_out.update(named)
     try:
@@ -53,15 +53,15 @@ def leaving_out(names: Sequence[str]) -> Iterator[None]:
 
 
 def is_left_out(name: str) -> bool:
-    """Whether this kernel is left out."""
+    """Whether this kernel is disabled."""
     return name in _left_out
 
 
 @lru_cache
 def compiler() -> Callable[..., Any] | None:
-    """torch's private function that compiles a CUDA C++ kernel; None where torch has none, logged once.
+    """torch's private function that compiles a CUDA C++ kernel; None if torch has none (logged once).
 
-    No public function compiles without a CUDA toolkit on the machine; this one uses torch's NVRTC.
+    Public functions need a CUDA toolkit on the machine; this one uses the NVRTC that torch ships.
     """
     found: Callable[..., Any] | None = getattr(torch.cuda, "_compile_kernel", None)
     if found is None:
@@ -76,7 +76,7 @@ def _driver() -> Any:
 
 
 def float_bits(number: float) -> int:
-    """The bits of a float32 as an integer, for constants of sources."""
+    """The bits of a float32 as an integer, for constants in sources."""
     return int(struct.unpack("<i", struct.pack("<f", number))[0])
 
 
@@ -87,9 +87,10 @@ def _check(result: int, doing: str) -> None:
 
 @cache
 def tensor_map(address: int, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]) -> bytes:
-    """The TMA descriptor of a bfloat16 tensor: boxes of it, of lines of 128 bytes, are copied swizzled.
+    """The TMA descriptor of a bfloat16 tensor, for copies of boxes with lines of 128 bytes, swizzled.
 
-    Sizes, strides and the box have the innermost dimension first; strides, in elements, skip the innermost.
+    Sizes, strides and the box have the innermost dimension first; strides are in elements, without the
+    innermost.
     """
     rank = len(sizes)
     room = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
@@ -132,7 +133,7 @@ def _three(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class NativeKernel:
-    """A kernel with one argument, a structure, launched with programmatic dependent launch."""
+    """A kernel with one structure as argument, launched with programmatic dependent launch."""
 
     def __init__(self, source: str, name: str, shared_bytes: int, device: torch.device) -> None:
         make = compiler()
@@ -142,7 +143,7 @@ class NativeKernel:
             with on_device(device):
                 kernel = make(source, name, compute_capability="90a")
                 kernel.set_shared_memory_config(shared_bytes)
-                # otherwise a program of the next kernel would find no shared memory
+                # otherwise programs of the next kernel would find no shared memory
                 result = _driver().cuFuncSetAttribute(kernel.func, CARVEOUT, ALL_SHARED)
                 _check(result, "reserving shared memory")
             return kernel
@@ -151,7 +152,7 @@ class NativeKernel:
         self._shared = shared_bytes
 
     def most_clusters(self, grid: tuple[int, int], cluster: tuple[int, int], threads: int) -> int | None:
-        """The number of clusters that are resident at once; None if the driver cannot tell."""
+        """The number of clusters that can be resident at once; None if the driver cannot tell."""
         if self._kernel is None:
             return None
         attributes, count = (_Attribute * 1)(), ctypes.c_int(0)
@@ -187,9 +188,9 @@ def native_kernel(
     shared_bytes: int,
     device: torch.device,
 ) -> NativeKernel | None:
-    """The kernel of this name, or None, which is logged, if it does not compile: Triton runs instead.
+    """The kernel of this name; None, and a log entry, if it does not compile: Triton runs instead.
 
-    Its source is these files of source/, in this order, after the constants and instructions given here.
+    Its source: the constants `numbers`, `instructions`, then these files of source/, in this order.
     """
     if compiler() is None:
         return None

@@ -1,12 +1,11 @@
-"""A persistent megakernel: all layers of a pass over few rows in one kernel.
+"""A persistent megakernel: all layers of a pass with few rows in one kernel.
 
-With few rows, the separate kernels of a layer do not keep memory busy: each waits for the one before it,
-starts loading, and ends with its slowest program. In one kernel for all layers, the weights of the next
-phases are loaded while programs wait for each other at grid barriers.
+With few rows, separate kernels do not saturate memory bandwidth: each waits for its predecessor, fills its
+pipeline, and ends with its slowest program. In one kernel for all layers, the weights of the next phases are
+loaded while programs wait for each other at grid barriers.
 
-It is CUDA C++ (source/persistent_*.cu), compiled by torch when first needed: Triton has no shared-memory
-pipeline that outlives a loop, and no grid barrier. It has the bits of the Triton kernels: the same numbers,
-summed in the same order. Where it is not available, those kernels run the layers.
+It is CUDA C++ (source/persistent_*.cu), because Triton has no shared-memory pipeline that outlives a loop and
+no grid barrier. It has the bits of the Triton kernels, its fallback: the same sums in the same order.
 
 Programs wait for each other, so all of them must be resident at once, and only one such kernel may run at a
 time. The backend uses a single stream, which guarantees that.
@@ -56,17 +55,17 @@ THREADS = WARPS * 32 + 128  # computing and loading threads
 STEP = 128  # of the depth: the layout of weights
 PIECE = 64  # of the depth: pipeline slots hold multiples of it
 ROW_SLOTS = 10  # pieces of rows in flight or in use, per warp
-MAX_ROWS = 8  # rows of an MMA instruction; separate kernels take 1.26 times as long at 8
-HEAD_SIZES = (64, 128)  # others were not tried, or need too many registers
-MAX_HIDDEN = 2048  # larger models keep memory busy with separate kernels
+MAX_ROWS = 8  # rows of an MMA instruction; with 8, separate kernels take 1.26 times as long
+HEAD_SIZES = (64, 128)  # other sizes were not tried, or need too many registers
+MAX_HIDDEN = 2048  # in larger models separate kernels saturate memory bandwidth
 MAX_SLOTS, MIN_SLOTS = 16, 6  # slots of the weight pipeline
-MAX_CHOSEN = 8  # experts of a row: a computing warp each
-MAX_OFFSET = 1 << 32  # numbers of a matrix
+MAX_CHOSEN = 8  # most experts of a row: one computing warp each
+MAX_OFFSET = 1 << 32  # most numbers of a matrix
 OTHER_BYTES, LAYER_BYTES = 2048, 104  # of shared memory: small variables, and each layer's addresses
 
 
 class PersistentLayers:
-    """`run_layers` for passes of few rows at fixed addresses, where the megakernel supports them."""
+    """`run_layers` by the megakernel, for passes of few rows at fixed addresses."""
 
     def __init__(self, weights: Weights, workspace: Workspace, pool: Pool, page_size: int) -> None:
         self._known = weights, workspace, pool, page_size
@@ -79,12 +78,10 @@ class PersistentLayers:
         features: torch.Tensor | None = None,
         feature_layers: tuple[int, ...] = (),
     ) -> bool:
-        """Do what `run_layers` does; False if the megakernel cannot: many rows, adapters and others.
+        """Run all layers like `run_layers`; False if the megakernel does not support this pass.
 
-        Shared prefixes are left to separate kernels, which read them once for all rows. Of a tree, a pass
-        must have all nodes.
-
-        `features` and `feature_layers` must be the same in all calls.
+        Not supported: many rows, LoRA adapters, shared prefixes (separate kernels read them once for all
+        rows) and parts of draft trees. `features` and `feature_layers` must be the same in all calls.
         """
         has_nodes = tables.paths is None or (tables.uniform is not None and tables.uniform.settled)
         if not has_nodes or tables.shared_prefix is not None or is_left_out("persistent"):
@@ -125,7 +122,7 @@ class PersistentLayers:
 
 
 class _Pass:
-    """The compiled kernel and its argument: addresses, in the order of source/persistent_shapes.cu."""
+    """The compiled kernel and its argument, the addresses in the order of source/persistent_shapes.cu."""
 
     def __init__(
         self,
@@ -146,7 +143,7 @@ class _Pass:
             return torch.zeros(count, dtype=kind, device=device)
 
         def feature(index: int) -> torch.Tensor | None:
-            """Where the residual stream before layer `index` goes, if it is wanted."""
+            """The buffer for the residual stream before layer `index`, if it is a wanted feature."""
             if features is None or index not in feature_layers:
                 return None
             return features[:, feature_layers.index(index) * sizes["HIDDEN"] :]
@@ -186,20 +183,20 @@ class _Pass:
             used += [layer.gate_up.weight, layer.down.weight, norm, keys, values, feature(index)]
             used += layer.head_norms or (None, None)
             used += [None if layer.mixture is None else layer.mixture.router.weight]
-        self._used = used  # tensors must live as long as the kernel holds their addresses
+        self._used = used  # keeps tensors alive whose addresses the kernel holds
         addresses = [own.data_ptr() if isinstance(own, torch.Tensor) else own or 0 for own in used]
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         self._programs, self._shared = sizes["PROGRAMS"], _shared_bytes(sizes)
         self._kernel = _compile(tuple(sizes.items()), self._shared, device)
 
     def run(self) -> None:
-        """Run all layers; `workspace.attention_input` is then what the head reads."""
+        """Run all layers; `workspace.attention_input` is then the LM head's input."""
         if self._kernel is not None:  # otherwise passes only compile
             self._kernel((self._programs, 1, 1), (THREADS, 1, 1), [self._addresses], self._shared)
 
 
 def _compile(sizes: tuple[tuple[str, int], ...], shared: int, device: torch.device) -> Any:
-    """The kernel for these constants: it is called with grid, block, arguments and bytes of shared memory.
+    """The kernel for these constants, a function of (grid, block, arguments, bytes of shared memory).
 
     None while passes only compile.
     """
@@ -327,7 +324,7 @@ def _is_plain(weights: Weights, rows: int) -> bool:
 
 
 def _is_plain_mixture(mixture: Mixture) -> bool:
-    """Whether rows choose a few experts by a softmax of their scores, and nothing else."""
+    """Whether the kernel supports a mixture: few experts per row, plain softmax routing."""
     moe, router, chosen = mixture.moe, mixture.router, mixture.chosen
     by_softmax = moe.scoring == "softmax" and moe.normalize_weights and moe.weight_scale == 1
     alone = mixture.shared == 0 and mixture.correction is None and moe.groups == 1
@@ -340,7 +337,7 @@ def _is_plain_mixture(mixture: Mixture) -> bool:
 
 
 def _room(sizes: dict[str, int]) -> int:
-    """Bytes of shared memory beside the weight pipeline. Products and attention use them by turns."""
+    """Bytes of shared memory besides the weight pipeline, used by products and attention in turn."""
     whole = max(sizes["HIDDEN"], sizes["HEADS"] * sizes["DIM"])
     streamed = sizes["STREAMERS"] * ROW_SLOTS * PIECE
     products = sizes["ROWS"] * max(whole, streamed) * 2 + sizes["SPLIT_JOBS"] * 512

@@ -1,6 +1,6 @@
 """Attention of prefill chunks by a CUDA C++ kernel on Hopper (source/prefill_attention.cu).
 
-It has the bits of prefill_attention.py (of Triton), which runs wherever this one cannot, with the same tiles.
+It has the tiles and bits of the Triton kernel kernels/attention/prefill_attention.py, its fallback.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from paceline.backends.cuda.passes.compiling import cached_kernel
 
 SOURCES = ("instructions", "activations", "softmax", "prefill_attention")  # concatenated in this order
 DIM = 128  # size of heads
-MAX_GROUP = 16  # query heads of a KV head
-STAGES = 2  # blocks of keys and values in flight or in use: more take the room of a second program
+MAX_GROUP = 16  # most query heads of a KV head
+STAGES = 2  # blocks of keys and values in flight or in use: with more, a second program would not fit
 THREADS = 160
 
 
@@ -41,13 +41,13 @@ def run_prefill(
     earliest: int,
     scoring: Scoring,
 ) -> bool:
-    """Attention of the rows in prefill tiles; False, with nothing done, if this kernel cannot."""
+    """Run attention of the rows in prefill tiles; False if the kernel does not support it."""
     tiles = tables.prefill
     if tiles is None or is_left_out("prefill_attention") or not supports_pipeline(query.device):
         return False
     heads, kv_heads, lines = query.shape[1], keys.shape[1], min(page_size, BLOCK)
     if page_size % lines or BLOCK % lines or lines % 8:
-        return False  # TMA copies are of whole eights of lines, the swizzle's unit
+        return False  # TMA copies multiples of 8 lines, the unit of the swizzle
     if query.dtype != torch.bfloat16 or query.shape[2] != DIM or heads // kv_heads > MAX_GROUP:
         return False
     kernel = prefill_kernel(heads, kv_heads, page_size, scoring.scale(DIM), query.device)

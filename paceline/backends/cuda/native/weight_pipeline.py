@@ -1,7 +1,7 @@
-"""What fused_layer.py and logits.py share: kernels that stream weights through a pipeline in shared memory.
+"""The weight-streaming pipeline of the kernels in fused_layer.py and logits.py.
 
-They are CUDA C++ for Hopper (source/pipeline.cu): persistent and warp-specialized. One program stays on each
-multiprocessor; one thread loads weights and one loads rows by TMA, and two warpgroups multiply (WGMMA).
+It is CUDA C++ for Hopper (source/pipeline.cu): persistent and warp-specialized, with one program per
+multiprocessor. One thread loads weights and one loads rows by TMA; two warpgroups multiply (WGMMA).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ SHARED_SOURCES = (
 TILE = 64  # columns of a tile
 STEPS = {"none": 128, "e4m3": 128, "int4": 256}  # {packing: depth of a step} in the layout of weights
 DTYPES = {"none": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "int4": torch.int32}  # of weights
-LINE = 64  # 2-byte numbers of a line of a pipeline cell, which has TILE lines
-THREADS = 384
-MAX_TILES = 64  # of the residual stream: a warp adds up their sums of squares
+LINE = 64  # 2-byte numbers of a line of a pipeline cell; a cell has TILE lines
+THREADS = 384  # of a program
+MAX_TILES = 64  # most tiles of the residual stream: one warp adds up their sums of squares
 
 
 def supports_pipeline(device: torch.device) -> bool:
-    """Whether this device has such kernels."""
+    """Whether this device can run such kernels."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
@@ -44,7 +44,7 @@ def can_stream(matrix: Matrix, packing: str = "none") -> bool:
 
 @lru_cache
 def num_multiprocessors(device: torch.device) -> int:
-    """The number of multiprocessors: there is one program on each."""
+    """The number of multiprocessors, which is that of programs."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -60,8 +60,7 @@ def pipeline_kernel(
 ) -> NativeKernel | None:
     """The compiled kernel of this name for this many rows and packing; None if it is not available.
 
-    `ring` is the number of pipeline stages: cells of weights, and slots of rows. `loaded` rows are read, by
-    default all.
+    `ring`: pipeline stages, as (cells of weights, slots of rows). `loaded`: rows to load, by default all.
     """
     cells, slots = ring
     is_fp8, is_int4 = packing == "e4m3", packing == "int4"
@@ -77,7 +76,7 @@ def pipeline_kernel(
 def pipeline_numbers(
     rows: int, ring: tuple[int, int], packing: str, loaded: int | None = None
 ) -> dict[str, int]:
-    """What source/pipeline.cu expects to be defined."""
+    """The constants that source/pipeline.cu needs."""
     sizes = {"ROWS": rows, "LOADED": loaded or rows, "CELLS": ring[0], "ROW_SLOTS": ring[1]}
     return sizes | {name.upper(): int(packing == name) for name in ("e4m3", "int4")}
 
@@ -127,13 +126,13 @@ def product(
     row_scales: torch.Tensor | None = None,
     is_shared: bool = False,
 ) -> bytes:
-    """A product of the first `loaded` rows as kernels see it: TMA descriptors, scales, and sizes.
+    """The `Product` argument of a kernel: TMA descriptors of weights and rows, scales, and sizes.
 
-    `units` is the number of programs or clusters with a part of it; `is_shared`, whether each warpgroup of a
-    program has half of its splits.
-    Lines of weights come in eights, each next to its counterpart: that of the other half of the tile, where
-    the halves are gate and up or parts of a head, else the next eight. Rows in e4m3 have scales; pairs of
-    such numbers are one number of a descriptor.
+    `loaded`: rows to load. `units`: programs or clusters that share the product. `is_shared`: each warpgroup
+    of a program has half of its splits.
+    Lines of weights are copied in groups of 8, paired with a counterpart: with `in_halves` (gate and up, or
+    halves of a head) the same lines of the other half of the tile, else the next 8. Rows in e4m3 have scales;
+    a descriptor counts two e4m3 numbers as one.
     """
     columns, steps = matrix.tiling.columns, matrix.depth // matrix.tiling.step
     line, depth = matrix.weight[0, 0, 0].nbytes // 2, rows[0].nbytes // 2

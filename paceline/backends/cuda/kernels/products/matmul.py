@@ -38,7 +38,7 @@ def _matmul(  # type: ignore[no-untyped-def]
     tiles: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """Weights of tiles times rows [tokens], depth `begin` to `end`: float32 [tiles * columns, tokens]."""
+    """Tiles times rows `row` [tokens], over depth `begin` to `end`: float32 [tiles * columns, tokens]."""
     piece: tl.constexpr = 64 if tiles == 4 else step  # see matrix.stages_for
     column, along = tl.arange(0, tiles * columns), tl.arange(0, piece)
     line = column // columns * (columns * depth) + column % columns * step
