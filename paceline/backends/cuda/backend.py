@@ -1,4 +1,4 @@
-"""The CUDA backend: the contract of backends/base.py over Triton kernels in CUDA graphs."""
+"""CudaBackend: the Backend protocol by Triton and CUDA C++ kernels in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PAGE_SIZE = 16
 
 
 class CudaBackend(Backend):
-    """A model run by Triton kernels. A row's results do not depend on the rest of the pass."""
+    """A model on one GPU, or this rank's part of it. Batch-invariant."""
 
     name = "cuda"
     page_size = PAGE_SIZE
@@ -65,7 +65,7 @@ class CudaBackend(Backend):
     def __init__(
         self, weights: Weights, max_rows: int, quantization: str = "none", ranks: Ranks | None = None
     ) -> None:
-        """`ranks` are the other ranks of the model, which run what this one runs."""
+        """`ranks`: the other ranks of tensor parallelism, which repeat the calls of this one (rank 0)."""
         self.weights, self.ranks = weights, ranks
         dtype = str(weights.dtype).removeprefix("torch.")
         self.weight_format = dtype if quantization == "none" else quantization
@@ -125,7 +125,7 @@ class CudaBackend(Backend):
         max_rows: int,
         is_shared: bool,
     ) -> CudaBackend:
-        """A draft model on the ranks of its target: each has a part of it, or with `is_shared` False all."""
+        """A draft model on the ranks of its target: sharded, or with `is_shared` False replicated."""
         shard = beside.weights.shard if is_shared else WHOLE
         part = beside.device, dtype, quantization, max_rows, shard, beside.ranks
         if beside.ranks is None:
@@ -183,17 +183,17 @@ class CudaBackend(Backend):
     def _launch(self, batch: ForwardBatch) -> Callable[[], ForwardOutput]:
         sizes = self.weights.head_groups
         large = prefill_requests(batch, *sizes, self.config.latent is not None)
-        # the others read shared contexts once; latents that several requests share are read once per request
+        # the prefill kernel and latent attention have no shared-prefix attention
         if large.all() or self.config.latent is not None:
             return self._passes.begin(batch, large, None)
         counts, begins = np.diff(batch.row_offsets), np.arange(batch.num_requests, dtype=np.int32)
         begins *= batch.page_tables.shape[1]
-        contexts = np.where(large, 0, batch.context_lengths)  # large ones read their own contexts
+        contexts = np.where(large, 0, batch.context_lengths)  # large ones read their context in prefill tiles
         pass_rows = PassRows(batch.page_tables, begins, contexts, counts, batch.row_offsets[:-1])
         return self._passes.begin(batch, large, find_shared_prefixes(pass_rows, PAGE_SIZE, *sizes))
 
     def device_memory(self, rows: int, longest: int) -> DeviceMemory:
-        """The GPU's memory, and the bytes of workspaces for `longest` tokens that are not allocated yet."""
+        """The GPU's memory, and the bytes of workspaces for `longest` tokens still to be allocated."""
         free, total = torch.cuda.mem_get_info(self.device)
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         room = self._passes.room
@@ -205,7 +205,7 @@ class CudaBackend(Backend):
     def compile_ahead(self, warm_up: Callable[[], object]) -> None:
         """Compile the kernels that this warm-up launches, on all cores.
 
-        Not with other ranks: those would run the passes, and wait for the gathers that this one leaves out.
+        Not with several ranks: the others would run the passes, and wait for gathers that this one skips.
         """
         if self.device.type == "cuda" and self.ranks is None:
             with compile_only(self.device):
@@ -230,7 +230,7 @@ class CudaBackend(Backend):
                     self.forward(replace(batch, adapters=(name,)))
             for outputs in buckets(min(LATE_ROWS, rows)) if rows >= LATE_ROWS else ():
                 self.forward(warm_up_pass(pool, LATE_ROWS, PAGE_SIZE, outputs, feature_layers, kept))
-            # compiles the shared-prefix kernels; graphs are captured when first needed
+            # compiles the shared-prefix kernels; their graphs are captured when first needed
             none_large = np.zeros(1, np.bool_)
             self._passes.begin(batch, none_large, no_shared_prefix(1))()
         except torch.OutOfMemoryError as error:
@@ -252,7 +252,7 @@ class CudaBackend(Backend):
     ) -> CudaAsyncDecoder | None:
         """A decoder with `slots` slots for requests of at most `longest` tokens.
 
-        None if features are wanted by the host and by a head at once: only a host pass does that.
+        None if both the host and a head's pool need features: only host passes support that.
         """
         if len(kept) + bool(feature_layers) > 1:
             return None
@@ -280,14 +280,14 @@ class CudaBackend(Backend):
 
     @torch.inference_mode()
     def copy_state(self, states: StatePool, source: int, destination: int) -> None:
-        """Give a slot the state of another one."""
+        """Copy the state of one slot to another."""
         copy_state(cast(CudaStates, states).tensors, source, destination)
 
     @torch.inference_mode()
     def advance_state(
         self, states: StatePool, slot: int, rows: Sequence[int], checkpoints: Mapping[int, int]
     ) -> None:
-        """Step along the accepted rows of a request, from what the last pass left."""
+        """Advance a request's state along its accepted rows of the last pass."""
         assert self._passes.recurrences is not None, NO_STATES
         buffers, tensors = self._passes.workspace.recurrent, cast(CudaStates, states).tensors
         assert buffers is not None

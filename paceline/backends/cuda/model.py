@@ -1,18 +1,20 @@
-"""A forward pass: which kernels run, in which order, over which buffers. No value is read on the host, so
-the whole pass can be captured as a CUDA graph and replayed over other rows.
+"""The forward pass: launches the kernels of all layers. The host reads no result, so a CUDA graph can capture
+the whole pass and replay it for other rows.
 
 A layer is five kernels:
 
     QKV projection           norm(hidden), bias, RoPE; keys and values go to their KV slots
-    attention                over the KV slots that each row sees
+    attention                over each row's visible KV slots
     output projection        hidden += attention, and the sums of squares for the next norm
     gate, up, SwiGLU         norm(hidden)
     down projection          hidden += MLP, and the sums of squares for the next norm
 
-For some numbers of rows, everything from one attention to the next is one kernel: see fused_layer.py. In a
-mixture of experts the last two are four or five kernels: see feed_forward.py. Ranks of tensor parallelism
-gather what they computed after each of the last four: see shard.py. If a row has a LoRA adapter, a small
-kernel comes before each product that adapters change: see kernels/products/low_rank.py.
+Variants:
+
+- For some row counts one kernel covers everything from one attention to the next: fused_layer.py.
+- In a mixture of experts the last two are four or five kernels: feed_forward.py.
+- With tensor parallelism, ranks all-gather the outputs of the last four: shard.py.
+- If a row has a LoRA adapter, a shrink kernel precedes each adapted product: kernels/products/low_rank.py.
 """
 
 from __future__ import annotations
@@ -60,13 +62,13 @@ def run_layers(
     """Run `tokens` [rows] through all layers; `workspace.attention_input` is then the LM head's input.
 
     The wanted hidden states go to `features` [rows, len(feature_layers) * hidden]. Without `finishes`, the
-    last layer is only run up to its attention: `finish_rows` goes on.
+    last layer is run up to its attention only, and `finish_rows` completes it.
     """
     config, rows = weights.config, len(tokens)
     size = config.hidden_size
 
     def kept(index: int) -> torch.Tensor | None:
-        """Where the hidden states of this index go, if they are wanted."""
+        """The buffer for the hidden states before layer `index`, if they are wanted."""
         if features is None or index not in feature_layers:
             return None
         slot = feature_layers.index(index) * size
@@ -93,7 +95,7 @@ def run_layers(
 
 
 def can_finish_rows(weights: Weights, workspace: Workspace, feature_layers: tuple[int, ...]) -> bool:
-    """Whether `finish_rows` can finish a pass of which these features are wanted."""
+    """Whether `finish_rows` supports passes with these features."""
     last = weights.layers[-1]
     has_parts = last.latent or last.split or last.per_layer or last.mixture or weights.residual
     is_whole = weights.shard.size == 1 and workspace.attention_scales is None
@@ -103,12 +105,12 @@ def can_finish_rows(weights: Weights, workspace: Workspace, feature_layers: tupl
 def finish_rows(
     weights: Weights, workspace: Workspace, chosen: torch.Tensor, tables: RowTables, pool: Pool
 ) -> None:
-    """Finish the last layer of the rows `chosen` [outputs] alone: of a prompt only its last row has logits.
+    """Complete the last layer for the rows `chosen` [outputs] only: in a prompt only the last row has logits.
 
-    They become the first rows of the workspace. `tables` have as many rows, and no adapters.
+    They become the first rows of the workspace. `tables` describe these rows, without adapters.
     """
     for buffer in (workspace.hidden, workspace.attention_output):
-        buffer[: len(chosen)] = buffer[chosen]  # all are read before one is written
+        buffer[: len(chosen)] = buffer[chosen]  # a copy: all are read before any is written
     last = len(weights.layers) - 1
     if not _run_to_next(weights, workspace, last, tables, pool, None):
         _finish_layer(weights, last, workspace, tables)
@@ -123,9 +125,10 @@ def run_head_layer(
     page_size: int,
     only_keys: bool,
 ) -> None:
-    """Run the only layer of a model that is a draft head, over rows that `workspace.attention_input` has.
+    """Run the layer of a draft head that is a layer of the target's family; `workspace.attention_input` is
+    its input.
 
-    As in head.py, `tables` have KV indices, which are one more than RoPE positions, and none has index 0.
+    As in head.py, `tables` have KV indices, which are one more than RoPE positions; no row has KV index 0.
     """
     (layer,), (keys, values) = weights.layers, pool.layer(0)
     rotated = replace(tables, positions=rope_positions)
@@ -139,10 +142,10 @@ def run_head_layer(
 def run_assistant_layers(
     weights: Weights, workspace: Workspace, tables: RowTables, pool: Pool, page_size: int
 ) -> None:
-    """Run the layers of an assistant, which read keys and values of its target's pool, over these rows.
+    """Run the layers of an assistant, which attends to the keys and values of its target's pool.
 
-    `workspace.hidden` is their residual stream. Positions in `tables` are of the last token that a row sees,
-    one before its own.
+    `workspace.hidden` is the residual stream. Positions in `tables` are those of the last visible token, one
+    before the row's own.
     """
     assert weights.residual is not None
     config, rows, rotated = (
@@ -161,7 +164,7 @@ def run_assistant_layers(
 
 
 def _embed(weights: Weights, workspace: Workspace, tokens: torch.Tensor) -> None:
-    """Begin the residual stream of these tokens."""
+    """Start the residual stream with the embeddings of these tokens."""
     hidden, residual, buffers = workspace.hidden, weights.residual, workspace.residual
     norm, reader = read_next(weights, workspace, -1)
     if residual is not None and buffers is not None:
@@ -188,7 +191,7 @@ def _project_qkv(
     values: torch.Tensor,
     eps: float,
 ) -> None:
-    """Write queries, and keys and values to their KV slots; norms of all heads at once and factors follow."""
+    """Write queries, and keys and values to their KV slots, with RoPE, QK norms and query scales."""
     if layer.latent is not None and layer.rotation is not None and workspace.latent is not None:
         known = layer.qkv, layer.latent, layer.rotation, tables, workspace.latent
         project_latents(workspace.attention_input, *known, workspace.query, keys, workspace.scratch)
@@ -239,7 +242,7 @@ def _attend(
     page_size: int,
     earliest: int = 0,
 ) -> None:
-    """Write what attention gives to `workspace.attention_output`; of latents, the heads' values of it."""
+    """Write attention's output to `workspace.attention_output`; for latents, multiplied by W_uv."""
     latent, (query, output) = workspace.latent, workspace.heads_of(layer)
     partials = late_merge(layer.latent, tables, workspace.attention, layer.scoring, earliest)
     attend(
@@ -267,7 +270,7 @@ def _finish_layer(
     tables: RowTables,
     recurrent: RecurrentRows | None = None,
 ) -> None:
-    """Everything of a layer after its attention, kernel by kernel."""
+    """The rest of a layer after its attention, by separate kernels."""
     layer = weights.layers[index]
     if layer.recurrence is not None:
         assert recurrent is not None
@@ -317,7 +320,7 @@ def _add_mixed(
 def _mix_recurrent(
     weights: Weights, workspace: Workspace, index: int, into: Matrix, recurrent: RecurrentRows
 ) -> torch.Tensor:
-    """What the output product of a recurrent layer reads: [rows, padded values]."""
+    """Run a recurrent layer up to its output projection, whose input is returned: [rows, padded values]."""
     config, buffers, parameters = weights.config, workspace.recurrent, weights.recurrent
     assert config.recurrent is not None
     assert buffers is not None
@@ -337,7 +340,7 @@ def _mix_recurrent(
 
 
 def _gate_attention(layer: Layer, workspace: Workspace, rows: int) -> None:
-    """Scale the attention output by the sigmoid of a projection of what attention has read, if it has one."""
+    """Scale the attention output by the sigmoid of the layer's attention gate, if it has one."""
     if layer.gate is not None and workspace.gates is not None:
         mixed = workspace.attention_output[:rows]
         project(workspace.attention_input, layer.gate, workspace.gates, rows, workspace.scratch)
@@ -352,7 +355,7 @@ def _run_to_next(
     pool: Pool,
     features: torch.Tensor | None,
 ) -> bool:
-    """Run a layer after its attention, and the next layer's QKV, by the fused kernel; False if it cannot.
+    """Run a layer after its attention, and the next layer's QKV, by the fused kernel; False if unsupported.
 
     The layer's output goes to `features` too, if given.
     """

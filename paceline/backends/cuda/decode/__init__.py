@@ -1,1 +1,1 @@
-"""Decoding that stays on the device: draft, verify, advance, without the host."""
+"""The decode loop on the device: draft, verify and advance, without waiting for the host."""

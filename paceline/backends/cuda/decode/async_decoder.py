@@ -1,7 +1,7 @@
-"""The AsyncDecoder of the cuda backend: slots are initialized, passes launched, tokens read later.
+"""CudaAsyncDecoder: initializes slots, launches decode passes, and reads their tokens later.
 
-There is one decode loop for each draft (its length and drafter), and all of them step over the same state of
-requests. A pass by another loop than the last, or over other slots, first writes its rows anew.
+There is one decode loop for each DeviceDraft (drafter and length). All loops share the state of the requests.
+A pass by another loop than the last one, or over other slots, first writes its rows again.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from paceline.core.request import SamplingNeeds
 
 Int64Array = npt.NDArray[np.int64]
 
-BUFFERS = 4  # per loop: more than passes in flight, so none is overwritten unread
-TIMED_CONTEXT = 256  # tokens of each request in the passes that are timed: a usual chat's
+BUFFERS = 4  # result buffers per loop: more than passes in flight, so no result is overwritten unread
+TIMED_CONTEXT = 256  # tokens of each request in timed passes: typical of a chat
 
 
 @dataclass(frozen=True)
 class Loop:
-    """The decode loop of one draft."""
+    """The decode loop of one DeviceDraft, with its result buffers."""
 
     steps: DecodeLoop
     buffers: deque[Buffer]  # the next one first
-    most: int  # requests of a pass
-    width: int  # most tokens of a request in a pass
+    most: int  # most requests of a pass
+    width: int  # most new tokens of a request in a pass
 
 
 class CudaAsyncDecoder:
-    """The protocol of backends/async_decoding.py: decoding that overlaps with the host."""
+    """Implements AsyncDecoder with one DecodeLoop per draft."""
 
     supports_lookup = True
 
@@ -76,7 +76,7 @@ class CudaAsyncDecoder:
         self._requests = make_requests(slots, longest, page_size, self.device)
         self._writer = SlotWriter(self._requests, weights.config.vocab_size, weights.adapters)
         self._pages = np.zeros(tuple(self._requests.pages.shape), dtype=np.int32)  # a copy of the device's
-        # [slots] upper bound of the computed tokens, and those at `join`
+        # [slots] upper bound of the computed tokens, and their number at `join`
         self._lengths, self._joined = np.zeros((2, slots), dtype=np.int32)
         self.supported_sampling = SamplingNeeds.TRUNCATION | SamplingNeeds.LOGPROBS
         if self._writer.edits is not None:
@@ -115,7 +115,7 @@ class CudaAsyncDecoder:
         self._launch(slots, page_tables, draft, host_drafts)
 
     def _make_known(self, draft: DeviceDraft | None) -> None:
-        """Give this draft to the other ranks: decode loops are looked up by the identity of their draft."""
+        """Send this draft to the other ranks once: they look up decode loops by the draft's identity."""
         if draft is not None and draft not in self._known:
             self._known.add(draft)
             self._same(draft)
@@ -136,7 +136,7 @@ class CudaAsyncDecoder:
         slot_list, rows, loop = list(slots), bucket(len(slots)), self._loop(draft)
         steps, buffer = loop.steps, loop.buffers[0]
         if buffer.done is not None:
-            buffer.done.synchronize()  # in case the buffer's last pass was never read
+            buffer.done.synchronize()  # the buffer's last pass may not have been read
         index = np.array(slot_list)
         self._send_pages(index, page_tables, buffer, steps.nodes)
         if slot_list != self._slots or loop is not self._last:
@@ -164,7 +164,7 @@ class CudaAsyncDecoder:
         self._unread.append((buffer, index, needs))
 
     def _use_shared_prefix(self, steps: DecodeLoop, slots: Int64Array) -> None:
-        """Let steps over these slots read shared prefixes once, unless they are latents."""
+        """Find shared prefixes of these slots, for shared-prefix attention; not with latents."""
         if self._weights.config.latent is not None:
             return
         begins = (slots * self._pages.shape[1]).astype(np.int32)
@@ -173,7 +173,7 @@ class CudaAsyncDecoder:
 
     @on_all_ranks
     def read(self) -> DecodeOutput:
-        """The result of the oldest pass that was not read. Waits for it."""
+        """The result of the oldest unread pass. Waits for it."""
         buffer, slots, needs = self._unread.popleft()
         if buffer.done is not None:
             buffer.done.synchronize()
@@ -187,17 +187,16 @@ class CudaAsyncDecoder:
 
     @on_all_ranks
     def skip(self) -> None:
-        """Discard the oldest pass that was not read."""
+        """Discard the oldest unread pass."""
         self._unread.popleft()
 
     @on_all_ranks
     def drop(self) -> None:
-        """Discard all passes launched so far."""
+        """Discard all unread passes."""
         self._unread.clear()
 
     def prepare(self, draft: DeviceDraft | None) -> dict[int, float]:
-        """Capture a graph for every bucket, and measure the seconds of its passes on a GPU. No slot may be in
-        use."""
+        """Capture a graph for every bucket, and time its passes on a GPU. No slot may be in use."""
         self._make_known(draft)
         return self._prepare(draft)
 
@@ -223,15 +222,16 @@ class CudaAsyncDecoder:
         return seconds
 
     def _fill_slots(self, count: int) -> list[int]:
-        """Up to `count` slots, which now hold requests with a context, in pages of their own if there are
-        enough. Attention to it is part of a pass, and more of one that verifies drafts. None is accepted, so
-        that all drafts are timed over the same context. Requests that join overwrite this."""
+        """Fill up to `count` slots with dummy requests of TIMED_CONTEXT tokens, to time passes; their slots.
+
+        They have separate pages, if there are enough. They reject all drafts, so that all drafts are timed
+        over the same context. Requests that join later overwrite them."""
         state, slots = self._requests, min(count, len(self._lengths))
         context = min(TIMED_CONTEXT, self._longest // 2)
         state.lengths.fill_(context)
         state.limits.fill_(self._longest)
         state.takes_drafts.fill_(0)
-        each = -(-2 * context // self._page_size)  # pages, with some for the tokens that passes add
+        each = -(-2 * context // self._page_size)  # pages, with room for the tokens that passes add
         pages = np.arange(slots * each, dtype=np.int32).reshape(slots, each) % self._pool.num_pages
         self._pages[:slots, :each] = pages
         state.pages[:slots, :each] = torch.from_numpy(pages).to(self.device)
@@ -282,7 +282,7 @@ class CudaAsyncDecoder:
 
         `nodes`: rows of each request in the pass.
         """
-        reach = 2 * nodes  # KV indices that this pass and the next may write
+        reach = 2 * nodes  # KV indices that this pass and the next can write
         used = (int(self._lengths[slots].max()) + reach) // self._page_size + 1
         wanted = page_tables[slots, :used]
         lines, columns = np.nonzero(wanted != self._pages[slots, :used])

@@ -1,4 +1,4 @@
-"""Decoding that stays on the device: a step drafts, verifies, advances and writes the rows of the next step.
+"""DecodeLoop: decode steps that draft, verify and advance on the device, and prepare the next step's rows.
 
     device   rows of all passes ─> draft: catch up, draft, draft ... ─> target ─> tokens ─> accept ─┐
                ^──────────────────── next rows, written by the same graph ─────────────────────────┤
@@ -6,8 +6,8 @@
 
 The state of requests is on the device too (DeviceRequests): tokens, computed lengths, page tables, seeds and
 temperatures. The host reserves pages ahead and reads the tokens of earlier steps; no step waits for it.
-Without a draft a step is plain decoding. Tokens are the same with one: a drafted token is accepted only where
-the target, with the request's own noise, samples it.
+Without a draft, a step is plain decoding. Drafts do not change the tokens: a drafted token is accepted only
+if the target samples it too, with the noise of the request.
 """
 
 from __future__ import annotations
@@ -72,10 +72,11 @@ __all__ = ["DecodeLoop", "DeviceRequests", "make_requests"]
 class DecodeLoop:
     """Steps over requests whose state is on the device.
 
-    `output` int32 [max_rows, levels + 1] and `counts` int32 [max_rows] are the tokens of the last step and
-    their numbers: 0 for padding and beyond a limit. A token of -1 means unusable logits. `found` int32
-    [max_rows] is the number of tokens drafted by lookup. All are views of `results`: counts, found, tokens.
-    `logprobs` float64 [max_rows, nodes, fields of verify/logprobs.py] is written for requests that ask.
+    results     int32, copied to the host after each step; views of it:
+    counts      [max_rows] number of new tokens; 0 for padding and at a request's limit
+    found       [max_rows] number of tokens drafted from text
+    output      [max_rows, levels + 1] the new tokens; -1: unusable logits
+    logprobs    float64 [max_rows, nodes, fields of verify/logprobs.py], for requests that ask
     """
 
     def __init__(
@@ -94,14 +95,16 @@ class DecodeLoop:
         draft_levels: int | None = None,
         states: StateTensors | None = None,
     ) -> None:
-        """Steps of at most `max_rows` requests, plain if nothing drafts.
+        """Steps of at most `max_rows` requests; plain decoding without a draft.
 
-        With `given`, drafts have this shape: the host writes them to `drafted` before each step, or the step
-        finds chains, or a tree's first path, by prompt lookup (`look_up`) or in the optimistic drafts of at
-        most `host_drafts` tokens that the decoder's `launch` takes. If a network drafts too, the first
-        `draft_levels` tokens (None: all) are its own where nothing is found. If no network drafts,
-        `features` [rows of a pass, width] are the hidden states of its rows at `feature_layers`; a head's
-        pool stores them too, if `kept`. `states` are those of recurrent layers.
+        draft             a head or draft model that drafts
+        given             shape of drafts that come from the host (written to `drafted`) or from text
+        look_up           n-gram sizes of prompt lookup, for a chain or a tree's first path
+        host_drafts       most tokens of the optimistic host drafts that the decoder's `launch` takes
+        draft_levels      levels that `draft` drafts where the lookup finds nothing; None: all
+        feature_layers    without `draft`: layers whose hidden states go to `features` [rows of a pass, width]
+        kept              a head's pool that stores these features too
+        states            of recurrent layers
         """
         device, config = weights.device, weights.config
         self.weights, self.pool, self.requests, self.page_size = weights, pool, requests, page_size
@@ -125,8 +128,8 @@ class DecodeLoop:
             shape, own_height, catch_up_rows, height, draft_levels, before_root, at_once
         )
         self.nodes = len(shape)
-        # a head has no keys and values of looked-up tokens that were accepted last; in a first step it is not
-        # known which tokens these are, so it computes as many as there may be
+        # A head has no keys and values of accepted tokens that came from a lookup. In a first step it is not
+        # known which tokens these are, so it catches up on the most tokens that a step can accept.
         reads_texts = look_up is not None and kept is not None and not always
         self._recomputed = max(catch_up_rows, 1) if reads_texts else 1
 
@@ -167,7 +170,7 @@ class DecodeLoop:
             rows = max_rows * max(len(table) for table in plan.children)
             self._draft_candidates = draft_candidates_for(rows, draft.vocab_size, shape.most_children, device)
             self._chances = torch.zeros(rows, device=device)
-        # keys and values whose accepted paths may not be contiguous, and must be moved; and features
+        # keys, values and features to move where accepted paths may not be contiguous (trees)
         self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []
         if not shape.is_chain:
             pools = [pool, draft.pool] if draft is not None and draft.always else [pool]
@@ -182,12 +185,12 @@ class DecodeLoop:
 
     @torch.inference_mode()
     def begin(self, slots: list[int], rows: int, features: torch.Tensor | None = None) -> None:
-        """Let the next steps decode the requests in these slots, padded to `rows` requests.
+        """Decode the requests in these slots, padded to `rows` requests, in the next steps.
 
-        The state of the slots must be written before: all tokens, of which the last is not computed, pages
-        for the KV indices below the limit, and at least one computed token. A draft model must have computed
-        all but the last two tokens, a head all but the last one. A head also reads the target's features of
-        each request's last computed token: `features` float32 [slots, width], or those in its pool.
+        The state of the slots must have been written: all tokens, at least one of them computed and the last
+        not, and pages for the KV indices below the limit. A draft model must have computed all tokens but the
+        last two, a head all but the last one. A head also reads the target's feature of each request's last
+        computed token: `features` float32 [slots, width], or those in its pool.
         """
         chosen = self._slots[:rows]
         chosen.copy_(to_device(np.array(slots + [-1] * (rows - len(slots)), np.int32), chosen.device))
@@ -197,7 +200,7 @@ class DecodeLoop:
             self._first_features(self.draft.features)[: len(slots), 0] = features
 
     def use_shared_prefix(self, shared_prefix: SharedPrefix | None) -> None:
-        """Read prefixes that the requests of `begin` share once, for the `nodes` rows of each."""
+        """Use shared-prefix attention for the requests of `begin`; None: do not."""
         self._uses_shared_prefix = shared_prefix is not None
         if shared_prefix is not None:
             self._shared_prefix.send(
@@ -205,7 +208,7 @@ class DecodeLoop:
             )
 
     def _begin(self, rows: int) -> None:
-        """Copy the sampling options of the chosen slots, and write their first rows."""
+        """Copy the sampling options of the slots, and write the rows of the first step."""
         state, chosen = self.requests, self._slots[:rows]
         valid_slots = chosen.clamp(min=0).long()
         self._sampler.begin(state, valid_slots)
@@ -225,7 +228,7 @@ class DecodeLoop:
         begin_rows(chosen, state, self._shape, self._rows, self.page_size, self._recomputed)
 
     def _first_features(self, features: torch.Tensor) -> torch.Tensor:
-        """The features with which a head begins: float32 [requests, nodes, width], the oldest first."""
+        """The features for a head's first catch-up: float32 [requests, nodes, width], oldest first."""
         return features.view(-1, self.nodes, features.shape[1])
 
     def drafted(self, rows: int) -> torch.Tensor:
@@ -236,10 +239,10 @@ class DecodeLoop:
     def step(
         self, rows: int, needs: int = 0, edits: EditState | None = None, has_adapters: bool = False
     ) -> None:
-        """A step of all requests; `output` and `counts` hold its tokens when the device is done.
+        """Launch a step of all requests; `output` and `counts` hold its tokens when the device is done.
 
-        `needs` are the SamplingNeeds of all requests together: kernels for others are left out. `edits`, the
-        same in every step, is needed with LOGIT_EDITS. `has_adapters`: a request has an adapter.
+        `needs`: the union of the requests' SamplingNeeds; other sampling kernels are skipped. `edits` is
+        needed with LOGIT_EDITS, and must be the same in every step. `has_adapters`: a request has an adapter.
         """
         name = rows, needs, self._uses_shared_prefix, has_adapters
         self._graphs.run(name, lambda: self._step(rows, needs, edits, has_adapters))
@@ -291,7 +294,7 @@ class DecodeLoop:
         return fields.gather(1, path.expand(-1, -1, fields.shape[2]))
 
     def _propose(self, draft: DraftNetwork, rows: int) -> None:
-        """Draft level by level."""
+        """Draft: catch up, then level by level."""
         lines, temperatures, seeds = self._rows.lines, self._sampler.temperatures, self._sampler.seeds
         lengths = lines[POSITIONS, : rows * self.nodes : self.nodes]  # of the roots
         for number, children in enumerate(self._children, start=1):

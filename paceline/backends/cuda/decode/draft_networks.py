@@ -1,7 +1,7 @@
-"""Drafters on the device: learned heads that read the target's features, or a smaller model.
+"""DraftNetwork: learned heads and draft models inside the steps of a decode loop.
 
-All compute the rows that the step's tables name, on the target's page tables and in their own KV pool, and
-leave logits of the rows whose children are drafted next.
+They compute the rows given by the step's tables, with the target's page tables and their own KV pool, and
+return the logits of rows whose children are drafted next.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class DraftRows:
 
     tokens: torch.Tensor  # int32 [rows]
     tables: RowTables
-    rope_positions: torch.Tensor  # int32 [rows] RoPE positions of a head: one less than the positions
-    sources: torch.Tensor  # int32 [rows] the row whose feature, or whose parent's state, it reads
+    rope_positions: torch.Tensor  # int32 [rows] in a head: one less than the positions
+    sources: torch.Tensor  # int32 [rows] the row whose feature or state each reads
 
 
 class DraftNetwork(Protocol):
@@ -49,24 +49,24 @@ class DraftNetwork(Protocol):
 
     shape: DraftShape
     pool: Pool
-    catch_up_rows: int  # most tokens of a request that it computes at the beginning of a step
-    always: int  # fixed number of them; 0: as many as were accepted
-    reads_own_features: bool  # a row reads the feature of its own token; False: that of the token before
+    catch_up_rows: int  # most tokens of a request that it catches up on in a step
+    always: int  # fixed number of tokens that it catches up on; 0: the newly accepted ones
+    reads_own_features: bool  # a row reads the feature of its own token; False: of the token before
     at_once: bool  # one pass drafts all levels after the first
     tile_height: int
     vocab_size: int
     target_ids: torch.Tensor | None  # int32 [vocab_size] the target's ids; None: the same vocabulary
     feature_layers: tuple[int, ...]  # of the target
-    features: torch.Tensor | None  # float32 [target's rows, width] which the target's pass writes
+    features: torch.Tensor | None  # float32 [target's rows, width] written by the target's pass
 
     def catch_up(self, rows: DraftRows, last: torch.Tensor, roots: Anchors) -> torch.Tensor:
-        """Logits [requests, vocab] after the roots, which are the rows `last` [requests] of this pass over
-        known tokens, or, where rows read their own features, follow them."""
+        """Logits [requests, vocab] after the roots, after a pass over newly accepted tokens.
+
+        `last` [requests]: the rows of the roots, or, with `reads_own_features`, of the tokens before them."""
         ...
 
     def extend(self, rows: DraftRows) -> torch.Tensor:
-        """Logits [rows, vocab] after the tokens drafted by the pass before, or, `at_once`, of all later
-        levels."""
+        """Logits [rows, vocab] after the tokens that the previous pass drafted; `at_once`: of all levels."""
         ...
 
 
@@ -76,9 +76,10 @@ def _most_rows(shape: DraftShape, catch_up_rows: int) -> int:
 
 
 class HeadNetwork:
-    """An eagle3, eagle or mtp head. It computes accepted tokens again, now with the target's features.
+    """An eagle3, eagle or mtp head. Catching up computes accepted tokens again, with the target's features.
 
-    Rows of a P-EAGLE head after the root read a mask instead of drafted tokens, so one pass computes them.
+    Rows of a P-EAGLE head after the root read a mask instead of drafted tokens, so one pass computes them
+    all.
     """
 
     always = 0
@@ -134,7 +135,7 @@ class HeadNetwork:
 
     def _run(self, rows: DraftRows, states: torch.Tensor, sources: torch.Tensor | None) -> None:
         weights, workspace = self.weights, self._workspace
-        hidden = workspace.hidden[self._passes % 2]  # the last pass's states are in the other
+        hidden = workspace.hidden[self._passes % 2]  # double buffer: the other one has the last states
         tables, rope_positions, size = rows.tables, rows.rope_positions, self.page_size
         run_head_rows(
             weights, workspace, rows.tokens, states, sources, tables, rope_positions, self.pool, size, hidden
@@ -144,7 +145,7 @@ class HeadNetwork:
 
 
 class BlockNetwork:
-    """A parallel head. It writes keys and values of accepted tokens, and drafts all levels by one pass."""
+    """A parallel head. It catches up by writing keys and values, and drafts all levels in one pass."""
 
     always = 0
     reads_own_features = True
@@ -195,9 +196,10 @@ class BlockNetwork:
 
 
 class ModelNetwork:
-    """A smaller model with the target's vocabulary.
+    """A draft model with the target's vocabulary.
 
-    Its keys and values of accepted tokens are right, but the last one may be missing: it catches up on two.
+    Its keys and values of accepted tokens are valid, but the last token's may be missing, so it catches up on
+    two tokens.
     """
 
     catch_up_rows = always = 2

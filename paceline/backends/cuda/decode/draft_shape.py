@@ -1,14 +1,14 @@
-"""The rows of a speculative step, for a draft tree whose shape is the same in every step.
+"""DraftShape and StepPlan: the rows of a decode step with a static draft tree.
 
     nodes     0 is the root, the last known token; others are drafted, parents before children
     passes    0   the target over all nodes
-              1   the drafter catches up: it computes accepted tokens, and drafts the root's children
+              1   the drafter catches up on accepted tokens, and drafts the root's children
               2.. the drafter over the nodes of one level that have children; if its rows read masks and not
                   drafted tokens (P-EAGLE), one pass over those of all levels
 
-A chain is the tree in which every node has one child; without drafted nodes the step is plain decoding, and
-the target's pass is all of it. Every row follows from the request's length and these tables, so one small
-kernel at the end of a step writes all rows of the next one.
+A chain is a tree in which every node has one child; without drafted nodes a step is plain decoding and
+consists of the target's pass. Every row follows from the request's length and these tables, so one small
+kernel at the end of a step writes all rows of the next step.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def chain_shape(length: int) -> DraftShape:
 
 
 def tree_shape(nodes: int, branching: int, levels: int) -> DraftShape:
-    """A tree of `nodes` rows, the root among them: the nodes most likely to be reached, by rank alone."""
+    """A tree of `nodes` nodes, the root included: those most likely to be reached, judged by rank alone."""
     parents = [-1] * nodes
     for parent, children in static_shape(nodes - 1, branching, levels).items():
         for child in children:
@@ -102,9 +102,9 @@ def tree_shape(nodes: int, branching: int, levels: int) -> DraftShape:
 
 @dataclass(frozen=True)
 class PassRows:
-    """The rows of one pass, of one request."""
+    """A request's rows of one pass."""
 
-    nodes: Sequence[int]  # of a pass that catches up: 0, 1, ... in the order of positions
+    nodes: Sequence[int]  # in a catch-up pass: 0, 1, ... in the order of positions
     height: int  # rows of an attention tile
 
     @property
@@ -114,7 +114,7 @@ class PassRows:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """All rows and tiles of a step, pass after pass, of one request."""
+    """A request's rows and tiles of all passes of a step."""
 
     passes: tuple[PassRows, ...]
     rows: Int32Array  # [ROW_FIELDS, rows]
@@ -142,9 +142,9 @@ def plan_step(
 ) -> StepPlan:
     """The plan of a step in which the drafter catches up on at most `catch_up_rows` tokens; 0: no drafter.
 
-    It drafts the first `draft_levels` levels of the tree; None: all. These tokens end at the root, or, with
-    `ends_before_root`, at the one before it. `at_once`: one pass drafts all levels of a chain after the
-    first.
+    draft_levels        levels of the tree that it drafts; None: all
+    ends_before_root    catching up ends at the token before the root, not at the root
+    at_once             one pass drafts all levels of a chain after the first
     """
     drafted = shape.levels if draft_levels is None else min(draft_levels, shape.levels)
     levels = [shape.inner(depth) for depth in range(1, drafted)]

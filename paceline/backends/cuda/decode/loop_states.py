@@ -1,8 +1,8 @@
-"""Recurrent layers in a decode loop: the rows of its steps, and states that follow the accepted nodes.
+"""LoopStates: recurrent layers in a decode loop, the scans of its steps and the advance of states.
 
-Draft trees have the same shape in every step, so the scans are written when requests join, and a step reads
-no number of the host. After it, the accepted nodes are scanned again, of all layers at once: what a state
-needs of a row is still in the buffers of the pass.
+Draft trees are static, so the scans are written once when requests join, and a step needs nothing from the
+host. After verification the accepted nodes are scanned again, in all layers at once: their inputs are still
+in the buffers of the pass.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.core.arrays import Int32Array
 
 
 class LoopStates:
-    """The states of the requests of a decode loop, whose drafts have this shape."""
+    """The recurrent states of a decode loop's requests, for drafts of one shape."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class LoopStates:
         self._path_rows, self._path_after = integers(max_rows, length), integers(max_rows, length)
 
     def begin(self, slots: torch.Tensor) -> None:
-        """Let the next steps continue the states in these slots: int32 [requests]; -1: padding."""
+        """Continue the states in these slots in the next steps: int32 [requests]; -1: padding."""
         rows = len(slots)
         self._row_slots[:rows] = slots[:, None]
         self._slots[:rows] = slots.clamp(min=0)
@@ -89,7 +89,7 @@ class LoopStates:
     def advance(
         self, buffers: RecurrentBuffers, slots: torch.Tensor, counts: torch.Tensor, accepted: torch.Tensor
     ) -> None:
-        """Replace the states in `slots` [requests] by those after the first `counts` of the accepted nodes.
+        """Advance the states in `slots` [requests] along the first `counts` of the accepted nodes.
 
         `accepted` is int32 [requests, levels + 1]; a count of 0 leaves the state as it is.
         """

@@ -27,7 +27,7 @@ NUMBERS = 11  # values of a slot before its truncation options
 
 
 class SlotWriter:
-    """Writes requests to slots: one copy to the device, then one graph that spreads the values."""
+    """Writes requests to slots: one copy to the device, then one graph that scatters the values."""
 
     def __init__(self, state: DeviceRequests, vocab_size: int, adapters: Mapping[str, int]) -> None:
         """`adapters` are the numbers of adapters by name."""
@@ -109,7 +109,7 @@ class SlotWriter:
 
 
 def _edit_state(slots: int, vocab_size: int, device: torch.device) -> EditState | None:
-    """State for logit edits, 8 bytes per slot and token id; None if it does not fit: the host edits then."""
+    """State for logit edits, 8 bytes per slot and token id; None if out of memory: then the host edits."""
     try:
         return make_edit_state(slots, vocab_size, device)
     except torch.OutOfMemoryError as error:

@@ -1,4 +1,4 @@
-"""StepSampler: from the logits of a step's rows to their tokens, by the options of their requests."""
+"""StepSampler: samples the tokens of a step's rows, by the sampling options of their requests."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ class StepSampler:
     """Sampling options of the requests of a step, by row, and the buffers of the sampling kernels.
 
     `logprobs` float64 [max_rows, nodes, fields of verify/logprobs.py] is written for requests that ask.
-    `seeds` int64 [max_rows] and `temperatures` float64 [max_rows] are those of the requests, for drafts that
-    are sampled with the same noise.
+    `seeds` int64 [max_rows] and `temperatures` float64 [max_rows] are the requests', for coupled drafting.
     """
 
     def __init__(self, max_rows: int, shape: ShapeTables, weights: Weights) -> None:
-        """For steps of at most `max_rows` requests, each with the rows of `shape`."""
+        """Buffers for steps of at most `max_rows` requests, each with the rows of `shape`."""
         self._shape, self._nodes, self._head = shape, len(shape.parents), weights.head
         self._vocab_size = vocab_size = weights.config.vocab_size
         rows, device = max_rows * self._nodes, weights.device
@@ -70,8 +69,8 @@ class StepSampler:
     ) -> Candidates:
         """The token of every row of the requests in `slots` [requests], from the logits of the last pass.
 
-        Logits are edited in place. `needs`: see DecodeLoop.step. Without any, a rank needs its own logits
-        only.
+        Logits are edited in place. `needs`: see DecodeLoop.step; without any, logits are not gathered from
+        other ranks.
         """
         requests, size, logits = len(slots), self._vocab_size, workspace.logits
         rows, temperatures = requests * self._nodes, self._row_temperatures[:requests].view(-1)

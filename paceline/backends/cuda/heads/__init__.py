@@ -1,1 +1,1 @@
-"""Draft heads on the device: weights, passes, and the runners that the drafters call."""
+"""Draft heads on the device: weights, passes, and runners."""

@@ -1,4 +1,4 @@
-"""Assistants of Gemma 4 over the KV pool of their target: see models/heads/assistant.py."""
+"""CudaAssistantRunner: Gemma 4's assistants, over the KV pool of their target (models/heads/assistant.py)."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from paceline.models.heads.assistant import CENTROIDS, POST, PRE, AssistantCheck
 
 @dataclass(frozen=True)
 class AssistantWeights:
-    """A small Gemma 4, and what is around its layers."""
+    """The weights of an assistant: a small Gemma 4 between two projections."""
 
     model: Weights
-    pre: Matrix  # of the target's embedding and a state, to the residual stream
-    post: Matrix  # of its output, to a state
+    pre: Matrix  # [target's embedding, state] -> residual stream
+    post: Matrix  # output -> state
     centroids: torch.Tensor | None  # [clusters, padded hidden]
 
 
 @dataclass(frozen=True)
 class _Buffers:
-    """What passes of at most `room.rows` rows need, at the addresses that captured graphs hold."""
+    """The buffers of passes of at most `room.rows` rows; captured graphs hold their addresses."""
 
     room: Room
     workspace: Workspace
     tables: DeviceTables
     embedded: torch.Tensor  # float32 [rows, the target's padded hidden]
-    unused: Normed  # what the embedding writes that no one reads
+    unused: Normed  # written by the embedding kernel, never read
     inputs: torch.Tensor  # [rows, padded 2 * the target's hidden] embeddings, then states; padding is zero
-    states: torch.Tensor  # float32 [rows, the target's hidden] that the next steps read
+    states: torch.Tensor  # float32 [rows, the target's hidden] output states, input of the next steps
 
 
 class CudaAssistantRunner(AssistantRunner):
@@ -151,7 +151,7 @@ class CudaAssistantRunner(AssistantRunner):
 
 
 def _each_alone(batch: ForwardBatch) -> ForwardBatch:
-    """The same rows as requests of their own, each of which sees up to the last committed token."""
+    """The rows as separate requests, each of which attends up to the last committed token."""
     request = np.repeat(np.arange(batch.num_requests), np.diff(batch.row_offsets))
     seen = (batch.context_lengths[request] - 1).astype(np.int32)
     return replace(

@@ -1,8 +1,8 @@
-"""The passes of a parallel head: which kernels run, in which order, over which buffers.
+"""The passes of a parallel head: the kernels for context, blocks and slot logits.
 
 features ─ norms ─ fc ─ norm ─> c ─> keys and values of every layer      once per committed token
 anchor, MASK, ... ─ layers ─> logits of all slots                        one pass per block
-logits of a slot, token before it ─ Markov head or pair selector ─> logits of its guess
+logits of a slot, previous token ─ Markov head or pair selector ─> corrected logits of the slot
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ class BlockWorkspace:
     context: torch.Tensor  # [context rows, padded hidden] what all layers read
     ones: torch.Tensor  # float32 [context rows, 1]
     no_query: torch.Tensor  # [context rows, 0, head_dim] the context has no queries
-    scratch: Scratch  # of the context's products
+    scratch: Scratch  # for products over the context
     slots: SlotRows
-    layers: Workspace  # its logits are those of all slots
+    layers: Workspace  # for passes over slots; its logits are those of all slots
     logits: torch.Tensor  # float32 [drafting rows, draft vocabulary] of one slot of each block
     convolved: ConvolvedBuffers | None  # of DFlash2
-    selecting: torch.Tensor  # float32 [padded slots, padded rank] what a pair selector makes of outputs
-    least: torch.Tensor  # float32 [slots of blocks] the logit of the last of its candidates
+    selecting: torch.Tensor  # float32 [padded slots, padded rank] a pair selector's projection of outputs
+    least: torch.Tensor  # float32 [slots of blocks] the logit of its last candidate
 
 
 def make_block_workspace(
@@ -63,8 +63,8 @@ def make_block_workspace(
     page_size: int,
     drafting_rows: int = 0,
 ) -> BlockWorkspace:
-    """Buffers for passes over this many rows of the context, and blocks, of at most `longest` tokens, and
-    for `drafting_rows` of `slot_logits`."""
+    """Buffers for `context_rows` rows of `write_context`, blocks of `requests` requests with contexts of at
+    most `longest` tokens, and `drafting_rows` rows of `slot_logits`."""
     config, block, model = weights.config, weights.block, weights.model
     device, dtype, rows = model.device, model.dtype, padded_rows(context_rows)
     assert weights.fusion.matrix is not None
@@ -133,9 +133,9 @@ def write_context(
 def run_blocks(
     weights: BlockWeights, workspace: BlockWorkspace, anchors: Anchors, given_pages: int, pool: Pool
 ) -> None:
-    """Run the blocks behind these anchors; `workspace.layers.logits` has those of their slots.
+    """Run the blocks of these anchors; `workspace.layers.logits` then has the logits of their slots.
 
-    Request r's slots are rows r * size and following. `given_pages` are those of a request's page table.
+    Request r's slots are rows r * size and following. `given_pages`: pages of a request's page table.
     """
     requests, slots, layers = len(anchors.pages_begin), workspace.slots, workspace.layers
     write_block_rows(anchors, given_pages, slots, requests)
@@ -157,9 +157,9 @@ def run_blocks(
 def slot_logits(
     weights: BlockWeights, workspace: BlockWorkspace, slot: int, previous: torch.Tensor, requests: int
 ) -> torch.Tensor:
-    """Logits [rows, draft vocabulary] of this slot of each block, after the tokens `previous` [rows].
+    """Logits [rows, draft vocabulary] of this slot of each block, given the tokens before, `previous` [rows].
 
-    Each request has as many rows: nodes of a tree, which share the slot.
+    Requests have equally many rows: the nodes of one level of a tree share a slot.
     """
     size, markov, logits = workspace.slots.size, weights.markov, workspace.logits
 

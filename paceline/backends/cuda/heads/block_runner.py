@@ -1,4 +1,4 @@
-"""Parallel draft heads beside a CudaBackend: the BlockRunner contract over CUDA graphs."""
+"""CudaBlockRunner: parallel draft heads in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from paceline.core.arrays import Int32Array
 from paceline.core.forward import ForwardBatch, KVPool
 from paceline.models.heads.checkpoint import HeadCheckpoint
 
-MAX_BLOCKS = 128  # of a pass: each has spare pages in every pool
+MAX_BLOCKS = 128  # most blocks of a pass: each needs spare pages in every pool
 
 
 class CudaBlockRunner(HeadPools, BlockRunner):
@@ -102,7 +102,7 @@ class CudaBlockRunner(HeadPools, BlockRunner):
 
     @torch.inference_mode()
     def run_blocks(self, blocks: ForwardBatch) -> None:
-        """Run the blocks of requests; their keys and values lie in spare pages where they have no other."""
+        """Run one block per request; slots beyond the request's pages use spare pages."""
         pool, count = cast(HeadPool, blocks.pool), blocks.num_requests
         workspace = self._workspace_for(pool, int(blocks.positions.max()) + 1)
         lines = np.zeros((4, bucket(count)), np.int32)
@@ -123,7 +123,7 @@ class CudaBlockRunner(HeadPools, BlockRunner):
 
     @torch.inference_mode()
     def guess(self, slots: Int32Array, previous: Int32Array) -> BlockGuesses:
-        """Logits of rows of the last blocks, and the chances that their guesses are accepted."""
+        """Logits of rows of the last blocks, and their confidences."""
         assert self._workspace is not None, "run_blocks comes first"
         layers, weights = self._workspace.layers, self.weights
         rows, before = (torch.from_numpy(ids).to(self.device).long() for ids in (slots, previous))
@@ -153,7 +153,7 @@ class CudaBlockRunner(HeadPools, BlockRunner):
         return chains_by_guesses(self.guess, blocks, self.weights.block, self._ids, most, least_chance, noise)
 
     def _workspace_for(self, pool: HeadPool, length: int) -> BlockWorkspace:
-        """The buffers for passes over this pool and contexts of this length; graphs hold their addresses."""
+        """The buffers for passes over this pool and contexts of this length, made anew if they do not fit."""
         if length > self._longest:
             self._longest = min(bucket(length) * 2, max(length, self.config.max_position))
             self._pages = self._page_tables(self._longest)
@@ -166,6 +166,6 @@ class CudaBlockRunner(HeadPools, BlockRunner):
         return self._workspace
 
     def _page_tables(self, longest: int) -> torch.Tensor:
-        """Room for the page tables of all blocks, for contexts of this length."""
+        """A buffer for the page tables of all blocks, for contexts of this length."""
         pages = -(-longest // PAGE_SIZE)
         return torch.zeros((self._blocks, pages), dtype=torch.int32, device=self.device)

@@ -1,7 +1,7 @@
-"""The weights of a parallel head (DFlash, DFlash2, JetSpec, DSpark) on the device.
+"""BlockWeights: the weights of a parallel head (DFlash, DFlash2, JetSpec, DSpark) on the device.
 
-Its layers are those of a small model, so they are loaded and run as one. Keys and values of the context come
-from the same matrices as those of the slots: from the part of each layer's QKV matrix after the queries.
+Its layers are loaded and run as a small model. Keys and values of the context come from the same matrices as
+those of the slots: the part of each layer's QKV matrix after the queries.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MIN_RANK = 16  # of a product on tensor cores
 
 @dataclass(frozen=True)
 class MarkovWeights:
-    """What the token before adds to the logits: after @ before[token]."""
+    """A Markov head, which adds after @ before[previous token] to the logits."""
 
     before: torch.Tensor  # [target's vocabulary, rank] the rank is padded to a power of two
     after: torch.Tensor  # [draft vocabulary, rank]
@@ -38,7 +38,7 @@ class MarkovWeights:
 
 @dataclass(frozen=True)
 class ConfidenceWeights:
-    """The chance that a guess is accepted: sigmoid(weight . [output, before[token]] + bias)."""
+    """A confidence head: chance of acceptance = sigmoid(weight . [output, before[previous token]] + bias)."""
 
     weight: torch.Tensor  # float32 [hidden, or hidden + rank]
     bias: torch.Tensor  # float32 [1]
@@ -46,7 +46,7 @@ class ConfidenceWeights:
 
 @dataclass(frozen=True)
 class Convolution:
-    """What mixes slots with those before them, before and after a sublayer (DFlash2)."""
+    """The convolutions over slots before and after a sublayer (DFlash2)."""
 
     kernels: torch.Tensor  # float32 [2, 2, padded hidden] of inputs and outputs; of a slot, the one before it
     corrections: Matrix  # from a slot's state to corrections of the kernels
@@ -54,7 +54,7 @@ class Convolution:
 
 @dataclass(frozen=True)
 class SelectorWeights:
-    """Scores of a slot's best guesses: after @ (before[token] * (projection @ output))."""
+    """A pair selector, which adds after @ (before[previous token] * (projection @ output)) to top logits."""
 
     pair: MarkovWeights
     projection: Matrix
@@ -68,7 +68,7 @@ class BlockWeights:
     config: HeadConfig
     block: BlockConfig
     fusion: Fusion
-    context_norm: torch.Tensor  # [padded hidden] of what all layers read of the context
+    context_norm: torch.Tensor  # [padded hidden] of the fused features, which all layers read
     model: Weights  # the layers over the slots, with the head's embedding, output norm and LM head
     markov: MarkovWeights | None
     confidence: ConfidenceWeights | None
@@ -165,7 +165,7 @@ def _load_confidence(read: Take) -> ConfidenceWeights:
 
 
 def _supported(config: HeadConfig, target: Weights) -> BlockConfig:
-    """The block of a head that the kernels can run. ConfigError if they cannot."""
+    """The head's BlockConfig. ConfigError if the kernels do not support it."""
     block = config.block
     assert block is not None, "the head is a parallel one"
     if block.mask_embedding or set(block.layers) - {BlockAttention(None, block.layers[0].causal)}:

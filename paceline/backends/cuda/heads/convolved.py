@@ -1,7 +1,7 @@
-"""The layers of DFlash2 over the slots of blocks: convolutions before and after attention and MLP.
+"""The layers of DFlash2 over block slots, with convolutions before and after attention and MLP.
 
-A convolution reads normed rows, and mixes what a sublayer gives before it is added to the residual stream, so
-norms and sums are kernels of their own here.
+Convolutions read normed rows, and the output of a sublayer before it is added to the residual stream. So
+norms and additions are separate kernels here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.backends.cuda.weights.vocabulary import embed_tokens
 
 @dataclass(frozen=True)
 class ConvolvedBuffers:
-    """What these layers need beside a Workspace."""
+    """The buffers of these layers besides a Workspace."""
 
     corrections: torch.Tensor  # float32 [rows, padded corrections]
     added: torch.Tensor  # float32 [rows, padded hidden] what a sublayer gives
@@ -63,7 +63,7 @@ def run_convolved_layers(
     kinds = slots, size, weights.block.convolution_group
 
     def enter(norm: torch.Tensor | None, convolution: Convolution) -> Normed:
-        """What a sublayer reads."""
+        """The convolved norm, input of a sublayer."""
         norm_rows(hidden, None, norm, eps, size, normed, rows)
         project(plain(normed, ones), convolution.corrections, buffers.corrections, rows, scratch)
         known = convolution.kernels, buffers.corrections
@@ -71,7 +71,7 @@ def run_convolved_layers(
         return plain(convolved, ones)
 
     def leave(convolution: Convolution) -> None:
-        """Add what a sublayer gives."""
+        """Add the convolved output of a sublayer."""
         known = convolution.kernels, buffers.corrections
         convolve_slots(added, *known, hidden, rows, *kinds, is_output=True)
 

@@ -1,10 +1,10 @@
-"""The pass of a learned draft head: which kernels run, in which order, over which buffers.
+"""The pass of a learned draft head: the kernels that fuse features, run the layer and compute logits.
 
     features ─ norm ─ fc ─> state            for rows after the target's tokens (fuse)
     state, token ─ embed, join ─> layer ─> logits, and the state that the next row reads
 
-eagle3 feeds embedding and state side by side to its attention; eagle and mtp project both to one first. The
-layer is one of llama's shape, or, of some mtp blocks, a layer of the target's family: see model.py.
+eagle3's attention reads [embedding, state]; eagle and mtp first project both to one vector. The layer has
+llama's shape, or, in some mtp blocks, is a layer of the target's family: see model.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paceline.backends.cuda.weights.vocabulary import embed_tokens
 
 @dataclass(frozen=True)
 class HeadPool(Pool):
-    """The KV pool of a head, and the target's features that its rows read."""
+    """The KV pool of a head, with the target's features that its rows read."""
 
     features: torch.Tensor  # [slots + 1, width] the last row is what masks read
     parts: torch.Tensor  # int32 [layers] 0, 1, ...: see store_features
@@ -118,7 +118,7 @@ def fuse(
     sources: torch.Tensor | None,
     rows: int,
 ) -> torch.Tensor:
-    """The states [rows, padded hidden] of rows that read the rows `sources` of the target's features."""
+    """Fuse (`fc`) the rows `sources` of the target's features to states [rows, padded hidden]."""
     fusion, width = weights.fusion, weights.config.feature_width
     if fusion.matrix is None:
         norm_rows(features, sources, fusion.norm, fusion.eps, width, workspace.states, rows)
@@ -160,7 +160,7 @@ def run_head_rows(
     for layer, keys, values, norm in zip(layers, pool.keys, pool.values, norms, strict=True):
         assert layer.feed_forward_norm is not None
         assert norm is not None
-        to = None, query, keys, values, scratch  # no norms of heads
+        to = None, query, keys, values, scratch  # no QK norms
         project_heads(read, layer.qkv, rope_positions, tables.slot_mapping, weights.rotation, *to)
         if only_keys and layer is layers[-1]:
             return
@@ -185,7 +185,7 @@ def _enter(
     sources: torch.Tensor | None,
     hidden: torch.Tensor,
 ) -> Normed:
-    """What the first layer's attention reads of tokens and states; the residual stream goes to `hidden`."""
+    """The input of the first layer's attention, from tokens and states; starts the stream `hidden`."""
     config, entry, rows = weights.config, weights.entry, len(tokens)
     attention_norm = weights.layer.attention_norm
     assert attention_norm is not None
@@ -221,5 +221,5 @@ def run_draft_lm_head(weights: HeadWeights, workspace: HeadWorkspace, read: Norm
 
 
 def _plain(workspace: HeadWorkspace, rows: torch.Tensor) -> Normed:
-    """Rows that products read without a norm."""
+    """Rows for products without a norm."""
     return Normed(rows, workspace.ones, 1, 0.0)

@@ -1,4 +1,4 @@
-"""What runners of draft heads on the device share: pools with keys, values and the target's features."""
+"""HeadPools: the base of the device's head runners, with their KV and feature pools."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.models.heads.config import HeadConfig
 
 
 class HeadPools:
-    """The pools of a head, and the exchange of its weights. A runner of the device derives from it."""
+    """The pools of a head, and the replacement of its weights. Runners derive from it."""
 
     page_size = PAGE_SIZE
     least_chance = 0.0  # rows cost next to nothing on a GPU
@@ -34,13 +34,13 @@ class HeadPools:
         self.weights, self.device, self.dtype, self.ranks = weights, device, dtype, ranks
         self.config: HeadConfig = weights.config
         self._layers = layers
-        self._spare_pages = 0  # behind those of requests, for what no other pass reads
+        self._spare_pages = 0  # after the requests' pages, for data that no other pass reads
 
     def replaced_by(self, other: Self) -> Self:
-        """This runner: captured graphs, of decode loops too, read its weights at their addresses.
+        """This runner, with the weights of `other` copied in: captured graphs hold the addresses of its own.
 
-        The copies run after the passes in flight and before those that are launched next. ConfigError, and
-        nothing has changed, if the two differ in more than their values.
+        The copies run on the device after the passes in flight, before later ones. ConfigError, before any
+        change, if the heads differ in more than their values.
         """
         check_same_shapes(other.weights, self.weights)
         self._copy(other)
@@ -64,7 +64,7 @@ class HeadPools:
 
     @property
     def _kv_sizes(self) -> tuple[int, int]:
-        """The numbers of a key and of a value; latents are both."""
+        """The sizes of a key and of a value; for latents, of the latent and 0."""
         layer, size = self.config.layer, self.config.head_dim
         return size, 0 if layer is not None and layer.latent is not None else size
 

@@ -1,4 +1,4 @@
-"""Learned draft heads beside a CudaBackend: the HeadRunner contract over CUDA graphs."""
+"""CudaHeadRunner: learned draft heads in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CudaHeadRunner(HeadPools, HeadRunner):
     """A HeadRunner of Triton kernels that shares weights with its target."""
 
     def __init__(self, weights: HeadWeights, max_rows: int, ranks: Ranks | None = None) -> None:
-        """`ranks` are the other ranks of the target; each has the whole head."""
+        """`ranks`: the other ranks of the target; the head is replicated on each."""
         device = weights.norm.device
         super().__init__(weights, device, weights.norm.dtype, ranks, weights.config.num_layers)
         self.weights: HeadWeights = weights
@@ -133,9 +133,9 @@ class CudaHeadRunner(HeadPools, HeadRunner):
     def run_chains(
         self, batch: HeadBatch, most: Sequence[int], least_chance: float, noise: ChainNoise | None = None
     ) -> HeadChains:
-        """The best chain after each request; all passes after the first are one graph.
+        """The best chain for each request; all passes after the first are one graph.
 
-        Every chain is computed to the longest length: that is cheaper than a decision between passes.
+        All chains are computed to the longest length: that is cheaper than deciding between passes.
         """
         rows, longest = batch.rows, max(most)
         count = rows.num_requests
@@ -155,11 +155,11 @@ class CudaHeadRunner(HeadPools, HeadRunner):
 
     @property
     def _last_states(self) -> torch.Tensor:
-        """The states that children of the last batch's rows read: float32 [rows, padded hidden]."""
+        """The output states of the last pass, input of child rows: float32 [rows, padded hidden]."""
         return self._workspace.fed_back if self.config.norm_output else self._workspace.hidden[0]
 
     def _run_rows(self, batch: HeadBatch, only_keys: bool) -> None:
-        """Compute all rows of a pass; `only_keys`: nothing but their keys and values."""
+        """Compute all rows of a pass; `only_keys`: only their keys and values."""
         rows = batch.rows
         assert rows.num_rows <= self.max_rows, f"{rows.num_rows} rows, but max_rows is {self.max_rows}"
         self._make_room(int(rows.positions.max()) + 2 + self._chains.longest)
@@ -197,12 +197,12 @@ class CudaHeadRunner(HeadPools, HeadRunner):
             feed_back(weights, workspace, hidden, rows)
 
     def _pick(self, outputs: int) -> None:
-        """Logits of the wanted rows of the last pass."""
+        """Compute the logits of the wanted rows of the last pass."""
         pick_rows(self._workspace.output, self._tables.output_rows(outputs), self._workspace.picked)
         run_draft_lm_head(self.weights, self._workspace, self._workspace.picked, outputs)
 
     def _set_noise(self, noise: ChainNoise | None, count: int) -> int:
-        """Send the requests' noise to the device. Returns the number of rivals for the chance of a token."""
+        """Send the requests' seeds and temperatures. Returns the candidates per token that a chance needs."""
         if noise is None or not noise.temperatures.any():
             self._temperatures.zero_()
             return 0
@@ -303,7 +303,7 @@ class _Chains:
 def up_to_least(
     tokens: Int32Array, chances: Float32Array, most: Sequence[int], least_chance: float
 ) -> HeadChains:
-    """Chains cut where head_chains.py ends them, of tokens with these chances [requests, longest]."""
+    """The chains, cut where head_chains.py ends them; `chances` [requests, longest] are by token."""
     kept = (chances >= least_chance) & (np.arange(chances.shape[1]) < np.array(most)[:, None])
     goes_on = chances >= EXTEND_FACTOR * least_chance
     kept[:, 1:] &= goes_on[:, :-1]

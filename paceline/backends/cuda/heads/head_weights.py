@@ -1,4 +1,4 @@
-"""The weights of a learned draft head on the device, in the layout of the kernels."""
+"""HeadWeights: the weights of a learned draft head in the layout of the kernels."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from paceline.models.transformer.rope import rope_frequencies
 
 @dataclass(frozen=True)
 class Entry:
-    """How embeddings and states enter the layer."""
+    """How embeddings and states are joined to the input of the layer."""
 
     norms: tuple[torch.Tensor, torch.Tensor] | None  # [padded hidden] of embeddings and of states
-    residual: int  # what the residual stream starts from: see kernels/drafting/draft_inputs.py
-    joining: Matrix | None  # None: the attention reads both side by side
-    normed: bool  # whether the layer's norm is applied to the joined input
+    residual: int  # initial residual stream: one of kernels/drafting/draft_inputs.py
+    joining: Matrix | None  # projection of [embedding, state]; None: the attention reads both
+    normed: bool  # the layer's norm is applied to the joined input
 
 
 @dataclass(frozen=True)
 class Fusion:
-    """How the target's features become states (EAGLE-3's fc)."""
+    """The fusion of the target's features to states (EAGLE-3's `fc`)."""
 
     norm: torch.Tensor | None  # [features * target hidden]
     eps: float
-    groups: int  # each normed by itself
-    matrix: Matrix | None  # None: normed features are the states
+    groups: int  # groups of features that are normed separately
+    matrix: Matrix | None  # `fc`; None: the normed features are the states
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class HeadWeights:
     embedding: Matrix
     entry: Entry
     layer: Layer
-    later_layers: tuple[Layer, ...]  # like a llama's; only `layer`, the first, reads embeddings beside states
+    later_layers: tuple[Layer, ...]  # llama layers after `layer`, which alone reads [embedding, state]
     norm: torch.Tensor  # [padded hidden] of the LM head's input; ones if it is not normed
     is_normed: bool
     vocabulary: Matrix
     target_ids: torch.Tensor | None  # int32 [draft vocabulary] the target's ids; None: the same vocabulary
     rotation: tuple[torch.Tensor, torch.Tensor]  # cosine and sine: float32 [positions, head_dim // 2]
     model: Weights | None = None  # of `layer` alone, if it is one of the target's family
-    mask: torch.Tensor | None = None  # [1, feature width] of a P-EAGLE head: what its masks read
+    mask: torch.Tensor | None = None  # [1, feature width] of a P-EAGLE head: the feature of masks
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -118,7 +118,7 @@ def make_head_weights(config: HeadConfig, ids: Int32Array | None, read: Take, ta
 
 
 class AnyHead(Protocol):
-    """The weights of a head of any kind: a dataclass of tensors, or of such dataclasses."""
+    """The weights of any kind of head: a dataclass of tensors, or of such dataclasses."""
 
     @property
     def config(self) -> HeadConfig: ...
@@ -146,7 +146,7 @@ def check_same_shapes(source: AnyHead, to: AnyHead) -> None:
 def copy_head_weights(source: AnyHead, to: AnyHead) -> None:
     """Overwrite the weights of a head with those of another of the same shapes, at the same addresses."""
     for new, old in zip(_tensors(source), _tensors(to), strict=True):
-        if new is not old:  # the target's, which both share
+        if new is not old:  # else a weight that both share with the target
             old.copy_(new)
 
 
@@ -163,7 +163,7 @@ def _tensors(part: Any) -> Iterator[torch.Tensor]:
 
 
 def load_fusion(config: HeadConfig, read: Take, target: Weights) -> Fusion:
-    """How a head fuses features: eagle and mtp take the target's last state, perhaps normed, as it is."""
+    """The fusion of a head; eagle and mtp read the target's last hidden state, optionally normed."""
     if config.kind in ("eagle", "mtp"):
         normed = config.kind == "eagle" or config.norm_features
         norm = target.norm[: config.target_hidden_size] if normed else None
@@ -228,7 +228,7 @@ def _load_model(config: HeadConfig, read: Take, target: Weights) -> Weights | No
 
 
 def _load_later_layers(config: HeadConfig, read: Take, target: Weights) -> tuple[Layer, ...]:
-    """The layers of an eagle3 head after its first, which are those of a llama."""
+    """The layers of an eagle3 head after the first, which are llama layers."""
 
     def take(name: str, rows: slice | None = None) -> torch.Tensor:
         _, _, number, part = name.split(".", 3)  # model.layers.NUMBER.PART
@@ -259,7 +259,7 @@ def model_of_layers(config: HeadConfig, layers: int) -> ModelConfig:
 
 
 def _halves(weight: torch.Tensor) -> torch.Tensor:
-    """A matrix that reads embeddings and states side by side, each padded."""
+    """A matrix over [embedding, state], with each half padded."""
     size = weight.shape[1] // 2
     return F.pad(weight.view(len(weight), 2, size), (0, padded_size(size) - size)).flatten(1)
 

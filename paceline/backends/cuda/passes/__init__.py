@@ -1,1 +1,1 @@
-"""What runs a pass: its tables and buffers, KV pool, CUDA graphs, warm-up."""
+"""Running a pass: tables, buffers, KV pools, CUDA graphs, warm-up."""

@@ -1,4 +1,4 @@
-"""Buffer: the host memory that a decode pass is given its inputs in, and leaves its results in."""
+"""Buffer: pinned host memory for the inputs and results of a decode pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Buffer:
 
     results: torch.Tensor  # int32 [rows * (3 + length of drafts)] counts, found, tokens: see DecodeLoop
     counts: Int32Array  # [rows] the same memory
-    found: Int32Array | None  # [rows] the same memory: tokens drafted, unless a head drafts
+    found: Int32Array | None  # [rows] the same memory: tokens drafted from text; None: only a head drafts
     tokens: Int32Array  # [rows, 1 + length of drafts] the same memory: sampled tokens
     features: torch.Tensor | None  # float32 [rows, width]
     logprobs: torch.Tensor  # float64 [rows, 1 + length of drafts, fields of verify/logprobs.py]

@@ -1,9 +1,8 @@
-"""Compile the kernels of a warm-up on all CPU cores, before its passes run.
+"""Compiles the kernels of a warm-up in parallel, on all CPU cores.
 
-A kernel is compiled when it is first launched, one after the other: with an empty cache, a minute and more
-until a server is ready. So the passes of a warm-up run once to compile only: launches submit their kernels to
-threads, which mostly release the GIL, and launch nothing. Buffers hold zeros or old values then,
-and outputs mean nothing.
+Triton compiles a kernel at its first launch, one kernel after the other: with an empty cache, a server would
+start a minute later. So the warm-up passes first run in a mode in which launches only submit their kernels to
+compiler threads, which mostly release the GIL. Nothing runs on the device then, and outputs are meaningless.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from paceline.machine import usable_cores
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_mode = threading.local()  # .threads: the pool while passes of this thread only compile; others run theirs
+_mode = threading.local()  # .threads: the thread pool, while launches of this thread only compile
 _patching = threading.RLock()
 _compiled: dict[Hashable, Future[Any]] = {}  # CUDA C++ kernels; Triton keeps its own
 
 
 def compiles_only() -> bool:
-    """Whether launches of this thread only compile: nothing may be captured, timed or decided by results."""
+    """Whether launches of this thread only compile: do not capture, time, or use results then."""
     return _pool() is not None
 
 
@@ -39,10 +38,10 @@ def _pool() -> ThreadPoolExecutor | None:
 
 @contextmanager
 def compile_only(device: torch.device) -> Iterator[None]:
-    """Compile what this thread launches meanwhile instead of running it; wait for it at the end.
+    """Within the context, compile the kernels that this thread launches, without running them.
 
-    Other threads, such as that of another engine, launch as always. A kernel that does not compile raises its
-    error when it is launched again.
+    Waits for all of them at the end. Other threads, such as another engine's, launch as always. A kernel that
+    does not compile raises its error at its next launch.
     """
 
     def compile_kernel(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -74,7 +73,7 @@ def on_device(device: torch.device) -> Iterator[None]:
 
 
 def compiled(key: Hashable, make: Callable[[], T]) -> T | None:
-    """What `make` gives, made once for each key; None while passes only compile: a thread makes it."""
+    """The result of `make`, computed once per key; None while launches only compile: a thread computes it."""
     if (threads := _pool()) is not None:
         if key not in _compiled:
             _compiled[key] = threads.submit(make)
@@ -83,13 +82,13 @@ def compiled(key: Hashable, make: Callable[[], T]) -> T | None:
     if made is None or made.exception() is not None:
         made = Future()
         made.set_result(make())
-        _compiled[key] = made  # only when it is made: a Future that never ends would be waited for
+        _compiled[key] = made  # only with its result: an unfinished Future would be waited for
     result: T = made.result()
     return result
 
 
 def cached_kernel(find: Callable[P, T]) -> Callable[P, T]:
-    """`find`, whose results are kept, unless passes only compile: those are not the kernels to run."""
+    """Caches the results of `find`, except while launches only compile: those are not real kernels."""
     cached = lru_cache(find)
 
     @wraps(find)

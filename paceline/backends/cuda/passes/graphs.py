@@ -11,13 +11,13 @@ import torch
 
 from paceline.backends.cuda.passes.compiling import compiles_only
 
-STEP, LARGE_STEP = 128, 256  # of rows between sizes, up to MANY rows and beyond
-MANY = 512
+STEP, LARGE_STEP = 128, 256  # rows between bucket sizes, up to MANY rows and beyond
+MANY = 512  # rows
 TIMED = 5  # runs per measurement
 
 
 def bucket(count: int) -> int:
-    """The size that a pass of `count` rows is padded to: powers of two, then multiples of 128 or 256."""
+    """The bucket (padded size) of a pass with `count` rows: powers of two, then multiples of 128 or 256."""
     if count <= STEP:
         return 1 << (count - 1).bit_length()
     step = STEP if count <= MANY else LARGE_STEP
@@ -25,13 +25,14 @@ def bucket(count: int) -> int:
 
 
 def buckets(most: int) -> list[int]:
-    """The sizes that passes of up to `most` rows are padded to, each once and no larger than `most`."""
+    """The buckets of passes with up to `most` rows; the largest is cut to `most`."""
     return sorted({min(bucket(count), most) for count in range(1, most + 1)})
 
 
 def device_seconds(device: torch.device, run: Callable[[], object]) -> float | None:
-    """Seconds of one run on the device: the fastest of consecutive ones, because others may have waited for
-    the host. None if nothing runs on a GPU."""
+    """Seconds of a run on the device: the fastest of TIMED runs, because others may have waited for the host.
+
+    None without a GPU."""
     if device.type != "cuda" or compiles_only():
         return None
     events = [torch.cuda.Event(enable_timing=True) for _ in range(TIMED + 1)]  # type: ignore[no-untyped-call]
@@ -46,14 +47,14 @@ def device_seconds(device: torch.device, run: Callable[[], object]) -> float | N
 
 
 class Graphs:
-    """Captured graphs by key. Without a CUDA device, and to compile only, the work simply runs."""
+    """Captured CUDA graphs by key. Without a GPU, or while launches only compile, work runs directly."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._captured: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
     def run(self, name: Hashable, work: Callable[[], None]) -> None:
-        """Run the work, by replaying its graph if it was captured, else capture it.
+        """Run the work: replay its graph, or run it once and capture it.
 
         Work with the same name must use the same buffers every time.
         """
@@ -62,11 +63,11 @@ class Graphs:
             return
         graph = self._captured.get(name)
         if graph is None:
-            torch.cuda.synchronize(self._device)  # a replay runs after all earlier work; so must this
-            work()  # compiles kernels, which a capture cannot, and computes this call's result
+            torch.cuda.synchronize(self._device)  # like a replay, it must run after all earlier work
+            work()  # computes this call's result, and compiles kernels, which is impossible during a capture
             torch.cuda.synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
-            # other threads may allocate meanwhile: one loads the next head while requests run
+            # other threads may allocate during the capture: one loads the next head while requests run
             with _no_collection(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 work()
             self._captured[name] = graph
@@ -76,7 +77,7 @@ class Graphs:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collect no garbage meanwhile: freeing an old graph during a capture makes the capture invalid."""
+    """Disable garbage collection: freeing an old graph during a capture invalidates the capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:

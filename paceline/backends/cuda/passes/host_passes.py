@@ -1,4 +1,4 @@
-"""Passes that the host asks for: their buffers, what is sent for each, and the graphs that run them."""
+"""HostPasses: runs ForwardBatches (host passes) in CUDA graphs, with their buffers and copies."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from paceline.backends.cuda.weights.vocabulary import sample_own, shared_candida
 from paceline.core.arrays import BoolArray
 from paceline.core.forward import ForwardBatch, ForwardOutput
 
-MAX_PAGES = 1 << 17  # of all requests of a pass together
-# what the first buffers hold; they grow when needed
+MAX_PAGES = 1 << 17  # most pages of a pass, summed over requests
+# initial sizes of the buffers, which grow when needed
 FIRST_LONGEST = 4096  # tokens of context
-FIRST_ROWS = FEW_ROWS  # with logits, or attended for by other kernels than that of prefills
-LATE_ROWS = 256  # of a pass, from which on the last layer is finished for rows with logits alone
+FIRST_ROWS = FEW_ROWS  # rows with logits, or not in prefill tiles
+LATE_ROWS = 256  # from this many rows on, the last layer is completed only for rows with logits
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """A pass that was sent to the device. What a captured graph depends on is in it."""
+    """A pass whose inputs are on the device. Its fields are the key of the captured graph."""
 
     rows: int  # with padding
     wanted: int  # rows with logits
     outputs: int  # these, and the rows with sampled tokens
     layers: tuple[int, ...]  # whose features are wanted, by the host or by heads
     prefill_tiles: int
-    others: bool  # some rows are in no prefill tile
+    others: bool  # some rows are not in prefill tiles
     has_adapters: bool
-    is_late: bool  # the last layer is finished for the outputs alone
+    is_late: bool  # the last layer is completed for the outputs only
     shared_prefix: SharedPrefixRows | None
     recurrent: RecurrentRows | None
 
@@ -87,8 +87,7 @@ class HostPasses:
     ) -> Callable[[], ForwardOutput]:
         """Launch a pass; the returned function waits for its output.
 
-        The prefill kernel attends for the requests in `large` [requests]; `found` are KV chunks that rows
-        share.
+        `large` [requests]: requests whose attention the prefill kernel computes. `found`: shared prefixes.
         """
         assert batch.num_rows <= self.max_rows, f"{batch.num_rows} rows, but max_rows is {self.max_rows}"
         sent, pool = self._send(batch, large, found), cast(Pool, batch.pool)
@@ -104,7 +103,7 @@ class HostPasses:
         name = "body", sent.rows, sent.layers, (pool.addresses, of_states), heads, (*kinds, sent.is_late)
         self.graphs.run(name, lambda: self._run_layers(sent, pool, keeps))
         if sent.outputs:
-            joins = sent.wanted > 0 and self.weights.shard.size > 1  # one rank has all logits anyway
+            joins = sent.wanted > 0 and self.weights.shard.size > 1  # a single rank has all logits
             name_of_head = "head", bucket(sent.outputs), joins, sent.is_late
             self.graphs.run(name_of_head, lambda: self._run_head(sent, pool, joins))
         width = len(batch.feature_layers) * self.weights.config.hidden_size
@@ -113,7 +112,7 @@ class HostPasses:
         return copied_to_host(self.workspace.logits[: sent.wanted], features, chosen)
 
     def _send(self, batch: ForwardBatch, large: BoolArray, found: SharedPrefix | None) -> _Sent:
-        """Make room for a pass, and send its tables."""
+        """Grow the buffers for a pass if needed, and send its tables."""
         rows, wanted = bucket(batch.num_rows), len(batch.logit_rows)
         layers = batch.feature_layers + tuple(layer for kept in batch.kept_features for layer in kept.layers)
         outputs = wanted + (0 if batch.choices is None else len(batch.choices.rows))
@@ -144,7 +143,7 @@ class HostPasses:
         )
 
     def _make_room(self, batch: ForwardBatch, large: BoolArray, outputs: int, nodes: int) -> None:
-        """Allocate buffers for the contexts of a pass, and for its number of rows of each kind."""
+        """Allocate larger buffers if the contexts or rows of a pass need them."""
         few, longest = np.flatnonzero(~large), int(batch.positions.max()) + 1
         attending = int(batch.row_offsets[few[-1] + 1]) if len(few) else 0
         if longest > self.room.longest:

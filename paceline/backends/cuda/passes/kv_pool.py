@@ -18,15 +18,15 @@ class Pool:
 
     num_pages: int
     bytes_per_page: int
-    keys: torch.Tensor  # [layers, slots, KV heads, head_dim] of the layers with the heads of the first
-    values: torch.Tensor  # [layers, slots, KV heads, head_dim, or 0 of latents]
-    others: tuple[tuple[torch.Tensor, torch.Tensor], ...] = field(default=(), kw_only=True)  # other heads
-    # where each layer is: the stack of layers with its heads, and its number there; (): all are in the first
+    keys: torch.Tensor  # [layers, slots, KV heads, head_dim] of layers with the first layer's head shape
+    values: torch.Tensor  # [layers, slots, KV heads, head_dim; 0 for latents]
+    others: tuple[tuple[torch.Tensor, torch.Tensor], ...] = field(default=(), kw_only=True)  # other shapes
+    # for each layer: the stack (of layers with equal head shapes), and its index there; (): all in the first
     places: tuple[tuple[int, int], ...] = field(default=(), kw_only=True)
 
     @property
     def stacks(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The keys and values of layers with the same heads."""
+        """The keys and values of each stack of layers with equal head shapes."""
         return [(self.keys, self.values), *self.others]
 
     def layer(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +37,7 @@ class Pool:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """What a captured graph holds of it."""
+        """The addresses that a captured graph depends on."""
         return (self.num_pages, *(stored.data_ptr() for stack in self.stacks for stored in stack))
 
 
@@ -69,7 +69,7 @@ def make_pool(weights: Weights, num_pages: int, page_size: int) -> Pool:
 
 
 def _kv_sizes(weights: Weights) -> list[tuple[int, int, int]]:
-    """Of each layer that has keys and values: KV heads of this rank, numbers of a key and of a value."""
+    """For each layer with keys and values: KV heads of this rank, size of a key, size of a value."""
     config, ranks = weights.config, weights.shard.size
     return [
         (max(1, shape.num_kv_heads // ranks), shape.head_dim, config.stored_value_dim(layer))
@@ -82,5 +82,5 @@ def move_slots(pool: Pool, source: Int32Array, destination: Int32Array) -> None:
     slots = torch.from_numpy(np.stack((source, destination)).astype(np.int64)).to(pool.keys.device)
     for stack in pool.stacks:
         for stored in stack:
-            # indexing by a tensor copies what it reads, so that no write can disturb it
+            # indexing by a tensor copies, so all sources are read before any destination is written
             stored[:, slots[1]] = stored[:, slots[0]]

@@ -1,4 +1,4 @@
-"""What a pass leaves for the host: features on the device, and asynchronous copies of its results."""
+"""The outputs of a host pass: a feature buffer, and asynchronous copies to the host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FeatureBuffer:
         self._parts: dict[tuple[tuple[int, ...], ...], torch.Tensor] = {}
 
     def hold(self, layers: int) -> bool:
-        """Have room for this number of layers; True if the memory is new: captured graphs have the old."""
+        """Make room for this number of layers; True if the memory is new, so captured graphs are stale."""
         shape = (self._rows, layers * self._hidden_size)
         if self.values.shape == shape:
             return False
@@ -39,7 +39,7 @@ class FeatureBuffer:
 def copied_to_host(
     logits: torch.Tensor, features: torch.Tensor | None, chosen: torch.Tensor | None
 ) -> Callable[[], ForwardOutput]:
-    """A function that waits for asynchronous copies of these to the host."""
+    """Start asynchronous copies to the host; the returned function waits for them."""
     if logits.device.type != "cuda":
         return lambda: ForwardOutput(*map(_numbers, (logits, features, chosen)))
     copies = [

@@ -1,11 +1,11 @@
-"""Finds the KV chunks that many rows of a pass share, from page tables on the host.
+"""Plans shared-prefix (cascade) attention: finds, on the host, the leading KV chunks that requests share.
 
-Requests with equal pages see the same keys and values there. Sorted by their pages, requests with a common
-prefix are neighbours, and so are those with a longer one:
+Requests with equal leading page numbers share a prefix. Sorted by page numbers, requests with a common prefix
+are adjacent, and so are requests with a longer common prefix:
 
     a   1 2 3 | 4 5 6 | 7 8 9       KV chunk 0: shared by a, b and c
     b   1 2 3 | 4 5 6 | 3 2 1       KV chunk 1: shared by a and b
-    c   1 2 3 | 9 8 7               the rest is read by each request
+    c   1 2 3 | 9 8 7               every other KV chunk is read by its own request
     d   5 5 5
 """
 
@@ -28,25 +28,25 @@ from paceline.backends.cuda.native.decode_attention import TILES_PER_UNIT
 from paceline.backends.cuda.passes.tables import to_device
 from paceline.core.arrays import Int32Array
 
-MAX_ITEMS = 4096  # work items of a pass; deeper KV chunks are read by each request
-# KV chunks of a KV head that must be read less often for a pass to be worth another kernel in every layer:
-# about one per multiprocessor.
+MAX_ITEMS = 4096  # most work items of a pass; deeper KV chunks are then read by each request
+# KV chunks (times KV heads) whose reading must be saved for the additional kernel in every layer to pay off:
+# about one per multiprocessor
 MIN_SAVED = 128
 
 
 @dataclass(frozen=True)
 class PassRows:
-    """The requests of a pass: their computed contexts, page tables and rows."""
+    """The requests of a pass: contexts, page tables and rows."""
 
     page_tables: Int32Array  # [requests, most pages]
     begins: Int32Array  # [requests] offset of each table in the kernels' flat page table
-    contexts: Int32Array  # [requests] tokens that all rows of a request see
+    contexts: Int32Array  # [requests] tokens that all rows of a request attend to
     counts: Int32Array  # [requests] rows
     firsts: Int32Array  # [requests] the first row of each
 
 
 def uniform_rows(page_tables: Int32Array, begins: Int32Array, contexts: Int32Array, each: int) -> PassRows:
-    """Requests with `each` rows, one after the other."""
+    """The requests of a uniform pass, with `each` rows per request."""
     counts = np.full(len(contexts), each, dtype=np.int32)
     firsts = np.arange(len(contexts), dtype=np.int32) * each
     return PassRows(page_tables, begins, contexts, counts, firsts)
@@ -56,18 +56,18 @@ def uniform_rows(page_tables: Int32Array, begins: Int32Array, contexts: Int32Arr
 class SharedPrefix:
     """The KV chunks that the shared-prefix kernel computes."""
 
-    shared_chunks: Int32Array  # [requests] KV chunks, from the first, that the shared kernel computes
-    rows: Int32Array  # [rows that share some] in the order that items refer to
-    items: Int32Array  # [items, ITEM] as SharedPrefixRows has them
+    shared_chunks: Int32Array  # [requests] number of leading KV chunks that the kernel computes
+    rows: Int32Array  # [rows with shared KV chunks] in the order that items refer to
+    items: Int32Array  # [items, ITEM] work items, see SharedPrefixRows
 
 
 def no_shared_prefix(requests: int) -> SharedPrefix:
-    """The plan of a pass that runs the shared-prefix kernel without work: to compile it."""
+    """An empty plan, for which the shared-prefix kernel has no work: to compile it."""
     return SharedPrefix(np.zeros(requests, np.int32), np.zeros(0, np.int32), np.zeros((0, ITEM), np.int32))
 
 
 def find_shared_prefixes(own: PassRows, page_size: int, heads: int, kv_heads: int) -> SharedPrefix | None:
-    """The KV chunks that rows of a pass share; None if sharing would save too little."""
+    """The shared KV chunks of a pass; None if sharing them would save too little."""
     if KV_CHUNK % page_size or not len(own.contexts) or own.contexts.max() < KV_CHUNK:
         return None
     depths, pages_each = own.contexts // KV_CHUNK, KV_CHUNK // page_size
@@ -116,7 +116,7 @@ def _alike(page_tables: Int32Array, depths: Int32Array, pages_each: int) -> Call
 
 
 def _runs(alike: Sequence[int], depth: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
-    """Runs of requests from `begin` to `end` whose neighbours share more than `depth` KV chunks."""
+    """Runs of adjacent requests, from `begin` to `end`, that share more than `depth` KV chunks."""
     start = begin
     for at in range(begin + 1, end):
         if alike[at] <= depth:

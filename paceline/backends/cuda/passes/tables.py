@@ -1,4 +1,4 @@
-"""A ForwardBatch as the kernels read it: slot mapping, paths and tiles, sent in one copy."""
+"""DeviceTables: builds the attention metadata of a ForwardBatch, and sends it to the device in one copy."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from paceline.core.arrays import BoolArray, Int32Array
 from paceline.core.forward import Choices, ForwardBatch
 from paceline.errors import BackendError
 
-# of max_rows numbers each, before the pages: 8 of rows, 5 of outputs, sources, adapters, 3 of prefill tiles
+# lines of max_rows numbers before the pages: 8 by row, 5 by output, sources, adapters, 3 by prefill tile
 LINES = 18
 SEEDS, TEMPERATURES, POSITIONS = 8, 10, 12  # lines of outputs; the first two are 64-bit: two lines each
 SOURCES, ADAPTERS, PREFILL = 13, 14, 15
-FEW_ROWS = 512  # the first rows of a pass, which any kernel may attend for
-SHORT_PREFILL_TILES = 128  # prefill tiles of requests with fewer rows than a tile has
-MIN_PREFILL_PROGRAMS = 128  # of the prefill kernel, about one per multiprocessor: fewer split KV positions
-# A copy waits on the device for the passes launched before it. With one buffer the host would wait for them
-# too before it could write the next batch.
+FEW_ROWS = 512  # leading rows that need not be in prefill tiles: other kernels have scratch for them
+SHORT_PREFILL_TILES = 128  # most prefill tiles of requests with fewer rows than a tile has
+MIN_PREFILL_PROGRAMS = 128  # about one per multiprocessor; with fewer, split-KV attention is faster
+# A copy waits on the device for earlier passes. With one buffer, the host would have to wait for them too
+# before it could write the next batch.
 STAGING_BUFFERS = 4
 
 
@@ -37,21 +37,21 @@ class Rows:
     contiguous_until: Int32Array  # [rows] positions below it are their own KV index
     paths: Int32Array | None  # [rows, MAX_PATH] KV indices from `contiguous_until` on; None: no trees
     tiles: Int32Array  # [3, tiles] first row, number of rows, offset of its request's pages
-    prefill_tiles: Int32Array  # [3, tiles] likewise, of the requests that the prefill kernel attends for
+    prefill_tiles: Int32Array  # [3, tiles] likewise, of the prefill kernel
     pages: Int32Array  # [pages of all requests]
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A copy of an array on the device, made asynchronously: the host does not wait."""
+    """A copy of an array on the device, made asynchronously."""
     there = torch.from_numpy(values)
     return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there.clone()
 
 
 def prefill_requests(batch: ForwardBatch, heads: int, kv_heads: int, has_latents: bool = False) -> BoolArray:
-    """Which requests the prefill kernel attends for: [requests].
+    """Which requests' attention the prefill kernel computes: [requests].
 
-    Those with a tile of contiguous rows at least, if together they are enough to occupy the device, and those
-    with contiguous rows after the first FEW_ROWS, for which other kernels have no scratch.
+    Those with at least a tile of contiguous rows, if together they occupy the device, and those with
+    contiguous rows after the first FEW_ROWS, for which other kernels have no scratch.
     """
     counts, height = np.diff(batch.row_offsets), prefill_height(heads, kv_heads, has_latents)
     tiles, late = -(-counts // height), batch.row_offsets[1:] > FEW_ROWS
@@ -66,7 +66,7 @@ def prefill_requests(batch: ForwardBatch, heads: int, kv_heads: int, has_latents
 
 
 def max_prefill_tiles(rows: int, height: int) -> int:
-    """The most prefill tiles of a pass: rows fill half of those of requests with a whole tile."""
+    """The most prefill tiles of a pass: the tiles of a request with at least a tile of rows are half full."""
     return min(rows, 2 * rows // height + SHORT_PREFILL_TILES)
 
 
@@ -159,7 +159,7 @@ class _Staging:
         return numbers
 
     def send(self, to: torch.Tensor) -> None:
-        """Copy the first numbers to the device; the host does not wait."""
+        """Copy the first numbers to the device, asynchronously."""
         to.copy_(self._host[: len(to)], non_blocking=True)
         if self._sent is not None:
             self._sent.record()
@@ -186,7 +186,7 @@ class DeviceTables:
     ) -> None:
         """Copy a batch to the device; rows and tiles after its last are padding.
 
-        `sources` [rows] are returned by `sources()`, `adapters` [requests] by row by `adapters()`.
+        `sources` [rows] are then available as `sources()`, `adapters` [requests], by row, as `adapters()`.
         """
         if len(rows.pages) > self.max_pages:
             raise BackendError(
@@ -245,7 +245,7 @@ class DeviceTables:
         return self._line(ADAPTERS, rows)
 
     def output_rows(self, outputs: int) -> torch.Tensor:
-        """The rows whose logits are wanted, then those whose tokens are: int32 [outputs]."""
+        """The rows whose logits are wanted, then those whose tokens are sampled: int32 [outputs]."""
         return self._line(7, outputs)
 
     def options(self, outputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -258,7 +258,7 @@ class DeviceTables:
         )
 
     def tables(self, rows: int, prefill_tiles: int = 0, others: bool = True) -> RowTables:
-        """What the kernels read about the first rows, with the first prefill tiles.
+        """The attention metadata of the first rows, with the first prefill tiles.
 
         Without `others`, all rows are in prefill tiles.
         """

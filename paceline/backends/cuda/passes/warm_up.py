@@ -1,4 +1,4 @@
-"""The passes by which a backend compiles its kernels and captures its graphs before requests come."""
+"""Warm-up passes, which compile kernels and capture graphs before the first request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def warm_up_pass(
     feature_layers: tuple[int, ...],
     kept: tuple[KeptFeatures, ...],
 ) -> ForwardBatch:
-    """A pass over one request's first rows that samples a token after each of the first of them."""
+    """A pass over a request's first `rows` tokens, with tokens sampled after up to `most_sampled` rows."""
     count = np.arange(rows, dtype=np.int32)
     sampled = count[:most_sampled]
     return ForwardBatch(

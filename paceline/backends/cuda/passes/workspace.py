@@ -1,4 +1,4 @@
-"""The buffers of a pass: what kernels pass to each other."""
+"""Workspace: the intermediate buffers of a pass."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from paceline.backends.cuda.weights.tiled import padded_size
 
 @dataclass(frozen=True)
 class ResidualBuffers:
-    """What kernels/residual.py needs beside the residual stream."""
+    """The buffers of kernels/residual.py besides the residual stream."""
 
-    added: torch.Tensor  # float32 [rows, padded hidden] what attention or MLP gives
-    joined: torch.Tensor  # likewise, experts and a shared MLP together, if they have norms of their own
+    added: torch.Tensor  # float32 [rows, padded hidden] output of attention or MLP
+    joined: torch.Tensor  # likewise, the sum of experts and a shared MLP that have their own norms
     ones: torch.Tensor  # float32 [rows, 1]
-    unused: Normed  # what kernels write that no one reads
+    unused: Normed  # written by kernels, never read
 
 
 @dataclass(frozen=True)
 class SplitBuffers:
-    """What kernels/attention/split_heads.py needs."""
+    """The buffers of kernels/attention/split_heads.py."""
 
     projected: torch.Tensor  # float32 [rows, columns of the widest QKV projection]
     # by head size: queries [rows, heads, head_dim], attention output [rows, padded heads * head_dim]
@@ -42,7 +42,7 @@ class SplitBuffers:
 
 @dataclass(frozen=True)
 class Activations:
-    """What kernels pass to each other: whole rows, or the columns of them that a rank computes."""
+    """The activations of a pass: complete rows, or the columns that this rank computes."""
 
     hidden: torch.Tensor  # float32 [rows, padded hidden] the residual stream
     attention_input: Normed
@@ -58,7 +58,7 @@ class Activations:
 class Workspace(Activations):
     """The buffers of a pass, allocated once because captured graphs hold their addresses."""
 
-    own: Activations  # which this rank computes. On one GPU they are the same buffers
+    own: Activations  # the columns that this rank computes; on one GPU the same buffers
     query: torch.Tensor  # [rows, own heads, head_dim]
     selected: Normed  # the rows whose logits are wanted
     scratch: Scratch
@@ -66,14 +66,14 @@ class Workspace(Activations):
     routing: Routing | None  # of mixtures of experts
     residual: ResidualBuffers | None  # of families whose norms are kernels of their own
     recurrent: RecurrentBuffers | None  # of recurrent layers
-    gates: torch.Tensor | None  # float32 [rows, any] of attention or shared experts, if they have some
+    gates: torch.Tensor | None  # float32 [rows, any] gates of attention or shared experts
     latent: LatentBuffers | None  # of latent attention
     low_rank: LowRankBuffers | None  # of adapters
-    split: SplitBuffers | None  # of layers with different heads
-    per_layer: PerLayerBuffers | None  # of a second embedding
+    split: SplitBuffers | None  # of layers with different head shapes
+    per_layer: PerLayerBuffers | None  # of per-layer embeddings
 
     def heads_of(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
-        """The queries that a layer's attention reads, and what it writes."""
+        """The buffers of a layer's queries and attention output."""
         if self.split is None or layer.split is None:
             return self.query, self.own.attention_output
         return self.split.heads[layer.split.dim]
@@ -81,13 +81,13 @@ class Workspace(Activations):
 
 @dataclass(frozen=True)
 class Room:
-    """The largest sizes of passes that a workspace must hold."""
+    """The capacity of a workspace: the largest sizes of its passes."""
 
     rows: int
     longest: int  # tokens of a context
-    attending: int  # the first rows; all after them are in prefill tiles
+    attending: int  # leading rows that may be outside of prefill tiles
     outputs: int  # rows with logits
-    nodes: int = 1  # states of a draft tree that several rows continue
+    nodes: int = 1  # stored recurrent states of tree nodes
 
     @classmethod
     def of(cls, rows: int, longest: int) -> Room:
@@ -95,7 +95,7 @@ class Room:
         return cls(rows, longest, rows, rows)
 
     def holding(self, other: Room) -> Room:
-        """Room for both."""
+        """The larger of both in every size."""
         return Room(*(max(getattr(self, own.name), getattr(other, own.name)) for own in fields(self)))
 
 
@@ -154,7 +154,7 @@ def make_workspace(weights: Weights, room: Room) -> Workspace:
 
 
 def _dense(weights: Weights) -> list[tuple[Matrix, Matrix]]:
-    """The matrices of MLPs that all rows go through: gates and ups, and downs."""
+    """The matrices of dense MLPs: (gate_up, down)."""
     dense = [(own.gate_up, own.down) for own in weights.layers if own.feeds_forward and own.mixture is None]
     return dense + [own.shared for own in weights.layers if own.shared is not None]
 
@@ -248,7 +248,7 @@ def _activations(weights: Weights, rows: int, outputs: int, widths: Widths) -> A
 def _inputs(
     weights: Weights, rows: int, width: int, *readers: Matrix
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What matrices read, rounded to e4m3 with scales if they are packed so."""
+    """The input buffer of these matrices, and its scales if they are in e4m3."""
     if not any(own.tiling.packing == "e4m3" for own in readers):
         return torch.zeros((rows, width), dtype=weights.dtype, device=weights.device), None
     scales = torch.zeros((rows // 16, width // FP8_GROUP, 16), device=weights.device)
@@ -256,7 +256,7 @@ def _inputs(
 
 
 def _normed(weights: Weights, rows: int, width: int, *readers: Matrix) -> Normed:
-    """The residual stream as these matrices read it."""
+    """The normed residual stream as these matrices read it."""
     config = weights.config
     if weights.residual is not None:
         states = torch.zeros((rows, width), dtype=weights.dtype, device=weights.device)
@@ -272,13 +272,13 @@ def _normed(weights: Weights, rows: int, width: int, *readers: Matrix) -> Normed
 
 
 def workspace_bytes(weights: Weights, room: Room) -> int:
-    """The bytes of such a workspace, counted on torch's meta device."""
+    """The bytes of a workspace with this capacity, counted on torch's meta device."""
     workspace = make_workspace(replace(weights, norm=weights.norm.to("meta")), room)
     return sum({id(tensor): tensor.nbytes for tensor in _tensors_of(workspace)}.values())
 
 
 def _tensors_of(value: object) -> Iterator[torch.Tensor]:
-    """A tensor, or all tensors in dataclasses, tuples and tables; one may be there twice."""
+    """All tensors within dataclasses, tuples and tables; a tensor may occur twice."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):

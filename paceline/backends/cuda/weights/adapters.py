@@ -1,7 +1,7 @@
-"""LoRA adapters of a model on the device: what all of them add to each product, by the adapter's number.
+"""Loads LoRA adapters on the device: for each product, the down and up matrices of all adapters, stacked.
 
-A rank has the down matrices whole, because it has what they read, and the rows of the up matrices that it has
-of the product.
+Each rank has the complete down matrices, because it has their inputs, and its own rows of the up matrices, as
+it has of the product.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PRODUCTS = {
 
 
 def with_adapters(weights: Weights, adapters: Sequence[Adapter]) -> Weights:
-    """The same weights, with what these adapters add."""
+    """The weights with these adapters."""
     shapes = dict(expected_tensors(weights.config))
     layers = [
         replace(layer, adapters=_layer_adapters(weights, layer, index, adapters, shapes))
@@ -49,7 +49,7 @@ def _layer_adapters(
     found: dict[str, LowRank] = {}
     for product, modules in PRODUCTS.items():
         names = [f"model.layers.{index}.{module}" for module in modules]
-        names = [name for name in names if f"{name}.weight" in shapes]  # not all layers have keys and values
+        names = [name for name in names if f"{name}.weight" in shapes]  # not all layers have keys
         if any(name in adapter.matrices for adapter in adapters for name in names):
             outputs = [shapes[f"{name}.weight"][0] for name in names]
             matrix: Matrix = getattr(layer, product)
@@ -73,8 +73,8 @@ def _own_rows(weights: Weights, product: str, outputs: Sequence[int]) -> list[sl
 def _stacked(
     adapters: Sequence[Adapter], names: Sequence[str], outputs: Sequence[int], depth: int
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Matrices that read the same rows, below each other: down [adapters, rank, depth], and the up matrix
-    [adapters, outputs, rank] of each, which is zero for the ranks of the others."""
+    """The matrices of a product's projections (for QKV three), stacked along the rank: down [adapters, rank,
+    depth], and for each projection up [adapters, outputs, rank], zero in the ranks of other projections."""
     changes = [[adapter.matrices.get(name) for name in names] for adapter in adapters]
     ranks = [max((len(own.down) for own in part if own), default=0) for part in zip(*changes, strict=True)]
     rank = -(-sum(ranks) // CHUNK) * CHUNK

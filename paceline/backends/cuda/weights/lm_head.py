@@ -1,4 +1,4 @@
-"""The LM head: which rows it reads, and which kernel runs."""
+"""The LM head of a pass: gathers the wanted rows, and launches the product."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def select(workspace: Workspace, chosen: torch.Tensor) -> None:
 def run_lm_head(weights: Weights, workspace: Workspace, read: Normed, rows: int, joins: bool = True) -> None:
     """Write the logits of the first rows of `read` to `workspace.logits`.
 
-    Without `joins` a rank has those of its own token ids alone, in `workspace.own.logits`.
+    Without `joins` they are not gathered: a rank has only those of its own token ids, in
+    `workspace.own.logits`.
     """
     own = workspace.own.logits
     if not run_logits(read, weights.head, own, rows):

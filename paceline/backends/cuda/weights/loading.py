@@ -1,4 +1,4 @@
-"""A checkpoint's weights on a GPU: which device, which dtype, and which rows of them."""
+"""Loads a checkpoint's weights on a GPU: device, dtype, packing, and the rows of a rank."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def load_checkpoint_weights(
 
 
 def _kept_kind(tensor: Tensor) -> str:
-    """How a file keeps a matrix; F32 if its depth is not whole steps of such blocks."""
+    """The block format of a matrix in its file; F32 if its depth is not a multiple of the format's step."""
     kind = block_kind(tensor)
     return "F32" if kind in BLOCKS and tensor.shape[1] % step_of(BLOCKS[kind]) else kind
 
 
 def _stored(tensor: Tensor) -> torch.Tensor:
-    """A tensor's values in the dtype of its file, or as float32 if that is a block format."""
+    """A tensor's values in the dtype of its file, or as float32 from a block format."""
     kind = STORED.get(tensor.kind)
     if kind is None:
         return torch.from_numpy(tensor.float32())

@@ -26,7 +26,7 @@ from paceline.models.quantizations import is_packed
 from paceline.models.transformer.blocks import Take
 from paceline.models.transformer.rope import query_factor_table, rope_frequencies
 
-MAX_FILLING = 1.1  # ratio of a padded size to the size
+MAX_FILLING = 1.1  # largest ratio of a padded size to the size, for packed matrices
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Weights:
     norm: torch.Tensor  # [padded hidden]
     head: Matrix
     shard: Shard = WHOLE
-    residual: Residual | None = None  # None: llama's, whose norms are parts of other kernels
+    residual: Residual | None = None  # None: llama's, whose norms are fused into products
     recurrent: RecurrentParameters | None = None  # of the recurrent layers, if there are any
-    per_layer: PerLayerInputs | None = None  # a second embedding, of which each layer has a part
+    per_layer: PerLayerInputs | None = None  # per-layer embeddings
     adapters: Mapping[str, int] = field(default_factory=dict)  # the numbers of LoRA adapters by name
 
     @property
@@ -70,7 +70,7 @@ class Weights:
 
     @property
     def matrices(self) -> list[Matrix]:
-        """Every matrix of a pass. Those of layers may be packed in different ways."""
+        """All matrices of a pass. Their packings may differ."""
         layers = list[Matrix]()
         for own in self.layers:
             layers += [own.qkv, own.output] if own.attends else []
@@ -87,7 +87,7 @@ class Weights:
 
 
 def unpacked(name: str) -> str:
-    """No packing, for any matrix."""
+    """A `packing` function that packs no matrix."""
     return "none"
 
 
@@ -112,10 +112,10 @@ def load_weights(
 ) -> Weights:
     """The weights that `take` returns by name, in the layout of the kernels.
 
-    `packing` gives the packing of a layer's matrix by name. `fp8` becomes `e4m3`, with activations in e4m3
-    too, on a device that multiplies such numbers. `take` returns packed ones in float32; `blocks` returns
-    the `block_lines` of those that keep the file's blocks. Embedding and LM head are not packed. Of several
-    ranks, `take` and `blocks` get the rows that the rank has, too.
+    `packing` gives the packing of a layer's matrix by name; embedding and LM head are not packed. `fp8`
+    becomes `e4m3`, with activations in e4m3 too, on a device that multiplies such numbers. `take` returns
+    matrices to be packed in float32; `blocks` returns the `block_lines` of those that keep the file's blocks.
+    With several ranks, both are called with the rows of this rank.
     """
     filled = _with_whole_steps(config, packing)
     if filled != config:
@@ -150,16 +150,16 @@ def load_layers(read: Reader, dtype: torch.dtype, device: torch.device) -> tuple
 
 
 def _with_whole_steps(config: ModelConfig, packing: Callable[[str], str]) -> ModelConfig:
-    """The config with sizes that are padded so that packed matrices have whole steps.
+    """The config with sizes padded so that packed matrices have whole steps.
 
-    Matrices of gpt-oss have 2880 inputs, and a step of 4 bits has 256. Zeros change no product, but take
-    room.
+    For example, matrices of gpt-oss have 2880 inputs, and a step of 4 bits has 256. Zeros change no product,
+    but take memory.
     """
     names = [name for name, _ in expected_tensors(config) if is_packed(name)]
     kinds = {packing(name) for name in names} - {"none"}
     if config.recurrent is not None:
         return config
-    step = 1 if kinds & SCALE_WORDS.keys() else max(map(step_of, kinds), default=1)  # blocks have whole ones
+    step = 1 if kinds & SCALE_WORDS.keys() else max(map(step_of, kinds), default=1)  # blocks have whole steps
 
     def whole(size: int) -> int:
         filled = -(-size // step) * step
@@ -188,7 +188,7 @@ def _filling(take: Take, filled: ModelConfig) -> Take:
 def _rotation(
     config: ModelConfig, rope: RopeConfig | None, head_dim: int, device: torch.device
 ) -> Rotation | None:
-    """Cosines and sines of all positions; values that RoPE leaves alone are rotated by 0."""
+    """Cosines and sines of all positions; values outside of a partial RoPE are rotated by 0."""
     if rope is None:
         return None
     frequencies = torch.from_numpy(rope_frequencies(rope, head_dim)).to(device)
@@ -201,7 +201,7 @@ def _rotation(
 def _query_factors(
     config: ModelConfig, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Factors of queries by position, of layers with RoPE and of those without."""
+    """Query scales by position, for layers with RoPE and for layers without."""
     temperature = config.temperature
     if temperature is None:
         return None, None

@@ -1,4 +1,4 @@
-"""Reader: the tensors of a checkpoint as a layer's loader asks for them, and how matrices are packed."""
+"""Reader: reads a rank's tensors from a checkpoint, and chooses the packing of matrices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FP8_HEAD_SIZES = (64, 128, 256)  # head sizes whose attention output can be quan
 
 @dataclass(frozen=True)
 class Reader:
-    """What a rank reads of a checkpoint."""
+    """Reads a rank's part of a checkpoint."""
 
     config: ModelConfig
     take: Take
@@ -56,7 +56,7 @@ class Reader:
     def matrices(
         self, names: list[str], rows: Sequence[slice | None], dtype: torch.dtype
     ) -> tuple[list[torch.Tensor], str]:
-        """Matrices that become one, and their common packing: that of the most precise one.
+        """Matrices to concatenate, and their common packing, which is that of the most precise one.
 
         Blocks of a file are kept only if all of these matrices have the same format.
         """
@@ -79,7 +79,7 @@ def has_residual(config: ModelConfig) -> bool:
 
 
 def _has_fp8_input(config: ModelConfig, name: str) -> bool:
-    """Whether the input of a layer's matrix is in e4m3: not that of experts, nor of odd sizes."""
+    """Whether a matrix can read e4m3 activations: not those of experts, nor with unsupported sizes."""
     if config.recurrent or config.latent or has_residual(config):
         return False
     if ".mlp.experts." in name or config.hidden_size % FP8_GROUP:
@@ -88,5 +88,5 @@ def _has_fp8_input(config: ModelConfig, name: str) -> bool:
 
 
 def _multiplies_e4m3(device: torch.device) -> bool:
-    """Whether the device does; Triton's interpreter does."""
+    """Whether the device multiplies e4m3 numbers; Triton's interpreter does."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= MULTIPLIES_E4M3

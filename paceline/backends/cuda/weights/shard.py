@@ -1,8 +1,9 @@
-"""Tensor parallelism of the kernels: a rank has some column tiles of every matrix, and some heads.
+"""Tensor parallelism with the bits of one GPU: every matrix is column-parallel, by whole column tiles.
 
-A column of a product is summed in an order that the whole matrix's shape decides (weights.tiling_for). So a
-rank that has some tiles computes the bits of one GPU, and no sum crosses ranks: what a product reads whole is
-gathered before it. The residual stream stays sharded, because only the output of the next norm is read whole.
+The summation order of a column depends only on the shape of the whole matrix (tiled.tiling_for). So a rank
+with some of the tiles computes the bits of one GPU, and no sum crosses ranks: there is no all-reduce. The
+input of every product is all-gathered instead. The residual stream stays sharded, because only the output of
+the next norm is needed complete.
 
     normed [rows, hidden], equal on all ranks
        │
@@ -10,7 +11,7 @@ gathered before it. The residual stream stays sharded, because only the output o
        │
     gate, up, own columns ───────── gather ── down, own columns ─── + own hidden ─ norm ── gather
 
-Every rank has the same number of columns; the last ones are padded with zeros.
+Every rank has the same number of columns; the last rank's are zero-padded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 from paceline.errors import ConfigError
 from paceline.models.config import ModelConfig
 
-TILE = 64  # columns of the unit that ranks share
+TILE = 64  # columns: ranks have whole tiles
 
 
 class Collective(Protocol):
@@ -37,9 +38,9 @@ class Collective(Protocol):
     def rank(self) -> int: ...
 
     def gather_into(self, whole: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
-        """Write the tensors of all ranks, in the order of ranks, to `whole` [ranks, ...] of each.
+        """All-gather: write the tensors of all ranks, in rank order, to `whole` [ranks, ...] of each.
 
-        Every rank gives tensors of the same shapes. It can be captured in a CUDA graph.
+        All ranks have tensors of the same shapes. A CUDA graph can capture it.
         """
         ...
 
@@ -66,7 +67,7 @@ class Shard:
         return self.ranks.size
 
     def width(self, size: int) -> int:
-        """The columns that each rank has of `size`, padded to whole tiles."""
+        """The columns of each rank, of `size` in all, padded to whole tiles."""
         return -(-size // (TILE * self.size)) * TILE
 
     def padded(self, size: int) -> int:
@@ -74,7 +75,7 @@ class Shard:
         return self.width(size) * self.size
 
     def rows(self, size: int) -> slice:
-        """The rows that this rank has of a matrix [size, in], or of a vector; the last ones may be fewer."""
+        """This rank's rows of a matrix [size, in], or of a vector; the last rank may have fewer."""
         begin = min(self.ranks.rank * self.width(size), size)
         return slice(begin, min(begin + self.width(size), size))
 
@@ -88,7 +89,7 @@ class Shard:
         return config.num_heads // self.size, max(1, config.num_kv_heads // self.size)
 
     def head_rows(self, config: ModelConfig) -> tuple[slice, slice]:
-        """The rows of the query heads, and of the KV heads that they share; several ranks may share one."""
+        """The rows of this rank's query heads, and of its KV heads; ranks may replicate a KV head."""
         queries, own = self.heads(config)
         first = self.ranks.rank * queries * config.num_kv_heads // config.num_heads
         return _rows(self.ranks.rank * queries, queries, config), _rows(first, own, config)
@@ -96,9 +97,9 @@ class Shard:
     def join(
         self, own: Sequence[torch.Tensor | None], whole: Sequence[torch.Tensor | None], rows: int
     ) -> None:
-        """Write the columns of all ranks, `own` [rows, own columns, ...], to `whole` [rows, columns, ...].
+        """All-gather columns: `own` [rows, own columns, ...] of all ranks to `whole` [rows, columns, ...].
 
-        Scales have a line for several rows. On one GPU `own` is `whole`, and nothing is done.
+        Scales have one line for several rows. On one GPU `own` is `whole`, and nothing is done.
         """
         if self.size == 1:
             return
@@ -116,7 +117,7 @@ def _rows(first: int, count: int, config: ModelConfig) -> slice:
 
 
 def _put_side_by_side(parts: torch.Tensor, whole: torch.Tensor) -> None:
-    """Write parts [ranks, lines, each, ...] to `whole` [lines, columns, ...], which may be shorter."""
+    """Copy parts [ranks, lines, columns of a rank, ...] to `whole` [lines, columns, ...], without padding."""
     each = parts.shape[2]
     ranks, rest = divmod(min(whole.shape[1], len(parts) * each), each)
     if ranks:

@@ -1,4 +1,4 @@
-"""Matrices of the checkpoint, stacked, padded and tiled as the kernels read them."""
+"""Builds the tiled matrices of the kernels: stacking, padding, and the choice of tiling."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ from paceline.backends.cuda.kernels.products.matrix import (
 from paceline.backends.cuda.kernels.products.packing import SCALE_WORDS, depth_of, step_of
 from paceline.backends.cuda.weights.shard import TILE, WHOLE, Shard
 
-PROGRAMS = 132  # multiprocessors of an H100 or H200; a constant, because it decides the bits
-PACKED_PROGRAMS = 528  # more programs: unpacking takes time in which others can load
-FP8_PROGRAMS = 264  # e4m3 is not unpacked, but its steps are short
-FUSED_SIZE = 2560  # of e4m3 matrices whose lines have 128 bytes, for fused_layer.py; 64 are faster elsewhere
+PROGRAMS = 132  # multiprocessors of an H100 or H200; a constant, because it determines the bits
+PACKED_PROGRAMS = 528  # for packed weights: more programs, so that some load while others unpack
+FP8_PROGRAMS = 264  # for e4m3: not unpacked, but with short steps
+# least size of e4m3 matrices whose lines have 128 bytes, for fused_layer.py; elsewhere 64 are faster
+FUSED_SIZE = 2560
 MAX_SPLITS = 4
-MIN_STEPS = 3  # steps of a split, at least: the pipeline must fill
+MIN_STEPS = 3  # fewest steps of a split, to fill the pipeline
 
 
 def pair_matrix(weights: list[torch.Tensor], packing: str, size: int, shard: Shard) -> Matrix:
-    """The gates and ups of experts, or of one block, as one matrix; all gates come first.
+    """The gate and up matrices of experts, or of one MLP, as one matrix. `weights`: all gates, then all ups.
 
-    They are a rank's rows of matrices of `size` rows.
+    They are this rank's rows of matrices with `size` rows.
     """
     own, whole = _filled_rows(weights[0], size, shard)
     padded = [_padded(weight, packing, own) for weight in weights]
     experts = len(weights) // 2
-    # half a tile is one group of e4m3 numbers
+    # half a tile is a group of e4m3 numbers with one scale
     columns = 2 * TILE if packing == "e4m3" else TILE
     tiling = _expert_tiling(2 * whole, depth_of(padded[0], packing), packing, experts, columns)
     return tile_pair(torch.cat(padded[:experts]), torch.cat(padded[experts:]), tiling)
 
 
 def pair_lines(lines: list[torch.Tensor], matrix: Matrix) -> torch.Tensor:
-    """Lines of gates and ups, such as biases, in the order of the columns of `pair_matrix`."""
+    """Biases (or other lines) of gates and ups, in the column order of `pair_matrix`."""
     half, experts = matrix.tiling.columns // 2, len(lines) // 2
     padded = [padded_line(line, padded_size(len(line))) for line in lines]
     joined = [torch.cat(part) for part in (padded[:experts], padded[experts:])]
@@ -49,7 +50,7 @@ def pair_lines(lines: list[torch.Tensor], matrix: Matrix) -> torch.Tensor:
 
 
 def stacked_matrix(weights: list[torch.Tensor], packing: str, size: int, shard: Shard) -> Matrix:
-    """The matrices of experts, or of one block, as one; they are a rank's rows of matrices of `size` rows."""
+    """The stacked matrices of experts, or of one MLP: this rank's rows of matrices with `size` rows."""
     own, whole = _filled_rows(weights[0], size, shard)
     padded = [_padded(weight, packing, own) for weight in weights]
     tiling = _expert_tiling(whole, depth_of(padded[0], packing), packing, len(weights))
@@ -57,7 +58,7 @@ def stacked_matrix(weights: list[torch.Tensor], packing: str, size: int, shard: 
 
 
 def same_sizes(weights: list[torch.Tensor], dimension: int) -> list[torch.Tensor]:
-    """Matrices cut along a dimension to the size of the first; what is missing of the last part is zero."""
+    """Matrices resized along a dimension to the size of the first: cut, or zero-padded."""
     size = weights[0].shape[dimension]
     parts = [part for weight in weights for part in torch.split(weight, size, dimension)]
     missing = [size - part.shape[dimension] for part in parts]
@@ -68,19 +69,19 @@ def same_sizes(weights: list[torch.Tensor], dimension: int) -> list[torch.Tensor
 
 
 def _filled_rows(weight: torch.Tensor, size: int, shard: Shard) -> tuple[int, int]:
-    """The rows of a rank, and of the matrix of `size` rows that it shares, filled up to whole tiles."""
+    """The rows of this rank, and of the whole matrix of `size` rows, both padded to whole tiles."""
     size = len(weight) if shard.size == 1 else size  # experts have a size of their own
     return shard.width(size), padded_size(size)
 
 
 def _expert_tiling(width: int, depth: int, packing: str, experts: int, columns: int = TILE) -> Tiling:
-    """How to cut matrices of this padded shape: not along the depth if a row has several experts."""
+    """The tiling of experts of this padded shape: no split-K if a row has several experts."""
     tiling = tiling_for(width, depth, columns, packing)
     return tiling if experts == 1 else replace(tiling, splits=1)
 
 
 def tiling_for(width: int, depth: int, columns: int = TILE, packing: str = "none") -> Tiling:
-    """How a matrix of this padded shape is tiled. It depends on the shape alone: it decides the bits."""
+    """The tiling of a matrix of this padded shape. It determines the bits, so only the shape matters."""
     is_wide = packing == "none" or (packing == "e4m3" and min(width, depth) >= FUSED_SIZE)
     step = 128 if is_wide and depth % 128 == 0 else 64 if packing in UNPACKED else step_of(packing)
     tiles, steps = width // columns, depth // (step_of(packing) if packing == "e4m3" else step)

@@ -1,4 +1,4 @@
-"""Embeddings and samples of a vocabulary that ranks share."""
+"""Vocabulary-parallel embedding and sampling: each rank has the rows and logits of some token ids."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from paceline.backends.cuda.kernels.sampling.gumbel import Candidates, candidate
 def embed_tokens(
     tokens: torch.Tensor, table: Matrix, hidden: torch.Tensor, norm: torch.Tensor, normed: Normed
 ) -> None:
-    """`embed`, of a table that ranks share: the rank that has a token's row gives it to all."""
+    """`embed` with a table that is sharded over ranks: the rank with a token's row sends it to all."""
     if table.shard.size > 1:
         tokens, table = _gathered(tokens, table)
     embed(tokens, table, hidden, norm, normed)
 
 
 def _gathered(tokens: torch.Tensor, table: Matrix) -> tuple[torch.Tensor, Matrix]:
-    """A table of the rows of these tokens, in their order, and their numbers in it.
+    """A table with only the rows of these tokens, in their order, and the token's indices in it.
 
-    Rows are chosen, not added up: -0.0 + 0.0 has other bits.
+    Rows are selected, not summed over ranks: -0.0 + 0.0 has other bits.
     """
     ranks, columns = table.shard.ranks, table.tiling.columns
     ids = tokens.long()
@@ -40,7 +40,7 @@ def _gathered(tokens: torch.Tensor, table: Matrix) -> tuple[torch.Tensor, Matrix
 
 @dataclass(frozen=True)
 class SharedCandidates:
-    """The best tokens of blocks of ids: of this rank's ids, and of all ranks'. On one GPU both are one."""
+    """The best token of each block: of this rank's ids, and of all ranks' ids. The same on one GPU."""
 
     own: Candidates
     whole: Candidates
@@ -65,7 +65,7 @@ def sample_own(
     candidates: SharedCandidates,
     rows: int,
 ) -> Candidates:
-    """`gumbel_argmax` of the logits that this rank has of `head`, and the candidates of all ranks.
+    """The candidates of all ranks, after `gumbel_argmax` of this rank's logits of `head`.
 
     Ranks exchange 12 bytes for each 2,048 logits.
     """
