@@ -180,7 +180,7 @@ def _embed(weights: Weights, workspace: Workspace, tokens: torch.Tensor) -> None
     embed_tokens(tokens, weights.embedding, hidden, norm, reader)
     if weights.shard.size > 1:
         part = hidden[: len(tokens), weights.shard.rows(hidden.shape[1])]
-        workspace.own.hidden[: len(tokens), : part.shape[1]] = part
+        workspace.local.hidden[: len(tokens), : part.shape[1]] = part
 
 
 def _project_qkv(
@@ -255,7 +255,7 @@ def _attend(
         output if latent is None else latent.mixed,
         workspace.attention,
         earliest,
-        workspace.own.attention_scales,
+        workspace.local.attention_scales,
         layer.scoring,
         partials is None,
     )
@@ -295,26 +295,26 @@ def _add_mixed(
 ) -> None:
     """Add the output projection of attention, or of a recurrence, to the residual stream."""
     layer, rows, scales = weights.layers[index], len(tables.positions), workspace.attention_scales
-    own, shard, scratch = workspace.own, weights.shard, workspace.scratch
+    local, shard, scratch = workspace.local, weights.shard, workspace.scratch
     residual, buffers = weights.residual, workspace.residual
-    norm, read = layer.feed_forward_norm, own.feed_forward_input
+    norm, read = layer.feed_forward_norm, local.feed_forward_input
     if not layer.feeds_forward:
-        norm, read = read_next(weights, own, index)
+        norm, read = read_next(weights, local, index)
     if residual is not None and buffers is not None:
         change = shrink(adapters, mixed, tables.adapters, workspace.low_rank)
         project(plain(mixed, buffers.ones), output, buffers.added, rows, scratch, change)
         reader = None if residual.is_parallel else read
-        add_normed(residual, own.hidden, buffers.added, layer.output_norms[0], norm, reader, rows)
+        add_normed(residual, local.hidden, buffers.added, layer.output_norms[0], norm, reader, rows)
         return
     assert norm is not None
-    shard.join([own.attention_output, own.attention_scales], [workspace.attention_output, scales], rows)
+    shard.gather([local.attention_output, local.attention_scales], [workspace.attention_output, scales], rows)
     change = shrink(adapters, mixed, tables.adapters, workspace.low_rank, scales)
     scores, routing = None, workspace.routing
     if layer.mixture is not None and routing is not None and has_parts(layer.mixture.router, rows):
         scores = Scores(layer.mixture.router, routing.parts)
-    inputs = shard.own(norm), read, rows, scratch, scales, scores, change
-    add_product(mixed, output, own.hidden, *inputs)
-    shard.join(read.parts, workspace.feed_forward_input.parts, rows)
+    inputs = shard.local(norm), read, rows, scratch, scales, scores, change
+    add_product(mixed, output, local.hidden, *inputs)
+    shard.gather(read.parts, workspace.feed_forward_input.parts, rows)
 
 
 def _mix_recurrent(
@@ -333,8 +333,8 @@ def _mix_recurrent(
     project(workspace.attention_input, into, buffers.projected[number], rows, workspace.scratch)
     convolve(shape, parameters, number, buffers, states, recurrent.parents, recurrent.slots)
     if shape.rate >= 0:
-        own, nodes = slice(number, number + 1), buffers.nodes[None]
-        scan_states(shape, parameters, own, buffers, states, nodes, recurrent.scans, writes=True)
+        only, nodes = slice(number, number + 1), buffers.nodes[None]
+        scan_states(shape, parameters, only, buffers, states, nodes, recurrent.scans, writes=True)
     gate(shape, parameters, number, buffers, rows)
     return buffers.gated
 
@@ -359,9 +359,9 @@ def _run_to_next(
 
     The layer's output goes to `features` too, if given.
     """
-    own, heads, norm = weights.layers[index], None, weights.norm
+    layer, heads, norm = weights.layers[index], None, weights.norm
     plain = weights.shard.size == 1 and weights.residual is None and tables.adapters is None
-    if not plain or not own.is_plain:
+    if not plain or not layer.is_plain:
         return False
     if index + 1 < len(weights.layers):
         following = weights.layers[index + 1]
@@ -383,11 +383,11 @@ def _run_to_next(
         workspace.attention_scales,
         workspace.activated_scales,
     )
-    return run_fused_layer(own, buffers, norm, len(tables.positions), workspace.scratch, heads)
+    return run_fused_layer(layer, buffers, norm, len(tables.positions), workspace.scratch, heads)
 
 
 def _keep_features(weights: Weights, workspace: Workspace, rows: int, features: torch.Tensor | None) -> None:
     """Copy the hidden states to `features`, if they are wanted."""
     if features is not None:
-        weights.shard.join([workspace.own.hidden], [workspace.hidden], rows)
+        weights.shard.gather([workspace.local.hidden], [workspace.hidden], rows)
         features[:rows] = workspace.hidden[:rows, : features.shape[1]]

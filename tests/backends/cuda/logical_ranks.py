@@ -31,10 +31,10 @@ class LogicalRank:
     def __init__(self, rank: int, group: LogicalRanks) -> None:
         self.rank, self.size, self.group = rank, group.size, group
 
-    def gather_into(self, whole: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
-        self.group.parts[self.rank] = [part.clone() for part in own]
+    def gather_into(self, full: Sequence[torch.Tensor], local: Sequence[torch.Tensor]) -> None:
+        self.group.parts[self.rank] = [part.clone() for part in local]
         self.group.meet()
-        for to, parts in zip(whole, zip(*self.group.parts, strict=True), strict=True):
+        for to, parts in zip(full, zip(*self.group.parts, strict=True), strict=True):
             for line, part in zip(to, parts, strict=True):
                 line.copy_(part)
         self.group.meet()

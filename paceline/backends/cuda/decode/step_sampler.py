@@ -11,7 +11,7 @@ from paceline.backends.cuda.kernels.sampling.truncation import find_thresholds, 
 from paceline.backends.cuda.kernels.step_rows import DeviceRequests, ShapeTables
 from paceline.backends.cuda.passes.workspace import Workspace
 from paceline.backends.cuda.weights.model_weights import Weights
-from paceline.backends.cuda.weights.vocabulary import sample_own, shared_candidates_for
+from paceline.backends.cuda.weights.vocabulary import sample_local, shared_candidates_for
 from paceline.core.request import SamplingNeeds
 from paceline.core.truncation import NUM_FIELDS
 
@@ -41,7 +41,7 @@ class StepSampler:
         self._row_temperatures = zeros(max_rows, self._nodes, kind=torch.float64)
         self._row_truncation = zeros(max_rows, self._nodes, NUM_FIELDS, kind=torch.float64)
         self._shared_candidates = shared_candidates_for(rows, weights.head, device)
-        self._candidates = self._shared_candidates.whole  # of all logits at once
+        self._candidates = self._shared_candidates.full  # of all logits at once
         if weights.shard.size > 1:
             self._candidates = candidates_for(rows, vocab_size, device)
         self._truncation = truncation_buffers(rows, vocab_size, device)
@@ -76,7 +76,7 @@ class StepSampler:
         rows, temperatures = requests * self._nodes, self._row_temperatures[:requests].view(-1)
         options = temperatures, self._row_seeds[:requests].view(-1), positions
         if not needs:
-            return sample_own(workspace.own.logits, self._head, *options, self._shared_candidates, rows)
+            return sample_local(workspace.local.logits, self._head, *options, self._shared_candidates, rows)
         if needs & _LOGIT_EDITS and edits is not None:
             parents, levels = self._shape.parents, self._shape.levels
             edit_logits(logits, size, slots, edits, tokens, positions, parents, levels)

@@ -57,7 +57,7 @@ class HeadWorkspace:
     output: Normed  # input of the LM head, by row of the pass
     picked: Normed  # the same, of the wanted rows
     logits: torch.Tensor  # float32 [rows, draft vocabulary]
-    own_logits: torch.Tensor  # those that this rank computes; on one GPU the same buffer
+    local_logits: torch.Tensor  # those that this rank computes; on one GPU the same buffer
     scratch: Scratch
     attention: AttentionScratch
     model: Workspace | None = None  # of a layer of the target's family; shares input and output with this one
@@ -82,9 +82,9 @@ def make_head_workspace(weights: HeadWeights, max_rows: int, longest: int) -> He
     model = None
     if weights.model is not None:  # the LM head is run here
         model = make_workspace(weights.model, replace(Room.of(max_rows, longest), outputs=1))
-    own_logits = logits = numbers(rows, config.draft_vocab_size)
+    local_logits = logits = numbers(rows, config.draft_vocab_size)
     if weights.vocabulary.shard.size > 1:
-        own_logits = numbers(rows, weights.vocabulary.padded_width)
+        local_logits = numbers(rows, weights.vocabulary.padded_width)
     return HeadWorkspace(
         fused=zeros(rows, 0 if fusing is None else fusing.depth),
         states=numbers(rows, hidden),
@@ -102,7 +102,7 @@ def make_head_workspace(weights: HeadWeights, max_rows: int, longest: int) -> He
         output=model.attention_input if model else normed(layer.down.tiles),
         picked=normed(hidden // TILE),
         logits=logits,
-        own_logits=own_logits,
+        local_logits=local_logits,
         scratch=scratch_for(weights.matrices, rows, device),
         attention=attention_scratch(
             rows, config.num_heads, config.num_kv_heads, config.head_dim, longest, device
@@ -151,8 +151,8 @@ def run_head_rows(
     """
     read = _enter(weights, workspace, tokens, states, sources, hidden)
     if weights.model is not None and workspace.model is not None:
-        own = replace(workspace.model, hidden=hidden, own=replace(workspace.model.own, hidden=hidden))
-        run_head_layer(weights.model, own, tables, rope_positions, pool, page_size, only_keys)
+        model = replace(workspace.model, hidden=hidden, local=replace(workspace.model.local, hidden=hidden))
+        run_head_layer(weights.model, model, tables, rope_positions, pool, page_size, only_keys)
         return
     layers, rows, scratch = (weights.layer, *weights.later_layers), len(tokens), workspace.scratch
     norms = [layer.attention_norm for layer in weights.later_layers] + [weights.norm]
@@ -215,9 +215,9 @@ def run_draft_lm_head(weights: HeadWeights, workspace: HeadWorkspace, read: Norm
     """Write the logits of the first rows of `read` to `workspace.logits`."""
     if not weights.is_normed:
         read = _plain(workspace, read.rows)
-    matrix, own = weights.vocabulary, workspace.own_logits
-    project(read, matrix, own, rows, workspace.scratch)
-    matrix.shard.join([own], [workspace.logits], rows)
+    matrix, local = weights.vocabulary, workspace.local_logits
+    project(read, matrix, local, rows, workspace.scratch)
+    matrix.shard.gather([local], [workspace.logits], rows)
 
 
 def _plain(workspace: HeadWorkspace, rows: torch.Tensor) -> Normed:

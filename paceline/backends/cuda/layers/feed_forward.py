@@ -39,21 +39,21 @@ def read_next(weights: Weights, to: Activations, index: int) -> tuple[torch.Tens
 
 def feed_forward(weights: Weights, index: int, workspace: Workspace, tables: RowTables) -> None:
     """Add the MLP of a layer to the residual stream of the rows of these tables."""
-    own, layer = workspace.own, weights.layers[index]
-    norm, written = read_next(weights, own, index)
+    local, layer = workspace.local, weights.layers[index]
+    norm, written = read_next(weights, local, index)
     if weights.residual is None or workspace.residual is None:
         assert norm is not None
         read = workspace.feed_forward_input
-        _add_mlps(weights, layer, workspace, tables, read, own.hidden, norm, written)
+        _add_mlps(weights, layer, workspace, tables, read, local.hidden, norm, written)
         return
     residual, rows, after = weights.residual, len(tables.positions), layer.output_norms[1]
     added = _project_mlp(residual, workspace.residual, weights, layer, workspace, tables)
     if layer.per_layer is not None and workspace.per_layer is not None:
         read = workspace.feed_forward_input  # gets the residual stream without a norm
-        add_normed(residual, own.hidden, added, after, None, read, rows)
+        add_normed(residual, local.hidden, added, after, None, read, rows)
         given, after = (layer.per_layer, index, read, layer.activation), layer.per_layer.norm
         project_given(*given, added, rows, workspace.per_layer, workspace.scratch)
-    add_normed(residual, own.hidden, added, after, norm, written, rows, layer.scale)
+    add_normed(residual, local.hidden, added, after, norm, written, rows, layer.scale)
 
 
 def _project_mlp(
@@ -78,7 +78,7 @@ def _project_mlp(
     else:
         buffers.added[:rows].zero_()
         norms = layer.feed_forward_norm, layer.attention_norm, layer.output_norms[1]
-        norm = next(own for own in norms if own is not None)  # of what follows: it is normed elsewhere
+        norm = next(norm for norm in norms if norm is not None)  # of what follows: it is normed elsewhere
         _add_mlps(weights, layer, workspace, tables, read, buffers.added, norm, buffers.unused)
     return buffers.added
 
@@ -122,20 +122,20 @@ def _add_mlps(
     written: Normed,
 ) -> None:
     """Add the MLP, or the shared and routed experts, of `read` to `hidden`, and prepare `written`."""
-    own, shard = workspace.own, weights.shard
+    local, shard = workspace.local, weights.shard
     scratch, rows, adapters = workspace.scratch, len(tables.positions), layer.adapters
     dense = layer.shared if layer.mixture else (layer.gate_up, layer.down)
     if dense is not None:
         change = shrink(adapters.gate_up, read, tables.adapters, workspace.low_rank)
-        to = own.activated, rows, scratch, own.activated_scales
+        to = local.activated, rows, scratch, local.activated_scales
         gate_up(read, dense[0], *to, layer.activation, change)
         _gate_shared(layer, workspace, read, rows)
         activated, scales = workspace.activated, workspace.activated_scales
-        shard.join([own.activated, own.activated_scales], [activated, scales], rows)
+        shard.gather([local.activated, local.activated_scales], [activated, scales], rows)
         change = shrink(adapters.down, activated, tables.adapters, workspace.low_rank, scales)
-        inputs = shard.own(norm), written, rows, scratch, scales, None, change
+        inputs = shard.local(norm), written, rows, scratch, scales, None, change
         add_product(activated, dense[1], hidden, *inputs)
-        shard.join(written.parts, workspace.attention_input.parts, rows)
+        shard.gather(written.parts, workspace.attention_input.parts, rows)
     if layer.mixture is not None and workspace.routing is not None:
         # the output projection before them has stored parts of scores: see model.py
         parts = has_parts(layer.mixture.router, rows) and weights.residual is None and layer.mixes

@@ -26,7 +26,7 @@ from paceline.backends.cuda.passes.tables import FEW_ROWS, DeviceTables, max_pre
 from paceline.backends.cuda.passes.workspace import Room, make_workspace
 from paceline.backends.cuda.weights.lm_head import run_lm_head, select
 from paceline.backends.cuda.weights.model_weights import Weights
-from paceline.backends.cuda.weights.vocabulary import sample_own, shared_candidates_for
+from paceline.backends.cuda.weights.vocabulary import sample_local, shared_candidates_for
 from paceline.core.arrays import BoolArray
 from paceline.core.forward import ForwardBatch, ForwardOutput
 
@@ -178,5 +178,5 @@ class HostPasses:
         else:
             select(workspace, chosen)
         run_lm_head(self.weights, workspace, read, count, joins)
-        known = workspace.own.logits, self.weights.head, *self._tables.options(count)
-        take_best(sample_own(*known, self._candidates, count), self._chosen[:count])
+        options = workspace.local.logits, self.weights.head, *self._tables.options(count)
+        take_best(sample_local(*options, self._candidates, count), self._chosen[:count])

@@ -58,7 +58,7 @@ class Activations:
 class Workspace(Activations):
     """The buffers of a pass, allocated once because captured graphs hold their addresses."""
 
-    own: Activations  # the columns that this rank computes; on one GPU the same buffers
+    local: Activations  # the columns that this rank computes; on one GPU the same buffers
     query: torch.Tensor  # [rows, own heads, head_dim]
     selected: Normed  # the rows whose logits are wanted
     scratch: Scratch
@@ -75,7 +75,7 @@ class Workspace(Activations):
     def heads_of(self, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
         """The buffers of a layer's queries and attention output."""
         if self.split is None or layer.split is None:
-            return self.query, self.own.attention_output
+            return self.query, self.local.attention_output
         return self.split.heads[layer.split.dim]
 
 
@@ -96,21 +96,21 @@ class Room:
 
     def holding(self, other: Room) -> Room:
         """The larger of both in every size."""
-        return Room(*(max(getattr(self, own.name), getattr(other, own.name)) for own in fields(self)))
+        return Room(*(max(getattr(self, size.name), getattr(other, size.name)) for size in fields(self)))
 
 
 def make_workspace(weights: Weights, room: Room) -> Workspace:
     """Buffers for passes that need this room."""
     config, device = weights.config, weights.device
     rows, outputs, attending = map(padded_rows, (room.rows, room.outputs, room.attending))
-    mixtures = [own.mixture for own in weights.layers if own.mixture is not None]
+    mixtures = [layer.mixture for layer in weights.layers if layer.mixture is not None]
     sides = 2 if config.is_gated else 1
     intermediate = max((gates.padded_width // sides for gates, _ in _dense(weights)), default=0)
-    gates = [gate for own in weights.layers for gate in (own.gate, own.shared_gate) if gate is not None]
-    gated = max((own.padded_width for own in gates), default=0)
+    gates = [gate for layer in weights.layers for gate in (layer.gate, layer.shared_gate) if gate is not None]
+    gated = max((gate.padded_width for gate in gates), default=0)
     value_dim = config.latent.value_dim if config.latent else config.head_dim
     dims = [config.head_dim, *(shape.head_dim for shape in config.layer_shapes)]
-    whole = _activations(
+    full = _activations(
         weights,
         rows,
         outputs,
@@ -121,15 +121,15 @@ def make_workspace(weights: Weights, room: Room) -> Workspace:
             config.vocab_size,
         ),
     )
-    own, (heads, groups) = whole, weights.head_groups
+    local, (heads, groups) = full, weights.head_groups
     if weights.shard.size > 1:
         hidden, vocab = weights.shard.width(config.hidden_size), weights.head.padded_width
-        own = _activations(
+        local = _activations(
             weights, rows, outputs, Widths(hidden, heads * config.head_dim, intermediate, vocab)
         )
     return Workspace(
-        **{part.name: getattr(whole, part.name) for part in fields(Activations)},
-        own=own,
+        **{part.name: getattr(full, part.name) for part in fields(Activations)},
+        local=local,
         query=torch.zeros((rows, heads, config.head_dim), dtype=weights.dtype, device=device),
         selected=_normed(weights, outputs, weights.hidden),
         scratch=scratch_for(weights.matrices, rows, device),
@@ -155,12 +155,13 @@ def make_workspace(weights: Weights, room: Room) -> Workspace:
 
 def _dense(weights: Weights) -> list[tuple[Matrix, Matrix]]:
     """The matrices of dense MLPs: (gate_up, down)."""
-    dense = [(own.gate_up, own.down) for own in weights.layers if own.feeds_forward and own.mixture is None]
-    return dense + [own.shared for own in weights.layers if own.shared is not None]
+    mlps = (layer for layer in weights.layers if layer.feeds_forward and layer.mixture is None)
+    dense = [(layer.gate_up, layer.down) for layer in mlps]
+    return dense + [layer.shared for layer in weights.layers if layer.shared is not None]
 
 
 def _residual_buffers(weights: Weights, rows: int) -> ResidualBuffers:
-    has_norms = any(own.expert_norms is not None for own in weights.layers)
+    has_norms = any(layer.expert_norms is not None for layer in weights.layers)
     sizes = (rows, rows if has_norms else 0)
     added, joined = (torch.zeros((size, weights.hidden), device=weights.device) for size in sizes)
     ones, unused = torch.ones((rows, 1), device=weights.device), replace(weights, residual=None)
@@ -175,16 +176,16 @@ def _latent_buffers(weights: Weights, rows: int) -> LatentBuffers | None:
 
 
 def _split_buffers(weights: Weights, rows: int) -> SplitBuffers | None:
-    splits, like = [own.split for own in weights.layers if own.split is not None], weights.norm
+    splits, like = [layer.split for layer in weights.layers if layer.split is not None], weights.norm
     if not splits:
         return None
     width = max(layer.qkv.padded_width for layer in weights.layers)
     heads = {
-        own.dim: (
-            like.new_zeros((rows, own.heads, own.dim)),
-            like.new_zeros((rows, padded_size(own.heads * own.dim))),
+        split.dim: (
+            like.new_zeros((rows, split.heads, split.dim)),
+            like.new_zeros((rows, padded_size(split.heads * split.dim))),
         )
-        for own in splits
+        for split in splits
     }
     return SplitBuffers(torch.zeros((rows, width), device=like.device), heads)
 
@@ -206,7 +207,7 @@ def _recurrent_buffers(weights: Weights, rows: int, nodes: int) -> RecurrentBuff
     config, dtype, device = weights.config, weights.dtype, weights.device
     assert config.recurrent is not None
     shape, layers = recurrent_shape(config.recurrent, config.hidden_size), len(config.recurrent_layers)
-    own = shape.config
+    recurrent = shape.config
     gated = next(layer.recurrence[1].depth for layer in weights.layers if layer.recurrence)
 
     def zeros(*sizes: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
@@ -217,7 +218,7 @@ def _recurrent_buffers(weights: Weights, rows: int, nodes: int) -> RecurrentBuff
         zeros(layers, rows, shape.channels),
         zeros(rows, shape.values),
         zeros(rows, gated, kind=dtype),
-        zeros(nodes, own.value_heads, own.key_dim, own.value_dim),
+        zeros(nodes, recurrent.value_heads, recurrent.key_dim, recurrent.value_dim),
     )
 
 
@@ -249,7 +250,7 @@ def _inputs(
     weights: Weights, rows: int, width: int, *readers: Matrix
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The input buffer of these matrices, and its scales if they are in e4m3."""
-    if not any(own.tiling.packing == "e4m3" for own in readers):
+    if not any(matrix.tiling.packing == "e4m3" for matrix in readers):
         return torch.zeros((rows, width), dtype=weights.dtype, device=weights.device), None
     scales = torch.zeros((rows // 16, width // FP8_GROUP, 16), device=weights.device)
     return torch.zeros((rows, width), dtype=torch.float8_e4m3fn, device=weights.device), scales
@@ -287,4 +288,4 @@ def _tensors_of(value: object) -> Iterator[torch.Tensor]:
     elif isinstance(value, Mapping):
         yield from _tensors_of([*value.values()])
     elif is_dataclass(value):
-        yield from _tensors_of([getattr(value, own.name) for own in fields(value)])
+        yield from _tensors_of([getattr(value, part.name) for part in fields(value)])

@@ -22,15 +22,15 @@ def run_lm_head(weights: Weights, workspace: Workspace, read: Normed, rows: int,
     """Write the logits of the first rows of `read` to `workspace.logits`.
 
     Without `joins` they are not gathered: a rank has only those of its own token ids, in
-    `workspace.own.logits`.
+    `workspace.local.logits`.
     """
-    own = workspace.own.logits
-    if not run_logits(read, weights.head, own, rows):
-        project(read, weights.head, own, rows, workspace.scratch)
+    local = workspace.local.logits
+    if not run_logits(read, weights.head, local, rows):
+        project(read, weights.head, local, rows, workspace.scratch)
     scale, cap = weights.config.logits_scale, weights.config.logits_softcap
     if scale != 1:
-        own[:rows].mul_(scale)
+        local[:rows].mul_(scale)
     if cap:
-        own[:rows].div_(cap).tanh_().mul_(cap)
+        local[:rows].div_(cap).tanh_().mul_(cap)
     if joins:
-        weights.shard.join([own], [workspace.logits], rows)
+        weights.shard.gather([local], [workspace.logits], rows)

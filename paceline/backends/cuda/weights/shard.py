@@ -37,8 +37,8 @@ class Collective(Protocol):
     @property
     def rank(self) -> int: ...
 
-    def gather_into(self, whole: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
-        """All-gather: write the tensors of all ranks, in rank order, to `whole` [ranks, ...] of each.
+    def gather_into(self, full: Sequence[torch.Tensor], local: Sequence[torch.Tensor]) -> None:
+        """All-gather: write the tensors of all ranks, in rank order, to `full` [ranks, ...] of each.
 
         All ranks have tensors of the same shapes. A CUDA graph can capture it.
         """
@@ -51,8 +51,8 @@ class OneRank:
     size = 1
     rank = 0
 
-    def gather_into(self, whole: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
-        for to, part in zip(whole, own, strict=True):
+    def gather_into(self, full: Sequence[torch.Tensor], local: Sequence[torch.Tensor]) -> None:
+        for to, part in zip(full, local, strict=True):
             to[0].copy_(part)
 
 
@@ -79,7 +79,7 @@ class Shard:
         begin = min(self.ranks.rank * self.width(size), size)
         return slice(begin, min(begin + self.width(size), size))
 
-    def own(self, line: torch.Tensor) -> torch.Tensor:
+    def local(self, line: torch.Tensor) -> torch.Tensor:
         """This rank's values of a line [columns of all ranks]."""
         each = len(line) // self.size
         return line[self.ranks.rank * each : (self.ranks.rank + 1) * each]
@@ -90,21 +90,21 @@ class Shard:
 
     def head_rows(self, config: ModelConfig) -> tuple[slice, slice]:
         """The rows of this rank's query heads, and of its KV heads; ranks may replicate a KV head."""
-        queries, own = self.heads(config)
+        queries, kv_heads = self.heads(config)
         first = self.ranks.rank * queries * config.num_kv_heads // config.num_heads
-        return _rows(self.ranks.rank * queries, queries, config), _rows(first, own, config)
+        return _rows(self.ranks.rank * queries, queries, config), _rows(first, kv_heads, config)
 
-    def join(
-        self, own: Sequence[torch.Tensor | None], whole: Sequence[torch.Tensor | None], rows: int
+    def gather(
+        self, local: Sequence[torch.Tensor | None], full: Sequence[torch.Tensor | None], rows: int
     ) -> None:
-        """All-gather columns: `own` [rows, own columns, ...] of all ranks to `whole` [rows, columns, ...].
+        """All-gather columns: `local` [rows, own columns, ...] of all ranks to `full` [rows, columns, ...].
 
-        Scales have one line for several rows. On one GPU `own` is `whole`, and nothing is done.
+        Scales have one line for several rows. On one GPU `local` is `full`, and nothing is done.
         """
         if self.size == 1:
             return
-        parts = [part for part in own if part is not None]
-        goals = [goal for goal in whole if goal is not None]
+        parts = [part for part in local if part is not None]
+        goals = [goal for goal in full if goal is not None]
         lines = [part[: -(-rows * len(part) // len(parts[0]))] for part in parts]
         gathered = [part.new_empty((self.size, *part.shape)) for part in lines]
         self.ranks.gather_into(gathered, lines)
@@ -116,15 +116,15 @@ def _rows(first: int, count: int, config: ModelConfig) -> slice:
     return slice(first * config.head_dim, (first + count) * config.head_dim)
 
 
-def _put_side_by_side(parts: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy parts [ranks, lines, columns of a rank, ...] to `whole` [lines, columns, ...], without padding."""
+def _put_side_by_side(parts: torch.Tensor, full: torch.Tensor) -> None:
+    """Copy parts [ranks, lines, columns of a rank, ...] to `full` [lines, columns, ...], without padding."""
     each = parts.shape[2]
-    ranks, rest = divmod(min(whole.shape[1], len(parts) * each), each)
+    ranks, rest = divmod(min(full.shape[1], len(parts) * each), each)
     if ranks:
-        filled = whole[:, : ranks * each]
-        filled.view(len(whole), ranks, *parts.shape[2:]).copy_(parts[:ranks].transpose(0, 1))
+        filled = full[:, : ranks * each]
+        filled.view(len(full), ranks, *parts.shape[2:]).copy_(parts[:ranks].transpose(0, 1))
     if rest:
-        whole[:, ranks * each : ranks * each + rest].copy_(parts[ranks, :, :rest])
+        full[:, ranks * each : ranks * each + rest].copy_(parts[ranks, :, :rest])
 
 
 WHOLE = Shard()

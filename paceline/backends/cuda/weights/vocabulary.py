@@ -28,8 +28,8 @@ def _gathered(tokens: torch.Tensor, table: Matrix) -> tuple[torch.Tensor, Matrix
     ranks, columns = table.shard.ranks, table.tiling.columns
     ids = tokens.long()
     owner = ids // table.padded_width
-    own = (ids - ranks.rank * table.padded_width).clamp(0, table.padded_width - 1)
-    lines = table.weight[own // columns, :, own % columns].flatten(1)
+    local = (ids - ranks.rank * table.padded_width).clamp(0, table.padded_width - 1)
+    lines = table.weight[local // columns, :, local % columns].flatten(1)
     all_lines = lines.new_empty((ranks.size, *lines.shape))
     ranks.gather_into([all_lines], [lines])
     number = torch.arange(len(tokens), device=tokens.device)
@@ -42,21 +42,21 @@ def _gathered(tokens: torch.Tensor, table: Matrix) -> tuple[torch.Tensor, Matrix
 class SharedCandidates:
     """The best token of each block: of this rank's ids, and of all ranks' ids. The same on one GPU."""
 
-    own: Candidates
-    whole: Candidates
+    local: Candidates
+    full: Candidates
 
 
 def shared_candidates_for(rows: int, head: Matrix, device: torch.device) -> SharedCandidates:
     """Uninitialized candidates of `rows` rows, of the logits that this matrix gives."""
-    own = candidates_for(rows, head.padded_width, device)
+    local = candidates_for(rows, head.padded_width, device)
     if head.shard.size == 1:
-        return SharedCandidates(own, own)
-    blocks = own.ids.shape[1] * head.shard.size
-    whole = Candidates(own.scores.new_empty((rows, blocks)), own.ids.new_empty((rows, blocks)))
-    return SharedCandidates(own, whole)
+        return SharedCandidates(local, local)
+    blocks = local.ids.shape[1] * head.shard.size
+    full = Candidates(local.scores.new_empty((rows, blocks)), local.ids.new_empty((rows, blocks)))
+    return SharedCandidates(local, full)
 
 
-def sample_own(
+def sample_local(
     logits: torch.Tensor,
     head: Matrix,
     temperatures: torch.Tensor,
@@ -69,9 +69,9 @@ def sample_own(
 
     Ranks exchange 12 bytes for each 2,048 logits.
     """
-    own, whole = candidates.own, candidates.whole
+    local, full = candidates.local, candidates.full
     options = temperatures, seeds, positions
     first_id = head.shard.ranks.rank * head.padded_width
-    gumbel_argmax(logits, head.width, *options, own, rows, first_id=first_id)
-    head.shard.join([own.scores, own.ids], [whole.scores, whole.ids], rows)
-    return whole
+    gumbel_argmax(logits, head.width, *options, local, rows, first_id=first_id)
+    head.shard.gather([local.scores, local.ids], [full.scores, full.ids], rows)
+    return full

@@ -41,27 +41,27 @@ class GroupCommunicator:
         if self._on_device:
             self._group.abort()
 
-    def gather_into(self, whole: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
-        """All-gather: write the tensors of all ranks, in rank order, to `whole` [ranks, ...] of each.
+    def gather_into(self, full: Sequence[torch.Tensor], local: Sequence[torch.Tensor]) -> None:
+        """All-gather: write the tensors of all ranks, in rank order, to `full` [ranks, ...] of each.
 
         With NCCL it is one launch, which a CUDA graph can capture.
         """
         if not self._on_device:
-            for to, part in zip(whole, own, strict=True):
+            for to, part in zip(full, local, strict=True):
                 for line, theirs in zip(to, self.gather(part), strict=True):
                     line.copy_(theirs)
             return
         self._group._start_coalescing()
-        for to, part in zip(whole, own, strict=True):
+        for to, part in zip(full, local, strict=True):
             sent = part.contiguous().view(torch.uint8).flatten()
             self._group._allgather_base(to.view(torch.uint8).flatten(), sent)
         self._group._end_coalescing().wait()
 
-    def gather(self, own: torch.Tensor) -> list[torch.Tensor]:
-        if not own.numel():
-            return [own] * self.size
+    def gather(self, local: torch.Tensor) -> list[torch.Tensor]:
+        if not local.numel():
+            return [local] * self.size
         # as bytes: gloo does not support every dtype, and an all-gather only copies
-        sent = own.contiguous().view(torch.uint8)
+        sent = local.contiguous().view(torch.uint8)
         if not self._on_device:
             sent = sent.cpu()
         received = [torch.empty_like(sent) for _ in range(self.size)]
@@ -69,7 +69,7 @@ class GroupCommunicator:
             self._group.allgather([received], [sent]).wait()
         except RuntimeError as error:
             raise RankLostError(f"rank {self.rank} lost another rank: {error}") from error
-        return [part.to(self._device).view(own.dtype) for part in received]
+        return [part.to(self._device).view(local.dtype) for part in received]
 
 
 def _gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

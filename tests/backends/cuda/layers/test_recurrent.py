@@ -264,7 +264,7 @@ def test_graphs_of_other_states_have_other_names(
 
     for name in ("select", "run_lm_head", "take_best"):
         monkeypatch.setattr(module, name, lambda *_, **__: None)
-    monkeypatch.setattr(module, "sample_own", lambda *_: None)
+    monkeypatch.setattr(module, "sample_local", lambda *_: None)
     monkeypatch.setattr(module, "run_layers", note)
     monkeypatch.setattr(module, "Graphs", Names)
     backend = make(load_checkpoint(save_checkpoint(family, tmp_path)), device, dtype)
