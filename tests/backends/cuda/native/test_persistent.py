@@ -252,7 +252,7 @@ def test_the_source_comes_with_the_package() -> None:
         weight_pipeline,
     )
 
-    folder = resources.files("paceline.backends.cuda") / "source"
+    folder = resources.files("paceline.backends.cuda.native") / "source"
     streamed = (*weight_pipeline.SHARED_SOURCES, "fused_layer", "logits", *many_rows.SOURCES)
     attending = *decode_attention.SOURCES, *prefill_attention.SOURCES
     wanted = {f"{name}.cu" for name in (*persistent.SOURCES, *attending, *streamed)}
