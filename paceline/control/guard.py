@@ -1,8 +1,8 @@
 """The guard: an A/B test of drafting against plain decoding, by measured tokens and seconds.
 
-Every so often a few steps are plain and are compared with the drafted steps before them. The cost and
-acceptance models can be wrong in unforeseen ways; this test cannot. Where drafting loses it is
-stopped, and tried again after ever longer times.
+From time to time a few plain steps are compared with the drafted steps before them (a pair). The cost and
+acceptance models can be wrong in unforeseen ways; this test cannot. If drafting loses, it is stopped, and
+tried again after exponentially growing times.
 """
 
 from __future__ import annotations

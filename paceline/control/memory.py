@@ -1,4 +1,4 @@
-"""Memory: the file that keeps what the controller has learned from one start to the next."""
+"""Memory: the file in which the controller's models survive a restart."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def restore(
 def save(
     memory: Memory, costs: CostModel, acceptance: AcceptanceModel, device: DevicePlanner | None = None
 ) -> None:
-    """Write the models down, beside what the memory holds of other drafters."""
+    """Write the models to the memory, which also keeps its facts about other drafters."""
     models = {_section(*key): model.facts() for key, model in acceptance.drafters.items() if model.drafts}
     before = memory.read()
     memory.write(

@@ -1,4 +1,4 @@
-"""Warns, once, about segments whose requests gain little from drafts."""
+"""SegmentGains: warns once about segments that gain little from drafts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class SegmentGain:
-    """Of one segment."""
+    """The gain of one segment."""
 
     steps: int = 0
     accepted: float = 1.0  # faded mean of accepted tokens per step, drafted or not

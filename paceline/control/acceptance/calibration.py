@@ -1,8 +1,8 @@
-"""Calibration: from a drafter's confidence to how often nodes of that confidence were accepted.
+"""Calibration: maps a drafter's confidence to the observed acceptance rate of nodes with that confidence.
 
-A piecewise linear map through a few points, each of which starts at "as the drafter says" and follows what
-is observed. It works for any drafter: one that is sure and always wrong soon counts for nothing. A drafter
-that reports no confidence is given one that depends on depth alone, so the map learns chances by depth.
+A piecewise linear map through a few points. Each starts at the drafter's own confidence (the identity) and
+follows observations, so an overconfident drafter is soon corrected. A drafter that reports no confidence gets
+one that depends on depth alone, so the map learns acceptance by depth.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Calibration:
         return POINTS[point - 1] + share * (POINTS[point] - POINTS[point - 1])
 
     def _fit(self) -> list[float]:
-        """Isotonic regression: neighbours that would make the line fall are pooled."""
+        """Isotonic regression: adjacent points that would make the line decrease are pooled."""
         prior = CONFIG.acceptance.prior_nodes
         pools: list[tuple[float, float, int]] = []  # accepted, tried, points; the prior included
         for point, accepted, tried in zip(POINTS, self._accepted, self._tried, strict=True):
@@ -85,7 +85,7 @@ class Calibration:
 
     @classmethod
     def of_counts(cls, counts: Sequence[Sequence[float]]) -> Calibration:
-        """The calibration with these counts; ValueError if they make no sense."""
+        """The calibration with these counts; ValueError if they are not valid."""
         tried, accepted = ([float(count) for count in line] for line in counts)
         is_sound = all(0.0 <= few <= many < 1e9 for few, many in zip(accepted, tried, strict=True))
         if len(tried) != len(POINTS) or not is_sound:

@@ -1,8 +1,9 @@
-"""The chance that a node of one drafter is accepted, by request, segment and confidence.
+"""DrafterAcceptance: the chance that a drafter's node is accepted, by request, segment and confidence.
 
-The drafter's confidence is calibrated, then corrected by the request's acceptance estimate: the tokens that
-its recent drafts brought, over those that were predicted. Recent confidences are kept too, because the next
-drafts are likely to resemble them. A new request starts like its segment, a new segment like all.
+The drafter's confidence is calibrated, then corrected by the request's acceptance estimate: accepted tokens
+of its recent drafts over predicted ones. Recent confidences are stored too, because the next drafts are
+likely to resemble them. A new request starts with the estimate of its segment, a new segment with that of all
+requests.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class DrafterAcceptance:
     def add_draft(
         self, key: Key, segment: str, confidences: Confidences, asked: int, threshold: float = 0.0
     ) -> None:
-        """Add a draft to the recent ones. `asked`: the most nodes, `threshold`: the least confidence, that
-        the drafter was asked for."""
+        """Add a draft to the recent ones. The drafter was asked for at most `asked` nodes of at least
+        `threshold` confidence."""
         extended = self._extended(confidences, asked, threshold)
         self.recent.add(extended)
         for history in self._histories(key, segment):
@@ -48,9 +49,10 @@ class DrafterAcceptance:
             history.idle = 0
 
     def _extended(self, confidences: Confidences, asked: int, threshold: float) -> list[float]:
-        """The draft with `depth` confidences: where it was cut off, it continues as drafts usually do.
+        """The draft, extended to `depth` confidences as drafts usually continue.
 
-        A draft that ended early had no node above the threshold; half of it stands for the unknown value.
+        If it ended before `asked` nodes, the next confidence was below the threshold: half of that is
+        assumed.
         """
         kept = list(confidences[: self.depth])
         for node, before in enumerate(kept, start=1):
@@ -76,7 +78,7 @@ class DrafterAcceptance:
             history.estimate.add(sum(accepted), predicted)
 
     def _histories(self, key: Key, segment: str) -> Iterable[History]:
-        """Those of a segment and of a request, made if they are new."""
+        """The histories of a segment and of a request, created if they are new."""
         config = CONFIG.acceptance
         if segment not in self._segments and len(self._segments) < config.max_segments:
             estimate = AcceptanceEstimate(config.segment_fade, config.segment_prior)
@@ -91,7 +93,7 @@ class DrafterAcceptance:
     def ratio(self, key: Key, segment: str) -> float:
         """The acceptance estimate of a request, relative to that of all requests.
 
-        What all of them have in common is the calibration's to correct, and must not count twice.
+        Relative, because calibration already corrects what all requests have in common.
         """
         config, everyone = CONFIG.acceptance, self._all.ratio(1.0)
         above, own = self._segments.get(segment), self._requests.get(key)
@@ -126,11 +128,11 @@ class DrafterAcceptance:
         return scenarios
 
     def _similar(self, key: Key, segment: str, count: int) -> list[Float64Array]:
-        """[count, nodes] recent drafts that stand for a request's next: some of its own, the others of its
-        segment or of all.
+        """[count, nodes] recent drafts as samples of a request's next draft: some of the request, the others of
+        its segment or of any request.
 
-        A request's own drafts lose their weight while no more are made; otherwise a request whose drafts
-        were poor would never be drafted for again.
+        A request's drafts lose weight while no new ones are made; otherwise a request with poor drafts would
+        never be drafted for again.
         """
         config = CONFIG.acceptance
         if not self.recent.count:
@@ -158,7 +160,7 @@ class DrafterAcceptance:
         return {"drafts": self.drafts, "counts": self.calibration.counts(), "said": recent}
 
     def begin_with(self, facts: Mapping[str, Any]) -> None:
-        """Start from these facts; ValueError, TypeError or KeyError if they make no sense."""
+        """Start from these facts; ValueError, TypeError or KeyError if they are not valid."""
         calibration, drafts = Calibration.of_counts(facts["counts"]), int(facts["drafts"])
         recent = [
             [min(max(float(chance), 0.0), 1.0) for chance in draft[: self.depth]] for draft in facts["said"]

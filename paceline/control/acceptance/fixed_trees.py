@@ -1,7 +1,7 @@
-"""What a head's trees of a fixed shape are expected to give, from the chances of its chains.
+"""Expected acceptance of a head's static trees, from the acceptance of its chains.
 
-A first child is the token that a chain would have there. Where it is rejected, its siblings have fixed
-chances, one after the other (docs/lab/2026-11-18-auto-on-gpu.md#siblings).
+A first child is the token that a chain would have there. If it is rejected, its siblings have fixed chances,
+by rank (docs/lab/2026-11-18-auto-on-gpu.md#siblings).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.core.trees import DraftPlan
 
 @lru_cache(maxsize=16)
 def _nodes(plan: DraftPlan) -> list[tuple[int, int, int]]:
-    """Of each node of the plan's tree, parents first: its parent, its rank among its siblings, its depth."""
+    """(parent, rank among siblings, depth) of each node of the plan's tree, parents first."""
     places = {
         node: (parent, rank)
         for parent, children in static_shape(plan.budget, plan.branching, plan.levels).items()
@@ -30,7 +30,7 @@ def _nodes(plan: DraftPlan) -> list[tuple[int, int, int]]:
 
 @lru_cache(maxsize=16)
 def _sibling_chances(branching: int) -> list[float]:
-    """[rank - 1] The chance of each younger sibling to be accepted, given that the first child is not."""
+    """[rank - 1] The acceptance chance of each further sibling, given that the first child is rejected."""
     found, left = [], 1.0
     given = CONFIG.chains.sibling_chances
     for rank in range(1, branching):
@@ -41,7 +41,7 @@ def _sibling_chances(branching: int) -> list[float]:
 
 
 def tree_reached(plan: DraftPlan, chances: Sequence[float]) -> list[float]:
-    """[depth] The chance that a path of the plan's tree is accepted down to there.
+    """[depth] The chance that a path of the plan's tree is accepted down to this depth.
 
     `chances` [depth]: of a chain's token, given that all before it are accepted.
     """
@@ -58,10 +58,10 @@ def tree_reached(plan: DraftPlan, chances: Sequence[float]) -> list[float]:
 def chain_hits(
     plan: DraftPlan, chances: Sequence[float], tries: Sequence[float], reached: Sequence[float]
 ) -> list[float]:
-    """[depth] How many of the accepted tokens of trees were probably first children, as a chain has them.
+    """[depth] The estimated number of accepted tokens of trees that were first children, as in a chain.
 
-    `reached` [depth] are the trees accepted down to there, and `tries` those that had a node there: there are
-    not more hits, although luck in trees whose nodes have no children may look like more.
+    `reached` [depth]: trees accepted down to this depth; `tries` [depth]: trees with a node there, which
+    bounds the result.
     """
     expected = [1.0, *tree_reached(plan, chances)]
     first = [chances[depth] * expected[depth] / expected[depth + 1] for depth in range(plan.levels)]

@@ -1,4 +1,4 @@
-"""AcceptanceModel: the acceptance of every drafter, for greedy and for sampled requests apart."""
+"""AcceptanceModel: the acceptance of every drafter, separately for greedy and for sampled requests."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class AcceptanceEstimate:
         self.predicted = self.fade * self.predicted + predicted
 
     def fade_idle(self) -> None:
-        """Forget a little: a bad streak must not last because nothing is drafted after it."""
+        """Fade the counts of an unused drafter, so that a bad streak does not exclude it forever."""
         self.accepted *= CONFIG.acceptance.idle_fade
         self.predicted *= CONFIG.acceptance.idle_fade
 
@@ -65,7 +65,7 @@ class RecentDrafts:
 
 @dataclass(slots=True)
 class History:
-    """What is known of a request or of a segment."""
+    """The draft history of a request or of a segment."""
 
     estimate: AcceptanceEstimate
     recent: RecentDrafts

@@ -1,4 +1,4 @@
-"""Seconds of a drafter's call: a sum of five terms, so that few calls are enough to learn it."""
+"""Cost model of drafter calls: seconds as a sum of five terms, learned from few calls."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ TERMS = 5  # the call, each request, each level, each node, each token to catch 
 class CallCosts:
     """The costs of one drafter's terms, none below 0: a Kalman filter.
 
-    A call moves most the costs that are least certain, and leaves alone those that it says nothing about.
-    So calls of different lengths soon separate the cost of a call from that of a level.
+    An observation mostly updates the least certain costs, and not those that it says nothing about. So calls
+    of different lengths soon separate the cost per call from the cost per level.
     """
 
     def __init__(self, plain: float) -> None:
@@ -29,7 +29,7 @@ class CallCosts:
         self._plain = plain
         self._prior = np.diag(np.square(plain * np.array(CONFIG.draft_calls.prior_deviation)))
         self._first: list[float] = []  # seconds of the warm-up calls
-        # A drafter that was never called costs nothing, so that it is tried once, but not for a long prompt.
+        # A drafter that was never called has cost 0, so that it is tried once, but not for a long prompt.
         self._prior_terms = [0.0, 0.0, 0.0, 0.0, CONFIG.draft_calls.catch_up_cost * plain]
         self.terms = self._prior_terms
         self._covariance = self._prior  # [terms, terms] of the error of the costs
@@ -77,7 +77,7 @@ class CallCosts:
         self.terms = [CONFIG.draft_calls.idle_fade * cost for cost in self.terms]
 
     def facts(self) -> list[float]:
-        """The costs in plain passes, a unit that holds on another machine too."""
+        """The costs in units of plain passes, which hold on another machine too."""
         return [cost / self._plain for cost in self.terms]
 
     def begin_with(self, facts: Any) -> None:

@@ -1,4 +1,4 @@
-"""Measures the seconds of passes when an engine starts, and keeps them for the next start."""
+"""Measures the seconds of passes at start-up, and stores them for later starts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def measure_steps(
     filling = chain_batch(pool, 0, context)  # fills the pool, and warms caches
     longer = chain_batch(pool, context, min(8, max(row_counts)))
     batches = [chain_batch(pool, 0, rows) for rows in row_counts] + [longer]
-    # else the first pass of a size would be timed with its compilation, and kept for all later starts
+    # otherwise the first pass of a size would be timed with its compilation, and stored for later starts
     backend.compile_ahead(lambda: [backend.forward(batch) for batch in (filling, *batches)])
     end = clock() + config.max_seconds
     backend.forward(filling)

@@ -1,4 +1,4 @@
-"""Seconds of a target pass by its rows: a table, because kernel tiles and captured graphs make steps in it.
+"""Cost model of target passes: a table of seconds by rows, with steps from kernel tiles and graph buckets.
 
 The table is measured at start-up (measure.py) and updated by every step.
 """
@@ -25,9 +25,9 @@ FINE_ROWS = 32  # up to here each row count is a point; above, eight points for 
 class StepCosts:
     """Seconds of a step without its drafters, by rows and by the keys that they read.
 
-    Row counts that were seen have their own entry. Between them seconds are interpolated, and above the
-    largest they are extrapolated. Across a wide gap they follow the roofline: as the pass
-    of fewer rows, until computing takes as long per row as in the pass of more.
+    Observed row counts have entries. Between entries seconds are interpolated, and above the largest they are
+    extrapolated. Across a wide gap they follow the roofline: the time of the smaller pass (memory-bound),
+    until it is exceeded by the larger pass's time per row (compute-bound).
     """
 
     def __init__(self, rows: Sequence[int], seconds: Sequence[float], per_key: float = 0.0) -> None:
@@ -63,8 +63,8 @@ class StepCosts:
     def observe(self, rows: int, attended: int, seconds: float) -> None:
         """Update from a pass whose rows read `attended` keys in all.
 
-        An entry that was rarely seen moves fast. If a well-known one is slow, the machine has become slower,
-        and the scale of all entries moves.
+        Rarely observed entries are updated fast. If a well-known entry is slow, the machine has become
+        slower, and the scale of all entries is updated.
         """
         config = CONFIG.passes
         point = self._point(rows)

@@ -1,4 +1,4 @@
-"""The arms of device passes: which plans there are to choose from, and what is expected of their drafts."""
+"""The arms of device passes: the plans to choose from, and the prior acceptance of their drafts."""
 
 from __future__ import annotations
 

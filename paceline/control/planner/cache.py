@@ -1,7 +1,7 @@
 """PlanCache: the plans of the last step, reused while the same requests run.
 
 Planning and learning take about as long as a drafted row. With well-known drafters most steps reuse the plans
-of the one before: nothing but the trimming of their drafts is decided.
+of the step before, and only trim drafts.
 """
 
 from __future__ import annotations

@@ -121,11 +121,10 @@ class DeviceLoad:
         """Tokens per pass of the whole batch, from mean and variance of the tokens that one request gets per
         pass.
 
-        If nothing follows a request that ends, a batch takes as many passes as its slowest request needs:
-        the expected maximum of n requests. Drafts bring some requests less than others, by chance and because
-        texts differ. Where
-        requests end by themselves, the longest output counts, with and without drafts; those that reach
-        their max_tokens are equally long.
+        If no request follows one that ends, a batch takes as many passes as its slowest request: the expected
+        maximum of n requests. Requests differ in accepted tokens, by chance and because texts differ. If
+        outputs end by themselves, the longest output counts, with and without drafts; outputs that reach
+        max_tokens are equally long.
         """
         # relative variance of a request's passes
         luck = CONFIG.device_planner.text_spread * max(0.0, variance) / (self.tokens_left * mean)

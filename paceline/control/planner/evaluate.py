@@ -1,4 +1,4 @@
-"""The expected outcome of a candidate: every scenario is decided as a step would be, and averaged.
+"""The expected outcome of a candidate: a Monte Carlo average over scenarios, each trimmed as a step would be.
 
 Compiled, because a choice evaluates many candidates.
 """

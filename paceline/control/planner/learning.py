@@ -1,4 +1,4 @@
-"""Learning from the drafts of a step: what they cost, and what was accepted of them."""
+"""Updates the cost and acceptance models from the drafts of a step."""
 
 from __future__ import annotations
 

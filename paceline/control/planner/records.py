@@ -1,4 +1,4 @@
-"""What requests are asked to draft in a step, and what came of it."""
+"""Records of a step's drafts: what each request was asked to draft, and what it drafted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DraftAssignment:
 
 @dataclass(slots=True)
 class DraftRecord:
-    """What one request is asked to draft in this step, and what came of it."""
+    """What one request is asked to draft in this step, and its draft."""
 
     request: Request
     names: tuple[str, ...]  # drafters, in the order in which they are asked
@@ -38,7 +38,7 @@ class DraftRecord:
     explored: str = ""  # a drafter to learn about: one node is verified even if it seems worth nothing
     plan: DraftPlan = PLAIN
     catch_up: int = 0  # tokens that the last drafter has to catch up with, if it is asked
-    drafter: str = ""  # who drafted
+    drafter: str = ""  # the drafter that drafted
     size: int = 0  # drafted nodes
     first: int = 0  # index of the first of them in the batch
     confidences: list[float] = field(default_factory=list)  # [verified nodes]
@@ -77,7 +77,7 @@ class DraftRecord:
 
 @dataclass(slots=True)
 class Shortfall:
-    """Tokens that a choice promised and drafts did not bring; older steps count less."""
+    """Expected minus accepted tokens of a choice, faded: older steps count less."""
 
     tokens: float = 0.0
 

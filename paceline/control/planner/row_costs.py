@@ -1,4 +1,4 @@
-"""What one more row costs in a batch, and how many drafted nodes are worth their rows."""
+"""RowCosts: the marginal cost of rows in a batch, and how many drafted nodes are worth it."""
 
 from __future__ import annotations
 

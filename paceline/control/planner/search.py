@@ -1,11 +1,11 @@
-"""PlanSearch: which drafters draft for which requests, so that most tokens come per second.
+"""PlanSearch: assigns drafters to requests for the most tokens per second.
 
-Drafts cost seconds and bring tokens, and a second is worth the tokens per second of the best choice so far.
-So a step is worth its tokens less what its seconds are worth, and the nodes of all requests compete for rows
-in the order of their chances (row_costs.py).
+A second is worth the tokens per second of the best choice so far. So the value of a step is its tokens minus
+that rate times its seconds, and the nodes of all requests compete for rows in the order of their chances
+(row_costs.py).
 
-The chances of a draft are unknown before it is made. Recent drafts stand for them: each of a few scenarios is
-decided as the step would be (evaluate.py), and the mean is what a candidate is expected to give.
+The chances of a draft are unknown before it is made, so they are sampled from recent drafts: each of a few
+scenarios is evaluated as a step (evaluate.py), and a candidate's expectation is the mean.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EXPENSIVE_LEVEL = 0.01  # tokens per request: a level that costs more is expensi
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Who drafts for whom in a step."""
+    """An assignment of drafters to requests."""
 
     names: tuple[Names, ...]  # [requests] none: plain decoding
     length: int  # most nodes of a draft, of the drafter that is asked last
@@ -61,7 +61,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class DrafterLoad:
-    """What one drafter does in a candidate."""
+    """The work of one drafter in a candidate."""
 
     sizes: Int64Array  # [scenarios, requests] nodes that it drafts; -1: it is not asked
     most: int  # levels that it may draft

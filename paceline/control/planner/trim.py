@@ -1,7 +1,7 @@
-"""Trimming: which drafted nodes are verified, now that their confidences are known.
+"""Trimming: chooses the drafted nodes to verify, once their confidences are known.
 
-The nodes of all requests are sorted by chance, and of all places to cut the line the best is taken. Nodes
-that were drawn at random are never dropped: if verification depended on their value, it would not be exact.
+The nodes of all requests are sorted by chance, and the best cut is taken. Nodes that were sampled at random
+are never dropped: if verification depended on their value, it would not be exact.
 """
 
 from __future__ import annotations

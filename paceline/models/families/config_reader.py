@@ -1,6 +1,6 @@
 """From a config.json, or its equivalent, to a ModelConfig.
 
-What families.py says of a family is applied here; everything else is read the same way for all.
+What table.py says of a family is applied here; everything else is read the same way for all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Family: how a model family differs from llama. families.py has them all."""
+"""Family: how a model family differs from llama. table.py has them all."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Readers of the parts of a config.json in which families differ: rope by layers, scales, latents.
 
-Each takes the configuration and gives fields of ModelConfig; families.py says which family uses which.
+Each takes the configuration and gives fields of ModelConfig; table.py says which family uses which.
 """
 
 from __future__ import annotations

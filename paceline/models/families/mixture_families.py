@@ -1,4 +1,4 @@
-"""The families whose layers attend and have experts; families.py has the others."""
+"""The families whose layers attend and have experts; table.py has the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Decode attention for uniform batches on Hopper: the bits of ../kernels/attention.py, which takes any rows. A unit of
+// Decode attention for uniform batches on Hopper: the bits of ../../kernels/attention/paged_attention.py, which takes any rows. A unit of
 // work has one or two tiles of rows of a request, whose lanes share a KV head, and blocks of 64 positions. Programs are
 // persistent, one per multiprocessor, and take one unit after the other.
 //

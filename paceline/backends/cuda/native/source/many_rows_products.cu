@@ -1,5 +1,5 @@
 // Products of hundreds of rows, bound by tensor cores, not by memory: gate and up with SwiGLU, products that are
-// added to the residual stream, QKV, and logits. Sums have the order of ../kernels/matmul.py, and so have the bits.
+// added to the residual stream, QKV, and logits. Sums have the order of ../../kernels/products/matmul.py, and so have the bits.
 //
 // A program has ROWS rows and COLUMNS columns (a unit), and takes one unit after the other. One warp loads weights and
 // one loads rows by TMA; each of two or three warpgroups multiplies 64 of the rows (WGMMA). Rows are the left operand:

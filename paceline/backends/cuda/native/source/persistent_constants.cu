@@ -18,7 +18,7 @@ constexpr int BYTES_A_CYCLE = 20;  // memory bandwidth of a multiprocessor, roun
 constexpr int PIECE = 64;      // depth of one iteration of a warp
 constexpr int STEP = 128;  // depth of a step in the layout of weights
 constexpr int HALF = DIM / 2;
-constexpr int BLOCK = 64, MERGE_FAN_IN = 8, LANES = 16;  // of attention, as in attention.py
+constexpr int BLOCK = 64, MERGE_FAN_IN = 8, LANES = 16;  // of attention, as in paged_attention.py
 constexpr int MAX_ROWS = 8;
 constexpr int LINES = HAS_TREES ? BLOCK + MAX_ROWS : BLOCK;  // KV indices that a block of positions reads
 constexpr int TILES = HIDDEN / 64;  // column tiles of the residual stream, with separate sums of squares

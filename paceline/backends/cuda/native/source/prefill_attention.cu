@@ -1,4 +1,4 @@
-// Attention of prefill chunks on Hopper: the bits of ../kernels/prefill_attention.py. A program has a tile of 64 lanes,
+// Attention of prefill chunks on Hopper: the bits of ../../kernels/attention/prefill_attention.py. A program has a tile of 64 lanes,
 // rows of a request times the query heads of a KV head, and reads all blocks of 64 positions that they see. A warp
 // loads keys and values by TMA, and a warpgroup computes scores, softmax and weighted values (WGMMA). Two programs
 // share a multiprocessor, so that one's softmax runs beside the other's products.
@@ -160,7 +160,7 @@ struct Scores {
                 x = power_of_two(__fsub_rn(x, zero));
             }
 #pragma unroll
-            for (int eight = 0; eight < 4; eight++) {  // see sum_of_weights in ../kernels/softmax.py
+            for (int eight = 0; eight < 4; eight++) {  // see sum_of_weights in ../../kernels/attention/softmax.py
                 const float *low = &numbers[eight * 4 + half * 2], *high = low + 16;
                 sums[eight] = quad_sum(__fadd_rn(__fadd_rn(__fadd_rn(low[0], low[1]), high[0]), high[1]));
             }

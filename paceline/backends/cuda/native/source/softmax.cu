@@ -1,4 +1,4 @@
-// Partial results of an online softmax in a warp's registers, and their merge: see ../kernels/softmax.py.
+// Partial results of an online softmax in a warp's registers, and their merge: see ../../kernels/attention/softmax.py.
 
 // row_max, row_sum and acc of an online softmax in base 2. HALVES times eight lanes are the 16-row operand of products,
 // so a thread has lanes g, g + 8, g + 16 ..., where g is its quad, and WIDE tiles of 8 columns of the values.
