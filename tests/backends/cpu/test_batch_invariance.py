@@ -69,7 +69,7 @@ def test_a_token_in_a_prefill_chunk_of_any_size(subject: Subject, backend: CpuBa
     assert_chunks_are_true(subject, backend, chunk)
 
 
-def test_a_token_whose_logits_alone_are_wanted(subject: Subject, backend: CpuBackend) -> None:
+def test_a_token_when_only_its_logits_are_wanted(subject: Subject, backend: CpuBackend) -> None:
     for wanted in ([LENGTH - 1], [0], [3, 40], [*range(0, LENGTH, 9)]):
         logits = run([drive(backend, PAGES)[0].ask(subject.prompt)], logit_rows=wanted).logits
         assert_same_bits(logits, np.stack([subject.truth(subject.prompt[: row + 1]) for row in wanted]))
@@ -165,7 +165,7 @@ ANY = settings(
 
 @ANY
 @given(lengths=cuts(), threads=st.sampled_from([1, 2]))
-def test_any_cut_of_a_prompt(drawn: Subject, lengths: list[int], threads: int) -> None:
+def test_any_split_of_a_prompt_into_chunks(drawn: Subject, lengths: list[int], threads: int) -> None:
     request, start = drive(drawn.backends[threads], PAGES)[0], 0
     for length in lengths:
         logits = request.extend(drawn.prompt[start : start + length])

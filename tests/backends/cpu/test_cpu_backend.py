@@ -86,7 +86,7 @@ def path_to(row: int) -> list[int]:
 
 
 @pytest.mark.parametrize("chunk", [40, 17, 1], ids=["one prefill", "chunks", "token by token"])
-def test_logits_equal_torch_however_a_prompt_is_cut(pair: Pair, chunk: int) -> None:
+def test_logits_equal_torch_for_any_chunks_of_a_prompt(pair: Pair, chunk: int) -> None:
     request, prompt = pair.request(), pair.prompt
     logits = [request.extend(prompt[start : start + chunk]) for start in range(0, LENGTH, chunk)]
     np.testing.assert_allclose(np.concatenate(logits), pair.expected(prompt), rtol=0, atol=CLOSE)
@@ -250,13 +250,13 @@ def test_auto_keeps_the_blocks_of_the_file(checkpoint: Checkpoint) -> None:
 # Storage -------------------------------------------------------------------------------------------
 
 
-def test_a_pool_tells_its_true_size(backend: CpuBackend) -> None:
+def test_bytes_per_page_is_the_size_of_a_page(backend: CpuBackend) -> None:
     pool = backend.make_pool(3)
     assert pool.data.nbytes == 3 * pool.bytes_per_page == 3 * backend.bytes_per_page()
     assert pool.num_pages == 3
 
 
-def test_pages_hold_all_a_token_leaves_behind(backend: CpuBackend) -> None:
+def test_pages_hold_everything_that_a_token_writes(backend: CpuBackend) -> None:
     """A page copied byte for byte into another pool goes on as the first one would."""
     first, prompt = drive(backend, 2)[0], [*range(20)]
     first.extend(prompt)
@@ -280,7 +280,7 @@ def test_move_reads_every_source_before_it_writes(backend: CpuBackend) -> None:
     assert same == [False, False, True]
 
 
-def test_move_of_nothing_moves_nothing(backend: CpuBackend) -> None:
+def test_an_empty_move_changes_nothing(backend: CpuBackend) -> None:
     request = drive(backend, 1)[0]
     request.extend([1, 2, 3])
     before = request.pool.data.copy()  # type: ignore[attr-defined]

@@ -99,7 +99,7 @@ def test_what_is_accepted_is_moved_and_read_from_there(runner: CpuHeadRunner) ->
     assert_same_bits(states, given.states)
 
 
-def test_preparing_leaves_a_pool_as_good_as_new(backend: CpuBackend, runner: CpuHeadRunner) -> None:
+def test_prepare_leaves_no_trace_in_the_pool(backend: CpuBackend, runner: CpuHeadRunner) -> None:
     """It takes memory, which nobody sees, and runs a pass of as many rows as fit."""
     pool = runner.make_pool(2)
     runner.prepare(pool)

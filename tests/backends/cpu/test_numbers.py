@@ -205,7 +205,7 @@ def test_a_record_is_within_half_a_step_of_its_values(seed: int) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
-def test_a_record_of_what_is_no_number_says_so(bad: float) -> None:
+def test_a_record_of_a_value_that_is_not_finite_is_not_finite(bad: float) -> None:
     values = random_floats(GROUP)
     values[11] = bad
     _, scale, scaled_sum, _ = record_of(values)
@@ -272,7 +272,7 @@ def test_activations_are_those_of_torch(activation: str) -> None:
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_activations_of_extremes(activation: str) -> None:
+def test_activations_of_extreme_values(activation: str) -> None:
     gates = np.zeros(GROUP, np.float32)
     gates[:6] = [np.nan, np.inf, -200, 200, -3e38, 3e38]
     found = gated(gates, np.ones(GROUP, np.float32), activation)
@@ -340,7 +340,7 @@ def assert_no_number(logits: np.ndarray) -> None:
 
 
 @every_model
-def test_a_broken_row_is_broken_and_its_neighbours_are_not(clean: CpuBackend, broken: CpuBackend) -> None:
+def test_nan_in_a_row_does_not_reach_other_rows(clean: CpuBackend, broken: CpuBackend) -> None:
     expected = drive(clean, 2)[0].run(CLEAN)
     first, second, third = drive(broken, 2, count=3)
     logits = run([first.ask(CLEAN), second.ask([5, BAD, 9]), third.ask(CLEAN)]).logits
@@ -351,7 +351,7 @@ def test_a_broken_row_is_broken_and_its_neighbours_are_not(clean: CpuBackend, br
 
 
 @every_model
-def test_a_broken_branch_of_a_tree_leaves_the_others_alone(clean: CpuBackend, broken: CpuBackend) -> None:
+def test_nan_in_a_branch_does_not_reach_other_branches(clean: CpuBackend, broken: CpuBackend) -> None:
     parents = [-1, 0, 0, 1, 2, 4]
     expected = drive(clean, 2)[0].run(CLEAN[:4])
     logits = drive(broken, 2)[0].run([CLEAN[0], BAD, CLEAN[1], 3, *CLEAN[2:4]], parents)
@@ -370,7 +370,7 @@ def test_what_a_rejected_draft_left_behind_is_never_read(clean: CpuBackend, brok
     assert_same_bits(request.run([8, BAD], [-1, -1])[:1], expected[5:])
 
 
-def test_a_broken_cache_breaks_its_own_request_only(clean: CpuBackend) -> None:
+def test_nan_in_the_kv_cache_fails_its_request_only(clean: CpuBackend) -> None:
     expected = drive(clean, 2)[0].run([*CLEAN, 8])
     first, second, third = drive(clean, 2, count=3)
     for request in (first, second, third):
@@ -383,7 +383,7 @@ def test_a_broken_cache_breaks_its_own_request_only(clean: CpuBackend) -> None:
     assert_no_number(logits[1])
 
 
-def test_a_page_full_of_broken_numbers_is_as_good_as_an_empty_one(clean: CpuBackend) -> None:
+def test_stale_nans_in_a_page_have_no_effect(clean: CpuBackend) -> None:
     """What lies behind a request's last token may be anything: it is masked, not multiplied by zero."""
     expected = drive(clean, 2)[0].run([*CLEAN, 8, 3])
     request = drive(clean, 2)[0]

@@ -1,4 +1,4 @@
-"""States that a pass has stored have the bits of those that are walked to again."""
+"""States stored by a pass have the bits of states that are scanned again."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def commit(request: Driven, count: int, kept: dict[int, int]) -> list[bytes]:
         (5, {}, False),
     ],
 )
-def test_stored_states_are_those_of_another_walk(backend, monkeypatch, count, kept, is_stored):
+def test_stored_states_have_the_bits_of_a_second_scan(backend, monkeypatch, count, kept, is_stored):
     taken, take_stored = [], RecurrentRows.take_stored
 
     def noted(*arguments):
@@ -86,7 +86,7 @@ def test_all_states_and_kept_rows_are_counted(backend):
     assert backend.buffer_bytes > layers * backend.max_rows * job[fields.KEPT_STRIDE]
 
 
-def test_spare_places_come_back_whatever_becomes_of_a_pass(backend):
+def test_spare_places_are_released_after_any_outcome_of_a_pass(backend):
     first, *others = drive(backend, 4, count=SPARE_STATES + 4)
     states = first.states
     assert isinstance(states, CpuStates)

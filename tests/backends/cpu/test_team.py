@@ -72,7 +72,7 @@ def assert_ends(thread: threading.Thread) -> None:
     assert not thread.is_alive(), f"{thread.name} did not end"
 
 
-def test_passes_that_follow_each_other_at_once(backend: CpuBackend, expected: np.ndarray) -> None:
+def test_passes_in_immediate_succession(backend: CpuBackend, expected: np.ndarray) -> None:
     for _ in range(50):
         assert_same_bits(one_pass(backend), expected)
 
@@ -83,7 +83,7 @@ def test_passes_after_the_workers_fell_asleep(backend: CpuBackend, expected: np.
         assert_same_bits(one_pass(backend), expected)
 
 
-def test_passes_that_come_just_when_a_worker_falls_asleep(backend: CpuBackend, expected: np.ndarray) -> None:
+def test_passes_that_start_while_a_worker_falls_asleep(backend: CpuBackend, expected: np.ndarray) -> None:
     """Start a pass at the moment a flag goes up, which is when a wake-up could be lost."""
     for number in range(30):
         while not sleeps(backend, 1 + number % (backend.threads - 1)):
@@ -118,7 +118,7 @@ def test_close_ends_the_workers(checkpoint: Checkpoint, state: str) -> None:
     assert not any(worker.is_alive() for worker in workers)
 
 
-def test_a_backend_that_is_forgotten_ends_its_workers(checkpoint: Checkpoint) -> None:
+def test_a_garbage_collected_backend_ends_its_workers(checkpoint: Checkpoint) -> None:
     backend, workers = load_with_workers(checkpoint)
     one_pass(backend)
     del backend
@@ -172,7 +172,7 @@ def test_two_teams_at_the_same_time(checkpoint: Checkpoint, expected: np.ndarray
         backend.close()
 
 
-def test_passes_from_one_thread_after_another(backend: CpuBackend, expected: np.ndarray) -> None:
+def test_passes_from_several_threads_in_turn(backend: CpuBackend, expected: np.ndarray) -> None:
     found: list[np.ndarray] = []
     for _ in range(8):
         assert_ends(in_thread(lambda: found.append(one_pass(backend))))

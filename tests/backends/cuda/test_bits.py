@@ -134,9 +134,7 @@ def first_difference(request: Driven, expected: Driven, ours: np.ndarray, logits
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter multiplies by numpy")
 @pytest.mark.parametrize(("shape", "quantization"), CASES)
-def test_a_token_has_the_same_bits_in_chunks_of_any_size_and_any_company(
-    shape: str, quantization: str
-) -> None:
+def test_a_token_has_the_same_bits_in_chunks_of_any_size_and_any_batch(shape: str, quantization: str) -> None:
     backend = random_backend(shape, quantization)
     alone, *others, company = drive(backend, PAGES_EACH, count=7)
     tokens = np.random.default_rng(2).integers(0, VOCAB_SIZE, COMPANY).tolist()

@@ -275,7 +275,7 @@ def decode(backend: Any, adapter: str = "") -> list[int]:
     return [int(first[0]), *output.tokens[0, : int(output.counts[0])].tolist()]
 
 
-def test_ranks_decode_what_rank_0_tells_them(device: torch.device, dtype: torch.dtype) -> None:
+def test_all_ranks_execute_the_decode_calls_of_rank_0(device: torch.device, dtype: torch.dtype) -> None:
     """Passes, a decoder and its drafts through the pipes of ranks, which are threads here.
 
     Of a request with an adapter: others have fewer kernels.

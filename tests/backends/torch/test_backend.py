@@ -86,7 +86,7 @@ def path_to(row: int) -> list[int]:
     [*repeated([0]), [0, 17, 34], [0, *range(24, 40)], *repeated(range(40))],
     ids=["one prefill", "chunks", "the last token by token", "token by token"],
 )
-def test_logits_equal_transformers_however_a_prompt_is_cut(pair: Pair, starts: Sequence[int]) -> None:
+def test_logits_equal_transformers_for_any_chunks_of_a_prompt(pair: Pair, starts: Sequence[int]) -> None:
     request = pair.request()
     logits = [request.extend(PROMPT[start:end]) for start, end in pairwise([*starts, len(PROMPT)])]
     np.testing.assert_allclose(np.concatenate(logits), pair.expected(PROMPT), rtol=0, atol=CLOSE)
@@ -213,7 +213,7 @@ def test_move_reads_every_source_before_it_writes(llama: TorchBackend) -> None:
     assert pool.cache.keys[-1][-1, :4, 0, 0].tolist() == [2, 0, 1, 3]
 
 
-def test_a_pool_tells_its_true_size(llama: TorchBackend) -> None:
+def test_bytes_per_page_is_the_size_of_a_page(llama: TorchBackend) -> None:
     pool = llama.make_pool(3)
     stored = sum(tensor.nbytes for tensor in (*pool.cache.keys, *pool.cache.values))
     assert stored == 3 * pool.bytes_per_page == 3 * llama.bytes_per_page()

@@ -51,6 +51,6 @@ def test_slots_may_be_asked_for_in_any_order_with_any_token_before():
     assert np.abs(every.logits[0] - every.logits[1]).max() > 0.01, "the token before makes no difference"
 
 
-def test_a_pool_takes_what_a_page_is_said_to_take():
+def test_a_pool_takes_bytes_per_page_for_each_page():
     runner = make_runner("dflash")
     assert runner.make_pool(3).bytes_per_page == runner.bytes_per_page() == 2 * 2 * 16 * 2 * 14 * 4

@@ -90,6 +90,6 @@ def test_outputs_are_those_of_the_wanted_rows_and_kv_index_0_is_never_read():
     assert output.states.shape == (2, runner.head.config.hidden_size)
 
 
-def test_a_pool_takes_what_a_page_is_said_to_take():
+def test_a_pool_takes_bytes_per_page_for_each_page():
     runner = make_runner("eagle3")
     assert runner.make_pool(3).bytes_per_page == runner.bytes_per_page() == 2 * 16 * 2 * 14 * 4

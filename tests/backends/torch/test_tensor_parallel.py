@@ -296,7 +296,7 @@ def test_a_real_model_says_which_sizes_it_can_have() -> None:
         ({"tensor_parallel_size": 2, "backend": "cpu"}, "the cpu backend runs on one CPU.*backend='torch'"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         BackendOptions(**options)
 

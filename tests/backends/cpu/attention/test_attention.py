@@ -192,7 +192,7 @@ def test_attention_is_that_of_double_precision() -> None:
         np.testing.assert_allclose(found[row], exact, atol=1e-5)
 
 
-def test_many_rows_are_one_task_where_threads_have_enough_of_them() -> None:
+def test_a_task_has_many_rows_if_all_threads_have_a_task() -> None:
     assert rows_of_task(1, 3, 3, 2, 2048) == 1
     assert rows_of_task(8, 3, 3, 2, 2048) == 4
     assert rows_of_task(512, 3, 3, 2, 2048) == 16

@@ -197,7 +197,7 @@ def told(request: DrivenHead, tokens: list[int], states: np.ndarray) -> HeadOutp
     return draft(request, tokens[-nodes:], states[-nodes:], PARENTS)
 
 
-def test_a_pass_that_tells_nothing_leaves_the_same_keys_and_values(backend: CpuBackend) -> None:
+def test_a_pass_without_outputs_writes_the_same_keys_and_values(backend: CpuBackend) -> None:
     runner = CpuHeadRunner(random_checkpoint(EAGLE3), backend, MAX_ROWS)
     tokens, features, _ = random_slots(EAGLE3, LENGTH)
     telling, silent = drive_heads(runner, PAGES)[0], drive_heads(runner, PAGES)[0]
@@ -223,7 +223,7 @@ def test_kv_index_0_of_a_head_is_never_read(backend: CpuBackend) -> None:
         assert_same_bits(found.states, expected.states)
 
 
-def test_a_pool_tells_its_true_size(backend: CpuBackend) -> None:
+def test_bytes_per_page_is_the_size_of_a_page(backend: CpuBackend) -> None:
     runner = CpuHeadRunner(random_checkpoint(EAGLE3), backend, MAX_ROWS)
     pool = runner.make_pool(3)
     assert pool.data.nbytes + pool.features.nbytes == 3 * runner.bytes_per_page()
@@ -258,7 +258,7 @@ def test_an_odd_head_size_is_refused(backend: CpuBackend) -> None:
         CpuHeadRunner(random_checkpoint(replace(EAGLE3, head_dim=15)), backend, MAX_ROWS)
 
 
-def test_beside_a_target_that_is_not_quantized_no_head_is(target: Checkpoint) -> None:
+def test_a_head_of_an_unquantized_target_cannot_be_quantized(target: Checkpoint) -> None:
     backend = CpuBackend.load(target, quantization="none", threads=1, max_rows=MAX_ROWS)
     with pytest.raises(ConfigError, match="cannot be int4 beside a target that is not quantized; leave out"):
         CpuHeadRunner(random_checkpoint(EAGLE3), backend, MAX_ROWS, "int4")

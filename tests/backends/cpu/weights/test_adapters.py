@@ -41,7 +41,7 @@ def test_logits_are_those_of_torch(family: str, checkpoint_of: Callable[[str], C
 
 
 @pytest.mark.parametrize("quantization", ["native", "int8"])
-def test_of_quantized_weights_an_adapter_changes_as_much_as_of_torch(
+def test_an_adapter_changes_quantized_weights_as_much_as_in_torch(
     quantization: str, checkpoint_of: Callable[[str], Checkpoint]
 ) -> None:
     """Rounding of weights and rows is the only difference, with an adapter as without."""

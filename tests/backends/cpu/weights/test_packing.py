@@ -217,7 +217,7 @@ def test_the_memory_that_a_model_is_said_to_need_is_that_of_its_tiles() -> None:
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q8_0"])
-def test_a_scale_that_is_no_number_is_none_when_read_back(kind: str, bad: float) -> None:
+def test_a_scale_that_is_not_finite_gives_values_that_are_not(kind: str, bad: float) -> None:
     data = random_blocks(kind, 16, 256).data.copy().reshape(-1, FORMATS[kind].block_bytes)
     data[7, :2] = np.array([bad], np.float16).view(np.uint8)
     tensor = GgufTensor((16, 256), kind, data.reshape(16, -1))

@@ -138,7 +138,7 @@ def joining(slots: Sequence[int], lengths: Sequence[int]) -> SlotInits:
     )
 
 
-def test_pages_that_change_are_there_for_the_next_pass(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+def test_changed_pages_are_sent_before_the_next_pass(decoder, loops) -> None:  # type: ignore[no-untyped-def]
     tables = np.full((SLOTS, LONGEST // PAGE), -1, dtype=np.int32)
     tables[[1, 4], :2] = [[10, 11], [20, 21]]
     decoder.join(joining([1, 4], [2, 6]))
@@ -259,7 +259,7 @@ def test_passes_that_are_dropped_are_not_read(decoder) -> None:  # type: ignore[
     assert decoder.read().tokens[:, 0].tolist() == [8]
 
 
-def test_passes_run_the_kernels_that_a_request_of_theirs_needs(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+def test_passes_run_only_the_sampling_kernels_that_requests_need(decoder, loops) -> None:  # type: ignore[no-untyped-def]
     tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
     decoder.join(joining([2, 3, 5], [1, 1, 1]))
     given = []

@@ -308,7 +308,7 @@ def test_masks_in_a_step_draft_all_levels_after_the_accepted_tokens(
 
 
 @pytest.mark.parametrize("computed", [2, LENGTH])
-def test_a_head_below_lookups_begins_with_the_features_of_the_last_tokens(
+def test_a_head_in_a_cascade_catches_up_on_looked_up_tokens(
     computed: int, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Which of them were looked up is not known, and of those it has no keys and values."""
@@ -357,7 +357,7 @@ def test_accepted_paths_are_moved_with_values_or_without(value_size: int, device
     assert torch.equal(rest[:, slots], before_rest[:, sources if value_size else slots])
 
 
-def test_nothing_is_computed_at_a_limit(device: torch.device, dtype: torch.dtype) -> None:
+def test_no_token_is_computed_at_the_limit_of_a_request(device: torch.device, dtype: torch.dtype) -> None:
     """One index is left: the root gives a token, which the host had drafted, and no more come."""
     from paceline.backends.cuda.decode.draft_shape import chain_shape
 

@@ -61,7 +61,7 @@ def draft_slots(loop: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("temperature", [1.0, *repeated(0.0)])
-def test_a_block_in_a_step_drafts_behind_the_accepted_tokens(
+def test_a_block_in_a_step_drafts_after_the_accepted_tokens(
     temperature: float, device: torch.device, dtype: torch.dtype
 ) -> None:
     """The first drafted token is made right, so there are two new ones, whose keys and values are written

@@ -165,7 +165,7 @@ def shaped_as(own: Case, heads: int, kv_heads: int, dim: int, rope: int = 0) -> 
 
 
 @pytest.mark.parametrize("chunk", [11, 64], ids=["several in a prompt", "a block"])
-def test_rows_may_see_their_chunk_alone(chunk: int, device: torch.device, dtype: torch.dtype) -> None:
+def test_rows_attend_within_their_chunk(chunk: int, device: torch.device, dtype: torch.dtype) -> None:
     """As those of llama4, in the kernels of decodes, of prefill chunks and of trees."""
     scoring = Scoring(chunk=chunk)
     for case, large in ((CHAINS, [True, True, False]), (TREES, None)):

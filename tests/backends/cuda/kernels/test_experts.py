@@ -185,9 +185,7 @@ def test_ties_go_to_the_first_experts_whose_rows_fill_several_blocks(
     assert blocks == [(0, 0, 16), (0, 16, 1), (1, 0, 16), (1, 16, 1)]
 
 
-def test_padding_and_rows_that_are_no_numbers_disturb_no_other(
-    device: torch.device, dtype: torch.dtype
-) -> None:
+def test_padding_and_nan_rows_do_not_affect_other_rows(device: torch.device, dtype: torch.dtype) -> None:
     case = Case(device, dtype, 3, True)
     case.hidden[1] = torch.nan
     hidden, _, _ = case.run([0, 1, 2], padding=5)
@@ -213,7 +211,7 @@ def test_many_experts_are_scored_alike_in_few_rows_and_in_many(
             near(got, expected[:2].float(), 1e-3)
 
 
-def test_parts_of_scores_may_be_a_kernel_of_their_own(
+def test_router_scores_may_be_a_separate_kernel(
     device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from paceline.backends.cuda.kernels.experts import router

@@ -90,7 +90,7 @@ def test_all_heads_of_a_row_may_be_normed_at_once(device: torch.device, dtype: t
 
 
 @pytest.mark.parametrize("case", ["own", "values are keys", "shared"])
-def test_a_row_may_be_cut_into_heads_after_its_product(
+def test_a_separate_kernel_can_split_rows_into_heads(
     case: str, device: torch.device, dtype: torch.dtype
 ) -> None:
     """As in gemma4: norms of queries and keys have weights, that of values has none."""
@@ -157,7 +157,7 @@ def test_a_head_has_the_same_bits_among_any_number_of_rows(device: torch.device,
         assert all(torch.equal(mine, its) for mine, its in zip(found[0], other, strict=True))
 
 
-def test_queries_grow_with_their_positions(device: torch.device, dtype: torch.dtype) -> None:
+def test_queries_are_scaled_by_position(device: torch.device, dtype: torch.dtype) -> None:
     from paceline.backends.cuda.kernels.attention.heads import scale_queries
 
     torch.manual_seed(3)

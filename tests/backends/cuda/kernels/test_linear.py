@@ -81,7 +81,7 @@ def test_an_mlp_without_a_gate(splits: int, device: torch.device, dtype: torch.d
     near(output[:rows], F.relu(case.plain(rows) @ case.weight.float().T).square())
 
 
-def test_of_many_rows_a_program_may_have_two_tiles_or_four(
+def test_with_many_rows_a_program_may_have_two_or_four_tiles(
     device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from paceline.backends.cuda.kernels.products import linear, matrix
@@ -100,7 +100,7 @@ def test_of_many_rows_a_program_may_have_two_tiles_or_four(
     near(mixed[:rows], F.silu(gate) * up)
 
 
-def test_of_many_rows_a_program_may_have_two_tiles_and_all_splits(
+def test_with_many_rows_a_program_may_have_two_tiles_and_all_splits(
     device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it gives has the bits of splits that are programs of their own, the sums of squares among it."""
@@ -127,7 +127,7 @@ def test_of_many_rows_a_program_may_have_two_tiles_and_all_splits(
 
 
 @pytest.mark.parametrize("splits", [1, 2])
-def test_of_many_rows_the_rows_are_the_left_operand(
+def test_with_many_rows_the_rows_are_the_left_operand(
     splits: int, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its products are those of few rows; test_bits.py compares their bits at the sizes of real models."""

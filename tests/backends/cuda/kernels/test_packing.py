@@ -113,7 +113,7 @@ def test_numbers_of_e4m3_stay_what_they_are_whatever_the_largest_is() -> None:
     torch.testing.assert_close(got, weight, rtol=1e-6, atol=0)
 
 
-def test_sizes_are_filled_up_to_whole_steps_of_packed_weights() -> None:
+def test_sizes_are_padded_to_whole_steps_of_packed_weights() -> None:
     """As 2880 of gpt-oss to 3072: here 500 to 512. The results are those of the model as it is."""
     from paceline.backends.cuda.weights.model_weights import load_weights
 
@@ -164,7 +164,7 @@ def test_a_product_of_a_files_own_blocks(kind: str, device: torch.device, dtype:
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_nothing_is_packed_as_nothing(packing: str) -> None:
+def test_a_matrix_of_zeros_is_packed_as_zeros(packing: str) -> None:
     assert not rounded(torch.zeros(2, 128), packing).any()
 
 

@@ -194,7 +194,7 @@ REPEATS = [1, 2, 30, 31, 40, 41, 1, 2]  # behind 1, 2 there is something to look
         ([1, 2, 40, 30, 31, 1, 2, 40], (7, LED), LED[1:6]),  # it is preferred to what could be looked up
     ],
 )
-def test_a_host_draft_that_matched_until_here_gives_the_next_tokens(  # type: ignore[no-untyped-def]
+def test_a_host_draft_that_matches_the_sampled_tokens_gives_the_chain(  # type: ignore[no-untyped-def]
     text, host_draft, chain, options, device
 ) -> None:
     assert on_the_device({2: text}, [2], options, device, host_drafts=[host_draft]) == [chain]
@@ -257,7 +257,7 @@ def test_steps_that_follow_host_drafts_keep_the_tokens(device: torch.device, dty
     assert loop.found.tolist() == [0, 0]
 
 
-def test_steps_that_look_up_leave_the_tokens_as_they_are(device: torch.device, dtype: torch.dtype) -> None:
+def test_prompt_lookup_does_not_change_tokens(device: torch.device, dtype: torch.dtype) -> None:
     """The text is made so that the first step finds what is right, and the state takes what it gave."""
     from paceline.backends.cuda.decode.decode_loop import DecodeLoop
     from paceline.backends.cuda.decode.draft_shape import chain_shape

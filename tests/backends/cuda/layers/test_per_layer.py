@@ -11,7 +11,7 @@ from paceline.models.transformer import blocks
 HIDDEN, SIZE, LAYERS, VOCAB_SIZE, EPS = 60, 7, 3, 40, 1e-5
 
 
-def test_layers_are_given_their_parts_and_project_them(device: torch.device, dtype: torch.dtype) -> None:
+def test_per_layer_embeddings_are_gated_and_projected(device: torch.device, dtype: torch.dtype) -> None:
     from paceline.backends.cuda.kernels.products.matrix import scratch_for
     from paceline.backends.cuda.kernels.residual import plain
     from paceline.backends.cuda.layers.per_layer import (

@@ -207,7 +207,7 @@ def request_rows(backend: Any, pools: tuple[Any, Any], context: int, tokens: lis
 @pytest.mark.parametrize(
     "family", ["qwen3-5", "lfm2", "granite-hybrid", "qwen3-next", "nemotron-h", "falcon-h1"]
 )
-def test_a_hybrid_is_that_of_torch_and_a_path_has_the_bits_of_its_tree(
+def test_a_hybrid_equals_torch_and_a_path_has_the_bits_of_its_tree(
     family: str, tmp_path: Path, device: torch.device, dtype: torch.dtype
 ) -> None:
     checkpoint = load_checkpoint(save_checkpoint(family, tmp_path))

@@ -57,7 +57,7 @@ def stays() -> bool:
         ("persistent", stays),
     ],
 )
-def test_a_kernel_is_left_out(name: str, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_can_be_disabled(name: str, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> bool:
         raise RuntimeError("asked")
 

@@ -23,7 +23,7 @@ from tests.toy import ToyTokenizer, drain
 CPU = torch.device("cpu")
 
 
-def test_a_kernel_is_made_by_a_thread_meanwhile_and_found_afterwards() -> None:
+def test_a_kernel_is_compiled_by_a_thread_and_found_afterwards() -> None:
     makers: list[str] = []
 
     def make_kernel() -> str:
@@ -51,7 +51,7 @@ def test_a_kernel_that_failed_in_a_thread_raises_its_error_when_it_is_needed() -
 
 
 @pytest.mark.parametrize("ranks", [None, object()])
-def test_a_rank_among_others_compiles_nothing_ahead_because_they_would_run_the_passes(
+def test_compile_ahead_compiles_unless_there_are_other_ranks(
     ranks: object | None,
 ) -> None:
     calls: list[bool] = []

@@ -55,7 +55,7 @@ def anything(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, "PROGRAMS", 3)
 
 
-def test_shared_kv_chunks_are_found_and_others_are_left_to_each_request(anything: None) -> None:
+def test_only_shared_kv_chunks_are_work_items(anything: None) -> None:
     shared_prefix, _ = find([[1, 2, 3], [5], [1, 2], [1, 4, 3], [1, 2, 4]], [3, 3, 0, 9, 511], [1] * 5)
     assert shared_prefix.shared_chunks.tolist() == [2, 0, 2, 1, 2]
     by_depth = [
@@ -75,7 +75,7 @@ def test_many_rows_of_one_request_share_its_context(anything: None) -> None:
     ]
 
 
-def test_little_is_not_worth_a_kernel() -> None:
+def test_short_shared_prefixes_are_not_worth_a_kernel() -> None:
     assert find([[1]] * 16, [0] * 16, [6] * 16)[0] is None
     assert find([[1, 2]] * 16, [0] * 16, [6] * 16)[0] is not None
     assert find([[1] * 40, [2] * 40], [0, 0], [6, 6])[0] is None

@@ -27,7 +27,7 @@ def test_padding_comes_before_prefill_tiles() -> None:
     assert rows.prefill_tiles.tolist() == [[0, 0, 0, 16, 32, 40], [0, 0, 16, 16, 8, 10], [0, 0, 0, 0, 0, 3]]
 
 
-def test_options_of_chosen_rows_stand_behind_the_rows_whose_logits_are_wanted(device: torch.device) -> None:
+def test_sampled_rows_follow_the_rows_with_wanted_logits(device: torch.device) -> None:
     from paceline.backends.cuda.passes.tables import DeviceTables, rows_of
 
     tables = DeviceTables(16, 64, device)
