@@ -128,7 +128,7 @@ class DrafterAcceptance:
         return scenarios
 
     def _similar(self, key: Key, segment: str, count: int) -> list[Float64Array]:
-        """[count, nodes] recent drafts as samples of a request's next draft: some of the request, the others of
+        """[count, nodes] recent drafts as samples of a request's next draft: some of the request, others of
         its segment or of any request.
 
         A request's drafts lose weight while no new ones are made; otherwise a request with poor drafts would
