@@ -118,6 +118,6 @@ class Backend(Protocol):
         """Advance a slot's state along the accepted rows of its request in the last pass.
 
         `rows`: the request's local row numbers, ascending, a path that starts after the committed tokens.
-        `checkpoints` {number of rows: slot}: also store the state after so many rows in that slot.
+        `checkpoints` {number of rows: slot}: also store the state after that number of rows in the slot.
         """
         raise AssertionError(NO_STATES)

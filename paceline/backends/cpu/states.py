@@ -135,7 +135,7 @@ class RecurrentRows:
         """Use the states that the last pass stored; False, with nothing changed, if one of them is missing.
 
         Needed are the state after these rows, for `slot`, and for each {number of rows: slot} of `kept` the
-        state after so many rows.
+        state after that number of rows.
         """
         _, places = self._stored.pop(slot, (states, {}))
         is_stored = {len(rows), *kept} <= places.keys() and list(rows) == [*range(len(rows))]
