@@ -155,7 +155,10 @@ class HeadDrafter(PagedHeadDrafter[HeadRunner]):
             return self._propose_masked(contexts, plans, self._shape.mask)
         if all(map(self._is_one_call, requests, plans)):
             return self._propose_chains(contexts, plans, self._passes.chains)
-        trees = make_trees(contexts, plans, self._scoring, self._sampling)
+        return self._grown(make_trees(contexts, plans, self._scoring, self._sampling))
+
+    def _grown(self, trees: Sequence[GrowingTree | None]) -> DraftTrees:
+        """These trees, grown by one pass per level."""
         growing = [GuessedTree(tree) for tree in trees if tree is not None]
         if growing:
             grow_level(growing, self._passes.catch_up([guessed.tree.context for guessed in growing]))
