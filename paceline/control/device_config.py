@@ -32,7 +32,8 @@ class ChainConfig:
 
     fade: float = 0.97  # factor on the counts per pass
     recent_fade: float = 0.9  # the same for recent counts: texts differ, and answers are short
-    usual_weight: float = 7.0  # drafts; weight of the usual acceptance beside the recent counts
+    # drafts; weight of the usual acceptance beside the recent counts, times the square root of the requests
+    usual_weight: float = 7.0
     parent_weight: float = 1.0  # drafts; weight of the depth above, where there are few observations
     least_chance: float = 0.005  # of acceptance and of rejection: nothing is certain
     # of a node in a tree whose elder siblings were rejected, by their number; the last holds for more
@@ -46,6 +47,7 @@ class DevicePlannerConfig:
     start_margin: float = 1.04  # over plain decoding, to draft
     switch_margin: float = 1.02  # over the present plan: for less, nothing is switched
     hold: int = 8  # passes
+    max_hold: int = 32  # where the choice stays the same; doubled each time
     settle_passes: int = 2  # after a switch, not timed: they overlap with passes of the old plan
     attach_cost: float = 4  # plain passes: a head is attached after the pipeline was drained
     # variance of the passes that a request needs, over that of drafts that are accepted independently of each

@@ -593,3 +593,36 @@ def test_passes_that_are_counted_together_teach_about_as_much_as_one_by_one():
         one_by_one.seconds(PLAIN, 4, 0)
     assert together.seconds(PLAIN, 4, 0) == pytest.approx(one_by_one.seconds(PLAIN, 4, 0), rel=0.03)
     assert together.seconds(PLAIN, 4, 0) == pytest.approx(1.19, rel=0.05)
+
+
+def test_a_choice_that_stays_the_same_is_made_less_often():
+    """Each takes the host 0.15 ms, while the device waits."""
+    auto = controller()
+    world(lambda step: 0.7, small, lambda step: 16).run(auto, 100)
+    planner = auto._device
+    before = planner.choices
+    running = [SimulatedRequest(str(number), 4096) for number in range(16)]
+    for _ in range(10 * CONFIG.device_planner.hold):
+        planner.choose(running, Load(16, 0, on_device=True))
+    assert planner.choices - before <= 6
+
+
+def test_lookups_that_find_nothing_say_nothing_of_what_others_find():
+    lookups = ChainAcceptance(7, [0.1, 0.7], 12, share=0.12)
+    before = lookups.reached(7)
+    for _ in range(8):
+        lookups.add([], 1, 7)
+    after = lookups.reached(7)
+    assert after[0] < 0.7 * before[0]
+    assert after[6] / after[0] == pytest.approx(before[6] / before[0], rel=0.05)
+
+
+def test_the_easy_beginning_of_many_answers_does_not_promise_as_much_for_the_rest():
+    """Sixteen requests are at the same place of their answers at once."""
+    head = ChainAcceptance(5, [0.6], 12)
+    for _ in range(60):
+        head.add([facts(1, 5, 5)] * 16, 16, 5)
+    head.fade_recent(0.0)
+    for _ in range(3):
+        head.add([facts(5, 5, 5)] * 16, 16, 5)
+    assert 1.5 < sum(head.reached(5)) < 2.3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -84,6 +85,7 @@ class ChainAcceptance:
         hits = [tried * chance for tried, chance in zip(tries, known, strict=True)]
         self._usual = Counts(tries, hits, weight, weight * share)
         self._recent = Counts([0.0] * longest, [0.0] * longest, 0.0, 0.0)
+        self._requests = 1.0  # of a pass, in the last ones
         self._new: dict[DraftPlan | int, NewDrafts] = {}  # by length, or of a tree; not counted yet
         self._estimate: Estimate | None = None  # None: drafts were counted since it was made
 
@@ -137,6 +139,7 @@ class ChainAcceptance:
         if tries[0] <= 0:
             return
         self._estimate = None
+        self._requests = max(1.0, tries[0] / passes)
         self._usual.fade(CONFIG.chains.fade**passes, len(tries), least=1.0)  # never to nothing
         self._recent.fade(CONFIG.chains.recent_fade**passes, len(tries), least=0.0)
         self._recent.add(1.0, tries, hits, requests, drafted)
@@ -146,7 +149,7 @@ class ChainAcceptance:
         """What is expected of the next drafts."""
         if self._estimate is None:
             self._count_new()
-            weight, recent = CONFIG.chains.usual_weight, self._recent
+            weight, recent = self._usual_weight, self._recent
             usual = self._usual.drafted / self._usual.asked
             chances = self._chances()
             reached = [*accumulate(chances, mul)]
@@ -172,23 +175,36 @@ class ChainAcceptance:
         return self.estimate().reached[:length]
 
     def _chances(self) -> list[float]:
-        """[depth] The chance of a chain's token, given those before it: the usual one, with recent odds."""
-        usual = self._usual_chances()
-        odds = self._recent_odds(usual)
-        return [odds * chance / (1.0 - chance + odds * chance) for chance in usual]
+        """[depth] The chance of a chain's token, given those before it: the usual one, with recent odds.
 
-    def _recent_odds(self, chances: list[float]) -> float:
-        """The odds of recent tokens to be accepted, over those that `chances` [depth] give them."""
-        recent = self._recent
-        tries, hits = sum(recent.tries), sum(recent.hits)
-        if not tries:
+        The first token has odds of its own: whether something is found, and whether it begins well, says
+        little of the tokens below, and a long draft that is accepted says little of either.
+        """
+        usual, recent = self._usual_chances(), self._recent
+        return [
+            odds * chance / (1.0 - chance + odds * chance)
+            for depths in (slice(1), slice(1, None))
+            for odds in [self._recent_odds(usual[depths], recent.tries[depths], recent.hits[depths])]
+            for chance in usual[depths]
+        ]
+
+    def _recent_odds(self, chances: list[float], tries: list[float], hits: list[float]) -> float:
+        """The odds of recent tokens of some depths to be accepted, over those that `chances` give them."""
+        if not tries or not tries[0]:
             return 1.0
-        expected = sum([tried * chance for tried, chance in zip(recent.tries, chances, strict=True)])
+        tried, hit = sum(tries), sum(hits)
+        expected = sum([count * chance for count, chance in zip(tries, chances, strict=True)])
         # drafts that went as usual, over the recent ones: the tokens of a long draft stand or fall together
-        usual = CONFIG.chains.usual_weight / recent.tries[0]
-        accepted = (hits + usual * expected) / expected
-        rejected = (tries - hits + usual * (tries - expected)) / (tries - expected)
+        usual = self._usual_weight / tries[0]
+        accepted = (hit + usual * expected) / expected
+        rejected = (tried - hit + usual * (tried - expected)) / (tried - expected)
         return accepted / rejected
+
+    @property
+    def _usual_weight(self) -> float:
+        """Drafts that the usual acceptance counts for beside the recent ones. More with many requests: their
+        texts are alike, and all of them are at the same place of an answer."""
+        return CONFIG.chains.usual_weight * math.sqrt(self._requests)
 
     def _usual_chances(self) -> list[float]:
         """[depth] The usual acceptance; where there are few counts, mostly that of the depth above."""

@@ -60,6 +60,7 @@ class DevicePlanner:
         guesses = {plan: self.tokens(plan) / (1 + per_token * plan.levels) for plan in self.arms}
         self._plan = PLAIN if self.shadow else max(guesses, key=guesses.__getitem__)
         self._pass = self._next_choice = self._changed_at = 0  # counts passes
+        self._hold = CONFIG.device_planner.hold  # passes, of the last choice
         self._is_trial = False
         self._counts = (0, 0)  # requests in the last pass, and those that still run after it
         self._expected_seconds = math.inf  # of a pass, at the last choice
@@ -127,9 +128,13 @@ class DevicePlanner:
         self._expected_seconds = arms[chosen].seconds
         is_timed = arms[chosen].is_timed and arms[PLAIN].is_timed
         self.gain = arms[chosen].rate / arms[PLAIN].rate if is_timed else None
+        stays = chosen == self._plan and not self._is_trial and not self._load.starts_batch
+        if self.shadow is not None and not chosen.budget:
+            stays = False  # shadow drafts can show a gain after any pass
+        self._hold = min(2 * self._hold, config.max_hold) if stays else config.hold
         if chosen != self._plan:
             self._plan, self._changed_at = chosen, self._pass
-        self._next_choice = self._pass + config.hold
+        self._next_choice = self._pass + self._hold
 
     def _estimates(self) -> dict[DraftPlan, ArmEstimate]:
         """Of the arms that fit."""
