@@ -5,7 +5,12 @@ from __future__ import annotations
 import signal
 import sys
 
-from benchmarks.control.commands import bad_drafters_command, changes_command, grid_command
+from benchmarks.control.commands import (
+    auto_replay_command,
+    bad_drafters_command,
+    changes_command,
+    grid_command,
+)
 from benchmarks.engine.commands import (
     concurrency_command,
     drafting_command,
@@ -30,6 +35,7 @@ from paceline.terminal.help import App
 
 app = App(help="Benchmarks for developers of paceline.", no_args_is_help=True)
 app.command("grid")(grid_command)
+app.command("auto-replay")(auto_replay_command)
 app.command("changes")(changes_command)
 app.command("bad-drafters")(bad_drafters_command)
 app.command("gpu")(gpu_command)

@@ -1,7 +1,8 @@
-"""`python -m benchmarks` grid, changes and bad-drafters: the command lines."""
+"""`python -m benchmarks` grid, auto-replay, changes and bad-drafters: the command lines."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -144,6 +145,35 @@ def changes_command(
     with progress(6) as on_turn:
         changes = run_changes(model, threads, quantization, crowd, on_turn)
     report.show(changes_result(changes))
+
+
+def auto_replay_command(
+    file: Annotated[Path, typer.Argument(help="The recorded answers; made first if there is no such file.")],
+    model: Model = DEFAULT_MODEL,
+    workload: Workloads = None,
+    max_tokens: Annotated[int, typer.Option(help="Of a recorded answer.")] = 64,
+    orders: Annotated[int, typer.Option(help="Number of random orders of the cells.")] = 3,
+    threads: Threads = None,
+    json_file: JsonFile = None,
+    html: HtmlFile = None,
+) -> None:
+    """The grid of auto without a GPU: recorded answers, and the times of an H200's passes."""
+    from benchmarks.control.replay.recording import read_recording, record
+    from benchmarks.control.replay.report import replay_result
+    from paceline.bench.report.output import Report
+    from paceline.bench.report.terminal import progress
+    from paceline.bench.traffic.builtin_workloads import BUILT_IN
+
+    report = Report(json_file, html)
+    check_integer(ConfigError, "--orders", orders, 1, None)
+    if not file.exists():
+        names = list(workload or BUILT_IN)
+        with progress(2 * len(names)) as on_turn:
+            record(file, model, names, max_tokens, threads, on_turn)
+    recording = read_recording(file)
+    with progress(orders * len(recording) * 4) as on_turn:
+        result = replay_result(recording, orders, on_turn)
+    report.show(result)
 
 
 def bad_drafters_command(

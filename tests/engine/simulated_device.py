@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from benchmarks.control.replay import device as simulation
-from benchmarks.control.replay.device import TOKEN, VOCAB, Machine, SimulatedDevice
+from benchmarks.control.replay.device import TOKEN, Machine, SimulatedDevice
 from paceline.backends.async_decoding import DecodeOutput, DeviceDraft
 from paceline.control.acceptance.chains import ChainAcceptance
 from paceline.control.auto import AutoController
@@ -42,7 +42,9 @@ class RandomDevice(SimulatedDevice):
     """What is accepted is drawn at random."""
 
     chance: Callable[[int], float] = lambda slot: 0.5  # of each drafted token, by the request's slot
-    copies: Callable[[int], bool] = lambda slot: False  # whether a request repeats its text: lookups are right
+    copies: Callable[[int], bool] = lambda slot: (
+        False
+    )  # whether a request repeats its text: lookups are right
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def outcome(self, slots: Sequence[int], draft: DeviceDraft | None) -> DecodeOutput:
@@ -97,6 +99,7 @@ def seconds_of(
 ) -> float:
     """Seconds until a batch of requests has ended, of prompts and outputs of these tokens."""
     params = [
-        SamplingParams(max_tokens=outputs(number), ignore_eos=True, temperature=0) for number in range(requests)
+        SamplingParams(max_tokens=outputs(number), ignore_eos=True, temperature=0)
+        for number in range(requests)
     ]
     return simulation.seconds_of(engine, machine, [prompt] * requests, params)

@@ -101,7 +101,10 @@ class SimulatedDevice(Backend):
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
         return  # there are no keys and values
 
-    def make_async_decoder(self, *_: object) -> SimulatedDevice:  # type: ignore[override]
+    def first_layers(self, count: int) -> Backend:
+        raise AssertionError("nothing drafts with the first layers")
+
+    def make_async_decoder(self, *_: object) -> SimulatedDevice:
         return self
 
     # the decoder
@@ -212,7 +215,10 @@ class NoTexts:
 
 
 def simulated_engine(
-    device: SimulatedDevice, controller: Controller, head: str = "head", tokenizer: TextTokenizer | None = None
+    device: SimulatedDevice,
+    controller: Controller,
+    head: str = "head",
+    tokenizer: TextTokenizer | None = None,
 ) -> Engine:
     """An engine on this device, warmed up, with a head of this name and prompt lookup."""
     machine = device.machine

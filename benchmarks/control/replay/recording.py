@@ -8,7 +8,8 @@ guesses is kept. What a chain or a tree of any fixed shape would have brought fo
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from paceline.build import build_engine, load_model
 from paceline.core.arrays import Float32Array
 from paceline.core.request import Request
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.eagle import Eagle3Drafter
 from paceline.draft.growth import ChosenTree
+from paceline.draft.heads.eagle import Eagle3Drafter
 from paceline.draft.methods import METHODS
 from paceline.engine.engine import Engine
 
@@ -80,7 +81,9 @@ class FollowingHead(Eagle3Drafter):
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         plan = DraftPlan(HEAD, DEPTH, BRANCHING, DEPTH)
         trees = []
-        for request, context in zip(requests, self._pages.open(requests, [DEPTH] * len(requests)), strict=True):
+        for request, context in zip(
+            requests, self._pages.open(requests, [DEPTH] * len(requests)), strict=True
+        ):
             wanted = self._answers[request.seed][request.num_output :][:DEPTH]
             if context is not None and wanted:
                 tree = FollowedTree(context, plan, self._scoring, coupled=True)
@@ -93,17 +96,22 @@ class FollowingHead(Eagle3Drafter):
 
 
 def record(
-    path: Path, model_name: str, workloads: Sequence[str], max_tokens: int, threads: int | None, on_turn: OnTurn
+    path: Path,
+    model_name: str,
+    workloads: Sequence[str],
+    max_tokens: int,
+    threads: int | None,
+    on_turn: OnTurn,
 ) -> None:
     """Write the answers to the prompts of these workloads, greedy and sampled, as JSON lines."""
-    METHODS[HEAD] = replace(METHODS[HEAD], module=__name__, drafter=FollowingHead.__name__)
 
     def config(draft: Any) -> Any:
         return bench_config(model_name, "auto", threads, AT_ONCE, draft)
 
     model = load_model(config(OFF))
     plain = build_engine(config(OFF), model).engine
-    following = build_engine(config(HEAD), model)
+    with _following_head():
+        following = build_engine(config(HEAD), model)
     head = following.drafters[HEAD]
     assert isinstance(head, FollowingHead)
     with path.open("w", encoding="utf-8") as file:
@@ -123,6 +131,17 @@ def record(
                     file.write(json.dumps(line) + "\n")
                 file.flush()
                 on_turn(f"{workload.name}, T = {temperature}")
+
+
+@contextmanager
+def _following_head() -> Iterator[None]:
+    """A context in which the method's head follows known answers."""
+    before = METHODS[HEAD]
+    METHODS[HEAD] = replace(before, module=__name__, drafter=FollowingHead.__name__)
+    try:
+        yield
+    finally:
+        METHODS[HEAD] = before
 
 
 def _answers(engine: Engine, tasks: Sequence[Task]) -> list[list[int]]:

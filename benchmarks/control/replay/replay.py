@@ -1,7 +1,8 @@
 """The grid of `auto` on recorded answers: the real engine and controller, with the times of an H200's passes.
 
 What a draft brings at a position of an answer was recorded (recording.py), what a lookup finds follows from
-the text. The order of the cells and their prompts are random: several orders say how much of a figure is luck.
+the text. The order of the cells and their prompts are random: several orders say how much of a figure is
+luck.
 """
 
 from __future__ import annotations
@@ -9,14 +10,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 
 import numpy as np
 
-from benchmarks.control.grid import Cell, Group
 from benchmarks.control.replay.device import (
     END,
-    SLOTS,
     TOKEN,
     Machine,
     SimulatedDevice,
@@ -25,7 +24,6 @@ from benchmarks.control.replay.device import (
 )
 from benchmarks.control.replay.recording import HEAD, RecordedAnswer, Recording
 from paceline.backends.async_decoding import DecodeOutput, DeviceDraft, SlotInits
-from paceline.bench.run.speculation import OFF
 from paceline.bench.timing import OnTurn
 from paceline.control.auto import AutoController
 from paceline.control.config import CONFIG
@@ -37,10 +35,9 @@ from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.tree_shapes import ROOT, static_shape
 from paceline.core.trees import DraftPlan
-from paceline.draft.methods import AUTO
-from paceline.draft.ngram_index import copy_longest
-from paceline.draft.occurrences import Occurrences
-from paceline.engine.device_executor import MAX_TREE_ROWS
+from paceline.draft.lookup.ngram_index import copy_longest
+from paceline.draft.lookup.occurrences import Occurrences
+from paceline.engine.executors.device_executor import MAX_TREE_ROWS
 
 CONCURRENCIES = (1, 4, 16, 64)
 GROUPS = {1: 4, 4: 4, 16: 2, 64: 1}  # of prompts in a cell, by concurrency
@@ -78,7 +75,7 @@ class Answer:
 
     recorded: RecordedAnswer
 
-    @lru_cache(maxsize=None)  # noqa: B019  # as many as there are answers
+    @cache  # noqa: B019  # as many as there are answers
     def looked_up(self, shortest: int, longest: int) -> list[tuple[int, int]]:
         """[tokens] How many tokens a lookup finds, and how many of these are right."""
         prompt, tokens = self.recorded.prompt, self.recorded.tokens
@@ -94,7 +91,7 @@ class Answer:
             index.append([token])
         return found
 
-    @lru_cache(maxsize=None)  # noqa: B019
+    @cache  # noqa: B019
     def by_tree(self, nodes: int, branching: int, levels: int) -> list[int]:
         """[tokens] How many tokens of a head's tree are right."""
         shape = static_shape(nodes, branching, levels)
@@ -253,11 +250,14 @@ class ReplayGrid:
             if plan.branching == 1 or cell.concurrency * (1 + plan.nodes) <= MAX_TREE_ROWS
         }
 
-    def run(self, seed: int, on_turn: OnTurn = lambda _: None) -> Iterable[tuple[CellPlan, list[list[float]]]]:
+    def run(
+        self, seed: int, on_turn: OnTurn = lambda _: None
+    ) -> Iterable[tuple[CellPlan, list[list[float]]]]:
         """The cells in one order: the seconds of their groups with `auto`, in each round."""
         replay = Replay(self.answers, None)
         for cell in self.cells(seed):
-            yield cell, [
-                [replay.seconds(group, cell.temperature) for group in cell.groups] for _ in range(ROUNDS)
-            ]
+            yield (
+                cell,
+                [[replay.seconds(group, cell.temperature) for group in cell.groups] for _ in range(ROUNDS)],
+            )
             on_turn(f"{cell.workload} x{cell.concurrency}")
