@@ -48,9 +48,10 @@ def test_a_lookup_replaces_the_chain_where_it_finds_something():
 
 
 @pytest.mark.parametrize(("length", "passes"), [(0, 63), (2, 21), (5, 21)])
-def test_a_fixed_setting_takes_the_passes_that_its_drafts_leave(length, passes):
-    """The first token comes from the prompt's pass."""
-    answers = [Answer(recorded(64, "001"))]
+@pytest.mark.parametrize("longer", [False, True])
+def test_a_fixed_setting_takes_the_passes_that_its_drafts_leave(length, passes, longer):
+    """The first token comes from the prompt's pass. Another answer may be longer."""
+    answers = [Answer(recorded(64, "001")), *[Answer(recorded(90, "0"))] * longer]
     replay = Replay(answers, DraftPlan(HEAD, length) if length else DraftPlan())
     seconds = replay.seconds([0], 0.0)
     decoding = passes * h200_pass(1, chain(length) if length else None)

@@ -42,7 +42,6 @@ from paceline.engine.executors.device_executor import MAX_TREE_ROWS
 CONCURRENCIES = (1, 4, 16, 64)
 GROUPS = {1: 4, 4: 4, 16: 2, 64: 1}  # of prompts in a cell, by concurrency
 ROUNDS = 3
-MAX_TOKENS = 64
 LONGEST = {"ngram": 15, HEAD: 7}  # tokens
 # Passes of SmolLM2-135M on an H200 (docs/lab/2026-11-18-auto-on-gpu.md): milliseconds of a plain pass, and of
 # one more row, by requests
@@ -190,16 +189,22 @@ class Replay:
         self.machine = Machine(h200_pass, per_row=0.6e-6, catch_up=0.1e-6)
         self.controller = auto(self.machine) if plan is None else FixedController(plan)
         self.answers = answers
+        self._longest = max(len(answer.recorded.tokens) for answer in answers)
         device = ReplayDevice(self.machine, answers=answers)
         self.engine = simulated_engine(device, self.controller, HEAD)
 
     def seconds(self, group: Sequence[int], temperature: float) -> float:
         """Seconds of the answers of these numbers, asked at once."""
+        recorded = [self.answers[number].recorded for number in group]
         params = [
-            SamplingParams(max_tokens=MAX_TOKENS, seed=number, temperature=temperature) for number in group
+            SamplingParams(
+                max_tokens=self._longest if own.ended else len(own.tokens),
+                seed=number,
+                temperature=temperature,
+            )
+            for number, own in zip(group, recorded, strict=True)
         ]
-        prompts = [len(self.answers[number].recorded.prompt) for number in group]
-        return seconds_of(self.engine, self.machine, prompts, params)
+        return seconds_of(self.engine, self.machine, [len(own.prompt) for own in recorded], params)
 
 
 @dataclass(frozen=True)
