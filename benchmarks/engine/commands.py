@@ -125,13 +125,16 @@ def head_command(
     form: Annotated[
         str, typer.Option("--format", help="Format of the head for vLLM: sglang or speculators.")
     ] = "sglang",
+    backend: Annotated[
+        str, typer.Option(help="Of paceline, in float32: torch, or cpu without quantization.")
+    ] = "torch",
     threads: Annotated[int, typer.Option(help="Threads of each engine.")] = 1,
     peer_python: Annotated[
         str, typer.Option(help="Python interpreter that has vllm.", show_default="this one")
     ] = sys.executable,
     json_file: JsonFile = None,
 ) -> None:
-    """Mean acceptance length of a draft head here and in vLLM, on the same target and prompts, greedy."""
+    """Acceptance of a draft head here and in vLLM, on the same target and prompts, greedy."""
     from benchmarks.engine.heads import HeadOptions, compare_head
     from benchmarks.engine.views import head_result
     from paceline.bench.report.output import Report
@@ -140,7 +143,7 @@ def head_command(
 
     report = Report(json_file)
     workloads = tuple(load_workload(name, limit, max_tokens) for name in workload or ["code-edit"])
-    options = HeadOptions(model, head, workloads, num_speculative_tokens, form, threads, peer_python)
+    options = HeadOptions(model, head, workloads, num_speculative_tokens, form, backend, threads, peer_python)
     with progress(options.num_turns) as on_turn:
         comparison = compare_head(options, on_turn)
     report.show(head_result(comparison))

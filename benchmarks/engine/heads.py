@@ -7,7 +7,8 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,10 @@ from paceline.models.registry import resolve
 from paceline.models.tokenizer import Tokenizer
 
 PEER = "vllm"
+FLOAT32: dict[str, dict[str, Any]] = {
+    "torch": {"dtype": "float32"},
+    "cpu": {"quantization": "none"},
+}  # by backend
 ROOM = 32  # tokens of vLLM's context beyond the longest answer: it drafts past the end
 
 
@@ -39,6 +44,7 @@ class HeadOptions:
     workloads: tuple[Workload, ...]
     num_speculative_tokens: int | None = None  # None: 5, or the whole block of a parallel head
     form: str = "sglang"  # format of the head for vLLM
+    backend: str = "torch"  # of ours; cpu: with weights that are not quantized
     threads: int = 1
     python: str = sys.executable  # Python interpreter that has vLLM
 
@@ -48,30 +54,45 @@ class HeadOptions:
 
 
 @dataclass(frozen=True)
+class Drafted:
+    """The drafts of one engine. Field names are those of the JSON."""
+
+    drafts: int = 0
+    accepted: tuple[int, ...] = ()  # [d] drafts whose token at depth d + 1 was accepted
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per drafted pass, bonus token included."""
+        return 1 + sum(self.accepted) / max(self.drafts, 1)
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """[d] the fraction of all drafts whose token at depth d + 1 was accepted."""
+        return [count / max(self.drafts, 1) for count in self.accepted]
+
+    def __add__(self, other: Drafted) -> Drafted:
+        accepted = zip_longest(self.accepted, other.accepted, fillvalue=0)
+        return Drafted(self.drafts + other.drafts, tuple(map(sum, accepted)))
+
+    def facts(self) -> dict[str, Any]:
+        derived = ("acceptance_length", "acceptance_per_position")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
+
+
+@dataclass(frozen=True)
 class HeadRow:
     """The result of one workload. Field names are those of the JSON."""
 
     workload: str
     prompts: int
     same_tokens: int  # prompts with the same answer in both
-    drafts: int
-    accepted: int  # drafted tokens
-    peer_drafts: int
-    peer_accepted: int
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens per drafted pass, bonus token included."""
-        return 1 + self.accepted / max(self.drafts, 1)
-
-    @property
-    def peer_acceptance_length(self) -> float:
-        return 1 + self.peer_accepted / max(self.peer_drafts, 1)
+    ours: Drafted
+    peer: Drafted
 
     @property
     def ratio(self) -> float:
-        """Ours relative to the peer's."""
-        return self.acceptance_length / self.peer_acceptance_length
+        """Our mean acceptance length relative to the peer's."""
+        return self.ours.acceptance_length / self.peer.acceptance_length
 
 
 @dataclass(frozen=True)
@@ -84,16 +105,20 @@ class HeadComparison:
 
     def facts(self) -> dict[str, Any]:
         """Everything, for JSON."""
-        derived = ("acceptance_length", "peer_acceptance_length", "ratio")
         return {
             **{key: value for key, value in vars(self.options).items() if key != "workloads"},
             "version": self.version,
-            "rows": [{**asdict(row), **{key: getattr(row, key) for key in derived}} for row in self.rows],
+            "rows": [
+                {**vars(row), "ours": row.ours.facts(), "peer": row.peer.facts(), "ratio": row.ratio}
+                for row in self.rows
+            ],
         }
 
 
 def compare_head(options: HeadOptions, on_turn: OnTurn = lambda _: None) -> HeadComparison:
-    """The head's acceptance in our torch backend and in vLLM: float32, greedy, one prompt at a time."""
+    """The head's acceptance here and in vLLM: float32, greedy, one prompt at a time."""
+    if options.backend not in FLOAT32:
+        raise ConfigError(f"--backend must be one of {', '.join(FLOAT32)}, got {options.backend!r}.")
     if shutil.which(options.python) is None:
         raise ConfigError(f"--peer-python {options.python} cannot be run. Give an interpreter that has vllm.")
     path = resolve(options.model)
@@ -105,10 +130,11 @@ def compare_head(options: HeadOptions, on_turn: OnTurn = lambda _: None) -> Head
         drafting: dict[str, Any] = vllm_speculative_config(head.config, Path(folder))
         if options.num_speculative_tokens is not None:
             drafting["num_speculative_tokens"] = options.num_speculative_tokens
+        options = replace(options, num_speculative_tokens=drafting["num_speculative_tokens"])
         config = EngineConfig.from_options(
             model=str(path),
-            backend="torch",
-            dtype="float32",
+            backend=options.backend,
+            **FLOAT32[options.backend],
             threads=options.threads,
             enable_prefix_caching=False,
             speculative_config={**drafting, "min_prob": 0.0},  # chains of full length, like vLLM's
@@ -165,26 +191,23 @@ def _row(
     on_turn: OnTurn,
 ) -> HeadRow:
     """All prompts of a workload, in both engines."""
-    same = 0
-    counts = [0, 0, 0, 0]
+    same, ours_drafted, peer_drafted = 0, Drafted(), Drafted()
     for task in tasks:
         (ours,) = run_group(engine, [task]).answers
         on_turn(f"{name}: paceline")
         theirs = peer.generate(task.token_ids, task.params.max_tokens or 1, stop_ids=stop_ids)
         on_turn(f"{name}: {peer.name}")
         same += ours.token_ids == theirs.token_ids
-        speculative = ours.speculative
-        new_counts = (
-            speculative.num_spec_steps,
-            speculative.num_accepted_draft_tokens,
-            theirs.drafts,
-            theirs.accepted,
-        )
-        counts = [count + more for count, more in zip(counts, new_counts, strict=True)]
-    return HeadRow(name, len(tasks), same, *counts)
+        counted = ours.speculative
+        ours_drafted += Drafted(counted.num_spec_steps, tuple(counted.accepted_per_position))
+        peer_drafted += Drafted(theirs.drafts, tuple(theirs.accepted))
+    return HeadRow(name, len(tasks), same, ours_drafted, peer_drafted)
 
 
 def _total(rows: Sequence[HeadRow]) -> HeadRow:
     """The sum over all workloads."""
-    columns = list(zip(*(astuple(row)[1:] for row in rows), strict=True))
-    return HeadRow("all", *(sum(column) for column in columns))
+    prompts, same = sum(row.prompts for row in rows), sum(row.same_tokens for row in rows)
+    ours, peer = (
+        sum(drafted, Drafted()) for drafted in zip(*((row.ours, row.peer) for row in rows), strict=True)
+    )
+    return HeadRow("all", prompts, same, ours, peer)

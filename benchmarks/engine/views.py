@@ -124,24 +124,34 @@ def perplexity_result(model: str, context: int, comparison: Comparison) -> Resul
 
 
 def head_result(comparison: HeadComparison) -> Result:
-    """Mean acceptance lengths of a head, here and in vLLM."""
-    options = comparison.options
-    title = (
-        f"Mean acceptance length, greedy, chains of {options.num_speculative_tokens}, {options.form} format"
-    )
+    """Mean acceptance lengths of a head, here and in vLLM, and the acceptance of each drafted token."""
+    options, vllm = comparison.options, f"vLLM {comparison.version}"
+    chains = f"greedy, chains of {options.num_speculative_tokens}, {options.form} format"
     rows = [
         (
             row.workload,
             str(row.prompts),
             str(row.same_tokens),
-            f"{row.acceptance_length:.3f}",
-            f"{row.peer_acceptance_length:.3f}",
+            f"{row.ours.acceptance_length:.3f}",
+            f"{row.peer.acceptance_length:.3f}",
             f"{row.ratio:.3f}",
         )
         for row in comparison.rows
     ]
-    columns = ("workload", "prompts", "same\ntokens", "paceline", f"vLLM\n{comparison.version}", "ratio")
-    return Result(title, [Table(title, columns, rows)], comparison.facts(), timed=False)
+    columns = ("workload", "prompts", "same\ntokens", "paceline", vllm.replace(" ", "\n"), "ratio")
+    lengths = Table(f"Mean acceptance length, {chains}", columns, rows)
+    positions = range(options.num_speculative_tokens or 0)
+    shares = [
+        (row.workload, engine, *(f"{100 * share:.1f}" for share in drafted.acceptance_per_position))
+        for row in comparison.rows
+        for engine, drafted in (("paceline", row.ours), (vllm, row.peer))
+    ]
+    accepted = Table(
+        "Drafts accepted up to each token, %",
+        ("workload", "engine", *(str(1 + at) for at in positions)),
+        shares,
+    )
+    return Result(lengths.title, [lengths, accepted], comparison.facts(), timed=False)
 
 
 def same_bytes_result(model: str, backend: str, lines: Sequence[Sameness]) -> Result:

@@ -35,8 +35,9 @@ class LLM:
     def get_metrics(self) -> list[Any]:
         counts = {
             "vllm:spec_decode_num_drafts": 2,
-            "vllm:spec_decode_num_accepted_tokens": 3,
             "vllm:prompt_tokens": 9,
         }
         found = [SimpleNamespace(name=name, value=count * self._answers) for name, count in counts.items()]
-        return [*found, SimpleNamespace(name="vllm:histogram", buckets={})]
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        by_depth = SimpleNamespace(name=name, values=[count * self._answers for count in (2, 1, 0)])
+        return [*found, by_depth, SimpleNamespace(name="vllm:histogram", buckets={})]

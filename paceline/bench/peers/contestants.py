@@ -51,7 +51,7 @@ class Generation:
     peak_memory_bytes: int  # of the contestant's process so far
     overhead_seconds: list[float] = field(default_factory=list)  # [tokens - 1] of each step, outside its pass
     drafts: int = 0  # passes with drafts, if the contestant counts them
-    accepted: int = 0  # drafted tokens
+    accepted: list[int] = field(default_factory=list)  # [d] of these, accepted at depth d + 1
 
 
 class Contestant:

@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 
@@ -201,24 +202,31 @@ class Vllm:
         llm = self._llms[lookup]
         params = vllm.SamplingParams(temperature=0, max_tokens=tokens, stop_token_ids=list(stop_ids))
         given = {"prompt_token_ids": list(prompt)}
-        before = self._counts(llm)
+        drafts_before, accepted_before = self._counts(llm)
         start = time.perf_counter()
         (output,) = llm.generate(given, params, use_tqdm=False)
         end = time.perf_counter()
         first = output.metrics.first_token_latency
+        drafts, accepted = self._counts(llm)
         return {
             "first_seconds": first,
             "rest_seconds": end - start - first,
             "token_ids": list(output.outputs[0].token_ids),
-            **{name: count - before[name] for name, count in self._counts(llm).items()},
+            "drafts": drafts - drafts_before,
+            "accepted": [
+                count - first for count, first in zip_longest(accepted, accepted_before, fillvalue=0)
+            ],
         }
 
     @staticmethod
-    def _counts(llm: Any) -> dict[str, int]:
-        """Draft counters of an engine since its start."""
-        values = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-        names = {"drafts": "vllm:spec_decode_num_drafts", "accepted": "vllm:spec_decode_num_accepted_tokens"}
-        return {ours: int(values.get(theirs, 0)) for ours, theirs in names.items()}
+    def _counts(llm: Any) -> tuple[int, list[int]]:
+        """Since an engine's start: its drafts, and how many of them were accepted at each depth."""
+        metrics = {metric.name: metric for metric in llm.get_metrics()}
+        drafts = metrics.get("vllm:spec_decode_num_drafts")
+        accepted = metrics.get("vllm:spec_decode_num_accepted_tokens_per_pos")
+        return int(drafts.value) if drafts else 0, [
+            int(count) for count in accepted.values
+        ] if accepted else []
 
 
 CONTESTANTS: dict[str, Callable[[dict[str, Any]], Any]] = {
