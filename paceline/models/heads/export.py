@@ -36,6 +36,12 @@ def export_head(
             f"{source} has a norm for each feature, which other engines do not know in parallel heads: train "
             "one for them with --no-fc-norm."
         )
+    layers = head.config.feature_layers or ()
+    if sorted(set(layers)) != list(layers):
+        raise ConfigError(
+            f"{source} reads the hidden states {', '.join(map(str, layers))}, but other engines give each "
+            "one once, from the first layer to the last: train it again."
+        )
     if folder.resolve() in (source.resolve(), source.resolve().parent):
         raise ConfigError(f"{folder} is where the head itself is: give another folder to write to.")
     taken = [file for file in (*WEIGHTS, "config.json") if (folder / file).exists()]

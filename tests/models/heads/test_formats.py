@@ -16,6 +16,7 @@ from paceline.models.files.safetensors_files import safetensors_checkpoint
 from paceline.models.files.safetensors_writer import encode
 from paceline.models.heads.checkpoint import HeadCheckpoint, load_head, write_head
 from paceline.models.heads.config import TargetName
+from paceline.models.heads.export import export_head
 from paceline.models.heads.fingerprint import check_target, target_fingerprint
 from paceline.models.heads.registry import resolve_head
 from paceline.models.heads.shipped import DEFAULT_TARGET, SHIPPED
@@ -344,6 +345,15 @@ def test_the_mask_token_of_a_p_eagle_head_has_several_names(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps({**values, name: VOCAB}))
     with pytest.raises(CheckpointError, match=f"{name} .* a token below {VOCAB}"):
         load_head(tmp_path)
+
+
+@pytest.mark.parametrize("layers", [(1, 4, 4), (3, 1)])
+def test_only_features_that_other_engines_read_in_this_order_are_exported(tmp_path, layers):
+    for folder, chosen in (("wrong", layers), ("right", (1, 4))):
+        write_head(random_checkpoint(replace(EAGLE3, feature_layers=chosen)), tmp_path / folder, "vllm")
+    export_head(str(tmp_path / "right"), tmp_path / "out", "vllm")
+    with pytest.raises(ConfigError, match=f"reads the hidden states {', '.join(map(str, layers))}"):
+        export_head(str(tmp_path / "wrong"), tmp_path / "none", "vllm")
 
 
 def test_p_eagle_of_speculators(tmp_path):
