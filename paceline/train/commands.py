@@ -140,6 +140,10 @@ EAGLE3: Group = (
         "--norm-output/--no-norm-output",
     ),
 )
+P_EAGLE: Group = (
+    *(flag for flag in EAGLE3 if flag.name != "norm_output"),
+    Flag("layers", int, 4, "Layers of the head."),
+)
 MEDUSA: Group = (
     *having(TRAINING, learning_rate=1e-3),
     Flag("heads", int, 5, "Number of heads; each predicts one token further ahead."),
@@ -183,6 +187,7 @@ DSPARK: Group = (
     *by_topic((Flag("markov_rank", int, 256, "Rank of the Markov head."),), {"Head": "markov_rank"}),
 )
 EAGLE3 = by_topic(EAGLE3, {"Head": "draft_vocab_size unroll intermediate_size fc_norm norm_output"})
+P_EAGLE = by_topic(P_EAGLE, {"Head": "draft_vocab_size layers unroll intermediate_size fc_norm"})
 MEDUSA = by_topic(MEDUSA, {"Head": "draft_vocab_size heads layers"})
 
 
@@ -227,6 +232,13 @@ RECIPES = {
         _EAGLE3,
         "eagle3",
         "Train an EAGLE-3 head: the target answers the prompts, the head learns to guess the answers.",
+    ),
+    "p-eagle": Recipe(
+        P_EAGLE,
+        "PEagleOptions",
+        _EAGLE3,
+        "eagle3",
+        "Train a P-EAGLE head: an EAGLE-3 head of several layers that guesses a draft in one pass.",
     ),
     "dspark": Recipe(
         DSPARK,

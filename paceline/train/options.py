@@ -111,6 +111,19 @@ class Eagle3Options(TrainOptions):
 
 @refuse_unknown(ConfigError)
 @dataclass(frozen=True)
+class PEagleOptions(Eagle3Options):
+    """Options of a P-EAGLE head: an EAGLE-3 head that guesses all tokens of a draft in one pass."""
+
+    layers: int = 4
+    norm_output: bool = False  # nothing is fed back
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer(ConfigError, "layers", self.layers, 1, 64)
+
+
+@refuse_unknown(ConfigError)
+@dataclass(frozen=True)
 class BlockOptions(TrainOptions):
     """Options of a DFlash head, and the ones common to all parallel heads."""
 

@@ -31,7 +31,7 @@ def by_document(batch: Batch, row: torch.Tensor) -> Sequence[torch.Tensor]:
     return row[0].split(list(batch.sizes))
 
 
-def random_head(target: Transformer, **flags: bool) -> Head:
+def random_head(target: Transformer, **others: int) -> Head:
     """A head with random weights and norms for a tiny target; it predicts DRAFT_IDS."""
     config = HeadConfig(
         kind="eagle3",
@@ -47,7 +47,7 @@ def random_head(target: Transformer, **flags: bool) -> Head:
         rope=RopeConfig(theta=100.0),
         max_position=256,
         feature_layers=(1, 2, 3),
-        **flags,  # type: ignore[arg-type]
+        **others,  # type: ignore[arg-type]
     )
     generator = torch.Generator().manual_seed(5)
     head = make_head(config, Shared(target.embedding, target.head, target.norm.weight, target.norm.eps))

@@ -121,6 +121,31 @@ def test_the_same_answers_become_a_parallel_head(
     assert "1 layers, hidden" in (out / "README.md").read_text()
 
 
+def test_the_same_answers_become_a_p_eagle_head_that_is_trained_further(
+    paceline: Run, tiny_gguf: Path, prompts: Path, tmp_path: Path
+) -> None:
+    out, further = tmp_path / "head", tmp_path / "further"
+    given = (tiny_gguf, "--data", prompts, "--evaluate", "2", *SMALL)
+    code, table, stderr = paceline("train", "p-eagle", *given, "--layers", "2", "--out", out)
+    assert code == 0, stderr
+    assert "untrained" in table
+    head = load_head(out)
+    assert (head.config.num_layers, head.config.is_parallel) == (2, True)
+    assert head.config.feature_layers == (1, 2)  # those of a small target, each once
+    assert f"--draft eagle3:{out}" in stderr
+    card = (out / "README.md").read_text()
+    assert "`paceline train p-eagle`" in card
+    assert "2 layers, hidden" in card
+    code, _, stderr = paceline("train", "eagle3", *given, "--init-from", out, "--out", further)
+    assert code == 0, stderr
+    assert load_head(further).config == head.config
+    plain = tmp_path / "plain"
+    assert paceline("train", "eagle3", *given, "--out", plain)[0] == 0
+    code, _, stderr = paceline("train", "p-eagle", *given, "--init-from", plain, "--out", tmp_path / "none")
+    assert code != 0
+    assert "is no P-EAGLE head" in stderr
+
+
 def test_answers_of_one_machine_train_a_head_on_another(
     paceline: Run, tiny_gguf: Path, prompts: Path, tmp_path: Path
 ) -> None:

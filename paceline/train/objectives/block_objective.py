@@ -25,7 +25,13 @@ from paceline.train.loop.batches import Batch, pack
 from paceline.train.loop.sequences import TargetStates, target_states
 from paceline.train.objectives.block import block_losses, random_anchors
 from paceline.train.objectives.losses import StepLosses
-from paceline.train.objectives.new_head import choose_draft_ids, copy_output, load_weights, shared_weights
+from paceline.train.objectives.new_head import (
+    choose_draft_ids,
+    copy_output,
+    load_weights,
+    rarest_id,
+    shared_weights,
+)
 from paceline.train.objectives.objective import Objective, WriteHead, precision_of, write_later
 from paceline.train.options import BlockOptions, DFlash2Options, DSparkOptions
 
@@ -54,13 +60,11 @@ class BlockObjective(Objective):
         init_from: HeadCheckpoint | None = None,
     ) -> None:
         """A new head, or the one of `init_from`."""
-        self.method, self.title = _kind(options), TITLES[options.recipe]
+        self.method, self.recipe, self.title = _kind(options), options.recipe, TITLES[options.recipe]
         if init_from is None:
             counts = examples.answer_counts()
             draft_ids = choose_draft_ids(counts, options.draft_vocab_size)
-            # an id that no answer has, so that MASK is told from every anchor
-            mask = int(np.flatnonzero(counts == counts.min())[-1])
-            config = block_config(target.config, options, mask, name)
+            config = block_config(target.config, options, rarest_id(counts), name)
             self.network = new_block_head(config, target, draft_ids, options.seed)
             if config.fc_norm:
                 equalize_features(self.network, target, examples)

@@ -16,6 +16,9 @@ It attends to step 0 of the slots j <= i, whose features are the target's, and t
 
 The loss of step k compares with the target's distribution at token i + 1 + k, restricted to the draft
 vocabulary.
+
+Steps after step 0 of a P-EAGLE head read the mask token and `mask_hidden` instead, whatever was guessed. What
+they attend to is the same, layer by layer.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from paceline.models.heads.torch_head import Head
+from paceline.models.heads.torch_head import Attend, Head
 from paceline.train.loop.batches import Batch
 from paceline.train.loop.sequences import TargetStates
 from paceline.train.objectives.losses import DraftIds, Loss, StepLosses, cross_entropy, distillation_losses
@@ -36,6 +39,24 @@ def unroll(head: Head, features: torch.Tensor, batch: Batch, steps: int) -> list
     features is [1, tokens, features * target hidden]. The outputs of slots whose token is not part of their
     document are meaningless: no other slot reads them.
     """
+    attend = [_attention(batch) for _ in range(head.config.num_layers)]
+    tokens, positions = batch.tokens, batch.positions[None]
+    mask = head.config.mask_token_id
+    state = head.fuse(features)
+    outputs: list[torch.Tensor] = []
+    for step in range(steps):
+        following = F.pad(tokens[:, 1 + step :], (0, min(1 + step, tokens.shape[1])))
+        if mask is not None and step:
+            following = torch.full_like(following, mask)
+            state = head.fuse(head.get_parameter("mask_hidden")).expand_as(outputs[0])
+        output = head(state, following, positions + step, *attend)
+        outputs.append(output)
+        state = head.feed_back(output)
+    return outputs
+
+
+def _attention(batch: Batch) -> Attend:
+    """The attention of one layer, for one step after another."""
     attention = [(group, UnrolledAttention()) for group in batch.groups]
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -45,15 +66,7 @@ def unroll(head: Head, features: torch.Tensor, batch: Batch, steps: int) -> list
         ]
         return torch.cat(parts, 1)
 
-    tokens, positions = batch.tokens, batch.positions[None]
-    state = head.fuse(features)
-    outputs = []
-    for step in range(steps):
-        following = F.pad(tokens[:, 1 + step :], (0, min(1 + step, tokens.shape[1])))
-        output = head(state, following, positions + step, attend)
-        outputs.append(output)
-        state = head.feed_back(output)
-    return outputs
+    return attend
 
 
 def step_losses(

@@ -42,7 +42,7 @@ NEVER = 1 << 30  # rank of a token outside the draft vocabulary
 class MedusaObjective(Objective):
     """Trains heads on the target's distributions."""
 
-    method, title = "medusa", "Medusa draft heads"
+    method, recipe, title = "medusa", "medusa", "Medusa draft heads"
     network: TorchMedusa
 
     def __init__(

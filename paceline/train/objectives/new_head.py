@@ -1,4 +1,4 @@
-"""The EAGLE-3 head that training starts from: new, sized for its target, or an existing one."""
+"""The EAGLE-3 or P-EAGLE head that training starts from: new, sized for its target, or an existing one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.models.heads.checkpoint import HeadCheckpoint
 from paceline.models.heads.config import HeadConfig, TargetName, usual_feature_layers
 from paceline.models.heads.torch_head import BesideTarget, Head, Shared, make_head
 from paceline.models.transformer.model import Transformer
-from paceline.train.options import Eagle3Options
+from paceline.train.options import Eagle3Options, PEagleOptions
 
 
 def shared_weights(target: Transformer) -> Shared:
@@ -27,27 +27,36 @@ def choose_draft_ids(answer_counts: npt.NDArray[np.int64], size: int) -> Int32Ar
     return np.sort(frequent).astype(np.int32)
 
 
+def rarest_id(answer_counts: npt.NDArray[np.int64]) -> int:
+    """A token for MASK that no answer has, or the rarest one, so that it is told from what is known."""
+    return int(np.flatnonzero(answer_counts == answer_counts.min())[-1])
+
+
 def coverage(answer_counts: npt.NDArray[np.int64], draft_ids: Int32Array) -> float:
     """Fraction of the answered tokens that a head can predict."""
     return float(answer_counts[draft_ids].sum() / answer_counts.sum())
 
 
-def head_config(target: ModelConfig, options: Eagle3Options, name: TargetName | None) -> HeadConfig:
-    """The config of a new head: one layer like those of its target."""
-    layers = usual_feature_layers(target.num_layers)
-    usable = all(1 <= layer <= target.num_layers for layer in layers)
+def head_config(
+    target: ModelConfig, options: Eagle3Options, name: TargetName | None, mask: int = 0
+) -> HeadConfig:
+    """The config of a new head: layers like those of its target. `mask` is the MASK token of P-EAGLE."""
+    is_parallel = isinstance(options, PEagleOptions)
+    masked = {"num_layers": options.layers, "mask_token_id": mask} if is_parallel else {}
+    count, layers = target.num_layers, usual_feature_layers(target.num_layers)
+    usable = all(1 <= layer <= count for layer in layers) and len(set(layers)) == 3
     return HeadConfig.beside(
         target,
         "eagle3",
         draft_vocab_size=min(options.draft_vocab_size, target.vocab_size),
         intermediate_size=options.intermediate_size or target.intermediate_size,
-        # a target with few layers may not have three distinct ones at the usual places
-        feature_layers=None
-        if usable and len(set(layers)) == 3
-        else (1, target.num_layers, target.num_layers),
+        # a target with few layers may not have three distinct ones at the usual places. Other engines read
+        # each layer once, from the first to the last
+        feature_layers=None if usable else tuple(sorted({1, (count + 1) // 2, count})),
         fc_norm=options.fc_norm,
         norm_output=options.norm_output,
         target=name,
+        **masked,
     )
 
 
@@ -56,6 +65,8 @@ def new_head(config: HeadConfig, target: Transformer, draft_ids: Int32Array, see
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = make_head(config, shared_weights(target))  # on the CPU: the same weights on every device
+        if config.mask_token_id is not None:
+            torch.nn.init.normal_(head.get_parameter("mask_hidden"))
     copy_output(head, target, draft_ids)
     return head.to(target.embedding.device)
 

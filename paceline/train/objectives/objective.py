@@ -36,6 +36,7 @@ class Objective(ABC):
     """A head in training: its parameters, its losses, and how it is written."""
 
     method: str  # its method in speculative_config
+    recipe: str  # its name in `paceline train`
     title: str  # its name in texts
     num_steps: int  # tokens ahead that it predicts
     network: nn.Module  # whose parameters are trained

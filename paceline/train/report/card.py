@@ -63,7 +63,7 @@ def card(trained: Trained, target: str, options: TrainOptions, measured: Measure
     lines = [
         f"# {objective.title} for {Path(target).name}",
         "",
-        f"Trained by `paceline train {objective.method}` on the target's own answers. It guesses the",
+        f"Trained by `paceline train {objective.recipe}` on the target's own answers. It guesses the",
         "target's next tokens; with paceline the output stays the target's, byte for byte.",
         "",
         f"    {serve_command(target, objective.method, folder)}",

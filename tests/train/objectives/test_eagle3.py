@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.models.heads.torch_head import Head
+from paceline.models.heads.torch_head import Attend, Head
 from paceline.models.transformer.attention import attend
 from paceline.models.transformer.model import Transformer
 from paceline.train.loop.batches import Batch, pack
@@ -16,38 +16,50 @@ from paceline.train.objectives.losses import DraftIds
 from tests.train.heads import DRAFT_IDS, by_document, random_batch, random_head
 
 STEPS = 4
+P_EAGLE = {"num_layers": 3, "mask_token_id": 5, "fc_norm": True}
 FLAGS = [
     {},
     {"fc_norm": True, "norm_output": True},
     {"norm_before_fc": True, "norm_before_residual": True},
+    {"num_layers": 2},
+    P_EAGLE,
 ]
 
 
 def drafted(head: Head, features: torch.Tensor, tokens: list[int], slot: int) -> list[torch.Tensor]:
     """Outputs of one draft that starts at a slot, as an engine runs it: with a cache, one slot per pass."""
-    keys: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
-
-    def over_cache(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        keys.append(key)
-        values.append(value)
-        mask = torch.ones(1, len(keys), dtype=torch.bool)
-        return attend(query, torch.cat(keys), torch.cat(values), mask)
-
+    caches = [over_cache() for _ in range(head.config.num_layers)]
+    mask = head.config.mask_token_id
     outputs = []
     for index in range(slot + STEPS):
         if index + 1 >= len(tokens):
             break
         state = head.fuse(features[index : index + 1]) if index <= slot else head.feed_back(outputs[-1])
         token, position = torch.tensor([tokens[index + 1]]), torch.tensor([index])
-        outputs.append(head(state, token, position, over_cache))
+        if mask is not None and index > slot:
+            state, token = head.fuse(head.get_parameter("mask_hidden")[0]), torch.tensor([mask])
+        outputs.append(head(state, token, position, *caches))
     return [output[0] for output in outputs[slot:]]
+
+
+def over_cache() -> Attend:
+    """The attention of a layer, to all slots that it was asked for before."""
+    keys: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+
+    def attend_to_all(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        keys.append(key)
+        values.append(value)
+        seen = torch.ones(1, len(keys), dtype=torch.bool)
+        return attend(query, torch.cat(keys), torch.cat(values), seen)
+
+    return attend_to_all
 
 
 @pytest.mark.usefixtures("free_padding")
 @pytest.mark.parametrize("flags", FLAGS)
 def test_every_step_of_every_slot_equals_a_draft_run_on_its_own(
-    target: Transformer, flags: dict[str, bool]
+    target: Transformer, flags: dict[str, int]
 ) -> None:
     head = random_head(target, **flags)
     batch = random_batch()
@@ -81,12 +93,12 @@ def plain_losses(
     return [sum(each) / len(each) for each in losses], [sum(each) / len(each) for each in matches]
 
 
-@pytest.mark.parametrize("chunk", [1, 700, 1 << 26])
+@pytest.mark.parametrize(("chunk", "flags"), [(1, {}), (700, {}), (1 << 26, {}), (700, P_EAGLE)])
 def test_the_loss_in_chunks_of_any_size_equals_the_plain_one(
-    target: Transformer, monkeypatch: pytest.MonkeyPatch, chunk: int
+    target: Transformer, monkeypatch: pytest.MonkeyPatch, chunk: int, flags: dict[str, int]
 ) -> None:
     monkeypatch.setattr(losses_module, "LOGITS_AT_ONCE", {"cpu": chunk})
-    head = random_head(target)
+    head = random_head(target, **flags)
     batch = random_batch()
     states = target_states(target, batch, (1, 2, 3))
     result = step_losses(head, DraftIds(DRAFT_IDS, target.head), states, batch, STEPS)
@@ -123,8 +135,9 @@ def test_a_document_learns_nothing_from_the_others_in_its_row(target: Transforme
     assert gradients[0].abs().sum() > 0
 
 
-def test_the_weights_of_the_target_get_no_gradient(target: Transformer) -> None:
-    head = random_head(target)
+@pytest.mark.parametrize("flags", [{}, P_EAGLE])
+def test_the_weights_of_the_target_get_no_gradient(target: Transformer, flags: dict[str, int]) -> None:
+    head = random_head(target, **flags)
     batch = random_batch()
     states = target_states(target, batch, (1, 2, 3))
     step_losses(head, DraftIds(DRAFT_IDS, target.head), states, batch, STEPS).losses.sum().backward()
