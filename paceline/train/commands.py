@@ -1,4 +1,4 @@
-"""`paceline train eagle3|dspark|dflash|dflash2|jetspec|medusa|answers|plan`."""
+"""`paceline train eagle3|p-eagle|dspark|dflash|dflash2|jetspec|medusa|answers|plan`."""
 
 from __future__ import annotations
 
