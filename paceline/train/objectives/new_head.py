@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -41,8 +43,9 @@ def head_config(
     target: ModelConfig, options: Eagle3Options, name: TargetName | None, mask: int = 0
 ) -> HeadConfig:
     """The config of a new head: layers like those of its target. `mask` is the MASK token of P-EAGLE."""
-    is_parallel = isinstance(options, PEagleOptions)
-    masked = {"num_layers": options.layers, "mask_token_id": mask} if is_parallel else {}
+    masked: dict[str, Any] = {}
+    if isinstance(options, PEagleOptions):
+        masked = {"num_layers": options.layers, "mask_token_id": mask}
     count, layers = target.num_layers, usual_feature_layers(target.num_layers)
     usable = all(1 <= layer <= count for layer in layers) and len(set(layers)) == 3
     return HeadConfig.beside(
