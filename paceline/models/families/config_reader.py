@@ -12,7 +12,7 @@ from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.families.family import ACTIVATIONS, Family
 from paceline.models.families.fields import Fields
-from paceline.models.families.rope_fields import rope_config, rope_fields
+from paceline.models.families.rope_fields import rope_config, rope_fields, with_default_rope
 from paceline.models.families.table import FAMILIES, OTHER_NAMES
 
 MAX_LAYERS = 10_000
@@ -38,6 +38,7 @@ def model_config(values: Mapping[str, object], source: str) -> ModelConfig:
         )
     family = FAMILIES[name]
     fields = Fields({**family.defaults, **more, **fields.values}, fields.source)
+    fields = with_default_rope(fields, family.rope)
     if family.derived:
         fields = Fields({**fields.values, **family.derived(fields)}, fields.source)
     _refuse_unsupported(fields, family)

@@ -37,6 +37,7 @@ class Family:
     mtp: str = ""
     activation_name: str = "hidden_act"
     eps_name: str = "rms_norm_eps"
-    rope_fields: tuple[str, ...] = ()  # that its rope parameters may have beside family_fields.ROPE_FIELDS
+    rope_fields: tuple[str, ...] = ()  # that its rope parameters may have beside rope_fields.ROPE_FIELDS
+    rope: Mapping[str, object] = field(default_factory=dict)  # transformers' for a config without any
     quantizations: tuple[str, ...] = ()  # that its safetensors may have beside quantized.method.METHODS
     defaults: Mapping[str, object] = field(default_factory=dict)  # transformers' for keys that a config lacks

@@ -17,6 +17,8 @@ from paceline.models.families.rope_fields import rope_fields, scaled_rope
 from paceline.models.transformer.rope import yarn_mscale
 
 QUERY_GROWTH = "llama_4_scaling_beta"  # among rope parameters
+# of files that say nothing, beside its theta and its factor
+MISTRAL_ROPE: dict[str, object] = {"type": "yarn", "mscale_all_dim": 1.0, "mscale": 1.0, QUERY_GROWTH: 0.1}
 
 
 def ministral3(fields: Fields, config: ModelConfig) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from paceline.models.families import expert_fields as experts
 from paceline.models.families import family_fields as blocks
 from paceline.models.families import layer_kinds as windows
 from paceline.models.families.family import Family
+from paceline.models.families.layer_kinds import FULL, SLIDING
 from paceline.models.files import file_layouts as layouts
 from paceline.models.files.file_layouts import FileLayout
 
@@ -64,6 +65,8 @@ MIXTURES = {
         more=blocks.gpt_oss,
         files=FileLayout({"router": "gate"}, stacked_experts="alternating"),
         quantizations=("mxfp4",),
+        rope={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096}
+        | {"truncate": False},
         defaults={"head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "attention_bias": True}
         | {"num_local_experts": 128, "num_experts_per_tok": 4, "rope_theta": 150000.0},
     ),
@@ -105,6 +108,7 @@ MIXTURES = {
         moe=experts.mellum,
         more=blocks.mellum,
         mtp="mtp.",
+        rope={FULL: {"rope_theta": 5e5}, SLIDING: {"rope_theta": 1e4}},
         defaults={"num_key_value_heads": 4, "head_dim": 128, "num_local_experts": 64}
         | {"num_experts_per_tok": 8, "moe_intermediate_size": 896, "norm_topk_prob": True, "rope_theta": 5e5}
         | {"first_k_dense_replace": 0},
@@ -211,6 +215,8 @@ MIXTURES = {
         moe=experts.softmax,
         more=blocks.mistral4,
         rope_fields=(blocks.QUERY_GROWTH,),
+        rope=blocks.MISTRAL_ROPE
+        | {"rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192},
         mtp="",
         defaults={"n_routed_experts": 128, "moe_intermediate_size": 2048, "num_experts_per_tok": 4}
         | {"first_k_dense_replace": 0, "kv_lora_rank": 256, "q_lora_rank": 1024, "qk_nope_head_dim": 64},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from paceline.errors import UnsupportedModelError
 from paceline.models.config import RopeConfig
@@ -25,8 +25,22 @@ def rope_config(fields: Fields, default_theta: float, more: Collection[str] = ()
 
 
 def rope_fields(fields: Fields) -> Fields:
-    """The rope's parameters: transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling."""
-    return fields.group("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
+    """The rope's parameters: transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling.
+
+    Of both, transformers takes rope_scaling.
+    """
+    return fields.group("rope_scaling" if _has_scaling(fields) else "rope_parameters")
+
+
+def with_default_rope(fields: Fields, default: Mapping[str, object]) -> Fields:
+    """The configuration; if it has no parameters of a rope, with the family's."""
+    if not default or fields.has("rope_parameters") or _has_scaling(fields):
+        return fields
+    return Fields({**fields.values, "rope_parameters": default}, fields.source)
+
+
+def _has_scaling(fields: Fields) -> bool:
+    return bool(fields.group("rope_scaling").values)
 
 
 def scaled_rope(

@@ -180,6 +180,8 @@ FAMILIES = {
         windows=windows.everywhere,
         more=blocks.ministral3,
         rope_fields=(blocks.QUERY_GROWTH,),
+        rope=blocks.MISTRAL_ROPE
+        | {"rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384},
         defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
     ),
     "seed_oss": Family(
@@ -201,6 +203,8 @@ FAMILIES = {
     ),
     "cwm": Family(
         windows=windows.after_full(4, 8192),
+        rope={"rope_type": "llama3", "factor": 16.0, "original_max_position_embeddings": 8192}
+        | {"rope_theta": 1e6, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
         defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     ),
     "hyperclovax": Family(
