@@ -3,39 +3,38 @@
     W x  becomes  W x + scale * B (A x)        A [rank, in], B [out, rank]
 
 A folder has adapter_config.json and adapter_model.safetensors. Only what changes a matrix of the layers is
-read; what would change anything else (biases, embeddings, experts, DoRA) is refused. What changes a matrix
-that is several of ours (qkv_proj, gate_up_proj) is split.
+read; what would change anything else (biases, embeddings, routers, DoRA) is refused. B has the rows of the
+file's matrix: they are split and ordered as those of the file are (file_layouts.py). Experts that are one
+parameter have one A and one B for all of them, see stacked_adapters.py.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from paceline.core.arrays import Float32Array
 from paceline.errors import CheckpointError, UnsupportedModelError
 from paceline.models.config import ModelConfig
 from paceline.models.families.fields import Fields
 from paceline.models.families.table import FAMILIES
-from paceline.models.files.file_layouts import LLAMA_FILES, our_name
+from paceline.models.files.file_layouts import FileLayout, converted, fused_matrices, our_name
 from paceline.models.files.layout import expected_tensors
 from paceline.models.files.mapped import read_json
 from paceline.models.files.safetensors_files import SafeTensor, read_safetensors
+from paceline.models.files.stacked_adapters import STACK, checked_sides, expert_changes, wrong_shape
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.(?:default\.)?weight")
 MODULE = re.compile(
-    r"(?P<layer>model\.layers\.\d+\.)(?P<part>self_attn\.([qkvo]|qkv)_proj|mlp\.(gate|up|gate_up|down)_proj)"
+    r"model\.layers\.\d+\.(self_attn\.([qkvo]|qkv|gate|q_[ab]|kv_b)_proj|self_attn\.kv_a_proj_with_mqa"
+    r"|mlp\.((shared_experts|experts\.\d+)\.)?(gate|up|gate_up|down)_proj)"
 )
-FUSED = {  # in the order of their rows
-    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
-}
 # options that make an adapter something else than the sum above, and the values that do not
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "bias": ("none",),
@@ -44,7 +43,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "modules_to_save": ([],),
     "trainable_token_indices": (),
     "layer_replication": (),
-    "target_parameters": ([],),
     "alora_invocation_tokens": (),  # it would change only what comes after them
     "use_qalora": (False,),
     # others change the model's own matrices before the training
@@ -56,8 +54,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 class LoraMatrix:
     """What an adapter adds to one matrix."""
 
-    down: npt.NDArray[np.float32]  # A [rank, in]
-    up: npt.NDArray[np.float32]  # B [out, rank], times the scale
+    down: Float32Array  # A [rank, in]
+    up: Float32Array  # B [out, rank], times the scale
 
 
 @dataclass(frozen=True)
@@ -83,38 +81,42 @@ def load_adapter(name: str, folder: Path, config: ModelConfig) -> Adapter:
             )
     fields = Fields(read_json(folder / "adapter_config.json"), f"{folder.name}/adapter_config.json")
     _check_supported(fields, config)
-    by_root = fields.flag("use_rslora", False)
+    layout, by_root = FAMILIES[config.family].files, fields.flag("use_rslora", False)
     sides: dict[str, dict[str, SafeTensor]] = {}
+    stacks: dict[str, dict[str, SafeTensor]] = {}
     alphas: dict[str, float] = {}
     for stored, tensor in read_safetensors(folder / "adapter_model.safetensors").items():
         match = TENSOR.fullmatch(stored)
-        module = our_name(match["module"], LLAMA_FILES) if match else ""
+        module = our_name(f"{match['module']}.weight", layout) if match else ""
         if module is None:  # of a vision model beside ours
             continue
-        if match is None or not MODULE.fullmatch(module):
+        module = module.removesuffix(".weight")
+        is_stack = STACK.fullmatch(module) is not None and config.moe is not None
+        if match is None or not (is_stack or MODULE.fullmatch(module)):
             raise UnsupportedModelError(
                 f"{folder.name}: the tensor {stored[:120]} is not supported; adapters may change the "
-                "projections of attention and of dense MLPs. Train it with other target_modules and without "
+                "projections of attention, of MLPs and of experts. Train it with other target_modules or "
                 "target_parameters, or merge it into the model."
             )
-        sides.setdefault(module, {})[match["side"]] = tensor
+        (stacks if is_stack else sides).setdefault(module, {})[match["side"]] = tensor
         alphas[module] = _alpha(fields, match["module"])
-    shapes = dict(expected_tensors(config))
     matrices: dict[str, LoraMatrix] = {}
-    for module, found in sides.items():
-        names = _parts(module)
-        own = [shapes[f"{name}.weight"] for name in names if f"{name}.weight" in shapes]
-        whole = (sum(rows for rows, _ in own), own[0][1]) if len(own) == len(names) else None
-        down, up = _checked(folder, module, found, whole)
-        rank, first = down.shape[0], down.float32()
-        second = up.float32() * np.float32(alphas[module] / (rank**0.5 if by_root else rank))
-        rows = np.split(second, np.cumsum([count for count, _ in own])[:-1])
-        if not matrices.keys().isdisjoint(names):
+    changes = [
+        (module, *change)
+        for module, found in sides.items()
+        for change in _changes(folder, module, found, layout, config)
+    ]
+    for module, found in stacks.items():
+        changes += [(module, *change) for change in expert_changes(folder, module, found, layout, config)]
+    for module, matrix, down, up in changes:
+        rank = down.shape[0]
+        if matrix in matrices:
             raise CheckpointError(
-                f"{folder.name} changes {names[0]} twice, once as a part of another matrix. The file is "
+                f"{folder.name} changes {matrix} twice, once as a part of another matrix. The file is "
                 "damaged: fetch it again."
             )
-        matrices |= {name: LoraMatrix(first, part) for name, part in zip(names, rows, strict=True)}
+        scale = np.float32(alphas[module] / (rank**0.5 if by_root else rank))
+        matrices[matrix] = LoraMatrix(down, up * scale)
     if not matrices:
         raise CheckpointError(f"{folder.name} changes no matrix. The file is incomplete: fetch it again.")
     return Adapter(name, matrices)
@@ -132,7 +134,7 @@ def _check_supported(fields: Fields, config: ModelConfig) -> None:
                 f"{fields.source}: {option} {str(fields.values[option])[:60]!r} is not supported. Merge the "
                 "adapter into the model, and serve that."
             )
-    if not FAMILIES[config.family].files.keeps_matrices or config.recurrent or config.latent:
+    if config.recurrent:
         raise UnsupportedModelError(
             f"{fields.source}: adapters of {config.family} models are not supported. Merge the adapter into "
             "the model, and serve that."
@@ -151,33 +153,19 @@ def _alpha(fields: Fields, module: str) -> float:
     return fields.number("lora_alpha", 8.0)
 
 
-def _parts(module: str) -> list[str]:
-    """The matrices of ours that a module of a file is."""
-    match = MODULE.fullmatch(module)
-    assert match is not None, "asked before"
-    return [match["layer"] + part for part in FUSED.get(match["part"], (match["part"],))]
-
-
-def _checked(
-    folder: Path, module: str, found: Mapping[str, SafeTensor], shape: tuple[int, ...] | None
-) -> tuple[SafeTensor, SafeTensor]:
-    """Both sides of a matrix's change. CheckpointError if they do not fit the model."""
-    down, up = found.get("A"), found.get("B")
-    fits = (
-        down is not None
-        and up is not None
-        and len(down.shape) == len(up.shape) == 2
-        and (up.shape[0], down.shape[1]) == shape
-        and up.shape[1] == down.shape[0]
-    )
-    if shape is None:
-        raise UnsupportedModelError(
-            f"{folder.name} changes {module}, which this model lacks: its layer has experts, or the adapter "
-            "is of a model with more layers. Train it with other target_modules, or merge it into its model."
-        )
-    if not fits or down is None or up is None:
-        raise CheckpointError(
-            f"{folder.name}: what is there for {module} does not fit this model's matrix "
-            f"{list(shape)}. The adapter belongs to another model: serve that one."
-        )
-    return down, up
+def _changes(
+    folder: Path, module: str, found: Mapping[str, SafeTensor], layout: FileLayout, config: ModelConfig
+) -> Iterator[tuple[str, Float32Array, Float32Array]]:
+    """What a module of a file changes: the names of matrices, and down and up of each, not scaled."""
+    down, up = checked_sides(folder, module, found)
+    shapes, first = dict(expected_tensors(config)), down.float32()
+    for name, rows in converted({f"{module}.weight": up}, layout, config):
+        if name not in shapes and not any(part in fused_matrices(config, False) for part in name.split(".")):
+            raise UnsupportedModelError(
+                f"{folder.name} changes {module}, which this model lacks: its layer has experts or none, or "
+                "the adapter is of a model with more layers. Train it with other target_modules, or merge it "
+                "into its model."
+            )
+        if shapes.get(name) != (rows.shape[0], down.shape[1]):
+            raise wrong_shape(folder, module)
+        yield name.removesuffix(".weight"), first, rows.float32()

@@ -8,20 +8,22 @@ import torch
 import torch.nn.functional as F
 
 from paceline.models.lora import Adapter, LoraMatrix
-from paceline.models.transformer.blocks import Linear
+from paceline.models.transformer.attention import Attention, LatentAttention
+from paceline.models.transformer.blocks import MLP, FeedForward, Linear
+from paceline.models.transformer.experts import MixtureOfExperts
+from paceline.models.transformer.latent import HeadChange
 from paceline.models.transformer.layer import Layer
 from paceline.models.transformer.model import Transformer
 
-# where the layers have the matrices that an adapter may change
-PLACES = {
-    "self_attn.q_proj": ("mixer", "query"),
-    "self_attn.k_proj": ("mixer", "key"),
-    "self_attn.v_proj": ("mixer", "value"),
-    "self_attn.o_proj": ("mixer", "output"),
-    "mlp.gate_proj": ("feed_forward", "gate"),
-    "mlp.up_proj": ("feed_forward", "up"),
-    "mlp.down_proj": ("feed_forward", "down"),
+# where mixers and MLPs have the matrices that an adapter may change
+ATTENTION = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output", "gate_proj": "gate"}
+LATENT = {
+    "q_proj": "query",
+    "q_a_proj": "query_latent",
+    "q_b_proj": "query",
+    "kv_a_proj_with_mqa": "key",
 }
+MLPS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
 class AdaptedLinear(Linear):
@@ -52,11 +54,40 @@ def with_adapter(model: Transformer, adapter: Adapter) -> Transformer:
 
 
 def _layer(layer: Layer, index: int, adapter: Adapter) -> Layer:
-    adapted = copy(layer)
+    adapted, prefix = copy(layer), f"model.layers.{index}."
     adapted.mixer, adapted.feed_forward = copy(layer.mixer), copy(layer.feed_forward)
-    for module, (block, part) in PLACES.items():
-        change = adapter.matrices.get(f"model.layers.{index}.{module}")
-        if change is not None:
-            owner = getattr(adapted, block)
-            setattr(owner, part, AdaptedLinear(getattr(owner, part), change))
+    if isinstance(adapted.mixer, LatentAttention):
+        adapted.mixer.latent = copy(adapted.mixer.latent)
+    if isinstance(adapted.feed_forward, MixtureOfExperts):
+        adapted.feed_forward.experts = [copy(expert) for expert in adapted.feed_forward.experts]
+        adapted.feed_forward.shared = copy(adapted.feed_forward.shared)
+    for name, change in adapter.matrices.items():
+        if name.startswith(prefix):
+            block, *place, part = name.removeprefix(prefix).split(".")
+            if block == "self_attn":
+                _change_attention(adapted.attention, part, change)
+            else:
+                _change(_mlp(adapted.feed_forward, place), MLPS[part], change)
     return adapted
+
+
+def _change_attention(attention: Attention, part: str, change: LoraMatrix) -> None:
+    if not isinstance(attention, LatentAttention) or part in ("o_proj", "gate_proj"):
+        _change(attention, ATTENTION[part], change)
+    elif part == "kv_b_proj":
+        attention.latent.change = HeadChange.of(attention.latent, change)
+    else:
+        _change(attention.latent, LATENT[part], change)
+
+
+def _mlp(block: FeedForward | None, place: list[str]) -> MLP:
+    """The MLP of a feed-forward block: itself, that of all rows, or an expert."""
+    found = block
+    if isinstance(block, MixtureOfExperts):
+        found = block.experts[int(place[1])] if place[0] == "experts" else block.shared
+    assert isinstance(found, MLP)
+    return found
+
+
+def _change(owner: object, part: str, change: LoraMatrix) -> None:
+    setattr(owner, part, AdaptedLinear(getattr(owner, part), change))

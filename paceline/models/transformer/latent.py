@@ -9,6 +9,8 @@ The products with the latent are moved to the other side (absorbed), so that not
 
     score = rope(q) · rotated key + (W_uk^T q) · latent           output = W_uv (sum of weights * latent)
 
+and so is what an adapter adds to them: W_uk^T q becomes W_uk^T q + A^T (B_uk^T q).
+
 checkpoint.py's names, here in the order [rotated | other] of rows, which file_layouts.py makes:
 
     self_attn.q_proj.weight                [heads * (rope + nope), hidden]     or, with a query latent:
@@ -21,10 +23,32 @@ checkpoint.py's names, here in the order [rotated | other] of rows, which file_l
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from paceline.models.config import LATENT_NORM_EPS, LatentConfig, ModelConfig
+from paceline.models.lora import LoraMatrix
 from paceline.models.transformer.blocks import Linear, RMSNorm, Take
+
+
+@dataclass(frozen=True)
+class HeadChange:
+    """What an adapter adds to kv_b_proj, head by head: W_uk + up_keys down, W_uv + up_values down."""
+
+    down: torch.Tensor  # [low rank, rank]
+    up_keys: torch.Tensor  # [heads, nope, low rank]
+    up_values: torch.Tensor  # [heads, value, low rank]
+
+    @classmethod
+    def of(cls, latent: LatentProjections, change: LoraMatrix) -> HeadChange:
+        """The same for the heads of these projections, in their dtype."""
+        like = latent.to_keys
+        down, both = (
+            torch.tensor(own, dtype=like.dtype, device=like.device) for own in (change.down, change.up)
+        )
+        both = both.view(latent.num_heads, -1, len(down))
+        return cls(down, both[:, : latent.latent.nope_dim], both[:, latent.latent.nope_dim :])
 
 
 class LatentProjections:
@@ -43,6 +67,7 @@ class LatentProjections:
         both = take(f"{name}.kv_b_proj.weight").view(config.num_heads, -1, latent.rank)
         # [heads, nope, rank] and [heads, value, rank]
         self.to_keys, self.to_values = both[:, : latent.nope_dim], both[:, latent.nope_dim :]
+        self.change: HeadChange | None = None
 
     def queries(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., heads, rope + rank], not rotated yet."""
@@ -50,7 +75,10 @@ class LatentProjections:
             hidden = self.query_norm(self.query_latent(hidden))
         queries = self.query(hidden).view(*hidden.shape[:-1], self.num_heads, -1)
         rotated, other = queries[..., : self.latent.rope_dim], queries[..., self.latent.rope_dim :]
-        return torch.cat((rotated, torch.einsum("...hn,hnl->...hl", other, self.to_keys)), dim=-1)
+        absorbed = torch.einsum("...hn,hnl->...hl", other, self.to_keys)
+        if self.change is not None:
+            absorbed = absorbed + torch.einsum("...hn,hnr->...hr", other, self.change.up_keys) @ self.change.down
+        return torch.cat((rotated, absorbed), dim=-1)
 
     def keys(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., 1, rope + rank], not rotated yet."""
@@ -60,4 +88,8 @@ class LatentProjections:
 
     def values(self, latents: torch.Tensor) -> torch.Tensor:
         """Each head's values [..., heads, value] of its mixed latents [..., heads, rank]."""
-        return torch.einsum("...hl,hvl->...hv", latents, self.to_values)
+        values = torch.einsum("...hl,hvl->...hv", latents, self.to_values)
+        if self.change is None:
+            return values
+        low = torch.nn.functional.linear(latents, self.change.down)
+        return values + torch.einsum("...hr,hvr->...hv", low, self.change.up_values)
