@@ -9,7 +9,7 @@ import numpy as np
 from paceline.backends.base import Backend
 from paceline.models.config import ModelConfig
 from paceline.models.files.layout import expected_tensors
-from paceline.models.lora import Adapter, LoraMatrix
+from paceline.models.lora import MODULE, Adapter, LoraMatrix
 from tests.backends.driver import Driven, drive, run
 
 MODULES = {
@@ -19,8 +19,11 @@ MODULES = {
 RANKS = {"a": 3, "b": 20}
 
 
-def random_adapters(config: ModelConfig, scale: float = 0.2) -> list[Adapter]:
-    """Two adapters, of different modules and ranks; those of experts' layers change attention alone."""
+def random_adapters(config: ModelConfig, scale: float = 0.2, everywhere: bool = False) -> list[Adapter]:
+    """Two adapters, of different modules and ranks; those of experts' layers change attention alone.
+
+    `everywhere`: one of all matrices that an adapter may change, and one of every second.
+    """
     shapes, generator = dict(expected_tensors(config)), np.random.default_rng(7)
 
     def matrix(module: str, rank: int) -> LoraMatrix:
@@ -29,6 +32,10 @@ def random_adapters(config: ModelConfig, scale: float = 0.2) -> list[Adapter]:
         return LoraMatrix(*((scale * side).astype(np.float32) for side in sides))
 
     def all_of(name: str) -> dict[str, LoraMatrix]:
+        if everywhere:
+            found = [own.removesuffix(".weight") for own in shapes]
+            modules = [own for own in found if MODULE.fullmatch(own)][:: 1 + (name == "b")]
+            return {own: matrix(own, RANKS[name]) for own in modules}
         modules = [f"model.layers.{own}.{part}" for own in range(config.num_layers) for part in MODULES[name]]
         return {own: matrix(own, RANKS[name]) for own in modules if f"{own}.weight" in shapes}
 

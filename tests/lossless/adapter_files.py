@@ -1,4 +1,4 @@
-"""Folders as peft saves them for a tiny checkpoint, and the checkpoint with the same changes in its own files."""
+"""Folders as peft saves them for a tiny checkpoint, and the checkpoint with the same changes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,11 @@ def save_adapter(folder: Path, tensors: dict[str, torch.Tensor], **options: Any)
 
 
 def save_adapter_and_merged(
-    model: Path, folder: Path, wanted: str, scale: float = 0.2, is_swapped: Callable[[str], bool] | None = None
+    model: Path,
+    folder: Path,
+    wanted: str,
+    scale: float = 0.2,
+    is_swapped: Callable[[str], bool] | None = None,
 ) -> Path:
     """Write `folder`/adapter, random, for the file's matrices whose names `wanted` matches; and
     `folder`/merged, the checkpoint with the products added. Matrices of all experts in one parameter

@@ -155,7 +155,7 @@ def _expand_inputs(tasks, job, layer, matrices):  # type: ignore[no-untyped-def]
     qkv, stride = field(job, QKV_AT), field(job, QKV_STRIDE)
     for part in range(INPUTS):
         columns = COLUMNS * load_int64(matrices + DESCRIPTOR * part + 24)
-        expand_rows(tasks, job, layer, part, field(job, ROWS), qkv, stride, columns)
+        expand_rows(tasks, job, layer, part, part, field(job, ROWS), qkv, stride, columns)
         qkv += 4 * columns
 
 

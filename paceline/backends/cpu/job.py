@@ -69,9 +69,9 @@ from paceline.backends.cpu.primitives.simd import load_float, load_int64
     ROWS, TOKENS_AT, POSITIONS_AT, PARENTS_AT, REQUEST_AT, ROW_START_AT, CONTEXT_AT, PAGES_AT, MAX_PAGES,
     CHAIN_AT, OUTPUTS, LOGIT_ROWS_AT, LOGITS_AT, LOGITS_STRIDE, KV_AT, NUM_PAGES, FEATURE_SLOT_AT,
     FEATURES_AT, FEATURES_STRIDE, KEPT, KEPT_AT, INPUTS_AT, FROM_TARGET, STATES_AT,
-    # LoRA adapters, see low_rank.py: the table of each row's adapter (0: no row has one), the results of
-    # `down` for all rows, the largest rank
-    ROW_ADAPTERS_AT, LOW_AT, LOW_RANK,
+    # LoRA adapters, see low_rank.py: the table of each row's adapter (0: no row has one), that of each row of
+    # experts, the results of `down` for all rows, the largest rank, lines of a table for each layer
+    ROW_ADAPTERS_AT, PAIR_ADAPTERS_AT, LOW_AT, LOW_RANK, LAYER_LINES,
     # scans of recurrent layers: the pool of states, bytes of a state and of a layer's part; tables by
     # row and by scan; ADVANCING 1: advance states along rows of the last pass, run no pass
     POOL_AT, STATE_BYTES, STATE_LAYER_BYTES, SCANS, SCAN_LENGTH, SCAN_ROWS_AT, SCAN_PREVIOUS_AT,
@@ -85,7 +85,7 @@ from paceline.backends.cpu.primitives.simd import load_float, load_int64
     MAX_DRAFTS, DRAFTS_WANTED_AT, DRAFTS_AT, CHANCES_AT, NUM_DRAFTS_AT, CHOSEN_AT, CHOSEN_CHANCES_AT,
     NEXT_ROWS_AT, NEXT_ROWS_STRIDE,
     JOB_SIZE,
-) = range(204)  # fmt: skip
+) = range(206)  # fmt: skip
 
 # Matrices of a layer, in the order of the descriptor table; after all layers: the embedding and the LM head.
 # The first INPUTS read the norm before the mixer: Q, K, V and attention's gate, or a recurrence's inputs.
@@ -94,6 +94,9 @@ OUTPUT, RECURRENT_OUTPUT, GATE, UP, DOWN, LAYER_MATRICES = range(INPUTS, INPUTS 
 # Matrices of a layer with latent attention (LATENT_MATRICES): query latent to queries, and per head W_uk
 # (queries to latents) and W_uv (latents to values)
 QUERY_MATRIX, TO_LATENTS, TO_VALUES, LATENT_MATRICES = range(4)
+# Lines of an adapter's table for each layer: its matrices, those of latent attention, three of each expert
+LATENT_LINES = LAYER_MATRICES
+EXPERT_LINES = LATENT_LINES + LATENT_MATRICES
 COUNTERS_PER_LAYER = 34
 ENTRY_COUNTERS = 8
 LAST_COUNTERS = 5

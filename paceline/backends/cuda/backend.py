@@ -27,7 +27,7 @@ from paceline.backends.cuda.passes.tables import (
 )
 from paceline.backends.cuda.passes.warm_up import warm_up_pass
 from paceline.backends.cuda.passes.workspace import Room, workspace_bytes
-from paceline.backends.cuda.weights.adapters import with_adapters
+from paceline.backends.cuda.weights.adapters import check_adapters, with_adapters
 from paceline.backends.cuda.weights.loading import DTYPES, check_model, find_device, load_checkpoint_weights
 from paceline.backends.cuda.weights.model_weights import Weights
 from paceline.backends.cuda.weights.shard import WHOLE, Shard, check_size
@@ -96,6 +96,7 @@ class CudaBackend(Backend):
         """
         check_model(checkpoint.config)
         check_size(checkpoint.config, tensor_parallel_size)
+        check_adapters(checkpoint.config, adapters)
         if dtype not in DTYPES:
             raise BackendError(f"The cuda backend has no dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
         target = find_device(device)

@@ -30,7 +30,8 @@ def expert_changes(
 ) -> Iterator[tuple[str, Float32Array, Float32Array]]:
     """What such a module changes: the names of matrices, and down and up of each, not scaled."""
     match, moe = STACK.fullmatch(module), config.moe
-    assert match is not None and moe is not None, "asked before"
+    assert match is not None, "asked before"
+    assert moe is not None, "asked before"
     first, second = checked_sides(folder, module, found)
     hidden, inner, sides = config.hidden_size, moe.intermediate_size, 2 if config.is_gated else 1
     layer = int(module.split(".")[2])
@@ -51,8 +52,8 @@ def expert_changes(
         raise wrong_shape(folder, module)
     if len(fits) > 1:
         raise UnsupportedModelError(
-            f"{folder.name}: {module} may be read in several ways, because the experts' matrices are square or "
-            "alike. Merge the adapter into the model, and serve that."
+            f"{folder.name}: {module} may be read in several ways, because the experts' matrices are square "
+            "or alike. Merge the adapter into the model, and serve that."
         )
     ((part, is_swapped),) = fits
     rank = first.shape[0] // moe.num_experts

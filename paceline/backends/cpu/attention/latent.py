@@ -23,6 +23,7 @@ from paceline.backends.cpu.job import (
     HEAD_ROWS_STRIDE,
     HEAD_WIDTH,
     HEADS,
+    LATENT_LINES,
     LATENT_MATRICES,
     LATENT_MATRICES_AT,
     LATENT_NORMS_AT,
@@ -42,6 +43,7 @@ from paceline.backends.cpu.job import (
     ROPE,
     ROPE_WIDTH,
     ROPES_AT,
+    ROW_ADAPTERS_AT,
     TO_LATENTS,
     TO_VALUES,
     VALUE_WIDTH,
@@ -49,13 +51,14 @@ from paceline.backends.cpu.job import (
     shape_of,
     take,
 )
+from paceline.backends.cpu.phases.low_rank import change_heads, expand_rows, shrink_rows
 from paceline.backends.cpu.phases.projections import project, project_heads
 from paceline.backends.cpu.primitives.compiled import compiled
 from paceline.backends.cpu.primitives.rows import normalize, record_stride, rotate, write_row
 from paceline.backends.cpu.primitives.simd import load_float, load_int32, load_int64, store_float
 from paceline.backends.cpu.team import barrier
 from paceline.backends.cpu.tiles.matmul import DESCRIPTOR
-from paceline.backends.cpu.tiles.weight_tile import GROUP, RECORD
+from paceline.backends.cpu.tiles.weight_tile import COLUMNS, GROUP, RECORD
 from paceline.models.config import LATENT_NORM_EPS
 
 _EPSILON = np.float32(LATENT_NORM_EPS)
@@ -166,11 +169,19 @@ def absorb_queries(control, tasks, job, counter, rows, layer, scratch):  # type:
     """Write the queries of all heads with W_uk absorbed: [rotated part | W_uk^T other part]."""
     threads, line, records = tasks[1], 64 * tasks[1], field(job, RECORDS_AT)
     queries, stride = field(job, QKV_AT), field(job, QKV_STRIDE)
+    has_adapters = field(job, ROW_ADAPTERS_AT) != 0
     if field(job, QUERY_RANK) > 0:
         queries, stride = field(job, HEAD_ROWS_AT), field(job, HEAD_ROWS_STRIDE)
         matrix = _matrix(job, layer, QUERY_MATRIX)
+        groups, columns = load_int64(matrix + 16), COLUMNS * load_int64(matrix + 24)
+        line_number = LATENT_LINES + QUERY_MATRIX
+        if has_adapters:
+            shrink_rows(tasks, job, layer, line_number, line_number + 1, records, rows, groups, scratch)
         project(tasks, job, counter, matrix, records, rows, queries, stride, 0, 0, scratch)
         barrier(control, threads)
+        if has_adapters:
+            expand_rows(tasks, job, layer, line_number, 0, rows, queries, stride, columns)
+            barrier(control, threads)
     _split_queries(tasks, job, counter + line, rows, layer, queries, stride, scratch)
     barrier(control, threads)
     heads, matrix = field(job, HEADS), _matrix(job, layer, TO_LATENTS)
@@ -180,6 +191,13 @@ def absorb_queries(control, tasks, job, counter, rows, layer, scratch):  # type:
         4 * shape_of(job, layer, HEAD_WIDTH), 0, 0, scratch,
     )  # fmt: skip
     barrier(control, threads)
+    if has_adapters:
+        groups, columns = load_int64(matrix + 16), COLUMNS * load_int64(matrix + 24) // heads
+        change_heads(
+            tasks, job, layer, LATENT_LINES + TO_LATENTS, heads, groups, records, rows, out, out_stride,
+            4 * shape_of(job, layer, HEAD_WIDTH), columns, scratch,
+        )  # fmt: skip
+        barrier(control, threads)
 
 
 @compiled
@@ -212,5 +230,12 @@ def finish_values(control, tasks, job, counter, rows, layer, scratch):  # type: 
     matrix, records = _matrix(job, layer, TO_VALUES), field(job, RECORDS_AT)
     project_heads(tasks, job, counter, matrix, heads, records, rows, out, stride, head_stride, 0, 0, scratch)
     barrier(control, threads)
+    if field(job, ROW_ADAPTERS_AT) != 0:
+        groups, columns = load_int64(matrix + 16), COLUMNS * load_int64(matrix + 24) // heads
+        change_heads(
+            tasks, job, layer, LATENT_LINES + TO_VALUES, heads, groups, records, rows, out, stride,
+            head_stride, columns, scratch,
+        )  # fmt: skip
+        barrier(control, threads)
     _join_values(tasks, job, counter + 64 * threads, rows)
     barrier(control, threads)

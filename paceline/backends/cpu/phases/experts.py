@@ -15,6 +15,7 @@ import numpy as np
 from paceline.backends.cpu.job import (
     CHOICES_AT,
     EXPERT_BIASES_AT,
+    EXPERT_LINES,
     EXPERT_MATRICES_AT,
     EXPERT_RECORDS_AT,
     EXPERT_WIDE_RECORDS_AT,
@@ -22,9 +23,11 @@ from paceline.backends.cpu.job import (
     EXPERTS,
     EXPERTS_PER_TOKEN,
     HIDDEN_PADDED,
+    PAIR_ADAPTERS_AT,
     PAIR_OUTPUTS_AT,
     QUANTIZED,
     RECORDS_AT,
+    ROW_ADAPTERS_AT,
     RUN_TILE,
     SCALED_INPUTS,
     SHARES_AT,
@@ -110,6 +113,9 @@ def gather_rows(tasks, job, counter, rows):  # type: ignore[no-untyped-def]
                 scale_record(target, load_float(share), field(job, QUANTIZED))
         if field(job, SCALED_INPUTS):
             store_float(share, np.float32(1))
+        if field(job, ROW_ADAPTERS_AT) != 0:
+            table = load_int64(field(job, ROW_ADAPTERS_AT) + 8 * row)
+            store_int64(field(job, PAIR_ADAPTERS_AT) + 8 * load_int64(choice + 8), table)
 
 
 @compiled
@@ -125,6 +131,7 @@ def gate_experts(tasks, job, counter, layer, scratch):  # type: ignore[no-untype
     experts, units = field(job, EXPERTS), field(job, EXPERT_WIDTH) // GROUP
     groups = field(job, HIDDEN_PADDED) // GROUP
     size = RECORD if field(job, QUANTIZED) else 4 * GROUP
+    tables = field(job, PAIR_ADAPTERS_AT) if field(job, ROW_ADAPTERS_AT) != 0 else 0
     while True:
         task, _ = take(tasks, counter, experts * units, 1)
         if task >= experts * units:
@@ -140,8 +147,9 @@ def gate_experts(tasks, job, counter, layer, scratch):  # type: ignore[no-untype
         ups = gates + DESCRIPTOR
         block = ROW_BLOCK * size  # an expert's records are contiguous: the next 16 rows follow directly
         gate_unit(
-            job, -1, unit, gates, ups, biases, up_biases, records, rows, block, rows, 0, out, block, scratch
-        )
+            job, tables, layer, EXPERT_LINES + 3 * expert, first, unit, gates, ups, biases, up_biases,
+            records, rows, block, rows, 0, out, block, scratch,
+        )  # fmt: skip
 
 
 @compiled

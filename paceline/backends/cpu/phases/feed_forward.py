@@ -29,7 +29,7 @@ from paceline.backends.cpu.phases.experts import (
     project_experts,
     sort_pairs,
 )
-from paceline.backends.cpu.phases.low_rank import expand_rows, shrink_rows
+from paceline.backends.cpu.phases.low_rank import change_pairs, expand_rows, shrink_pairs, shrink_rows
 from paceline.backends.cpu.phases.projections import gate_rows, project
 from paceline.backends.cpu.phases.residual import norm_branch, normalize_rows
 from paceline.backends.cpu.phases.routing import route_rows
@@ -59,7 +59,7 @@ def project_changed(control, tasks, job, layer, number, counter, records, out, b
     project(tasks, job, counter, matrix, records, rows, out, stride, bias, added, scratch)
     barrier(control, tasks[1])
     if field(job, ROW_ADAPTERS_AT) != 0:
-        expand_rows(tasks, job, layer, number, rows, out, stride, COLUMNS * load_int64(matrix + 24))
+        expand_rows(tasks, job, layer, number, 0, rows, out, stride, COLUMNS * load_int64(matrix + 24))
         barrier(control, tasks[1])
 
 
@@ -84,10 +84,17 @@ def _run_experts(control, tasks, job, layer, counter, scratch, out, added):  # t
     barrier(control, threads)
     gather_rows(tasks, job, counter + line, rows)
     barrier(control, threads)
+    has_adapters = field(job, ROW_ADAPTERS_AT) != 0
+    if has_adapters:
+        shrink_pairs(tasks, job, layer, rows, scratch)
+        barrier(control, threads)
     gate_experts(tasks, job, counter + line * 2, layer, scratch)
     barrier(control, threads)
     project_experts(tasks, job, counter + line * 3, layer)
     barrier(control, threads)
+    if has_adapters:
+        change_pairs(tasks, job, layer, rows, scratch)
+        barrier(control, threads)
     norm = own_norm(job, layer, EXPERTS_OUTPUT_NORM)
     combine_rows(tasks, job, counter + line * 4, rows, out, added, norm, scratch)
     barrier(control, threads)

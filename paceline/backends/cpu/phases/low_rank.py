@@ -3,11 +3,14 @@
     shrink    low = down x of each row, before the product
     expand    up low, added to the product's results
 
-Each row is computed alone, in a fixed order. So its bits do not depend on other rows, and rows without an
-adapter have the bits of the model without adapters.
+Of a product for each head (latent.py) and of experts' last product, a task does both for a head or an expert.
 
-An adapter is a table with a line for each matrix of each layer, in the order of their descriptors: the
-address of down [rank, padded inputs], that of up [rank, padded outputs], and the rank (0: not adapted).
+Each row is read and written alone, in a fixed order. So it has the same bits beside any others, and rows
+without an adapter keep theirs.
+
+An adapter is a table of lines for the matrices of each layer, in the order of job.py: the address of down
+[rank, padded inputs], that of up [rank, padded outputs], the rank, 0 where nothing is added, and, of a
+product for each head, the bytes between two heads' downs and between their ups.
 """
 
 from __future__ import annotations
@@ -16,7 +19,24 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from paceline.backends.cpu.job import LAYER_MATRICES, LOW_AT, LOW_RANK, QUANTIZED, ROW_ADAPTERS_AT, field
+from paceline.backends.cpu.job import (
+    EXPERT_LINES,
+    EXPERT_RECORDS_AT,
+    EXPERT_WIDE_RECORDS_AT,
+    EXPERT_WIDTH,
+    EXPERTS_PER_TOKEN,
+    HIDDEN_PADDED,
+    INPUTS,
+    LAYER_LINES,
+    LOW_AT,
+    LOW_RANK,
+    PAIR_ADAPTERS_AT,
+    PAIR_OUTPUTS_AT,
+    QUANTIZED,
+    ROW_ADAPTERS_AT,
+    SPANS_AT,
+    field,
+)
 from paceline.backends.cpu.primitives.compiled import compiled
 from paceline.backends.cpu.primitives.emit import I8, I32
 from paceline.backends.cpu.primitives.rows import ROW_BLOCK, record_block, record_stride
@@ -37,8 +57,9 @@ from paceline.backends.cpu.primitives.simd import (
 )
 from paceline.backends.cpu.tiles.weight_tile import GROUP, RECORD
 
-LINE = 24  # bytes of a line of an adapter's table
-EXPANDED_COLUMNS = 256  # columns of an expand task
+LINE = 40  # bytes of a line of an adapter's table
+LOW_SLOTS = INPUTS  # the most products that read the same records
+EXPANDED_COLUMNS = 256  # of a task
 
 
 @operation(floats, types.int64)
@@ -49,11 +70,9 @@ def _load_bytes(builder, address):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _read_records(job, records, row, rows, groups, out):  # type: ignore[no-untyped-def]
-    """Dequantize a row's records to `out`."""
+def _read_records(job, record, stride, groups, out):  # type: ignore[no-untyped-def]
+    """The values of a row whose records are `stride` bytes apart."""
     quantized = field(job, QUANTIZED)
-    size = RECORD if quantized else 4 * GROUP
-    record = record_block(records, row, rows, groups, quantized) + row % ROW_BLOCK * size
     for group in range(groups):
         first, second = out + 4 * GROUP * group, out + 4 * GROUP * group + 64
         if quantized:
@@ -63,7 +82,16 @@ def _read_records(job, records, row, rows, groups, out):  # type: ignore[no-unty
         else:
             store(first, load(record))
             store(second, load(record + 64))
-        record += record_stride(rows) * size
+        record += stride
+
+
+@compiled
+def _row_record(job, records, row, rows, groups):  # type: ignore[no-untyped-def]
+    """The address of a row's first record, and the bytes to its next one."""
+    quantized = field(job, QUANTIZED)
+    size = RECORD if quantized else 4 * GROUP
+    record = record_block(records, row, rows, groups, quantized) + row % ROW_BLOCK * size
+    return record, record_stride(rows) * size
 
 
 @compiled
@@ -76,16 +104,33 @@ def _dot(values, others, count):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _line(job, layer, matrix, row):  # type: ignore[no-untyped-def]
-    """The address of the adapter line of a row, for a matrix of a layer; 0: the row has no adapter."""
-    table = load_int64(field(job, ROW_ADAPTERS_AT) + 8 * row)
-    return table + LINE * (LAYER_MATRICES * layer + matrix) if table != 0 else 0
+def _line(job, tables, layer, matrix, row):  # type: ignore[no-untyped-def]
+    """The line of a row's adapter for a matrix of a layer, out of these tables; 0: the row has none."""
+    table = load_int64(tables + 8 * row)
+    return table + LINE * (field(job, LAYER_LINES) * layer + matrix) if table != 0 else 0
 
 
 @compiled
-def _low(job, matrix, row):  # type: ignore[no-untyped-def]
-    """The address of a row's low = down x, for a matrix."""
-    return field(job, LOW_AT) + 4 * field(job, LOW_RANK) * (LAYER_MATRICES * row + matrix)
+def _low(job, slot, row):  # type: ignore[no-untyped-def]
+    """Where down x of a row is kept, of one of the products that read the same records."""
+    return field(job, LOW_AT) + 4 * field(job, LOW_RANK) * (LOW_SLOTS * row + slot)
+
+
+@compiled
+def _shrink(values, down, low, rank, first, step, count):  # type: ignore[no-untyped-def]
+    """The ranks first, first + step and so on of down x."""
+    for at in range(first, rank, step):
+        store_float(low + 4 * at, _dot(values, down + 4 * count * at, count))
+
+
+@compiled
+def _expand(values, up, low, rank, first, last, columns):  # type: ignore[no-untyped-def]
+    """Add up times `low` to columns first..last of `columns`, those of the row at `values`."""
+    for column in range(4 * first, 4 * last, 64):
+        total = load(values + column)
+        for at in range(rank):
+            total = fma(spread(load_float(low + 4 * at)), load(up + 4 * columns * at + column), total)
+        store(values + column, total)
 
 
 @compiled
@@ -98,39 +143,116 @@ def shrink_rows(tasks, job, layer, first, last, records, rows, groups, scratch):
     parts = threads if rows < 2 * threads else 1
     for task in range(thread, rows * parts, threads):
         row, part = task // parts, task % parts
-        line, read = _line(job, layer, first, row), False
+        line, read = _line(job, field(job, ROW_ADAPTERS_AT), layer, first, row), False
         for matrix in range(first, last if line != 0 else first):
             down, rank = load_int64(line), load_int64(line + 16)
             if rank > 0 and not read:
-                _read_records(job, records, row, rows, groups, scratch)
+                record, stride = _row_record(job, records, row, rows, groups)
+                _read_records(job, record, stride, groups, scratch)
                 read = True
-            for at in range(part, rank, parts):
-                value = _dot(scratch, down + 4 * GROUP * groups * at, GROUP * groups)
-                store_float(_low(job, matrix, row) + 4 * at, value)
+            _shrink(scratch, down, _low(job, matrix - first, row), rank, part, parts, GROUP * groups)
             line += LINE
 
 
 @compiled
-def add_low_rank(job, layer, matrix, row, values, first, last, columns):  # type: ignore[no-untyped-def]
-    """Add up low to columns first..last, of `columns`, of a row's product; `values` is the row's address."""
-    line = _line(job, layer, matrix, row)
+def add_low_rank(job, tables, layer, matrix, slot, row, values, first, last, columns):  # type: ignore[no-untyped-def]
+    """Add what a row's adapter adds to columns first..last of `columns`; those of the row are at `values`."""
+    line = _line(job, tables, layer, matrix, row)
     rank = load_int64(line + 16) if line != 0 else 0
-    if rank == 0:
-        return
-    up, low = load_int64(line + 8), _low(job, matrix, row)
-    for column in range(4 * first, 4 * last, 64):
-        total = load(values + column)
-        for at in range(rank):
-            total = fma(spread(load_float(low + 4 * at)), load(up + 4 * columns * at + column), total)
-        store(values + column, total)
+    if rank > 0:
+        _expand(values, load_int64(line + 8), _low(job, slot, row), rank, first, last, columns)
 
 
 @compiled
-def expand_rows(tasks, job, layer, matrix, rows, out, stride, columns):  # type: ignore[no-untyped-def]
-    """Add up low to the results of a layer's matrix, whose rows are `stride` bytes apart."""
+def expand_rows(tasks, job, layer, matrix, slot, rows, out, stride, columns):  # type: ignore[no-untyped-def]
+    """Add what adapters add to the results of a matrix of a layer, `stride` bytes a row."""
     thread, threads = tasks
+    tables = field(job, ROW_ADAPTERS_AT)
     parts = (columns + EXPANDED_COLUMNS - 1) // EXPANDED_COLUMNS
     for task in range(thread, rows * parts, threads):
         row, first = task // parts, task % parts * EXPANDED_COLUMNS
         last = min(first + EXPANDED_COLUMNS, columns)
-        add_low_rank(job, layer, matrix, row, out + row * stride, first, last, columns)
+        add_low_rank(job, tables, layer, matrix, slot, row, out + row * stride, first, last, columns)
+
+
+@compiled
+def change_heads(  # type: ignore[no-untyped-def]
+    tasks, job, layer, matrix, heads, groups, records, rows, out, out_stride, head_stride, columns, scratch
+):
+    """Add what adapters add to a product for each head, which reads `groups` of the row's records."""
+    thread, threads = tasks
+    low = scratch + 4 * GROUP * groups
+    for task in range(thread, rows * heads, threads):
+        row, head = task // heads, task % heads
+        line = _line(job, field(job, ROW_ADAPTERS_AT), layer, matrix, row)
+        rank = load_int64(line + 16) if line != 0 else 0
+        if rank > 0:
+            record, stride = _row_record(job, records, row, rows, heads * groups)
+            _read_records(job, record + head * groups * stride, stride, groups, scratch)
+            down = load_int64(line) + head * load_int64(line + 24)
+            _shrink(scratch, down, low, rank, 0, 1, GROUP * groups)
+            up = load_int64(line + 8) + head * load_int64(line + 32)
+            values = out + row * out_stride + head * head_stride
+            _expand(values, up, low, rank, 0, columns, columns)
+
+
+@compiled
+def _expert_of(job, place):  # type: ignore[no-untyped-def]
+    """The expert that has this place in the order of experts."""
+    expert, span = 0, field(job, SPANS_AT)
+    while load_int64(span + 16 * expert) + load_int64(span + 16 * expert + 8) <= place:
+        expert += 1
+    return expert
+
+
+@compiled
+def _pair_record(job, blocks, groups, first, count, index):  # type: ignore[no-untyped-def]
+    """The address of the first record of an expert's row, and the bytes to its next one."""
+    size = RECORD if field(job, QUANTIZED) else 4 * GROUP
+    return blocks + (first * groups + index) * size, count * size
+
+
+@compiled
+def shrink_pairs(tasks, job, layer, rows, scratch):  # type: ignore[no-untyped-def]
+    """down x of all rows of experts, for gate and up."""
+    thread, threads = tasks
+    tables, groups = field(job, PAIR_ADAPTERS_AT), field(job, HIDDEN_PADDED) // GROUP
+    for place in range(thread, rows * field(job, EXPERTS_PER_TOKEN), threads):
+        if load_int64(tables + 8 * place) == 0:
+            continue
+        expert = _expert_of(job, place)
+        span = field(job, SPANS_AT) + 16 * expert
+        first, count = load_int64(span), load_int64(span + 8)
+        record, stride = _pair_record(job, field(job, EXPERT_RECORDS_AT), groups, first, count, place - first)
+        _read_records(job, record, stride, groups, scratch)
+        line = _line(job, tables, layer, EXPERT_LINES + 3 * expert, place)
+        for slot in range(2):
+            low = _low(job, slot, place)
+            _shrink(scratch, load_int64(line), low, load_int64(line + 16), 0, 1, GROUP * groups)
+            line += LINE
+
+
+@compiled
+def change_pairs(tasks, job, layer, rows, scratch):  # type: ignore[no-untyped-def]
+    """Add what adapters add to the last product of all rows of experts."""
+    thread, threads = tasks
+    tables, groups, padded = (
+        field(job, PAIR_ADAPTERS_AT),
+        field(job, EXPERT_WIDTH) // GROUP,
+        field(job, HIDDEN_PADDED),
+    )
+    for place in range(thread, rows * field(job, EXPERTS_PER_TOKEN), threads):
+        if load_int64(tables + 8 * place) == 0:
+            continue
+        expert = _expert_of(job, place)
+        span = field(job, SPANS_AT) + 16 * expert
+        first, count = load_int64(span), load_int64(span + 8)
+        line = _line(job, tables, layer, EXPERT_LINES + 3 * expert + 2, place)
+        rank, low = load_int64(line + 16), _low(job, 0, place)
+        if rank > 0:
+            blocks = field(job, EXPERT_WIDE_RECORDS_AT)
+            record, stride = _pair_record(job, blocks, groups, first, count, place - first)
+            _read_records(job, record, stride, groups, scratch)
+            _shrink(scratch, load_int64(line), low, rank, 0, 1, GROUP * groups)
+            values = field(job, PAIR_OUTPUTS_AT) + 4 * padded * place
+            _expand(values, load_int64(line + 8), low, rank, 0, padded, padded)

@@ -13,7 +13,6 @@ from paceline.backends.cpu.job import (
     RECORDS_AT,
     ROW_ADAPTERS_AT,
     RUN_TILE,
-    UP,
     WIDE_RECORDS_AT,
     field,
     take,
@@ -80,7 +79,10 @@ def project_heads(  # type: ignore[no-untyped-def]
 @compiled
 def gate_unit(  # type: ignore[no-untyped-def]
     job,
+    tables,
     layer,
+    line,
+    first_row,
     unit,
     gates,
     ups,
@@ -97,9 +99,9 @@ def gate_unit(  # type: ignore[no-untyped-def]
 ):
     """Write records of 32 columns of activation(gate) * up of all rows to `out`.
 
-    In the input records, two groups are `stride` records apart and two blocks of rows `block` bytes, at `out`
-    `out_block` bytes. The addresses of biases and of `shares`, a factor for each row, may be 0. Adapters of
-    `layer` apply if it is not negative.
+    Two groups of the records that are read are `stride` records apart, blocks of rows `block` bytes, and at
+    `out` `out_block` bytes; biases may be 0, and so may `shares`, factors of the rows. `tables` are those of
+    the adapters of rows from `first_row` on, 0: none; `line` is that of their lines which the gate has.
     """
     quantized, run_tile, activation = field(job, QUANTIZED), field(job, RUN_TILE), field(job, ACTIVATION)
     size, columns = RECORD if quantized else 4 * GROUP, COLUMNS * load_int64(gates + 24)
@@ -116,11 +118,12 @@ def gate_unit(  # type: ignore[no-untyped-def]
             multiply_rows(run_tile, ups, first, last, source, stride, count, ups_at, 4 * GROUP, up_bias, 0)
         for row in range(count):
             values = scratch + 4 * GROUP * row
-            if layer >= 0:
+            if tables != 0:
                 base = values - 4 * GROUP * unit  # of column 0
                 own = GROUP * unit, GROUP * (unit + 1), columns
-                add_low_rank(job, layer, GATE, start + row, base, *own)
-                add_low_rank(job, layer, UP, start + row, base + ups_at - scratch, *own)
+                changed = first_row + start + row
+                add_low_rank(job, tables, layer, line, 0, changed, base, *own)
+                add_low_rank(job, tables, layer, line + 1, 1, changed, base + ups_at - scratch, *own)
             gate(values, ups_at + 4 * GROUP * row, activation)
             if shares != 0:
                 scale_row(values, load_float(shares + 4 * (start + row)), GROUP)
@@ -129,8 +132,8 @@ def gate_unit(  # type: ignore[no-untyped-def]
 
 @compiled
 def gate_rows(tasks, job, layer, counter, rows, gates, ups, shares, scratch):  # type: ignore[no-untyped-def]
-    """Gate and up projections and activation of all rows; a task is 32 columns."""
-    changed = layer if field(job, ROW_ADAPTERS_AT) != 0 else -1
+    """Gate, up and activation of all rows, 32 columns a task."""
+    tables = field(job, ROW_ADAPTERS_AT)
     size = RECORD if field(job, QUANTIZED) else 4 * GROUP
     units, stride = COLUMNS * load_int64(gates + 24) // GROUP, record_stride(rows)
     while True:
@@ -140,6 +143,6 @@ def gate_rows(tasks, job, layer, counter, rows, gates, ups, shares, scratch):  #
         out = field(job, WIDE_RECORDS_AT) + unit * stride * size
         block, out_block = load_int64(gates + 16) * stride * size, units * stride * size
         gate_unit(
-            job, changed, unit, gates, ups, 0, 0, field(job, RECORDS_AT), stride, block, rows, shares, out,
-            out_block, scratch,
+            job, tables, layer, GATE, 0, unit, gates, ups, 0, 0, field(job, RECORDS_AT), stride, block, rows,
+            shares, out, out_block, scratch,
         )  # fmt: skip

@@ -16,6 +16,7 @@ from paceline.backends.cuda.kernels.products.matrix import Matrix, spread_heads
 from paceline.backends.cuda.layers.layer import Layer, LayerAdapters, head_order, reordered
 from paceline.backends.cuda.weights.model_weights import Weights
 from paceline.backends.cuda.weights.tiled import padded_line, pair_lines
+from paceline.errors import BackendError
 from paceline.models.config import ModelConfig
 from paceline.models.files.layout import expected_tensors
 from paceline.models.lora import Adapter
@@ -26,6 +27,21 @@ PRODUCTS = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+
+
+def check_adapters(config: ModelConfig, adapters: Sequence[Adapter]) -> None:
+    """BackendError if the kernels cannot add what one of these adapters adds."""
+    modules = [module for own in PRODUCTS.values() for module in own]
+    if config.latent is not None:
+        modules = [module for module in modules if not module.startswith("self_attn.")]
+    for adapter in adapters:
+        for name in adapter.matrices:
+            if name.split(".", 3)[3] not in modules:
+                raise BackendError(
+                    f"The cuda backend cannot run the adapter {adapter.name}, which changes {name}: it runs "
+                    "those of attention (without latents, and not of its gate) and of dense MLPs. Use "
+                    "--backend torch or cpu, or merge the adapter into the model and serve that."
+                )
 
 
 def with_adapters(weights: Weights, adapters: Sequence[Adapter]) -> Weights:

@@ -25,10 +25,14 @@ def prefill_and_tree(requests: list[Driven]) -> np.ndarray:
     return np.concatenate((prefill, tree.reshape(len(requests), len(TOKENS), -1)), axis=1)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3-moe", "granite", "blocks", "uneven"])
+FAMILIES = ["llama", "qwen2", "qwen3-moe", "granite", "blocks", "uneven"]
+EVERYWHERE = ["deepseek-v2", "deepseek-v3", "qwen2-moe", "gpt-oss", "llama4", "gemma4-moe", "afmoe"]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *EVERYWHERE])
 def test_logits_are_those_of_torch(family: str, checkpoint_of: Callable[[str], Checkpoint]) -> None:
     checkpoint = checkpoint_of(family)
-    adapters = random_adapters(checkpoint.config)
+    adapters = random_adapters(checkpoint.config, everywhere=family in EVERYWHERE)
     ours = CpuBackend.load(checkpoint, quantization="none", threads=2, max_rows=192, adapters=adapters)
     found = [
         prefill_and_tree(drive_with(backend, PAGES, NAMES))
@@ -64,7 +68,14 @@ def test_an_adapter_changes_quantized_weights_as_much_as_in_torch(
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
     ("name", "quantization"),
-    [("blocks", "native"), ("uneven", "int8"), ("qwen3", "none"), ("mixtral", "int8")],
+    [
+        ("blocks", "native"),
+        ("uneven", "int8"),
+        ("qwen3", "none"),
+        ("mixtral", "int8"),
+        ("deepseek-v3", "int8"),
+        ("deepseek-v2", "none"),
+    ],
 )
 def test_a_row_has_the_same_bits_beside_any_others(
     name: str, quantization: str, threads: int, checkpoint_of: Callable[[str], Checkpoint]
@@ -73,7 +84,8 @@ def test_a_row_has_the_same_bits_beside_any_others(
     those of a backend that has none."""
     checkpoint = checkpoint_of(name)
     options = {"quantization": quantization, "threads": threads, "max_rows": 192}
-    adapters = random_adapters(checkpoint.config)
+    everywhere = checkpoint.config.moe is not None
+    adapters = random_adapters(checkpoint.config, everywhere=everywhere)
     backend = CpuBackend.load(checkpoint, **options, adapters=adapters)  # type: ignore[arg-type]
     plain = CpuBackend.load(checkpoint, **options)  # type: ignore[arg-type]
     truth = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -16,6 +17,7 @@ from paceline.control.controller import FixedController
 from paceline.core.params import SamplingParams
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.base import Drafter
+from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.files.layout import expected_tensors
 from paceline.models.lora import Adapter, LoraMatrix
@@ -98,6 +100,25 @@ def test_a_step_has_the_logits_of_merged_weights_and_the_bits_of_a_step_without_
     expected = logits(load_weights(CONFIG, merged), [-1, -1])[1]
     assert float((expected - plain[1]).abs().max()) > 0.5
     np.testing.assert_allclose(mixed[1], expected, rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("family", ["deepseek-v2", "qwen3-moe"])
+def test_adapters_of_latents_and_of_experts_are_refused_before_loading(family: str, tmp_path: Path) -> None:
+    from paceline.backends.cuda.backend import CudaBackend
+
+    checkpoint = load_checkpoint(save_checkpoint(family, tmp_path / family))
+    adapters = random_adapters(checkpoint.config, everywhere=True)
+    if family == "qwen3-moe":
+        adapters = [
+            replace(own, matrices={n: m for n, m in own.matrices.items() if "mlp" in n}) for own in adapters
+        ]
+    unread = replace(checkpoint, tensors={})
+    with pytest.raises(
+        BackendError,
+        match=r"cannot run the adapter a, which changes model\.layers\.0\.(self_"
+        r"attn\.q_proj|mlp\.experts\.0\.gate_proj): .* merge the adapter",
+    ):
+        CudaBackend.load(unread, max_rows=64, adapters=adapters)
 
 
 @needs_gpu
