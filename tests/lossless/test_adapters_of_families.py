@@ -38,6 +38,13 @@ CASES = [
     ("cohere2", ATTENTION),
     ("afmoe", ATTENTION + "|" + MLPS),
     ("llama4", ATTENTION),
+    ("gemma4", ATTENTION + "|" + MLPS),
+    ("arcee", MLPS),
+    ("cohere", ATTENTION + "|" + MLPS),
+    ("helium", ATTENTION),
+    ("ernie4-5-moe", ATTENTION + "|" + MLPS),
+    ("glm4-moe-lite", ATTENTION + "|" + MLPS),
+    ("hy-v3", ATTENTION + "|" + MLPS),
 ]
 
 

@@ -90,4 +90,8 @@ def _mlp(block: FeedForward | None, place: list[str]) -> MLP:
 
 
 def _change(owner: object, part: str, change: LoraMatrix) -> None:
-    setattr(owner, part, AdaptedLinear(getattr(owner, part), change))
+    base: Linear = getattr(owner, part)
+    adapted = AdaptedLinear(base, change)
+    for name, other in [*vars(owner).items()]:
+        if other is base:  # keys that are values too, or an MLP's input that stands for its gate
+            setattr(owner, name, adapted)

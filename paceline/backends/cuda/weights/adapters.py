@@ -32,15 +32,15 @@ PRODUCTS = {
 def check_adapters(config: ModelConfig, adapters: Sequence[Adapter]) -> None:
     """BackendError if the kernels cannot add what one of these adapters adds."""
     modules = [module for own in PRODUCTS.values() for module in own]
-    if config.latent is not None:
+    if config.latent is not None or config.layer_shapes:  # heads of several sizes were never tried
         modules = [module for module in modules if not module.startswith("self_attn.")]
     for adapter in adapters:
         for name in adapter.matrices:
             if name.split(".", 3)[3] not in modules:
                 raise BackendError(
-                    f"The cuda backend cannot run the adapter {adapter.name}, which changes {name}: it runs "
-                    "those of attention (without latents, and not of its gate) and of dense MLPs. Use "
-                    "--backend torch or cpu, or merge the adapter into the model and serve that."
+                    f"The cuda backend cannot run the adapter {adapter.name}, which changes {name}: it adapts "
+                    "dense MLPs and attention, but for latents, heads of several sizes and gates. "
+                    "Use --backend torch or cpu, or merge the adapter into the model and serve that."
                 )
 
 
