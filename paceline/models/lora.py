@@ -27,7 +27,7 @@ from paceline.models.files.file_layouts import FileLayout, converted, fused_matr
 from paceline.models.files.layout import expected_tensors
 from paceline.models.files.mapped import read_json
 from paceline.models.files.safetensors_files import SafeTensor, read_safetensors
-from paceline.models.files.mapped.stacked_adapters import STACK, checked_sides, expert_changes, wrong_shape
+from paceline.models.files.stacked_adapters import STACK, checked_sides, expert_changes, wrong_shape
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.(?:default\.)?weight")

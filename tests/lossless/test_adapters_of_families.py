@@ -39,6 +39,7 @@ CASES = [
     ("afmoe", ATTENTION + "|" + MLPS),
     ("llama4", ATTENTION),
     ("gemma4", ATTENTION + "|" + MLPS),
+    ("gemma4-moe", ATTENTION),
     ("arcee", MLPS),
     ("cohere", ATTENTION + "|" + MLPS),
     ("helium", ATTENTION),

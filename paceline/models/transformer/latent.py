@@ -77,9 +77,8 @@ class LatentProjections:
         rotated, other = queries[..., : self.latent.rope_dim], queries[..., self.latent.rope_dim :]
         absorbed = torch.einsum("...hn,hnl->...hl", other, self.to_keys)
         if self.change is not None:
-            absorbed = (
-                absorbed + torch.einsum("...hn,hnr->...hr", other, self.change.up_keys) @ self.change.down
-            )
+            low = torch.einsum("...hn,hnr->...hr", other, self.change.up_keys)
+            absorbed = absorbed + low @ self.change.down
         return torch.cat((rotated, absorbed), dim=-1)
 
     def keys(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -3,14 +3,14 @@
     shrink    low = down x of each row, before the product
     expand    up low, added to the product's results
 
-Of a product for each head (latent.py) and of experts' last product, a task does both for a head or an expert.
+For the products of each head in latent attention and for the down projections of experts, a task does both.
 
-Each row is read and written alone, in a fixed order. So it has the same bits beside any others, and rows
-without an adapter keep theirs.
+Each row is computed alone, in a fixed order. So its bits do not depend on other rows, and rows without an
+adapter have the bits of the model without adapters.
 
-An adapter is a table of lines for the matrices of each layer, in the order of job.py: the address of down
-[rank, padded inputs], that of up [rank, padded outputs], the rank, 0 where nothing is added, and, of a
-product for each head, the bytes between two heads' downs and between their ups.
+An adapter is a table with a line for each matrix of each layer, in the order of job.py: the address of down
+[rank, padded inputs], that of up [rank, padded outputs], the rank (0: not adapted) and, of a product for each
+head, the bytes from a head's down to the next one's, and likewise of up.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from paceline.backends.cpu.tiles.weight_tile import GROUP, RECORD
 
 LINE = 40  # bytes of a line of an adapter's table
 LOW_SLOTS = INPUTS  # the most products that read the same records
-EXPANDED_COLUMNS = 256  # of a task
+EXPANDED_COLUMNS = 256  # columns of an expand task
 
 
 @operation(floats, types.int64)
@@ -71,7 +71,7 @@ def _load_bytes(builder, address):  # type: ignore[no-untyped-def]
 
 @compiled
 def _read_records(job, record, stride, groups, out):  # type: ignore[no-untyped-def]
-    """The values of a row whose records are `stride` bytes apart."""
+    """Dequantize a row, whose records are `stride` bytes apart, to `out`."""
     quantized = field(job, QUANTIZED)
     for group in range(groups):
         first, second = out + 4 * GROUP * group, out + 4 * GROUP * group + 64
@@ -105,14 +105,14 @@ def _dot(values, others, count):  # type: ignore[no-untyped-def]
 
 @compiled
 def _line(job, tables, layer, matrix, row):  # type: ignore[no-untyped-def]
-    """The line of a row's adapter for a matrix of a layer, out of these tables; 0: the row has none."""
+    """The address of the adapter line of a row, for a matrix of a layer; 0: the row has no adapter."""
     table = load_int64(tables + 8 * row)
     return table + LINE * (field(job, LAYER_LINES) * layer + matrix) if table != 0 else 0
 
 
 @compiled
 def _low(job, slot, row):  # type: ignore[no-untyped-def]
-    """Where down x of a row is kept, of one of the products that read the same records."""
+    """The address of a row's low = down x, for one of LOW_SLOTS products."""
     return field(job, LOW_AT) + 4 * field(job, LOW_RANK) * (LOW_SLOTS * row + slot)
 
 
@@ -156,7 +156,7 @@ def shrink_rows(tasks, job, layer, first, last, records, rows, groups, scratch):
 
 @compiled
 def add_low_rank(job, tables, layer, matrix, slot, row, values, first, last, columns):  # type: ignore[no-untyped-def]
-    """Add what a row's adapter adds to columns first..last of `columns`; those of the row are at `values`."""
+    """Add up low to columns first..last, of `columns`, of a row's product; `values` is the row's address."""
     line = _line(job, tables, layer, matrix, row)
     rank = load_int64(line + 16) if line != 0 else 0
     if rank > 0:
@@ -165,7 +165,7 @@ def add_low_rank(job, tables, layer, matrix, slot, row, values, first, last, col
 
 @compiled
 def expand_rows(tasks, job, layer, matrix, slot, rows, out, stride, columns):  # type: ignore[no-untyped-def]
-    """Add what adapters add to the results of a matrix of a layer, `stride` bytes a row."""
+    """Add up low to the results of a layer's matrix, whose rows are `stride` bytes apart."""
     thread, threads = tasks
     tables = field(job, ROW_ADAPTERS_AT)
     parts = (columns + EXPANDED_COLUMNS - 1) // EXPANDED_COLUMNS

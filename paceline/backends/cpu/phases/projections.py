@@ -99,9 +99,10 @@ def gate_unit(  # type: ignore[no-untyped-def]
 ):
     """Write records of 32 columns of activation(gate) * up of all rows to `out`.
 
-    Two groups of the records that are read are `stride` records apart, blocks of rows `block` bytes, and at
-    `out` `out_block` bytes; biases may be 0, and so may `shares`, factors of the rows. `tables` are those of
-    the adapters of rows from `first_row` on, 0: none; `line` is that of their lines which the gate has.
+    In the input records, two groups are `stride` records apart and two blocks of rows `block` bytes, at `out`
+    `out_block` bytes. The addresses of biases and of `shares`, a factor for each row, may be 0. `tables` has
+    the adapter table of each row, whose first is `first_row` (0: no row has one); `line` is the gate's line
+    in them, and that of up follows.
     """
     quantized, run_tile, activation = field(job, QUANTIZED), field(job, RUN_TILE), field(job, ACTIVATION)
     size, columns = RECORD if quantized else 4 * GROUP, COLUMNS * load_int64(gates + 24)
@@ -132,7 +133,7 @@ def gate_unit(  # type: ignore[no-untyped-def]
 
 @compiled
 def gate_rows(tasks, job, layer, counter, rows, gates, ups, shares, scratch):  # type: ignore[no-untyped-def]
-    """Gate, up and activation of all rows, 32 columns a task."""
+    """Gate and up projections and activation of all rows; a task is 32 columns."""
     tables = field(job, ROW_ADAPTERS_AT)
     size = RECORD if field(job, QUANTIZED) else 4 * GROUP
     units, stride = COLUMNS * load_int64(gates + 24) // GROUP, record_stride(rows)

@@ -38,7 +38,7 @@ def check_adapters(config: ModelConfig, adapters: Sequence[Adapter]) -> None:
         for name in adapter.matrices:
             if name.split(".", 3)[3] not in modules:
                 raise BackendError(
-                    f"The cuda backend cannot run the adapter {adapter.name}, which changes {name}: it adapts "
+                    f"The cuda backend cannot run adapter {adapter.name}, which changes {name}: it adapts "
                     "dense MLPs and attention, but for latents, heads of several sizes and gates. "
                     "Use --backend torch or cpu, or merge the adapter into the model and serve that."
                 )

@@ -115,7 +115,7 @@ def test_adapters_of_latents_and_of_experts_are_refused_before_loading(family: s
     unread = replace(checkpoint, tensors={})
     with pytest.raises(
         BackendError,
-        match=r"cannot run the adapter a, which changes model\.layers\.0\.(self_"
+        match=r"cannot run adapter a, which changes model\.layers\.0\.(self_"
         r"attn\.q_proj|mlp\.experts\.0\.gate_proj): .* merge the adapter",
     ):
         CudaBackend.load(unread, max_rows=64, adapters=adapters)
