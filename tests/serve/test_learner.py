@@ -32,7 +32,7 @@ from paceline.learn.jobs import ProcessJobs
 from paceline.learn.status import LearnerConfig, LearnStatus
 from paceline.models.heads.config import TargetName
 from paceline.serve.learner import LearningModel, first_head
-from paceline.serve.observability import learning_page
+from paceline.serve.observability import live
 from paceline.serve.observability.learning_page import Learning, LearnPage, router
 from tests.models.heads.model_with_heads import save_model_with_heads
 
@@ -177,7 +177,7 @@ def test_the_panel_draws_the_series_of_the_metrics_and_marks_swaps_without_overl
     app = FastAPI()
     app.include_router(router(shown))
     state = TestClient(app).get("/learn").text
-    for script in Path(learning_page.__file__).parent.glob("static/*.js"):
+    for script in Path(live.__file__).parents[1].glob("static/*.js"):
         shutil.copy(script, tmp_path)
     (tmp_path / "package.json").write_text('{"type": "module"}')
     (tmp_path / "page.js").write_text(DOCUMENT)
