@@ -117,6 +117,11 @@ def load_adapter(name: str, folder: Path, config: ModelConfig) -> Adapter:
                 f"{folder.name} changes {matrix} twice, once as a part of another matrix. The file is "
                 "damaged: fetch it again."
             )
+        if rank > max(down.shape[1], len(up)):  # backends' buffers hold as many numbers as a row
+            raise UnsupportedModelError(
+                f"{folder.name} has rank {rank} for {matrix}, more than the matrix has rows or columns. "
+                "Merge the adapter into the model, and serve that."
+            )
         scale = np.float32(_alpha(fields, file_name) / (rank**0.5 if by_root else rank))
         matrices[matrix] = LoraMatrix(down, up * scale)
     if not matrices:
