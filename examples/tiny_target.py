@@ -57,7 +57,7 @@ def write_tokenizer(folder: Path) -> tokenizers.Tokenizer:
 
 
 def train(ids: torch.Tensor, steps: int, seed: int) -> transformers.LlamaForCausalLM:
-    """The model, after so many steps on the text of these ids."""
+    """The model, trained for `steps` steps on the text of these ids."""
     torch.manual_seed(seed)
     end = len(byte_alphabet())
     config = transformers.LlamaConfig(

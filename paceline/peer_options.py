@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
+
+ENGINE_FLAG = "--max-model-len"  # commands that run an engine have it
+NAMED = re.compile(r"--([a-z-]+)|\b([a-z]+_[a-z_]+)\b(?!\.)")  # a flag or option in a hint
 VLLM = {
     # of the engine
     "trust_remote_code": "Leave it out: code of checkpoints is never run.",
@@ -75,12 +80,19 @@ LLAMA_CPP = {
 }
 
 
-def instead_of(option: str) -> str | None:
-    """The error message for this option or flag; None if neither of them has it."""
+def instead_of(option: str, flags: Collection[str] = (ENGINE_FLAG,)) -> str | None:
+    """The error message for this option or flag; None if neither of them has it.
+
+    `flags`: those of the command. A command that runs no engine gets only hints that name no flag or its
+    own: `--max-num-batched-tokens` is not what `--batch-size` of a training means.
+    """
     for peer, hint in (
         ("vLLM", VLLM.get(option.removeprefix("--").replace("-", "_"))),
         ("llama.cpp", LLAMA_CPP.get(option)),
     ):
-        if hint is not None:
+        if hint is None:
+            continue
+        named = {"--" + "".join(names).replace("_", "-") for names in NAMED.findall(hint)}
+        if ENGINE_FLAG in flags or named <= {*flags}:
             return f"{option} is an option of {peer} that paceline does not have. {hint}"
     return None

@@ -100,6 +100,14 @@ def test_a_flag_of_llama_cpp_is_refused_with_what_to_do_instead(paceline, flag):
     assert f"`{flag}`" in (Path(__file__).parents[1] / "docs" / "guides" / "serve.md").read_text()
 
 
+def test_a_hint_that_names_flags_which_the_command_lacks_is_not_given(paceline):
+    """`--batch-size` of a training is not `--max-num-batched-tokens`, which only an engine has."""
+    code, _, err = paceline("train", "eagle3", "smollm2-135m", "--batch-size", "8")
+    assert (code, "No such option: --batch-size" in err, "llama.cpp" in err) == (2, True, False)
+    code, _, err = paceline("train", "eagle3", "smollm2-135m", "--mlock")
+    assert (code, err.endswith("that paceline does not have. Leave it out.\n")) == (2, True)
+
+
 def test_flags_that_vllm_has_too_are_passed_on_to_commands_that_have_them(paceline):
     code, _, err = paceline("bench", "serve", "no address", "--model", "x")
     assert (code, "URL must be like" in err) == (2, True)

@@ -185,7 +185,7 @@ class DeviceGrid:
 
 
 def _fits(setting: Setting, concurrency: int) -> bool:
-    """Whether the device drafts this for so many requests: instead of larger trees it drafts chains."""
+    """Whether the device drafts this setting for these requests: larger trees become chains there."""
     is_tree = setting.get("branching", 1) > 1
     return not is_tree or concurrency * (1 + setting["num_speculative_tokens"]) <= MAX_TREE_ROWS
 

@@ -84,7 +84,7 @@ def load_adapter(name: str, folder: Path, config: ModelConfig) -> Adapter:
     layout, by_root = FAMILIES[config.family].files, fields.flag("use_rslora", False)
     sides: dict[str, dict[str, SafeTensor]] = {}
     stacks: dict[str, dict[str, SafeTensor]] = {}
-    alphas: dict[str, float] = {}
+    file_names: dict[str, str] = {}  # of modules
     for stored, tensor in read_safetensors(folder / "adapter_model.safetensors").items():
         match = TENSOR.fullmatch(stored)
         module = our_name(f"{match['module']}.weight", layout) if match else ""
@@ -99,23 +99,30 @@ def load_adapter(name: str, folder: Path, config: ModelConfig) -> Adapter:
                 "target_parameters, or merge it into the model."
             )
         (stacks if is_stack else sides).setdefault(module, {})[match["side"]] = tensor
-        alphas[module] = _alpha(fields, match["module"])
+        file_names[module] = match["module"]
     matrices: dict[str, LoraMatrix] = {}
     changes = [
-        (module, *change)
+        (file_names[module], *change)
         for module, found in sides.items()
         for change in _changes(folder, module, found, layout, config)
     ]
     for module, found in stacks.items():
-        changes += [(module, *change) for change in expert_changes(folder, module, found, layout, config)]
-    for module, matrix, down, up in changes:
+        experts = file_names[module].partition(".base_layer")[0]
+        for parameter, matrix, down, up in expert_changes(folder, module, found, layout, config):
+            changes.append((f"{experts}.{parameter}", matrix, down, up))
+    for file_name, matrix, down, up in changes:
         rank = down.shape[0]
         if matrix in matrices:
             raise CheckpointError(
                 f"{folder.name} changes {matrix} twice, once as a part of another matrix. The file is "
                 "damaged: fetch it again."
             )
-        scale = np.float32(alphas[module] / (rank**0.5 if by_root else rank))
+        if rank > max(down.shape[1], len(up)):  # backends' buffers hold as many numbers as a row
+            raise UnsupportedModelError(
+                f"{folder.name} has rank {rank} for {matrix}, more than the matrix has rows or columns. "
+                "Merge the adapter into the model, and serve that."
+            )
+        scale = np.float32(_alpha(fields, file_name) / (rank**0.5 if by_root else rank))
         matrices[matrix] = LoraMatrix(down, up * scale)
     if not matrices:
         raise CheckpointError(f"{folder.name} changes no matrix. The file is incomplete: fetch it again.")
@@ -141,12 +148,12 @@ def _check_supported(fields: Fields, config: ModelConfig) -> None:
         )
 
 
-def _alpha(fields: Fields, module: str) -> float:
-    """The alpha of a module of the file: that of the first pattern which its name ends with, as in peft."""
+def _alpha(fields: Fields, name: str) -> float:
+    """The alpha of a module or parameter of the file: of the first pattern that ends its name, as in peft."""
     by_pattern = fields.group("alpha_pattern")
     for pattern in by_pattern.values:
         try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
+            if re.match(rf"(.*\.)?({pattern})$", name):
                 return by_pattern.number(pattern)
         except re.error as error:
             raise by_pattern.wrong(pattern, f"a regular expression as its name ({error})") from error

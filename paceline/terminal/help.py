@@ -32,7 +32,7 @@ class TopicCommand(TyperCommand):
     def _refuse_options_of_peers(self, args: list[str]) -> None:
         known = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
         for flag in (argument.partition("=")[0] for argument in args):
-            if flag.startswith("-") and flag not in known and (told := instead_of(flag)):
+            if flag.startswith("-") and flag not in known and (told := instead_of(flag, known)):
                 raise ConfigError(told)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

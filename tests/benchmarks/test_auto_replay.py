@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.control.replay import recording
 from benchmarks.control.replay.device import SimulatedLookup
-from benchmarks.control.replay.recording import HEAD, RecordedAnswer, read_recording
+from benchmarks.control.replay.recording import HEAD, RecordedAnswer, read_recording, record
 from benchmarks.control.replay.replay import Answer, Replay, h200_pass
 from paceline.backends.async_decoding import DeviceDraft
 from paceline.core.trees import DraftPlan
+from paceline.errors import ConfigError
 from tests.benchmarks.cli import run_json
 
 HEAD_RUNNER = object()
@@ -56,6 +58,23 @@ def test_a_fixed_setting_takes_the_passes_that_its_drafts_leave(length, passes, 
     seconds = replay.seconds([0], 0.0)
     decoding = passes * h200_pass(1, chain(length) if length else None)
     assert decoding < seconds < 1.05 * decoding + 1.5e-3
+
+
+def test_a_recording_that_was_interrupted_is_not_replayed(tmp_path: Path, monkeypatch):
+    def interrupted(*given: object):
+        yield {"workload": "chat", "temperature": 0.0, **asdict(recorded(8, "0"))}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recording, "recorded_lines", interrupted)
+    file = tmp_path / "answers.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        record(file, "no/such/model", ["chat"], 64, None, lambda turn: None)
+    assert not file.exists()
+
+
+def test_a_misspelt_workload_is_reported_before_anything_is_recorded(tmp_path: Path):
+    with pytest.raises(ConfigError, match="chta"):
+        record(tmp_path / "answers.jsonl", "no/such/model", ["chat", "chta"], 64, None, lambda turn: None)
 
 
 def test_the_command_replays_a_file_and_counts_the_cells_that_miss(tmp_path: Path):

@@ -385,6 +385,17 @@ def test_embeddings_and_heads_are_refused_by_name(name: str, checkpoint: Checkpo
         load_adapter("x", folder, checkpoint.config)
 
 
+def test_a_rank_above_the_sizes_of_the_matrix_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Threads keep the products with A in buffers that are sized by the model, not by the adapter."""
+    largest = max(checkpoint.tensors["model.layers.0.self_attn.q_proj.weight"].shape)
+    for rank in (largest, largest + 1):
+        ranks = {"self_attn.q_proj": rank}
+        write_adapter(tmp_path / str(rank), checkpoint, ["self_attn.q_proj"], rank_pattern=ranks)
+    assert load_adapter("x", tmp_path / str(largest), checkpoint.config).matrices
+    with pytest.raises(ModelError, match=rf"has rank {largest + 1} for .*q_proj, more than .* Merge"):
+        load_adapter("x", tmp_path / str(largest + 1), checkpoint.config)
+
+
 def test_a_matrix_that_is_changed_twice_is_reported(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """By itself and as a part of a joined one: one of the two would be lost."""
     folder = write_adapter(tmp_path / "x", checkpoint, ["self_attn.q_proj"])

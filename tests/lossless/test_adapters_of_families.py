@@ -100,7 +100,7 @@ def test_alone_together_and_drafted_the_bytes_are_the_same(family: str, backend:
 def test_experts_in_one_parameter_are_read_in_the_order_of_either_version_of_peft(
     is_swapped: bool, tmp_path: Path
 ) -> None:
-    """Parameters are [experts, out, in], as transformers 5 has them of most mixtures."""
+    """Parameters [experts, out, in], as transformers 5 has them of most mixtures; each has its own alpha."""
     folder = save_checkpoint("qwen3-moe", tmp_path / "model")
     config = load_checkpoint(folder).config
     assert config.moe is not None
@@ -113,14 +113,16 @@ def test_experts_in_one_parameter_are_read_in_the_order_of_either_version_of_pef
             (".base_layer", "down", hidden, inner),
         ):
             ups, downs = (values.standard_normal((experts, *own)) for own in ((out, RANK), (RANK, inputs)))
-            changes[layer, part] = ALPHA / RANK * ups @ downs
+            changes[layer, part] = (2 * ALPHA if part == "down" else ALPHA) / RANK * ups @ downs
             a, b = (downs, ups) if is_swapped else (ups.swapaxes(1, 2), downs.swapaxes(1, 2))
             place = f"base_model.model.model.layers.{layer}.mlp.experts{below}.lora_"
             sides[f"{place}A.weight"] = torch.tensor(a.reshape(experts * RANK, -1)).float().contiguous()
             stored = b.transpose(1, 2, 0).reshape(b.shape[1], -1)
             sides[f"{place}B.weight"] = torch.tensor(stored).float().contiguous()
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    adapter = load_adapter("x", save_adapter(tmp_path / "x", sides, target_parameters=parameters), config)
+    # peft finds the alpha by the parameter's name, which the tensors' names lack
+    options = {"target_parameters": parameters, "alpha_pattern": {"experts.down_proj": 2 * ALPHA}}
+    adapter = load_adapter("x", save_adapter(tmp_path / "x", sides, **options), config)
     assert len(adapter.matrices) == len(layers) * experts * 3
     for (layer, part), change in changes.items():
         for expert in range(experts):

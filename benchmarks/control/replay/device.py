@@ -34,7 +34,7 @@ VOCAB, END, TOKEN = 97, 0, 5  # tokens of the vocabulary; the one that ends an o
 class Machine:
     """Seconds of everything, and the clock."""
 
-    device_pass: Callable[[int, DeviceDraft | None], float]  # of so many requests, when nothing else runs
+    device_pass: Callable[[int, DeviceDraft | None], float]  # for a number of requests, alone
     slower: float = 0.0  # seconds that a pass in traffic takes longer, per request: contexts are not empty
     per_row: float = 1.5e-6  # of a prefill, on the device
     catch_up: float = 0.2e-6  # per token of a head's catching up, on the device and on the host each
@@ -200,7 +200,7 @@ class SimulatedLookup(Drafter):
 
 
 class NoTexts:
-    """A tokenizer for outputs that nobody reads."""
+    """A tokenizer for outputs that are never read."""
 
     eos_ids = frozenset({END})
 

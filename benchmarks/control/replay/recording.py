@@ -20,7 +20,7 @@ from paceline.bench.run.engine_runner import EngineRunner, Task
 from paceline.bench.run.speculation import OFF
 from paceline.bench.timing import OnTurn
 from paceline.bench.traffic.profiles import closed
-from paceline.bench.traffic.workloads import load_workload
+from paceline.bench.traffic.workloads import Workload, load_workload
 from paceline.build import build_engine, load_model
 from paceline.core.arrays import Float32Array
 from paceline.core.request import Request
@@ -103,7 +103,23 @@ def record(
     threads: int | None,
     on_turn: OnTurn,
 ) -> None:
-    """Write the answers to the prompts of these workloads, greedy and sampled, as JSON lines."""
+    """Write the answers to the prompts of these workloads, greedy and sampled, as JSON lines.
+
+    The file appears when all are in it: part of a recording would be replayed as a whole one.
+    """
+    loaded = [load_workload(name, MAX_PROMPTS, max_tokens) for name in workloads]
+    unfinished = path.with_name(path.name + ".unfinished")
+    with unfinished.open("w", encoding="utf-8") as file:
+        for line in recorded_lines(model_name, loaded, threads, on_turn):
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+    unfinished.replace(path)
+
+
+def recorded_lines(
+    model_name: str, workloads: Sequence[Workload], threads: int | None, on_turn: OnTurn
+) -> Iterator[dict[str, Any]]:
+    """The lines of a recording, as the answers are made."""
 
     def config(draft: Any) -> Any:
         return bench_config(model_name, "auto", threads, AT_ONCE, draft)
@@ -114,23 +130,19 @@ def record(
         following = build_engine(config(HEAD), model)
     head = following.drafters[HEAD]
     assert isinstance(head, FollowingHead)
-    with path.open("w", encoding="utf-8") as file:
-        for name in workloads:
-            workload = load_workload(name, MAX_PROMPTS, max_tokens)
-            for temperature in TEMPERATURES:
-                how = SpeculationOptions((workload,), {}, temperature=temperature, constrain=False)
-                tasks = tasks_of(workload, model, how)
-                answers = dict(enumerate(_answers(plain, tasks)))
-                ranks = head.follow(answers)
-                assert answers == dict(enumerate(_answers(following.engine, tasks)))
-                for number, task in enumerate(tasks):
-                    tokens = answers[number]
-                    ended = len(tokens) < (task.params.max_tokens or 0)
-                    answer = RecordedAnswer(task.token_ids, tokens, ended, ranks[number])
-                    line = {"workload": workload.name, "temperature": temperature, **asdict(answer)}
-                    file.write(json.dumps(line) + "\n")
-                file.flush()
-                on_turn(f"{workload.name}, T = {temperature}")
+    for workload in workloads:
+        for temperature in TEMPERATURES:
+            how = SpeculationOptions((workload,), {}, temperature=temperature, constrain=False)
+            tasks = tasks_of(workload, model, how)
+            answers = dict(enumerate(_answers(plain, tasks)))
+            ranks = head.follow(answers)
+            assert answers == dict(enumerate(_answers(following.engine, tasks)))
+            for number, task in enumerate(tasks):
+                tokens = answers[number]
+                ended = len(tokens) < (task.params.max_tokens or 0)
+                answer = RecordedAnswer(task.token_ids, tokens, ended, ranks[number])
+                yield {"workload": workload.name, "temperature": temperature, **asdict(answer)}
+            on_turn(f"{workload.name}, T = {temperature}")
 
 
 @contextmanager

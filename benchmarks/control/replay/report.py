@@ -48,7 +48,7 @@ class ReplayedCell:
 
 
 def replay_result(recording: Recording, orders: int, on_turn: OnTurn) -> Result:
-    """Replays all cells of a recording in so many random orders."""
+    """Replays all cells of a recording, once in each of `orders` random orders."""
     grid = ReplayGrid(recording)
     cells = [
         ReplayedCell(

@@ -116,7 +116,7 @@ class DeviceExecutor:
         return plan if drafting.only_reads_texts(plan) else drafting.settled([request], [PLAIN])[0]
 
     def fitting(self, plan: DraftPlan, requests: int) -> DraftPlan:
-        """This plan; if its buffers are too small for so many requests, a tree's chain, or the plain one."""
+        """This plan; if its buffers are too small for these requests, a tree's chain, or the plain one."""
         draft = self.draft(plan)
         if draft is None or draft.max_requests is None or requests <= draft.max_requests:
             return plan

@@ -27,8 +27,8 @@ STACK = re.compile(r"(model\.layers\.\d+\.mlp\.experts)(\.base_layer)*")
 
 def expert_changes(
     folder: Path, module: str, found: Mapping[str, Tensor], layout: FileLayout, config: ModelConfig
-) -> Iterator[tuple[str, Float32Array, Float32Array]]:
-    """What such a module changes: the names of matrices, and down and up of each, not scaled."""
+) -> Iterator[tuple[str, str, Float32Array, Float32Array]]:
+    """What such a module changes: its parameter, matrices by name, and down and up of each, not scaled."""
     match, moe = STACK.fullmatch(module), config.moe
     assert match is not None, "asked before"
     assert moe is not None, "asked before"
@@ -41,10 +41,11 @@ def expert_changes(
             "or merge it into its model."
         )
     axes = first.shape[1], second.shape[0]
-    ours = {"gate_up": (hidden, sides * inner), "down": (inner, hidden)}  # (in, out)
+    first_parameter = "gate_up_proj" if config.is_gated else "up_proj"
+    ours = {first_parameter: (hidden, sides * inner), "down_proj": (inner, hidden)}  # (in, out)
     fits = [
-        (part, is_swapped)
-        for part, own in ours.items()
+        (parameter, is_swapped)
+        for parameter, own in ours.items()
         for is_swapped in (False, True)
         if axes == (own[::-1] if is_swapped else own)
     ]
@@ -55,7 +56,7 @@ def expert_changes(
             f"{folder.name}: {module} may be read in several ways, because the experts' matrices are square "
             "or alike. Merge the adapter into the model, and serve that."
         )
-    ((part, is_swapped),) = fits
+    ((parameter, is_swapped),) = fits
     rank = first.shape[0] // moe.num_experts
     downs = first.float32().reshape(moe.num_experts, rank, -1)
     ups = second.float32().reshape(-1, rank, moe.num_experts).transpose(2, 0, 1)
@@ -63,16 +64,14 @@ def expert_changes(
         downs, ups = ups.transpose(0, 2, 1), downs.transpose(0, 2, 1)
     for expert in range(moe.num_experts):
         name, down = f"{match[1]}.{expert}", np.ascontiguousarray(downs[expert])
-        for own, rows in _parts(part, layout, config).items():
-            yield f"{name}.{own}", down, np.ascontiguousarray(ups[expert][rows])
+        for own, rows in _parts(parameter, layout, config).items():
+            yield parameter, f"{name}.{own}", down, np.ascontiguousarray(ups[expert][rows])
 
 
-def _parts(part: str, layout: FileLayout, config: ModelConfig) -> dict[str, slice]:
-    """The matrices of an expert that a parameter is, and the rows of each."""
-    if part == "down":
-        return {"down_proj": slice(None)}
-    if not config.is_gated:
-        return {"up_proj": slice(None)}
+def _parts(parameter: str, layout: FileLayout, config: ModelConfig) -> dict[str, slice]:
+    """The matrices of an expert in a parameter, and the rows of each."""
+    if parameter != "gate_up_proj":
+        return {parameter: slice(None)}
     if layout.stacked_experts == "alternating":
         return {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
     assert config.moe is not None

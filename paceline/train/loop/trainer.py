@@ -334,7 +334,7 @@ class Trainer:
         return sys.maxsize if epochs is None else self._steps_of(epochs, pace)
 
     def _steps_of(self, epochs: int, pace: Pace) -> int:
-        """The number of steps of so many passes over the examples."""
+        """The number of steps of that number of passes over the examples."""
         size, seed = pace.batch_tokens, self.options.seed
         batches = sum(
             len(epoch_batches(self.examples, self.chosen, size, seed, epoch, self.shares))
