@@ -96,14 +96,17 @@ class OverlapScheduler:
         """The next chunks of the prompts in flight, and of waiting requests; None if a request decodes.
 
         They need no token that the pass in flight samples. So the device does not wait for the host between
-        the chunks of a long prompt, or between the prefills of a burst.
+        the chunks of a long prompt, or between the prefills of a burst. A request that decodes in the pass in
+        flight, on the host, takes part in the next one too, which therefore waits for its token.
         """
         running = self._scheduler.running
         if len(pipeline) != 1 or self._device.needs_features or not self._overlaps_prefills:
             return None
         in_flight = pipeline.on_host
-        if any(request not in in_flight for request in running):
-            return None
+        for request in running:
+            decodes = request.num_pending == 1 and request.num_output > 0
+            if decodes or request not in in_flight:
+                return None
         has_chunks = any(end < len(request.token_ids) for request, end in in_flight.items())
         if not has_chunks and not self._scheduler.waiting:
             return None

@@ -13,6 +13,7 @@ from tests.engine.test_disturbances import LOSSES, Disturbed
 from tests.engine.test_exactness import prompt
 from tests.engine.test_overlap import alone, outcome, params
 from tests.toy import ScriptedDrafter, ToyBackend, drain, scribble_free_pages, toy_engine
+from tests.toy_tokenizer import VOCAB
 
 LONG = prompt(1, 30)  # four chunks of 8 rows
 
@@ -61,6 +62,26 @@ def test_a_pass_has_the_end_of_one_prompt_and_the_start_of_the_next() -> None:
     drain(engine)
     assert is_right(first)
     assert is_right(second)
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_a_request_that_decodes_on_the_host_gets_a_token_with_every_chunk(is_waiting: bool) -> None:
+    """Without its row in each chunk's pass, it would get a token with every second chunk only."""
+    engine, backend = chunked_engine()
+    on_host = add(engine, prompt(2, 5), 2, max_tokens=30, allowed_token_ids=list(range(VOCAB)))
+    while on_host.num_output < 3:
+        engine.step()
+    long = add(engine, LONG, 1)
+    while not long.num_output:
+        before = on_host.num_output
+        if is_waiting:  # not admitted before the long prompt ends
+            add(engine, prompt(3, 5), 3)
+        engine.step()
+        assert on_host.num_output == before + 1
+        assert backend.batches[-1][0] >= 2
+    drain(engine)
+    assert is_right(on_host)
+    assert is_right(long)
 
 
 def test_drafters_that_read_features_on_the_host_get_each_chunk_before_the_next() -> None:
