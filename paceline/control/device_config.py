@@ -34,6 +34,7 @@ class ChainConfig:
     recent_fade: float = 0.9  # the same for recent counts: texts differ, and answers are short
     # drafts; weight of the usual acceptance beside the recent counts, times the square root of the requests
     usual_weight: float = 7.0
+    least_recent: float = 1e-6  # drafts; fewer recent ones are none: their odds would overflow, and be NaN
     parent_weight: float = 1.0  # drafts; weight of the depth above, where there are few observations
     least_chance: float = 0.005  # of acceptance and of rejection: nothing is certain
     # of a node in a tree whose elder siblings were rejected, by their number; the last holds for more

@@ -550,6 +550,19 @@ def test_recent_drafts_are_forgotten_with_the_requests_that_they_were_made_for()
     assert sum(chances.reached(2)) > 1.3 * streak
 
 
+@pytest.mark.parametrize("length", [0, 1])
+def test_recent_drafts_are_forgotten_after_thousands_of_requests(length: int) -> None:
+    """What remains of their counts would overflow, and no draft of two tokens would be chosen any more."""
+    chances = ChainAcceptance(3, [0.6], 12)
+    chances.add([facts(3)] * 4, 4, 3)
+    for _ in range(3000):  # one of four requests ends, and another one comes
+        if length:
+            chances.add([facts(1)] * 4, 4, length)
+        chances.fade_recent(0.75)
+    assert chances.reached(3) == sorted(chances.reached(3), reverse=True)
+    assert 0.3 < chances.reached(2)[1] < 1.0
+
+
 def test_a_few_accepted_lookups_do_not_promise_long_ones():
     chances = ChainAcceptance(15, [0.1, 0.7], 3)
     before = sum(chances.reached(15))

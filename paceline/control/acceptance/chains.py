@@ -74,7 +74,8 @@ class ChainAcceptance:
 
     Counts fade, so recent drafts count most. Where a draft ends early, or there is none, the next token
     counts as rejected. There are two sets of counts: the usual acceptance comes from about 33 passes, and the
-    last few passes correct its odds by one factor for all depths, because texts differ between answers.
+    last few passes correct its odds, because texts differ between answers: by one factor for first tokens,
+    and by another for all tokens below.
     """
 
     def __init__(self, longest: int, chances: Sequence[float], weight: float, share: float = 1.0) -> None:
@@ -190,7 +191,7 @@ class ChainAcceptance:
 
     def _recent_odds(self, chances: list[float], tries: list[float], hits: list[float]) -> float:
         """The odds of recent tokens of some depths to be accepted, over those that `chances` give them."""
-        if not tries or not tries[0]:
+        if not tries or tries[0] < CONFIG.chains.least_recent:
             return 1.0
         tried, hit = sum(tries), sum(hits)
         expected = sum([count * chance for count, chance in zip(tries, chances, strict=True)])
