@@ -109,8 +109,8 @@ def _alike(page_tables: Int32Array, depths: Int32Array, pages_each: int) -> Call
 
     def count(one: int, other: int) -> int:
         most = min(depths[one], depths[other]) * pages_each
-        fp8_inputs = page_tables[one, :most] == page_tables[other, :most]
-        return int((len(fp8_inputs) if fp8_inputs.all() else fp8_inputs.argmin()) // pages_each)
+        equal = page_tables[one, :most] == page_tables[other, :most]
+        return int((len(equal) if equal.all() else equal.argmin()) // pages_each)
 
     return count
 
