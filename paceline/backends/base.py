@@ -44,7 +44,11 @@ class Backend(Protocol):
     def forward(self, batch: ForwardBatch) -> ForwardOutput: ...
 
     def begin(self, batch: ForwardBatch) -> Callable[[], ForwardOutput]:
-        """Launch a pass. The returned function waits for its output; call it before the next launch."""
+        """Launch a pass. The returned function waits for its output.
+
+        It is called before the next launch, unless the backend has an AsyncDecoder and no recurrent layers:
+        then another pass may be launched first, so the output must be a copy.
+        """
         output = self.forward(batch)
         return lambda: output
 
