@@ -186,8 +186,8 @@ class DeviceGrid:
 
 def _fits(setting: Setting, concurrency: int) -> bool:
     """Whether the device drafts this setting for these requests: larger trees become chains there."""
-    is_tree = setting.get("branching", 1) > 1
-    return not is_tree or concurrency * (1 + setting["num_speculative_tokens"]) <= MAX_TREE_ROWS
+    is_tree, nodes = setting.get("branching", 1) > 1, setting.get("num_speculative_tokens", 0)
+    return not is_tree or concurrency * (1 + nodes) <= MAX_TREE_ROWS
 
 
 def _drafters(auto: Loaded) -> list[dict[str, Any]]:
