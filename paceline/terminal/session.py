@@ -46,7 +46,7 @@ def announce_compilation() -> None:
     from paceline.kernel_cache import cached_kernels
 
     if not cached_kernels(cache_folder()):
-        note("compiling kernels, once per machine: this takes a minute or two")
+        note("compiling kernels, once per machine: this takes one to three minutes")
 
 
 def sampling_params(options: Options) -> SamplingParams:
