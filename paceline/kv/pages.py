@@ -71,7 +71,7 @@ class PagePool:
         return list(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Pages that only the caller holds, with undefined content. So many must be available."""
+        """Pages that only the caller holds, with undefined content. At least `count` must be available."""
         pages = self._free[: -count - 1 : -1]  # the last first
         del self._free[len(self._free) - len(pages) :]
         while len(pages) < count:

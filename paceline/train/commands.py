@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -301,6 +301,7 @@ def _add_command(name: str, recipe: Recipe) -> None:
         first = None
         if init_from is not None:
             first = _named(recipe.load)(_init_from(init_from, recipe.method, model))
+            _check_shape(options, first.config)
         answer_options = _answer_options(answering, seed, has_files=bool(data))
         job = Job(model, data or [], out, device, evaluate, answer_options, exclude or [])
         objective = _named(recipe.objective)
@@ -359,6 +360,22 @@ def plan_command(
     if len(set(pilots.steps)) < 2:
         raise ConfigError(f"--steps needs two numbers or more, such as 100,200,400; got {steps!r}.")
     plan(PlanJob(method, model, data, pilots, integers("--epochs", epochs), concurrency, device, json_file))
+
+
+def _check_shape(options: Any, config: Any) -> None:
+    """ConfigError if options ask for another shape than that of the head that is trained further."""
+    shape = {name: getattr(config, name, None) for name in ("draft_vocab_size", "intermediate_size")}
+    shape["layers"] = config.num_layers
+    block = getattr(config, "block", None)  # of a parallel head
+    if block is not None:
+        shape |= {"layers": len(block.layers), "block_size": block.size, "markov_rank": block.markov_rank}
+    for field in fields(options):
+        asked, has = getattr(options, field.name), shape.get(field.name)
+        if has is not None and asked not in (field.default, has):
+            flag = f"--{field.name.replace('_', '-')}"
+            raise ConfigError(
+                f"{flag} {asked}: the head of --init-from has {has} and keeps it. Leave out {flag}."
+            )
 
 
 def _init_from(name: str, method: str, model: str) -> Path:

@@ -141,6 +141,12 @@ def test_the_same_answers_become_a_p_eagle_head_that_is_trained_further(
     assert load_head(further).config == head.config
     plain = tmp_path / "plain"
     assert paceline("train", "eagle3", *given, "--out", plain)[0] == 0
+    others = ("--init-from", out, "--layers", "3", "--out", tmp_path / "none")
+    code, _, stderr = paceline("train", "p-eagle", *given, *others)
+    assert code != 0
+    assert "--layers 3: the head of --init-from has 2 and keeps it. Leave out --layers." in " ".join(
+        stderr.split()
+    )
     code, _, stderr = paceline("train", "p-eagle", *given, "--init-from", plain, "--out", tmp_path / "none")
     assert code != 0
     assert "is no P-EAGLE head" in stderr

@@ -182,12 +182,11 @@ class ChainAcceptance:
         little of the tokens below, and a long draft that is accepted says little of either.
         """
         usual, recent = self._usual_chances(), self._recent
-        return [
-            odds * chance / (1.0 - chance + odds * chance)
-            for depths in (slice(1), slice(1, None))
-            for odds in [self._recent_odds(usual[depths], recent.tries[depths], recent.hits[depths])]
-            for chance in usual[depths]
-        ]
+        chances: list[float] = []
+        for depths in (slice(1), slice(1, None)):  # the first token, and all below
+            odds = self._recent_odds(usual[depths], recent.tries[depths], recent.hits[depths])
+            chances += [odds * chance / (1.0 - chance + odds * chance) for chance in usual[depths]]
+        return chances
 
     def _recent_odds(self, chances: list[float], tries: list[float], hits: list[float]) -> float:
         """The odds of recent tokens of some depths to be accepted, over those that `chances` give them."""

@@ -154,7 +154,7 @@ class Guesses:
 
 
 def guesses_of(head: BlockHead, outputs: Tensor, batch: Batch, anchors: Anchors) -> Guesses:
-    """The guesses of blocks with these outputs: those whose token is part of the anchor's document."""
+    """The guesses of blocks with these outputs, where the guessed token belongs to the anchor's document."""
     before = anchors.places[:, None] + torch.arange(head.block.num_drafts, device=outputs.device)
     blocks, steps = torch.nonzero(before + 1 < batch.ends[anchors.places][:, None], as_tuple=True)
     slots = outputs if head.block.sample_from_anchor else outputs[:, 1:]

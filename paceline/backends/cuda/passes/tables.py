@@ -245,7 +245,7 @@ class DeviceTables:
         return self._line(ADAPTERS, rows)
 
     def output_rows(self, outputs: int) -> torch.Tensor:
-        """The rows whose logits are wanted, then those whose tokens are sampled: int32 [outputs]."""
+        """Indices of the rows with requested logits, then of the sampled rows: int32 [outputs]."""
         return self._line(7, outputs)
 
     def options(self, outputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
