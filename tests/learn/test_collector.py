@@ -55,7 +55,11 @@ def test_complete_answers_are_kept_with_how_they_were_sampled(tmp_path: Path) ->
     (first, second), collector = kept(tmp_path, [(output(5, "stop", "abort", "length"), ORIGIN)])
     assert (first.prompt_ids, first.output_ids, first.segment) == ((5, 1, 2), (5, 0, 7), "sql")
     assert second.output_ids == (5, 2, 7)
-    assert (first.sampling.temperature, first.sampling.top_p, first.sampling.constrained) == (0.5, 0.9, False)
+    assert (first.sampling.temperature, first.sampling.truncation.top_p, first.sampling.constrained) == (
+        0.5,
+        0.9,
+        False,
+    )
     assert (first.salt, first.key) == ("", "")
     assert collector.counts.kept == 2
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.core.truncation import Truncation
 from paceline.errors import ConfigError
 from paceline.learn.data.rows import Damage, RowSampling, TrafficRow
 from paceline.learn.data.split import GATE_SHARE, STOP_SHARE, Side, side_of
@@ -27,7 +28,14 @@ def store_in(folder: Path, limits: StoreLimits | None = None, now: list[float] |
 
 def row(number: int, tokens: int = 8, time: float = 1e9) -> TrafficRow:
     ids = tuple((number + place) % VOCAB for place in range(tokens))
-    return TrafficRow(ids, ids[::-1], "sql", RowSampling(0.7, top_p=0.9), "5a17", "4e7", time)
+    return TrafficRow(ids, ids[::-1], "sql", RowSampling(0.7, Truncation(top_p=0.9)), "5a17", "4e7", time)
+
+
+def test_a_row_of_before_an_option_existed_kept_everything_by_it() -> None:
+    facts = RowSampling(0.7, Truncation(top_p=0.9), constrained=True).facts()
+    assert list(facts) == ["temperature", *Truncation._fields, "constrained"]  # what segment files hold
+    del facts["min_p"]
+    assert RowSampling.of_facts(facts) == RowSampling(0.7, Truncation(top_p=0.9), constrained=True)
 
 
 def segments(folder: Path) -> list[Path]:

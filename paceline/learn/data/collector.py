@@ -129,9 +129,7 @@ class Collector:
         params, store = origin.params, self._store
         sampling = RowSampling(
             params.temperature,
-            params.top_k,
-            params.top_p,
-            params.min_p,
+            params.truncation,
             constrained=params.structure is not None or params.allowed_token_ids is not None,
         )
         prompt, now = tuple(output.prompt_token_ids), self._clock()

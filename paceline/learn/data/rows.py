@@ -7,8 +7,11 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+
+from paceline.core.truncation import KEEPS_ALL, Truncation
 
 MARKER = b"ROW\x01"
 HEADER = struct.Struct("<4sII")  # marker, bytes of the payload, CRC-32 of the payload
@@ -21,10 +24,22 @@ class RowSampling:
     """How an answer was sampled."""
 
     temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    truncation: Truncation = KEEPS_ALL
     constrained: bool = False  # by a schema, a grammar or a list of tokens
+
+    def facts(self) -> dict[str, float | bool]:
+        """Every option by its name, as a row keeps them."""
+        return {
+            "temperature": self.temperature,
+            **self.truncation._asdict(),
+            "constrained": self.constrained,
+        }
+
+    @staticmethod
+    def of_facts(facts: dict[str, Any]) -> RowSampling:
+        """The record of these facts; an option that the row does not have kept everything."""
+        kept = {name: facts.pop(name) for name in Truncation._fields if name in facts}
+        return RowSampling(truncation=Truncation(**kept), **facts)
 
 
 @dataclass(frozen=True)
@@ -44,7 +59,7 @@ class TrafficRow:
         facts = {
             "prompt": len(self.prompt_ids),
             "segment": self.segment,
-            "sampling": vars(self.sampling),
+            "sampling": self.sampling.facts(),
             "salt": self.salt,
             "key": self.key,
             "time": self.time,
@@ -110,7 +125,7 @@ def _row(payload: bytes, vocab_size: int) -> TrafficRow | None:
         facts = json.loads(line)
         ids = np.frombuffer(rest, dtype=ID)
         prompt = int(facts.pop("prompt"))
-        sampling = RowSampling(**facts.pop("sampling"))
+        sampling = RowSampling.of_facts(facts.pop("sampling"))
         if ids.min(initial=0) < 0 or ids.max(initial=0) >= vocab_size or not 0 <= prompt <= len(ids):
             return None
         tokens = ids.tolist()
