@@ -47,7 +47,7 @@ class SlotInits:
             truncation=np.array([options.truncation for options in params], dtype=np.float64),
             logprobs=np.array([options.logprobs is not None for options in params]),
             edits=[
-                request.sampler.logit_edits() if request.sampling_needs & SamplingNeeds.LOGIT_EDITS else None
+                request.sampling.logit_edits() if request.sampling_needs & SamplingNeeds.LOGIT_EDITS else None
                 for request in requests
             ],
             adapters=[request.adapter for request in requests],

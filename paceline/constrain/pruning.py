@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.constrain.constraint import Constraint
+from paceline.core.sampling import TokenConstraint
 from paceline.errors import GrammarError
 
 ROOT = -1
@@ -65,7 +65,9 @@ class _Fitted:
         return Draft(self.tokens, self.parents, self.rows, chances, self.forced)
 
 
-def fit_draft(draft: Draft, constraint: Constraint, forced: Sequence[int], budget: int, levels: int) -> Draft:
+def fit_draft(
+    draft: Draft, constraint: TokenConstraint, forced: Sequence[int], budget: int, levels: int
+) -> Draft:
     """The draft after `forced`, without nodes that the grammar forbids, its paths extended by forced tokens.
 
     At most `budget` nodes and `levels` levels. The nodes of the draft keep their order; extensions come after
@@ -78,7 +80,7 @@ def fit_draft(draft: Draft, constraint: Constraint, forced: Sequence[int], budge
     stem = fitted.extend(ROOT, forced)
     if not draft.tokens:
         return fitted.finished(draft.chances is not None)
-    start: Constraint | None = constraint
+    start: TokenConstraint | None = constraint
     for token in fitted.tokens:
         start = start and _followed(start, token)
     if start is None:  # a limit of the library
@@ -104,7 +106,7 @@ def fit_draft(draft: Draft, constraint: Constraint, forced: Sequence[int], budge
     return fitted.finished(draft.chances is not None)
 
 
-def _followed(state: Constraint, token: int) -> Constraint | None:
+def _followed(state: TokenConstraint, token: int) -> TokenConstraint | None:
     """The state after a token; None if the token may not come next."""
     try:
         if state.allows(token):

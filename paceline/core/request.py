@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, IntFlag, auto
-from typing import TYPE_CHECKING
 
 from paceline.core.detokenizer import Detokenizer
 from paceline.core.params import SamplingParams
+from paceline.core.sampling import SamplingState
 from paceline.core.stats import DraftKind
 from paceline.core.trees import DraftPlan
 from paceline.core.verdict import Logprob
-
-if TYPE_CHECKING:  # core/ imports nothing above it when it runs
-    from paceline.verify.sampling import Sampler
 
 
 class SamplingNeeds(IntFlag):
@@ -111,7 +108,7 @@ class Request:
     seed: int
     max_output: int  # output tokens, by max_tokens and the context length
     ending_ids: frozenset[int]  # end-of-sequence (unless ignored) and stop ids
-    sampler: Sampler
+    sampling: SamplingState
     detokenizer: Detokenizer
     arrival_time: float
     segment: str = ""  # the kind of traffic it belongs to, for statistics
@@ -186,16 +183,16 @@ class Request:
         return self._first_needs if self.num_output < self.params.min_tokens else self._later_needs
 
     def _needs_of(self, num_output: int) -> int:
-        sampler, needs = self.sampler, SamplingNeeds.NOTHING
-        if not sampler.greedy and not sampler.keeps_all:
+        state, needs = self.sampling, SamplingNeeds.NOTHING
+        if not state.greedy and not state.keeps_all:
             needs |= SamplingNeeds.TRUNCATION
-        if sampler.edits_logits(num_output):
+        if state.edits_logits(num_output):
             needs |= SamplingNeeds.LOGIT_EDITS
         if self.params.logprobs is not None:
             needs |= SamplingNeeds.LOGPROBS
-        if sampler.constraint is not None:
+        if state.constraint is not None:
             needs |= SamplingNeeds.CONSTRAINT
-        if sampler.bans_tokens:
+        if state.bans_tokens:
             needs |= SamplingNeeds.TOKEN_BANS
         return int(needs)
 

@@ -23,7 +23,7 @@ class GrammarDrafter(Drafter):
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         """One chain per request; empty where the grammar leaves a choice."""
-        constraints = [request.sampler.constraint for request in requests]
+        constraints = [request.sampling.constraint for request in requests]
         chains = [
             () if constraint is None else constraint.forced()[: plan.levels]
             for constraint, plan in zip(constraints, plans, strict=True)

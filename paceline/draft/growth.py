@@ -22,6 +22,7 @@ import numpy as np
 
 from paceline.backends.head_chains import EXTEND_FACTOR, RIVALS
 from paceline.core.arrays import Float32Array, Float64Array, Int64Array
+from paceline.core.sampling import SamplingState
 from paceline.core.tree_shapes import ROOT, static_shape
 from paceline.core.trees import DraftPlan, DraftTrees, Draws
 from paceline.draft.base import DraftSampling
@@ -32,7 +33,7 @@ from paceline.errors import BackendError
 from paceline.verify.draws import draw
 from paceline.verify.kernels import gumbel
 from paceline.verify.noise import STREAM_DRAFT
-from paceline.verify.sampling import Sampler, Workspace
+from paceline.verify.sampling import Sampler
 
 LEAST_CONFIDENCE = 1e-9  # lower confidences are raised to this one, so that their logarithm is finite
 _ALL_IDS: Int64Array = np.empty(0, dtype=np.int64)  # the logits are those of all ids
@@ -43,7 +44,7 @@ class Scoring:
     """What all trees of a drafter use to score guesses."""
 
     vocabulary: Vocabulary
-    workspace: Workspace
+    sampler: Sampler
     least_chance: float = 0.0  # a chain ends where its chance is lower; trees use their whole budget
     extend_factor: float = EXTEND_FACTOR  # times that: a less likely chain is not extended
 
@@ -73,7 +74,7 @@ class GrowingTree(ABC):
         self._plan = plan
         self._scoring = scoring
         self._depths: list[int] = []
-        self._samplers: dict[int, Sampler] = {ROOT: context.request.sampler}
+        self._states: dict[int, SamplingState] = {ROOT: context.request.sampling}
         self._written: list[int] = []  # nodes whose rows are in the pool after the context, in this order
 
     def part(self) -> Part:
@@ -152,18 +153,18 @@ class GrowingTree(ABC):
             self.tokens[node], request.num_output + depth - 1
         )
 
-    def _sampler(self, node: int) -> Sampler:
-        """The sampler after a node's path."""
-        if node not in self._samplers:
-            self._samplers[node] = self._sampler(self.parents[node]).branch([self.tokens[node]])
-        return self._samplers[node]
+    def _state(self, node: int) -> SamplingState:
+        """The sampling state after a node's path."""
+        if node not in self._states:
+            self._states[node] = self._state(self.parents[node]).branch([self.tokens[node]])
+        return self._states[node]
 
 
 def make_tree(
     context: Context, plan: DraftPlan, scoring: Scoring, sampling: DraftSampling, best_first: bool = False
 ) -> GrowingTree:
     """A growing tree for a request: drawn or chosen, as the sampling asks. `best_first`: see ChosenTree."""
-    if sampling is DraftSampling.INDEPENDENT and not context.request.sampler.greedy:
+    if sampling is DraftSampling.INDEPENDENT and not context.request.sampling.greedy:
         return DrawnTree(context, plan, scoring)
     return ChosenTree(context, plan, scoring, sampling is DraftSampling.COUPLED, best_first)
 
@@ -245,11 +246,11 @@ class ChosenTree(GrowingTree):
     ) -> list[tuple[int, float]]:
         """The children of a node, each with the log of its chance, from a row of the draft model's logits."""
         depth, request = self._depth(node), self.context.request
-        sampler, vocabulary = self._sampler(node), self._scoring.vocabulary
-        count, workspace = self._plan.branching, self._scoring.workspace
-        coupled = self._coupled and not sampler.greedy
+        state, vocabulary = self._state(node), self._scoring.vocabulary
+        count, sampler = self._plan.branching, self._scoring.sampler
+        coupled = self._coupled and not state.greedy
         before = request.num_output + depth
-        if sampler.leaves_logits(before):
+        if state.leaves_logits(before):
             logits, ids_of_logits = vocabulary.known_logits(row)
         else:
             logits, ids_of_logits = vocabulary.target_logits(row), _ALL_IDS
@@ -258,18 +259,18 @@ class ChosenTree(GrowingTree):
             count == 1
             and len(ids_of_logits) == 0
             and (self._least_score == -math.inf or confidence is not None)
-            and (coupled or sampler.greedy)
+            and (coupled or state.greedy)
         ):
             # scores are known or not needed: the token of the best candidate, but faster
             self._is_scored = confidence is not None
-            return [(sampler.sample(*query, workspace), _log(confidence) if confidence is not None else 0.0)]
+            return [(sampler.sample(state, *query), _log(confidence) if confidence is not None else 0.0)]
         # The target adds the same noise: its token is probably among the likeliest under that noise.
         num_candidates = count + RIVALS if coupled else count
-        ids, chances = sampler.candidates(*query, num_candidates, coupled, workspace, ids_of_logits)
-        if sampler.greedy:
+        ids, chances = sampler.candidates(state, *query, num_candidates, coupled, ids_of_logits)
+        if state.greedy:
             chances *= 0.5  # see head_chains.py
         if coupled:
-            chances += gumbel(np.uint64(sampler.seed), np.uint64(query[1]), ids)
+            chances += gumbel(np.uint64(state.seed), np.uint64(query[1]), ids)
             chances -= np.logaddexp.reduce(chances)
         if count == 1 and confidence is not None:
             chances[:1] = _log(confidence)
@@ -336,12 +337,12 @@ class DrawnTree(GrowingTree):
 
     def _draw_children(self, node: int, logits: Float32Array) -> None:
         depth, request = self._depth(node), self.context.request
-        sampler, first = self._sampler(node), len(request.token_ids)
-        probabilities = sampler.probabilities(logits, request.num_output + depth, self._scoring.workspace)
+        state, first = self._state(node), len(request.token_ids)
+        probabilities = self._scoring.sampler.probabilities(state, logits, request.num_output + depth)
         self._distributions.append(probabilities)
         taken: list[int] = []
         for number in self._shape[self._numbers[node]]:
-            token = draw(probabilities, sampler.seed, first, STREAM_DRAFT, number, taken)
+            token = draw(probabilities, state.seed, first, STREAM_DRAFT, number, taken)
             if token < 0:  # the distribution has no other token
                 return
             taken.append(token)

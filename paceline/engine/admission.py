@@ -11,12 +11,12 @@ from paceline.constrain.compiler import Grammar
 from paceline.core.detokenizer import Detokenizer, TextTokenizer, Watch
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
+from paceline.core.sampling import SamplingState
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.methods import PLAN_KEYS, find_method, method_names, parse_plan
 from paceline.errors import GrammarError, RequestError
 from paceline.options import check_bool, nearest, unknown_option
 from paceline.verify.noise import derive_seed
-from paceline.verify.sampling import Sampler
 
 REQUEST_KEYS = (*PLAN_KEYS, "strict")  # of a request's `speculative`
 
@@ -98,7 +98,7 @@ def make_requests(
                 seed=child_seed,
                 max_output=max_output,
                 ending_ids=ending_ids,
-                sampler=Sampler(params, child_seed, prompt, ending_ids, constraint, bad_words),
+                sampling=SamplingState(params, child_seed, prompt, ending_ids, constraint, bad_words),
                 detokenizer=Detokenizer(tokenizer, params, None if watch is None else watch()),
                 arrival_time=now,
                 segment=options.get("segment", ""),
@@ -131,7 +131,7 @@ def _replay(request: Request, tokens: Sequence[int], vocab_size: int) -> None:
             raise RequestError(f"resume has token id {token}, which is outside the vocabulary. {remedy}")
         ends = request.ends_by(token, request.num_output)
         try:
-            request.sampler.advance(token)
+            request.sampling.advance(token)
         except GrammarError as error:
             raise RequestError(f"resume has tokens that the grammar forbids ({error}) {remedy}") from None
         request.token_ids.append(token)

@@ -84,14 +84,14 @@ class Drafting:
         """The plans with room for forced tokens, and without drafters that failed for their request."""
         return [
             plan
-            if request.sampler.constraint is None and not request.failed_drafters
+            if request.sampling.constraint is None and not request.failed_drafters
             else self._with_forced(request, _without_failed(request, plan))
             for request, plan in zip(requests, plans, strict=True)
         ]
 
     def _with_forced(self, request: Request, plan: DraftPlan) -> DraftPlan:
         """The plan with nodes for the tokens that the constraint forces, unless drafting is off."""
-        constraint = request.sampler.constraint
+        constraint = request.sampling.constraint
         if constraint is None or request.undrafted or not self._draft_forced:
             return plan
         run = len(constraint.forced())
@@ -170,7 +170,7 @@ class Drafting:
     def _drafter_plan(self, part: Scheduled) -> DraftPlan:
         """The plan that the drafter of a part gets: it starts after the forced tokens, and has the nodes that
         they leave."""
-        plan, constraint = part.plan, part.request.sampler.constraint
+        plan, constraint = part.plan, part.request.sampling.constraint
         if plan.drafter is None or plan.forced == 0 or constraint is None:
             return plan
         run = constraint.forced()
@@ -187,7 +187,7 @@ class Drafting:
 
     def _must_fit(self, part: Scheduled) -> bool:
         """Whether a part's draft has to be fitted to a constraint."""
-        drafter, constraint = part.plan.drafter, part.request.sampler.constraint
+        drafter, constraint = part.plan.drafter, part.request.sampling.constraint
         return drafter is not None and constraint is not None and not self._drafters[drafter].only_forced
 
     def _fitted(self, trees: DraftTrees, parts: Sequence[Scheduled], members: Sequence[int]) -> DraftTrees:
@@ -204,7 +204,7 @@ class Drafting:
             for index in range(len(parts))
         ]
         for index in members:
-            plan, constraint = parts[index].plan, parts[index].request.sampler.constraint
+            plan, constraint = parts[index].plan, parts[index].request.sampling.constraint
             assert constraint is not None
             run = constraint.forced()[: plan.forced]
             drafts[index] = fit_draft(drafts[index], constraint, run, plan.budget, plan.levels)

@@ -25,42 +25,42 @@ from paceline.verify.logprobs import token_logprobs
 from paceline.verify.noise import STREAM_ACCEPT, STREAM_RESIDUAL, lane
 from paceline.verify.pathwise import verify_pathwise
 from paceline.verify.rule_kernels import BLOCK, REJECTION, TRAVERSAL, decide
-from paceline.verify.sampling import Workspace
+from paceline.verify.sampling import Sampler
 from paceline.verify.verdict import Case
 
-VerifyGroup = Callable[[Sequence[Case], Workspace], list[Verdict]]
+VerifyGroup = Callable[[Sequence[Case], Sampler], list[Verdict]]
 
 _BUFFER_BYTES = 64 * 1024**2  # bytes of distributions per call of a rule, unless a single case needs more
 
 
-def verify_rejection(cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
+def verify_rejection(cases: Sequence[Case], sampler: Sampler) -> list[Verdict]:
     """The verdicts of (multi-candidate) rejection sampling."""
-    return _verify(_verify_by_level, cases, workspace)
+    return _verify(_verify_by_level, cases, sampler)
 
 
-def verify_block(cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
+def verify_block(cases: Sequence[Case], sampler: Sampler) -> list[Verdict]:
     """The verdicts of block verification. ValueError if a draft is not a chain."""
     for case in cases:
         if list(case.parents) != list(range(-1, len(case.parents) - 1)):
             raise ValueError(
                 f"block verification takes chains only, got a tree: parents {list(case.parents)}"
             )
-    return _verify(partial(_verify_whole, BLOCK), cases, workspace)
+    return _verify(partial(_verify_whole, BLOCK), cases, sampler)
 
 
-def verify_traversal(cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
+def verify_traversal(cases: Sequence[Case], sampler: Sampler) -> list[Verdict]:
     """The verdicts of traversal verification."""
-    return _verify(partial(_verify_whole, TRAVERSAL), cases, workspace)
+    return _verify(partial(_verify_whole, TRAVERSAL), cases, sampler)
 
 
-def _verify(verify_group: VerifyGroup, cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
+def _verify(verify_group: VerifyGroup, cases: Sequence[Case], sampler: Sampler) -> list[Verdict]:
     """One verdict for each case. Cases without a draft and greedy ones get the pathwise verdict."""
     verdicts: dict[int, Verdict] = {}
-    drafted = [index for index, case in enumerate(cases) if len(case.tokens) and not case.sampler.greedy]
+    drafted = [index for index, case in enumerate(cases) if len(case.tokens) and not case.sampling.greedy]
     plain = [index for index in range(len(cases)) if index not in set(drafted)]
-    verdicts.update(zip(plain, verify_pathwise([cases[index] for index in plain], workspace), strict=True))
+    verdicts.update(zip(plain, verify_pathwise([cases[index] for index in plain], sampler), strict=True))
     for group in _groups(drafted, cases):
-        verdicts.update(zip(group, verify_group([cases[index] for index in group], workspace), strict=True))
+        verdicts.update(zip(group, verify_group([cases[index] for index in group], sampler), strict=True))
     return [verdicts[index] for index in range(len(cases))]
 
 
@@ -102,18 +102,18 @@ class ReachableDraft:
         return nodes
 
 
-def _verify_by_level(cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
+def _verify_by_level(cases: Sequence[Case], sampler: Sampler) -> list[Verdict]:
     """One verdict for each case by rejection: the root's children first, then those of each accepted node."""
     verdicts: dict[int, Verdict] = {}
     paths: dict[int, list[int]] = {index: [] for index in range(len(cases))}  # accepted so far
     live = list(paths)
     while live:
-        target_probs = workspace.lines(sum(len(cases[index].logits) for index in live))
+        target_probs = sampler.lines(sum(len(cases[index].logits) for index in live))
         levels: dict[int, ReachableDraft] = {}
         filled = 0
         for index in live:
             try:
-                levels[index] = _reachable_level(cases[index], paths[index], target_probs[filled], workspace)
+                levels[index] = _reachable_level(cases[index], paths[index], target_probs[filled], sampler)
                 filled += 1 + len(levels[index].nodes)
             except BackendError as error:
                 verdicts[index] = Verdict((), (), error=error)
@@ -131,25 +131,25 @@ def _verify_by_level(cases: Sequence[Case], workspace: Workspace) -> list[Verdic
 
 
 def _reachable_level(
-    case: Case, path: Sequence[int], target_probs: Float64Array, workspace: Workspace
+    case: Case, path: Sequence[int], target_probs: Float64Array, sampler: Sampler
 ) -> ReachableDraft:
     """The children of the path's last node. Writes the target's distribution at that node."""
     end = path[-1] if path else -1
-    sampler = case.sampler.branch([case.tokens[node] for node in path])
-    sampler.probabilities(case.logits[end + 1], case.num_output + len(path), workspace, out=target_probs)
+    state = case.sampling.branch([case.tokens[node] for node in path])
+    sampler.probabilities(state, case.logits[end + 1], case.num_output + len(path), out=target_probs)
     children = [node for node, parent in enumerate(case.parents) if parent == end]
     return ReachableDraft(case, children, [-1] * len(children), [False] * len(children))
 
 
-def _verify_whole(rule: int, cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
+def _verify_whole(rule: int, cases: Sequence[Case], sampler: Sampler) -> list[Verdict]:
     """One verdict for each case by a rule that decides on whole paths."""
-    target_probs = workspace.lines(sum(len(case.logits) for case in cases))
+    target_probs = sampler.lines(sum(len(case.logits) for case in cases))
     verdicts: dict[int, Verdict] = {}
     drafts: dict[int, ReachableDraft] = {}
     filled = 0
     for index, case in enumerate(cases):
         try:
-            drafts[index] = reachable_draft(case, target_probs[filled:], workspace)
+            drafts[index] = reachable_draft(case, target_probs[filled:], sampler)
             filled += 1 + len(drafts[index].nodes)
         except BackendError as error:
             verdicts[index] = Verdict((), (), error=error)
@@ -162,7 +162,7 @@ def _verify_whole(rule: int, cases: Sequence[Case], workspace: Workspace) -> lis
     return [verdicts[index] for index in range(len(cases))]
 
 
-def reachable_draft(case: Case, target_probs: Float64Array, workspace: Workspace) -> ReachableDraft:
+def reachable_draft(case: Case, target_probs: Float64Array, sampler: Sampler) -> ReachableDraft:
     """The reachable part of a draft. Writes the target's distributions of the root and the open nodes.
 
     Nothing follows a token that ends the request, a token of probability 0, or unusable logits: nodes
@@ -170,20 +170,20 @@ def reachable_draft(case: Case, target_probs: Float64Array, workspace: Workspace
     end too, so it adds no bias. Unusable logits are an error only if the accepted path ends there.
     """
     reachable = ReachableDraft(case)
-    case.sampler.probabilities(case.logits[0], case.num_output, workspace, out=target_probs[0])
-    followed = {-1: (-1, case.sampler, case.num_output)}  # open node: (index, sampler, tokens of output)
+    sampler.probabilities(case.sampling, case.logits[0], case.num_output, out=target_probs[0])
+    followed = {-1: (-1, case.sampling, case.num_output)}  # open node: (index, state, tokens of output)
     for node, (token, parent) in enumerate(zip(case.tokens, case.parents, strict=True)):
         if parent not in followed:
             continue
-        above, sampler, num_output = followed[parent]
+        above, state, num_output = followed[parent]
         index = len(reachable.nodes)
         is_open = target_probs[above + 1][token] > 0 and not case.is_last(token, num_output)
         if is_open:
             try:
-                sampler = sampler.branch((token,))
+                state = state.branch((token,))
                 line = target_probs[index + 1]
-                sampler.probabilities(case.logits[node + 1], num_output + 1, workspace, out=line)
-                followed[node] = (index, sampler, num_output + 1)
+                sampler.probabilities(state, case.logits[node + 1], num_output + 1, out=line)
+                followed[node] = (index, state, num_output + 1)
             except BackendError as error:
                 reachable.errors[index] = error
                 is_open = False
@@ -223,7 +223,7 @@ def _decide(
 def _uniforms(keys: Sequence[tuple[Case, int]], stream: int) -> Float64Array:
     """One uniform for each (case, node), keyed as `draws.py` describes: float64 [keys]."""
     return uniforms(
-        np.array([case.sampler.seed for case, _ in keys], dtype=np.uint64),
+        np.array([case.sampling.seed for case, _ in keys], dtype=np.uint64),
         np.array([case.position for case, _ in keys], dtype=np.uint64),
         np.array([lane(stream, node) for _, node in keys], dtype=np.uint64),
     )
@@ -240,7 +240,7 @@ def _verdict(case: Case, accepted: Sequence[int], token: int) -> Verdict:
             for node, chosen in zip([-1, *accepted], tokens, strict=False):  # an ending has no bonus
                 logprobs.append(token_logprobs(case.logits[node + 1], chosen, case.num_logprobs))
         for chosen in tokens:
-            case.sampler.advance(chosen)
+            case.sampling.advance(chosen)
     except BackendError as error:
         return Verdict((), (), error=error)
     return Verdict(tuple(accepted), tuple(tokens), tuple(logprobs))

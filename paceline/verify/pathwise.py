@@ -11,22 +11,22 @@ from collections.abc import Sequence
 from paceline.core.verdict import Logprob, Verdict
 from paceline.errors import BackendError
 from paceline.verify.logprobs import token_logprobs
-from paceline.verify.sampling import Workspace, unusable_logits
+from paceline.verify.sampling import Sampler, unusable_logits
 from paceline.verify.verdict import Case
 
 
-def verify_pathwise(cases: Sequence[Case], workspace: Workspace) -> list[Verdict]:
+def verify_pathwise(cases: Sequence[Case], sampler: Sampler) -> list[Verdict]:
     """The accepted path and its tokens, for each case."""
     verdicts = []
     for case in cases:
         try:
-            verdicts.append(_walk(case, workspace))
+            verdicts.append(_walk(case, sampler))
         except BackendError as error:
             verdicts.append(Verdict((), (), error=error))
     return verdicts
 
 
-def _walk(case: Case, workspace: Workspace) -> Verdict:
+def _walk(case: Case, sampler: Sampler) -> Verdict:
     """The verdict on one case. An accepted token that ends the request, inside a draft, ends the walk."""
     accepted: list[int] = []
     tokens: list[int] = []
@@ -34,8 +34,8 @@ def _walk(case: Case, workspace: Workspace) -> Verdict:
     node = -1
     while True:
         depth = len(tokens)
-        token = _token(case, node, depth, workspace)
-        case.sampler.advance(token)
+        token = _token(case, node, depth, sampler)
+        case.sampling.advance(token)
         tokens.append(token)
         if case.num_logprobs is not None:
             logprobs.append(token_logprobs(case.logits[node + 1], token, case.num_logprobs))
@@ -48,11 +48,11 @@ def _walk(case: Case, workspace: Workspace) -> Verdict:
     return Verdict(tuple(accepted), tuple(tokens), tuple(logprobs))
 
 
-def _token(case: Case, node: int, depth: int, workspace: Workspace) -> int:
+def _token(case: Case, node: int, depth: int, sampler: Sampler) -> int:
     """The target's token after a node at this depth: sampled here, or already by the backend."""
     position = case.position + depth
     if case.chosen is None:
-        return case.sampler.sample(case.logits[node + 1], position, case.num_output + depth, workspace)
+        return sampler.sample(case.sampling, case.logits[node + 1], position, case.num_output + depth)
     token = case.chosen[node + 1]
     if token < 0:
         raise unusable_logits(f"at position {position}")

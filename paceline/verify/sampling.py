@@ -14,30 +14,26 @@ path and (seed, position), and on nothing else.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
-from paceline.constrain.constraint import Constraint
 from paceline.core.arrays import Float32Array, Float64Array, Int64Array
-from paceline.core.logit_edits import LogitEdits
-from paceline.core.params import SamplingParams
+from paceline.core.sampling import SamplingState
 from paceline.core.truncation import KEEPS_ALL
 from paceline.errors import BackendError
 from paceline.verify.choosing import ALL_IDS, best_candidates, choose_token, target_probabilities
-from paceline.verify.logits_processors import LogitsProcessors
+from paceline.verify.logits_processors import apply_options
 
 _PLAIN_OPTIONS = (1.0, KEEPS_ALL)  # temperature, truncation: the plain softmax
 
 
-class Workspace:
-    """Scratch arrays of the vocabulary's size, allocated once and shared by all requests of an engine."""
+class Sampler:
+    """Samples tokens from logits, for any request, in scratch arrays that it allocates once."""
 
     def __init__(self, vocab_size: int) -> None:
-        self.logits = np.empty(vocab_size, dtype=np.float32)  # [vocab] logits with options applied
-        self.scratch = (  # [vocab] each, for the kernels
+        self._edited = np.empty(vocab_size, dtype=np.float32)  # [vocab] logits with options applied
+        self._scratch = (  # [vocab] each, for the kernels
             np.empty(vocab_size, dtype=np.float64),
             np.empty(vocab_size, dtype=np.int64),
             np.empty(vocab_size, dtype=np.int64),
@@ -50,106 +46,32 @@ class Workspace:
             self._lines = np.empty((count, self._lines.shape[1]), dtype=np.float64)
         return self._lines[:count]
 
-
-class Sampler:
-    """Samples one request's tokens from logits. `advance` tells it each token of the request's path."""
-
-    def __init__(
-        self,
-        params: SamplingParams,
-        seed: int,
-        prompt: Sequence[int],
-        ending_ids: Iterable[int],
-        constraint: Constraint | None = None,
-        bad_words: Collection[Sequence[int]] = (),
-    ) -> None:
-        """`ending_ids` are the ids that min_tokens forbids: end-of-sequence and stop ids.
-
-        `bad_words` are the token sequences of the params' bad_words.
-        """
-        self.constraint = constraint  # None: any token may follow
-        self._params = params
-        self._seed = np.uint64(seed)
-        self._options = (params.temperature, params.truncation)
-        self._processors = LogitsProcessors(params, prompt, ending_ids, bad_words)
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the token is the largest logit, without noise."""
-        return self._params.greedy
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether nothing is truncated."""
-        return self._options[1].keeps_all
-
-    def leaves_logits(self, num_output: int) -> bool:
-        """Whether neither a constraint nor an option edits logits from here on."""
-        return self.constraint is None and not self.edits_logits(num_output)
-
-    def edits_logits(self, num_output: int) -> bool:
-        """Whether options (bias, min_tokens, penalties, allowed ids, bad words) edit logits from here on."""
-        return self._processors.edits(num_output)
-
-    @property
-    def bans_tokens(self) -> bool:
-        """Whether allowed_token_ids or bad_words exclude tokens, which `logit_edits` does not tell."""
-        return self._processors.bans
-
-    def logit_edits(self) -> LogitEdits:
-        """What `edits_logits` stands for, for a device that samples the next tokens."""
-        return self._processors.for_device()
-
-    @property
-    def seed(self) -> int:
-        """The key of all noise of the request."""
-        return int(self._seed)
-
-    def advance(self, token: int) -> None:
-        """Append a token to the path."""
-        if self.constraint is not None:
-            self.constraint.advance(token)
-        if self._processors.follows_path:
-            self._processors.advance(token)
-
-    def branch(self, tokens: Iterable[int]) -> Sampler:
-        """A sampler whose path is this one's plus these tokens. This one is not changed."""
-        if not self._processors.follows_path and self.constraint is None:
-            return self  # nothing depends on the path
-        twin = copy.copy(self)
-        twin._processors = self._processors.branch()
-        if self.constraint is not None:
-            twin.constraint = self.constraint.branch()
-        for token in tokens:
-            twin.advance(token)
-        return twin
-
-    def sample(self, logits: Float32Array, position: int, num_output: int, workspace: Workspace) -> int:
+    def sample(self, state: SamplingState, logits: Float32Array, position: int, num_output: int) -> int:
         """The token at `position`, when `num_output` tokens of output precede it.
 
         Raises BackendError if the logits hold NaN or +inf, or if no token is allowed.
         """
-        forced = self._forced(logits)
+        forced = _forced(state, logits)
         if forced is not None:
             return forced
-        if self.greedy and not self.edits_logits(num_output):
+        if state.greedy and not state.edits_logits(num_output):
             token = int(logits.argmax())  # if the largest of all is allowed, it is the largest allowed
-            if math.isfinite(logits[token]) and (self.constraint is None or self.constraint.allows(token)):
+            if math.isfinite(logits[token]) and (state.constraint is None or state.constraint.allows(token)):
                 return token
-        logits = self.edited_logits(logits, num_output, workspace)
-        if self.greedy:
+        logits = self.edited_logits(state, logits, num_output)
+        if state.greedy:
             token = int(logits.argmax())  # the first NaN, if there is one
             if math.isfinite(logits[token]):
                 return token
         else:
-            key = (self._seed, np.uint64(position))
-            token = choose_token(logits, self._options, workspace.scratch, key)
+            key = (np.uint64(state.seed), np.uint64(position))
+            token = choose_token(logits, state.options, self._scratch, key)
             if token >= 0:
                 return token
         raise unusable_logits(f"at position {position}")
 
     def probabilities(
-        self, logits: Float32Array, num_output: int, workspace: Workspace, out: Float64Array | None = None
+        self, state: SamplingState, logits: Float32Array, num_output: int, out: Float64Array | None = None
     ) -> Float64Array:
         """The distribution that `sample` draws from, all options applied: float64 [vocab], in `out` if given.
 
@@ -158,31 +80,31 @@ class Sampler:
         """
         if out is None:
             out = np.empty(len(logits), dtype=np.float64)
-        forced = self._forced(logits)
+        forced = _forced(state, logits)
         if forced is not None:
             out[:] = 0.0
             out[forced] = 1.0
             return out
-        logits = self.edited_logits(logits, num_output, workspace)
-        if self.greedy:
+        logits = self.edited_logits(state, logits, num_output)
+        if state.greedy:
             token = int(logits.argmax())
             usable = math.isfinite(logits[token])
             out[:] = 0.0
             out[token] = 1.0
         else:
-            usable = target_probabilities(logits, self._options, workspace.scratch, out)
+            usable = target_probabilities(logits, state.options, self._scratch, out)
         if not usable:
             raise unusable_logits(f"after {num_output} tokens of output")
         return out
 
     def candidates(
         self,
+        state: SamplingState,
         logits: Float32Array,
         position: int,
         num_output: int,
         count: int,
         coupled: bool,
-        workspace: Workspace,
         known: Int64Array = ALL_IDS,
     ) -> tuple[Int64Array, Float64Array]:
         """The `count` best ids, best first, and their log p: int64 and float64 [at most count].
@@ -190,41 +112,42 @@ class Sampler:
         Best by log p + gumbel if coupled: the first is then the token that `sample` would return. Else by
         log p, ties to the lowest id. Fewer where the options keep fewer. At temperature 0, where p is
         one-hot, they are ranked by the logits, and log p is that of temperature 1. The logits may be those
-        of the ids `known` only, if `leaves_logits`.
+        of the ids `known` only, if `state.leaves_logits`.
         """
-        forced = self._forced(logits)
+        forced = _forced(state, logits)
         if forced is not None:
             return np.array([forced]), np.zeros(1)
-        logits = self.edited_logits(logits, num_output, workspace)
+        logits = self.edited_logits(state, logits, num_output)
         best = best_candidates(
             (logits, known),
-            _PLAIN_OPTIONS if self.greedy else self._options,
-            workspace.scratch,
-            (self._seed, np.uint64(position)),
-            coupled and not self.greedy,
+            _PLAIN_OPTIONS if state.greedy else state.options,
+            self._scratch,
+            (np.uint64(state.seed), np.uint64(position)),
+            coupled and not state.greedy,
             count,
         )
         if best is None:
             raise unusable_logits(f"at position {position}")
         return best
 
-    def _forced(self, logits: Float32Array) -> int | None:
-        """The token that the constraint forces, if it allows exactly one."""
-        if self.constraint is None:
-            return None
-        forced = self.constraint.forced()
-        if not forced:
-            return None
-        if not math.isfinite(logits[forced[0]]):
-            raise unusable_logits(f"of token {forced[0]}")
-        return forced[0]
-
-    def edited_logits(self, logits: Float32Array, num_output: int, workspace: Workspace) -> Float32Array:
+    def edited_logits(self, state: SamplingState, logits: Float32Array, num_output: int) -> Float32Array:
         """The logits that the constraint allows, edited by the options, if there are any."""
-        if self.leaves_logits(num_output):
+        if state.leaves_logits(num_output):
             return logits
-        mask = None if self.constraint is None else self.constraint.mask()
-        return self._processors.apply(logits, mask, num_output, workspace.logits)
+        mask = None if state.constraint is None else state.constraint.mask()
+        return apply_options(state.logit_options, logits, mask, num_output, self._edited)
+
+
+def _forced(state: SamplingState, logits: Float32Array) -> int | None:
+    """The token that the constraint forces, if it allows exactly one."""
+    if state.constraint is None:
+        return None
+    forced = state.constraint.forced()
+    if not forced:
+        return None
+    if not math.isfinite(logits[forced[0]]):
+        raise unusable_logits(f"of token {forced[0]}")
+    return forced[0]
 
 
 def unusable_logits(where: str) -> BackendError:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.core.arrays import Float32Array
+from paceline.core.sampling import SamplingState
 from paceline.core.trees import Draws
 from paceline.core.verdict import Verdict
-from paceline.verify.sampling import Sampler, Workspace
+from paceline.verify.sampling import Sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class Case:
     tokens: Sequence[int]  # [nodes]
     parents: Sequence[int]  # [nodes] -1 for the root's children
     draws: Draws | None  # the distributions that nodes were sampled from; None: all were chosen
-    sampler: Sampler  # at the end of the request's path; the rule advances it along the new tokens
+    sampling: SamplingState  # at the end of the request's path; the rule advances it along the new tokens
     position: int  # of the first new token
     num_output: int  # tokens of output before it
     is_last: Callable[[int, int], bool]  # (token, outputs before it): whether the request ends with it
@@ -29,4 +30,4 @@ class Case:
 
 
 # One verdict for each case. Unusable logits are the error of their own case only.
-Rule = Callable[[Sequence[Case], Workspace], list[Verdict]]
+Rule = Callable[[Sequence[Case], Sampler], list[Verdict]]

@@ -12,8 +12,9 @@ import pytest
 from paceline.constrain.constraint import Constraint
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
+from paceline.core.sampling import SamplingState
 from paceline.errors import GrammarError
-from paceline.verify.sampling import Sampler
+from paceline.verify import sampling
 from tests.constrain.engines import PLANS, TOKENIZER, VOCAB, make_engine, requests, result, served
 
 
@@ -59,15 +60,15 @@ def test_siblings_that_share_a_state_are_noticed(truth, plant):
 
 
 def test_the_mask_of_the_parent_used_for_the_child_is_noticed(truth, plant):
-    """The sampler's place in the grammar is that of the request's last token all along a draft."""
+    """The place in the grammar is that of the request's last token all along a draft."""
 
-    def late(self: Sampler, token: int) -> None:
+    def late(self: SamplingState, token: int) -> None:
         waiting = self.__dict__.setdefault("waiting", [])
         for earlier in waiting:
             self.constraint.advance(earlier)
         self.waiting = [token]
 
-    plant(Sampler, "advance", late)
+    plant(SamplingState, "advance", late)
     ended = drafted("suffix tree")
     plant.assert_noticed(ended, results(ended), truth, beside=GrammarError)
 
@@ -86,7 +87,7 @@ def test_a_forced_token_that_is_drafted_but_not_enforced_is_noticed(plant):
         return np.array(mask)
 
     assert all(all_accepted(drafted("grammar")))
-    plant(Sampler, "_forced", lambda self, logits: None)
+    plant(sampling, "_forced", lambda state, logits: None)
     plant(Constraint, "mask", spelled_right)
     plant(Constraint, "allows", lambda self, token: bool(spelled_right(self)[token]))
     plant(Constraint, "advance", lambda self, token: self._take(token))

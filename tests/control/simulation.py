@@ -53,7 +53,7 @@ class SimulatedDrafter:
 
 
 @dataclass(frozen=True)
-class SimulatedSampler:
+class SimulatedSampling:
     greedy: bool = True
 
 
@@ -74,7 +74,7 @@ class SimulatedRequest:
     num_computed: int = 100
     shadow_depth: int = 0
     failed_drafters: set[str] = field(default_factory=set)
-    sampler: SimulatedSampler = SimulatedSampler()
+    sampling: SimulatedSampling = SimulatedSampling()
     speculative: SimulatedCounts = field(default_factory=SimulatedCounts)
 
     @property

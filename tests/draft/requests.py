@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
-from paceline.verify.sampling import Sampler
+from paceline.core.sampling import SamplingState
 
 
 def make_request(prompt, output=(), max_output=100, salt="") -> Request:
@@ -20,7 +20,7 @@ def make_request(prompt, output=(), max_output=100, salt="") -> Request:
         seed=0,
         max_output=max_output,
         ending_ids=frozenset(),
-        sampler=Sampler(SamplingParams(), 0, prompt, ()),
+        sampling=SamplingState(SamplingParams(), 0, prompt, ()),
         detokenizer=cast(Any, None),
         arrival_time=0.0,
         cache_salt=salt,

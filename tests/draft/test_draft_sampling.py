@@ -142,8 +142,8 @@ def noise_for_greedy_drafts(plant):
     """The sampler adds noise to the candidates of greedy drafts, too."""
     candidates = Sampler.candidates
 
-    def always_coupled(self, logits, position, num_output, count, coupled, workspace, known=ALL_IDS):
-        return candidates(self, logits, position, num_output, count, True, workspace, known)
+    def always_coupled(self, state, logits, position, num_output, count, coupled, known=ALL_IDS):
+        return candidates(self, state, logits, position, num_output, count, True, known)
 
     plant(Sampler, "candidates", always_coupled)
 

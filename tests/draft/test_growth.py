@@ -11,7 +11,7 @@ from paceline.core.trees import DraftPlan
 from paceline.draft.growth import ChosenTree, DrawnTree, Scoring
 from paceline.draft.model.draft_cache import Context
 from paceline.engine.admission import Limits, make_requests
-from paceline.verify.sampling import Workspace
+from paceline.verify.sampling import Sampler
 from tests.draft.draft_models import path_of, same_ids
 from tests.toy import VOCAB, ToyBackend, ToyTokenizer
 
@@ -83,7 +83,7 @@ def eagle2_reference(request, budget: int, branching: int, levels: int) -> set[t
 def test_chosen_trees_have_the_shape_of_eagle_2(budget, branching, depth):
     request = request_of(temperature=0)
     plan = DraftPlan("draft_model", budget, branching, depth)
-    tree = ChosenTree(context_of(request), plan, Scoring(same_ids(), Workspace(VOCAB)), coupled=True)
+    tree = ChosenTree(context_of(request), plan, Scoring(same_ids(), Sampler(VOCAB)), coupled=True)
     parts = grown(tree)
     paths = paths_of(tree)
     assert set(paths) == eagle2_reference(request, budget, branching, plan.levels)
@@ -94,7 +94,7 @@ def test_chosen_trees_have_the_shape_of_eagle_2(budget, branching, depth):
 
 def test_a_chain_costs_one_row_a_level():
     plan = DraftPlan("draft_model", 6)
-    tree = ChosenTree(context_of(request_of()), plan, Scoring(same_ids(), Workspace(VOCAB)), coupled=True)
+    tree = ChosenTree(context_of(request_of()), plan, Scoring(same_ids(), Sampler(VOCAB)), coupled=True)
     parts = grown(tree)
     assert [(part.start, len(part.tokens), part.parents) for part in parts] == [
         (len(PROMPT) + place, 1, [-1]) for place in range(5)
@@ -112,7 +112,7 @@ def test_a_pass_computes_what_the_frontier_does_not_have_in_common():
         return logits
 
     plan = DraftPlan("draft_model", 24, branching=2, depth=7)
-    scoring = Scoring(same_ids(), Workspace(VOCAB))
+    scoring = Scoring(same_ids(), Sampler(VOCAB))
     tree = ChosenTree(context_of(request_of(temperature=0, ignore_eos=True)), plan, scoring, coupled=False)
     passes = [(part.start - len(PROMPT), part.tokens, part.parents) for part in grown(tree, logits_of)]
     assert passes == [
@@ -130,7 +130,7 @@ def test_a_pass_computes_what_the_frontier_does_not_have_in_common():
 def test_penalties_follow_the_nodes_own_path(coupled):
     request = request_of(temperature=0.5, seed=3, frequency_penalty=2.0, repetition_penalty=1.5, top_k=5)
     plan = DraftPlan("draft_model", 12, branching=3)
-    tree = ChosenTree(context_of(request), plan, Scoring(same_ids(), Workspace(VOCAB)), coupled)
+    tree = ChosenTree(context_of(request), plan, Scoring(same_ids(), Sampler(VOCAB)), coupled)
 
     def flat(path):  # without penalties tokens would repeat along a path
         logits = np.zeros(VOCAB, dtype=np.float32)
@@ -139,9 +139,9 @@ def test_penalties_follow_the_nodes_own_path(coupled):
 
     grown(tree, flat)
     for path in paths_of(tree):
-        expected = request.sampler.branch(path[:-1])
+        expected = request.sampling.branch(path[:-1])
         place = (flat(path), len(PROMPT) + len(path) - 1, len(path) - 1)
-        best, _ = expected.candidates(*place, 3, coupled, Workspace(VOCAB))
+        best, _ = Sampler(VOCAB).candidates(expected, *place, 3, coupled)
         assert path[-1] in best
         assert len(set(path)) == len(path)
 
@@ -151,12 +151,12 @@ def test_a_coupled_tree_holds_what_a_target_with_equal_logits_chooses():
     found = 0
     for seed in range(40):
         request = request_of(temperature=1.0, seed=seed)
-        tree = ChosenTree(context_of(request), plan, Scoring(same_ids(), Workspace(VOCAB)), coupled=True)
+        tree = ChosenTree(context_of(request), plan, Scoring(same_ids(), Sampler(VOCAB)), coupled=True)
         grown(tree)
         path: tuple[int, ...] = ()
         while path in {(), *paths_of(tree)}:
             place = (toy_logits(path), len(PROMPT) + len(path), len(path))
-            path = (*path, request.sampler.sample(*place, Workspace(VOCAB)))
+            path = (*path, Sampler(VOCAB).sample(request.sampling, *place))
         assert len(path) > 1, "the target's first token is always drafted"
         found += len(path) - 1
     assert found > 40 * 2
@@ -174,7 +174,7 @@ def test_a_chain_ends_where_it_is_unlikely_to_be_right(share, length):
         logits[20 + len(path)] = np.log(share / (1 - share) * (VOCAB - 1))
         return logits
 
-    plan, scoring = DraftPlan("eagle3", 9), Scoring(same_ids(), Workspace(VOCAB), least_chance=0.35)
+    plan, scoring = DraftPlan("eagle3", 9), Scoring(same_ids(), Sampler(VOCAB), least_chance=0.35)
     tree = ChosenTree(context_of(request_of(temperature=0)), plan, scoring, coupled=True)
     grown(tree, likely)
     assert paths_of(tree) == [tuple(range(20, 20 + depth)) for depth in range(1, length + 1)]
@@ -182,7 +182,7 @@ def test_a_chain_ends_where_it_is_unlikely_to_be_right(share, length):
 
 @pytest.mark.parametrize("branching", [1, 2])
 def test_a_node_has_the_chance_of_its_path_and_is_left_out_below_the_plans_minimum(branching):
-    scoring = Scoring(same_ids(), Workspace(VOCAB))
+    scoring = Scoring(same_ids(), Sampler(VOCAB))
 
     def likely(path):  # token 20 has half, the next a fifth
         logits = np.full(VOCAB, np.log(0.3 / (VOCAB - 2)), dtype=np.float32)
@@ -199,7 +199,7 @@ def test_a_node_has_the_chance_of_its_path_and_is_left_out_below_the_plans_minim
 
 
 def test_chances_that_are_not_needed_are_not_computed():
-    scoring = Scoring(same_ids(), Workspace(VOCAB))
+    scoring = Scoring(same_ids(), Sampler(VOCAB))
     for plan, known in [(DraftPlan("draft_model", 3), False), (DraftPlan("draft_model", 3, 2), True)]:
         tree = ChosenTree(context_of(request_of(temperature=0)), plan, scoring, coupled=True)
         grown(tree)
@@ -209,7 +209,7 @@ def test_chances_that_are_not_needed_are_not_computed():
 @pytest.mark.parametrize("branching", [1, 2])
 def test_drawn_tokens_are_never_left_out_and_trees_have_the_size_they_were_asked_for(branching):
     """Whether a drawn token is verified must not depend on which one it is."""
-    scoring = Scoring(same_ids(), Workspace(VOCAB), least_chance=0.9)
+    scoring = Scoring(same_ids(), Sampler(VOCAB), least_chance=0.9)
     plan = DraftPlan("eagle3", 6, branching)
     drawn = DrawnTree(context_of(request_of(temperature=1.0, seed=3)), plan, scoring)
     grown(drawn)
@@ -249,7 +249,7 @@ SMALL = 7
 def drawn(seed: int, **params) -> DrawnTree:
     request = request_of(SMALL, temperature=1.0, seed=seed, ignore_eos=True, **params)
     plan = DraftPlan("draft_model", 6, branching=2, depth=2)
-    tree = DrawnTree(context_of(request), plan, Scoring(same_ids(SMALL, SMALL), Workspace(SMALL)))
+    tree = DrawnTree(context_of(request), plan, Scoring(same_ids(SMALL, SMALL), Sampler(SMALL)))
     grown(tree, lambda path: toy_logits(path, SMALL) / 4)
     return tree
 
@@ -282,7 +282,7 @@ def test_each_distribution_is_that_of_the_nodes_own_path_with_all_options():
     for node, row in enumerate(finished.rows):
         path = path_of(tree, tree.parents[node])
         logits = toy_logits(path, SMALL) / 4
-        expected = request.sampler.branch(path).probabilities(logits, len(path), Workspace(SMALL))
+        expected = Sampler(SMALL).probabilities(request.sampling.branch(path), logits, len(path))
         assert (finished.distributions[row] == expected).all()
         assert expected[finished.tokens[node]] > 0
 
@@ -298,7 +298,7 @@ def test_noise_of_a_draw_is_apart_for_each_step_and_node():
     seen = set()
     for _ in range(20):
         plan = DraftPlan("draft_model", 8)
-        tree = DrawnTree(context_of(request), plan, Scoring(same_ids(SMALL, SMALL), Workspace(SMALL)))
+        tree = DrawnTree(context_of(request), plan, Scoring(same_ids(SMALL, SMALL), Sampler(SMALL)))
         grown(tree, lambda path: np.zeros(SMALL, dtype=np.float32))
         seen.add(tuple(tree.tokens))
         request.token_ids.append(3)

@@ -7,9 +7,10 @@ from functools import cache
 import numpy as np
 
 from paceline.core.params import SamplingParams
+from paceline.core.sampling import SamplingState
 from paceline.core.trees import Draws
 from paceline.verify.classic import reachable_draft
-from paceline.verify.sampling import Sampler, Workspace
+from paceline.verify.sampling import Sampler
 from paceline.verify.verdict import Case
 from tests.lossless.enumeration import Grow, Oracle, Path, Shape, World, grow, path_to, random_world
 from tests.verify.reference_rules import Drafted
@@ -23,21 +24,20 @@ def logits_after(vocab: int, path: Path) -> np.ndarray:
     return (rng.normal(size=vocab) * 1.5).astype(np.float32)
 
 
-def new_sampler(options: dict[str, object]) -> Sampler:
+def new_state(options: dict[str, object]) -> SamplingState:
     params = SamplingParams(**{name: value for name, value in options.items() if name != "bad_tokens"})
-    return Sampler(params, seed=0, prompt=[0], ending_ids=[ENDING], bad_words=options.get("bad_tokens", ()))
+    bad_words = options.get("bad_tokens", ())
+    return SamplingState(params, seed=0, prompt=[0], ending_ids=[ENDING], bad_words=bad_words)
 
 
 def sampled_world(vocab: int, seed: int, options: dict[str, object]) -> World:
     """A world whose target has options, and whose texts end with token 1."""
-    workspace = Workspace(vocab)
+    sampler = Sampler(vocab)
 
     @cache
     def target(path: Path) -> np.ndarray:
-        sampler = new_sampler(options)
-        for token in path:
-            sampler.advance(token)
-        return sampler.probabilities(logits_after(vocab, path), len(path), workspace)
+        state = new_state(options).branch(path)
+        return sampler.probabilities(state, logits_after(vocab, path), len(path))
 
     return World(vocab, target, random_world(vocab, seed).draft, ENDING)
 
@@ -53,14 +53,14 @@ def grow_through_samplers(options: dict[str, object], ending: int = ENDING) -> G
             whole.tokens,
             whole.parents,
             draws=Draws(whole.draft_probs, np.array(whole.draft_rows, dtype=np.int32)),
-            sampler=new_sampler(options),
+            sampling=new_state(options),
             position=1,
             num_output=0,
             is_last=lambda token, _: token == ending,
             num_logprobs=None,
         )
         target_probs = np.full((len(paths), world.vocab), np.nan)  # what is not open must not be looked at
-        reachable = reachable_draft(case, target_probs, Workspace(world.vocab))
+        reachable = reachable_draft(case, target_probs, Sampler(world.vocab))
         return Drafted(
             target_probs[: 1 + len(reachable.nodes)],
             [whole.tokens[node] for node in reachable.nodes],

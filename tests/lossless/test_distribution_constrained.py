@@ -12,9 +12,10 @@ import pytest
 
 from paceline.constrain.pruning import Draft, fit_draft
 from paceline.core.params import SamplingParams
+from paceline.core.sampling import SamplingState
 from paceline.core.trees import Draws
 from paceline.verify.classic import reachable_draft
-from paceline.verify.sampling import Sampler, Workspace
+from paceline.verify.sampling import Sampler
 from paceline.verify.verdict import Case
 from tests.constrain.tables import Path, TableConstraint
 from tests.lossless.enumeration import (
@@ -48,15 +49,15 @@ def one_or_all(path: Path) -> set[int]:
 GRAMMARS = {"pairs": pairs, "one or all": one_or_all, "never token 0": lambda path: {1, 2}}
 
 
-def sampler(allowed) -> Sampler:
-    return Sampler(PARAMS, 0, [0], [], TableConstraint(VOCAB, allowed))
+def state_of(allowed) -> SamplingState:
+    return SamplingState(PARAMS, 0, [0], [], TableConstraint(VOCAB, allowed))
 
 
 def constrained_world(allowed, seed: int) -> World:
     @cache
     def target(path: Path) -> np.ndarray:
-        followed = sampler(allowed).branch(path)
-        return followed.probabilities(logits_after(VOCAB, path), len(path), Workspace(VOCAB))
+        followed = state_of(allowed).branch(path)
+        return Sampler(VOCAB).probabilities(followed, logits_after(VOCAB, path), len(path))
 
     def law(path: Path) -> np.ndarray:  # below what is forbidden nothing is asked
         return (
@@ -82,14 +83,14 @@ def grow_along(allowed, fit=fit_draft, room: int = 2):
             draft.tokens,
             draft.parents,
             draws=Draws(drawn.draft_probs, np.array(draft.rows, dtype=np.int32)),
-            sampler=sampler(allowed),
+            sampling=state_of(allowed),
             position=1,
             num_output=0,
             is_last=lambda *_: False,
             num_logprobs=None,
         )
         target_probs = np.full((len(paths), VOCAB), np.nan)
-        reachable = reachable_draft(case, target_probs, Workspace(VOCAB))
+        reachable = reachable_draft(case, target_probs, Sampler(VOCAB))
         return Drafted(
             target_probs[: 1 + len(reachable.nodes)],
             [draft.tokens[node] for node in reachable.nodes],

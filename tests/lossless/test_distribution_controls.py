@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from paceline.verify.sampling import Sampler
+from paceline.core.sampling import SamplingState
 from tests.lossless.enumeration import WORLDS, drawn_chain, error, grow
 from tests.lossless.real_targets import grow_through_samplers, sampled_world
 from tests.verify import reference_rules
@@ -175,7 +175,7 @@ def test_a_text_that_continues_after_its_end(rule):
 def test_options_of_the_request_instead_of_the_nodes_path(rule, options, plant):
     world, grow_case = sampled_world(3, 0, options), grow_through_samplers(options)
     assert error(world, drawn_chain(2), rule, grow_case) < 1e-12
-    plant(Sampler, "branch", lambda self, tokens: self)
+    plant(SamplingState, "branch", lambda self, tokens: self)
     assert error(world, drawn_chain(2), rule, grow_case) > FAR
 
 

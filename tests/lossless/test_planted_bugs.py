@@ -14,6 +14,7 @@ import pytest
 
 from paceline.build import LoadedModel
 from paceline.control.controller import FixedController
+from paceline.core.sampling import SamplingState
 from paceline.core.trees import DraftPlan
 from paceline.core.verdict import Verdict
 from paceline.engine.admission import Limits
@@ -21,7 +22,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.executors.batch import BatchBuilder
 from paceline.kv.cache import KVCache
 from paceline.verify.pathwise import verify_pathwise
-from paceline.verify.sampling import Sampler, Workspace
+from paceline.verify.sampling import Sampler
 from paceline.verify.verdict import Case as VerifiedCase
 from paceline.verify.verdict import Rule
 from tests.lossless.conftest import TOKENS
@@ -113,37 +114,34 @@ def nodes_see_their_siblings(plant: Plant) -> None:
 
 
 def penalties_do_not_follow_the_path(plant: Plant) -> None:
-    plant(Sampler, "advance", lambda self, token: None)
+    plant(SamplingState, "advance", lambda self, token: None)
 
 
 def noise_is_of_the_step_and_not_of_the_position(plant: Plant) -> Rule:
     class Stuck:
         def __init__(self, sampler: Sampler, position: int) -> None:
-            self.advance, self._sampler, self._position = sampler.advance, sampler, position
+            self._sampler, self._position = sampler, position
 
-        def sample(self, row: Any, position: int, num_output: int, workspace: Workspace) -> int:
-            return self._sampler.sample(row, self._position, num_output, workspace)
+        def sample(self, state: SamplingState, row: Any, position: int, num_output: int) -> int:
+            return self._sampler.sample(state, row, self._position, num_output)
 
-    def stuck(case: VerifiedCase) -> VerifiedCase:
-        return replace(case, sampler=Stuck(case.sampler, case.position))
+    def stuck(cases: Sequence[VerifiedCase], sampler: Sampler) -> list[Verdict]:
+        return [verify_pathwise([case], Stuck(sampler, case.position))[0] for case in cases]
 
-    return plant.instead_of(
-        verify_pathwise,
-        lambda cases, workspace: verify_pathwise([stuck(case) for case in cases], workspace),
-    )
+    return plant.instead_of(verify_pathwise, stuck)
 
 
 def logprobs_are_those_of_the_first_token(plant: Plant) -> Rule:
-    def repeated(cases: Sequence[VerifiedCase], workspace: Workspace) -> list[Verdict]:
-        verdicts = verify_pathwise(cases, workspace)
+    def repeated(cases: Sequence[VerifiedCase], sampler: Sampler) -> list[Verdict]:
+        verdicts = verify_pathwise(cases, sampler)
         return [replace(one, logprobs=one.logprobs[:1] * len(one.logprobs)) for one in verdicts]
 
     return plant.instead_of(verify_pathwise, repeated)
 
 
 def a_drafted_token_is_taken_though_the_target_said_another(plant: Plant) -> Rule:
-    def gullible(cases: Sequence[VerifiedCase], workspace: Workspace) -> list[Verdict]:
-        verdicts = verify_pathwise(cases, workspace)
+    def gullible(cases: Sequence[VerifiedCase], sampler: Sampler) -> list[Verdict]:
+        verdicts = verify_pathwise(cases, sampler)
         return [
             replace(verdict, tokens=(*verdict.tokens[:-1], case.tokens[0])) if case.tokens else verdict
             for case, verdict in zip(cases, verdicts, strict=True)

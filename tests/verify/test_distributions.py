@@ -8,11 +8,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.params import SamplingParams
+from paceline.core.sampling import SamplingState
 from paceline.core.truncation import KEEPS_ALL
 from paceline.errors import BackendError
 from paceline.verify.draws import draw, uniform
 from paceline.verify.noise import STREAM_ACCEPT, STREAM_DRAFT, STREAM_RESIDUAL
-from paceline.verify.sampling import Sampler, Workspace
+from paceline.verify.sampling import Sampler
 from tests.verify.reference import (
     draw_reference,
     gumbel_reference,
@@ -35,8 +36,8 @@ def some_logits(seed, size, spread=2.0, ties=False, masked=False):
     return logits
 
 
-def sampler(seed=0, prompt=(), ending=(), **options):
-    return Sampler(SamplingParams(**options), seed, prompt, ending)
+def state_of(seed=0, prompt=(), ending=(), **options):
+    return SamplingState(SamplingParams(**options), seed, prompt, ending)
 
 
 @given(*OPTIONS, st.integers(1, 700), st.booleans(), st.booleans(), st.integers(0, 2**32 - 1))
@@ -44,68 +45,68 @@ def sampler(seed=0, prompt=(), ending=(), **options):
 @settings(max_examples=150)
 def test_the_distribution_is_what_the_sampler_draws_from(temperature, truncation, size, ties, masked, seed):
     logits = some_logits(seed, size, ties=ties, masked=masked)
-    workspace = Workspace(size)
-    target = sampler(seed, temperature=temperature, **truncation._asdict())
-    probs = target.probabilities(logits, 0, workspace)
+    sampler = Sampler(size)
+    target = state_of(seed, temperature=temperature, **truncation._asdict())
+    probs = sampler.probabilities(target, logits, 0)
     reference = probabilities_reference(logits, temperature, truncation)
     assert np.array_equal(probs > 0, reference > 0)
     assert np.abs(probs - reference).max() < 1e-15
     assert abs(probs.sum() - 1) < 1e-12
     kept = np.flatnonzero(probs)
     gumbel_top_k = np.log(probs[kept]) + gumbel_reference(seed, 9, kept)
-    assert kept[np.argmax(gumbel_top_k)] == target.sample(logits, 9, 0, workspace)
+    assert kept[np.argmax(gumbel_top_k)] == sampler.sample(target, logits, 9, 0)
 
 
 @given(*OPTIONS, st.integers(1, 700), st.integers(1, 9), st.booleans(), st.integers(0, 2**32 - 1))
 @settings(max_examples=150)
 def test_candidates_are_the_best_of_the_distribution(temperature, truncation, size, count, coupled, seed):
     logits = some_logits(seed, size)
-    workspace = Workspace(size)
-    target = sampler(seed, temperature=temperature, **truncation._asdict())
-    ids, log_probs = target.candidates(logits, 9, 0, count, coupled, workspace)
-    probs = target.probabilities(logits, 0, workspace)
+    sampler = Sampler(size)
+    target = state_of(seed, temperature=temperature, **truncation._asdict())
+    ids, log_probs = sampler.candidates(target, logits, 9, 0, count, coupled)
+    probs = sampler.probabilities(target, logits, 0)
     kept = np.flatnonzero(probs)
     gumbel_top_k = np.log(probs[kept]) + (gumbel_reference(seed, 9, kept) if coupled else 0.0)
     assert ids.tolist() == kept[np.argsort(-gumbel_top_k, kind="stable")][:count].tolist()
     assert np.abs(log_probs - np.log(probs[ids])).max() < 1e-12
     if coupled:
-        assert ids[0] == target.sample(logits, 9, 0, workspace)
+        assert ids[0] == sampler.sample(target, logits, 9, 0)
 
 
 def test_at_temperature_0_the_distribution_is_one_hot_and_candidates_go_by_the_logits():
     logits = np.array([1, 5, 5, -np.inf, 3], dtype=np.float32)
-    target, workspace = sampler(temperature=0), Workspace(5)
-    assert target.probabilities(logits, 0, workspace).tolist() == [0, 1, 0, 0, 0]
+    target, sampler = state_of(temperature=0), Sampler(5)
+    assert sampler.probabilities(target, logits, 0).tolist() == [0, 1, 0, 0, 0]
     for coupled in (False, True):
-        ids, log_probs = target.candidates(logits, 0, 0, 9, coupled, workspace)
+        ids, log_probs = sampler.candidates(target, logits, 0, 0, 9, coupled)
         assert ids.tolist() == [1, 2, 4, 0]
         assert np.allclose(np.exp(log_probs), np.exp([5, 5, 3, 1]) / np.exp([5, 5, 3, 1]).sum())
 
 
 def test_the_distribution_knows_bias_endings_and_penalties_of_the_path():
     logits = np.zeros(4, dtype=np.float32)
-    workspace = Workspace(4)
-    target = sampler(min_tokens=2, ending=[0], logit_bias={1: np.log(2.0)}, presence_penalty=np.log(3.0))
-    assert np.allclose(target.probabilities(logits, 0, workspace), [0, 0.5, 0.25, 0.25])
+    sampler = Sampler(4)
+    target = state_of(min_tokens=2, ending=[0], logit_bias={1: np.log(2.0)}, presence_penalty=np.log(3.0))
+    assert np.allclose(sampler.probabilities(target, logits, 0), [0, 0.5, 0.25, 0.25])
     after = target.branch([3, 3])
-    assert np.allclose(after.probabilities(logits, 2, workspace) * 13, [3, 6, 3, 1])
-    assert np.allclose(target.probabilities(logits, 2, workspace) * 5, [1, 2, 1, 1]), "the branch changed it"
+    assert np.allclose(sampler.probabilities(after, logits, 2) * 13, [3, 6, 3, 1])
+    assert np.allclose(sampler.probabilities(target, logits, 2) * 5, [1, 2, 1, 1]), "the branch changed it"
 
 
 def test_a_branch_costs_nothing_where_the_path_does_not_matter():
-    target = sampler(top_k=5)
+    target = state_of(top_k=5)
     assert target.branch([1, 2, 3]) is target
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [[1, np.nan], [np.inf, 0], [-np.inf, -np.inf]])
 def test_unusable_logits_are_an_error(temperature, bad):
-    logits, workspace = np.array(bad, dtype=np.float32), Workspace(2)
-    target = sampler(temperature=temperature)
+    logits, sampler = np.array(bad, dtype=np.float32), Sampler(2)
+    target = state_of(temperature=temperature)
     with pytest.raises(BackendError, match="damaged"):
-        target.probabilities(logits, 0, workspace)
+        sampler.probabilities(target, logits, 0)
     with pytest.raises(BackendError, match="damaged"):
-        target.candidates(logits, 0, 0, 1, True, workspace)
+        sampler.candidates(target, logits, 0, 0, 1, True)
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(0, 2**24 - 1))
@@ -148,8 +149,8 @@ def test_candidates_among_known_ids_are_those_of_a_row_where_nothing_else_is_pos
     logits = some_logits(seed, len(known))
     row = np.full(3000, -np.inf, dtype=np.float32)
     row[known] = logits
-    target, workspace = sampler(seed, temperature=temperature, **truncation._asdict()), Workspace(3000)
-    ids, log_probs = target.candidates(logits, 9, 0, 7, coupled, workspace, known)
-    expected, expected_log_probs = target.candidates(row, 9, 0, 7, coupled, workspace)
+    target, sampler = state_of(seed, temperature=temperature, **truncation._asdict()), Sampler(3000)
+    ids, log_probs = sampler.candidates(target, logits, 9, 0, 7, coupled, known)
+    expected, expected_log_probs = sampler.candidates(target, row, 9, 0, 7, coupled)
     assert ids.tolist() == expected.tolist()
     assert np.abs(log_probs - expected_log_probs).max() < 1e-12

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.params import SamplingParams
+from paceline.core.sampling import SamplingState
 from paceline.core.trees import Draws
 from paceline.core.verdict import Verdict
 from paceline.errors import BackendError
@@ -18,7 +19,7 @@ from paceline.verify.logprobs import token_logprobs
 from paceline.verify.noise import STREAM_ACCEPT, STREAM_DRAFT, STREAM_RESIDUAL
 from paceline.verify.pathwise import verify_pathwise
 from paceline.verify.rules import RULES
-from paceline.verify.sampling import Sampler, Workspace
+from paceline.verify.sampling import Sampler
 from paceline.verify.verdict import Case
 from tests.verify import reference_rules
 from tests.verify.reference import draw_reference
@@ -49,9 +50,9 @@ def make_case(seed, options, num_nodes, chain=False, drawn=0.6, nan_node=None, *
     if nan_node is not None:
         logits[nan_node + 1, rng.integers(VOCAB)] = np.nan
     bad_words = BAD_WORDS if "allowed_token_ids" in options else ()
-    sampler = Sampler(SamplingParams(**options), seed, [1, 2], [ENDING], bad_words=bad_words)
+    state = SamplingState(SamplingParams(**options), seed, [1, 2], [ENDING], bad_words=bad_words)
     for token in (4, 4, 7):
-        sampler.advance(token)
+        state.advance(token)
     position = 5
     draft_probs = rng.dirichlet(np.full(VOCAB, 0.5), size=num_nodes) + 1e-9
     tokens, parents, rows = [], [], []
@@ -71,7 +72,7 @@ def make_case(seed, options, num_nodes, chain=False, drawn=0.6, nan_node=None, *
         tokens,
         parents,
         draws=Draws(draft_probs, np.array(rows, dtype=np.int32)),
-        sampler=sampler,
+        sampling=state,
         position=position,
         num_output=3,
         is_last=lambda token, num_output: token == ENDING or num_output + 1 >= 8,
@@ -82,10 +83,10 @@ def make_case(seed, options, num_nodes, chain=False, drawn=0.6, nan_node=None, *
 
 def judged(case: Case, rule: reference_rules.ReferenceRule) -> Verdict:
     """What a readable rule makes of a case, with the uniforms of the case's step."""
-    workspace = Workspace(VOCAB)
+    sampler = Sampler(VOCAB)
     reached = {-1: ()}  # the path to every node that can be reached, and may be followed
     cut, dead = [], {}
-    target_probs = [case.sampler.probabilities(case.logits[0], case.num_output, workspace)]
+    target_probs = [sampler.probabilities(case.sampling, case.logits[0], case.num_output)]
     for node, token in enumerate(case.tokens):
         if case.parents[node] not in reached:
             continue
@@ -94,8 +95,8 @@ def judged(case: Case, rule: reference_rules.ReferenceRule) -> Verdict:
         probs = np.full(VOCAB, np.nan)  # must not be looked at
         if not case.is_last(token, case.num_output + len(path) - 1):
             try:
-                branch = case.sampler.branch(path)
-                probs = branch.probabilities(case.logits[node + 1], case.num_output + len(path), workspace)
+                branch = case.sampling.branch(path)
+                probs = sampler.probabilities(branch, case.logits[node + 1], case.num_output + len(path))
                 reached[node] = path
             except BackendError as error:
                 dead[len(cut) - 1] = error
@@ -110,12 +111,12 @@ def judged(case: Case, rule: reference_rules.ReferenceRule) -> Verdict:
     )
 
     def accept(place, chance):
-        return uniform(case.sampler.seed, case.position, STREAM_ACCEPT, cut[place]) < chance
+        return uniform(case.sampling.seed, case.position, STREAM_ACCEPT, cut[place]) < chance
 
     end, law = rule(draft, accept)
     if end in dead:
         return Verdict((), (), error=dead[end])
-    last = draw_reference(law, (), uniform(case.sampler.seed, case.position, STREAM_RESIDUAL, 0))
+    last = draw_reference(law, (), uniform(case.sampling.seed, case.position, STREAM_RESIDUAL, 0))
     accepted = []
     while end >= 0:
         accepted.insert(0, cut[end])
@@ -159,15 +160,15 @@ def same(verdict: Verdict, expected: Verdict) -> bool:
 def test_compiled_rules_decide_as_the_readable_ones(name, seed, options, num_nodes, drawn, nan_node):
     nan_node = nan_node if nan_node is not None and nan_node < num_nodes else None
     arguments = (seed, options, num_nodes, not RULES[name].trees, drawn, nan_node)
-    (verdict,) = RULES[name].verify([make_case(*arguments)], Workspace(VOCAB))
+    (verdict,) = RULES[name].verify([make_case(*arguments)], Sampler(VOCAB))
     expected = judged(make_case(*arguments), CLASSIC[name])
     assert same(verdict, expected), (verdict, expected)
 
 
 def test_traversal_of_a_chain_is_block_verification():
     for seed in range(50):
-        (by_path,) = RULES["traversal"].verify([make_case(seed, OPTIONS[0], 5, chain=True)], Workspace(VOCAB))
-        (by_block,) = RULES["block"].verify([make_case(seed, OPTIONS[0], 5, chain=True)], Workspace(VOCAB))
+        (by_path,) = RULES["traversal"].verify([make_case(seed, OPTIONS[0], 5, chain=True)], Sampler(VOCAB))
+        (by_block,) = RULES["block"].verify([make_case(seed, OPTIONS[0], 5, chain=True)], Sampler(VOCAB))
         assert same(by_path, by_block)
 
 
@@ -190,8 +191,8 @@ def batch(chain):
 @pytest.mark.parametrize("name", RULES)
 def test_a_case_gets_the_same_verdict_alone_and_in_a_batch(name):
     verify, chain = RULES[name].verify, not RULES[name].trees
-    together = verify(batch(chain), Workspace(VOCAB))
-    alone = [verify([case], Workspace(VOCAB))[0] for case in batch(chain)]
+    together = verify(batch(chain), Sampler(VOCAB))
+    alone = [verify([case], Sampler(VOCAB))[0] for case in batch(chain)]
     assert all(same(one, other) for one, other in zip(together, alone, strict=True))
     assert [verdict.error is not None for verdict in together] == [index == 6 for index in range(8)]
 
@@ -199,9 +200,9 @@ def test_a_case_gets_the_same_verdict_alone_and_in_a_batch(name):
 @pytest.mark.parametrize("name", CLASSIC)
 def test_a_batch_larger_than_the_buffer_is_decided_in_parts(name, monkeypatch):
     verify, chain = RULES[name].verify, not RULES[name].trees
-    whole = verify(batch(chain), Workspace(VOCAB))
+    whole = verify(batch(chain), Sampler(VOCAB))
     monkeypatch.setattr("paceline.verify.classic._BUFFER_BYTES", 1)
-    assert all(map(same, verify(batch(chain), Workspace(VOCAB)), whole))
+    assert all(map(same, verify(batch(chain), Sampler(VOCAB)), whole))
 
 
 @pytest.mark.parametrize("name", CLASSIC)
@@ -209,26 +210,27 @@ def test_a_batch_larger_than_the_buffer_is_decided_in_parts(name, monkeypatch):
 def test_greedy_requests_get_the_pathwise_verdict(name, options):
     for seed in range(20):
         arguments = (seed, options, 6, not RULES[name].trees)
-        (verdict,) = RULES[name].verify([make_case(*arguments)], Workspace(VOCAB))
-        assert same(verdict, verify_pathwise([make_case(*arguments)], Workspace(VOCAB))[0])
+        (verdict,) = RULES[name].verify([make_case(*arguments)], Sampler(VOCAB))
+        assert same(verdict, verify_pathwise([make_case(*arguments)], Sampler(VOCAB))[0])
 
 
 @pytest.mark.parametrize("name", CLASSIC)
 def test_without_a_draft_the_token_is_that_of_plain_decoding(name):
     for seed in range(20):
         arguments = (seed, OPTIONS[3], 0)
-        (verdict,) = RULES[name].verify([make_case(*arguments)], Workspace(VOCAB))
-        assert same(verdict, verify_pathwise([make_case(*arguments)], Workspace(VOCAB))[0])
+        (verdict,) = RULES[name].verify([make_case(*arguments)], Sampler(VOCAB))
+        assert same(verdict, verify_pathwise([make_case(*arguments)], Sampler(VOCAB))[0])
 
 
 @pytest.mark.parametrize("name", CLASSIC)
-def test_the_sampler_follows_the_new_tokens(name):
+def test_the_state_follows_the_new_tokens(name):
     case = make_case(8, OPTIONS[3], 5, not RULES[name].trees)
-    expected = make_case(8, OPTIONS[3], 5, not RULES[name].trees).sampler
-    (verdict,) = RULES[name].verify([case], Workspace(VOCAB))
+    expected = make_case(8, OPTIONS[3], 5, not RULES[name].trees).sampling
+    sampler = Sampler(VOCAB)
+    (verdict,) = RULES[name].verify([case], sampler)
     logits = np.zeros(VOCAB, dtype=np.float32)
-    after = case.sampler.probabilities(logits, 9, Workspace(VOCAB))
-    assert np.array_equal(after, expected.branch(verdict.tokens).probabilities(logits, 9, Workspace(VOCAB)))
+    after = sampler.probabilities(case.sampling, logits, 9)
+    assert np.array_equal(after, sampler.probabilities(expected.branch(verdict.tokens), logits, 9))
 
 
 @pytest.mark.parametrize("name", CLASSIC)
@@ -238,7 +240,7 @@ def test_a_certain_draft_is_accepted_whole_and_an_impossible_one_refused(name):
     for seed in range(20):
         right = make_case(seed, {}, 3, True, 0.0, logits=certain, tokens=[5, 6, 7], num_logprobs=None)
         wrong = replace(right, tokens=[6, 5, 8])
-        right, wrong = RULES[name].verify([right, wrong], Workspace(VOCAB))
+        right, wrong = RULES[name].verify([right, wrong], Sampler(VOCAB))
         assert (right.accepted, right.tokens) == ((0, 1, 2), (5, 6, 7, 8))
         assert (wrong.accepted, wrong.tokens) == ((), (5,))
 
@@ -248,9 +250,9 @@ def test_nothing_follows_a_token_that_ends_the_request(name):
     logits = np.full((4, VOCAB), -np.inf, dtype=np.float32)
     logits[range(4), [5, ENDING, 7, 8]] = 0.0
     case = make_case(0, {}, 3, True, 0.0, logits=logits, tokens=[5, ENDING, 7], num_logprobs=None)
-    (verdict,) = RULES[name].verify([case], Workspace(VOCAB))
+    (verdict,) = RULES[name].verify([case], Sampler(VOCAB))
     assert (verdict.accepted, verdict.tokens) == ((0, 1), (5, ENDING))
-    (verdict,) = RULES[name].verify([replace(case, is_last=lambda _, count: count >= 3)], Workspace(VOCAB))
+    (verdict,) = RULES[name].verify([replace(case, is_last=lambda _, count: count >= 3)], Sampler(VOCAB))
     assert (verdict.accepted, verdict.tokens) == ((0,), (5,))
 
 
@@ -262,7 +264,7 @@ def test_unusable_logits_are_an_error_only_where_the_text_goes(name):
     refused = make_case(0, {}, 2, True, 0.0, logits=logits, tokens=[6, 7], num_logprobs=None)
     followed = replace(refused, tokens=[5, 7])
     masked = replace(refused, logits=np.full((3, VOCAB), -np.inf, dtype=np.float32))
-    verdicts = RULES[name].verify([followed, refused, masked], Workspace(VOCAB))
+    verdicts = RULES[name].verify([followed, refused, masked], Sampler(VOCAB))
     assert isinstance(verdicts[0].error, BackendError)
     assert (verdicts[1].tokens, verdicts[1].error) == ((5,), None)
     assert isinstance(verdicts[2].error, BackendError)
@@ -271,4 +273,4 @@ def test_unusable_logits_are_an_error_only_where_the_text_goes(name):
 def test_block_verification_refuses_a_tree():
     case = make_case(0, {}, 2, tokens=[1, 2], parents=[-1, -1])
     with pytest.raises(ValueError, match="chains only"):
-        RULES["block"].verify([case], Workspace(VOCAB))
+        RULES["block"].verify([case], Sampler(VOCAB))

@@ -7,30 +7,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.core.logit_edits import BadWords, TokenCounts
 from paceline.core.params import SamplingParams
+from paceline.core.sampling import SamplingState
 from paceline.core.truncation import KEEPS_ALL, Truncation
 from paceline.errors import BackendError, ExhaustedError
 from paceline.verify import kernels
 from paceline.verify.choosing import choose_token
-from paceline.verify.logits_processors import BadWords, TokenCounts
 from paceline.verify.logprobs import token_logprobs
-from paceline.verify.sampling import Sampler, Workspace
+from paceline.verify.sampling import Sampler
 from tests.verify.reference import choose_token_reference, gumbel_reference, log_normalizer_reference
 from tests.verify.truncations import EXAMPLES, TRUNCATIONS
 
 
 def choose(logits, temperature=1.0, truncation=KEEPS_ALL, seed=0, position=0):
-    options, workspace = (float(temperature), truncation), Workspace(len(logits))
-    return choose_token(logits, options, workspace.scratch, (np.uint64(seed), np.uint64(position)))
+    options, key = (float(temperature), truncation), (np.uint64(seed), np.uint64(position))
+    size = len(logits)
+    scratch = np.empty(size), np.empty(size, dtype=np.int64), np.empty(size, dtype=np.int64)
+    return choose_token(logits, options, scratch, key)
 
 
 def sample(logits, params, prompt=(), output=(), ending=(), seed=0, bad_words=()):
     """The token that follows `output`."""
-    sampler = Sampler(params, seed, prompt, ending, bad_words=bad_words)
+    state = SamplingState(params, seed, prompt, ending, bad_words=bad_words)
     for token in output:
-        sampler.advance(token)
+        state.advance(token)
     logits = np.asarray(logits, dtype=np.float32)
-    return sampler.sample(logits, len(prompt) + len(output), len(output), Workspace(len(logits)))
+    return Sampler(len(logits)).sample(state, logits, len(prompt) + len(output), len(output))
 
 
 def frequencies(logits, draws=4000, temperature=1.0, **options):
@@ -189,14 +192,11 @@ def test_the_last_token_of_a_bad_word_is_banned_where_the_others_precede_it():
 
 
 def test_a_branch_has_bad_words_of_its_own_path():
-    sampler = Sampler(SamplingParams(temperature=0), 0, (), (), bad_words=[[2, 0]])
-    logits, workspace = np.array([9, 1, 2], dtype=np.float32), Workspace(3)
-    branch = sampler.branch([2])
-    assert [each.sample(logits, 1, 1, workspace) for each in (sampler, branch, branch.branch([1]))] == [
-        0,
-        2,
-        0,
-    ]
+    state = SamplingState(SamplingParams(temperature=0), 0, (), (), bad_words=[[2, 0]])
+    logits, sampler = np.array([9, 1, 2], dtype=np.float32), Sampler(3)
+    branch = state.branch([2])
+    states = (state, branch, branch.branch([1]))
+    assert [sampler.sample(each, logits, 1, 1) for each in states] == [0, 2, 0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

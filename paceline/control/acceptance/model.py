@@ -30,7 +30,7 @@ class AcceptanceModel:
 
     def of(self, drafter: str, request: Request) -> DrafterAcceptance:
         """The model of a drafter for requests like this one."""
-        return self.drafters[drafter, request.sampler.greedy]
+        return self.drafters[drafter, request.sampling.greedy]
 
     def sample_scenarios(self, drafter: str, requests: Sequence[Request]) -> Float64Array:
         """[scenarios, requests, nodes] chances of the drafts that requests may get next; 0 where there is no
@@ -39,7 +39,7 @@ class AcceptanceModel:
         count = min(max(config.total_scenarios // len(requests), config.min_scenarios), config.max_scenarios)
         chances = np.zeros((count, len(requests), plan.budget))
         for greedy in (True, False):
-            lines = [line for line, request in enumerate(requests) if request.sampler.greedy is greedy]
+            lines = [line for line, request in enumerate(requests) if request.sampling.greedy is greedy]
             if lines:
                 known = [(key_of(requests[line]), requests[line].segment) for line in lines]
                 model = self.drafters[drafter, greedy]

@@ -75,7 +75,7 @@ class DeviceLoad:
             pairs = zip(tokens, pending, strict=True)
             self._decoding = float(sum([own for own, count in pairs if count == 1]))
             self._usual_prompt = (total - sum([request.num_output for request in running])) / len(running)
-            self.greedy = 2 * sum([request.sampler.greedy for request in running]) > len(running)
+            self.greedy = 2 * sum([request.sampling.greedy for request in running]) > len(running)
         self._prefilling = total - self._decoding + load.coming * self._usual_prompt
         self.requests = request_bucket(max(1, self._count))
         self.context = context_bucket(total / max(1, len(running)))

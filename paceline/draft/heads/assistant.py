@@ -27,7 +27,7 @@ from paceline.draft.model.draft_cache import Context
 from paceline.draft.model.vocabulary import trimmed_vocabulary
 from paceline.errors import ConfigError
 from paceline.kv.pages import pages_for
-from paceline.verify.sampling import Workspace
+from paceline.verify.sampling import Sampler
 
 if TYPE_CHECKING:
     from paceline.core.request import Request
@@ -46,7 +46,7 @@ class AssistantDrafter(LastStateDrafter):
         self._runner = runner
         self._target: Backend = target.loaded
         vocabulary = trimmed_vocabulary(None, target.config.vocab_size)
-        self._scoring = Scoring(vocabulary, Workspace(vocabulary.target_size), least_chance)
+        self._scoring = Scoring(vocabulary, Sampler(vocabulary.target_size), least_chance)
 
     @classmethod
     def load(cls, options: HeadOptions, target: Target) -> AssistantDrafter:

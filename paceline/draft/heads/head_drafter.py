@@ -25,7 +25,7 @@ from paceline.errors import ConfigError
 from paceline.models.heads.checkpoint import HeadCheckpoint, load_head
 from paceline.models.heads.config import BlockConfig
 from paceline.models.heads.fingerprint import check_target
-from paceline.verify.sampling import Workspace
+from paceline.verify.sampling import Sampler
 
 if TYPE_CHECKING:
     from paceline.core.request import Request
@@ -95,7 +95,7 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
         self._passes: Any = UNBOUND  # of the head over its pages
         self._seen_layers: tuple[int, ...] = ()  # feature layers of the last pass
         self._parts = np.empty(0, dtype=np.int64)  # [layers] the index of each layer of the head among them
-        self._scoring = Scoring(shape.vocabulary, Workspace(shape.vocabulary.target_size), least_chance)
+        self._scoring = Scoring(shape.vocabulary, Sampler(shape.vocabulary.target_size), least_chance)
 
     @classmethod
     def load_runner(cls, head: HeadCheckpoint, options: BackendOptions, target: Target) -> Runner:
@@ -222,9 +222,9 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
 
     def _is_one_call(self, request: Request, plan: DraftPlan) -> bool:
         """Whether the runner can draft a request's tree alone: a greedy or coupled chain of plain logits."""
-        sampler = request.sampler
-        samples_on_runner = sampler.greedy or (self._sampling is DraftSampling.COUPLED and sampler.keeps_all)
-        return plan.branching == 1 and samples_on_runner and sampler.leaves_logits(request.num_output)
+        state = request.sampling
+        samples_on_runner = state.greedy or (self._sampling is DraftSampling.COUPLED and state.keeps_all)
+        return plan.branching == 1 and samples_on_runner and state.leaves_logits(request.num_output)
 
     def _propose_chains(
         self, contexts: Sequence[Context | None], plans: Sequence[DraftPlan], draft: DraftChains

@@ -25,7 +25,7 @@ from paceline.draft.model.vocabulary import Vocabulary, trimmed_vocabulary
 from paceline.errors import HeadMismatchError
 from paceline.models.heads.fingerprint import check_fingerprint
 from paceline.models.heads.medusa import load_medusa
-from paceline.verify.sampling import Workspace
+from paceline.verify.sampling import Sampler
 
 if TYPE_CHECKING:
     from paceline.core.request import Request
@@ -56,7 +56,7 @@ class MedusaDrafter(LastStateDrafter):
         self._runner = runner
         self._num_heads = num_heads
         self._paths = paths
-        self._scoring = Scoring(vocabulary, Workspace(vocabulary.target_size), least_chance)
+        self._scoring = Scoring(vocabulary, Sampler(vocabulary.target_size), least_chance)
 
     @classmethod
     def load(cls, options: HeadOptions, target: Target) -> MedusaDrafter:

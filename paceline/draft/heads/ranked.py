@@ -24,7 +24,7 @@ def make_ranked_tree(
     """A growing tree in the shape of the paths: drawn or chosen, as the sampling asks."""
     allowed = [path for path in paths if len(path) <= plan.levels and max(path) < plan.branching]
     allowed = allowed[: plan.budget]
-    if sampling is DraftSampling.INDEPENDENT and not context.request.sampler.greedy:
+    if sampling is DraftSampling.INDEPENDENT and not context.request.sampling.greedy:
         return DrawnTree(context, plan, scoring, shape_of(allowed))
     return RankedTree(context, plan, scoring, sampling is DraftSampling.COUPLED, allowed)
 

@@ -12,7 +12,7 @@ from paceline.draft.growth import Scoring, frontier_rows, make_trees, merged
 from paceline.draft.model.draft_cache import DraftCache
 from paceline.draft.model.draft_pass import DraftRunner
 from paceline.draft.model.vocabulary import Vocabulary
-from paceline.verify.sampling import Workspace
+from paceline.verify.sampling import Sampler
 
 if TYPE_CHECKING:
     from paceline.backends.base import Backend
@@ -40,7 +40,7 @@ class ModelDrafter(Drafter):
         self._cache: DraftCache = UNBOUND
         self._runner: DraftRunner = UNBOUND
         self._sampling = sampling
-        self._scoring = Scoring(vocabulary, Workspace(vocabulary.target_size))
+        self._scoring = Scoring(vocabulary, Sampler(vocabulary.target_size))
 
     def bind(self, kv: KVCache) -> None:
         self._cache = self._make_cache(kv, self._backend)

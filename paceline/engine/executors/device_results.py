@@ -24,7 +24,7 @@ def advance_sampling(request: Request, needs: int, verdict: Verdict, logprobs: F
         verdict.logprobs = chosen_logprobs(verdict, request, logprobs.tolist())
     if needs & LOGIT_EDITS:
         for token in verdict.tokens:
-            request.sampler.advance(token)
+            request.sampling.advance(token)
 
 
 def drafted_parts(

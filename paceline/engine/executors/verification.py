@@ -14,7 +14,7 @@ from paceline.draft.methods import MAX_NODES
 from paceline.engine.executors.batch import prompt_rows
 from paceline.errors import BackendError
 from paceline.verify.logprobs import logprobs_of_fields, token_logprobs
-from paceline.verify.sampling import Workspace, unusable_logits
+from paceline.verify.sampling import Sampler, unusable_logits
 from paceline.verify.verdict import Case, Rule
 
 _CHAINS = [tuple(range(length)) for length in range(1 + MAX_NODES)]  # the nodes of chains, by length
@@ -25,7 +25,7 @@ class Verification:
 
     def __init__(self, rule: Rule, vocab_size: int) -> None:
         self._rule = rule
-        self._workspace = Workspace(vocab_size)
+        self._sampler = Sampler(vocab_size)
 
     def verdicts(
         self, parts: Sequence[Scheduled], trees: DraftTrees | None, output: ForwardOutput
@@ -65,7 +65,7 @@ class Verification:
                 first += count
             if verdicts[index].error is None:
                 cases[index] = case
-        decided = self._rule(list(cases.values()), self._workspace)
+        decided = self._rule(list(cases.values()), self._sampler)
         for index, verdict in zip(cases, decided, strict=True):
             verdicts[index] = verdict
         return verdicts
@@ -82,7 +82,7 @@ def _case(
         logits,
         *tree,
         draws=draws,
-        sampler=request.sampler,
+        sampling=request.sampling,
         position=len(request.token_ids),
         num_output=request.num_output,
         is_last=request.ends_by,

@@ -177,7 +177,8 @@ def test_it_samples_what_the_host_would_sample_from_its_logits(
     temperature: float, folder: Path, device: torch.device, dtype: torch.dtype
 ) -> None:
     from paceline.core.params import SamplingParams
-    from paceline.verify.sampling import Sampler, Workspace
+    from paceline.core.sampling import SamplingState
+    from paceline.verify.sampling import Sampler
 
     backend = make(load_checkpoint(save_checkpoint("llama", folder / f"choice{temperature}")), device, dtype)
     (request,) = drive(backend, pages_each=3)
@@ -186,8 +187,8 @@ def test_it_samples_what_the_host_would_sample_from_its_logits(
     choices = Choices(rows, np.full(15, seed, dtype=np.uint64), np.full(15, temperature))
     output = run([request.ask(PROMPT)], logit_rows=[0, 2, 3], choices=choices)
     assert np.array_equal(output.logits, logits[[0, 2, 3]])
-    sampler = Sampler(SamplingParams(temperature=temperature), seed, (), ())
-    expected = [sampler.sample(logits[row], int(row) + 1, 0, Workspace(VOCAB_SIZE)) for row in rows]
+    state = SamplingState(SamplingParams(temperature=temperature), seed, (), ())
+    expected = [Sampler(VOCAB_SIZE).sample(state, logits[row], int(row) + 1, 0) for row in rows]
     assert output.chosen is not None
     assert output.chosen.tolist() == expected
 
@@ -200,7 +201,8 @@ def test_the_loop_gives_the_tokens_of_single_passes(
     """Three requests decode on the device. A pass and the host's sampler at a time give the same tokens."""
     from paceline.backends.cuda.decode.decode_loop import DecodeLoop, make_requests
     from paceline.core.params import SamplingParams
-    from paceline.verify.sampling import Sampler, Workspace
+    from paceline.core.sampling import SamplingState
+    from paceline.verify.sampling import Sampler
 
     checkpoint = load_checkpoint(save_checkpoint("qwen2", folder / f"loop{temperature}"))
     backend = make(checkpoint, device, dtype)
@@ -221,11 +223,11 @@ def test_the_loop_gives_the_tokens_of_single_passes(
         looped.append(loop.output[:3, 0].tolist())
     expected = []
     for request, length, seed in zip(requests, lengths, seeds, strict=True):
-        sampler = Sampler(SamplingParams(temperature=temperature), seed, (), ())
+        state = SamplingState(SamplingParams(temperature=temperature), seed, (), ())
         tokens = list(PROMPT[:length])
         for step in range(steps):
             logits = request.extend([tokens[-1]])[0]
-            tokens.append(sampler.sample(logits, len(tokens), step, Workspace(VOCAB_SIZE)))
+            tokens.append(Sampler(VOCAB_SIZE).sample(state, logits, len(tokens), step))
         expected.append(tokens[length:])
     assert np.array_equal(np.array(looped).T, expected)
 

@@ -15,6 +15,7 @@ from paceline import LLM
 from paceline.backends.torch.backend import TorchBackend
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
+from paceline.core.sampling import SamplingState
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling
 from paceline.draft.growth import ROOT, ChosenTree, Scoring, make_tree, merged
@@ -28,7 +29,7 @@ from paceline.models.heads.checkpoint import HeadCheckpoint, write_head
 from paceline.models.heads.torch_block import block_mask
 from paceline.models.registry import load_checkpoint
 from paceline.models.transformer.attention import attend
-from paceline.verify.sampling import Sampler, Workspace
+from paceline.verify.sampling import Sampler
 from tests.backends.driver import drive, run
 from tests.draft.heads.test_eagle_torch import ROWS, run_engine, target_of
 from tests.draft.model.test_draft_model_cpu import save_model
@@ -181,7 +182,7 @@ def test_trees_do_not_depend_on_earlier_plans_and_drafts(setting, checkpoint, ba
 
 def greedy_request(tokens: list[int]) -> Request:
     request = make_request(tokens)
-    request.sampler = Sampler(SamplingParams(temperature=0), 0, tokens, ())
+    request.sampling = SamplingState(SamplingParams(temperature=0), 0, tokens, ())
     return request
 
 
@@ -190,7 +191,7 @@ def test_a_tree_has_the_best_paths_of_all():
     logits = rng.standard_normal((4, VOCAB, VOCAB)).astype(np.float32)  # [level, token before, token]
     request = greedy_request([5, 6, 7])
     plan = DraftPlan("dspark", 40, branching=3, depth=4)
-    scoring = Scoring(trimmed_vocabulary(None, VOCAB), Workspace(VOCAB))
+    scoring = Scoring(trimmed_vocabulary(None, VOCAB), Sampler(VOCAB))
     context = Context(request, request.token_ids, np.zeros(0, np.int32), 40)
     tree = ChosenTree(context, plan, scoring, coupled=False, best_first=True)
     for level in logits:
@@ -224,7 +225,7 @@ def best_paths(logits: np.ndarray, anchor: int, budget: int, branching: int) -> 
 @pytest.mark.parametrize(("min_prob", "length"), [(0.0, 4), (0.3, 2), (0.4, 1), (0.9, 0)])
 def test_a_chain_ends_where_the_head_loses_its_confidence(min_prob, length):
     request = greedy_request([5, 6, 7])
-    scoring = Scoring(trimmed_vocabulary(None, VOCAB), Workspace(VOCAB), min_prob, extend_factor=1.0)
+    scoring = Scoring(trimmed_vocabulary(None, VOCAB), Sampler(VOCAB), min_prob, extend_factor=1.0)
     context = Context(request, request.token_ids, np.zeros(0, np.int32), 4)
     tree = ChosenTree(context, DraftPlan("dspark", 4), scoring, coupled=False, best_first=True)
     logits = np.zeros((1, VOCAB), np.float32)

@@ -11,7 +11,7 @@ from paceline.draft.base import DraftSampling
 from paceline.draft.growth import Scoring, merged
 from paceline.draft.heads.ranked import make_ranked_tree, shape_of
 from paceline.draft.model.vocabulary import trimmed_vocabulary
-from paceline.verify.sampling import Workspace
+from paceline.verify.sampling import Sampler
 from tests.draft.test_growth import context_of, request_of
 
 PATHS = ((0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (1, 0))
@@ -20,7 +20,7 @@ LEVELS = np.array([[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [0, 9, 0, 0, 0, 0]], 
 
 def grown(plan: DraftPlan, sampling: DraftSampling = DraftSampling.COUPLED, temperature: float = 0.0):
     request = request_of(vocab=6, temperature=temperature, max_tokens=20, seed=3, ignore_eos=True)
-    scoring = Scoring(trimmed_vocabulary(None, 6), Workspace(6))
+    scoring = Scoring(trimmed_vocabulary(None, 6), Sampler(6))
     tree = make_ranked_tree(context_of(request), plan, scoring, sampling, PATHS)
     for level in LEVELS:
         if tree.frontier:
@@ -54,7 +54,7 @@ def test_chances_are_those_of_paths():
 
 def test_heads_that_guess_a_part_of_the_vocabulary_name_its_tokens():
     request = request_of(vocab=9, temperature=0.0, max_tokens=20, ignore_eos=True)
-    scoring = Scoring(trimmed_vocabulary(np.array([8, 2, 4, 6], dtype=np.int32), 9), Workspace(9))
+    scoring = Scoring(trimmed_vocabulary(np.array([8, 2, 4, 6], dtype=np.int32), 9), Sampler(9))
     plan = DraftPlan("medusa", 9, 2, 1)
     tree = make_ranked_tree(context_of(request), plan, scoring, DraftSampling.COUPLED, PATHS)
     tree.grow(np.array([[3.0, 0.0, 0.0, 2.0]], dtype=np.float32))

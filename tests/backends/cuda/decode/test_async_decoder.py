@@ -14,9 +14,9 @@ from paceline.backends.async_decoding import DeviceDraft, SlotInits
 from paceline.core.logit_edits import LogitEdits
 from paceline.core.params import SamplingParams
 from paceline.core.request import SamplingNeeds
+from paceline.core.sampling import SamplingState
 from paceline.core.truncation import Truncation
 from paceline.verify.logprobs import NUM_FIELDS
-from paceline.verify.sampling import Sampler
 from tests.tiny_families import VOCAB_SIZE
 
 PAGE, SLOTS, LONGEST = 4, 6, 32
@@ -119,7 +119,7 @@ def test_a_tree_has_pages_for_all_of_its_nodes(decoder, loops) -> None:  # type:
 
 
 def biased() -> LogitEdits:
-    return Sampler(SamplingParams(logit_bias={7: 2.0}), 0, (), ()).logit_edits()
+    return SamplingState(SamplingParams(logit_bias={7: 2.0}), 0, (), ()).logit_edits()
 
 
 def joining(slots: Sequence[int], lengths: Sequence[int]) -> SlotInits:

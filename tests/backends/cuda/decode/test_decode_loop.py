@@ -15,11 +15,12 @@ from paceline.backends.heads import HeadBatch
 from paceline.core.forward import ForwardBatch, chain_parents
 from paceline.core.params import SamplingParams
 from paceline.core.request import SamplingNeeds
+from paceline.core.sampling import SamplingState
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.files.layout import expected_tensors
 from paceline.models.heads.config import HeadConfig
 from paceline.verify.logprobs import logprobs_of_fields, token_logprobs
-from paceline.verify.sampling import Sampler, Workspace
+from paceline.verify.sampling import Sampler
 from tests.large import repeated
 from tests.models.heads.driver import random_checkpoint
 
@@ -383,10 +384,10 @@ def test_a_step_edits_logits_counts_its_tokens_and_gives_log_probabilities(
     text = case.state.tokens[1, : LENGTH + 1].tolist()
     penalties = {"repetition_penalty": 20.0, "frequency_penalty": 2.0, "presence_penalty": 2.0}
     params = SamplingParams(temperature=0, logit_bias={7: 50.0}, **penalties)
-    sampler, workspace = Sampler(params, SEED, text[:-1], ()), Workspace(60)
-    sampler.advance(text[-1])
+    state, sampler = SamplingState(params, SEED, text[:-1], ()), Sampler(60)
+    state.advance(text[-1])
     edits = make_edit_state(2, 60, device)
-    edits.init_slot(1, sampler.logit_edits())
+    edits.init_slot(1, state.logit_edits())
     edits.is_active[1] = 1
     loop = DecodeLoop(case.weights, case.pool(), case.state, ROWS, PAGE_SIZE)
     loop.begin([1], ROWS)
@@ -394,11 +395,11 @@ def test_a_step_edits_logits_counts_its_tokens_and_gives_log_probabilities(
         loop.step(ROWS, int(SamplingNeeds.LOGIT_EDITS), edits)
         raw = plain_logits(case.weights, case.pool(), case.state, LENGTH + step)
         token = int(loop.output[0, 0])
-        assert token == sampler.sample(raw, LENGTH + 1 + step, 1 + step, workspace)
+        assert token == sampler.sample(state, raw, LENGTH + 1 + step, 1 + step)
         assert raw.argmax() != 7
         assert (token == 7) == (step == 0)
-        sampler.advance(token)
-        assert edits.history[1, token] & ~(1 << 30) == sampler.logit_edits().output_counts[-1]
+        state.advance(token)
+        assert edits.history[1, token] & ~(1 << 30) == state.logit_edits().output_counts[-1]
     assert edits.history[0].sum() == 0
     case.state.asks_logprobs[1] = 1
     loop.step(ROWS, int(SamplingNeeds.LOGPROBS), edits)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from paceline.core.params import SamplingParams
-from paceline.verify.sampling import Sampler, Workspace
+from paceline.core.sampling import SamplingState
+from paceline.verify.sampling import Sampler
 
 VOCAB, ENDINGS = 2100, (7, 2050)  # more than a block
 PROMPT, OUTPUT = [5, 9, 2050, 9], [11, 9]
@@ -36,13 +37,13 @@ def path(node: int) -> list[int]:
 def test_edited_logits_are_those_of_the_host(options: dict[str, object], device: torch.device) -> None:
     from paceline.backends.cuda.kernels.sampling.logit_edits import count_tokens, edit_logits, make_edit_state
 
-    sampler = Sampler(SamplingParams(**options), 1, PROMPT, ENDINGS)  # type: ignore[arg-type]
+    request = SamplingState(SamplingParams(**options), 1, PROMPT, ENDINGS)  # type: ignore[arg-type]
     for token in OUTPUT:
-        sampler.advance(token)
+        request.advance(token)
     state = make_edit_state(3, VOCAB, device)
     state.history.fill_(9)  # of an earlier request
     state.bias.fill_(9.0)
-    state.init_slot(1, sampler.logit_edits())
+    state.init_slot(1, request.logit_edits())
     state.is_active[1] = 1
 
     def integers(values: list[int]) -> torch.Tensor:
@@ -57,10 +58,10 @@ def test_edited_logits_are_those_of_the_host(options: dict[str, object], device:
         edit_logits(there, VOCAB, slots, state, integers(DRAFTED * 3), positions, integers(PARENTS), 2)
         for node in range(nodes):
             num_output = length - len(PROMPT) + depths[node]
-            twin = sampler.branch(path(node))
-            expected = twin.edited_logits(logits[node], num_output, Workspace(VOCAB))
+            twin = request.branch(path(node))
+            expected = Sampler(VOCAB).edited_logits(twin, logits[node], num_output)
             np.testing.assert_array_equal(there[node].cpu().numpy(), expected)
         np.testing.assert_array_equal(there[nodes:].cpu().numpy(), logits[nodes:])
         count_tokens(slots, state, integers([[40, 9, 77]] * 3), integers([2, 2, 2]))
-        sampler.advance(40)
-        sampler.advance(9)
+        request.advance(40)
+        request.advance(9)

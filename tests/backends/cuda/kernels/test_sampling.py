@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from paceline.core.params import SamplingParams
-from paceline.verify.sampling import Sampler, Workspace
+from paceline.core.sampling import SamplingState
+from paceline.verify.sampling import Sampler
 
 SEEDS = [0, 7, 2**40 + 5, 2**63 + 1]
 POSITIONS = [0, 3, 1000, 65535]
@@ -36,8 +37,8 @@ def test_tokens_are_those_of_the_host(temperature: float, device: torch.device) 
     logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(1)) * 2
     tokens, scores = draw(logits, temperature, device)
     for row, token in enumerate(tokens):
-        sampler = Sampler(SamplingParams(temperature=temperature), SEEDS[row], (), ())
-        assert token == sampler.sample(logits[row].numpy(), POSITIONS[row] + 1, 0, Workspace(vocab))
+        state = SamplingState(SamplingParams(temperature=temperature), SEEDS[row], (), ())
+        assert token == Sampler(vocab).sample(state, logits[row].numpy(), POSITIONS[row] + 1, 0)
         if temperature:
             noise = gumbel(np.uint64(SEEDS[row]), np.uint64(POSITIONS[row] + 1), np.array([token]))[0]
             assert float(scores[row]) == float(logits[row, token]) / temperature + noise  # every bit

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.params import SamplingParams
+from paceline.core.sampling import SamplingState
 from paceline.core.truncation import Truncation
-from paceline.verify.sampling import Sampler, Workspace
+from paceline.verify.sampling import Sampler
 from tests.verify.reference import truncate_reference
 from tests.verify.truncations import TRUNCATIONS
 
@@ -108,5 +109,6 @@ def test_tokens_are_those_of_the_host_and_unusable_logits_give_none(device: torc
     assert tokens[:3] == [-1, -1, -1]
     for number in (3, 4):
         params = SamplingParams(temperature=options[number][0], **truncation._asdict())
-        expected = Sampler(params, number, (), ()).sample(logits[number], number + 1, 0, Workspace(VOCAB))
+        state = SamplingState(params, number, (), ())
+        expected = Sampler(VOCAB).sample(state, logits[number], number + 1, 0)
         assert tokens[number] == expected

@@ -1,0 +1,96 @@
+"""SamplingState: how a request's next token is to be sampled. The Sampler in verify/ acts on it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
+
+from paceline.core.arrays import BoolArray
+from paceline.core.logit_edits import LogitEdits, LogitOptions
+from paceline.core.params import SamplingParams
+
+
+class TokenConstraint(Protocol):
+    """The state of one output in its grammar: which tokens may come next. See constrain/constraint.py."""
+
+    def forced(self) -> tuple[int, ...]:
+        """The tokens that must come next. Empty: there is a choice."""
+        ...
+
+    def allows(self, token: int) -> bool:
+        """Whether the token may come next."""
+        ...
+
+    def mask(self) -> BoolArray:
+        """The tokens that may come next: bool [vocab]."""
+        ...
+
+    def advance(self, token: int) -> None:
+        """Append a token to the output. GrammarError if it may not come next."""
+        ...
+
+    def branch(self) -> TokenConstraint:
+        """An independent copy in the same state."""
+        ...
+
+
+class SamplingState:
+    """The sampling options of one request, and what they depend on of its path, which `advance` tells."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        seed: int,
+        prompt: Sequence[int],
+        ending_ids: Iterable[int],
+        constraint: TokenConstraint | None = None,
+        bad_words: Collection[Sequence[int]] = (),
+    ) -> None:
+        """`ending_ids` are the ids that min_tokens forbids: end-of-sequence and stop ids.
+
+        `bad_words` are the token sequences of the params' bad_words.
+        """
+        truncation = params.truncation
+        self.seed = seed  # the key of all noise of the request
+        self.options = params.temperature, truncation
+        self.greedy = params.greedy  # the token is the largest logit, without noise
+        self.keeps_all = truncation.keeps_all  # nothing is truncated
+        self.constraint = constraint  # None: any token may follow
+        self.logit_options = LogitOptions(params, prompt, ending_ids, bad_words)
+
+    def leaves_logits(self, num_output: int) -> bool:
+        """Whether neither a constraint nor an option edits logits from here on."""
+        return self.constraint is None and not self.logit_options.edits(num_output)
+
+    def edits_logits(self, num_output: int) -> bool:
+        """Whether options (bias, min_tokens, penalties, allowed ids, bad words) edit logits from here on."""
+        return self.logit_options.edits(num_output)
+
+    @property
+    def bans_tokens(self) -> bool:
+        """Whether allowed_token_ids or bad_words exclude tokens, which `logit_edits` does not tell."""
+        return self.logit_options.bans
+
+    def logit_edits(self) -> LogitEdits:
+        """What `edits_logits` stands for, for a device that samples the next tokens."""
+        return self.logit_options.for_device()
+
+    def advance(self, token: int) -> None:
+        """Append a token to the path."""
+        if self.constraint is not None:
+            self.constraint.advance(token)
+        if self.logit_options.follows_path:
+            self.logit_options.advance(token)
+
+    def branch(self, tokens: Iterable[int]) -> SamplingState:
+        """The state whose path is this one's plus these tokens. This one is not changed."""
+        if not self.logit_options.follows_path and self.constraint is None:
+            return self  # nothing depends on the path
+        twin = copy.copy(self)
+        twin.logit_options = self.logit_options.branch()
+        if self.constraint is not None:
+            twin.constraint = self.constraint.branch()
+        for token in tokens:
+            twin.advance(token)
+        return twin
