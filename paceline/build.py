@@ -24,12 +24,13 @@ from paceline.control.planner.arms import device_arms, prior_acceptance
 from paceline.control.planner.device import DevicePlanner
 from paceline.core.arrays import Float32Array
 from paceline.core.trees import DraftPlan
-from paceline.draft.base import Drafter, Target, drafts_on_device
+from paceline.draft.base import Drafter, Target, UnboundDrafter, drafts_on_device
 from paceline.draft.methods import METHODS, Speculation, find_files, load_drafter, parse_plan
 from paceline.draft.on_demand import OnDemandDrafter
 from paceline.engine.admission import Limits
-from paceline.engine.engine import Engine
+from paceline.engine.engine import Engine, target_cache
 from paceline.errors import ConfigError
+from paceline.kv.cache import KVCache
 from paceline.kv.sizing import CacheSize, available_memory, check_memory_limit, size_cache
 from paceline.kv.states import states_memory
 from paceline.models.checkpoint import Checkpoint, Tensor
@@ -75,8 +76,8 @@ class Loaded:
     target: Target | None = None  # what drafters see of the model
     speculation: Speculation | None = None
 
-    def load_head(self, method: str, path: Path) -> Drafter:
-        """A drafter with the head in this folder, for Engine.replace_head. Any thread may call this.
+    def load_head(self, method: str, path: Path) -> UnboundDrafter:
+        """An unbound drafter with the head in this folder, for Engine.replace_head. Any thread may call this.
 
         The other options of the method are those of the running one. PacelineError if it cannot be loaded.
         """
@@ -146,10 +147,10 @@ def build_engine(
         final_norm=model.final_norm,
         mtp=model.mtp,
     )
-    drafters = {
+    unbound = {
         name: load_drafter(name, configured, target) for name, configured in speculation.drafters.items()
     }
-    size = _cache_size(config, model, speculation, drafters)
+    size = _cache_size(config, model, speculation, unbound)
     limits = Limits(
         model.config.vocab_size,
         size.max_model_len,
@@ -157,14 +158,15 @@ def build_engine(
         config.max_num_batched_tokens,
         draft_trees=RULES[speculation.rule].trees,
     )
-    on_demand = _on_demand(config, speculation, target)
+    kv = target_cache(backend, limits, size.num_pages, config.cache.enable_prefix_caching)
+    drafters = {name: drafter.bind(kv) for name, drafter in unbound.items()}
+    on_demand = _on_demand(config, speculation, target, kv)
     plans = {name: configured.plan for name, configured in speculation.drafters.items()}
     engine = Engine(
         backend,
         tokenizer,
         limits,
-        num_pages=size.num_pages,
-        enable_prefix_caching=config.cache.enable_prefix_caching,
+        kv,
         seed=config.seed,
         controller=_controller(config, model, speculation, drafters),
         drafters={**drafters, **on_demand},
@@ -195,12 +197,15 @@ def _speculation(config: EngineConfig, model: LoadedModel) -> Speculation:
 
 
 def _cache_size(
-    config: EngineConfig, model: LoadedModel, speculation: Speculation, drafters: Mapping[str, Drafter]
+    config: EngineConfig,
+    model: LoadedModel,
+    speculation: Speculation,
+    drafters: Mapping[str, UnboundDrafter],
 ) -> CacheSize:
     """The size of the KV cache, in which drafters may have keys and values of their own."""
     backend, max_num_seqs = model.backend, config.scheduler.max_num_seqs
     levels = {name: configured.plan.levels for name, configured in speculation.drafters.items()}
-    bytes_of_drafters = {name: drafter.needs.bytes_per_page for name, drafter in drafters.items()}
+    bytes_of_drafters = {name: drafter.bytes_per_page for name, drafter in drafters.items()}
     heads = [levels[name] for name, own_bytes in bytes_of_drafters.items() if own_bytes]
     deepest = max(heads or levels.values(), default=0)  # beside a head, longer lookups are for few requests
     rows = max_num_seqs * 3 * (2 + deepest)  # chains of each length have buffers
@@ -217,13 +222,15 @@ def _cache_size(
     )
 
 
-def _on_demand(config: EngineConfig, speculation: Speculation, target: Target) -> dict[str, OnDemandDrafter]:
+def _on_demand(
+    config: EngineConfig, speculation: Speculation, target: Target, kv: KVCache
+) -> dict[str, OnDemandDrafter]:
     """The methods that requests may name although they are not configured."""
     share = config.speculative.share_suffix_cache
 
     def load(name: str) -> Drafter:
         options = SpeculativeOptions(name, share_suffix_cache=share)
-        return load_drafter(name, options.speculation().drafters[name], target)
+        return load_drafter(name, options.speculation().drafters[name], target).bind(kv)
 
     return {
         name: OnDemandDrafter(name, partial(load, name))
@@ -262,7 +269,7 @@ def _controller(
         {name: replace(plan, least_chance=floor(name)) for name, plan in plans.items()},
         step_costs(model.backend, model.config.max_position, memory),
         log=decisions,
-        backlogs={name: drafters[name].backlog for name in plans},
+        backlogs={name: kv.backlog for name in plans if (kv := drafters[name].kv) is not None},
         memory=memory,
         beginning=beginning,
         device=_device_planner(plans, drafters, beginning) if model.backend.drafts_on_device else None,

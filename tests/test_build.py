@@ -47,9 +47,7 @@ def test_auto_leaves_drafting_to_a_device_that_can_and_decides_elsewhere():
 
 @pytest.mark.parametrize(("options", "least"), [({}, 0.0), ({"min_prob": 0.2}, 0.2)])
 def test_auto_drafts_below_the_own_threshold_of_a_head_unless_the_user_sets_one(options, least):
-    head = ScriptedDrafter({}, "right")
-    head.least_chance = 0.35
-    chosen = controller(False, "auto", ["suffix", {"method": "eagle3", **options}], {"eagle3": head})
+    chosen = controller(False, "auto", ["suffix", {"method": "eagle3", **options}])
     assert chosen.plans["eagle3"].least_chance == least
 
 

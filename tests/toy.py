@@ -25,8 +25,10 @@ from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.core.truncation import KEEPS_ALL
 from paceline.core.verdict import Verdict
 from paceline.draft.base import Drafter, DrafterNeeds
+from paceline.draft.device import DeviceDrafter
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
+from tests.engines import new_engine
 from tests.toy_decoder import ToyDecoder, reference_token
 from tests.toy_logits import hashed_logits
 from tests.toy_tokenizer import VOCAB, ToyTokenizer
@@ -250,9 +252,11 @@ class ScriptedDrafter(Drafter):
         self.style = style
         self.seen: dict[Request, int] = {}
         self.forgotten: list[Request] = []
-        if type(self).device is Drafter.device:
-            self.device = self
         self.attached: set[Request] = set()
+
+    @property
+    def device(self) -> DeviceDrafter | None:
+        return self
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         trees: list[tuple[list[int], list[int]]] = []
@@ -340,7 +344,7 @@ def toy_engine(
     if drafter is not None and controller is None:
         controller = FixedController(DraftPlan(drafter.name, budget, branching))
     ticks = iter(range(10**9))
-    return Engine(
+    return new_engine(
         backend,
         ToyTokenizer(),
         Limits(backend.vocab, max_model_len, max_num_seqs, max_num_batched_tokens),

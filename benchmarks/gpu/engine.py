@@ -20,7 +20,7 @@ from paceline.backends.cuda.weights.model_weights import load_weights
 from paceline.bench.simulate.world import CountingTokenizer
 from paceline.core.params import SamplingParams
 from paceline.engine.admission import Limits
-from paceline.engine.engine import Engine
+from paceline.engine.engine import Engine, target_cache
 from paceline.errors import BackendError, ConfigError
 
 WARM_UP = 2  # runs that are not timed: the first compiles kernels and captures graphs
@@ -96,8 +96,8 @@ def make_engine(backend: CudaBackend, burst: Burst, rows: int) -> Engine:
     """An engine without drafts or prefix caching that has room for a burst."""
     limits = Limits(backend.config.vocab_size, burst.longest, burst.requests, max(rows, burst.requests))
     num_pages = burst.requests * (-(-burst.longest // PAGE_SIZE) + 4)
-    tokenizer = CountingTokenizer()
-    return Engine(backend, tokenizer, limits, num_pages=num_pages, enable_prefix_caching=False)
+    kv = target_cache(backend, limits, num_pages, enable_prefix_caching=False)
+    return Engine(backend, CountingTokenizer(), limits, kv)
 
 
 def serve(engine: Engine, burst: Burst, seed: int) -> tuple[float, float]:

@@ -16,14 +16,14 @@ import numpy as np
 
 from paceline.core.features import Features
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import Drafter, DraftSampling, Target, TextDrafts
+from paceline.draft.base import Drafter, DraftSampling, Target, UnboundDrafter
+from paceline.draft.device import TextDrafts
 from paceline.draft.lookup.suffix import SuffixDrafter, SuffixOptions
 from paceline.draft.methods import PLAN_KEYS, SHARED_KEYS, load_drafter, parse_speculative_config
 from paceline.errors import ConfigError
 from paceline.options import check_number, refuse_unknown
 
 if TYPE_CHECKING:
-    from paceline.core.forward import KeptFeatures
     from paceline.core.request import Request
     from paceline.core.verdict import Verdict
     from paceline.kv.cache import KVCache
@@ -79,12 +79,14 @@ class HybridDrafter(Drafter):
         self._fallback = fallback
         self._fallback_budget = fallback_budget
         self._parts: tuple[Drafter, Drafter] = (suffix, fallback)
-        self.needs = fallback.needs
+        self.needs, self.kv, self.head = fallback.needs, fallback.kv, fallback.head
+        self._memories = [part.memory for part in self._parts if part.memory is not None]
+        self.memory = self
         self.follows_prefix = suffix.follows_prefix and fallback.follows_prefix
         self.device = TextDrafts(fallback.device.look_up if isinstance(fallback.device, TextDrafts) else None)
 
     @classmethod
-    def load(cls, options: HybridOptions, target: Target) -> HybridDrafter:
+    def load(cls, options: HybridOptions, target: Target) -> UnboundDrafter:
         """The drafter with its two parts loaded."""
         if options.combine == "tree" and target.sampling is DraftSampling.INDEPENDENT:
             raise ConfigError(
@@ -93,16 +95,12 @@ class HybridDrafter(Drafter):
                 "verification 'pathwise'."
             )
         ((name, config),) = parse_speculative_config(options.fallback).drafters.items()
-        fallback = load_drafter(name, config, target)
-        return cls(options, SuffixDrafter.load(options, target), fallback, config.plan.budget)
+        suffix, fallback = SuffixDrafter.load(options, target), load_drafter(name, config, target)
 
-    def bind(self, kv: KVCache) -> None:
-        for part in self._parts:
-            part.bind(kv)
+        def bind(kv: KVCache) -> HybridDrafter:
+            return cls(options, suffix, fallback.bind(kv), config.plan.budget)
 
-    def prepare(self) -> None:
-        for part in self._parts:
-            part.prepare()
+        return UnboundDrafter(cls.name, bind, fallback.bytes_per_page)
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         """One tree per request: of the suffix drafter, of the fallback, or of both."""
@@ -128,12 +126,6 @@ class HybridDrafter(Drafter):
         limited = [replace(plan, drafter=name, budget=min(plan.budget, budget)) for plan in plans]
         return self._fallback.propose(requests, limited)
 
-    def kept(self) -> KeptFeatures | None:
-        return self._fallback.kept()
-
-    def backlog(self, request: Request) -> int:
-        return max(part.backlog(request) for part in self._parts)
-
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None
     ) -> None:
@@ -145,12 +137,12 @@ class HybridDrafter(Drafter):
             part.forget(request)
 
     def remember(self, prompt: Sequence[int], output: Sequence[int]) -> None:
-        for part in self._parts:
-            part.remember(prompt, output)
+        for memory in self._memories:
+            memory.remember(prompt, output)
 
-    def close(self) -> None:
-        for part in self._parts:
-            part.close()
+    def save(self) -> None:
+        for memory in self._memories:
+            memory.save()
 
 
 def _tree(trees: DraftTrees, request: int) -> Tree:

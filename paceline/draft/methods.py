@@ -6,13 +6,14 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from paceline.constrain.constraint import MAX_FORCED
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft import plugins
-from paceline.draft.base import Drafter, DraftSampling, Target
+from paceline.draft.base import DraftSampling, NoOptions, Target, UnboundDrafter
 from paceline.errors import ConfigError, PacelineError
 from paceline.models.heads.shipped import DEFAULT_METHOD, SHIPPED_HEAD
 from paceline.options import check_integer, nearest, unknown_option
@@ -60,7 +61,9 @@ class Method:
     """One row of the table. The class is imported when the method is used.
 
     Other packages add a row by an entry point of the group `paceline.drafters`, see docs/extend/drafter.md.
-    The class derives from `Drafter`, whose `Options` and `load` serve a drafter without options.
+    The class derives from `Drafter`. It may have `Options`, a frozen dataclass of its own keys of
+    speculative_config, and `load(options, target)`, a class method that makes the drafter. Without `load` its
+    constructor is called with the options, or without arguments if it has none.
     """
 
     module: str
@@ -69,6 +72,7 @@ class Method:
     trees: bool  # can draft trees, not only chains
     on_demand: bool = False  # needs only texts: requests may name it though it is not configured
     argument: Argument | None = None  # of the short form
+    paged: bool = False  # it works on pages of the KV cache: `load` gives an UnboundDrafter
 
 
 METHODS: dict[str, Method] = {
@@ -84,12 +88,23 @@ METHODS: dict[str, Method] = {
         num_speculative_tokens=4,
         trees=True,
         argument=MODEL,
+        paged=True,
     ),
     "eagle3": Method(
-        "paceline.draft.heads.eagle", "Eagle3Drafter", num_speculative_tokens=7, trees=True, argument=HEAD
+        "paceline.draft.heads.eagle",
+        "Eagle3Drafter",
+        num_speculative_tokens=7,
+        trees=True,
+        argument=HEAD,
+        paged=True,
     ),
     "eagle": Method(
-        "paceline.draft.heads.eagle", "EagleDrafter", num_speculative_tokens=7, trees=True, argument=HEAD
+        "paceline.draft.heads.eagle",
+        "EagleDrafter",
+        num_speculative_tokens=7,
+        trees=True,
+        argument=HEAD,
+        paged=True,
     ),
     "dflash": Method(
         "paceline.draft.heads.block",
@@ -97,6 +112,7 @@ METHODS: dict[str, Method] = {
         num_speculative_tokens=7,
         trees=True,
         argument=HEAD,
+        paged=True,
     ),
     "dspark": Method(
         "paceline.draft.heads.block",
@@ -104,17 +120,24 @@ METHODS: dict[str, Method] = {
         num_speculative_tokens=7,
         trees=True,
         argument=HEAD,
+        paged=True,
     ),
     "medusa": Method(
-        "paceline.draft.heads.medusa", "MedusaDrafter", num_speculative_tokens=5, trees=True, argument=HEAD
+        "paceline.draft.heads.medusa",
+        "MedusaDrafter",
+        num_speculative_tokens=5,
+        trees=True,
+        argument=HEAD,
+        paged=True,
     ),
-    "mtp": Method("paceline.draft.heads.mtp", "MtpDrafter", num_speculative_tokens=2, trees=True),
+    "mtp": Method("paceline.draft.heads.mtp", "MtpDrafter", num_speculative_tokens=2, trees=True, paged=True),
     "assistant": Method(
         "paceline.draft.heads.assistant",
         "AssistantDrafter",
         num_speculative_tokens=4,
         trees=True,
         argument=HEAD,
+        paged=True,
     ),
     "layerskip": Method(
         "paceline.draft.model.layerskip",
@@ -122,11 +145,14 @@ METHODS: dict[str, Method] = {
         num_speculative_tokens=4,
         trees=True,
         argument=Argument("exit_layer", "LAYERS", int),
+        paged=True,
     ),
     "grammar": Method(
         "paceline.draft.grammar", "GrammarDrafter", num_speculative_tokens=MAX_FORCED, trees=False
     ),
-    "hybrid": Method("paceline.draft.hybrid", "HybridDrafter", num_speculative_tokens=7, trees=True),
+    "hybrid": Method(
+        "paceline.draft.hybrid", "HybridDrafter", num_speculative_tokens=7, trees=True, paged=True
+    ),
 }
 
 AUTO = "auto"  # not a method: the controller chooses among the methods listed with it
@@ -204,13 +230,19 @@ def method_names() -> list[str]:
     return list(dict.fromkeys([*METHODS, *plugins.installed()]))
 
 
-def load_drafter(name: str, config: DrafterConfig, target: Target) -> Drafter:
-    """The drafter of this name, ready for `bind`."""
-    drafter_class = _class_of(name)
+def load_drafter(name: str, config: DrafterConfig, target: Target) -> UnboundDrafter:
+    """The loaded drafter of this name. ConfigError if it is of another package, and cannot be loaded."""
+    method, drafter_class = _method_and_class(name)
+    options = () if isinstance(config.options, NoOptions) else (config.options,)
+    if hasattr(drafter_class, "load"):
+        load = partial(drafter_class.load, config.options, target)
+    else:
+        load = partial(drafter_class, *options)
     if name not in METHODS:
-        return plugins.make(name, drafter_class, config.options, target)
-    drafter: Drafter = drafter_class.load(config.options, target)
-    return drafter
+        call = f"{drafter_class.__name__}({'options' if options else ''})"
+        load = partial(plugins.make, name, call, load, method.paged)
+    made = load()
+    return made if method.paged else UnboundDrafter(name, lambda kv: made)
 
 
 def find_files(drafters: Mapping[str, DrafterConfig]) -> None:
@@ -370,7 +402,8 @@ def _drafter(entry: Mapping[str, Any], rule_takes_trees: bool, rule: str) -> tup
             f"branching is {plan.branching}, but {rule} verification takes chains only. "
             "Use branching 1, or verification 'traversal'."
         )
-    options = _class_of(name).Options
+    _, drafter_class = _method_and_class(name)
+    options = getattr(drafter_class, "Options", NoOptions)
     method_options = {key: value for key, value in entry.items() if key not in PLAN_KEYS + SHARED_KEYS}
     for key in method_options:
         if key not in options.__dataclass_fields__:
@@ -379,10 +412,10 @@ def _drafter(entry: Mapping[str, Any], rule_takes_trees: bool, rule: str) -> tup
     return name, DrafterConfig(plan, options(**method_options))
 
 
-def _class_of(name: str) -> Any:
-    """The drafter's class, which has `Options` and `load`."""
+def _method_and_class(name: str) -> tuple[Method, Any]:
+    """The row of a method that exists, and its drafter's class."""
     method = find_method(name)
     assert method is not None
     if name in METHODS:
-        return getattr(import_module(method.module), method.drafter)
-    return plugins.drafter_class(name, method.module, method.drafter)
+        return method, getattr(import_module(method.module), method.drafter)
+    return method, plugins.drafter_class(name, method.module, method.drafter)

@@ -29,6 +29,7 @@ class OnDemandDrafter(Drafter):
 
     def __init__(self, name: str, load: Callable[[], Drafter]) -> None:
         self.name = name
+        self.follows_prefix = False  # until it is loaded
         self._load = load
         self._loading: Future[Drafter] | None = None
         self._requests: set[Request] = set()  # that it has drafted for
@@ -46,10 +47,6 @@ class OnDemandDrafter(Drafter):
             self._requests.remove(request)
             assert self._loading is not None
             self._loading.result().forget(request)
-
-    def close(self) -> None:
-        if self._loading is not None and self._loading.done() and self._loading.exception() is None:
-            self._loading.result().close()
 
     def _loaded(self) -> Drafter | None:
         """The drafter; None while it is being loaded. The first call starts that. Raises if it failed."""

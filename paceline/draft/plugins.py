@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from inspect import isabstract
 from typing import Any
 
-from paceline.draft.base import Drafter, NoOptions, Target
+from paceline.draft.base import Drafter, NoOptions, UnboundDrafter
 from paceline.errors import ConfigError, PacelineError
 
 GROUP = "paceline.drafters"  # entry points: the name of a method, and where its Method is
+REPLACED = {  # members of Drafter in earlier versions, and what has taken their place
+    "bind": "UnboundDrafter.bind: load gives one, and the Method says paged=True",
+    "kept": "kept_features of the component that the attribute head names",
+    "replace_head": "replace of the component that the attribute head names",
+    "close": "save of the component that the attribute memory names",
+}
 
 
 @cache
@@ -55,25 +62,38 @@ def drafter_class(name: str, module: str, class_name: str) -> type[Drafter]:
     if Drafter not in getattr(found, "__mro__", ()):
         remedy = f"derive {class_name} from paceline.draft.base.Drafter"
         raise plugin_error(name, f"{class_name} is not a Drafter", remedy)
-    if found.propose is Drafter.propose:
+    if replaced := [member for member in REPLACED if hasattr(found, member)]:
+        remedy = " and ".join(f"{member}() is now {REPLACED[member]}" for member in replaced)
+        raise plugin_error(name, f"{class_name} was written for an earlier paceline", remedy)
+    if isabstract(found):
         raise plugin_error(name, f"its class {class_name} has no propose", "define propose(requests, plans)")
-    if not is_dataclass(found.Options):
+    if not is_dataclass(getattr(found, "Options", NoOptions)):
         remedy = "decorate Options with @dataclass(frozen=True)"
         raise plugin_error(name, f"{class_name}.Options is not a dataclass", remedy)
     checked: type[Drafter] = found
     return checked
 
 
-def make(name: str, drafter: type[Drafter], options: Any, target: Target) -> Drafter:
-    """A package's drafter, ready for `bind`. ConfigError if its `load` raises."""
+def make(name: str, call: str, load: Callable[[], Any], paged: bool) -> Any:
+    """What `load` makes of a package's class: a Drafter, or an UnboundDrafter if it is `paged`.
+
+    ConfigError if it raises, or makes something else. `call` is how the class is called if it has no `load`.
+    """
     try:
-        return drafter.load(options, target)
+        made = load()
     except PacelineError:  # it knows better what to do
         raise
     except Exception as error:  # whatever a foreign package raises
-        made = f"{drafter.__name__}({'' if drafter.Options is NoOptions else 'options'})"
-        remedy = f"{made} must work, or define load(options, target)"
+        remedy = f"{call} must work, or define load(options, target)"
         raise plugin_error(name, f"{type(error).__name__}: {error}", remedy) from error
+    wanted = UnboundDrafter if paged else Drafter
+    if wanted not in type(made).__mro__:
+        if paged:
+            remedy = "return an UnboundDrafter from load(options, target), or leave out paged"
+        else:
+            remedy = "return the drafter from load(options, target), or say paged=True in its Method"
+        raise plugin_error(name, f"its load gave the type {type(made).__name__}", remedy)
+    return made
 
 
 def plugin_error(name: str, reason: str, remedy: str = "") -> ConfigError:

@@ -23,10 +23,10 @@ from paceline.core.schedule import Scheduled
 from paceline.core.stats import DraftCall
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees, Draws
 from paceline.core.verdict import Verdict
-from paceline.draft.base import DeviceDrafter, Drafter, DrafterNeeds, drafts_on_device
+from paceline.draft.base import Drafter, DrafterNeeds, UnboundDrafter, drafts_on_device
+from paceline.draft.device import DeviceDrafter
 from paceline.draft.grammar import GrammarDrafter
 from paceline.errors import ConfigError
-from paceline.kv.cache import KVCache
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,6 @@ class Drafting:
         self,
         drafters: Mapping[str, Drafter],
         vocab_size: int,
-        kv: KVCache,
         draft_forced: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -61,10 +60,11 @@ class Drafting:
         self.feature_layers = tuple(
             sorted({layer for drafter in self._drafters.values() for layer in drafter.needs.feature_layers})
         )
-        for drafter in self._drafters.values():
-            drafter.bind(kv)
         self._on_device = drafts_on_device(self._drafters)
-        kept = [drafter.kept() for drafter in self._drafters.values()]
+        self._heads = {
+            name: drafter.head for name, drafter in self._drafters.items() if drafter.head is not None
+        }
+        kept = [head.kept_features for head in self._heads.values()]
         # what passes write to the heads' pools
         self.kept_features = tuple(features for features in kept if features is not None)
         nothing = DraftTrees.merged(1, [([0], DraftTrees.chains([()]))]).kept(np.empty(0, dtype=bool))
@@ -76,9 +76,9 @@ class Drafting:
         return calls
 
     def prepare(self) -> None:
-        """Warm up all drafters."""
-        for drafter in self._drafters.values():
-            drafter.prepare()
+        """Warm up all heads."""
+        for head in self._heads.values():
+            head.prepare()
 
     def settled(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> list[DraftPlan]:
         """The plans with room for forced tokens, and without drafters that failed for their request."""
@@ -314,17 +314,28 @@ class Drafting:
                 with self._guard(name, [request]):
                     drafter.forget(request)
 
-    def replace_head(self, name: str, other: Drafter) -> None:
+    def replace_head(self, name: str, other: UnboundDrafter) -> None:
         """Give the named drafter the head of another drafter; ConfigError if it does not fit."""
         if name not in self._drafters:
             raise ConfigError(f"no drafter {name} is loaded; there are {', '.join(self._drafters)}.")
-        self._drafters[name].replace_head(other)
+        if name not in self._heads:
+            raise ConfigError(
+                f"the method {name} has no head that can be replaced while requests run. Use eagle3, eagle, "
+                "dflash or dspark, or restart with the other head."
+            )
+        if other.name != (method := self._drafters[name].name):
+            raise ConfigError(
+                f"a {method} head cannot be replaced by one of {other.name}: restart with the other head."
+            )
+        self._heads[name].replace(other.head)
 
     def close(self) -> None:
         """Let drafters save what must survive the engine."""
-        for name, drafter in self._drafters.items():
+        memories = {name: drafter.memory for name, drafter in self._drafters.items()}
+        for name, memory in memories.items():
             try:
-                drafter.close()
+                if memory is not None:
+                    memory.save()
             except Exception as error:  # for example a full disk: the others are still closed
                 logger.warning("drafter %s could not save its state: %s", name, error)
 

@@ -17,7 +17,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.stats import StepStats, TrainerActivity
 from paceline.core.trees import PLAIN, DraftPlan
-from paceline.draft.base import Drafter
+from paceline.draft.base import Drafter, UnboundDrafter
 from paceline.draft.grammar import GrammarDrafter
 from paceline.engine.admission import Limits, RequestOptions, make_requests
 from paceline.engine.drafting import FORCED_ONLY, Drafting
@@ -38,6 +38,19 @@ from paceline.verify.verdict import Rule
 __all__ = ["Delta", "Engine"]
 
 
+def target_cache(
+    backend: Backend, limits: Limits, num_pages: int, enable_prefix_caching: bool = True
+) -> KVCache:
+    """The KV cache of an engine, with the target's keys, values and states."""
+    kv = KVCache(
+        num_pages, backend.page_size, limits.max_num_seqs, limits.max_model_len, enable_prefix_caching
+    )
+    kv.add_pool(backend, backend.attention_window)
+    if backend.bytes_per_state:
+        kv.add_states(backend)
+    return kv
+
+
 class Engine:
     """Serves requests with continuous batching. Not thread-safe: one thread adds, steps and aborts."""
 
@@ -46,9 +59,8 @@ class Engine:
         backend: Backend,
         tokenizer: TextTokenizer,
         limits: Limits,
+        kv: KVCache,
         *,
-        num_pages: int,
-        enable_prefix_caching: bool = True,
         seed: int = 0,
         controller: Controller | None = None,
         drafters: Mapping[str, Drafter] | None = None,
@@ -57,24 +69,21 @@ class Engine:
         draft_forced: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """`kv` is a `target_cache`, to which the drafters are bound. `drafters` and `plans` are by name."""
         self.backend = backend
         self.tokenizer = tokenizer
         self.limits = limits
-        self.kv = KVCache(
-            num_pages, backend.page_size, limits.max_num_seqs, limits.max_model_len, enable_prefix_caching
-        )
+        self.kv = kv
         self.scheduler = Scheduler(
             self.kv, limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len
         )
         self.stats = StepStats()  # of the last step
         self._trainer: TrainerActivity | None = None  # that may compute on the same device
         self.grammars = GrammarCompiler(tokenizer, limits.vocab_size)  # any thread may use it
-        self._pool = self.kv.add_pool(backend, backend.attention_window)
-        if backend.bytes_per_state:
-            self.kv.add_states(backend)
+        self._pool = kv.pool_of(backend)
         self._seed = seed
         self._controller = controller or FixedController()
-        self._drafting = Drafting(drafters or {}, limits.vocab_size, self.kv, draft_forced, clock)
+        self._drafting = Drafting(drafters or {}, limits.vocab_size, draft_forced, clock)
         self._plans = {**(plans or {}), GrammarDrafter.name: FORCED_ONLY}
         samples = backend.chooses and rule is verify_pathwise  # other rules need whole distributions
         self._processor = OutputProcessor(self.kv, clock)
@@ -167,7 +176,7 @@ class Engine:
         self._drafting.forget(aborted)
         return aborted
 
-    def replace_head(self, name: str, drafter: Drafter) -> None:
+    def replace_head(self, name: str, drafter: UnboundDrafter) -> None:
         """Give the drafter `name` the head of `drafter`, from the next step on.
 
         Both are drafters of one method, see Loaded.load_head. Running requests continue: the new head's keys

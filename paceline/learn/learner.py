@@ -33,7 +33,9 @@ from paceline.learn.status import LearnerConfig, LearnStatus
 logger = logging.getLogger(__name__)
 
 
-LoadedHead = TypeVar("LoadedHead")  # a Drafter in this process; the folder of one, for engines elsewhere
+LoadedHead = TypeVar(
+    "LoadedHead"
+)  # an UnboundDrafter in this process; the folder of one, for engines elsewhere
 LoadedHead_contra = TypeVar("LoadedHead_contra", contravariant=True)
 
 

@@ -31,7 +31,7 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from paceline.core.request import Request
 from paceline.core.stats import DraftStats, StepStats
-from paceline.draft.base import Drafter
+from paceline.draft.base import UnboundDrafter
 from paceline.engine.frontend.async_engine import AsyncEngine, Observer
 from paceline.engine.output_processor import Delta
 from paceline.errors import BackendError
@@ -78,7 +78,7 @@ class HeadReceiver:
     """Lets a replica's engine draft with the heads that ingresses send. Used in the event loop only."""
 
     def __init__(
-        self, engine: AsyncEngine, load: Callable[[str, Path | None], Drafter], reports: StepReports
+        self, engine: AsyncEngine, load: Callable[[str, Path | None], UnboundDrafter], reports: StepReports
     ) -> None:
         """`load` gives a drafter of a method with the head in a folder; None: the one it was started with."""
         self.serving = FIRST

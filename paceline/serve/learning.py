@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 from paceline.config import EngineConfig
-from paceline.draft.base import Drafter
+from paceline.draft.base import UnboundDrafter
 from paceline.errors import ConfigError
 from paceline.learn.activity import new_activity
 from paceline.learn.data.collector import Collector, Policy
@@ -92,7 +92,7 @@ def learn_options(flags: Mapping[str, Any], options: ServeOptions, config: Engin
     return learning
 
 
-def trainable_model(model: ServedModel, config: EngineConfig) -> TrainableModel[Drafter]:
+def trainable_model(model: ServedModel, config: EngineConfig) -> TrainableModel[UnboundDrafter]:
     """The loaded model with its trainable head; ConfigError if it has none."""
     loaded = model.loaded
     assert loaded is not None
@@ -101,7 +101,8 @@ def trainable_model(model: ServedModel, config: EngineConfig) -> TrainableModel[
 
     def remember(prompt: Sequence[int], output: Sequence[int]) -> None:
         for drafter in drafters.values():
-            drafter.remember(prompt, output)
+            if drafter.memory is not None:
+                drafter.memory.remember(prompt, output)
 
     return TrainableModel(
         TargetName(loaded.fingerprint, model.names[0]),

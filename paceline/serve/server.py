@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 import uvicorn
 import uvicorn.server
 
-from paceline.draft.base import Drafter
+from paceline.draft.base import UnboundDrafter
 from paceline.engine.frontend.async_engine import AsyncEngine, Observer
 from paceline.engine.frontend.step_turns import StepTurns
 from paceline.errors import ConfigError
@@ -138,7 +138,7 @@ async def run_models(
     options: ServeOptions,
     listener: socket.socket,
     publisher: Publisher | None = None,
-    learner: LearningModel[Drafter] | None = None,
+    learner: LearningModel[UnboundDrafter] | None = None,
 ) -> None:
     """Serve loaded models, and routes over them, on a bound socket until a signal.
 

@@ -19,6 +19,7 @@ from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.verify.rules import RULES
 from tests.constrain.walks import GRAMMARS, TOKENIZER
+from tests.engines import new_engine
 from tests.toy import ToyBackend, drain
 
 VOCAB = TOKENIZER.vocab_size
@@ -58,7 +59,7 @@ def make_engine(rule: str = "pathwise", **options: Any) -> Engine:
     loaded = options.pop("drafters", None) or drafters()
     max_rows = options.pop("max_num_batched_tokens", 256)
     defaults = {"num_pages": 600, "enable_prefix_caching": True} | options
-    return Engine(
+    return new_engine(
         ToyBackend(max_rows=max_rows, vocab=VOCAB),
         TOKENIZER,
         Limits(VOCAB, 256, 32, max_rows, draft_trees=RULES[rule].trees),

@@ -13,8 +13,8 @@ from paceline.core.params import SamplingParams
 from paceline.core.trees import DraftPlan
 from paceline.draft.methods import parse_speculative_config
 from paceline.engine.admission import Limits
-from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
+from tests.engines import new_engine
 from tests.toy import VOCAB, ScriptedDrafter, ToyBackend, ToyTokenizer, drain, toy_engine
 
 PROMPTS = [[3 + index, 9, 33, 71 - index] for index in range(5)]
@@ -42,7 +42,7 @@ def test_same_bytes_as_plain_decoding(styles):
     controller = AutoController(
         {style: DraftPlan(style, 5) for style in styles}, StepCosts([1, 64], [0.004, 0.02])
     )
-    engine = Engine(
+    engine = new_engine(
         ToyBackend(),
         ToyTokenizer(),
         Limits(VOCAB, 128, 3, 32),  # fewer places than requests: they come and go
@@ -98,7 +98,7 @@ def test_a_drafter_that_breaks_and_several_outputs_of_one_prompt_change_nothing(
     expected = plain.add_request(PROMPTS[0], wish)
     drain(plain)
     broken = Broken({tuple(PROMPTS[0]): expected[1].output_token_ids}, "right")
-    engine = Engine(
+    engine = new_engine(
         ToyBackend(),
         ToyTokenizer(),
         Limits(VOCAB, 128, 3, 32),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -13,17 +14,20 @@ from paceline.core.arrays import Float32Array
 from paceline.core.request import Request
 from paceline.core.tree_shapes import ROOT
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
-from paceline.draft.base import DraftSampling
+from paceline.draft.base import DraftSampling, UnboundDrafter
 from paceline.draft.growth import GrowingTree, make_tree, merged
-from paceline.draft.model.draft_cache import Context, SharedPages
+from paceline.draft.model.draft_cache import Context, DraftCache, SharedPages
 from paceline.draft.model.draft_model import DraftModelDrafter
+from paceline.draft.model.model_drafter import ModelDrafter
 from paceline.draft.model.vocabulary import Vocabulary
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.kv.cache import KVCache
+from tests.engines import Later, new_engine
 from tests.toy import VOCAB, ToyBackend, ToyTokenizer, scribble_free_pages
 
 LONGEST = 256
+CacheOf = Callable[[KVCache, Any], DraftCache]
 
 
 class HazyToy(ToyBackend):
@@ -45,11 +49,27 @@ def toy_drafter(
     sampling: DraftSampling = DraftSampling.COUPLED,
     longest: int = LONGEST,
     kind: type[DraftModelDrafter] = DraftModelDrafter,
-) -> DraftModelDrafter:
+) -> Later:
     backend = backend or ToyBackend()
-    cache = partial(SharedPages, longest=longest)
     vocabulary = same_ids(backend.vocab, backend.vocab)
-    return kind(backend, vocabulary, cache, vocab_size=backend.vocab, sampling=sampling)
+    return model_drafter(backend, vocabulary, partial(SharedPages, longest=longest), sampling, kind)
+
+
+def model_drafter(
+    backend: Any,
+    vocabulary: Vocabulary,
+    cache_of: CacheOf,
+    sampling: DraftSampling = DraftSampling.COUPLED,
+    kind: type[ModelDrafter] = DraftModelDrafter,
+    vocab_size: int | None = None,
+) -> Later:
+    """A drafter with this model, whose keys and values are where `cache_of` puts them."""
+    size = backend.vocab if vocab_size is None else vocab_size
+
+    def bind(kv: KVCache) -> ModelDrafter:
+        return kind(backend, vocabulary, cache_of(kv, backend), vocab_size=size, sampling=sampling)
+
+    return Later(UnboundDrafter(kind.name, bind, backend.bytes_per_page()))
 
 
 class Checked(DraftModelDrafter):
@@ -77,7 +97,7 @@ class AgainstReference(Checked):
     """The readable reference: every node's logits straight from the toy, without pages, rows or a past."""
 
     def _expected(self, request: Request, plan: DraftPlan) -> DraftTrees:
-        room = min(plan.budget, self._make_cache.keywords["longest"] - len(request.token_ids))
+        room = min(plan.budget, self._cache._longest - len(request.token_ids))
         if room < 1:
             return DraftTrees.chains([[]])
         pages = np.zeros(0, dtype=np.int32)
@@ -101,14 +121,9 @@ class AgainstFresh(Checked):
         opened = kv.open(request.token_ids)
         assert opened is not None
         kv.reserve(opened[0], len(request.token_ids) + plan.budget)
-        fresh = DraftModelDrafter(
-            self._backend,
-            self._scoring.vocabulary,
-            self._make_cache,
-            vocab_size=self._vocab_size,
-            sampling=self._sampling,
-        )
-        fresh.bind(kv)
+        vocabulary, cache = self._scoring.vocabulary, SharedPages(kv, self._backend, self._cache._longest)
+        size = vocabulary.target_size
+        fresh = DraftModelDrafter(self._backend, vocabulary, cache, vocab_size=size, sampling=self._sampling)
         twin = copy.copy(request)
         twin.slot = opened[0]
         return fresh.propose([twin], [plan])
@@ -145,7 +160,7 @@ MIXED = (PLAIN, chain(1), chain(4), chain(7), tree(6, 2), tree(9, 3), tree(5, 4,
 
 
 def drafting_engine(
-    drafter: DraftModelDrafter,
+    drafter: Later,
     *plans: DraftPlan,
     backend: ToyBackend | None = None,
     num_pages: int = 400,
@@ -156,7 +171,7 @@ def drafting_engine(
 ) -> Engine:
     """An engine over the toy in which the drafter drafts by these plans."""
     backend = backend or ToyBackend(max_rows=rows)
-    return Engine(
+    return new_engine(
         backend,
         ToyTokenizer(),
         Limits(backend.vocab, max_model_len, max_num_seqs, rows),
@@ -167,7 +182,7 @@ def drafting_engine(
     )
 
 
-def drain(engine: Engine, drafter: DraftModelDrafter) -> None:
+def drain(engine: Engine, drafter: Later) -> None:
     """Step until all is done. Between steps, free pages of both pools are filled with rubbish."""
     while engine.has_unfinished:
         engine.step()

@@ -132,6 +132,11 @@ def test_a_name_of_paceline_cannot_be_taken(install, name):
             "has no propose. If the package is yours: define propose(requests, plans)",
         ),
         (SMALLEST + "    class Options: pass\n", "AgainDrafter.Options is not a dataclass"),
+        (
+            SMALLEST + "    def bind(self, kv): pass\n    def close(self): pass\n",
+            "AgainDrafter was written for an earlier paceline. If the package is yours: bind() is now "
+            "UnboundDrafter.bind: load gives one, and the Method says paged=True and close() is now save of",
+        ),
     ],
 )
 def test_a_package_that_cannot_be_used_is_an_error_that_names_it(install, source, reason):
@@ -164,8 +169,43 @@ def test_a_constructor_that_raises_is_an_error_that_names_the_remedy(install):
     )
 
 
+UNBOUND = """
+    @classmethod
+    def load(cls, options, target):
+        from paceline.draft.base import UnboundDrafter
+        return UnboundDrafter("again", cls, bytes_per_page=64)
+
+    def __init__(self, kv):
+        self.seen = kv
+"""
+
+
+def test_a_drafter_with_pages_of_its_own_is_made_when_there_is_a_cache(install):
+    install("again", "broken", SMALLEST.replace("trees=False", "trees=False, paged=True") + UNBOUND, *AGAIN)
+    config = methods.parse_speculative_config("again").drafters["again"]
+    loaded = methods.load_drafter("again", config, None)
+    assert loaded.bytes_per_page == 64
+    assert loaded.bind("the cache").seen == "the cache"
+
+
+@pytest.mark.parametrize(
+    ("source", "remedy"),
+    [
+        (SMALLEST + UNBOUND, "return the drafter from load(options, target), or say paged=True"),
+        (SMALLEST.replace("trees=False", "trees=False, paged=True"), "return an UnboundDrafter"),
+    ],
+)
+def test_a_load_that_gives_something_else_is_an_error_that_names_the_remedy(install, source, remedy):
+    with pytest.raises(ConfigError, match=r"its load gave the type (Again|Unbound)Drafter") as error:
+        load(install, source)
+    assert f"If the package is yours: {remedy}" in str(error.value)
+
+
+AGAIN = "again", "broken:METHOD"  # the entry point
+
+
 def load(install, source, **options):
     """The drafter that paceline loads from a package with this module."""
-    install("again", "broken", source, "again", "broken:METHOD")
+    install("again", "broken", source, *AGAIN)
     config = methods.parse_speculative_config({"method": "again", **options}).drafters["again"]
-    return methods.load_drafter("again", config, None)
+    return methods.load_drafter("again", config, None).bind(None)

@@ -18,11 +18,12 @@ from paceline.core.request import Request
 from paceline.core.trees import DraftPlan
 from paceline.draft.base import DraftSampling
 from paceline.draft.heads.block import DFlashDrafter
-from paceline.draft.heads.head_drafter import HeadShape, PagedHeadDrafter
+from paceline.draft.heads.head_drafter import HeadShape, LoadedHead, PagedHeadDrafter
 from paceline.draft.model.vocabulary import trimmed_vocabulary
 from paceline.models.heads.config import BlockAttention, BlockConfig
 from paceline.verify import sampling as sampling_room
 from paceline.verify.sampling import ALL_IDS, Sampler
+from tests.engines import Later
 from tests.models.heads.toy_head import ToyHeadPool, drain, eagle_engine, toy_eagle
 from tests.toy import VOCAB, ToyBackend
 from tests.verify.reference import gumbel_reference
@@ -82,7 +83,7 @@ def eagle_drafter(sampling: DraftSampling):
 
 def block_drafter(sampling: DraftSampling):
     shape = HeadShape((2, 1), 2, trimmed_vocabulary(None, VOCAB), 256, BLOCK)
-    return DFlashDrafter(ToyBlockRunner(), shape, sampling)
+    return Later(DFlashDrafter.unbound(LoadedHead(ToyBlockRunner(), shape, sampling)))
 
 
 HEADS = {"eagle3": (eagle_drafter, path_logits), "block": (block_drafter, block_logits)}
@@ -92,6 +93,7 @@ def misplaced_nodes(head: str, sampling: DraftSampling, temperature: float, shap
     """Drafted nodes that are not among the best candidates of their parents, in one engine's run."""
     make, logits_of = HEADS[head]
     drafter, (budget, branching) = make(sampling), shape
+    engine = eagle_engine(drafter, DraftPlan(drafter.name, budget, branching))
     misplaced, seen, propose = 0, 0, drafter.propose
 
     def checked(requests, plans):
@@ -111,7 +113,6 @@ def misplaced_nodes(head: str, sampling: DraftSampling, temperature: float, shap
         return trees
 
     drafter.propose = checked
-    engine = eagle_engine(drafter, DraftPlan(drafter.name, budget, branching))
     for seed in range(4):
         params = SamplingParams(temperature=temperature, seed=seed, max_tokens=30, ignore_eos=True)
         (request,) = engine.add_request(PROMPT, params)

@@ -10,10 +10,10 @@ import pytest
 
 from paceline.backends.async_decoding import NgramLookup
 from paceline.core.trees import DraftPlan, DraftTrees, Draws
-from paceline.draft.base import DrafterNeeds, DraftSampling
+from paceline.draft.base import DrafterNeeds, DraftSampling, UnboundDrafter
 from paceline.draft.hybrid import HybridDrafter, union
 from paceline.draft.lookup.suffix import SuffixDrafter
-from paceline.draft.methods import parse_speculative_config
+from paceline.draft.methods import METHODS, Method, parse_speculative_config
 from paceline.errors import ConfigError
 from tests.draft.requests import make_request
 from tests.engine.test_exactness import requests, result
@@ -34,6 +34,7 @@ class Fixed(ScriptedDrafter):
         super().__init__({}, "right")
         self.drawn = drawn
         self.calls = []
+        self.memory = self
 
     def propose(self, requests, plans):
         self.calls.append((list(requests), list(plans)))
@@ -43,14 +44,19 @@ class Fixed(ScriptedDrafter):
             trees = replace(trees, draws=Draws(np.eye(100)[trees.tokens], rows))
         return trees
 
-    def bind(self, kv):
-        self.calls.append(kv)
+    @classmethod
+    def load(cls, options, target):
+        drafter = cls()
+        return UnboundDrafter("fixed", lambda kv: drafter.calls.append(kv) or drafter, bytes_per_page=10)
 
     def observe(self, *seen):
         self.calls.append(seen)
 
-    def close(self):
-        self.calls.append("close")
+    def remember(self, prompt, output):
+        self.calls.append((prompt, output))
+
+    def save(self):
+        self.calls.append("save")
 
 
 def hybrid(other, most=3, **options):
@@ -150,19 +156,31 @@ def test_both_parts_keep_the_chances_of_their_trees():
     assert np.isnan(trees.chances).tolist() == [False] * 5 + [True] * 3, "the other has no opinion"
 
 
-def test_both_parts_are_bound_shown_every_pass_and_closed(tmp_path):
+def test_both_parts_are_shown_every_pass_and_their_memories_are_saved(tmp_path):
     other = Fixed()
     drafter = hybrid(other, suffix_cache_path=str(tmp_path / "past.npz"))
     assert drafter.needs == other.needs
     request = make_request([1, 2, 3], [4, 5, 6])
-    drafter.bind("kv")
     drafter.observe([request], [], None)
     drafter.forget(request)
-    drafter.close()
-    assert other.calls == ["kv", ([request], [], None), "close"]
+    drafter.memory.remember([1], [7, 8, 9])
+    drafter.memory.save()
+    assert other.calls == [([request], [], None), ([1], [7, 8, 9]), "save"]
     assert other.forgotten == [request]
     assert (tmp_path / "past.npz").exists()
-    assert tree_of(drafter, [1, 2, 3, 4], DraftPlan("hybrid", 2))[0] != []
+    for tokens in ([1, 2, 3, 4], [7, 8]):
+        assert tree_of(drafter, tokens, DraftPlan("hybrid", 2))[0] != []
+
+
+def test_the_fallback_gets_the_cache_for_which_room_was_counted(monkeypatch):
+    monkeypatch.setitem(METHODS, "fixed", Method(__name__, "Fixed", 3, trees=False, paged=True))
+    options = HybridDrafter.Options(fallback={"method": "fixed"})
+    loaded = HybridDrafter.load(options, SimpleNamespace(sampling=DraftSampling.COUPLED))
+    assert loaded.bytes_per_page == 10
+    drafter = loaded.bind("kv")
+    assert drafter.needs == Fixed.needs
+    assert tree_of(drafter, NEW, DraftPlan("hybrid", 2))[0] == [90, 91]
+    assert drafter._fallback.calls[0] == "kv"
 
 
 @pytest.mark.parametrize(
@@ -191,7 +209,7 @@ def test_loading_brings_both_parts():
         {"method": "hybrid", "fallback": NGRAM | {"num_speculative_tokens": 2, "prompt_lookup_min": 1}}
     ).drafters["hybrid"]
     target = SimpleNamespace(sampling=DraftSampling.COUPLED)
-    drafter = HybridDrafter.load(config.options, target)
+    drafter = HybridDrafter.load(config.options, target).bind(None)
     assert tree_of(drafter, [5, 6, 7, 8, 9, 5], DraftPlan("hybrid", 4))[0] == [6, 7]
     assert drafter.device.look_up == NgramLookup(1, 4)  # where a decoder can, as the other would
 

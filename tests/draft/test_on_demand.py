@@ -17,8 +17,8 @@ from paceline.draft.lookup.ngram import NgramDrafter
 from paceline.draft.lookup.suffix import SuffixDrafter, SuffixOptions
 from paceline.draft.on_demand import OnDemandDrafter
 from paceline.engine.admission import Limits
-from paceline.engine.engine import Engine
 from tests.draft.requests import chains, make_request
+from tests.engines import new_engine
 from tests.models.model_files import config_of, random_tensors, write_gguf
 from tests.toy import VOCAB, ToyBackend, ToyTokenizer, drain
 
@@ -40,9 +40,7 @@ def test_it_is_loaded_once_and_drafts_as_the_method_itself() -> None:
 
     drafter = OnDemandDrafter("ngram", load)
     request = make_request(REPEATING)
-    drafter.prepare()
     drafter.forget(request)
-    drafter.close()
     assert not loads  # nothing before a request asks
     first = drafter.propose([request], [PLAN])
     assert chains(first) == chains(ngram().propose([request], [PLAN])) == [[5, 6, 7, 8]]
@@ -76,7 +74,6 @@ def test_a_method_that_cannot_be_loaded_raises_where_it_is_asked() -> None:
     for _ in range(2):  # the engine catches it, and its requests decode plainly
         with pytest.raises(OSError, match="no compiler"):
             drafter.propose([make_request(REPEATING)], [PLAN])
-    drafter.close()
 
 
 def test_responses_are_kept_of_the_requests_that_asked_and_of_no_others() -> None:
@@ -92,7 +89,7 @@ def test_responses_are_kept_of_the_requests_that_asked_and_of_no_others() -> Non
 
 def test_beside_device_passes_it_drafts_on_the_host_and_the_bytes_stay() -> None:
     def run(drafters: dict[str, Drafter], asked: str) -> list[Request]:
-        engine = Engine(
+        engine = new_engine(
             ToyBackend(on_device=True),
             ToyTokenizer(),
             Limits(VOCAB, 128, 4, 32),

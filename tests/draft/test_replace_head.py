@@ -20,10 +20,9 @@ from paceline.backends.torch.backend import TorchBackend
 from paceline.build import Loaded, build_engine
 from paceline.config import EngineConfig
 from paceline.core.trees import PLAIN, DraftPlan
-from paceline.draft.base import Drafter, DraftSampling
+from paceline.draft.base import DraftSampling
 from paceline.draft.model.draft_cache import SharedPages
 from paceline.engine.admission import Limits
-from paceline.engine.engine import Engine
 from paceline.errors import PacelineError
 from paceline.kv.cache import KVCache
 from paceline.models.heads.checkpoint import write_head
@@ -33,6 +32,7 @@ from tests.draft.heads import test_block_torch as blocks
 from tests.draft.heads import test_eagle_torch as eagles
 from tests.draft.heads.test_eagle_torch import ROWS, Tokenizer, all_requests, run_engine
 from tests.draft.model.test_draft_model_cpu import save_model
+from tests.engines import Later, new_engine
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import BLOCK_CONFIGS, EAGLE3
 from tests.planted import Plant
@@ -58,14 +58,14 @@ def plain(backend):
 
 
 @pytest.fixture
-def eagle3(checkpoint, backend, tmp_path) -> Callable[[int], Drafter]:
+def eagle3(checkpoint, backend, tmp_path) -> Callable[[int], Later]:
     """Makes a checked eagle3 drafter with the random head of a number."""
 
-    def make(seed: int) -> Drafter:
+    def make(seed: int) -> Later:
         folder = tmp_path / str(seed)
         write_head(random_checkpoint(EAGLE3, seed), folder, "sglang")
         options = eagles.EagleOptions(str(folder))
-        drafter = eagles.Against3.load(options, eagles.target_of(checkpoint, backend))
+        drafter = Later(eagles.Against3.load(options, eagles.target_of(checkpoint, backend)))
         drafter.backend = backend
         return drafter
 
@@ -73,10 +73,10 @@ def eagle3(checkpoint, backend, tmp_path) -> Callable[[int], Drafter]:
 
 
 @pytest.fixture
-def dspark(checkpoint, backend, plain, tmp_path) -> Callable[[int], Drafter]:
+def dspark(checkpoint, backend, plain, tmp_path) -> Callable[[int], Later]:
     """Makes a checked dspark drafter; the heads know the answers, so that whole paths are accepted."""
 
-    def make(seed: int) -> Drafter:
+    def make(seed: int) -> Later:
         head = blocks.knowing_head(plain)
         arguments = ("dspark", checkpoint, backend, DraftSampling.COUPLED, tmp_path / str(seed))
         return blocks.checked_drafter(*arguments, head=head)
@@ -84,10 +84,10 @@ def dspark(checkpoint, backend, plain, tmp_path) -> Callable[[int], Drafter]:
     return make
 
 
-def run_with_swaps(backend: TorchBackend, drafter: Any, others: Iterator[Drafter], every: int) -> Answers:
+def run_with_swaps(backend: TorchBackend, drafter: Any, others: Iterator[Later], every: int) -> Answers:
     """The answers of requests while the head is replaced again and again, after some steps each time."""
     name = drafter.name
-    engine = Engine(
+    engine = new_engine(
         backend,
         Tokenizer(),
         Limits(VOCAB_SIZE, 128, 9, ROWS),
@@ -101,7 +101,7 @@ def run_with_swaps(backend: TorchBackend, drafter: Any, others: Iterator[Drafter
         engine.step()
         steps += 1
         if steps % every == 0:
-            engine.replace_head(name, next(others))
+            engine.replace_head(name, next(others).unbound)
     assert not any(request.error for request in added)
     failed = [request for request in added if request.failed_drafters]
     assert not failed, "a tree was not that of the head in use"

@@ -13,7 +13,8 @@ import pytest
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import DrafterNeeds, TextDrafts
+from paceline.draft.base import DrafterNeeds
+from paceline.draft.device import TextDrafts
 from paceline.engine.frontend.async_engine import AsyncEngine
 from tests.engine.frontend.test_async_engine import text_of
 from tests.serve.running import Gate, serving, until

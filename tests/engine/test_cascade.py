@@ -16,6 +16,7 @@ from paceline.draft.base import Drafter
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from tests.engine.test_speculative_metrics import IDS, PLAIN_OUTPUT, truth
+from tests.engines import new_engine
 from tests.toy import VOCAB, ToyBackend, ToyTokenizer, drain
 
 CHEAP, DEAR = "cheap", "dear"
@@ -47,7 +48,7 @@ class Chains(Drafter):
 def engine_of(controller: Controller, *drafters: Drafter) -> Engine:
     by_name = {drafter.name: drafter for drafter in drafters}
     limits = Limits(VOCAB, 128, 8, 32)
-    return Engine(
+    return new_engine(
         ToyBackend(), ToyTokenizer(), limits, num_pages=200, controller=controller, drafters=by_name
     )
 
@@ -169,7 +170,7 @@ def test_trimming_counts_as_plan_time_and_a_pass_as_forward_time():
             now[0] += 2.0
             return super().propose(requests, plans)
 
-    engine = Engine(
+    engine = new_engine(
         SlowPasses(),
         ToyTokenizer(),
         Limits(VOCAB, 128, 8, 32),

@@ -10,8 +10,8 @@ from paceline.control.controller import FixedController
 from paceline.core.params import SamplingParams
 from paceline.core.trees import DraftPlan
 from paceline.engine.admission import Limits
-from paceline.engine.engine import Engine
 from paceline.models.registry import load_checkpoint
+from tests.engines import new_engine
 from tests.tiny import save_checkpoint
 from tests.tiny_families import VOCAB_SIZE
 from tests.toy import ScriptedDrafter, ToyTokenizer
@@ -38,7 +38,7 @@ def requests():
 
 def run(backend, wanted, num_pages=200, max_num_seqs=16, rows=64, drafter=None):
     """Tokens and log-probabilities of the wanted requests, run together."""
-    engine = Engine(
+    engine = new_engine(
         backend,
         Tokenizer(),
         Limits(VOCAB_SIZE, 160, max_num_seqs, rows),

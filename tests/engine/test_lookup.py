@@ -163,7 +163,7 @@ class TreeHead(Head):
 
 def test_lookups_beside_a_head_that_drafts_trees_replace_their_first_path():
     drafters = {"ngram": NgramDrafter(NgramDrafter.Options()), "scripted": TreeHead({}, "right")}
-    drafting = Drafting(drafters, VOCAB, kv=None)
+    drafting = Drafting(drafters, VOCAB)
     tree = DraftPlan("scripted", 7, branching=3, depth=4)
     both = replace(tree, drafter="ngram", otherwise=tree, enough=0.5)
     draft = drafting.device_draft(both)
@@ -174,7 +174,7 @@ def test_lookups_beside_a_head_that_drafts_trees_replace_their_first_path():
     longer = DraftPlan("ngram", 9, otherwise=tree, enough=0.5)
     assert drafting.device_draft(longer) is None  # a chain does not fit the shape of a tree
     head_of_chains = {**drafters, "scripted": Head({}, "right")}
-    assert Drafting(head_of_chains, VOCAB, kv=None).device_draft(both) is None
+    assert Drafting(head_of_chains, VOCAB).device_draft(both) is None
 
 
 def test_tokens_of_host_passes_after_the_prefill_are_in_the_text_too():

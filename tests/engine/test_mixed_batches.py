@@ -11,7 +11,8 @@ from paceline.control.controller import Controller, Load, StepPlan
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
-from paceline.draft.base import DrafterNeeds, TextDrafts
+from paceline.draft.base import DrafterNeeds
+from paceline.draft.device import TextDrafts
 from paceline.engine.engine import Engine
 from tests.engine.test_exactness import prompt
 from tests.engine.test_overlap import alone, outcome, params

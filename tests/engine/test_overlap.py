@@ -18,7 +18,8 @@ from paceline.control.controller import Controller, FixedController, Load, StepP
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.trees import PLAIN, DraftPlan
-from paceline.draft.base import DrafterNeeds, TextDrafts
+from paceline.draft.base import DrafterNeeds
+from paceline.draft.device import TextDrafts
 from paceline.draft.lookup.ngram import NgramDrafter
 from paceline.engine.engine import Engine
 from paceline.engine.executors import device_executor

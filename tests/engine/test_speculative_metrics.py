@@ -16,6 +16,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.outputs import request_output
 from paceline.errors import RequestError
 from paceline.kv.pages import pages_for
+from tests.engines import new_engine
 from tests.toy import VOCAB, ToyBackend, ToyTokenizer, drain, toy_engine
 
 IDS = [5, 9, 33, 71]
@@ -52,7 +53,7 @@ class Lengths(Drafter):
 
 def engine_with(*drafters: Lengths, budget: int = 6) -> Engine:
     plans = {drafter.name: DraftPlan(drafter.name, budget) for drafter in drafters}
-    return Engine(
+    return new_engine(
         ToyBackend(),
         ToyTokenizer(),
         Limits(VOCAB, 128, 8, 32),
@@ -85,7 +86,7 @@ def test_a_step_reports_which_nodes_were_accepted():
 
     drafter = Beside("suffix", [(4, 4)])
     plan = DraftPlan("suffix", 4, branching=2)
-    engine = Engine(
+    engine = new_engine(
         ToyBackend(),
         ToyTokenizer(),
         Limits(VOCAB, 128, 8, 32),

@@ -21,6 +21,7 @@ from paceline.verify.draws import draw
 from paceline.verify.logprobs import token_logprobs
 from paceline.verify.noise import STREAM_DRAFT
 from paceline.verify.rules import RULES
+from tests.engines import new_engine
 from tests.toy import VOCAB, ToyBackend, ToyTokenizer, drain
 
 CLASSIC = [name for name, entry in RULES.items() if not entry.same_bytes]
@@ -77,7 +78,7 @@ class HazyDrafter(Drafter):
 
 def engine_with(rule: str, backend: ToyBackend | None = None) -> Engine:
     drafter = HazyDrafter(SHAPES[RULES[rule].trees])
-    return Engine(
+    return new_engine(
         backend or ToyBackend(max_rows=256),
         ToyTokenizer(),
         Limits(VOCAB, 256, 16, 256),

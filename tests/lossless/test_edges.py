@@ -23,6 +23,7 @@ from paceline.draft.lookup.ngram import NgramDrafter
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.errors import ConfigError, RequestError
+from tests.engines import new_engine
 from tests.models.model_files import config_of, random_tensors, write_gguf
 from tests.toy import VOCAB, ScriptedDrafter, ToyBackend, ToyTokenizer, drain, toy_engine
 
@@ -99,7 +100,7 @@ class ByRequest(Controller):
 
 def run_beside_a_sound_drafter(faulty: Faulty, sound: Drafter) -> tuple[Engine, list[Request]]:
     """Even requests are drafted for by the faulty one, odd ones by the sound one, all together."""
-    engine = Engine(
+    engine = new_engine(
         ToyBackend(),
         ToyTokenizer(),
         Limits(VOCAB, 256, 16, 64),
@@ -184,7 +185,7 @@ def test_drafts_never_go_beyond_the_context(alone: list[tuple[Any, ...]]) -> Non
 
 def ngram_engine(budget: int) -> Engine:
     plan = DraftPlan("ngram", budget)
-    return Engine(
+    return new_engine(
         ToyBackend(),
         ToyTokenizer(),
         Limits(VOCAB, 256, 16, 32),

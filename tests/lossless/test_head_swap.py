@@ -14,7 +14,7 @@ import pytest
 
 from paceline.build import Loaded, LoadedModel, build_engine
 from paceline.config import EngineConfig
-from paceline.draft.base import Drafter
+from paceline.draft.base import UnboundDrafter
 from paceline.models.files.safetensors_writer import encode
 from paceline.models.heads.checkpoint import load_head, write_head
 from paceline.models.heads.registry import resolve_head
@@ -80,7 +80,7 @@ def test_a_better_head_drafts_better_from_the_next_step_on(
     case = replace(cases[0], sampling="T 0", max_tokens=48)
     bad, good = loaded.load_head("eagle3", noisy), loaded.load_head("eagle3", shipped)
 
-    def accepted(first: Drafter, second: Drafter) -> int:
+    def accepted(first: UnboundDrafter, second: UnboundDrafter) -> int:
         loaded.engine.replace_head("eagle3", first)
         (request,) = loaded.engine.add_request(case.prompt, case.params(PLANS["eagle3"]))
         while request.num_output < 24:

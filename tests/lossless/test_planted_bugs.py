@@ -18,13 +18,13 @@ from paceline.core.sampling import SamplingState
 from paceline.core.trees import DraftPlan
 from paceline.core.verdict import Verdict
 from paceline.engine.admission import Limits
-from paceline.engine.engine import Engine
 from paceline.engine.executors.batch import BatchBuilder
 from paceline.kv.cache import KVCache
 from paceline.verify.pathwise import verify_pathwise
 from paceline.verify.sampling import Sampler
 from paceline.verify.verdict import Case as VerifiedCase
 from paceline.verify.verdict import Rule
+from tests.engines import new_engine
 from tests.lossless.conftest import TOKENS
 from tests.lossless.subject import Case, Outcome, Truth, run
 from tests.planted import Plant
@@ -40,7 +40,7 @@ def drafted(
 ) -> list[Outcome]:
     """The cases with a drafter that knows the truth and puts a wrong sibling beside every right node."""
     answers = {case.prompt: truth.of(case)[0][1] for case in cases}
-    engine = Engine(
+    engine = new_engine(
         model.backend,
         model.tokenizer,
         Limits(model.config.vocab_size, 1024, 8, 256),

@@ -19,7 +19,7 @@ from paceline.backends.options import BackendOptions
 from paceline.control.controller import FixedController
 from paceline.core.params import SamplingParams
 from paceline.core.trees import DraftPlan
-from paceline.draft.base import Drafter, DraftSampling, Target
+from paceline.draft.base import DraftSampling, Target, UnboundDrafter
 from paceline.draft.heads.assistant import AssistantDrafter
 from paceline.draft.heads.block import DFlashDrafter
 from paceline.draft.heads.eagle import Eagle3Drafter
@@ -28,20 +28,20 @@ from paceline.draft.heads.medusa import MedusaDrafter
 from paceline.draft.heads.mtp import MtpDrafter, MtpOptions
 from paceline.draft.methods import METHODS, load_drafter, parse_speculative_config
 from paceline.draft.model.draft_cache import SharedPages
-from paceline.draft.model.draft_model import DraftModelDrafter
 from paceline.draft.model.layerskip import LayerSkipDrafter, LayerSkipOptions
 from paceline.draft.model.vocabulary import trimmed_vocabulary
 from paceline.engine.admission import Limits
-from paceline.engine.engine import Engine
 from paceline.errors import PacelineError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.mtp import LAYOUTS
 from paceline.models.needs import missing_blocks
 from paceline.models.registry import load_checkpoint
 from tests import tiny
+from tests.draft.draft_models import model_drafter
 from tests.draft.heads.test_assistant import ASSISTANTS, random_assistant
 from tests.draft.mimo import DEEPSEEK, QWEN, random_mimo, random_with_block
 from tests.engine.test_exactness_cpu import Tokenizer
+from tests.engines import new_engine
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.test_medusa_heads import random_medusa
 from tests.models.heads.tiny_heads import DFLASH, EAGLE3
@@ -61,28 +61,26 @@ BLOCKS = {
 OTHERS = {"mtp": "no block in its files", "assistant": "none published"}
 
 
-def _from_text(config: dict[str, object], target: Target, checkpoint: Checkpoint) -> Drafter:
+def _from_text(config: dict[str, object], target: Target, checkpoint: Checkpoint) -> UnboundDrafter:
     ((name, drafter),) = parse_speculative_config(config).drafters.items()
     return load_drafter(name, drafter, target)
 
 
-def _draft_model(target: Target, checkpoint: Checkpoint) -> Drafter:
+def _draft_model(target: Target, checkpoint: Checkpoint) -> UnboundDrafter:
     """A llama as the draft model."""
     backend = load_backend(_llama(), target.backend, ROWS, beside=target.loaded)
-    cache_of = partial(SharedPages, longest=MAX_LEN)
-    vocabulary = trimmed_vocabulary(None, VOCAB_SIZE)
-    return DraftModelDrafter(
-        backend, vocabulary, cache_of, vocab_size=VOCAB_SIZE, sampling=DraftSampling.COUPLED
-    )
+    cache_of, vocabulary = partial(SharedPages, longest=MAX_LEN), trimmed_vocabulary(None, VOCAB_SIZE)
+    return model_drafter(backend, vocabulary, cache_of, vocab_size=VOCAB_SIZE).unbound
 
 
-def _medusa(target: Target, checkpoint: Checkpoint) -> Drafter:
+def _medusa(target: Target, checkpoint: Checkpoint) -> UnboundDrafter:
     head = random_medusa()
     runner = load_medusa_runner(head, target.backend, target.loaded)
-    return MedusaDrafter(runner, head.config.num_heads, trimmed_vocabulary(None, VOCAB_SIZE), target)
+    vocabulary = trimmed_vocabulary(None, VOCAB_SIZE)
+    return UnboundDrafter("medusa", partial(MedusaDrafter, runner, head.config.num_heads, vocabulary, target))
 
 
-def _assistant(target: Target, checkpoint: Checkpoint) -> Drafter:
+def _assistant(target: Target, checkpoint: Checkpoint) -> UnboundDrafter:
     unified = checkpoint.config.family == "gemma4_unified_text"
     name = "gemma4-unified" if unified else "gemma4-moe" if checkpoint.config.moe else "gemma4"
     folder = Path(tempfile.mkdtemp())
@@ -90,7 +88,7 @@ def _assistant(target: Target, checkpoint: Checkpoint) -> Drafter:
     return AssistantDrafter.load(HeadOptions(model=str(folder)), target)
 
 
-TRIED: dict[str, Callable[[Target, Checkpoint], Drafter]] = {
+TRIED: dict[str, Callable[[Target, Checkpoint], UnboundDrafter]] = {
     "ngram": partial(_from_text, {"method": "ngram", "prompt_lookup_min": 1}),
     "suffix": partial(_from_text, {"method": "suffix"}),
     "draft_model": _draft_model,
@@ -154,10 +152,10 @@ def _try(method: str, checkpoint: Checkpoint, backend: str) -> str:
     return "yes" if drafted else "**no drafts**"
 
 
-def _tokens(backend: Backend, drafter: Drafter | None, method: str) -> tuple[list[list[int]], int]:
+def _tokens(backend: Backend, drafter: UnboundDrafter | None, method: str) -> tuple[list[list[int]], int]:
     """The output tokens of some prompts, greedy and sampled, and the number of drafted tokens."""
     plan = DraftPlan(method, 5, branching=2 if METHODS[method].trees else 1)
-    engine = Engine(
+    engine = new_engine(
         backend,
         Tokenizer(),
         Limits(VOCAB_SIZE, MAX_LEN, 4, ROWS),

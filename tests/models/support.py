@@ -28,7 +28,6 @@ from paceline.control.controller import FixedController
 from paceline.core.params import SamplingParams
 from paceline.core.trees import DraftPlan
 from paceline.engine.admission import Limits
-from paceline.engine.engine import Engine
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import ModelConfig
 from paceline.models.families.table import FAMILIES
@@ -36,6 +35,7 @@ from paceline.models.needs import block_kind, missing_blocks
 from paceline.models.registry import load_checkpoint
 from tests import tiny, tiny_families
 from tests.engine.test_exactness_cpu import Tokenizer
+from tests.engines import new_engine
 from tests.models.drafter_support import drafter_table
 from tests.models.gguf_support import gguf_pairs
 from tests.models.quantized import files as quantized_files
@@ -186,7 +186,7 @@ def _prompts(vocab_size: int) -> list[tuple[int, ...]]:
 def _tokens(backend: Backend, config: ModelConfig, drafter: object = None) -> list[list[int]]:
     """The output tokens of the prompts, greedy and sampled."""
     name = "scripted"
-    engine = Engine(
+    engine = new_engine(
         backend,
         Tokenizer(),
         Limits(config.vocab_size, min(MAX_LEN, config.max_position), 4, ROWS),

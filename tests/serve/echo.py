@@ -24,6 +24,7 @@ from paceline.engine.frontend.async_engine import AsyncEngine
 from paceline.models.tokenizer import Tokenizer, byte_alphabet
 from paceline.serve.http.app import make_app
 from paceline.serve.service import Service
+from tests.engines import new_engine
 from tests.toy import ToyBackend
 
 Result = TypeVar("Result")
@@ -78,7 +79,7 @@ def _last(path: list[int], token: int | None) -> int:
 
 def echo_engine(tokenizer: Tokenizer, max_model_len: int = 4096) -> Engine:
     """An engine over the echo model."""
-    return Engine(
+    return new_engine(
         EchoBackend(tokenizer, max_rows=256),
         tokenizer,
         Limits(tokenizer.vocab_size, max_model_len, 16, 256),

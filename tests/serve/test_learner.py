@@ -82,14 +82,14 @@ def test_a_head_promoted_by_hand_serves_while_requests_run_and_no_byte_changes(f
                 await asyncio.sleep(0.001)
             tokens = [token async for update in stream for token in update.token_ids]
             with pytest.raises(ConfigError, match="no drafter medusa is loaded"):
-                await front.replace_head("medusa", loaded.drafters["eagle3"])
+                await front.replace_head("medusa", loaded.load_head("eagle3", folder / "head4"))
             return tokens, shown.status
         finally:
             await learning.stop()
             learning.collector.close()
             await front.stop()
             with pytest.raises(UnavailableError):
-                await front.replace_head("eagle3", loaded.drafters["eagle3"])
+                await front.replace_head("eagle3", loaded.load_head("eagle3", folder / "head4"))
 
     tokens, status = asyncio.run(main())
     assert tokens == request.output_token_ids

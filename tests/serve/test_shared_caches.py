@@ -153,7 +153,7 @@ def test_one_key_separates_nothing_so_its_requests_find_what_has_no_salt() -> No
     drafter = SuffixDrafter(SuffixOptions())
     engine = toy_engine(drafter=drafter, budget=4, branching=1)
     for pair, true in zip(PAIRS, TRUE, strict=True):
-        drafter.remember(pair[true], answer_to(tuple(pair[true])))
+        drafter.memory.remember(pair[true], answer_to(tuple(pair[true])))
     with serving(engine, api_key=KEYS[:1]) as client:
         seen = guess(client, "answers", "sk-ann")
         assert secrets_found(seen, seen_without_victim("suffix", "responses", "answers")) > len(PAIRS) / 2

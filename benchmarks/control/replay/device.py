@@ -22,9 +22,10 @@ from paceline.core.forward import ForwardBatch, ForwardOutput, KVPool
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request, SamplingNeeds
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import Drafter, TextDrafts
+from paceline.draft.base import Drafter
+from paceline.draft.device import TextDrafts
 from paceline.engine.admission import Limits
-from paceline.engine.engine import Engine
+from paceline.engine.engine import Engine, target_cache
 
 SLOTS, LONGEST = 64, 4096
 VOCAB, END, TOKEN = 97, 0, 5  # tokens of the vocabulary; the one that ends an output, and the other one
@@ -222,12 +223,12 @@ def simulated_engine(
 ) -> Engine:
     """An engine on this device, warmed up, with a head of this name and prompt lookup."""
     machine = device.machine
+    limits = Limits(VOCAB, LONGEST, SLOTS, 2048)
     engine = Engine(
         device,
         tokenizer or NoTexts(),
-        Limits(VOCAB, LONGEST, SLOTS, 2048),
-        num_pages=SLOTS * LONGEST // 16,
-        enable_prefix_caching=False,
+        limits,
+        target_cache(device, limits, SLOTS * LONGEST // 16, enable_prefix_caching=False),
         controller=controller,
         drafters={head: SimulatedHead(machine, head), "ngram": SimulatedLookup()},
         clock=lambda: machine.now,

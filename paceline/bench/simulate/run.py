@@ -31,7 +31,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.methods import AUTO
 from paceline.engine.admission import Limits
-from paceline.engine.engine import Engine
+from paceline.engine.engine import Engine, target_cache
 from paceline.errors import ConfigError
 from paceline.options import check_integer
 
@@ -203,12 +203,12 @@ def simulated_engine(
         name: SimulatedDrafter(name, acceptances, costs, clock, world.tells_chances)
         for name, acceptances in world.drafters.items()
     }
+    backend = SimulatedBackend(costs, clock, max_rows)
     return Engine(
-        SimulatedBackend(costs, clock, max_rows),
+        backend,
         CountingTokenizer(),
         limits,
-        num_pages=num_pages,
-        enable_prefix_caching=enable_prefix_caching,
+        target_cache(backend, limits, num_pages, enable_prefix_caching),
         controller=_controller(world, method, costs, max_rows, reasons),
         drafters=drafters,
         clock=clock,

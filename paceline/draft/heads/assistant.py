@@ -8,6 +8,7 @@ newest nodes, and nothing is stored.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +19,7 @@ from paceline.core.arrays import Float32Array
 from paceline.core.forward import ForwardBatch
 from paceline.core.tree_shapes import ROOT
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import Target
+from paceline.draft.base import Target, UnboundDrafter
 from paceline.draft.growth import GrowingTree, Scoring, make_tree, merged
 from paceline.draft.heads.eagle import GuessedTree, grow_level
 from paceline.draft.heads.head_options import HeadOptions, check_features
@@ -31,6 +32,7 @@ from paceline.verify.sampling import Sampler
 
 if TYPE_CHECKING:
     from paceline.core.request import Request
+    from paceline.kv.cache import KVCache
 
 
 class AssistantDrafter(LastStateDrafter):
@@ -39,17 +41,18 @@ class AssistantDrafter(LastStateDrafter):
     name = "assistant"
     Options = HeadOptions
 
-    def __init__(self, runner: AssistantRunner, target: Target, least_chance: float = 0.0) -> None:
+    def __init__(
+        self, runner: AssistantRunner, target: Target, kv: KVCache, least_chance: float = 0.0
+    ) -> None:
         """A chain ends where the assistant gives it a chance below `least_chance`."""
-        super().__init__(target)
-        self.least_chance = least_chance
+        super().__init__(target, kv)
         self._runner = runner
         self._target: Backend = target.loaded
         vocabulary = trimmed_vocabulary(None, target.config.vocab_size)
         self._scoring = Scoring(vocabulary, Sampler(vocabulary.target_size), least_chance)
 
     @classmethod
-    def load(cls, options: HeadOptions, target: Target) -> AssistantDrafter:
+    def load(cls, options: HeadOptions, target: Target) -> UnboundDrafter:
         """The drafter with the assistant that the options name, on the target's backend."""
         from paceline.backends.load import load_assistant_runner
         from paceline.models.heads.assistant import load_assistant
@@ -61,7 +64,7 @@ class AssistantDrafter(LastStateDrafter):
                 "the method assistant needs the folder or hub id of one: --draft assistant:PATH."
             )
         runner = load_assistant_runner(load_assistant(resolve_head(options.model, cls.name)), target.loaded)
-        return cls(runner, target, options.min_prob or 0.0)
+        return UnboundDrafter(cls.name, partial(cls, runner, target, least_chance=options.min_prob or 0.0))
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         pairs = zip(requests, plans, strict=True)

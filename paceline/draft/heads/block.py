@@ -24,9 +24,9 @@ from paceline.core.arrays import Float32Array
 from paceline.core.forward import ForwardBatch
 from paceline.core.tree_shapes import ROOT
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import DraftSampling, Target
+from paceline.draft.base import Target
 from paceline.draft.growth import GrowingTree, frontier_rows, make_tree, merged
-from paceline.draft.heads.head_drafter import HeadShape, PagedHeadDrafter, noise_of
+from paceline.draft.heads.head_drafter import PagedHeadDrafter, noise_of
 from paceline.draft.heads.head_pages import HeadPages
 from paceline.draft.model.draft_cache import Context
 from paceline.draft.model.draft_pass import Part, Passes
@@ -80,13 +80,10 @@ class BlockDrafter(PagedHeadDrafter[BlockRunner]):
     first_index = 0
     _passes: BlockPasses
 
-    def __init__(
-        self, runner: BlockRunner, shape: HeadShape, sampling: DraftSampling, least_chance: float = 0.0
-    ) -> None:
-        super().__init__(runner, shape, sampling, least_chance)
-        assert shape.block is not None, "the head is a parallel one"
-        self._block = shape.block
-        self._scoring = replace(self._scoring, extend_factor=1.0)  # another level costs no pass
+    @property
+    def _block(self) -> BlockConfig:
+        assert self._shape.block is not None, "the head is a parallel one"
+        return self._shape.block
 
     @classmethod
     def load_runner(cls, head: HeadCheckpoint, options: BackendOptions, target: Target) -> BlockRunner:

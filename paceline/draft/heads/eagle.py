@@ -18,7 +18,6 @@ has the logits of all levels:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,9 +26,9 @@ from paceline.backends.heads import HeadBatch, HeadChains, HeadOutput, HeadRunne
 from paceline.backends.options import BackendOptions
 from paceline.core.arrays import Float32Array
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import DraftSampling, Target
+from paceline.draft.base import Target
 from paceline.draft.growth import GrowingTree, frontier_rows, make_trees, merged
-from paceline.draft.heads.head_drafter import HeadShape, Mask, PagedHeadDrafter, noise_of
+from paceline.draft.heads.head_drafter import Mask, PagedHeadDrafter, noise_of
 from paceline.draft.heads.head_pages import HeadPages
 from paceline.draft.model.draft_cache import Context
 from paceline.draft.model.draft_pass import Part, Passes
@@ -131,14 +130,6 @@ class HeadDrafter(PagedHeadDrafter[HeadRunner]):
     """Drafts with a head that a HeadRunner runs beside the target."""
 
     _passes: HeadPasses
-
-    def __init__(
-        self, runner: HeadRunner, shape: HeadShape, sampling: DraftSampling, least_chance: float = 0.0
-    ) -> None:
-        super().__init__(runner, shape, sampling, least_chance)
-        self.drafts_trees = shape.mask is None
-        if shape.mask is not None:
-            self._scoring = replace(self._scoring, extend_factor=1.0)  # another level costs no pass
 
     @classmethod
     def load_runner(cls, head: HeadCheckpoint, options: BackendOptions, target: Target) -> HeadRunner:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
 from paceline.backends.async_decoding import DeviceDraft
+from paceline.backends.head_chains import EXTEND_FACTOR
 from paceline.backends.heads import ChainNoise, HeadChains, HeadStorage
 from paceline.backends.options import BackendOptions
 from paceline.core.arrays import Float32Array
 from paceline.core.features import Features
 from paceline.core.forward import KeptFeatures
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import UNBOUND, Drafter, DrafterNeeds, DraftSampling, Target
+from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Target, UnboundDrafter
 from paceline.draft.growth import Scoring
 from paceline.draft.heads.head_options import EagleOptions, find_head
 from paceline.draft.heads.head_pages import HeadPages
@@ -61,10 +63,38 @@ class HeadShape:
     head_dim: int = 1
     mask: Mask | None = None  # of a P-EAGLE head
 
+    @property
+    def is_parallel(self) -> bool:
+        """Whether one pass guesses all levels of a draft."""
+        return self.block is not None or self.mask is not None
+
     def stored(self) -> dict[str, object]:
         """What a pool of its keys, values and features depends on, by name."""
         names = ("feature_layers", "feature_width", "longest", "block", "layers", "kv_heads", "head_dim")
         return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class LoadedHead(Generic[Runner]):
+    """A head that a runner has loaded, and how it drafts."""
+
+    runner: Runner
+    shape: HeadShape
+    sampling: DraftSampling
+    least_chance: float = 0.0  # a chain ends where the head gives it a lower one
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Bytes of its keys, values and features beside each page of the target."""
+        runner, width = self.runner, self.shape.feature_width
+        stored = 0 if runner.keeps_features else HeadPages.feature_bytes_per_page(runner.page_size, width)
+        return runner.bytes_per_page() + stored
+
+    def scoring(self) -> Scoring:
+        """How its trees score guesses."""
+        vocabulary = self.shape.vocabulary
+        factor = 1.0 if self.shape.is_parallel else EXTEND_FACTOR  # another level may cost no pass
+        return Scoring(vocabulary, Sampler(vocabulary.target_size), self.least_chance, factor)
 
 
 class PagedHeadDrafter(Drafter, Generic[Runner]):
@@ -73,29 +103,21 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
     Options: ClassVar[type[Any]] = EagleOptions
     attaches = True
     drafts_on_host = False
-    drafts_trees = True  # of a fixed shape, on the device
     first_index = 1  # KV index of the head's first slot, see HeadPages
 
-    def __init__(
-        self, runner: Runner, shape: HeadShape, sampling: DraftSampling, least_chance: float = 0.0
-    ) -> None:
-        """A chain ends where the head gives it a chance below `least_chance`."""
-        self.needs = DrafterNeeds(bytes_per_page=runner.bytes_per_page())
-        if not runner.keeps_features:
-            feature_bytes = HeadPages.feature_bytes_per_page(runner.page_size, shape.feature_width)
-            self.needs = DrafterNeeds(shape.feature_layers, runner.bytes_per_page() + feature_bytes)
-        self.least_chance = least_chance
+    def __init__(self, loaded: LoadedHead[Runner], kv: KVCache) -> None:
+        self._runner, self._shape, self._sampling = loaded.runner, loaded.shape, loaded.sampling
+        runner, shape, keeps = self._runner, self._shape, self._runner.keeps_features
+        self.needs = DrafterNeeds(() if keeps else shape.feature_layers, loaded.bytes_per_page)
         self.draft_ids = shape.vocabulary.target_ids
-        on_device = runner.keeps_features and sampling is not DraftSampling.INDEPENDENT
-        self.device = self if on_device else None
-        self._runner = runner
-        self._shape = shape
-        self._sampling = sampling
-        self._pages: HeadPages = UNBOUND
-        self._passes: Any = UNBOUND  # of the head over its pages
+        self.drafts_trees = shape.mask is None  # of a fixed shape, on the device
+        self.device = self if keeps and self._sampling is not DraftSampling.INDEPENDENT else None
+        self.head = self
+        self.kv = self._pages = HeadPages(kv, runner, shape.longest, shape.feature_width, self.first_index)
+        self._scoring = loaded.scoring()
+        self._passes = self._make_passes()
         self._seen_layers: tuple[int, ...] = ()  # feature layers of the last pass
         self._parts = np.empty(0, dtype=np.int64)  # [layers] the index of each layer of the head among them
-        self._scoring = Scoring(shape.vocabulary, Sampler(shape.vocabulary.target_size), least_chance)
 
     @classmethod
     def load_runner(cls, head: HeadCheckpoint, options: BackendOptions, target: Target) -> Runner:
@@ -103,7 +125,7 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
         raise NotImplementedError
 
     @classmethod
-    def load(cls, options: Any, target: Target) -> Self:
+    def load(cls, options: Any, target: Target) -> UnboundDrafter:
         """The drafter with the head that the options name."""
         head = load_head(find_head(options, cls.name, target))
         config = head.config
@@ -121,7 +143,7 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
     @classmethod
     def beside(
         cls, head: HeadCheckpoint, target: Target, quantization: str | None, min_prob: float | None
-    ) -> Self:
+    ) -> UnboundDrafter:
         """The drafter with a loaded head, on the target's backend."""
         backend_options = target.backend
         if quantization is not None:
@@ -142,44 +164,37 @@ class PagedHeadDrafter(Drafter, Generic[Runner]):
             mask=mask,
         )
         least_chance = runner.least_chance if min_prob is None else min_prob
-        return cls(runner, shape, target.sampling, least_chance)
+        return cls.unbound(LoadedHead(runner, shape, target.sampling, least_chance))
 
-    def bind(self, kv: KVCache) -> None:
-        shape = self._shape
-        self._pages = HeadPages(kv, self._runner, shape.longest, shape.feature_width, self.first_index)
-        self._passes = self._make_passes()
+    @classmethod
+    def unbound(cls, loaded: LoadedHead[Runner]) -> UnboundDrafter:
+        """The drafter with this head, before there is a KV cache."""
+        return UnboundDrafter(cls.name, partial(cls, loaded), loaded.bytes_per_page, loaded)
 
     def _make_passes(self) -> Any:
         """The passes of the head over its pages."""
         raise NotImplementedError
 
-    def replace_head(self, other: Drafter) -> None:
-        """As for any Drafter. The pool stays, with the features of all committed tokens: keys and values are
-        computed again from these, of each request when it is next drafted for."""
-        if other.name != self.name:
-            raise ConfigError(
-                f"a {self.name} head cannot be replaced by one of {other.name}: restart with the other head."
-            )
-        other = cast("Self", other)
-        sizes, wanted = other._shape.stored(), self._shape.stored()
+    def replace(self, head: LoadedHead[Runner]) -> None:
+        """As for any DraftHead. The pool stays, with the features of all committed tokens: keys and values
+        are computed again from these, of each request when it is next drafted for."""
+        sizes, wanted = head.shape.stored(), self._shape.stored()
         if differing := [name for name in wanted if sizes[name] != wanted[name]]:
             raise ConfigError(
                 f"the new {self.name} head does not fit the pages of the present one: {differing[0]} is "
                 f"{sizes[differing[0]]}, not {wanted[differing[0]]}. Restart with the other head."
             )
-        runner = self._runner.replaced_by(other._runner)
+        runner = self._runner.replaced_by(head.runner)
         self._pages.replace_owner(self._runner, runner)
-        self._runner, self._shape = runner, other._shape
-        self._scoring, self.draft_ids, self.least_chance = other._scoring, other.draft_ids, other.least_chance
+        self._runner, self._shape, self._scoring = runner, head.shape, head.scoring()
+        self.draft_ids, self.drafts_trees = head.shape.vocabulary.target_ids, head.shape.mask is None
         self._passes = self._make_passes()
 
     def prepare(self) -> None:
         self._runner.prepare(self._pages.pool)
 
-    def backlog(self, request: Request) -> int:
-        return self._pages.backlog(request)
-
-    def kept(self) -> KeptFeatures | None:
+    @property
+    def kept_features(self) -> KeptFeatures | None:
         keeps = self._runner.keeps_features
         return KeptFeatures(self._pages.pool, self._shape.feature_layers) if keeps else None
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from paceline.core.arrays import Float32Array
 from paceline.core.features import Features
-from paceline.draft.base import UNBOUND, Drafter, DrafterNeeds, DraftSampling, Target
+from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Target
 
 if TYPE_CHECKING:
     from paceline.core.request import Request
@@ -20,16 +20,13 @@ if TYPE_CHECKING:
 class LastStateDrafter(Drafter):
     """Keeps, of each request, the normed last hidden state of its last computed token."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, kv: KVCache) -> None:
         assert target.final_norm is not None
         self.needs = DrafterNeeds(feature_layers=(target.config.num_layers,))
         self._sampling: DraftSampling = target.sampling
         self._norm, self._eps = target.final_norm, target.config.rms_norm_eps
-        self._kv: KVCache = UNBOUND
-        self._states: dict[Request, tuple[int, Float32Array]] = {}  # (position of its token, state [hidden])
-
-    def bind(self, kv: KVCache) -> None:
         self._kv = kv
+        self._states: dict[Request, tuple[int, Float32Array]] = {}  # (position of its token, state [hidden])
 
     def _is_ready(self, request: Request) -> bool:
         """Whether it has the state of the token before the last."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from paceline.backends.heads import MedusaRunner
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import Target
+from paceline.draft.base import Target, UnboundDrafter
 from paceline.draft.growth import GrowingTree, Scoring, make_tree, merged
 from paceline.draft.heads.head_options import HeadOptions, find_head
 from paceline.draft.heads.last_state import LastStateDrafter
@@ -29,6 +30,7 @@ from paceline.verify.sampling import Sampler
 
 if TYPE_CHECKING:
     from paceline.core.request import Request
+    from paceline.kv.cache import KVCache
 
 
 class MedusaDrafter(LastStateDrafter):
@@ -43,6 +45,7 @@ class MedusaDrafter(LastStateDrafter):
         num_heads: int,
         vocabulary: Vocabulary,
         target: Target,
+        kv: KVCache,
         paths: Sequence[Path] = (),
         least_chance: float = 0.0,
     ) -> None:
@@ -50,8 +53,7 @@ class MedusaDrafter(LastStateDrafter):
 
         A chain ends where the heads give it a chance below `least_chance`.
         """
-        super().__init__(target)
-        self.least_chance = least_chance
+        super().__init__(target, kv)
         self.draft_ids = vocabulary.target_ids
         self._runner = runner
         self._num_heads = num_heads
@@ -59,7 +61,7 @@ class MedusaDrafter(LastStateDrafter):
         self._scoring = Scoring(vocabulary, Sampler(vocabulary.target_size), least_chance)
 
     @classmethod
-    def load(cls, options: HeadOptions, target: Target) -> MedusaDrafter:
+    def load(cls, options: HeadOptions, target: Target) -> UnboundDrafter:
         """The drafter with the heads that the options name, on the target's backend."""
         from paceline.backends.load import load_medusa_runner
 
@@ -80,9 +82,9 @@ class MedusaDrafter(LastStateDrafter):
         check_fingerprint(config.target, target.fingerprint, str(head.source), options.any_target)
         runner = load_medusa_runner(head, target.backend, target.loaded)
         least_chance = runner.least_chance if options.min_prob is None else options.min_prob
-        return cls(
-            runner, config.num_heads, trimmed_vocabulary(ids, target_vocab), target, head.paths, least_chance
-        )
+        vocabulary = trimmed_vocabulary(ids, target_vocab)
+        make = partial(cls, runner, config.num_heads, vocabulary, target)
+        return UnboundDrafter(cls.name, partial(make, paths=head.paths, least_chance=least_chance))
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         pairs = zip(requests, plans, strict=True)

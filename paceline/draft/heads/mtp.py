@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.draft.base import Target
+from paceline.draft.base import Target, UnboundDrafter
 from paceline.draft.heads.eagle import HeadDrafter
 from paceline.draft.heads.head_options import check_features, check_min_prob, check_quantization
 from paceline.errors import ConfigError
@@ -34,7 +34,7 @@ class MtpDrafter(HeadDrafter):
     Options = MtpOptions
 
     @classmethod
-    def load(cls, options: MtpOptions, target: Target) -> MtpDrafter:
+    def load(cls, options: MtpOptions, target: Target) -> UnboundDrafter:
         """The drafter with the MTP block of the target's files."""
         check_features(cls.name, target)
         return cls.beside(mtp_head(target.config, target.mtp), target, options.quantization, options.min_prob)

@@ -13,7 +13,8 @@ import numpy as np
 
 from paceline.backends.async_decoding import NgramLookup
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import Drafter, Target, TextDrafts
+from paceline.draft.base import Drafter, Target
+from paceline.draft.device import TextDrafts
 from paceline.draft.lookup.ngram_index import copy_longest
 from paceline.draft.lookup.occurrences import Occurrences
 from paceline.errors import ConfigError

@@ -19,7 +19,8 @@ import numpy as np
 
 from paceline.backends.async_decoding import NgramLookup
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import Drafter, Target, TextDrafts
+from paceline.draft.base import Drafter, Target
+from paceline.draft.device import TextDrafts
 from paceline.draft.lookup.ngram import RequestIndexes
 from paceline.draft.lookup.suffix_store import DamagedStoreError, ResponseCache, fingerprint_of
 from paceline.draft.lookup.suffix_trees import REQUEST_COLUMNS, draft_trees
@@ -97,6 +98,7 @@ class SuffixDrafter(Drafter):
         self._past = ResponseCache(self._levels, options.num_cached, with_prompts)
         self._path = Path(options.suffix_cache_path) if options.suffix_cache_path else None
         self._fingerprint = fingerprint
+        self.memory = self
         if self._path is not None:
             self._read(self._path, vocab_size)
 
@@ -124,10 +126,8 @@ class SuffixDrafter(Drafter):
         else:
             drafter = cls(options, fingerprint_of(target.tokenizer), target.config.vocab_size)
         drafter.propose([], [])  # compiles it
+        drafter._past.occurrences.take_memory()
         return drafter
-
-    def prepare(self) -> None:
-        self._past.occurrences.take_memory()
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         """One chain or tree per request, without nodes that are unlikely to be accepted."""
@@ -167,6 +167,3 @@ class SuffixDrafter(Drafter):
         """Write the past responses to `suffix_cache_path`, if that is set."""
         if self._path is not None:
             self._past.save(self._path, self._fingerprint)
-
-    def close(self) -> None:
-        self.save()

@@ -213,8 +213,7 @@ class TargetPages:
     there is nothing to record.
     """
 
-    def __init__(self, kv: KVCache, backend: Backend, target: Backend) -> None:
-        """`backend` runs the first layers of `target`."""
+    def __init__(self, kv: KVCache, target: Backend) -> None:
         self._kv = kv
         self.pool = kv.pool_of(target)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from paceline.draft.base import DrafterNeeds, DraftSampling, Target
+from paceline.draft.base import DrafterNeeds, DraftSampling, Target, UnboundDrafter
 from paceline.draft.model.draft_cache import DraftCache, SharedPages
 from paceline.draft.model.model_drafter import ModelDrafter
 from paceline.draft.model.separate_pages import SeparatePages
@@ -61,20 +61,20 @@ class DraftModelDrafter(ModelDrafter):
         self,
         backend: Backend,
         vocabulary: Vocabulary,
-        make_cache: Callable[[KVCache, Backend], DraftCache],
+        cache: DraftCache,
         *,
         vocab_size: int,
         sampling: DraftSampling,
         device_longest: int = 0,
     ) -> None:
         """`device_longest`: tokens of a request that it can draft for on the device; 0: it cannot."""
-        super().__init__(backend, vocabulary, make_cache, vocab_size=vocab_size, sampling=sampling)
+        super().__init__(backend, vocabulary, cache, vocab_size=vocab_size, sampling=sampling)
         self.needs = DrafterNeeds(bytes_per_page=backend.bytes_per_page())
         self._device_longest = device_longest
         self.device = self if device_longest and backend.drafts_on_device else None
 
     @classmethod
-    def load(cls, options: DraftModelOptions, target: Target) -> DraftModelDrafter:
+    def load(cls, options: DraftModelOptions, target: Target) -> UnboundDrafter:
         """The drafter with the model that the options name, on the target's backend."""
         from paceline.backends.load import load_backend
         from paceline.models.registry import load_with_tokenizer, resolve
@@ -120,14 +120,18 @@ class DraftModelDrafter(ModelDrafter):
         assert backend.page_size == target.loaded.page_size, "one kind of backend has one page size"
         # the device computes the target's tokens: on the target's pages, and the model must know every id
         is_shared = not options.use_heterogeneous_vocab and config.vocab_size >= target.config.vocab_size
-        return cls(
-            backend,
-            vocabulary,
-            make_cache,
-            vocab_size=config.vocab_size,
-            sampling=target.sampling,
-            device_longest=longest if is_shared else 0,
-        )
+
+        def bind(kv: KVCache) -> DraftModelDrafter:
+            return cls(
+                backend,
+                vocabulary,
+                make_cache(kv, backend),
+                vocab_size=config.vocab_size,
+                sampling=target.sampling,
+                device_longest=longest if is_shared else 0,
+            )
+
+        return UnboundDrafter(cls.name, bind, backend.bytes_per_page())
 
     def device_draft(self, plan: DraftPlan) -> DeviceDraft | None:
         from paceline.backends.async_decoding import DeviceDraft  # here: drafters load without a backend

@@ -7,14 +7,17 @@ The pass that verifies a draft runs all layers over it, the first ones for the s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from typing import TYPE_CHECKING
 
-from paceline.draft.base import DrafterNeeds, Target
+from paceline.draft.base import DrafterNeeds, Target, UnboundDrafter
 from paceline.draft.model.draft_cache import TargetPages
 from paceline.draft.model.model_drafter import ModelDrafter
 from paceline.draft.model.vocabulary import trimmed_vocabulary
 from paceline.errors import ConfigError
 from paceline.options import check_integer, refuse_unknown
+
+if TYPE_CHECKING:
+    from paceline.kv.cache import KVCache
 
 
 @refuse_unknown(ConfigError)
@@ -42,7 +45,7 @@ class LayerSkipDrafter(ModelDrafter):
     Options = LayerSkipOptions
 
     @classmethod
-    def load(cls, options: LayerSkipOptions, target: Target) -> LayerSkipDrafter:
+    def load(cls, options: LayerSkipOptions, target: Target) -> UnboundDrafter:
         """The drafter with the first layers of the loaded target."""
         config = target.config
         if config.recurrent is not None:
@@ -53,10 +56,10 @@ class LayerSkipDrafter(ModelDrafter):
         exit_layer = options.exit_layer or usual_exit_layer(config.num_layers)
         remedy = f"The target has {config.num_layers} layers, and its first ones draft."
         check_integer(ConfigError, "exit_layer", exit_layer, 1, config.num_layers, remedy)
-        return cls(
-            target.loaded.first_layers(exit_layer),
-            trimmed_vocabulary(None, config.vocab_size),
-            partial(TargetPages, target=target.loaded),
-            vocab_size=config.vocab_size,
-            sampling=target.sampling,
-        )
+        layers = target.loaded.first_layers(exit_layer)
+
+        def bind(kv: KVCache) -> LayerSkipDrafter:
+            vocabulary, cache = trimmed_vocabulary(None, config.vocab_size), TargetPages(kv, target.loaded)
+            return cls(layers, vocabulary, cache, vocab_size=config.vocab_size, sampling=target.sampling)
+
+        return UnboundDrafter(cls.name, bind)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from paceline.core.features import Features
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import UNBOUND, Drafter, DraftSampling
+from paceline.draft.base import Drafter, DraftSampling
 from paceline.draft.growth import Scoring, frontier_rows, make_trees, merged
 from paceline.draft.model.draft_cache import DraftCache
 from paceline.draft.model.draft_pass import DraftRunner
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from paceline.backends.base import Backend
     from paceline.core.request import Request
     from paceline.core.verdict import Verdict
-    from paceline.kv.cache import KVCache
 
 
 class ModelDrafter(Drafter):
@@ -28,23 +27,17 @@ class ModelDrafter(Drafter):
         self,
         backend: Backend,
         vocabulary: Vocabulary,
-        make_cache: Callable[[KVCache, Backend], DraftCache],
+        cache: DraftCache,
         *,
         vocab_size: int,
         sampling: DraftSampling,
     ) -> None:
-        """`make_cache` makes the draft model's KV cache, given the target's. `vocab_size` is the draft's."""
+        """`cache` is the draft model's, `vocab_size` too."""
         self._backend = backend
-        self._vocab_size = vocab_size
-        self._make_cache = make_cache
-        self._cache: DraftCache = UNBOUND
-        self._runner: DraftRunner = UNBOUND
+        self.kv = self._cache = cache
+        self._runner = DraftRunner(backend, cache, vocab_size)
         self._sampling = sampling
         self._scoring = Scoring(vocabulary, Sampler(vocabulary.target_size))
-
-    def bind(self, kv: KVCache) -> None:
-        self._cache = self._make_cache(kv, self._backend)
-        self._runner = DraftRunner(self._backend, self._cache, self._vocab_size)
 
     def propose(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         contexts = self._cache.open(requests, [plan.budget for plan in plans])
@@ -61,9 +54,6 @@ class ModelDrafter(Drafter):
         for tree in filter(None, trees):
             self._cache.keep_drafted(tree.context, tree.chain_in_place())
         return merged(trees)
-
-    def backlog(self, request: Request) -> int:
-        return self._cache.backlog(request)
 
     def observe(
         self, requests: Sequence[Request], verdicts: Sequence[Verdict], features: Features | None

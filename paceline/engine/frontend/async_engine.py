@@ -26,7 +26,7 @@ from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.stats import StepStats, TrainerActivity
 from paceline.core.structured_outputs import StructuredOutputsParams
-from paceline.draft.base import Drafter
+from paceline.draft.base import UnboundDrafter
 from paceline.engine.admission import Limits, RequestOptions
 from paceline.engine.engine import Delta, Engine
 from paceline.engine.frontend.intake import Intake
@@ -218,7 +218,7 @@ class AsyncEngine:
         """Record for each pass whether a trainer computed beside it. See Engine.watch_trainer."""
         self._engine.watch_trainer(trainer)
 
-    async def replace_head(self, name: str, drafter: Drafter) -> None:
+    async def replace_head(self, name: str, drafter: UnboundDrafter) -> None:
         """Replace a head between two passes; returns when it is done. See Engine.replace_head."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

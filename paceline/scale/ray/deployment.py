@@ -21,7 +21,7 @@ from ray.serve.handle import DeploymentHandle
 
 from paceline.build import Loaded
 from paceline.config import EngineConfig
-from paceline.draft.base import Drafter
+from paceline.draft.base import UnboundDrafter
 from paceline.engine.frontend.async_engine import AsyncEngine
 from paceline.models.lora import adapter_fingerprint
 from paceline.scale.heads import HeadReceiver, StepReports
@@ -110,7 +110,7 @@ class Replica:
             await worker.stop()
 
 
-def load_head(loaded: Loaded, method: str, folder: Path | None) -> Drafter:
+def load_head(loaded: Loaded, method: str, folder: Path | None) -> UnboundDrafter:
     """A drafter with the head in a folder; None: with the one that the model was loaded with."""
     return loaded.load_head(method, folder or first_head(loaded.speculation, method, loaded.fingerprint))
 

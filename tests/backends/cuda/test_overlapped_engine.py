@@ -16,12 +16,15 @@ from paceline.control.controller import FixedController
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
-from paceline.draft.base import Drafter, DraftSampling
+from paceline.draft.base import Drafter, DraftSampling, UnboundDrafter
+from paceline.draft.heads.head_drafter import LoadedHead, PagedHeadDrafter
 from paceline.draft.lookup.ngram import NgramDrafter
 from paceline.draft.model.vocabulary import trimmed_vocabulary
+from paceline.kv.cache import KVCache
 from paceline.models.config import RopeConfig
 from paceline.models.heads.config import BlockAttention, BlockConfig, HeadConfig
 from tests.backends.cuda.test_backend import make, needs_gpu
+from tests.engines import AnyDrafter, new_engine
 from tests.models.heads.driver import random_checkpoint
 from tests.tiny import save_checkpoint
 from tests.tiny_families import VOCAB_SIZE
@@ -58,7 +61,6 @@ def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
     """More requests than slots, of all sampling options, plain, with a head or a draft model on the device
     and with host drafts; and each alone, sampled on the host."""
     from paceline.engine.admission import Limits
-    from paceline.engine.engine import Engine
     from paceline.models.registry import load_checkpoint
 
     checkpoint = load_checkpoint(save_checkpoint(family, tmp_path / family))
@@ -68,20 +70,20 @@ def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
     def outputs(
         together: bool,
         on_device: bool,
-        make_drafter: Callable[[Any], Drafter] | None = None,
+        make_drafter: Callable[[Any], AnyDrafter] | None = None,
         plan: DraftPlan = CHAIN,
     ) -> list[tuple[list[int], object]]:
         backend = make(checkpoint, device, dtype)
         if not on_device:
             backend.make_async_decoder = lambda *rest: None  # type: ignore[method-assign]
         assert backend.drafts_on_device
-        drafters: dict[str, Drafter] = {}
+        drafters: dict[str, AnyDrafter] = {}
         if make_drafter is not None:
             drafters = {"drafter": make_drafter(backend)}
         if plan.drafter == "ngram":
             drafters["ngram"] = NgramDrafter(NgramDrafter.Options(prompt_lookup_min=2))
         controller = FixedController(plan if drafters else PLAIN)
-        engine = Engine(
+        engine = new_engine(
             backend, ToyTokenizer(), limits, num_pages=60, drafters=drafters, controller=controller
         )
         results = []
@@ -124,7 +126,6 @@ def test_a_head_replaced_while_passes_overlap_changes_no_token_and_drafts_as_if_
 ) -> None:
     """Weights change where captured graphs read them, and keys and values of running requests follow."""
     from paceline.engine.admission import Limits
-    from paceline.engine.engine import Engine
     from paceline.models.registry import load_checkpoint
 
     checkpoint = load_checkpoint(save_checkpoint("llama", tmp_path / "llama"))
@@ -134,7 +135,7 @@ def test_a_head_replaced_while_passes_overlap_changes_no_token_and_drafts_as_if_
         """The tokens, and the accepted ones, with the random heads of these seeds in turns."""
         backend = make(checkpoint, device, dtype)
         drafters = [random_head(backend, seed) for seed in heads]
-        engine = Engine(
+        engine = new_engine(
             backend,
             ToyTokenizer(),
             Limits(VOCAB_SIZE, 96, 4, 32),
@@ -186,16 +187,20 @@ def draft_model(backend):  # type: ignore[no-untyped-def]
     from paceline.draft.model.draft_model import DraftModelDrafter
 
     vocabulary, make_cache = trimmed_vocabulary(None, VOCAB_SIZE), partial(SharedPages, longest=96)
-    drafter = DraftModelDrafter(
-        backend,
-        vocabulary,
-        make_cache,
-        vocab_size=VOCAB_SIZE,
-        sampling=DraftSampling.COUPLED,
-        device_longest=96,
-    )
-    assert drafter.device is drafter
-    return drafter
+
+    def bind(kv: KVCache) -> DraftModelDrafter:
+        drafter = DraftModelDrafter(
+            backend,
+            vocabulary,
+            make_cache(kv, backend),
+            vocab_size=VOCAB_SIZE,
+            sampling=DraftSampling.COUPLED,
+            device_longest=96,
+        )
+        assert drafter.device is drafter
+        return drafter
+
+    return UnboundDrafter("draft_model", bind)
 
 
 def random_head(backend, seed: int = 3, mask_token_id: int | None = None):  # type: ignore[no-untyped-def]
@@ -215,9 +220,7 @@ def random_head(backend, seed: int = 3, mask_token_id: int | None = None):  # ty
     head = random_checkpoint(config, seed)
     runner = CudaHeadRunner(load_head_weights(head, backend.weights), max_rows=32)
     shape = HeadShape((0, 1, 2), 3 * size, trimmed_vocabulary(head.draft_ids, VOCAB_SIZE), 128, mask=mask)
-    drafter = Eagle3Drafter(runner, shape, DraftSampling.COUPLED)
-    assert drafter.device is drafter
-    return drafter
+    return on_device(Eagle3Drafter, LoadedHead(runner, shape, DraftSampling.COUPLED))
 
 
 def random_block_head(backend):  # type: ignore[no-untyped-def]
@@ -234,6 +237,16 @@ def random_block_head(backend):  # type: ignore[no-untyped-def]
     runner = CudaBlockRunner(load_block_weights(head, backend.weights), max_rows=32)
     vocabulary = trimmed_vocabulary(head.draft_ids, VOCAB_SIZE)
     shape = HeadShape((0, 1, 2), 3 * size, vocabulary, 128, block=block, layers=2, kv_heads=2, head_dim=16)
-    drafter = DSparkDrafter(runner, shape, DraftSampling.COUPLED)
-    assert drafter.device is drafter
-    return drafter
+    return on_device(DSparkDrafter, LoadedHead(runner, shape, DraftSampling.COUPLED))
+
+
+def on_device(kind: type[PagedHeadDrafter[Any]], head: LoadedHead[Any]) -> UnboundDrafter:
+    """The drafter with this head, which must draft on the device."""
+    unbound = kind.unbound(head)
+
+    def bind(kv: KVCache) -> Drafter:
+        drafter = unbound.bind(kv)
+        assert drafter.device is drafter
+        return drafter
+
+    return replace(unbound, bind=bind)

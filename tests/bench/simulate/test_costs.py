@@ -28,8 +28,8 @@ from paceline.core.params import SamplingParams
 from paceline.core.stats import StepStats
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.engine.admission import Limits
-from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
+from tests.engines import new_engine
 
 LLAMA_8B = RooflineCosts(GPUS["h200"], model_size(8.03e9))
 
@@ -192,7 +192,7 @@ def steps_of(plan: DraftPlan) -> list[TimedStep]:
     """Steps of a simulated engine, watched."""
     clock = VirtualClock()
     drafter = SimulatedDrafter("head", [Acceptance((0.7, 0.5, 0.3), (0.9, 0.6, 0.5))], TRUE, clock)
-    engine = Engine(
+    engine = new_engine(
         SimulatedBackend(TRUE, clock, 512),
         CountingTokenizer(),
         Limits(vocab_size=4, max_model_len=256, max_num_seqs=16, max_num_batched_tokens=512),

@@ -22,7 +22,6 @@ from paceline.draft.base import DraftSampling, Target
 from paceline.draft.heads.assistant import AssistantDrafter
 from paceline.draft.heads.head_options import HeadOptions
 from paceline.engine.admission import Limits
-from paceline.engine.engine import Engine
 from paceline.errors import CheckpointError, ConfigError, HeadMismatchError, UnsupportedModelError
 from paceline.models.heads.assistant import load_assistant
 from paceline.models.registry import load_checkpoint
@@ -30,6 +29,7 @@ from tests.backends.driver import drive, run
 from tests.draft.heads.test_eagle_cpu import ROWS, run_engine
 from tests.draft.model.test_draft_model_cpu import save_model
 from tests.engine.test_exactness_cpu import Tokenizer
+from tests.engines import Later, new_engine
 from tests.tiny import random_model
 from tests.tiny_families import FULL, SLIDING, VOCAB_SIZE
 
@@ -205,7 +205,7 @@ class AgainstTransformers(AssistantDrafter):
 def test_drafts_are_those_of_transformers(loaded):
     """Also after a prefix hit, in chunks of a prompt, and while other requests run."""
     model, assistant, checkpoint, backend, folder = loaded
-    drafter = AgainstTransformers.load(HeadOptions(model=str(folder)), target_of(checkpoint, backend))
+    drafter = Later(AgainstTransformers.load(HeadOptions(model=str(folder)), target_of(checkpoint, backend)))
     drafter.models = model, assistant
     engine = make_engine(backend, drafter, VOCAB_SIZE, rows=24)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -220,7 +220,7 @@ def test_drafts_are_those_of_transformers(loaded):
 
 
 def make_engine(backend, drafter, vocab_size, rows=ROWS):
-    return Engine(
+    return new_engine(
         backend,
         Tokenizer(),
         Limits(vocab_size, 160, 4, rows),
@@ -252,9 +252,9 @@ def test_same_tokens_with_chains_and_trees(loaded, undrafted, sampling, name):
     if name == "cpu":
         backend = CpuBackend.load(checkpoint, threads=1, max_rows=ROWS)
     options = HeadOptions(model=str(folder))
-    drafter = AssistantDrafter.load(options, target_of(checkpoint, backend, sampling))
-    assert drafter.needs.feature_layers == (checkpoint.config.num_layers,)
+    drafter = Later(AssistantDrafter.load(options, target_of(checkpoint, backend, sampling)))
     added, engine = run_engine(backend, drafter, *PLANS, rows=24, max_num_seqs=4, times=2)
+    assert drafter.needs.feature_layers == (checkpoint.config.num_layers,)
     assert [one.output_token_ids for one in added] == undrafted(name)
     assert sum(one.speculative.num_draft_tokens for one in added) > 100
     assert engine.kv.prefix_hits > 0

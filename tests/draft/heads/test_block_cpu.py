@@ -15,6 +15,7 @@ from paceline.models.registry import load_checkpoint
 from tests.draft.heads.test_eagle_cpu import ROWS, AgainstFresh, run_engine
 from tests.draft.model.test_draft_model_cpu import results
 from tests.engine.test_exactness_cpu import Tokenizer
+from tests.engines import Later
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import BLOCK_CONFIGS
 from tests.tiny import save_checkpoint
@@ -73,7 +74,7 @@ def test_proposals_do_not_depend_on_the_past_nor_bytes_on_proposals(
     kind = AgainstDSpark if name == "dspark" else AgainstDFlash
     options = BackendOptions(backend="cpu", quantization="int8", threads=1)
     target = Target(checkpoint.config, Tokenizer(), options, backend, ROWS, sampling)
-    drafter = kind.load(EagleOptions(str(tmp_path), min_prob=0.0), target)
+    drafter = Later(kind.load(EagleOptions(str(tmp_path), min_prob=0.0), target))
     drafter.backend = backend
     plans = [DraftPlan(kind.name, *shape) for shape in ((1,), (4,), (6, 2), (9, 3), (5, 4, 2))]
     added, engine = run_engine(backend, drafter, PLAIN, *plans, times=2, **setting)

@@ -34,6 +34,7 @@ from tests.backends.driver import drive, run
 from tests.draft.heads.test_eagle_torch import ROWS, run_engine, target_of
 from tests.draft.model.test_draft_model_cpu import save_model
 from tests.draft.requests import make_request
+from tests.engines import Later
 from tests.large import in_turn
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import BLOCK_CONFIGS, DSPARK, VOCAB
@@ -136,10 +137,10 @@ def knowing_head(outputs: Sequence[Sequence[int]]) -> HeadCheckpoint:
     )
 
 
-def checked_drafter(name, checkpoint, backend, sampling, folder, head=None) -> AgainstWhole:
+def checked_drafter(name, checkpoint, backend, sampling, folder, head=None) -> Later:
     write_head(head or random_checkpoint(BLOCK_CONFIGS[name]), folder, "vllm")
     kind = AgainstDSpark if name == "dspark" else AgainstDFlash
-    drafter = kind.load(EagleOptions(str(folder)), target_of(checkpoint, backend, sampling))
+    drafter = Later(kind.load(EagleOptions(str(folder)), target_of(checkpoint, backend, sampling)))
     drafter.backend = backend
     return drafter
 

@@ -82,10 +82,11 @@ def test_no_slot_reads_a_wrong_feature_with_plans_that_change_from_step_to_step(
 
 def test_only_tokens_of_the_trimmed_vocabulary_are_guessed(alone):
     drafter = toy_eagle(ids=[token for token in range(VOCAB) if token % 5])
+    engine = eagle_engine(drafter, chain(4), tree(8, 3))
     proposals = []
     propose = drafter.propose
     drafter.propose = lambda *args: proposals.append(propose(*args)) or proposals[-1]
-    added = together(eagle_engine(drafter, chain(4), tree(8, 3)), drafter)
+    added = together(engine, drafter)
     assert [result(request) for request in added] == alone
     guessed = {int(token) for trees in proposals for token in trees.tokens}
     assert len(guessed) > 50
@@ -106,6 +107,7 @@ def test_one_pass_over_new_tokens_then_one_row_a_level():
 def test_each_request_of_a_pass_drafts_what_is_likely_enough_for_it():
     """Chains of one call end where each plan says, and nothing is left out that was likely enough."""
     drafter = toy_eagle()
+    engine = eagle_engine(drafter)
     proposals: list[tuple[Sequence[DraftPlan], DraftTrees]] = []
     propose = drafter.propose
 
@@ -115,7 +117,6 @@ def test_each_request_of_a_pass_drafts_what_is_likely_enough_for_it():
 
     drafter.propose = noted
     plans = [DraftPlan("eagle3", 6, least_chance=least) for least in (0.0, 0.3, 0.6)]
-    engine = eagle_engine(drafter)
     engine._controller = ByRequest(plans)
     for number in range(3):
         engine.add_request(prompt(number, 9), LONG)
@@ -160,18 +161,18 @@ def test_nothing_is_computed_while_nothing_is_drafted_and_all_is_caught_up_with_
     children = engine.add_request(
         prompt(3, 210), SamplingParams(n=4, seed=11, max_tokens=80, ignore_eos=True)
     )
-    assert [drafter.backlog(child) for child in children] == [209] * 4, "they wait, and hold no pages"
+    assert [drafter.kv.backlog(child) for child in children] == [209] * 4, "they wait, and hold no pages"
     while min(child.num_output for child in children) < 50:
         engine.step()
     assert drafter._runner.passes == []
-    assert [drafter.backlog(child) for child in children] == [
+    assert [drafter.kv.backlog(child) for child in children] == [
         len(child.token_ids) - 2
         for child in children  # the first has no slot, the last is to be drafted from
     ]
     plans.plans = (chain(3),)
     known = [len(child.token_ids) for child in children]
     engine.step()
-    assert [drafter.backlog(child) for child in children] == [
+    assert [drafter.kv.backlog(child) for child in children] == [
         len(child.token_ids) - 1 - before for child, before in zip(children, known, strict=True)
     ]
     drain(engine, drafter)

@@ -18,10 +18,9 @@ from paceline.core.params import SamplingParams
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling, Target
 from paceline.draft.heads.eagle import Eagle3Drafter, EagleDrafter, HeadDrafter
-from paceline.draft.heads.head_drafter import PagedHeadDrafter
+from paceline.draft.heads.head_drafter import LoadedHead, PagedHeadDrafter
 from paceline.draft.heads.head_options import EagleOptions
 from paceline.engine.admission import Limits
-from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
 from paceline.kv.cache import KVCache
 from paceline.models.heads.checkpoint import write_head
@@ -30,6 +29,7 @@ from tests.backends.driver import Driven, run
 from tests.draft.draft_models import Plans
 from tests.draft.model.test_draft_model_cpu import requests, results, save_model
 from tests.engine.test_exactness_cpu import Tokenizer
+from tests.engines import Later, new_engine
 from tests.large import in_turn
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import CONFIGS, EAGLE3, P_EAGLE
@@ -75,8 +75,8 @@ class AgainstFresh(PagedHeadDrafter):
     def _expected(self, request, plan: DraftPlan) -> DraftTrees:
         kv = KVCache(16, self.backend.page_size, max_sequences=1, max_length=16 * self.backend.page_size)
         pool = kv.add_pool(self.backend)
-        fresh = self.fresh_kind(self._runner, self._shape, self._sampling, self._scoring.least_chance)
-        fresh.bind(kv)
+        head = LoadedHead(self._runner, self._shape, self._sampling, self._scoring.least_chance)
+        fresh = self.fresh_kind(head, kv)
         slot, _ = kv.open(request.token_ids)
         kv.reserve(slot, len(request.token_ids) + plan.budget)
         line = kv.page_tables[slot]
@@ -107,7 +107,7 @@ class Against3(AgainstFresh, Eagle3Drafter):
 
 
 def run_engine(backend, drafter, *plans, num_pages=100, rows=ROWS, max_num_seqs=9, times=1):
-    engine = Engine(
+    engine = new_engine(
         backend,
         Tokenizer(),
         Limits(VOCAB_SIZE, 160, max_num_seqs, rows),
@@ -148,7 +148,7 @@ def test_proposals_do_not_depend_on_the_past_nor_bytes_on_proposals(
     kind = Against1 if config.kind == "eagle" else Against3
     options = BackendOptions(backend="cpu", quantization="int8", threads=1)
     target = Target(checkpoint.config, Tokenizer(), options, backend, ROWS, sampling)
-    drafter = kind.load(EagleOptions(str(tmp_path), min_prob=min_prob), target)
+    drafter = Later(kind.load(EagleOptions(str(tmp_path), min_prob=min_prob), target))
     drafter.backend = backend
     plans = [DraftPlan(kind.name, *shape) for shape in ((1,), (4,), (6, 2), (9, 3), (5, 4, 2))]
     added, engine = run_engine(backend, drafter, PLAIN, *plans, times=2, **setting)

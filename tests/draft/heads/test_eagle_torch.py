@@ -22,7 +22,6 @@ from paceline.draft.heads.eagle import Eagle3Drafter, EagleDrafter
 from paceline.draft.heads.head_options import EagleOptions
 from paceline.draft.model.draft_cache import Context
 from paceline.engine.admission import Limits
-from paceline.engine.engine import Engine
 from paceline.errors import PacelineError
 from paceline.models.heads import shipped
 from paceline.models.heads.checkpoint import HeadCheckpoint, write_head
@@ -35,6 +34,7 @@ from tests.draft.draft_models import Plans, path_of
 from tests.draft.model.test_draft_model_cpu import save_model
 from tests.engine.test_exactness_cpu import Tokenizer
 from tests.engine.test_exactness_cpu import requests as all_requests
+from tests.engines import Later, new_engine
 from tests.large import in_turn, repeated
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import CONFIGS, EAGLE3, P_EAGLE
@@ -156,7 +156,7 @@ class AgainstMasked(Against3):
 @torch.inference_mode()
 def test_a_p_eagle_head_drafts_all_levels_in_one_pass(sampling, checkpoint, backend, plain, tmp_path):
     write_head(random_checkpoint(P_EAGLE), tmp_path, "vllm")
-    drafter = AgainstMasked.load(EagleOptions(str(tmp_path)), target_of(checkpoint, backend, sampling))
+    drafter = Later(AgainstMasked.load(EagleOptions(str(tmp_path)), target_of(checkpoint, backend, sampling)))
     drafter.backend = backend
     plans = (DraftPlan("eagle3", 3), DraftPlan("eagle3", 6, 2), DraftPlan("eagle3", 8, 3, depth=4), PLAIN)
     outputs, engine = run_engine(backend, drafter, *plans, times=2, num_pages=8)
@@ -165,16 +165,16 @@ def test_a_p_eagle_head_drafts_all_levels_in_one_pass(sampling, checkpoint, back
     assert engine.scheduler.num_preemptions > 0
 
 
-def checked_drafter(name, checkpoint, backend, sampling, folder) -> AgainstWhole:
+def checked_drafter(name, checkpoint, backend, sampling, folder) -> Later:
     write_head(random_checkpoint(replace(HEADS[name], norm_before_residual=False)), folder, "sglang")
     kind = AgainstWhole if HEADS[name].kind == "eagle" else Against3
-    drafter = kind.load(EagleOptions(str(folder)), target_of(checkpoint, backend, sampling))
+    drafter = Later(kind.load(EagleOptions(str(folder)), target_of(checkpoint, backend, sampling)))
     drafter.backend = backend
     return drafter
 
 
 def run_engine(backend, drafter, *plans, num_pages=100, rows=ROWS, max_num_seqs=9, times=1):
-    engine = Engine(
+    engine = new_engine(
         backend,
         Tokenizer(),
         Limits(VOCAB_SIZE, 128, max_num_seqs, rows),

@@ -21,7 +21,6 @@ from paceline.draft.heads.medusa import MedusaDrafter
 from paceline.draft.heads.ranked import make_ranked_tree
 from paceline.draft.model.draft_cache import Context
 from paceline.engine.admission import Limits
-from paceline.engine.engine import Engine
 from paceline.errors import ConfigError, PacelineError
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.medusa import NumpyMedusa, load_medusa, write_medusa
@@ -31,6 +30,7 @@ from tests.draft.draft_models import Plans
 from tests.draft.model.test_draft_model_cpu import save_model
 from tests.engine.test_exactness_cpu import Tokenizer
 from tests.engine.test_exactness_cpu import requests as all_requests
+from tests.engines import Later, new_engine
 from tests.large import in_turn
 from tests.models.heads.test_medusa_heads import CONFIG, random_medusa
 from tests.tiny import save_checkpoint
@@ -89,7 +89,7 @@ class AgainstWhole(MedusaDrafter):
 
 
 def run_engine(backend, drafter, *plans, num_pages=100, rows=ROWS, max_num_seqs=9):
-    engine = Engine(
+    engine = new_engine(
         backend,
         Tokenizer(),
         Limits(VOCAB_SIZE, 128, max_num_seqs, rows),
@@ -120,7 +120,7 @@ def test_every_tree_follows_from_the_last_state(made, sampling, checkpoint, back
     norm = checkpoint.tensors["model.norm.weight"].float32()
     options = BackendOptions(backend="torch")
     target = Target(checkpoint.config, Tokenizer(), options, backend, ROWS, sampling, final_norm=norm)
-    drafter = AgainstWhole.load(HeadOptions(str(tmp_path)), target)
+    drafter = Later(AgainstWhole.load(HeadOptions(str(tmp_path)), target))
     drafter.backend, drafter.reference = backend, NumpyMedusa(load_medusa(tmp_path))
     plans = [DraftPlan("medusa", *shape) for shape in ((2,), (5,), (6, 2), (9, 3), (5, 4, 2))]
     outputs, engine = run_engine(backend, drafter, PLAIN, *plans, num_pages=8)

@@ -20,7 +20,6 @@ from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.base import DraftSampling, Target
 from paceline.draft.heads.mtp import MtpDrafter, MtpOptions
 from paceline.engine.admission import Limits
-from paceline.engine.engine import Engine
 from paceline.errors import PacelineError
 from paceline.models.heads.mtp import mtp_head
 from paceline.models.registry import load_checkpoint
@@ -29,6 +28,7 @@ from tests.draft.heads.test_eagle_cpu import ROWS, AgainstFresh, run_engine
 from tests.draft.mimo import PREFIX, Block, make_mimo, random_mimo
 from tests.draft.model.test_draft_model_cpu import results, save_model
 from tests.engine.test_exactness_cpu import Tokenizer
+from tests.engines import Later, new_engine
 from tests.models.heads.driver import drive_heads, run_heads
 from tests.tiny import random_model
 from tests.tiny_families import VOCAB_SIZE
@@ -110,7 +110,7 @@ PLANS = [PLAIN, *(DraftPlan("mtp", *shape) for shape in ((1,), (4,), (6, 2), (9,
 )
 def test_same_bytes_with_chains_and_trees_that_do_not_depend_on_the_past(mimo, sampling, setting):
     backend = CpuBackend.load(mimo[0], quantization="int8", threads=1, max_rows=ROWS)
-    drafter = Checked.load(MtpOptions(min_prob=0.0), target_of(mimo[0], backend, sampling))
+    drafter = Later(Checked.load(MtpOptions(min_prob=0.0), target_of(mimo[0], backend, sampling)))
     drafter.backend = backend
     added, engine = run_engine(backend, drafter, *PLANS, times=2, **setting)
     assert results(added) == results(run_engine(backend, None, PLAIN)[0])
@@ -120,9 +120,9 @@ def test_same_bytes_with_chains_and_trees_that_do_not_depend_on_the_past(mimo, s
 
 def test_same_tokens_on_the_torch_backend(mimo):
     backend = TorchBackend.load(mimo[0], max_rows=ROWS)
-    drafter = MtpDrafter.load(MtpOptions(), target_of(mimo[0], backend))
-    assert drafter.needs.feature_layers == (mimo[0].config.num_layers,)
+    drafter = Later(MtpDrafter.load(MtpOptions(), target_of(mimo[0], backend)))
     added, _ = run_engine(backend, drafter, *PLANS)
+    assert drafter.needs.feature_layers == (mimo[0].config.num_layers,)
     expected, _ = run_engine(backend, None, PLAIN)
     assert [one.output_token_ids for one in added] == [one.output_token_ids for one in expected]
     assert sum(one.speculative.num_draft_tokens for one in added) > 100
@@ -172,7 +172,7 @@ def test_a_block_that_knows_what_comes_is_accepted_whole(path, kind, tmp_path):
     else:
         backend = CpuBackend.load(checkpoint, quantization="int8", threads=1, max_rows=ROWS)
     drafter = MtpDrafter.load(MtpOptions(), target_of(checkpoint, backend))
-    engine = Engine(
+    engine = new_engine(
         backend,
         Tokenizer(),
         Limits(checkpoint.config.vocab_size, 100, 1, ROWS),

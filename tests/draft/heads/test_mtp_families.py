@@ -19,6 +19,7 @@ from tests.draft.heads.test_eagle_cpu import ROWS, AgainstFresh, run_engine
 from tests.draft.heads.test_mtp import target_of
 from tests.draft.mimo import DEEPSEEK, QWEN, random_with_block
 from tests.draft.model.test_draft_model_cpu import results
+from tests.engines import Later
 from tests.large import LARGE
 from tests.models.heads.driver import drive_heads, run_heads
 from tests.tiny_families import VOCAB_SIZE
@@ -85,7 +86,7 @@ def test_same_bytes_on_the_cpu_backend(loaded):
     """Proposals do not depend on earlier steps, and what they are changes no byte."""
     checkpoint = loaded[0]
     backend = CpuBackend.load(checkpoint, quantization="int8", threads=1, max_rows=ROWS)
-    drafter = Checked.load(MtpOptions(min_prob=0.0), target_of(checkpoint, backend))
+    drafter = Later(Checked.load(MtpOptions(min_prob=0.0), target_of(checkpoint, backend)))
     drafter.backend = backend
     setting = {"rows": 24, "max_num_seqs": 4}
     added, engine = run_engine(backend, drafter, *PLANS, times=2, **setting)

@@ -52,7 +52,7 @@ def saved(load):
     drafter = load()
     for number in range(20):
         drafter.forget(make_request([1, 2, 3], response(number)))
-    drafter.close()
+    drafter.memory.save()
     return load.path
 
 
@@ -82,7 +82,7 @@ def test_what_has_a_salt_is_not_written(load):
     drafter.forget(make_request([1], response(0), salt="a secret of ann's"))
     drafter.forget(make_request([1], response(1)))
     drafter.forget(make_request([1], response(2), salt="bob"))
-    drafter.close()
+    drafter.memory.save()
     with np.load(load.path) as file:
         arrays = dict(file)
     assert arrays["tokens"].tolist() == [*response(1), GAP]
@@ -101,7 +101,7 @@ def test_other_users_of_the_machine_cannot_read_it(saved):
 def test_a_file_with_prompts_is_taken_only_where_prompts_are_kept(load):
     drafter = load(share="prompts")
     drafter.forget(make_request(response(0), [1, 2, 3, 4, 5]))
-    drafter.close()
+    drafter.memory.save()
     assert draft(load(share="prompts"), response(0)) == [1, 2, 3, 4]
     with pytest.raises(
         ConfigError, match=r"has ends of prompts too.*Use share_suffix_cache 'prompts', delete"
@@ -137,7 +137,7 @@ def test_saving_twice_or_an_empty_cache_is_fine(load):
 
 def test_without_a_path_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    SuffixDrafter(SuffixDrafter.Options()).close()
+    SuffixDrafter(SuffixDrafter.Options()).memory.save()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -160,7 +160,7 @@ def begins_empty(load, caplog):
         assert "kept as past.npz.damaged" in message
         assert not load.path.exists()
         assert load.path.with_name("past.npz.damaged").read_bytes() == content
-        drafter.close()
+        drafter.memory.save()
         assert len(load()._past) == 0
 
     return begins_empty

@@ -18,13 +18,14 @@ from paceline.draft.base import DraftSampling, Target
 from paceline.draft.model.draft_cache import SharedPages
 from paceline.draft.model.draft_model import DraftModelDrafter
 from paceline.engine.admission import Limits
-from paceline.engine.engine import Engine
 from paceline.errors import ConfigError
+from paceline.kv.cache import KVCache
 from paceline.models.registry import load_checkpoint, load_tokenizer
 from paceline.models.tokenizer import byte_alphabet
-from tests.draft.draft_models import MIXED, AgainstFresh, Plans, chain, same_ids, tree
+from tests.draft.draft_models import MIXED, AgainstFresh, Plans, chain, model_drafter, same_ids, tree
 from tests.engine.test_exactness_cpu import Tokenizer
 from tests.engine.test_exactness_cpu import requests as cpu_requests
+from tests.engines import new_engine
 from tests.tiny import save_checkpoint
 from tests.tiny_families import SIZES, VOCAB_SIZE
 
@@ -63,12 +64,12 @@ def finer(checkpoint):
 
 
 def drafter_of(backend, sampling=DraftSampling.COUPLED, kind=DraftModelDrafter):
-    cache = partial(SharedPages, longest=256)
-    return kind(backend, same_ids(VOCAB_SIZE, VOCAB_SIZE), cache, vocab_size=VOCAB_SIZE, sampling=sampling)
+    cache_of, vocabulary = partial(SharedPages, longest=256), same_ids(VOCAB_SIZE, VOCAB_SIZE)
+    return model_drafter(backend, vocabulary, cache_of, sampling, kind, VOCAB_SIZE)
 
 
 def run(backend, drafter, *plans, num_pages=100, rows=ROWS, max_num_seqs=9, times=1):
-    engine = Engine(
+    engine = new_engine(
         backend,
         Tokenizer(),
         Limits(VOCAB_SIZE, 160, max_num_seqs, rows),
@@ -189,7 +190,8 @@ def test_only_a_draft_that_knows_every_id_of_the_target_drafts_on_the_device(fol
     larger = replace(target, config=replace(checkpoint.config, vocab_size=VOCAB_SIZE + 1))
 
     def drafts_on_device(beside: Target, **keys) -> bool:
-        return DraftModelDrafter.load(DraftModelDrafter.Options(**keys), beside).device is not None
+        loaded = DraftModelDrafter.load(DraftModelDrafter.Options(**keys), beside)
+        return loaded.bind(KVCache(4, beside.loaded.page_size, 1, 64)).device is not None
 
     assert drafts_on_device(target, model=model)
     assert not drafts_on_device(larger, model=model)

@@ -13,13 +13,13 @@ import pytest
 
 from paceline.core.params import SamplingParams
 from paceline.draft.base import DraftSampling
-from paceline.draft.model.draft_model import DraftModelDrafter
 from paceline.draft.model.separate_pages import SeparatePages
 from paceline.draft.model.vocabulary import vocabulary_intersection
-from tests.draft.draft_models import MIXED, chain, drafting_engine, tree
+from tests.draft.draft_models import MIXED, chain, drafting_engine, model_drafter, tree
 from tests.draft.model.test_draft_model import alone, counts  # noqa: F401
 from tests.draft.model.test_vocabulary import Texts
 from tests.engine.test_exactness import prompt, requests, result
+from tests.engines import Later
 from tests.large import in_turn
 from tests.toy import VOCAB, ToyBackend, drain
 
@@ -48,11 +48,11 @@ class TranslatingToy(ToyBackend):
         return own
 
 
-def translating_drafter(sampling=DraftSampling.COUPLED, longest=600, **options) -> DraftModelDrafter:
+def translating_drafter(sampling=DraftSampling.COUPLED, longest=600, **options) -> Later:
     backend = TranslatingToy(**options)
     vocabulary = vocabulary_intersection(TARGET_TEXTS, DRAFT_TEXTS, VOCAB, backend.vocab, "draft")
-    cache = partial(SeparatePages, longest=longest, vocabulary=vocabulary)
-    return DraftModelDrafter(backend, vocabulary, cache, vocab_size=backend.vocab, sampling=sampling)
+    cache_of = partial(SeparatePages, longest=longest, vocabulary=vocabulary)
+    return model_drafter(backend, vocabulary, cache_of, sampling)
 
 
 def together(engine):
@@ -111,8 +111,7 @@ def test_proposals_are_those_of_a_fresh_drafter(plan):
     def compare(requests, plans):
         trees = propose(requests, plans)
         for number, (request, plan) in enumerate(zip(requests, plans, strict=True)):
-            fresh = translating_drafter()
-            fresh.bind(engine.kv)
+            fresh = translating_drafter().bind(engine.kv)
             compared.append(trees.tree_lists(number))
             if compared[-1][0]:  # else there were no pages for it
                 assert compared[-1] == fresh.propose([request], [plan]).tree_lists(0)
@@ -141,10 +140,8 @@ def test_without_pages_the_least_recently_used_request_is_evicted():
 def test_a_text_that_the_draft_cannot_spell_is_not_drafted_for():
     unspeakable = Texts(*(b"\xff" * (token + 1) for token in range(VOCAB - 1)), b"<1>")
     vocabulary = vocabulary_intersection(unspeakable, DRAFT_TEXTS, VOCAB, VOCAB, "draft")
-    cache = partial(SeparatePages, longest=100, vocabulary=vocabulary)
-    drafter = DraftModelDrafter(
-        TranslatingToy(), vocabulary, cache, vocab_size=VOCAB, sampling=DraftSampling.COUPLED
-    )
+    cache_of = partial(SeparatePages, longest=100, vocabulary=vocabulary)
+    drafter = model_drafter(TranslatingToy(), vocabulary, cache_of, vocab_size=VOCAB)
     engine = drafting_engine(drafter, chain(3))
     (request,) = engine.add_request(
         [5, 6], SamplingParams(max_tokens=4, ignore_eos=True, logit_bias={96: -100})

@@ -12,9 +12,9 @@ from paceline.core.params import SamplingParams
 from paceline.draft.base import DraftSampling
 from paceline.draft.model import model_drafter
 from paceline.engine.admission import Limits
-from paceline.engine.engine import Engine
 from paceline.verify.rules import RULES
 from tests.draft.draft_models import HazyToy, Plans, chain, toy_drafter, tree
+from tests.engines import new_engine
 from tests.large import REPEATS
 from tests.toy import ToyBackend, ToyTokenizer
 
@@ -39,7 +39,7 @@ def target_distribution(length: int) -> dict[tuple[int, ...], float]:
 
 def outputs(rule: str, plan, sampling: DraftSampling):
     drafter = toy_drafter(HazyToy(vocab=VOCAB, max_rows=256), sampling)
-    engine = Engine(
+    engine = new_engine(
         ToyBackend(vocab=VOCAB, max_rows=256),
         ToyTokenizer(),
         Limits(VOCAB, 32, 24, 256),

@@ -20,19 +20,21 @@ from paceline.draft.model.draft_cache import SharedPages, TargetPages
 from paceline.draft.model.draft_model import DraftModelDrafter
 from paceline.draft.model.layerskip import LayerSkipDrafter, LayerSkipOptions, usual_exit_layer
 from paceline.errors import ConfigError
+from paceline.kv.cache import KVCache
 from paceline.models.files.layout import expected_tensors
 from paceline.models.registry import load_checkpoint
 from tests.backends.driver import drive
 from tests.backends.driver import run as run_pass
-from tests.draft.draft_models import AgainstFresh, HazyToy, drafting_engine, same_ids
+from tests.draft.draft_models import AgainstFresh, HazyToy, drafting_engine, model_drafter, same_ids
 from tests.draft.model.test_draft_model_cpu import ROWS, run, save_model
 from tests.draft.model.test_draft_model_cpu import results as all_results
 from tests.engine.test_exactness import requests, result
 from tests.engine.test_exactness_cpu import Tokenizer
+from tests.engines import Later
 from tests.large import in_turn
 from tests.tiny import save_checkpoint
 from tests.tiny_families import SIZES, VOCAB_SIZE
-from tests.toy import VOCAB, ToyBackend, toy_engine
+from tests.toy import ToyBackend, toy_engine
 from tests.toy import drain as drain_plain
 
 LAYERS = SIZES["num_hidden_layers"]
@@ -74,13 +76,12 @@ def results(backend, added):
 def drafter_of(backend, checkpoint, exit_layer, sampling=DraftSampling.COUPLED, kind=LayerSkipDrafter):
     options = BackendOptions(backend=backend.name)
     target = Target(checkpoint.config, Tokenizer(), options, backend, ROWS, sampling)
-    return kind.load(LayerSkipOptions(exit_layer), target)
+    return Later(kind.load(LayerSkipOptions(exit_layer), target))
 
 
 def toy_drafter(target, early, kind=LayerSkipDrafter):
     """`early` plays the first layers of the toy."""
-    pages = partial(TargetPages, target=target)
-    return kind(early, same_ids(), pages, vocab_size=VOCAB, sampling=DraftSampling.COUPLED)
+    return model_drafter(early, same_ids(), lambda kv, _: TargetPages(kv, target), kind=kind)
 
 
 class AgainstFewerLayers(LayerSkipDrafter):
@@ -121,10 +122,9 @@ def test_layerskip_drafts_as_a_model_of_its_layers_and_changes_no_byte(checkpoin
     sampling, exit_layer, setting = case
     drafter = drafter_of(backend, checkpoint, exit_layer, sampling, AgainstFewerLayers)
     few = BACKENDS[backend.name](without_later_layers(checkpoint, exit_layer))
-    pages = partial(SharedPages, longest=256)
-    drafter.alone = DraftModelDrafter(
-        few, same_ids(VOCAB_SIZE, VOCAB_SIZE), pages, vocab_size=VOCAB_SIZE, sampling=sampling
-    )
+    pages, vocabulary = partial(SharedPages, longest=256), same_ids(VOCAB_SIZE, VOCAB_SIZE)
+    alone = model_drafter(few, vocabulary, pages, sampling, vocab_size=VOCAB_SIZE)
+    drafter.alone = alone.bind(KVCache(100, few.page_size, max_sequences=1, max_length=160))
     added, engine = run(backend, drafter, *MIXED, times=2, **setting)
     assert results(backend, added) == plain
     assert drafter.compared > 30

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline.control.controller import FixedController
 from paceline.core.trees import DraftPlan
+from paceline.draft.base import UnboundDrafter
 from tests.engine.test_overlap import REQUESTS, Changing, expected, outcome
 from tests.toy import ScriptedDrafter, ToyBackend, drain, toy_engine
 
@@ -42,14 +43,20 @@ def test_a_head_that_is_replaced_is_attached_again_to_all_requests_when_no_pass_
     """So its keys and values of all their tokens are computed again, and no token changes."""
 
     class Replaced(ScriptedDrafter):
-        def replace_head(self, other):
+        kept_features = None
+
+        def prepare(self):
+            return
+
+        def replace(self, head):
             self.attached.clear()  # as its keys and values are void
 
     drafter = Replaced(TRUTH, "partly")
+    drafter.head, other = drafter, UnboundDrafter("scripted", lambda kv: drafter)
     engine, added, attached = engine_of(drafter, FixedController(DraftPlan("scripted", 3)))
     while engine.has_unfinished:
         engine.step()
         engine.step()
-        engine.replace_head("scripted", drafter)
+        engine.replace_head("scripted", other)
     assert all(attached.count(request) >= 2 for request in added)  # and not only at the start
     check(added)

@@ -7,7 +7,8 @@ import pytest
 from paceline.backends.async_decoding import NgramLookup
 from paceline.control.controller import FixedController
 from paceline.core.trees import DraftPlan, DraftTrees
-from paceline.draft.base import OPTIMISTIC_PASSES, DrafterNeeds, TextDrafts
+from paceline.draft.base import DrafterNeeds
+from paceline.draft.device import OPTIMISTIC_PASSES, TextDrafts
 from paceline.draft.lookup.ngram import NgramDrafter
 from paceline.draft.lookup.suffix import SuffixDrafter, SuffixOptions
 from paceline.engine.executors.optimistic import MAX_DRAFTED

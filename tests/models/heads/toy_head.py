@@ -16,12 +16,13 @@ from paceline.backends.head_chains import chains_by_passes
 from paceline.backends.heads import ChainNoise, HeadBatch, HeadChains, HeadOutput, HeadRunner
 from paceline.core.trees import DraftPlan
 from paceline.draft.base import DraftSampling
-from paceline.draft.heads.eagle import Eagle3Drafter, EagleDrafter
-from paceline.draft.heads.head_drafter import HeadShape
+from paceline.draft.heads.eagle import Eagle3Drafter
+from paceline.draft.heads.head_drafter import HeadShape, LoadedHead
 from paceline.draft.model.vocabulary import trimmed_vocabulary
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from tests.draft.draft_models import Plans
+from tests.engines import Later, new_engine
 from tests.toy import VOCAB, ToyBackend, ToyTokenizer, scribble_free_pages
 
 
@@ -107,13 +108,15 @@ def toy_eagle(
     ids: Sequence[int] = range(VOCAB),
     longest: int = 256,
     strict: bool = True,
-) -> EagleDrafter:
+) -> Later:
     """A drafter with the toy head; `ids` are what it can guess."""
     own = np.array(ids, dtype=np.int32)
     vocabulary = trimmed_vocabulary(own, VOCAB)
     runner = ToyHeadRunner(target or ToyBackend(max_rows=128), own, strict=strict)
     # two features, and not in the engine's order
-    return Eagle3Drafter(runner, HeadShape((2, 1), 2, vocabulary, longest), sampling)
+    return Later(
+        Eagle3Drafter.unbound(LoadedHead(runner, HeadShape((2, 1), 2, vocabulary, longest), sampling))
+    )
 
 
 def chain(budget: int) -> DraftPlan:
@@ -125,7 +128,7 @@ def tree(budget: int, branching: int, depth: int | None = None) -> DraftPlan:
 
 
 def eagle_engine(
-    drafter: EagleDrafter,
+    drafter: Later,
     *plans: DraftPlan,
     backend: ToyBackend | None = None,
     num_pages: int = 400,
@@ -136,7 +139,7 @@ def eagle_engine(
 ) -> Engine:
     """An engine over the toy in which the head drafts by these plans."""
     backend = backend or ToyBackend(max_rows=rows)
-    return Engine(
+    return new_engine(
         backend,
         ToyTokenizer(),
         Limits(backend.vocab, max_model_len, max_num_seqs, rows),
@@ -147,7 +150,7 @@ def eagle_engine(
     )
 
 
-def drain(engine: Engine, drafter: EagleDrafter) -> None:
+def drain(engine: Engine, drafter: Later) -> None:
     """Step until all is done. Between steps, free pages of both pools are filled with rubbish."""
     while engine.has_unfinished:
         engine.step()

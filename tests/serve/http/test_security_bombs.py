@@ -16,6 +16,7 @@ from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
 from paceline.serve import service
 from tests.constrain.tokenizers import PieceTokenizer
+from tests.engines import new_engine
 from tests.serve.running import Client, read_answer, serving
 from tests.toy import VOCAB, ToyBackend
 
@@ -71,7 +72,7 @@ BOMBS: dict[str, dict[str, Any]] = {
 def grammar_engine() -> Engine:
     tokenizer = PieceTokenizer()
     limits = Limits(tokenizer.vocab_size, 256, 16, 64)
-    return Engine(ToyBackend(max_rows=64, vocab=tokenizer.vocab_size), tokenizer, limits, num_pages=200)
+    return new_engine(ToyBackend(max_rows=64, vocab=tokenizer.vocab_size), tokenizer, limits, num_pages=200)
 
 
 @pytest.mark.parametrize("bomb", BOMBS)

@@ -25,6 +25,7 @@ from paceline.serve.routes.file import RouteTable
 from paceline.serve.routes.kinds import Route
 from paceline.serve.routes.models import Models
 from paceline.serve.service import Service
+from tests.engines import new_engine
 from tests.serve.api import Api
 from tests.serve.echo import EchoBackend, byte_tokenizer
 
@@ -61,7 +62,7 @@ class Shouting(EchoBackend):
 
 
 def engine_of(backend: EchoBackend, tokenizer: Tokenizer, context: int) -> Engine:
-    return Engine(
+    return new_engine(
         backend,
         tokenizer,
         Limits(tokenizer.vocab_size, context, 16, 256),

@@ -15,15 +15,15 @@ from paceline.backends.torch.head_runner import TorchLayerHeadRunner
 from paceline.control.controller import FixedController
 from paceline.core.params import SamplingParams
 from paceline.core.trees import PLAIN, DraftPlan
-from paceline.draft.base import Drafter, DraftSampling, Target
+from paceline.draft.base import DraftSampling, Target
 from paceline.draft.heads.mtp import MtpDrafter, MtpOptions
 from paceline.engine.admission import Limits
-from paceline.engine.engine import Engine
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.heads.mtp import mtp_head
 from paceline.models.registry import load_checkpoint
 from tests.backends.cuda.test_backend import make, needs_gpu
 from tests.draft.mimo import DEEPSEEK, QWEN, random_with_block
+from tests.engines import AnyDrafter, new_engine
 from tests.models.heads.driver import drive_heads, run_heads
 from tests.tiny_families import VOCAB_SIZE
 from tests.toy import ToyTokenizer, drain
@@ -81,11 +81,11 @@ def test_drafts_of_a_block_on_the_device_change_no_token(
 
     def outputs(drafts: bool) -> list[list[int]]:
         """What five requests give together, with drafts or without."""
-        backend, drafters = make(checkpoint, device, dtype), dict[str, Drafter]()
+        backend, drafters = make(checkpoint, device, dtype), dict[str, AnyDrafter]()
         if drafts:
             drafters["mtp"] = MtpDrafter.load(MtpOptions(), _target(checkpoint, backend))
         controller = FixedController(DraftPlan("mtp", 3) if drafts else PLAIN)
-        engine = Engine(
+        engine = new_engine(
             backend,
             ToyTokenizer(),
             Limits(VOCAB_SIZE, 96, 4, ROWS),

@@ -20,6 +20,7 @@ from tests.backends.cuda.decode.test_decode_loop import LENGTH, Case
 from tests.backends.cuda.test_backend import make, needs_gpu
 from tests.draft.reference import host_draft_chain, ngram_chain
 from tests.draft.requests import chains, make_request
+from tests.engines import new_engine
 from tests.tiny import save_checkpoint
 from tests.tiny_families import VOCAB_SIZE
 from tests.toy import ToyTokenizer, drain
@@ -329,7 +330,6 @@ def test_an_engine_whose_passes_look_up_gives_the_tokens_of_off(
     from paceline.control.controller import FixedController
     from paceline.core.trees import PLAIN
     from paceline.engine.admission import Limits
-    from paceline.engine.engine import Engine
     from paceline.models.registry import load_checkpoint
 
     checkpoint = load_checkpoint(save_checkpoint("llama", tmp_path / "llama"))
@@ -340,7 +340,7 @@ def test_an_engine_whose_passes_look_up_gives_the_tokens_of_off(
         drafters = {"ngram": ngram, "suffix": SuffixDrafter(SuffixOptions())}
         backend, limits = make(checkpoint, device, dtype), Limits(VOCAB_SIZE, 128, 4, 32)
         controller = FixedController(plan)
-        engine = Engine(
+        engine = new_engine(
             backend, ToyTokenizer(), limits, num_pages=80, drafters=drafters, controller=controller
         )
         results = []

@@ -16,6 +16,7 @@ from paceline.backends.cuda.backend import CudaBackend
 from paceline.backends.cuda.passes.compiling import cached_kernel, compile_only, compiled, compiles_only
 from paceline.core.params import SamplingParams
 from tests.backends.cuda.test_backend import make, needs_gpu
+from tests.engines import new_engine
 from tests.tiny import save_checkpoint
 from tests.tiny_families import VOCAB_SIZE
 from tests.toy import ToyTokenizer, drain
@@ -103,7 +104,6 @@ def test_a_warm_up_after_compiling_ahead_compiles_nothing_and_gives_the_same_tok
     tmp_path: Path, device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from paceline.engine.admission import Limits
-    from paceline.engine.engine import Engine
     from paceline.models.registry import load_checkpoint
 
     checkpoint = load_checkpoint(save_checkpoint("llama", tmp_path / "llama"))
@@ -112,7 +112,7 @@ def test_a_warm_up_after_compiling_ahead_compiles_nothing_and_gives_the_same_tok
 
     def answer(ahead: bool) -> list[int]:
         backend = make(checkpoint, device, dtype)
-        engine = Engine(backend, ToyTokenizer(), Limits(VOCAB_SIZE, 96, 4, 32), num_pages=60)
+        engine = new_engine(backend, ToyTokenizer(), Limits(VOCAB_SIZE, 96, 4, 32), num_pages=60)
         if ahead:
             engine.compile_ahead()
             assert found

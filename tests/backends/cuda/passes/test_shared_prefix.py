@@ -19,6 +19,7 @@ from tests.backends.cuda.kernels.test_attention import PAGE_SIZE, Case
 from tests.backends.cuda.native.test_decode_attention import chain, some_tree, uniform_tables
 from tests.backends.cuda.native.test_fused_layer import needs_hopper
 from tests.backends.cuda.test_backend import needs_gpu
+from tests.engines import new_engine
 from tests.toy import ToyTokenizer, drain
 
 KV_CHUNK = 512
@@ -327,7 +328,6 @@ def test_requests_with_a_common_prefix_get_the_tokens_that_each_gets_alone(
     from paceline.backends.cuda.backend import CudaBackend
     from paceline.backends.cuda.decode.decode_loop import DecodeLoop
     from paceline.engine.admission import Limits
-    from paceline.engine.engine import Engine
 
     shared: list[Any] = []
     share = DecodeLoop.use_shared_prefix
@@ -342,7 +342,7 @@ def test_requests_with_a_common_prefix_get_the_tokens_that_each_gets_alone(
 
     def outputs(tiles_each: bool) -> list[list[int]]:
         backend = CudaBackend(random_weights(device, dtype, config=FAR), max_rows=512)
-        engine = Engine(backend, ToyTokenizer(), Limits(60, 640, 4, 512), num_pages=160)
+        engine = new_engine(backend, ToyTokenizer(), Limits(60, 640, 4, 512), num_pages=160)
         results = []
         for number, prompt in enumerate(prompts):
             options = SamplingParams(temperature=number % 2, seed=number, max_tokens=5, ignore_eos=True)

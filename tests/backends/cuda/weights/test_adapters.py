@@ -27,6 +27,7 @@ from tests.backends.cuda.decode.test_decode_loop import CONFIG, PAGE_SIZE, Case
 from tests.backends.cuda.test_backend import PROMPT, TREE_PARENTS, TREE_TOKENS, needs_gpu
 from tests.backends.cuda.test_overlapped_engine import Copies, random_head
 from tests.backends.driver import run
+from tests.engines import new_engine
 from tests.tiny import save_checkpoint
 from tests.tiny_families import VOCAB_SIZE
 from tests.toy import ToyTokenizer, drain
@@ -160,14 +161,15 @@ def engine_outputs(
 ) -> list[list[int]]:
     """The tokens of more requests than there are slots, with each adapter and none."""
     from paceline.engine.admission import Limits
-    from paceline.engine.engine import Engine
 
     if not on_device:
         backend.make_async_decoder = lambda *rest: None
     drafters = {"drafter": drafter} if drafter else {}
     controller = FixedController(DraftPlan("drafter", 3) if drafter else PLAIN)
     limits = Limits(VOCAB_SIZE, 96, 4, 32)
-    engine = Engine(backend, ToyTokenizer(), limits, num_pages=60, drafters=drafters, controller=controller)
+    engine = new_engine(
+        backend, ToyTokenizer(), limits, num_pages=60, drafters=drafters, controller=controller
+    )
     requests = []
     for number in range(7):
         prompt = np.random.default_rng(number // 3).integers(2, VOCAB_SIZE, 20).tolist()
