@@ -25,8 +25,9 @@ from paceline.control.planner.device import DevicePlanner
 from paceline.core.arrays import Float32Array
 from paceline.core.trees import DraftPlan
 from paceline.draft.base import Drafter, Target, UnboundDrafter, drafts_on_device
-from paceline.draft.methods import METHODS, Speculation, find_files, load_drafter, parse_plan
+from paceline.draft.methods import METHODS, find_files, load_drafter
 from paceline.draft.on_demand import OnDemandDrafter
+from paceline.draft.speculative_config import Speculation, parse_plan
 from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine, target_cache
 from paceline.errors import ConfigError

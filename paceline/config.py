@@ -22,7 +22,7 @@ from paceline.options import (
 from paceline.peer_options import instead_of
 
 if TYPE_CHECKING:
-    from paceline.draft.methods import Speculation
+    from paceline.draft.speculative_config import Speculation
 
 DEFAULT_MODEL = "smollm2-135m"
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -131,7 +131,7 @@ class SpeculativeOptions:
 
     def speculation(self) -> Speculation:
         """The drafters to load and how drafts are verified."""
-        from paceline.draft.methods import parse_speculative_config  # here, to keep `--help` quick
+        from paceline.draft.speculative_config import parse_speculative_config  # here, to keep `--help` quick
 
         parsed = parse_speculative_config(self.speculative_config)
         if self.share_suffix_cache is None:

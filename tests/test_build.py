@@ -12,7 +12,7 @@ from paceline.control.auto import AutoController
 from paceline.draft.base import DrafterNeeds
 from paceline.draft.lookup.ngram import NgramDrafter
 from paceline.draft.lookup.suffix import SuffixDrafter
-from paceline.draft.methods import parse_speculative_config
+from paceline.draft.speculative_config import parse_speculative_config
 from paceline.errors import CheckpointError, ModelError
 from tests.models.model_files import config_of, random_tensors, write_gguf
 from tests.toy import ScriptedDrafter, ToyBackend

@@ -19,7 +19,8 @@ from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, DraftSampling, Target, UnboundDrafter
 from paceline.draft.device import TextDrafts
 from paceline.draft.lookup.suffix import SuffixDrafter, SuffixOptions
-from paceline.draft.methods import PLAN_KEYS, SHARED_KEYS, load_drafter, parse_speculative_config
+from paceline.draft.methods import load_drafter
+from paceline.draft.speculative_config import PLAN_KEYS, SHARED_KEYS, parse_speculative_config
 from paceline.errors import ConfigError
 from paceline.options import check_number, refuse_unknown
 

@@ -13,7 +13,8 @@ from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.sampling import SamplingState
 from paceline.core.trees import PLAIN, DraftPlan
-from paceline.draft.methods import PLAN_KEYS, find_method, method_names, parse_plan
+from paceline.draft.methods import find_method, method_names
+from paceline.draft.speculative_config import PLAN_KEYS, parse_plan
 from paceline.errors import GrammarError, RequestError
 from paceline.options import check_bool, nearest, unknown_option
 from paceline.verify.noise import derive_seed

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Generic
 
 from paceline.core.params import SamplingParams
-from paceline.draft.methods import Speculation
+from paceline.draft.speculative_config import Speculation
 from paceline.learn.activity import Activity
 from paceline.learn.data.collector import Collector, Origin
 from paceline.learn.evaluation.history import History

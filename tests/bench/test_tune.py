@@ -16,7 +16,7 @@ from paceline.bench.traffic.workloads import Prompt, Workload
 from paceline.bench.tune import search as tune_room
 from paceline.bench.tune.search import candidates, tune
 from paceline.bench.tune.view import advice, sglang_flags, vllm_flags
-from paceline.draft.methods import parse_speculative_config
+from paceline.draft.speculative_config import parse_speculative_config
 from paceline.errors import ConfigError
 from tests.bench.test_speculation import made_up_runs
 

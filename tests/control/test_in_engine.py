@@ -11,7 +11,7 @@ from paceline.control.auto import AutoController
 from paceline.control.cost import StepCosts
 from paceline.core.params import SamplingParams
 from paceline.core.trees import DraftPlan
-from paceline.draft.methods import parse_speculative_config
+from paceline.draft.speculative_config import parse_speculative_config
 from paceline.engine.admission import Limits
 from paceline.errors import ConfigError
 from tests.engines import new_engine

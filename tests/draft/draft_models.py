@@ -15,7 +15,8 @@ from paceline.core.request import Request
 from paceline.core.tree_shapes import ROOT
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling, UnboundDrafter
-from paceline.draft.growth import GrowingTree, make_tree, merged
+from paceline.draft.growing_tree import GrowingTree
+from paceline.draft.growth import make_tree, merged
 from paceline.draft.model.draft_cache import Context, DraftCache, SharedPages
 from paceline.draft.model.draft_model import DraftModelDrafter
 from paceline.draft.model.model_drafter import ModelDrafter

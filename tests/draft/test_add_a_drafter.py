@@ -13,6 +13,7 @@ import pytest
 from paceline import LLM, SamplingParams
 from paceline.core.trees import DraftPlan
 from paceline.draft import methods, plugins
+from paceline.draft.speculative_config import parse_speculative_config
 from paceline.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "extend" / "drafter.md"
@@ -87,22 +88,22 @@ def test_the_page_makes_a_working_drafter(bigram):
 
 def test_its_options_are_checked_like_those_of_any_other(bigram):
     with pytest.raises(ConfigError, match="did you mean 'most_tokens'"):
-        methods.parse_speculative_config({"method": "bigram", "most_token": 3})
+        parse_speculative_config({"method": "bigram", "most_token": 3})
     with pytest.raises(ConfigError, match="most_tokens must be"):
-        methods.parse_speculative_config({"method": "bigram", "most_tokens": 0})
+        parse_speculative_config({"method": "bigram", "most_tokens": 0})
 
 
 def test_it_is_named_where_methods_are_listed(bigram):
-    assert methods.parse_speculative_config("bigram").default_plan.budget == 4
+    assert parse_speculative_config("bigram").default_plan.budget == 4
     for wrong in ("trigram", {"method": "trigram"}):
         with pytest.raises(ConfigError, match=r"hybrid, bigram"):
-            methods.parse_speculative_config(wrong)
+            parse_speculative_config(wrong)
 
 
 def test_a_name_that_two_packages_have_is_an_error_that_names_both(bigram, install):
     install("other", "other", "", "bigram", "other:METHOD")
     with pytest.raises(ConfigError, match=r"'bigram' is defined by \S+ 0.1 and by \S+ 0.1. Uninstall"):
-        methods.parse_speculative_config("bigram")
+        parse_speculative_config("bigram")
 
 
 @pytest.mark.parametrize("name", ["ngram", "auto", "model"])
@@ -142,9 +143,9 @@ def test_a_name_of_paceline_cannot_be_taken(install, name):
 def test_a_package_that_cannot_be_used_is_an_error_that_names_it(install, source, reason):
     install("broken-package", "broken", source, "mine", "broken:METHOD")
     with pytest.raises(ConfigError, match="the package broken-package") as error:
-        methods.parse_speculative_config("mine")
+        parse_speculative_config("mine")
     assert reason in str(error.value)
-    assert methods.parse_speculative_config("ngram").drafters  # others still work
+    assert parse_speculative_config("ngram").drafters  # others still work
 
 
 def test_propose_and_a_name_are_enough(install):
@@ -152,7 +153,7 @@ def test_propose_and_a_name_are_enough(install):
     request = SimpleNamespace(token_ids=[3, 5])
     assert drafter.propose([request], [DraftPlan("again", 1)]).tokens.tolist() == [5]
     with pytest.raises(ConfigError, match="'size'"):
-        methods.parse_speculative_config({"method": "again", "size": 3})
+        parse_speculative_config({"method": "again", "size": 3})
 
 
 def test_options_reach_a_constructor_without_a_load(install):
@@ -182,7 +183,7 @@ UNBOUND = """
 
 def test_a_drafter_with_pages_of_its_own_is_made_when_there_is_a_cache(install):
     install("again", "broken", SMALLEST.replace("trees=False", "trees=False, paged=True") + UNBOUND, *AGAIN)
-    config = methods.parse_speculative_config("again").drafters["again"]
+    config = parse_speculative_config("again").drafters["again"]
     loaded = methods.load_drafter("again", config, None)
     assert loaded.bytes_per_page == 64
     assert loaded.bind("the cache").seen == "the cache"
@@ -207,5 +208,5 @@ AGAIN = "again", "broken:METHOD"  # the entry point
 def load(install, source, **options):
     """The drafter that paceline loads from a package with this module."""
     install("again", "broken", source, *AGAIN)
-    config = methods.parse_speculative_config({"method": "again", **options}).drafters["again"]
+    config = parse_speculative_config({"method": "again", **options}).drafters["again"]
     return methods.load_drafter("again", config, None).bind(None)

@@ -8,7 +8,8 @@ import pytest
 from paceline.core.params import SamplingParams
 from paceline.core.tree_shapes import ROOT, static_shape
 from paceline.core.trees import DraftPlan
-from paceline.draft.growth import ChosenTree, DrawnTree, Scoring
+from paceline.draft.growing_tree import Scoring
+from paceline.draft.growth import ChosenTree, DrawnTree
 from paceline.draft.model.draft_cache import Context
 from paceline.engine.admission import Limits, make_requests
 from paceline.verify.sampling import Sampler

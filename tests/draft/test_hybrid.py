@@ -13,7 +13,8 @@ from paceline.core.trees import DraftPlan, DraftTrees, Draws
 from paceline.draft.base import DrafterNeeds, DraftSampling, UnboundDrafter
 from paceline.draft.hybrid import HybridDrafter, union
 from paceline.draft.lookup.suffix import SuffixDrafter
-from paceline.draft.methods import METHODS, Method, parse_speculative_config
+from paceline.draft.methods import METHODS, Method
+from paceline.draft.speculative_config import parse_speculative_config
 from paceline.errors import ConfigError
 from tests.draft.requests import make_request
 from tests.engine.test_exactness import requests, result

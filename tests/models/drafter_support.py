@@ -26,10 +26,11 @@ from paceline.draft.heads.eagle import Eagle3Drafter
 from paceline.draft.heads.head_options import HeadOptions
 from paceline.draft.heads.medusa import MedusaDrafter
 from paceline.draft.heads.mtp import MtpDrafter, MtpOptions
-from paceline.draft.methods import METHODS, load_drafter, parse_speculative_config
+from paceline.draft.methods import METHODS, load_drafter
 from paceline.draft.model.draft_cache import SharedPages
 from paceline.draft.model.layerskip import LayerSkipDrafter, LayerSkipOptions
 from paceline.draft.model.vocabulary import trimmed_vocabulary
+from paceline.draft.speculative_config import parse_speculative_config
 from paceline.engine.admission import Limits
 from paceline.errors import PacelineError
 from paceline.models.checkpoint import Checkpoint

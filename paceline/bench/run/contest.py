@@ -24,7 +24,8 @@ from paceline.bench.traffic.workloads import Prompt, Workload
 from paceline.build import LoadedModel, build_engine, load_model
 from paceline.config import DEFAULT_MODEL, EngineConfig, SchedulerOptions
 from paceline.core.params import SamplingParams
-from paceline.draft.methods import AUTO, parse_speculative_config
+from paceline.draft.methods import AUTO
+from paceline.draft.speculative_config import parse_speculative_config
 from paceline.errors import ConfigError
 from paceline.models.heads.shipped import default_method
 from paceline.models.registry import resolve

@@ -18,7 +18,7 @@ from paceline.bench.run.slices import in_slices
 from paceline.bench.run.turns import Runner, Turn, WorkloadRequest
 from paceline.bench.timing import OnTurn
 from paceline.bench.traffic.profiles import Profile
-from paceline.draft.methods import parse_speculative_config
+from paceline.draft.speculative_config import parse_speculative_config
 from paceline.errors import ConfigError
 
 OFF = "off"

@@ -31,7 +31,8 @@ from paceline.bench.traffic.workloads import load_workload
 from paceline.build import LoadedModel, build_engine, load_model
 from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams
-from paceline.draft.methods import AUTO, parse_speculative_config
+from paceline.draft.methods import AUTO
+from paceline.draft.speculative_config import parse_speculative_config
 from paceline.engine.engine import Engine
 
 TOLERANCE = 0.1  # relative error

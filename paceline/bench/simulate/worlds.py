@@ -19,7 +19,8 @@ from paceline.bench.traffic.workloads import load_workload
 from paceline.build import build_engine, load_model
 from paceline.config import USUAL_ROWS_PER_PASS, SchedulerOptions
 from paceline.core.params import SamplingParams
-from paceline.draft.methods import AUTO, parse_speculative_config
+from paceline.draft.methods import AUTO
+from paceline.draft.speculative_config import parse_speculative_config
 from paceline.errors import ConfigError
 from paceline.options import check_integer, check_number
 from paceline.terminal.flags import Options

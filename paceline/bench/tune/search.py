@@ -17,7 +17,8 @@ from paceline.bench.run.speculation import OFF
 from paceline.bench.timing import OnTurn
 from paceline.bench.traffic.workloads import Workload
 from paceline.build import LoadedModel
-from paceline.draft.methods import AUTO, find_method, parse_speculative_config
+from paceline.draft.methods import AUTO, find_method
+from paceline.draft.speculative_config import parse_speculative_config
 from paceline.errors import ConfigError
 
 Config = Mapping[str, Any]  # a speculative_config

@@ -20,7 +20,8 @@ from paceline.core.forward import ForwardBatch
 from paceline.core.tree_shapes import ROOT
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Target, UnboundDrafter
-from paceline.draft.growth import GrowingTree, Scoring, make_tree, merged
+from paceline.draft.growing_tree import GrowingTree, Scoring
+from paceline.draft.growth import make_tree, merged
 from paceline.draft.heads.eagle import GuessedTree, grow_level
 from paceline.draft.heads.head_options import HeadOptions, check_features
 from paceline.draft.heads.last_state import LastStateDrafter

@@ -25,7 +25,8 @@ from paceline.core.forward import ForwardBatch
 from paceline.core.tree_shapes import ROOT
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Target
-from paceline.draft.growth import GrowingTree, frontier_rows, make_tree, merged
+from paceline.draft.growing_tree import GrowingTree, frontier_rows
+from paceline.draft.growth import make_tree, merged
 from paceline.draft.heads.head_drafter import PagedHeadDrafter, noise_of
 from paceline.draft.heads.head_pages import HeadPages
 from paceline.draft.model.draft_cache import Context

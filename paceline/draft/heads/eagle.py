@@ -27,7 +27,8 @@ from paceline.backends.options import BackendOptions
 from paceline.core.arrays import Float32Array
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Target
-from paceline.draft.growth import GrowingTree, frontier_rows, make_trees, merged
+from paceline.draft.growing_tree import GrowingTree, frontier_rows
+from paceline.draft.growth import make_trees, merged
 from paceline.draft.heads.head_drafter import Mask, PagedHeadDrafter, noise_of
 from paceline.draft.heads.head_pages import HeadPages
 from paceline.draft.model.draft_cache import Context

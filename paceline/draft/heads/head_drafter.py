@@ -18,7 +18,7 @@ from paceline.core.features import Features
 from paceline.core.forward import KeptFeatures
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, DrafterNeeds, DraftSampling, Target, UnboundDrafter
-from paceline.draft.growth import Scoring
+from paceline.draft.growing_tree import Scoring
 from paceline.draft.heads.head_options import EagleOptions, find_head
 from paceline.draft.heads.head_pages import HeadPages
 from paceline.draft.model.draft_cache import Context

@@ -17,7 +17,8 @@ import numpy as np
 from paceline.backends.heads import MedusaRunner
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Target, UnboundDrafter
-from paceline.draft.growth import GrowingTree, Scoring, make_tree, merged
+from paceline.draft.growing_tree import GrowingTree, Scoring
+from paceline.draft.growth import make_tree, merged
 from paceline.draft.heads.head_options import HeadOptions, find_head
 from paceline.draft.heads.last_state import LastStateDrafter
 from paceline.draft.heads.ranked import Path, make_ranked_tree

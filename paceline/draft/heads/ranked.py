@@ -12,7 +12,8 @@ from paceline.core.arrays import Float32Array
 from paceline.core.tree_shapes import ROOT
 from paceline.core.trees import DraftPlan
 from paceline.draft.base import DraftSampling
-from paceline.draft.growth import ChosenTree, DrawnTree, GrowingTree, Scoring
+from paceline.draft.growing_tree import GrowingTree, Scoring
+from paceline.draft.growth import ChosenTree, DrawnTree
 from paceline.draft.model.draft_cache import Context
 
 Path = tuple[int, ...]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from paceline.core.features import Features
 from paceline.core.trees import DraftPlan, DraftTrees
 from paceline.draft.base import Drafter, DraftSampling
-from paceline.draft.growth import Scoring, frontier_rows, make_trees, merged
+from paceline.draft.growing_tree import Scoring, frontier_rows
+from paceline.draft.growth import make_trees, merged
 from paceline.draft.model.draft_cache import DraftCache
 from paceline.draft.model.draft_pass import DraftRunner
 from paceline.draft.model.vocabulary import Vocabulary

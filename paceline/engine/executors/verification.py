@@ -10,7 +10,7 @@ from paceline.core.request import Request
 from paceline.core.schedule import Scheduled
 from paceline.core.trees import NO_TREE, DraftTrees, Draws
 from paceline.core.verdict import NOTHING, Logprob, Verdict
-from paceline.draft.methods import MAX_NODES
+from paceline.draft.speculative_config import MAX_NODES
 from paceline.engine.executors.batch import prompt_rows
 from paceline.errors import BackendError
 from paceline.verify.logprobs import logprobs_of_fields, token_logprobs

@@ -18,7 +18,8 @@ from paceline.core.request import Request
 from paceline.core.sampling import SamplingState
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling
-from paceline.draft.growth import ROOT, ChosenTree, Scoring, make_tree, merged
+from paceline.draft.growing_tree import Scoring
+from paceline.draft.growth import ROOT, ChosenTree, make_tree, merged
 from paceline.draft.heads.block import BlockDrafter, DFlashDrafter, DSparkDrafter
 from paceline.draft.heads.head_options import EagleOptions
 from paceline.draft.model.draft_cache import Context

@@ -8,7 +8,8 @@ import pytest
 from paceline.core.tree_shapes import ROOT
 from paceline.core.trees import DraftPlan
 from paceline.draft.base import DraftSampling
-from paceline.draft.growth import Scoring, merged
+from paceline.draft.growing_tree import Scoring
+from paceline.draft.growth import merged
 from paceline.draft.heads.ranked import make_ranked_tree, shape_of
 from paceline.draft.model.vocabulary import trimmed_vocabulary
 from paceline.verify.sampling import Sampler

@@ -15,10 +15,10 @@ from paceline.backends.torch.backend import TorchBackend
 from paceline.core.params import SamplingParams
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling, Target
-from paceline.draft.methods import parse_speculative_config
 from paceline.draft.model.draft_cache import SharedPages, TargetPages
 from paceline.draft.model.draft_model import DraftModelDrafter
 from paceline.draft.model.layerskip import LayerSkipDrafter, LayerSkipOptions, usual_exit_layer
+from paceline.draft.speculative_config import parse_speculative_config
 from paceline.errors import ConfigError
 from paceline.kv.cache import KVCache
 from paceline.models.files.layout import expected_tensors
