@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
+from inspect import isfunction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import pytest
 from paceline import LLM, SamplingParams
 from paceline.core.trees import DraftPlan
 from paceline.draft import methods, plugins
+from paceline.draft.base import Drafter
 from paceline.draft.speculative_config import parse_speculative_config
 from paceline.errors import ConfigError
 
@@ -70,6 +72,17 @@ def bigram(install):
     ((name, value),) = declared["project"]["entry-points"][plugins.GROUP].items()
     (module,) = declared["tool"]["setuptools"]["py-modules"]
     install(declared["project"]["name"], module, source, name, value)
+
+
+def test_the_page_lists_the_whole_protocol():
+    """Three methods; all else is declared by attributes, and how a class is made is no part of it."""
+    _, protocol = PAGE.read_text().split("## The protocol\n")
+    protocol, _ = protocol.split("### How it is made\n")
+    methods = re.findall(r"^\| `(\w+)\(", protocol, re.MULTILINE)
+    attributes = re.findall(r"^\| `(\w+)` ", protocol, re.MULTILINE)
+    own = [name for name, member in vars(Drafter).items() if isfunction(member) and name[0] != "_"]
+    assert methods == own == ["propose", "observe", "forget"]
+    assert sorted(attributes) == sorted(Drafter.__annotations__)
 
 
 @pytest.mark.real

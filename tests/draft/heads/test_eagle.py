@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from paceline.control.controller import Controller, StepPlan
 from paceline.core.params import SamplingParams
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling
+from paceline.draft.heads.head_drafter import LoadedHead, Mask
 from tests.draft.draft_models import Plans
 from tests.engine.test_exactness import prompt, requests, result
 from tests.large import in_turn
@@ -256,6 +258,16 @@ def test_a_request_that_outgrows_the_heads_context_continues_without_drafts():
     assert not short.failed_drafters
     assert 15 < short.speculative.num_accepted_draft_tokens <= 30
     assert long.speculative.num_draft_tokens == 0
+
+
+def test_a_head_that_drafts_by_masks_drafts_no_trees_on_the_device_also_if_it_comes_later():
+    drafter = toy_eagle()
+    eagle_engine(drafter, chain(3))
+    assert drafter.device_draft(tree(6, 2)) is not None
+    masked = replace(drafter._shape, mask=Mask(1, np.ones(2, np.float32)))
+    drafter.replace(LoadedHead(drafter._runner, masked, DraftSampling.COUPLED))
+    assert drafter.device_draft(tree(6, 2)) is None
+    assert drafter.device_draft(chain(6)) is not None
 
 
 def test_what_was_prefilled_ahead_is_not_computed_again_when_it_is_attached():
