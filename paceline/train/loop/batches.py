@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, count
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -85,6 +86,16 @@ class Batch:
     def begins(self) -> Sequence[int]:
         """Place of each document's first token in the row."""
         return [0, *accumulate(self.sizes)][:-1]
+
+    @cached_property
+    def bounds(self) -> torch.Tensor:
+        """Places where documents begin, and the end of the last one: int32 [documents + 1]."""
+        return on_device(np.cumsum([0, *self.sizes]).astype(np.int32), self.device)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(self.sizes)
 
     @cached_property
     def positions(self) -> torch.Tensor:
@@ -214,7 +225,7 @@ def all_batches(
         yield from epoch_batches(examples, chosen, batch_tokens, seed, epoch, shares)
 
 
-def on_device(array: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+def on_device(array: npt.NDArray[np.integer[Any]], device: torch.device) -> torch.Tensor:
     """A copy on the device. A GPU does not stop for it: the host must be steps ahead to keep it busy."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from paceline.models.transformer.model import Transformer
+from paceline.train.loop.attention import causal_attention
 from paceline.train.loop.batches import Batch
-from paceline.train.loop.sequences import TargetStates, best_tokens, causal_attention, run_layers
+from paceline.train.loop.sequences import TargetStates, best_tokens, run_layers
 
 MAX_PROMPTS = 4  # kept; each takes the memory of its keys, values and features
 

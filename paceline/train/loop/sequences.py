@@ -15,6 +15,7 @@ from paceline.models.checkpoint import Checkpoint
 from paceline.models.transformer.attention import Heads, Rotation
 from paceline.models.transformer.layer import Layer
 from paceline.models.transformer.model import Transformer
+from paceline.train.loop.attention import packed_attention
 from paceline.train.loop.batches import Batch
 
 # From layer, queries [batch, tokens, heads, head_dim], keys and values [batch, tokens, kv_heads, head_dim]
@@ -58,37 +59,12 @@ def target_states(model: Transformer, batch: Batch, feature_layers: Sequence[int
     """
 
     def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        window = model.config.window(layer)
-        parts = []
-        for group in batch.groups:
-            wide = [group.padded(each) for each in (query, key, value)]
-            parts.append(group.packed(causal_attention(wide[0], wide[1], wide[2], window)))
-        return torch.cat(parts, 1)
+        return packed_attention(batch, query, key, value, model.config.window(layer))
 
     last, features = run_layers(model, batch.tokens, batch.positions, attend, feature_layers)
     final = model.norm(last)
     best = best_tokens(model, final, (batch.since_answer >= 0)[None])
     return TargetStates(torch.cat(features, dim=-1), final, best)
-
-
-def causal_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
-) -> torch.Tensor:
-    """Causal attention, shaped as the query; see Attend. The queries are those of the last keys."""
-    mask = None
-    if window is not None or query.shape[1] < key.shape[1]:
-        place = torch.arange(key.shape[1], device=key.device)
-        distance = place[key.shape[1] - query.shape[1] :, None] - place
-        mask = (distance >= 0) & (distance < (window or key.shape[1]))
-    mixed = F.scaled_dot_product_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=mask is None,
-        enable_gqa=True,
-    )
-    return mixed.transpose(1, 2)
 
 
 def best_tokens(model: Transformer, final: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.models.heads.config import BlockAttention
 from paceline.models.heads.torch_block import BlockHead, block_mask
+from paceline.train.loop.attention import masked_attention
 from paceline.train.loop.batches import Batch, Group, on_device
 from paceline.train.loop.sequences import LOGITS_AT_ONCE, TargetStates, fused
 from paceline.train.objectives.losses import (
@@ -105,12 +106,8 @@ def run_blocks(head: BlockHead, features: Tensor, batch: Batch, anchors: Anchors
                 for far, near in ((keys, key), (values, value))
             )
             every_key, every_value = (each.transpose(1, 2).repeat_interleave(groups, 1) for each in joined)
-            mixed = F.scaled_dot_product_attention(
-                wide.flatten(1, 2).transpose(1, 2),
-                every_key,
-                every_value,
-                attn_mask=masks[head.block.layers[layer]],
-            )
+            slots_first = wide.flatten(1, 2).transpose(1, 2)
+            mixed = masked_attention(slots_first, every_key, every_value, masks[head.block.layers[layer]])
             parts.append(blocks.packed(mixed.transpose(1, 2).reshape(wide.shape)))
         return torch.cat(parts, 1)[0]
 

@@ -30,7 +30,7 @@ from paceline.models.heads.torch_head import Attend, Head
 from paceline.train.loop.batches import Batch
 from paceline.train.loop.sequences import TargetStates
 from paceline.train.objectives.losses import DraftIds, Loss, StepLosses, cross_entropy, distillation_losses
-from paceline.train.objectives.unrolled_attention import UnrolledAttention
+from paceline.train.objectives.unrolled_attention import PackedFlash, PaddedFlash, UnrolledAttention
 
 
 def unroll(head: Head, features: torch.Tensor, batch: Batch, steps: int) -> list[torch.Tensor]:
@@ -57,7 +57,9 @@ def unroll(head: Head, features: torch.Tensor, batch: Batch, steps: int) -> list
 
 def _attention(batch: Batch) -> Attend:
     """The attention of one layer, for one step after another."""
-    attention = [(group, UnrolledAttention()) for group in batch.groups]
+    if batch.device.type == "cuda":
+        return UnrolledAttention(PackedFlash(batch.bounds, batch.longest))
+    attention = [(group, UnrolledAttention(PaddedFlash())) for group in batch.groups]
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         parts = [
