@@ -44,7 +44,7 @@ class Grammar:
         """Whether an output can start: false once requests have used up the grammar's lexer states."""
         first = self.start()
         try:
-            return bool(first.forced()) or bool(first.mask().any())
+            return bool(first.forced()) or bool(first.packed_mask().any())
         except GrammarError:
             return False
 

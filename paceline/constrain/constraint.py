@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.core.arrays import BoolArray, UInt8Array
+from paceline.core.arrays import Int32Array, Int64Array
+from paceline.core.token_masks import forbid, packed_id
 from paceline.errors import GrammarError
 
 if TYPE_CHECKING:
@@ -38,9 +39,10 @@ class Constraint:
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._endings = endings
+        self._ending_ids: Int64Array = np.array(endings.ids, dtype=np.int64)  # [ending]
         self._ended = False
         self._forced: tuple[int, ...] | None = None  # tokens from here on; None: not computed yet
-        self._bits: UInt8Array | None = None  # [(vocab + 7) // 8] the mask; None: not computed yet
+        self._mask: Int32Array | None = None  # where there is a choice; None: not computed yet
 
     def forced(self) -> tuple[int, ...]:
         """The tokens that must come next, at most MAX_FORCED of them. Empty: there is a choice."""
@@ -52,18 +54,15 @@ class Constraint:
         """Whether the token may come next."""
         if self.forced():
             return token == self.forced()[0]
-        if self._bits is None and token not in self._endings.ids:  # faster than the whole mask
+        if self._mask is None and token not in self._endings.ids:  # faster than the whole mask
             return bool(self._matcher.validate_tokens([token]))
-        return bool(self._allowed()[token >> 3] >> (token & 7) & 1)
+        return bool(self._allowed()[token >> 5] >> (token & 31) & 1)
 
-    def mask(self) -> BoolArray:
-        """The tokens that may come next: bool [vocab]."""
+    def packed_mask(self) -> Int32Array:
+        """The tokens that may come next, as a mask of core/token_masks.py. Do not change it."""
         if self.forced():
-            only = np.zeros(self._vocab_size, dtype=np.bool_)
-            only[self.forced()[0]] = True
-            return only
-        bits = np.unpackbits(self._allowed(), count=self._vocab_size, bitorder="little")
-        return bits.view(np.bool_)
+            return packed_id(self.forced()[0], self._vocab_size)
+        return self._allowed()
 
     def advance(self, token: int) -> None:
         """Append a token to the output. GrammarError if it may not come next."""
@@ -79,7 +78,7 @@ class Constraint:
             self._ended = True
         elif self._ended or not self._matcher.consume_token(token):
             raise self._error()
-        self._forced = self._bits = None
+        self._forced = self._mask = None
 
     def branch(self) -> Constraint:
         """An independent copy in the same state."""
@@ -111,19 +110,18 @@ class Constraint:
             return [self._endings.ids[0]] if not self._matcher.is_error() else []
         return list(self._matcher.compute_ff_tokens())
 
-    def _allowed(self) -> UInt8Array:
-        """The mask, one bit per id: uint8 [(vocab + 7) // 8]."""
-        if self._bits is None:
-            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8).copy()
+    def _allowed(self) -> Int32Array:
+        """The mask where no token is forced."""
+        if self._mask is None:
+            mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)
             if self._ended or self._matcher.is_error():
                 raise self._error()
             if not self._endings.eager:
-                without_endings = bits.copy()
-                for token in self._endings.ids:
-                    without_endings[token >> 3] &= ~np.uint8(1 << (token & 7))
-                bits = without_endings if without_endings.any() else bits
-            self._bits = bits
-        return self._bits
+                without_endings = mask.copy()
+                forbid(without_endings, self._ending_ids)
+                mask = without_endings if without_endings.any() else mask
+            self._mask = mask
+        return self._mask
 
     def _error(self) -> GrammarError:
         reason = self._matcher.get_error().split("\n")[0][:200] or "nothing may follow"

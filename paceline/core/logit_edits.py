@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.core.arrays import Float32Array, Int64Array
+from paceline.core.arrays import Float32Array, Int32Array, Int64Array
 from paceline.core.params import SamplingParams
+from paceline.core.token_masks import forbid, packed_ids
 
 
 class Penalties(NamedTuple):
@@ -133,6 +134,7 @@ class LogitOptions:
         self.ending_ids = _ids(sorted(ending_ids))  # [ending]
         self.min_tokens = params.min_tokens
         self.allowed_ids = _ids(params.allowed_token_ids or ())  # [allowed]; empty: all
+        self._allowed_mask: Int32Array | None = None  # of `allowed_ids`; None: not needed yet
         self.bad_words = BadWords(bad_words) if bad_words else _NO_BAD_WORDS
         self.recent: tuple[int, ...] = ()  # the last tokens of the output, as many as `bad_words` looks at
         self.repeats = self.penalties.repetition != 1.0
@@ -154,6 +156,23 @@ class LogitOptions:
     def forbids_endings(self, num_output: int) -> bool:
         """Whether min_tokens forbids the ids that end the output, after so many tokens of it."""
         return num_output < self.min_tokens and len(self.ending_ids) > 0
+
+    def forbids(self, num_output: int) -> bool:
+        """Whether tokens are forbidden after so many tokens of output."""
+        return self.bans or self.forbids_endings(num_output)
+
+    def without_forbidden(self, allowed: Int32Array, num_output: int, vocab_size: int) -> Int32Array:
+        """A copy of the token mask `allowed`, without what these options forbid on this path."""
+        mask = allowed.copy()
+        if len(self.allowed_ids):
+            if self._allowed_mask is None:
+                self._allowed_mask = packed_ids(self.allowed_ids, vocab_size)
+            mask &= self._allowed_mask
+        if self.bad_words:
+            forbid(mask, _ids(self.bad_words.after(self.recent)))
+        if self.forbids_endings(num_output):
+            forbid(mask, self.ending_ids)
+        return mask
 
     def for_device(self) -> LogitEdits:
         """All but `bans`, which a device does not do, for one that samples the next tokens."""

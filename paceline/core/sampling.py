@@ -6,9 +6,11 @@ import copy
 from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
-from paceline.core.arrays import BoolArray
+from paceline.core.arrays import Int32Array
 from paceline.core.logit_edits import LogitEdits, LogitOptions
 from paceline.core.params import SamplingParams
+from paceline.core.token_masks import all_tokens
+from paceline.errors import ExhaustedError
 
 
 class TokenConstraint(Protocol):
@@ -22,8 +24,8 @@ class TokenConstraint(Protocol):
         """Whether the token may come next."""
         ...
 
-    def mask(self) -> BoolArray:
-        """The tokens that may come next: bool [vocab]."""
+    def packed_mask(self) -> Int32Array:
+        """The tokens that may come next, as a mask of core/token_masks.py. Do not change it."""
         ...
 
     def advance(self, token: int) -> None:
@@ -66,6 +68,30 @@ class SamplingState:
     def edits_logits(self, num_output: int) -> bool:
         """Whether options (bias, min_tokens, penalties, allowed ids, bad words) edit logits from here on."""
         return self.logit_options.edits(num_output)
+
+    def needs_mask(self, num_output: int) -> bool:
+        """Whether a constraint, or an option, forbids tokens after so many tokens of output."""
+        return self.constraint is not None or self.logit_options.forbids(num_output)
+
+    def token_mask(self, num_output: int, vocab_size: int) -> Int32Array:
+        """The tokens that may come next, as a mask of core/token_masks.py. Do not change it.
+
+        It depends on the path alone. A constraint goes first: where the options forbid all that it allows,
+        they do not count. Without a constraint that is an ExhaustedError.
+        """
+        constraint, options = self.constraint, self.logit_options
+        allowed = all_tokens(vocab_size) if constraint is None else constraint.packed_mask()
+        if not options.forbids(num_output):
+            return allowed
+        remaining = options.without_forbidden(allowed, num_output, vocab_size)
+        if remaining.any():
+            return remaining
+        if constraint is None:
+            raise ExhaustedError(
+                f"after {num_output} tokens of output allowed_token_ids, bad_words and min_tokens leave "
+                "no token to sample. Allow more ids, or leave one of these options out."
+            )
+        return allowed
 
     @property
     def bans_tokens(self) -> bool:

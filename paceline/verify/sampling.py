@@ -20,6 +20,7 @@ import numpy as np
 
 from paceline.core.arrays import Float32Array, Float64Array, Int64Array
 from paceline.core.sampling import SamplingState
+from paceline.core.token_masks import unpacked
 from paceline.core.truncation import KEEPS_ALL
 from paceline.errors import BackendError
 from paceline.verify.choosing import ALL_IDS, best_candidates, choose_token, target_probabilities
@@ -134,8 +135,10 @@ class Sampler:
         """The logits that the constraint allows, edited by the options, if there are any."""
         if state.leaves_logits(num_output):
             return logits
-        mask = None if state.constraint is None else state.constraint.mask()
-        return apply_options(state.logit_options, logits, mask, num_output, self._edited)
+        mask = None
+        if state.needs_mask(num_output):
+            mask = unpacked(state.token_mask(num_output, len(logits)), len(logits))
+        return apply_options(state.logit_options, logits, mask, self._edited)
 
 
 def _forced(state: SamplingState, logits: Float32Array) -> int | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from paceline.core.token_masks import packed_ids
 from paceline.errors import GrammarError
 
 Path = tuple[int, ...]
@@ -29,8 +30,8 @@ class TableConstraint:
     def allows(self, token: int) -> bool:
         return token in self.allowed(self.path)
 
-    def mask(self) -> np.ndarray:
-        return np.isin(np.arange(self.vocab), list(self.allowed(self.path)))
+    def packed_mask(self) -> np.ndarray:
+        return packed_ids(np.array(list(self.allowed(self.path)), dtype=np.int64), self.vocab)
 
     def advance(self, token: int) -> None:
         if not self.allows(token):

@@ -150,4 +150,4 @@ def test_a_grammar_that_a_request_has_used_up_is_compiled_again():
         random_text(grammar.start(), 1, most=400)
     again = tight.compile(params)
     assert again is not grammar
-    assert again.start().mask().any()
+    assert again.start().packed_mask().any()

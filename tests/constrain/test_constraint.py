@@ -13,7 +13,7 @@ import pytest
 from paceline.constrain import StructuredOutputsParams
 from paceline.constrain.constraint import MAX_FORCED
 from paceline.errors import GrammarError
-from tests.constrain.walks import CALL, COMPILER, GRAMMARS, TOKENIZER, choices, random_text, start
+from tests.constrain.walks import CALL, COMPILER, GRAMMARS, TOKENIZER, allowed, choices, random_text, start
 
 ENDS = sorted(TOKENIZER.eos_ids)
 
@@ -58,7 +58,7 @@ def test_allows_is_the_mask_token_by_token_and_only_what_is_allowed_can_follow(n
             constraint = after(name, tokens[:place])
             asked_first = constraint.branch()
             single = [asked_first.allows(token) for token in reversed(range(TOKENIZER.vocab_size))]
-            mask = constraint.mask()
+            mask = allowed(constraint)
             assert single[::-1] == mask.tolist() == [constraint.allows(token) for token in range(len(mask))]
             for token in random.Random(place).sample(range(len(mask)), 20):
                 twin = constraint.branch()
@@ -139,7 +139,7 @@ def test_the_end_is_forced_where_nothing_else_may_follow():
     for token in constraint.forced():
         constraint.advance(token)
     with pytest.raises(GrammarError):
-        constraint.mask()
+        constraint.packed_mask()
     with pytest.raises(GrammarError):
         constraint.advance(0)
 
@@ -157,7 +157,7 @@ def test_every_end_is_allowed_where_the_text_may_end_unless_the_end_is_ignored()
 
 def test_ids_without_a_token_and_special_tokens_are_never_allowed():
     anything = COMPILER.compile(StructuredOutputsParams(regex="(?s:.)*")).start()
-    mask = anything.mask()
+    mask = allowed(anything)
     assert len(mask) == TOKENIZER.vocab_size
     spelled = np.array([bool(TOKENIZER.token_bytes(token)) for token in range(len(mask))])
     assert not mask[~spelled].any()

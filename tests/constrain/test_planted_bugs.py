@@ -13,6 +13,7 @@ from paceline.constrain.constraint import Constraint
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.sampling import SamplingState
+from paceline.core.token_masks import packed
 from paceline.errors import GrammarError
 from paceline.verify import sampling
 from tests.constrain.engines import PLANS, TOKENIZER, VOCAB, make_engine, requests, result, served
@@ -81,14 +82,14 @@ def all_accepted(ended: list[Request]) -> list[bool]:
 def test_a_forced_token_that_is_drafted_but_not_enforced_is_noticed(plant):
     """Where the sampler also takes other tokens that spell the same, not all that is forced is accepted."""
 
-    def spelled_right(self: Constraint) -> np.ndarray:
+    def spelled_right(self: Constraint) -> list[bool]:
         mask = [self._matcher.validate_tokens([token]) == 1 for token in range(VOCAB)]
         mask[0] |= self._matcher.is_accepting()
-        return np.array(mask)
+        return mask
 
     assert all(all_accepted(drafted("grammar")))
     plant(sampling, "_forced", lambda state, logits: None)
-    plant(Constraint, "mask", spelled_right)
+    plant(Constraint, "packed_mask", lambda self: packed(np.array(spelled_right(self))))
     plant(Constraint, "allows", lambda self, token: bool(spelled_right(self)[token]))
     plant(Constraint, "advance", lambda self, token: self._take(token))
     ended = drafted("grammar")

@@ -7,6 +7,8 @@ import random
 import numpy as np
 
 from paceline.constrain import Constraint, GrammarCompiler, StructuredOutputsParams
+from paceline.core.arrays import BoolArray
+from paceline.core.token_masks import unpacked
 from tests.constrain.tokenizers import PieceTokenizer
 
 TOKENIZER = PieceTokenizer()
@@ -47,8 +49,13 @@ def start(name: str, ignore_eos: bool = False) -> Constraint:
     return COMPILER.compile(GRAMMARS[name]).start(ignore_eos)
 
 
+def allowed(constraint: Constraint) -> BoolArray:
+    """Whether each id may come next: bool [vocab]."""
+    return unpacked(constraint.packed_mask(), TOKENIZER.vocab_size)
+
+
 def choices(constraint: Constraint) -> list[int]:
-    return np.flatnonzero(constraint.mask()).tolist()
+    return np.flatnonzero(allowed(constraint)).tolist()
 
 
 def random_text(constraint: Constraint, seed: int, most: int = 60) -> list[int]:
