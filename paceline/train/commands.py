@@ -363,7 +363,11 @@ def plan_command(
 
 
 def _check_shape(options: Any, config: Any) -> None:
-    """ConfigError if options ask for another shape than that of the head that is trained further."""
+    """ConfigError if options ask for another shape than the head that is trained further can have."""
+    from paceline.train.objectives.new_head import WIDENED
+    from paceline.train.options import Eagle3Options
+
+    can_grow = WIDENED if isinstance(options, Eagle3Options) else ()
     shape = {name: getattr(config, name, None) for name in ("draft_vocab_size", "intermediate_size")}
     shape["layers"] = config.num_layers
     block = getattr(config, "block", None)  # of a parallel head
@@ -371,11 +375,13 @@ def _check_shape(options: Any, config: Any) -> None:
         shape |= {"layers": len(block.layers), "block_size": block.size, "markov_rank": block.markov_rank}
     for field in fields(options):
         asked, has = getattr(options, field.name), shape.get(field.name)
-        if has is not None and asked not in (field.default, has):
-            flag = f"--{field.name.replace('_', '-')}"
-            raise ConfigError(
-                f"{flag} {asked}: the head of --init-from has {has} and keeps it. Leave out {flag}."
-            )
+        if has is None or asked in (field.default, has) or (field.name in can_grow and asked > has):
+            continue
+        flag = f"--{field.name.replace('_', '-')}"
+        larger = ", or give a larger one" if field.name in can_grow else ""
+        raise ConfigError(
+            f"{flag} {asked}: the head of --init-from has {has} and keeps it. Leave out {flag}{larger}."
+        )
 
 
 def _init_from(name: str, method: str, model: str) -> Path:

@@ -170,6 +170,14 @@ def test_answers_of_one_machine_train_a_head_on_another(
     before, after = (load_head(folder).tensors["fc.weight"].float32() for folder in (out, further))
     assert before.shape == after.shape
     assert (before != after).any()
+    wide = tmp_path / "wide"
+    wider = ("--data", answers, "--out", wide, *SMALL, "--evaluate", "0", "--init-from", out)
+    code, _, stderr = paceline("train", "eagle3", tiny_gguf, *wider, "--intermediate-size", "999")
+    assert code == 0, stderr
+    assert load_head(wide).config.intermediate_size == 999
+    code, _, stderr = paceline("train", "eagle3", tiny_gguf, *wider, "--intermediate-size", "1")
+    assert code != 0
+    assert "Leave out --intermediate-size, or give a larger one." in " ".join(stderr.split())
 
 
 def test_a_model_without_a_chat_template_answers_texts_but_those_that_are_measured_with(

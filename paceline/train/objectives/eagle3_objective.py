@@ -38,13 +38,13 @@ class Eagle3Objective(Objective):
         init_from: HeadCheckpoint | None = None,
     ) -> None:
         """A new head, or the one of `init_from`."""
+        counts = examples.answer_counts()
         if init_from is None:
-            counts = examples.answer_counts()
             draft_ids = choose_draft_ids(counts, options.draft_vocab_size)
             config = head_config(target.config, options, name, rarest_id(counts))
             self.network = new_head(config, target, draft_ids, options.seed)
         else:
-            self.network, draft_ids = head_from(init_from, target)
+            self.network, draft_ids = head_from(init_from, target, options, counts)
             if isinstance(options, PEagleOptions) and not self.network.config.is_parallel:
                 raise ConfigError(f"{init_from.source} is no P-EAGLE head: give one, or use `train eagle3`.")
         config = self.network.config

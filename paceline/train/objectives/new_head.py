@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from paceline.models.heads.config import HeadConfig, TargetName, usual_feature_l
 from paceline.models.heads.torch_head import BesideTarget, Head, Shared, make_head
 from paceline.models.transformer.model import Transformer
 from paceline.train.options import Eagle3Options, PEagleOptions
+
+WIDENED = ("draft_vocab_size", "intermediate_size")  # sizes that an existing head may be widened to
 
 
 def shared_weights(target: Transformer) -> Shared:
@@ -87,13 +90,67 @@ def copy_output(head: BesideTarget, target: Transformer, draft_ids: Int32Array) 
         head.get_parameter("lm_head.weight").copy_(rows * scale)
 
 
-def head_from(checkpoint: HeadCheckpoint, target: Transformer) -> tuple[Head, Int32Array]:
-    """The head of a checkpoint, ready for training, and the token ids that it predicts."""
+def head_from(
+    checkpoint: HeadCheckpoint,
+    target: Transformer,
+    options: Eagle3Options,
+    answer_counts: npt.NDArray[np.int64],
+) -> tuple[Head, Int32Array]:
+    """The head of a checkpoint, ready for training, and the token ids that it predicts.
+
+    It is widened to the sizes of the options, if they ask for larger ones than its own.
+    """
     config = checkpoint.config
     if config.kind != "eagle3":
         raise ConfigError(f"{checkpoint.source} is a head of kind {config.kind!r}; give one of kind eagle3.")
     head = make_head(config, shared_weights(target))
-    return head, load_weights(head, checkpoint, target)
+    draft_ids = load_weights(head, checkpoint, target)
+    sizes = wider_sizes(config, options)
+    if not sizes:
+        return head, draft_ids
+    return widened(head, draft_ids, replace(config, **sizes), target, answer_counts, options.seed)
+
+
+def wider_sizes(config: HeadConfig, options: Eagle3Options) -> dict[str, Any]:
+    """The sizes that options ask for beyond those of an existing head; their defaults ask for nothing."""
+    asked = {
+        field.name: getattr(options, field.name)
+        for field in fields(options)
+        if field.name in WIDENED and getattr(options, field.name) != field.default
+    }
+    asked["draft_vocab_size"] = min(asked.get("draft_vocab_size", 0), config.vocab_size)
+    return {name: size for name, size in asked.items() if size > getattr(config, name)}
+
+
+def widened(
+    narrow: Head,
+    narrow_ids: Int32Array,
+    config: HeadConfig,
+    target: Transformer,
+    answer_counts: npt.NDArray[np.int64],
+    seed: int,
+) -> tuple[Head, Int32Array]:
+    """A head of these larger sizes that scores the tokens of `narrow` as it does, and its draft ids.
+
+    New units of the MLP are random and not yet read. New tokens are the most frequent ones that the narrow
+    head cannot predict; their scores start from the target's output weights.
+    """
+    others = np.where(np.isin(np.arange(len(answer_counts)), narrow_ids), -1, answer_counts)
+    added = choose_draft_ids(others, config.draft_vocab_size - len(narrow_ids))
+    draft_ids = np.sort(np.concatenate([narrow_ids, added])).astype(np.int32)
+    head = new_head(config, target, draft_ids, seed)
+    places = torch.from_numpy(np.searchsorted(draft_ids, narrow_ids))
+    known = dict(narrow.named_parameters())
+    with torch.no_grad():
+        for name, wide in head.named_parameters():
+            if name == "lm_head.weight":
+                wide[places] = known[name]
+            elif name.endswith("mlp.down_proj.weight"):
+                wide.zero_()
+                wide[:, : known[name].shape[1]] = known[name]
+            else:
+                wide[: len(known[name])] = known[name]
+    return head, draft_ids
 
 
 def load_weights(head: BesideTarget, checkpoint: HeadCheckpoint, target: Transformer) -> Int32Array:
