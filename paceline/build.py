@@ -32,7 +32,7 @@ from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine, target_cache
 from paceline.errors import ConfigError
 from paceline.kv.cache import KVCache
-from paceline.kv.sizing import CacheSize, available_memory, check_memory_limit, size_cache
+from paceline.kv.sizing import CacheSize, PageBytes, available_memory, check_memory_limit, size_cache
 from paceline.kv.states import states_memory
 from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.config import ModelConfig
@@ -159,7 +159,8 @@ def build_engine(
         config.max_num_batched_tokens,
         draft_trees=RULES[speculation.rule].trees,
     )
-    kv = target_cache(backend, limits, size.num_pages, config.cache.enable_prefix_caching)
+    caching = config.cache.enable_prefix_caching
+    kv = target_cache(backend, limits, size.num_pages, caching, size.num_window_pages)
     drafters = {name: drafter.bind(kv) for name, drafter in unbound.items()}
     on_demand = _on_demand(config, speculation, target, kv)
     plans = {name: configured.plan for name, configured in speculation.drafters.items()}
@@ -212,7 +213,14 @@ def _cache_size(
     rows = max_num_seqs * 3 * (2 + deepest)  # chains of each length have buffers
     return size_cache(
         page_size=backend.page_size,
-        bytes_per_page=backend.bytes_per_page() + sum(bytes_of_drafters.values()),
+        page_bytes=PageBytes.of(
+            backend.bytes_per_page() + sum(bytes_of_drafters.values()),
+            backend.bytes_per_window_page(),
+            backend.window_group,
+            backend.page_size,
+            max_num_seqs,
+            config.max_num_batched_tokens,
+        ),
         model_context=model.config.max_position,
         max_model_len=config.model.max_model_len,
         memory_bytes=config.cache.kv_cache_memory_bytes,

@@ -46,12 +46,13 @@ def new_engine(
     limits: Limits,
     *,
     num_pages: int,
+    num_window_pages: int | None = None,
     enable_prefix_caching: bool = True,
     drafters: Mapping[str, AnyDrafter] | None = None,
     **options: Any,
 ) -> Engine:
     """An engine with these drafters. Those that are not bound yet are bound to its cache."""
-    kv = target_cache(backend, limits, num_pages, enable_prefix_caching)
+    kv = target_cache(backend, limits, num_pages, enable_prefix_caching, num_window_pages)
     bound = {
         name: drafter.bind(kv) if isinstance(drafter, UnboundDrafter | Later) else drafter
         for name, drafter in (drafters or {}).items()

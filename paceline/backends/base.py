@@ -10,7 +10,15 @@ from typing import Protocol
 
 from paceline.backends.async_decoding import AsyncDecoder
 from paceline.core.arrays import Int32Array
-from paceline.core.forward import DeviceMemory, ForwardBatch, ForwardOutput, KeptFeatures, KVPool, StatePool
+from paceline.core.forward import (
+    DeviceMemory,
+    ForwardBatch,
+    ForwardOutput,
+    KeptFeatures,
+    KVPool,
+    StatePool,
+    WindowGroup,
+)
 
 NO_STATES = "a backend that declares no bytes_per_state has no states"
 
@@ -31,6 +39,9 @@ class Backend(Protocol):
     drafts_on_device: bool = False  # its AsyncDecoder takes drafts
     adapters: Collection[str] = ()  # names of the loaded LoRA adapters
     attention_window: int | None = None  # positions, the largest window of any layer; None: unlimited
+    # positions, the largest window of the layers that it can keep in a KV cache group of their own, because
+    # other layers have none; None: all layers have the same pages
+    window_group: int | None = None
     bytes_per_state: int = 0  # recurrent state of one request, all layers; 0: no layer is recurrent
     spare_states: int = 0  # states that `make_states` adds to the requested number
     buffer_bytes: int = 0  # host memory of buffers that is only taken when a pass first writes to them
@@ -39,7 +50,15 @@ class Backend(Protocol):
         """Storage for `num_pages` pages of keys and values of this model."""
         ...
 
+    def make_grouped_pool(self, num_pages: int, windows: WindowGroup) -> KVPool:
+        """A pool in which the layers of the window group have their keys and values in window pages."""
+        raise AssertionError("a backend that declares no window_group has one group")
+
     def bytes_per_page(self) -> int: ...
+
+    def bytes_per_window_page(self) -> int:
+        """Of the bytes of a page, those of the layers in the window group."""
+        return 0
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput: ...
 

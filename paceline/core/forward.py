@@ -36,6 +36,17 @@ class KVPool(Protocol):
     def bytes_per_page(self) -> int: ...
 
 
+@dataclass(frozen=True)
+class WindowGroup:
+    """The KV cache group of layers with a sliding window, beside layers that read all positions.
+
+    Their keys and values are in pages of their own: see kv/window_pages.py. `table` changes between passes.
+    """
+
+    num_pages: int  # window pages, the null page 0 included
+    table: Int32Array  # [pages] the window page of each page; 0: none
+
+
 class StatePool(Protocol):
     """A backend's storage for the states of recurrent layers, addressed by slot. Opaque to the engine."""
 
@@ -131,6 +142,12 @@ class DeviceMemory:
     total: int
     free: int
     needed: int  # of the free bytes: for buffers that are not allocated yet
+
+
+def window_slots(windows: WindowGroup, slots: Int32Array, page_size: int) -> Int32Array:
+    """The KV slots in the window group of these KV slots."""
+    moved: Int32Array = windows.table[slots // page_size] * page_size + slots % page_size
+    return moved
 
 
 def chain_parents(row_counts: Sequence[int]) -> Int32Array:

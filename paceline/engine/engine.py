@@ -39,13 +39,24 @@ __all__ = ["Delta", "Engine"]
 
 
 def target_cache(
-    backend: Backend, limits: Limits, num_pages: int, enable_prefix_caching: bool = True
+    backend: Backend,
+    limits: Limits,
+    num_pages: int,
+    enable_prefix_caching: bool = True,
+    num_window_pages: int | None = None,
 ) -> KVCache:
-    """The KV cache of an engine, with the target's keys, values and states."""
+    """The KV cache of an engine, with the target's keys, values and states.
+
+    `num_window_pages`: those of the layers with a sliding window, as size_cache gives them; None: all layers
+    have the same pages.
+    """
     kv = KVCache(
         num_pages, backend.page_size, limits.max_num_seqs, limits.max_model_len, enable_prefix_caching
     )
-    kv.add_pool(backend, backend.attention_window)
+    if num_window_pages is None:
+        kv.add_pool(backend, backend.attention_window)
+    else:
+        kv.add_grouped_pool(backend, num_window_pages, limits.max_num_batched_tokens)
     if backend.bytes_per_state:
         kv.add_states(backend)
     return kv

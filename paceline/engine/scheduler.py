@@ -129,7 +129,10 @@ class Scheduler:
             if self._should_wait_for_leader(request):
                 break
             opened = self._kv.open(
-                request.token_ids, request.cache_salt, reuse=not request.wants_prompt_logprobs
+                request.token_ids,
+                request.cache_salt,
+                reuse=not request.wants_prompt_logprobs,
+                first_rows=self._chunk(request, 0, rows),
             )
             if opened is None:
                 break

@@ -8,7 +8,8 @@ commit keeps the accepted ones, compacted if they are not contiguous:
                        | last token | node 0 | node 2 |               after commit
 
 If every layer of every pool has a sliding window, commit also releases the pages that no later row attends
-to. Their entries of the page table stay: kernels may load what is there, and mask it.
+to. Their entries of the page table stay: kernels may load what is there, and mask it. If some layers of the
+target have one, these are a KV cache group of their own, and commit releases its pages: see window_pages.py.
 """
 
 from __future__ import annotations
@@ -20,15 +21,28 @@ from typing import Protocol
 import numpy as np
 
 from paceline.core.arrays import Int32Array
-from paceline.core.forward import KVPool
+from paceline.core.forward import KVPool, WindowGroup
 from paceline.kv.pages import PagePool, page_tokens, pages_for
 from paceline.kv.states import SequenceStates, StateOwner
+from paceline.kv.window_pages import WindowPages, window_pages_for
 
 
 class PoolOwner(Protocol):
     """The part of a backend that the cache needs."""
 
     def make_pool(self, num_pages: int) -> KVPool: ...
+
+    def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None: ...
+
+
+class GroupedPoolOwner(Protocol):
+    """A backend that can keep layers with a sliding window in a KV cache group of their own."""
+
+    window_group: int | None
+
+    def make_pool(self, num_pages: int) -> KVPool: ...
+
+    def make_grouped_pool(self, num_pages: int, windows: WindowGroup) -> KVPool: ...
 
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None: ...
 
@@ -40,6 +54,9 @@ class _Sequence:
     salt: str
     pages: list[int] = field(default_factory=list)
     released: int = 0  # leading pages that are outside of every window, and not held any more
+    # the pages with a held window page: from the first in the window to the last that has room for rows
+    window_start: int = 0
+    window_end: int = 0
     length: int = 0  # committed tokens
     indexed: int = 0  # full pages already in the prefix cache
     matched: int = 0  # pages of the prompt that were in the prefix cache, with a state after them or not
@@ -66,6 +83,7 @@ class KVCache:
         self.prefix_queries = 0  # tokens looked up in the prefix cache
         self.prefix_hits = 0  # tokens found there
         self.states: SequenceStates | None = None  # of recurrent layers
+        self.windows: WindowPages | None = None  # of a model in which some layers have a sliding window
         self._pools: list[tuple[PoolOwner, KVPool]] = []
         # the last positions that a row attends to in any layer of any pool; None: all, in some layer
         self._window: int | None = None
@@ -85,6 +103,21 @@ class KVCache:
             self._window = None if window is None else max(window, self._window)
         return pool
 
+    def add_grouped_pool(self, owner: GroupedPoolOwner, num_window_pages: int, most_rows: int) -> KVPool:
+        """A pool of a target in which some layers have a sliding window, as two KV cache groups.
+
+        There are enough window pages for `most_rows` rows of one sequence: it can always advance.
+        """
+        assert self.windows is None
+        assert owner.window_group is not None
+        assert num_window_pages > window_pages_for(owner.window_group, most_rows, self.page_size)
+        num_pages = self.pages.num_pages
+        self.windows = WindowPages(num_pages, num_window_pages, owner.window_group, self.page_size)
+        pool = owner.make_grouped_pool(num_pages, self.windows.group)
+        self._pools.append((owner, pool))
+        self._window = None  # the other layers need all pages
+        return pool
+
     def add_states(self, owner: StateOwner) -> None:
         """Keep the states of a model with recurrent layers, which limit what of a prefix is used again."""
         self.states = SequenceStates(owner, len(self.page_tables))
@@ -99,8 +132,19 @@ class KVCache:
 
     @property
     def usage(self) -> float:
-        """The fraction of pages that sequences hold."""
-        return 1.0 - self.pages.num_available / self.pages.num_pages
+        """The fraction of pages that sequences hold, in the KV cache group that has fewer left."""
+        held = 1.0 - self.pages.num_available / self.pages.num_pages
+        if self.windows is None:
+            return held
+        return max(held, 1.0 - self.windows.num_available / self.windows.num_usable)
+
+    def can_spare(self, tokens: int) -> bool:
+        """Whether half of the pages are available, and window pages for so many more tokens of each slot."""
+        is_roomy = 2 * self.pages.num_available > self.pages.num_pages
+        if self.windows is None:
+            return is_roomy
+        more = len(self._sequences) * pages_for(tokens, self.page_size)
+        return is_roomy and more < self.windows.num_available
 
     def length(self, slot: int) -> int:
         """The number of committed tokens of a slot."""
@@ -110,33 +154,42 @@ class KVCache:
         """The number of pages of a slot's tokens, with those outside of its window."""
         return len(self._sequences[slot].pages)
 
-    def open(self, token_ids: Sequence[int], salt: str = "", reuse: bool = True) -> tuple[int, int] | None:
+    def open(
+        self, token_ids: Sequence[int], salt: str = "", reuse: bool = True, first_rows: int | None = None
+    ) -> tuple[int, int] | None:
         """A slot with room for the tokens, and how many are cached already; None if there is no room.
 
         The last token never counts as cached: its logits are needed. Only sequences with the same salt share
-        pages.
+        pages. Window pages are reserved for the rows of the first pass only: at most `first_rows`.
         """
         if not self._free_slots:
             return None
         reuse = reuse and self.enable_prefix_caching
         found = self._find_prefix(token_ids, salt) if reuse else []
         matched = len(found)
-        while self.states is not None and found and self.pages.serial(found[-1]) not in self.states:
-            found.pop()  # no state is known after this page
+        del found[self._continuable(found) :]
+        cached = len(found) * self.page_size
         fresh = pages_for(len(token_ids), self.page_size) - len(found)
         if fresh > self.pages.num_available - sum(self.pages.is_cached(page) for page in found):
             return None
+        first_end = min(len(token_ids), cached + (len(token_ids) if first_rows is None else first_rows))
+        seen = [] if self.windows is None else self.windows.seen_of(found)
+        if self.windows is not None:
+            fresh_windows = pages_for(first_end, self.page_size) - len(found)
+            if fresh_windows > self.windows.num_available - self.windows.num_unheld(seen):
+                return None
+            self.windows.hold(seen)
         for page in found:
             self.pages.hold(page)
         slot = self._free_slots.pop()
-        cached = len(found) * self.page_size
         sequence = _Sequence(salt, found, length=cached, indexed=len(found), matched=matched)
+        sequence.window_start, sequence.window_end = len(found) - len(seen), len(found)
         self._sequences[slot] = sequence
         self.page_tables[slot, : len(found)] = found
-        self.rooms[slot] = cached
         if self.states is not None and found:
             self.states.restore(slot, self._serial(found[-1]))
-        self.reserve(slot, len(token_ids))
+        wanted = pages_for(len(token_ids), self.page_size)
+        self._take_pages(slot, sequence, wanted, pages_for(first_end, self.page_size))
         self._release_outside_windows(sequence)
         if reuse:
             self.prefix_queries += len(token_ids)
@@ -145,16 +198,33 @@ class KVCache:
 
     def reserve(self, slot: int, length: int) -> bool:
         """Whether the slot has room for `length` tokens now. Takes no page if it cannot have all."""
-        pages = self._sequences[slot].pages
-        missing = pages_for(length, self.page_size) - len(pages)
-        if missing <= 0:
+        sequence = self._sequences[slot]
+        wanted = pages_for(length, self.page_size)
+        if length <= self.rooms[slot]:
             return True
-        if missing > self.pages.num_available:
+        if self.windows is not None and wanted - sequence.window_end > self.windows.num_available:
             return False
-        self.page_tables[slot, len(pages) : len(pages) + missing] = taken = self.pages.take(missing)
-        pages += taken
-        self.rooms[slot] = len(pages) * self.page_size
+        if wanted - len(sequence.pages) > self.pages.num_available:
+            return False
+        self._take_pages(slot, sequence, wanted, wanted)
         return True
+
+    def _take_pages(self, slot: int, sequence: _Sequence, count: int, with_windows: int) -> None:
+        """Take the pages that a slot lacks of its first `count`, and the window pages of the first
+        `with_windows`. They must be available."""
+        pages = sequence.pages
+        missing = count - len(pages)
+        if missing > 0:
+            self.page_tables[slot, len(pages) : len(pages) + missing] = taken = self.pages.take(missing)
+            pages += taken
+        if self.windows is not None:
+            self.windows.give(pages[sequence.window_end : with_windows])
+            sequence.window_end = max(sequence.window_end, with_windows)
+        self._set_room(slot, sequence)
+
+    def _set_room(self, slot: int, sequence: _Sequence) -> None:
+        count = len(sequence.pages) if self.windows is None else sequence.window_end
+        self.rooms[slot] = count * self.page_size
 
     def commit(
         self,
@@ -177,9 +247,12 @@ class KVCache:
         sequence.length += in_place + len(accepted_rows)
         pages, last = sequence.pages, len(token_ids) + room + self.page_size - 1
         while len(pages) * self.page_size > last:
+            if self.windows is not None and sequence.window_end == len(pages):
+                sequence.window_end -= 1
+                self.windows.drop(pages[-1], keep=False)
             self.pages.drop(pages.pop())
             self.page_tables[slot, len(pages)] = -1
-            self.rooms[slot] -= self.page_size
+            self._set_room(slot, sequence)
         if self.enable_prefix_caching and sequence.length >= (sequence.indexed + 1) * self.page_size:
             self._index_full_pages(slot, sequence, token_ids)
         self._release_outside_windows(sequence)
@@ -193,6 +266,9 @@ class KVCache:
         sequence = self._sequences.pop(slot)
         if self.states is not None:
             self.states.release(slot)
+        if self.windows is not None:
+            for page in reversed(sequence.pages[sequence.window_start : sequence.window_end]):
+                self.windows.drop(page, keep=not forget and self.pages.serial(page) is not None)
         held = sequence.pages[sequence.released :]
         for page in reversed(held):  # last first: descendants are evicted before their ancestors
             self.pages.drop(page, forget)
@@ -213,6 +289,20 @@ class KVCache:
             parent = self.pages.serial(page)
         return found
 
+    def _continuable(self, found: Sequence[int]) -> int:
+        """After how many of these pages of a prefix a sequence can continue: what its next row reads is
+        known, the states of recurrent layers and the window pages."""
+        count = len(found)
+        while count:
+            if self.states is not None and self.pages.serial(found[count - 1]) not in self.states:
+                count -= 1
+                continue
+            missing = None if self.windows is None else self.windows.last_missing(found[:count])
+            if missing is None:
+                break
+            count = missing  # between the two, every window has the missing page
+        return count
+
     def _index_full_pages(self, slot: int, sequence: _Sequence, token_ids: Sequence[int]) -> None:
         """Add the pages that are full now to the prefix cache; where an equal page is cached, use that one.
 
@@ -230,6 +320,8 @@ class KVCache:
             if existing is None:
                 self.pages.add(page, parent, tokens)
             else:
+                if self.windows is not None and number >= sequence.window_start:
+                    self.windows.replace(page, existing)
                 self.pages.hold(existing)
                 self.pages.drop(page)
                 sequence.pages[number] = existing
@@ -240,8 +332,14 @@ class KVCache:
         """Release the leading pages that no row after the committed tokens attends to.
 
         They stay in the prefix cache until other pages are needed. The last full page is kept: the next one
-        is indexed after it.
+        is indexed after it. Of a model with two KV cache groups, these are the window pages.
         """
+        if self.windows is not None:
+            first = min(self.windows.first_seen(sequence.length), sequence.window_end)
+            for number in range(sequence.window_start, first):
+                page = sequence.pages[number]
+                self.windows.drop(page, keep=self.pages.serial(page) is not None)
+            sequence.window_start = max(sequence.window_start, first)
         if self._window is None:
             return
         first_seen = sequence.length - self._window + 1

@@ -290,6 +290,26 @@ class ModelConfig:
         known = [window for window in windows if window is not None]
         return max(known) if known and len(known) == len(windows) else None
 
+    @cached_property
+    def window_layers(self) -> dict[int, int]:
+        """Where in a KV pool the layers are whose keys only later positions within a window read, and these
+        windows; a chunk is a window too. Empty unless other layers read all positions."""
+        spans: dict[int, list[int | None]] = {}
+        for layer in self.attending_layers if self.kv_layers else ():
+            reach = self.reach(layer)
+            spans.setdefault(self.kv_layer(layer), []).append(reach.window or reach.chunk)
+        known = {
+            layer: max(span for span in own if span is not None)
+            for layer, own in spans.items()
+            if None not in own
+        }
+        return known if len(known) < len(spans) else {}
+
+    @property
+    def window_group(self) -> int | None:
+        """The largest window of `window_layers`; None: there are none."""
+        return max(self.window_layers.values(), default=None)
+
     def reach(self, layer: int) -> Reach:
         """What a token of `layer` attends to."""
         return Reach(self.window(layer), self.attention_chunks[layer] if self.attention_chunks else None)

@@ -11,7 +11,7 @@ from paceline.core.forward import DeviceMemory
 from paceline.errors import ConfigError
 from paceline.kv import sizing
 from paceline.kv.cache import KVCache
-from paceline.kv.sizing import available_memory, check_memory_limit, size_cache
+from paceline.kv.sizing import PageBytes, available_memory, check_memory_limit, size_cache
 from tests.toy import ToyBackend, ToyPool
 
 PAGE = 4
@@ -237,7 +237,7 @@ def _first_page_in(window, length):
 def size(**changes):
     given = {
         "page_size": 16,
-        "bytes_per_page": 16 * 46_080,
+        "page_bytes": PageBytes(16 * 46_080),
         "model_context": 8192,
         "max_model_len": None,
         "memory_bytes": None,
@@ -268,6 +268,30 @@ def test_on_a_device_the_pages_fill_what_utilization_leaves_beside_weights_and_b
         size(device=device, utilization=0.25)
     with pytest.raises(ConfigError, match="raise gpu_memory_utilization"):
         size(device=device, utilization=0.25)
+
+
+def test_layers_with_a_window_take_few_pages_so_more_tokens_fit():
+    """Gemma 3's shape: 5 of 6 layers have a window of 512, and 16 requests share a gigabyte."""
+    layer, gigabyte = 16 * 1024, 10**9
+    pages = PageBytes.of(6 * layer, 5 * layer, 512, page_size=16, requests=16, rows=512)
+    # a window, 128 rows and a page begun; two chunks and a page begun each; the null page
+    assert pages.most_windows == 16 * (32 + 9) + 2 * 33 + 1
+    grouped, alike = size(page_bytes=pages, memory_bytes=gigabyte), gigabyte // (6 * layer)
+    assert grouped.num_window_pages == pages.most_windows
+    assert grouped.num_pages == (gigabyte - 5 * layer * pages.most_windows) // layer
+    assert grouped.num_pages > 5.6 * alike
+    assert 0 <= gigabyte - pages.total(grouped.num_pages) < layer
+    few = size(page_bytes=pages, memory_bytes=700 * 6 * layer)  # each page may be in some window
+    assert (few.num_pages, few.num_window_pages) == (700, None)
+    with pytest.raises(ConfigError, match=f"needs {8192 * 1024 + 5 * layer * 512:,} bytes for keys"):
+        size(page_bytes=pages, memory_bytes=10**7, max_model_len=8192)
+
+
+@given(memory=st.integers(1, 10**6), windowed=st.integers(0, 60), most=st.integers(1, 400))
+def test_the_pages_that_fit_are_the_most_that_do(memory, windowed, most):
+    pages = PageBytes(64, windowed, most)
+    count = pages.fitting(memory)
+    assert pages.total(count) <= memory < pages.total(count + 1)
 
 
 def test_states_of_recurrent_layers_have_their_memory_before_pages_do():

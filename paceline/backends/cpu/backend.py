@@ -49,6 +49,7 @@ class CpuBackend(CompiledModel, Backend):
         self.quantization = quantization
         self.weight_format = "float32" if quantization == "none" else quantization
         self.attention_window = self.config.widest_window
+        self.window_group = self.config.window_group
         self._feature_layers: tuple[int, ...] = ()  # of the last pass
         self._features = np.empty((0, 0), dtype=np.float32)
         self._kept: tuple[KeptFeatures, ...] = ()  # of the last pass

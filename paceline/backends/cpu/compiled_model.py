@@ -10,14 +10,16 @@ import numpy.typing as npt
 from paceline.backends.cpu import job as fields
 from paceline.backends.cpu.attention.paged_attention import PAGE, copy_key_value
 from paceline.backends.cpu.forward_pass import run_passes
+from paceline.backends.cpu.job import KV_LINE
 from paceline.backends.cpu.primitives.compiled import compiled
+from paceline.backends.cpu.primitives.simd import load_int32
 from paceline.backends.cpu.team import Team
 from paceline.backends.cpu.tiles.weight_tile import GROUP
 from paceline.backends.cpu.weights.model_weights import round_up
 from paceline.backends.cpu.weights.packing import address_of, aligned_zeros
 from paceline.backends.cpu.workspace import Workspace
-from paceline.core.arrays import Float32Array, Int32Array
-from paceline.core.forward import ForwardBatch, KVPool
+from paceline.core.arrays import Float32Array, Int32Array, Int64Array
+from paceline.core.forward import ForwardBatch, KVPool, WindowGroup
 from paceline.errors import BackendError
 
 SMALLEST_PAGE = 4096  # bytes of the smallest memory page of a system
@@ -29,10 +31,11 @@ class CpuPool:
 
     num_pages: int
     bytes_per_page: int
-    data: npt.NDArray[np.uint8]  # layer after layer [pages, KV heads, bytes of a block]
-    address: int  # of the data
+    data: npt.NDArray[np.uint8]  # layer after layer [pages or window pages, KV heads, bytes of a block]
+    layers: Int64Array  # [layers, 2] a line of KV_LAYERS in job.py for each
     # [slots, parts, width] the target's features in a head's pool: bfloat16, as the upper halves of float32
     features: npt.NDArray[np.uint16] = field(default_factory=lambda: np.empty((0, 0, 0), dtype=np.uint16))
+    windows: WindowGroup | None = None  # kept alive: kernels read its table
 
     def take_memory(self) -> None:
         """Touch all memory pages now: page faults of huge pages would stall the first passes for 90 ms."""
@@ -58,13 +61,36 @@ class CompiledModel:
 
     def bytes_per_page(self) -> int:
         """Bytes of keys and values of 16 tokens in all layers."""
-        return sum(heads * block for _, heads, _, block in self.workspace.kv_shapes())
+        return sum(self._layer_bytes())
+
+    def _layer_bytes(self) -> list[int]:
+        """Bytes of a page in each layer of the KV pool."""
+        return [heads * block for heads, _, block in self.workspace.kv_shapes()]
+
+    def bytes_per_window_page(self) -> int:
+        """Of these, the bytes in layers of the window group."""
+        sizes = self._layer_bytes()
+        return sum(sizes[layer] for layer in self.config.window_layers)
 
     def make_pool(self, num_pages: int) -> CpuPool:
         """Storage for `num_pages` pages of keys and values."""
+        return self._make_pool(num_pages, None)
+
+    def make_grouped_pool(self, num_pages: int, windows: WindowGroup) -> CpuPool:
+        """Storage in which layers of the window group have their keys and values in window pages."""
+        return self._make_pool(num_pages, windows)
+
+    def _make_pool(self, num_pages: int, windows: WindowGroup | None) -> CpuPool:
+        sizes, counts = self._layer_bytes(), [num_pages] * len(self._layer_bytes())
+        layers = np.zeros((len(sizes), KV_LINE // 8), dtype=np.int64)
+        if windows is not None:
+            for layer in self.config.window_layers:
+                counts[layer], layers[layer, 1] = windows.num_pages, address_of(windows.table)
+        ends = np.cumsum([count * size for count, size in zip(counts, sizes, strict=True)], dtype=np.int64)
         try:
-            data = aligned_zeros((num_pages, CompiledModel.bytes_per_page(self)))  # a head adds features
-            return CpuPool(num_pages, self.bytes_per_page(), data, address_of(data))
+            data = aligned_zeros((int(ends[-1]),))
+            layers[:, 0] = address_of(data) + np.concatenate(([0], ends[:-1]))
+            return CpuPool(num_pages, self.bytes_per_page(), data, layers, windows=windows)
         except MemoryError as error:
             gigabytes = num_pages * self.bytes_per_page() / 1e9
             raise BackendError(
@@ -98,7 +124,7 @@ class CompiledModel:
         arrays = [np.ascontiguousarray(array, dtype=np.int32) for array in given]  # alive during the pass
         workspace = self.workspace
         _describe(job, *arrays, workspace.row_requests, workspace.chains, workspace.counters)
-        job[fields.KV_AT], job[fields.NUM_PAGES] = batch.pool.address, batch.pool.num_pages
+        job[fields.KV_LAYERS_AT] = address_of(batch.pool.layers)
         run_passes(self._team.control, 0, self.threads, self._job_at)
         return self._logits[:outputs, : self.config.vocab_size]
 
@@ -112,10 +138,10 @@ class CompiledModel:
         """Copy keys and values between KV slots; sources are read before destinations are written."""
         assert isinstance(pool, CpuPool)
         shapes = np.array(self.workspace.kv_shapes(), dtype=np.int64)
-        spare = np.empty((len(source), shapes[:, 3].max()), dtype=np.uint8)
+        spare = np.empty((len(source), shapes[:, 2].max()), dtype=np.uint8)
         places = source.astype(np.int64), destination.astype(np.int64)
         in_keys, half = self.config.latent is not None, self.workspace.half_kv
-        _move(pool.address, address_of(spare), *places, shapes, pool.num_pages, int(in_keys), int(half))
+        _move(pool.layers, address_of(spare), *places, shapes, int(in_keys), int(half))
 
     def progress(self) -> tuple[int, int]:
         """For profilers: the index of the running phase's task counter, and the number of waiting threads.
@@ -157,14 +183,22 @@ def _describe(  # type: ignore[no-untyped-def]
 
 
 @compiled(cached=True)
-def _move(data, spare, sources, targets, shapes, pages, in_keys, half):  # type: ignore[no-untyped-def]
+def _move(layers, spare, sources, targets, shapes, in_keys, half):  # type: ignore[no-untyped-def]
     for layer in range(len(shapes)):
-        place, heads, width, block = shapes[layer]
-        first = data + pages * place
+        heads, width, block = shapes[layer]
+        first, window_pages = layers[layer]
         for head in range(heads):
             for i in range(len(sources)):
-                address = first + (sources[i] // PAGE * heads + head) * block
+                page = _page_in(window_pages, sources[i] // PAGE)
+                address = first + (page * heads + head) * block
                 copy_key_value(address, sources[i] % PAGE, spare + i * block, 0, width, in_keys, half)
             for i in range(len(sources)):
-                address = first + (targets[i] // PAGE * heads + head) * block
+                page = _page_in(window_pages, targets[i] // PAGE)
+                address = first + (page * heads + head) * block
                 copy_key_value(spare + i * block, 0, address, targets[i] % PAGE, width, in_keys, half)
+
+
+@compiled
+def _page_in(window_pages, page):  # type: ignore[no-untyped-def]
+    """The page in a layer's group: `window_pages` is the address of its table, or 0."""
+    return load_int32(window_pages + 4 * page) if window_pages != 0 else page

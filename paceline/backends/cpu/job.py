@@ -67,7 +67,7 @@ from paceline.backends.cpu.primitives.simd import load_float, load_int64
     RUN_TILE, RUN_PRODUCTS, RUN_GUMBEL_ARGMAX, RUN_COUPLED,
     # batch, set for every pass
     ROWS, TOKENS_AT, POSITIONS_AT, PARENTS_AT, REQUEST_AT, ROW_START_AT, CONTEXT_AT, PAGES_AT, MAX_PAGES,
-    CHAIN_AT, OUTPUTS, LOGIT_ROWS_AT, LOGITS_AT, LOGITS_STRIDE, KV_AT, NUM_PAGES, FEATURE_SLOT_AT,
+    CHAIN_AT, OUTPUTS, LOGIT_ROWS_AT, LOGITS_AT, LOGITS_STRIDE, KV_LAYERS_AT, FEATURE_SLOT_AT,
     FEATURES_AT, FEATURES_STRIDE, KEPT, KEPT_AT, INPUTS_AT, FROM_TARGET, STATES_AT,
     # LoRA adapters, see low_rank.py: the table of each row's adapter (0: no row has one), that of each row of
     # experts, the results of `down` for all rows, the largest rank, lines of a table for each layer
@@ -85,7 +85,7 @@ from paceline.backends.cpu.primitives.simd import load_float, load_int64
     MAX_DRAFTS, DRAFTS_WANTED_AT, DRAFTS_AT, CHANCES_AT, NUM_DRAFTS_AT, CHOSEN_AT, CHOSEN_CHANCES_AT,
     NEXT_ROWS_AT, NEXT_ROWS_STRIDE,
     JOB_SIZE,
-) = range(206)  # fmt: skip
+) = range(205)  # fmt: skip
 
 # Matrices of a layer, in the order of the descriptor table; after all layers: the embedding and the LM head.
 # The first INPUTS read the norm before the mixer: Q, K, V and attention's gate, or a recurrence's inputs.
@@ -100,9 +100,12 @@ EXPERT_LINES = LATENT_LINES + LATENT_MATRICES
 COUNTERS_PER_LAYER = 34
 ENTRY_COUNTERS = 8
 LAST_COUNTERS = 5
-# A layer's line of SHAPES: offset of its keys and values in a page's bytes, KV heads, numbers of a key, bytes
-# of a page and KV head, and where keys and values come from
-KV_PLACE, KV_HEADS, HEAD_WIDTH, BLOCK_BYTES, KV_SOURCE, SHAPE = range(6)
+# A layer's line of SHAPES: its layer of the KV pool, KV heads, numbers of a key, bytes of a page and KV head,
+# and where keys and values come from
+KV_LAYER, KV_HEADS, HEAD_WIDTH, BLOCK_BYTES, KV_SOURCE, SHAPE = range(6)
+# Bytes of a line of KV_LAYERS, one for each layer of a KV pool: the address of its keys and values, and that
+# of the window page of each page (int32), 0 for layers that are not in the window group
+KV_LINE = 16
 OWN, VALUES_ARE_KEYS, SHARED = range(3)
 # Additional norms of a mixture layer (Gemma 4): router input, experts' input and output, shared MLP's output
 ROUTER_NORM, EXPERTS_NORM, EXPERTS_OUTPUT_NORM, SHARED_OUTPUT_NORM, OWN_NORMS = range(5)

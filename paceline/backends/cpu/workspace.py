@@ -89,14 +89,12 @@ class Workspace(ModelWeights):
         values = 0 if self.config.latent else round_up(width, LANES)
         return (2 if self.half_kv else 4) * PAGE * (width + values)
 
-    def kv_shapes(self) -> list[tuple[int, int, int, int]]:
-        """For each layer of the KV pool: offset in a page's bytes, KV heads, numbers of a key, bytes of a
-        page and KV head."""
-        shapes, place = list[tuple[int, int, int, int]](), 0
+    def kv_shapes(self) -> list[tuple[int, int, int]]:
+        """For each layer of the KV pool: KV heads, numbers of a key, bytes of a page and KV head."""
+        shapes = list[tuple[int, int, int]]()
         for heads in map(self.config.shape_of, self.config.kv_layers):
             width = self.head_width if self.config.latent else heads.head_dim
-            shapes.append((place, heads.num_kv_heads, width, self._block_bytes(width)))
-            place += heads.num_kv_heads * self._block_bytes(width)
+            shapes.append((heads.num_kv_heads, width, self._block_bytes(width)))
         return shapes
 
     def _shapes(self) -> npt.NDArray[np.int64]:
@@ -107,7 +105,8 @@ class Workspace(ModelWeights):
             shape = config.shape_of(layer)
             source = fields.VALUES_ARE_KEYS if shape.values_are_keys else fields.OWN
             source = source if shape.shared_with is None else fields.SHARED
-            lines[layer] = *known[config.kv_layer(layer)], source
+            index = config.kv_layer(layer)
+            lines[layer] = index, *known[index], source
         return lines
 
     def _set_sizes(self) -> None:

@@ -54,7 +54,7 @@ class TorchAssistantRunner(AssistantRunner):
 
     def _rows(self, batch: ForwardBatch) -> Rows:
         """The rows as the model reads them: each attends only to the committed tokens of its request."""
-        config, views = self.assistant.config, []
+        config, views, pool = self.assistant.config, [], cast(TorchPool, batch.pool)
         for request in range(batch.num_requests):
             rows = slice(int(batch.row_offsets[request]), int(batch.row_offsets[request + 1]))
             context = int(batch.context_lengths[request])
@@ -65,7 +65,9 @@ class TorchAssistantRunner(AssistantRunner):
                 for reach in reaches
             }
             slots = kv_slots(batch.page_tables[request], context)
-            views.append(RowView(rows, self._tensor(slots), masks))
+            windows = pool.window_slots(slots)
+            seen = None if windows is None else self._tensor(windows)
+            views.append(RowView(rows, self._tensor(slots), masks, seen))
         tokens, positions = self._tensor(batch.tokens), self._tensor(batch.positions)
         return Rows(tokens, positions, slot_mapping=tokens[:0], views=views)
 

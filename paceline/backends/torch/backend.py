@@ -21,7 +21,7 @@ from paceline.backends.torch.parallel.calls import made_on_all_ranks, on_all_ran
 from paceline.backends.torch.parallel.ranks import Ranks, start_ranks
 from paceline.backends.torch.pool import PAGE_SIZE, TorchPool, TorchStates, make_cache
 from paceline.core.arrays import Int32Array
-from paceline.core.forward import ForwardBatch, ForwardOutput, KVPool, StatePool
+from paceline.core.forward import ForwardBatch, ForwardOutput, KVPool, StatePool, WindowGroup
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import Reach
@@ -60,6 +60,8 @@ class TorchBackend(Backend):
         self.device, self.dtype = model.device, model.dtype
         self.weight_format = weight_format or str(self.dtype).removeprefix("torch.")
         self.attention_window = model.config.widest_window
+        # other ranks do not see how the page table of the window group changes
+        self.window_group = model.config.window_group if ranks is None else None
         self.bytes_per_state = sum(mixer.bytes_per_state for mixer in model.recurrences)
         self.adapters: dict[str, Transformer] = {own.name: with_adapter(model, own) for own in adapters}
         self.ranks = ranks
@@ -108,26 +110,44 @@ class TorchBackend(Backend):
             self.ranks.close()
 
     def bytes_per_page(self) -> int:
+        return self._page_bytes(self.model.config.kv_layers)
+
+    def bytes_per_window_page(self) -> int:
         config = self.model.config
-        per_token = sum(config.kv_values(layer) for layer in config.kv_layers) * self.dtype.itemsize
+        return self._page_bytes([config.kv_layers[index] for index in config.window_layers])
+
+    def _page_bytes(self, layers: Sequence[int]) -> int:
+        """The bytes of a page in these layers."""
+        per_token = sum(map(self.model.config.kv_values, layers)) * self.dtype.itemsize
         return per_token * PAGE_SIZE
 
     @made_on_all_ranks
     def make_pool(self, num_pages: int) -> TorchPool:
         """Zeroed storage for `num_pages` pages of keys and values; each rank stores its own KV heads."""
+        return self._make_pool(num_pages, None)
+
+    def make_grouped_pool(self, num_pages: int, windows: WindowGroup) -> TorchPool:
+        """Zeroed storage in which layers of the window group have their keys and values in window pages."""
+        return self._make_pool(num_pages, windows)
+
+    def _make_pool(self, num_pages: int, windows: WindowGroup | None) -> TorchPool:
         config, parallel = self.model.config, self.model.parallel
+        windowed = () if windows is None else tuple(config.window_layers)
+        counts = [num_pages] * len(config.kv_layers)
+        if windows is not None:
+            counts = [windows.num_pages if index in windowed else num_pages for index in range(len(counts))]
         shapes = [
             (
                 len(parallel.own_pieces),
-                num_pages * PAGE_SIZE,
+                pages * PAGE_SIZE,
                 heads.num_kv_heads // parallel.pieces,
                 heads.head_dim,
             )
-            for heads in map(config.shape_of, config.kv_layers)
+            for pages, heads in zip(counts, map(config.shape_of, config.kv_layers), strict=True)
         ]
         value_dims = [config.stored_value_dim(layer) for layer in config.kv_layers]
-        cache = make_cache(shapes, self.dtype, self.device, value_dims)
-        return TorchPool(num_pages, self.bytes_per_page(), cache)
+        cache = make_cache(shapes, self.dtype, self.device, value_dims, windowed)
+        return TorchPool(num_pages, self.bytes_per_page(), cache, windows)
 
     @on_all_ranks
     @torch.inference_mode()
@@ -166,11 +186,16 @@ class TorchBackend(Backend):
     @torch.inference_mode()
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
         """Copy keys and values from KV slots to others; all sources are read first."""
-        cache = cast(TorchPool, pool).cache
+        own = cast(TorchPool, pool)
         read, write = self._tensor(source), self._tensor(destination)
-        for stored in (*cache.keys, *cache.values):
-            # indexing by a tensor copies, so all sources are read before any destination is written
-            stored[:, write] = stored[:, read]
+        read_window, write_window = map(self._optional, map(own.window_slots, (source, destination)))
+        for layer, both in enumerate(zip(own.cache.keys, own.cache.values, strict=True)):
+            is_windowed = layer in own.cache.windowed
+            for stored in both:
+                # indexing by a tensor copies, so all sources are read before any destination is written
+                stored[:, write_window if is_windowed else write] = stored[
+                    :, read_window if is_windowed else read
+                ]
 
     def make_states(self, count: int) -> TorchStates:
         """Zeroed storage for `count` states of the recurrent layers."""
@@ -202,17 +227,20 @@ class TorchBackend(Backend):
 
     def _rows(self, batch: ForwardBatch) -> Rows:
         """The batch as the model reads it: KV slots instead of pages, masks instead of parents."""
-        views, new_slots = [], []
+        views, new_slots, pool = [], [], cast(TorchPool, batch.pool)
         for rows, context, key_slots in request_rows(batch):
             new_slots.append(key_slots[context:])
             masks = self._masks(batch.parents[rows], batch.positions[rows], context)
-            views.append(RowView(rows, self._tensor(key_slots), masks))
+            windows = self._optional(pool.window_slots(key_slots))
+            views.append(RowView(rows, self._tensor(key_slots), masks, windows))
+        slot_mapping = np.concatenate(new_slots)
         return Rows(
             tokens=self._tensor(batch.tokens),
             positions=self._tensor(batch.positions),
-            slot_mapping=self._tensor(np.concatenate(new_slots)),
+            slot_mapping=self._tensor(slot_mapping),
             views=views,
             recurrent=state_rows(batch) if self.bytes_per_state else None,
+            window_mapping=self._optional(pool.window_slots(slot_mapping)),
         )
 
     def _masks(self, parents: Int32Array, positions: Int32Array, context: int) -> dict[Reach, torch.Tensor]:
@@ -224,6 +252,9 @@ class TorchBackend(Backend):
         reaches = {config.reach(layer) for layer in range(config.num_layers)}
         masks = {reach: visible & within(reach, positions, key_positions) for reach in reaches}
         return {reach: torch.from_numpy(mask).to(self.device) for reach, mask in masks.items()}
+
+    def _optional(self, array: Int32Array | None) -> torch.Tensor | None:
+        return None if array is None else self._tensor(array)
 
     def _tensor(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self.device)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from paceline.core.arrays import Int32Array
+from paceline.core.forward import WindowGroup, window_slots
 from paceline.errors import BackendError
 from paceline.models.transformer.recurrent import States
 from paceline.models.transformer.rows import KeyValues
@@ -21,7 +23,12 @@ class TorchPool:
 
     num_pages: int
     bytes_per_page: int  # of all ranks
-    cache: KeyValues  # of num_pages * PAGE_SIZE slots
+    cache: KeyValues  # of num_pages * PAGE_SIZE slots, in the window group of its own number of pages
+    windows: WindowGroup | None = None
+
+    def window_slots(self, slots: Int32Array) -> Int32Array | None:
+        """The KV slots in the window group of these, if there is one."""
+        return None if self.windows is None else window_slots(self.windows, slots, PAGE_SIZE)
 
 
 @dataclass(frozen=True)
@@ -37,17 +44,20 @@ def make_cache(
     dtype: torch.dtype,
     device: torch.device,
     value_dims: Sequence[int] | None = None,
+    windowed: Collection[int] = (),
 ) -> KeyValues:
     """Zeroed storage of the keys [..., slots, kv_heads, head_dim] and values of each layer.
 
-    `value_dims` are the last sizes of values; None: those of keys.
+    `value_dims` are the last sizes of values; None: those of keys. `windowed`: layers in the window group.
     """
     if value_dims is None:
         value_dims = [shape[-1] for shape in shapes]
     of_values = [(*shape[:-1], size) for shape, size in zip(shapes, value_dims, strict=True)]
     try:
-        stored = ([torch.zeros(s, dtype=dtype, device=device) for s in kind] for kind in (shapes, of_values))
-        return KeyValues(*stored)
+        keys, values = (
+            [torch.zeros(s, dtype=dtype, device=device) for s in kind] for kind in (shapes, of_values)
+        )
+        return KeyValues(keys, values, windowed)
     except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors
         total = sum(math.prod(size) for size in (*shapes, *of_values)) * dtype.itemsize
         pages = shapes[0][-3] // PAGE_SIZE

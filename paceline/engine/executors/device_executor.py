@@ -170,9 +170,8 @@ class DeviceExecutor:
 
     @property
     def _spare(self) -> int:
-        """Extra tokens to reserve per request; 0 when less than half of the pages are available."""
-        pages = self._kv.pages
-        return SPARE_TOKENS if 2 * pages.num_available > pages.num_pages else 0
+        """Extra tokens to reserve per request; 0 when pages are scarce."""
+        return SPARE_TOKENS if self._kv.can_spare(SPARE_TOKENS) else 0
 
     @property
     def lookahead(self) -> int:

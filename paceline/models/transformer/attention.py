@@ -64,8 +64,9 @@ class Attention(ABC):
     def attend_rows(self, pieces: list[Heads], rows: Rows, cache: KeyValues) -> torch.Tensor:
         """Store keys and values, and mix the values that each row sees: [rows, heads, head_dim]."""
         stored = zip(cache.keys[self.kv_layer], cache.values[self.kv_layer], self.sinks, strict=True)
+        is_windowed = self.kv_layer in cache.windowed
         mixed = [
-            self._mix(heads, rows, keys, values, sinks).flatten(1)
+            self._mix(heads, rows, keys, values, sinks, is_windowed).flatten(1)
             for heads, (keys, values, sinks) in zip(pieces, stored, strict=True)
         ]
         size = self.config.num_heads * self.shape.head_dim
@@ -78,17 +79,18 @@ class Attention(ABC):
         keys: torch.Tensor,
         values: torch.Tensor,
         sinks: torch.Tensor | None,
+        is_windowed: bool,
     ) -> torch.Tensor:
         """The mixed values [rows, heads, head_dim] of one piece; `keys` and `values` are its [slots, ...]."""
         query, key, value = heads
         if self.shape.shared_with is None:
             # Written before anything is read: the rows of a request see each other through the cache.
-            keys[rows.slot_mapping] = key
-            values[rows.slot_mapping] = value
+            slots = rows.slots_of(is_windowed)
+            keys[slots], values[slots] = key, value
         scale, cap = self.config.attention_scale, self.config.attention_softcap
         mixed = []
         for view in rows.views:
-            seen = self._seen(keys, values, view.key_slots)
+            seen = self._seen(keys, values, view.slots_of(is_windowed))
             mixed.append(attend(query[view.rows], *seen, view.masks[self.reach], scale, cap, sinks))
         return torch.cat(mixed)
 
@@ -178,7 +180,7 @@ class LatentAttention(Attention):
     def attend_rows(self, pieces: list[Heads], rows: Rows, cache: KeyValues) -> torch.Tensor:
         """Store latents, and mix the visible ones of each row to its values: [rows, heads, value_dim]."""
         (heads,), (keys,), (values,) = pieces, cache.keys[self.kv_layer], cache.values[self.kv_layer]
-        return self.latent.values(self._mix(heads, rows, keys, values, None))
+        return self.latent.values(self._mix(heads, rows, keys, values, None, self.kv_layer in cache.windowed))
 
     def _seen(
         self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor

@@ -375,7 +375,7 @@ def test_nan_in_the_kv_cache_fails_its_request_only(clean: CpuBackend) -> None:
     first, second, third = drive(clean, 2, count=3)
     for request in (first, second, third):
         request.extend(CLEAN)
-    _, heads, _, block = clean.workspace.kv_shapes()[0]
+    heads, _, block = clean.workspace.kv_shapes()[0]
     keys = first.pool.data.reshape(-1)[heads * block * second.pages[0] :]  # type: ignore[attr-defined]
     keys[:block] = 0xFF  # NaN, as half and as float
     logits = run([first.ask([8]), second.ask([8]), third.ask([8])]).logits

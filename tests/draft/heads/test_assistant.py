@@ -202,12 +202,13 @@ class AgainstTransformers(AssistantDrafter):
         return proposed
 
 
-def test_drafts_are_those_of_transformers(loaded):
-    """Also after a prefix hit, in chunks of a prompt, and while other requests run."""
+@pytest.mark.parametrize("num_window_pages", [None, 24])
+def test_drafts_are_those_of_transformers(loaded, num_window_pages):
+    """Also after a prefix hit, in chunks of a prompt, while other requests run, and from window pages."""
     model, assistant, checkpoint, backend, folder = loaded
     drafter = Later(AgainstTransformers.load(HeadOptions(model=str(folder)), target_of(checkpoint, backend)))
     drafter.models = model, assistant
-    engine = make_engine(backend, drafter, VOCAB_SIZE, rows=24)
+    engine = make_engine(backend, drafter, VOCAB_SIZE, rows=24, num_window_pages=num_window_pages)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     for _ in range(2):
         prompts = [[5], list(range(3, 20)), list(range(9, 90))]
@@ -219,12 +220,13 @@ def test_drafts_are_those_of_transformers(loaded):
     assert engine.kv.prefix_hits > 0
 
 
-def make_engine(backend, drafter, vocab_size, rows=ROWS):
+def make_engine(backend, drafter, vocab_size, rows=ROWS, num_window_pages=None):
     return new_engine(
         backend,
         Tokenizer(),
         Limits(vocab_size, 160, 4, rows),
         num_pages=40,
+        num_window_pages=num_window_pages,
         controller=FixedController(DraftPlan("assistant", 4)),
         drafters={"assistant": drafter},
     )
@@ -246,14 +248,18 @@ def undrafted(loaded):
 
 
 @pytest.mark.parametrize("name", ["torch", "cpu"])
-@pytest.mark.parametrize("sampling", [DraftSampling.COUPLED, DraftSampling.INDEPENDENT])
-def test_same_tokens_with_chains_and_trees(loaded, undrafted, sampling, name):
+@pytest.mark.parametrize(
+    ("sampling", "num_window_pages"),
+    [(DraftSampling.COUPLED, None), (DraftSampling.INDEPENDENT, None), (DraftSampling.COUPLED, 24)],
+)
+def test_same_tokens_with_chains_and_trees(loaded, undrafted, sampling, num_window_pages, name):
     _, _, checkpoint, backend, folder = loaded
     if name == "cpu":
         backend = CpuBackend.load(checkpoint, threads=1, max_rows=ROWS)
     options = HeadOptions(model=str(folder))
     drafter = Later(AssistantDrafter.load(options, target_of(checkpoint, backend, sampling)))
-    added, engine = run_engine(backend, drafter, *PLANS, rows=24, max_num_seqs=4, times=2)
+    sizes = {"rows": 24, "max_num_seqs": 4, "num_window_pages": num_window_pages}
+    added, engine = run_engine(backend, drafter, *PLANS, **sizes, times=2)
     assert drafter.needs.feature_layers == (checkpoint.config.num_layers,)
     assert [one.output_token_ids for one in added] == undrafted(name)
     assert sum(one.speculative.num_draft_tokens for one in added) > 100

@@ -106,12 +106,15 @@ class Against3(AgainstFresh, Eagle3Drafter):
     pass
 
 
-def run_engine(backend, drafter, *plans, num_pages=100, rows=ROWS, max_num_seqs=9, times=1):
+def run_engine(
+    backend, drafter, *plans, num_pages=100, num_window_pages=None, rows=ROWS, max_num_seqs=9, times=1
+):
     engine = new_engine(
         backend,
         Tokenizer(),
         Limits(VOCAB_SIZE, 160, max_num_seqs, rows),
         num_pages=num_pages,
+        num_window_pages=num_window_pages,
         controller=Plans(*plans),
         drafters={drafter.name: drafter} if drafter else {},
     )

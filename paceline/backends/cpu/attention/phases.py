@@ -33,13 +33,13 @@ from paceline.backends.cpu.job import (
     HEAD_WIDTH,
     HEADS,
     JOINT_QK_NORM,
-    KV_AT,
     KV_HEADS,
-    KV_PLACE,
+    KV_LAYER,
+    KV_LAYERS_AT,
+    KV_LINE,
     KV_SOURCE,
     LATENT_PADDED,
     MAX_PAGES,
-    NUM_PAGES,
     PAGES_AT,
     PARENTS_AT,
     POSITIONS_AT,
@@ -75,9 +75,12 @@ from paceline.backends.cpu.tiles.weight_tile import GROUP
 @compiled
 def block_address(job, layer, page, head):  # type: ignore[no-untyped-def]
     """The address of a page's keys, for a layer and KV head."""
-    first = field(job, KV_AT) + field(job, NUM_PAGES) * shape_of(job, layer, KV_PLACE)
+    line = field(job, KV_LAYERS_AT) + KV_LINE * shape_of(job, layer, KV_LAYER)
+    window_pages = load_int64(line + 8)
+    if window_pages != 0:
+        page = load_int32(window_pages + 4 * page)
     block = page * shape_of(job, layer, KV_HEADS) + head
-    return first + block * shape_of(job, layer, BLOCK_BYTES)
+    return load_int64(line) + block * shape_of(job, layer, BLOCK_BYTES)
 
 
 @compiled

@@ -66,7 +66,7 @@ class AssistantWorkspace(DraftWorkspace):
         embedding = np.array(target.embedding.descriptor(), dtype=np.int64)
         job[fields.TARGET_EMBEDDING_AT] = self._keep(embedding)
 
-    def kv_shapes(self) -> list[tuple[int, int, int, int]]:
+    def kv_shapes(self) -> list[tuple[int, int, int]]:
         """The target's: an assistant reads the target's pool."""
         return self._target.kv_shapes()
 
