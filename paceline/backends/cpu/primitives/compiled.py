@@ -11,6 +11,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from paceline.backends.cpu.primitives.called import called
 from paceline.backends.cpu_kernels import cache_folder
 from paceline.kernel_cache import c_function, jitted
 
@@ -39,7 +40,7 @@ def compiled(
         }
         if cached:
             return jitted(python_function, _CACHE_FOLDER, **options)
-        return numba.njit(**options)(python_function)
+        return numba.njit(**options)(python_function) if inline else called(python_function, **options)
 
     return decorate(function) if function is not None else decorate
 
