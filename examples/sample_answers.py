@@ -244,12 +244,16 @@ class Slots:
         )
 
 
+def heats(temperatures: str) -> list[float]:
+    return [float(part) for part in temperatures.split(",")]
+
+
 class Source:
     """The jobs of a run: turns that the model writes, their answers, and the answers to given prompts."""
 
     def __init__(self, given: argparse.Namespace, tokenizer: Tokenizer, writer: ExampleWriter) -> None:
         self.tokenizer, self.writer, self.max_tokens = tokenizer, writer, given.max_tokens
-        self.heats = [float(part) for part in given.temperatures.split(",")]
+        self.heats = heats(given.temperatures)
         self.skipped = Skipped()
         self._limits = tokenizer, given.max_prompt_tokens, self.skipped, Excluded(given.exclude)
         prompts = list(read_all_prompts(given.data, self.skipped))
@@ -339,11 +343,11 @@ def main() -> None:
     given = parser.parse_args()
     path = resolve(given.model)
     checkpoint, tokenizer = load_checkpoint(path), load_tokenizer(path)
-    shown = ("temperatures", "max_prompt_tokens", "max_tokens", "self_written")
     settings = {
         "model": path.name,
         "sampler": Path(__file__).name,
-        **{name: getattr(given, name) for name in shown},
+        "temperatures": heats(given.temperatures),
+        **{name: getattr(given, name) for name in ("max_prompt_tokens", "max_tokens", "self_written")},
     }
     writer = ExampleWriter(given.out, checkpoint.config.vocab_size, settings)
     source = Source(given, tokenizer, writer)
