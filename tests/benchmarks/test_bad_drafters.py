@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from benchmarks.control import bad_drafters
 from benchmarks.control.bad_drafters import SLEEP, SlowDrafter, WrongDrafter
 from paceline.bench.run.engine_runner import Task, run_group
 from paceline.core.params import SamplingParams
@@ -25,7 +28,7 @@ def test_the_wrong_drafter_drafts_in_every_step_and_changes_no_answer() -> None:
 
 def test_the_slow_drafter_sleeps_before_it_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     naps: list[float] = []
-    monkeypatch.setattr("time.sleep", naps.append)
+    monkeypatch.setattr(bad_drafters, "time", SimpleNamespace(sleep=naps.append))
     drafter = SlowDrafter(SlowDrafter.Options())
     found = run_group(toy_engine(drafter=drafter, budget=3), TASKS)
     assert [answer.num_tokens for answer in found.answers] == [20] * 3

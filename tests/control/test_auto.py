@@ -385,21 +385,27 @@ def test_facts_describe_the_last_step():
     assert facts.poor_segments == frozenset()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_second_drafter_of_a_cascade_is_also_sampled_alone(seed):
-    """It is so slow that it must be spared where the first one has found enough."""
-    easy = [True, False, False]  # steps: in easy ones both drafters are good, in the others one has nothing
+def test_the_second_drafter_of_a_cascade_is_also_sampled_alone():
+    """It is so slow that it must be spared where the first one has found enough.
+
+    How often the choice has both differs by seed, and by the last bits of floats: the mean of 30 seeds
+    was 27.8 of 30 looks with a standard deviation of 2.2. A mean of ten is below 24 once in ten million runs.
+    """
+    easy, looks = [True, False, False], 30  # steps: both drafters are good in easy ones, else one has nothing
     copies = SimulatedDrafter(lambda step: 0.9, finds=lambda step: float(easy[step % 3]))
     head = SimulatedDrafter(lambda step: 0.9 if easy[step % 3] else 0.5, seconds_per_call=0.003)
-    world = World({"copies": copies, "head": head}, max_output=10**6, seed=seed)
-    auto, both = controller(world), 0
-    world.run(auto, 300)
-    for _ in range(30):
-        world.run(auto, 10)
-        both += any(len(own.names) == 2 for own in auto._planner.choice.assignments.values())
-    firsts = [draft[0] for draft in auto.acceptance.drafters["head", True].recent.listed()]
-    assert both > 24, "one is asked after the other"
-    assert max(firsts) > 0.8, "it was asked in easy steps too"
+    both = []
+    for seed in range(10):
+        world = World({"copies": copies, "head": head}, max_output=10**6, seed=seed)
+        auto = controller(world)
+        world.run(auto, 300)
+        both.append(0)
+        for _ in range(looks):
+            world.run(auto, 10)
+            both[-1] += any(len(own.names) == 2 for own in auto._planner.choice.assignments.values())
+        firsts = [draft[0] for draft in auto.acceptance.drafters["head", True].recent.listed()]
+        assert max(firsts) > 0.8, "it was asked in easy steps too"
+    assert np.mean(both) > 0.8 * looks, "one is asked after the other"
 
 
 @pytest.mark.parametrize("disturbed", [True, False])
