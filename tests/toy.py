@@ -58,11 +58,14 @@ class ToyBackend(Backend):
         chooses: bool = False,
         on_device: bool = False,
         supports_lookup: bool = True,
+        supports_masks: bool = True,
     ) -> None:
         self.chooses = chooses or on_device
-        self.supports_lookup = supports_lookup  # on the device
+        self.supports_lookup, self.supports_masks = supports_lookup, supports_masks  # on the device
         self.on_device = on_device
         self.num_launched = 0  # passes that were launched on the device
+        self.has_room = True  # on the device, for drafts that no one asked for
+        self.num_masks = 0  # that were sent to it
         self.page_size = page_size
         self.max_rows = max_rows
         self.vocab = vocab

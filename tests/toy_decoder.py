@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paceline.backends.async_decoding import DecodeOutput, DeviceDraft, SlotInits
-from paceline.core.arrays import Float32Array, Int32Array
+from paceline.backends.async_decoding import DecodeOutput, DeviceDraft, DraftedRows, SlotInits
+from paceline.core.arrays import BoolArray, Float32Array, Int32Array
 from paceline.core.forward import ForwardBatch
 from paceline.core.logit_edits import LogitEdits
 from paceline.core.request import SamplingNeeds
+from paceline.core.token_masks import unpacked
 from paceline.core.truncation import NUM_FIELDS
 from paceline.verify import logprobs
 from paceline.verify.kernels import log_normalizer
@@ -66,6 +67,9 @@ class ToyDecoder:
     the host's drafts where they match the text, or what a plain search finds in the text; if a head looks up
     too, its chains are used where nothing is found. Rejected guesses
     are written too, as on a device, and each pass looks up the pages of the next one.
+
+    A pass over masked requests computes its logits at launch too, and samples when it gets its masks. Its
+    head drafts anything: what is right depends on the masks.
     """
 
     def __init__(self, backend: ToyBackend, pool: ToyPool, slots: int, layers: int) -> None:
@@ -84,7 +88,13 @@ class ToyDecoder:
         self._since: dict[int, list[int]] = {}  # slot: tokens that it got since it joined
         self._asks_logprobs: dict[int, bool] = {}
         self._fields: dict[int, list[list[float]]] = {}  # slot: fields of its rows in this pass
-        self._unread: deque[DecodeOutput] = deque()
+        self._masked: dict[int, bool] = {}
+        self._masks: dict[tuple[int, int], BoolArray] = {}  # (slot, level): of the tokens of this pass
+        self._waiting: tuple[list[int], Int32Array] | None = None  # slots and drafted rows
+        # (slot, level): the logits of the pass that waits for masks
+        self._computed: dict[tuple[int, int], Float32Array] = {}
+        self._unread: deque[DecodeOutput | None] = deque()  # None: it waits for masks
+        self._found: Int32Array | None = None  # of the pass that waits for masks
         self._by_head: dict[int, int] = {}  # slot: length of its head's chain in this pass; others: by texts
         self._next_slot_pages: dict[
             int, list[int]
@@ -104,6 +114,8 @@ class ToyDecoder:
             self._written.discard(slot)
             self._edits[slot], self._since[slot] = requests.edits[number], []
             self._asks_logprobs[slot] = bool(requests.logprobs[number])
+            self._masked[slot] = bool(requests.masked[number])
+            assert not (self._masked[slot] and self._asks_logprobs[slot]), "not declared as supported"
             for back in (1, 0):
                 self._write(
                     slot, int(requests.lengths[number]) - back, int(requests.tokens[number, 1 - back])
@@ -123,11 +135,15 @@ class ToyDecoder:
 
     @property
     def supported_sampling(self) -> SamplingNeeds:
-        return SamplingNeeds.TRUNCATION | SamplingNeeds.LOGIT_EDITS | SamplingNeeds.LOGPROBS
+        needs = SamplingNeeds.TRUNCATION | SamplingNeeds.LOGIT_EDITS | SamplingNeeds.LOGPROBS
+        return needs | SamplingNeeds.TOKEN_MASK if self._backend.supports_masks else needs
 
     @property
     def supports_lookup(self) -> bool:
         return self._backend.supports_lookup
+
+    def has_room(self, draft: DeviceDraft) -> bool:
+        return self._backend.has_room
 
     def launch(
         self,
@@ -136,6 +152,7 @@ class ToyDecoder:
         draft: DeviceDraft | None,
         host_drafts: Int32Array | None = None,
     ) -> None:
+        assert self._waiting is None, "a pass waits for masks"
         self._backend.num_launched += 1
         before, self._length = self._rows, 0 if draft is None else draft.length
         self._rows = 1 + (self._length if draft is None or not draft.nodes else draft.nodes)
@@ -154,6 +171,65 @@ class ToyDecoder:
             }
         if list(slots) == list(self._next_slot_pages) and self._rows == before:
             assert {slot: self._next_pages(slot, page_tables) for slot in slots} == self._next_slot_pages
+        if not any(self._masked[slot] for slot in slots):
+            self._unread.append(self._run(slots, page_tables, given, found))
+            return
+        rows = np.full((len(slots), 1 + self._length), -1, dtype=np.int32)
+        rows[:, 0] = self._tokens[list(slots)]
+        if given is not None:
+            rows[:, 1:] = given
+        for row, slot in zip(rows, slots, strict=True):
+            if slot in self._by_head:
+                count = self._by_head[slot]
+                row[1 : 1 + count] = (7 * self._lengths[slot] + 5 * np.arange(count)) % self._backend.vocab
+        self._by_head = {}
+        self._waiting = list(slots), rows
+        self._found = found
+        self._compute(list(slots), rows, page_tables)
+        self._unread.append(None)
+
+    def drafted(self) -> DraftedRows:
+        assert self._waiting is not None, "no pass waits for masks"
+        return DraftedRows(self._waiting[1], range(-1, self._length))
+
+    def send_masks(self, rows: Int32Array, masks: Sequence[Int32Array]) -> None:
+        assert self._waiting is not None, "no pass waits for masks"
+        (slots, drafted), self._waiting = self._waiting, None
+        places = [(slots[row // (1 + self._length)], row % (1 + self._length)) for row in rows.tolist()]
+        assert all(self._masked[slot] for slot, _ in places)
+        self._masks = {
+            place: unpacked(mask, self._backend.vocab) for place, mask in zip(places, masks, strict=True)
+        }
+        self._backend.num_masks += len(masks)
+        assert self._unread[-1] is None
+        self._unread[-1] = self._run(slots, None, drafted[:, 1:], self._found)
+        self._masks, self._computed = {}, {}
+
+    def _compute(self, slots: list[int], drafted: Int32Array, page_tables: Int32Array) -> None:
+        """Compute the logits of all drafted rows, level by level."""
+        self._computed, self._next_slot_pages = {}, {}
+        for level in range(drafted.shape[1]):
+            rows = [
+                row
+                for row, slot in enumerate(slots)
+                if drafted[row, level] >= 0 and self._lengths[slot] + level < self._limits[slot]
+            ]
+            if rows:
+                chosen = [slots[row] for row in rows]
+                positions = self._lengths[chosen] + level
+                lines = self._logits_of(chosen, drafted[rows, level], positions, page_tables)
+                for slot, line in zip(chosen, lines, strict=True):
+                    self._computed[slot, level] = line.copy()
+
+    def _run(
+        self,
+        slots: Sequence[int],
+        page_tables: Int32Array | None,
+        given: Int32Array | None,
+        found: Int32Array | None,
+    ) -> DecodeOutput:
+        """Run a pass. `given` [slots, length]: drafted tokens, except of slots with a head's chain. Without
+        page tables the logits were computed before."""
         starts = self._lengths.copy()
         tokens = np.full((len(slots), 1 + self._length), -999, dtype=np.int32)
         counts = np.zeros(len(slots), dtype=np.int32)
@@ -167,9 +243,9 @@ class ToyDecoder:
                     if slots[row] in self._by_head or (given[row, :level] == tokens[row, :level]).all()
                 ]
             if rows:
-                tokens[rows, level] = self._pass([slots[row] for row in rows], page_tables)
+                tokens[rows, level] = self._pass([slots[row] for row in rows], page_tables, level)
                 counts[rows] += 1
-        for slot in slots:  # wrong guesses
+        for slot in slots if page_tables is not None else ():  # wrong guesses
             for index in range(self._lengths[slot], min(starts[slot] + self._rows, self._limits[slot])):
                 first_slot = self._page(slot, index, page_tables) * self._backend.page_size
                 self._pool.tokens[first_slot + index % self._backend.page_size] = -999
@@ -180,8 +256,9 @@ class ToyDecoder:
             for row, slot in enumerate(slots):
                 for level, line in enumerate(self._fields[slot]):
                     fields[row, level] = line
-        self._unread.append(DecodeOutput(tokens, counts, None if self._length else features, found, fields))
-        self._next_slot_pages = {slot: self._next_pages(slot, page_tables) for slot in slots}
+        if page_tables is not None:
+            self._next_slot_pages = {slot: self._next_pages(slot, page_tables) for slot in slots}
+        return DecodeOutput(tokens, counts, None if self._length else features, found, fields)
 
     def _drafted(self, slot: int, draft: DeviceDraft, line: list[int] | None) -> list[int]:
         """The chain of the host's draft for a slot, if it matches the text, else that of prompt lookup."""
@@ -206,25 +283,36 @@ class ToyDecoder:
         right = slot not in self._by_head or level <= starts[slot] % (1 + self._by_head[slot])
         return bool(right and self._lengths[slot] < self._limits[slot] and -1 not in tokens)
 
-    def _pass(self, slots: list[int], page_tables: Int32Array) -> Int32Array:
-        rows = np.arange(len(slots), dtype=np.int32)
-        output = self._backend.forward(
-            ForwardBatch(
-                tokens=self._tokens[slots],
-                positions=self._lengths[slots],
-                parents=np.full(len(slots), -1, dtype=np.int32),
-                row_offsets=np.arange(len(slots) + 1, dtype=np.int32),
-                context_lengths=self._lengths[slots],
-                page_tables=np.ascontiguousarray(page_tables[slots]),
-                logit_rows=rows,
-                pool=self._pool,
-            )
+    def _logits_of(
+        self, slots: list[int], tokens: Int32Array, positions: Int32Array, page_tables: Int32Array
+    ) -> Float32Array:
+        """The logits after these tokens, one of each slot."""
+        batch = ForwardBatch(
+            tokens=tokens,
+            positions=positions,
+            parents=np.full(len(slots), -1, dtype=np.int32),
+            row_offsets=np.arange(len(slots) + 1, dtype=np.int32),
+            context_lengths=positions,
+            page_tables=np.ascontiguousarray(page_tables[slots]),
+            logit_rows=np.arange(len(slots), dtype=np.int32),
+            pool=self._pool,
         )
+        return self._backend.forward(batch).logits
+
+    def _pass(self, slots: list[int], page_tables: Int32Array | None, level: int) -> Int32Array:
+        """The next token of each slot."""
+        lines: Sequence[Float32Array] | Float32Array
+        if page_tables is None:
+            lines = [self._computed[slot, level] for slot in slots]
+        else:
+            lines = self._logits_of(slots, self._tokens[slots], self._lengths[slots], page_tables)
         self._lengths[slots] += 1
         options = self._temperatures, self._truncation, self._seeds, self._lengths
         chosen = []
-        for logits, slot in zip(output.logits, slots, strict=True):
+        for logits, slot in zip(lines, slots, strict=True):
             edits, raw = self._edits[slot], logits
+            if (slot, level) in self._masks:
+                logits = raw = np.where(self._masks[slot, level], raw, np.float32(-np.inf))
             if edits is not None:
                 logits = edited(raw, edits, self._since[slot], int(self._lengths[slot]))
             chosen.append(reference_token(logits, *(of_slots[slot].tolist() for of_slots in options)))
@@ -248,13 +336,16 @@ class ToyDecoder:
         return page
 
     def read(self) -> DecodeOutput:
-        return self._unread.popleft()
+        output = self._unread.popleft()
+        assert output is not None, "it waits for masks"
+        return output
 
     def skip(self) -> None:
         self._unread.popleft()
 
     def drop(self) -> None:
         self._unread.clear()
+        self._waiting = None
 
     def prepare(self, draft: DeviceDraft | None) -> dict[int, float]:
         return {}

@@ -29,6 +29,7 @@ class SlotInits:
     takes_drafts: BoolArray  # [requests] False: drafted tokens are rejected, one token is sampled per pass
     truncation: Float64Array  # [requests, fields of core/truncation.py]
     logprobs: BoolArray  # [requests] whether log-probabilities are wanted
+    masked: BoolArray  # [requests] whether the host sends a token mask for every token
     edits: Sequence[LogitEdits | None]  # [requests] None: logits are not edited
     adapters: Sequence[str]  # [requests] as in ForwardBatch
 
@@ -46,6 +47,7 @@ class SlotInits:
             takes_drafts=np.array([not request.undrafted for request in requests]),
             truncation=np.array([options.truncation for options in params], dtype=np.float64),
             logprobs=np.array([options.logprobs is not None for options in params]),
+            masked=np.array([request.sampling.is_masked for request in requests]),
             edits=[
                 request.sampling.logit_edits() if request.sampling_needs & SamplingNeeds.LOGIT_EDITS else None
                 for request in requests
@@ -109,6 +111,14 @@ class DecodeOutput:
     logprobs: Float64Array | None = None
 
 
+@dataclass(frozen=True)
+class DraftedRows:
+    """The rows of a pass that waits for token masks. Valid until the masks are sent."""
+
+    tokens: Int32Array  # [slots, nodes] the root, which is the last known token, and what was drafted
+    parents: Sequence[int]  # [nodes] -1 for the root; parents before children
+
+
 class AsyncDecoder(Protocol):
     """Launches decode passes that read the previous pass's tokens on the device, and returns results later.
 
@@ -118,12 +128,16 @@ class AsyncDecoder(Protocol):
 
     @property
     def supported_sampling(self) -> SamplingNeeds:
-        """What passes can do when they sample. One request cannot have both edits and log-probabilities."""
+        """What passes can do when they sample. A request with log-probabilities has no edits and no masks."""
         ...
 
     @property
     def supports_lookup(self) -> bool:
         """Whether passes can draft from text: prompt lookup and optimistic host drafts."""
+        ...
+
+    def has_room(self, draft: DeviceDraft) -> bool:
+        """Whether there is memory for passes with this draft. Makes their buffers."""
         ...
 
     def join(self, requests: SlotInits) -> None:
@@ -151,9 +165,23 @@ class AsyncDecoder(Protocol):
         `host_drafts` [slots, 1 + draft.host_tokens]: the position of the first drafted token (-1: no draft),
         then the tokens, padded with -1. They are used by this pass only.
 
+        If a request is masked, the pass stops before it samples, and continues with `send_masks`. Nothing
+        else may be launched before.
+
         Before a pass with a head: the head has computed all tokens but the last, except tokens of passes it
         did not draft in, and its pool has the features of all computed tokens.
         Before a pass that drafts from text: `write_texts` was called.
+        """
+        ...
+
+    def drafted(self) -> DraftedRows:
+        """The rows of the pass that waits for token masks. Waits for its drafts."""
+        ...
+
+    def send_masks(self, rows: Int32Array, masks: Sequence[Int32Array]) -> None:
+        """Let the waiting pass sample, by these masks of core/token_masks.py for these of its rows.
+
+        `rows` [masks]: the numbers of rows of [slots, nodes]. Other rows are not masked.
         """
         ...
 

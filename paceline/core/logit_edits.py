@@ -147,11 +147,11 @@ class LogitOptions:
         self._lookback = self.bad_words.longest_prefix
         self.follows_path = self.penalizes or self._lookback > 0
         self.bans = bool(self.bad_words) or len(self.allowed_ids) > 0  # tokens, besides min_tokens
-        self._edits_always = self.penalizes or self.bans or len(self.bias_ids) > 0
+        self.adjusts = self.penalizes or len(self.bias_ids) > 0  # logits of tokens that may come next
 
     def edits(self, num_output: int) -> bool:
         """Whether any option edits logits from here on."""
-        return self._edits_always or self.forbids_endings(num_output)
+        return self.adjusts or self.forbids(num_output)
 
     def forbids_endings(self, num_output: int) -> bool:
         """Whether min_tokens forbids the ids that end the output, after so many tokens of it."""
@@ -174,13 +174,14 @@ class LogitOptions:
             forbid(mask, self.ending_ids)
         return mask
 
-    def for_device(self) -> LogitEdits:
-        """All but `bans`, which a device does not do, for one that samples the next tokens."""
+    def for_device(self, is_masked: bool) -> LogitEdits:
+        """What a device edits that samples the next tokens. `is_masked`: it gets token masks, which forbid
+        the endings."""
         return LogitEdits(
             self.penalties,
             self.bias_ids,
             self.bias,
-            self.ending_ids,
+            _NO_IDS if is_masked else self.ending_ids,
             self._prompt_length + self.min_tokens,
             self.seen.ids,
             self.output.ids,

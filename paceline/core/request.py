@@ -21,10 +21,9 @@ class SamplingNeeds(IntFlag):
 
     NOTHING = 0
     TRUNCATION = auto()  # top-k, top-p, min-p
-    LOGIT_EDITS = auto()  # bias, min_tokens, penalties
+    LOGIT_EDITS = auto()  # bias, penalties, min_tokens without a token mask
     LOGPROBS = auto()
-    CONSTRAINT = auto()  # a token mask
-    TOKEN_BANS = auto()  # allowed_token_ids, bad_words
+    TOKEN_MASK = auto()  # a constraint, allowed_token_ids, bad_words: the host makes a mask for every token
 
 
 class Status(Enum):
@@ -186,14 +185,12 @@ class Request:
         state, needs = self.sampling, SamplingNeeds.NOTHING
         if not state.greedy and not state.keeps_all:
             needs |= SamplingNeeds.TRUNCATION
-        if state.edits_logits(num_output):
+        if state.needs_edits(num_output):
             needs |= SamplingNeeds.LOGIT_EDITS
         if self.params.logprobs is not None:
             needs |= SamplingNeeds.LOGPROBS
-        if state.constraint is not None:
-            needs |= SamplingNeeds.CONSTRAINT
-        if state.bans_tokens:
-            needs |= SamplingNeeds.TOKEN_BANS
+        if state.is_masked:
+            needs |= SamplingNeeds.TOKEN_MASK
         return int(needs)
 
     def ends_by(self, token: int, num_output: int) -> bool:

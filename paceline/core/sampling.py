@@ -60,6 +60,8 @@ class SamplingState:
         self.keeps_all = truncation.keeps_all  # nothing is truncated
         self.constraint = constraint  # None: any token may follow
         self.logit_options = LogitOptions(params, prompt, ending_ids, bad_words)
+        # whether every token needs a mask: by a constraint, allowed_token_ids or bad_words
+        self.is_masked = constraint is not None or self.logit_options.bans
 
     def leaves_logits(self, num_output: int) -> bool:
         """Whether neither a constraint nor an option edits logits from here on."""
@@ -93,14 +95,14 @@ class SamplingState:
             )
         return allowed
 
-    @property
-    def bans_tokens(self) -> bool:
-        """Whether allowed_token_ids or bad_words exclude tokens, which `logit_edits` does not tell."""
-        return self.logit_options.bans
+    def needs_edits(self, num_output: int) -> bool:
+        """Whether a device must edit logits besides applying the mask of `is_masked`."""
+        options = self.logit_options
+        return options.adjusts or (not self.is_masked and options.forbids_endings(num_output))
 
     def logit_edits(self) -> LogitEdits:
-        """What `edits_logits` stands for, for a device that samples the next tokens."""
-        return self.logit_options.for_device()
+        """What `needs_edits` stands for, for a device that samples the next tokens."""
+        return self.logit_options.for_device(self.is_masked)
 
     def advance(self, token: int) -> None:
         """Append a token to the path."""

@@ -169,8 +169,5 @@ def drafts_on_device(drafters: Mapping[str, Drafter]) -> dict[str, DeviceDrafter
         name: drafter.device
         for name, drafter in drafters.items()
         if drafter.device is not None
-        and (
-            drafter.device.attaches
-            or not (host_features or drafter.only_forced or drafter.needs != DrafterNeeds())
-        )
+        and (drafter.device.attaches or not (host_features or drafter.needs != DrafterNeeds()))
     }

@@ -80,14 +80,36 @@ class Drafting:
         for head in self._heads.values():
             head.prepare()
 
-    def settled(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> list[DraftPlan]:
-        """The plans with room for forced tokens, and without drafters that failed for their request."""
+    def without_failed(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> list[DraftPlan]:
+        """The plans without drafters that failed for their request."""
         return [
-            plan
-            if request.sampling.constraint is None and not request.failed_drafters
-            else self._with_forced(request, _without_failed(request, plan))
+            _without_failed(request, plan) if request.failed_drafters else plan
             for request, plan in zip(requests, plans, strict=True)
         ]
+
+    def with_forced(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> list[DraftPlan]:
+        """The plans of a host pass: with room for forced tokens."""
+        return [
+            plan if request.sampling.constraint is None else self._with_forced(request, plan)
+            for request, plan in zip(requests, plans, strict=True)
+        ]
+
+    def num_forced(self, request: Request) -> int:
+        """The tokens that the request's constraint forces next and that may be drafted."""
+        constraint = request.sampling.constraint
+        if constraint is None or request.undrafted or not self._draft_forced:
+            return 0
+        return len(constraint.forced())
+
+    def only_forced(self, plan: DraftPlan) -> bool:
+        """Whether a plan drafts nothing but forced tokens."""
+        drafter = self._drafters.get(plan.drafter or "")
+        return drafter is not None and drafter.only_forced
+
+    @property
+    def forced_plan(self) -> DraftPlan:
+        """Drafts forced tokens, as many as may be; plain if they are not drafted."""
+        return FORCED_ONLY if self._draft_forced else PLAIN
 
     def _with_forced(self, request: Request, plan: DraftPlan) -> DraftPlan:
         """The plan with nodes for the tokens that the constraint forces, unless drafting is off."""
@@ -95,7 +117,7 @@ class Drafting:
         if constraint is None or request.undrafted or not self._draft_forced:
             return plan
         run = len(constraint.forced())
-        if plan.drafter is None or self._drafters[plan.drafter].only_forced:
+        if plan.drafter is None or self.only_forced(plan):
             return (plan if plan.budget else FORCED_ONLY).shrunk(run)
         room = run or FORCED_AFTER_PATH
         depth = None if plan.depth is None else plan.depth + run
@@ -274,8 +296,11 @@ class Drafting:
         useful = [
             request.max_output - request.num_output - 1 for request in requests
         ]  # the last is the bonus
-        pairs = zip(requests, useful, strict=True)
-        parts = [Scheduled(request, 1, plan.shrunk(max(length, 0))) for request, length in pairs]
+        plans = [plan.shrunk(max(length, 0)) for length in useful]
+        parts = [
+            Scheduled(request, 1, self._with_forced(request, own) if own.budget else own)
+            for request, own in zip(requests, plans, strict=True)
+        ]
         trees, _ = self.propose(parts)
         if trees is None:
             return [()] * len(requests)

@@ -108,7 +108,9 @@ class Engine:
             self._controller,
             Verification(rule, limits.vocab_size),
         )
-        self._device = DeviceExecutor(self._make_decoder if samples else _no_decoder, self._drafting, self.kv)
+        self._device = DeviceExecutor(
+            self._make_decoder if samples else _no_decoder, self._drafting, self.kv, limits.vocab_size
+        )
         self._overlap = OverlapScheduler(
             self.scheduler,
             self._device,
@@ -204,8 +206,9 @@ class Engine:
     def prepare(self) -> None:
         """Warm up: compile and allocate everything that the first steps need. Call it before any request."""
         self.compile_ahead()
-        for plan, seconds in self._warm_up().items():
-            self._controller.expect(plan, seconds, self._drafting.catch_up_seconds(plan))
+        seconds, plans = self._warm_up(), self._device_plans()
+        for plan in plans:
+            self._controller.expect(plan, seconds[plan], self._drafting.catch_up_seconds(plan))
         self.tokenizer.token_bytes(0)  # builds the table of all tokens
         gc.unfreeze()  # what earlier engines froze
         gc.collect()
@@ -220,8 +223,12 @@ class Engine:
         layers, kept_features = self._drafting.feature_layers, self._drafting.kept_features
         self.backend.prepare(self._pool, self.limits.max_model_len, layers, kept_features)
         self._drafting.prepare()
-        plans = dict.fromkeys([PLAIN, *self._controller.device_plans()])
+        plans = dict.fromkeys([*self._device_plans(), *self._device.own_plans])
         return {plan: self._device.prepare(plan) for plan in plans}
+
+    def _device_plans(self) -> Sequence[DraftPlan]:
+        """The plans that the controller may give to passes on the device."""
+        return list(dict.fromkeys([PLAIN, *self._controller.device_plans()]))
 
     def close(self) -> None:
         """Stop: drafters and the controller save their state."""
@@ -234,6 +241,7 @@ class Engine:
         """The deltas of one pass: launch every pass that can overlap, then commit the oldest."""
         timer = StepTimer(self._clock)
         self._between = timer.last - self._committed_at if self._pipeline else 0.0
+        self._device.send_masks()  # of the pass in flight: the one before it was read in the last step
         while (schedule := self._next_schedule()) is not None:
             timer.end("plan")
             self._pipeline.append(self._begin(schedule, timer))
@@ -251,7 +259,9 @@ class Engine:
         if schedule is None and not self._pipeline and self.has_unfinished:
             step_plan = self._plan(self._overlap.uses_device(self.scheduler.running))
             self._device.leave()
-            parts = self.scheduler.schedule(step_plan.plans)
+            parts = self.scheduler.schedule(
+                self._drafting.with_forced(self.scheduler.running, step_plan.plans)
+            )
             schedule = Schedule(parts, self._host, step_plan) if parts else None
         if schedule is not None and schedule.step_plan is not None:
             self._next_plan = None
@@ -262,7 +272,7 @@ class Engine:
         running, planned = self.scheduler.running, self._next_plan
         if planned is None or planned.running != running or planned.on_device != on_device:
             step_plan = self._controller.plan(running, self._load(on_device))
-            step_plan.plans = self._drafting.settled(running, step_plan.plans)
+            step_plan.plans = self._drafting.without_failed(running, step_plan.plans)
             self._next_plan = planned = _Planned(list(running), on_device, step_plan)
         return planned.step_plan
 

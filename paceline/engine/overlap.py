@@ -3,8 +3,9 @@
 Decode passes are launched before the previous one is read. New requests are prefilled in a separate host
 pass, queued after the passes in flight, and join the decode batch once that pass has been read. While nothing
 decodes, the next prefill of a burst, or the next chunk of a prompt, is launched before the first is read.
-Requests that the device cannot sample, such as constrained ones, decode in host passes, while the others stay
-on the device.
+Requests that the device cannot sample decode in host passes, while the others stay on the device. A pass over
+requests with token masks is launched like any other; it waits for the masks before it samples, and the next
+one is launched behind that.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class OverlapScheduler:
     def next(self, pipeline: Pipeline) -> Schedule | None:
         """The next pass, pages reserved; None if none can follow those in flight."""
         running = self._scheduler.running
-        if not running or pipeline.num_decodes >= DEPTH or self._device.decoder is None:
+        device = self._device
+        if not running or pipeline.num_decodes >= DEPTH or device.decoder is None or device.waits_for_masks:
             return None
         if (prefill := self._next_prefill(pipeline)) is not None:
             return prefill
@@ -77,7 +79,7 @@ class OverlapScheduler:
             return None
         if host_is_due and (parts := self._host_parts(decoding, step_plan)):
             return Schedule(parts, self._host)
-        plan = self._device.fitting(plan, len(decoding))
+        plan = device.fitting(plan, len(decoding)) if plan.budget else device.forced_plan(decoding)
         if not self._device.can_follow(plan):
             return None
         admitted = self._device.admit(decoding, plan)
@@ -88,7 +90,8 @@ class OverlapScheduler:
         if (requests, plan) != self._last_decode:
             self._last_decode = requests, plan
             self._last_parts = [
-                Scheduled(request, 1, PLAIN if request.undrafted else plan) for request in requests
+                Scheduled(request, 1, plan if self._device.takes(request, plan) else PLAIN)
+                for request in requests
             ]
         return self._last_parts
 
@@ -139,8 +142,9 @@ class OverlapScheduler:
             planned = dict(zip(running, plans, strict=True))
             plans = [planned[request] for request in decoding]
         pairs = zip(decoding, plans, strict=True)
-        drafted = {id(plan): plan for request, plan in pairs if request.plan is None or request.plan.budget}
-        plan, *others = drafted.values() or [PLAIN]  # most often there is one, which all requests share
+        # most often there is one, which all requests share
+        drafted = {id(plan): plan for request, plan in pairs if self._device.follows(request)}
+        plan, *others = drafted.values() or [PLAIN]
         return plan if all(other == plan for other in others) else None
 
     def _host_parts(self, on_device: Sequence[Request], step_plan: StepPlan) -> list[Scheduled]:

@@ -92,16 +92,29 @@ def _count_chains(
     parts: Sequence[Scheduled], shapes: Sequence[Shape], verdicts: Sequence[Verdict], gained: Sequence[int]
 ) -> tuple[DraftStats, ...]:
     """The same of a device pass: one for all drafts that went alike. There may be hundreds in every pass."""
-    alike: dict[tuple[str, DraftKind], int] = {}
-    for part, (nodes, levels, _), verdict, count in zip(parts, shapes, verdicts, gained, strict=True):
+    alike: dict[tuple[str, DraftKind, bool], int] = {}
+    for part, (nodes, levels, forced), verdict, count in zip(parts, shapes, verdicts, gained, strict=True):
         if nodes:
             request = part.request
             accepted = min(len(verdict.accepted), count, nodes)
             depth = levels if request.finish_reason is None else _depth(request, levels, count)
             kind = part.plan.drafter or "", nodes, depth, accepted
             request.speculative.add(kind)
-            alike[request.segment, kind] = alike.get((request.segment, kind), 0) + 1
-    return tuple([DraftStats("", segment, *kind, count=count) for (segment, kind), count in alike.items()])
+            name = request.segment, kind, bool(forced)  # all nodes of a chain, or none
+            alike[name] = alike.get(name, 0) + 1
+    return tuple(
+        [
+            DraftStats(
+                "",
+                segment,
+                *kind,
+                forced=kind[1] if is_forced else 0,
+                accepted_forced=kind[3] if is_forced else 0,
+                count=count,
+            )
+            for (segment, kind, is_forced), count in alike.items()
+        ]
+    )
 
 
 def _depth(request: Request, levels: int, num_tokens: int) -> int:

@@ -55,14 +55,15 @@ PLANS: dict[str, Any] = {
 }
 
 
-def make_engine(rule: str = "pathwise", **options: Any) -> Engine:
-    loaded = options.pop("drafters", None) or drafters()
+def make_engine(rule: str = "pathwise", backend: ToyBackend | None = None, **options: Any) -> Engine:
+    loaded = drafters() if (given := options.pop("drafters", None)) is None else given
     max_rows = options.pop("max_num_batched_tokens", 256)
+    max_num_seqs = options.pop("max_num_seqs", 32)
     defaults = {"num_pages": 600, "enable_prefix_caching": True} | options
     return new_engine(
-        ToyBackend(max_rows=max_rows, vocab=VOCAB),
+        backend or ToyBackend(max_rows=max_rows, vocab=VOCAB),
         TOKENIZER,
-        Limits(VOCAB, 256, 32, max_rows, draft_trees=RULES[rule].trees),
+        Limits(VOCAB, 256, max_num_seqs, max_rows, draft_trees=RULES[rule].trees),
         controller=defaults.pop("controller", FixedController()),
         drafters=loaded,
         plans={name: DraftPlan(name, 5) for name in loaded},
@@ -71,10 +72,13 @@ def make_engine(rule: str = "pathwise", **options: Any) -> Engine:
     )
 
 
-def requests(plan: Any = None) -> Iterator[tuple[list[int], SamplingParams]]:
+def requests(plan: Any = None, logprobs: int | None = 2) -> Iterator[tuple[list[int], SamplingParams]]:
     """Prompts that say what the answer may be like, each grammar with several options."""
     for number in range(2 * len(GRAMMARS)):
-        options = OPTIONS[number % len(OPTIONS)] | {"max_tokens": 16 if number % 2 else 60, "logprobs": 2}
+        options = OPTIONS[number % len(OPTIONS)] | {
+            "max_tokens": 16 if number % 2 else 60,
+            "logprobs": logprobs,
+        }
         words = np.random.default_rng(number).integers(3, VOCAB - 5, 3 + number).tolist()
         example = TOKENIZER.encode('{"name": "triangle_area", "arguments": {"base": 10, "unit": "abc"}} yes')
         structure = list(GRAMMARS.values())[number % len(GRAMMARS)]

@@ -13,7 +13,6 @@ from tests.engine.test_disturbances import LOSSES, Disturbed
 from tests.engine.test_exactness import prompt
 from tests.engine.test_overlap import alone, outcome, params
 from tests.toy import ScriptedDrafter, ToyBackend, drain, scribble_free_pages, toy_engine
-from tests.toy_tokenizer import VOCAB
 
 LONG = prompt(1, 30)  # four chunks of 8 rows
 
@@ -68,7 +67,7 @@ def test_a_pass_has_the_end_of_one_prompt_and_the_start_of_the_next() -> None:
 def test_a_request_that_decodes_on_the_host_gets_a_token_with_every_chunk(is_waiting: bool) -> None:
     """Without its row in each chunk's pass, it would get a token with every second chunk only."""
     engine, backend = chunked_engine()
-    on_host = add(engine, prompt(2, 5), 2, max_tokens=30, allowed_token_ids=list(range(VOCAB)))
+    on_host = add(engine, prompt(2, 5), 2, max_tokens=30, logprobs=1, logit_bias={3: 1.5})
     while on_host.num_output < 3:
         engine.step()
     long = add(engine, LONG, 1)

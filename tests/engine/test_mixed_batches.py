@@ -30,14 +30,14 @@ def add_device_requests(engine: Engine, count: int, max_tokens: int = 30) -> lis
     "options",
     [
         NEEDS_HOST,
-        {"bad_words": ["HI"]},
-        {"allowed_token_ids": range(9, 40)},
-        {"structured_outputs": {"regex": "[A-F]{4}[0-9]{5}"}},
+        {"logprobs": 1, "bad_words": ["HI"]},
+        {"logprobs": 1, "allowed_token_ids": range(9, 40)},
+        {"logprobs": 1, "structured_outputs": {"regex": "[A-F]{4}[0-9]{5}"}},
     ],
     ids=lambda options: "+".join(options),
 )
 def test_requests_that_need_the_host_leave_the_others_on_the_device(options) -> None:
-    """A constraint, banned tokens, or edits of logits with log-probabilities: decoded in host passes."""
+    """Token masks, or edits of logits, with log-probabilities: decoded in host passes."""
     backend = ToyBackend(on_device=True)
     engine = toy_engine(backend)
     others = add_device_requests(engine, 3)
@@ -57,7 +57,7 @@ def test_tokens_that_a_grammar_forces_are_drafted_beside_device_passes() -> None
     engine = toy_engine(backend)
     others = add_device_requests(engine, 3)
     grammar = 'root ::= "NAME=" [A-F] [A-F] ",AGE=" [0-9] [0-9] ",END"'
-    form = SamplingParams(max_tokens=40, seed=5, structured_outputs={"grammar": grammar})
+    form = SamplingParams(max_tokens=40, seed=5, logprobs=1, structured_outputs={"grammar": grammar})
     (on_host,) = engine.add_request(prompt(3, 5), form)
     while not on_host.finished:
         engine.step()

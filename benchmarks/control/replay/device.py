@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from paceline.backends.async_decoding import DecodeOutput, DeviceDraft, NgramLookup, SlotInits
+from paceline.backends.async_decoding import DecodeOutput, DeviceDraft, DraftedRows, NgramLookup, SlotInits
 from paceline.backends.base import Backend
 from paceline.control.controller import Controller
 from paceline.core.arrays import Int32Array
@@ -129,6 +129,15 @@ class SimulatedDevice(Backend):
         seconds = machine.device_pass(1 << (len(slots) - 1).bit_length(), draft)
         done = machine.queue(seconds + machine.slower * len(slots))
         self._unread.append((done, self.outcome(slots, draft)))
+
+    def has_room(self, draft: DeviceDraft) -> bool:
+        return True
+
+    def drafted(self) -> DraftedRows:
+        raise AssertionError("no pass waits for masks")
+
+    def send_masks(self, rows: Int32Array, masks: Sequence[Int32Array]) -> None:
+        raise AssertionError("no pass waits for masks")
 
     def read(self) -> DecodeOutput:
         done, output = self._unread.popleft()

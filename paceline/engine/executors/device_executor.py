@@ -20,17 +20,27 @@ from dataclasses import replace
 import numpy as np
 
 from paceline.backends.async_decoding import AsyncDecoder, DecodeOutput, DeviceDraft, SlotInits
+from paceline.core.arrays import Float64Array
 from paceline.core.features import Features
 from paceline.core.request import Request
 from paceline.core.schedule import Scheduled
 from paceline.core.trees import PLAIN, DraftPlan
+from paceline.core.verdict import Verdict
 from paceline.engine.drafting import Drafting
 from paceline.engine.executors.attached_head import AttachedHead
-from paceline.engine.executors.device_results import NOT_TOGETHER, advance_sampling, drafted_parts
+from paceline.engine.executors.device_results import (
+    CHANGES,
+    LOGPROBS,
+    TOKEN_MASK,
+    advance_sampling,
+    drafted_parts,
+)
 from paceline.engine.executors.optimistic import OptimisticDrafts
 from paceline.engine.executors.shadow import ShadowDrafts
+from paceline.engine.executors.token_masks import TokenMasks
 from paceline.engine.executors.verification import chosen_verdict
 from paceline.engine.pipeline import InFlight, Schedule, StepResult, StepTimer
+from paceline.errors import BackendError
 from paceline.kv.cache import KVCache
 
 logger = logging.getLogger(__name__)
@@ -38,7 +48,9 @@ logger = logging.getLogger(__name__)
 SPARE_TOKENS = 64  # tokens reserved at once, so that few passes have to send new page numbers
 MAX_DRAFTS = 10  # draft plans with buffers on the device; others go through the host
 MAX_DRAFT_ROWS = 512  # of a pass with longer drafts than a head's; more have no buffers
-MAX_TREE_ROWS = 128  # of a pass with trees: with more rows a GPU multiplies longer than it loads weights
+# of a pass with trees or with forced tokens: with more rows a GPU multiplies longer than it loads weights
+MAX_TREE_ROWS = 128
+FORCED_LENGTHS = (7, 3, 1)  # of chains of forced tokens: few, as each has buffers; the longest that fits
 
 
 class DeviceExecutor:
@@ -51,6 +63,7 @@ class DeviceExecutor:
         make: Callable[[], AsyncDecoder | None],
         drafting: Drafting,
         kv: KVCache,
+        vocab_size: int,
     ) -> None:
         """`make` returns the backend's decoder, or None if the backend has none."""
         self._drafting = drafting
@@ -58,7 +71,7 @@ class DeviceExecutor:
         self.decoder = _made(make)
         # the SamplingNeeds that the decoder cannot do
         self._not_sampled = -1 if self.decoder is None else ~int(self.decoder.supported_sampling)
-        self._drafts: dict[DraftPlan, DeviceDraft] = {}
+        self._drafts: dict[DraftPlan, DeviceDraft | None] = {}  # None: there is no memory for it
         self._passes: deque[tuple[list[Scheduled], DraftPlan]] = deque()  # in flight
         self._joined: dict[Request, int] = {}  # requests in the decoder: their passes in flight
         # requests whose texts were written to the device: the slots, and the tokens that were known then
@@ -68,6 +81,15 @@ class DeviceExecutor:
         self._second: tuple[list[Scheduled], list[Scheduled]] = ([], [])  # parts, and their `otherwise` parts
         self._optimistic = OptimisticDrafts(drafting)
         self.shadow = ShadowDrafts(drafting)
+        self._masks = TokenMasks(vocab_size)
+        # of the pass that waits for token masks: its masked requests, all of them, and whether it drafts
+        self._waiting: tuple[list[Request], list[Request], bool] | None = None
+        self._mask_failure: Exception | None = None  # of the pass that waited for masks
+
+    @property
+    def waits_for_masks(self) -> bool:
+        """Whether the last pass waits for token masks: nothing else can be launched."""
+        return self._waiting is not None
 
     @property
     def needs_features(self) -> bool:
@@ -78,7 +100,7 @@ class DeviceExecutor:
     def can_sample(self, request: Request) -> bool:
         """Whether the device can sample a request's next tokens."""
         needs = request.sampling_needs
-        return not needs & self._not_sampled and needs & NOT_TOGETHER != NOT_TOGETHER
+        return not needs & self._not_sampled and not (needs & LOGPROBS and needs & CHANGES)
 
     def draft(self, plan: DraftPlan) -> DeviceDraft | None:
         """How the decoder drafts by this plan; None if it cannot."""
@@ -91,8 +113,12 @@ class DeviceExecutor:
             if draft is None or (draft.reads_texts and not self.decoder.supports_lookup):
                 return None
             if draft.nodes or draft.from_texts or (draft.network_length or draft.length) < draft.length:
-                most = max(1, (MAX_TREE_ROWS if draft.nodes else MAX_DRAFT_ROWS) // (1 + plan.nodes))
+                is_forced = self._drafting.only_forced(plan)
+                few = draft.nodes or is_forced
+                most = max(1, (MAX_TREE_ROWS if few else MAX_DRAFT_ROWS) // (1 + plan.nodes))
                 draft = replace(draft, max_requests=min(most, draft.max_requests or most))
+                if is_forced and not self.decoder.has_room(draft):  # no request has asked for it
+                    draft = None
             self._drafts[plan] = draft
         return self._drafts.get(plan)
 
@@ -113,7 +139,46 @@ class DeviceExecutor:
         Others, such as a head, run on the device after the passes in flight, and the host would wait.
         """
         drafting = self._drafting
-        return plan if drafting.only_reads_texts(plan) else drafting.settled([request], [PLAIN])[0]
+        return drafting.with_forced([request], [plan if drafting.only_reads_texts(plan) else PLAIN])[0]
+
+    @property
+    def own_plans(self) -> Sequence[DraftPlan]:
+        """The plans, besides the controller's, that passes are prepared for: the longest chains of forced
+        tokens. Other lengths, of more requests, are prepared when they are first needed."""
+        plan = self._drafting.forced_plan.shrunk(FORCED_LENGTHS[0])
+        return [plan] if plan.budget and not self._not_sampled & TOKEN_MASK and self.offers(plan) else []
+
+    def follows(self, request: Request) -> bool:
+        """Whether the plan of a request must be that of its pass: not if it wants no drafts, or only those of
+        forced tokens, which passes draft by a plan of their own."""
+        own = request.plan
+        return own is None or (own.budget > 0 and not self._drafting.only_forced(own))
+
+    def takes(self, request: Request, plan: DraftPlan) -> bool:
+        """Whether a request takes the drafts of passes by this plan."""
+        return self.follows(request) or (not request.undrafted and self._drafting.only_forced(plan))
+
+    def forced_plan(self, requests: Sequence[Request]) -> DraftPlan:
+        """In place of the plain plan: chains of tokens that grammars force, if they at least double the
+        tokens of a pass over these requests. A plain pass has too few rows for a GPU, up to MAX_TREE_ROWS."""
+        constrained = [request for request in requests if request.sampling.constraint is not None]
+        if not constrained:
+            return PLAIN
+        length = MAX_TREE_ROWS // len(requests) - 1
+        length = next((fixed for fixed in FORCED_LENGTHS if fixed <= length), 0)
+        plan = self._drafting.forced_plan.shrunk(length)
+        if not plan.budget:
+            return PLAIN
+        coming: dict[Request, int] = {}  # tokens of the runs that passes in flight will sample
+        for parts, in_flight in self._passes:  # one, when the next is scheduled
+            tokens = 1 + (in_flight.levels if self._drafting.only_forced(in_flight) else 0)
+            for part in parts:
+                coming[part.request] = coming.get(part.request, 0) + tokens
+        drafted = 0
+        for request in constrained:
+            run = self._drafting.num_forced(request)
+            drafted += min(max(run - coming.get(request, 0), 0), length)
+        return plan if drafted >= len(requests) and self.offers(plan) else PLAIN
 
     def fitting(self, plan: DraftPlan, requests: int) -> DraftPlan:
         """This plan; if its buffers are too small for these requests, a tree's chain, or the plain one."""
@@ -200,8 +265,29 @@ class DeviceExecutor:
         if draft is not None and draft.host_tokens:
             expected = self._optimistic.rows(plan, requests, draft.host_tokens)
         decoder.launch([request.slot for request in requests], self._kv.page_tables, draft, expected)
+        masked = [request for request in requests if request.sampling_needs & TOKEN_MASK]
+        if masked:
+            self._waiting = masked, requests, draft is not None
+            self.send_masks()
         self._shadow(schedule, requests, plan)
         return InFlight(schedule, self._read, self._skip)
+
+    def send_masks(self) -> None:
+        """Let the pass that waits for token masks sample, once all tokens before it are known.
+
+        If that fails, reading the pass raises the error.
+        """
+        decoder = self.decoder
+        if self._waiting is None or decoder is None:
+            return
+        masked, requests, drafts = self._waiting
+        if any(self._joined.get(request, 0) > 1 and not request.finished for request in masked):
+            return  # another pass over these requests has not been read
+        self._waiting = None
+        try:
+            decoder.send_masks(*self._masks.of_pass(requests, decoder.drafted() if drafts else None))
+        except Exception as error:
+            self._mask_failure = error
 
     def _write_texts(self, decoder: AsyncDecoder, requests: Sequence[Request]) -> None:
         """Write the texts of these requests to the device, once: only then are they needed there."""
@@ -229,6 +315,9 @@ class DeviceExecutor:
     def _read(self, timer: StepTimer) -> StepResult:
         """The result of the oldest pass, waited for; requests that have ended are left out."""
         assert self.decoder is not None
+        self.send_masks()  # if this pass waits, all before it were skipped
+        if self._mask_failure is not None:
+            raise self._mask_failure
         output = self.decoder.read()
         timer.end("forward")
         parts, plan = self._pop()
@@ -240,16 +329,30 @@ class DeviceExecutor:
             chosen_verdict(tokens[row][: counts[row]], part.request)
             for row, part in zip(rows, parts, strict=True)
         ]
-        for row, part, verdict in zip(rows, parts, verdicts, strict=True):
-            if needs := part.request.sampling_needs & NOT_TOGETHER:
+        for place, (row, part) in enumerate(zip(rows, parts, strict=True)):
+            if needs := part.request.sampling_needs & (CHANGES | LOGPROBS):
                 logprobs = None if output.logprobs is None else output.logprobs[row]
-                advance_sampling(part.request, needs, verdict, logprobs)
+                verdicts[place] = self._advanced(part.request, needs, verdicts[place], logprobs)
         found = None if output.found is None else output.found[rows].tolist()
-        parts, shapes = drafted_parts(parts, self._second_parts(parts, plan), plan, found)
+        parts, shapes = drafted_parts(
+            parts, self._second_parts(parts, plan), plan, found, self._drafting.only_forced(plan)
+        )
         attended = (1 + plan.nodes) * sum([part.request.num_computed for part in parts])
         features = self._features(parts, rows, output)
         timer.end("verify")
         return StepResult(parts, verdicts, shapes, features, (1 + plan.nodes) * len(parts), attended)
+
+    def _advanced(
+        self, request: Request, needs: int, verdict: Verdict, logprobs: Float64Array | None
+    ) -> Verdict:
+        """The verdict with log-probabilities, after the sampling state has followed its tokens."""
+        error = self._masks.error_on(request, verdict.tokens) if needs & TOKEN_MASK else None
+        try:
+            if error is None:
+                advance_sampling(request, needs, verdict, logprobs)
+        except BackendError as limit:  # of the grammar
+            error = limit
+        return verdict if error is None else Verdict((), (), error=error)
 
     def _second_parts(self, parts: list[Scheduled], plan: DraftPlan) -> list[Scheduled]:
         """The parts as the `otherwise` plan drafts for them; made once for passes over the same requests."""
@@ -264,6 +367,7 @@ class DeviceExecutor:
 
     def _skip(self) -> None:
         """Do not read the oldest pass: all of its requests have ended."""
+        self.send_masks()
         if self.decoder is not None:
             self.decoder.skip()
         self._pop()
@@ -293,7 +397,11 @@ class DeviceExecutor:
 
         A request's own plan comes first: passes over requests with different plans do not run on the device.
         """
-        requested = [part.request.plan for part in parts if part.request.plan is not None]
+        requested = [
+            part.request.plan
+            for part in parts
+            if part.request.plan is not None and self.follows(part.request)
+        ]
         plan = next((each for each in requested if each.budget), plan)
         draft, decoder = self.draft(plan), self.decoder
         coming = [part.request for part in parts if part.num_tokens > 1 and part.reaches_end]
@@ -330,6 +438,7 @@ class DeviceExecutor:
         """Forget the passes in flight: one of them failed."""
         if self.decoder is not None:
             self.decoder.drop()
+        self._waiting = self._mask_failure = None
         self._passes.clear()
         self._joined.clear()
         self._with_texts.clear()

@@ -13,27 +13,33 @@ from paceline.engine.executors.verification import chosen_logprobs
 from paceline.engine.step_stats import Shape
 
 # plain ints: every pass compares them for all requests, and operators of an IntFlag take a microsecond
-LOGIT_EDITS, LOGPROBS = int(SamplingNeeds.LOGIT_EDITS), int(SamplingNeeds.LOGPROBS)
-# A device edits logits in place, and log-probabilities are those of the logits before.
-NOT_TOGETHER = LOGIT_EDITS | LOGPROBS
+LOGPROBS, TOKEN_MASK = int(SamplingNeeds.LOGPROBS), int(SamplingNeeds.TOKEN_MASK)
+# A device changes logits in place by these, and log-probabilities are those of the logits before.
+CHANGES = int(SamplingNeeds.LOGIT_EDITS) | TOKEN_MASK
 
 
 def advance_sampling(request: Request, needs: int, verdict: Verdict, logprobs: Float64Array | None) -> None:
-    """Add the log-probabilities of a verdict's tokens, and count the tokens for penalties, if asked."""
+    """Add the log-probabilities of a verdict's tokens, and advance what depends on the path, if asked."""
     if needs & LOGPROBS and logprobs is not None:
         verdict.logprobs = chosen_logprobs(verdict, request, logprobs.tolist())
-    if needs & LOGIT_EDITS:
-        for token in verdict.tokens:
+    if needs & CHANGES:
+        for count, token in enumerate(verdict.tokens):
             request.sampling.advance(token)
+            if request.ends_by(token, request.num_output + count):
+                break  # a constraint allows nothing after the end
 
 
 def drafted_parts(
-    parts: list[Scheduled], second: Sequence[Scheduled], plan: DraftPlan, found: Sequence[int] | None
+    parts: list[Scheduled],
+    second: Sequence[Scheduled],
+    plan: DraftPlan,
+    found: Sequence[int] | None,
+    is_forced: bool = False,
 ) -> tuple[list[Scheduled], list[Shape]]:
     """The parts with the plans that their drafts came from, and the drafts' shapes: none in a plain pass.
 
     `found` is the number of tokens drafted from texts, by part. Where it is 0, the `otherwise` plan has
-    drafted, whose parts are in `second`.
+    drafted, whose parts are in `second`. `is_forced`: a grammar forces all drafted tokens.
     """
     if not plan.budget:
         return parts, []
@@ -49,6 +55,9 @@ def drafted_parts(
         levels = plan.second().levels
         counts = [count or levels for count in found]
         parts = [part if count else other for part, other, count in zip(parts, second, found, strict=True)]
-    shapes = {count: Shape(count, count) for count in {0, *counts}}
+    shapes = {
+        count: Shape(count, count, frozenset(range(count)) if is_forced else frozenset())
+        for count in {0, *counts}
+    }
     pairs = zip(parts, counts, strict=True)
     return parts, [shapes[count if part.plan.budget else 0] for part, count in pairs]

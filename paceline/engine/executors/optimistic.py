@@ -61,7 +61,9 @@ class OptimisticDrafts:
         current = dict.fromkeys(requests)
         by_age = [request for request in requests if request not in self._drafts]
         by_age += [request for request in self._drafts if request in current]
-        outdated = list(islice((request for request in by_age if self._is_outdated(request)), MAX_DRAFTED))
+        # forced tokens are known already
+        most = len(requests) if self._drafting.only_forced(plan) else MAX_DRAFTED
+        outdated = list(islice((request for request in by_age if self._is_outdated(request)), most))
         chains = self._drafting.chains(plan, outdated) if outdated else []
         for request, tokens in zip(outdated, chains, strict=True):
             self._drafts.pop(request, None)  # so that it moves to the end

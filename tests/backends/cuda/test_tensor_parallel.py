@@ -265,6 +265,7 @@ def decode(backend: Any, adapter: str = "") -> list[int]:
         takes_drafts=np.ones(1, np.bool_),
         truncation=np.array([SamplingParams().truncation]),
         logprobs=np.zeros(1, np.bool_),
+        masked=np.zeros(1, np.bool_),
         edits=[None],
         adapters=[adapter],
     )

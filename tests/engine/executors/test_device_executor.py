@@ -24,13 +24,16 @@ class Drafts:
     def device_draft(self, plan: DraftPlan) -> DeviceDraft:
         return DeviceDraft(plan.levels, nodes=plan.nodes if plan.branching > 1 else 0)
 
+    def only_forced(self, plan: DraftPlan) -> bool:
+        return False
+
 
 @pytest.mark.parametrize("plans", [1, 2])
 def test_a_tree_without_buffers_becomes_a_chain_only_if_the_chain_has_some(
     plans: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_executor, "MAX_DRAFTS", plans)
-    executor = DeviceExecutor(Decoder, Drafts(), None)  # type: ignore[arg-type]
+    executor = DeviceExecutor(Decoder, Drafts(), None, 1)  # type: ignore[arg-type]
     assert executor.offers(TREE)
     assert executor.fitting(TREE, 1) == TREE
     assert executor.fitting(TREE, REQUESTS) == (TREE.as_chain() if plans > 1 else PLAIN)

@@ -6,6 +6,7 @@ A pass by another loop than the last one, or over other slots, first writes its 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.backends.async_decoding import DecodeOutput, DeviceDraft, SlotInits
+from paceline.backends.async_decoding import DecodeOutput, DeviceDraft, DraftedRows, SlotInits
 from paceline.backends.cuda.decode.decode_loop import DecodeLoop, make_requests
 from paceline.backends.cuda.decode.draft_networks import DraftNetwork, ModelNetwork
 from paceline.backends.cuda.decode.draft_shape import DraftShape, chain_shape, tree_shape
@@ -37,6 +38,8 @@ from paceline.core.request import SamplingNeeds
 
 Int64Array = npt.NDArray[np.int64]
 
+logger = logging.getLogger(__name__)
+
 BUFFERS = 4  # result buffers per loop: more than passes in flight, so no result is overwritten unread
 TIMED_CONTEXT = 256  # tokens of each request in timed passes: typical of a chat
 
@@ -49,6 +52,17 @@ class Loop:
     buffers: deque[Buffer]  # the next one first
     most: int  # most requests of a pass
     width: int  # most new tokens of a request in a pass
+
+
+@dataclass(frozen=True)
+class WaitingPass:
+    """The pass that waits for token masks."""
+
+    loop: Loop
+    buffer: Buffer
+    slots: Int64Array
+    rows: int  # with padding
+    needs: int
 
 
 class CudaAsyncDecoder:
@@ -78,7 +92,7 @@ class CudaAsyncDecoder:
         self._pages = np.zeros(tuple(self._requests.pages.shape), dtype=np.int32)  # a copy of the device's
         # [slots] upper bound of the computed tokens, and their number at `join`
         self._lengths, self._joined = np.zeros((2, slots), dtype=np.int32)
-        self.supported_sampling = SamplingNeeds.TRUNCATION | SamplingNeeds.LOGPROBS
+        self.supported_sampling = SamplingNeeds.TRUNCATION | SamplingNeeds.LOGPROBS | SamplingNeeds.TOKEN_MASK
         if self._writer.edits is not None:
             self.supported_sampling |= SamplingNeeds.LOGIT_EDITS
         self._loops: dict[DeviceDraft | None, Loop] = {}
@@ -87,7 +101,23 @@ class CudaAsyncDecoder:
             None  # of the last pass, if the next one over the same slots can reuse its rows
         )
         self._slots: list[int] = []  # of the last pass
+        self._waiting: WaitingPass | None = None
         self._unread: deque[tuple[Buffer, Int64Array, int]] = deque()  # with slots and SamplingNeeds
+
+    def has_room(self, draft: DeviceDraft) -> bool:
+        """Whether the buffers of this draft's passes fit the memory. Makes them."""
+        self._make_known(draft)
+        return self._has_room(draft)
+
+    @on_all_ranks
+    @torch.inference_mode()
+    def _has_room(self, draft: DeviceDraft) -> bool:
+        try:
+            self._loop(draft)
+        except torch.OutOfMemoryError as error:
+            logger.warning("passes do not draft %d tokens for each request: %s", draft.length, error)
+            return False
+        return True
 
     @on_all_ranks
     @torch.inference_mode()
@@ -133,6 +163,7 @@ class CudaAsyncDecoder:
         draft: DeviceDraft | None,
         host_drafts: Int32Array | None,
     ) -> None:
+        assert self._waiting is None, "a pass waits for token masks"
         slot_list, rows, loop = list(slots), bucket(len(slots)), self._loop(draft)
         steps, buffer = loop.steps, loop.buffers[0]
         if buffer.done is not None:
@@ -149,7 +180,44 @@ class CudaAsyncDecoder:
             buffer.host_drafts.numpy()[: len(slot_list)] = host_drafts  # rows after them are padding
             steps.host_drafts[:rows].copy_(buffer.host_drafts[:rows], non_blocking=True)
         needs = int(np.bitwise_or.reduce(self._writer.needs[index]))
-        steps.step(rows, needs, self._writer.edits, bool(self._writer.has_adapter[index].any()))
+        has_adapters = bool(self._writer.has_adapter[index].any())
+        if needs & SamplingNeeds.TOKEN_MASK:
+            steps.start_draft(rows)
+            if steps.nodes > 1:
+                buffer.drafted[:rows].copy_(steps.drafted(rows), non_blocking=True)
+                if buffer.has_drafted is not None:
+                    buffer.has_drafted.record()
+            steps.start_logits(rows, has_adapters)
+            self._waiting = WaitingPass(loop, buffer, index, rows, needs)
+        else:
+            steps.step(rows, needs, self._writer.edits, has_adapters)
+            self._copy_results(loop, buffer, rows, needs)
+        self._lengths[index] += loop.width
+        loop.buffers.rotate(-1)
+        self._unread.append((buffer, index, needs))
+
+    def drafted(self) -> DraftedRows:
+        """The rows of the pass that waits for token masks."""
+        assert self._waiting is not None, "no pass waits for token masks"
+        buffer, parents = self._waiting.buffer, self._waiting.loop.steps.parents
+        if buffer.has_drafted is not None:
+            buffer.has_drafted.synchronize()
+        return DraftedRows(cast(Int32Array, buffer.drafted[: len(self._waiting.slots)].numpy()), parents)
+
+    @on_all_ranks
+    @torch.inference_mode()
+    def send_masks(self, rows: Int32Array, masks: Sequence[Int32Array]) -> None:
+        """Let the waiting pass sample with these masks."""
+        assert self._waiting is not None, "no pass waits for token masks"
+        waiting, self._waiting = self._waiting, None
+        steps = waiting.loop.steps
+        steps.masks.send(waiting.rows * steps.nodes, rows, masks)
+        steps.finish(waiting.rows, waiting.needs, self._writer.edits)
+        self._copy_results(waiting.loop, waiting.buffer, waiting.rows, waiting.needs)
+
+    def _copy_results(self, loop: Loop, buffer: Buffer, rows: int, needs: int) -> None:
+        """Copy what a pass gives to the host, behind the pass."""
+        steps = loop.steps
         used = 2 * loop.most + rows * loop.width
         buffer.results[:used].copy_(steps.results[:used], non_blocking=True)
         if buffer.features is not None:
@@ -159,9 +227,6 @@ class CudaAsyncDecoder:
             buffer.logprobs[:rows].copy_(steps.path_logprobs(rows), non_blocking=True)
         if buffer.done is not None:
             buffer.done.record()
-        self._lengths[index] += loop.width
-        loop.buffers.rotate(-1)
-        self._unread.append((buffer, index, needs))
 
     def _use_shared_prefix(self, steps: DecodeLoop, slots: Int64Array) -> None:
         """Find shared prefixes of these slots, for shared-prefix attention; not with latents."""
@@ -194,6 +259,8 @@ class CudaAsyncDecoder:
     def drop(self) -> None:
         """Discard all unread passes."""
         self._unread.clear()
+        if self._waiting is not None:  # its rows are those of the next step still
+            self._waiting = self._last = None
 
     def prepare(self, draft: DeviceDraft | None) -> dict[int, float]:
         """Capture a graph for every bucket, and time its passes on a GPU. No slot may be in use."""
@@ -215,7 +282,10 @@ class CudaAsyncDecoder:
             if (measured := device_seconds(self.device, partial(steps.step, rows))) is not None:
                 seconds[rows] = measured
         steps.begin([], rows)
-        steps.step(rows, int(self.supported_sampling), self._writer.edits)  # compiles kernels for all sizes
+        needs = int(self.supported_sampling)
+        steps.start_draft(rows)
+        steps.start_logits(rows)
+        steps.finish(rows, needs, self._writer.edits)  # compiles kernels for all sizes
         steps.use_shared_prefix(no_shared_prefix(rows))
         steps.step(rows)  # compiles; other sizes are captured when first needed
         self._last = None

@@ -8,10 +8,14 @@ The state of requests is on the device too (DeviceRequests): tokens, computed le
 temperatures. The host reserves pages ahead and reads the tokens of earlier steps; no step waits for it.
 Without a draft, a step is plain decoding. Drafts do not change the tokens: a drafted token is accepted only
 if the target samples it too, with the noise of the request.
+
+A step is one launch. A step with token masks is three (`start_draft`, `start_logits`, `finish`), because the
+host makes the masks from the drafts, while the device computes the logits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -35,8 +39,8 @@ from paceline.backends.cuda.kernels.drafting.draft_sampling import (
 from paceline.backends.cuda.kernels.drafting.features import store_features
 from paceline.backends.cuda.kernels.drafting.prompt_lookup import prompt_lookup
 from paceline.backends.cuda.kernels.recurrent.types import StateTensors, recurrent_shape
-from paceline.backends.cuda.kernels.sampling.gumbel import Candidates
 from paceline.backends.cuda.kernels.sampling.logit_edits import EditState, count_tokens
+from paceline.backends.cuda.kernels.sampling.token_masks import RowMasks
 from paceline.backends.cuda.kernels.step_rows import (
     CONTIGUOUS_UNTIL,
     LAST,
@@ -127,7 +131,7 @@ class DecodeLoop:
         self._plan = plan = plan_step(
             shape, own_height, catch_up_rows, height, draft_levels, before_root, at_once
         )
-        self.nodes = len(shape)
+        self.nodes, self._parents = len(shape), shape.parents
         # A head has no keys and values of accepted tokens that came from a lookup. In a first step it is not
         # known which tokens these are, so it catches up on the most tokens that a step can accept.
         reads_texts = look_up is not None and kept is not None and not always
@@ -245,9 +249,43 @@ class DecodeLoop:
         needed with LOGIT_EDITS, and must be the same in every step. `has_adapters`: a request has an adapter.
         """
         name = rows, needs, self._uses_shared_prefix, has_adapters
-        self._graphs.run(name, lambda: self._step(rows, needs, edits, has_adapters))
 
-    def _step(self, rows: int, needs: int, edits: EditState | None, has_adapters: bool) -> None:
+        def work() -> None:
+            self._propose_rows(rows)
+            self._compute(rows, needs != 0, has_adapters)
+            self._sample(rows, needs, edits)
+
+        self._graphs.run(name, work)
+
+    @torch.inference_mode()
+    def start_draft(self, rows: int) -> None:
+        """Launch the first part of a step: `drafted` holds its rows when the device is done."""
+        if self.draft is not None or self._look_up is not None or self.host_drafts is not None:
+            self._graphs.run(("draft", rows), lambda: self._propose_rows(rows))
+
+    @torch.inference_mode()
+    def start_logits(self, rows: int, has_adapters: bool = False) -> None:
+        """Launch the second part: the logits of the rows."""
+        name = "logits", rows, self._uses_shared_prefix, has_adapters
+        self._graphs.run(name, lambda: self._compute(rows, True, has_adapters))
+
+    @torch.inference_mode()
+    def finish(self, rows: int, needs: int, edits: EditState | None = None) -> None:
+        """Launch the last part: tokens, and the next step's rows. `masks` must have been sent."""
+        self._graphs.run(("sample", rows, needs), lambda: self._sample(rows, needs, edits))
+
+    @property
+    def masks(self) -> RowMasks:
+        """The token masks of a step's rows."""
+        return self._sampler.masks
+
+    @property
+    def parents(self) -> Sequence[int]:
+        """[nodes] the parents of a request's rows, -1 for the root."""
+        return self._parents
+
+    def _propose_rows(self, rows: int) -> None:
+        """Draft."""
         if self.draft is not None:
             self._propose(self.draft, rows)
         if self._look_up is not None or self.host_drafts is not None:
@@ -262,7 +300,19 @@ class DecodeLoop:
                 self.found,
                 kept=self._plan.drafted,
             )
-        candidates = self._verify(rows, needs, edits, has_adapters)
+
+    def _sample(self, rows: int, needs: int, edits: EditState | None) -> None:
+        """Sample the tokens of all rows, accept, and write the next step's rows."""
+        inputs = self._pass(0, rows)
+        candidates = self._sampler.sample(
+            self._workspace,
+            inputs.tokens,
+            inputs.tables.positions,
+            self._slots[:rows],
+            self.requests,
+            needs,
+            edits,
+        )
         if self._kept is not None and self.features is not None:
             slot_mapping = self._rows.lines[SLOT_MAPPING, : rows * self.nodes]
             store_features(self.features, slot_mapping, self._kept.parts, self._kept.features)
@@ -321,8 +371,8 @@ class DecodeLoop:
         pages_begin = self._rows.lines[TILE_PAGES, : rows * tiles : tiles]
         return Anchors(tokens, positions, slot_mapping, pages_begin, self.requests.pages.view(-1))
 
-    def _verify(self, rows: int, needs: int, edits: EditState | None, has_adapters: bool) -> Candidates:
-        """Run the target over all nodes, and sample the token of each."""
+    def _compute(self, rows: int, joins: bool, has_adapters: bool) -> None:
+        """Run the target over all nodes. `joins`: see run_lm_head."""
         weights, workspace = self.weights, self._workspace
         inputs, count = self._pass(0, rows), rows * self.nodes
         tables, features = inputs.tables, (self.features, self.feature_layers)
@@ -332,10 +382,7 @@ class DecodeLoop:
         if not self._megakernel.run(*known, *features):
             recurrent = None if self._states is None else self._states.rows(rows)
             run_layers(weights, workspace, *known, self.pool, self.page_size, *features, recurrent)
-        run_lm_head(weights, workspace, workspace.attention_input, count, joins=needs != 0)
-        rows_of_step = (inputs.tokens, inputs.tables.positions)
-        slots = self._slots[:rows]
-        return self._sampler.sample(workspace, *rows_of_step, slots, self.requests, needs, edits)
+        run_lm_head(weights, workspace, workspace.attention_input, count, joins)
 
     def _pass(self, number: int, rows: int) -> DraftRows:
         """The rows of one pass."""

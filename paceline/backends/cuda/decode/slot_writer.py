@@ -123,4 +123,5 @@ def _sampling_needs(requests: SlotInits) -> Int64Array:
     edits = np.array([edits is not None for edits in requests.edits])
     needs: Int64Array = np.where(truncates, SamplingNeeds.TRUNCATION, 0)
     needs |= np.where(edits, SamplingNeeds.LOGIT_EDITS, 0)
+    needs |= np.where(requests.masked, SamplingNeeds.TOKEN_MASK, 0)
     return needs | np.where(requests.logprobs, SamplingNeeds.LOGPROBS, 0)

@@ -7,6 +7,7 @@ import torch
 from paceline.backends.cuda.kernels.sampling.gumbel import Candidates, candidates_for, gumbel_argmax
 from paceline.backends.cuda.kernels.sampling.logit_edits import EditState, edit_logits
 from paceline.backends.cuda.kernels.sampling.logprobs import logprob_buffers, write_logprobs
+from paceline.backends.cuda.kernels.sampling.token_masks import mask_logits, row_masks
 from paceline.backends.cuda.kernels.sampling.truncation import find_thresholds, truncation_buffers
 from paceline.backends.cuda.kernels.step_rows import DeviceRequests, ShapeTables
 from paceline.backends.cuda.passes.workspace import Workspace
@@ -16,13 +17,14 @@ from paceline.core.request import SamplingNeeds
 from paceline.core.truncation import NUM_FIELDS
 
 _TRUNCATION, _LOGIT_EDITS = int(SamplingNeeds.TRUNCATION), int(SamplingNeeds.LOGIT_EDITS)
-_LOGPROBS = int(SamplingNeeds.LOGPROBS)
+_LOGPROBS, _TOKEN_MASK = int(SamplingNeeds.LOGPROBS), int(SamplingNeeds.TOKEN_MASK)
 
 
 class StepSampler:
     """Sampling options of the requests of a step, by row, and the buffers of the sampling kernels.
 
     `logprobs` float64 [max_rows, nodes, fields of verify/logprobs.py] is written for requests that ask.
+    `masks` are the token masks of a step's rows, which the host sends.
     `seeds` int64 [max_rows] and `temperatures` float64 [max_rows] are the requests', for coupled drafting.
     """
 
@@ -44,6 +46,7 @@ class StepSampler:
         self._candidates = self._shared_candidates.full  # of all logits at once
         if weights.shard.size > 1:
             self._candidates = candidates_for(rows, vocab_size, device)
+        self.masks = row_masks(rows, vocab_size, device)
         self._truncation = truncation_buffers(rows, vocab_size, device)
         self._logprobs = logprob_buffers(rows, vocab_size, device)
         self.logprobs = self._logprobs.fields.view(max_rows, self._nodes, -1)
@@ -77,6 +80,8 @@ class StepSampler:
         options = temperatures, self._row_seeds[:requests].view(-1), positions
         if not needs:
             return sample_local(workspace.local.logits, self._head, *options, self._shared_candidates, rows)
+        if needs & _TOKEN_MASK:
+            mask_logits(logits, size, self.masks, rows)
         if needs & _LOGIT_EDITS and edits is not None:
             parents, levels = self._shape.parents, self._shape.levels
             edit_logits(logits, size, slots, edits, tokens, positions, parents, levels)

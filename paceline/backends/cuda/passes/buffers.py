@@ -22,8 +22,10 @@ class Buffer:
     features: torch.Tensor | None  # float32 [rows, width]
     logprobs: torch.Tensor  # float64 [rows, 1 + length of drafts, fields of verify/logprobs.py]
     host_drafts: torch.Tensor | None  # int32 [rows, 1 + most] optimistic drafts of the host, if it drafts
+    drafted: torch.Tensor  # int32 [rows, rows of a request in a pass] the tokens of the rows: see DraftedRows
     pages: torch.Tensor  # int64 [changes] indices into the page table, then page numbers
     done: torch.cuda.Event | None  # None without a GPU, where work is synchronous
+    has_drafted: torch.cuda.Event | None
 
 
 def make_buffer(steps: DecodeLoop, gives_features: bool, gives_found: bool) -> Buffer:
@@ -43,6 +45,8 @@ def make_buffer(steps: DecodeLoop, gives_features: bool, gives_found: bool) -> B
         like(steps.features) if gives_features and steps.features is not None else None,
         like(steps.logprobs[:, : steps.output.shape[1]]),
         None if steps.host_drafts is None else like(steps.host_drafts),
+        torch.zeros((most, steps.nodes), dtype=torch.int32, pin_memory=pinned),
         torch.zeros(8 * most * steps.output.shape[1], dtype=torch.int64, pin_memory=pinned),
+        torch.cuda.Event() if pinned else None,  # type: ignore[no-untyped-call]
         torch.cuda.Event() if pinned else None,  # type: ignore[no-untyped-call]
     )

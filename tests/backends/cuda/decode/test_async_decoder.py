@@ -27,6 +27,8 @@ class Recording:
     """In place of the decode loop: a step's token is the page that its row writes to."""
 
     def __init__(self, requests: object, rows: int, width: int, nodes: int, host_drafts: int) -> None:
+        from paceline.backends.cuda.kernels.sampling.token_masks import row_masks
+
         self.requests, self.features = requests, torch.zeros(rows, 3)
         self.results = torch.full((rows * (2 + width),), -7, dtype=torch.int32)
         self.counts, self.found = self.results[: 2 * rows].view(2, rows)
@@ -36,6 +38,10 @@ class Recording:
         self.begun: list[list[int]] = []
         self.logprobs = torch.full((rows, width, NUM_FIELDS), -7, dtype=torch.float64)
         self.needs: list[int] = []
+        self.parts: list[str] = []  # of steps with masks
+        self.parents = tuple(range(-1, nodes - 1))
+        self.masks = row_masks(rows * nodes, VOCAB_SIZE, CPU)
+        self.rows = torch.arange(rows * nodes, dtype=torch.int32).view(rows, nodes)
         self.has_adapters: list[bool] = []
         self.edits: object = None
 
@@ -48,6 +54,21 @@ class Recording:
 
     def use_shared_prefix(self, shared_prefix: object) -> None:
         self.shared.append(shared_prefix)
+
+    def drafted(self, rows: int) -> torch.Tensor:
+        return self.rows[:rows] + 100 * len(self.parts)
+
+    def start_draft(self, rows: int) -> None:
+        self.parts.append("draft")
+
+    def start_logits(self, rows: int, has_adapters: bool = False) -> None:
+        self.parts.append("logits")
+        self.has_adapters.append(has_adapters)
+
+    def finish(self, rows: int, needs: int, edits: object = None) -> None:
+        self.parts.append("finish")
+        self.step(rows, needs, edits)
+        self.has_adapters.pop()
 
     def step(self, rows: int, needs: int = 0, edits: object = None, has_adapters: bool = False) -> None:
         self.needs.append(needs)
@@ -122,7 +143,7 @@ def biased() -> LogitEdits:
     return SamplingState(SamplingParams(logit_bias={7: 2.0}), 0, (), ()).logit_edits()
 
 
-def joining(slots: Sequence[int], lengths: Sequence[int]) -> SlotInits:
+def joining(slots: Sequence[int], lengths: Sequence[int], masked: Sequence[int] = ()) -> SlotInits:
     return SlotInits(
         slots=np.array(slots, dtype=np.int32),
         tokens=np.array([[slot + 40, slot + 50] for slot in slots], dtype=np.int32),
@@ -133,6 +154,7 @@ def joining(slots: Sequence[int], lengths: Sequence[int]) -> SlotInits:
         takes_drafts=np.array([slot != 5 for slot in slots]),
         truncation=np.array([Truncation(top_k=5 if slot == 3 else 0) for slot in slots], dtype=np.float64),
         logprobs=np.array([slot == 5 for slot in slots]),
+        masked=np.array([slot in masked for slot in slots]),
         edits=[biased() if slot == 0 else None for slot in slots],
         adapters=["sql" if slot == 4 else "" for slot in slots],
     )
@@ -295,7 +317,8 @@ def test_where_edits_do_not_fit_the_memory_the_host_makes_them(loops, monkeypatc
     assert SamplingNeeds.LOGIT_EDITS in make_decoder().supported_sampling
     monkeypatch.setattr(slot_writer, "make_edit_state", too_large)
     decoder = make_decoder()
-    assert decoder.supported_sampling == SamplingNeeds.TRUNCATION | SamplingNeeds.LOGPROBS
+    rest = SamplingNeeds.TRUNCATION | SamplingNeeds.LOGPROBS | SamplingNeeds.TOKEN_MASK
+    assert decoder.supported_sampling == rest
     decoder.join(joining([2], [1]))
     decoder.launch([2], np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32), None)
     assert decoder.read().logprobs is None
@@ -312,3 +335,54 @@ def test_passes_with_an_adapter_are_told_so(decoder, loops) -> None:  # type: ig
     decoder.launch([4], tables, None)
     assert not loops[0].has_adapters[-1]
     assert decoder._requests.adapters[4] == -1
+
+
+def test_a_pass_over_masked_requests_samples_when_it_gets_their_masks(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+    """Only what the host must know is copied before: the drafts. The results follow the masks."""
+    tables = np.arange(SLOTS * LONGEST // PAGE, dtype=np.int32).reshape(SLOTS, -1)
+    decoder.join(joining([1, 2, 4], [2, 5, 6], masked=[2]))
+    decoder.launch([1, 2, 4], tables, replace(head_draft(2), max_requests=4))
+    (loop,) = loops
+    assert (loop.parts, loop.needs, loop.has_adapters) == (["draft", "logits"], [], [True])
+    with pytest.raises(AssertionError, match="waits for token masks"):
+        decoder.launch([1], tables, None)
+    drafted = decoder.drafted()
+    assert drafted.tokens.tolist() == (np.arange(9).reshape(3, 3) + 100).tolist()
+    assert list(drafted.parents) == [-1, 0, 1]
+    words = len(loop.masks.masks[0])
+    masks = [np.full(words, number, dtype=np.int32) for number in (7, 8)]
+    decoder.send_masks(np.array([3, 5], dtype=np.int32), masks)  # the root of the second request, and a leaf
+    assert loop.masks.lines.tolist() == [-1, -1, -1, 0, -1, 1, *[-1] * (len(loop.masks.lines) - 6)]
+    assert loop.masks.masks[:2].tolist() == [mask.tolist() for mask in masks]
+    assert (loop.parts[-1], loop.needs) == ("finish", [SamplingNeeds.TOKEN_MASK])
+    assert decoder.read().tokens[:, 0].tolist() == [tables[1, 0], tables[2, 1], tables[4, 1]]
+    decoder.launch([1, 4], tables, replace(head_draft(2), max_requests=4))  # neither is masked
+    assert len(loops[-1].parts) == 3 * (loops[-1] is loop)
+    assert loops[-1].needs[-1] == SamplingNeeds.NOTHING
+
+
+def test_a_pass_that_waits_for_masks_can_be_dropped(decoder, loops) -> None:  # type: ignore[no-untyped-def]
+    """The next one begins its rows again: the step that would have written them did not end."""
+    tables = np.zeros((SLOTS, LONGEST // PAGE), dtype=np.int32)
+    decoder.join(joining([2], [1], masked=[2]))
+    decoder.launch([2], tables, None)
+    decoder.drop()
+    decoder.launch([2], tables, None)
+    assert loops[0].begun == [[2], [2]]
+    decoder.send_masks(np.zeros(0, dtype=np.int32), [])
+    assert decoder.read().counts.tolist() == [1]
+    assert loops[0].parts.count("finish") == 1
+
+
+def test_drafts_without_memory_are_told(decoder, loops, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    from paceline.backends.cuda.decode import async_decoder
+
+    def too_large(*sizes: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 300 MB")
+
+    draft = head_draft(3)
+    assert decoder.has_room(draft)
+    assert len(loops) == 1
+    monkeypatch.setattr(async_decoder, "DecodeLoop", too_large)
+    assert decoder.has_room(draft)
+    assert not decoder.has_room(head_draft(2))

@@ -16,6 +16,7 @@ from paceline.core.forward import ForwardBatch, chain_parents
 from paceline.core.params import SamplingParams
 from paceline.core.request import SamplingNeeds
 from paceline.core.sampling import SamplingState
+from paceline.core.token_masks import packed_id, packed_ids
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.files.layout import expected_tensors
 from paceline.models.heads.config import HeadConfig
@@ -406,6 +407,38 @@ def test_a_step_edits_logits_counts_its_tokens_and_gives_log_probabilities(
     raw = plain_logits(case.weights, case.pool(), case.state, LENGTH + 2)
     token = int(loop.output[0, 0])
     assert logprobs_of_fields(loop.logprobs[0, 0].tolist(), token, 3) == token_logprobs(raw, token, 3)
+
+
+def test_a_step_with_masks_takes_what_they_allow_along_the_draft(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    """Three launches. The drafted token is what the mask of the root leaves, so the row below it counts."""
+    from paceline.backends.cuda.decode.decode_loop import DecodeLoop
+    from paceline.backends.cuda.decode.draft_shape import chain_shape
+
+    case = Case(0.0, device, dtype)
+    loop = DecodeLoop(case.weights, case.pool(), case.state, ROWS, PAGE_SIZE, None, chain_shape(2))
+    loop.begin([1], ROWS)
+    loop.drafted(ROWS)[0, 1:] = torch.tensor([33, 58], device=device)
+    loop.start_draft(ROWS)
+    loop.start_logits(ROWS)
+    raw = plain_logits(case.weights, case.pool(), case.state, LENGTH)
+    assert raw.argmax() != 33
+    least = int(raw.argmin())
+    masks = [packed_id(33, 60), packed_ids(np.array([least, 58]), 60), packed_id(least, 60)]
+    loop.masks.send(ROWS * 3, np.array([0, 1, 2], dtype=np.int32), masks)
+    loop.finish(ROWS, int(SamplingNeeds.TOKEN_MASK))
+    tokens = loop.output[0, : loop.counts[0]].tolist()
+    case.state.tokens[1, LENGTH + 1] = 33
+    second = plain_logits(case.weights, case.pool(), case.state, LENGTH + 1)
+    expected = [33, 58 if second[58] > second[least] else least]
+    assert tokens == ([*expected, least] if expected[1] == 58 else expected)
+    loop.begin([1], ROWS)
+    loop.step(ROWS)  # without masks: those of the last step do not count
+    assert (
+        loop.output[0, 0]
+        == plain_logits(case.weights, case.pool(), case.state, LENGTH + len(tokens)).argmax()
+    )
 
 
 def test_shapes_of_drafts() -> None:
