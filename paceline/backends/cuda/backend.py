@@ -16,7 +16,13 @@ from paceline.backends.cuda.layers.recurrent import CudaStates, copy_state
 from paceline.backends.cuda.passes.compiling import compile_only
 from paceline.backends.cuda.passes.graphs import buckets
 from paceline.backends.cuda.passes.host_passes import FIRST_ROWS, LATE_ROWS, HostPasses
-from paceline.backends.cuda.passes.kv_pool import Pool, make_pool, move_slots, page_bytes
+from paceline.backends.cuda.passes.kv_pool import (
+    Pool,
+    make_pool,
+    move_slots,
+    page_bytes,
+    window_page_bytes,
+)
 from paceline.backends.cuda.passes.shared_prefix import (
     PassRows,
     find_shared_prefixes,
@@ -42,6 +48,7 @@ from paceline.core.forward import (
     KeptFeatures,
     KVPool,
     StatePool,
+    WindowGroup,
 )
 from paceline.errors import BackendError
 from paceline.models.checkpoint import Checkpoint
@@ -71,6 +78,8 @@ class CudaBackend(Backend):
         self.weight_format = dtype if quantization == "none" else quantization
         self.config, self.adapters = weights.config, weights.adapters
         self.attention_window = self.config.widest_window
+        # other ranks do not see how the page table of the window group changes
+        self.window_group = self.config.window_group if ranks is None and weights.shard.size == 1 else None
         self.max_rows = max_rows
         self.device = weights.device
         self.dtype = weights.dtype
@@ -158,10 +167,17 @@ class CudaBackend(Backend):
     def bytes_per_page(self) -> int:
         return page_bytes(self.weights, PAGE_SIZE)
 
+    def bytes_per_window_page(self) -> int:
+        return window_page_bytes(self.weights, PAGE_SIZE)
+
     @made_on_all_ranks
     def make_pool(self, num_pages: int) -> Pool:
         """Zeroed storage for `num_pages` pages of keys and values of this model."""
         return make_pool(self.weights, num_pages, PAGE_SIZE)
+
+    def make_grouped_pool(self, num_pages: int, windows: WindowGroup) -> Pool:
+        """Zeroed storage in which layers of the window group have their keys and values in window pages."""
+        return make_pool(self.weights, num_pages, PAGE_SIZE, windows)
 
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Logits of the wanted rows and, if asked, sampled tokens and features."""
@@ -272,7 +288,7 @@ class CudaBackend(Backend):
     @torch.inference_mode()
     def move(self, pool: KVPool, source: Int32Array, destination: Int32Array) -> None:
         """Copy keys and values from KV slots to others; all sources are read first."""
-        move_slots(cast(Pool, pool), source, destination)
+        move_slots(cast(Pool, pool), source, destination, PAGE_SIZE)
 
     def make_states(self, count: int) -> CudaStates:
         """Zeroed storage for `count` states of the recurrent layers."""

@@ -75,6 +75,12 @@ def run_layers(
         return features[:, slot : slot + size]
 
     _embed(weights, workspace, tokens)
+    window_tables = tables.in_windows()
+
+    def tables_of(index: int) -> RowTables:
+        """The tables for the KV cache group of layer `index`, which attends."""
+        return window_tables if pool.is_windowed(config.kv_layer(index)) else tables
+
     begun = False  # whether the fused kernel has computed this layer's QKV, and stored its features
     for index, layer in enumerate(weights.layers):
         has_qkv, begun = begun, False
@@ -83,11 +89,13 @@ def run_layers(
         if layer.attends:
             keys, values = pool.layer(config.kv_layer(index))
             if not has_qkv:
-                _project_qkv(layer, workspace, tables, keys, values, config.rms_norm_eps)
-            _attend(layer, workspace, tables, keys, values, config.window(index), page_size)
+                _project_qkv(layer, workspace, tables_of(index), keys, values, config.rms_norm_eps)
+            _attend(layer, workspace, tables_of(index), keys, values, config.window(index), page_size)
             if not finishes and index + 1 == len(weights.layers):
                 return
-            begun = _run_to_next(weights, workspace, index, tables, pool, kept(index + 1))
+            is_before = index + 1 < len(weights.layers) and weights.layers[index + 1].attends
+            following = tables_of(index + 1) if is_before else tables
+            begun = _run_to_next(weights, workspace, index, following, pool, kept(index + 1))
         if not begun:
             _finish_layer(weights, index, workspace, tables, recurrent)
     if not begun:
@@ -158,8 +166,9 @@ def run_assistant_layers(
     add_normed(as_it_is, workspace.hidden, None, None, norm, reader, rows)
     for index, layer in enumerate(weights.layers):
         (keys, values), window = pool.layer(config.kv_layer(index)), config.window(index)
+        own = tables.in_windows() if pool.is_windowed(config.kv_layer(index)) else tables
         _project_qkv(layer, workspace, rotated, keys, values, config.rms_norm_eps)
-        _attend(layer, workspace, tables, keys, values, None if window is None else window - 1, page_size)
+        _attend(layer, workspace, own, keys, values, None if window is None else window - 1, page_size)
         _finish_layer(weights, index, workspace, rotated)
 
 
@@ -357,6 +366,7 @@ def _run_to_next(
 ) -> bool:
     """Run a layer after its attention, and the next layer's QKV, by the fused kernel; False if unsupported.
 
+    `tables` are those of the next layer's KV cache group.
     The layer's output goes to `features` too, if given.
     """
     layer, heads, norm = weights.layers[index], None, weights.norm

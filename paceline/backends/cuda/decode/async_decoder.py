@@ -33,7 +33,7 @@ from paceline.backends.cuda.weights.model_weights import Weights
 from paceline.backends.torch.parallel.calls import made_on_all_ranks, on_all_ranks
 from paceline.backends.torch.parallel.ranks import Ranks
 from paceline.core.arrays import Float32Array, Int32Array
-from paceline.core.forward import KeptFeatures
+from paceline.core.forward import KeptFeatures, WindowGroup
 from paceline.core.request import SamplingNeeds
 
 Int64Array = npt.NDArray[np.int64]
@@ -87,9 +87,11 @@ class CudaAsyncDecoder:
         self._weights, self._pool, self._longest, self._page_size = weights, pool, longest, page_size
         self._feature_layers, self._kept, self._states = feature_layers, kept, states
         self._rows = bucket(slots)
-        self._requests = make_requests(slots, longest, page_size, self.device)
+        has_windows = pool.windows is not None
+        self._requests = make_requests(slots, longest, page_size, self.device, has_windows)
         self._writer = SlotWriter(self._requests, weights.config.vocab_size, weights.adapters)
-        self._pages = np.zeros(tuple(self._requests.pages.shape), dtype=np.int32)  # a copy of the device's
+        # copies of the device's tables
+        self._pages, self._window_pages = np.zeros((2, *self._requests.pages.shape), dtype=np.int32)
         # [slots] upper bound of the computed tokens, and their number at `join`
         self._lengths, self._joined = np.zeros((2, slots), dtype=np.int32)
         self.supported_sampling = SamplingNeeds.TRUNCATION | SamplingNeeds.LOGPROBS | SamplingNeeds.TOKEN_MASK
@@ -125,6 +127,8 @@ class CudaAsyncDecoder:
         """Initialize slots, or overwrite the state of slots in use."""
         self._writer.write(requests)
         self._lengths[requests.slots] = self._joined[requests.slots] = requests.lengths
+        if self._pool.windows is not None:  # an entry with an equal page may have had another window page
+            self._pages[requests.slots] = -1
         self._last = None
 
     @on_all_ranks
@@ -305,6 +309,9 @@ class CudaAsyncDecoder:
         pages = np.arange(slots * each, dtype=np.int32).reshape(slots, each) % self._pool.num_pages
         self._pages[:slots, :each] = pages
         state.pages[:slots, :each] = torch.from_numpy(pages).to(self.device)
+        if self._pool.windows is not None and state.window_pages is not None:
+            own = torch.from_numpy(pages % self._pool.windows.num_pages).to(self.device)
+            state.window_pages[:slots, :each] = own
         return list(range(slots))
 
     def _loop(self, draft: DeviceDraft | None) -> Loop:
@@ -353,6 +360,8 @@ class CudaAsyncDecoder:
         `nodes`: rows of each request in the pass.
         """
         reach = 2 * nodes  # KV indices that this pass and the next can write
+        if self._pool.windows is not None:
+            self._forget_given_again(slots, page_tables, reach, self._pool.windows)
         used = (int(self._lengths[slots].max()) + reach) // self._page_size + 1
         wanted = page_tables[slots, :used]
         lines, columns = np.nonzero(wanted != self._pages[slots, :used])
@@ -362,13 +371,36 @@ class CudaAsyncDecoder:
         slots_of = slots[lines]
         self._pages[slots_of, columns] = values
         indices = slots_of * self._pages.shape[1] + columns
-        changes = np.concatenate((indices, np.maximum(values, 0)))  # -1 is never read
+        values = np.maximum(values, 0)  # -1 is never read
+        parts, windows = [indices, values], self._pool.windows
+        if windows is not None:
+            parts.append(windows.table[values])
+            self._window_pages[slots_of, columns] = parts[-1]
+        changes = np.concatenate(parts)
         if len(changes) <= len(buffer.pages):
             buffer.pages[: len(changes)] = torch.from_numpy(changes)
             there = buffer.pages[: len(changes)].to(self.device, non_blocking=True)
         else:  # too many for the pinned buffer
             there = to_device(changes, self.device)
-        self._requests.pages.view(-1)[there[: len(indices)]] = there[len(indices) :].int()
+        where, *numbers = there.view(len(parts), -1)
+        for tables, own in zip((self._requests.pages, self._requests.window_pages), numbers, strict=False):
+            assert tables is not None
+            tables.view(-1)[where] = own.int()
+
+    def _forget_given_again(
+        self, slots: Int64Array, page_tables: Int32Array, reach: int, windows: WindowGroup
+    ) -> None:
+        """Mark pages that were released and taken again as unsent: they may have other window pages now.
+
+        A commit releases pages after the computed tokens only, those that a rejected draft had.
+        """
+        unread = sum(buffer.tokens.shape[1] for buffer, _, _ in self._unread)
+        first = np.maximum(self._lengths[slots] - unread, 0) // self._page_size
+        count = (unread + reach) // self._page_size + 2
+        columns = np.minimum(first[:, None] + np.arange(count), self._pages.shape[1] - 1)
+        own = windows.table[np.maximum(page_tables[slots[:, None], columns], 0)]
+        lines, numbers = np.nonzero(own != self._window_pages[slots[:, None], columns])
+        self._pages[slots[lines], columns[lines, numbers]] = -1
 
 
 def _shape_of(draft: DeviceDraft | None) -> DraftShape:

@@ -29,7 +29,7 @@ from paceline.backends.cuda.decode.step_sampler import StepSampler
 from paceline.backends.cuda.heads.head import HeadPool
 from paceline.backends.cuda.kernels.accept import accept_drafts, move_accepted
 from paceline.backends.cuda.kernels.attention.paged_attention import MAX_PATH, tile_height
-from paceline.backends.cuda.kernels.attention.row_tables import RowTables, UniformRows
+from paceline.backends.cuda.kernels.attention.row_tables import RowTables, UniformRows, WindowTables
 from paceline.backends.cuda.kernels.drafting.block_rows import Anchors
 from paceline.backends.cuda.kernels.drafting.draft_sampling import (
     draft_candidates_for,
@@ -53,6 +53,7 @@ from paceline.backends.cuda.kernels.step_rows import (
     TILE_PAGES,
     TILE_ROWS,
     TOKENS,
+    WINDOW_MAPPING,
     DeviceRequests,
     ShapeTables,
     StepRows,
@@ -175,12 +176,17 @@ class DecodeLoop:
             self._draft_candidates = draft_candidates_for(rows, draft.vocab_size, shape.most_children, device)
             self._chances = torch.zeros(rows, device=device)
         # keys, values and features to move where accepted paths may not be contiguous (trees)
-        self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # with the page tables of their KV cache group
+        self._moved: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         if not shape.is_chain:
             pools = [pool, draft.pool] if draft is not None and draft.always else [pool]
-            self._moved = [stack for each in pools for stack in each.stacks]
+            for each in pools:
+                for number, stack in enumerate(each.stacks):
+                    pages = requests.window_pages if number in each.windowed else requests.pages
+                    assert pages is not None
+                    self._moved.append((*stack, pages))
             if kept is not None:
-                self._moved.append((kept.features[None, :, None],) * 2)
+                self._moved.append((*(kept.features[None, :, None],) * 2, requests.pages))
         self._shared_prefix, self._uses_shared_prefix = (
             SharedPrefixTables(max_rows * self.nodes, device),
             False,
@@ -332,8 +338,8 @@ class DecodeLoop:
             count_tokens(slots, edits, self.output, self.counts)
         if self._states is not None and self._workspace.recurrent is not None:
             self._states.advance(self._workspace.recurrent, slots, self.counts, self._accepted)
-        for keys, values in self._moved:
-            move_accepted(keys, values, slots, state, self.counts, self._accepted, self.page_size)
+        for keys, values, pages in self._moved:
+            move_accepted(keys, values, slots, state, pages, self.counts, self._accepted, self.page_size)
 
     def path_logprobs(self, rows: int) -> torch.Tensor:
         """The log-probabilities of the last step's tokens: float64 [rows, levels + 1, fields]."""
@@ -392,6 +398,9 @@ class DecodeLoop:
         first_tile = self._plan.first_tile(number) * rows
         tile = slice(first_tile, first_tile + pass_rows.tiles * rows)
         paths = None if self._shape.is_chain else self._rows.paths[row]
+        window_pages, windows = self.requests.window_pages, None
+        if window_pages is not None:
+            windows = WindowTables(lines[WINDOW_MAPPING, row], window_pages.view(-1))
         tables = RowTables(
             lines[POSITIONS, row],
             lines[SLOT_MAPPING, row],
@@ -403,5 +412,6 @@ class DecodeLoop:
             self.requests.pages.view(-1),
             UniformRows(pass_rows.tiles, self.nodes, settled=number == 0),
             self._shared_prefix.rows() if self._uses_shared_prefix and number == 0 else None,
+            windows=windows,
         )
         return DraftRows(lines[TOKENS, row], tables, lines[ROPE_POSITIONS, row], lines[SOURCES, row])

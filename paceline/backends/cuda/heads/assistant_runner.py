@@ -90,7 +90,8 @@ class CudaAssistantRunner(AssistantRunner):
         rows, alone = bucket(count), _each_alone(batch)
         buffers = self._hold(rows, int(batch.positions.max()) + 1)
         height = tile_height(*self.weights.model.head_groups)
-        buffers.tables.send(alone, rows_of(alone, self.target.page_size, height))
+        row_arrays = rows_of(alone, self.target.page_size, height, windows=pool.windows)
+        buffers.tables.send(alone, row_arrays)
         buffers.inputs[:count, hidden : 2 * hidden] = to_device(states, self.device)
         self._graphs.run((rows, pool.addresses), lambda: self._step(buffers, rows, pool))
         logits = buffers.workspace.logits[:count]

@@ -72,6 +72,7 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     limits_at,
     takes_drafts_at,
     pages_at,
+    window_pages_at,
     parents_at,
     output_at,
     counts_at,
@@ -126,6 +127,7 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
         limit,
         fresh,
         (slot_tokens_at, pages_at, longest, most_pages),
+        window_pages_at,
         (lines_at, paths_at, stride),
         (plan_at, tiles_at, rest_at, num_rows, num_tiles),
         catch_up_rows,
@@ -165,6 +167,7 @@ def accept_drafts(
         state.limits,
         state.takes_drafts,
         state.pages,
+        state.window_pages,
         shape.parents,
         output,
         counts,
@@ -226,12 +229,14 @@ def move_accepted(
     values: torch.Tensor,
     slots: torch.Tensor,
     state: DeviceRequests,
+    pages: torch.Tensor,
     counts: torch.Tensor,
     accepted: torch.Tensor,
     page_size: int,
 ) -> None:
     """Move keys and values [layers, slots, KV heads, head_dim] of accepted paths to contiguous KV indices.
 
+    `pages` are the page tables of their KV cache group, int32 [slots of requests, most pages].
     In latent attention keys are latents, and values are empty [layers, slots, KV heads, 0].
     """
     pdl = supports_pdl(slots.device)
@@ -241,12 +246,12 @@ def move_accepted(
         values if values.shape[3] else keys,
         slots,
         state.lengths,
-        state.pages,
+        pages,
         counts,
         accepted,
         keys.stride(0),
         width,
-        state.pages.shape[1],
+        pages.shape[1],
         accepted.shape[1] - 1,
         triton.next_power_of_2(width),
         page_size,

@@ -12,7 +12,7 @@ from paceline.backends.cuda.kernels.attention.paged_attention import MAX_PATH
 from paceline.core.truncation import NUM_FIELDS
 
 _PATH_LENGTH = tl.constexpr(MAX_PATH)
-LINES = 10
+LINES = 11
 (
     TOKENS,
     POSITIONS,
@@ -24,6 +24,7 @@ LINES = 10
     TILE_COUNTS,
     TILE_PAGES,
     LAST,
+    WINDOW_MAPPING,
 ) = range(LINES)
 
 
@@ -35,6 +36,7 @@ class DeviceRequests:
     lengths: torch.Tensor  # int32 [slots] tokens with keys and values
     limits: torch.Tensor  # int32 [slots] end of the KV indices that have pages; rows beyond are not computed
     pages: torch.Tensor  # int32 [slots, most pages] page tables
+    window_pages: torch.Tensor | None  # int32 [slots, most pages] those of the window group, if there is one
     seeds: torch.Tensor  # int64 [slots]
     temperatures: torch.Tensor  # float64 [slots] 0: greedy
     truncation: torch.Tensor  # float64 [slots, NUM_FIELDS] of core/truncation.py
@@ -43,8 +45,10 @@ class DeviceRequests:
     adapters: torch.Tensor  # int32 [slots] the number of the request's LoRA adapter; -1: none
 
 
-def make_requests(slots: int, longest: int, page_size: int, device: torch.device) -> DeviceRequests:
-    """Empty slots for requests of at most `longest` tokens."""
+def make_requests(
+    slots: int, longest: int, page_size: int, device: torch.device, has_windows: bool = False
+) -> DeviceRequests:
+    """Empty slots for requests of at most `longest` tokens. `has_windows`: the pool has a window group."""
 
     def integers(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -54,6 +58,7 @@ def make_requests(slots: int, longest: int, page_size: int, device: torch.device
         integers(slots),
         integers(slots) + longest,
         integers(slots, -(-longest // page_size)),
+        integers(slots, -(-longest // page_size)) if has_windows else None,
         torch.zeros(slots, dtype=torch.int64, device=device),
         torch.zeros(slots, dtype=torch.float64, device=device),
         torch.zeros((slots, NUM_FIELDS), dtype=torch.float64, device=device),
@@ -68,7 +73,8 @@ class StepRows:
     """The rows of a step, ordered by pass, then by request. Its lines are:
 
     by row        tokens; positions; rope_positions (one less, for heads); slot_mapping, -1 for padding;
-                  contiguous_until; sources (the row whose feature or state the drafter reads)
+                  contiguous_until; sources (the row whose feature or state the drafter reads);
+                  window_mapping, the slot mapping of the window group, if there is one
     by tile       first row, count, offset of pages
     by request    its last row in the drafter's first pass
     """
@@ -140,6 +146,7 @@ def write_rows(  # type: ignore[no-untyped-def]
     limit,
     fresh,
     state,
+    window_pages_at,
     rows,
     plan,
     catch_up_rows: tl.constexpr,
@@ -152,8 +159,9 @@ def write_rows(  # type: ignore[no-untyped-def]
 ) -> None:
     """Write all rows of a request of this length; the drafter catches up on its last `fresh` tokens.
 
-    `state`: tokens and pages of slots, with their sizes per slot; `rows`: a StepRows and its stride; `plan`:
-    a StepPlan's rows, tiles and paths, and how many rows and tiles.
+    `state`: tokens and pages of slots, with their sizes per slot; `window_pages_at`: pages of the window
+    group, or None; `rows`: a StepRows and its stride; `plan`: a StepPlan's rows, tiles and paths, and how
+    many rows and tiles.
     """
     slot_tokens_at, pages_at, longest, most_pages = state
     lines_at, paths_at, stride = rows
@@ -178,6 +186,10 @@ def write_rows(  # type: ignore[no-untyped-def]
     tl.store(to + 2 * stride, tl.where(valid, tl.maximum(position - 1, 0), 0), mask=inside)
     tl.store(to + 3 * stride, tl.where(valid, page * page_size + index % page_size, -1), mask=inside)
     tl.store(to + 4 * stride, length + _field(plan_at, 5, number, num_rows, 0) - back, mask=inside)
+    if window_pages_at is not None:
+        at = window_pages_at + valid_slot * most_pages + index // page_size
+        own = tl.load(at, mask=valid, other=0) * page_size + index % page_size
+        tl.store(to + 10 * stride, tl.where(valid, own, -1), mask=inside)
     is_known = valid & (node <= back)
     tl.store(
         to, tl.load(slot_tokens_at + valid_slot * longest + index, mask=is_known, other=0), mask=is_known
@@ -203,6 +215,7 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
     lengths_at,
     limits_at,
     pages_at,
+    window_pages_at,
     lines_at,
     paths_at,
     plan_at,
@@ -242,6 +255,7 @@ def _begin_kernel(  # type: ignore[no-untyped-def]
         limit,
         fresh,
         (slot_tokens_at, pages_at, longest, most_pages),
+        window_pages_at,
         (lines_at, paths_at, stride),
         (plan_at, tiles_at, rest_at, num_rows, num_tiles),
         catch_up_rows,
@@ -272,6 +286,7 @@ def begin_rows(
         state.lengths,
         state.limits,
         state.pages,
+        state.window_pages,
         rows.lines,
         rows.paths,
         shape.rows,

@@ -122,7 +122,8 @@ class HostPasses:
         prefill_tiles = max_prefill_tiles(rows, large_height) if large.any() else 0
         numbers = [self.weights.adapters[name] if name else -1 for name in batch.adapters]
         adapters = np.array(numbers, dtype=np.int32) if numbers else None
-        row_arrays = rows_of(batch, self._page_size, height, large, large_height, prefill_tiles)
+        tiles = height, large, large_height, prefill_tiles
+        row_arrays = rows_of(batch, self._page_size, *tiles, cast(Pool, batch.pool).windows)
         self._tables.send(batch, row_arrays, adapters=adapters)
         recurrent = self.recurrences.rows(plan, batch, rows) if self.recurrences and plan else None
         if found is not None:

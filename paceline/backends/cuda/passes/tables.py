@@ -12,9 +12,9 @@ import torch
 
 from paceline.backends.cuda.kernels.attention.paged_attention import MAX_PATH
 from paceline.backends.cuda.kernels.attention.prefill_attention import PrefillTiles, prefill_height
-from paceline.backends.cuda.kernels.attention.row_tables import RowTables
+from paceline.backends.cuda.kernels.attention.row_tables import RowTables, WindowTables
 from paceline.core.arrays import BoolArray, Int32Array
-from paceline.core.forward import Choices, ForwardBatch
+from paceline.core.forward import Choices, ForwardBatch, WindowGroup, window_slots
 from paceline.errors import BackendError
 
 # lines of max_rows numbers before the pages: 8 by row, 5 by output, sources, adapters, 3 by prefill tile
@@ -39,6 +39,7 @@ class Rows:
     tiles: Int32Array  # [3, tiles] first row, number of rows, offset of its request's pages
     prefill_tiles: Int32Array  # [3, tiles] likewise, of the prefill kernel
     pages: Int32Array  # [pages of all requests]
+    windows: tuple[Int32Array, Int32Array] | None = None  # slot_mapping and pages of the window group
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -77,8 +78,9 @@ def rows_of(
     large: BoolArray | None = None,
     large_height: int = 1,
     large_tiles: int = 0,
+    windows: WindowGroup | None = None,
 ) -> Rows:
-    """The rows of a batch, in tiles of at most `height` rows of one request.
+    """The rows of a batch, in tiles of at most `height` rows of one request. `windows`: of its pool.
 
     Rows of the requests in `large` [requests] are in prefill tiles of at most `large_height` rows. These are
     padded to `large_tiles`, padding first: the kernels start with the last tile, which sees most.
@@ -87,13 +89,18 @@ def rows_of(
     slot_mapping = batch.page_tables[batch.row_requests, page] * page_size + offset
     large = np.zeros(batch.num_requests, np.bool_) if large is None else large
     contiguous_until, paths = _paths(batch)
+    pages = np.maximum(batch.page_tables.reshape(-1), 0)  # -1 is never read
+    own = None
+    if windows is not None:
+        own = window_slots(windows, slot_mapping, page_size), windows.table[pages]
     return Rows(
         slot_mapping.astype(np.int32),
         contiguous_until,
         paths,
         _tiles(batch, np.flatnonzero(~large), height),
         _tiles(batch, np.flatnonzero(large), large_height, large_tiles),
-        np.maximum(batch.page_tables.reshape(-1), 0),  # -1 is never read
+        pages,
+        own,
     )
 
 
@@ -176,6 +183,9 @@ class DeviceTables:
         self._staging = deque(_Staging(size, pinned) for _ in range(STAGING_BUFFERS))
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
         self._paths = torch.zeros((max_rows, MAX_PATH), dtype=torch.int32, device=device)
+        # KV slots by row, then pages, of the window group; made for the first pool that has one
+        self._windows: torch.Tensor | None = None
+        self._window_staging: deque[_Staging] = deque()
 
     def send(
         self,
@@ -221,8 +231,30 @@ class DeviceTables:
         used = LINES * self.max_rows + len(rows.pages)
         numbers[LINES * self.max_rows : used] = rows.pages
         staging.send(self._device[:used])
+        if rows.windows is not None:
+            self._send_windows(*rows.windows)
         if rows.paths is not None:
             self._paths[: len(rows.paths)].copy_(torch.from_numpy(rows.paths))
+
+    def _send_windows(self, slot_mapping: Int32Array, pages: Int32Array) -> None:
+        """Copy the tables of the window group to the device."""
+        if self._windows is None:
+            size, pinned = self.max_rows + self.max_pages, self._device.device.type == "cuda"
+            self._windows = torch.zeros(size, dtype=torch.int32, device=self._device.device)
+            self._window_staging.extend(_Staging(size, pinned) for _ in range(STAGING_BUFFERS))
+        staging = self._window_staging[0]
+        self._window_staging.rotate(-1)
+        numbers, used = staging.free_numbers(), self.max_rows + len(pages)
+        numbers[: self.max_rows] = -1
+        numbers[: len(slot_mapping)] = slot_mapping
+        numbers[self.max_rows : used] = pages
+        staging.send(self._windows[:used])
+
+    def windows(self, rows: int) -> WindowTables | None:
+        """The tables of the window group for the first rows, if the pool of the last batch has one."""
+        if self._windows is None:
+            return None
+        return WindowTables(self._windows[:rows], self._windows[self.max_rows :])
 
     def _add_choices(self, lines: Int32Array, batch: ForwardBatch, choices: Choices) -> None:
         """Write the rows whose tokens are sampled on the device after those whose logits are wanted."""
@@ -274,6 +306,7 @@ class DeviceTables:
             self._line(6, tiles),
             self._device[LINES * self.max_rows :],
             prefill=PrefillTiles(*prefill) if prefill_tiles else None,
+            windows=self.windows(rows),
         )
 
     def _line(self, number: int, length: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from paceline.backends.async_decoding import DeviceDraft, SlotInits
+from paceline.core.forward import WindowGroup
 from paceline.core.logit_edits import LogitEdits
 from paceline.core.params import SamplingParams
 from paceline.core.request import SamplingNeeds
@@ -111,7 +112,7 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
     return made
 
 
-def make_decoder(device: torch.device = CPU, pool: object = None):  # type: ignore[no-untyped-def]
+def make_decoder(device: torch.device = CPU, pool: object = SimpleNamespace(windows=None)):  # type: ignore[no-untyped-def]
     from paceline.backends.cuda.decode.async_decoder import CudaAsyncDecoder
 
     config = SimpleNamespace(num_heads=4, num_kv_heads=2, vocab_size=VOCAB_SIZE, latent=None)
@@ -178,6 +179,28 @@ def test_changed_pages_are_sent_before_the_next_pass(decoder, loops) -> None:  #
     assert loops[0].begun == [[1, 4]]
 
 
+def test_a_page_that_was_released_and_taken_again_is_sent_with_its_new_window_page(loops) -> None:  # type: ignore[no-untyped-def]
+    """The page table is the same, so that its changes do not tell."""
+    windows = WindowGroup(20, np.zeros(60, dtype=np.int32))
+    decoder = make_decoder(pool=SimpleNamespace(num_pages=60, windows=windows))
+    tables = np.full((SLOTS, LONGEST // PAGE), -1, dtype=np.int32)
+    tables[1, :3], windows.table[[10, 11, 12]] = [10, 11, 12], [3, 4, 5]
+    decoder.join(joining([1], [6]))
+    decoder.launch([1], tables, None)
+    sent = decoder._requests.window_pages
+    assert sent[1, :3].tolist() == [3, 4, 5]
+    windows.table[[10, 12]] = 0, 7  # one left the window, one was rejected and taken again
+    decoder.launch([1], tables, None)
+    assert sent[1, 1:3].tolist() == [4, 7]
+    for _ in range(2):
+        decoder.read()
+    windows.table[[10, 11, 12]] = [8, 9, 6]  # another request with the same pages
+    decoder.join(joining([1], [6]))
+    decoder.launch([1], tables, None)
+    assert sent[1, :3].tolist() == [8, 9, 6]
+    assert decoder._requests.pages[1, :3].tolist() == [10, 11, 12]
+
+
 def test_a_request_that_leaves_and_one_that_joins_begin_the_rows_anew(decoder, loops) -> None:  # type: ignore[no-untyped-def]
     tables = np.arange(SLOTS * LONGEST // PAGE, dtype=np.int32).reshape(SLOTS, -1)
     decoder.join(joining([0, 1, 2], [3, 3, 3]))
@@ -210,7 +233,7 @@ def test_passes_are_timed_over_requests_with_a_context_and_later_ones_do_not_see
         return 1e-3 * len(slots)
 
     monkeypatch.setattr(async_decoder, "device_seconds", run_once)
-    prepared = make_decoder(pool=SimpleNamespace(num_pages=45))
+    prepared = make_decoder(pool=SimpleNamespace(num_pages=45, windows=None))
     assert prepared.prepare(None) == {1: 1e-3, 2: 2e-3, 4: 4e-3, 8: 6e-3}
     # half of the longest context, and a token more; pages of their own, but for the last slot's
     assert timed[-1] == ([LONGEST // 2 + 1] * SLOTS, [4, 12, 20, 28, 36, 44])

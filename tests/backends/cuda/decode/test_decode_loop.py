@@ -349,9 +349,8 @@ def test_accepted_paths_are_moved_with_values_or_without(value_size: int, device
     memory = torch.arange(2 * 2 * PAGES * PAGE_SIZE * 16, device=device, dtype=torch.float32)
     keys, rest = memory.view(2, 2, PAGES * PAGE_SIZE, 1, 16).clone()
     values = rest[..., :value_size]
-    move_accepted(
-        keys, values, torch.tensor([1], device=device), state, counts.int(), accepted.int(), PAGE_SIZE
-    )
+    slot = torch.tensor([1], device=device)
+    move_accepted(keys, values, slot, state, state.pages, counts.int(), accepted.int(), PAGE_SIZE)
     slots = [2 * PAGE_SIZE + LENGTH, 2 * PAGE_SIZE + LENGTH + 1, 0]  # of the indices LENGTH to LENGTH + 2
     sources = [slots[0], slots[2], 1]
     before_keys, before_rest = memory.view(2, 2, PAGES * PAGE_SIZE, 1, 16)

@@ -87,6 +87,14 @@ def test_same_tokens_with_chains_and_trees(tmp_path: Path, device: torch.device,
     expected, _ = run_engine(backend, None, PLAIN, rows=24, max_num_seqs=4)
     assert [one.output_token_ids for one in added] == [one.output_token_ids for one in expected]
     assert sum(one.speculative.num_draft_tokens for one in added) > 100
+    grouped, _ = run_engine(backend, drafter, *PLANS, rows=24, max_num_seqs=4, num_window_pages=24)
+    assert [one.output_token_ids for one in grouped] == [one.output_token_ids for one in expected]
+    drafted, accepted = (
+        [sum(getattr(one.speculative, name) for one in run) for run in (added, grouped)]
+        for name in ("num_draft_tokens", "num_accepted_draft_tokens")
+    )
+    assert drafted[0] == drafted[1]
+    assert accepted[0] == accepted[1]  # the assistant reads the same keys and values
 
 
 def fill(pool: object, stored: torch.Tensor) -> None:

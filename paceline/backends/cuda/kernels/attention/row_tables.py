@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,6 +17,14 @@ class UniformRows:
     tiles: int  # tiles of each request
     span: int  # KV indices of a request that the step computes, at most
     settled: bool  # the context before a request's rows was written before the step
+
+
+@dataclass(frozen=True)
+class WindowTables:
+    """What differs in RowTables for layers of the window group."""
+
+    slot_mapping: torch.Tensor  # int32 [rows] -1: the row is padding
+    pages: torch.Tensor  # int32 [pages of all requests] window pages; 0: none, it is masked
 
 
 @dataclass(frozen=True)
@@ -36,3 +44,11 @@ class RowTables:
     prefill: PrefillTiles | None = None  # tiles of the rows that the prefill kernel computes
     visible: torch.Tensor | None = None  # [rows] last position that each row attends to; None: its own
     adapters: torch.Tensor | None = None  # [rows] number of each row's adapter, -1: none; None: no adapters
+    windows: WindowTables | None = None  # of the window group; None: the pool has none
+
+    def in_windows(self) -> RowTables:
+        """The tables for layers of the window group: their rows see no shared prefixes."""
+        if self.windows is None:
+            return self
+        own = self.windows
+        return replace(self, slot_mapping=own.slot_mapping, pages=own.pages, shared_prefix=None)
