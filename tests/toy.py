@@ -8,7 +8,7 @@ move changes the output. It also checks the contract of ForwardBatch as strictly
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -342,6 +342,7 @@ def toy_engine(
     branching: int = 2,
     seed: int = 0,
     controller: Controller | None = None,
+    plans: Mapping[str, DraftPlan] | None = None,
 ) -> Engine:
     """An engine over the toy model, drafting `budget` nodes a step if a drafter is given alone."""
     backend = backend or ToyBackend(max_rows=max_num_batched_tokens)
@@ -357,6 +358,7 @@ def toy_engine(
         enable_prefix_caching=enable_prefix_caching,
         seed=seed,
         controller=controller,
+        plans=plans,
         drafters={each.name: each for each in ([drafter] if drafter else drafters)},
         clock=lambda: float(next(ticks)),
     )

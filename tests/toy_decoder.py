@@ -81,7 +81,7 @@ class ToyDecoder:
         self._seeds = np.zeros(slots, dtype=np.uint64)  # [slots]
         self._temperatures = np.zeros(slots)  # [slots]
         self._truncation = np.zeros((slots, NUM_FIELDS))  # [slots, NUM_FIELDS]
-        self._takes_drafts = np.ones(slots, dtype=np.bool_)  # [slots]
+        self._most_drafted = np.zeros(slots, dtype=np.int32)  # [slots]
         self._texts: dict[int, list[int]] = {}  # slot: its tokens, -1 where unknown
         self._written: set[int] = set()  # slots whose texts were written since they joined, or before
         self._edits: dict[int, LogitEdits | None] = {}
@@ -105,7 +105,7 @@ class ToyDecoder:
         self._tokens[slots], self._lengths[slots] = requests.tokens[:, 1], requests.lengths
         self._limits[slots] = requests.limits
         self._seeds[slots], self._temperatures[slots] = requests.seeds, requests.temperatures
-        self._truncation[slots], self._takes_drafts[slots] = requests.truncation, requests.takes_drafts
+        self._truncation[slots], self._most_drafted[slots] = requests.truncation, requests.most_drafted
         self._next_slot_pages = {}
         for number, slot in enumerate(slots.tolist()):
             self._texts[slot] = [
@@ -265,7 +265,7 @@ class ToyDecoder:
         length, options = int(self._lengths[slot]), draft.look_up
         text = self._texts[slot][: length + 1]
         assert -1 not in text, "the decoder lacks tokens of a text"
-        budget = min(draft.length, int(self._limits[slot]) - 1 - length) if self._takes_drafts[slot] else 0
+        budget = min(draft.length, int(self._most_drafted[slot]), int(self._limits[slot]) - 1 - length)
         chain: list[int] = []
         if line is not None:
             assert len(line) == 1 + draft.host_tokens
@@ -278,7 +278,7 @@ class ToyDecoder:
 
     def _goes_on(self, slot: int, starts: Int32Array, level: int, tokens: Int32Array) -> bool:
         """Whether a slot's chain was right down to here."""
-        if level and not self._takes_drafts[slot]:
+        if level > self._most_drafted[slot]:
             return False
         right = slot not in self._by_head or level <= starts[slot] % (1 + self._by_head[slot])
         return bool(right and self._lengths[slot] < self._limits[slot] and -1 not in tokens)

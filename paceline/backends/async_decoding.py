@@ -26,7 +26,9 @@ class SlotInits:
     limits: Int32Array  # [requests] no token is computed at this KV index or beyond
     seeds: UInt64Array  # [requests]
     temperatures: Float64Array  # [requests]
-    takes_drafts: BoolArray  # [requests] False: drafted tokens are rejected, one token is sampled per pass
+    most_drafted: (
+        Int32Array  # [requests] drafted tokens that a pass accepts, at most; 0: it samples one token
+    )
     truncation: Float64Array  # [requests, fields of core/truncation.py]
     logprobs: BoolArray  # [requests] whether log-probabilities are wanted
     masked: BoolArray  # [requests] whether the host sends a token mask for every token
@@ -44,7 +46,7 @@ class SlotInits:
             limits=np.array([request.most_tokens - 1 for request in requests], dtype=np.int32),
             seeds=np.array([request.seed for request in requests], dtype=np.uint64),
             temperatures=np.array([options.temperature for options in params], dtype=np.float64),
-            takes_drafts=np.array([not request.undrafted for request in requests]),
+            most_drafted=np.array([request.most_drafted for request in requests], dtype=np.int32),
             truncation=np.array([options.truncation for options in params], dtype=np.float64),
             logprobs=np.array([options.logprobs is not None for options in params]),
             masked=np.array([request.sampling.is_masked for request in requests]),

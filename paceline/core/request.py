@@ -12,6 +12,8 @@ from paceline.core.stats import DraftKind
 from paceline.core.trees import DraftPlan
 from paceline.core.verdict import Logprob
 
+UNLIMITED = 1 << 30  # drafted tokens
+
 
 class SamplingNeeds(IntFlag):
     """What sampling a token needs beyond argmax(logits / temperature + noise).
@@ -173,6 +175,11 @@ class Request:
     def undrafted(self) -> bool:
         """Whether its options turn drafting off."""
         return self.plan is not None and self.plan.budget == 0
+
+    @property
+    def most_drafted(self) -> int:
+        """The most drafted tokens of a pass that its options allow; UNLIMITED if they do not say."""
+        return UNLIMITED if self.plan is None else self.plan.nodes
 
     @property
     def sampling_needs(self) -> int:

@@ -69,6 +69,15 @@ class DraftPlan:
         other = None if self.otherwise is None else self.otherwise.as_chain()
         return replace(self, budget=self.levels, branching=1, otherwise=other)
 
+    def begins(self, other: DraftPlan) -> bool:
+        """Whether its drafts are the beginnings of the other's: chains of the same drafter, as long or
+        shorter."""
+        if self == other:
+            return True
+        is_chain = self.branching == 1 and self.budget > 0 and self.otherwise is None
+        longer = replace(self, budget=other.budget, depth=other.depth) if is_chain and other.budget else PLAIN
+        return longer == other and self.levels <= other.levels
+
     def second(self) -> DraftPlan:
         """The `otherwise` plan within the budget and levels of this one; the plain plan if there is none."""
         other = (self.otherwise or PLAIN).shrunk(self.budget)

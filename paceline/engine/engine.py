@@ -22,7 +22,7 @@ from paceline.draft.grammar import GrammarDrafter
 from paceline.engine.admission import Limits, RequestOptions, make_requests
 from paceline.engine.drafting import FORCED_ONLY, Drafting
 from paceline.engine.executors.batch import BatchBuilder
-from paceline.engine.executors.device_executor import DeviceExecutor, common_plan
+from paceline.engine.executors.device_executor import DeviceExecutor
 from paceline.engine.executors.host_executor import HostExecutor
 from paceline.engine.executors.verification import Verification
 from paceline.engine.output_processor import Delta, OutputProcessor
@@ -328,7 +328,7 @@ class Engine:
         stats = self.state()
         stats.rows, stats.attended = result.num_rows, result.attended
         stats.overlapped, stats.between_time = schedule.executor.on_device, self._between
-        stats.plan = common_plan(schedule.parts) if stats.overlapped else None
+        stats.plan = schedule.plan if stats.overlapped else None
         gained = [len(delta.token_ids) for delta in deltas]
         add_pass(stats, result.parts, result.shapes, result.verdicts, gained, timer.seconds)
         stats.draft_calls, stats.shadow = self._drafting.take_calls(), self._device.shadow.take()

@@ -83,15 +83,16 @@ class OverlapScheduler:
         if not self._device.can_follow(plan):
             return None
         admitted = self._device.admit(decoding, plan)
-        return Schedule(self._decode_parts(admitted, plan), self._device, step_plan) if admitted else None
+        if not admitted:
+            return None
+        return Schedule(self._decode_parts(admitted, plan), device, step_plan, plan)
 
     def _decode_parts(self, requests: list[Request], plan: DraftPlan) -> list[Scheduled]:
         """One row and the plan for each request. Reuses the last decode pass's parts if nothing changed."""
         if (requests, plan) != self._last_decode:
             self._last_decode = requests, plan
             self._last_parts = [
-                Scheduled(request, 1, plan if self._device.takes(request, plan) else PLAIN)
-                for request in requests
+                Scheduled(request, 1, self._device.part_plan(request, plan)) for request in requests
             ]
         return self._last_parts
 
@@ -136,7 +137,7 @@ class OverlapScheduler:
         return True
 
     def _common_plan(self, decoding: Sequence[Request], step_plan: StepPlan) -> DraftPlan | None:
-        """The plan that all drafted requests share; None if their plans differ."""
+        """The plan of a pass over these requests: the longest of their chains; None if there is none."""
         running, plans = self._scheduler.running, step_plan.plans
         if decoding is not running:
             planned = dict(zip(running, plans, strict=True))
@@ -145,7 +146,12 @@ class OverlapScheduler:
         # most often there is one, which all requests share
         drafted = {id(plan): plan for request, plan in pairs if self._device.follows(request)}
         plan, *others = drafted.values() or [PLAIN]
-        return plan if all(other == plan for other in others) else None
+        for other in others:
+            if plan.begins(other):
+                plan = other
+            elif not other.begins(plan):
+                return None
+        return plan
 
     def _host_parts(self, on_device: Sequence[Request], step_plan: StepPlan) -> list[Scheduled]:
         """The parts of a host pass over all other requests: prefills, and tokens that the host samples."""

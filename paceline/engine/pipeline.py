@@ -14,6 +14,7 @@ from paceline.control.controller import StepPlan
 from paceline.core.features import Features
 from paceline.core.request import Request
 from paceline.core.schedule import Scheduled
+from paceline.core.trees import PLAIN, DraftPlan
 from paceline.core.verdict import Verdict
 from paceline.engine.step_stats import Shape
 
@@ -43,6 +44,7 @@ class Schedule:
     parts: list[Scheduled]
     executor: Executor
     step_plan: StepPlan | None = None  # None: a host pass beside device passes, which the controller ignores
+    plan: DraftPlan = PLAIN  # of a pass on the device: the longest of its requests' plans
     requests: list[Request] = field(init=False)  # [parts]
 
     def __post_init__(self) -> None:

@@ -427,3 +427,51 @@ def test_the_decoder_has_buffers_for_a_bounded_number_of_plans():
         drain(engine)
         launched.append(backend.num_launched > before)
     assert launched == [True] * MAX_DRAFTS + [False] * 2
+
+
+@pytest.mark.parametrize("kind", [ScriptedDrafter, Hosted, Led, LookedUp])
+def test_requests_that_ask_for_chains_of_other_lengths_share_the_passes(kind) -> None:
+    """A pass has the rows of the longest. No request gets more than it has asked for."""
+    lengths = [1, 3, 5, None, 3]
+    asked = [
+        params(
+            number,
+            max_tokens=40,
+            ignore_eos=True,
+            speculative=None if length is None else {"method": "scripted", "num_speculative_tokens": length},
+        )
+        for number, length in enumerate(lengths)
+    ]
+    batch = [(prompt(number, 5), options) for number, options in enumerate(asked)]
+    answers = [alone(ids, replace(options, speculative="off")) for ids, options in batch]
+    backend = ToyBackend(on_device=True)
+    truth = {tuple(ids): tokens for (ids, _), (tokens, *_) in zip(batch, answers, strict=True)}
+    drafter = kind(truth, "right") if kind is not LookedUp else LookedUp(truth, "")
+    plan = DraftPlan("scripted", 4)
+    engine = toy_engine(backend, drafter=drafter, controller=FixedController(plan), plans={"scripted": plan})
+    added = [engine.add_request(*each)[0] for each in batch]
+    device_steps = 0
+    while engine.has_unfinished:
+        engine.step()
+        if engine.stats.overlapped:
+            device_steps += 1
+            assert engine.stats.plan == DraftPlan("scripted", 5) or added[2].finished
+    assert device_steps > 6
+    assert [outcome(request) for request in added] == answers
+    for request, length in zip(added, lengths, strict=True):
+        most = 5 if length is None else length
+        histogram = request.speculative.acceptance_histogram
+        assert len(histogram) <= 1 + most
+        assert kind is LookedUp or len(histogram) == 1 + most
+
+
+def test_a_plan_begins_those_of_longer_chains_by_the_same_drafter() -> None:
+    chain = DraftPlan("ngram", 3)
+    assert chain.begins(DraftPlan("ngram", 3))
+    assert chain.begins(DraftPlan("ngram", 5))
+    assert chain.begins(DraftPlan("ngram", 9, depth=4))
+    others = [PLAIN, DraftPlan("ngram", 2), DraftPlan("suffix", 5), DraftPlan("ngram", 5, branching=2)]
+    assert not any(chain.begins(other) for other in others)
+    cascade = replace(chain, otherwise=DraftPlan("suffix", 3), enough=1.0)
+    assert not cascade.begins(replace(cascade, budget=5))
+    assert not PLAIN.begins(chain)

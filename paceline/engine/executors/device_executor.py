@@ -154,9 +154,14 @@ class DeviceExecutor:
         own = request.plan
         return own is None or (own.budget > 0 and not self._drafting.only_forced(own))
 
-    def takes(self, request: Request, plan: DraftPlan) -> bool:
-        """Whether a request takes the drafts of passes by this plan."""
-        return self.follows(request) or (not request.undrafted and self._drafting.only_forced(plan))
+    def part_plan(self, request: Request, plan: DraftPlan) -> DraftPlan:
+        """What a request takes of the drafts of a pass by this plan."""
+        if self._drafting.only_forced(plan):
+            return PLAIN if request.undrafted else plan
+        if not self.follows(request):
+            return PLAIN
+        own = request.plan
+        return own if own is not None and own.begins(plan) else plan
 
     def forced_plan(self, requests: Sequence[Request]) -> DraftPlan:
         """In place of the plain plan: chains of tokens that grammars force, if they at least double the
@@ -244,8 +249,8 @@ class DeviceExecutor:
         return self._rows_in_flight() + self._last_plan.nodes + self._spare if self._joined else 0
 
     def begin(self, schedule: Schedule, timer: StepTimer) -> InFlight:
-        """Launch a pass over decoding requests that share one plan and have their pages reserved."""
-        requests, plan = schedule.requests, common_plan(schedule.parts)
+        """Launch a pass over decoding requests that have their pages reserved."""
+        requests, plan = schedule.requests, schedule.plan
         decoder, draft = self.decoder, self.draft(plan)
         assert decoder is not None
         if plan.drafter != self._last_plan.drafter and plan.budget:
@@ -460,8 +465,3 @@ def _made(make: Callable[[], AsyncDecoder | None]) -> AsyncDecoder | None:
     except Exception as error:
         logger.warning("passes do not overlap with the host's work, because %s", error)
         return None
-
-
-def common_plan(parts: Sequence[Scheduled]) -> DraftPlan:
-    """The plan of a device pass: the same for all its requests that are drafted for."""
-    return next((part.plan for part in parts if part.plan.budget), PLAIN)

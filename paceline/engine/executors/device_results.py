@@ -50,7 +50,7 @@ def drafted_parts(
                 part if count else other for part, other, count in zip(parts, second, found, strict=True)
             ]
         return parts, [drafted if part.plan.budget else empty for part in parts]
-    counts = [plan.levels] * len(parts) if found is None else list(found)
+    counts = [part.plan.levels for part in parts] if found is None else list(found)
     if found is not None and plan.otherwise is not None:
         levels = plan.second().levels
         counts = [count or levels for count in found]

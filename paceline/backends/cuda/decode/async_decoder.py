@@ -304,7 +304,7 @@ class CudaAsyncDecoder:
         context = min(TIMED_CONTEXT, self._longest // 2)
         state.lengths.fill_(context)
         state.limits.fill_(self._longest)
-        state.takes_drafts.fill_(0)
+        state.most_drafted.fill_(0)
         each = -(-2 * context // self._page_size)  # pages, with room for the tokens that passes add
         pages = np.arange(slots * each, dtype=np.int32).reshape(slots, each) % self._pool.num_pages
         self._pages[:slots, :each] = pages

@@ -52,7 +52,7 @@ class SlotWriter:
                 requests.tokens[:, 1],
                 requests.seeds.view(np.int64),
                 requests.temperatures.view(np.int64),
-                requests.takes_drafts,
+                requests.most_drafted,
                 requests.logprobs,
                 [edits is not None for edits in requests.edits],
                 adapters,
@@ -93,7 +93,7 @@ class SlotWriter:
         state.tokens[slots, lengths] = last.int()
         state.seeds[slots] = seeds
         state.temperatures[slots] = temperatures.view(torch.float64)
-        state.takes_drafts[slots] = takes.int()
+        state.most_drafted[slots] = takes.int()
         state.asks_logprobs[slots] = asks.int()
         state.adapters[slots] = adapters.int()
         state.truncation[slots] = options.T.contiguous().view(torch.float64)

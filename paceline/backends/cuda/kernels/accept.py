@@ -56,7 +56,7 @@ def _accept(  # type: ignore[no-untyped-def]
             source = nodes * requests + request * catch_up_rows + step
             tl.store(sources_at + source, request * nodes + node, mask=goes_on)
         count += goes_on.to(tl.int32)
-        fits = (parents == node) & (drafted == token) & (length + number < limit) & (takes > 0)
+        fits = (parents == node) & (drafted == token) & (length + number < limit) & (number <= takes)
         node = tl.min(tl.where(fits, number, NO_NODE), 0)
         goes_on = goes_on & (node < NO_NODE)
     return count
@@ -70,7 +70,7 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     slot_tokens_at,
     lengths_at,
     limits_at,
-    takes_drafts_at,
+    most_drafted_at,
     pages_at,
     window_pages_at,
     parents_at,
@@ -112,7 +112,7 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     chosen = _best_of_nodes(scores_at, ids_at, request * nodes, nodes, blocks, wide_nodes, most_blocks)
     to = (output_at, accepted_at, slot_tokens_at + valid_slot * longest, longest, lines_at + 5 * stride)
     tree = (chosen, drafted, parents, nodes)
-    end, takes = tl.where(slot >= 0, limit, 0), tl.load(takes_drafts_at + valid_slot)
+    end, takes = tl.where(slot >= 0, limit, 0), tl.load(most_drafted_at + valid_slot)
     count = _accept(request, requests, length, end, takes, tree, to, levels, catch_up_rows)
     tl.store(counts_at + request, count)
     length += count
@@ -165,7 +165,7 @@ def accept_drafts(
         state.tokens,
         state.lengths,
         state.limits,
-        state.takes_drafts,
+        state.most_drafted,
         state.pages,
         state.window_pages,
         shape.parents,

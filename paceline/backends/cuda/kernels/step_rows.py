@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from paceline.backends.cuda.kernels.attention.paged_attention import MAX_PATH
+from paceline.core.request import UNLIMITED
 from paceline.core.truncation import NUM_FIELDS
 
 _PATH_LENGTH = tl.constexpr(MAX_PATH)
@@ -40,7 +41,7 @@ class DeviceRequests:
     seeds: torch.Tensor  # int64 [slots]
     temperatures: torch.Tensor  # float64 [slots] 0: greedy
     truncation: torch.Tensor  # float64 [slots, NUM_FIELDS] of core/truncation.py
-    takes_drafts: torch.Tensor  # int32 [slots] 0: drafted tokens are never accepted
+    most_drafted: torch.Tensor  # int32 [slots] drafted tokens that a step accepts, at most
     asks_logprobs: torch.Tensor  # int32 [slots] nonzero: log-probabilities are wanted
     adapters: torch.Tensor  # int32 [slots] the number of the request's LoRA adapter; -1: none
 
@@ -62,7 +63,7 @@ def make_requests(
         torch.zeros(slots, dtype=torch.int64, device=device),
         torch.zeros(slots, dtype=torch.float64, device=device),
         torch.zeros((slots, NUM_FIELDS), dtype=torch.float64, device=device),
-        integers(slots) + 1,
+        integers(slots) + UNLIMITED,
         integers(slots),
         integers(slots) - 1,
     )

@@ -14,7 +14,7 @@ from paceline.backends.async_decoding import DeviceDraft, SlotInits
 from paceline.core.forward import WindowGroup
 from paceline.core.logit_edits import LogitEdits
 from paceline.core.params import SamplingParams
-from paceline.core.request import SamplingNeeds
+from paceline.core.request import UNLIMITED, SamplingNeeds
 from paceline.core.sampling import SamplingState
 from paceline.core.truncation import Truncation
 from paceline.verify.logprobs import NUM_FIELDS
@@ -152,7 +152,7 @@ def joining(slots: Sequence[int], lengths: Sequence[int], masked: Sequence[int] 
         limits=np.array(lengths, dtype=np.int32) + 20,
         seeds=np.array(slots, dtype=np.uint64) + np.uint64(2**63),
         temperatures=np.array(slots) / 10,
-        takes_drafts=np.array([slot != 5 for slot in slots]),
+        most_drafted=np.array([slot if slot != 5 else 0 for slot in slots], dtype=np.int32),
         truncation=np.array([Truncation(top_k=5 if slot == 3 else 0) for slot in slots], dtype=np.float64),
         logprobs=np.array([slot == 5 for slot in slots]),
         masked=np.array([slot in masked for slot in slots]),
@@ -213,7 +213,7 @@ def test_a_request_that_leaves_and_one_that_joins_begin_the_rows_anew(decoder, l
     state = decoder._requests
     assert state.tokens[5, 6:8].tolist() == [45, 55]
     assert state.limits[5] == 27
-    assert state.takes_drafts.tolist() == [1, 1, 1, 1, 1, 0]
+    assert state.most_drafted.tolist() == [0, 1, 2, UNLIMITED, UNLIMITED, 0]
     assert state.lengths.tolist() == [6, 4, 6, 0, 0, 8]
     assert state.seeds[5].item() == 5 - 2**63
     assert state.temperatures[5] == 0.5
@@ -245,7 +245,7 @@ def test_passes_are_timed_over_requests_with_a_context_and_later_ones_do_not_see
         each.launch([5, 1], tables, None)
         outputs.append(each.read())
     assert outputs[0].tokens.tolist() == outputs[1].tokens.tolist() == [[7], [7]]
-    assert prepared._requests.takes_drafts[[5, 1]].tolist() == [0, 1]
+    assert prepared._requests.most_drafted[[5, 1]].tolist() == [0, 1]
 
 
 def test_shared_prefixes_are_looked_for_when_rows_begin_anew(decoder, loops, monkeypatch) -> None:  # type: ignore[no-untyped-def]

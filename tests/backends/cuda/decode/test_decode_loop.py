@@ -86,7 +86,7 @@ class Case:
             return HeadNetwork(head, self.pool(), (0, 1), *room)
         return ModelNetwork(random_weights(self.device, self.dtype, 0.02), self.pool(), *room, 60)
 
-    def run(self, draft: Any, least: int, given: Any = None, guess: int = 0) -> tuple[list[int], int]:
+    def run(self, draft: Any, least: int, given: Any = None, guess: Any = 0) -> tuple[list[int], int]:
         """At least `least` tokens of the request if it does not end before, and the number of steps."""
         from paceline.backends.cuda.decode.decode_loop import DecodeLoop
 
@@ -138,17 +138,17 @@ def test_drafting_on_the_device_leaves_the_tokens_as_they_are(
     assert case.state.tokens[1, LENGTH + 1 : LENGTH + 4].tolist() == plain
 
 
-def test_a_request_without_drafts_gets_one_token_a_step(device: torch.device, dtype: torch.dtype) -> None:
+def test_a_step_accepts_no_more_drafted_tokens_than_a_request_takes(
+    device: torch.device, dtype: torch.dtype
+) -> None:
     from paceline.backends.cuda.decode.draft_shape import chain_shape
 
-    (first, *_), _ = Case(0.0, device, dtype).run(None, 2)
-    taken = []
-    for takes in (1, 0):
+    plain, _ = Case(0.0, device, dtype).run(None, 3)
+    guess = torch.tensor(plain[:2], dtype=torch.int32, device=device)
+    for takes in (2, 1, 0):
         case = Case(0.0, device, dtype)
-        case.state.takes_drafts[1] = takes
-        taken.append(case.run(None, 1, chain_shape(1), guess=first)[0])
-    assert len(taken[0]) == 2
-    assert taken[1] == taken[0][:1] == [first]
+        case.state.most_drafted[1] = takes
+        assert case.run(None, 1, chain_shape(2), guess=guess)[0] == plain[: 1 + takes]
 
 
 def test_features_are_the_hidden_states_ahead_of_layers_and_behind_the_last(

@@ -44,7 +44,7 @@ def on_the_device(
     options: NgramLookup | None,
     device: torch.device,
     limits: dict[int, int] | None = None,
-    without: list[int] | None = None,
+    most_drafted: dict[int, int] | None = None,
     host_drafts: list[HostDraft] | None = None,
 ) -> list[list[int]]:
     """The chains of these slots; after each text the state has what would continue its repetition."""
@@ -57,7 +57,8 @@ def on_the_device(
         state.tokens[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
         state.lengths[slot] = len(text) - 1
         state.limits[slot] = (limits or {}).get(slot, LONGEST)
-    state.takes_drafts[without or []] = 0
+    for slot, most in (most_drafted or {}).items():
+        state.most_drafted[slot] = most
     nodes = 1 + CHAIN
     written = torch.full((LINES, len(slots) * nodes), -9, dtype=torch.int32, device=device)
     found = torch.full((len(slots),), -9, dtype=torch.int32, device=device)
@@ -105,12 +106,13 @@ def test_texts_of_many_blocks(device: torch.device) -> None:
 
 
 def test_what_no_request_can_have_is_not_drafted(device: torch.device) -> None:
-    """Beyond a limit, for requests without drafts, and for padding."""
+    """Beyond a limit or what a request takes, and for padding."""
     text = [1, 2, 3, 4, 5, 6, 1, 2]
     texts = dict.fromkeys(range(6), text)
     limits = {0: LONGEST, 1: len(text) + 2, 2: len(text), 3: len(text) - 1}
-    found = on_the_device(texts, [0, 1, 2, 3, 4, -1], NgramLookup(2, 4), device, limits, without=[4])
-    assert found == [[3, 4, 5, 6, 1], [3, 4], [], [], [], []]
+    slots, takes = [0, 1, 2, 3, 4, 5, -1], {4: 0, 5: 3}
+    found = on_the_device(texts, slots, NgramLookup(2, 4), device, limits, takes)
+    assert found == [[3, 4, 5, 6, 1], [3, 4], [], [], [], [3, 4, 5], []]
     assert found[1] == on_the_host(text, 2, 4, limits[1] - len(text))
 
 
@@ -169,7 +171,7 @@ def test_the_device_follows_host_drafts_as_the_reference_does(data, supports_loo
         if slot >= 0:
             texts[slot], limits[slot] = text, min(len(text) + data.draw(st.integers(-1, CHAIN + 2)), LONGEST)
     options = NgramLookup(1, 3) if supports_lookup else None
-    found = on_the_device(texts, slots, options, device, limits, without=[1], host_drafts=host_drafts)
+    found = on_the_device(texts, slots, options, device, limits, most_drafted={1: 0}, host_drafts=host_drafts)
     for slot, host_draft, chain in zip(slots, host_drafts, found, strict=True):
         if slot in (-1, 1):
             assert chain == []
@@ -228,7 +230,7 @@ def test_host_drafts_are_read_by_row_and_not_beyond_the_limit(device: torch.devi
     limits = {0: LONGEST, 1: 5, 2: 3, 3: 2}
     host_drafts = [*[(2, LED)] * 5, (0, LED)]
     slots = [0, 1, 2, 3, 4, -1]
-    found = on_the_device(texts, slots, None, device, limits, without=[4], host_drafts=host_drafts)
+    found = on_the_device(texts, slots, None, device, limits, {4: 0}, host_drafts=host_drafts)
     assert found == [LED[1:6], LED[1:3], [], [], [], []]
     host_drafts = [(-1, []), (2, LED)]
     assert on_the_device(texts, [3, 0], None, device, host_drafts=host_drafts) == [[], LED[1:6]]

@@ -32,7 +32,7 @@ def _prompt_lookup_kernel(  # type: ignore[no-untyped-def]
     slot_tokens_at,
     lengths_at,
     limits_at,
-    takes_drafts_at,
+    most_drafted_at,
     host_drafts_at,
     path_at,
     nodes_at,
@@ -53,7 +53,7 @@ def _prompt_lookup_kernel(  # type: ignore[no-untyped-def]
     slot = tl.load(slots_at + request)
     valid_slot = tl.maximum(slot, 0)
     text_at = slot_tokens_at + valid_slot * longest
-    limit, takes = tl.load(limits_at + valid_slot), tl.load(takes_drafts_at + valid_slot)
+    limit, takes = tl.load(limits_at + valid_slot), tl.load(most_drafted_at + valid_slot)
     pdl_sync(pdl)
     length = tl.load(lengths_at + valid_slot)
     end = tl.where((slot >= 0) & (length < limit) & (takes > 0), length, -1)  # the index of the last token
@@ -92,7 +92,8 @@ def _prompt_lookup_kernel(  # type: ignore[no-untyped-def]
         found = tl.where(is_found, nodes - 1, found)
     is_written = drafted & (node > tl.where(found > 0, 0, kept))
     tl.store(nodes_at + request * row_nodes + place, tokens, mask=is_written)
-    tl.store(found_at + request, tl.maximum(tl.minimum(tl.minimum(found, nodes - 1), limit - 1 - length), 0))
+    drafts = tl.minimum(tl.minimum(found, nodes - 1), tl.minimum(takes, limit - 1 - length))
+    tl.store(found_at + request, tl.maximum(drafts, 0))
 
 
 def prompt_lookup(
@@ -126,7 +127,7 @@ def prompt_lookup(
         state.tokens,
         state.lengths,
         state.limits,
-        state.takes_drafts,
+        state.most_drafted,
         host_drafts,
         path,
         rows.lines[TOKENS],
