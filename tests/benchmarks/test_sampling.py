@@ -35,11 +35,11 @@ def test_one_engine_samples_on_the_device_and_the_other_on_the_host() -> None:
     backend, engines = toy_pair()
     lines = measure_sampling({"off": engines}, PROMPTS, tokens=3, rounds=1)
     assert [line.options for line in lines] == [options.name for options in options_for(4)]
-    assert len(lines) == 5
+    assert len(lines) == 6
     assert all(line.device > 0 and line.host > 0 and line.differing == 0 for line in lines)
     # Each line runs twice, with two decode passes. The second engine has device passes in two lines: of
     # requests without options, and of those beside one that needs the host.
-    assert backend.num_launched == 5 * 2 * 2 + 2 * 2 * 2
+    assert backend.num_launched == 6 * 2 * 2 + 2 * 2 * 2
     (finding,) = sampling_result("toy", 4, 3, 1, lines).findings
     assert finding.good
 

@@ -270,7 +270,7 @@ class DeviceExecutor:
         if draft is not None and draft.host_tokens:
             expected = self._optimistic.rows(plan, requests, draft.host_tokens)
         decoder.launch([request.slot for request in requests], self._kv.page_tables, draft, expected)
-        masked = [request for request in requests if request.sampling_needs & TOKEN_MASK]
+        masked = [request for request in requests if request.sampling.is_masked]
         if masked:
             self._waiting = masked, requests, draft is not None
             self.send_masks()

@@ -19,6 +19,7 @@ from paceline.backends.torch.parallel.ranks import start_ranks
 from paceline.core.forward import Choices
 from paceline.core.params import SamplingParams
 from paceline.core.request import SamplingNeeds
+from paceline.core.token_masks import packed_ids
 from paceline.errors import BackendLostError, ConfigError
 from paceline.models.config import ModelConfig, RopeConfig
 from paceline.models.files.layout import expected_tensors
@@ -248,8 +249,8 @@ def test_an_8b_that_drafts_has_the_bits_of_one_gpu(size: int, kind: str, device:
     assert_same_on_ranks(decoding(config, head, kind, device, torch.bfloat16), size)
 
 
-def decode(backend: Any, adapter: str = "") -> list[int]:
-    """The tokens after a prompt: by a pass, and by a decoder that looks drafts up."""
+def decode(backend: Any, adapter: str = "", allowed: Sequence[int] | None = None) -> list[int]:
+    """The tokens after a prompt: by a pass, and by a decoder that looks drafts up, among these if given."""
     (request,) = drive_with(backend, 2, [adapter])
     choices = Choices(np.array([2], np.int32), np.array([SEED], np.uint64), np.array([0.7]))
     first = run([request.ask([5, 3, 9])], logit_rows=[], choices=choices).chosen
@@ -265,13 +266,17 @@ def decode(backend: Any, adapter: str = "") -> list[int]:
         most_drafted=np.ones(1, np.int32),
         truncation=np.array([SamplingParams().truncation]),
         logprobs=np.zeros(1, np.bool_),
-        masked=np.zeros(1, np.bool_),
+        masked=np.array([allowed is not None]),
         edits=[None],
         adapters=[adapter],
     )
     decoder.join(request_state)
     decoder.write_texts([0], [np.array([5, 3, 9, int(first[0])], np.int32)])
     decoder.launch([0], request.pages[None], DeviceDraft(1, look_up=NgramLookup(1, 2)))
+    if allowed is not None:
+        mask = packed_ids(np.array(allowed), backend.config.vocab_size)
+        assert decoder.drafted().tokens[0, 0] == first[0]
+        decoder.send_masks(np.arange(2, dtype=np.int32), [mask, mask])
     output = decoder.read()
     return [int(first[0]), *output.tokens[0, : int(output.counts[0])].tolist()]
 
@@ -290,8 +295,13 @@ def test_all_ranks_execute_the_decode_calls_of_rank_0(device: torch.device, dtyp
         return CudaBackend(with_adapters(weights, random_adapters(SMALL)), max_rows=4, ranks=ranks)
 
     expected = decode(load(WHOLE, None), "a")
+    others = [token for token in range(SMALL.vocab_size) if token not in expected[1:]]
+    masked = decode(load(WHOLE, None), "a", others)
+    assert masked[1:] != expected[1:]
     with captured_together(), driven(2, load) as backend:
         assert decode(backend, "a") == expected
+    with captured_together(), driven(2, load) as backend:
+        assert decode(backend, "a", others) == masked
 
 
 @REPEATS
