@@ -45,6 +45,13 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "layer_replication": (),
     "alora_invocation_tokens": (),  # it would change only what comes after them
     "use_qalora": (False,),
+    "lora_bias": (False,),
+    # other sums: block-diagonal matrices, a diagonal between A and B, a mixture of samples or of adapters
+    "use_bdlora": (),
+    "kasa_config": (),
+    "monteclora_config": (),
+    "arrow_config": (),
+    "velora_config": (),  # the sum above, but with further tensors
     # others change the model's own matrices before the training
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }

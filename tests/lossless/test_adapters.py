@@ -363,6 +363,9 @@ def test_what_cannot_be_served_is_refused(
         ("layer_replication", [[0, 1], [0, 2]]),
         ("init_lora_weights", "pissa"),
         ("bias", "lora_only"),
+        ("lora_bias", True),
+        ("use_bdlora", {"target_modules_bd_a": ["q_proj"], "nblocks": 2}),
+        ("kasa_config", {"beta": 0.1}),
     ],
 )
 def test_what_would_change_more_than_some_products_is_refused(
