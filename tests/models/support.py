@@ -28,6 +28,7 @@ from paceline.control.controller import FixedController
 from paceline.core.params import SamplingParams
 from paceline.core.trees import DraftPlan
 from paceline.engine.admission import Limits
+from paceline.kv.window_pages import window_pages_for
 from paceline.models.checkpoint import Checkpoint
 from paceline.models.config import ModelConfig
 from paceline.models.families.table import FAMILIES
@@ -51,6 +52,7 @@ NOT_TRIED = "not tried"
 TWINS = {"mimo": "qwen2", "kimi_k2": "deepseek-v3"}  # of which transformers has no classes
 ROWS = 64
 MAX_LEN = 160
+SPARE_PAGES = 4  # window pages besides those that a request needs: several run at a time
 
 
 def table(families: Iterable[str] = FAMILIES) -> list[str]:
@@ -130,7 +132,10 @@ def _cell(family: str, backend: str) -> str:
 
 
 def _try(checkpoint: Checkpoint, backend: str) -> str:
-    """`yes` if plain decoding, chains and trees give the same tokens; or why the model is refused."""
+    """`yes` if plain decoding, chains and trees give the same tokens; or why the model is refused.
+
+    Chains and trees are in few window pages, if the model has a window group.
+    """
     if refused := _refused(checkpoint, backend):
         return refused
     loaded, config = _loaded(checkpoint, backend), checkpoint.config
@@ -185,12 +190,15 @@ def _prompts(vocab_size: int) -> list[tuple[int, ...]]:
 
 def _tokens(backend: Backend, config: ModelConfig, drafter: object = None) -> list[list[int]]:
     """The output tokens of the prompts, greedy and sampled."""
-    name = "scripted"
+    name, group, few = "scripted", backend.window_group, None
+    if drafter is not None and group is not None:
+        few = window_pages_for(group, ROWS, backend.page_size) + 1 + SPARE_PAGES
     engine = new_engine(
         backend,
         Tokenizer(),
         Limits(config.vocab_size, min(MAX_LEN, config.max_position), 4, ROWS),
         num_pages=64,
+        num_window_pages=few,
         controller=FixedController(DraftPlan(name, 5, branching=2)) if drafter else None,
         drafters={name: drafter} if drafter else {},  # type: ignore[dict-item]
     )
