@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from paceline.models.checkpoint import Checkpoint, Tensor
 from paceline.models.config import RECURRENT_WORDS, ModelConfig
@@ -46,6 +48,7 @@ KNOWN_BLOCKS = (
 # Blocks that a backend has kernels for, as ModelConfig.beyond_llama names them; torch has all
 BACKEND_BLOCKS = {"cpu": KNOWN_BLOCKS, "cuda": KNOWN_BLOCKS}
 
+NO_LIMIT: Mapping[str, int] = MappingProxyType({})
 CACHED_BYTES = {"cpu": 2, "torch": 4, "cuda": 2}  # of a value of the KV cache, by default
 
 
@@ -70,8 +73,13 @@ def missing_blocks(config: ModelConfig, backend: str) -> list[str]:
     return [block for block in blocks if block not in BACKEND_BLOCKS.get(backend, blocks)]
 
 
-def model_needs(checkpoint: Checkpoint, context: int, requests: int) -> list[Need]:
-    """The memory that every backend and quantization needs for this number of requests and tokens of each."""
+def model_needs(
+    checkpoint: Checkpoint, context: int, requests: int, window_tokens: Mapping[str, int] = NO_LIMIT
+) -> list[Need]:
+    """The memory that every backend and quantization needs for this number of requests and tokens of each.
+
+    `window_tokens`: the most tokens of all requests that a backend keeps in layers of the window group.
+    """
     config, needs = checkpoint.config, list[Need]()
     states = requests * state_bytes(config)
     for backend, quantizations in QUANTIZATIONS.items():
@@ -80,7 +88,10 @@ def model_needs(checkpoint: Checkpoint, context: int, requests: int) -> list[Nee
         for quantization in quantizations:
             # without quantization, the cpu backend caches float32 too
             size = 4 if (backend, quantization) == ("cpu", "none") else CACHED_BYTES[backend]
-            cached = requests * context * cached_values(config) * size + states
+            tokens = requests * context
+            in_windows = min(tokens, window_tokens.get(backend, tokens)) * window_values(config)
+            rest = tokens * (cached_values(config) - window_values(config))
+            cached = (rest + in_windows) * size + states
             weights = _weights_bytes(checkpoint, backend, quantization)
             needs.append(Need(backend, quantization, weights, cached, why))
     return needs
@@ -89,6 +100,11 @@ def model_needs(checkpoint: Checkpoint, context: int, requests: int) -> list[Nee
 def cached_values(config: ModelConfig) -> int:
     """The values that a token has in the KV cache."""
     return sum(config.kv_values(layer) for layer in config.kv_layers)
+
+
+def window_values(config: ModelConfig) -> int:
+    """Of these, the values in layers of the window group."""
+    return sum(config.kv_values(config.kv_layers[index]) for index in config.window_layers)
 
 
 def state_bytes(config: ModelConfig) -> int:

@@ -14,14 +14,24 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from paceline.config import ROWS_PER_PASS, USUAL_ROWS_PER_PASS
 from paceline.errors import PacelineError
+from paceline.kv.sizing import PageBytes
 from paceline.models.checkpoint import Checkpoint
+from paceline.models.config import ModelConfig
 from paceline.models.files.hub import SHORT_NAMES
 from paceline.models.heads.fingerprint import target_fingerprint
 from paceline.models.heads.mtp import LAYOUTS
 from paceline.models.heads.registry import METHODS
 from paceline.models.heads.shipped import shipped_head
-from paceline.models.needs import Need, cached_values, model_needs, state_bytes
+from paceline.models.needs import (
+    CACHED_BYTES,
+    Need,
+    cached_values,
+    model_needs,
+    state_bytes,
+    window_values,
+)
 from paceline.models.registry import (
     ALIASES,
     DEFAULT_MODEL,
@@ -35,6 +45,7 @@ from paceline.terminal.help import App
 
 app = App(help="List, download and inspect models.", no_args_is_help=True)
 
+PAGE_SIZE = 16  # tokens, on every backend
 USUAL_CONTEXT = 4096  # tokens of a request, unless the user says or the model has fewer
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -87,7 +98,7 @@ def show_command(
     checkpoint = load_checkpoint(path)
     config = checkpoint.config
     context = max_model_len or min(config.max_position, USUAL_CONTEXT)
-    needs = model_needs(checkpoint, context, max_num_seqs)
+    needs = model_needs(checkpoint, context, max_num_seqs, _window_tokens(config, max_num_seqs))
     facts: dict[str, dict[str, object]] = {
         "config": dataclasses.asdict(config),
         "tensors": _tensor_facts(checkpoint),
@@ -95,6 +106,8 @@ def show_command(
             "context": context,
             "requests": max_num_seqs,
             "kv_values_per_token": cached_values(config),
+            "window_values_per_token": window_values(config),
+            "window_group": config.window_group,
             "state_bytes_per_request": state_bytes(config),
         },
         "drafters": dict(_possible_drafters(checkpoint)),
@@ -116,6 +129,15 @@ def show_command(
     Console().print(_runs_table(needs, f"memory for {max_num_seqs} x {context:,} tokens, by --quantization"))
     for backend, why in {need.backend: need.refused for need in needs if need.refused}.items():
         typer.echo(f"{backend} refuses this {config.family} model: {why}.")
+
+
+def _window_tokens(config: ModelConfig, requests: int) -> dict[str, int]:
+    """By backend, the most tokens that layers of the window group keep, if the model has one."""
+    if config.window_group is None:
+        return {}
+    group = 0, 0, config.window_group, PAGE_SIZE, requests
+    rows = {backend: ROWS_PER_PASS.get(backend, USUAL_ROWS_PER_PASS) for backend in CACHED_BYTES}
+    return {backend: PAGE_SIZE * PageBytes.of(*group, own).most_windows for backend, own in rows.items()}
 
 
 def _runs_table(needs: list[Need], title: str) -> Table:

@@ -69,6 +69,28 @@ def test_show_says_why_a_backend_refuses_a_model(tmp_path: Path, monkeypatch: py
     assert "cpu refuses" not in text
 
 
+def test_show_counts_of_layers_with_a_window_what_is_kept(tmp_path: Path) -> None:
+    """Two of three layers: of a long context, what 2 requests' windows and the chunks in flight take."""
+    folder = tiny.save_checkpoint("gemma3", tmp_path)
+
+    def cached(context: int) -> dict[str, int]:
+        shown = run("show", str(folder), "--json", "--max-model-len", str(context), "--max-num-seqs", "2")
+        facts = json.loads(shown)
+        of_layer = facts["cache"]["kv_values_per_token"] // 3
+        assert facts["cache"]["window_values_per_token"] == 2 * of_layer
+        assert facts["cache"]["window_group"] == 9
+        return {run["backend"]: run["cache_bytes"] // of_layer for run in facts["runs"]}
+
+    sizes = {"cpu": 2, "torch": 4, "cuda": 2}  # of a value, with the last of each backend's quantizations
+    short, long, longer = cached(100), cached(100_000), cached(100_016)
+    for backend, size in sizes.items():
+        assert short[backend] == 2 * 100 * 3 * size
+        rows = 2048 if backend == "cuda" else 512
+        windows = 1 + 2 * (1 + 9) + 2 * (rows // 16 + 1)  # pages
+        assert long[backend] == (2 * 100_000 + 2 * 16 * windows) * size
+        assert longer[backend] - long[backend] == 2 * 16 * size  # of the layer without a window
+
+
 def test_show_says_what_would_run_a_hybrid(tmp_path: Path) -> None:
     folder = tiny.save_checkpoint("lfm2", tmp_path)
     (folder / "tokenizer.json").unlink(missing_ok=True)
