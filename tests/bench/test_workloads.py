@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from paceline.bench.run.contest import with_follow_ups
+from paceline.bench.servers.endpoints import served_task
 from paceline.bench.traffic.builtin_workloads import BUILT_IN
 from paceline.bench.traffic.workloads import DEFAULT_MAX_TOKENS, load_workload
 from paceline.errors import ConfigError
+from tests.serve.echo import byte_tokenizer
 from tests.toy import ToyTokenizer
 
 CHAT = [{"role": "user", "content": "hello"}]
@@ -63,6 +65,15 @@ def test_a_limit_keeps_the_first_and_max_tokens_only_lowers(tmp_path: Path) -> N
     assert [prompt.max_tokens for prompt in workload.prompts] == [10, 20]
 
 
+def test_variables_of_the_chat_template_reach_it_here_and_at_a_server(tmp_path: Path) -> None:
+    variables = {"enable_thinking": False}
+    row = {"messages": CHAT, "chat_template_kwargs": variables}
+    (prompt,) = load_workload(write(tmp_path / "w.jsonl", row)).prompts
+    tokenizer = byte_tokenizer("{{ messages[0].content }}{% if enable_thinking is false %}!{% endif %}")
+    assert tokenizer.decode(prompt.token_ids(tokenizer)) == "hello!"
+    assert served_task(prompt, "m", 0, 0.0, True).body["chat_template_kwargs"] == variables
+
+
 SPEC_BENCH = [
     {"question_id": 81, "category": "writing", "turns": ["Write.", "Rewrite."]},
     {"question_id": 82, "category": "coding", "turns": ["Code.", "Test it."], "reference": ["", ""]},
@@ -87,6 +98,17 @@ def test_a_spec_bench_file_has_its_tasks_as_segments_and_its_later_turns_behind_
     ]
 
 
+def test_a_line_ends_at_a_line_feed_only_whatever_its_texts_hold(tmp_path) -> None:
+    """Arena-Hard's prompts, in DeepSpec's file, hold U+2028; other files begin with a byte order mark."""
+    turns = ["a\u2028b\x85c\x0cd"]
+    text = "".join(json.dumps({"turns": turns}, ensure_ascii=False) + end for end in ("\n", "\r\n", "\n"))
+    (tmp_path / "w.jsonl").write_text("\ufeff" + text, encoding="utf-8", newline="")
+    prompts = load_workload(str(tmp_path / "w.jsonl")).prompts
+    assert [(prompt.id, prompt.messages) for prompt in prompts] == [
+        (number, [{"role": "user", "content": turns[0]}]) for number in ("1", "2", "3")
+    ]
+
+
 def test_a_limit_is_of_each_task_of_a_file(tmp_path) -> None:
     workload = load_workload(write(tmp_path / "question.jsonl", *SPEC_BENCH), limit=1)
     assert [prompt.id for prompt in workload.prompts] == ["81", "161"]
@@ -102,6 +124,7 @@ def test_a_limit_is_of_each_task_of_a_file(tmp_path) -> None:
         ({"prompt": ""}, "line 2: prompt must be a text"),
         ({"messages": "hello"}, "line 2: messages must be a list"),
         ({"messages": [{"role": "user"}]}, "line 2: messages must be a list"),
+        ({"messages": CHAT, "chat_template_kwargs": "x"}, "line 2: chat_template_kwargs must be an object"),
         ({"prompt": "a", "max_tokens": 1}, "line 2: max_tokens must be an integer of at least 2"),
         ({"prompt": "a", "max_tokens": "many"}, "line 2: max_tokens"),
         ({"prompt": "a", "response_format": {"schema": {}}}, "line 2: response_format must be"),

@@ -67,6 +67,8 @@ def served_task(prompt: Prompt, model: str, number: int, temperature: float, con
             prompt.id, prompt.segment, "/v1/completions", {**body, "prompt": prompt.text}, structure
         )
     body["messages"] = list(prompt.messages)
+    if prompt.chat_template_kwargs:
+        body["chat_template_kwargs"] = prompt.chat_template_kwargs
     return ServedTask(prompt.id, prompt.segment, "/v1/chat/completions", body, structure)
 
 

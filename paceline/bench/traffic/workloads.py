@@ -37,6 +37,7 @@ class Prompt:
     structured_outputs: Mapping[str, Any] | None = None  # from its response_format
     temperature: float = 0.0  # 0 is greedy
     follow_ups: tuple[str, ...] = ()  # user turns that come after the model's answer
+    chat_template_kwargs: Mapping[str, Any] | None = None  # variables of the chat template
 
     def followed_up(self, answer: str) -> Prompt:
         """The prompt of the next turn, after this answer."""
@@ -48,7 +49,7 @@ class Prompt:
         """The token ids that the model gets; a chat is rendered by the model's template."""
         if self.messages is None:
             return tokenizer.encode(self.text or "")
-        chat = tokenizer.apply_chat_template(self.messages)
+        chat = tokenizer.apply_chat_template(self.messages, chat_template_kwargs=self.chat_template_kwargs)
         return tokenizer.encode(chat, add_special_tokens=False)
 
 
@@ -105,7 +106,8 @@ def _limited(prompts: tuple[Prompt, ...], limit: int | None) -> tuple[Prompt, ..
 def _from_file(path: Path) -> Workload:
     prompts: list[Prompt] = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # not splitlines(): texts in JSON may hold U+2028 and other characters at which it splits
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the workload {path} cannot be read ({error}): give JSON lines.") from None
     for number, line in enumerate(lines, start=1):
@@ -145,6 +147,9 @@ def _prompt(line: Any, segment: str, default_id: str) -> Prompt:
         raise ConfigError(
             f"messages must be a list of objects with role and content, both texts; got {messages!r:.60}."
         )
+    variables = line.get("chat_template_kwargs")
+    if variables is not None and not isinstance(variables, Mapping):
+        raise ConfigError(f"chat_template_kwargs must be an object, got {variables!r:.60}.")
     max_tokens = line.get("max_tokens", DEFAULT_MAX_TOKENS)
     if type(max_tokens) is not int or max_tokens < 2:
         raise ConfigError(f"max_tokens must be an integer of at least 2, got {max_tokens!r}.")
@@ -157,6 +162,7 @@ def _prompt(line: Any, segment: str, default_id: str) -> Prompt:
         _structured_outputs(line.get("response_format")),
         check_number(ConfigError, "temperature", line.get("temperature", 0), 0, 100),
         follow_ups,
+        variables,
     )
 
 
