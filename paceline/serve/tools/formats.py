@@ -176,6 +176,21 @@ FORMATS = {
         id_prefix="",
         id_digits=9,  # the only length that its template accepts
     ),
+    "mistral_args": ToolFormat(  # Ministral 3, Devstral Small 2
+        begin="[TOOL_CALLS]",
+        between="[TOOL_CALLS]",
+        end="",
+        marker="[TOOL_CALLS]",
+        tokens=("[TOOL_CALLS]", "[ARGS]"),
+        clues=("[TOOL_CALLS]", "[ARGS]"),
+        instructions=_INSTRUCTIONS + '[TOOL_CALLS]function name[ARGS]{"argument name": "value"}',
+        result="[TOOL_RESULTS]{content}[/TOOL_RESULTS]",
+        call_start="",
+        name_end="[ARGS]",
+        call_end="",
+        id_prefix="",
+        id_digits=9,
+    ),
     "deepseek_v3": ToolFormat(
         begin="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
         between="\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>",

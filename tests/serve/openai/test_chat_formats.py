@@ -33,6 +33,7 @@ FORMAT_OF = {
     "hermes": "hermes",
     "llama3": "llama3_json",
     "mistral": "mistral",
+    "mistral_args": "mistral_args",
     "qwen3": "hermes",
 }
 

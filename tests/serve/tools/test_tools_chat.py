@@ -30,6 +30,7 @@ BERN = ("weather", '{"city": "Bern"}')
 NOW = ("now", "{}")
 SPECIAL = byte_tokenizer(PLAIN_TEMPLATE + "{# [TOOL_CALLS] #}", special=["[TOOL_CALLS]"])
 ADDED = byte_tokenizer(added=["<tool_call>", "</tool_call>"])
+ARGS = byte_tokenizer(PLAIN_TEMPLATE + "{# [TOOL_CALLS] [ARGS] #}", special=FORMATS["mistral_args"].tokens)
 DEEPSEEK = byte_tokenizer(
     PLAIN_TEMPLATE + "{# <｜tool▁sep｜> ```json #}", special=FORMATS["deepseek_v3"].tokens
 )
@@ -128,8 +129,8 @@ def test_a_call_that_was_cut_off_ends_with_length() -> None:
 
 @pytest.mark.parametrize(
     ("tokenizer", "format"),
-    [(SPECIAL, "mistral"), (ADDED, "hermes"), (DEEPSEEK, "deepseek_v3")],
-    ids=["special", "added", "deepseek"],
+    [(SPECIAL, "mistral"), (ARGS, "mistral_args"), (ADDED, "hermes"), (DEEPSEEK, "deepseek_v3")],
+    ids=["special", "two-special", "added", "deepseek"],
 )
 @pytest.mark.parametrize("tool_choice", ["auto", "required"])
 def test_markers_may_be_special_tokens(tokenizer: Tokenizer, format: str, tool_choice: str) -> None:

@@ -173,6 +173,7 @@ MISTRAL_NOW = '[TOOL_CALLS] [{"name": "now", "arguments": {}}'
         ("hermes", HERMES_NOW + "\n<tool_c", "\n<tool_c"),
         ("mistral", MISTRAL_NOW + ', {"name": "wea', ', {"name": "wea'),
         ("mistral", MISTRAL_NOW + ', {"na', ', {"na'),
+        ("mistral_args", "[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]wea", "[TOOL_CALLS]wea"),
         ("llama3_json", '{"name": "now", "parameters": {}}; {"name": "wea', '; {"name": "wea'),
         # the end of a call that was cut off: no content, the call is complete
         ("hermes", HERMES_NOW[:-3], ""),
@@ -182,6 +183,7 @@ MISTRAL_NOW = '[TOOL_CALLS] [{"name": "now", "arguments": {}}'
         ("hermes", HERMES_NOW[:-3] + "-box>", "\n</tool_ca-box>"),
         ("mistral", MISTRAL_NOW + "] Done.", " Done."),
         ("mistral", MISTRAL_NOW + ", done.", ", done."),
+        ("mistral_args", "[TOOL_CALLS]now[ARGS]{} Done.", " Done."),
         ("llama3_json", '{"name": "now", "parameters": {}} Done.', " Done."),
     ],
 )
@@ -189,7 +191,7 @@ def test_text_after_calls_is_content(format: str, text: str, content: str) -> No
     found, calls = read_whole(ToolParser(FORMATS[format]), text)
     assert found == content
     assert [(call.name, call.arguments, call.complete) for call in calls] == [("now", "{}", True)] * (
-        '"now"' in text
+        "now" in text
     )
 
 

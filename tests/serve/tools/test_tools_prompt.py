@@ -94,6 +94,7 @@ def test_earlier_arguments_must_be_the_json_of_an_object(arguments: str) -> None
 def test_the_format_is_chosen_by_the_template() -> None:
     assert choose_format("... <tool_call>\n{...") is FORMATS["hermes"]
     assert choose_format("... [TOOL_CALLS] [...") is FORMATS["mistral"]
+    assert choose_format("'[TOOL_CALLS]' + name + '[ARGS]' + arguments") is FORMATS["mistral_args"]
     assert choose_format('... <|python_tag|> ... "parameters": ...') is FORMATS["llama3_json"]
     assert choose_format("'<｜tool▁sep｜>' + name + '\\n```json\\n'") is FORMATS["deepseek_v3"]
     assert choose_format("name + '<｜tool▁sep｜>' + arguments") is FORMATS["deepseek_v31"]
