@@ -59,7 +59,8 @@ VISION = "mmproj"  # in the names of files of a vision model beside the language
 SPLIT = re.compile(r"-(\d{5})-of-\d{5}$")  # at the end of the names of parts, without .gguf
 MAX_NAMES_IN_ERROR = 12
 WHOLE_FOLDER = "."
-UNREACHABLE = {"OfflineModeIsEnabled", "ConnectError", "ConnectionError", "ConnectTimeout"}
+# errors of the client and of its HTTP library: the hub was not asked, or gave no answer
+UNREACHABLE = {"OfflineModeIsEnabled", "TransportError", "ConnectionError"}
 # by the name of the client's exception, the narrower first: what to do
 REMEDIES = {
     "OfflineModeIsEnabled": "it is not in the cache, and HF_HUB_OFFLINE forbids to ask the hub. Unset it, or "
@@ -86,7 +87,7 @@ def fetch_from_hub(name: str) -> Path:
         raise
     except Exception as error:  # the client raises many types, also those of its HTTP library
         kinds = _kinds(error)
-        if kinds & UNREACHABLE:
+        if _is_unreachable(error):
             kinds.add("LocalEntryNotFoundError")  # what the client says where it has tried the cache itself
         remedy = next((text for kind, text in REMEDIES.items() if kind in kinds), None)
         what = remedy or f"{str(error)[:300]}. Check the name, the network and the disk"
@@ -98,11 +99,18 @@ def _fetch(hub: Any, repository: str, wanted: str | None) -> Path:
     try:
         files = list(hub.HfApi().list_repo_files(repository))
     except Exception as error:  # as above
-        folder = _cached(hub, repository) if UNREACHABLE & _kinds(error) else None
+        folder = _cached(hub, repository) if _is_unreachable(error) else None
         if folder is None:
             raise
         there = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-        return folder / _choose(repository, there, wanted)
+        try:
+            return folder / _choose(repository, there, wanted)
+        except ModelError:
+            raise ModelError(
+                f"{repository} is only partly in the cache, and the hub cannot be reached: it has "
+                f"{', '.join(sorted(there)[:MAX_NAMES_IN_ERROR]) or 'no file'}. Name one of these, or "
+                "fetch the rest with a connection."
+            ) from error
     if _choose(repository, files, wanted) == WHOLE_FOLDER:
         weights = _indexed(hub, repository, files) or weight_files(files)
         return Path(hub.snapshot_download(repository, allow_patterns=[*FILES, *weights]))
@@ -148,6 +156,10 @@ def choose_gguf(repository: str, files: Sequence[str], wanted: str | None) -> st
             "hold code and are never loaded: choose a repository with safetensors or GGUF."
         )
     whole = [name for name in files if _part(name) == 1]  # of split files the first part
+    if not whole:
+        raise ModelError(
+            f"{repository} lacks the first part of {min(files)}: fetch all parts into one folder."
+        )
     kinds = {name: kind.upper() for name in whole if (kind := _quantization(name))}
     if wanted is not None:
         found = [name for name in whole if wanted in (name, Path(name).name)]
@@ -179,6 +191,12 @@ def _part(name: str) -> int:
     """The number of a part of a split file; 1 for other files."""
     match = SPLIT.search(Path(name).stem)
     return int(match[1]) if match else 1
+
+
+def _is_unreachable(error: Exception) -> bool:
+    """Whether the hub was not asked, was not reached or is out of order."""
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    return bool(_kinds(error) & UNREACHABLE) or status >= 500
 
 
 def _kinds(error: BaseException | None) -> set[str]:

@@ -152,6 +152,41 @@ def test_an_unreachable_hub_is_named_with_the_remedy(
         resolve("org/other")
 
 
+@pytest.mark.parametrize("answer", ["503", "ReadTimeout"])
+def test_a_hub_that_is_out_of_order_is_as_one_that_is_away(
+    hub: type[StandIn], model: str, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    import httpx
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError
+
+    def fail(*asked: object) -> list[str]:
+        if answer == "ReadTimeout":
+            raise httpx.ReadTimeout("timed out")
+        request = httpx.Request("GET", "http://hub")
+        raise HfHubHTTPError("busy", response=httpx.Response(503, request=request))
+
+    folder = resolve(model)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
+    assert resolve(model) == folder
+    with pytest.raises(ModelError, match="the hub cannot be reached"):
+        resolve("org/other")
+
+
+def test_without_the_hub_a_part_of_a_model_is_called_one(
+    hub: type[StandIn], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    folder = resolve(model)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"only partly in the cache, .* it has config.json. Name one"):
+        resolve(model)
+    with pytest.raises(ModelError, match="only partly in the cache"):
+        resolve(f"{model}:Q8_0")
+
+
 def test_gguf_files_are_found_by_quantization_and_by_name(hub: type[StandIn]) -> None:
     files = {f"Model-1B-{kind}.gguf": kind.encode() for kind in ("Q8_0", "Q4_K_M", "IQ4_XS", "BF16")}
     hub.repositories["org/files"] = files | {"README.md": b""}
@@ -263,6 +298,8 @@ def test_without_the_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_of_several_files_one_must_be_meant() -> None:
+    with pytest.raises(ModelError, match=r"lacks the first part of a-00002-of-00003\.gguf"):
+        choose_gguf("org/name", ["a-00003-of-00003.gguf", "a-00002-of-00003.gguf"], None)
     assert choose_gguf("org/name", ["only.gguf"], None) == "only.gguf"
     assert choose_gguf("org/name", ["b-Q2_K.gguf", "a-Q6_K.gguf"], None) == "a-Q6_K.gguf"
     with pytest.raises(ModelError, match="has several files of 'Q6_K': give a file's name"):
