@@ -33,9 +33,10 @@ NOT_SERVED = {
     "threads": "assistants",
     "vector_stores": "vector stores",
     "realtime": "realtime sessions",
-    "load_lora_adapter": "LoRA adapters",
-    "unload_lora_adapter": "LoRA adapters",
 }
+ADAPTERS = "adapters are loaded at the start, by --lora-modules NAME=FOLDER; requests name one as MODEL:NAME"
+# what to do instead of asking for these paths
+INSTEAD = {"load_lora_adapter": ADAPTERS, "unload_lora_adapter": ADAPTERS}
 # other names for a path of ours: Ollama's, llama.cpp's, text-generation-inference's
 ALIASES = {
     "/api/chat": "/v1/chat/completions",
@@ -89,6 +90,8 @@ def advice(path: str, served: Iterable[str]) -> str:
         return (
             f"{shown} is not served: this server generates text, and has no {NOT_SERVED[first]}. See /docs."
         )
+    if first in INSTEAD:
+        return f"{shown} is not served: {INSTEAD[first]}."
     meant = ALIASES.get(plain) or _nearest(plain, list(served))
     if meant is None:
         return f"there is no {shown} here. See /docs for all paths."

@@ -64,6 +64,7 @@ def test_head_on_a_path_that_only_takes_posts_is_405(api: Api) -> None:
             "/v1/embeddings is not served: this server generates text, and has no embeddings.",
         ),
         ("/embeddings", "has no embeddings"),
+        ("/v1/load_lora_adapter", "adapters are loaded at the start, by --lora-modules NAME=FOLDER"),
         ("/v1/audio/transcriptions", "has no audio"),
         ("/somewhere/else", "there is no /somewhere/else here. See /docs for all paths."),
         ("/" + "x" * 500, "See /docs"),
