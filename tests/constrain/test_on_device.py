@@ -22,6 +22,7 @@ from paceline.core.request import Request
 from paceline.core.sampling import SamplingState
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.engine.engine import Engine
+from paceline.engine.executors.device_executor import FEW_FORCED
 from paceline.engine.executors.token_masks import TokenMasks
 from paceline.errors import GrammarError
 from tests.constrain.engines import TOKENIZER, VOCAB, make_engine, requests, result, served
@@ -170,6 +171,28 @@ def test_forced_tokens_are_drafted_in_device_passes_where_they_double_the_tokens
     off = served(device_engine(), [([7, 8, 9], replace(each, speculative="off")) for each in params])
     assert [result(request) for request in ended] == [result(request) for request in off]
     assert not any(request.speculative.num_spec_steps for request in off)
+
+
+LONG_RUN = StructuredOutputsParams(regex="[ab] triangle_area not triangle_area,triangle_area")
+
+
+@pytest.mark.parametrize(
+    ("count", "constrained", "pays"),
+    [(FEW_FORCED, 1, True), (FEW_FORCED + 2, 1, False), (FEW_FORCED + 2, 2, True)],
+    ids=["doubled for few", "doubled for more", "tripled for more"],
+)
+def test_with_more_requests_forced_tokens_are_drafted_only_where_they_triple_the_tokens(
+    count: int, constrained: int, pays: bool
+) -> None:
+    """Each constrained request has a run of more than seven tokens, which is the longest chain."""
+    forced = SamplingParams(structured_outputs=LONG_RUN, temperature=0.0)
+    others = plain_requests(count - constrained, max_tokens=60, ignore_eos=True)
+    backend = device()
+    engine, added = decoding(backend, [([5, 6], forced)] * constrained + list(others))
+    drain(engine)
+    assert backend.num_launched > 0
+    drafted = [request.speculative.num_draft_tokens for request in added[:constrained]]
+    assert (min(drafted) >= 7) if pays else (drafted == [0] * constrained)
 
 
 def test_without_memory_for_chains_forced_tokens_come_one_by_one() -> None:
