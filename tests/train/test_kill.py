@@ -17,11 +17,21 @@ from paceline.train.loop.progress import Progress
 from paceline.train.loop.trainer import OnProgress
 from paceline.train.objectives.block_objective import BlockObjective
 from paceline.train.objectives.eagle3_objective import Eagle3Objective
-from paceline.train.options import DSparkOptions, Eagle3Options
+from paceline.train.objectives.medusa import MedusaObjective
+from paceline.train.options import (
+    BlockOptions,
+    DFlash2Options,
+    DSparkOptions,
+    Eagle3Options,
+    JetSpecOptions,
+    MedusaOptions,
+    PEagleOptions,
+)
 from paceline.train.run import train_head
 from tests.large import repeated
 
 SAME: dict[str, Any] = {"intermediate_size": 16, "batch_tokens": 96, "checkpoint_every": 10}
+BLOCKS: dict[str, Any] = {"max_steps": 30, "layers": 1, "block_size": 3, **SAME}
 KINDS: dict[str, tuple[Any, Any]] = {
     "eagle3": (Eagle3Objective, Eagle3Options(max_steps=30, unroll=2, **SAME)),
     # random anchors, an average of the weights, checks of which are best, weights of 4 bits
@@ -29,6 +39,11 @@ KINDS: dict[str, tuple[Any, Any]] = {
         BlockObjective,
         DSparkOptions(max_steps=70, layers=1, block_size=3, average=0.9, round_weights=True, **SAME),
     ),
+    "dflash": (BlockObjective, BlockOptions(weighting="d-pace", loss="ce", **BLOCKS)),
+    "dflash2": (BlockObjective, DFlash2Options(convolution_group=4, selector_rank=8, **BLOCKS)),
+    "jetspec": (BlockObjective, JetSpecOptions(**BLOCKS)),
+    "p-eagle": (Eagle3Objective, PEagleOptions(max_steps=30, layers=2, unroll=3, **SAME)),
+    "medusa": (MedusaObjective, MedusaOptions(max_steps=30, heads=2, batch_tokens=96, checkpoint_every=10)),
 }
 
 
@@ -55,7 +70,7 @@ def tell(progress: Progress) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", ["dspark", *repeated("eagle3")])
+@pytest.mark.parametrize("kind", ["dspark", *repeated(*(kind for kind in KINDS if kind != "dspark"))])
 def test_a_killed_process_ends_with_the_same_file(
     kind: str, checkpoint: Checkpoint, examples: Examples, tmp_path: Path
 ) -> None:

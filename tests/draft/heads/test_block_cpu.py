@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 
 from paceline.backends.cpu import CpuBackend
@@ -10,6 +12,7 @@ from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.base import DraftSampling, Target
 from paceline.draft.heads.block import BlockDrafter, DFlashDrafter, DSparkDrafter
 from paceline.draft.heads.head_options import EagleOptions
+from paceline.draft.hybrid import HybridDrafter, HybridOptions, union
 from paceline.models.heads.checkpoint import write_head
 from paceline.models.registry import load_checkpoint
 from tests.draft.heads.test_eagle_cpu import ROWS, AgainstFresh, run_engine
@@ -81,3 +84,26 @@ def test_proposals_do_not_depend_on_the_past_nor_bytes_on_proposals(
     assert results(added) == plain
     assert drafter.compared > 30
     assert engine.scheduler.num_preemptions > 0 if "num_pages" in setting else engine.kv.prefix_hits > 0
+
+
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_a_look_up_and_a_block_share_a_tree(name, checkpoint, backend, plain, tmp_path):
+    write_head(random_checkpoint(BLOCK_CONFIGS[name]), tmp_path, "sglang")
+    fallback = {"method": name, "model": str(tmp_path), "min_prob": 0.0}
+    options = HybridOptions(fallback=fallback, combine="tree", confidence=1e6)  # the block is always asked
+    machine = BackendOptions(backend="cpu", quantization="int8", threads=1)
+    target = Target(checkpoint.config, Tokenizer(), machine, backend, ROWS, DraftSampling.COUPLED)
+    unions = []
+
+    def noted(first, second, plan):
+        made = union(first, second, plan)
+        unions.append((set(first[0]), set(second[0]), set(made[0])))
+        return made
+
+    with patch("paceline.draft.hybrid.union", noted):
+        added, _ = run_engine(
+            backend, Later(HybridDrafter.load(options, target)), DraftPlan("hybrid", 9, 3), num_pages=14
+        )
+    assert results(added) == plain
+    shared = [made for block, copied, made in unions if made & (block - copied) and made & (copied - block)]
+    assert len(shared) > 10
