@@ -6,7 +6,8 @@
     qwen3:4b             a short name of SHORT_NAMES
 
 Files go to the hub client's own cache, which other tools share; it resumes broken downloads and shows their
-progress. Only weights, configuration and tokenizer are fetched, never code and never pickles.
+progress. Only weights, configuration and tokenizer are fetched, never code, and no pickle but that of a draft
+head's MASK_EMBEDDING, of which only the tensor is read.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ SHORT_NAMES = {
     "mistral:7b": "bartowski/Mistral-7B-Instruct-v0.3-GGUF",
     "phi4:14b": "bartowski/phi-4-GGUF",
 }
+MASK_EMBEDDING = "mask_embedding.pt"  # beside the weights of some parallel heads: a tensor [hidden]
 FILES = [INDEX_FILE, "config.json", "generation_config.json", *OLD_CONFIGS]
-FILES += ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", *TEMPLATES]
+FILES += [MASK_EMBEDDING, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", *TEMPLATES]
 # of several GGUF files, if none is asked for: small and good first
 PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q6_K", "Q8_0", "BF16", "F16")
 QUANTIZATION = re.compile(r"(?:I?Q\d\w*|BF16|F16|F32|MXFP4\w*)(?=[.-]|$)", re.IGNORECASE)

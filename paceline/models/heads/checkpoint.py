@@ -14,6 +14,7 @@ from paceline.core.arrays import Int32Array
 from paceline.errors import CheckpointError, ConfigError, ModelError
 from paceline.extras import needs_extra
 from paceline.models.checkpoint import Tensor
+from paceline.models.files.hub import MASK_EMBEDDING
 from paceline.models.files.mapped import damaged, read_json
 from paceline.models.files.safetensors_files import INTEGER_KINDS, SafeTensor, read_metadata, read_safetensors
 from paceline.models.files.safetensors_writer import encode, encode_flags, encode_integers, write_safetensors
@@ -30,7 +31,6 @@ from paceline.models.quantized.modules import dequantized
 from paceline.models.quantized.writer import can_pack, pack, quantization_config
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-MASK_EMBEDDING = "mask_embedding.pt"  # beside the weights of some parallel heads: a tensor [hidden]
 TORCH_KINDS = {
     "torch.float32": "F32",
     "torch.float16": "F16",

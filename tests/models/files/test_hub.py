@@ -257,6 +257,13 @@ def test_all_that_a_model_needs_is_fetched_whatever_its_weights_are_called(
     assert found == needed | {"config.json", "gptq_model-4bit-128g.safetensors"}
 
 
+def test_of_a_head_the_embedding_of_its_mask_is_fetched_too(hub: type[StandIn], model: str) -> None:
+    """Without it the head would load, and guess badly."""
+    hub.repositories["org/head"] = hub.repositories[model] | {"mask_embedding.pt": b"a tensor"}
+    found = {path.name for path in resolve("org/head").iterdir()}
+    assert found == {"config.json", "model.safetensors", "mask_embedding.pt"}
+
+
 def test_weights_that_an_index_names_are_fetched_and_no_others(hub: type[StandIn], model: str) -> None:
     own = dict(hub.repositories[model])
     del own["model.safetensors"]
