@@ -114,10 +114,13 @@ def _refuse_unsupported(fields: Fields, layer: Fields) -> None:
         raise _unsupported(fields, f"conv_kernel_size {taps}", f"a head with {TAPS}")
     if (markov := fields.text("markov_head_type", "vanilla")) != "vanilla":
         raise _unsupported(fields, f"the Markov head {markov!r}", "a head with markov_head_type vanilla")
+    if fields.flag("shift_label", False):  # of speculators: every slot guesses one token further
+        raise _unsupported(fields, "shift_label", "a head without it")
     if fields.integer("topk_context", 0, least=0):
         raise _unsupported(fields, "topk_context", "a head that attends to the whole context")
     # Targets here rotate halves (neox). A head with the other layout would load, and guess badly.
-    if layer.flag("rope_interleave", False) or layer.flag("rope_interleaved", False):
+    interleaved = layer.flag("rope_interleave", False) or layer.flag("rope_interleaved", False)
+    if interleaved or not fields.flag("rope_is_neox_style", True):
         raise _unsupported(fields, "interleaved rotary embedding", "a head of a target that rotates halves")
 
 
@@ -139,15 +142,16 @@ def _feature_layers(fields: Fields, count: int) -> tuple[int, ...]:
 def _attention(fields: Fields, layer: Fields) -> tuple[BlockAttention, ...]:
     """What the slots of a block see, layer by layer."""
     count = layer.integer("num_hidden_layers", most=1024)
-    types = layer.values.get("layer_types")
+    windows = layer if layer.has("layer_types") else fields  # some speculators files have it at the top
+    types = windows.values.get("layer_types")
     if types is None:
         types = [SLIDING if fields.flag("use_swa", False) else "full_attention"] * count
     if not isinstance(types, list) or len(types) != count:
-        raise layer.wrong("layer_types", f"a list of {count} types of attention")
+        raise windows.wrong("layer_types", f"a list of {count} types of attention")
     causal = any(fields.flag(name, False) for name in ("causal", "causal_head", "is_causal"))
     if SLIDING not in types:
         return (BlockAttention(None, causal),) * count
-    window = fields.integer("swa_window_size", layer.integer("sliding_window", 0, least=0) or None)
+    window = fields.integer("swa_window_size", windows.integer("sliding_window", 0, least=0) or None)
     backwards = fields.has("speculators_model_type") or _is_dflash2(fields)
     if fields.flag("sliding_window_non_causal", False) or not fields.flag("is_causal", True):
         backwards = False

@@ -168,6 +168,14 @@ def test_causal_heads_and_windows():
     assert read({**windows, **DFLASH2, "is_causal": False}).block.layers[0] == BlockAttention(2048)
     assert (dflash2.kind, dflash2.feature_layers) == ("dflash", (2, 10, 18, 26, 34))
     assert not dflash2.block.sample_from_anchor
+    layer = {key: value for key, value in QWEN3.items() if key != "layer_types"} | {"sliding_window": None}
+    at_the_top = {
+        **SPECULATORS_8B,
+        "layer_types": types,
+        "sliding_window": 2048,
+        "transformer_layer_config": layer,
+    }
+    assert read(at_the_top).block.layers == (*[BlockAttention(2048, True)] * 4, FULL)
     both_ways = {**speculators, "sliding_window_non_causal": True}
     assert read(both_ways).block.layers == (*[BlockAttention(2048)] * 4, FULL)
 
@@ -180,6 +188,8 @@ def test_causal_heads_and_windows():
         ({"markov_head_type": "gated"}, UnsupportedModelError, "markov_head_type vanilla"),
         ({"topk_context": 64}, UnsupportedModelError, "topk_context is not supported"),
         ({"rope_interleave": True}, UnsupportedModelError, "interleaved rotary embedding"),
+        ({"rope_is_neox_style": False}, UnsupportedModelError, "interleaved rotary embedding"),
+        ({"shift_label": True}, UnsupportedModelError, "shift_label is not supported"),
         ({"hidden_act": "gelu"}, UnsupportedModelError, "only silu"),
         ({"block_size": 1}, CheckpointError, "block_size = '1'; expected an integer from 2"),
         ({"mask_token_id": 151936}, CheckpointError, "a token below 151936, or a mask_embedding.pt"),
