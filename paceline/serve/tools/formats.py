@@ -33,7 +33,7 @@ class ToolFormat:
     instructions: str  # system message if the template lacks tools; {tools} becomes their JSON
     result: str  # user message with a call's result if it does; {content} becomes the result
     call_start: str = '{"name": "'
-    name_end: str = '", "arguments": '  # its first character is in no name
+    name_end: str = '", "arguments": '  # its first character is in no name; "": that of call_end ends it
     call_end: str = "}"
     id_prefix: str = "call_"
     id_digits: int = 24
@@ -132,6 +132,21 @@ FORMATS = {
         name_end="\n",
         call_end="</tool_call>",
         notation=Pairs("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+    ),
+    "glm47": ToolFormat(
+        begin="<tool_call>",
+        between="<tool_call>",
+        end="",
+        marker="<tool_call>",
+        tokens=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        clues=("<arg_key>", "<arg_value>", "</arg_key><arg_value>"),
+        instructions=_INSTRUCTIONS
+        + "<tool_call>function name<arg_key>argument name</arg_key><arg_value>value</arg_value></tool_call>",
+        result="<tool_response>{content}</tool_response>",
+        call_start="",
+        name_end="",
+        call_end="</tool_call>",
+        notation=Pairs("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
     ),
     "gemma4": ToolFormat(
         begin="<|tool_call>call:",

@@ -121,7 +121,7 @@ class ToolParser:
         return False
 
     def _read_name(self) -> bool:
-        end = self._buffer.find(self._name_end[0])
+        end = self._buffer.find((self._name_end or self._call_end)[0])
         if end < 0:
             return False
         self._start_call(self._buffer[:end])

@@ -29,6 +29,7 @@ FORMAT_OF = {
     "deepseek": "deepseek_v3",
     "gemma": "gemma4",
     "glm45": "glm45",
+    "glm47": "glm47",
     "gpt_oss": "openai",
     "hermes": "hermes",
     "llama3": "llama3_json",

@@ -37,6 +37,10 @@ GLM = (
     'I look.\n<tool_call>search\n<arg_key>about</arg_key>\n<arg_value>a "b"\n<c></arg_value>\n'
     "<arg_key>count</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>"
 )
+GLM_47 = (
+    'I look.\n<tool_call>search<arg_key>about</arg_key><arg_value>a "b"\n<c></arg_value>'
+    "<arg_key>count</arg_key><arg_value>3</arg_value></tool_call><tool_call>now</tool_call>"
+)
 QWEN = (
     'I look.\n<tool_call>\n<function=search>\n<parameter=about>\na "b"\n<c>\n</parameter>\n'
     "<parameter=count>\n3\n</parameter>\n</function>\n</tool_call>\n"
@@ -50,7 +54,13 @@ FUNCTION_GEMMA = (
     'I look.\n<start_function_call>call:search{about:<escape>a "b"\n<c><escape>,count:3}<end_function_call>'
     "<start_function_call>call:now{}<end_function_call>"
 )
-OUTPUTS = {"glm45": GLM, "qwen3_coder": QWEN, "gemma4": GEMMA, "functiongemma": FUNCTION_GEMMA}
+OUTPUTS = {
+    "glm45": GLM,
+    "glm47": GLM_47,
+    "qwen3_coder": QWEN,
+    "gemma4": GEMMA,
+    "functiongemma": FUNCTION_GEMMA,
+}
 THINKS = [("hermes", "<think>", "</think>"), ("mistral", "[THINK]", "[/THINK]")]
 formats = pytest.mark.parametrize("name", NAMES)
 

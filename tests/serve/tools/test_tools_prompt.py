@@ -99,6 +99,7 @@ def test_the_format_is_chosen_by_the_template() -> None:
     assert choose_format("'<｜tool▁sep｜>' + name + '\\n```json\\n'") is FORMATS["deepseek_v3"]
     assert choose_format("name + '<｜tool▁sep｜>' + arguments") is FORMATS["deepseek_v31"]
     assert choose_format("<tool_call> <arg_key> <arg_value>") is FORMATS["glm45"]
+    assert choose_format("<tool_call>f<arg_key>k</arg_key><arg_value>v") is FORMATS["glm47"]
     assert choose_format("<tool_call> <function= <parameter=") is FORMATS["qwen3_coder"]
     assert choose_format(PLAIN_TEMPLATE) is FORMATS["hermes"]
     assert choose_format(None) is FORMATS["hermes"]
