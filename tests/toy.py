@@ -8,8 +8,9 @@ move changes the output. It also checks the contract of ForwardBatch as strictly
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -370,6 +371,31 @@ ENDLESS = 19_000  # tokens of an output in a roomy engine: more than any test wa
 def roomy_engine(backend: ToyBackend | None = None, max_num_seqs: int = 16) -> Engine:
     """A toy engine whose requests of ENDLESS tokens run until they are aborted."""
     return toy_engine(backend, max_model_len=20_000, num_pages=20_000, max_num_seqs=max_num_seqs)
+
+
+def play(
+    engine: Engine,
+    events: Iterable[tuple[str, Any]],
+    wanted: Sequence[Any],
+    lose: Callable[[str], None] | None = None,
+) -> list[tuple[Request, int]]:
+    """Add requests by their number in `wanted`, abort some, make steps; the added ones with their numbers.
+
+    `lose` gets the values of the events of this name. Free pages are filled with garbage, as by `drain`.
+    """
+    added: list[tuple[Request, int]] = []
+    for event, value in events:
+        if event == "add":
+            added.append((engine.add_request(*wanted[value])[0], value))
+        elif event == "lose" and lose:
+            lose(value)
+        elif event == "abort" and added:
+            engine.abort(added[value % len(added)][0].request_id)
+        elif event == "step":
+            for _ in range(value):
+                engine.step()
+                scribble_free_pages(engine)
+    return added
 
 
 def drain(engine: Engine, scribble: bool = True) -> dict[Request, str]:

@@ -27,7 +27,7 @@ from paceline.engine.executors.token_masks import TokenMasks
 from paceline.errors import GrammarError
 from tests.constrain.engines import TOKENIZER, VOCAB, make_engine, requests, result, served
 from tests.engine.test_overlap import Hosted
-from tests.toy import ToyBackend, drain, scribble_free_pages
+from tests.toy import ToyBackend, drain, play
 
 SUFFIX = DraftPlan("suffix", 5)
 CONTROLLERS = {
@@ -230,16 +230,7 @@ def test_arriving_ending_and_aborted_requests_get_the_tokens_of_the_host(
     truth: list[object], events: list[tuple[str, int]], pages: int, plan: DraftPlan, supports_masks: bool
 ) -> None:
     engine = device_engine(plan, device(supports_masks=supports_masks), num_pages=pages, max_num_seqs=4)
-    batch, added = wanted(), []
-    for event, number in events:
-        if event == "add":
-            added.append((engine.add_request(*batch[number])[0], number))
-        elif event == "abort" and added:
-            engine.abort(added[number % len(added)][0].request_id)
-        elif event == "step":
-            for _ in range(number):
-                engine.step()
-                scribble_free_pages(engine)
+    added = play(engine, events, wanted())
     drain(engine)
     for request, number in added:
         if request.finish_reason == "abort":

@@ -16,7 +16,7 @@ from paceline.core.forward import ForwardBatch, ForwardOutput
 from paceline.core.trees import DraftPlan
 from paceline.engine.engine import Engine
 from tests.engine.test_overlap import REQUESTS, Changing, Hosted, LookedUp, expected, outcome
-from tests.toy import ScriptedDrafter, ToyBackend, ToyPool, drain, scribble_free_pages, toy_engine
+from tests.toy import ScriptedDrafter, ToyBackend, ToyPool, drain, play, toy_engine
 
 RUBBISH = -555  # of a pass that raised: a request that reads it gets other bytes
 NAN = -666  # in keys and values: a request that reads it gets NaN
@@ -120,18 +120,7 @@ EVENTS = st.lists(
 @given(EVENTS, st.booleans(), st.sampled_from(sorted(DRAFTS)), st.booleans())
 def test_survivors_have_the_bytes_of_an_undisturbed_run(events, on_device, drafts, caching):
     engine, backend = disturbed_engine(on_device, drafts, caching)
-    added = []
-    for event, value in events:
-        if event == "add":
-            added.append((engine.add_request(*REQUESTS[value])[0], value))
-        elif event == "lose":
-            backend.lose_next = value
-        elif event == "abort" and added:
-            engine.abort(added[value % len(added)][0].request_id)
-        elif event == "step":
-            for _ in range(value):
-                engine.step()
-                scribble_free_pages(engine)
+    added = play(engine, events, REQUESTS, lambda how: setattr(backend, "lose_next", how))
     backend.lose_next = None
     finish_and_judge(engine, added)
 

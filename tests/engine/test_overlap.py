@@ -25,7 +25,7 @@ from paceline.engine.engine import Engine
 from paceline.engine.executors import device_executor
 from paceline.engine.executors.device_executor import MAX_DRAFTS
 from tests.engine.test_exactness import prompt
-from tests.toy import ScriptedDrafter, ToyBackend, drain, scribble_free_pages, toy_engine
+from tests.toy import ScriptedDrafter, ToyBackend, drain, play, scribble_free_pages, toy_engine
 
 
 def params(number: int, **options: object) -> SamplingParams:
@@ -153,16 +153,7 @@ def test_arriving_ending_and_aborted_requests_get_the_tokens_of_host_steps(
         drafter=drafter,
         controller=Changing(lengths, hold) if lengths else None,
     )
-    added = []
-    for event, number in events:
-        if event == "add":
-            added.append((engine.add_request(*REQUESTS[number])[0], number))
-        elif event == "abort" and added:
-            engine.abort(added[number % len(added)][0].request_id)
-        elif event == "step":
-            for _ in range(number):
-                engine.step()
-                scribble_free_pages(engine)
+    added = play(engine, events, REQUESTS)
     drain(engine)
     for request, number in added:
         tokens, *rest = expected(number)

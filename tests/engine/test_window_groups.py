@@ -29,20 +29,14 @@ from paceline.kv.window_pages import window_pages_for
 from paceline.models.registry import load_checkpoint
 from tests.engine.test_exactness import prompt
 from tests.engine.test_exactness_cpu import Tokenizer
+from tests.engine.test_window_properties import MAX_LENGTH, PAGE, REQUESTS, STYLES
 from tests.engines import new_engine
+from tests.large import repeated
 from tests.tiny import save_checkpoint
 from tests.tiny_families import VOCAB_SIZE
 from tests.toy import ScriptedDrafter, ToyBackend, ToyPool, scribble_free_pages, toy_engine
 
-PAGE, MAX_LENGTH = 4, 96
 COUPLED = DraftSampling.COUPLED
-SHARED = prompt(0, 21)  # the beginning of some prompts
-PROMPTS = [*(prompt(number, 1 + 9 * number) for number in range(4)), SHARED, [*SHARED, 7, 8], [*SHARED, 9]]
-REQUESTS = [
-    (ids, SamplingParams(temperature=number % 2, seed=number, max_tokens=10 + 11 * (number % 4)))
-    for number, ids in enumerate(PROMPTS)
-]
-STYLES = ["right", "wrong", "partly", "tree"]
 
 
 class GroupedPool(ToyPool):
@@ -218,15 +212,19 @@ ROWS = 20
 FEW = window_pages_for(9, ROWS, 16) + 1
 
 
-@pytest.fixture(scope="module", params=["gemma3", "gpt-oss", "gemma4", "llama4"])
-def family(request):
-    return request.param
+FAMILIES = ["gemma3", "gpt-oss", "gemma4", "llama4"]
+CASES = [
+    *(("cpu", family) for family in FAMILIES),
+    ("torch", FAMILIES[0]),
+    *repeated(*(("torch", family) for family in FAMILIES[1:])),  # row by row, which is slow
+]
 
 
-@pytest.fixture(scope="module", params=["torch", "cpu"])
-def backend(request, family, tmp_path_factory):
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def backend(request, tmp_path_factory):
+    name, family = request.param
     checkpoint = load_checkpoint(save_checkpoint(family, tmp_path_factory.mktemp("windows")))
-    if request.param == "cpu":
+    if name == "cpu":
         return CpuBackend.load(checkpoint, quantization="int8", threads=1, max_rows=64)
     return TorchBackend.load(checkpoint, max_rows=64, row_by_row=True)
 

@@ -30,6 +30,7 @@ from tests.draft.heads.test_eagle_cpu import ROWS, run_engine
 from tests.draft.model.test_draft_model_cpu import save_model
 from tests.engine.test_exactness_cpu import Tokenizer
 from tests.engines import Later, new_engine
+from tests.large import REPEATS, repeated
 from tests.tiny import random_model
 from tests.tiny_families import FULL, SLIDING, VOCAB_SIZE
 
@@ -202,7 +203,7 @@ class AgainstTransformers(AssistantDrafter):
         return proposed
 
 
-@pytest.mark.parametrize("num_window_pages", [None, 24])
+@pytest.mark.parametrize("num_window_pages", [24, *repeated(None)])
 def test_drafts_are_those_of_transformers(loaded, num_window_pages):
     """Also after a prefix hit, in chunks of a prompt, while other requests run, and from window pages."""
     model, assistant, checkpoint, backend, folder = loaded
@@ -250,7 +251,11 @@ def undrafted(loaded):
 @pytest.mark.parametrize("name", ["torch", "cpu"])
 @pytest.mark.parametrize(
     ("sampling", "num_window_pages"),
-    [(DraftSampling.COUPLED, None), (DraftSampling.INDEPENDENT, None), (DraftSampling.COUPLED, 24)],
+    [
+        (DraftSampling.COUPLED, 24),
+        (DraftSampling.INDEPENDENT, None),
+        pytest.param(DraftSampling.COUPLED, None, marks=REPEATS),
+    ],
 )
 def test_same_tokens_with_chains_and_trees(loaded, undrafted, sampling, num_window_pages, name):
     _, _, checkpoint, backend, folder = loaded

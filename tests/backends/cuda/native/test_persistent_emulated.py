@@ -15,6 +15,7 @@ from torch.nn.functional import silu
 from paceline.models.config import ModelConfig, MoeConfig, RopeConfig
 from paceline.models.files.layout import expected_tensors
 from tests.backends.cuda.emulating import HERE, Emulated, needs_compiler
+from tests.large import REPEATS
 
 PROGRAMS, SHARED, PAGE_SIZE, LONGEST = 8, 160 << 10, 16, 256
 DENSE = ModelConfig("llama", 64, 256, 2, 4, 2, 64, 256, 1e-5, RopeConfig(1e4), LONGEST, True)
@@ -154,16 +155,20 @@ def run_tree(
 @pytest.mark.parametrize(
     ("config", "root", "parents"),
     [
-        (DENSE, 69, CHAIN[:2]),
-        (NORMED, 130, CHAIN[:1]),
-        (NORMED, 63, CHAIN),  # the second row begins a block
-        (MIXTURE, 0, CHAIN[:1]),
-        (MIXTURE, 127, CHAIN[:1]),  # the row ends a block
-        (FOUR, 64, CHAIN[:1]),  # the row begins a block
-        (SHARED_KEYS, 62, TREE),  # nodes before and after the end of a block, and positions, too
-        (NORMED_KEYS, 59, TREE),  # nodes only
+        pytest.param(DENSE, 69, CHAIN[:2], id="dense"),
+        pytest.param(NORMED, 130, CHAIN[:1], id="norms", marks=REPEATS),
+        # the second row begins a block
+        pytest.param(NORMED, 63, CHAIN, id="norms of rows"),
+        pytest.param(MIXTURE, 0, CHAIN[:1], id="first row", marks=REPEATS),
+        # the row ends a block
+        pytest.param(MIXTURE, 127, CHAIN[:1], id="mixture"),
+        # the row begins a block
+        pytest.param(FOUR, 64, CHAIN[:1], id="four experts", marks=REPEATS),
+        # nodes before and after the end of a block, and positions, too
+        pytest.param(SHARED_KEYS, 62, TREE, id="tree"),
+        # nodes only
+        pytest.param(NORMED_KEYS, 59, TREE, id="normed tree", marks=REPEATS),
     ],
-    ids=["dense", "norms", "norms of rows", "first row", "mixture", "four experts", "tree", "normed tree"],
 )
 def test_the_megakernel_computes_the_layers(
     config: ModelConfig, root: int, parents: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
