@@ -32,6 +32,11 @@ ARCHITECTURES = {
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
 }
 
+# parts of a block for multi-token prediction, as two families call them -> the converter's name
+NEXTN = {"enorm": "nextn.enorm", "hnorm": "nextn.hnorm", "eh_proj": "nextn.eh_proj"}
+NEXTN |= {"pre_fc_norm_embedding": "nextn.enorm", "pre_fc_norm_hidden": "nextn.hnorm"}
+NEXTN |= {"fc": "nextn.eh_proj", "norm": "nextn.shared_head_norm"}
+
 
 def architecture(config: Config) -> gguf.MODEL_ARCH:
     if config["model_type"] != "nemotron_h":
@@ -44,6 +49,34 @@ def layer_of(name: str) -> str:
     """The number of a tensor's layer; empty: it has none."""
     found = re.search(r"layers\.(\d+)\.", name)
     return found[1] if found else ""
+
+
+def in_blocks(config: Config, tensors: Tensors) -> Tensors:
+    """The tensors, with those of a block for multi-token prediction named as layers after the model's.
+
+    Its experts, which transformers' class has in one tensor, are single ones, as in published files.
+    """
+    layer, parts = f"model.layers.{len(layer_kinds(config))}.", NEXTN | {"shared_head.norm": NEXTN["norm"]}
+    named = {}
+    for name, tensor in tensors.items():
+        own = name.removeprefix(layer).removeprefix("mtp.").removesuffix(".weight")
+        if name.startswith("mtp.layers.0."):
+            name = name.replace("mtp.layers.0.", layer)
+        elif name.startswith(("mtp.", layer)) and own in parts:
+            name = f"{layer}{parts[own]}.weight"
+        if not name.startswith(f"{layer}mlp.experts."):
+            named[name] = tensor
+            continue
+        halves = np.split(tensor, 2, axis=1) if name.endswith("gate_up_proj") else [tensor]
+        for part, half in zip(("gate", "up") if len(halves) == 2 else ("down",), halves, strict=True):
+            named |= {f"{layer}mlp.experts.{i}.{part}_proj.weight": own for i, own in enumerate(half)}
+    return named
+
+
+def num_blocks(config: Config, tensors: Tensors) -> int:
+    """How many layers the tensors have beyond the model's."""
+    layers = {int(layer_of(name)) for name in in_blocks(config, tensors) if layer_of(name)}
+    return max(layers) + 1 - len(layer_kinds(config))
 
 
 def layer_kinds(config: Config) -> list[str]:
@@ -175,14 +208,17 @@ CONVERTERS: dict[str, Callable[[str, np.ndarray, Config], Iterator[Named]]] = {
 
 def stored_tensors(config: Config, tensors: Tensors) -> Tensors:
     """The tensors of transformers' file under the names of a GGUF file."""
-    names = gguf.get_tensor_name_map(architecture(config), len(layer_kinds(config)))
+    layers = len(layer_kinds(config)) + num_blocks(config, tensors)
+    names = gguf.get_tensor_name_map(architecture(config), layers)
     groups, stored, experts = config.get("mamba_n_groups", config.get("n_groups", 1)), {}, {}
-    for theirs, values in tensors.items():
+    for theirs, values in in_blocks(config, tensors).items():
         for name, value in CONVERTERS[config["model_type"]](theirs, values, config):
             if match := re.fullmatch(r".*layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)_proj\.weight", name):
                 experts.setdefault(f"blk.{match[1]}.ffn_{match[3]}_exps.weight", {})[int(match[2])] = value
                 continue
             name, value = recurrent(name, value, groups)
+            if ".nextn." in name:
+                name = f"blk.{name.removeprefix('model.layers.')}"
             known = name if name.startswith("blk.") else names.get_name(name, (".weight", ".bias"))
             assert known, name
             stored[known] = np.ascontiguousarray(value)
@@ -194,10 +230,11 @@ def stored_tensors(config: Config, tensors: Tensors) -> Tensors:
     return stored | {name: np.stack([own[i] for i in sorted(own)]) for name, own in experts.items()}
 
 
-def add_sizes(writer: gguf.GGUFWriter, config: Config) -> None:
-    """The metadata that all of these have."""
-    kinds = layer_kinds(config)
-    writer.add_block_count(len(kinds))
+def add_sizes(writer: gguf.GGUFWriter, config: Config, blocks: int) -> None:
+    """The metadata that all of these have; `blocks` layers for multi-token prediction are counted, too."""
+    writer.add_block_count(len(layer_kinds(config)) + blocks)
+    if blocks:
+        writer.add_nextn_predict_layers(blocks)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_head_count(config["num_attention_heads"])
@@ -368,12 +405,11 @@ def with_gguf(folder: Path) -> Path:
     """The folder of transformers' file, with model.gguf written beside it."""
     config = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(folder / "model.gguf", gguf.MODEL_ARCH_NAMES[architecture(config)])
-    add_sizes(writer, config)
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    add_sizes(writer, config, num_blocks(config, tensors))
     ADDERS[config["model_type"]](writer, config)
     add_tokenizer(writer, config["vocab_size"])
-    for name, values in stored_tensors(
-        config, safetensors.numpy.load_file(folder / "model.safetensors")
-    ).items():
+    for name, values in stored_tensors(config, tensors).items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

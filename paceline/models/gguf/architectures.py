@@ -119,6 +119,21 @@ _SHARED_EXPERT_NAMES = {
 }
 _CORRECTED_EXPERT_NAMES = _SHARED_EXPERT_NAMES | {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
 _SHARED_EXPERT_KEYS = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+# a block for multi-token prediction: parts of its layer -> names in safetensors, after the family's prefix
+_DEEPSEEK_MTP = {
+    "nextn.enorm.": "enorm.",
+    "nextn.hnorm.": "hnorm.",
+    "nextn.eh_proj.": "eh_proj.",
+    "nextn.shared_head_norm.": "shared_head.norm.",
+    "": "",
+}
+_QWEN_MTP = {
+    "nextn.enorm.": "pre_fc_norm_embedding.",
+    "nextn.hnorm.": "pre_fc_norm_hidden.",
+    "nextn.eh_proj.": "fc.",
+    "nextn.shared_head_norm.": "norm.",
+    "": "layers.0.",
+}
 _GATED_EXPERT_NAMES = _SHARED_EXPERT_NAMES | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"}
 
 
@@ -136,6 +151,7 @@ class Architecture:
     yarn_multiplier: float = 1.0  # of yarn's scale for all of a head, in yarn_log_multiplier
     ropes_by_kind: bool = False  # layers with a window have another rope, and other sizes of heads
     tiled_values: bool = False  # see RecurrentConfig.tiled_values, if key heads are shared
+    mtp: Mapping[str, str] = field(default_factory=dict)  # see _DEEPSEEK_MTP; empty: the block is left out
 
 
 _NEMOTRON_H = Architecture(
@@ -252,6 +268,7 @@ ARCHITECTURES = {
             **_SHARED_EXPERT_NAMES,
         },
         more=readers.glm4,
+        mtp=_DEEPSEEK_MTP,
     ),
     "deepseek2": Architecture(
         "deepseek_v2",
@@ -275,6 +292,7 @@ ARCHITECTURES = {
         },
         more=readers.deepseek2,
         yarn_multiplier=0.1,
+        mtp=_DEEPSEEK_MTP,
     ),
     "llama4": Architecture(
         "llama4_text",
@@ -304,7 +322,12 @@ ARCHITECTURES = {
         more=readers.lfm2,
     ),
     "qwen35": Architecture(
-        "qwen3_5_text", keys=_DELTA_NET_KEYS, names=_DELTA_NET_NAMES, more=readers.qwen35, tiled_values=True
+        "qwen3_5_text",
+        keys=_DELTA_NET_KEYS,
+        names=_DELTA_NET_NAMES,
+        more=readers.qwen35,
+        tiled_values=True,
+        mtp=_QWEN_MTP,
     ),
     "qwen35moe": Architecture(
         "qwen3_5_moe_text",
@@ -312,6 +335,7 @@ ARCHITECTURES = {
         names=_DELTA_NET_NAMES | _GATED_EXPERT_NAMES,
         more=readers.qwen35_moe,
         tiled_values=True,
+        mtp=_QWEN_MTP,
     ),
     "qwen3next": Architecture(
         "qwen3_next",
@@ -320,6 +344,7 @@ ARCHITECTURES = {
         | _GATED_EXPERT_NAMES
         | {"ssm_ba": "linear_attn.in_proj_ba", "ssm_in": "linear_attn.in_proj_qkvz"},
         more=readers.qwen35_moe,
+        mtp=_QWEN_MTP,
     ),
     "granitehybrid": Architecture(
         "granitemoehybrid",

@@ -68,7 +68,8 @@ def gguf_checkpoint(file: GgufFile) -> Checkpoint:
             tensors[own_name] = tensor
     if config.latent is not None:
         tensors = dict(_latent_tensors(file, tensors, config.latent))
-    return Checkpoint(config, select_tensors(config, tensors, file.path), file.path)
+    mtp = _mtp_block(file, tensors, config)
+    return Checkpoint(config, select_tensors(config, tensors, file.path), file.path, mtp)
 
 
 def _config(file: GgufFile) -> ModelConfig:
@@ -227,7 +228,8 @@ def _renamed(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, Tensor]
     architecture = str(file.metadata["general.architecture"])
     known = ARCHITECTURES[architecture]
     names = {**BLOCK_NAMES, **known.names}
-    unused = _mtp_prefixes(file, architecture, config)
+    unused = _unused_prefixes(file, known, config)
+    names |= {part[:-1]: part[:-1] for part in known.mtp if part}
     for name, tensor in file.tensors.items():
         if name in ROPE_TENSORS or name.startswith(unused):
             continue
@@ -295,11 +297,32 @@ def _as_we_store(file: GgufFile, name: str, part: str, suffix: str | None, tenso
     return LogOfNegated(tensor)
 
 
-def _mtp_prefixes(file: GgufFile, architecture: str, config: ModelConfig) -> tuple[str, ...]:
-    """How the names of tensors for multi-token prediction begin: their layers follow the model's."""
+def _mtp_block(file: GgufFile, tensors: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The block for multi-token prediction, taken out of `tensors`, as the family's safetensors name it."""
+    parts = ARCHITECTURES[str(file.metadata["general.architecture"])].mtp
+    layer = f"model.layers.{config.num_layers}."
+    prefix = FAMILIES[config.family].mtp.format(layers=config.num_layers)
+    block = dict[str, Tensor]()
+    for name in [name for name in tensors if name.startswith(layer)] if _mtp_count(file) else ():
+        own = name.removeprefix(layer)
+        part = next(part for part in parts if own.startswith(part))
+        block[prefix + parts[part] + own.removeprefix(part)] = tensors.pop(name)
+    return block
+
+
+def _mtp_count(file: GgufFile) -> int:
+    """How many layers for multi-token prediction follow the model's."""
     name = "nextn_predict_layers"
-    count = mtp_layers(Fields({name: file.metadata.get(f"{architecture}.{name}")}, file.path.name))
-    return tuple(f"blk.{config.num_layers + layer}." for layer in range(count))
+    count = file.metadata.get(f"{file.metadata['general.architecture']}.{name}")
+    return mtp_layers(Fields({name: count}, file.path.name))
+
+
+def _unused_prefixes(file: GgufFile, known: Architecture, config: ModelConfig) -> tuple[str, ...]:
+    """How names begin that are left out: of all blocks but the first, and of what the target has, too."""
+    blocks = [f"blk.{config.num_layers + layer}." for layer in range(_mtp_count(file))]
+    if not known.mtp or not blocks:
+        return tuple(blocks)
+    return (*(f"{blocks[0]}nextn.{name}." for name in ("embed_tokens", "shared_head_head")), *blocks[1:])
 
 
 def _half_split(file: GgufFile, name: str, tensor: GgufTensor, config: ModelConfig) -> GgufTensor:

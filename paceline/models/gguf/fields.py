@@ -102,7 +102,7 @@ def without_mtp(fields: Fields) -> Values:
 
 
 def mtp_layers(fields: Fields) -> int:
-    """How many of the last layers are for multi-token prediction, which GGUF files are not used for."""
+    """How many of the last layers are for multi-token prediction."""
     return fields.integer("nextn_predict_layers", 0, least=0, most=MAX_MTP_LAYERS)
 
 

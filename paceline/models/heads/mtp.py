@@ -123,7 +123,8 @@ def _tensor(layout: MtpLayout, name: str, shape: tuple[int, ...], tensors: Mappi
     if theirs not in tensors:
         raise CheckpointError(
             f"the method mtp looked for the tensor {theirs}, which the target's files do not have. Fetch the "
-            "model again with its block for multi-token prediction, as safetensors, or use another method."
+            "model again with its block for multi-token prediction, as safetensors or as a GGUF file with "
+            "it, or use another method."
         )
     if tensors[theirs].shape != shape:
         raise CheckpointError(

@@ -99,7 +99,8 @@ def stored_tensors(model: Checkpoint) -> dict[str, np.ndarray]:
     return stored
 
 
-def write(path: Path, model: Checkpoint) -> Path:
+def write(path: Path, model: Checkpoint, nextn: dict[str, np.ndarray] | None = None) -> Path:
+    """The path, holding the model; with tensors of `nextn`, its last layer is for multi-token prediction."""
     config, own = model.config, model.config.recurrent
     assert own is not None
     writer = gguf.GGUFWriter(path, "qwen35" if config.moe is None else "qwen35moe")
@@ -120,6 +121,8 @@ def write(path: Path, model: Checkpoint) -> Path:
     writer.add_ssm_time_step_rank(own.value_heads)
     writer.add_ssm_inner_size(own.value_heads * own.value_dim)
     writer.add_full_attention_interval(2)
+    if nextn:
+        writer.add_nextn_predict_layers(1)
     if config.moe is None:
         writer.add_feed_forward_length(config.intermediate_size)
     else:
@@ -128,7 +131,7 @@ def write(path: Path, model: Checkpoint) -> Path:
         writer.add_expert_feed_forward_length(config.moe.intermediate_size)
         writer.add_expert_shared_feed_forward_length(config.moe.shared_intermediate_size)
     add_tokenizer(writer, config.vocab_size)
-    for name, values in stored_tensors(model).items():
+    for name, values in (stored_tensors(model) | (nextn or {})).items():
         writer.add_tensor(name, np.ascontiguousarray(values))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
