@@ -27,6 +27,17 @@ def with_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def with_empty_contents(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with empty texts for contents of null, which clients send beside calls.
+
+    For templates that fail on null, as those of gpt-oss, Qwen3 and Ministral 3 do.
+    """
+    return [
+        {**message, "content": ""} if message.get("content") is None else dict(message)
+        for message in messages
+    ]
+
+
 def with_spelled_calls(messages: Sequence[Mapping[str, Any]], format: ToolFormat) -> list[dict[str, Any]]:
     """The messages with calls as the text that the model would write, and results as user messages.
 

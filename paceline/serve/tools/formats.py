@@ -259,7 +259,7 @@ FORMATS = {
         marker="",
         name_end='", "parameters": ',
         tokens=(),
-        clues=("<|python_tag|>", '"parameters": '),
+        clues=("ipython", '"parameters": '),  # the role of results; Llama 3.2 names no <|python_tag|>
         instructions=_INSTRUCTIONS
         + '{"name": "function name", "parameters": {"argument name": "value"}}\n\nWrite nothing else then.',
         result="The function's result: {content}",

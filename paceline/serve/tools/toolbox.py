@@ -15,7 +15,12 @@ from paceline.core.structured_outputs import StructuredOutputsParams
 from paceline.errors import PacelineError, RequestError
 from paceline.models.tokenizer import Tokenizer
 from paceline.serve.tools.arguments import text_parameters
-from paceline.serve.tools.conversation import with_instructions, with_objects, with_spelled_calls
+from paceline.serve.tools.conversation import (
+    with_empty_contents,
+    with_instructions,
+    with_objects,
+    with_spelled_calls,
+)
 from paceline.serve.tools.declared import Tool, ToolChoice, check_tools
 from paceline.serve.tools.events import OutputParser
 from paceline.serve.tools.formats import ToolFormat, choose_format
@@ -236,9 +241,7 @@ class Toolbox:
 
         If the template does not support tools or calls, they are written into the messages as text.
         """
-        chat = with_objects(messages)
-        if not self._template_knows_calls:
-            chat = with_spelled_calls(chat, self.format)
+        chat = self._as_template_reads(with_objects(messages))
         described = [tool.described() for tool in plan.tools]
         if not described:
             return chat, None
@@ -252,10 +255,14 @@ class Toolbox:
         return _PROBE_TOOL.name in prompt
 
     @cached_property
-    def _template_knows_calls(self) -> bool:
+    def _as_template_reads(self) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:
+        """What prepares messages for the template: nothing, or what it cannot read is written otherwise."""
         tools = [_PROBE_TOOL.described()] if self._template_knows_tools else None
-        prompt = self._rendered(_PROBE_CHAT, tools)
-        return "probe_argument" in prompt and "probe_result" in prompt
+        for prepared in (list, with_empty_contents):
+            prompt = self._rendered(prepared(_PROBE_CHAT), tools)
+            if "probe_argument" in prompt and "probe_result" in prompt:
+                return prepared
+        return lambda chat: with_spelled_calls(chat, self.format)
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]] | None) -> str:
         try:

@@ -24,6 +24,7 @@ TEMPLATES = Path(__file__).parents[1] / "templates"
 CONVERSATIONS = 200
 ONE_CALL_AT_ONCE = {"llama3"}  # its template refuses more
 EITHER_THOUGHT_OR_CONTENT = {"gpt_oss"}  # beside a call
+FAILS_ON_NULL = {"gpt_oss", "mistral_args"}  # contents of null, which clients send beside calls
 READS_PARTS = {"glm45", "gemma"}  # contents that are lists of text parts
 FORMAT_OF = {
     "deepseek": "deepseek_v3",
@@ -131,8 +132,10 @@ class Conversations:
         return {"type": "function", "function": function}
 
 
-def with_objects(message: dict[str, Any]) -> dict[str, Any]:
+def with_objects(message: dict[str, Any], family: str) -> dict[str, Any]:
     """The message as transformers documents it: the arguments of calls are objects."""
+    if family in FAILS_ON_NULL and message["content"] is None:
+        message = {**message, "content": ""}
     if "tool_calls" not in message:
         return message
     functions = [call["function"] for call in message["tool_calls"]]
@@ -162,7 +165,7 @@ def test_token_ids_are_those_of_transformers(family: str) -> None:
         chat, tools = toolbox.conversation([message.plain() for message in body.messages], plan)
         prompt = ours.apply_chat_template(chat, tools=tools, **body.template_options())
         expected = theirs.apply_chat_template(
-            [with_objects(message) for message in request["messages"]],
+            [with_objects(message, family) for message in request["messages"]],
             tools=request.get("tools"),
             add_generation_prompt=request["add_generation_prompt"],
             return_dict=False,

@@ -37,7 +37,7 @@ DEEPSEEK = byte_tokenizer(
 FORMAT_TOKENIZERS = {
     "hermes": None,
     "mistral": SPECIAL,
-    "llama3_json": byte_tokenizer(PLAIN_TEMPLATE + """{# <|python_tag|> "parameters": #}"""),
+    "llama3_json": byte_tokenizer(PLAIN_TEMPLATE + """{# ipython "parameters": #}"""),
 }
 
 

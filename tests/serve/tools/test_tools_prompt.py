@@ -75,6 +75,13 @@ def test_without_tool_support_earlier_calls_and_results_are_text() -> None:
     assert f"<|assistant|>Well.\n{written}<|end|><|user|>{results}<|end|>" in prompt
 
 
+def test_a_template_that_fails_on_contents_of_null_gets_empty_texts() -> None:
+    strict = KNOWING_TEMPLATE.replace("{{ m.content or '' }}", "{{ m.content if '</' not in m.content }}")
+    message = {**CHAT[2], "content": None}
+    prompt = prompt_of(strict, [CHAT[1], message, *CHAT[3:]], (WEATHER, NOW))
+    assert '<|assistant|><tool_call>weather {"city": "Bern"}<tool_call>now {}<|tool|>rain' in prompt
+
+
 def test_with_tool_choice_none_the_prompt_does_not_show_them() -> None:
     toolbox = Toolbox(byte_tokenizer(KNOWING_TEMPLATE))
     plan = toolbox.plan([WEATHER], ToolChoice("none"))
@@ -95,7 +102,8 @@ def test_the_format_is_chosen_by_the_template() -> None:
     assert choose_format("... <tool_call>\n{...") is FORMATS["hermes"]
     assert choose_format("... [TOOL_CALLS] [...") is FORMATS["mistral"]
     assert choose_format("'[TOOL_CALLS]' + name + '[ARGS]' + arguments") is FORMATS["mistral_args"]
-    assert choose_format('... <|python_tag|> ... "parameters": ...') is FORMATS["llama3_json"]
+    assert choose_format('<|python_tag|> "parameters": ... ipython') is FORMATS["llama3_json"]
+    assert choose_format('... "parameters": ... ipython') is FORMATS["llama3_json"]  # Llama 3.2
     assert choose_format("'<｜tool▁sep｜>' + name + '\\n```json\\n'") is FORMATS["deepseek_v3"]
     assert choose_format("name + '<｜tool▁sep｜>' + arguments") is FORMATS["deepseek_v31"]
     assert choose_format("<tool_call> <arg_key> <arg_value>") is FORMATS["glm45"]
