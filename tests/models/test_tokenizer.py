@@ -318,6 +318,33 @@ def test_deepseek_coder_splits_off_letters_signs_and_each_digit() -> None:
     assert split_by("deepseek-coder", "def f12(wörld):\n  漢字 #か") == words
 
 
+def test_trinity_splits_off_thousands_and_letters_of_alphabets_without_spaces() -> None:
+    words = ["12", "345", "678", " a", "1", " b", "/c", " ", "漢字かな한국", "x", ".\n"]
+    assert split_by("afmoe", "12345678 a1 b/c 漢字かな한국x.\n") == words
+
+
+def test_tiny_aya_splits_off_thousands() -> None:
+    assert split_by("tiny_aya", "1234567 don't 12") == ["1", "234", "567", " don't", " ", "12"]
+
+
+# as the models' authors publish them
+PUBLISHED = {
+    "seed-coder": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}"
+    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "exaone-moe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_splits_are_those_of_the_published_patterns(name: str) -> None:
+    import regex
+
+    published = regex.compile(PUBLISHED[name])
+    for text in [*varied_strings(300), "a = 1;\r\n\n b++ // c/\n/d", "한국어 문장 두 개, don't  \n\n3 é"]:
+        assert split_by(name, text) == [match[0] for match in published.finditer(text)], repr(text)
+
+
 def split_by(name: str, text: str) -> list[str]:
     style = PRE_TOKENIZERS[name]
     assert style.split is not None
@@ -335,6 +362,7 @@ def split_by(name: str, text: str) -> list[str]:
         ("chatglm-bpe", "glm4"),
         ("exaone4", "gpt-2"),
         ("starcoder", "refact"),
+        ("minimax-m2", "gpt-4o"),
     ],
 )
 def test_vocabularies_that_split_as_others_do(file: GgufFile, name: str, like: str) -> None:

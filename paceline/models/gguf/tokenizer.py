@@ -29,6 +29,13 @@ QWEN2_SPLIT = _CONTRACTIONS_AND_WORDS + r"\p{N}" + _SIGNS_AND_SPACES
 QWEN35_SPLIT = QWEN2_SPLIT.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
     r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
 )
+# the line ends after signs are a word of their own
+SEED_SPLIT = QWEN2_SPLIT.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}\r\n]+")
+# several words with a space between them are one
+EXAONE_MOE_SPLIT = (
+    _CONTRACTIONS_AND_WORDS.replace(r"\p{L}+|", r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|")
+    + r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+)
 LLAMA3_SPLIT = _CONTRACTIONS_AND_WORDS + r"\p{N}{1,3}" + _SIGNS_AND_SPACES
 
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -65,6 +72,12 @@ _SIGN_AND_LETTERS = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"
 DEEPSEEK3_SPLIT = (
     _SIGN_AND_LETTERS
     + r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# from the right, so that 1234567 is 1, 234 and 567
+THOUSANDS = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
+AFMOE_LETTERS = (  # of alphabets without spaces between words, and Korean, as in llama.cpp
+    r"[\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{8C48}-\x{FAFF}\x{3040}-\x{30FF}\x{FF65}-\x{FF9F}\x{2F00}-\x{2FDF}"
+    r"\x{0E40}-\x{0EFF}\x{1780}-\x{17FF}\x{1000}-\x{109F}\x{AA60}-\x{AA7F}\x{A9E0}-\x{A9FF}\x{1100}-\x{11FF}]+"
 )
 
 
@@ -104,6 +117,11 @@ PRE_TOKENIZERS = {
     "llama4": PreTokenizer(GPT4O_SPLIT),
     "tekken": PreTokenizer(TEKKEN_SPLIT, add_bos=True, whole_words_first=True),  # Mistral since Nemo
     "pixtral": PreTokenizer(TEKKEN_SPLIT, add_bos=True, whole_words_first=True),  # Mistral's with images
+    "minimax-m2": PreTokenizer(GPT4O_SPLIT),
+    "tiny_aya": PreTokenizer(GPT4O_SPLIT, before=(r"\d{1,3}(?=(?:\d{3})*\b)",)),  # Cohere
+    "seed-coder": PreTokenizer(SEED_SPLIT),
+    "exaone-moe": PreTokenizer(EXAONE_MOE_SPLIT),
+    "afmoe": PreTokenizer(DEEPSEEK3_SPLIT, before=(THOUSANDS, AFMOE_LETTERS)),
     "kimi-k2": PreTokenizer(KIMI_SPLIT, whole_words_first=True),
     "deepseek-coder": PreTokenizer(r"\p{N}", before=DEEPSEEK_CODER_WORDS),
     "deepseek-llm": PreTokenizer(r"\p{N}", before=DEEPSEEK_WORDS),  # DeepSeek 1 and 2
