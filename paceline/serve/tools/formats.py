@@ -117,6 +117,38 @@ FORMATS = {
         call_end="</function>\n</tool_call>",
         notation=Pairs("<parameter=", ">\n", "\n</parameter>\n"),
     ),
+    "seed_oss": ToolFormat(
+        begin="<seed:tool_call>\n<function=",
+        between="\n<seed:tool_call>\n<function=",
+        end="",
+        marker="<seed:tool_call>",
+        tokens=("<seed:tool_call>", "</seed:tool_call>"),
+        clues=("<seed:tool_call>", "<function=", "<parameter="),
+        instructions=_INSTRUCTIONS
+        + "<seed:tool_call>\n<function=function name>\n<parameter=argument name>value</parameter>\n"
+        + "</function>\n</seed:tool_call>",
+        result="{content}",
+        call_start="",
+        name_end=">\n",
+        call_end="</function>\n</seed:tool_call>",
+        notation=Pairs("<parameter=", ">", "</parameter>\n"),
+    ),
+    "minimax_m2": ToolFormat(
+        begin='<minimax:tool_call>\n<invoke name="',
+        between='\n<invoke name="',
+        end="\n</minimax:tool_call>",
+        marker="<minimax:tool_call>",
+        tokens=("<minimax:tool_call>", "</minimax:tool_call>"),
+        clues=("<minimax:tool_call>", '<invoke name="'),
+        instructions=_INSTRUCTIONS
+        + '<minimax:tool_call>\n<invoke name="function name">\n'
+        + '<parameter name="argument name">value</parameter>\n</invoke>\n</minimax:tool_call>',
+        result="<response>{content}</response>",
+        call_start="",
+        name_end='">\n',
+        call_end="</invoke>",
+        notation=Pairs('<parameter name="', '">', "</parameter>\n"),
+    ),
     "glm45": ToolFormat(
         begin="<tool_call>",
         between="\n<tool_call>",
@@ -205,6 +237,28 @@ FORMATS = {
         call_end="",
         id_prefix="",
         id_digits=9,
+    ),
+    "nemotron_json": ToolFormat(  # Nemotron Nano 2
+        begin="<TOOLCALL>[",
+        between=", ",
+        end="]</TOOLCALL>",
+        marker="<TOOLCALL>",
+        tokens=("<TOOLCALL>", "</TOOLCALL>"),
+        clues=("<TOOLCALL>",),
+        instructions=_INSTRUCTIONS
+        + '<TOOLCALL>[{"name": "function name", "arguments": {"argument name": "value"}}]</TOOLCALL>',
+        result="<TOOL_RESPONSE>[{content}]</TOOL_RESPONSE>",
+    ),
+    "granite": ToolFormat(  # Granite 3
+        begin="<|tool_call|>[",
+        between=", ",
+        end="]",
+        marker="<|tool_call|>",
+        tokens=("<|tool_call|>",),
+        clues=("<|tool_call|>",),
+        instructions=_INSTRUCTIONS
+        + '<|tool_call|>[{"name": "function name", "arguments": {"argument name": "value"}}]',
+        result="{content}",
     ),
     "deepseek_v3": ToolFormat(
         begin="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",

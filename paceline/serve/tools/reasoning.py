@@ -181,6 +181,7 @@ class ReasoningFormat:
 REASONING_FORMATS = (
     ReasoningFormat("<|channel|>", "<|message|>", ("<|channel|>", "<|message|>"), ChannelParser),  # gpt-oss
     ReasoningFormat("<think>", "</think>", ("<think>", "</think>")),  # Qwen, DeepSeek, GLM, SmolLM, Kimi
+    ReasoningFormat("<seed:think>", "</seed:think>", ("<seed:think>", "</seed:think>")),  # Seed-OSS
     ReasoningFormat("[THINK]", "[/THINK]", ("[THINK]", "[/THINK]")),  # Mistral
     ReasoningFormat("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),  # Gemma
 )

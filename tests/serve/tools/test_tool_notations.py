@@ -46,6 +46,15 @@ QWEN = (
     "<parameter=count>\n3\n</parameter>\n</function>\n</tool_call>\n"
     "<tool_call>\n<function=now>\n</function>\n</tool_call>"
 )
+SEED = (
+    'I look.\n<seed:tool_call>\n<function=search>\n<parameter=about>a "b"\n<c></parameter>\n'
+    "<parameter=count>3</parameter>\n</function>\n</seed:tool_call>\n"
+    "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>"
+)
+MINIMAX = (
+    'I look.\n<minimax:tool_call>\n<invoke name="search">\n<parameter name="about">a "b"\n<c></parameter>\n'
+    '<parameter name="count">3</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>'
+)
 GEMMA = (
     'I look.\n<|tool_call>call:search{about:<|"|>a "b"\n<c><|"|>,count:3}<tool_call|>'
     "<|tool_call>call:now{}<tool_call|>"
@@ -58,10 +67,16 @@ OUTPUTS = {
     "glm45": GLM,
     "glm47": GLM_47,
     "qwen3_coder": QWEN,
+    "seed_oss": SEED,
+    "minimax_m2": MINIMAX,
     "gemma4": GEMMA,
     "functiongemma": FUNCTION_GEMMA,
 }
-THINKS = [("hermes", "<think>", "</think>"), ("mistral", "[THINK]", "[/THINK]")]
+THINKS = [
+    ("hermes", "<think>", "</think>"),
+    ("seed_oss", "<seed:think>", "</seed:think>"),
+    ("mistral", "[THINK]", "[/THINK]"),
+]
 formats = pytest.mark.parametrize("name", NAMES)
 
 
