@@ -68,11 +68,20 @@ def with_spelled_calls(messages: Sequence[Mapping[str, Any]], format: ToolFormat
 
 
 def with_instructions(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], format: ToolFormat
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    format: ToolFormat,
+    has_system: bool = True,
 ) -> list[dict[str, Any]]:
-    """The messages with a description of the tools appended to the system message."""
+    """The messages with a description of the tools appended to the system message.
+
+    `has_system`: whether the template has a system role; else the first message begins with the description.
+    """
     described = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     instructions = format.instructions.replace("{tools}", described)
+    if messages and not has_system:
+        first = f"{instructions}\n\n{text_of(messages[0].get('content'))}"
+        return [{**messages[0], "content": first}, *map(dict, messages[1:])]
     if messages and messages[0].get("role") in ("system", "developer"):
         instructions = f"{text_of(messages[0].get('content'))}\n\n{instructions}"
         messages = messages[1:]

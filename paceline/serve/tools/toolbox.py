@@ -247,12 +247,17 @@ class Toolbox:
             return chat, None
         if self._template_knows_tools:
             return chat, described
-        return with_instructions(chat, described, self.format), None
+        return with_instructions(chat, described, self.format, self._template_has_system), None
 
     @cached_property
     def _template_knows_tools(self) -> bool:
         prompt = self._rendered(_PROBE_CHAT[:1], [_PROBE_TOOL.described()])
         return _PROBE_TOOL.name in prompt
+
+    @cached_property
+    def _template_has_system(self) -> bool:
+        """Whether the template takes a system message: Gemma 2's refuses it."""
+        return bool(self._rendered([{"role": "system", "content": "probe"}, *_PROBE_CHAT[:1]], None))
 
     @cached_property
     def _as_template_reads(self) -> Callable[[list[dict[str, Any]]], list[dict[str, Any]]]:

@@ -68,6 +68,15 @@ def test_a_system_message_is_added_if_there_is_none() -> None:
     assert prompt_of(PLAIN_TEMPLATE, CHAT[1:2], (NOW,)).startswith("<|system|>You can call functions")
 
 
+def test_a_template_without_a_system_role_has_the_tools_in_the_first_message() -> None:
+    refusing = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN_TEMPLATE
+    )
+    prompt = prompt_of(refusing, CHAT[1:2], (NOW,))
+    assert prompt.startswith("<|user|>You can call functions")
+    assert prompt.endswith("\n\nBern?<|end|><|answer|>")
+
+
 def test_without_tool_support_earlier_calls_and_results_are_text() -> None:
     written = FORMATS["hermes"].write([("weather", '{"city": "Bern"}'), ("now", "{}")])
     results = "<tool_response>\nrain\n</tool_response>\n<tool_response>\nnoon\n</tool_response>"
