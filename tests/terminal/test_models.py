@@ -131,6 +131,7 @@ def test_a_draft_head_is_called_one(tmp_path: Path, values: dict[str, object], m
         ("clip", "mmproj", "is the vision or audio part of a model"),
         ("clip", "model", "is the vision or audio part of a model"),
         ("llama", "imatrix", "is an importance matrix"),
+        ("gemma4-assistant", "model", "is a draft model, which is read from safetensors only"),
     ],
 )
 def test_a_gguf_file_without_a_model_is_called_what_it_is(

@@ -57,7 +57,9 @@ FILES += [MASK_EMBEDDING, "tokenizer.json", "tokenizer_config.json", "special_to
 # of several GGUF files, if none is asked for: small and good first
 PREFERRED = ("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q6_K", "Q8_0", "BF16", "F16")
 QUANTIZATION = re.compile(r"(?:I?Q\d\w*|BF16|F16|F32|MXFP4\w*)(?=[.-]|$)", re.IGNORECASE)
-VISION = "mmproj"  # in the names of files of a vision model beside the language model
+# names of files beside a model: its vision part, an importance matrix, and draft models, as in
+# mtp-gemma-4-12B-it.gguf and MTP/gemma-4-E2B-it-Q8_0-MTP.gguf; Qwen3.6-27B-MTP-Q8_0.gguf is a model
+BESIDE = re.compile(r"mmproj|(^|/)(imatrix|mtp[-/])|[.-](imatrix|mtp)\.gguf$", re.IGNORECASE)
 SPLIT = re.compile(r"-(\d{5})-of-\d{5}$")  # at the end of the names of parts, without .gguf
 MAX_NAMES_IN_ERROR = 12
 WHOLE_FOLDER = "."
@@ -135,8 +137,7 @@ def _choose(repository: str, files: Sequence[str], wanted: str | None) -> str:
     is_whole = "config.json" in files and any(name.endswith(".safetensors") for name in files)
     if wanted is None and is_whole:
         return WHOLE_FOLDER
-    found = [name for name in files if name.endswith(".gguf") and VISION not in name.lower()]
-    return choose_gguf(repository, found, wanted)
+    return choose_gguf(repository, [name for name in files if name.endswith(".gguf")], wanted)
 
 
 def _cached(hub: Any, repository: str) -> Path | None:
@@ -152,6 +153,7 @@ def _cached(hub: Any, repository: str) -> Path | None:
 
 def choose_gguf(repository: str, files: Sequence[str], wanted: str | None) -> str:
     """The file of this name or quantization among a repository's GGUF files; without one, a good one."""
+    files = [name for name in files if not BESIDE.search(name)]
     if not files:
         raise ModelError(
             f"{repository} has neither safetensors with a config.json nor GGUF files. Pickled weights can "

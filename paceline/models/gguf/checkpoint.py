@@ -46,8 +46,11 @@ NO_MODELS = {
     "adapter": "a LoRA adapter, not a model. Give the adapter's folder as peft saved it, with --lora-modules "
     "NAME=FOLDER, and serve the model that it was trained on.",
     "mmproj": "the vision or audio part of a model, which is not served. Give its language model.",
+    "draft": "a draft model, which is read from safetensors only. Serve the model that it drafts for, with "
+    "the draft model's folder or hub id as --draft METHOD:NAME.",
     "imatrix": "an importance matrix, which quantizers read. Give the file of the model.",
 }
+KINDS = {"clip": "mmproj", **dict.fromkeys(("eagle3", "dflash", "dspark", "gemma4-assistant"), "draft")}
 BLOCK_NAME = re.compile(r"blk\.(\d+)\.([\w.]+?)(?:\.(weight|bias|scale))?")
 HUGE_DIVISOR = 1e20  # of a frequency: nothing turns by an angle that was divided by it
 VECTORS = ("ssm_a", "ssm_d", "ssm_norm")  # which files may store as a matrix
@@ -76,7 +79,7 @@ def _config(file: GgufFile) -> ModelConfig:
     """The ModelConfig of a GGUF file, through the equivalent config.json."""
     source = file.path.name
     architecture = Fields(file.metadata, source).text("general.architecture")
-    kind = "mmproj" if architecture == "clip" else file.metadata.get("general.type")
+    kind = KINDS.get(architecture, file.metadata.get("general.type"))
     if isinstance(kind, str) and kind in NO_MODELS:
         raise UnsupportedModelError(f"{source} is {NO_MODELS[kind]}")
     if architecture not in ARCHITECTURES:

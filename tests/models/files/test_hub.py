@@ -313,3 +313,23 @@ def test_of_several_files_one_must_be_meant() -> None:
         choose_gguf("org/name", ["a-Q6_K.gguf", "b-Q6_K.gguf"], "Q6_K")
     parts = ["a-Q6_K-00002-of-00002.gguf", "a-Q6_K-00001-of-00002.gguf"]
     assert choose_gguf("org/name", parts, None) == choose_gguf("org/name", parts, "Q6_K") == parts[1]
+
+
+def test_draft_models_and_other_files_beside_a_model_are_not_taken_for_it() -> None:
+    beside = [
+        "mmproj-BF16.gguf",
+        "imatrix_unsloth.gguf",
+        "mtp-gemma-4-12B-it.gguf",
+        "MTP/gemma-Q8_0-MTP.gguf",
+    ]
+    model = "gemma-4-12B-it-qat-UD-Q4_K_XL.gguf"
+    assert choose_gguf("org/name", [*beside, model], None) == model
+    files = ["mtp-ornith-9b-mtp-kl-Q8_0.gguf", "ornith-9b-mtp-kl-Q8_0.gguf"]
+    assert choose_gguf("org/name", files, "Q8_0") == choose_gguf("org/name", files, None) == files[1]
+    assert choose_gguf("org/name", ["Qwen3.6-27B-MTP-Q8_0.gguf"], "Q8_0") == "Qwen3.6-27B-MTP-Q8_0.gguf"
+
+
+def test_a_folder_of_gguf_files_is_its_model(tmp_path: Path) -> None:
+    for name in ("mmproj-BF16.gguf", "gemma-4-12B-it-qat-UD-Q4_K_XL.gguf"):
+        (tmp_path / name).touch()
+    assert resolve(str(tmp_path)).name == "gemma-4-12B-it-qat-UD-Q4_K_XL.gguf"
