@@ -25,6 +25,9 @@ CACHED_GRAMMARS = 128  # at most
 CACHED_BYTES = 1 << 20  # of their sources, at most
 TOKENIZED = 2048  # characters of a forced text per call: a schema may force an endless text
 
+# what errors call it, by its kind: clients that send a schema do not know of grammars
+NAMES = {"json": "the JSON schema", "regex": "the regular expression"}
+
 
 class Grammar:
     """A compiled grammar. Any number of outputs can start from it."""
@@ -81,9 +84,11 @@ class GrammarCompiler:
                 found = self._cached(source)
                 if found is None:
                     vocabulary = self._vocabulary
+                    name = NAMES.get(params.kind, "the grammar")
                     if not trusted:
-                        self._try(source)
-                    found = self._compiled(source, vocabulary, self._limits.seconds if trusted else None)
+                        self._try(source, name)
+                    seconds = self._limits.seconds if trusted else None
+                    found = self._compiled(source, name, vocabulary, seconds)
                 self._keep(source, found)
         except ImportError as error:
             raise RequestError(
@@ -119,12 +124,12 @@ class GrammarCompiler:
         with self._compiling:
             self._trial.close()
 
-    def _try(self, source: str) -> None:
+    def _try(self, source: str, name: str) -> None:
         fault = self._trial.fault_of(source, self._library_limits)
         if fault is not None:
-            raise RequestError(f"the grammar cannot be compiled: {fault}. Use a simpler one.")
+            raise RequestError(f"{name} cannot be compiled: {fault}. Use a simpler one.")
 
-    def _compiled(self, source: str, vocabulary: LLTokenizer, seconds: float | None) -> Grammar:
+    def _compiled(self, source: str, name: str, vocabulary: LLTokenizer, seconds: float | None) -> Grammar:
         """The grammar, compiled on a thread with a deep stack; RequestError if that takes too long.
 
         The library releases the GIL meanwhile. It cannot be interrupted.
@@ -147,12 +152,12 @@ class GrammarCompiler:
             threading.stack_size(old_size)
         thread.join(seconds)
         if not matchers:
-            raise RequestError(f"the grammar takes longer than {seconds:g} s to compile. Use a simpler one.")
+            raise RequestError(f"{name} takes longer than {seconds:g} s to compile. Use a simpler one.")
         if matchers[0].is_error():
-            raise RequestError(f"the grammar cannot be compiled: {_explained(matchers[0].get_error())}")
+            raise RequestError(f"{name} cannot be compiled: {_explained(matchers[0].get_error())}")
         grammar = Grammar(matchers[0], self._vocab_size, sorted(self._tokenizer.eos_ids))
         if not grammar.usable:
-            raise RequestError("the grammar allows no text at all, or its first token costs too much.")
+            raise RequestError(f"{name} allows no text at all, or its first token costs too much.")
         return grammar
 
     @cached_property
@@ -235,8 +240,8 @@ class _Vocabulary:
 
 def _explained(message: str) -> str:
     """The library's message in one line of at most 300 characters, without the source position that it draws
-    below; for keywords of a schema that it cannot follow, with what to do about them."""
+    below, and what to do about it."""
     line = " ".join(message.split())[:300]
     if found := re.fullmatch(r"Unimplemented keys: \[(.*)\]", line):
         return f"the JSON schema has {found[1]}, which is not supported. Leave it out of the schema."
-    return line
+    return f"{line.rstrip('.')}. Correct it, or leave it out."
