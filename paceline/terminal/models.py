@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from paceline.config import ROWS_PER_PASS, USUAL_ROWS_PER_PASS
 from paceline.errors import PacelineError
@@ -63,7 +63,8 @@ def list_command(as_json: AsJson = False) -> None:
         ]
         typer.echo(json.dumps([*rows, *on_hub], indent=2))
         return
-    table = Table("alias", "model", "size", "fetched")
+    # a name that is cut off cannot be copied: fold it
+    table = Table("alias", Column("model", overflow="fold"), "size", "fetched")
     for row in rows:
         name = str(row["alias"]) + (" (default)" if row["alias"] == DEFAULT_MODEL else "")
         size = f"{ALIASES[str(row['alias'])].size / 1e6:,.0f} MB"

@@ -97,7 +97,7 @@ def test_rows_have_the_documented_keys_and_the_page_has_every_row(tmp_path: Path
     assert page.tags.count("svg") > 6
     assert "Every output was identical" in text
     assert "letters a&b x2 cold" in output
-    assert "letters c x2 cold: only 1 prompts, so at most 1 ran concurrently." in output
+    assert "letters c x2 cold: at most 1 ran concurrently, because there were no more prompts." in output
 
 
 def test_the_default_methods_are_lookups_and_the_shipped_head(

@@ -35,6 +35,11 @@ def test_list_reports_what_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert "smollm2-135m (default)" in run("list")
 
 
+def test_list_cuts_no_name_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert "…" not in run("list")
+
+
 def test_pull_prints_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "pull", lambda name: Path("models") / name)
     assert run("pull") == "models/smollm2-135m\n"

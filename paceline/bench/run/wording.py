@@ -168,7 +168,7 @@ def _warnings(contest: Contest) -> list[str]:
     if contest.reference == OFF and contest.inexact:
         lines.append(_why_inexact(contest))
     few = {
-        f"{traffic_of(row)}: only {row.prompts} prompts, so at most {row.prompts} ran concurrently."
+        f"{traffic_of(row)}: at most {row.prompts} ran concurrently, because there were no more prompts."
         for row in contest.rows
         if row.concurrency is not None and row.prompts < row.concurrency
     }

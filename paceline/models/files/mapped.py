@@ -60,7 +60,7 @@ def read_json(path: Path) -> dict[str, object]:
     except OSError as error:
         raise CheckpointError(
             f"Cannot read {path}: {error.strerror or error}. "
-            f"A model folder needs this file: fetch the model again."
+            f"A model folder needs this file: check the path, or fetch the model again."
         ) from error
     return parse_json(content, path)
 
