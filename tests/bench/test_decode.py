@@ -93,7 +93,7 @@ def test_both_contestants_do_the_same_jobs_alternately(play: Play, log_file: Pat
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
-        ("missing", r"No module named 'llama_cpp'.*pip install 'paceline\[bench\]'.*--peer-python"),
+        ("missing", r"No module named 'llama_cpp'\. Run `pip install 'paceline\[bench\]'.*--peer-python"),
         ("illegal", r"died \(SIGILL\).*fno-tree-dse.*pip install --force-reinstall"),
         ("aborts", r"died \(exit status 3\)\. Its last words: .*ggml: cannot go on"),
     ],

@@ -101,8 +101,8 @@ class Contestant:
             if "error" not in answer:
                 return answer
             remedy = self._remedies.get(answer["kind"], "")
-            failure = f"{self.name} failed ({answer['kind']}): {answer['error']}"
-            error = ContestantError(f"{failure} {remedy}".rstrip())
+            failure = f"{self.name} failed ({answer['kind']}): {answer['error'].rstrip('.')}"
+            error = ContestantError(f"{failure}. {remedy}".rstrip())
         self.close()
         raise error
 

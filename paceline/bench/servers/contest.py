@@ -1,4 +1,4 @@
-"""`paceline bench --endpoint URL`: the same measurements on running servers."""
+"""`paceline bench serve URL`: the same measurements on running servers."""
 
 from __future__ import annotations
 

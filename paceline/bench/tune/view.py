@@ -124,5 +124,5 @@ def advice(tuning: Tuning) -> list[str]:
         lines.append(f"{engine}: {'it has no such drafts' if flags is None else flags}")
     return [
         *lines,
-        "What is best here need not be best there: measure other servers by `paceline bench --endpoint`.",
+        "What is best here need not be best there: measure other servers by `paceline bench serve URL`.",
     ]
