@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import resource
@@ -32,6 +33,13 @@ MEMORY_REMEDY = (
     "Use a smaller model, lower --kv-cache-memory-bytes, --max-model-len or --threads, or raise the memory "
     "limit of this process (`ulimit -v`)."
 )
+MAKE_ROOM = "Make room on the disk, or give another folder (PACELINE_HOME names that of models and kernels)."
+DISK_REMEDIES = {
+    errno.ENOSPC: MAKE_ROOM,
+    errno.EDQUOT: MAKE_ROOM,
+    errno.EROFS: "Give a folder that can be written to.",
+    errno.EACCES: "Check its permissions, or give another file or folder.",
+}
 ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 Model = Annotated[str, typer.Argument(help="An alias, a .gguf file, a folder of safetensors or a hub id.")]
@@ -52,6 +60,9 @@ def main(commands: typer.Typer = app) -> None:
     except PacelineError as error:
         _fail(str(error))
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in DISK_REMEDIES:
+            place = f"{error.filename}: " if error.filename else ""
+            _fail(f"{place}{error.strerror}. {DISK_REMEDIES[error.errno]}")
         if not _lacks_memory(error):
             raise
         _fail(f"there is not enough memory{f' ({error})' if str(error) else ''}. {MEMORY_REMEDY}")

