@@ -94,7 +94,7 @@ class SamplingParams:
             checked["seed"] = seed % 2**64
         if self.max_tokens is not None:
             checked["max_tokens"] = check_integer(
-                error, "max_tokens", self.max_tokens, 1, None, "Use None to fill the context."
+                error, "max_tokens", self.max_tokens, 1, None, "To fill the context, give a large number."
             )
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
