@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.bench.report import terminal
 from paceline.bench.report.output import Report
 from paceline.bench.report.page import html_page
 from paceline.bench.report.plots import nice_ticks
@@ -96,3 +97,17 @@ def test_a_table_separates_groups_of_rows_that_begin_alike() -> None:
     assert re.findall(r'<tr class="begins"><td class="words">(\d)', page) == ["4"]
     alone = html_page(Result("speeds", [Table("by load", ("at once", "method"), rows[::2])], {}))
     assert 'class="begins"' not in alone
+
+
+@pytest.mark.parametrize(
+    ("pause", "lines"), [(0.0, ["turn 1 of about 2: [a]", "turn 2 of about 2: b"]), (1e9, [])]
+)
+def test_progress_is_told_in_lines_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, pause: float, lines: list[str]
+) -> None:
+    monkeypatch.setattr(terminal, "LINE_SECONDS", pause)
+    with terminal.progress(2) as on_turn:
+        on_turn("[a]")
+        on_turn("b")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.splitlines()) == ("", lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -14,15 +15,37 @@ from rich.progress import Progress
 from paceline.bench.report.result import Result, Table
 from paceline.bench.timing import OnTurn
 
+LINE_SECONDS = 10.0  # between two lines where standard error is no terminal
 PIPED_WIDTH = 240  # columns: more than any table has
 
 
 @contextmanager
 def progress(total: int) -> Iterator[OnTurn]:
-    """A progress bar on standard error; call the returned function after each of `total` turns."""
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    """A progress bar on standard error; where that is no terminal, a line now and then.
+
+    Call the returned function after each of `total` turns.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines(console, total)
+        return
+    with Progress(console=console, transient=True) as bar:
         task = bar.add_task("warming up", total=total)
         yield lambda text: bar.update(task, advance=1, description=text)
+
+
+def _lines(console: Console, total: int) -> OnTurn:
+    done, latest = 0, time.monotonic()
+
+    def show(text: str) -> None:
+        nonlocal done, latest
+        done += 1
+        if (now := time.monotonic()) - latest >= LINE_SECONDS:
+            latest = now
+            line = f"turn {done} of about {total}: {text}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    return show
 
 
 def print_result(result: Result, more_notes: Sequence[str] = ()) -> None:
