@@ -255,6 +255,13 @@ class Drafting:
                 self.note_failure(name, requests, error)
             self.active = None
 
+    def writes_target_pages(self, plan: DraftPlan) -> bool:
+        """Whether a drafter of this plan writes to the target's pages: no pass may be in flight then."""
+        drafter = self._drafters.get(plan.drafter or "")
+        if drafter is not None and drafter.needs.target_pages:
+            return True
+        return plan.otherwise is not None and self.writes_target_pages(plan.otherwise)
+
     def only_reads_texts(self, plan: DraftPlan) -> bool:
         """Whether all drafters of this plan, of its `otherwise` too, need nothing but the requests' texts."""
         if plan.drafter is not None and self._drafters[plan.drafter].needs != DrafterNeeds():
@@ -291,15 +298,15 @@ class Drafting:
             return plan.drafter
         return None if plan.otherwise is None else self.head_of(plan.otherwise)
 
-    def chains(self, plan: DraftPlan, requests: Sequence[Request]) -> list[Sequence[int]]:
-        """The chain that the plan's drafter proposes for each request; may be empty."""
+    def chains(self, plans: Sequence[DraftPlan], requests: Sequence[Request]) -> list[Sequence[int]]:
+        """The chain that its plan's drafter proposes for each request; may be empty."""
         useful = [
             request.max_output - request.num_output - 1 for request in requests
         ]  # the last is the bonus
-        plans = [plan.shrunk(max(length, 0)) for length in useful]
+        shrunk = [plan.shrunk(max(length, 0)) for plan, length in zip(plans, useful, strict=True)]
         parts = [
             Scheduled(request, 1, self._with_forced(request, own) if own.budget else own)
-            for request, own in zip(requests, plans, strict=True)
+            for request, own in zip(requests, shrunk, strict=True)
         ]
         trees, _ = self.propose(parts)
         if trees is None:

@@ -115,6 +115,7 @@ class Engine:
             self.scheduler,
             self._device,
             self._host,
+            self._drafting,
             self._plan,
             overlaps_prefills=not backend.bytes_per_state,
         )

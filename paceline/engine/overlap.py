@@ -3,9 +3,9 @@
 Decode passes are launched before the previous one is read. New requests are prefilled in a separate host
 pass, queued after the passes in flight, and join the decode batch once that pass has been read. While nothing
 decodes, the next prefill of a burst, or the next chunk of a prompt, is launched before the first is read.
-Requests that the device cannot sample decode in host passes, while the others stay on the device. A pass over
-requests with token masks is launched like any other; it waits for the masks before it samples, and the next
-one is launched behind that.
+Requests that the device cannot sample, or cannot draft for as they want (shared_plan.py), decode in host
+passes, while the others stay on the device. A pass over requests with token masks is launched like any other;
+it waits for the masks before it samples, and the next one is launched behind that.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from paceline.control.controller import StepPlan
 from paceline.core.request import Request
 from paceline.core.schedule import Scheduled
 from paceline.core.trees import PLAIN, DraftPlan
+from paceline.engine.drafting import Drafting
 from paceline.engine.executors.device_executor import DeviceExecutor
 from paceline.engine.pipeline import DEPTH, Executor, Pipeline, Schedule
 from paceline.engine.scheduler import Scheduler
+from paceline.engine.shared_plan import SharedPlan, SharedPlanner
 
 # Start a prefill once the waiting requests have waited 0.25 passes per decoding request, at most 8 in all: a
 # prefill delays every decoding request by about one pass, whether it is over one prompt or over three.
@@ -34,6 +36,7 @@ class OverlapScheduler:
         scheduler: Scheduler,
         device: DeviceExecutor,
         host: Executor,
+        drafting: Drafting,
         plan: Callable[[bool], StepPlan],
         overlaps_prefills: bool = True,
     ) -> None:
@@ -45,10 +48,12 @@ class OverlapScheduler:
         self._scheduler = scheduler
         self._device = device
         self._host = host
+        self._drafting = drafting
+        self._shared = SharedPlanner(device, drafting)
         self._plan = plan
         self._overlaps_prefills = overlaps_prefills
         self._waited = 0  # passes, summed over the waiting requests
-        self._last_decode: tuple[list[Request], DraftPlan] = ([], PLAIN)  # requests and plan of _last_parts
+        self._last_decode: tuple[list[Request], SharedPlan] = ([], SharedPlan(PLAIN, []))  # of _last_parts
         self._last_parts: list[Scheduled] = []
 
     def next(self, pipeline: Pipeline) -> Schedule | None:
@@ -74,25 +79,51 @@ class OverlapScheduler:
             if not decoding:
                 return None
         step_plan = self._plan(True)
-        plan = self._common_plan(decoding, step_plan)
-        if plan is None or not self._device.offers(plan):
+        shared = self._shared.choose(decoding, self._plans_of(decoding, step_plan))
+        if shared is None or not self._can_leave(shared.left):
             return None
-        if host_is_due and (parts := self._host_parts(decoding, step_plan)):
+        if shared.left:
+            decoding, host_is_due = list(shared.requests), host_is_due or not pipeline.on_host
+        if host_is_due and (parts := self._host_parts(decoding, step_plan, shared.left)):
             return Schedule(parts, self._host)
-        plan = device.fitting(plan, len(decoding)) if plan.budget else device.forced_plan(decoding)
+        plan = shared.plan
         if not self._device.can_follow(plan):
             return None
         admitted = self._device.admit(decoding, plan)
         if not admitted:
             return None
-        return Schedule(self._decode_parts(admitted, plan), device, step_plan, plan)
+        return Schedule(self._decode_parts(admitted, shared), device, step_plan, plan)
 
-    def _decode_parts(self, requests: list[Request], plan: DraftPlan) -> list[Scheduled]:
+    def _plans_of(self, requests: Sequence[Request], step_plan: StepPlan) -> Sequence[DraftPlan]:
+        """The plans of these requests, which are all that run, or some of them."""
+        running = self._scheduler.running
+        if requests is running:
+            return step_plan.plans
+        planned = dict(zip(running, step_plan.plans, strict=True))
+        return [planned[request] for request in requests]
+
+    def _can_leave(self, left: Sequence[Request]) -> bool:
+        """Whether these requests can decode in host passes beside those of the device.
+
+        If not, the passes in flight are read first, and a host pass over all requests follows.
+        """
+        if not left:
+            return True
+        running = self._scheduler.running
+        plans = self._plans_of(left, self._plan(True))
+        return (
+            self.uses_device(running, left)
+            and not any(self._device.has_joined(request) for request in left)
+            and not any(self._drafting.writes_target_pages(plan) for plan in plans)
+        )
+
+    def _decode_parts(self, requests: list[Request], shared: SharedPlan) -> list[Scheduled]:
         """One row and the plan for each request. Reuses the last decode pass's parts if nothing changed."""
-        if (requests, plan) != self._last_decode:
-            self._last_decode = requests, plan
+        before, last = self._last_decode
+        if requests != before or (shared.plan, shared.by_host) != (last.plan, last.by_host):
+            self._last_decode = requests, shared
             self._last_parts = [
-                Scheduled(request, 1, self._device.part_plan(request, plan)) for request in requests
+                Scheduled(request, 1, self._shared.part_plan(request, shared)) for request in requests
             ]
         return self._last_parts
 
@@ -117,15 +148,16 @@ class OverlapScheduler:
         parts = self._scheduler.schedule([PLAIN] * len(running), in_flight=in_flight)
         return Schedule(parts, self._host) if parts else None
 
-    def uses_device(self, requests: Sequence[Request]) -> bool:
-        """Whether the device can sample the next tokens of most of these requests.
+    def uses_device(self, requests: Sequence[Request], left: Sequence[Request] = ()) -> bool:
+        """Whether the device can sample the next tokens of most of these requests, without those in `left`.
 
         The others are sampled in host passes, which alternate with device passes and wait for them. If most
         requests need the host, host passes for all are faster.
         """
         if self._device.decoder is None:
             return False
-        return 2 * sum([self._device.can_sample(request) for request in requests]) > len(requests)
+        on_device = [request for request in requests if self._device.can_sample(request)]
+        return 2 * sum([request not in left for request in on_device]) > len(requests)
 
     def _count_wait(self, decoding: int) -> bool:
         """Count one more pass for each waiting request; whether they have now waited long enough."""
@@ -136,27 +168,20 @@ class OverlapScheduler:
         self._waited = 0
         return True
 
-    def _common_plan(self, decoding: Sequence[Request], step_plan: StepPlan) -> DraftPlan | None:
-        """The plan of a pass over these requests: the longest of their chains; None if there is none."""
-        running, plans = self._scheduler.running, step_plan.plans
-        if decoding is not running:
-            planned = dict(zip(running, plans, strict=True))
-            plans = [planned[request] for request in decoding]
-        pairs = zip(decoding, plans, strict=True)
-        # most often there is one, which all requests share
-        drafted = {id(plan): plan for request, plan in pairs if self._device.follows(request)}
-        plan, *others = drafted.values() or [PLAIN]
-        for other in others:
-            if plan.begins(other):
-                plan = other
-            elif not other.begins(plan):
-                return None
-        return plan
+    def _host_parts(
+        self, on_device: Sequence[Request], step_plan: StepPlan, left: Sequence[Request]
+    ) -> list[Scheduled]:
+        """The parts of a host pass over all other requests: prefills, and tokens that the host samples.
 
-    def _host_parts(self, on_device: Sequence[Request], step_plan: StepPlan) -> list[Scheduled]:
-        """The parts of a host pass over all other requests: prefills, and tokens that the host samples."""
-        plans = [
-            self._device.host_plan(request, plan) if request.num_pending == 1 else PLAIN
-            for request, plan in zip(self._scheduler.running, step_plan.plans, strict=True)
-        ]
+        Requests in `left` get the drafts that they want. The others are drafted for only from texts: a head
+        runs on the device after the passes in flight, and the host would wait.
+        """
+        running, drafting = self._scheduler.running, self._drafting
+        plans = []
+        for request, plan in zip(running, step_plan.plans, strict=True):
+            if request.num_pending > 1:
+                plans.append(PLAIN)
+                continue
+            has_drafts = request in left or drafting.only_reads_texts(plan)
+            plans += drafting.with_forced([request], [plan if has_drafts else PLAIN])
         return self._scheduler.schedule(plans, set(on_device))

@@ -13,7 +13,7 @@ page writes to it in a later pass.
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -137,14 +137,6 @@ class DeviceExecutor:
         # another head than the one in use needs all tokens, so no pass may be in flight
         return not by_head or not self._passes or self._head.is_by(plan)
 
-    def host_plan(self, request: Request, plan: DraftPlan) -> DraftPlan:
-        """The plan of a request in a host pass beside device passes: plain unless drafters only read texts.
-
-        Others, such as a head, run on the device after the passes in flight, and the host would wait.
-        """
-        drafting = self._drafting
-        return drafting.with_forced([request], [plan if drafting.only_reads_texts(plan) else PLAIN])[0]
-
     @property
     def own_plans(self) -> Sequence[DraftPlan]:
         """The plans, besides the controller's, that passes are prepared for: the longest chains of forced
@@ -152,20 +144,15 @@ class DeviceExecutor:
         plan = self._drafting.forced_plan.shrunk(FORCED_LENGTHS[0])
         return [plan] if plan.budget and not self._not_sampled & TOKEN_MASK and self.offers(plan) else []
 
+    def has_joined(self, request: Request) -> bool:
+        """Whether a request decodes on the device: the host may not decode it before `leave`."""
+        return request in self._joined
+
     def follows(self, request: Request) -> bool:
-        """Whether the plan of a request must be that of its pass: not if it wants no drafts, or only those of
+        """Whether the plan of a request matters to its pass: not if it wants no drafts, or only those of
         forced tokens, which passes draft by a plan of their own."""
         own = request.plan
         return own is None or (own.budget > 0 and not self._drafting.only_forced(own))
-
-    def part_plan(self, request: Request, plan: DraftPlan) -> DraftPlan:
-        """What a request takes of the drafts of a pass by this plan."""
-        if self._drafting.only_forced(plan):
-            return PLAIN if request.undrafted else plan
-        if not self.follows(request):
-            return PLAIN
-        own = request.plan
-        return own if own is not None and own.begins(plan) else plan
 
     def forced_plan(self, requests: Sequence[Request]) -> DraftPlan:
         """In place of the plain plan: chains of tokens that grammars force, if they at least double the
@@ -274,7 +261,7 @@ class DeviceExecutor:
         if draft is not None and draft.reads_texts:
             self._write_texts(decoder, requests)
         if draft is not None and draft.host_tokens:
-            expected = self._optimistic.rows(plan, requests, draft.host_tokens)
+            expected = self._optimistic.rows(plan, schedule.parts, draft.host_tokens)
         decoder.launch([request.slot for request in requests], self._kv.page_tables, draft, expected)
         masked = [request for request in requests if request.sampling.is_masked]
         if masked:
@@ -406,14 +393,14 @@ class DeviceExecutor:
         """Let a head catch up after the pass that prefills these requests, if passes by this plan follow, and
         write their texts to the device if these passes read them.
 
-        A request's own plan comes first: passes over requests with different plans do not run on the device.
+        The passes will be by the plan that most of these requests want: see SharedPlanner.
         """
-        requested = [
-            part.request.plan
+        wanted = [
+            plan if part.request.plan is None else part.request.plan
             for part in parts
-            if part.request.plan is not None and self.follows(part.request)
+            if self.follows(part.request)
         ]
-        plan = next((each for each in requested if each.budget), plan)
+        plan = Counter(wanted or [plan]).most_common(1)[0][0]
         draft, decoder = self.draft(plan), self.decoder
         coming = [part.request for part in parts if part.num_tokens > 1 and part.reaches_end]
         for request in coming:  # one that comes back may have another slot

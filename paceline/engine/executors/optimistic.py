@@ -21,6 +21,7 @@ import numpy as np
 
 from paceline.core.arrays import Int32Array
 from paceline.core.request import Request
+from paceline.core.schedule import Scheduled
 from paceline.core.trees import DraftPlan
 from paceline.engine.drafting import Drafting
 
@@ -42,37 +43,42 @@ class OptimisticDrafts:
         self._drafting = drafting
         self._drafts: dict[Request, OptimisticDraft] = {}
 
-    def rows(self, plan: DraftPlan, requests: Sequence[Request], length: int) -> Int32Array:
-        """The drafts of these requests for their next pass, as AsyncDecoder.launch takes them."""
+    def rows(self, plan: DraftPlan, parts: Sequence[Scheduled], length: int) -> Int32Array:
+        """The drafts of these parts of the next pass, which is by this plan, as AsyncDecoder.launch takes
+        them. Each part's own plan names its drafter."""
         # enough tokens for the pass in flight, the next pass, and the passes until the request's next draft
-        passes = 1 + -(-len(requests) // MAX_DRAFTED)
-        budget = min(passes * (1 + plan.levels), length)
-        self._renew(replace(plan, budget=budget, depth=None, least_chance=MIN_CHANCE), requests)
-        rows = np.full((len(requests), 1 + length), -1, dtype=np.int32)
-        for row, request in zip(rows, requests, strict=True):
-            draft = self._drafts.get(request)
+        passes = 1 + -(-len(parts) // MAX_DRAFTED)
+        # forced tokens are known already
+        most = len(parts) if self._drafting.only_forced(plan) else MAX_DRAFTED
+        self._renew(parts, min(passes * (1 + plan.levels), length), most)
+        rows = np.full((len(parts), 1 + length), -1, dtype=np.int32)
+        for row, part in zip(rows, parts, strict=True):
+            draft = self._drafts.get(part.request)
             if draft is not None and draft.tokens:
                 row[0], tokens = draft.start, draft.tokens[:length]
                 row[1 : 1 + len(tokens)] = tokens
         return rows
 
-    def _renew(self, plan: DraftPlan, requests: Sequence[Request]) -> None:
-        """Draft again for the requests with the oldest drafts, if they have new tokens."""
-        current = dict.fromkeys(requests)
-        by_age = [request for request in requests if request not in self._drafts]
-        by_age += [request for request in self._drafts if request in current]
-        # forced tokens are known already
-        most = len(requests) if self._drafting.only_forced(plan) else MAX_DRAFTED
+    def _renew(self, parts: Sequence[Scheduled], budget: int, most: int) -> None:
+        """Draft again for the requests with the oldest drafts, `most` of them, if they have new tokens."""
+        plans = {part.request: part.plan for part in parts if part.plan.budget}
+        by_age = [request for request in plans if request not in self._drafts]
+        by_age += [request for request in self._drafts if request in plans]
         outdated = list(islice((request for request in by_age if self._is_outdated(request)), most))
-        chains = self._drafting.chains(plan, outdated) if outdated else []
-        for request, tokens in zip(outdated, chains, strict=True):
+        if not outdated:
+            return
+        longer = [
+            replace(plans[request], budget=budget, depth=None, least_chance=MIN_CHANCE)
+            for request in outdated
+        ]
+        for request, tokens in zip(outdated, self._drafting.chains(longer, outdated), strict=True):
             self._drafts.pop(request, None)  # so that it moves to the end
             self._drafts[request] = OptimisticDraft(len(request.token_ids), tokens)
 
     def _is_outdated(self, request: Request) -> bool:
         """Whether a request has new tokens since its draft was made."""
         draft = self._drafts.get(request)
-        return not request.undrafted and (draft is None or draft.start < len(request.token_ids))
+        return draft is None or draft.start < len(request.token_ids)
 
     def forget_finished(self) -> None:
         """Drop the drafts of requests that have ended."""

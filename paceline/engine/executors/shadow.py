@@ -54,7 +54,8 @@ class ShadowDrafts:
             self._shadows = {
                 request: shadow for request, shadow in self._shadows.items() if not request.finished
             }
-            for request, tokens in zip(ended, self._drafting.chains(plan, ended), strict=True):
+            chains = self._drafting.chains([plan] * len(ended), ended)
+            for request, tokens in zip(ended, chains, strict=True):
                 self._shadows[request] = _Shadow(len(request.token_ids), tokens)
 
     def _advance(self, request: Request, shadow: _Shadow) -> bool:
