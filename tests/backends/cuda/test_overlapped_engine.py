@@ -25,6 +25,7 @@ from paceline.models.config import RopeConfig
 from paceline.models.heads.config import BlockAttention, BlockConfig, HeadConfig
 from tests.backends.cuda.test_backend import make, needs_gpu
 from tests.engines import AnyDrafter, new_engine
+from tests.large import LARGE
 from tests.models.heads.driver import random_checkpoint
 from tests.tiny import save_checkpoint
 from tests.tiny_families import VOCAB_SIZE
@@ -117,6 +118,62 @@ def test_an_engine_that_overlaps_passes_gives_the_tokens_of_one_that_does_not(
     assert outputs(True, True, lambda backend: random_head(backend, mask_token_id=7)) == expected
     assert outputs(True, True, lambda backend: draft_model(make(drafting, device, dtype))) == expected
     assert outputs(True, True, lambda backend: Copies()) == expected
+
+
+@pytest.mark.skipif(not LARGE and not torch.cuda.is_available(), reason="interpreted it takes minutes")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_requests_that_name_other_drafts_share_passes_or_decode_beside_them(
+    temperature: float, tmp_path: Path, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Beside a chain of a head: drafts of the host, a tree, a lookup, a shorter chain, none."""
+    from paceline.engine.admission import Limits
+    from paceline.models.registry import load_checkpoint
+
+    checkpoint, tokens = load_checkpoint(save_checkpoint("llama", tmp_path / "llama")), 4
+    tree = {"method": "drafter", "num_speculative_tokens": TREE.budget, "branching": TREE.branching}
+    named: list[Any] = [None, None, None, {"method": "copies", "num_speculative_tokens": 2}]
+    if torch.cuda.is_available():  # else interpreted, which is slow
+        named += [None, tree, None, {"method": "drafter", "num_speculative_tokens": 1}, "off", None]
+        named += [{"method": "ngram", "num_speculative_tokens": 3}, None]
+        tokens = 40
+
+    def answers(together: bool) -> tuple[list[object], int]:
+        """What each request got, and the passes on the device."""
+        backend = make(checkpoint, device, dtype)
+        if not together:
+            backend.make_async_decoder = lambda *rest: None  # type: ignore[method-assign]
+        ngram: Drafter = NgramDrafter(NgramDrafter.Options(prompt_lookup_min=1))
+        engine = new_engine(
+            backend,
+            ToyTokenizer(),
+            Limits(VOCAB_SIZE, 96, len(named) if together else 1, 32),
+            num_pages=80,
+            drafters={"drafter": random_head(backend), "copies": Copies(), "ngram": ngram}
+            if together
+            else {},
+            controller=FixedController(CHAIN if together else PLAIN),
+            plans={"drafter": TREE, "copies": DraftPlan("copies", 3), "ngram": DraftPlan("ngram", 3)},
+        )
+        added, overlapped = [], 0
+        for number, speculative in enumerate(named):
+            prompt = [*np.random.default_rng(number).integers(2, VOCAB_SIZE, 3 + number).tolist(), 5, 6, 5]
+            options: dict[str, Any] = {"max_tokens": tokens + number, "seed": number, "ignore_eos": True}
+            asked = speculative if together else None
+            params = SamplingParams(temperature=temperature, speculative=asked, **options)
+            added += engine.add_request(prompt, params)
+        while engine.has_unfinished:
+            engine.step()
+            overlapped += engine.stats.overlapped
+        assert not any(request.error or request.failed_drafters for request in added)
+        if together:
+            assert added[3].speculative.drafters.keys() == {"copies"}
+            assert added[0].speculative.drafters.keys() == {"drafter"}
+        return [request.output_token_ids for request in added], overlapped
+
+    expected, _ = answers(together=False)
+    found, overlapped = answers(together=True)
+    assert found == expected
+    assert overlapped > 0
 
 
 @needs_gpu
