@@ -30,6 +30,7 @@ ARCHITECTURES = {
     "ministral3": gguf.MODEL_ARCH.MISTRAL3,
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
+    "mistral4": gguf.MODEL_ARCH.MISTRAL4,
 }
 
 # parts of a block for multi-token prediction, as two families call them -> the converter's name
@@ -163,7 +164,8 @@ def gemma4(name: str, tensor: np.ndarray, config: Config) -> Iterator[Named]:
 
 
 def deepseek(name: str, tensor: np.ndarray, config: Config) -> Iterator[Named]:
-    """W_uk and W_uv of each head apart, the first transposed."""
+    """W_uk and W_uv of each head apart, the first transposed; experts that are one tensor stay so."""
+    name += ".weight" * name.endswith((".down_proj", ".gate_up_proj"))
     name = name.replace("e_score_correction_bias", "e_score_correction.bias")
     if not name.endswith("kv_b_proj.weight"):
         yield name, tensor
@@ -203,6 +205,7 @@ CONVERTERS: dict[str, Callable[[str, np.ndarray, Config], Iterator[Named]]] = {
     "ministral3": ministral,
     "deepseek_v2": deepseek,
     "deepseek_v3": deepseek,
+    "mistral4": deepseek,
 }
 
 
@@ -372,8 +375,9 @@ def add_deepseek(writer: gguf.GGUFWriter, config: Config) -> None:
     writer.add_expert_weights_scale(config["routed_scaling_factor"])
     writer.add_expert_group_count(config["n_group"])
     writer.add_expert_group_used_count(config["topk_group"])
-    if config["model_type"] == "deepseek_v3":
+    if config["model_type"] != "deepseek_v2":
         writer.add_expert_weights_norm(config["norm_topk_prob"])
+    if config["model_type"] == "deepseek_v3":
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
@@ -398,7 +402,7 @@ def add_ministral(writer: gguf.GGUFWriter, config: Config) -> None:
 ADDERS = {"qwen3_next": add_qwen3_next, "granitemoehybrid": add_mamba, "falcon_h1": add_mamba}
 ADDERS |= {"nemotron_h": add_nemotron, "gemma4_text": add_gemma4}
 ADDERS |= {"llama4_text": add_llama4, "ministral3": add_ministral}
-ADDERS |= {"deepseek_v2": add_deepseek, "deepseek_v3": add_deepseek}
+ADDERS |= dict.fromkeys(("deepseek_v2", "deepseek_v3", "mistral4"), add_deepseek)
 
 
 def with_gguf(folder: Path) -> Path:

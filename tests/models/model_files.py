@@ -179,6 +179,7 @@ GGUF_NAMES = {
     "conv.conv": "shortconv.conv",
     "conv.in_proj": "shortconv.in_proj",
     "conv.o_proj": "shortconv.out_proj",
+    "mlp.shared_experts.gate_up_proj": "ffn_up_shexp",
     "mlp.gate.e_score_correction": "exp_probs_b",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "self_attn.gate_proj": "attn_gate",
@@ -192,6 +193,7 @@ OTHER_NAMES |= {name: {"model.norm": "token_embd_norm"} for name in ("lfm2", "lf
 JOINED = {
     "phi3": {"self_attn.qkv_proj": "qkv", "mlp.gate_up_proj": ("gate", "up")},
     "glm4": {"mlp.gate_up_proj": ("gate", "up")},
+    "granitemoe_swa": {"mlp.shared_experts.gate_up_proj": ("gate", "up")},
 }
 
 
@@ -243,7 +245,7 @@ def joined(model: str, tensors: Tensors) -> Tensors:
     for layer in range(MODELS[model]["num_hidden_layers"]):
         for name, parts in JOINED.get(MODELS[model]["model_type"], {}).items():
             whole = f"model.layers.{layer}.{name}.weight"
-            own = [together.pop(whole.replace(name.split(".")[1], f"{part}_proj")) for part in parts]
+            own = [together.pop(whole.replace(name.split(".")[-1], f"{part}_proj")) for part in parts]
             together[whole] = np.concatenate(own)
     return together
 
@@ -271,7 +273,12 @@ def gguf_tensors(model: str, tensors: Tensors) -> Tensors:
         if ARCHITECTURES[values["model_type"]] in INTERLEAVED and part in heads:
             tensor = interleave(tensor, heads[part], values.get("partial_rotary_factor", 1.0))
         stored[f"blk.{match[2]}.{part}.{match[4]}"] = tensor
-    return stored | {name: np.stack(parts) for name, parts in experts.items()}
+    stacked = {name: np.stack(parts) for name, parts in experts.items()}
+    if values["model_type"] in near_files.FUSED_EXPERTS:
+        for name in [name for name in stacked if "_gate_exps" in name]:
+            both = stacked.pop(name), stacked.pop(name.replace("_gate_", "_up_"))
+            stacked[name.replace("_gate_", "_gate_up_")] = np.concatenate(both, axis=1)
+    return stored | stacked
 
 
 def write_gguf(
@@ -293,7 +300,7 @@ def write_gguf(
     writer.add_block_count(values["num_hidden_layers"])
     writer.add_context_length(values["max_position_embeddings"])
     writer.add_embedding_length(values["hidden_size"])
-    writer.add_feed_forward_length(values["intermediate_size"])
+    writer.add_feed_forward_length(values.get("prefix_dense_intermediate_size", values["intermediate_size"]))
     writer.add_head_count(values["num_attention_heads"])
     is_hybrid = "conv" in values.get("layer_types", ())
     heads = values["num_key_value_heads"]
@@ -314,11 +321,20 @@ def write_gguf(
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in values["layer_types"]])
     if "partial_rotary_factor" in values:
         writer.add_rope_dimension_count(int(values["partial_rotary_factor"] * values["head_dim"]))
+    if marks := values.get("layer_rope_theta"):
+        writer.add_array(f"{architecture}.attention.rope_pattern", [theta > 0 for theta in marks])
     if scaling := values.get("rope_parameters"):
+        if "sliding_attention" in scaling:
+            writer.add_rope_freq_base_swa(scaling["sliding_attention"]["rope_theta"])
+            scaling = scaling["full_attention"]
         writer.add_rope_scaling_type(gguf.RopeScalingType(scaling["rope_type"]))
         writer.add_rope_scaling_factor(scaling["factor"])
         writer.add_rope_scaling_orig_ctx_len(scaling.get("original_max_position_embeddings", 0))
-    if architecture == "gpt-oss":
+    if scores := values.get("expert_selection_fn"):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType[scores.upper()])
+    if shared := values.get("num_shared_experts"):
+        writer.add_expert_shared_feed_forward_length(shared * values["moe_intermediate_size"])
+    if architecture in ("gpt-oss", "cohere2moe"):
         writer.add_expert_feed_forward_length(values["intermediate_size"])
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     if experts := next((values[name] for name in names if name in values), None):

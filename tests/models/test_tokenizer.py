@@ -363,6 +363,10 @@ def split_by(name: str, text: str) -> list[str]:
         ("exaone4", "gpt-2"),
         ("starcoder", "refact"),
         ("minimax-m2", "gpt-4o"),
+        ("mellum2", "refact"),
+        ("cohere2moe", "tiny_aya"),
+        ("hunyuan", "qwen2"),
+        ("hunyuan-dense", "deepseek-v3"),
     ],
 )
 def test_vocabularies_that_split_as_others_do(file: GgufFile, name: str, like: str) -> None:

@@ -222,8 +222,13 @@ def granite_swa(fields: Fields, config: ModelConfig) -> dict[str, Any]:
 
 
 def mellum(fields: Fields, config: ModelConfig) -> dict[str, Any]:
-    """Layers with and without a window have ropes of their own."""
-    return ropes_by_kind(fields, config, config.rope) if config.sliding_windows else {}
+    """Layers with and without a window have ropes of their own. GGUF files have the base of the first."""
+    if not config.sliding_windows:
+        return {}
+    local = config.rope
+    if fields.has("rope_local_base_freq"):
+        local = RopeConfig(fields.number("rope_local_base_freq"))
+    return ropes_by_kind(fields, config, local)
 
 
 def afmoe(fields: Fields, config: ModelConfig) -> dict[str, Any]:

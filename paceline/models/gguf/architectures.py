@@ -7,7 +7,7 @@ implies it, is said here too: the scale of Gemma's attention, say.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline.models.families.fields import Fields
 from paceline.models.gguf import fields as readers
@@ -148,6 +148,7 @@ class Architecture:
     # config keys that take more than a metadata key
     more: Callable[[Fields], readers.Values] = readers.nothing_more
     truncated_yarn: bool = True  # see RopeConfig.truncate
+    query_growth: float | None = None  # see QUERY_GROWTH, in files that leave it out
     yarn_multiplier: float = 1.0  # of yarn's scale for all of a head, in yarn_log_multiplier
     ropes_by_kind: bool = False  # layers with a window have another rope, and other sizes of heads
     tiled_values: bool = False  # see RecurrentConfig.tiled_values, if key heads are shared
@@ -168,6 +169,30 @@ _NEMOTRON_H = Architecture(
     | _SIGMOID_EXPERT_KEYS,
     names=_MAMBA_NAMES | _SHARED_EXPERT_NAMES | {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
     more=readers.nemotron_h,
+)
+_DEEPSEEK2 = Architecture(
+    "deepseek_v2",
+    keys={
+        "q_lora_rank": "attention.q_lora_rank",
+        "kv_lora_rank": "attention.kv_lora_rank",
+        "qk_rope_head_dim": "rope.dimension_count",
+    }
+    | _SIGMOID_EXPERT_KEYS,
+    names={
+        "attn_q_a": "self_attn.q_a_proj",
+        "attn_q_a_norm": "self_attn.q_a_layernorm",
+        "attn_q_b": "self_attn.q_b_proj",
+        "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+        "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+        "attn_kv_b": "self_attn.kv_b_proj",
+        "attn_k_b": "self_attn.k_b_proj",
+        "attn_v_b": "self_attn.v_b_proj",
+        "exp_probs_b": "mlp.gate.e_score_correction_bias",
+        **_SHARED_EXPERT_NAMES,
+    },
+    more=readers.deepseek2,
+    yarn_multiplier=0.1,
+    mtp=_DEEPSEEK_MTP,
 )
 
 ARCHITECTURES = {
@@ -215,6 +240,23 @@ ARCHITECTURES = {
         keys=_SIGMOID_EXPERT_KEYS,
         names=_CORRECTED_EXPERT_NAMES,
         more=readers.exaone_moe,
+    ),
+    "hy_v3": Architecture(
+        "hy_v3", keys=_SIGMOID_EXPERT_KEYS, names=_CORRECTED_EXPERT_NAMES, more=readers.hy_v3
+    ),
+    "mellum": Architecture(
+        "mellum", keys={"rope_local_base_freq": "rope.freq_base_swa"}, more=readers.mellum
+    ),
+    "granite_swa": Architecture(
+        "granite_swa",
+        interleaved_rope=True,
+        keys=_GRANITE_KEYS | {"shared_intermediate_size": "expert_shared_feed_forward_length"},
+        names={
+            "attn_sinks": "self_attn.sinks",
+            "ffn_up_shexp": "mlp.shared_experts.gate_up_proj",
+            "ffn_down_shexp": "mlp.shared_experts.down_proj",
+        },
+        more=readers.granite_swa,
     ),
     "minimax-m2": Architecture("minimax_m2", names=_CORRECTED_EXPERT_NAMES),
     "afmoe": Architecture(
@@ -270,30 +312,8 @@ ARCHITECTURES = {
         more=readers.glm4,
         mtp=_DEEPSEEK_MTP,
     ),
-    "deepseek2": Architecture(
-        "deepseek_v2",
-        keys={
-            "q_lora_rank": "attention.q_lora_rank",
-            "kv_lora_rank": "attention.kv_lora_rank",
-            "qk_rope_head_dim": "rope.dimension_count",
-        }
-        | _SIGMOID_EXPERT_KEYS,
-        names={
-            "attn_q_a": "self_attn.q_a_proj",
-            "attn_q_a_norm": "self_attn.q_a_layernorm",
-            "attn_q_b": "self_attn.q_b_proj",
-            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-            "attn_kv_b": "self_attn.kv_b_proj",
-            "attn_k_b": "self_attn.k_b_proj",
-            "attn_v_b": "self_attn.v_b_proj",
-            "exp_probs_b": "mlp.gate.e_score_correction_bias",
-            **_SHARED_EXPERT_NAMES,
-        },
-        more=readers.deepseek2,
-        yarn_multiplier=0.1,
-        mtp=_DEEPSEEK_MTP,
-    ),
+    "deepseek2": _DEEPSEEK2,
+    "mistral4": replace(_DEEPSEEK2, family="mistral4", more=readers.mistral4, query_growth=0.1, mtp={}),
     "llama4": Architecture(
         "llama4_text",
         interleaved_rope=True,
@@ -311,6 +331,19 @@ ARCHITECTURES = {
         interleaved_rope=True,
         keys={"layer_norm_eps": "attention.layer_norm_epsilon", "logit_scale": "logit_scale"},
         more=readers.windows,
+    ),
+    "cohere2moe": Architecture(
+        "cohere2_moe",
+        interleaved_rope=True,
+        keys={
+            "layer_norm_eps": "attention.layer_norm_epsilon",
+            "logit_scale": "logit_scale",
+            "intermediate_size": "expert_feed_forward_length",
+            "prefix_dense_intermediate_size": "feed_forward_length",
+            "first_k_dense_replace": "leading_dense_block_count",
+            "num_shared_experts": "expert_shared_count",
+        },
+        more=readers.cohere2_moe,
     ),
     "exaone4": Architecture("exaone4", more=readers.windows),
     "lfm2": Architecture("lfm2", keys=_LFM2_KEYS, names=_LFM2_NAMES, more=readers.lfm2),

@@ -181,6 +181,8 @@ def _rope_parameters(file: GgufFile, fields: Fields, known: Architecture) -> dic
         parameters |= {"mscale": scale, "mscale_all_dim": scale}
     if fields.has("attention.temperature_scale"):
         parameters[QUERY_GROWTH] = fields.number("attention.temperature_scale")
+    elif known.query_growth is not None:
+        parameters[QUERY_GROWTH] = known.query_growth
     return {"rope_type": "default" if kind == "none" else kind, **parameters}
 
 

@@ -118,6 +118,43 @@ def exaone_moe(fields: Fields) -> Values:
     return windows(fields) | without_mtp(fields)
 
 
+def hy_v3(fields: Fields) -> Values:
+    """Files have the width of all shared experts, not their number."""
+    width, shared = fields.integer("expert_feed_forward_length"), "expert_shared_feed_forward_length"
+    size = fields.integer(shared, width, least=0)
+    if size % width:
+        raise fields.wrong(shared, f"a multiple of the {width} values of an expert")
+    return without_mtp(fields) | {"n_shared_experts": size // width}
+
+
+def mellum(fields: Fields) -> Values:
+    """Without a window, all layers have full attention."""
+    return qwen3_moe(fields) | (windows(fields) if fields.has("attention.sliding_window") else {})
+
+
+def granite_swa(fields: Fields) -> Values:
+    """Models with experts are a family of their own. Files mark the layers that have rope."""
+    found = windows(fields)
+    if fields.integer("expert_count", 0, least=0):
+        found["model_type"] = "granitemoe_swa"
+    marks = fields.values.get("attention.rope_pattern")
+    if isinstance(marks, np.ndarray):
+        base = fields.number("rope.freq_base", 10000.0)
+        found["layer_rope_theta"] = [base if mark else 0 for mark in marks.tolist()]
+    return found
+
+
+def cohere2_moe(fields: Fields) -> Values:
+    """Experts have sigmoid scores unless files say otherwise; outputs of shared ones are averaged."""
+    is_softmax = fields.integer("expert_gating_func", SIGMOID) == SOFTMAX
+    return (
+        windows(fields)
+        | without_mtp(fields)
+        | {"expert_selection_fn": "softmax" if is_softmax else "sigmoid"}
+        | {"shared_expert_combination_strategy": "average"}
+    )
+
+
 def afmoe(fields: Fields) -> Values:
     """Files leave out that embeddings are scaled: llama.cpp always does."""
     return {name: value for name, value in windows(fields).items() if value is not None} | {
@@ -182,6 +219,10 @@ def deepseek2(fields: Fields) -> Values:
         "norm_topk_prob": fields.flag("expert_weights_norm", False),
         "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
     }
+
+
+def mistral4(fields: Fields) -> Values:
+    return deepseek2(fields) | {"model_type": "mistral4"}
 
 
 def llama4(fields: Fields) -> Values:

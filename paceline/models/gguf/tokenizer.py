@@ -111,6 +111,7 @@ PRE_TOKENIZERS = {
     "olmo": PreTokenizer(GPT2_SPLIT),
     "exaone4": PreTokenizer(GPT2_SPLIT),
     "starcoder": PreTokenizer(GPT2_SPLIT, digits_first=True),
+    "mellum2": PreTokenizer(GPT2_SPLIT, digits_first=True),
     "refact": PreTokenizer(GPT2_SPLIT, digits_first=True),  # Granite
     "command-r": PreTokenizer(GPT2_SPLIT, digits_first=True),
     "gpt-4o": PreTokenizer(GPT4O_SPLIT),  # gpt-oss
@@ -130,6 +131,9 @@ PRE_TOKENIZERS = {
 
 for _name in ("llama3", "llama-v3", "falcon3"):
     PRE_TOKENIZERS[_name] = PRE_TOKENIZERS["llama-bpe"]
+PRE_TOKENIZERS["cohere2moe"] = PRE_TOKENIZERS["tiny_aya"]
+PRE_TOKENIZERS["hunyuan"] = PRE_TOKENIZERS["qwen2"]
+PRE_TOKENIZERS["hunyuan-dense"] = PRE_TOKENIZERS["deepseek-v3"]
 
 # files name one end token; these control tokens end an answer too, in models that have them
 END_OF_ANSWER = (

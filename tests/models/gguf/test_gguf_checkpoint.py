@@ -113,6 +113,13 @@ def test_blocks_have_the_row_order_of_the_values(tmp_path: Path, model: str) -> 
         np.testing.assert_array_equal(decoded.reshape(rows.shape), rows, err_msg=name)
 
 
+def test_averages_of_shared_experts_are_refused(tmp_path: Path) -> None:
+    file = converted(tmp_path, "cohere2_moe")
+    file.metadata["cohere2moe.expert_shared_count"] = 1
+    with pytest.raises(UnsupportedModelError, match="strategy 'average'"):
+        gguf_checkpoint(file)
+
+
 def test_layers_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
     extra = {"blk__2__attn_norm__weight": np.ones(32), "blk__2__nextn__eh_proj__weight": np.ones((32, 64))}
     extra = {name: values.astype(np.float32) for name, values in extra.items()}

@@ -26,7 +26,10 @@ from tests.tiny_families import (
     YARN_ROPE,
     Family,
 )
+from tests.tiny_near_families import NEAR_FAMILIES
 
+MISTRAL4 = NEAR_FAMILIES["mistral4"]
+MISTRAL4_ROPE = MISTRAL4.options["rope_parameters"] | {"llama_4_scaling_beta": 0.1}  # files leave it out
 NEMOTRON = HYBRIDS["nemotron-h"].options
 # whose layers GGUF files can describe: all MLPs have experts or none
 FAMILIES = {
@@ -52,6 +55,7 @@ FAMILIES = {
         | {"rope_parameters": YARN_ROPE | {"mscale": 0.9, "mscale_all_dim": 0.9}},
     ),
     "deepseek-v3": TORCH_FAMILIES["deepseek-v3"],
+    "mistral4-files": MISTRAL4._replace(options=MISTRAL4.options | {"rope_parameters": MISTRAL4_ROPE}),
     "llama4-files": Family(
         "Llama4TextConfig",
         {"head_dim": 14, "intermediate_size_mlp": 77, "num_hidden_layers": 4, "interleave_moe_layer_step": 2}
