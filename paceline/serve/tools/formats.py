@@ -34,6 +34,7 @@ class ToolFormat:
     result: str  # user message with a call's result if it does; {content} becomes the result
     call_start: str = '{"name": "'
     name_end: str = '", "arguments": '  # its first character is in no name; "": that of call_end ends it
+    counted: bool = False  # a colon and a number follow the name
     call_end: str = "}"
     id_prefix: str = "call_"
     id_digits: int = 24
@@ -47,19 +48,19 @@ class ToolFormat:
         """The start of the first call, up to its name."""
         return self.begin + self.call_start
 
-    def new_id(self) -> str:
-        """A new unique call id."""
-        return self.id_prefix + secrets.token_hex(16)[: self.id_digits]
+    def new_id(self, written: str) -> str:
+        """A new unique call id; of counted calls it is what is written: their templates repeat it."""
+        return self.id_prefix + (written if self.counted else secrets.token_hex(16)[: self.id_digits])
 
     def write(self, calls: Sequence[tuple[str, str]]) -> str:
         """The text of calls, each given as name and arguments (JSON)."""
         written = [
             self.call_start
-            + name
+            + (f"{name}:{number}" if self.counted else name)
             + self.name_end
             + (self.notation.write(arguments) if self.notation else arguments)
             + self.call_end
-            for name, arguments in calls
+            for number, (name, arguments) in enumerate(calls)
         ]
         return self.begin + self.between.join(written) + self.end
 
@@ -86,6 +87,11 @@ _DEEPSEEK_TOKENS = (
 )
 _DEEPSEEK_RESULT = (
     "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>{content}<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"
+)
+_HUNYUAN_TOKENS = tuple(
+    f"<{slash}{name}:opensource>"
+    for name in ("tool_calls", "tool_call", "tool_sep", "arg_key", "arg_value")
+    for slash in ("", "/")
 )
 
 FORMATS = {
@@ -179,6 +185,28 @@ FORMATS = {
         name_end="",
         call_end="</tool_call>",
         notation=Pairs("<arg_key>", "</arg_key><arg_value>", "</arg_value>"),
+    ),
+    "hy_v3": ToolFormat(
+        begin="<tool_calls:opensource>\n<tool_call:opensource>",
+        between="\n<tool_call:opensource>",
+        end="\n</tool_calls:opensource>",
+        marker="<tool_calls:opensource>",
+        tokens=_HUNYUAN_TOKENS,
+        clues=("<tool_calls{}>", "<tool_sep{}>", ":opensource"),  # its template puts the names together
+        instructions=_INSTRUCTIONS
+        + "<tool_calls:opensource>\n<tool_call:opensource>function name<tool_sep:opensource>\n"
+        + "<arg_key:opensource>argument name</arg_key:opensource>\n"
+        + "<arg_value:opensource>value</arg_value:opensource>\n"
+        + "</tool_call:opensource>\n</tool_calls:opensource>",
+        result="<tool_response:opensource>\n{content}\n</tool_response:opensource>",
+        call_start="",
+        name_end="<tool_sep:opensource>\n",
+        call_end="</tool_call:opensource>",
+        notation=Pairs(
+            "<arg_key:opensource>",
+            "</arg_key:opensource>\n<arg_value:opensource>",
+            "</arg_value:opensource>\n",
+        ),
     ),
     "gemma4": ToolFormat(
         begin="<|tool_call>call:",
@@ -289,6 +317,29 @@ FORMATS = {
         call_start="",
         name_end="<｜tool▁sep｜>",
         call_end="<｜tool▁call▁end｜>",
+    ),
+    "kimi_k2": ToolFormat(
+        begin="<|tool_calls_section_begin|><|tool_call_begin|>functions.",
+        between="<|tool_call_begin|>functions.",
+        end="<|tool_calls_section_end|>",
+        marker="<|tool_calls_section_begin|>",
+        tokens=(
+            "<|tool_calls_section_begin|>",
+            "<|tool_call_begin|>",
+            "<|tool_call_argument_begin|>",
+            "<|tool_call_end|>",
+            "<|tool_calls_section_end|>",
+        ),
+        clues=("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),
+        instructions=_INSTRUCTIONS
+        + "<|tool_calls_section_begin|><|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>"
+        + '{"argument name": "value"}<|tool_call_end|><|tool_calls_section_end|>',
+        result="{content}",
+        call_start="",
+        name_end="<|tool_call_argument_begin|>",
+        counted=True,  # from the first call of the conversation on
+        call_end="<|tool_call_end|>",
+        id_prefix="functions.",
     ),
     "openai": ToolFormat(  # gpt-oss' harmony
         begin="<|channel|>commentary to=functions.",

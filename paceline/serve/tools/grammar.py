@@ -63,7 +63,7 @@ def answer_grammar(
             f"marked[lazy]: /(?s:.*){escaped(format.marker)}/",
         ]
         lines += _fenced(tools) if format.fenced else []
-    heads = [literal(format.call_start + tool.name + format.name_end, special) for tool in tools]
+    heads = [_head(format, tool.name, special) for tool in tools]
     call_end = literal(format.call_end, special)
     lines.append("call: " + " | ".join(f"{head} arguments_{n} {call_end}" for n, head in enumerate(heads)))
     for n, tool in enumerate(tools):
@@ -72,6 +72,15 @@ def answer_grammar(
         else:
             lines += format.notation.rules(f"arguments_{n}", tool.schema(), special)
     return "\n".join(lines) + "\n"
+
+
+def _head(format: ToolFormat, name: str, special: Mapping[str, int]) -> str:
+    """What stands before a call's arguments."""
+    if not format.counted:
+        return literal(format.call_start + name + format.name_end, special)
+    # models count the calls of the whole conversation
+    start = literal(f"{format.call_start}{name}:", special)
+    return f"{start} /[0-9]+/ {literal(format.name_end, special)}"
 
 
 def _thought(reasoning: ReasoningFormat | None, special: Mapping[str, int]) -> str:

@@ -7,11 +7,14 @@ give the text, except for white space before a call, which is dropped.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 
 from paceline.serve.tools.arguments import ArgumentsReader, JsonReader, overlap
 from paceline.serve.tools.events import Arguments, CallEnded, CallStarted, Content, Event
 from paceline.serve.tools.formats import FENCE_END, FENCE_NAME_END, FENCE_START, ToolFormat
+
+_NUMBER = re.compile(r":[0-9]+\Z")  # of a call, after its name
 
 
 class ToolParser:
@@ -35,6 +38,7 @@ class ToolParser:
         self._buffer = ""  # text not parsed yet
         self._held = ""  # text before the buffer: part of a call once its name is complete, otherwise content
         self._index = -1  # of the last call
+        self._counted = format is not None and format.counted  # a number follows each name
         self._notation, self._texts = format and format.notation, texts or {}
         self._arguments: ArgumentsReader = JsonReader()
         self._events: list[Event] = []
@@ -173,9 +177,10 @@ class ToolParser:
         self._skip(count)
         self._read = self._read_name
 
-    def _start_call(self, name: str) -> None:
+    def _start_call(self, written: str) -> None:
+        name = _NUMBER.sub("", written) if self._counted else written
         self._index += 1
-        self._events.append(CallStarted(self._index, self._new_id(), name))
+        self._events.append(CallStarted(self._index, self._new_id(written), name))
         texts = self._texts.get(name, ())
         self._arguments = self._notation.reader(texts) if self._notation else JsonReader()
 

@@ -170,18 +170,25 @@ MARKS = HEADER_MARKS + END_MARKS
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """The marks around reasoning, and what reads it; a chat template that contains both uses them."""
+    """The marks around reasoning, and what reads it; a chat template with both, or the clues, uses them."""
 
     begin: str
     end: str
     tokens: tuple[str, ...]  # parts of the marks that are single tokens in some vocabularies
     reader: Callable[[OutputParser, ReasoningFormat, bool], OutputParser] = ReasoningParser
+    clues: tuple[str, ...] = ()  # of a template that puts its marks together
 
 
 REASONING_FORMATS = (
     ReasoningFormat("<|channel|>", "<|message|>", ("<|channel|>", "<|message|>"), ChannelParser),  # gpt-oss
     ReasoningFormat("<think>", "</think>", ("<think>", "</think>")),  # Qwen, DeepSeek, GLM, SmolLM, Kimi
     ReasoningFormat("<seed:think>", "</seed:think>", ("<seed:think>", "</seed:think>")),  # Seed-OSS
+    ReasoningFormat(  # Hunyuan 3
+        "<think:opensource>",
+        "</think:opensource>",
+        ("<think:opensource>", "</think:opensource>"),
+        clues=("<think{}>", "</think{}>", ":opensource"),
+    ),
     ReasoningFormat("[THINK]", "[/THINK]", ("[THINK]", "[/THINK]")),  # Mistral
     ReasoningFormat("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),  # Gemma
 )
@@ -190,6 +197,7 @@ REASONING_FORMATS = (
 def choose_reasoning(template: str | None) -> ReasoningFormat | None:
     """The marks that a chat template uses; None: its model does not reason aloud."""
     for candidate in REASONING_FORMATS:
-        if template and candidate.begin in template and candidate.end in template:
+        clues = candidate.clues or (candidate.begin, candidate.end)
+        if template and all(clue in template for clue in clues):
             return candidate
     return None

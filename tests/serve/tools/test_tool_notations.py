@@ -14,6 +14,7 @@ from paceline.serve.tools.declared import Tool, ToolChoice
 from paceline.serve.tools.events import ToolCall, read_output
 from paceline.serve.tools.formats import FORMATS
 from paceline.serve.tools.parser import ToolParser
+from paceline.serve.tools.reasoning import REASONING_FORMATS
 from paceline.serve.tools.toolbox import Toolbox, ToolPlan
 from tests.serve.echo import PLAIN_TEMPLATE, byte_tokenizer
 from tests.serve.tools.test_tools_grammar import accepts
@@ -55,6 +56,14 @@ MINIMAX = (
     'I look.\n<minimax:tool_call>\n<invoke name="search">\n<parameter name="about">a "b"\n<c></parameter>\n'
     '<parameter name="count">3</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>'
 )
+HUNYUAN = (
+    GLM.replace("<tool_call>search", "<tool_call>search<tool_sep>")
+    .replace("<tool_call>now", "<tool_call>now<tool_sep>")
+    .replace("I look.\n", "I look.\n<tool_calls>\n")
+    + "\n</tool_calls>"
+)
+for mark in ("tool_calls", "tool_call", "tool_sep", "arg_key", "arg_value"):
+    HUNYUAN = HUNYUAN.replace(f"{mark}>", f"{mark}:opensource>")
 GEMMA = (
     'I look.\n<|tool_call>call:search{about:<|"|>a "b"\n<c><|"|>,count:3}<tool_call|>'
     "<|tool_call>call:now{}<tool_call|>"
@@ -69,12 +78,14 @@ OUTPUTS = {
     "qwen3_coder": QWEN,
     "seed_oss": SEED,
     "minimax_m2": MINIMAX,
+    "hy_v3": HUNYUAN,
     "gemma4": GEMMA,
     "functiongemma": FUNCTION_GEMMA,
 }
 THINKS = [
     ("hermes", "<think>", "</think>"),
     ("seed_oss", "<seed:think>", "</seed:think>"),
+    ("hy_v3", "<think:opensource>", "</think:opensource>"),
     ("mistral", "[THINK]", "[/THINK]"),
 ]
 formats = pytest.mark.parametrize("name", NAMES)
@@ -207,7 +218,8 @@ def test_gemmas_grammar_follows_nested_schemas(arguments: dict[str, object], is_
 
 @pytest.mark.parametrize(("name", "begin", "end"), [("gemma4", "<|channel>thought\n", "<channel|>"), *THINKS])
 def test_a_model_may_think_in_special_tokens_before_it_calls(name: str, begin: str, end: str) -> None:
-    template = PLAIN_TEMPLATE + "{# " + begin.strip() + end + " #}"
+    clues = next(format.clues for format in REASONING_FORMATS if format.begin == begin.strip())
+    template = PLAIN_TEMPLATE + "{# " + begin.strip() + end + " ".join(clues) + " #}"
     marks = ("<|channel>",) if name == "gemma4" else (begin,)
     tokenizer = byte_tokenizer(template, special=(*FORMATS[name].tokens, *marks, end))
     toolbox = Toolbox(tokenizer, name)

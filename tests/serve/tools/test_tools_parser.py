@@ -64,6 +64,16 @@ def events_of(parser: ToolParser, pieces: list[str]) -> list[Event]:
     return [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
 
 
+def test_calls_of_kimi_have_ids_of_their_name_and_number() -> None:
+    format = FORMATS["kimi_k2"]
+    text = "Well. " + format.write([WEATHER, NOW]).replace(":0<", ":19<").replace(":1<", ":20<")
+    assert "functions.weather:19<|" in text
+    content, calls = read_whole(ToolParser(format), text)
+    assert content == "Well."
+    assert [(call.name, call.arguments) for call in calls] == [WEATHER, NOW]
+    assert [call.id for call in calls] == ["functions.weather:19", "functions.now:20"]
+
+
 @every_format
 def test_calls_as_the_format_writes_them_are_read_back(format: ToolFormat) -> None:
     written = [WEATHER, NOW, TRICKY]
@@ -240,12 +250,13 @@ def as_pattern(format: ToolFormat, facts: list[tuple[object, ...]]) -> str:
     ends = [quoted(last), quoted(format.call_end), quoted(FENCE_END)]
     cut_ends = [quoted(end[:size]) for end in (last, FENCE_END) for size in range(len(end))]
     name_ends = (format.name_end, FENCE_NAME_END)
-    cut_name_ends = [quoted(end[:size]) for end in name_ends for size in range(len(end))]
+    cut_name_ends = [quoted(end[:size]) for end in name_ends for size in range(len(end) + 1)]
+    number = "(:[0-9]+)?" if format.counted else ""
     pattern = ""
     for (kind, _, value), following in itertools.zip_longest(facts, facts[1:]):
         match kind:
             case "call":
-                pattern += f"({'|'.join(starts)}){quoted(str(value))}"
+                pattern += f"({'|'.join(starts)}){quoted(str(value))}{number}"
                 if following is not None and following[0] == "arguments":
                     pattern += f"({'|'.join(map(quoted, name_ends))})"
                 else:  # cut off, or other text follows
