@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from paceline.errors import ConfigError
 from paceline.serve.tools.arguments import Notation
 from paceline.serve.tools.pairs import Pairs
+from paceline.serve.tools.pythonic import Pythonic
 from paceline.serve.tools.quoted import Quoted
 
 
@@ -87,6 +88,9 @@ _DEEPSEEK_TOKENS = (
 )
 _DEEPSEEK_RESULT = (
     "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>{content}<｜tool▁output▁end｜><｜tool▁outputs▁end｜>"
+)
+_KIMI_TOKENS = tuple(
+    f"<|tool_call{end}|>" for end in ("s_section_begin", "_begin", "_argument_begin", "_end", "s_section_end")
 )
 _HUNYUAN_TOKENS = tuple(
     f"<{slash}{name}:opensource>"
@@ -288,6 +292,21 @@ FORMATS = {
         + '<|tool_call|>[{"name": "function name", "arguments": {"argument name": "value"}}]',
         result="{content}",
     ),
+    "lfm2": ToolFormat(
+        begin="<|tool_call_start|>[",
+        between=", ",
+        end="]<|tool_call_end|>",
+        marker="<|tool_call_start|>",
+        tokens=("<|tool_call_start|>", "<|tool_call_end|>"),
+        clues=("List of tools: ", "<|im_start|>"),
+        instructions=_INSTRUCTIONS
+        + '<|tool_call_start|>[function_name(argument_name="value")]<|tool_call_end|>',
+        result="<|tool_response_start|>{content}<|tool_response_end|>",
+        call_start="",
+        name_end="(",
+        call_end=")",
+        notation=Pythonic(),
+    ),
     "deepseek_v3": ToolFormat(
         begin="<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
         between="\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
@@ -323,13 +342,7 @@ FORMATS = {
         between="<|tool_call_begin|>functions.",
         end="<|tool_calls_section_end|>",
         marker="<|tool_calls_section_begin|>",
-        tokens=(
-            "<|tool_calls_section_begin|>",
-            "<|tool_call_begin|>",
-            "<|tool_call_argument_begin|>",
-            "<|tool_call_end|>",
-            "<|tool_calls_section_end|>",
-        ),
+        tokens=_KIMI_TOKENS,
         clues=("<|tool_calls_section_begin|>", "<|tool_call_argument_begin|>"),
         instructions=_INSTRUCTIONS
         + "<|tool_calls_section_begin|><|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>"

@@ -1,4 +1,4 @@
-"""Arguments that are no JSON (GLM, Qwen3-Coder, Gemma) become JSON of the schema, however they are cut."""
+"""Arguments that are no JSON (GLM, Qwen3-Coder, Gemma, LFM2) become JSON of the schema, however cut."""
 
 from __future__ import annotations
 
@@ -72,7 +72,9 @@ FUNCTION_GEMMA = (
     'I look.\n<start_function_call>call:search{about:<escape>a "b"\n<c><escape>,count:3}<end_function_call>'
     "<start_function_call>call:now{}<end_function_call>"
 )
+LFM2 = 'I look.\n<|tool_call_start|>[search(about="a \\"b\\"\\n<c>", count=3), now()]<|tool_call_end|>'
 OUTPUTS = {
+    "lfm2": LFM2,
     "glm45": GLM,
     "glm47": GLM_47,
     "qwen3_coder": QWEN,
@@ -175,6 +177,53 @@ def test_gemmas_nested_values_are_read_back_and_given_as_they_come(
     assert json.loads(call.arguments) == arguments
     cut = read_whole(ToolParser(format), text[:end])[1]
     assert not cut or call.arguments.startswith(cut[0].arguments)
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("""x='it is "so"', y='a, b)'""", {"x": 'it is "so"', "y": "a, b)"}),
+        ("x=True, y=None, z=-1.5", {"x": True, "y": None, "z": -1.5}),
+        ("x=['a', {'b': False}], y={}", {"x": ["a", {"b": False}], "y": {}}),
+        ("x=true, y=null", {"x": True, "y": None}),
+        ("x={1}, y=some words", {"x": "{1}", "y": "some words"}),
+        (r'x="\ud83d\ude00 \/"', {"x": "\U0001f600 /"}),
+    ],
+)
+def test_lfm2s_values_are_json_or_literals_of_python(written: str, arguments: dict[str, object]) -> None:
+    text = f"<|tool_call_start|>[f({written})]<|tool_call_end|>"
+    (call,) = read_whole(ToolParser(FORMATS["lfm2"]), text)[1]
+    assert (json.loads(call.arguments), call.complete) == (arguments, True)
+
+
+@pytest.mark.parametrize(
+    ("written", "is_allowed"),
+    [
+        ("a=True", True),
+        ("a=False, b=None, c=2", True),
+        ("a=True, c=2", True),
+        ('a=True, b="x"', True),
+        ("a=1", False),
+        ("b=None", False),
+        ("a=True, c=None", False),
+        ("c=2, a=True", False),
+        ("a=True, d=1", False),
+    ],
+)
+def test_lfm2s_grammar_follows_the_schema(written: str, is_allowed: bool) -> None:
+    kinds = {"a": "boolean", "b": ["string", "null"], "c": "integer"}
+    schema = {"type": "object", "properties": {key: {"type": kind} for key, kind in kinds.items()}}
+    tool = Tool("f", parameters={**schema, "required": ["a"]})
+    tokenizer = byte_tokenizer()
+    plan = Toolbox(tokenizer, "lfm2").plan([tool], ToolChoice("required"))
+    assert accepts(plan, tokenizer, f"<|tool_call_start|>[f({written})]<|tool_call_end|>") == is_allowed
+
+
+@given(arguments=st.dictionaries(st.text("ab_", min_size=1), values, max_size=3))
+def test_lfm2s_nested_values_are_read_back(arguments: dict[str, object]) -> None:
+    text = FORMATS["lfm2"].write([("f", json.dumps(arguments))])
+    (call,) = read_whole(ToolParser(FORMATS["lfm2"]), text)[1]
+    assert json.loads(call.arguments) == arguments
 
 
 PLACE: dict[str, object] = {

@@ -124,6 +124,7 @@ def test_the_format_is_chosen_by_the_template() -> None:
     assert choose_format("respond with <|tool_call|> and a list") is FORMATS["granite"]
     hunyuan = "'<tool_calls{}>'.format(':opensource') + '<tool_sep{}>' + '<arg_key{}>'"
     assert choose_format(hunyuan) is FORMATS["hy_v3"]
+    assert choose_format("<|im_start|> List of tools: [") is FORMATS["lfm2"]
     kimi = "<|tool_calls_section_begin|>'<|tool_call_begin|>' + id + '<|tool_call_argument_begin|>'"
     assert choose_format(kimi) is FORMATS["kimi_k2"]
     assert choose_format(PLAIN_TEMPLATE) is FORMATS["hermes"]
