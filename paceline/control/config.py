@@ -106,7 +106,6 @@ class PlannerConfig:
     # margins, as ratios of tokens per second
     start_margin: float = 1.05  # over plain decoding, to start drafting: the best of many guesses is too high
     stay_margin: float = 1.0  # over plain decoding, to keep drafting: a few bad drafts mean little
-    batch_margin: float = 1.05  # times these with several requests: less to gain, more to be wrong about
     longer_draft: float = 0.98  # of the best: a longer draft may cost this, because it ends by itself
     cascade_margin: float = 2.0  # times what the expensive drafter gains that the cheap one must promise
     cheaper: float = 3.0  # times: so much cheaper a drafter must be to be asked before another

@@ -83,8 +83,7 @@ class PlanSearch:
         now."""
         config = CONFIG.planner
         self.batch = batch
-        margin = config.stay_margin if is_drafting else config.start_margin
-        self._margin = margin * (config.batch_margin if count > 1 else 1.0)
+        self._margin = config.stay_margin if is_drafting else config.start_margin
         self.count = count
         self.row_costs = RowCosts(batch, passes, count * nodes)
         self.plain = Choice(None, batch.tokens, self.row_costs.listed[0] + batch.per_token * batch.tokens)
