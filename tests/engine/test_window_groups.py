@@ -204,7 +204,7 @@ def test_a_prefix_hit_is_as_long_as_its_window_is_known():
 LONG = [
     (
         np.random.default_rng(number).integers(2, VOCAB_SIZE, 6 + 31 * number).tolist(),
-        SamplingParams(temperature=number % 2, seed=5, max_tokens=88, ignore_eos=True, logprobs=1),
+        SamplingParams(temperature=number % 2, seed=5, max_tokens=40, ignore_eos=True, logprobs=1),
     )
     for number in range(3)
 ]

@@ -19,6 +19,7 @@ from paceline.models.registry import load_checkpoint
 from tests.backends.cuda.test_backend import make, needs_gpu
 from tests.backends.cuda.test_overlapped_engine import CHAIN, EXTRA_OPTIONS, TREE, Copies, random_head
 from tests.engines import new_engine
+from tests.large import LARGE
 from tests.tiny import save_checkpoint
 from tests.tiny_families import VOCAB_SIZE
 from tests.toy import ToyTokenizer
@@ -62,6 +63,7 @@ def prompts_of(*lengths: int) -> list[list[int]]:
     return [np.random.default_rng(length).integers(2, VOCAB_SIZE, length).tolist() for length in lengths]
 
 
+@pytest.mark.skipif(not LARGE and not torch.cuda.is_available(), reason="interpreted it takes half a minute")
 def test_a_prompt_in_chunks_then_steps_and_trees(
     tmp_path: Path, device: torch.device, dtype: torch.dtype
 ) -> None:
