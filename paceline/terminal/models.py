@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -120,8 +120,8 @@ def show_command(
         typer.echo(json.dumps(shown, indent=2, default=sorted))
         return
     typer.echo(path)
-    plain = {own.name: own.default for own in dataclasses.fields(config)}
-    facts["config"] = {name: value for name, value in facts["config"].items() if value != plain[name]}
+    facts["config"] = _changed(config)
+    facts["cache"] = {name.replace("_", " "): value for name, value in facts["cache"].items() if value}
     for title, group in facts.items():
         table = Table(title=title, title_justify="left", show_header=False)
         for name, value in group.items():
@@ -184,6 +184,20 @@ def _tokenizer_facts(path: Path) -> dict[str, object]:
         "eos_ids": sorted(tokenizer.eos_ids),
         "chat_template": tokenizer.chat_template is not None,
     }
+
+
+def _changed(record: Any) -> dict[str, object]:
+    """The fields of a dataclass that differ from their defaults, and so on within them."""
+    changed: dict[str, object] = {}
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        if field.default_factory is not dataclasses.MISSING:
+            default: object = field.default_factory()
+        else:
+            default = field.default
+        if value != default:
+            changed[field.name] = _changed(value) if dataclasses.is_dataclass(value) else value
+    return changed
 
 
 def _short(value: object) -> str:

@@ -62,7 +62,11 @@ def test_show_reports_config_tensors_and_tokenizer(tmp_path: Path) -> None:
     assert facts["drafters"]["suffix"] == "yes"
     more = json.loads(run("show", str(path), "--json", "--max-num-seqs", "3"))
     assert more["runs"][0]["cache_bytes"] == 3 * facts["runs"][0]["cache_bytes"]
-    assert "Q8_0" in run("show", str(path))
+    text = run("show", str(path))
+    assert "Q8_0" in text
+    assert "theta" in text
+    assert "low_freq_factor" not in text  # as it is by default: it says nothing of this model
+    assert "window" not in text
 
 
 def test_show_says_why_a_backend_refuses_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
