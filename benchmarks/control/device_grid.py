@@ -37,7 +37,7 @@ from paceline.build import Loaded, build_engine, load_model
 from paceline.control.config import CONFIG
 from paceline.draft.base import drafts_on_device
 from paceline.draft.methods import AUTO
-from paceline.engine.executors.device_executor import MAX_TREE_ROWS
+from paceline.engine.executors.device_plans import MAX_TREE_ROWS
 
 TEMPERATURES = (0.0, 0.8)
 HEADS = ("eagle3", "eagle", "mtp", "draft_model")  # methods with weights that draft on the device

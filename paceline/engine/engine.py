@@ -224,7 +224,7 @@ class Engine:
         layers, kept_features = self._drafting.feature_layers, self._drafting.kept_features
         self.backend.prepare(self._pool, self.limits.max_model_len, layers, kept_features)
         self._drafting.prepare()
-        plans = dict.fromkeys([*self._device_plans(), *self._device.own_plans])
+        plans = dict.fromkeys([*self._device_plans(), *self._device.plans.own])
         return {plan: self._device.prepare(plan) for plan in plans}
 
     def _device_plans(self) -> Sequence[DraftPlan]:

@@ -80,7 +80,7 @@ class OverlapScheduler:
                 return None
         step_plan = self._plan(True)
         shared = self._shared.choose(decoding, self._plans_of(decoding, step_plan))
-        if shared is None or not self._can_leave(shared.left):
+        if shared is None or not self._can_leave(shared.left, step_plan):
             return None
         if shared.left:
             decoding, host_is_due = list(shared.requests), host_is_due or not pipeline.on_host
@@ -102,7 +102,7 @@ class OverlapScheduler:
         planned = dict(zip(running, step_plan.plans, strict=True))
         return [planned[request] for request in requests]
 
-    def _can_leave(self, left: Sequence[Request]) -> bool:
+    def _can_leave(self, left: Sequence[Request], step_plan: StepPlan) -> bool:
         """Whether these requests can decode in host passes beside those of the device.
 
         If not, the passes in flight are read first, and a host pass over all requests follows.
@@ -110,7 +110,7 @@ class OverlapScheduler:
         if not left:
             return True
         running = self._scheduler.running
-        plans = self._plans_of(left, self._plan(True))
+        plans = self._plans_of(left, step_plan)
         return (
             self.uses_device(running, left)
             and not any(self._device.has_joined(request) for request in left)

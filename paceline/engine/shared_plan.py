@@ -29,7 +29,7 @@ class SharedPlan:
 
     plan: DraftPlan  # of the pass
     requests: Sequence[Request]  # of the pass
-    # the plans of those whose drafts the host makes, with another drafter than the pass's
+    # the requests that the host drafts for, because they name another drafter, and their plans
     by_host: Mapping[Request, DraftPlan] = field(default_factory=dict)
     left: Sequence[Request] = ()  # those that the pass cannot draft for as they want
 
@@ -46,10 +46,10 @@ class SharedPlanner:
         none of them."""
         device = self._device
         pairs = zip(requests, plans, strict=True)
-        wanted = [(request, plan) for request, plan in pairs if device.follows(request)]
+        wanted = [(request, plan) for request, plan in pairs if device.plans.follows(request)]
         # most often there is one, which all requests want
         distinct = list(dict.fromkeys({id(plan): plan for _, plan in wanted}.values())) or [PLAIN]
-        offered = [plan for plan in distinct if device.offers(plan)]
+        offered = [plan for plan in distinct if device.plans.offers(plan)]
         if not offered:
             return None
         if len(distinct) == 1:
@@ -61,7 +61,7 @@ class SharedPlanner:
         self, plan: DraftPlan, requests: Sequence[Request], wanted: Sequence[tuple[Request, DraftPlan]]
     ) -> SharedPlan:
         """What these requests draft in a pass by this plan."""
-        draft = self._device.draft(plan)
+        draft = self._device.plans.draft(plan)
         takes_drafts = draft is not None and draft.host_tokens > 0
         by_host, left = {}, []
         for request, own in wanted:
@@ -83,7 +83,7 @@ class SharedPlanner:
     def _fitted(self, shared: SharedPlan) -> SharedPlan:
         """The shared plan with buffers for this many requests; forced tokens, if it is plain."""
         device, plan, requests = self._device, shared.plan, shared.requests
-        plan = device.fitting(plan, len(requests)) if plan.budget else device.forced_plan(requests)
+        plan = device.plans.fitting(plan, len(requests)) if plan.budget else device.forced_plan(requests)
         if plan == shared.plan:
             return shared
         return SharedPlan(plan, requests, left=shared.left)
@@ -95,6 +95,6 @@ class SharedPlanner:
             return shared.by_host[request]
         if self._drafting.only_forced(plan):
             return PLAIN if request.undrafted else plan
-        if not self._device.follows(request):
+        if not self._device.plans.follows(request):
             return PLAIN
         return own if own is not None and own.begins(plan) else plan

@@ -22,7 +22,7 @@ from paceline.core.request import Request
 from paceline.core.sampling import SamplingState
 from paceline.core.trees import PLAIN, DraftPlan
 from paceline.engine.engine import Engine
-from paceline.engine.executors.device_executor import FEW_FORCED
+from paceline.engine.executors.device_plans import FEW_FORCED
 from paceline.engine.executors.token_masks import TokenMasks
 from paceline.errors import GrammarError
 from tests.constrain.engines import TOKENIZER, VOCAB, make_engine, requests, result, served

@@ -14,7 +14,7 @@ from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.base import DrafterNeeds
 from paceline.draft.lookup.ngram import NgramDrafter
 from paceline.engine.drafting import Drafting
-from paceline.engine.executors import device_executor
+from paceline.engine.executors import device_plans
 from tests.engine.test_exactness import prompt
 from tests.engine.test_overlap import params
 from tests.toy import VOCAB, ScriptedDrafter, ToyBackend, drain, toy_engine
@@ -93,7 +93,7 @@ def test_the_host_drafts_where_the_decoder_has_no_lookup():
 def test_with_too_many_requests_for_the_buffers_passes_are_plain(monkeypatch):
     plain, _ = results(Repeating(), drafts=False)
     few, some_counts = results(Repeating(on_device=True))
-    monkeypatch.setattr(device_executor, "MAX_DRAFT_ROWS", 3 * (1 + LENGTH))
+    monkeypatch.setattr(device_plans, "MAX_DRAFT_ROWS", 3 * (1 + LENGTH))
     looked_up, counts = results(Repeating(on_device=True))
     assert looked_up == few == plain
     accepted, all_accepted = (sum(own[2] for own in counts) for counts in (counts, some_counts))

@@ -22,8 +22,8 @@ from paceline.draft.base import DrafterNeeds
 from paceline.draft.device import TextDrafts
 from paceline.draft.lookup.ngram import NgramDrafter
 from paceline.engine.engine import Engine
-from paceline.engine.executors import device_executor
-from paceline.engine.executors.device_executor import MAX_DRAFTS
+from paceline.engine.executors import device_plans
+from paceline.engine.executors.device_plans import MAX_DRAFTS
 from tests.engine.test_exactness import prompt
 from tests.toy import ScriptedDrafter, ToyBackend, drain, play, scribble_free_pages, toy_engine
 
@@ -221,7 +221,7 @@ class TreeDrafter(ScriptedDrafter):
 def test_a_tree_on_the_device_has_pages_for_all_nodes_and_is_a_chain_where_its_buffers_end(
     most_rows, monkeypatch
 ):
-    monkeypatch.setattr(device_executor, "MAX_TREE_ROWS", most_rows)
+    monkeypatch.setattr(device_plans, "MAX_TREE_ROWS", most_rows)
     drafter = TreeDrafter({tuple(prompt(number, 9)): [] for number in range(3)}, "right")
     plan = DraftPlan("scripted", 7, branching=3, depth=2)
     engine = toy_engine(
@@ -238,7 +238,7 @@ def test_a_tree_on_the_device_has_pages_for_all_nodes_and_is_a_chain_where_its_b
         alone(prompt(number, 9), params(number)) for number in range(3)
     ]
     assert {nodes for nodes, _ in shapes} == ({7} if most_rows == 128 else {2, 7})  # 7 for the last request
-    assert set(engine._device._drafts) <= prepared
+    assert set(engine._device.plans._drafts) <= prepared
 
 
 def test_step_stats_are_those_of_the_pass_that_was_read():

@@ -16,7 +16,7 @@ from paceline.core.trees import PLAIN, DraftPlan
 from paceline.draft.base import DrafterNeeds
 from paceline.draft.device import TextDrafts
 from paceline.engine.engine import Engine
-from paceline.engine.executors import device_executor
+from paceline.engine.executors import device_plans
 from tests.engine.test_exactness import prompt
 from tests.engine.test_overlap import Hosted, alone, outcome, params
 from tests.toy import ScriptedDrafter, ToyBackend, drain, scribble_free_pages, toy_engine
@@ -175,7 +175,7 @@ def test_a_request_that_no_pass_can_draft_for_leaves_the_others_on_the_device(
 
 def test_a_length_without_buffers_is_drafted_by_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chains from texts enter passes of a shorter length, and are cut; a head's need host passes."""
-    monkeypatch.setattr(device_executor, "MAX_DRAFTS", 1)
+    monkeypatch.setattr(device_plans, "MAX_DRAFTS", 1)
     for plan, needs_host in ((TEXTS, False), (HEAD, True)):
         engine = engine_of(plan, ToyBackend(on_device=True))
         others = [add(engine, number) for number in range(3)]

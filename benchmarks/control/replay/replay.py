@@ -37,7 +37,7 @@ from paceline.core.tree_shapes import ROOT, static_shape
 from paceline.core.trees import DraftPlan
 from paceline.draft.lookup.ngram_index import copy_longest
 from paceline.draft.lookup.occurrences import Occurrences
-from paceline.engine.executors.device_executor import MAX_TREE_ROWS
+from paceline.engine.executors.device_plans import MAX_TREE_ROWS
 
 CONCURRENCIES = (1, 4, 16, 64)
 GROUPS = {1: 4, 4: 4, 16: 2, 64: 1}  # of prompts in a cell, by concurrency

@@ -15,11 +15,10 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
-from paceline.backends.async_decoding import AsyncDecoder, DecodeOutput, DeviceDraft, SlotInits
+from paceline.backends.async_decoding import AsyncDecoder, DecodeOutput, SlotInits
 from paceline.core.arrays import Float64Array
 from paceline.core.features import Features
 from paceline.core.request import Request
@@ -28,6 +27,7 @@ from paceline.core.trees import PLAIN, DraftPlan
 from paceline.core.verdict import Verdict
 from paceline.engine.drafting import Drafting
 from paceline.engine.executors.attached_head import AttachedHead
+from paceline.engine.executors.device_plans import DevicePlans
 from paceline.engine.executors.device_results import (
     CHANGES,
     LOGPROBS,
@@ -46,15 +46,6 @@ from paceline.kv.cache import KVCache
 logger = logging.getLogger(__name__)
 
 SPARE_TOKENS = 64  # tokens reserved at once, so that few passes have to send new page numbers
-MAX_DRAFTS = 10  # draft plans with buffers on the device; others go through the host
-MAX_DRAFT_ROWS = 512  # of a pass with longer drafts than a head's; more have no buffers
-# of a pass with trees or with forced tokens: with more rows a GPU multiplies longer than it loads weights
-MAX_TREE_ROWS = 128
-FORCED_LENGTHS = (7, 3)  # of chains of forced tokens: few, as each has buffers; the longest that fits
-# Requests up to which forced tokens are drafted if they double the tokens of a pass; with more, they must
-# triple them: where doubling was enough, 16 constrained requests got 13,497 tokens/s on an H200, and 14,307
-# without.
-FEW_FORCED = 4
 
 
 class DeviceExecutor:
@@ -75,7 +66,7 @@ class DeviceExecutor:
         self.decoder = _made(make)
         # the SamplingNeeds that the decoder cannot do
         self._not_sampled = -1 if self.decoder is None else ~int(self.decoder.supported_sampling)
-        self._drafts: dict[DraftPlan, DeviceDraft | None] = {}  # None: there is no memory for it
+        self.plans = DevicePlans(self.decoder, drafting)
         self._passes: deque[tuple[list[Scheduled], DraftPlan]] = deque()  # in flight
         self._joined: dict[Request, int] = {}  # requests in the decoder: their passes in flight
         # requests whose texts were written to the device: the slots, and the tokens that were known then
@@ -106,85 +97,29 @@ class DeviceExecutor:
         needs = request.sampling_needs
         return not needs & self._not_sampled and not (needs & LOGPROBS and needs & CHANGES)
 
-    def draft(self, plan: DraftPlan) -> DeviceDraft | None:
-        """How the decoder drafts by this plan; None if it cannot."""
-        if plan in self._drafts:
-            return self._drafts[plan]
-        if self.decoder is None or not plan.budget:
-            return None
-        if len(self._drafts) < MAX_DRAFTS:
-            draft = self._drafting.device_draft(plan)
-            if draft is None or (draft.reads_texts and not self.decoder.supports_lookup):
-                return None
-            if draft.nodes or draft.from_texts or (draft.network_length or draft.length) < draft.length:
-                is_forced = self._drafting.only_forced(plan)
-                few = draft.nodes or is_forced
-                most = max(1, (MAX_TREE_ROWS if few else MAX_DRAFT_ROWS) // (1 + plan.nodes))
-                draft = replace(draft, max_requests=min(most, draft.max_requests or most))
-                if is_forced and not self.decoder.has_room(draft):  # no request has asked for it
-                    draft = None
-            self._drafts[plan] = draft
-        return self._drafts.get(plan)
-
-    def offers(self, plan: DraftPlan) -> bool:
-        """Whether passes by this plan can run on the device."""
-        return self.decoder is not None and (plan.budget == 0 or self.draft(plan) is not None)
-
     def can_follow(self, plan: DraftPlan) -> bool:
         """Whether a pass by this plan can be launched after those in flight."""
-        draft = self.draft(plan)
+        draft = self.plans.draft(plan)
         by_head = draft is not None and not draft.from_texts
         # another head than the one in use needs all tokens, so no pass may be in flight
         return not by_head or not self._passes or self._head.is_by(plan)
-
-    @property
-    def own_plans(self) -> Sequence[DraftPlan]:
-        """The plans, besides the controller's, that passes are prepared for: the longest chains of forced
-        tokens. Other lengths, of more requests, are prepared when they are first needed."""
-        plan = self._drafting.forced_plan.shrunk(FORCED_LENGTHS[0])
-        return [plan] if plan.budget and not self._not_sampled & TOKEN_MASK and self.offers(plan) else []
 
     def has_joined(self, request: Request) -> bool:
         """Whether a request decodes on the device: the host may not decode it before `leave`."""
         return request in self._joined
 
-    def follows(self, request: Request) -> bool:
-        """Whether the plan of a request matters to its pass: not if it wants no drafts, or only those of
-        forced tokens, which passes draft by a plan of their own."""
-        own = request.plan
-        return own is None or (own.budget > 0 and not self._drafting.only_forced(own))
-
     def forced_plan(self, requests: Sequence[Request]) -> DraftPlan:
-        """In place of the plain plan: chains of tokens that grammars force, if they at least double the
-        tokens of a pass over these requests, or triple them if these are more than FEW_FORCED. A plain pass
-        has too few rows for a GPU, up to MAX_TREE_ROWS."""
-        constrained = [request for request in requests if request.sampling.constraint is not None]
-        if not constrained:
-            return PLAIN
-        length = MAX_TREE_ROWS // len(requests) - 1
-        length = next((fixed for fixed in FORCED_LENGTHS if fixed <= length), 0)
-        plan = self._drafting.forced_plan.shrunk(length)
-        if not plan.budget:
-            return PLAIN
-        coming: dict[Request, int] = {}  # tokens of the runs that passes in flight will sample
+        """In place of the plain plan: chains of tokens that grammars force, if they are worth their rows."""
+        return self.plans.forced(requests, self._count_coming)
+
+    def _count_coming(self) -> Mapping[Request, int]:
+        """The tokens that passes in flight will sample of forced runs."""
+        coming: Counter[Request] = Counter()
         for parts, in_flight in self._passes:  # one, when the next is scheduled
             tokens = 1 + (in_flight.levels if self._drafting.only_forced(in_flight) else 0)
             for part in parts:
-                coming[part.request] = coming.get(part.request, 0) + tokens
-        drafted = 0
-        for request in constrained:
-            run = self._drafting.num_forced(request)
-            drafted += min(max(run - coming.get(request, 0), 0), length)
-        enough = len(requests) * (1 if len(requests) <= FEW_FORCED else 2)
-        return plan if drafted >= enough and self.offers(plan) else PLAIN
-
-    def fitting(self, plan: DraftPlan, requests: int) -> DraftPlan:
-        """This plan; if its buffers are too small for these requests, a tree's chain, or the plain one."""
-        draft = self.draft(plan)
-        if draft is None or draft.max_requests is None or requests <= draft.max_requests:
-            return plan
-        chain = plan.as_chain() if plan.branching > 1 else PLAIN
-        return chain if self.offers(chain) else PLAIN
+                coming[part.request] += tokens
+        return coming
 
     def admit(self, requests: Sequence[Request], plan: DraftPlan) -> list[Request]:
         """The requests of the next pass: pages are reserved, and the head that drafts for them is attached.
@@ -210,7 +145,7 @@ class DeviceExecutor:
         """Whether the plan's head, if it has one, drafts for all of these requests on the device now."""
         if not self._head.is_by(plan):
             self._head.detach()
-        draft = self.draft(plan)
+        draft = self.plans.draft(plan)
         return draft is None or draft.from_texts or self._head.attach(requests, plan)
 
     def _reserve(self, requests: Sequence[Request], lengths: Sequence[int]) -> bool:
@@ -244,7 +179,7 @@ class DeviceExecutor:
     def begin(self, schedule: Schedule, timer: StepTimer) -> InFlight:
         """Launch a pass over decoding requests that have their pages reserved."""
         requests, plan = schedule.requests, schedule.plan
-        decoder, draft = self.decoder, self.draft(plan)
+        decoder, draft = self.decoder, self.plans.draft(plan)
         assert decoder is not None
         if plan.drafter != self._last_plan.drafter and plan.budget:
             self._optimistic.clear()
@@ -305,7 +240,7 @@ class DeviceExecutor:
     def _shadow(self, schedule: Schedule, requests: Sequence[Request], plan: DraftPlan) -> None:
         """Make shadow drafts while a plain pass runs, if the step plan asks for them."""
         wanted = None if schedule.step_plan is None else schedule.step_plan.shadow
-        if wanted is not None and not plan.budget and self.draft(wanted) is not None:
+        if wanted is not None and not plan.budget and self.plans.draft(wanted) is not None:
             self.shadow.follow(wanted, requests)
         else:
             self.shadow.clear()
@@ -398,10 +333,10 @@ class DeviceExecutor:
         wanted = [
             plan if part.request.plan is None else part.request.plan
             for part in parts
-            if self.follows(part.request)
+            if self.plans.follows(part.request)
         ]
         plan = Counter(wanted or [plan]).most_common(1)[0][0]
-        draft, decoder = self.draft(plan), self.decoder
+        draft, decoder = self.plans.draft(plan), self.decoder
         coming = [part.request for part in parts if part.num_tokens > 1 and part.reaches_end]
         for request in coming:  # one that comes back may have another slot
             self._with_texts.pop(request, None)
@@ -414,7 +349,9 @@ class DeviceExecutor:
 
     def prepare(self, plan: DraftPlan) -> Mapping[int, float]:
         """Warm up: capture and compile for this plan. The seconds of its passes, by number of requests."""
-        return {} if self.decoder is None or not self.offers(plan) else self.decoder.prepare(self.draft(plan))
+        if self.decoder is None or not self.plans.offers(plan):
+            return {}
+        return self.decoder.prepare(self.plans.draft(plan))
 
     def reattach(self) -> None:
         """Forget the attached requests: a head was replaced, and their keys and values are the old head's.

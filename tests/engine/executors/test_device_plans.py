@@ -1,4 +1,4 @@
-"""DeviceExecutor: what it chooses where a plan has no buffers."""
+"""DevicePlans: what is chosen where a plan has no buffers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 from paceline.backends.async_decoding import DeviceDraft
 from paceline.core.trees import PLAIN, DraftPlan
-from paceline.engine.executors import device_executor
-from paceline.engine.executors.device_executor import DeviceExecutor
+from paceline.engine.executors import device_plans
+from paceline.engine.executors.device_plans import DevicePlans
 
 TREE = DraftPlan("head", 9, branching=3)
 REQUESTS = 200  # more than a pass with trees of 9 nodes has buffers for
@@ -32,8 +32,8 @@ class Drafts:
 def test_a_tree_without_buffers_becomes_a_chain_only_if_the_chain_has_some(
     plans: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_executor, "MAX_DRAFTS", plans)
-    executor = DeviceExecutor(Decoder, Drafts(), None, 1)  # type: ignore[arg-type]
-    assert executor.offers(TREE)
-    assert executor.fitting(TREE, 1) == TREE
-    assert executor.fitting(TREE, REQUESTS) == (TREE.as_chain() if plans > 1 else PLAIN)
+    monkeypatch.setattr(device_plans, "MAX_DRAFTS", plans)
+    plans_of_device = DevicePlans(Decoder(), Drafts())  # type: ignore[arg-type]
+    assert plans_of_device.offers(TREE)
+    assert plans_of_device.fitting(TREE, 1) == TREE
+    assert plans_of_device.fitting(TREE, REQUESTS) == (TREE.as_chain() if plans > 1 else PLAIN)
