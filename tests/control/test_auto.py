@@ -138,7 +138,7 @@ def test_drafts_where_only_the_first_rows_are_expensive(concurrency, right):
     check_rate((concurrency, right, 0.0008), mixture_seconds)
 
 
-def test_four_requests_draft_as_soon_as_that_gains_a_seventh():
+def test_four_requests_draft_where_that_gains_an_eighth():
     """The first drafts of some of these worlds fare worse than usual, and must not be the last ones."""
     shares = []
     for seed in range(12):
