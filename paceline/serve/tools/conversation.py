@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.errors import RequestError
 from paceline.serve.http.scanning import MAX_DEPTH, shape_of
-from paceline.serve.tools.formats import ToolFormat
+from paceline.serve.tools.tool_format import ToolFormat
 
 MAX_ARGUMENT_VALUES = 20_000  # JSON values in the arguments of one call
 

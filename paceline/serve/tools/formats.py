@@ -1,75 +1,12 @@
-"""How models write tool calls. Each format is one entry of FORMATS, purely data.
-
-A call is a name and a JSON object of arguments; formats differ in the text around them:
-
-    begin call_start f name_end {...} call_end between call_start g name_end {...} call_end end
-
-In most, a call is a JSON object itself: {"name": "f", "arguments": {...}}. In some, arguments are no JSON but
-another notation: see pairs.py and quoted.py.
-"""
+"""The formats in which models write tool calls, one entry of FORMATS each, and which of them a model has."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from paceline.errors import ConfigError
-from paceline.serve.tools.arguments import Notation
 from paceline.serve.tools.pairs import Pairs
 from paceline.serve.tools.pythonic import Pythonic
 from paceline.serve.tools.quoted import Quoted
-
-
-@dataclass(frozen=True)
-class ToolFormat:
-    """One way of writing tool calls."""
-
-    begin: str  # before the first call
-    between: str  # between two calls
-    end: str  # after the last call
-    marker: str  # the part of `begin` that occurs only before calls; "": calls can only start the output
-    tokens: tuple[str, ...]  # texts that are single tokens in some vocabularies
-    clues: tuple[str, ...]  # a chat template that contains all of these uses this format
-    instructions: str  # system message if the template lacks tools; {tools} becomes their JSON
-    result: str  # user message with a call's result if it does; {content} becomes the result
-    call_start: str = '{"name": "'
-    name_end: str = '", "arguments": '  # its first character is in no name; "": that of call_end ends it
-    counted: bool = False  # a colon and a number follow the name
-    call_end: str = "}"
-    id_prefix: str = "call_"
-    id_digits: int = 24
-    notation: Notation | None = None  # how arguments are written that are no JSON
-    single: bool = False  # an answer has one call at most
-    channels: bool = False  # an answer is messages with headers; calls are one kind of message
-    fenced: bool = False  # models may also write a call as a fenced JSON block, see FENCE_START
-
-    @property
-    def opening(self) -> str:
-        """The start of the first call, up to its name."""
-        return self.begin + self.call_start
-
-    def new_id(self, written: str) -> str:
-        """A new unique call id; of counted calls it is what is written: their templates repeat it."""
-        return self.id_prefix + (written if self.counted else secrets.token_hex(16)[: self.id_digits])
-
-    def write(self, calls: Sequence[tuple[str, str]]) -> str:
-        """The text of calls, each given as name and arguments (JSON)."""
-        written = [
-            self.call_start
-            + (f"{name}:{number}" if self.counted else name)
-            + self.name_end
-            + (self.notation.write(arguments) if self.notation else arguments)
-            + self.call_end
-            for number, (name, arguments) in enumerate(calls)
-        ]
-        return self.begin + self.between.join(written) + self.end
-
-
-# how Qwen2.5-Coder starts an unconstrained call, whatever its template says
-FENCE_START = '```json\n{\n  "name": "'
-FENCE_NAME_END = '",\n  "arguments": '
-FENCE_END = "\n}\n```"
+from paceline.serve.tools.tool_format import ToolFormat
 
 _INSTRUCTIONS = """You can call functions to help with the user's request. These are their JSON descriptions:
 <tools>

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from paceline.serve.tools.declared import Tool, ToolChoice
-from paceline.serve.tools.formats import FENCE_END, FENCE_NAME_END, FENCE_START, ToolFormat
 from paceline.serve.tools.reasoning import ReasoningFormat
 from paceline.serve.tools.rules import escaped, json_rule, literal
+from paceline.serve.tools.tool_format import FENCE_END, FENCE_NAME_END, FENCE_START, ToolFormat
 
 if TYPE_CHECKING:
     from paceline.models.tokenizer import Tokenizer

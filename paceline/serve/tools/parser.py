@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from paceline.serve.tools.arguments import ArgumentsReader, JsonReader, overlap
 from paceline.serve.tools.events import Arguments, CallEnded, CallStarted, Content, Event
-from paceline.serve.tools.formats import FENCE_END, FENCE_NAME_END, FENCE_START, ToolFormat
+from paceline.serve.tools.tool_format import FENCE_END, FENCE_NAME_END, FENCE_START, ToolFormat
 
 _NUMBER = re.compile(r":[0-9]+\Z")  # of a call, after its name
 

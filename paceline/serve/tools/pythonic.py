@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.serve.tools.arguments import Read, dumped, resolved
-from paceline.serve.tools.rules import json_rule, literal
+from paceline.serve.tools.rules import json_rule, literal, members_rule
 
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf")
 _LITERALS = {"boolean": ("True", "False"), "null": ("None",)}
@@ -43,21 +43,18 @@ class Pythonic:
         if not isinstance(properties, Mapping) or any(key in schema for key in _COMBINED):
             return [f'{name}: ({pair} (", " {pair})*)?', any_pair, any_value]
         required, rules = set(schema.get("required") or ()), list[str]()
+
+        def add(body: str) -> str:
+            rules.append(f"{name}_{len(rules)}: {body}")
+            return f"{name}_{len(rules) - 1}"
+
+        members = []
+        for key, part in properties.items():
+            value = add(_value_rule(part if isinstance(part, Mapping) else {}, schema))
+            members.append((add(f"{literal(f'{key}=', special)} {value}"), key not in required))
         is_open = bool(schema.get("additionalProperties"))
-        if is_open:
-            rules += [any_pair, any_value]
-        first, rest = (f'({pair} (", " {pair})*)?', f'(", " {pair})*') if is_open else ('""', '""')
-        for number, (key, part) in reversed([*enumerate(properties.items())]):
-            rule = f"{name}_{number}"
-            left_out = key not in required
-            rules += [
-                f"{rule}_value: {_value_rule(part if isinstance(part, Mapping) else {}, schema)}",
-                f"{rule}: {literal(f'{key}=', special)} {rule}_value",
-                f"{rule}_first: {rule} {rest}" + (f" | {first}" if left_out else ""),
-                f'{rule}_rest: ", " {rule} {rest}' + (f" | {rest}" if left_out else ""),
-            ]
-            first, rest = f"{rule}_first", f"{rule}_rest"
-        return [f"{name}: {first}", *rules]
+        rule = members_rule(members, '", "', pair if is_open else "", add)
+        return [f"{name}: {rule}", *rules, *((any_pair, any_value) if is_open else ())]
 
 
 class PythonicReader:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.serve.tools.arguments import Read, dumped, overlap, resolved
-from paceline.serve.tools.rules import json_rule, literal, text_rule
+from paceline.serve.tools.rules import json_rule, literal, members_rule, text_rule
 
 _BARE = {"type": ["number", "boolean", "null"]}
 _BARE_TYPES = {"number", "integer", "boolean", "null"}
@@ -150,15 +150,12 @@ class _Rules:
         if not isinstance(properties, Mapping):
             return f'({self._any()}_pair ("," {self._any()}_pair)*)? "}}"'
         required = set(schema.get("required") or ())
-        more = f'("," {self._any()}_pair)*' if schema.get("additionalProperties") else ""
-        first = f"({self._any()}_pair {more})?" if more else '""'
-        rest = more or '""'
-        for key in reversed(_sorted(properties)):
-            member = self._rule(f"{self._literal(key + ':')} {self.value(properties[key])}")
-            is_left_out = key not in required
-            rest_rule = self._rule(f'"," {member} {rest}' + (f" | {rest}" if is_left_out else ""))
-            first = self._rule(f"{member} {rest}" + (f" | {first}" if is_left_out else ""))
-            rest = rest_rule
+        more = f"{self._any()}_pair" if schema.get("additionalProperties") else ""
+        members = [
+            (self._rule(f"{self._literal(key + ':')} {self.value(properties[key])}"), key not in required)
+            for key in _sorted(properties)
+        ]
+        first = members_rule(members, '","', more, self._rule)
         return f'{first} "}}"'
 
     def value(self, part: Any) -> str:

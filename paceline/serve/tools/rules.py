@@ -1,10 +1,10 @@
-"""Parts of grammars in llguidance's variant of Lark: literals, JSON, and texts up to a mark."""
+"""Parts of grammars in llguidance's variant of Lark: literals, JSON, members, and texts up to a mark."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 NOTHING = '""'  # a rule for the empty text
@@ -35,3 +35,19 @@ def text_rule(rule: str, end: str, special: Mapping[str, int]) -> str:
     if any(token in end for token in special):
         return f"{rule}: /(?s:.+)/? {literal(end, special)}"
     return f"{rule}[lazy]: /(?s:.*){escaped(end)}/"
+
+
+def members_rule(
+    members: Sequence[tuple[str, bool]], separator: str, more: str, add: Callable[[str], str]
+) -> str:
+    """The rule of these members in their order, and then of any number of `more` ("": none).
+
+    A member is its rule, and whether it may be left out. `add` adds a rule and returns its name.
+    """
+    first = f"({more} ({separator} {more})*)?" if more else NOTHING
+    rest = f"({separator} {more})*" if more else NOTHING  # what follows a member
+    for member, may_lack in reversed(members):
+        later = add(f"{separator} {member} {rest}" + (f" | {rest}" if may_lack else ""))
+        first = add(f"{member} {rest}" + (f" | {first}" if may_lack else ""))
+        rest = later
+    return first

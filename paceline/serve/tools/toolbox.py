@@ -23,11 +23,12 @@ from paceline.serve.tools.conversation import (
 )
 from paceline.serve.tools.declared import Tool, ToolChoice, check_tools
 from paceline.serve.tools.events import OutputParser
-from paceline.serve.tools.formats import ToolFormat, choose_format
+from paceline.serve.tools.formats import choose_format
 from paceline.serve.tools.grammar import answer_grammar, special_tokens
 from paceline.serve.tools.parser import ToolParser
 from paceline.serve.tools.reasoning import ReasoningFormat, choose_reasoning
 from paceline.serve.tools.repeats import DistinctCalls
+from paceline.serve.tools.tool_format import ToolFormat
 
 Message = Mapping[str, Any]
 

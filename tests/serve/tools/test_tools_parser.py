@@ -21,9 +21,10 @@ from paceline.serve.tools.events import (
     ToolCall,
     read_output,
 )
-from paceline.serve.tools.formats import FENCE_END, FENCE_NAME_END, FENCE_START, FORMATS, ToolFormat
+from paceline.serve.tools.formats import FORMATS
 from paceline.serve.tools.parser import ToolParser
 from paceline.serve.tools.repeats import DistinctCalls
+from paceline.serve.tools.tool_format import FENCE_END, FENCE_NAME_END, FENCE_START, ToolFormat
 
 WEATHER = ("weather", '{"city": "Bern", "days": [1, 2]}')
 NOW = ("now", "{}")
