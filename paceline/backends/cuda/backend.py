@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -211,6 +212,7 @@ class CudaBackend(Backend):
 
     def device_memory(self, rows: int, longest: int) -> DeviceMemory:
         """The GPU's memory, and the bytes of workspaces for `longest` tokens still to be allocated."""
+        gc.collect()  # frees the KV cache of an engine that was closed
         free, total = torch.cuda.mem_get_info(self.device)
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         room = self._passes.room

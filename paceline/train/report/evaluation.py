@@ -70,21 +70,13 @@ def tokens_per_pass(
     the accepted ones. With `seconds`, the first method answers prompts for its share of them, the others get
     the same prompts; turns that would begin after the time limit are left out.
     """
-    params = SamplingParams(temperature=0, max_tokens=max_tokens)
     table: dict[str, dict[str, float]] = {}
     last_start = math.inf if seconds is None else time.monotonic() + seconds
     for method, config in methods.items():
         if table and time.monotonic() > last_start:
             break
-        llm = load(config)
-        end = time.monotonic() + (math.inf if seconds is None or table else seconds / len(methods))
-        outputs: list[RequestOutput] = []
-        for start in range(0, len(prompts), AT_ONCE):
-            if outputs and time.monotonic() > end:
-                break
-            ids = [prompt.token_ids for prompt in prompts[start : start + AT_ONCE]]
-            outputs += llm.generate(ids, params, use_tqdm=False)
-        llm.close()
+        share = math.inf if seconds is None or table else seconds / len(methods)
+        outputs = _answers(load(config), prompts, max_tokens, share)
         prompts = prompts[: len(outputs)]
         sums: dict[str, list[int]] = {}
         for prompt, output in zip(prompts, outputs, strict=True):
@@ -97,3 +89,22 @@ def tokens_per_pass(
         ordered = sorted(sums, key=lambda segment: (segment == "all", segment))
         table[method] = {segment: sums[segment][0] / max(1, sums[segment][1]) for segment in ordered}
     return table, len(prompts)
+
+
+def _answers(
+    llm: LLM, prompts: Sequence[HeldOutPrompt], max_tokens: int, seconds: float
+) -> list[RequestOutput]:
+    """Greedy answers to the prompts, or to those that begin in time. Closes the LLM.
+
+    The caller keeps no reference to it: on a GPU its KV cache must be gone before the next engine's is made.
+    """
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    outputs: list[RequestOutput] = []
+    end = time.monotonic() + seconds
+    for start in range(0, len(prompts), AT_ONCE):
+        if outputs and time.monotonic() > end:
+            break
+        ids = [prompt.token_ids for prompt in prompts[start : start + AT_ONCE]]
+        outputs += llm.generate(ids, params, use_tqdm=False)
+    llm.close()
+    return outputs
