@@ -251,8 +251,9 @@ def test_alone_together_and_drafted_the_bytes_are_the_same(
     assert answers(make_engine(model, folder, method), names, temperature) == alone * 2
 
 
-def test_pages_are_shared_within_an_adapter_only(model: LoadedModel, folder: Path) -> None:
-    engine, cached = make_engine(model, folder, "off"), []
+def requests_with_cached_pages(engine: Engine) -> list[bool]:
+    """Whether each of five requests, one after another, found pages of an earlier one."""
+    cached = []
     params = SamplingParams(max_tokens=2, temperature=0)
     for name, salt in (("", ""), ("a", ""), ("a", ""), ("b", ""), ("", "a\0")):
         (request,) = engine.add_request(PROMPT, params, adapter=name, cache_salt=salt)
@@ -260,7 +261,12 @@ def test_pages_are_shared_within_an_adapter_only(model: LoadedModel, folder: Pat
             engine.step()
         cached.append(request.num_cached_tokens > 0)
     engine.close()
-    assert cached == [False, False, True, False, False]
+    return cached
+
+
+def test_pages_are_shared_within_an_adapter_only(model: LoadedModel, folder: Path) -> None:
+    found = requests_with_cached_pages(make_engine(model, folder, "off"))
+    assert found == [False, False, True, False, False]
 
 
 def test_a_request_names_the_adapter_after_the_model(model: LoadedModel, folder: Path) -> None:
