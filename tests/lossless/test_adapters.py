@@ -210,7 +210,7 @@ def test_of_other_families_too_also_where_a_file_joins_matrices(family: str, tmp
     np.testing.assert_allclose(*logits, rtol=0, atol=3e-4)
 
 
-def make_engine(model: LoadedModel, folder: Path, method: Any) -> Engine:
+def make_engine(model: LoadedModel, folder: Path, method: Any, rows: int = 64) -> Engine:
     config = EngineConfig.from_options(
         model=str(folder),
         speculative_config=method,
@@ -218,17 +218,19 @@ def make_engine(model: LoadedModel, folder: Path, method: Any) -> Engine:
         threads=1,
         max_model_len=64,
         max_num_seqs=4,
-        max_num_batched_tokens=64,
+        max_num_batched_tokens=rows,
     )
     return build_engine(config, model).engine
 
 
-def answers(engine: Engine, names: Sequence[str], temperature: float) -> list[str]:
+def answers(
+    engine: Engine, names: Sequence[str], temperature: float, prompt: Sequence[int] = PROMPT
+) -> list[str]:
     """The answers to requests with these adapters that run together, each asked twice."""
     params = SamplingParams(max_tokens=5, ignore_eos=True, temperature=temperature, seed=3, logprobs=1)
     outcomes = []
     for name in [*names, *names]:
-        outcomes.append(Outcome(engine.add_request(PROMPT, params, adapter=name)))
+        outcomes.append(Outcome(engine.add_request(prompt, params, adapter=name)))
         engine.step()
     while engine.has_unfinished:
         engine.step()
@@ -251,12 +253,12 @@ def test_alone_together_and_drafted_the_bytes_are_the_same(
     assert answers(make_engine(model, folder, method), names, temperature) == alone * 2
 
 
-def requests_with_cached_pages(engine: Engine) -> list[bool]:
+def requests_with_cached_pages(engine: Engine, prompt: Sequence[int] = PROMPT) -> list[bool]:
     """Whether each of five requests, one after another, found pages of an earlier one."""
     cached = []
     params = SamplingParams(max_tokens=2, temperature=0)
     for name, salt in (("", ""), ("a", ""), ("a", ""), ("b", ""), ("", "a\0")):
-        (request,) = engine.add_request(PROMPT, params, adapter=name, cache_salt=salt)
+        (request,) = engine.add_request(prompt, params, adapter=name, cache_salt=salt)
         while engine.has_unfinished:
             engine.step()
         cached.append(request.num_cached_tokens > 0)

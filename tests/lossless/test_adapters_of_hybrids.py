@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,8 @@ CASES = [
 ]
 IDS = [f"{family}-{'recurrent' if wanted is RECURRENT else 'all-linear'}" for family, wanted in CASES]
 NAMES = ["", "a", "b"]
+LONG = [*PROMPT, 8]  # a state is kept after its two pages, and a row is left to compute
+asked = partial(answers, prompt=LONG)
 
 
 def expected_logits(folder: Path) -> np.ndarray:
@@ -71,14 +74,19 @@ def test_logits_and_greedy_tokens_are_those_of_transformers_for_the_merged_file(
     made = save_adapter_and_merged(model, tmp_path / "made", wanted)
     checkpoint = load_checkpoint(model)
     adapter = load_adapter("x", made / "adapter", checkpoint.config)
+    merged = drive(TorchBackend.load(load_checkpoint(made / "merged")), pages_each=3)[0].run(PROMPT)
     expected = expected_logits(made / "merged")
+    # transformers scans in chunks: of nemotron-h, its logits are up to 4e-4 from ours without adapters
+    distance = np.abs(merged - expected).max()
+    assert distance < 1e-3
     plain = drive(TorchBackend.load(checkpoint), pages_each=3)[0].run(PROMPT)
     for name in ("torch", "cpu"):
         backend = backend_of(name, checkpoint, [adapter])
         request = drive(backend, pages_each=3)[0]
         request.adapter = "x"
         logits = request.run(PROMPT)
-        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(logits, merged, rtol=0, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4 + distance, err_msg=name)
         assert (logits.argmax(axis=1) == expected.argmax(axis=1)).all()
         assert np.abs(logits - plain).max() > 1
 
@@ -98,13 +106,13 @@ def made_engine(name: str, family: str, root: Path) -> tuple[LoadedModel, Path]:
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("family", ["lfm2", "qwen3-next", "falcon-h1"])
 def test_alone_together_and_drafted_the_bytes_are_the_same(family: str, backend: str, tmp_path: Path) -> None:
-    """Also with prefixes found again, whose states are those of the adapter."""
+    """Also in chunks of a prompt, and with prefixes found again, whose states are those of the adapter."""
     model, folder = made_engine(backend, family, tmp_path)
     for method, temperature in (("ngram", 0.8), ("suffix", 0.8), (TREE, 0.0)):
-        alone = [answers(make_engine(model, folder, "off"), [name], temperature)[0] for name in NAMES]
+        alone = [asked(make_engine(model, folder, "off"), [name], temperature)[0] for name in NAMES]
         assert len(set(alone)) == 3
-        assert answers(make_engine(model, folder, method), NAMES, temperature) == alone * 2
-    found = requests_with_cached_pages(make_engine(model, folder, "off"))
+        assert asked(make_engine(model, folder, method, rows=24), NAMES, temperature) == alone * 2
+    found = requests_with_cached_pages(make_engine(model, folder, "off"), LONG)
     assert found == [False, False, True, False, False]
 
 
@@ -117,9 +125,9 @@ def test_states_that_advance_along_rows_of_another_adapter_would_be_noticed(
         self.views |= views
 
     model, folder = made_engine("torch", "qwen3-5", tmp_path)
-    right = answers(make_engine(model, folder, "off"), NAMES, 0.0)
+    right = asked(make_engine(model, folder, "off"), NAMES, 0.0)
     plant(States, "add_views", add_views)
-    assert answers(make_engine(model, folder, "off"), NAMES, 0.0) != right
+    assert asked(make_engine(model, folder, "off"), NAMES, 0.0) != right
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
@@ -171,11 +179,8 @@ def test_nemotron_h_under_the_names_of_either_version_of_transformers(tmp_path: 
     """Version 4 calls the decoder `backbone`, version 5 `model`."""
     folder = save_checkpoint("nemotron-h", tmp_path / "model")
     config = load_checkpoint(folder).config
-    file = (
-        save_adapter_and_merged(folder, tmp_path / "made", ALL_LINEAR)
-        / "adapter"
-        / "adapter_model.safetensors"
-    )
+    made = save_adapter_and_merged(folder, tmp_path / "made", ALL_LINEAR)
+    file = made / "adapter" / "adapter_model.safetensors"
     tensors, found = safetensors.torch.load_file(file), []
     for decoder in ("backbone", "model"):
         renamed = {
