@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from tests.draft.model.test_draft_model_cpu import save_tokenizer
 from tests.lossless.adapter_files import save_adapter_and_merged
 from tests.lossless.test_adapters import PROMPT, TREE, answers, make_engine, requests_with_cached_pages
 from tests.lossless.test_adapters_of_families import backend_of
-from tests.models.gguf.test_gguf_hybrids import write
+from tests.models.gguf_support import gguf_pairs
 from tests.planted import Plant
 from tests.tiny import save_checkpoint
 
@@ -37,6 +36,7 @@ ALL_LINEAR = RECURRENT + (
 CASES = [
     ("lfm2", RECURRENT),
     ("lfm2", ALL_LINEAR),
+    ("lfm2-moe", ALL_LINEAR),
     ("qwen3-5", RECURRENT),
     ("qwen3-5-moe", ALL_LINEAR),
     ("qwen3-next", RECURRENT),
@@ -131,26 +131,25 @@ def test_states_that_advance_along_rows_of_another_adapter_would_be_noticed(
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-def test_of_gguf_files_whose_value_heads_have_another_order(backend: str, tmp_path: Path) -> None:
-    """The adapter has the order of safetensors; three value heads share a key head."""
-    folder = save_checkpoint("qwen3-5", tmp_path / "model")
-    made = save_adapter_and_merged(folder, tmp_path / "made", ALL_LINEAR)
-    file = load_checkpoint(write(tmp_path / "model.gguf", load_checkpoint(folder)))
-    assert file.config.recurrent is not None
-    assert file.config.recurrent.tiled_values
-    adapted = backend_of(backend, file, [load_adapter("x", made / "adapter", file.config)])
-    request = drive(adapted, pages_each=3)[0]
-    request.adapter = "x"
-    expected = drive(TorchBackend.load(load_checkpoint(made / "merged")), pages_each=3)[0].run(PROMPT)
-    np.testing.assert_allclose(request.run(PROMPT), expected, rtol=0, atol=1e-4)
+@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid", "nemotron_h"])
+def test_adapters_have_the_order_of_safetensors_for_gguf_files_too(
+    family: str, backend: str, tmp_path: Path
+) -> None:
+    """In files of qwen3.5 the value heads that share a key head are no neighbours."""
+    for number, (file, model) in enumerate(gguf_pairs(family)):
+        made = save_adapter_and_merged(model.source, tmp_path / str(number), ALL_LINEAR)
+        adapted = backend_of(backend, file, [load_adapter("x", made / "adapter", file.config)])
+        request = drive(adapted, pages_each=3)[0]
+        request.adapter = "x"
+        expected = drive(TorchBackend.load(load_checkpoint(made / "merged")), pages_each=3)[0].run(PROMPT)
+        np.testing.assert_allclose(request.run(PROMPT), expected, rtol=0, atol=1e-4)
 
 
-def test_of_gguf_files_with_factors_in_their_weights_adapters_are_refused(tmp_path: Path) -> None:
-    folder = save_checkpoint("falcon-h1", tmp_path / "model")
-    made = save_adapter_and_merged(folder, tmp_path / "made", RECURRENT)
-    config = replace(load_checkpoint(folder).config, hidden_factors=True)
+def test_for_gguf_files_with_factors_in_their_weights_they_are_refused(tmp_path: Path) -> None:
+    file, model = gguf_pairs("falcon_h1")[0]
+    made = save_adapter_and_merged(model.source, tmp_path / "made", RECURRENT)
     with pytest.raises(ModelError, match=r"GGUF file of falcon_h1 .* Serve the safetensors"):
-        load_adapter("x", made / "adapter", config)
+        load_adapter("x", made / "adapter", file.config)
 
 
 @pytest.mark.parametrize(
