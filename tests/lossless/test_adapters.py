@@ -223,10 +223,10 @@ def make_engine(model: LoadedModel, folder: Path, method: Any, rows: int = 64) -
     return build_engine(config, model).engine
 
 
-def answers(
+def outcomes_of(
     engine: Engine, names: Sequence[str], temperature: float, prompt: Sequence[int] = PROMPT
-) -> list[str]:
-    """The answers to requests with these adapters that run together, each asked twice."""
+) -> list[Outcome]:
+    """The outcomes of requests with these adapters that run together, each asked twice."""
     params = SamplingParams(max_tokens=5, ignore_eos=True, temperature=temperature, seed=3, logprobs=1)
     outcomes = []
     for name in [*names, *names]:
@@ -235,7 +235,12 @@ def answers(
     while engine.has_unfinished:
         engine.step()
     engine.close()
-    return [repr(outcome.bytes()) for outcome in outcomes]
+    return outcomes
+
+
+def answers(engine: Engine, names: Sequence[str], temperature: float) -> list[str]:
+    """The bytes of these outcomes."""
+    return [repr(outcome.bytes()) for outcome in outcomes_of(engine, names, temperature)]
 
 
 TREE = {"method": "suffix", "num_speculative_tokens": 6, "branching": 2}

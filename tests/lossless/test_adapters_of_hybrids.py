@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +12,21 @@ import torch
 
 from paceline.backends.torch.backend import TorchBackend
 from paceline.build import LoadedModel
+from paceline.core.request import Request
 from paceline.errors import ModelError
+from paceline.models.heads.checkpoint import write_head
 from paceline.models.lora import load_adapter
 from paceline.models.registry import load_checkpoint, load_with_tokenizer
 from paceline.models.transformer.recurrent import States, StateView
 from tests.backends.driver import drive
 from tests.draft.model.test_draft_model_cpu import save_tokenizer
+from tests.large import repeated
 from tests.lossless.adapter_files import save_adapter_and_merged
-from tests.lossless.test_adapters import PROMPT, TREE, answers, make_engine, requests_with_cached_pages
+from tests.lossless.test_adapters import PROMPT, TREE, make_engine, outcomes_of, requests_with_cached_pages
 from tests.lossless.test_adapters_of_families import backend_of
 from tests.models.gguf_support import gguf_pairs
+from tests.models.heads.driver import random_checkpoint
+from tests.models.heads.tiny_heads import EAGLE3
 from tests.planted import Plant
 from tests.tiny import save_checkpoint
 
@@ -50,9 +54,9 @@ CASES = [
     ("falcon-h1-without-norm", RECURRENT),
 ]
 IDS = [f"{family}-{'recurrent' if wanted is RECURRENT else 'all-linear'}" for family, wanted in CASES]
+ENGINES = ["lfm2", "qwen3-next", "falcon-h1"]
 NAMES = ["", "a", "b"]
 LONG = [*PROMPT, 8]  # a state is kept after its two pages, and a row is left to compute
-asked = partial(answers, prompt=LONG)
 
 
 def expected_logits(folder: Path) -> np.ndarray:
@@ -100,18 +104,36 @@ def made_engine(name: str, family: str, root: Path) -> tuple[LoadedModel, Path]:
     for adapter, wanted in (("a", RECURRENT), ("b", ALL_LINEAR)):
         made = save_adapter_and_merged(folder, root / adapter, wanted, scale=0.1)
         adapters.append(load_adapter(adapter, made / "adapter", checkpoint.config))
-    return LoadedModel(backend_of(name, checkpoint, adapters), tokenizer, checkpoint.config), folder
+    write_head(random_checkpoint(EAGLE3), folder / "head", "sglang")
+    norm = checkpoint.tensors["model.norm.weight"].float32()
+    backend = backend_of(name, checkpoint, adapters)
+    return LoadedModel(backend, tokenizer, checkpoint.config, final_norm=norm), folder
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
-@pytest.mark.parametrize("family", ["lfm2", "qwen3-next", "falcon-h1"])
-def test_alone_together_and_drafted_the_bytes_are_the_same(family: str, backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "subject",
+    [
+        ("torch", "qwen3-next"),
+        *(("cpu", family) for family in ENGINES),
+        *repeated(*(("torch", family) for family in ENGINES if family != "qwen3-next")),
+    ],
+    ids="-".join,
+)
+def test_alone_together_and_drafted_the_bytes_are_the_same(subject: tuple[str, str], tmp_path: Path) -> None:
     """Also in chunks of a prompt, and with prefixes found again, whose states are those of the adapter."""
-    model, folder = made_engine(backend, family, tmp_path)
-    for method, temperature in (("ngram", 0.8), ("suffix", 0.8), (TREE, 0.0)):
-        alone = [asked(make_engine(model, folder, "off"), [name], temperature)[0] for name in NAMES]
-        assert len(set(alone)) == 3
-        assert asked(make_engine(model, folder, method, rows=24), NAMES, temperature) == alone * 2
+    model, folder = made_engine(*subject, tmp_path)
+    head = {"method": "eagle3", "model": str(folder / "head"), "num_speculative_tokens": 6, "branching": 2}
+    for method, temperature in (("suffix", 0.8), (TREE, 0.0), (head, 0.8)):
+        plain = [make_engine(model, folder, "off") for _ in NAMES]
+        alone = [
+            outcomes_of(engine, [name], temperature, LONG)[0].bytes()
+            for engine, name in zip(plain, NAMES, strict=True)
+        ]
+        assert alone[0] != alone[1] != alone[2] != alone[0]
+        drafted = outcomes_of(make_engine(model, folder, method, rows=24), NAMES, temperature, LONG)
+        assert [outcome.bytes() for outcome in drafted] == alone * 2
+        assert sum(outcome.count("num_draft_tokens") for outcome in drafted) > 0
+        assert not any(child.failed_drafters for outcome in drafted for child in outcome.children)
     found = requests_with_cached_pages(make_engine(model, folder, "off"), LONG)
     assert found == [False, False, True, False, False]
 
@@ -125,9 +147,15 @@ def test_states_that_advance_along_rows_of_another_adapter_would_be_noticed(
         self.views |= views
 
     model, folder = made_engine("torch", "qwen3-5", tmp_path)
-    right = asked(make_engine(model, folder, "off"), NAMES, 0.0)
+
+    def requests() -> list[Request]:
+        outcomes = outcomes_of(make_engine(model, folder, "off"), NAMES, 0.0, LONG)
+        return [child for outcome in outcomes for child in outcome.children]
+
+    right = [request.output_token_ids for request in requests()]
     plant(States, "add_views", add_views)
-    assert asked(make_engine(model, folder, "off"), NAMES, 0.0) != right
+    found = requests()
+    plant.assert_noticed(found, [request.output_token_ids for request in found], right)
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
