@@ -21,8 +21,8 @@ from paceline.models.transformer.recurrent import States, StateView
 from tests.backends.driver import drive
 from tests.draft.model.test_draft_model_cpu import save_tokenizer
 from tests.large import repeated
+from tests.lossless.adapter_engines import PROMPT, TREE, make_engine, outcomes_of, requests_with_cached_pages
 from tests.lossless.adapter_files import save_adapter_and_merged
-from tests.lossless.test_adapters import PROMPT, TREE, make_engine, outcomes_of, requests_with_cached_pages
 from tests.lossless.test_adapters_of_families import backend_of
 from tests.models.gguf_support import gguf_pairs
 from tests.models.heads.driver import random_checkpoint

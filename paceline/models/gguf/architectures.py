@@ -152,7 +152,6 @@ class Architecture:
     yarn_multiplier: float = 1.0  # of yarn's scale for all of a head, in yarn_log_multiplier
     ropes_by_kind: bool = False  # layers with a window have another rope, and other sizes of heads
     tiled_values: bool = False  # see RecurrentConfig.tiled_values, if key heads are shared
-    hidden_factors: bool = False  # see ModelConfig.hidden_factors
     mtp: Mapping[str, str] = field(default_factory=dict)  # see _DEEPSEEK_MTP; empty: the block is left out
 
 
@@ -387,13 +386,7 @@ ARCHITECTURES = {
         names=_MAMBA_NAMES | _SHARED_EXPERT_NAMES,
         more=readers.granite_hybrid,
     ),
-    "falcon-h1": Architecture(
-        "falcon_h1",
-        keys=_MAMBA_KEYS,
-        names=_MAMBA_NAMES,
-        more=readers.falcon_h1,
-        hidden_factors=True,
-    ),
+    "falcon-h1": Architecture("falcon_h1", keys=_MAMBA_KEYS, names=_MAMBA_NAMES, more=readers.falcon_h1),
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H,
     "gpt-oss": Architecture(

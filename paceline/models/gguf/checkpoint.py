@@ -116,7 +116,6 @@ def _config(file: GgufFile) -> ModelConfig:
     config = _with_rope_size(fields, model_config(values, source))
     if "attn_q.bias" in parts and not config.qkv_bias:
         config = replace(config, qkv_bias=True)
-    config = replace(config, hidden_factors=known.hidden_factors)
     recurrent = config.recurrent
     if known.tiled_values and recurrent and recurrent.key_heads < recurrent.value_heads:
         config = replace(config, recurrent=replace(recurrent, tiled_values=True))
