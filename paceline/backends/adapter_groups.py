@@ -64,6 +64,7 @@ def _group(batch: ForwardBatch, adapter: str) -> AdapterGroup:
         choices = (
             Choices(own_rows, choices.seeds[places], choices.temperatures[places]) if len(places) else None
         )
+    states = batch.states and replace(batch.states, slots=batch.states.slots[requests])
     part = replace(
         batch,
         tokens=batch.tokens[rows],
@@ -74,6 +75,7 @@ def _group(batch: ForwardBatch, adapter: str) -> AdapterGroup:
         page_tables=batch.page_tables[requests],
         logit_rows=place[batch.logit_rows[outputs]],
         choices=choices,
+        states=states,
         adapters=(),
     )
     return AdapterGroup(adapter, part, rows, outputs, places)

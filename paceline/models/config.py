@@ -219,6 +219,7 @@ class ModelConfig:
     # (): every layer has both
     layer_parts: tuple[str, ...] = ()
     weight_scales: tuple[WeightScale, ...] = ()  # that files leave to their reader
+    hidden_factors: bool = False  # these factors are in the file's weights, and nothing says what they are
 
     def has_part(self, layer: int, part: str) -> bool:
         """Whether `layer` has a MIXER, or a FEED_FORWARD block."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from paceline.core.arrays import Float32Array
 from paceline.errors import CheckpointError, UnsupportedModelError
-from paceline.models.config import ModelConfig
+from paceline.models.config import ModelConfig, RecurrentConfig
 from paceline.models.families.fields import Fields
 from paceline.models.families.table import FAMILIES
 from paceline.models.files.file_layouts import FileLayout, converted, fused_matrices, our_name
@@ -33,6 +33,7 @@ FILES = ("adapter_config.json", "adapter_model.safetensors")
 TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.(?:default\.)?weight")
 MODULE = re.compile(
     r"model\.layers\.\d+\.(self_attn\.([qkvo]|qkv|gate|q_[ab]|kv_b)_proj|self_attn\.kv_a_proj_with_mqa"
+    r"|conv\.(in|o)_proj|mamba\.(in|out)_proj|linear_attn\.(in_proj_(qkv|z|a|b|qkvz|ba)|out_proj)"
     r"|mlp\.((shared_experts|experts\.\d+)\.)?(gate|up|gate_up|down)_proj)"
 )
 # options that make an adapter something else than the sum above, and the values that do not
@@ -102,7 +103,8 @@ def load_adapter(name: str, folder: Path, config: ModelConfig) -> Adapter:
         if match is None or not (is_stack or MODULE.fullmatch(module)):
             raise UnsupportedModelError(
                 f"{folder.name}: the tensor {stored[:120]} is not supported; adapters may change the "
-                "projections of attention, of MLPs and of experts. Train it with other target_modules or "
+                "projections of attention, of recurrent layers, of MLPs and of experts, but neither "
+                "convolutions, decay rates nor norms. Train it with other target_modules or "
                 "target_parameters, or merge it into the model."
             )
         (stacks if is_stack else sides).setdefault(module, {})[match["side"]] = tensor
@@ -142,17 +144,18 @@ def _check_supported(fields: Fields, config: ModelConfig) -> None:
             f"{fields.source}: peft_type {fields.text('peft_type')!r} is not supported, only LORA. Merge the "
             "adapter into the model, and serve that."
         )
+    if config.hidden_factors:
+        raise UnsupportedModelError(
+            f"{fields.source}: a GGUF file of {config.family} has factors in its weights that it does not "
+            "tell, and that the adapter lacks. Serve the safetensors of this model, or merge the adapter "
+            "into it before the conversion."
+        )
     for option, neutral in NEUTRAL.items():
         if fields.has(option) and fields.values[option] not in neutral:
             raise UnsupportedModelError(
                 f"{fields.source}: {option} {str(fields.values[option])[:60]!r} is not supported. Merge the "
                 "adapter into the model, and serve that."
             )
-    if config.recurrent:
-        raise UnsupportedModelError(
-            f"{fields.source}: adapters of {config.family} models are not supported. Merge the adapter into "
-            "the model, and serve that."
-        )
 
 
 def _alpha(fields: Fields, name: str) -> float:
@@ -182,4 +185,25 @@ def _changes(
             )
         if shapes.get(name) != (rows.shape[0], down.shape[1]):
             raise wrong_shape(folder, module)
-        yield name.removesuffix(".weight"), first, rows.float32()
+        module_name = name.removesuffix(".weight")
+        yield module_name, *_as_tiled(module_name, first, rows.float32(), config.recurrent)
+
+
+def _as_tiled(
+    name: str, down: Float32Array, up: Float32Array, recurrent: RecurrentConfig | None
+) -> tuple[Float32Array, Float32Array]:
+    """Down and up in the model's order of value heads, which is another one in some GGUF files.
+
+    adapter, safetensors    k0v0 k0v1 k1v0 k1v1     value heads that share a key head are neighbours
+    tiled_values            k0v0 k1v0 k0v1 k1v1
+    """
+    part = name.rpartition(".linear_attn.")[2]
+    if recurrent is None or not recurrent.tiled_values or part == name:
+        return down, up
+    size = 1 if part in ("in_proj_a", "in_proj_b") else recurrent.value_dim
+    heads = np.arange(recurrent.value_heads * size).reshape(recurrent.key_heads, -1, size)
+    order = heads.swapaxes(0, 1).ravel()
+    if part == "out_proj":  # which reads the values of all heads
+        return np.ascontiguousarray(down[:, order]), up
+    before = len(up) - len(order)  # queries and keys
+    return down, np.concatenate((up[:before], up[before:][order]))

@@ -17,7 +17,7 @@ import torch
 from paceline.backends.base import Backend
 from paceline.backends.cpu import CpuBackend
 from paceline.backends.torch.backend import TorchBackend
-from paceline.build import LoadedModel, build_engine
+from paceline.build import LoadedModel
 from paceline.config import EngineConfig
 from paceline.core.params import SamplingParams
 from paceline.engine.engine import Engine
@@ -33,12 +33,11 @@ from paceline.serve.loading import with_adapters
 from paceline.serve.service import Service
 from tests.backends.driver import drive
 from tests.draft.model.test_draft_model_cpu import save_tokenizer
+from tests.lossless.adapter_engines import PROMPT, TREE, answers, make_engine, requests_with_cached_pages
 from tests.lossless.adapter_files import ALPHA, RANK, save_adapter
-from tests.lossless.subject import Outcome
 from tests.scale.fake import Fleet
 from tests.tiny import save_checkpoint
 
-PROMPT = [*range(3, 30), 5, 6, 7, 5, 6]
 MODULES = {
     "a": ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"),
     "b": ("self_attn.o_proj", "mlp.up_proj"),
@@ -210,35 +209,6 @@ def test_of_other_families_too_also_where_a_file_joins_matrices(family: str, tmp
     np.testing.assert_allclose(*logits, rtol=0, atol=3e-4)
 
 
-def make_engine(model: LoadedModel, folder: Path, method: Any) -> Engine:
-    config = EngineConfig.from_options(
-        model=str(folder),
-        speculative_config=method,
-        backend=model.backend.name,
-        threads=1,
-        max_model_len=64,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-    )
-    return build_engine(config, model).engine
-
-
-def answers(engine: Engine, names: Sequence[str], temperature: float) -> list[str]:
-    """The answers to requests with these adapters that run together, each asked twice."""
-    params = SamplingParams(max_tokens=5, ignore_eos=True, temperature=temperature, seed=3, logprobs=1)
-    outcomes = []
-    for name in [*names, *names]:
-        outcomes.append(Outcome(engine.add_request(PROMPT, params, adapter=name)))
-        engine.step()
-    while engine.has_unfinished:
-        engine.step()
-    engine.close()
-    return [repr(outcome.bytes()) for outcome in outcomes]
-
-
-TREE = {"method": "suffix", "num_speculative_tokens": 6, "branching": 2}
-
-
 @pytest.mark.parametrize(
     ("method", "temperature"), [("off", 0.8), ("ngram", 0), ("suffix", 0.8), (TREE, 0)], ids=str
 )
@@ -252,15 +222,8 @@ def test_alone_together_and_drafted_the_bytes_are_the_same(
 
 
 def test_pages_are_shared_within_an_adapter_only(model: LoadedModel, folder: Path) -> None:
-    engine, cached = make_engine(model, folder, "off"), []
-    params = SamplingParams(max_tokens=2, temperature=0)
-    for name, salt in (("", ""), ("a", ""), ("a", ""), ("b", ""), ("", "a\0")):
-        (request,) = engine.add_request(PROMPT, params, adapter=name, cache_salt=salt)
-        while engine.has_unfinished:
-            engine.step()
-        cached.append(request.num_cached_tokens > 0)
-    engine.close()
-    assert cached == [False, False, True, False, False]
+    found = requests_with_cached_pages(make_engine(model, folder, "off"))
+    assert found == [False, False, True, False, False]
 
 
 def test_a_request_names_the_adapter_after_the_model(model: LoadedModel, folder: Path) -> None:

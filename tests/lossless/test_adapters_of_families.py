@@ -17,11 +17,10 @@ from paceline.models.lora import Adapter, load_adapter
 from paceline.models.registry import load_checkpoint, load_with_tokenizer
 from tests.backends.driver import drive
 from tests.draft.model.test_draft_model_cpu import save_tokenizer
+from tests.lossless.adapter_engines import PROMPT, TREE, answers, make_engine
 from tests.lossless.adapter_files import ALPHA, RANK, save_adapter, save_adapter_and_merged
-from tests.lossless.test_adapters import TREE, answers, make_engine
 from tests.tiny import save_checkpoint
 
-PROMPT = [*range(3, 30), 5, 6, 7, 5, 6]
 ATTENTION = r"self_attn\.\w+_(proj|with_mqa)\.weight$"
 MLPS = r"(mlp|experts\.\d+|shared_experts?)\.(gate|up|down|gate_up)_proj\.weight$"
 CASES = [

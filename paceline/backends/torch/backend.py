@@ -154,6 +154,8 @@ class TorchBackend(Backend):
     def forward(self, batch: ForwardBatch) -> ForwardOutput:
         """Logits of the wanted rows; on request also features of all rows, and tokens sampled here."""
         assert batch.num_rows <= self.max_rows, f"{batch.num_rows} rows, but max_rows is {self.max_rows}"
+        if batch.states is not None:
+            cast(TorchStates, batch.states.pool).states.begin_pass()
         if batch.adapters:
             return forward_by_adapter(batch, lambda name, part: self._forward(self.adapters.get(name), part))
         return self._forward(None, batch)
@@ -261,7 +263,7 @@ class TorchBackend(Backend):
 
 
 def state_rows(batch: ForwardBatch) -> StateRows:
-    """The batch as recurrent layers read it. Drops what the last pass left for `advance_state`."""
+    """The batch, or a part of it, as recurrent layers read it. They keep its rows for `advance_state`."""
     views = []
     for request in range(batch.num_requests):
         rows = slice(int(batch.row_offsets[request]), int(batch.row_offsets[request + 1]))
@@ -271,7 +273,7 @@ def state_rows(batch: ForwardBatch) -> StateRows:
     if batch.states is None:
         return StateRows(views, None)
     states = cast(TorchStates, batch.states.pool).states
-    states.begin_pass(dict(zip(batch.states.slots.tolist(), views, strict=True)))
+    states.add_views(dict(zip(batch.states.slots.tolist(), views, strict=True)), batch.num_rows)
     return StateRows(views, states)
 
 

@@ -115,6 +115,7 @@ def falcon(fields: Fields, config: ModelConfig) -> dict[str, Any]:
     return {
         "recurrent": recurrent,
         "weight_scales": _falcon_scales(fields, recurrent),
+        "hidden_factors": fields.flag("hidden_factors", False),  # of GGUF files
         "embedding_scale": fields.number("embedding_multiplier", 1.0),
         "logits_scale": fields.number("lm_head_multiplier", 1.0),
     }

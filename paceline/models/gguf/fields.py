@@ -264,7 +264,8 @@ def granite_hybrid(fields: Fields) -> Values:
 
 def falcon_h1(fields: Fields) -> Values:
     """Factors are multiplied into the weights of files; gates come before norms, as llama.cpp computes."""
-    return {"mamba_d_ssm": _mamba_size(fields), "mamba_norm_before_gate": False}
+    size = _mamba_size(fields)
+    return {"mamba_d_ssm": size, "mamba_norm_before_gate": False, "hidden_factors": True}
 
 
 def nemotron_h(fields: Fields) -> Values:

@@ -7,12 +7,13 @@ from copy import copy
 import torch
 import torch.nn.functional as F
 
+from paceline.models.files.layout import RECURRENT_MATRICES
 from paceline.models.lora import Adapter, LoraMatrix
 from paceline.models.transformer.attention import Attention, LatentAttention
 from paceline.models.transformer.blocks import MLP, FeedForward, Linear
 from paceline.models.transformer.experts import MixtureOfExperts
 from paceline.models.transformer.latent import HeadChange
-from paceline.models.transformer.layer import Layer
+from paceline.models.transformer.layer import Layer, Mixer, Recurrent, SideBySide
 from paceline.models.transformer.model import Transformer
 
 # where mixers and MLPs have the matrices that an adapter may change
@@ -23,6 +24,16 @@ LATENT = {
     "q_b_proj": "query",
     "kv_a_proj_with_mqa": "key",
 }
+RECURRENT = {
+    "in_proj": "input",
+    "in_proj_qkv": "input_qkv",
+    "in_proj_z": "input_z",
+    "in_proj_a": "input_a",
+    "in_proj_b": "input_b",
+    "out_proj": "output",
+    "o_proj": "output",
+}
+RECURRENT_BLOCKS = tuple(place for place, _, _ in RECURRENT_MATRICES.values())
 MLPS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
@@ -55,9 +66,7 @@ def with_adapter(model: Transformer, adapter: Adapter) -> Transformer:
 
 def _layer(layer: Layer, index: int, adapter: Adapter) -> Layer:
     adapted, prefix = copy(layer), f"model.layers.{index}."
-    adapted.mixer, adapted.feed_forward = copy(layer.mixer), copy(layer.feed_forward)
-    if isinstance(adapted.mixer, LatentAttention):
-        adapted.mixer.latent = copy(adapted.mixer.latent)
+    adapted.mixer, adapted.feed_forward = _copied(layer.mixer), copy(layer.feed_forward)
     if isinstance(adapted.feed_forward, MixtureOfExperts):
         adapted.feed_forward.experts = [copy(expert) for expert in adapted.feed_forward.experts]
         adapted.feed_forward.shared = copy(adapted.feed_forward.shared)
@@ -66,9 +75,24 @@ def _layer(layer: Layer, index: int, adapter: Adapter) -> Layer:
             block, *place, part = name.removeprefix(prefix).split(".")
             if block == "self_attn":
                 _change_attention(adapted.attention, part, change)
+            elif block in RECURRENT_BLOCKS:
+                _change(adapted.recurrence.recurrence, RECURRENT[part], change)
             else:
                 _change(_mlp(adapted.feed_forward, place), MLPS[part], change)
     return adapted
+
+
+def _copied(mixer: Mixer | None) -> Mixer | None:
+    """The mixer with blocks of its own, whose matrices can be replaced; it shares all weights."""
+    copied = copy(mixer)
+    if isinstance(copied, LatentAttention):
+        copied.latent = copy(copied.latent)
+    elif isinstance(copied, Recurrent):
+        copied.recurrence = copy(copied.recurrence)
+    elif isinstance(copied, SideBySide):
+        copied.attention, copied.recurrence = copy(copied.attention), copy(copied.recurrence)
+        copied.recurrence.recurrence = copy(copied.recurrence.recurrence)
+    return copied
 
 
 def _change_attention(attention: Attention, part: str, change: LoraMatrix) -> None:

@@ -105,9 +105,10 @@ class Layer:
 
     @property
     def attention(self) -> Attention:
-        """The mixer of a layer that attends."""
-        assert isinstance(self.mixer, Attention)
-        return self.mixer
+        """The mixer of a layer that attends, or the part of it that does."""
+        own = self.mixer.attention if isinstance(self.mixer, SideBySide) else self.mixer
+        assert isinstance(own, Attention)
+        return own
 
     @property
     def recurrence(self) -> Recurrent:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -70,11 +70,19 @@ class States:
     stored: list[State]  # [recurrent layers] tensors [slots, ...]
     # layer -> [rows, width], in as many parts as the pass had
     projected: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    views: dict[int, StateView] = field(default_factory=dict)  # by slot
+    views: dict[int, StateView] = field(default_factory=dict)  # by slot; rows are those of all parts
+    num_rows: int = 0  # of the last pass
 
-    def begin_pass(self, views: Mapping[int, StateView]) -> None:
-        """Forget the last pass; the next one has these views."""
-        self.projected, self.views = defaultdict(list), dict(views)
+    def begin_pass(self) -> None:
+        """Forget the last pass."""
+        self.projected, self.views, self.num_rows = defaultdict(list), {}, 0
+
+    def add_views(self, views: Mapping[int, StateView], num_rows: int) -> None:
+        """The pass has these rows too: of all its requests, or of those that have one LoRA adapter."""
+        for slot, view in views.items():
+            rows = slice(self.num_rows + view.rows.start, self.num_rows + view.rows.stop)
+            self.views[slot] = replace(view, rows=rows)
+        self.num_rows += num_rows
 
     def copy(self, source: int, destination: int) -> None:
         """Give a slot the state of another one."""
@@ -216,7 +224,9 @@ class GatedDeltaNet:
         name = f"{name}.linear_attn"
         heads, value_size = recurrent.value_heads, recurrent.value_heads * recurrent.value_dim
         self.widths = {"qkv": recurrent.conv_size, "z": value_size, "a": heads, "b": heads}
-        self.inputs = [Linear(take, f"{name}.in_proj_{part}", size) for part, size in self.widths.items()]
+        self.input_qkv, self.input_z, self.input_a, self.input_b = (
+            Linear(take, f"{name}.in_proj_{part}", size) for part, size in self.widths.items()
+        )
         self.convolution = CausalConvolution(take, f"{name}.conv1d")
         self.rates = take(f"{name}.A_log").float().exp()  # [value heads]
         self.rate_bias = take(f"{name}.dt_bias").float()  # [value heads]
@@ -225,7 +235,8 @@ class GatedDeltaNet:
         self.shapes: Shapes = (self.convolution.shape, (heads, recurrent.key_dim, recurrent.value_dim))
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.cat([linear(hidden) for linear in self.inputs], dim=-1)
+        inputs = self.input_qkv, self.input_z, self.input_a, self.input_b
+        return torch.cat([linear(hidden) for linear in inputs], dim=-1)
 
     def step(self, state: State, row: torch.Tensor) -> tuple[State, torch.Tensor]:
         values, gate, rate, strength = torch.split(row.float(), [*self.widths.values()])

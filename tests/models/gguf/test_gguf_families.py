@@ -88,8 +88,9 @@ def as_in_files(model: Checkpoint) -> ModelConfig:
     experts has no other width."""
     config = model.config
     if config.family == "falcon_h1":
-        scales = tuple(replace(own, factors=(1.0,) * len(own.factors)) for own in config.weight_scales)
-        return replace(config, weight_scales=scales, embedding_scale=1.0, logits_scale=1.0)
+        scales = tuple(replace(one, factors=(1.0,) * len(one.factors)) for one in config.weight_scales)
+        own = {"weight_scales": scales, "hidden_factors": True}
+        return replace(config, **own, embedding_scale=1.0, logits_scale=1.0)
     if config.moe is not None and config.family == "nemotron_h":
         return replace(config, intermediate_size=config.moe.intermediate_size)
     return config

@@ -31,6 +31,12 @@ PRODUCTS = {
 
 def check_adapters(config: ModelConfig, adapters: Sequence[Adapter]) -> None:
     """BackendError if the kernels cannot add what one of these adapters adds."""
+    if adapters and config.recurrent is not None:
+        raise BackendError(
+            f"The cuda backend cannot run adapter {adapters[0].name}: its kernels for models with recurrent "
+            f"layers ({config.family}) do not add what an adapter adds. Use --backend torch or cpu, or merge "
+            "the adapter into the model and serve that."
+        )
     modules = [module for own in PRODUCTS.values() for module in own]
     if config.latent is not None or config.layer_shapes:  # heads of several sizes were never tried
         modules = [module for module in modules if not module.startswith("self_attn.")]

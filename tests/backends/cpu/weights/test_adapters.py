@@ -26,7 +26,8 @@ def prefill_and_tree(requests: list[Driven]) -> np.ndarray:
 
 
 FAMILIES = ["llama", "qwen2", "qwen3-moe", "granite", "blocks", "uneven"]
-EVERYWHERE = ["deepseek-v2", "deepseek-v3", "gpt-oss", "llama4", "gemma4", "gemma4-moe"]
+HYBRIDS = ["lfm2", "qwen3-5", "nemotron-h", "falcon-h1"]
+EVERYWHERE = ["deepseek-v2", "deepseek-v3", "gpt-oss", "llama4", "gemma4", "gemma4-moe", *HYBRIDS]
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *EVERYWHERE])
@@ -75,6 +76,9 @@ def test_an_adapter_changes_quantized_weights_as_much_as_in_torch(
         ("mixtral", "int8"),
         ("deepseek-v3", "int8"),
         ("deepseek-v2", "none"),
+        ("lfm2", "int8"),
+        ("qwen3-next", "int8"),
+        ("falcon-h1", "none"),
     ],
 )
 def test_a_row_has_the_same_bits_beside_any_others(
@@ -84,7 +88,7 @@ def test_a_row_has_the_same_bits_beside_any_others(
     those of a backend that has none."""
     checkpoint = checkpoint_of(name)
     options = {"quantization": quantization, "threads": threads, "max_rows": 192}
-    everywhere = checkpoint.config.moe is not None
+    everywhere = checkpoint.config.moe is not None or checkpoint.config.recurrent is not None
     adapters = random_adapters(checkpoint.config, everywhere=everywhere)
     backend = CpuBackend.load(checkpoint, **options, adapters=adapters)  # type: ignore[arg-type]
     plain = CpuBackend.load(checkpoint, **options)  # type: ignore[arg-type]

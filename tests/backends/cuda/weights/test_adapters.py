@@ -122,6 +122,17 @@ def test_adapters_of_latents_and_of_experts_are_refused_before_loading(family: s
         CudaBackend.load(unread, max_rows=64, adapters=adapters)
 
 
+def test_adapters_of_models_with_recurrent_layers_are_refused_before_loading(tmp_path: Path) -> None:
+    """Whatever they change: their attention was never tried with adapters either."""
+    from paceline.backends.cuda.backend import CudaBackend
+
+    checkpoint = load_checkpoint(save_checkpoint("qwen3-5", tmp_path / "model"))
+    unread, adapters = replace(checkpoint, tensors={}), random_adapters(checkpoint.config)
+    refused = r"cannot run adapter a: .* recurrent layers \(qwen3_5_text\) .* torch or cpu, or merge"
+    with pytest.raises(BackendError, match=refused):
+        CudaBackend.load(unread, max_rows=64, adapters=adapters)
+
+
 @needs_gpu
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_logits_are_those_of_torch(
