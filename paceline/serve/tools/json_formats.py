@@ -86,13 +86,13 @@ JSON_FORMATS = {
         + '<tool_calls>[{"name": "function name", "arguments": {"argument name": "value"}}]</tool_calls>',
         result="<tool_response>{content}</tool_response>",
     ),
-    "cohere_command3": ToolFormat(  # Command R7B
+    "cohere_command3": ToolFormat(  # Command R7B and later
         begin="<|START_ACTION|>[\n    ",
         between=",\n    ",
         end="\n]<|END_ACTION|>",
         marker="<|START_ACTION|>",
         tokens=("<|START_ACTION|>", "<|END_ACTION|>"),
-        clues=("<|START_ACTION|>", "tool_call_id", "<|START_RESPONSE|>"),
+        clues=("<|START_ACTION|>", '"tool_name": "'),
         instructions=INSTRUCTIONS
         + '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "function name", '
         + '"parameters": {"argument name": "value"}}\n]<|END_ACTION|>',

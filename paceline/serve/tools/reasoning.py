@@ -224,12 +224,16 @@ REASONING_FORMATS = (
         clues=("<|begin|>assistant", "<|think|>", "<|content|>"),
         channels=SOLAR,
     ),
-    ReasoningFormat(  # Command R7B
-        "<|START_THINKING|>",
-        "<|END_THINKING|>",
-        ("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-        answer_begins=("<|START_RESPONSE|>",),
-        answer_end="<|END_RESPONSE|>",
+    *(
+        ReasoningFormat(
+            "<|START_THINKING|>",
+            "<|END_THINKING|>",
+            ("<|START_THINKING|>", "<|END_THINKING|>", f"<|START_{answer}|>", f"<|END_{answer}|>"),
+            clues=("<|START_THINKING|>", f"<|START_{answer}|>"),
+            answer_begins=(f"<|START_{answer}|>",),
+            answer_end=f"<|END_{answer}|>",
+        )
+        for answer in ("RESPONSE", "TEXT")  # Command R7B; Cohere's mixture of experts
     ),
     ReasoningFormat(  # Hunyuan A13B: its template asks for the word for assistant before texts
         "<think>",

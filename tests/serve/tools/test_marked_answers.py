@@ -62,7 +62,7 @@ MODELS = {
     ),
     "command_r7b": Model(
         "cohere_command3",
-        '<|START_THINKING|> <|END_THINKING|> <|START_ACTION|> {"tool_call_id": 0} <|START_RESPONSE|>',
+        '<|START_THINKING|> <|END_THINKING|> <|START_ACTION|> {"tool_name": "f"} <|START_RESPONSE|>',
         "<|START_THINKING|>A city?<|END_THINKING|>",
         "<|START_RESPONSE|>Bern.<|END_RESPONSE|>",
         '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "weather", "parameters": '
@@ -81,6 +81,11 @@ MODELS = {
     ),
 }
 END = "<|flush|>"  # <|end|>, the end of other tests, is a mark of Solar's
+MODELS["cohere2_moe"] = replace(
+    MODELS["command_r7b"],
+    template=MODELS["command_r7b"].template.replace("RESPONSE", "TEXT"),
+    answer="<|START_TEXT|>Bern.<|END_TEXT|>",
+)
 models = pytest.mark.parametrize("name", MODELS)
 kinds = pytest.mark.parametrize("kind", ["plain", "special"])
 CALLS = [
