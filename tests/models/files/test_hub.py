@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import sys
 import threading
 from collections.abc import Iterator
@@ -171,6 +172,25 @@ def test_a_hub_that_is_out_of_order_is_as_one_that_is_away(
     assert resolve(model) == folder
     with pytest.raises(ModelError, match="the hub cannot be reached"):
         resolve("org/other")
+
+
+@pytest.mark.parametrize("has_handlers", [True, False])
+def test_each_line_of_the_client_is_logged_once(
+    hub: type[StandIn], model: str, monkeypatch: pytest.MonkeyPatch, has_handlers: bool
+) -> None:
+    """A server logs what libraries do; a command line leaves that to the client."""
+    lines: list[str] = []
+
+    class Listed(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    client = logging.getLogger("huggingface_hub")
+    monkeypatch.setattr(client, "handlers", [Listed()])  # as it adds one when it is imported
+    monkeypatch.setattr(logging.getLogger(), "handlers", [Listed()] if has_handlers else [])
+    resolve(model)
+    client.warning("Retrying")
+    assert lines == ["Retrying"]
 
 
 def test_without_the_hub_a_part_of_a_model_is_called_one(
