@@ -86,7 +86,7 @@ def fetch_from_hub(name: str) -> Path:
     repository, wanted = match["repository"], match["wanted"]
     with needs_extra("hub", f"fetching {name!r} from the hub", ModelError):
         import huggingface_hub
-    _log_once()
+    _log_once(huggingface_hub)
     try:
         return _fetch(huggingface_hub, repository, wanted)
     except ModelError:
@@ -101,10 +101,10 @@ def fetch_from_hub(name: str) -> Path:
         raise ModelError(f"{repository} could not be fetched from the hub: {what}.") from error
 
 
-def _log_once() -> None:
+def _log_once(hub: Any) -> None:
     """Leave the client's log lines to the program's handlers, if it has any: its own one repeats them."""
     if logging.getLogger().handlers:
-        logging.getLogger("huggingface_hub").handlers.clear()
+        hub.logging.get_logger().handlers.clear()  # the module adds the handler when it is first used
 
 
 def _fetch(hub: Any, repository: str, wanted: str | None) -> Path:
