@@ -17,6 +17,7 @@ class Channels:
     bodies: tuple[str, ...]  # texts that a header ends with
     ends: tuple[str, ...]  # texts that end a message
     thought: str  # a part of the headers of thoughts only
+    last_end: str = ""  # what may end the last message, before the end of the answer
 
 
 HARMONY = Channels(  # gpt-oss
@@ -38,4 +39,5 @@ SOLAR = Channels(  # Solar Open
     bodies=("<|think|>", "<|content|>"),
     ends=("<|end|>", "<|flush|>", "<|calls|>"),
     thought="<|think|>",
+    last_end="<|end|>",
 )

@@ -128,7 +128,8 @@ def _channels(
     final = "TEXT?" if content is None else "content"
     # a remark is free text: one with the final message's header would let that be free, too
     headers = reasoning if content is not None and remark == header else f"({reasoning} | {remark})"
-    last = f"{begin} calls" if choice.mode == "required" else f"{begin} calls | {header} {final}"
+    end = f"({literal(channels.last_end, special)})?" if channels.last_end else ""
+    last = f"{begin} calls" if choice.mode == "required" else f"{begin} calls | {header} {final} {end}"
     plain = "" if choice.mode == "required" else " | TEXT?" if content is None else " | content"
     return [
         f"start: message* last{plain}",
