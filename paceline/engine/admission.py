@@ -18,6 +18,7 @@ from paceline.draft.speculative_config import PLAN_KEYS, parse_plan
 from paceline.errors import GrammarError, RequestError
 from paceline.options import check_bool, nearest, unknown_option
 from paceline.verify.noise import derive_seed
+from paceline.words import counted
 
 REQUEST_KEYS = (*PLAN_KEYS, "strict")  # of a request's `speculative`
 
@@ -183,7 +184,7 @@ class PromptTooLong(RequestError):
 def prompt_too_long(count: int, limits: Limits, exact: bool = True) -> PromptTooLong:
     """The error for a prompt of `count` tokens; of more than `count`, if that is not exact."""
     excess = count - limits.max_model_len + 1
-    less = f" by {excess} {'token' if excess == 1 else 'tokens'}" if exact else ""
+    less = f" by {counted(excess, 'tokens')}" if exact else ""
     return PromptTooLong(
         f"the prompt has {'' if exact else 'more than '}{count} tokens and the context holds "
         f"{limits.max_model_len}, at least one of them output. Shorten the prompt{less}, or raise "

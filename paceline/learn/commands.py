@@ -31,6 +31,7 @@ from paceline.learn.head_commands import (
 )
 from paceline.terminal.help import App
 from paceline.terminal.session import note
+from paceline.words import counted
 
 app = App(help="Learn from the traffic that a server with --learn has kept.", no_args_is_help=True)
 add_head_commands(app)
@@ -76,7 +77,9 @@ def status_command(folder: Folder, salt: Salt = "", as_json: AsJson = False) -> 
             f"{name} rows {before:.2f} to {candidate.after[name]:.2f}"
             for name, before in candidate.before.items()
         )
-        typer.echo(f"candidate  {candidate.method}, {candidate.steps} steps; tokens per pass: {gains}")
+        typer.echo(
+            f"candidate  {candidate.method}, {counted(candidate.steps, 'steps')}; tokens per pass: {gains}"
+        )
     for line in _head_lines(history):
         typer.echo(line)
 
@@ -212,7 +215,8 @@ def export_command(
     )
     writer.close()
     skipped = damage.damaged + damage.cut_off
-    note(f"{len(rows)} answers: {out}" + (f"; {skipped} damaged records were skipped" if skipped else ""))
+    left_out = f"; skipped {counted(skipped, 'damaged records')}" if skipped else ""
+    note(f"{counted(len(rows), 'answers')}: {out}{left_out}")
 
 
 @app.command("clear")

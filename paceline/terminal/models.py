@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Column, Table
+from rich.text import Text
 
 from paceline.config import ROWS_PER_PASS, USUAL_ROWS_PER_PASS
 from paceline.errors import PacelineError
@@ -46,7 +47,29 @@ from paceline.terminal.help import App
 app = App(help="List, download and inspect models.", no_args_is_help=True)
 
 PAGE_SIZE = 16  # tokens, on every backend
+MAX_ENTRIES = 8  # of a collection that are shown
 USUAL_CONTEXT = 4096  # tokens of a request, unless the user says or the model has fewer
+# names of facts where the words of a field's own name would be unclear; --json has the fields' names
+LABELS = {
+    "num_layers": "layers",
+    "num_heads": "attention heads",
+    "num_kv_heads": "KV heads",
+    "head_dim": "head size",
+    "intermediate_size": "MLP size",
+    "rms_norm_eps": "norm epsilon",
+    "rope": "RoPE",
+    "max_position": "context length",
+    "tie_embeddings": "tied embeddings",
+    "qkv_bias": "QKV bias",
+    "qk_norm": "QK norm",
+    "joint_qk_norm": "joint QK norm",
+    "moe": "mixture of experts",
+    "latent": "latent attention (MLA)",
+    "vocab_size": "vocabulary size",
+    "kv_values_per_token": "KV values per token",
+    "bos_id": "BOS token",
+    "eos_ids": "EOS tokens",
+}
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -121,11 +144,12 @@ def show_command(
         return
     typer.echo(path)
     facts["config"] = _changed(config)
-    facts["cache"] = {name.replace("_", " "): value for name, value in facts["cache"].items() if value}
+    facts["cache"] = {name: value for name, value in facts["cache"].items() if value}
     for title, group in facts.items():
         table = Table(title=title, title_justify="left", show_header=False)
-        for name, value in group.items():
-            table.add_row(name, _short(value))
+        for name, value in group.items():  # drafters are named as --draft takes them
+            label = name if title in ("tensors", "drafters") else _label(name)
+            table.add_row(label, Text(_short(value)))  # as it is: rich takes brackets for markup
         Console().print(table)
     Console().print(_runs_table(needs, f"memory for {max_num_seqs} x {context:,} tokens, by --quantization"))
     for backend, why in {need.backend: need.refused for need in needs if need.refused}.items():
@@ -196,17 +220,37 @@ def _changed(record: Any) -> dict[str, object]:
         else:
             default = field.default
         if value != default:
-            changed[field.name] = _changed(value) if dataclasses.is_dataclass(value) else value
+            changed[field.name] = _shown(value)
     return changed
+
+
+def _shown(value: Any) -> Any:
+    """A field's value with the records in it as what `_changed` leaves of them."""
+    if isinstance(value, tuple):
+        return tuple(map(_shown, value))
+    return _changed(value) if dataclasses.is_dataclass(value) else value
+
+
+def _label(name: str) -> str:
+    """The words for a field."""
+    return LABELS.get(name, name.replace("_", " "))
 
 
 def _short(value: object) -> str:
     """A value as the text of a table cell; of a long collection only its length."""
-    if isinstance(value, tuple | frozenset) and len(value) > 8:
-        return f"{len(value)} entries"
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_short(entry)}" for key, entry in value.items())
-    return f"{value:,}" if type(value) is int else str(value)
+    match value:
+        case list() | tuple() | frozenset():
+            many = len(value) > MAX_ENTRIES
+            return f"{len(value)} entries" if many else f"[{', '.join(map(_short, value))}]"
+        case dict():
+            return ", ".join(f"{_label(key)} {_short(entry)}" for key, entry in value.items()) or "default"
+        case None | True | False:
+            return {None: "none", True: "yes", False: "no"}[value]
+        case int():
+            return f"{value:,}"
+        case float():
+            return f"{value:,.0f}" if value.is_integer() else f"{value:g}"
+    return str(value)
 
 
 def _possible_mtp(checkpoint: Checkpoint) -> str:

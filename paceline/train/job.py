@@ -28,6 +28,7 @@ from paceline.train.options import TrainOptions
 from paceline.train.report.card import Measured, serve_command, write_report
 from paceline.train.report.show import answering_progress, duration, show_measured, training_progress
 from paceline.train.run import Start, Trained, train_head
+from paceline.words import counted
 
 if TYPE_CHECKING:
     from paceline.llm import LLM
@@ -113,8 +114,9 @@ def train(job: Job, options: TrainOptions, start: Start) -> None:
     with writing(job.out, "Make room: the same command measures the head again."):
         write_report(trained, job.model, options, measured, job.out)
     if trained.progress.step < FEW_STEPS:
+        learned = counted(len(trained.examples), "answers")
         note(
-            f"Trained for few steps ({trained.progress.step}, on {len(trained.examples)} answers), a head "
+            f"Trained for few steps ({trained.progress.step}, on {learned}), a head "
             "guesses badly: more --minutes and another --out, or a GPU, make a better one."
         )
     note(use)
@@ -175,8 +177,9 @@ def answer(
         raise ConfigError(
             "None of the prompts can be used: give others, or let the model write --self-written."
         )
+    answers, tokens = counted(answered.answers, "answers"), counted(answered.tokens, "tokens")
     many = "" if answered.complete else f" of {answered.total}, as many as a third of --minutes gave"
-    note(f"{answered.answers} answers{many}, {answered.tokens} tokens: {out}")
+    note(f"{answers}{many}, {tokens}: {out}")
 
 
 @contextmanager

@@ -39,16 +39,15 @@ PLAIN_TEMPLATE = (
 
 
 def byte_tokenizer(
-    template: str = PLAIN_TEMPLATE, special: Sequence[str] = (), added: Sequence[str] = ()
+    template: str = PLAIN_TEMPLATE, special: Sequence[str] = (), added: Sequence[str] = (), end: str = END
 ) -> Tokenizer:
-    """A tokenizer whose tokens are bytes, the `special` tokens, and ordinary added tokens."""
+    """A tokenizer whose tokens are bytes, the `special` tokens with `end`, and ordinary added tokens."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(byte_alphabet(), []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens([END, USER, ANSWER, *special])
+    backend.add_special_tokens([end, USER, ANSWER, *special])
     backend.add_tokens([tokenizers.AddedToken(text, normalized=False) for text in added])
-    end = backend.token_to_id(END)
-    return Tokenizer(backend, {"eos_token": END}, [end], template)
+    return Tokenizer(backend, {"eos_token": end}, [backend.token_to_id(end)], template)
 
 
 class EchoBackend(ToyBackend):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import gguf
@@ -65,8 +66,19 @@ def test_show_reports_config_tensors_and_tokenizer(tmp_path: Path) -> None:
     text = run("show", str(path))
     assert "Q8_0" in text
     assert "theta" in text
+    for label in ("layers", "KV heads", "context length", "tied embeddings", "EOS tokens", "[0, 1]"):
+        assert label in text
+    of_model = re.sub("drafters.*?└", "", text.split("\n", 1)[1], flags=re.DOTALL)  # named as flags take them
+    assert not re.findall("[a-z]+_[a-z_]+", of_model)
     assert "low_freq_factor" not in text  # as it is by default: it says nothing of this model
     assert "window" not in text
+
+
+def test_show_has_records_within_a_field_in_words(tmp_path: Path) -> None:
+    text = run("show", str(tiny.save_checkpoint("gemma3", tmp_path)))
+    assert "[default, theta 1,000,000, default]" in text  # RoPE of each layer
+    assert "[9, none, 9]" in text  # sliding windows
+    assert "RopeConfig" not in text
 
 
 def test_show_says_why_a_backend_refuses_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

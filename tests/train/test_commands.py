@@ -58,7 +58,7 @@ def test_prompts_become_a_head_with_its_card(
     out = tmp_path / "head"
     code, table, stderr = paceline("train", "eagle3", tiny_gguf, "--data", prompts, "--out", out, *SMALL)
     assert code == 0, stderr
-    assert "1 rows left out: broken JSON" in stderr
+    assert "1 row left out: broken JSON" in stderr
     assert "this head" in table
     head = load_head(out)
     assert head.config.draft_vocab_size == 50
@@ -189,7 +189,7 @@ def test_a_model_without_a_chat_template_answers_texts_but_those_that_are_measur
     given = ("--data", prompts, "--exclude", measured, "--temperatures", "0", "--max-tokens", "6")
     code, _, stderr = paceline("train", "answers", model, *given, "--device", "cpu", "--out", answers)
     assert code == 0, stderr
-    assert "1 rows left out: in a file of --exclude (first: prompts-2)" in stderr
+    assert "1 row left out: in a file of --exclude (first: prompts-2)" in stderr
     assert "4 answers, " in stderr
 
 
@@ -296,7 +296,7 @@ def test_if_no_prompt_can_be_used_the_reasons_are_reported(
     rows.write_text('{"messages": [{"role": "wizard", "content": "x"}]}\n\n{"prompt": ""}\n')
     code, _, stderr = paceline("train", "eagle3", tiny_gguf, "--data", rows, "--out", tmp_path / "h", *SMALL)
     assert code == 2
-    assert "1 rows left out: wrong roles (first: rows-1)" in stderr
+    assert "1 row left out: wrong roles (first: rows-1)" in stderr
     assert "None of the prompts can be used" in stderr
 
 

@@ -12,6 +12,7 @@ from paceline.learn.training.early_stop import Kept
 from paceline.learn.training.fine_tune import Candidate
 from paceline.terminal.session import note
 from paceline.train.loop.progress import Progress
+from paceline.words import counted
 
 
 class Reporter:
@@ -43,7 +44,9 @@ class Reporter:
         elif not candidate.gains:
             note("The head drafts no better than before on rows that were held back: there is no candidate.")
         else:
-            note(f"The candidate is in {out}: {candidate.steps} steps, {candidate.seconds:.0f} s.")
+            note(
+                f"The candidate is in {out}: {counted(candidate.steps, 'steps')}, {candidate.seconds:.0f} s."
+            )
 
     def _print(self, **facts: Any) -> None:
         typer.echo(json.dumps(facts))

@@ -12,6 +12,7 @@ head's MASK_EMBEDDING, of which only the tensor is read.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,6 +86,7 @@ def fetch_from_hub(name: str) -> Path:
     repository, wanted = match["repository"], match["wanted"]
     with needs_extra("hub", f"fetching {name!r} from the hub", ModelError):
         import huggingface_hub
+    _log_once(huggingface_hub)
     try:
         return _fetch(huggingface_hub, repository, wanted)
     except ModelError:
@@ -97,6 +99,12 @@ def fetch_from_hub(name: str) -> Path:
         what = remedy or f"{str(error)[:300]}. Check the name, the network and the disk"
         what = what.replace("{repository}", repository)
         raise ModelError(f"{repository} could not be fetched from the hub: {what}.") from error
+
+
+def _log_once(hub: Any) -> None:
+    """Leave the client's log lines to the program's handlers, if it has any: its own one repeats them."""
+    if logging.getLogger().handlers:
+        hub.logging.get_logger().handlers.clear()  # the module adds the handler when it is first used
 
 
 def _fetch(hub: Any, repository: str, wanted: str | None) -> Path:

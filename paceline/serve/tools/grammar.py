@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from paceline.serve.tools.channels import Channels
 from paceline.serve.tools.declared import Tool, ToolChoice
 from paceline.serve.tools.reasoning import ReasoningFormat
 from paceline.serve.tools.rules import escaped, json_rule, literal
@@ -41,20 +42,27 @@ def answer_grammar(
     `content` is the JSON schema of the content, if it has one; `special` has the special tokens of the format
     and of the marks around `reasoning`: a text cannot contain those, so they need a rule.
     """
+    before, after = (f"({literal(text, special)})?" if text else "" for text in format.around)
     begin, between, end = (literal(text, special) for text in (format.begin, format.between, format.end))
+    begin, end = f"{before} {begin}", f"{end} {after}"
     thought = _thought(reasoning, special)
+    opened, closed = _answer_marks(reasoning, special)
     is_single = choice.single or format.single
     lines = [f"calls: call {end}" if is_single else f"calls: call ({between} call)* {end}"]
-    if format.channels and "<|channel|>" in special:
-        lines += _channels(begin, choice, content, special)
+    if format.channels and any(token in format.channels.final for token in special):
+        lines += _channels(format.channels, begin, choice, content, special)
     elif choice.mode == "required":
         lines.append(f"start: {begin} calls")
     elif content is not None:
-        lines += [f"start: content | {begin} calls", f"content: {json_rule(content)}"]
+        lines += [f"start: {opened} content {closed} | {begin} calls", f"content: {json_rule(content)}"]
     elif not format.marker:
-        lines += [f"start: TEXT? | {begin} calls", r"TEXT: /[^{](?s:.*)/"]
+        starts = {text[0] for text in (format.opening, format.around[0]) if text and text not in special}
+        lines += [
+            f"start: TEXT? | {begin} calls",
+            f"TEXT: /[^{escaped(''.join(sorted(starts)))}](?s:.*)/",
+        ]
     elif format.marker in special:
-        lines += [f"start: {thought} TEXT | {thought} TEXT? {begin} calls", "TEXT: /(?s:.*)/"]
+        lines += [f"start: {thought} {opened} (TEXT {closed} | TEXT? {begin} calls)", "TEXT: /(?s:.*)/"]
     else:  # the marker ends the text before it; only a lazy lexeme matches it in time
         rest = literal(format.begin.removeprefix(format.marker), special)
         lines += [
@@ -76,6 +84,13 @@ def answer_grammar(
 
 def _head(format: ToolFormat, name: str, special: Mapping[str, int]) -> str:
     """What stands before a call's arguments."""
+    written = format.written_id
+    if written is not None:
+        start, rest = (
+            literal(format.call_start, special),
+            literal(written.end + name + format.name_end, special),
+        )
+        return f"{start} /{written.pattern}/ {rest}"
     if not format.counted:
         return literal(format.call_start + name + format.name_end, special)
     # models count the calls of the whole conversation
@@ -90,21 +105,35 @@ def _thought(reasoning: ReasoningFormat | None, special: Mapping[str, int]) -> s
     return f"({literal(reasoning.begin, special)}? /(?s:.+)/? {literal(reasoning.end, special)})?"
 
 
+def _answer_marks(reasoning: ReasoningFormat | None, special: Mapping[str, int]) -> tuple[str, str]:
+    """What may stand before and after an answer; nothing if these marks are texts, as any text may be."""
+    if reasoning is None or reasoning.answer_end not in special:
+        return "", ""
+    begins = " | ".join(literal(mark, special) for mark in reasoning.answer_begins)
+    return rf"(/\s+/? ({begins}))?", f"({literal(reasoning.answer_end, special)})?"
+
+
 def _channels(
-    begin: str, choice: ToolChoice, content: Mapping[str, Any] | None, special: Mapping[str, int]
+    channels: Channels,
+    begin: str,
+    choice: ToolChoice,
+    content: Mapping[str, Any] | None,
+    special: Mapping[str, int],
 ) -> list[str]:
     """Rules for an answer of messages: thoughts and remarks, then the final one or calls."""
-
-    def header(channel: str) -> str:
-        return literal(f"<|channel|>{channel}<|message|>", special)
-
-    following = literal("<|end|><|start|>assistant", special)
+    reasoning, remark, header, following = (
+        literal(text, special)
+        for text in (channels.reasoning, channels.remark, channels.final, channels.following)
+    )
     final = "TEXT?" if content is None else "content"
-    last = f"{begin} calls" if choice.mode == "required" else f"{begin} calls | {header('final')} {final}"
+    # a remark is free text: one with the final message's header would let that be free, too
+    headers = reasoning if content is not None and remark == header else f"({reasoning} | {remark})"
+    end = f"({literal(channels.last_end, special)})?" if channels.last_end else ""
+    last = f"{begin} calls" if choice.mode == "required" else f"{begin} calls | {header} {final} {end}"
     plain = "" if choice.mode == "required" else " | TEXT?" if content is None else " | content"
     return [
         f"start: message* last{plain}",
-        f"message: ({header('analysis')} | {header('commentary')}) TEXT? {following}",
+        f"message: {headers} TEXT? {following}",
         f"last: {last}",
         "TEXT: /(?s:.+)/",
         *([] if content is None else [f"content: {json_rule(content)}"]),

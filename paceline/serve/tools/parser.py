@@ -41,6 +41,7 @@ class ToolParser:
         self._counted = format is not None and format.counted  # a number follows each name
         self._notation, self._texts = format and format.notation, texts or {}
         self._arguments: ArgumentsReader = JsonReader()
+        self._id_end = format.written_id.end if format is not None and format.written_id else ""
         self._events: list[Event] = []
         self._read: Callable[[], bool] = self._read_plain
         self._read_rest = self._read_plain  # the reader of what follows the calls
@@ -48,7 +49,10 @@ class ToolParser:
             self._opening, self._name_end, self._new_id = format.opening, format.name_end, format.new_id
             self._call_end = format.call_end
             self._next_call = format.call_end + format.between + format.call_start
-            self._end = format.call_end + format.end
+            start, end = format.around
+            self._openings = (start + format.opening, format.opening)
+            self._end = format.call_end + format.end + end
+            self._ends = [self._end, format.call_end + format.end, format.call_end]
             self._read = self._read_start
             if anywhere and format.marker:
                 self._read = self._read_fence if format.fenced else self._read_text
@@ -87,10 +91,11 @@ class ToolParser:
 
     def _read_start(self) -> bool:
         """Calls, if the output starts with one."""
-        if self._buffer.startswith(self._opening):
-            self._hold(len(self._opening))
-            return True
-        if self._opening.startswith(self._buffer):
+        for opening in self._openings:
+            if self._buffer.startswith(opening):
+                self._hold(len(opening))
+                return True
+        if any(opening.startswith(self._buffer) for opening in self._openings):
             return False
         self._read = self._read_plain
         return True
@@ -103,6 +108,7 @@ class ToolParser:
                 self._start_call(name)
                 self._skip(len(head))
                 self._next_call, self._end, self._read_rest = "", FENCE_END, self._read_plain
+                self._ends = [FENCE_END, self._call_end]
                 self._read = self._read_arguments
                 return True
         if any(head.startswith(self._buffer) for head in heads):
@@ -123,6 +129,17 @@ class ToolParser:
         self._content(text)
         self._skip(len(text))
         return False
+
+    def _read_id(self) -> bool:
+        """The id before a name, which clients do not get: models write one id twice."""
+        end = self._buffer.find(self._id_end)
+        if end < 0:
+            return False
+        size = end + len(self._id_end)
+        self._held += self._buffer[:size]
+        self._skip(size)
+        self._read = self._read_name
+        return True
 
     def _read_name(self) -> bool:
         end = self._buffer.find((self._name_end or self._call_end)[0])
@@ -169,13 +186,13 @@ class ToolParser:
         """How many characters after a call's arguments belong to the call."""
         if self._end.startswith(text):  # cut off
             return len(text)
-        return next((len(end) for end in (self._end, self._call_end) if text.startswith(end)), 0)
+        return next((len(end) for end in self._ends if text.startswith(end)), 0)
 
     def _hold(self, count: int) -> None:
         """Move the start of a call from the buffer to `_held`, where it stays until the name is complete."""
         self._held = self._buffer[:count]
         self._skip(count)
-        self._read = self._read_name
+        self._read = self._read_id if self._id_end else self._read_name
 
     def _start_call(self, written: str) -> None:
         name = _NUMBER.sub("", written) if self._counted else written

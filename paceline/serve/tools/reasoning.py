@@ -2,7 +2,7 @@
 
 A model writes `<think>…</think>` first, or its chat template has already written `<think>` at the end of the
 prompt. Only the start of an output can be reasoning; the same marks later are content. White space next to
-the marks is dropped, as it is before a call.
+the marks is dropped, as it is before a call. Some models write marks around the answer too: they are dropped.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.serve.tools.arguments import overlap
+from paceline.serve.tools.channels import HARMONY, SOLAR, Channels
 from paceline.serve.tools.events import Content, Event, EventFilter, OutputParser, Reasoning
 
 
@@ -53,11 +54,14 @@ class ReasoningParser(_SplittingParser):
     # Each reader consumes what it can of the buffer; the last one passes everything on.
 
     def _read_start(self) -> list[Event]:
-        text = self._buffer.lstrip()
+        text, begins = self._buffer.lstrip(), self._format.answer_begins
         if text.startswith(self._format.begin):
             self._buffer, self._read = text.removeprefix(self._format.begin), self._read_reasoning
             return self._read()
-        if self._format.begin.startswith(text):
+        if text.startswith(begins):
+            self._read = self._read_answer
+            return self._read()
+        if any(mark.startswith(text) for mark in (self._format.begin, *begins)):
             return []
         return self._flush()
 
@@ -76,7 +80,31 @@ class ReasoningParser(_SplittingParser):
         return events + self._read()
 
     def _read_answer(self) -> list[Event]:
-        """White space between reasoning and content is dropped."""
+        """White space between reasoning and content is dropped, and what begins the answer."""
+        self._buffer, begins = self._buffer.lstrip(), self._format.answer_begins
+        while mark := next((mark for mark in begins if self._buffer.startswith(mark)), ""):
+            self._buffer = self._buffer.removeprefix(mark).lstrip()
+        if not self._buffer or any(mark.startswith(self._buffer) for mark in begins):
+            return []
+        if not self._format.answer_end:
+            return self._flush()
+        self._read = self._read_content
+        return self._read()
+
+    def _read_content(self) -> list[Event]:
+        """Content up to the mark that ends it. White space is held back: it is dropped before the mark."""
+        at = self._buffer.find(self._format.answer_end)
+        end = len(self._buffer) - overlap(self._buffer, self._format.answer_end) if at < 0 else at
+        text = self._buffer[:end].rstrip()
+        events: list[Event] = [Content(text)] if text else []
+        if at < 0:
+            self._buffer = self._buffer[len(text) :]
+            return events
+        self._buffer, self._read = self._buffer[at + len(self._format.answer_end) :], self._read_end
+        return events + self._read()
+
+    def _read_end(self) -> list[Event]:
+        """White space after the answer is dropped."""
         self._buffer = self._buffer.lstrip()
         return self._flush() if self._buffer else []
 
@@ -92,16 +120,20 @@ class ReasoningParser(_SplittingParser):
 
 
 class ChannelParser(_SplittingParser):
-    """The messages of gpt-oss' harmony format: reasoning is what it writes in the channel analysis.
+    """The messages of a format with channels: those with the header of a thought are reasoning.
 
         <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>
 
-    Headers are dropped, also one that is cut off; what has no header is content. A blank line separates two
-    messages of one kind.
+    That is gpt-oss' harmony. Headers are dropped, also one that is cut off; what has no header is content. A
+    blank line separates two messages of one kind.
     """
 
     def __init__(self, parser: OutputParser, format: ReasoningFormat, is_open: bool) -> None:
         super().__init__(parser)
+        if format.channels is None:
+            raise AssertionError("a format without channels has another reader")
+        self._channels = format.channels
+        self._marks = format.channels.starts + format.channels.ends
         self._kind: type[Content | Reasoning] | None = None  # of the message being read; None: its header
         self._is_new = True  # nothing of the message was given
         self._given: set[type[Content | Reasoning]] = set()
@@ -115,29 +147,32 @@ class ChannelParser(_SplittingParser):
         return events
 
     def _read_header(self) -> bool:
-        header, mark, rest = self._buffer.partition("<|message|>")
-        if mark and header.startswith(HEADER_MARKS):
-            self._begin(Reasoning if "<|channel|>analysis" in header else Content, rest)
+        channels = self._channels
+        bodies = [at + len(body) for body in channels.bodies if (at := self._buffer.find(body)) >= 0]
+        is_header = self._buffer.startswith(channels.starts)
+        if bodies and is_header:
+            header, rest = self._buffer[: min(bodies)], self._buffer[min(bodies) :]
+            self._begin(Reasoning if channels.thought in header else Content, rest)
             return True
-        if end := next((end for end in END_MARKS if self._buffer.startswith(end)), ""):
+        if end := next((end for end in channels.ends if self._buffer.startswith(end)), ""):
             self._buffer = self._buffer.removeprefix(end)
             return True
-        if self._buffer.startswith(HEADER_MARKS) or any(m.startswith(self._buffer) for m in MARKS):
+        if is_header or any(mark.startswith(self._buffer) for mark in self._marks):
             return False
         self._begin(Content, self._buffer)
         return True
 
     def _read_message(self, events: list[Event]) -> bool:
-        found = [(at, mark) for mark in MARKS if (at := self._buffer.find(mark)) >= 0]
+        found = [(at, mark) for mark in self._marks if (at := self._buffer.find(mark)) >= 0]
         if not found:
-            held = max(overlap(self._buffer, mark) for mark in MARKS)
+            held = max(overlap(self._buffer, mark) for mark in self._marks)
             size = len(self._buffer) - held
             events += self._message(self._buffer[:size])
             self._buffer = self._buffer[size:]
             return False
         at, mark = min(found)
         events += self._message(self._buffer[:at])
-        self._buffer = self._buffer[at + (len(mark) if mark in END_MARKS else 0) :]
+        self._buffer = self._buffer[at + (len(mark) if mark in self._channels.ends else 0) :]
         self._kind = None
         return True
 
@@ -156,16 +191,11 @@ class ChannelParser(_SplittingParser):
 
     def _flush(self) -> list[Event]:
         events = self._message(self._buffer)
-        if self._kind is None and not self._buffer.startswith(HEADER_MARKS):
+        if self._kind is None and not self._buffer.startswith(self._channels.starts):
             self._begin(Content, self._buffer)
             events = self._message(self._buffer)
         self._buffer, self._kind = "", None
         return events
-
-
-HEADER_MARKS = ("<|start|>", "<|channel|>")
-END_MARKS = ("<|end|>", "<|call|>", "<|return|>")
-MARKS = HEADER_MARKS + END_MARKS
 
 
 @dataclass(frozen=True)
@@ -176,11 +206,43 @@ class ReasoningFormat:
     end: str
     tokens: tuple[str, ...]  # parts of the marks that are single tokens in some vocabularies
     reader: Callable[[OutputParser, ReasoningFormat, bool], OutputParser] = ReasoningParser
-    clues: tuple[str, ...] = ()  # of a template that puts its marks together
+    clues: tuple[str, ...] = ()  # of a template that puts its marks together, or that has more marks
+    channels: Channels | None = None  # the marks of all messages, for ChannelParser
+    answer_begins: tuple[str, ...] = ()  # what may stand before an answer that calls nothing
+    answer_end: str = ""  # what may end it
 
 
 REASONING_FORMATS = (
-    ReasoningFormat("<|channel|>", "<|message|>", ("<|channel|>", "<|message|>"), ChannelParser),  # gpt-oss
+    ReasoningFormat(  # gpt-oss
+        "<|channel|>", "<|message|>", ("<|channel|>", "<|message|>"), ChannelParser, channels=HARMONY
+    ),
+    ReasoningFormat(  # Solar Open
+        "<|think|>",
+        "<|end|>",
+        ("<|begin|>", "<|think|>", "<|content|>", "<|end|>"),
+        ChannelParser,
+        clues=("<|begin|>assistant", "<|think|>", "<|content|>"),
+        channels=SOLAR,
+    ),
+    *(
+        ReasoningFormat(
+            "<|START_THINKING|>",
+            "<|END_THINKING|>",
+            ("<|START_THINKING|>", "<|END_THINKING|>", f"<|START_{answer}|>", f"<|END_{answer}|>"),
+            clues=("<|START_THINKING|>", f"<|START_{answer}|>"),
+            answer_begins=(f"<|START_{answer}|>",),
+            answer_end=f"<|END_{answer}|>",
+        )
+        for answer in ("RESPONSE", "TEXT")  # Command R7B; Cohere's mixture of experts
+    ),
+    ReasoningFormat(  # Hunyuan A13B: its template asks for the word for assistant before texts
+        "<think>",
+        "</think>",
+        ("<think>", "</think>", "<answer>", "</answer>"),
+        clues=("<think>", "<|extra_0|>", "<|extra_4|>"),
+        answer_begins=("<answer>", "助手："),
+        answer_end="</answer>",
+    ),
     ReasoningFormat("<think>", "</think>", ("<think>", "</think>")),  # Qwen, DeepSeek, GLM, SmolLM, Kimi
     ReasoningFormat("<seed:think>", "</seed:think>", ("<seed:think>", "</seed:think>")),  # Seed-OSS
     ReasoningFormat(  # Hunyuan 3

@@ -4,8 +4,8 @@ A call is a name and a JSON object of arguments; formats differ in the text arou
 
     begin call_start f name_end {...} call_end between call_start g name_end {...} call_end end
 
-In most, a call is a JSON object itself: {"name": "f", "arguments": {...}}. In some, arguments are no JSON but
-another notation: see pairs.py, pythonic.py and quoted.py.
+In most, a call is a JSON object itself: {"name": "f", "arguments": {...}}. In some, an id stands before the
+name. In some, arguments are no JSON but another notation: see pairs.py, pythonic.py and quoted.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.serve.tools.arguments import Notation
+from paceline.serve.tools.channels import Channels
+
+# how a system message describes tools; each format adds what a call looks like
+INSTRUCTIONS = """You can call functions to help with the user's request. These are their JSON descriptions:
+<tools>
+{tools}
+</tools>
+
+To call one, write a JSON object with its name and its arguments, like this:
+"""
+
+
+@dataclass(frozen=True)
+class WrittenId:
+    """An id that a model writes before a call's name. Clients get another one, which is unique."""
+
+    characters: str  # as in a regular expression's brackets
+    length: int  # 0: one or more
+    end: str  # the text after it
+
+    @property
+    def pattern(self) -> str:
+        """The regular expression of an id."""
+        return f"[{self.characters}]" + (f"{{{self.length}}}" if self.length else "+")
 
 
 @dataclass(frozen=True)
@@ -37,12 +61,14 @@ class ToolFormat:
     id_digits: int = 24
     notation: Notation | None = None  # how arguments are written that are no JSON
     single: bool = False  # an answer has one call at most
-    channels: bool = False  # an answer is messages with headers; calls are one kind of message
+    channels: Channels | None = None  # an answer is messages with headers; calls are one kind of message
+    written_id: WrittenId | None = None  # stands between call_start and the name
+    around: tuple[str, str] = ("", "")  # marks that a model may write around all calls, or leave out
     fenced: bool = False  # models may also write a call as a fenced JSON block, see FENCE_START
 
     @property
     def opening(self) -> str:
-        """The start of the first call, up to its name."""
+        """The start of the first call, up to its name, or to the id before that."""
         return self.begin + self.call_start
 
     def new_id(self, written: str) -> str:
@@ -53,6 +79,7 @@ class ToolFormat:
         """The text of calls, each given as name and arguments (JSON)."""
         written = [
             self.call_start
+            + self._id_of(number)
             + (f"{name}:{number}" if self.counted else name)
             + self.name_end
             + (self.notation.write(arguments) if self.notation else arguments)
@@ -60,6 +87,11 @@ class ToolFormat:
             for number, (name, arguments) in enumerate(calls)
         ]
         return self.begin + self.between.join(written) + self.end
+
+    def _id_of(self, number: int) -> str:
+        """The id that is written before a call's name, if there is one."""
+        found = self.written_id
+        return "" if found is None else str(number).zfill(found.length) + found.end
 
 
 # how Qwen2.5-Coder starts an unconstrained call, whatever its template says

@@ -182,8 +182,8 @@ class Toolbox:
         self._thinks = bool(thinking)  # in special tokens, which the parser needs in the text
         # what a grammar refers to by id
         self._marks = {**thinking, **special_tokens(self.format.tokens, tokenizer)}
-        if tokenizer.id_of(self.format.end) in tokenizer.eos_ids:  # the call itself ends the answer
-            self.format = replace(self.format, end="", single=True)
+        if tokenizer.id_of(self.format.end) in tokenizer.eos_ids:  # calls end the answer: each one, or all
+            self.format = replace(self.format, end="", single=self.format.between.startswith(self.format.end))
 
     def plan(
         self,

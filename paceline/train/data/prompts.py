@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError, PacelineError, RequestError
 from paceline.train.data.rows import BadRow, read_rows
+from paceline.words import counted
 
 if TYPE_CHECKING:
     from paceline.models.tokenizer import Tokenizer
@@ -70,7 +71,7 @@ class Skipped:
     def lines(self) -> list[str]:
         """One line per reason, the most frequent first."""
         return [
-            f"{count} rows left out: {reason} (first: {self.first[reason]})"
+            f"{counted(count, 'rows')} left out: {reason} (first: {self.first[reason]})"
             for reason, count in self.counts.most_common()
         ]
 

@@ -15,6 +15,7 @@ from paceline.train.options import TrainOptions
 from paceline.train.report.evaluation import DRAFTED
 from paceline.train.report.plot import plot
 from paceline.train.run import Trained
+from paceline.words import counted
 
 MAX_SEGMENTS = 12  # named on the card
 
@@ -75,8 +76,8 @@ def card(trained: Trained, target: str, options: TrainOptions, measured: Measure
         f"| answered at | {_temperatures(trained.settings)} |",
         f"| draft vocabulary | {len(objective.draft_ids)} tokens, {100 * trained.coverage:.1f} % of those |",
         f"| size | {objective.size()} |",
-        f"| training | {progress.step} steps of {_batch_tokens(trained)} tokens, "
-        f"{objective.num_steps} tokens ahead |",
+        f"| training | {counted(progress.step, 'steps')} of {_batch_tokens(trained)} tokens, "
+        f"{counted(objective.num_steps, 'tokens')} ahead |",
         f"| | learning rate {options.learning_rate:g}, loss {options.loss}, seed {options.seed} |",
         f"| time | {progress.seconds / 60:.1f} minutes, answering included, on {trained.device} |",
     ]

@@ -17,6 +17,7 @@ from paceline.train.loop.progress import Progress as TrainingProgress
 from paceline.train.loop.trainer import OnProgress
 from paceline.train.report.card import Measured
 from paceline.train.report.evaluation import DRAFTED
+from paceline.words import counted
 
 LINE_SECONDS = 10.0  # between two lines where standard error is no terminal
 BAR_SECONDS = 0.2  # between two changes of the bar
@@ -62,13 +63,14 @@ def answering_progress(interrupt: Interrupt, seconds: float | None) -> Iterator[
             if before < 0:
                 started, before = now, answered.answers
                 if before:
-                    note(f"going on: {before} answers are there already")
+                    note(f"going on: {counted(before, 'answers')} already there")
             left = None if seconds is None else started + seconds - now
             if answered.answers > before:
                 rest = (answered.total - answered.answers) * (now - started) / (answered.answers - before)
                 left = rest if left is None else min(left, rest)
             doing = "writing prompts: answered" if answered.writing_prompts else "answered"
-            text = f"{doing} {answered.answers} of {answered.total}, {answered.tokens} tokens{_ends(left)}"
+            tokens = counted(answered.tokens, "tokens")
+            text = f"{doing} {answered.answers} of {answered.total}, {tokens}{_ends(left)}"
             draw(text, answered.answers, answered.total)
             return not interrupt.asked
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -171,6 +173,25 @@ def test_a_hub_that_is_out_of_order_is_as_one_that_is_away(
     assert resolve(model) == folder
     with pytest.raises(ModelError, match="the hub cannot be reached"):
         resolve("org/other")
+
+
+@pytest.mark.parametrize("set_up", ["logging.basicConfig()", "pass"], ids=["server", "command"])
+def test_each_line_of_the_client_is_logged_once(set_up: str, tmp_path: Path) -> None:
+    """A server logs what libraries do; a command leaves that to the client, which sets up its logs once."""
+    program = f"""
+import contextlib, logging
+from paceline.errors import ModelError
+from paceline.models.registry import resolve
+{set_up}
+with contextlib.suppress(ModelError):
+    resolve("org/other")
+logging.getLogger("huggingface_hub").warning("Retrying")
+"""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stderr.count("Retrying") == 1
 
 
 def test_without_the_hub_a_part_of_a_model_is_called_one(

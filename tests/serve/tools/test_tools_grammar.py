@@ -39,12 +39,12 @@ REQUIRED = ToolChoice("required")
 formats = pytest.mark.parametrize("name", FORMATS)
 
 
-def accepts(plan: ToolPlan, tokenizer: Tokenizer, text: str) -> bool:
-    """Whether the whole text is an answer of the plan's grammar."""
+def accepts(plan: ToolPlan, tokenizer: Tokenizer, text: str, end: str = END) -> bool:
+    """Whether the whole text, with the token that ends an answer, is an answer of the plan's grammar."""
     params = StructuredOutputsParams(**plan.sampling_options()["structured_outputs"])
     constraint = GrammarCompiler(tokenizer, tokenizer.vocab_size).compile(params).start()
     try:
-        for token in tokenizer.encode(text + END, add_special_tokens=False):
+        for token in tokenizer.encode(text + end, add_special_tokens=False):
             if not constraint.allows(token):
                 return False
             constraint.advance(token)

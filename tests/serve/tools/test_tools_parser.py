@@ -245,8 +245,10 @@ def as_pattern(format: ToolFormat, facts: list[tuple[object, ...]]) -> str:
     What is not in an event is what the format says, and white space before a call.
     """
     quoted = re.escape
-    starts = [r"\s*" + quoted(format.opening)]
-    starts += [quoted(format.between + format.call_start), quoted(FENCE_START)]
+    written = format.written_id
+    written_id = f'[^<"]*{quoted(written.end)}' if written else ""
+    starts = [r"\s*" + quoted(format.opening) + written_id]
+    starts += [quoted(format.between + format.call_start) + written_id, quoted(FENCE_START)]
     last = format.call_end + format.end
     ends = [quoted(last), quoted(format.call_end), quoted(FENCE_END)]
     cut_ends = [quoted(end[:size]) for end in (last, FENCE_END) for size in range(len(end))]

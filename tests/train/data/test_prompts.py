@@ -226,4 +226,4 @@ def test_prompts_too_long_or_refused_by_the_template_are_counted() -> None:
     pairs = list(tokenized(chats("ab", "refuse", "abcdef", "a"), Letters(), 3, skipped))
     assert [ids for _, ids in pairs] == [[97, 98], [97]]
     assert dict(skipped.counts) == {"refused by the chat template": 1, "too long": 1}
-    assert skipped.lines()[0].startswith("1 rows left out: ")
+    assert skipped.lines()[0].startswith("1 row left out: ")
