@@ -111,6 +111,9 @@ class DecodeOutput:
     found: Int32Array | None = None  # [slots] tokens drafted from text; None: the draft does not read text
     # [slots, 1 + length of drafts, fields of verify/logprobs.py], if a request of the pass wants them
     logprobs: Float64Array | None = None
+    # [slots, 1 + levels] the nodes of a tree at which `tokens` were sampled, first the root, which is 0, then
+    # 1 + the node's number in core/tree_shapes.py; None: the draft is no tree
+    nodes: Int32Array | None = None
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,10 @@ class ChainConfig:
     least_recent: float = 1e-6  # drafts; fewer recent ones are none: their odds would overflow, and be NaN
     parent_weight: float = 1.0  # drafts; weight of the depth above, where there are few observations
     least_chance: float = 0.005  # of acceptance and of rejection: nothing is certain
-    # of a node in a tree whose elder siblings were rejected, by their number; the last holds for more
+    # prior of a node in a tree whose elder siblings were rejected, by their number; the last holds for more
     sibling_chances: tuple[float, ...] = (0.25, 0.14, 0.09)
+    sibling_weight: float = 20.0  # tries that the prior counts for
+    sibling_fade: float = 0.98  # factor on the counts of siblings per pass with trees
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ class DraftStats:
     """One request's draft in one step, and how much of it was accepted. Immutable by convention.
 
     In a device pass it stands for all `count` drafts of a segment with the same drafter, length and
-    acceptance, without names of requests.
+    acceptance, without names of requests. A chain has no path there.
     """
 
     request_id: str

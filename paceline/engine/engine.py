@@ -331,7 +331,7 @@ class Engine:
         stats.overlapped, stats.between_time = schedule.executor.on_device, self._between
         stats.plan = schedule.plan if stats.overlapped else None
         gained = [len(delta.token_ids) for delta in deltas]
-        add_pass(stats, result.parts, result.shapes, result.verdicts, gained, timer.seconds)
+        add_pass(stats, result.parts, result.shapes, result.verdicts, result.paths, gained, timer.seconds)
         stats.draft_calls, stats.shadow = self._drafting.take_calls(), self._device.shadow.take()
         if self._trainer is not None:  # a device pass was launched one step earlier, so look back two steps
             seconds = stats.total_time * (2 if stats.overlapped else 1)

@@ -61,6 +61,8 @@ class StepResult:
     features: Features | None
     num_rows: int
     attended: int  # keys of committed tokens that its rows read, summed over the rows
+    # [parts] accepted nodes of trees that the device has verified; empty otherwise
+    paths: Sequence[tuple[int, ...]] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,15 +42,18 @@ def add_pass(
     parts: Sequence[Scheduled],
     shapes: Sequence[Shape],
     verdicts: Sequence[Verdict],
+    paths: Sequence[tuple[int, ...]],
     gained: Sequence[int],
     seconds: Mapping[str, float],
 ) -> None:
-    """Fill in the statistics of a pass: `shapes` of its drafts, `gained` tokens of its parts, `seconds` of
-    its phases. The caller sets `rows` and `attended`."""
+    """Fill in the statistics of a pass: `shapes` of its drafts, `paths` of StepResult, `gained` tokens of its
+    parts, `seconds` of its phases. The caller sets `rows` and `attended`."""
     known = sum([part.num_tokens for part in parts])
     if shapes:
-        count = _count_chains if stats.overlapped else _count_drafts
-        stats.drafts = count(parts, shapes, verdicts, gained)
+        if stats.overlapped:
+            stats.drafts = _count_device_drafts(parts, shapes, verdicts, paths or [()] * len(parts), gained)
+        else:
+            stats.drafts = _count_drafts(parts, shapes, verdicts, gained)
     _share_time(parts, seconds)
     stats.requests = len(parts)
     stats.prefill_tokens = known - sum([part.num_tokens == 1 for part in parts])
@@ -88,19 +91,26 @@ def _count_drafts(
     return tuple(drafts)
 
 
-def _count_chains(
-    parts: Sequence[Scheduled], shapes: Sequence[Shape], verdicts: Sequence[Verdict], gained: Sequence[int]
+def _count_device_drafts(
+    parts: Sequence[Scheduled],
+    shapes: Sequence[Shape],
+    verdicts: Sequence[Verdict],
+    paths: Sequence[tuple[int, ...]],
+    gained: Sequence[int],
 ) -> tuple[DraftStats, ...]:
     """The same of a device pass: one for all drafts that went alike. There may be hundreds in every pass."""
-    alike: dict[tuple[str, DraftKind, bool], int] = {}
-    for part, (nodes, levels, forced), verdict, count in zip(parts, shapes, verdicts, gained, strict=True):
+    alike: dict[tuple[str, DraftKind, bool, tuple[int, ...]], int] = {}
+    for part, (nodes, levels, forced), verdict, path, count in zip(
+        parts, shapes, verdicts, paths, gained, strict=True
+    ):
         if nodes:
             request = part.request
             accepted = min(len(verdict.accepted), count, nodes)
             depth = levels if request.finish_reason is None else _depth(request, levels, count)
             kind = part.plan.drafter or "", nodes, depth, accepted
             request.speculative.add(kind)
-            name = request.segment, kind, bool(forced)  # all nodes of a chain, or none
+            is_forced = bool(forced)  # all nodes of a chain, or none
+            name = request.segment, kind, is_forced, path[:accepted]
             alike[name] = alike.get(name, 0) + 1
     return tuple(
         [
@@ -110,9 +120,10 @@ def _count_chains(
                 *kind,
                 forced=kind[1] if is_forced else 0,
                 accepted_forced=kind[3] if is_forced else 0,
+                path=path,
                 count=count,
             )
-            for (segment, kind, is_forced), count in alike.items()
+            for (segment, kind, is_forced, path), count in alike.items()
         ]
     )
 

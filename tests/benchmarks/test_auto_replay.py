@@ -34,19 +34,19 @@ def chain(length: int) -> DeviceDraft:
 
 def test_ranks_say_what_chains_and_trees_bring():
     answer = Answer(recorded(30, "0021"))
-    assert [answer.accepted(0, chain(length))[1] for length in (1, 2, 3, 7)] == [1, 2, 2, 2]
+    assert [answer.accepted(0, chain(length))[1] for length in (1, 2, 3)] == [[0], [0, 1], [0, 1]]
     tree = DeviceDraft(4, HEAD_RUNNER, branching=3, nodes=12)
-    assert Answer(recorded(30, "01")).accepted(0, tree)[1] == 2, "the second child below the first"
-    assert Answer(recorded(30, "30")).accepted(0, tree)[1] == 0, "only three children"
+    assert Answer(recorded(30, "01")).accepted(0, tree)[1] == [0, 5], "the second child below the first"
+    assert Answer(recorded(30, "30")).accepted(0, tree)[1] == [], "only three children"
 
 
 def test_a_lookup_replaces_the_chain_where_it_finds_something():
     text = [*range(100, 110)]
     answer = Answer(RecordedAnswer([*text, 1, 2], [*text, 3, 4], False, ["00"] * 12))
     draft = DeviceDraft(3, HEAD_RUNNER, look_up=SimulatedLookup().device.look_up, network_length=2)
-    assert answer.accepted(0, draft) == (0, 2)
-    assert answer.accepted(3, draft) == (3, 3)
-    assert answer.accepted(9, draft) == (3, 1)
+    assert answer.accepted(0, draft) == (0, [0, 1])
+    assert answer.accepted(3, draft) == (3, [0, 1, 2])
+    assert answer.accepted(9, draft) == (3, [0])
 
 
 @pytest.mark.parametrize(("length", "passes"), [(0, 63), (2, 21), (5, 21)])

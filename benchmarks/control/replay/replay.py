@@ -91,32 +91,33 @@ class Answer:
         return found
 
     @cache  # noqa: B019
-    def by_tree(self, nodes: int, branching: int, levels: int) -> list[int]:
-        """[tokens] How many tokens of a head's tree are right."""
+    def by_tree(self, nodes: int, branching: int, levels: int) -> list[list[int]]:
+        """[tokens] The nodes of a head's tree whose tokens are right."""
         shape = static_shape(nodes, branching, levels)
         return [_accepted(shape, ranks) for ranks in self.recorded.ranks]
 
-    def accepted(self, position: int, draft: DeviceDraft) -> tuple[int, int]:
-        """How many tokens are looked up there, and how many drafted ones are right."""
+    def accepted(self, position: int, draft: DeviceDraft) -> tuple[int, list[int]]:
+        """How many tokens are looked up there, and the drafted nodes whose tokens are right."""
         found = right = 0
         if draft.look_up is not None:
             found, right = self.looked_up(draft.look_up.shortest, draft.look_up.longest)[position]
             found, right = min(found, draft.length), min(right, draft.length)
         if found or draft.from_texts:
-            return found, right
+            return found, [*range(right)]
         levels = draft.network_length or draft.length
         return 0, self.by_tree(draft.nodes or levels, draft.branching, levels)[position]
 
 
-def _accepted(shape: dict[int, list[int]], ranks: str) -> int:
-    """The depth down to which a tree of this shape has the tokens of these ranks."""
-    node = ROOT
-    for depth, rank in enumerate(ranks):
+def _accepted(shape: dict[int, list[int]], ranks: str) -> list[int]:
+    """The path of nodes in a tree of this shape that have the tokens of these ranks."""
+    path, node = [], ROOT
+    for rank in map(int, ranks):
         children = shape.get(node, [])
-        if int(rank) >= len(children):
-            return depth
-        node = children[int(rank)]
-    return len(ranks)
+        if rank >= len(children):
+            break
+        node = children[rank]
+        path.append(node)
+    return path
 
 
 @dataclass
@@ -137,19 +138,22 @@ class ReplayDevice(SimulatedDevice):
         counts = np.ones(len(slots), np.int32)
         found = np.zeros(len(slots), np.int32)
         tokens = np.full((len(slots), 1 + (0 if draft is None else draft.length)), TOKEN, np.int32)
+        nodes = np.zeros_like(tokens)
         for row, slot in enumerate(slots):
             answer, position = self._slots[slot]
             left = len(answer.recorded.tokens) - position
             if left <= 0:
                 continue  # the request ends in a pass before
             if draft is not None:
-                found[row], right = answer.accepted(position, draft)
-                counts[row] = min(1 + right, left)
+                found[row], path = answer.accepted(position, draft)
+                counts[row] = min(1 + len(path), left)
+                nodes[row, 1 : 1 + len(path)] = [1 + node for node in path]
             if counts[row] == left and answer.recorded.ended:
                 tokens[row, left - 1] = END
             self._slots[slot] = answer, position + int(counts[row])
         reads = draft is not None and draft.look_up is not None
-        return DecodeOutput(tokens, counts, found=found if reads else None)
+        is_tree = draft is not None and draft.branching > 1
+        return DecodeOutput(tokens, counts, found=found if reads else None, nodes=nodes if is_tree else None)
 
     def _wait_for_host(self, draft: DeviceDraft | None, requests: int) -> None:
         """The device waits where the plan or the requests change."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.control.acceptance.fixed_trees import chain_hits, tree_reached
+from paceline.control.acceptance.fixed_trees import SiblingAcceptance, count_path, tree_reached
 from paceline.control.config import CONFIG
 from paceline.core.stats import DraftStats, ShadowStats
 from paceline.core.trees import DraftPlan
@@ -60,10 +60,13 @@ class Estimate:
 
 @dataclass
 class NewDrafts:
-    """The drafts of a few passes, each of which could have the same length."""
+    """The drafts of a few passes, each of which could have the same length or tree.
 
-    accepted: list[int]  # [length + 1] drafts by the number of their accepted tokens
-    untried: list[int]  # [length] drafts whose request ended there
+    Counts of chains and, for trees, of first children, which are what a chain would have had there.
+    """
+
+    tries: list[int]  # [length] drafts that were accepted down to there, and go on
+    hits: list[int]  # [length] those of them whose next token was accepted
     requests: int = 0
     drafted: int = 0  # those of them with a draft
     passes: int = 0
@@ -87,6 +90,7 @@ class ChainAcceptance:
         self._usual = Counts(tries, hits, weight, weight * share)
         self._recent = Counts([0.0] * longest, [0.0] * longest, 0.0, 0.0)
         self._requests = 1.0  # of a pass, in the last ones
+        self._siblings = SiblingAcceptance()  # of trees
         self._new: dict[DraftPlan | int, NewDrafts] = {}  # by length, or of a tree; not counted yet
         self._estimate: Estimate | None = None  # None: drafts were counted since it was made
 
@@ -97,27 +101,29 @@ class ChainAcceptance:
         tree of a plan with as many levels."""
         kind = length if tree is None else tree
         if kind not in self._new:
-            self._new[kind] = NewDrafts([0] * (length + 1), [0] * length)
+            self._new[kind] = NewDrafts([0] * length, [0] * length)
         new, self._estimate = self._new[kind], None
         new.requests += requests
         new.passes += 1
+        if tree is not None:
+            self._siblings.fade(1)
         for draft in drafts:
             new.drafted += draft.count
-            new.accepted[min(draft.accepted, length)] += draft.count
-            if draft.accepted == draft.depth < min(draft.nodes, length):
-                # a request that ended within its draft says nothing of the tokens below
-                new.untried[draft.depth] += draft.count
+            # a request that ended within its draft says nothing of the tokens below
+            has_ended = draft.accepted == draft.depth < min(draft.nodes, length)
+            if tree is not None:
+                count_path(tree, draft.path, has_ended, draft.count, (new.tries, new.hits), self._siblings)
+                continue
+            accepted = min(draft.accepted, length)
+            for depth in range(accepted + (accepted < length and not has_ended)):
+                new.tries[depth] += draft.count
+                new.hits[depth] += draft.count if depth < accepted else 0
+        new.tries[0] += requests - sum([draft.count for draft in drafts])  # without a draft: rejected
 
     def _count_new(self) -> None:
         """Count the drafts of the last passes, together: there is no time for it in every pass."""
-        for kind, new in self._new.items():
-            reached = [*accumulate(reversed(new.accepted))][::-1]  # [depth] drafts accepted down to it
-            reached[0] = new.requests
-            tries = [count - untried for count, untried in zip(reached, new.untried, strict=False)]
-            hits: Sequence[float] = reached[1:]
-            if not isinstance(kind, int):
-                hits = chain_hits(kind, self._chances(), tries, hits)
-            self._count(tries, hits, new.requests, new.drafted, new.passes)
+        for new in self._new.values():
+            self._count(new.tries, new.hits, new.requests, new.drafted, new.passes)
         self._new = {}
 
     def fade_recent(self, remaining: float) -> None:
@@ -168,7 +174,7 @@ class ChainAcceptance:
         estimate = self.estimate()
         if plan.branching == 1:
             return estimate.accepted[plan.levels], estimate.squared[plan.levels]
-        reached = tree_reached(plan, estimate.chances)
+        reached = tree_reached(plan, estimate.chances, self._siblings.chances())
         return sum(reached), sum(_squares(reached))
 
     def reached(self, length: int) -> list[float]:
@@ -215,12 +221,17 @@ class ChainAcceptance:
             chances.append(min(max(chance, unsure), 1.0 - unsure))
         return chances
 
-    def facts(self) -> dict[str, list[float]]:
+    def facts(self) -> dict[str, Any]:
         """The usual counts as JSON values."""
         self._count_new()
         usual = self._usual
         drafted = [float(usual.asked), float(usual.drafted)]
-        return {"tries": list(usual.tries), "hits": list(usual.hits), "drafted": drafted}
+        return {
+            "tries": list(usual.tries),
+            "hits": list(usual.hits),
+            "drafted": drafted,
+            "siblings": self._siblings.facts(),
+        }
 
     def begin_with(self, facts: Mapping[str, Any]) -> None:
         """Start from these facts. KeyError, ValueError or TypeError if they make no sense."""
@@ -231,6 +242,8 @@ class ChainAcceptance:
         asked, drafted = (float(count) for count in facts["drafted"])
         if not 0.0 <= drafted <= asked or not asked > 0.0:
             raise ValueError("these are not counts of requests")
+        if siblings := facts.get("siblings"):  # files of earlier versions have none
+            self._siblings.begin_with(siblings)
         self._usual, self._estimate = Counts(tries, hits, asked, drafted), None
 
 

@@ -32,6 +32,7 @@ from paceline.engine.executors.device_results import (
     CHANGES,
     LOGPROBS,
     TOKEN_MASK,
+    accepted_paths,
     advance_sampling,
     drafted_parts,
 )
@@ -270,10 +271,11 @@ class DeviceExecutor:
         parts, shapes = drafted_parts(
             parts, self._second_parts(parts, plan), plan, found, self._drafting.only_forced(plan)
         )
-        attended = (1 + plan.nodes) * sum([part.request.num_computed for part in parts])
+        width, paths = 1 + plan.nodes, accepted_paths(output, rows)
+        attended = width * sum([part.request.num_computed for part in parts])
         features = self._features(parts, rows, output)
         timer.end("verify")
-        return StepResult(parts, verdicts, shapes, features, (1 + plan.nodes) * len(parts), attended)
+        return StepResult(parts, verdicts, shapes, features, width * len(parts), attended, paths)
 
     def _advanced(
         self, request: Request, needs: int, verdict: Verdict, logprobs: Float64Array | None

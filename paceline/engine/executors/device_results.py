@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from paceline.backends.async_decoding import DecodeOutput
 from paceline.core.arrays import Float64Array
 from paceline.core.request import Request, SamplingNeeds
 from paceline.core.schedule import Scheduled
@@ -27,6 +28,14 @@ def advance_sampling(request: Request, needs: int, verdict: Verdict, logprobs: F
             request.sampling.advance(token)
             if request.ends_by(token, request.num_output + count):
                 break  # a constraint allows nothing after the end
+
+
+def accepted_paths(output: DecodeOutput, rows: Sequence[int]) -> list[tuple[int, ...]]:
+    """The accepted nodes of the trees of these rows; empty if the drafts were no trees."""
+    if output.nodes is None:
+        return []
+    counts = output.counts.tolist()
+    return [tuple([node - 1 for node in output.nodes[row, 1 : counts[row]].tolist()]) for row in rows]
 
 
 def drafted_parts(

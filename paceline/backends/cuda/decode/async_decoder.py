@@ -222,7 +222,7 @@ class CudaAsyncDecoder:
     def _copy_results(self, loop: Loop, buffer: Buffer, rows: int, needs: int) -> None:
         """Copy what a pass gives to the host, behind the pass."""
         steps = loop.steps
-        used = 2 * loop.most + rows * loop.width
+        used = len(steps.results) - (loop.most - rows) * loop.width
         buffer.results[:used].copy_(steps.results[:used], non_blocking=True)
         if buffer.features is not None:
             assert steps.features is not None
@@ -252,7 +252,8 @@ class CudaAsyncDecoder:
         features = None if buffer.features is None else cast(Float32Array, buffer.features[:count].numpy())
         found = None if buffer.found is None else buffer.found[:count]
         logprobs = buffer.logprobs[:count].numpy() if needs & SamplingNeeds.LOGPROBS else None
-        return DecodeOutput(buffer.tokens[:count], counts, features, found, logprobs)
+        nodes = None if buffer.nodes is None else buffer.nodes[:count]
+        return DecodeOutput(buffer.tokens[:count], counts, features, found, logprobs, nodes)
 
     @on_all_ranks
     def skip(self) -> None:

@@ -80,6 +80,7 @@ class DecodeLoop:
     results     int32, copied to the host after each step; views of it:
     counts      [max_rows] number of new tokens; 0 for padding and at a request's limit
     found       [max_rows] number of tokens drafted from text
+    accepted    [max_rows, levels + 1] the nodes at which they were sampled; only of a tree
     output      [max_rows, levels + 1] the new tokens; -1: unusable logits
     logprobs    float64 [max_rows, nodes, fields of verify/logprobs.py], for requests that ask
     """
@@ -155,10 +156,14 @@ class DecodeLoop:
         self._rows = StepRows(integers(LINES, most), integers(1 if shape.is_chain else most, MAX_PATH))
         self._children = [torch.from_numpy(table).to(device) for table in plan.children]
         self._first_path = torch.tensor(shape.first_path, dtype=torch.int32, device=device)
-        self.results = integers(max_rows * (shape.levels + 3))
+        width = shape.levels + 1
+        self.results = integers(max_rows * (2 + (1 if shape.is_chain else 2) * width))
         self.counts, self.found = self.results[: 2 * max_rows].view(2, -1)
-        self.output = self.results[2 * max_rows :].view(max_rows, -1)
-        self._accepted, self._slots = integers(max_rows, shape.levels + 1), integers(max_rows)
+        self.output = self.results[-max_rows * width :].view(max_rows, -1)
+        self.accepted = integers(max_rows, width)
+        if not shape.is_chain:
+            self.accepted = self.results[2 * max_rows : -max_rows * width].view(max_rows, -1)
+        self._slots = integers(max_rows)
         self._adapters = integers(max_rows, self.nodes)  # of the rows of a step
         self._sampler = StepSampler(max_rows, self._shape, weights)
         self.logprobs = self._sampler.logprobs
@@ -331,22 +336,22 @@ class DecodeLoop:
             self._rows,
             self.output,
             self.counts,
-            self._accepted,
+            self.accepted,
             self.page_size,
         )
         if needs & SamplingNeeds.LOGIT_EDITS and edits is not None:
             count_tokens(slots, edits, self.output, self.counts)
         if self._states is not None and self._workspace.recurrent is not None:
-            self._states.advance(self._workspace.recurrent, slots, self.counts, self._accepted)
+            self._states.advance(self._workspace.recurrent, slots, self.counts, self.accepted)
         for keys, values, pages in self._moved:
-            move_accepted(keys, values, slots, state, pages, self.counts, self._accepted, self.page_size)
+            move_accepted(keys, values, slots, state, pages, self.counts, self.accepted, self.page_size)
 
     def path_logprobs(self, rows: int) -> torch.Tensor:
         """The log-probabilities of the last step's tokens: float64 [rows, levels + 1, fields]."""
         fields = self.logprobs[:rows]
         if self._shape.is_chain:
             return fields
-        path = self._accepted[:rows, :, None].long()
+        path = self.accepted[:rows, :, None].long()
         return fields.gather(1, path.expand(-1, -1, fields.shape[2]))
 
     def _propose(self, draft: DraftNetwork, rows: int) -> None:

@@ -15,10 +15,11 @@ from paceline.core.arrays import Int32Array
 class Buffer:
     """Host memory for the inputs and results of one pass. On a GPU it is pinned."""
 
-    results: torch.Tensor  # int32 [rows * (3 + length of drafts)] counts, found, tokens: see DecodeLoop
+    results: torch.Tensor  # int32: see DecodeLoop
     counts: Int32Array  # [rows] the same memory
     found: Int32Array | None  # [rows] the same memory: tokens drafted from text; None: only a head drafts
     tokens: Int32Array  # [rows, 1 + length of drafts] the same memory: sampled tokens
+    nodes: Int32Array | None  # [rows, 1 + length of drafts] the same memory: their nodes; None: no tree
     features: torch.Tensor | None  # float32 [rows, width]
     logprobs: torch.Tensor  # float64 [rows, 1 + length of drafts, fields of verify/logprobs.py]
     host_drafts: torch.Tensor | None  # int32 [rows, 1 + most] optimistic drafts of the host, if it drafts
@@ -37,11 +38,13 @@ def make_buffer(steps: DecodeLoop, gives_features: bool, gives_found: bool) -> B
 
     results = like(steps.results)
     numbers = cast(Int32Array, results.numpy())
+    rest = numbers[2 * most :].reshape(-1, *steps.output.shape)  # the tokens, after the nodes of a tree
     return Buffer(
         results,
         numbers[:most],
         numbers[most : 2 * most] if gives_found else None,
-        numbers[2 * most :].reshape(most, -1),
+        rest[-1],
+        rest[0] if len(rest) > 1 else None,
         like(steps.features) if gives_features and steps.features is not None else None,
         like(steps.logprobs[:, : steps.output.shape[1]]),
         None if steps.host_drafts is None else like(steps.host_drafts),

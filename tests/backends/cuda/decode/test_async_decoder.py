@@ -31,9 +31,13 @@ class Recording:
         from paceline.backends.cuda.kernels.sampling.token_masks import row_masks
 
         self.requests, self.features = requests, torch.zeros(rows, 3)
-        self.results = torch.full((rows * (2 + width),), -7, dtype=torch.int32)
+        is_tree = nodes > width
+        self.results = torch.full((rows * (2 + width * (1 + is_tree)),), -7, dtype=torch.int32)
         self.counts, self.found = self.results[: 2 * rows].view(2, rows)
-        self.output = self.results[2 * rows :].view(rows, width)
+        self.output = self.results[-rows * width :].view(rows, width)
+        if is_tree:
+            accepted = self.results[2 * rows : -rows * width]
+            accepted.copy_(torch.arange(rows * width))
         self.host_drafts = torch.full((rows, 1 + host_drafts), -1, dtype=torch.int32) if host_drafts else None
         self.nodes, self.shared = nodes, list[object]()
         self.begun: list[list[int]] = []
@@ -138,6 +142,19 @@ def test_a_tree_has_pages_for_all_of_its_nodes(decoder, loops) -> None:  # type:
     assert (loops[0].nodes, loops[0].output.shape[1]) == (7, 3)
     last = (2 + 2 * 7) // PAGE
     assert loops[0].requests.pages[1, : last + 1].tolist() == tables[1, : last + 1].tolist()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("slots", [[1], [0, 2, 5]])
+def test_the_result_of_a_tree_has_the_nodes_of_accepted_paths(decoder, loops, slots) -> None:  # type: ignore[no-untyped-def]
+    tables = np.arange(SLOTS * LONGEST // PAGE, dtype=np.int32).reshape(SLOTS, -1)
+    decoder.join(joining(slots, [2] * len(slots)))
+    decoder.launch(slots, tables, replace(head_draft(2), branching=2, nodes=6))
+    output = decoder.read()
+    assert output.nodes.tolist() == [[3 * row, 3 * row + 1, 3 * row + 2] for row in range(len(slots))]
+    assert output.tokens[:, 0].tolist() == tables[slots, 0].tolist()
+    assert output.counts.tolist() == [1] * len(slots)
+    decoder.launch(slots, tables, head_draft(2))
+    assert decoder.read().nodes is None
 
 
 def biased() -> LogitEdits:

@@ -205,6 +205,9 @@ def test_an_accepted_path_of_a_tree_keeps_its_features_and_log_probabilities(
     loop.drafted(ROWS)[0, 1:] = torch.tensor([(right + 1) % 60, right])
     loop.step(ROWS, int(SamplingNeeds.LOGPROBS))
     assert loop.counts.tolist() == [2, 0]
+    assert loop.accepted[0].tolist() == [0, 2]
+    assert loop.results[4:8].tolist() == [*loop.accepted.flatten().tolist()]
+    assert loop.output[0, 0] == right
     indices = torch.tensor([LENGTH, LENGTH + 1], device=device)
     slots = case.state.pages[1, indices // PAGE_SIZE] * PAGE_SIZE + indices % PAGE_SIZE
     assert loop.features is not None
