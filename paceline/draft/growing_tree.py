@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from paceline.backends.head_chains import EXTEND_FACTOR
 from paceline.core.arrays import Float32Array, Float64Array
@@ -109,7 +109,8 @@ class GrowingTree(ABC):
         """Add levels with the same guesses below every node, given their logits: [levels, vocabulary]."""
         for row in levels:
             if self.frontier:
-                self.grow(np.broadcast_to(row, (len(self.frontier), len(row))))
+                # a view that can be written, as other logits: samplers are compiled anew for read-only ones
+                self.grow(as_strided(row, (len(self.frontier), len(row)), (0, *row.strides)))
 
     @abstractmethod
     def finished(self) -> FinishedTree:

@@ -15,6 +15,7 @@ from paceline.backends.torch.backend import TorchBackend
 from paceline.core.params import SamplingParams
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling, Target
+from paceline.draft.growing_tree import GrowingTree
 from paceline.draft.growth import make_tree, merged
 from paceline.draft.heads.head_options import HeadOptions
 from paceline.draft.heads.medusa import MedusaDrafter
@@ -102,6 +103,27 @@ def run_engine(backend, drafter, *plans, num_pages=100, rows=ROWS, max_num_seqs=
         engine.step()
     assert not any(request.error or request.failed_drafters for request in added)
     return [request.output_token_ids for request in added], engine
+
+
+class Grown(GrowingTree):
+    """A tree with three nodes on each level, which notes what it is given."""
+
+    def __init__(self):
+        self.frontier, self.given = [0, 1, 2], []
+
+    def grow(self, logits, confidences=None):
+        self.given.append(logits)
+
+    def finished(self):
+        raise NotImplementedError
+
+
+def test_nodes_of_a_level_get_the_same_row_which_can_be_written():
+    """numba compiles the samplers anew, for ten seconds, for rows that are read-only."""
+    tree, levels = Grown(), np.arange(8, dtype=np.float32).reshape(2, 4)
+    tree.grow_levels(levels)
+    assert [given.tolist() for given in tree.given] == [[level.tolist()] * 3 for level in levels]
+    assert all(row.flags.writeable and row.flags.c_contiguous for given in tree.given for row in given)
 
 
 VOCABULARIES_AND_PATHS = {

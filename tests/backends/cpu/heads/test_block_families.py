@@ -21,6 +21,7 @@ from paceline.models.checkpoint import Checkpoint
 from paceline.models.needs import BACKEND_BLOCKS
 from tests.backends.cpu.subject import TREES, assert_chunks_are_true, assert_tree_is_true, load, plant
 from tests.backends.driver import drive, run
+from tests.large import LARGE
 from tests.tiny_families import MORE_HYBRIDS, TORCH_FAMILIES
 
 CLOSE = 1e-4
@@ -55,7 +56,7 @@ def test_a_token_has_the_same_bits_in_chunks_and_trees_as_alone(
     for backend in subject.backends.values():
         for chunk in (7, 70):
             assert_chunks_are_true(subject, backend, chunk)
-        for context in (15, 33):
+        for context in (15, 33) if LARGE else (15,):  # the tree crosses a border of pages after 16
             tokens = plant(TREE, subject.prompt[context:], backend.config.vocab_size)
             assert_tree_is_true(subject, subject.prefix(backend, context), TREE, tokens)
         backend.close()

@@ -33,6 +33,7 @@ from paceline.backends.cpu.tiles.weight_tile import (
 )
 from paceline.machine import family
 from tests.backends.cpu.numbers import assert_same_bits, fma
+from tests.large import REPEATS
 
 GROUPS = 16  # two of the largest blocks
 ROWS = 17
@@ -50,6 +51,13 @@ def can_run(isa: Isa) -> bool:
     return isa not in ISAS.values() or needed <= target_features() or same <= target_features()
 
 
+def marks(isa: Isa) -> list[pytest.MarkDecorator]:
+    """What cannot run is skipped, and so are emulated instructions that this machine has."""
+    own = [isa.name for isa in ISAS.values() if can_run(isa)]
+    repeats = [REPEATS] if isa in EMULATED and isa.name.removesuffix("-emulated") in own else []
+    return [pytest.mark.skipif(not can_run(isa), reason=f"this CPU has no {isa.name}"), *repeats]
+
+
 def tile_rows(isa: Isa) -> list[int]:
     """All kinds of tile for the instruction set in use, the smallest and the largest of the others."""
     return sorted({1, 2, 3, isa.tile_rows - 1, isa.tile_rows}) if isa is ISA else [1, isa.tile_rows]
@@ -63,11 +71,10 @@ def unpacked_rows(isa: Isa) -> list[int]:
 def cases() -> list[object]:
     found = []
     for isa in (*ISAS.values(), *EMULATED):
-        marks = pytest.mark.skipif(not can_run(isa), reason=f"this CPU has no {isa.name}")
         for weight_format, name in FORMAT_NAMES.items():
             for rows in tile_rows(isa):
                 label = f"{isa.name}-{name}-{rows}"
-                found.append(pytest.param(isa, weight_format, rows, id=label, marks=marks))
+                found.append(pytest.param(isa, weight_format, rows, id=label, marks=marks(isa)))
     return found
 
 
@@ -302,11 +309,14 @@ def test_a_tile_gives_the_bits_of_numpy(isa: Isa, weight_format: int, rows: int)
 
 @pytest.mark.parametrize("weight_format", UNPACKED_FORMATS, ids=lambda name: FORMAT_NAMES[name])
 @pytest.mark.parametrize(
-    "isa", [isa for isa in (*ISAS.values(), *EMULATED) if isa.unpack_rows], ids=lambda isa: isa.name
+    "isa",
+    [
+        pytest.param(isa, id=isa.name, marks=marks(isa))
+        for isa in (*ISAS.values(), *EMULATED)
+        if isa.unpack_rows
+    ],
 )
 def test_tiles_that_were_unpacked_first_give_the_same_bits(isa: Isa, weight_format: int) -> None:
-    if not can_run(isa):
-        pytest.skip(f"this CPU has no {isa.name}")
     for rows in unpacked_rows(isa):
         found = multiply(isa, weight_format, rows, first=1, unpacked=True)
         assert_same_bits(found, expected(weight_format, isa.columns)[1 : 1 + rows])
@@ -314,11 +324,10 @@ def test_tiles_that_were_unpacked_first_give_the_same_bits(isa: Isa, weight_form
 
 @pytest.mark.parametrize("weight_format", UNPACKED_FORMATS, ids=lambda name: FORMAT_NAMES[name])
 @pytest.mark.parametrize(
-    "isa", [isa for isa in (*ISAS.values(), *EMULATED) if isa.product], ids=lambda isa: isa.name
+    "isa",
+    [pytest.param(isa, id=isa.name, marks=marks(isa)) for isa in (*ISAS.values(), *EMULATED) if isa.product],
 )
 def test_matrix_instructions_go_on_to_the_next_tile(isa: Isa, weight_format: int) -> None:
-    if not can_run(isa):
-        pytest.skip(f"this CPU has no {isa.name}")
     records = inputs(weight_format, isa.columns)[1].records
     tile = unpack(isa, weight_format, packed_stream(isa, weight_format))
     tiles = np.stack([tile, np.zeros_like(tile), tile])
