@@ -3,8 +3,8 @@
 # CHATS.jsonl: more questions of your own, such as the training part of a public data set.
 set -eu
 FOLDER=$1 CHATS=${2:-} MODEL=${MODEL:-smollm2-135m}
-TEXTS=${TEXTS:-26000} TASKS=${TASKS:-50000} PROMPTS=${PROMPTS:-34000} PROBLEMS=${PROBLEMS:-46000}
-SELF_WRITTEN=${SELF_WRITTEN:-40000} MINUTES=${MINUTES:-12.5} INIT_FROM=${INIT_FROM:-shipped} SAMPLING=${SAMPLING:-}
+TEXTS=${TEXTS:-26000} TASKS=${TASKS:-50000} PROMPTS=${PROMPTS:-44000} PROBLEMS=${PROBLEMS:-84000}
+SELF_WRITTEN=${SELF_WRITTEN:-48000} MINUTES=${MINUTES:-11.5} INIT_FROM=${INIT_FROM:-benchmarks/heads/smollm2-135m-first} SAMPLING=${SAMPLING:-}
 TRAINING=${TRAINING:---batch-tokens 24576 --draft-vocab-size 12288 --intermediate-size 2304}
 cd "$(dirname "$0")/.." && mkdir -p "$FOLDER"
 python examples/training_tasks.py texts "$TEXTS" > "$FOLDER/texts.jsonl"
