@@ -225,7 +225,10 @@ def test_the_shipped_head_has_a_name(tmp_path, paceline, name):
     assert "vllm serve a/b" in printed
     folder = SHIPPED / "eagle3" / DEFAULT_TARGET
     assert resolve_head(name) == folder
-    assert_equal(load_head(folder), load_head(tmp_path / "out"))
+    shipped, written = load_head(folder).tensors, load_head(tmp_path / "out").tensors  # in 4 and in 16 bits
+    assert shipped.keys() == written.keys()
+    for part, tensor in shipped.items():
+        assert np.allclose(tensor.float32(), written[part].float32(), rtol=1e-3), part
 
 
 @pytest.mark.parametrize(
