@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count, pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from paceline.control.memory import Memory
 from paceline.control.planner.arms import Arm, ArmEstimate, device_arms, drafting_parts, prior_acceptance
 from paceline.control.planner.device import DevicePlanner
 from paceline.core.stats import DraftStats, StepStats
-from paceline.core.tree_shapes import ROOT, static_shape
 from paceline.core.trees import PLAIN, DraftPlan
 from tests.control.simulation import SimulatedDrafter, SimulatedRequest, Step, World
 from tests.large import in_turn
@@ -302,80 +300,6 @@ def test_an_empty_draft_counts_as_rejected_and_a_request_that_ends_does_not():
     for _ in range(2000):
         chances.add([facts(1, depth=1), facts(2)], 2, 2)  # the first ended with its first token
     assert chances.reached(2) == pytest.approx([1, 1], rel=0.03)
-
-
-TREE = DraftPlan("head", 7, branching=3, depth=3)
-
-
-def accepted_path(
-    plan: DraftPlan,
-    chance: float,
-    random: np.random.Generator,
-    younger: tuple[float, ...] = CONFIG.chains.sibling_chances,
-) -> tuple[int, ...]:
-    """The accepted path of one tree, walked from its root. `younger`: chances of the siblings of a first
-    child."""
-    children, node, path = static_shape(plan.budget, plan.branching, plan.levels), ROOT, list[int]()
-    while siblings := children.get(node):
-        chances = [chance, *younger][: len(siblings)]
-        taken = next((rank for rank, each in enumerate(chances) if random.random() < each), None)
-        if taken is None:
-            break
-        node = siblings[taken]
-        path.append(node)
-    return tuple(path)
-
-
-def walked(plan: DraftPlan, *chances: Any) -> DraftStats:
-    """The draft of a tree that is accepted by chance."""
-    path = accepted_path(plan, *chances)
-    return DraftStats("a", "", "head", plan.nodes, plan.levels, len(path), path=path)
-
-
-@pytest.mark.parametrize("tree", [TREE, DraftPlan("head", 15, branching=4, depth=3)])
-def test_trees_are_expected_to_give_what_walks_through_them_do(tree):
-    random = np.random.default_rng(0)
-    walks = [len(accepted_path(tree, 0.6, random)) for _ in range(20_000)]
-    mean, square = ChainAcceptance(tree.levels, [0.6], 12).moments(tree)
-    assert mean == pytest.approx(np.mean(walks), rel=0.02)
-    assert square == pytest.approx(np.mean(np.square(walks)), rel=0.03)
-
-
-def test_accepted_trees_tell_what_chains_would_give():
-    random = np.random.default_rng(0)
-    chances, found = ChainAcceptance(3, [0.9], 12), []
-    for number in range(3000):
-        chances.add([walked(TREE, 0.5, random) for _ in range(8)], 8, 3, TREE)
-        if number > 500:
-            found.append(chances.reached(3))
-    assert np.mean(found, axis=0) == pytest.approx([0.5, 0.25, 0.125], rel=0.1)
-
-
-def test_trees_tell_of_chains_and_other_trees_where_siblings_are_better_than_the_prior():
-    random, measured = np.random.default_rng(0), (0.40, 0.22, 0.10)  # of smollm2-135m, in greedy mathematics
-    tree, other = DraftPlan("head", 15, branching=4, depth=3), DraftPlan("head", 7, branching=3, depth=3)
-    chances, found = ChainAcceptance(3, [0.6], 12), []
-    for number in range(3000):
-        drafts = [walked(tree, 0.6, random, measured) for _ in range(4)]
-        chances.add(drafts, 4, 3, tree)
-        if number > 500:
-            found.append([*chances.reached(3), chances.moments(other)[0]])
-    walks = [len(accepted_path(other, 0.6, random, measured)) for _ in range(20_000)]
-    assert np.mean(found, axis=0) == pytest.approx([0.6, 0.36, 0.216, np.mean(walks)], rel=0.03)
-
-
-def test_trees_that_are_accepted_whole_give_counts_that_a_later_server_takes():
-    for nodes, branching, depth in CONFIG.device_planner.trees:
-        tree = DraftPlan("head", nodes, branching, depth)
-        acceptance = ChainAcceptance(depth, [0.5], weight=8)
-        for _ in range(50):
-            whole = accepted_path(tree, 1.0, np.random.default_rng(0))
-            draft = DraftStats("1", "", "head", nodes, depth, accepted=depth, path=whole)
-            acceptance.add([draft], 1, depth, tree)
-            assert all(chance < 1.0 for chance in acceptance.estimate().chances)
-        facts = acceptance.facts()
-        assert all(hits <= tries for hits, tries in zip(facts["hits"], facts["tries"], strict=True))
-        ChainAcceptance(depth, [0.5], weight=8).begin_with(facts)
 
 
 @pytest.mark.parametrize(("seconds", "count", "is_tree"), [(small, 1, True), (busy, 16, False)])
