@@ -29,8 +29,7 @@ from paceline.models.files.safetensors_writer import encode
 from paceline.models.heads.checkpoint import HeadCheckpoint, write_head
 from paceline.models.registry import load_checkpoint
 from paceline.verify.sampling import Sampler
-from tests.backends.driver import drive, run
-from tests.draft.heads.test_eagle_torch import ROWS, run_engine, target_of
+from tests.draft.heads.test_eagle_torch import ROWS, features_of, run_engine, target_of
 from tests.draft.model.test_draft_model_cpu import save_model
 from tests.draft.requests import make_request
 from tests.engines import Later
@@ -94,14 +93,8 @@ class AgainstWhole(BlockDrafter):
 
     def _outputs(self, tokens: Sequence[int]) -> torch.Tensor:
         """The outputs of the block behind these tokens, from a pass of the target over all but the last."""
-        (request,) = drive(self.backend, pages_each=12)
-        rows = []
-        for at in range(0, len(tokens) - 1, ROWS):
-            chunk = tokens[: len(tokens) - 1][at : at + ROWS]
-            output = run([request.ask(chunk)], feature_layers=self.needs.feature_layers)
-            rows.append(torch.from_numpy(output.features.copy()).bfloat16().float())  # as they are kept
-            request.commit(range(len(chunk)))
-        return output_of(self._runner.head, torch.cat(rows), torch.tensor(tokens), len(tokens) - 1)
+        features = features_of(self.backend, self.needs.feature_layers, tokens)
+        return output_of(self._runner.head, features, torch.tensor(tokens), len(tokens) - 1)
 
 
 class AgainstDFlash(AgainstWhole, DFlashDrafter):
