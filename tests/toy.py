@@ -7,7 +7,6 @@ move changes the output. It also checks the contract of ForwardBatch as strictly
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -227,20 +226,6 @@ class ToyBackend(Backend):
             pages = batch.page_tables[request][indices // self.page_size]
             written += (pages * self.page_size + indices % self.page_size).tolist()
         assert len(set(written)) == len(written), "two rows write to one KV slot"
-
-
-class OneByOne(ToyBackend):
-    """Each pass waits for `turn`."""
-
-    def __init__(self) -> None:
-        super().__init__(max_rows=64)
-        self.turn = threading.Semaphore(0)
-        self.passes = 0
-
-    def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        self.turn.acquire()
-        self.passes += 1
-        return super().forward(batch)
 
 
 class ScriptedDrafter(Drafter):

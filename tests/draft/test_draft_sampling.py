@@ -23,8 +23,9 @@ from paceline.draft.model.vocabulary import trimmed_vocabulary
 from paceline.models.heads.config import BlockAttention, BlockConfig
 from paceline.verify import sampling as sampling_room
 from paceline.verify.sampling import ALL_IDS, Sampler
+from tests.draft.draft_models import drafting_engine
 from tests.engines import Later
-from tests.models.heads.toy_head import ToyHeadPool, drain, eagle_engine, toy_eagle
+from tests.models.heads.toy_head import ToyHeadPool, drain, toy_eagle
 from tests.toy import VOCAB, ToyBackend
 from tests.verify.reference import gumbel_reference
 
@@ -93,7 +94,7 @@ def misplaced_nodes(head: str, sampling: DraftSampling, temperature: float, shap
     """Drafted nodes that are not among the best candidates of their parents, in one engine's run."""
     make, logits_of = HEADS[head]
     drafter, (budget, branching) = make(sampling), shape
-    engine = eagle_engine(drafter, DraftPlan(drafter.name, budget, branching))
+    engine = drafting_engine(drafter, DraftPlan(drafter.name, budget, branching))
     misplaced, seen, propose = 0, 0, drafter.propose
 
     def checked(requests, plans):

@@ -49,18 +49,6 @@ def result(request):
     )
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """Each request's result when it has the engine to itself."""
-    results = []
-    for ids, params in requests():
-        engine = toy_engine(enable_prefix_caching=False)
-        (request,) = engine.add_request(ids, params)
-        drain(engine)
-        results.append(result(request))
-    return results
-
-
 def together(engine, **drain_options):
     added = [engine.add_request(ids, params)[0] for ids, params in requests()]
     texts = drain(engine, **drain_options)

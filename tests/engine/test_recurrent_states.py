@@ -101,18 +101,6 @@ class RecurrentDecoder(ToyDecoder):
         return super()._pass(slots, page_tables, level)
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """Each request's result when it has an engine without recurrent layers to itself."""
-    results = []
-    for ids, params in requests():
-        engine = toy_engine(enable_prefix_caching=False)
-        (request,) = engine.add_request(ids, params)
-        drain(engine)
-        results.append(result(request))
-    return results
-
-
 @pytest.mark.parametrize(
     ("style", "on_device"), [("partly", False), ("tree", False), ("partly", True), ("", True)]
 )

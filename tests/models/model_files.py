@@ -18,18 +18,7 @@ from tests.models import near_files
 
 Tensors = dict[str, np.ndarray]
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 80,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5000.0,
-}
+SIZES: dict[str, Any] = {**near_files.SIZES, "num_hidden_layers": 2}
 YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SIZES, "tie_word_embeddings": True},

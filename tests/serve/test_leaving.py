@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.serve.api import Api
-from tests.toy import OneByOne, toy_engine
+from tests.toy import toy_engine
+from tests.toy_passes import OneByOne
 
 LONG = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True, "seed": 1}
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 90, "ignore_eos": True}

@@ -114,12 +114,6 @@ class FileLayout:
     stacked_experts: str = ""  # "alternating" or "halves": see stacked_experts.single_experts
     gated_queries: bool = False  # q_proj has, for every head, its query's rows and then its gate's
 
-    @property
-    def keeps_matrices(self) -> bool:
-        """Whether the matrices of attention and dense MLPs have llama's names and order of rows."""
-        reordered = self.replaced or self.interleaved_rope or self.gated_queries
-        return not reordered and all(name.endswith("norm") or name == "router" for name in self.renamed)
-
 
 LLAMA_FILES = FileLayout()
 

@@ -141,8 +141,8 @@ class LeastLoadedRouting:
 class RandomRouting:
     """A random replica, by a seeded generator. A baseline."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self._random = random.Random(seed)
+    def __init__(self) -> None:
+        self._random = random.Random(0)
 
     def rank(self, prefix_hashes: Sequence[int], session: str | None, loads: Mapping[str, int]) -> list[str]:
         return self._random.sample(sorted(loads), len(loads))

@@ -27,12 +27,9 @@ from paceline.draft.model.vocabulary import trimmed_vocabulary
 from paceline.errors import PacelineError
 from paceline.models.files.safetensors_writer import encode
 from paceline.models.heads.checkpoint import HeadCheckpoint, write_head
-from paceline.models.heads.torch_block import block_mask
 from paceline.models.registry import load_checkpoint
-from paceline.models.transformer.attention import attend
 from paceline.verify.sampling import Sampler
-from tests.backends.driver import drive, run
-from tests.draft.heads.test_eagle_torch import ROWS, run_engine, target_of
+from tests.draft.heads.test_eagle_torch import ROWS, features_of, run_engine, target_of
 from tests.draft.model.test_draft_model_cpu import save_model
 from tests.draft.requests import make_request
 from tests.engines import Later
@@ -40,6 +37,7 @@ from tests.large import in_turn
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import BLOCK_CONFIGS, DSPARK, VOCAB
 from tests.tiny import save_checkpoint
+from tests.train.objectives.test_block import output_of
 
 
 @pytest.fixture(scope="module")
@@ -95,25 +93,8 @@ class AgainstWhole(BlockDrafter):
 
     def _outputs(self, tokens: Sequence[int]) -> torch.Tensor:
         """The outputs of the block behind these tokens, from a pass of the target over all but the last."""
-        (request,) = drive(self.backend, pages_each=12)
-        rows, head = [], self._runner.head
-        for at in range(0, len(tokens) - 1, ROWS):
-            chunk = tokens[: len(tokens) - 1][at : at + ROWS]
-            output = run([request.ask(chunk)], feature_layers=self.needs.feature_layers)
-            rows.append(torch.from_numpy(output.features.copy()).bfloat16().float())  # as they are kept
-            request.commit(range(len(chunk)))
-        context = head.context(torch.cat(rows))
-        before, positions = torch.arange(len(context)), len(context) + torch.arange(self._block.size)
-        in_block = torch.arange(len(context) + self._block.size) >= len(context)
-        distance = positions[:, None] - torch.cat((before, positions))
-
-        def attend_in_layer(layer, query, key, value):
-            keys, values = head.keys_values(layer, context, before)
-            mask = block_mask(head, layer, distance, in_block.expand(distance.shape))
-            return attend(query, torch.cat((keys, key)), torch.cat((values, value)), mask)
-
-        masks = [self._block.mask_token_id] * (self._block.size - 1)
-        return head(torch.tensor([tokens[-1], *masks]), positions, attend_in_layer)
+        features = features_of(self.backend, self.needs.feature_layers, tokens)
+        return output_of(self._runner.head, features, torch.tensor(tokens), len(tokens) - 1)
 
 
 class AgainstDFlash(AgainstWhole, DFlashDrafter):

@@ -14,27 +14,15 @@ from paceline.core.params import SamplingParams
 from paceline.core.trees import PLAIN, DraftPlan, DraftTrees
 from paceline.draft.base import DraftSampling
 from paceline.draft.heads.head_drafter import LoadedHead, Mask
-from tests.draft.draft_models import Plans
+from tests.draft.draft_models import Plans, counts, drafting_engine
 from tests.engine.test_exactness import prompt, requests, result
 from tests.large import in_turn
-from tests.models.heads.toy_head import chain, drain, eagle_engine, toy_eagle, tree
+from tests.models.heads.toy_head import chain, drain, toy_eagle, tree
 from tests.toy import VOCAB, ToyBackend, toy_engine
 from tests.toy import drain as drain_plain
 
 MIXED = (PLAIN, chain(1), chain(4), chain(7), tree(6, 2), tree(9, 3), tree(5, 4, depth=2))
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def alone():
-    """Each request's result without drafts."""
-    results = []
-    for ids, params in requests():
-        engine = toy_engine(enable_prefix_caching=False)
-        (request,) = engine.add_request(ids, params)
-        drain_plain(engine)
-        results.append(result(request))
-    return results
 
 
 def together(engine, drafter):
@@ -45,15 +33,10 @@ def together(engine, drafter):
     return added
 
 
-def counts(added):
-    drafted = sum(request.speculative.num_draft_tokens for request in added)
-    return drafted, sum(request.speculative.num_accepted_draft_tokens for request in added)
-
-
 @pytest.mark.parametrize("budget", [1, 3, 8])
 def test_a_chain_of_a_head_that_knows_the_target_is_accepted_whole(alone, budget):
     drafter = toy_eagle()
-    added = together(eagle_engine(drafter, chain(budget)), drafter)
+    added = together(drafting_engine(drafter, chain(budget)), drafter)
     assert [result(request) for request in added] == alone
     drafted, accepted = counts(added)
     assert accepted == drafted > 100
@@ -73,7 +56,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_no_slot_reads_a_wrong_feature_with_plans_that_change_from_step_to_step(alone, setting, sampling):
     """The toy head raises if it does, and then its requests are marked."""
     drafter = toy_eagle(setting.get("backend"), sampling)
-    engine = eagle_engine(drafter, *MIXED, **setting)
+    engine = drafting_engine(drafter, *MIXED, **setting)
     for _ in range(2):  # the second time with prefix hits
         added = together(engine, drafter)
         assert [result(request) for request in added] == alone
@@ -84,7 +67,7 @@ def test_no_slot_reads_a_wrong_feature_with_plans_that_change_from_step_to_step(
 
 def test_only_tokens_of_the_trimmed_vocabulary_are_guessed(alone):
     drafter = toy_eagle(ids=[token for token in range(VOCAB) if token % 5])
-    engine = eagle_engine(drafter, chain(4), tree(8, 3))
+    engine = drafting_engine(drafter, chain(4), tree(8, 3))
     proposals = []
     propose = drafter.propose
     drafter.propose = lambda *args: proposals.append(propose(*args)) or proposals[-1]
@@ -97,7 +80,7 @@ def test_only_tokens_of_the_trimmed_vocabulary_are_guessed(alone):
 
 def test_one_pass_over_new_tokens_then_one_row_a_level():
     drafter = toy_eagle()
-    engine = eagle_engine(drafter, chain(4))
+    engine = drafting_engine(drafter, chain(4))
     (request,) = engine.add_request(prompt(1, 12), LONG)
     drain(engine, drafter)
     drafted, accepted = counts([request])
@@ -109,7 +92,7 @@ def test_one_pass_over_new_tokens_then_one_row_a_level():
 def test_each_request_of_a_pass_drafts_what_is_likely_enough_for_it():
     """Chains of one call end where each plan says, and nothing is left out that was likely enough."""
     drafter = toy_eagle()
-    engine = eagle_engine(drafter)
+    engine = drafting_engine(drafter)
     proposals: list[tuple[Sequence[DraftPlan], DraftTrees]] = []
     propose = drafter.propose
 
@@ -148,7 +131,7 @@ class ByRequest(Controller):
 
 def test_a_prompt_of_one_token_is_drafted_for_from_its_first_output_on():
     drafter = toy_eagle()
-    engine = eagle_engine(drafter, chain(3))
+    engine = drafting_engine(drafter, chain(3))
     (request,) = engine.add_request([5], LONG)
     drain(engine, drafter)
     drafted, accepted = counts([request])
@@ -158,7 +141,7 @@ def test_a_prompt_of_one_token_is_drafted_for_from_its_first_output_on():
 def test_nothing_is_computed_while_nothing_is_drafted_and_all_is_caught_up_with_then():
     drafter = toy_eagle(strict=True, longest=400)
     plans = Plans(PLAIN)
-    engine = eagle_engine(drafter, max_model_len=400, num_pages=800)
+    engine = drafting_engine(drafter, max_model_len=400, num_pages=800)
     engine._controller = plans
     children = engine.add_request(
         prompt(3, 210), SamplingParams(n=4, seed=11, max_tokens=80, ignore_eos=True)
@@ -185,7 +168,7 @@ def test_nothing_is_computed_while_nothing_is_drafted_and_all_is_caught_up_with_
 
 def test_prompts_that_were_warmed_up_with_one_token_are_found_with_their_features():
     drafter = toy_eagle()
-    engine = eagle_engine(drafter, chain(4))
+    engine = drafting_engine(drafter, chain(4))
     for length in (9, 60):
         warm, late = (prompt(length, length) for _ in range(2))
         engine.add_request(warm, SamplingParams(temperature=0, max_tokens=1))
@@ -200,7 +183,7 @@ def test_prompts_that_were_warmed_up_with_one_token_are_found_with_their_feature
 
 def test_a_conversation_continues_from_the_pages_of_its_last_answer():
     drafter = toy_eagle()
-    engine = eagle_engine(drafter, chain(5))
+    engine = drafting_engine(drafter, chain(5))
     tokens = prompt(4, 11)
     for turn in range(4):
         (request,) = engine.add_request(tokens, SamplingParams(temperature=0, max_tokens=13, ignore_eos=True))
@@ -214,7 +197,7 @@ def test_a_conversation_continues_from_the_pages_of_its_last_answer():
 
 def test_aborted_requests_leave_nothing_that_harms_others():
     drafter = toy_eagle()
-    engine = eagle_engine(drafter, chain(3), PLAIN)
+    engine = drafting_engine(drafter, chain(3), PLAIN)
     for number in range(6):
         engine.add_request(prompt(number % 2, 30), LONG, request_id=str(number))
         for _ in range(3):
@@ -231,7 +214,7 @@ def test_aborted_requests_leave_nothing_that_harms_others():
 
 def test_features_that_were_never_seen_make_poor_guesses_and_nothing_else():
     drafter = toy_eagle(strict=False)
-    engine = eagle_engine(drafter, chain(3))
+    engine = drafting_engine(drafter, chain(3))
     observe = drafter.observe
     drafter.observe = lambda *args: None
     engine.add_request(prompt(5, 40), SamplingParams(temperature=0, max_tokens=1))
@@ -250,7 +233,7 @@ def test_features_that_were_never_seen_make_poor_guesses_and_nothing_else():
 
 def test_a_request_that_outgrows_the_heads_context_continues_without_drafts():
     drafter = toy_eagle(longest=40)
-    engine = eagle_engine(drafter, chain(4), tree(6, 2))
+    engine = drafting_engine(drafter, chain(4), tree(6, 2))
     short, long = (
         engine.add_request(prompt(number, length), LONG)[0] for number, length in ((1, 10), (2, 45))
     )
@@ -262,7 +245,7 @@ def test_a_request_that_outgrows_the_heads_context_continues_without_drafts():
 
 def test_a_head_that_drafts_by_masks_drafts_no_trees_on_the_device_also_if_it_comes_later():
     drafter = toy_eagle()
-    eagle_engine(drafter, chain(3))
+    drafting_engine(drafter, chain(3))
     assert drafter.device_draft(tree(6, 2)) is not None
     masked = replace(drafter._shape, mask=Mask(1, np.ones(2, np.float32)))
     drafter.replace(LoadedHead(drafter._runner, masked, DraftSampling.COUPLED))
@@ -272,7 +255,7 @@ def test_a_head_that_drafts_by_masks_drafts_no_trees_on_the_device_also_if_it_co
 
 def test_what_was_prefilled_ahead_is_not_computed_again_when_it_is_attached():
     drafter = toy_eagle()
-    engine = eagle_engine(drafter, PLAIN)
+    engine = drafting_engine(drafter, PLAIN)
     lengths = (1, 5, 16, 33)
     added = [engine.add_request(prompt(number, length), LONG)[0] for number, length in enumerate(lengths)]
     while any(request.num_output == 0 for request in added):

@@ -20,21 +20,18 @@ from paceline.draft.base import DraftSampling, Target
 from paceline.draft.heads.eagle import Eagle3Drafter, EagleDrafter, HeadDrafter
 from paceline.draft.heads.head_drafter import LoadedHead, PagedHeadDrafter
 from paceline.draft.heads.head_options import EagleOptions
-from paceline.engine.admission import Limits
 from paceline.errors import ConfigError
 from paceline.kv.cache import KVCache
 from paceline.models.heads.checkpoint import write_head
 from paceline.models.registry import load_checkpoint
 from tests.backends.driver import Driven, run
-from tests.draft.draft_models import Plans
-from tests.draft.model.test_draft_model_cpu import requests, results, save_model
+from tests.draft.model.test_draft_model_cpu import results, run_engine, save_model
 from tests.engine.test_exactness_cpu import Tokenizer
-from tests.engines import Later, new_engine
+from tests.engines import Later
 from tests.large import in_turn
 from tests.models.heads.driver import random_checkpoint
 from tests.models.heads.tiny_heads import CONFIGS, EAGLE3, P_EAGLE
 from tests.tiny import save_checkpoint
-from tests.tiny_families import VOCAB_SIZE
 
 ROWS = 64
 
@@ -104,26 +101,6 @@ class Against1(AgainstFresh, EagleDrafter):
 
 class Against3(AgainstFresh, Eagle3Drafter):
     pass
-
-
-def run_engine(
-    backend, drafter, *plans, num_pages=100, num_window_pages=None, rows=ROWS, max_num_seqs=9, times=1
-):
-    engine = new_engine(
-        backend,
-        Tokenizer(),
-        Limits(VOCAB_SIZE, 160, max_num_seqs, rows),
-        num_pages=num_pages,
-        num_window_pages=num_window_pages,
-        controller=Plans(*plans),
-        drafters={drafter.name: drafter} if drafter else {},
-    )
-    for _ in range(times):
-        added = [engine.add_request(ids, params)[0] for ids, params in requests()]
-        while engine.has_unfinished:
-            engine.step()
-    assert not any(request.error or request.failed_drafters for request in added)
-    return added, engine
 
 
 @pytest.fixture(scope="module")

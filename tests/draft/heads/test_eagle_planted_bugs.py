@@ -12,9 +12,10 @@ from paceline.core.trees import PLAIN
 from paceline.draft.heads.eagle import GuessedTree, HeadPasses
 from paceline.draft.heads.head_pages import HeadPages
 from tests import toy
+from tests.draft.draft_models import drafting_engine
 from tests.engine.test_exactness import requests
 from tests.models.heads import toy_head
-from tests.models.heads.toy_head import chain, drain, eagle_engine, toy_eagle, tree
+from tests.models.heads.toy_head import chain, drain, toy_eagle, tree
 
 
 def shifted_features(plant):
@@ -82,7 +83,7 @@ def served() -> list[Request]:
     """The usual requests, run twice in few pages."""
     drafter = toy_eagle()
     plans = (PLAIN, chain(4), tree(9, 3))
-    engine = eagle_engine(drafter, *plans, num_pages=26, max_model_len=100)
+    engine = drafting_engine(drafter, *plans, num_pages=26, max_model_len=100)
     added = []
     for _ in range(2):
         added += [engine.add_request(ids, params)[0] for ids, params in requests()]

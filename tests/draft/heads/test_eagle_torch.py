@@ -67,6 +67,18 @@ def target_of(checkpoint, backend, sampling=DraftSampling.COUPLED) -> Target:
     )
 
 
+def features_of(backend: TorchBackend, layers: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+    """The target's features of all tokens but the last, from passes of their own."""
+    (request,) = drive(backend, pages_each=12)
+    rows = []
+    for at in range(0, len(tokens) - 1, ROWS):
+        chunk = tokens[: len(tokens) - 1][at : at + ROWS]
+        output = run([request.ask(chunk)], feature_layers=layers)
+        rows.append(torch.from_numpy(output.features.copy()).bfloat16().float())  # as they are kept
+        request.commit(range(len(chunk)))
+    return torch.cat(rows)
+
+
 class AgainstWhole(EagleDrafter):
     """Compares every proposal with that of the network over the request's whole sequence, without a past."""
 
@@ -93,15 +105,7 @@ class AgainstWhole(EagleDrafter):
         return proposed
 
     def _features(self, tokens: Sequence[int]) -> torch.Tensor:
-        """The target's hidden states of all tokens but the last, from a pass of their own."""
-        (request,) = drive(self.backend, pages_each=12)
-        rows = []
-        for at in range(0, len(tokens) - 1, ROWS):
-            chunk = tokens[: len(tokens) - 1][at : at + ROWS]
-            output = run([request.ask(chunk)], feature_layers=self.needs.feature_layers)
-            rows.append(torch.from_numpy(output.features.copy()).bfloat16().float())  # as they are kept
-            request.commit(range(len(chunk)))
-        return self._runner.head.fuse(torch.cat(rows))
+        return self._runner.head.fuse(features_of(self.backend, self.needs.feature_layers, tokens))
 
     def _output(self, tokens: Sequence[int], path: tuple[int, ...]) -> torch.Tensor:
         """The head's output for the last slot of a path: [hidden]."""

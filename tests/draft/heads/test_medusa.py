@@ -21,21 +21,18 @@ from paceline.draft.heads.head_options import HeadOptions
 from paceline.draft.heads.medusa import MedusaDrafter
 from paceline.draft.heads.ranked import make_ranked_tree
 from paceline.draft.model.draft_cache import Context
-from paceline.engine.admission import Limits
 from paceline.errors import ConfigError, PacelineError
 from paceline.models.heads.config import TargetName
 from paceline.models.heads.medusa import NumpyMedusa, load_medusa, write_medusa
 from paceline.models.registry import load_checkpoint
 from tests.backends.driver import drive, run
-from tests.draft.draft_models import Plans
+from tests.draft.heads.test_eagle_torch import run_engine
 from tests.draft.model.test_draft_model_cpu import save_model
 from tests.engine.test_exactness_cpu import Tokenizer
-from tests.engine.test_exactness_cpu import requests as all_requests
-from tests.engines import Later, new_engine
+from tests.engines import Later
 from tests.large import in_turn
 from tests.models.heads.test_medusa_heads import CONFIG, random_medusa
 from tests.tiny import save_checkpoint
-from tests.tiny_families import VOCAB_SIZE
 
 ROWS = 64
 
@@ -87,22 +84,6 @@ class AgainstWhole(MedusaDrafter):
             features = run([request.ask(chunk)], feature_layers=(3,)).features
             request.commit(range(len(chunk)))
         return self.backend.model.norm(torch.from_numpy(features[-1])).numpy()
-
-
-def run_engine(backend, drafter, *plans, num_pages=100, rows=ROWS, max_num_seqs=9):
-    engine = new_engine(
-        backend,
-        Tokenizer(),
-        Limits(VOCAB_SIZE, 128, max_num_seqs, rows),
-        num_pages=num_pages,
-        controller=Plans(*plans),
-        drafters={drafter.name: drafter} if drafter else {},
-    )
-    added = [engine.add_request(ids, params)[0] for ids, params in list(all_requests())[:7]]
-    while engine.has_unfinished:
-        engine.step()
-    assert not any(request.error or request.failed_drafters for request in added)
-    return [request.output_token_ids for request in added], engine
 
 
 class Grown(GrowingTree):

@@ -15,6 +15,7 @@ from tests.draft.draft_models import (
     HazyToy,
     Plans,
     chain,
+    counts,
     drafting_engine,
     drain,
     toy_drafter,
@@ -26,29 +27,12 @@ from tests.toy import ToyBackend, toy_engine
 from tests.toy import drain as drain_plain
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """Each request's result without drafts."""
-    results = []
-    for ids, params in requests():
-        engine = toy_engine(enable_prefix_caching=False)
-        (request,) = engine.add_request(ids, params)
-        drain_plain(engine)
-        results.append(result(request))
-    return results
-
-
 def together(engine, drafter):
     added = [engine.add_request(ids, params)[0] for ids, params in requests()]
     drain(engine, drafter)
     assert not any(request.failed_drafters for request in added)
     assert engine.kv.pages.num_available == engine.kv.pages.num_pages, "pages leaked"
     return added
-
-
-def counts(added):
-    drafted = sum(request.speculative.num_draft_tokens for request in added)
-    return drafted, sum(request.speculative.num_accepted_draft_tokens for request in added)
 
 
 @pytest.mark.parametrize("budget", [1, 3, 8])

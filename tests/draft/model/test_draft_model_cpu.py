@@ -68,14 +68,17 @@ def drafter_of(backend, sampling=DraftSampling.COUPLED, kind=DraftModelDrafter):
     return model_drafter(backend, vocabulary, cache_of, sampling, kind, VOCAB_SIZE)
 
 
-def run(backend, drafter, *plans, num_pages=100, rows=ROWS, max_num_seqs=9, times=1):
+def run_engine(
+    backend, drafter, *plans, num_pages=100, num_window_pages=None, rows=ROWS, max_num_seqs=9, times=1
+):
     engine = new_engine(
         backend,
         Tokenizer(),
         Limits(VOCAB_SIZE, 160, max_num_seqs, rows),
         num_pages=num_pages,
+        num_window_pages=num_window_pages,
         controller=Plans(*plans),
-        drafters={drafter.name: drafter},
+        drafters={drafter.name: drafter} if drafter else {},
     )
     for _ in range(times):
         added = [engine.add_request(ids, params)[0] for ids, params in requests()]
@@ -91,13 +94,13 @@ def results(added):
 
 @pytest.fixture(scope="module")
 def plain(target, twin):
-    return results(run(target, drafter_of(twin), PLAIN)[0])
+    return results(run_engine(target, drafter_of(twin), PLAIN)[0])
 
 
 @pytest.mark.parametrize("budget", [1, 5])
 def test_a_model_that_drafts_for_itself_is_always_right(target, twin, plain, budget):
     """At every temperature, with every option: keys and values, noise, penalties are the target's."""
-    added, _ = run(target, drafter_of(twin), chain(budget))
+    added, _ = run_engine(target, drafter_of(twin), chain(budget))
     assert results(added) == plain
     drafted = [request.speculative.num_draft_tokens for request in added]
     assert [request.speculative.num_accepted_draft_tokens for request in added] == drafted
@@ -105,7 +108,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(target, twin, plain, bud
 
 
 def test_its_trees_are_right_at_least_at_the_first_level(target, twin, plain):
-    added, _ = run(target, drafter_of(twin), tree(6, 3))
+    added, _ = run_engine(target, drafter_of(twin), tree(6, 3))
     assert results(added) == plain
     assert all(request.speculative.acceptance_histogram[0] == 0 for request in added)
 
@@ -118,7 +121,7 @@ def test_its_trees_are_right_at_least_at_the_first_level(target, twin, plain):
 )
 def test_a_finer_copy_drafts_the_same_with_and_without_a_past(target, finer, plain, sampling, setting):
     drafter = drafter_of(finer, sampling, AgainstFresh)
-    added, engine = run(target, drafter, *MIXED, times=2, **setting)
+    added, engine = run_engine(target, drafter, *MIXED, times=2, **setting)
     assert results(added) == plain
     assert sum(request.speculative.num_accepted_draft_tokens for request in added) > 10
     assert drafter.compared > 30

@@ -15,8 +15,7 @@ from paceline.core.params import SamplingParams
 from paceline.draft.base import DraftSampling
 from paceline.draft.model.separate_pages import SeparatePages
 from paceline.draft.model.vocabulary import vocabulary_intersection
-from tests.draft.draft_models import MIXED, chain, drafting_engine, model_drafter, tree
-from tests.draft.model.test_draft_model import alone, counts  # noqa: F401
+from tests.draft.draft_models import MIXED, chain, counts, drafting_engine, model_drafter, tree
 from tests.draft.model.test_vocabulary import Texts
 from tests.engine.test_exactness import prompt, requests, result
 from tests.engines import Later
@@ -89,7 +88,7 @@ SETTINGS: dict[str, dict[str, int]] = {
 
 
 @pytest.mark.parametrize(("setting", "sampling"), in_turn(SETTINGS, DraftSampling))
-def test_the_same_bytes_under_plans_that_change(alone, setting, sampling):  # noqa: F811
+def test_the_same_bytes_under_plans_that_change(alone, setting, sampling):
     drafter = translating_drafter(sampling, max_rows=setting.get("rows", 128))
     engine = drafting_engine(drafter, *MIXED, **setting)
     for _ in range(2):

@@ -26,7 +26,7 @@ from paceline.models.registry import load_checkpoint
 from tests.backends.driver import drive
 from tests.backends.driver import run as run_pass
 from tests.draft.draft_models import AgainstFresh, HazyToy, drafting_engine, model_drafter, same_ids
-from tests.draft.model.test_draft_model_cpu import ROWS, run, save_model
+from tests.draft.model.test_draft_model_cpu import ROWS, run_engine, save_model
 from tests.draft.model.test_draft_model_cpu import results as all_results
 from tests.engine.test_exactness import requests, result
 from tests.engine.test_exactness_cpu import Tokenizer
@@ -63,7 +63,7 @@ def backend(request, checkpoint):
 
 @pytest.fixture(scope="module")
 def plain(backend, checkpoint):
-    return results(backend, run(backend, drafter_of(backend, checkpoint, 1), PLAIN)[0])
+    return results(backend, run_engine(backend, drafter_of(backend, checkpoint, 1), PLAIN)[0])
 
 
 def results(backend, added):
@@ -125,7 +125,7 @@ def test_layerskip_drafts_as_a_model_of_its_layers_and_changes_no_byte(checkpoin
     pages, vocabulary = partial(SharedPages, longest=256), same_ids(VOCAB_SIZE, VOCAB_SIZE)
     alone = model_drafter(few, vocabulary, pages, sampling, vocab_size=VOCAB_SIZE)
     drafter.alone = alone.bind(KVCache(100, few.page_size, max_sequences=1, max_length=160))
-    added, engine = run(backend, drafter, *MIXED, times=2, **setting)
+    added, engine = run_engine(backend, drafter, *MIXED, times=2, **setting)
     assert results(backend, added) == plain
     assert drafter.compared > 30
     assert engine.scheduler.num_preemptions > 0 if "num_pages" in setting else engine.kv.prefix_hits > 0
@@ -133,7 +133,7 @@ def test_layerskip_drafts_as_a_model_of_its_layers_and_changes_no_byte(checkpoin
 
 def test_all_layers_draft_what_all_layers_say(checkpoint, backend, plain):
     """At every temperature, with every option."""
-    added, _ = run(backend, drafter_of(backend, checkpoint, LAYERS), plan(5))
+    added, _ = run_engine(backend, drafter_of(backend, checkpoint, LAYERS), plan(5))
     assert results(backend, added) == plain
     drafted = [request.speculative.num_draft_tokens for request in added]
     assert [request.speculative.num_accepted_draft_tokens for request in added] == drafted

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import pytest
 
-from paceline.core.forward import ForwardBatch, ForwardOutput
 from paceline.core.params import SamplingParams
 from paceline.core.request import Request
 from paceline.core.stats import StepStats
@@ -18,7 +17,8 @@ from paceline.engine.engine import Delta, Engine
 from paceline.engine.frontend.async_engine import AsyncEngine
 from paceline.engine.frontend.stream import Stream
 from paceline.errors import OverloadedError, RequestError, UnavailableError
-from tests.toy import ENDLESS, OneByOne, ToyBackend, ToyTokenizer, drain, roomy_engine, toy_engine
+from tests.toy import ENDLESS, ToyTokenizer, drain, roomy_engine, toy_engine
+from tests.toy_passes import BreakingToy, OneByOne
 
 Result = TypeVar("Result")
 LONG = SamplingParams(temperature=0.7, seed=3, max_tokens=200, ignore_eos=True)
@@ -157,18 +157,6 @@ def test_a_full_queue_refuses_and_takes_again_when_there_is_room() -> None:
     in_loop(work, roomy_engine(max_num_seqs=2), max_queue=3)
 
 
-class Breaks(ToyBackend):
-    """Raises in its third pass."""
-
-    passes = 0
-
-    def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        self.passes += 1
-        if self.passes == 3:
-            raise MemoryError("no room for the pass")
-        return super().forward(batch)
-
-
 def test_a_failed_pass_fails_its_own_requests_and_the_engine_lives() -> None:
     async def work(front: AsyncEngine) -> None:
         output = await (await front.submit([4, 5], LONG, "hit")).finished()
@@ -178,7 +166,7 @@ def test_a_failed_pass_fails_its_own_requests_and_the_engine_lives() -> None:
         after = await (await front.submit([4, 5], LONG, "after")).finished()
         assert after.outputs[0].finish_reason == "length"
 
-    in_loop(work, toy_engine(Breaks(max_rows=64)))
+    in_loop(work, toy_engine(BreakingToy(3)))
 
 
 def test_a_dead_engine_fails_all_requests_with_the_reason() -> None:
@@ -247,7 +235,7 @@ def test_an_observer_sees_every_token_and_every_end() -> None:
 
     async def main() -> Counts:
         counts = Counts()
-        engine = roomy_engine(Breaks(max_rows=64))
+        engine = roomy_engine(BreakingToy(3))
         front = AsyncEngine(engine, ToyTokenizer(), max_queue=9, observers=(counts,))
         front.start()
         await (await front.submit([4, 5], LONG, "hit")).finished()

@@ -19,11 +19,9 @@ from paceline.draft.base import DraftSampling
 from paceline.draft.heads.eagle import Eagle3Drafter
 from paceline.draft.heads.head_drafter import HeadShape, LoadedHead
 from paceline.draft.model.vocabulary import trimmed_vocabulary
-from paceline.engine.admission import Limits
 from paceline.engine.engine import Engine
-from tests.draft.draft_models import Plans
-from tests.engines import Later, new_engine
-from tests.toy import VOCAB, ToyBackend, ToyTokenizer, scribble_free_pages
+from tests.engines import Later
+from tests.toy import VOCAB, ToyBackend, scribble_free_pages
 
 
 class ToyHeadPool:
@@ -125,29 +123,6 @@ def chain(budget: int) -> DraftPlan:
 
 def tree(budget: int, branching: int, depth: int | None = None) -> DraftPlan:
     return DraftPlan("eagle3", budget, branching, depth)
-
-
-def eagle_engine(
-    drafter: Later,
-    *plans: DraftPlan,
-    backend: ToyBackend | None = None,
-    num_pages: int = 400,
-    max_model_len: int = 256,
-    max_num_seqs: int = 16,
-    rows: int = 128,
-    enable_prefix_caching: bool = True,
-) -> Engine:
-    """An engine over the toy in which the head drafts by these plans."""
-    backend = backend or ToyBackend(max_rows=rows)
-    return new_engine(
-        backend,
-        ToyTokenizer(),
-        Limits(backend.vocab, max_model_len, max_num_seqs, rows),
-        num_pages=num_pages,
-        enable_prefix_caching=enable_prefix_caching,
-        controller=Plans(*plans),
-        drafters={drafter.name: drafter},
-    )
 
 
 def drain(engine: Engine, drafter: Later) -> None:

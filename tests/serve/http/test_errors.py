@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, strategies
 from starlette.requests import Request
 
-from paceline.core.forward import ForwardBatch, ForwardOutput
 from paceline.errors import OverloadedError, UnavailableError
 from paceline.serve.http.bodies import parse_json
 from tests.serve.api import Api
 from tests.serve.running import Gate
-from tests.toy import ToyBackend, toy_engine
+from tests.toy import toy_engine
+from tests.toy_passes import BreakingToy
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 COMPLETION = {"prompt": "hello", "max_tokens": 30, "ignore_eos": True, "seed": 1}
@@ -156,21 +156,9 @@ def test_unknown_paths_and_methods_give_openai_errors(api: Api) -> None:
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
-class Breaks(ToyBackend):
-    """Raises in its third pass, with a message that must not leak."""
-
-    passes = 0
-
-    def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        self.passes += 1
-        if self.passes == 3:
-            raise MemoryError("at /home/someone/secret")
-        return super().forward(batch)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_failed_pass_is_a_500_or_an_event_and_the_next_request_is_served(stream: bool) -> None:
-    api = Api(toy_engine(Breaks(max_rows=64)))
+    api = Api(toy_engine(BreakingToy(3)))
     response = api.request("POST", PATHS[0], json={**COMPLETION, "stream": stream})
     if stream:
         assert response.status_code == 200

@@ -5,23 +5,9 @@ from __future__ import annotations
 import openai
 import pytest
 
-from paceline.core.forward import ForwardBatch, ForwardOutput
 from tests.serve.running import serving
-from tests.toy import ToyBackend, toy_engine
-
-
-class Breaks(ToyBackend):
-    """Fails in one pass, and then continues normally."""
-
-    def __init__(self, breaking_pass: int) -> None:
-        super().__init__(max_rows=64)
-        self.passes_left = breaking_pass
-
-    def forward(self, batch: ForwardBatch) -> ForwardOutput:
-        self.passes_left -= 1
-        if self.passes_left == 0:
-            raise MemoryError("no room for the pass, at 0xdeadbeef in a/secret/place")
-        return super().forward(batch)
+from tests.toy import toy_engine
+from tests.toy_passes import BreakingToy
 
 
 def client_at(port: int) -> openai.OpenAI:
@@ -29,7 +15,7 @@ def client_at(port: int) -> openai.OpenAI:
 
 
 def test_a_failure_before_the_answer_is_a_500_without_details() -> None:
-    with serving(toy_engine(Breaks(1))) as server, client_at(server.port) as client:
+    with serving(toy_engine(BreakingToy(1))) as server, client_at(server.port) as client:
         with pytest.raises(openai.InternalServerError) as failed:
             client.completions.create(model="toy", prompt="abc")
         assert "secret" not in str(failed.value)
@@ -39,7 +25,7 @@ def test_a_failure_before_the_answer_is_a_500_without_details() -> None:
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_failure_in_a_stream_is_an_api_error_after_the_text_so_far(chat: bool) -> None:
     extra = {"ignore_eos": True, "logprobs": True if chat else 0}  # log-probabilities: a chunk for each token
-    with serving(toy_engine(Breaks(5))) as server, client_at(server.port) as client:
+    with serving(toy_engine(BreakingToy(5))) as server, client_at(server.port) as client:
         stream = (
             client.chat.completions.create(
                 model="toy", messages=[{"role": "user", "content": "abc"}], stream=True, extra_body=extra
@@ -56,7 +42,7 @@ def test_a_failure_in_a_stream_is_an_api_error_after_the_text_so_far(chat: bool)
 
 
 def test_a_response_that_fails_says_so_in_its_last_event() -> None:
-    with serving(toy_engine(Breaks(5))) as server, client_at(server.port) as client:
+    with serving(toy_engine(BreakingToy(5))) as server, client_at(server.port) as client:
         events = list(
             client.responses.create(model="toy", input="abc", stream=True, extra_body={"ignore_eos": True})
         )

@@ -9,15 +9,13 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.constrain.compiler import GrammarCompiler
 from paceline.core.params import SamplingParams
-from paceline.core.structured_outputs import StructuredOutputsParams
-from paceline.errors import GrammarError
 from paceline.models.tokenizer import Tokenizer, byte_alphabet
 from paceline.serve.tools.declared import Tool, ToolChoice
 from paceline.serve.tools.events import read_output
 from paceline.serve.tools.formats import FORMATS
 from paceline.serve.tools.toolbox import Toolbox
+from tests.serve.tools.test_tools_grammar import accepts
 from tests.serve.tools.test_tools_parser import joined
 
 RETURN = "<|return|>"
@@ -92,37 +90,27 @@ def test_any_division_into_pieces_gives_the_same(text: str, end: int, cuts: list
     assert read(list(text)) == at_once
 
 
-def accepts(text: str, choice: ToolChoice, tokenizer: Tokenizer = TOKENIZER, end: str = RETURN) -> bool:
+def is_answer(text: str, choice: ToolChoice, tokenizer: Tokenizer = TOKENIZER, end: str = RETURN) -> bool:
     """Whether the whole text is an answer that the grammar allows."""
-    plan = Toolbox(tokenizer).plan([WEATHER], choice)
-    params = StructuredOutputsParams(**plan.sampling_options()["structured_outputs"])
-    constraint = GrammarCompiler(tokenizer, tokenizer.vocab_size).compile(params).start()
-    try:
-        for token in tokenizer.encode(text + end, add_special_tokens=False):
-            if not constraint.allows(token):
-                return False
-            constraint.advance(token)
-    except GrammarError:
-        return False
-    return True
+    return accepts(Toolbox(tokenizer).plan([WEATHER], choice), tokenizer, text, end)
 
 
 def test_the_grammar_takes_messages_and_valid_calls() -> None:
     for choice in (ToolChoice(), ToolChoice("required")):
-        assert accepts(THOUGHT + REMARK + CALL, choice, end="<|call|>")
-        assert accepts(CALL, choice, end="<|call|>")
-        assert not accepts(CALL.replace("Bern", "Paris"), choice, end="<|call|>")
-        assert not accepts(CALL.replace("weather", "time"), choice, end="<|call|>")
-        assert accepts(THOUGHT + FINAL, choice) == (choice.mode == "auto")
-    assert accepts("Bern.", ToolChoice())
-    assert not accepts(THOUGHT + CALL + "<|call|><|start|>assistant" + CALL, ToolChoice())  # it ended
+        assert is_answer(THOUGHT + REMARK + CALL, choice, end="<|call|>")
+        assert is_answer(CALL, choice, end="<|call|>")
+        assert not is_answer(CALL.replace("Bern", "Paris"), choice, end="<|call|>")
+        assert not is_answer(CALL.replace("weather", "time"), choice, end="<|call|>")
+        assert is_answer(THOUGHT + FINAL, choice) == (choice.mode == "auto")
+    assert is_answer("Bern.", ToolChoice())
+    assert not is_answer(THOUGHT + CALL + "<|call|><|start|>assistant" + CALL, ToolChoice())  # it ended
 
 
 def test_several_calls_where_a_call_does_not_end_the_answer() -> None:
     tokenizer = harmony_tokenizer(RETURN)
     two = FORMATS["openai"].write([("weather", '{"city": "Bern"}')] * 2)
-    assert accepts(two, ToolChoice(), tokenizer)
-    assert not accepts(two, ToolChoice(single=True), tokenizer)
+    assert is_answer(two, ToolChoice(), tokenizer)
+    assert not is_answer(two, ToolChoice(single=True), tokenizer)
 
 
 @pytest.mark.parametrize("tools", [(), (WEATHER,)])

@@ -25,9 +25,7 @@ from paceline.core.tree_shapes import ROOT, static_shape
 # Of a row: rows before its pass, rows of its pass, its index among them, node, depth, length of its path's
 # contiguous prefix, whether its pass catches up (1: and ends at the root, 2: at the token before it), rows of
 # the pass before, the parent's among them, tile.
-ROW_FIELDS = 10
 # Of a tile: tiles before its pass, tiles of its pass, its index among them, first row, rows of its pass.
-TILE_FIELDS = 5
 
 
 @dataclass(frozen=True)
@@ -117,8 +115,8 @@ class StepPlan:
     """A request's rows and tiles of all passes of a step."""
 
     passes: tuple[PassRows, ...]
-    rows: Int32Array  # [ROW_FIELDS, rows]
-    tiles: Int32Array  # [TILE_FIELDS, tiles]
+    rows: Int32Array  # [10, rows]
+    tiles: Int32Array  # [5, tiles]
     paths: Int32Array  # [rows, levels] nodes of a path from the first non-contiguous one on
     drafted: int  # levels of the tree that the drafter drafts
     children: tuple[Int32Array, ...]  # of every pass of the drafter: see kernels/drafting/draft_sampling.py

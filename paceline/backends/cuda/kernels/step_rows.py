@@ -88,8 +88,8 @@ class StepRows:
 class ShapeTables:
     """A StepPlan on the device, and the constants of its draft."""
 
-    rows: torch.Tensor  # int32 [ROW_FIELDS, rows of a request]
-    tiles: torch.Tensor  # int32 [TILE_FIELDS, tiles of a request]
+    rows: torch.Tensor  # int32 [10, rows of a request]
+    tiles: torch.Tensor  # int32 [5, tiles of a request]
     paths: torch.Tensor  # int32 [rows of a request, levels]
     parents: torch.Tensor  # int32 [nodes]
     levels: int

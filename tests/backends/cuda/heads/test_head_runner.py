@@ -7,16 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from paceline.backends.head_chains import chains_by_passes
 from paceline.backends.heads import ChainNoise, HeadRunner
 from paceline.backends.torch.head_runner import TorchHeadRunner
 from paceline.errors import ConfigError
-from paceline.models.config import ModelConfig, RopeConfig
+from tests.backends.cuda.heads.test_block_runner import random_target
 from tests.models.heads.driver import DrivenHead, batch_of, drive_heads, random_checkpoint, run_heads
 from tests.models.heads.tiny_heads import CONFIGS as ALL
-from tests.models.heads.tiny_heads import P_EAGLE, TARGET_EPS, VOCAB, random_shared, torch_head
+from tests.models.heads.tiny_heads import P_EAGLE, random_shared, torch_head
 
 MASKED = "p-eagle"  # of three layers
 CONFIGS = {name: replace(config, max_position=64) for name, config in (*ALL.items(), (MASKED, P_EAGLE))}
@@ -30,21 +29,8 @@ def make_runner(name: str, device: torch.device, dtype: torch.dtype, seed: int =
     """A random head beside weights of a target that does not exist otherwise."""
     from paceline.backends.cuda.heads.head_runner import CudaHeadRunner
     from paceline.backends.cuda.heads.head_weights import load_head_weights
-    from paceline.backends.cuda.kernels.products.matrix import Matrix, tile_matrix
-    from paceline.backends.cuda.weights.model_weights import Weights
-    from paceline.backends.cuda.weights.tiled import padded_size, tiling_for
 
-    shared = random_shared()
-    config = ModelConfig("llama", VOCAB, 60, 1, 6, 2, 14, 85, TARGET_EPS, RopeConfig(500.0), 256, False)
-
-    def matrix(weight: torch.Tensor) -> Matrix:
-        rows, columns = (padded_size(size) - size for size in weight.shape)
-        padded = F.pad(weight, (0, columns, 0, rows)).to(device, dtype)
-        return tile_matrix(padded, len(weight), tiling_for(*padded.shape))
-
-    norm = torch.zeros(64, dtype=dtype, device=device)
-    norm[:60] = shared.norm
-    target = Weights(config, matrix(shared.embedding), (), norm, matrix(shared.lm_head))
+    target = random_target(device, dtype)
     return CudaHeadRunner(load_head_weights(random_checkpoint(CONFIGS[name], seed), target), max_rows=16)
 
 
