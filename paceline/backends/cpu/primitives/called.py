@@ -2,8 +2,7 @@
 
 Numba makes machine code of every function, with one wrapper for Python and another for C. Nobody needs them
 for the 200 functions inside `run_passes`. It also links all callees of a function into it and optimizes them
-there, once for each level of calls, and compiles a function again for each literal that it is called with.
-Without all that `run_passes` compiles in a quarter of the time.
+there, once for each level of calls. Without all that `run_passes` compiles in a quarter of the time.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from typing import Any
 
 import numba
 from llvmlite.binding import Linkage
-from numba import types
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler, _LowerResult
 from numba.core.compiler_machinery import AnalysisPass, register_pass
-from numba.core.registry import CPUDispatcher
 from numba.core.typed_passes import NativeLowering
+
+from paceline.kernel_cache import IntegerDispatcher
 
 
 def called(function: Callable[..., Any], **options: Any) -> Any:
@@ -27,15 +26,10 @@ def called(function: Callable[..., Any], **options: Any) -> Any:
     return _Called(function, {}, {"nopython": True, **options}, _LinkedCompiler)
 
 
-class _Called(CPUDispatcher):  # type: ignore[misc]
+class _Called(IntegerDispatcher):
     def add_overload(self, compiled: Any) -> None:
         """Keep it for callers: Python cannot call what has no machine code."""
         self.overloads[tuple(compiled.signature.args)] = compiled
-
-    def get_call_template(self, args: Any, named: Any) -> Any:
-        """One function for all integers: numba would compile another for each literal argument."""
-        named = {name: types.unliteral(kind) for name, kind in named.items()}
-        return super().get_call_template(tuple(map(types.unliteral, args)), named)
 
     def _compile_for_args(self, *args: Any, **named: Any) -> Any:
         return self._for_python._compile_for_args(*args, **named)
