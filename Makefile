@@ -40,7 +40,7 @@ model: $(SERVING)
 	@$(BIN)/python -m paceline models pull smollm2-135m
 
 serve: model
-	@echo "paceline: starting; the first start compiles kernels, which takes one to three minutes"
+	@echo "paceline: starting; the first start compiles kernels, which takes one to two minutes"
 	@$(BIN)/paceline serve $(ARGS)
 
 lint: install

@@ -24,9 +24,11 @@ from types import ModuleType
 from typing import Any
 
 import numba
+from numba import types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, UserProvidedCacheLocator
 from numba.core.ccallback import CFunc
 from numba.core.dispatcher import Dispatcher
+from numba.core.registry import CPUDispatcher
 from numba.core.serialize import dumps
 
 from paceline.home import paceline_home, warn_unusable
@@ -53,15 +55,15 @@ def cached_kernels(folder: Path) -> list[Path]:
 
 def jitted(function: Callable[..., Any], folder: Path, **options: Any) -> Any:
     """A numba function whose compiled signatures are cached in this folder."""
-    dispatcher = numba.njit(**options)(function)
+    dispatcher = IntegerDispatcher(function, {}, {"nopython": True, "no_cfunc_wrapper": True, **options})
     dispatcher._cache = _KernelCache(function, folder)
     return dispatcher
 
 
 def c_function(function: Callable[..., Any], signature: Any, folder: Path) -> Any:
     """A C function with this numba signature, compiled now or read from this folder."""
-    types = (signature.args, signature.return_type)
-    compiled: Any = CFunc(function, types, locals={}, options={"nopython": True})
+    kinds = (signature.args, signature.return_type)
+    compiled: Any = CFunc(function, kinds, locals={}, options={"nopython": True})
     compiled._cache = _KernelCache(function, folder)
     compiled.compile()
     return compiled
@@ -91,6 +93,17 @@ def _called(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
 @cache
 def _file_digest(path: str) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+class IntegerDispatcher(CPUDispatcher):  # type: ignore[misc]
+    """A numba function that is compiled once for all integers that compiled code passes to it.
+
+    Numba would compile another for each literal, so for `f(..., 0)` and for `f(..., count)`.
+    """
+
+    def get_call_template(self, args: Any, named: Any) -> Any:
+        named = {name: types.unliteral(kind) for name, kind in named.items()}
+        return super().get_call_template(tuple(map(types.unliteral, args)), named)
 
 
 class _Locator(UserProvidedCacheLocator):  # type: ignore[misc]

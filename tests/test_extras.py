@@ -125,5 +125,5 @@ def test_compilation_is_announced_before_it_begins(tmp_path: Path) -> None:
     program = "from paceline.terminal.session import announce_compilation; announce_compilation()\n"
     program += "print('paceline.backends.cpu' in sys.modules)"  # its import compiles
     ended = run_without_torch(program, PACELINE_HOME=str(tmp_path))
-    assert ended.stderr == "compiling kernels, once per machine: this takes one to three minutes\n"
+    assert ended.stderr == "compiling kernels, once per machine: this takes one to two minutes\n"
     assert ended.stdout == "False\n"

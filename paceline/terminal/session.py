@@ -46,7 +46,7 @@ def announce_compilation() -> None:
     from paceline.kernel_cache import cached_kernels
 
     if not cached_kernels(cache_folder()):
-        note("compiling kernels, once per machine: this takes one to three minutes")
+        note("compiling kernels, once per machine: this takes one to two minutes")
 
 
 def sampling_params(options: Options) -> SamplingParams:

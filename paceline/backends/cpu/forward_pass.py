@@ -272,7 +272,7 @@ def _run_convolved_layer(control, tasks, job, layer, counter, scratch):  # type:
     line, branch, attention = 64 * tasks[1], field(job, BRANCH_AT), SUBLAYERS * layer + ATTENTION
     matrices, mlp = field(job, MATRICES_AT) + DESCRIPTOR * LAYER_MATRICES * layer, SUBLAYERS * layer + MLP
     enter_sublayer(control, tasks, job, attention, counter, norm_weight(job, 2 * layer), scratch)
-    _mix(control, tasks, job, layer, matrices, counter + 3 * line, scratch, 0, branch, 0)
+    _mix(control, tasks, job, layer, matrices, counter + 3 * line, scratch, False, branch, 0)
     leave_sublayer(control, tasks, job, attention, counter + 17 * line, scratch)
     enter_sublayer(control, tasks, job, mlp, counter + 18 * line, norm_weight(job, 2 * layer + 1), scratch)
     feed_forward(control, tasks, job, layer, matrices, counter + 21 * line, scratch, branch, 0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from numba import types
+
 from paceline.backends.cpu.primitives.atomics import atomic_add
 from paceline.backends.cpu.primitives.compiled import compiled
-from paceline.backends.cpu.primitives.simd import load_float, load_int64
+from paceline.backends.cpu.primitives.simd import load_float, load_int64, operation, read_at
 
 # The job: index of each field. Sizes are counts; names in *_AT are addresses.
 (
@@ -117,26 +119,27 @@ SCORE_SCALE, SCORE_CAP, EMBEDDING_SCALE, RESIDUAL_SCALE, LOGITS_SCALE, LOGITS_CA
 ROPE = 32
 
 
-@compiled(inline=True)
-def field(job, index):  # type: ignore[no-untyped-def]
-    """A field of the job."""
-    return load_int64(job + 8 * index)
+@operation(types.int64, types.int64, types.int64)
+def field(builder, job, index):  # type: ignore[no-untyped-def]
+    """A field of the job. An intrinsic, because a call takes numba longer to compile, and there are 500."""
+    address = builder.add(job, builder.mul(index, index.type(8)))
+    return read_at(builder, address, index.type, 8)
 
 
-@compiled(inline=True)
+@compiled
 def shape_of(job, layer, index):  # type: ignore[no-untyped-def]
     """A number of a layer's line of SHAPES."""
     return load_int64(field(job, SHAPES_AT) + 8 * (SHAPE * layer + index))
 
 
-@compiled(inline=True)
+@compiled
 def own_norm(job, layer, index):  # type: ignore[no-untyped-def]
     """The address of one of a layer's OWN_NORMS; 0 if the model has none."""
     table = field(job, OWN_NORMS_AT)
     return load_int64(table + 8 * (OWN_NORMS * layer + index)) if table != 0 else 0
 
 
-@compiled(inline=True)
+@compiled
 def scale_of(job, index):  # type: ignore[no-untyped-def]
     """One of the model's scales and caps at SCALES_AT."""
     return load_float(field(job, SCALES_AT) + 4 * index)

@@ -43,7 +43,7 @@ _SPINS_BEFORE_YIELD = 2000
 _SPINS_BEFORE_SLEEP = 60000
 
 
-@compiled(inline=True)
+@compiled
 def barrier(control, threads):  # type: ignore[no-untyped-def]
     """Wait until all threads of the pass have arrived."""
     if threads > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,50 @@ def test_it_is_linked_into_its_callers_without_wrappers(tmp_path: Path) -> None:
     assert len(inner.overloads) == 2
     for compiled in inner.overloads.values():
         assert not any(name in compiled.library.get_llvm_str() for name in WRAPPERS)
+
+
+def test_callees_are_optimized_in_the_caller_with_machine_code_alone(tmp_path: Path) -> None:
+    inner = called(doubled)
+
+    def between(number: Any) -> Any:
+        return inner(number) + 1
+
+    middle = called(between)
+
+    def caller(number: Any) -> Any:
+        return middle(number) + 1
+
+    outer = jitted(caller, tmp_path)
+    assert outer(3) == 8
+    (text,) = (compiled.library.get_llvm_str() for compiled in middle.overloads.values())
+    (name,) = (compiled.fndesc.llvm_func_name for compiled in inner.overloads.values())
+    assert re.search(f"^declare .*{name}", text, re.MULTILINE)
+    assert not re.search(f"^define .*{name}", text, re.MULTILINE)
+    assert "alloca" in text  # not optimized
+    (text,) = (compiled.library.get_llvm_str() for compiled in outer.overloads.values())
+    assert not re.search(f"call .*{name}", text)  # inlined
+
+
+@pytest.mark.parametrize("make", [called, jitted])
+def test_it_is_compiled_once_for_literals_and_other_integers(tmp_path: Path, make: Any) -> None:
+    inner = make(doubled) if make is called else make(doubled, tmp_path)
+
+    def caller(number: Any) -> Any:
+        return inner(number) + inner(3) + inner(number=4)
+
+    assert jitted(caller, tmp_path)(5) == 24
+    assert len(inner.overloads) == 1
+
+
+def test_numba_itself_compiles_for_each_literal() -> None:
+    inner = numba.njit(doubled)
+
+    @numba.njit
+    def caller(number: Any) -> Any:
+        return inner(number) + inner(3)
+
+    assert caller(5) == 16
+    assert len(inner.overloads) == 2
 
 
 def test_numba_itself_makes_wrappers() -> None:

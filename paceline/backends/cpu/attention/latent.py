@@ -65,7 +65,7 @@ _EPSILON = np.float32(LATENT_NORM_EPS)
 _HEADS_AT_ONCE = 4  # heads of a task, because one head is little work
 
 
-@compiled(inline=True)
+@compiled
 def _whole_groups(width):  # type: ignore[no-untyped-def]
     return (width + GROUP - 1) // GROUP * GROUP
 
@@ -159,7 +159,7 @@ def _split_queries(tasks, job, counter, rows, layer, queries, stride, scratch): 
             write_row(scratch, groups, records, row, rows, heads * groups, quantized)
 
 
-@compiled(inline=True)
+@compiled
 def _matrix(job, layer, index):  # type: ignore[no-untyped-def]
     return field(job, LATENT_MATRICES_AT) + DESCRIPTOR * (LATENT_MATRICES * layer + index)
 

@@ -113,18 +113,18 @@ NOT_STORED, STORED = -1, -2
 PART = 512  # channels of a convolution task
 
 
-@compiled(inline=True)
+@compiled
 def _heads_padded(job):  # type: ignore[no-untyped-def]
     return (field(job, VALUE_HEADS) + 15) // 16 * 16
 
 
-@compiled(inline=True)
+@compiled
 def _kept_row(job, layer, row):  # type: ignore[no-untyped-def]
     """The address of a row's kept inputs: of the convolution, then decays and strengths of value heads."""
     return field(job, KEPT_ROWS_AT) + layer * field(job, KEPT_LAYER) + row * field(job, KEPT_STRIDE)
 
 
-@compiled(inline=True)
+@compiled
 def _state(job, layer, slot):  # type: ignore[no-untyped-def]
     """The address of a layer's state in a slot: conv state (oldest input first), then memory."""
     return field(job, POOL_AT) + slot * field(job, STATE_BYTES) + layer * field(job, STATE_LAYER_BYTES)

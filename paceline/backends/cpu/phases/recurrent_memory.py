@@ -76,7 +76,7 @@ def product(memory, vector, width):  # type: ignore[no-untyped-def]
     return add(add(first, second), add(third, fourth))
 
 
-@compiled(inline=True)
+@compiled
 def _update_line(before, memory, key, query, decay, added, total):  # type: ignore[no-untyped-def]
     """One line of `update`; returns `total` plus the line times the query."""
     value = fma(spread(load_float(key)), added, multiply(load(before), decay))

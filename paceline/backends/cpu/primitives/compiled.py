@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import numba
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -22,12 +21,11 @@ Emit = Callable[[ir.IRBuilder, list[Any]], None]
 _CACHE_FOLDER = cache_folder()
 
 
-def compiled(
-    function: Callable[..., Any] | None = None, *, inline: bool = False, cached: bool = False
-) -> Any:
+def compiled(function: Callable[..., Any] | None = None, *, cached: bool = False) -> Any:
     """A numba function without the GIL and without bounds checks.
 
-    `cached`: stored on disk with everything that is inlined into it; for functions called from Python.
+    `cached`: stored on disk with everything that it calls; for functions called from Python. LLVM decides
+    what is inlined: numba's own inlining would compile an inlined function again at each call.
     No fast-math: float operations happen in the order in which they are written. Batch invariance needs that.
     """
 
@@ -36,11 +34,10 @@ def compiled(
             "nogil": True,
             "boundscheck": False,
             "error_model": "numpy",
-            "inline": "always" if inline else "never",
         }
         if cached:
             return jitted(python_function, _CACHE_FOLDER, **options)
-        return numba.njit(**options)(python_function) if inline else called(python_function, **options)
+        return called(python_function, **options)
 
     return decorate(function) if function is not None else decorate
 

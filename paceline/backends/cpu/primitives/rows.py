@@ -81,13 +81,13 @@ def scale_record(record, factor, quantized):  # type: ignore[no-untyped-def]
     store_float(record + GROUP + 4, load_float(record + GROUP + 4) * factor)
 
 
-@compiled(inline=True)
+@compiled
 def record_stride(rows):  # type: ignore[no-untyped-def]
     """Records between two groups: odd, because groups a power of two apart map to the same cache sets."""
     return min(rows, ROW_BLOCK) | 1
 
 
-@compiled(inline=True)
+@compiled
 def record_block(records, row, rows, groups, quantized):  # type: ignore[no-untyped-def]
     """The address of the block with `row`, in records of `rows` rows of `groups` groups.
 
@@ -205,7 +205,7 @@ def normalize_head(values, weight, width, epsilon):  # type: ignore[no-untyped-d
         store_float(values + 4 * i, load_float(values + 4 * i) * scale * load_float(weight + 4 * i))
 
 
-@compiled(inline=True)
+@compiled
 def silu(values):  # type: ignore[no-untyped-def]
     """values * sigmoid(values)."""
     minus = multiply(values, spread(np.float32(-1)))

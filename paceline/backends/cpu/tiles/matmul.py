@@ -47,7 +47,7 @@ _UNPACK_ROWS, _HAS_PRODUCTS = ISA.unpack_rows, ISA.product is not None
 _LINE = 64  # bytes before unpacked tiles: their descriptor, and the address of the packed descriptor
 
 
-@compiled(inline=True)
+@compiled
 def unit_bytes(groups):  # type: ignore[no-untyped-def]
     """The bytes of scratch memory that `unpack_tiles` needs for 32 columns, at most."""
     return _LINE + groups * GROUP * UNPACKED6_BYTES
