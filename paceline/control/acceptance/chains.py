@@ -11,40 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from paceline.control.acceptance.depth_counts import DepthCounts, NewDrafts
 from paceline.control.acceptance.fixed_trees import SiblingAcceptance, count_path, tree_reached
 from paceline.control.config import CONFIG
 from paceline.core.stats import DraftStats, ShadowStats
 from paceline.core.trees import DraftPlan
-
-
-class Counts:
-    """Tried and accepted tokens by depth, and requests with and without a draft. New drafts fade them.
-
-    Lists: for so few depths they are faster than arrays.
-    """
-
-    def __init__(self, tries: list[float], hits: list[float], asked: float, drafted: float) -> None:
-        self.tries, self.hits = tries, hits  # [depth]
-        self.asked, self.drafted = asked, drafted  # requests, and those of them with a draft
-
-    def fade(self, factor: float, length: int, least: float) -> None:
-        """Multiply the counts of the first `length` depths; those up to `least` stay."""
-        for depth in range(length):
-            if self.tries[depth] > least:
-                self.tries[depth] *= factor
-                self.hits[depth] *= factor
-        if self.asked > least:
-            self.asked, self.drafted = factor * self.asked, factor * self.drafted
-
-    def add(
-        self, weight: float, tries: Sequence[float], hits: Sequence[float], asked: int, drafted: int
-    ) -> None:
-        """Add `weight` times the counts of the first depths, and of requests."""
-        for depth, (tried, hit) in enumerate(zip(tries, hits, strict=True)):
-            self.tries[depth] += weight * tried
-            self.hits[depth] += weight * hit
-        self.asked += weight * asked
-        self.drafted += weight * drafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +27,6 @@ class Estimate:
     reached: list[float]  # [depth] the chance that a draft is accepted down to there
     accepted: list[float]  # [length] mean of the accepted tokens of a draft of this length
     squared: list[float]  # [length] mean of their square
-
-
-@dataclass
-class NewDrafts:
-    """The drafts of a few passes, each of which could have the same length or tree.
-
-    Counts of chains and, for trees, of first children, which are what a chain would have had there.
-    """
-
-    tries: list[int]  # [length] drafts that were accepted down to there, and go on
-    hits: list[int]  # [length] those of them whose next token was accepted
-    requests: int = 0
-    drafted: int = 0  # those of them with a draft
-    passes: int = 0
 
 
 class ChainAcceptance:
@@ -87,8 +44,8 @@ class ChainAcceptance:
         known = [*chances[:longest], *[chances[-1]] * (longest - len(chances))]
         tries = [weight * chance for chance in accumulate([1.0, *known[:-1]], mul)]
         hits = [tried * chance for tried, chance in zip(tries, known, strict=True)]
-        self._usual = Counts(tries, hits, weight, weight * share)
-        self._recent = Counts([0.0] * longest, [0.0] * longest, 0.0, 0.0)
+        self._usual = DepthCounts(tries, hits, weight, weight * share)
+        self._recent = DepthCounts([0.0] * longest, [0.0] * longest, 0.0, 0.0)
         self._requests = 1.0  # of a pass, in the last ones
         self._siblings = SiblingAcceptance()  # of trees
         self._new: dict[DraftPlan | int, NewDrafts] = {}  # by length, or of a tree; not counted yet
@@ -244,7 +201,7 @@ class ChainAcceptance:
             raise ValueError("these are not counts of requests")
         if siblings := facts.get("siblings"):  # files of earlier versions have none
             self._siblings.begin_with(siblings)
-        self._usual, self._estimate = Counts(tries, hits, asked, drafted), None
+        self._usual, self._estimate = DepthCounts(tries, hits, asked, drafted), None
 
 
 def _squares(reached: Sequence[float]) -> list[float]:
