@@ -254,8 +254,11 @@ class Engine:
         return self._commit(oldest, timer)
 
     def _next_schedule(self) -> Schedule | None:
-        """The next pass that can start, pages reserved; None if there is none. A host pass starts only when
-        no other pass is in flight."""
+        """The next pass that can start, pages reserved; None if there is none.
+
+        A host pass over all requests starts only when no pass is in flight. OverlapScheduler also queues host
+        passes over some of them, such as prefills, behind those in flight.
+        """
         schedule = self._overlap.next(self._pipeline)
         if schedule is None and not self._pipeline and self.has_unfinished:
             step_plan = self._plan(self._overlap.uses_device(self.scheduler.running))
