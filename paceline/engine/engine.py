@@ -139,7 +139,7 @@ class Engine:
     @property
     def active_drafter(self) -> str | None:
         """The drafter that is being called now. Any thread may read this."""
-        return self._drafting.active
+        return self._drafting.faults.active
 
     def add_request(
         self,
@@ -209,7 +209,7 @@ class Engine:
         self.compile_ahead()
         seconds, plans = self._warm_up(), self._device_plans()
         for plan in plans:
-            self._controller.expect(plan, seconds[plan], self._drafting.catch_up_seconds(plan))
+            self._controller.expect(plan, seconds[plan], self._drafting.on_device.catch_up_seconds(plan))
         self.tokenizer.token_bytes(0)  # builds the table of all tokens
         gc.unfreeze()  # what earlier engines froze
         gc.collect()
@@ -340,7 +340,7 @@ class Engine:
             seconds = stats.total_time * (2 if stats.overlapped else 1)
             stats.disturbed = self._trainer.is_working(seconds)
         preemptions, failures = self._counted
-        self._counted = self.scheduler.num_preemptions, self._drafting.failures
+        self._counted = self.scheduler.num_preemptions, self._drafting.faults.count
         stats.preemptions, stats.draft_failures = self._counted[0] - preemptions, self._counted[1] - failures
         return stats
 

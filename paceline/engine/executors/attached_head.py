@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 from paceline.core.request import Request
 from paceline.core.trees import PLAIN, DraftPlan
-from paceline.engine.drafting import Drafting
+from paceline.engine.device_drafting import DeviceDrafting
 
 
 class AttachedHead:
     """The head in use on the device, if any, and its requests."""
 
-    def __init__(self, drafting: Drafting) -> None:
+    def __init__(self, drafting: DeviceDrafting) -> None:
         self._drafting = drafting
         self._requests: dict[Request, None] = {}
         self._plan = PLAIN  # of the head

@@ -72,7 +72,7 @@ class DeviceExecutor:
         self._joined: dict[Request, int] = {}  # requests in the decoder: their passes in flight
         # requests whose texts were written to the device: the slots, and the tokens that were known then
         self._with_texts: dict[Request, tuple[int, int]] = {}
-        self._head = AttachedHead(drafting)
+        self._head = AttachedHead(drafting.on_device)
         self._last_plan = PLAIN
         self._second: tuple[list[Scheduled], list[Scheduled]] = ([], [])  # parts, and their `otherwise` parts
         self._optimistic = OptimisticDrafts(drafting)

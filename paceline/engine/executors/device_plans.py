@@ -38,7 +38,7 @@ class DevicePlans:
         if self._decoder is None or not plan.budget:
             return None
         if len(self._drafts) < MAX_DRAFTS:
-            draft = self._drafting.device_draft(plan)
+            draft = self._drafting.on_device.draft(plan)
             if draft is None or (draft.reads_texts and not self._decoder.supports_lookup):
                 return None
             if draft.nodes or draft.from_texts or (draft.network_length or draft.length) < draft.length:
