@@ -221,7 +221,7 @@ class Engine:
         layers, kept_features = self._drafting.feature_layers, self._drafting.kept_features
         self.backend.prepare(self._pool, self.limits.max_model_len, layers, kept_features)
         self._drafting.prepare()
-        plans = dict.fromkeys([*self._device_plans(), *self._device.plans.own])
+        plans = dict.fromkeys([*self._device_plans(), *self._device.plans.prepared_forced])
         return {plan: self._device.prepare(plan) for plan in plans}
 
     def _device_plans(self) -> Sequence[DraftPlan]:
