@@ -1,6 +1,7 @@
 """Training a draft head on the target's own answers.
 
-commands.py, options.py   the `paceline train` commands and their options
+commands.py, flags.py     the `paceline train` commands and their flags
+options.py                what a training run can be given, one class for each kind of head
 job.py                    a whole command: answer, train, measure, write, report
 run.py                    train_head: from files of answers to a trained head
 disk.py                   write errors as messages with a remedy
