@@ -15,9 +15,10 @@ from paceline.draft.base import DrafterNeeds
 from paceline.draft.lookup.ngram import NgramDrafter
 from paceline.engine.drafting import Drafting
 from paceline.engine.executors import device_plans
+from tests.engine.mixed_requests import params
 from tests.engine.test_exactness import prompt
-from tests.engine.test_overlap import params
-from tests.toy import VOCAB, ScriptedDrafter, ToyBackend, drain, toy_engine
+from tests.toy import VOCAB, ToyBackend, drain, toy_engine
+from tests.toy_drafter import ScriptedDrafter
 from tests.toy_logits import hashed_logits
 
 LENGTH = 5

@@ -12,9 +12,9 @@ from paceline.draft.device import OPTIMISTIC_PASSES, TextDrafts
 from paceline.draft.lookup.ngram import NgramDrafter
 from paceline.draft.lookup.suffix import SuffixDrafter, SuffixOptions
 from paceline.engine.executors.optimistic import MAX_DRAFTED
+from tests.engine.mixed_requests import REQUESTS, Hosted, alone, expected, outcome, params
 from tests.engine.test_exactness import prompt
 from tests.engine.test_lookup import Repeating
-from tests.engine.test_overlap import REQUESTS, Hosted, alone, expected, outcome, params
 from tests.toy import ToyBackend, drain, toy_engine
 from tests.toy_decoder import ToyDecoder
 from tests.toy_tokenizer import VOCAB
