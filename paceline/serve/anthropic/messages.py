@@ -127,9 +127,8 @@ class _Answer:
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
         """The events of a stream."""
         begun: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-        usage = _counts(
-            len(self._attempt.prepared.prompts[0]), cached=0, made=0
-        )  # what was cached is known at the end
+        # how much was cached is known at the end
+        usage = _counts(len(self._attempt.prepared.prompts[0]), cached=0, made=0)
         yield _event({"type": "message_start", "message": {**self._head, **begun, "usage": usage}}) + _PING
         async for batch in generation:
             parsed = [event for _, update in batch for event in self._parser.feed(update.text)]
