@@ -110,7 +110,7 @@ class HybridDrafter(Drafter):
         unsure = [index for index, tokens in enumerate(trees.expected()) if tokens < confidence]
         if not unsure:
             return trees
-        fallback_trees = self._ask_fallback(
+        fallback_trees = self._propose_fallback(
             [requests[index] for index in unsure], [plans[index] for index in unsure]
         )
         if self._options.combine == "tree":
@@ -122,7 +122,7 @@ class HybridDrafter(Drafter):
             fallback_trees = DraftTrees.from_lists([tree[:2] for tree in both], [tree[2] for tree in both])
         return DraftTrees.merged(len(requests), [(range(len(requests)), trees), (unsure, fallback_trees)])
 
-    def _ask_fallback(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
+    def _propose_fallback(self, requests: Sequence[Request], plans: Sequence[DraftPlan]) -> DraftTrees:
         name, budget = self._fallback.name, self._fallback_budget
         limited = [replace(plan, drafter=name, budget=min(plan.budget, budget)) for plan in plans]
         return self._fallback.propose(requests, limited)

@@ -36,4 +36,6 @@ class MtpDrafter(HeadDrafter):
     def load(cls, options: MtpOptions, target: Target) -> UnboundDrafter:
         """The drafter with the MTP block of the target's files."""
         check_features(cls.name, target)
-        return cls.beside(mtp_head(target.config, target.mtp), target, options.quantization, options.min_prob)
+        return cls.from_checkpoint(
+            mtp_head(target.config, target.mtp), target, options.quantization, options.min_prob
+        )
