@@ -155,7 +155,7 @@ def _echoed(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "temperature": params.temperature,
         "top_p": params.top_p,
-        "text": {"format": _given(text_format) or {"type": "text"}},
+        "text": {"format": _without_none(text_format) or {"type": "text"}},
         "tools": [tool.model_dump() for tool in body.tools or ()],
         "tool_choice": choice if isinstance(choice, str) else choice.model_dump() if choice else "auto",
         "store": False,
@@ -183,7 +183,7 @@ def _usage(output: RequestOutput) -> dict[str, Any]:
     }
 
 
-def _given(values: dict[str, Any]) -> dict[str, Any]:
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
