@@ -163,17 +163,17 @@ def union(first: Tree, second: Tree, plan: DraftPlan) -> Tree:
         ranks.append(above if math.isnan(chance) else min(chance, above))
     new_number = {-1: -1}
     num_children: Counter[int] = Counter()
-    kept: list[int] = []
+    chosen: list[int] = []
     for node in sorted(range(len(tokens)), key=lambda node: -ranks[node]):  # stable: parents come first
         parent = parents[node]
-        if len(kept) < plan.budget and parent in new_number and num_children[parent] < plan.branching:
+        if len(chosen) < plan.budget and parent in new_number and num_children[parent] < plan.branching:
             num_children[parent] += 1
-            new_number[node] = len(kept)
-            kept.append(node)
+            new_number[node] = len(chosen)
+            chosen.append(node)
     return (
-        [tokens[node] for node in kept],
-        [new_number[parents[node]] for node in kept],
-        [chances[node] for node in kept],
+        [tokens[node] for node in chosen],
+        [new_number[parents[node]] for node in chosen],
+        [chances[node] for node in chosen],
     )
 
 

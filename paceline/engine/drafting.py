@@ -221,8 +221,8 @@ class Drafting:
         useful = [request.max_output - request.num_output - 1 for request in requests]
         shrunk = [plan.shrunk(max(length, 0)) for plan, length in zip(plans, useful, strict=True)]
         parts = [
-            Scheduled(request, 1, self._with_forced(request, own) if own.budget else own)
-            for request, own in zip(requests, shrunk, strict=True)
+            Scheduled(request, 1, self._with_forced(request, plan) if plan.budget else plan)
+            for request, plan in zip(requests, shrunk, strict=True)
         ]
         trees, _ = self.propose(parts)
         if trees is None:

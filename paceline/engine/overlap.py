@@ -64,18 +64,18 @@ class OverlapScheduler:
             return None
         if (prefill := self._next_prefill(pipeline)) is not None:
             return prefill
-        host_is_due = self._count_wait(len(running))
-        decoding = running
-        if host_is_due or not pipeline.decodes(running):
+        prefill_is_due = self._count_wait(len(running))
+        decoding, host_is_due = running, False
+        if prefill_is_due or not pipeline.decodes(running):  # else the requests of the last pass decode on
             if not self.uses_device(running):
                 return None
             on_host = pipeline.on_host
             decoding = [
                 request
                 for request in running
-                if request.num_pending == 1 and request not in on_host and self._device.can_sample(request)
+                if request.num_pending == 1 and request not in on_host and device.can_sample(request)
             ]
-            host_is_due = not on_host and (host_is_due or len(decoding) < len(running))
+            host_is_due = not on_host and (prefill_is_due or len(decoding) < len(running))
             if not decoding:
                 return None
         step_plan = self._plan(True)
@@ -86,13 +86,9 @@ class OverlapScheduler:
             decoding, host_is_due = list(shared.requests), host_is_due or not pipeline.on_host
         if host_is_due and (parts := self._host_parts(decoding, step_plan, shared.left_out)):
             return Schedule(parts, self._host)
-        plan = shared.plan
-        if not self._device.can_follow(plan):
+        if not device.can_follow(shared.plan) or not (admitted := device.admit(decoding, shared.plan)):
             return None
-        admitted = self._device.admit(decoding, plan)
-        if not admitted:
-            return None
-        return Schedule(self._decode_parts(admitted, shared), device, step_plan, plan)
+        return Schedule(self._decode_parts(admitted, shared), device, step_plan, shared.plan)
 
     def _plans_of(self, requests: Sequence[Request], step_plan: StepPlan) -> Sequence[DraftPlan]:
         """The plans of these requests, which are all that run, or some of them."""

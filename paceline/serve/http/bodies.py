@@ -140,11 +140,11 @@ def _too_much(what: str) -> FieldError:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+    members = dict(pairs)
+    if len(members) != len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise FieldError("body", f"an object in the body has the key {_shown(twice)} twice.")
-    return made
+    return members
 
 
 def _refuse(constant: str) -> Any:

@@ -172,14 +172,14 @@ def _echoed(body: ResponseRequest, params: SamplingParams) -> dict[str, Any]:
 
 
 def _usage(output: RequestOutput) -> dict[str, Any]:
-    given, made = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
+    num_prompt, num_output = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
     cached = {"cached_tokens": output.metrics.num_cached_tokens, "cache_write_tokens": 0}
     return {
-        "input_tokens": given,
+        "input_tokens": num_prompt,
         "input_tokens_details": cached,
-        "output_tokens": made,
+        "output_tokens": num_output,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": given + made,
+        "total_tokens": num_prompt + num_output,
     }
 
 
