@@ -35,21 +35,23 @@ class DevicePlans:
         """How the decoder drafts by this plan; None if it cannot."""
         if plan in self._drafts:
             return self._drafts[plan]
-        if self._decoder is None or not plan.budget:
+        if self._decoder is None or not plan.budget or len(self._drafts) >= MAX_DRAFTS:
             return None
-        if len(self._drafts) < MAX_DRAFTS:
-            draft = self._drafting.on_device.draft(plan)
-            if draft is None or (draft.reads_texts and not self._decoder.supports_lookup):
-                return None
-            if draft.nodes or draft.from_texts or (draft.network_length or draft.length) < draft.length:
-                is_forced = self._drafting.only_forced(plan)
-                is_small = draft.nodes or is_forced
-                most = max(1, (MAX_TREE_ROWS if is_small else MAX_DRAFT_ROWS) // (1 + plan.nodes))
-                draft = replace(draft, max_requests=min(most, draft.max_requests or most))
-                if is_forced and not self._decoder.has_room(draft):  # no request has asked for it
-                    draft = None
-            self._drafts[plan] = draft
-        return self._drafts.get(plan)
+        draft = self._drafting.on_device.draft(plan)
+        if draft is None or (draft.reads_texts and not self._decoder.supports_lookup):
+            return None
+        is_longer_than_a_heads = (
+            draft.nodes or draft.from_texts or (draft.network_length or draft.length) < draft.length
+        )
+        if is_longer_than_a_heads:
+            is_forced = self._drafting.only_forced(plan)
+            max_rows = MAX_TREE_ROWS if draft.nodes or is_forced else MAX_DRAFT_ROWS
+            most = max(1, max_rows // (1 + plan.nodes))
+            draft = replace(draft, max_requests=min(most, draft.max_requests or most))
+            if is_forced and not self._decoder.has_room(draft):  # no request has asked for it
+                draft = None
+        self._drafts[plan] = draft
+        return draft
 
     def offers(self, plan: DraftPlan) -> bool:
         """Whether passes by this plan can run on the device."""
